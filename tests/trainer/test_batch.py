@@ -1,0 +1,54 @@
+import pytest
+import torch
+from tensordict import TensorDict
+
+from verl_ext.trainer.batch import ResponseTokens
+
+
+def nested(*rows):
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+def batch(**fields):
+    defaults = {
+        "rollout_log_probs": nested([-1.0, -2.0], [-3.0]),
+        "old_log_probs": nested([-1.5, -2.0], [-3.0]),
+        "response_mask": nested([1, 0], [1]),
+    }
+    fields = {name: value for name, value in (defaults | fields).items() if value is not None}
+    return TensorDict(fields, batch_size=2)
+
+
+def test_tokens_are_packed_in_order():
+    tokens = ResponseTokens.from_batch(batch())
+    assert tokens.l_infer.tolist() == [-1, -2, -3]
+    assert tokens.mask.tolist() == [True, False, True]
+    assert tokens.offsets.tolist() == [0, 2, 3]
+    assert tokens.count == 2
+    assert tokens.entropy is None
+
+
+def test_weights_go_back_in_the_batchs_shape():
+    tokens = ResponseTokens.from_batch(batch())
+    assert [row.tolist() for row in tokens.nested(torch.tensor([1.0, 2.0, 3.0])).unbind()] == [[1, 2], [3]]
+
+
+def test_missing_log_probs_name_the_setting():
+    with pytest.raises(ValueError, match="rollout.calculate_log_probs=True"):
+        ResponseTokens.from_batch(batch(rollout_log_probs=None))
+
+
+def test_fewer_log_probs_than_tokens_name_the_tensor():
+    with pytest.raises(ValueError, match="rollout_log_probs has 2 tokens and response_mask 3"):
+        ResponseTokens.from_batch(batch(rollout_log_probs=nested([-1.0], [-3.0])))
+
+
+def test_as_many_log_probs_divided_differently_are_refused():
+    with pytest.raises(ValueError, match="old_log_probs"):
+        ResponseTokens.from_batch(batch(old_log_probs=nested([-1.5], [-2.0, -3.0])))
+
+
+def test_non_finite_values_are_counted_on_generated_tokens():
+    nan = float("nan")
+    tokens = ResponseTokens.from_batch(batch(rollout_log_probs=nested([nan, nan], [float("-inf")])))
+    assert tokens.non_finite() == {"rollout_log_probs": 2, "old_log_probs": 0}

@@ -1,0 +1,90 @@
+"""Drop-in for `verl.trainer.main_ppo`: the same overrides, and the group `stability=`.
+
+    python -m verl_ext.main_ppo stability=icepop <your overrides for verl.trainer.main_ppo>
+
+With nothing of `stability` switched on, it runs verl's own entry point unchanged.
+"""
+
+import sys
+from importlib.resources import files
+from typing import Any
+
+import hydra
+import ray
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from verl.trainer import main_ppo as verl_main
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import validate_config
+from verl.utils.device import auto_set_device
+
+import verl_ext.plugin  # noqa: F401 (also where VERL_USE_EXTERNAL_PLUGINS leaves it out)
+from verl_ext.config import ConfigError, StabilityConfig, require_choice, stability_config
+from verl_ext.trainer import startup
+from verl_ext.trainer.checks import apply_engine_settings, check_run, uses_icepop_loss
+
+# The schema every file of the group starts from; the underscore keeps it out of the list of choices.
+ConfigStore.instance().store(group="stability", name="_schema", node=StabilityConfig)
+
+
+class StabilityTaskRunner(startup.actor_class(verl_main.TaskRunnerV1)):  # type: ignore[misc]
+    """verl's task runner, with our trainers in the place of verl's."""
+
+    def run(self, config: DictConfig) -> None:
+        from verl_ext.trainer import trainers
+
+        trainers.install()
+        super().run(config)
+
+
+def stability_choices() -> tuple[str, ...]:
+    """The files of `configs/stability`."""
+    folder = files("verl_ext.configs") / "stability"
+    return tuple(sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir()))
+
+
+def run(config: DictConfig) -> None:
+    """Check everything that can be checked without a GPU, then train."""
+    stability = stability_config(config.stability)
+    if not stability.active and not uses_icepop_loss(config):
+        print("verl_ext: nothing of stability.* is switched on; running verl as it is", flush=True)
+        verl_main.main.__wrapped__(config)
+        return
+    check_run(config, stability)
+    apply_engine_settings(config, stability)
+    auto_set_device(config)
+    validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    verl_main.run_ppo(config, task_runner_class=ray.remote(StabilityTaskRunner))
+
+
+@hydra.main(version_base=None, config_path="pkg://verl_ext.configs", config_name="ppo_trainer_ext")
+def hydra_main(config: DictConfig) -> None:
+    try:
+        run(config)
+    except (ConfigError, OmegaConfBaseException) as error:
+        stop(error)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, (ConfigError, startup.HookError)):
+            stop(error.cause)
+        raise
+
+
+def stop(error: Exception) -> Any:
+    """End with the error's one line instead of a stack of frames that are not the user's."""
+    ray.shutdown()
+    raise SystemExit(f"verl_ext: error: {' '.join(str(error).split())}")
+
+
+def main() -> None:
+    for argument in sys.argv[1:]:
+        if argument.startswith("stability="):
+            try:
+                require_choice("stability", argument.removeprefix("stability="), stability_choices())
+            except ConfigError as error:
+                stop(error)
+    hydra_main()
+
+
+if __name__ == "__main__":
+    main()

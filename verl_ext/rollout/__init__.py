@@ -1,0 +1,1 @@
+"""What the rollout engine (vLLM) needs from this package, in each of its processes."""

@@ -1,0 +1,54 @@
+"""Ask the running vLLM engine what it really runs with.
+
+The vLLM plugin adds one method to vLLM's worker classes; the trainer calls it over verl's server actors. A
+setting that vLLM accepted and then ignored shows here (its CPU model runner, for one, never uses cascade
+attention, whatever the arguments say).
+"""
+
+import asyncio
+from typing import Any
+
+from wrapt import register_post_import_hook
+
+METHOD = "verl_ext_engine_report"
+
+
+def engine_report(worker: Any) -> dict[str, Any]:
+    """What one vLLM worker runs with; `worker` is vLLM's Worker, seen from inside."""
+    runner = worker.model_runner
+    return {"cascade_attention": bool(runner.cascade_attn_enabled)}
+
+
+def install() -> None:
+    """Make `collective_rpc(METHOD)` answer in every vLLM worker of this process (written for 0.24 to 0.28)."""
+
+    def add_method(worker_base: Any) -> None:
+        setattr(worker_base.WorkerBase, METHOD, engine_report)
+
+    register_post_import_hook(add_method, "vllm.v1.worker.worker_base")
+
+
+def fetch(server_handle: Any, timeout_s: float = 60.0) -> list[dict[str, Any]]:
+    """The reports of all workers behind one of verl's vLLM server actors.
+
+    Raises:
+        RuntimeError: no answer in time, or the engine does not know the method (the vLLM plugin is not loaded).
+    """
+    import ray
+
+    try:
+        return ray.get(server_handle.__ray_call__.remote(_ask, timeout_s))
+    except ray.exceptions.RayTaskError as error:
+        raise RuntimeError(
+            f"vLLM does not answer {METHOD} ({error.cause!r}): is verl_ext installed on the rollout's nodes, and does "
+            "VLLM_PLUGINS, where set, name verl_ext?"
+        ) from error
+
+
+def _ask(server: Any, timeout_s: float) -> list[dict[str, Any]]:
+    """Runs inside verl 0.9.1's vLLMHttpServer, whose own `collective_rpc` throws the answers away.
+
+    Ray runs this beside the actor's event loop, not on it; verl's HTTP server task knows the loop.
+    """
+    call = server.engine.collective_rpc(METHOD)
+    return asyncio.run_coroutine_threadsafe(call, server._server_task.get_loop()).result(timeout_s)

@@ -1,0 +1,1 @@
+"""What runs inside the training workers: the policy losses and the routing capture."""
