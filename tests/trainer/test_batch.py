@@ -34,7 +34,7 @@ def test_weights_go_back_in_the_batchs_shape():
 
 
 def test_missing_log_probs_name_the_setting():
-    with pytest.raises(ValueError, match="rollout.calculate_log_probs=True"):
+    with pytest.raises(ValueError, match=r"rollout\.calculate_log_probs=True"):
         ResponseTokens.from_batch(batch(rollout_log_probs=None))
 
 

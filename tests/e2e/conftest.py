@@ -1,0 +1,75 @@
+"""Whole verl runs on CPU cores: Ray, vLLM and FSDP2, on the model of recipes/cpu_smoke."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from make_assets import make_assets
+
+REPO = Path(__file__).parent.parent.parent
+SMALL = (
+    "recipe=cpu_smoke",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    f"recipe_folder={REPO}/recipes/cpu_smoke",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run left: exit code, console, and each step's metrics."""
+
+    code: int
+    console: str
+    folder: Path
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        lines = (self.folder / "verl_ext" / "cpu_smoke.jsonl").read_text().splitlines()
+        return [json.loads(line)["data"] for line in lines]
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("assets")
+    make_assets(folder)
+    return folder
+
+
+@pytest.fixture
+def train(assets, tmp_path):
+    """train(overrides..., steps=2) -> Run, with `python -m verl_ext.main_ppo` or another entry."""
+
+    def run(*overrides: str, steps: int = 2, module: str = "verl_ext.main_ppo", arguments: tuple = SMALL) -> Run:
+        command = [
+            sys.executable,
+            "-m",
+            module,
+            *arguments,
+            f"assets={assets}",
+            f"trainer.total_training_steps={steps}",
+        ]
+        environment = os.environ | {"VERL_PLATFORM": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "RAY_DEDUP_LOGS": "0"}
+        finished = subprocess.run(
+            [*command, *overrides],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=900,
+        )
+        (tmp_path / "console.log").write_text(finished.stdout)
+        return Run(finished.returncode, finished.stdout, tmp_path)
+
+    return run
+
+
+def tail(run: Run) -> str:
+    """For a failing assertion: the end of the console."""
+    return run.console[-4000:]

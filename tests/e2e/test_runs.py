@@ -1,0 +1,154 @@
+"""Each feature in a real run. One to three minutes a run, most of it the start of Ray and vLLM."""
+
+import pytest
+import torch
+from conftest import SMALL, tail
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.e2e
+
+ROUTING = "stability.router_agreement=true"
+PLAIN_VERL = ("hydra.searchpath=[pkg://verl_ext.configs]", f"+{SMALL[0]}", *SMALL[1:])
+
+
+def keys(run):
+    """The metrics of each step but the first, in which verl logs the same anyway."""
+    return [set(step) for step in run.steps]
+
+
+def ours(names):
+    return {name for name in names if name.startswith(("vllm_kl/", "correction/", "router/", "guard/", "filter/"))}
+
+
+def test_icepop_router_agreement_and_cascade_attention(train):
+    run = train("stability=icepop", ROUTING, "stability.cascade_attention=off", steps=3)
+    assert run.code == 0, tail(run)
+    assert "confirmed by 1 vLLM worker(s)" in run.console
+    assert "4 x Qwen3MoeTopKRouter" in run.console
+    assert len(run.steps) == 3
+    for step in run.steps:
+        assert 0 < step["vllm_kl/k3"] < 0.01
+        assert 0 < step["vllm_kl/prob_diff_mean"] <= step["vllm_kl/prob_diff_max"] < 0.1
+        # verl computes the same difference itself, on the batch with its padding rows.
+        assert step["vllm_kl/k1"] == pytest.approx(step["rollout_corr/kl"], rel=1e-3, abs=1e-6)
+        assert step["correction/dropped"] == 0  # k stays near 1 at this size
+        assert step["correction/weight_mean"] == pytest.approx(1, abs=0.01)
+        assert 0.9 < step["router/agreement"] < 1
+        layers = [step[f"router/agreement/layer_{layer:02d}"] for layer in range(4)]
+        assert sum(layers) / 4 == pytest.approx(step["router/agreement"])
+        assert 0 < step["router/any_layer_differs"] < 0.5
+        assert step["router/tokens"] > 100
+        assert step["guard/skipped"] == 0
+        assert step["actor/grad_norm"] > 0
+
+
+def test_a_narrow_band_drops_tokens_in_the_loss_that_verl_computes(train):
+    # A band that no ratio falls into: every weight is 0, and so is the gradient.
+    run = train("stability=icepop", "stability.icepop.alpha=3", "stability.icepop.beta=4", steps=2)
+    assert run.code == 0, tail(run)
+    for step in run.steps:
+        assert step["correction/dropped"] == step["correction/dropped_low"] == 1
+        assert step["correction/sequences_all_dropped"] == 1
+        assert step["actor/grad_norm"] == 0
+
+
+def weights(folder, step):
+    files = sorted((folder / f"global_step_{step}" / "actor" / "huggingface").glob("*.safetensors"))
+    assert files
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def test_threshold_zero_skips_every_update_and_leaves_everything_bit_identical(train, assets):
+    run = train(
+        "stability=icepop",
+        "stability.batch_skip.threshold=0",
+        "trainer.v1.trainer_mode=colocate_async",
+        "trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync",
+        "trainer.save_freq=1",
+        "trainer.default_local_dir=checkpoints",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        steps=3,
+    )
+    assert run.code == 0, tail(run)
+    assert [step["guard/skipped"] for step in run.steps] == [1, 1, 1]
+    assert [step["guard/skips"] for step in run.steps] == [1, 2, 3]
+    assert all("actor/grad_norm" not in step for step in run.steps)
+    assert run.console.count("update skipped: vllm_kl/k3=") == 3
+
+    start = {file.name: file for file in (assets / "model").glob("*.safetensors")}
+    initial = {name: tensor for file in start.values() for name, tensor in load_file(file).items()}
+    for step in (1, 3):
+        saved = weights(run.folder / "checkpoints", step)
+        assert saved.keys() == initial.keys()
+        for name, tensor in saved.items():
+            assert torch.equal(tensor.to(initial[name].dtype), initial[name]), name
+            assert torch.equal(tensor, tensor.to(initial[name].dtype).to(tensor.dtype)), name
+    actor = run.folder / "checkpoints" / "global_step_3" / "actor"
+    optimizer = torch.load(actor / "optim_world_size_1_rank_0.pt", weights_only=False)
+    assert not optimizer["state"], "an optimizer that never stepped has no moments"
+    extra = torch.load(actor / "extra_state_world_size_1_rank_0.pt", weights_only=False)
+    assert extra["lr_scheduler"]["last_epoch"] == 0
+    assert (run.folder / "checkpoints" / "global_step_3" / "verl_ext.json").read_text() == '{"skips": 3}'
+
+
+def test_separate_async_with_the_guard_and_routing(train):
+    run = train(
+        "stability=icepop",
+        ROUTING,
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.v1.separate_async.parameter_sync_step=1",
+        "trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync",
+        "actor_rollout_ref.hybrid_engine=false",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=file",
+        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_ext.platform.weights",
+        "ray_kwargs.ray_init.num_gpus=2",
+        steps=2,
+    )
+    assert run.code == 0, tail(run)
+    assert "PPOTrainerSeparateAsync._update_actor" in run.console
+    for step in run.steps:
+        assert 0 < step["vllm_kl/k3"] < 0.01
+        assert 0.9 < step["router/agreement"] < 1
+        assert step["actor/grad_norm"] > 0
+
+
+def test_none_logs_what_plain_verl_logs(train):
+    verl = train(module="verl.trainer.main_ppo", arguments=PLAIN_VERL)
+    assert verl.code == 0, tail(verl)
+    verl_keys = keys(verl)
+    none = train("stability=none")
+    assert none.code == 0, tail(none)
+    assert "running verl as it is" in none.console
+    assert keys(none) == verl_keys
+    assert not ours(verl_keys[0])
+    assert {"actor/grad_norm", "critic/score/mean", "rollout_corr/kl"} <= verl_keys[0]
+
+
+def test_icepop_loss_under_plain_verl(train):
+    run = train(
+        "actor_rollout_ref.actor.policy_loss._target_=verl_ext.workers.losses.IcePopLossConfig",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=icepop",
+        "+actor_rollout_ref.actor.policy_loss.alpha=0.999",
+        "+actor_rollout_ref.actor.policy_loss.beta=1.001",
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.rollout_is_threshold=1e6",
+        module="verl.trainer.main_ppo",
+        arguments=PLAIN_VERL,
+    )
+    assert run.code == 0, tail(run)
+    for step in run.steps:
+        assert 0 < step["actor/icepop/dropped_low"] < 1
+        assert 0 < step["actor/icepop/dropped_high"] < 1
+        assert step["actor/grad_norm"] > 0
+
+
+def test_cascade_attention_that_the_engine_does_not_run_stops_the_run(train):
+    # vLLM's CPU model runner accepts the argument and never uses cascade attention.
+    run = train("stability=icepop_loss", "stability.cascade_attention=on")
+    assert run.code != 0
+    error = [line for line in run.console.splitlines() if line.startswith("verl_ext: error: ")]
+    assert len(error) == 1, tail(run)
+    assert "vLLM runs with it off" in error[0]
+    assert not (run.folder / "verl_ext" / "cpu_smoke.jsonl").exists(), "the run must stop before training"

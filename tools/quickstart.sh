@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Train a small mixture of experts on two CPU cores with verl_ext switched on, then show what happened.
+#   bash tools/quickstart.sh [override ...]    e.g. trainer.total_training_steps=40
+# The first run installs everything into .venv; the next ones reuse it. Results stand in .quickstart/.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,5p; exit; fi
+
+bash tools/setup_cpu.sh
+export PATH="$(cd "${VENV:-.venv}/bin" && pwd):$PATH" VERL_PLATFORM=cpu HF_HUB_OFFLINE=1
+export VERL_FILE_LOGGER_PATH="$PWD/.quickstart/metrics.jsonl"
+export VLLM_CPU_KVCACHE_SPACE=1 # GiB
+log=.quickstart/console.log
+
+python recipes/cpu_smoke/make_assets.py --out .quickstart/assets
+echo "quickstart: starting Ray, vLLM and FSDP2; the first step comes after about 90 s (everything they say: $log)"
+status=0
+python tools/clean_exit.py python -m verl_ext.main_ppo recipe=cpu_smoke \
+  stability=icepop stability.router_agreement=true stability.cascade_attention=off "$@" 2>&1 |
+  python tools/progress.py "$log" || status=$?
+if [ "$status" != 0 ]; then
+  [ "$status" = 130 ] || { echo "quickstart: the run ended with exit code $status; the end of $log:" >&2; tail -n 30 "$log" >&2; }
+  exit "$status"
+fi
+verl-ext report "$VERL_FILE_LOGGER_PATH" --out .quickstart/report.png

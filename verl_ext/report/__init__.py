@@ -1,0 +1,1 @@
+"""A table and a figure from the metrics of one run."""
