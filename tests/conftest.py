@@ -1,18 +1,13 @@
 """Shared fixtures: the CPU platform, and the real composed config."""
 
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 # Before anything imports verl: its platform is chosen once.
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-REPO = Path(__file__).parent.parent
-sys.path.insert(0, str(REPO / "recipes" / "cpu_smoke"))  # make_assets, used as a library here
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ log=.quickstart/console.log
 python recipes/cpu_smoke/make_assets.py --out .quickstart/assets
 echo "quickstart: starting Ray, vLLM and FSDP2; the first step comes after about 90 s (everything they say: $log)"
 status=0
-python tools/clean_exit.py python -m verl_ext.main_ppo recipe=cpu_smoke \
+python tools/clean_exit.py python -m verl_ext.main_ppo recipe=cpu_smoke hydra.run.dir=.quickstart/hydra \
   stability=icepop stability.router_agreement=true stability.cascade_attention=off "$@" 2>&1 |
   python tools/progress.py "$log" || status=$?
 if [ "$status" != 0 ]; then

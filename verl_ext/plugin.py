@@ -5,10 +5,11 @@ not imported already: each registration waits until the module that owns the reg
 """
 
 import logging
-import os
 import traceback
 
 from wrapt import register_post_import_hook
+
+from verl_ext import platform
 
 logger = logging.getLogger("verl_ext")
 
@@ -25,7 +26,7 @@ def load() -> None:
     """Install the hooks, and the CPU platform where VERL_PLATFORM=cpu asks for it."""
     for module, hook in HOOKS.items():
         register_post_import_hook(hook, module)
-    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+    if platform.requested():
         from verl_ext.platform import cpu
 
         cpu.install()

@@ -19,6 +19,9 @@ SMALL = (
     f"recipe_folder={REPO}/recipes/cpu_smoke",
 )
 
+# verl's own entry point finds the recipe through the search path.
+PLAIN_VERL = ("hydra.searchpath=[pkg://verl_ext.configs]", f"+{SMALL[0]}", *SMALL[1:])
+
 
 @dataclass(frozen=True)
 class Run:
@@ -27,6 +30,11 @@ class Run:
     code: int
     console: str
     folder: Path
+
+    @property
+    def tail(self) -> str:
+        """For a failing assertion: the end of the console."""
+        return self.console[-4000:]
 
     @property
     def steps(self) -> list[dict[str, float]]:
@@ -68,8 +76,3 @@ def train(assets, tmp_path):
         return Run(finished.returncode, finished.stdout, tmp_path)
 
     return run
-
-
-def tail(run: Run) -> str:
-    """For a failing assertion: the end of the console."""
-    return run.console[-4000:]

