@@ -15,10 +15,11 @@ def compose() -> Callable:
     """compose("stability=icepop", ...) -> the config that `verl_ext.main_ppo` gets."""
     import hydra
 
-    import verl_ext.main_ppo  # noqa: F401 (registers the schema)
+    from verl_ext.compose import CONFIG_MODULE, PRIMARY, store_primary
 
-    def compose_overrides(*overrides: str):
-        with hydra.initialize_config_module("verl_ext.configs", version_base=None):
-            return hydra.compose("ppo_trainer_ext", overrides=list(overrides))
+    def compose_overrides(*overrides: str, base: str = "ppo_trainer"):
+        store_primary(base)
+        with hydra.initialize_config_module(CONFIG_MODULE, version_base=None):
+            return hydra.compose(PRIMARY, overrides=list(overrides))
 
     return compose_overrides

@@ -6,8 +6,8 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.config import StabilityConfig, stability_config
-from verl_ext.main_ppo import stability_choices
+from verl_ext.compose import prepare, stability_choices
+from verl_ext.config import ConfigError, StabilityConfig, stability_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -69,3 +69,22 @@ def test_each_recipe_composes_and_passes_verls_validation(compose, name):
 def test_verls_own_groups_can_still_be_overridden(compose):
     config = compose("model_engine=megatron", "algorithm.adv_estimator=grpo")
     assert config.actor_rollout_ref.actor.strategy == "megatron"
+
+
+def test_another_of_verls_configs_can_be_the_base(compose):
+    config = compose("stability=icepop", base="ppo_megatron_trainer")
+    assert config.actor_rollout_ref.actor.strategy == "megatron"
+    assert config.stability.correction == "icepop"
+
+
+def test_hydras_own_flags_mean_what_they_mean_to_verl(tmp_path):
+    assert prepare(["--config-name=ppo_megatron_trainer.yaml", "a=1"]) == ["a=1"]
+    flag, folder, rest = prepare(["--config-path=config", "a=1"])
+    assert (flag, rest) == ("--config-dir", "a=1")
+    assert (Path(folder) / "ppo_trainer.yaml").exists()
+    assert prepare(["-cp", str(tmp_path), "-cn", "mine"]) == ["--config-dir", str(tmp_path)]
+
+
+def test_an_unknown_stability_option_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"stability=icepopp is not known; choose one of: icepop, icepop_loss, none"):
+        prepare(["a=1", "stability=icepopp"])

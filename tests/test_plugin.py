@@ -34,6 +34,11 @@ def test_losses_are_registered_under_plain_verl_once_its_registry_is_there():
     assert python(code).split()[-1] == "verl_ext.workers.losses"
 
 
+def test_losses_can_be_imported_before_verls_registry_as_hydra_does():
+    code = "from verl_ext.workers.losses import IcePopLossConfig as c; print(c().loss_mode)"
+    assert python(code).split()[-1] == "icepop"
+
+
 def test_a_plugin_that_fails_to_load_says_so():
     # verl itself swallows the failure at DEBUG.
     code = (

@@ -6,12 +6,10 @@ With nothing of `stability` switched on, it runs verl's own entry point unchange
 """
 
 import sys
-from importlib.resources import files
-from typing import Any
+from typing import NoReturn
 
 import hydra
 import ray
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from verl.trainer import main_ppo as verl_main
@@ -20,12 +18,10 @@ from verl.utils.config import validate_config
 from verl.utils.device import auto_set_device
 
 import verl_ext.plugin  # noqa: F401 (also where VERL_USE_EXTERNAL_PLUGINS leaves it out)
-from verl_ext.config import ConfigError, StabilityConfig, require_choice, stability_config
+from verl_ext import compose
+from verl_ext.config import ConfigError, stability_config
 from verl_ext.trainer import startup
 from verl_ext.trainer.checks import apply_engine_settings, check_run, uses_icepop_loss
-
-# The schema every file of the group starts from; the underscore keeps it out of the list of choices.
-ConfigStore.instance().store(group="stability", name="_schema", node=StabilityConfig)
 
 
 class StabilityTaskRunner(startup.actor_class(verl_main.TaskRunnerV1)):  # type: ignore[misc]
@@ -36,12 +32,6 @@ class StabilityTaskRunner(startup.actor_class(verl_main.TaskRunnerV1)):  # type:
 
         trainers.install()
         super().run(config)
-
-
-def stability_choices() -> tuple[str, ...]:
-    """The files of `configs/stability`."""
-    folder = files("verl_ext.configs") / "stability"
-    return tuple(sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir()))
 
 
 def run(config: DictConfig) -> None:
@@ -58,7 +48,7 @@ def run(config: DictConfig) -> None:
     verl_main.run_ppo(config, task_runner_class=ray.remote(StabilityTaskRunner))
 
 
-@hydra.main(version_base=None, config_path="pkg://verl_ext.configs", config_name="ppo_trainer_ext")
+@hydra.main(version_base=None, config_path=f"pkg://{compose.CONFIG_MODULE}", config_name=compose.PRIMARY)
 def hydra_main(config: DictConfig) -> None:
     try:
         run(config)
@@ -70,19 +60,17 @@ def hydra_main(config: DictConfig) -> None:
         raise
 
 
-def stop(error: Exception) -> Any:
+def stop(error: Exception) -> NoReturn:
     """End with the error's one line instead of a stack of frames that are not the user's."""
     ray.shutdown()
     raise SystemExit(f"verl_ext: error: {' '.join(str(error).split())}")
 
 
 def main() -> None:
-    for argument in sys.argv[1:]:
-        if argument.startswith("stability="):
-            try:
-                require_choice("stability", argument.removeprefix("stability="), stability_choices())
-            except ConfigError as error:
-                stop(error)
+    try:
+        sys.argv[1:] = compose.prepare(sys.argv[1:])
+    except ConfigError as error:
+        stop(error)
     hydra_main()
 
 

@@ -6,6 +6,7 @@ not imported already: each registration waits until the module that owns the reg
 
 import logging
 import traceback
+from importlib import import_module
 
 from wrapt import register_post_import_hook
 
@@ -13,25 +14,18 @@ from verl_ext import platform
 
 logger = logging.getLogger("verl_ext")
 
-# When this module is imported -> call this function of ours.
-HOOKS = {
-    "verl.trainer.ppo.core_algos": "verl_ext.workers.losses:register",
-}
-CPU_HOOKS = {
-    "verl.workers.engine.fsdp.transformer_impl": "verl_ext.platform.patches:register_fsdp_engines",
-}
-
 
 def load() -> None:
     """Install the hooks, and the CPU platform where VERL_PLATFORM=cpu asks for it."""
-    for module, hook in HOOKS.items():
-        register_post_import_hook(hook, module)
+    # Importing the losses registers them; they may be on their way in themselves, having imported verl's registry.
+    register_post_import_hook(lambda _: import_module("verl_ext.workers.losses"), "verl.trainer.ppo.core_algos")
     if platform.requested():
         from verl_ext.platform import cpu
 
         cpu.install()
-        for module, hook in CPU_HOOKS.items():
-            register_post_import_hook(hook, module)
+        register_post_import_hook(
+            "verl_ext.platform.patches:register_fsdp_engines", "verl.workers.engine.fsdp.transformer_impl"
+        )
 
 
 try:

@@ -50,23 +50,27 @@ def assets(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def train(assets, tmp_path):
-    """train(overrides..., steps=2) -> Run, with `python -m verl_ext.main_ppo` or another entry."""
+def command(assets):
+    """command(overrides..., steps=2) -> the argument list of a run, through our entry point or verl's own."""
 
-    def run(*overrides: str, steps: int = 2, module: str = "verl_ext.main_ppo", arguments: tuple = SMALL) -> Run:
-        command = [
-            sys.executable,
-            "-m",
-            module,
-            *arguments,
-            f"assets={assets}",
-            f"trainer.total_training_steps={steps}",
-        ]
-        environment = os.environ | {"VERL_PLATFORM": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "RAY_DEDUP_LOGS": "0"}
+    def arguments(*overrides: str, steps: int = 2, plain_verl: bool = False) -> list[str]:
+        entry = ("verl.trainer.main_ppo", *PLAIN_VERL) if plain_verl else ("verl_ext.main_ppo", *SMALL)
+        scope = (sys.executable, str(REPO / "tools" / "clean_exit.py"))
+        settings = (f"assets={assets}", f"trainer.total_training_steps={steps}")
+        return [*scope, sys.executable, "-m", *entry, *settings, *overrides]
+
+    return arguments
+
+
+@pytest.fixture
+def train(command, tmp_path):
+    """train(overrides..., steps=2) -> the finished Run; the same arguments as `command`."""
+
+    def run(*overrides: str, **options) -> Run:
         finished = subprocess.run(
-            [*command, *overrides],
+            command(*overrides, **options),
             cwd=tmp_path,
-            env=environment,
+            env=os.environ | {"VERL_PLATFORM": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "RAY_DEDUP_LOGS": "0"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

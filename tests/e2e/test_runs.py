@@ -40,14 +40,24 @@ def test_icepop_router_agreement_and_cascade_attention(train):
         assert step["actor/grad_norm"] > 0
 
 
-def test_a_narrow_band_drops_tokens_in_the_loss_that_verl_computes(train):
-    # A band that no ratio falls into: every weight is 0, and so is the gradient.
-    run = train("stability=icepop", "stability.icepop.alpha=3", "stability.icepop.beta=4", steps=2)
+def test_a_narrow_band_drops_every_token_and_leaves_no_gradient(train):
+    run = train("stability=icepop", "stability.icepop.alpha=3", "stability.icepop.beta=4")
     assert run.code == 0, run.tail
     for step in run.steps:
         assert step["correction/dropped"] == step["correction/dropped_low"] == 1
         assert step["correction/sequences_all_dropped"] == 1
         assert step["actor/grad_norm"] == 0
+
+
+def test_a_narrow_band_in_the_policy_loss_does_the_same(train):
+    loss = "actor_rollout_ref.actor.policy_loss"
+    run = train("stability=icepop_loss", f"{loss}.alpha=3", f"{loss}.beta=4")
+    assert run.code == 0, run.tail
+    for step in run.steps:
+        assert step["actor/icepop/dropped_low"] == 1
+        assert step["actor/grad_norm"] == 0
+        assert step["vllm_kl/k3"] > 0
+        assert "correction/dropped" not in step
 
 
 def weights(folder, step):

@@ -90,11 +90,9 @@ class StabilityMixin:
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
         self.verdict = Verdict(False)
-        if self.compares_engines:
-            self._measure_and_correct(batch, metrics)
-        return batch
+        return self._measure_and_correct(batch, metrics) if self.compares_engines else batch
 
-    def _measure_and_correct(self, batch: KVBatchMeta, metrics: dict) -> None:
+    def _measure_and_correct(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(FIELDS))
         tokens = ResponseTokens.from_batch(data)
         metrics.update(mismatch_metrics(tokens.l_infer, tokens.l_old, tokens.mask))
@@ -105,13 +103,12 @@ class StabilityMixin:
             metrics.update(correction_metrics(result, tokens.mask, tokens.offsets, tokens.entropy))
             k = result.weight
         elif not self.icepop_loss:
-            return
+            return batch
         # Response tokens that are not the model's carry no loss, and verl's own weights are 0 there.
         weights = {"rollout_is_weights": tokens.nested(torch.where(tokens.mask, k, torch.zeros_like(k)))}
-        tq.kv_batch_put(
-            keys=batch.keys,
-            partition_id=batch.partition_id,
-            fields=TensorDict(weights, batch_size=len(batch)),
+        # The returned meta, not `batch`, names the new field: workers are sent the fields that it names.
+        return tq.kv_batch_put(
+            keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(weights, batch_size=len(batch))
         )
 
     def _judge(self, tokens: ResponseTokens, metrics: dict) -> None:

@@ -23,6 +23,7 @@ class IcePopLossConfig(PolicyLossConfig):
         check_band(self.alpha, self.beta, "actor_rollout_ref.actor.policy_loss")
 
 
+@register_policy_loss("icepop")
 def icepop_loss(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -70,8 +71,3 @@ def icepop_loss(
     metrics["actor/icepop/dropped_low"] = ((tokens.low & mask).sum() / n).item()
     metrics["actor/icepop/dropped_high"] = ((tokens.high & mask).sum() / n).item()
     return loss, metrics
-
-
-def register(_module: object = None) -> None:
-    """Register the losses; called once verl's core_algos is imported."""
-    register_policy_loss("icepop")(icepop_loss)
