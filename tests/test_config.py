@@ -1,7 +1,8 @@
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.config import ConfigError, StabilityConfig, stability_config
+from verl_ext.config import StabilityConfig, stability_config
+from verl_ext.errors import ConfigError
 
 
 def build(**settings):
@@ -25,7 +26,7 @@ def test_everything_is_off_by_default():
         ({"icepop": {"alpha": float("nan")}}, "stability.icepop.alpha=nan must be at least 0"),
         ({"batch_skip": {"threshold": -1}}, "stability.batch_skip.threshold=-1 must be at least 0"),
         ({"batch_skip": {"metric": "k3"}}, "stability.batch_skip.metric=k3 is not known"),
-        ({"cascade_attention": "True"}, "stability.cascade_attention=True is not known"),
+        ({"cascade_attention": "maybe"}, "stability.cascade_attention=maybe is not known"),
     ],
 )
 def test_bad_values_name_the_setting(settings, message):
@@ -33,6 +34,11 @@ def test_bad_values_name_the_setting(settings, message):
         build(**settings)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_yamls_own_reading_of_on_and_off_is_understood():
+    assert build(cascade_attention=True).cascade_attention == "on"
+    assert stability_config(OmegaConf.create("cascade_attention: off")).cascade_attention == "off"
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
 """Every file of configs/ composes with verl's real config."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.compose import prepare, stability_choices
-from verl_ext.config import ConfigError, StabilityConfig, stability_config
+from verl_ext.compose import VERL_CONFIGS, prepare, stability_choices
+from verl_ext.config import StabilityConfig, stability_config
+from verl_ext.errors import ConfigError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -71,18 +74,54 @@ def test_verls_own_groups_can_still_be_overridden(compose):
     assert config.actor_rollout_ref.actor.strategy == "megatron"
 
 
-def test_another_of_verls_configs_can_be_the_base(compose):
-    config = compose("stability=icepop", base="ppo_megatron_trainer")
+def test_groups_are_added_to_a_primary_config_that_does_not_list_them(tmp_path):
+    assert prepare(["a=1"]) == ["a=1", "+stability=none"]
+    assert prepare(["stability=icepop", "stability.icepop.beta=3", "recipe=cpu_smoke"]) == [
+        "+stability=icepop",
+        "stability.icepop.beta=3",
+        "+recipe=cpu_smoke",
+    ]
+    (tmp_path / "mine.yaml").write_text("defaults:\n- ppo_trainer\n- stability: none\n- _self_\n")
+    flags = [f"--config-path={tmp_path}", "--config-name=mine"]
+    assert prepare([*flags, "stability=icepop"]) == [*flags, "stability=icepop"]
+    assert prepare(flags) == flags
+
+
+def test_a_relative_config_path_is_verls():
+    config = "--config-path=config"
+    assert prepare([config, "stability=icepop"]) == [f"--config-path={VERL_CONFIGS}", "+stability=icepop"]
+    assert prepare(["-cp", "config", "-cn", "ppo_megatron_trainer"])[:4] == [
+        *("-cp", str(VERL_CONFIGS)),
+        *("-cn", "ppo_megatron_trainer"),
+    ]
+
+
+def command_line(*arguments):
+    """The config that `python -m verl_ext.main_ppo ARGUMENTS` composes."""
+    result = subprocess.run(
+        [sys.executable, "-m", "verl_ext.main_ppo", *arguments, "--cfg", "job"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return OmegaConf.create(result.stdout)
+
+
+def test_another_of_verls_configs_as_launch_scripts_name_it():
+    config = command_line("--config-path=config", "--config-name=ppo_megatron_trainer.yaml", "stability=icepop")
     assert config.actor_rollout_ref.actor.strategy == "megatron"
     assert config.stability.correction == "icepop"
 
 
-def test_hydras_own_flags_mean_what_they_mean_to_verl(tmp_path):
-    assert prepare(["--config-name=ppo_megatron_trainer.yaml", "a=1"]) == ["a=1"]
-    flag, folder, rest = prepare(["--config-path=config", "a=1"])
-    assert (flag, rest) == ("--config-dir", "a=1")
-    assert (Path(folder) / "ppo_trainer.yaml").exists()
-    assert prepare(["-cp", str(tmp_path), "-cn", "mine"]) == ["--config-dir", str(tmp_path)]
+def test_a_config_of_the_users_own_with_its_own_search_path(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "hydra:\n  searchpath:\n  - pkg://verl.trainer.config\n"
+        "defaults:\n- ppo_trainer\n- _self_\ndata:\n  train_batch_size: 7\n"
+    )
+    config = command_line(f"--config-path={tmp_path}", "--config-name=mine", "stability=icepop", "-c", "job")
+    assert config.data.train_batch_size == 7
+    assert config.stability.correction == "icepop"
 
 
 def test_an_unknown_stability_option_lists_the_known_ones():

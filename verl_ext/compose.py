@@ -1,32 +1,35 @@
-"""How Hydra composes a run: verl's config with the groups `stability` and `recipe` beside it."""
+"""How Hydra composes a run: the config that verl's entry point would read, with our groups added to it."""
 
-import argparse
 import os
 from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 
 import verl.trainer
+import yaml
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from verl_ext.config import StabilityConfig, require_choice
 
 CONFIG_MODULE = "verl_ext.configs"
-PRIMARY = "verl_ext"
-VERL_CONFIG = "ppo_trainer"
+VERL_CONFIGS = Path(verl.trainer.__file__ or "").parent / "config"
+PRIMARY = "ppo_trainer"
+GROUPS = ("stability", "recipe")
 
 
-def store_primary(base: str = VERL_CONFIG) -> None:
-    """Make the config `PRIMARY`: `base`, one of verl's or of the user's, then our two groups."""
-    store = ConfigStore.instance()
-    # The schema that every file of the group starts from; the underscore keeps it out of the choices.
-    store.store(group="stability", name="_schema", node=StabilityConfig)
-    store.store(
-        name=PRIMARY,
-        node={
-            "hydra": {"searchpath": ["pkg://verl.trainer.config"]},
-            "defaults": [base, {"stability": "none"}, {"recipe": None}, "_self_"],
-        },
-    )
+class OurConfigs(SearchPathPlugin):
+    """Lets Hydra find the groups `stability` and `recipe`, whatever the primary config is."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="verl_ext", path=f"pkg://{CONFIG_MODULE}")
+
+
+# The schema that every file of the group starts from; the underscore keeps it out of the choices.
+ConfigStore.instance().store(group="stability", name="_schema", node=StabilityConfig)
+Plugins.instance().register(OurConfigs)
 
 
 def stability_choices() -> tuple[str, ...]:
@@ -36,24 +39,45 @@ def stability_choices() -> tuple[str, ...]:
 
 
 def prepare(arguments: Sequence[str]) -> list[str]:
-    """Store the primary config for these command-line arguments, and return those to give to Hydra.
+    """The command-line arguments for Hydra, from those that the user gave.
 
-    `--config-name` and `--config-path` name what verl's entry point would read; here that becomes the base of
-    the primary config, found in verl's own folder or in the one given.
+    A group that the primary config does not list in its defaults has to be added rather than overridden, which
+    Hydra writes as `+stability=icepop`: the plus is put there. A relative --config-path is taken as verl's entry
+    point takes it, from the folder where that stands.
 
     Raises:
         ConfigError: `stability=` names no file of the group.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-name", "-cn", default=VERL_CONFIG)
-    parser.add_argument("--config-path", "-cp")
-    ours, rest = parser.parse_known_args(arguments)
-    for argument in rest:
-        if argument.startswith("stability="):
-            require_choice("stability", argument.removeprefix("stability="), stability_choices())
-    store_primary(ours.config_name.removesuffix(".yaml"))
-    if ours.config_path is not None:
-        # verl reads a relative path from beside its own entry point, where `config` is.
-        folder = os.path.join(os.path.dirname(verl.trainer.__file__ or ""), ours.config_path)
-        rest = ["--config-dir", folder, *rest]
-    return rest
+    arguments = list(arguments)
+    folder, name = VERL_CONFIGS, PRIMARY
+    for index, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag not in ("--config-path", "-cp", "--config-name", "-cn"):
+            continue
+        position = index if equals else index + 1
+        if not equals:
+            value = arguments[position] if position < len(arguments) else ""
+        if flag in ("--config-name", "-cn"):
+            name = value
+        else:
+            folder = Path(os.path.normpath(VERL_CONFIGS.parent / value))
+            arguments[position] = f"{flag}={folder}" if equals else str(folder)
+    listed = _groups_in_defaults(folder / f"{name.removesuffix('.yaml')}.yaml")
+    for index, argument in enumerate(arguments):
+        group, _, choice = argument.partition("=")
+        if group == "stability":
+            require_choice("stability", choice, stability_choices())
+        if group in GROUPS and group not in listed:
+            arguments[index] = f"+{argument}"
+    if "stability" not in listed and not any(argument.startswith("+stability=") for argument in arguments):
+        arguments.append("+stability=none")
+    return arguments
+
+
+def _groups_in_defaults(file: Path) -> set[str]:
+    """The groups that a primary config lists; none where there is no such file, which Hydra reports itself."""
+    if not file.is_file():
+        return set()
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    defaults = content.get("defaults", []) if isinstance(content, dict) else []
+    return {str(key).split("@")[0].strip("/") for entry in defaults if isinstance(entry, dict) for key in entry}

@@ -4,13 +4,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_ext.errors import ConfigError
+
 CORRECTIONS = ("none", "icepop")
 SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3")
 CASCADE_ATTENTION = ("default", "on", "off")
-
-
-class ConfigError(ValueError):
-    """A setting that cannot work. The message is one line: the setting, what is wrong, the remedy."""
+YAML_BOOLEANS = {"True": "on", "False": "off"}  # what YAML makes of a bare `on` and `off`
 
 
 def require_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
@@ -72,6 +71,7 @@ class StabilityConfig:
 
     def __post_init__(self) -> None:
         require_choice("stability.correction", self.correction, CORRECTIONS)
+        self.cascade_attention = YAML_BOOLEANS.get(self.cascade_attention, self.cascade_attention)
         require_choice("stability.cascade_attention", self.cascade_attention, CASCADE_ATTENTION)
 
     @property

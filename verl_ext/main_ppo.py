@@ -10,8 +10,7 @@ from typing import NoReturn
 
 import hydra
 import ray
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer import main_ppo as verl_main
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
@@ -19,7 +18,8 @@ from verl.utils.device import auto_set_device
 
 import verl_ext.plugin  # noqa: F401 (also where VERL_USE_EXTERNAL_PLUGINS leaves it out)
 from verl_ext import compose
-from verl_ext.config import ConfigError, stability_config
+from verl_ext.config import stability_config
+from verl_ext.errors import UserError
 from verl_ext.trainer import startup
 from verl_ext.trainer.checks import apply_engine_settings, check_run, uses_icepop_loss
 
@@ -37,6 +37,9 @@ class StabilityTaskRunner(startup.actor_class(verl_main.TaskRunnerV1)):  # type:
 def run(config: DictConfig) -> None:
     """Check everything that can be checked without a GPU, then train."""
     stability = stability_config(config.stability)
+    with open_dict(config):
+        # A plain node, which any process can read: those that never train need not have verl_ext installed.
+        config.stability = OmegaConf.to_container(config.stability)
     if not stability.active and not uses_icepop_loss(config):
         print("verl_ext: nothing of stability.* is switched on; running verl as it is", flush=True)
         verl_main.main.__wrapped__(config)
@@ -48,19 +51,22 @@ def run(config: DictConfig) -> None:
     verl_main.run_ppo(config, task_runner_class=ray.remote(StabilityTaskRunner))
 
 
-@hydra.main(version_base=None, config_path=f"pkg://{compose.CONFIG_MODULE}", config_name=compose.PRIMARY)
+@hydra.main(version_base=None, config_path=str(compose.VERL_CONFIGS), config_name=compose.PRIMARY)
 def hydra_main(config: DictConfig) -> None:
     try:
         run(config)
-    except (ConfigError, OmegaConfBaseException) as error:
-        stop(error)
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, (ConfigError, startup.HookError)):
-            stop(error.cause)
+        cause = error.cause
+        while isinstance(cause, ray.exceptions.RayTaskError):  # raised in a worker, passed on by the trainer
+            cause = cause.cause
+        if isinstance(cause, UserError):
+            stop(cause)
         raise
+    except UserError as error:
+        stop(error)
 
 
-def stop(error: Exception) -> NoReturn:
+def stop(error: UserError) -> NoReturn:
     """End with the error's one line instead of a stack of frames that are not the user's."""
     ray.shutdown()
     raise SystemExit(f"verl_ext: error: {' '.join(str(error).split())}")
@@ -69,7 +75,7 @@ def stop(error: Exception) -> NoReturn:
 def main() -> None:
     try:
         sys.argv[1:] = compose.prepare(sys.argv[1:])
-    except ConfigError as error:
+    except UserError as error:
         stop(error)
     hydra_main()
 

@@ -38,12 +38,6 @@ def test_non_finite_log_probs_skip_without_a_threshold_and_name_the_tensor():
     assert found == Verdict(True, "rollout_log_probs has 3 non-finite values among 10 tokens")
 
 
-def test_a_batch_without_tokens_skips():
-    found = judge({}, tokens=0, non_finite={}, metric="vllm_kl/k3", threshold=0.1)
-    assert found.skip
-    assert "response_mask" in found.reason
-
-
 def test_state_counts_skips_and_survives_a_round_trip():
     state = GuardState()
     for skip in (True, False, True):

@@ -17,6 +17,7 @@ SMALL = (
     "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
     f"recipe_folder={REPO}/recipes/cpu_smoke",
+    f"reward.custom_reward_function.path={REPO}/tests/e2e/dense_reward.py",
 )
 
 # verl's own entry point finds the recipe through the search path.

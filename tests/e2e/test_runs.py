@@ -27,7 +27,7 @@ def test_icepop_router_agreement_and_cascade_attention(train):
     for step in run.steps:
         assert 0 < step["vllm_kl/k3"] < 0.01
         assert 0 < step["vllm_kl/prob_diff_mean"] <= step["vllm_kl/prob_diff_max"] < 0.1
-        # verl computes the same difference itself, on the batch with its padding rows.
+        # verl computes the same difference itself.
         assert step["vllm_kl/k1"] == pytest.approx(step["rollout_corr/kl"], rel=1e-3, abs=1e-6)
         assert step["correction/dropped"] == 0  # k stays near 1 at this size
         assert step["correction/weight_mean"] == pytest.approx(1, abs=0.01)
@@ -67,7 +67,7 @@ def weights(folder, step):
 
 
 def test_threshold_zero_skips_every_update_and_leaves_everything_bit_identical(train, assets):
-    run = train(
+    settings = (
         "stability=icepop",
         "stability.batch_skip.threshold=0",
         "trainer.v1.trainer_mode=colocate_async",
@@ -75,8 +75,8 @@ def test_threshold_zero_skips_every_update_and_leaves_everything_bit_identical(t
         "trainer.save_freq=1",
         "trainer.default_local_dir=checkpoints",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-        steps=3,
     )
+    run = train(*settings, steps=3)
     assert run.code == 0, run.tail
     assert [step["guard/skipped"] for step in run.steps] == [1, 1, 1]
     assert [step["guard/skips"] for step in run.steps] == [1, 2, 3]
@@ -98,6 +98,12 @@ def test_threshold_zero_skips_every_update_and_leaves_everything_bit_identical(t
     assert extra["lr_scheduler"]["last_epoch"] == 0
     assert (run.folder / "checkpoints" / "global_step_3" / "verl_ext.json").read_text() == '{"skips": 3}'
 
+    resumed = train(*settings, steps=4)
+    assert resumed.code == 0, resumed.tail
+    assert "Resuming from" in resumed.console
+    assert [step["training/global_step"] for step in resumed.steps] == [4]
+    assert [step["guard/skips"] for step in resumed.steps] == [4], "the count goes on where it stopped"
+
 
 def test_separate_async_with_the_guard_and_routing(train):
     run = train(
@@ -106,12 +112,13 @@ def test_separate_async_with_the_guard_and_routing(train):
         "trainer.v1.trainer_mode=separate_async",
         "trainer.v1.separate_async.parameter_sync_step=1",
         "trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync",
-        "actor_rollout_ref.hybrid_engine=false",
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
         "actor_rollout_ref.rollout.checkpoint_engine.backend=file",
         "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_ext.platform.weights",
         "ray_kwargs.ray_init.num_gpus=2",
+        # The second step's rollout is one update old: a small one keeps it near the policy.
+        "actor_rollout_ref.actor.optim.lr=1e-6",
         steps=2,
     )
     assert run.code == 0, run.tail
@@ -119,6 +126,48 @@ def test_separate_async_with_the_guard_and_routing(train):
     for step in run.steps:
         assert 0 < step["vllm_kl/k3"] < 0.01
         assert 0.9 < step["router/agreement"] < 1
+        assert step["actor/grad_norm"] > 0
+
+
+def test_colocate_async_with_routing_and_a_reference_policy(train):
+    run = train(
+        "stability=icepop",
+        ROUTING,
+        "trainer.v1.trainer_mode=colocate_async",
+        "trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+        steps=3,
+    )
+    assert run.code == 0, run.tail
+    assert "PPOTrainerColocateAsync._update_actor" in run.console
+    for step in run.steps:
+        assert 0 < step["vllm_kl/k3"] < 0.01
+        assert 0.9 < step["router/agreement"] < 1
+        assert step["actor/grad_norm"] > 0
+        assert step["actor/kl_loss"] >= 0
+
+
+def test_two_training_ranks_with_dynamic_batches_and_padding_rows(train):
+    # 7 prompts of 4 responses on mini-batches of 16: verl adds four synthetic rows to make two.
+    run = train(
+        "data.train_batch_size=7",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "stability=icepop",
+        ROUTING,
+        "trainer.n_gpus_per_node=2",
+        "ray_kwargs.ray_init.num_gpus=2",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=128",
+    )
+    assert run.code == 0, run.tail
+    assert "4 x Qwen3MoeTopKRouter on 2 rank(s)" in run.console
+    for step in run.steps:
+        assert 0.9 < step["router/agreement"] < 1
+        # Both ranks' tokens, and each once: the same tokens that verl counts.
+        assert step["router/tokens"] == pytest.approx(28 * step["response_length/mean"])
+        assert step["vllm_kl/k1"] == pytest.approx(step["rollout_corr/kl"], rel=1e-3, abs=1e-6)
         assert step["actor/grad_norm"] > 0
 
 

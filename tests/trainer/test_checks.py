@@ -4,7 +4,8 @@ import pytest
 from make_assets import build_tokenizer
 from transformers import LlamaConfig, Qwen3MoeConfig
 
-from verl_ext.config import ConfigError, stability_config
+from verl_ext.config import stability_config
+from verl_ext.errors import ConfigError
 from verl_ext.trainer.checks import apply_engine_settings, check_run
 
 
@@ -45,6 +46,39 @@ def check(compose, *overrides):
             "set stability.correction=none",
         ),
         (["stability=icepop", "trainer.use_v1=False"], "set trainer.use_v1=True"),
+        (["stability=icepop", "actor_rollout_ref.rollout.top_p=0.9"], "set actor_rollout_ref.rollout.top_p=1"),
+        (["stability=icepop", "actor_rollout_ref.rollout.top_k=50"], "actor_rollout_ref.rollout.top_k=-1"),
+        (
+            [
+                "stability=icepop",
+                "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs",
+                "actor_rollout_ref.rollout.temperature=0.7",
+            ],
+            "leaves out actor_rollout_ref.rollout.temperature=0.7",
+        ),
+        (
+            ["stability=icepop", "actor_rollout_ref.rollout.logprobs_mode=raw_logits"],
+            "set actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
+        ),
+        (
+            ["stability=icepop", "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean"],
+            "cannot weight actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean",
+        ),
+        (
+            ["stability=icepop_loss", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
+            "overrides the loss of stability=icepop_loss",
+        ),
+        (
+            [
+                "actor_rollout_ref.actor.policy_loss.loss_mode=icepop",
+                "actor_rollout_ref.rollout.calculate_log_probs=False",
+            ],
+            "set actor_rollout_ref.rollout.calculate_log_probs=True",
+        ),
+        (
+            ["stability=icepop_loss", "algorithm.rollout_correction.rollout_is=sequence"],
+            "set algorithm.rollout_correction.rollout_is=null",
+        ),
         (
             ["stability=none", "stability.router_agreement=true", "model_engine=megatron"],
             "no adapter for actor_rollout_ref.actor.strategy=megatron",
@@ -56,6 +90,22 @@ def check(compose, *overrides):
                 "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
             ],
             "ulysses_sequence_parallel_size=2",
+        ),
+        (
+            [
+                "stability=none",
+                "stability.router_agreement=true",
+                "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4",
+            ],
+            "ulysses_sequence_parallel_size=4",
+        ),
+        (
+            [
+                "stability=none",
+                "stability.router_agreement=true",
+                "actor_rollout_ref.rollout.pipeline_model_parallel_size=2",
+            ],
+            "pipeline_model_parallel_size=2",
         ),
         (
             ["stability=none", "stability.router_agreement=true", "actor_rollout_ref.rollout.name=sglang"],
@@ -93,6 +143,11 @@ ROUTING = ("stability=none", "stability.router_agreement=true", "actor_rollout_r
 def test_routing_of_a_dense_model_is_refused(compose, models):
     with pytest.raises(ConfigError, match=r"model.path=.*dense is a dense model; set stability.router_agreement"):
         check(compose, *ROUTING, f"actor_rollout_ref.model.path={models}/dense")
+
+
+def test_a_model_path_that_does_not_exist_is_named(compose):
+    with pytest.raises(ConfigError, match=r"model.path=/no/such/model does not exist"):
+        check(compose, "stability=icepop", "actor_rollout_ref.model.path=/no/such/model")
 
 
 def test_routing_of_an_moe_passes_and_sets_the_rollout_to_return_it(compose, models):

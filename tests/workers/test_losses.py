@@ -5,7 +5,7 @@ import torch
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import ActorConfig, FSDPActorConfig
 
-from verl_ext.config import ConfigError
+from verl_ext.errors import ConfigError
 from verl_ext.workers.losses import IcePopLossConfig, icepop_loss
 
 

@@ -3,15 +3,16 @@
 import pytest
 import torch
 from tensordict import TensorDict
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verl.utils import tensordict_utils as tu
 
+from verl_ext.errors import HookError
 from verl_ext.workers.routing import (
-    RoutingError,
     RoutingRecorder,
     agreement_outputs,
     attach,
     find_routers,
+    probe_routers,
     response_rows,
 )
 
@@ -139,7 +140,7 @@ def test_rollout_with_other_layers_is_an_error_with_the_remedy(model):
     rows = sequences()
     alone = [route_alone(model, ids) for ids in rows]
     data = micro_batch(rows, [r[:, :2] for r in alone], padding_removed=True)
-    with pytest.raises(RoutingError, match=r"top-2.*stability.router_agreement=false"):
+    with pytest.raises(HookError, match=r"top-2.*stability.router_agreement=false"):
         agreement_outputs(torch.cat(alone), data)
 
 
@@ -149,8 +150,49 @@ def test_routers_come_in_layer_order(model):
 
 def test_a_dense_model_is_an_error_that_names_the_setting():
     config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    with pytest.raises(RoutingError, match=r"stability.router_agreement=true found no router in LlamaForCausalLM"):
+    with pytest.raises(HookError, match=r"stability.router_agreement=true found no router in LlamaForCausalLM"):
         find_routers(LlamaForCausalLM(config))
+
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+READABLE = {
+    "qwen3_moe": {"num_experts": 8},
+    "qwen2_moe": {"num_experts": 8},
+    "mixtral": {"num_local_experts": 8},
+    "olmoe": {"num_experts": 8},
+    "gpt_oss": {"num_local_experts": 8},
+}
+
+
+@pytest.mark.parametrize("family", READABLE)
+def test_routers_of_these_families_can_be_read(family):
+    probe_routers(AutoConfig.for_model(family, **SMALL, **READABLE[family]))
+
+
+def test_a_router_that_returns_no_expert_ids_is_refused_before_the_run():
+    config = AutoConfig.for_model("llama4_text", **SMALL, intermediate_size_mlp=32, num_local_experts=4)
+    with pytest.raises(HookError, match=r"cannot read router Llama4TextMoe"):
+        probe_routers(config)
+
+
+def test_an_moe_that_declares_no_router_is_refused_before_the_run():
+    with pytest.raises(HookError, match=r"found no router in DeepseekV3ForCausalLM"):
+        probe_routers(AutoConfig.for_model("deepseek_v3", **SMALL | {"num_key_value_heads": 2}, n_routed_experts=8))
+
+
+def test_a_part_of_the_sequences_is_refused(model):
+    rows = sequences()
+    alone = [route_alone(model, ids) for ids in rows]
+    half = torch.cat(alone)[:8]  # as sequence parallelism would leave it
+    with pytest.raises(HookError, match=r"saw 8 tokens of a micro-batch of 16"):
+        agreement_outputs(half, micro_batch(rows, as_rollout(alone), padding_removed=True))
 
 
 def test_response_rows_by_hand():

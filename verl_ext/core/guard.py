@@ -21,16 +21,14 @@ def judge(
     metric: str,
     threshold: float | None,
 ) -> Verdict:
-    """Refuse a batch that is empty, has non-finite log-probabilities, or whose `metric` passes `threshold`.
+    """Refuse a batch that has non-finite log-probabilities, or whose `metric` passes `threshold`.
 
     Args:
-        signals: the step's metrics, `metric` among them when there are tokens.
-        tokens: tokens the model generated in this batch.
+        signals: the step's metrics, `metric` among them.
+        tokens: tokens the model generated in this batch, at least one.
         non_finite: tensor name -> its count of NaN and infinite entries.
-        metric, threshold: the rule; a threshold of None switches it off, the first two always hold.
+        metric, threshold: the rule; a threshold of None switches it off, the first one always holds.
     """
-    if tokens == 0:
-        return Verdict(True, "no generated token in the batch: response_mask is 0 everywhere")
     bad = [f"{name} has {count} non-finite values" for name, count in non_finite.items() if count]
     if bad:
         return Verdict(True, f"{' and '.join(bad)} among {tokens} tokens")

@@ -10,13 +10,15 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
+from verl_ext.errors import HookError
+
 METHOD = "verl_ext_engine_report"
 
 
 def engine_report(worker: Any) -> dict[str, Any]:
     """What one vLLM worker runs with; `worker` is vLLM's Worker, seen from inside."""
-    runner = worker.model_runner
-    return {"cascade_attention": bool(runner.cascade_attn_enabled)}
+    # vLLM's second model runner (vllm/v1/worker/gpu, seen in 0.27) has no cascade attention and no such attribute.
+    return {"cascade_attention": bool(getattr(worker.model_runner, "cascade_attn_enabled", False))}
 
 
 def install() -> None:
@@ -32,14 +34,14 @@ def fetch(server_handle: Any, timeout_s: float = 60.0) -> list[dict[str, Any]]:
     """The reports of all workers behind one of verl's vLLM server actors.
 
     Raises:
-        RuntimeError: no answer in time, or the engine does not know the method (the vLLM plugin is not loaded).
+        HookError: no answer in time, or the engine does not know the method (the vLLM plugin is not loaded).
     """
     import ray
 
     try:
         return ray.get(server_handle.__ray_call__.remote(_ask, timeout_s))
     except ray.exceptions.RayTaskError as error:
-        raise RuntimeError(
+        raise HookError(
             f"vLLM does not answer {METHOD} ({error.cause!r}): is verl_ext installed on the rollout's nodes, and does "
             "VLLM_PLUGINS, where set, name verl_ext?"
         ) from error

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl_ext.core.mismatch import count_non_finite
+from verl_ext.errors import BatchError
 
 FIELDS = ("rollout_log_probs", "old_log_probs", "response_mask", "entropy")
 
@@ -36,20 +37,26 @@ class ResponseTokens:
         """From verl's nested tensors.
 
         Raises:
-            ValueError: a field is missing or has another number of tokens than response_mask.
+            BatchError: a field is missing or has another number of tokens than response_mask, or no token of the
+                batch is the model's.
         """
         if "rollout_log_probs" not in data.keys():  # noqa: SIM118 (a TensorDict)
-            raise ValueError(
+            raise BatchError(
                 "the rollout returned no rollout_log_probs: set actor_rollout_ref.rollout.calculate_log_probs=True"
             )
         mask = data["response_mask"]
         packed = {name: data[name].values() for name in FIELDS if name in data.keys()}  # noqa: SIM118
         for name, values in packed.items():
             if values.shape != mask.values().shape or not torch.equal(data[name].offsets(), mask.offsets()):
-                raise ValueError(
+                raise BatchError(
                     f"{name} has {len(values)} tokens and response_mask {len(mask.values())}, or they are divided "
                     "differently over the trajectories: every response token needs one value"
                 )
+        if not mask.values().any():
+            raise BatchError(
+                "response_mask is 0 everywhere: no response of this batch has a token that the model generated; check "
+                "the agent loop and data.max_response_length"
+            )
         return cls(
             l_infer=packed["rollout_log_probs"],
             l_old=packed["old_log_probs"],

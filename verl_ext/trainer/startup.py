@@ -2,17 +2,14 @@
 
 from typing import Any, NamedTuple
 
+from verl_ext.errors import HookError
 from verl_ext.rollout import engine_report
 
 
 class Feature(NamedTuple):
     name: str
     setting: str
-    hooked: str
-
-
-class HookError(RuntimeError):
-    """Something asked for is not what the engines run with. The run stops; the message says what to change."""
+    where: str
 
 
 def actor_class(remote_class: Any) -> type:
@@ -58,6 +55,8 @@ def _verify_cascade(trainer: Any) -> Feature:
     wanted = trainer.stability.cascade_attention == "on"
     servers = [handle for manager in trainer._rollout_server_managers() for handle in manager.server_handles]
     running = [report["cascade_attention"] for server in servers for report in engine_report.fetch(server)]
+    if not running:
+        raise HookError("stability.cascade_attention: no vLLM worker answered; set stability.cascade_attention=default")
     if any(value != wanted for value in running):
         state = "on" if running[0] else "off"
         raise HookError(
@@ -72,7 +71,7 @@ def print_table(features: list[Feature]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("feature", "setting", "hooked", title="verl_ext: active features", title_justify="left")
+    table = Table("feature", "setting", "where", title="verl_ext: active features", title_justify="left")
     for feature in features:
         table.add_row(*feature)
     # Ray prefixes each line with the process's name, so the terminal's own width would be too much.

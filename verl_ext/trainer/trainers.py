@@ -21,19 +21,20 @@ from verl_ext.core.corrections import correction_metrics, icepop
 from verl_ext.core.guard import GuardState, Verdict, judge
 from verl_ext.core.mismatch import mismatch_metrics, mismatch_ratio
 from verl_ext.core.routing import router_metrics
+from verl_ext.errors import HookError
 from verl_ext.trainer import startup
 from verl_ext.trainer.batch import FIELDS, ResponseTokens
 from verl_ext.trainer.checks import uses_icepop_loss
 
 ACTOR_ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
+ROUTING_FIELDS = ("routed_experts", "router_sums", "router_agreement")
 STATE_FILE = "verl_ext.json"
 
 
 class StabilityMixin:
     """The features around the steps of verl's PPOTrainer; each override calls verl's own.
 
-    Order in a step: old log-probs -> router agreement -> advantages -> mismatch, correction, verdict -> update
-    or skip.
+    Order in a step: old log-probs -> router agreement -> mismatch, correction, verdict -> advantages -> update or skip.
     """
 
     config: DictConfig
@@ -78,9 +79,9 @@ class StabilityMixin:
     def _router_metrics(self, batch: KVBatchMeta) -> dict[str, float]:
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["router_sums"])
         if "router_sums" not in data.keys():  # noqa: SIM118 (a TensorDict)
-            raise RuntimeError(
-                "compute_log_prob returned no routing: the rollout's batch has no routed_experts. Check that vLLM "
-                "runs with enable_return_routed_experts, or set stability.router_agreement=false"
+            raise HookError(
+                "compute_log_prob returned no routing: the rollout's batch has no routed_experts. Check that vLLM runs "
+                "with enable_return_routed_experts, or set stability.router_agreement=false"
             )
         sums = torch.stack(list(data["router_sums"].unbind()))
         layers = (sums.shape[1] - 2) // 2
@@ -88,11 +89,13 @@ class StabilityMixin:
         return router_metrics(agree, exact, differs, tokens)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
         self.verdict = Verdict(False)
-        return self._measure_and_correct(batch, metrics) if self.compares_engines else batch
+        if self.compares_engines:
+            # Before verl's own rejection takes the worst tokens out of response_mask: they are what is measured.
+            self._measure_and_correct(batch, metrics)
+        return super()._compute_advantage(batch, metrics)  # type: ignore[misc]
 
-    def _measure_and_correct(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+    def _measure_and_correct(self, batch: KVBatchMeta, metrics: dict) -> None:
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(FIELDS))
         tokens = ResponseTokens.from_batch(data)
         metrics.update(mismatch_metrics(tokens.l_infer, tokens.l_old, tokens.mask))
@@ -103,11 +106,12 @@ class StabilityMixin:
             metrics.update(correction_metrics(result, tokens.mask, tokens.offsets, tokens.entropy))
             k = result.weight
         elif not self.icepop_loss:
-            return batch
+            return
         # Response tokens that are not the model's carry no loss, and verl's own weights are 0 there.
         weights = {"rollout_is_weights": tokens.nested(torch.where(tokens.mask, k, torch.zeros_like(k)))}
-        # The returned meta, not `batch`, names the new field: workers are sent the fields that it names.
-        return tq.kv_batch_put(
+        # verl's own put, at the end of its _compute_advantage, returns the meta that names this field too; workers
+        # are sent the fields that the meta names.
+        tq.kv_batch_put(
             keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(weights, batch_size=len(batch))
         )
 
@@ -127,11 +131,27 @@ class StabilityMixin:
         if self.verdict.skip:
             print(f"verl_ext: step {self.global_steps}: update skipped: {self.verdict.reason}", flush=True)
 
+    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        return super()._compute_ref_log_prob(self._without_routing(batch), metrics)  # type: ignore[misc]
+
+    def _compute_values(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        return super()._compute_values(self._without_routing(batch), metrics)  # type: ignore[misc]
+
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        return batch if self.verdict.skip else super()._update_critic(batch, metrics)  # type: ignore[misc]
+        if self.verdict.skip:
+            return batch
+        return super()._update_critic(self._without_routing(batch), metrics)  # type: ignore[misc]
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        return batch if self.verdict.skip else super()._update_actor(batch, metrics)  # type: ignore[misc]
+        if self.verdict.skip:
+            return batch
+        return super()._update_actor(self._without_routing(batch), metrics)  # type: ignore[misc]
+
+    def _without_routing(self, batch: KVBatchMeta) -> KVBatchMeta:
+        """Keep the routing, hundreds of bytes a token, from being sent to stages that do not read it."""
+        if self.stability.router_agreement and batch.fields is not None:
+            batch.fields = [field for field in batch.fields if field not in ROUTING_FIELDS]
+        return batch
 
     def _save_checkpoint(self) -> None:
         folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")

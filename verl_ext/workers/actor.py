@@ -4,7 +4,6 @@ from typing import Any
 
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_ext.workers import routing
@@ -18,12 +17,6 @@ class RoutingTrainingWorker(TrainingWorker):
     def reset(self) -> None:
         super().reset()
         self.routing = routing.attach(self.engine)
-
-    def infer_batch(self, data: Any) -> Any:
-        # The LoRA reference pass runs the base model through the same engine: not the policy's routing.
-        if tu.get(data, "no_lora_adapter", default=False) and "routed_experts" in data.keys():  # noqa: SIM118
-            data = data.exclude("routed_experts")
-        return super().infer_batch(data)
 
 
 class RoutingMixin:

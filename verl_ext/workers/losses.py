@@ -7,8 +7,9 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
 from verl.workers.config.actor import PolicyLossConfig
 
-from verl_ext.config import ConfigError, check_band
+from verl_ext.config import check_band
 from verl_ext.core.corrections import icepop
+from verl_ext.errors import ConfigError
 
 
 @dataclass

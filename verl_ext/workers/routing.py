@@ -17,17 +17,14 @@ from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 
 from verl_ext.core.routing import expert_overlap
-
-
-class RoutingError(RuntimeError):
-    """The routing cannot be captured or compared; the message says why and what to change."""
+from verl_ext.errors import HookError
 
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     """Name -> router module, in layer order, for a transformers MoE that declares its router class.
 
     Raises:
-        RoutingError: the model declares none, or none of its modules is one.
+        HookError: the model declares none, or none of its modules is one.
     """
     specs = [
         spec
@@ -38,7 +35,7 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
         name: module for name, module in model.named_modules() if any(_matches(spec, name, module) for spec in specs)
     }
     if not routers:
-        raise RoutingError(
+        raise HookError(
             f"stability.router_agreement=true found no router in {type(model).__name__}: a dense model has none "
             "(set stability.router_agreement=false), and an MoE has to declare its router class in "
             "_can_record_outputs['router_logits'], as transformers' own do"
@@ -57,6 +54,31 @@ def _matches(spec: Any, name: str, module: nn.Module) -> bool:
     target = getattr(spec, "target_class", spec)
     layer_name = getattr(spec, "layer_name", None)
     return isinstance(module, target) and (layer_name is None or layer_name in name)
+
+
+def probe_routers(hf_config: Any) -> None:
+    """Prove on a model without weights that the routers of this architecture are found and can be read.
+
+    Raises:
+        HookError: no router is declared, or one does not return [tokens, top_k] expert ids.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+        for router in {type(router): router for router in find_routers(model).values()}.values():
+            try:
+                output = router(torch.empty(2, hf_config.get_text_config().hidden_size, dtype=model.dtype))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise _unreadable(router, f"does not run on [tokens, hidden] alone ({error})") from error
+            _expert_ids(router, output)
+
+
+def _unreadable(router: nn.Module, why: str) -> HookError:
+    return HookError(
+        f"stability.router_agreement=true cannot read router {type(router).__name__}, which {why}; set "
+        "stability.router_agreement=false"
+    )
 
 
 class RoutingRecorder:
@@ -87,12 +109,12 @@ class RoutingRecorder:
         """[N, L, K] int16 expert ids of the forward just recorded; call inside `recording()`.
 
         Raises:
-            RoutingError: a router did not run.
+            HookError: a router did not run.
         """
         ids = self._ids or []
         missing = [name for name, value in zip(self.routers, ids, strict=True) if value is None]
         if missing:
-            raise RoutingError(f"these routers did not run in compute_log_prob: {', '.join(missing)}")
+            raise HookError(f"these routers did not run in compute_log_prob: {', '.join(missing)}")
         return torch.stack([value for value in ids if value is not None], dim=1)
 
 
@@ -104,10 +126,7 @@ def _expert_ids(router: nn.Module, output: Any) -> Tensor:
         if isinstance(value, Tensor) and not value.is_floating_point() and value.dim() == 2
     ]
     if len(candidates) != 1:
-        raise RoutingError(
-            f"router {type(router).__name__} returns {len(candidates)} integer [tokens, top_k] tensors instead of "
-            "one: it needs an adapter; set stability.router_agreement=false to run without"
-        )
+        raise _unreadable(router, f"returns {len(candidates)} integer [tokens, top_k] tensors instead of one")
     return candidates[0].detach().to(torch.int16)
 
 
@@ -137,7 +156,7 @@ def agreement_outputs(train_NLK: Tensor, micro_batch: TensorDict) -> dict[str, T
             layer, tokens with any layer differing, tokens.
 
     Raises:
-        RoutingError: the rollout's routing has another shape than this model's.
+        HookError: the rollout's routing has another shape than this model's.
     """
     device = train_NLK.device
     lengths_B = micro_batch["input_ids"].offsets().diff().to(device)
@@ -146,14 +165,19 @@ def agreement_outputs(train_NLK: Tensor, micro_batch: TensorDict) -> dict[str, T
     response_lengths_B = response_offsets.diff()
     packed_starts_B = lengths_B.cumsum(0) - lengths_B
     if tu.get_non_tensor_data(micro_batch, "use_remove_padding", default=True):
-        train_starts_B = packed_starts_B
+        train_starts_B, expected = packed_starts_B, int(lengths_B.sum())
     else:
-        train_starts_B = torch.arange(len(lengths_B), device=device) * int(lengths_B.max())
+        width = int(lengths_B.max())
+        train_starts_B, expected = torch.arange(len(lengths_B), device=device) * width, len(lengths_B) * width
+    if len(train_NLK) < expected:  # verl may pad the packed tokens at their end
+        raise HookError(
+            f"the routers saw {len(train_NLK)} tokens of a micro-batch of {expected}: this rank holds a part of each "
+            "sequence, which stability.router_agreement cannot put together; set stability.router_agreement=false"
+        )
 
-    routed = micro_batch["routed_experts"]
-    infer_NLK = (routed.values() if routed.is_nested else routed.flatten(0, 1)).to(device, torch.int16)
+    infer_NLK = micro_batch["routed_experts"].values().to(device, torch.int16)
     if infer_NLK.shape[1:] != train_NLK.shape[1:] or len(infer_NLK) != int(lengths_B.sum()):
-        raise RoutingError(
+        raise HookError(
             f"the rollout's routed_experts is {tuple(infer_NLK.shape)} [tokens, layers, top_k] where the training "
             f"engine has {int(lengths_B.sum())} tokens, {train_NLK.shape[1]} routers and top-{train_NLK.shape[2]}: "
             "the two engines number this model's layers differently; set stability.router_agreement=false"

@@ -1,0 +1,5 @@
+"""A reward that differs between any two responses: every step of a test run has a gradient to weigh."""
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
+    return sum(map(ord, solution_str)) % 10 / 10

@@ -1,0 +1,17 @@
+"""What the user has to act on. The entry point prints these as one line instead of a stack."""
+
+
+class UserError(Exception):
+    """A setting or an input that cannot work. The message names it and says what to change."""
+
+
+class ConfigError(UserError, ValueError):
+    """Found in the configuration, before anything is started."""
+
+
+class HookError(UserError, RuntimeError):
+    """Something asked for is not what the started engines run with."""
+
+
+class BatchError(UserError, ValueError):
+    """A batch that the training step cannot use."""
