@@ -23,9 +23,7 @@ def load() -> None:
         from verl_ext.platform import cpu
 
         cpu.install()
-        register_post_import_hook(
-            "verl_ext.platform.patches:register_fsdp_engines", "verl.workers.engine.fsdp.transformer_impl"
-        )
+        register_post_import_hook("verl_ext.platform.patches:adapt_fsdp", "verl.workers.engine.fsdp.transformer_impl")
 
 
 try:

