@@ -1,0 +1,152 @@
+"""The training step's decisions, on a trainer and a store of our own; the real ones run in tests/e2e."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+
+from verl_ext.errors import HookError
+from verl_ext.trainer import trainers
+
+
+def nested(*rows):
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+class Store:
+    """What the trainer uses of TransferQueue: put and get of a batch's fields."""
+
+    def __init__(self, **fields):
+        self.fields = fields
+
+    def kv_batch_get(self, keys, partition_id, select_fields):
+        found = {name: self.fields[name] for name in select_fields if name in self.fields}
+        return TensorDict(found, batch_size=len(keys))
+
+    def kv_batch_put(self, keys, partition_id, fields):
+        self.fields.update(fields.items())
+
+
+class VerlTrainer:
+    """Records which of verl's own steps ran, and the fields that were sent along."""
+
+    def __init__(self, config):
+        self.config = config
+        self.global_steps = 7
+        self.ran = []
+
+    def _compute_old_log_prob(self, batch, metrics):
+        return batch
+
+    def _compute_advantage(self, batch, metrics):
+        self.ran.append(("advantage", None))
+        return batch
+
+    def _update_actor(self, batch, metrics):
+        self.ran.append(("actor", list(batch.fields)))
+        return batch
+
+    def _update_critic(self, batch, metrics):
+        self.ran.append(("critic", list(batch.fields)))
+        return batch
+
+
+class Trainer(trainers.StabilityMixin, VerlTrainer):
+    pass
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """step(stability, loss_mode, **fields) -> (trainer, metrics, store) after one step on two responses."""
+
+    def run(stability, loss_mode="vanilla", **fields):
+        defaults = {
+            "rollout_log_probs": nested([-1.0, -2.0], [-3.0]),
+            "old_log_probs": nested([-1.5, -2.0], [-0.5]),
+            "response_mask": nested([1, 1], [1]),
+            "entropy": nested([1.0, 2.0], [3.0]),
+        }
+        store = Store(**(defaults | fields))
+        monkeypatch.setattr(trainers, "tq", store)
+        policy_loss = {"policy_loss": {"loss_mode": loss_mode}}
+        config = OmegaConf.create({"stability": stability, "actor_rollout_ref": {"actor": policy_loss}})
+        trainer, metrics = Trainer(config), {}
+        fields = ["old_log_probs", "routed_experts"]
+        batch = KVBatchMeta(keys=["a", "b"], tags=[{}, {}], partition_id="train", fields=fields)
+        batch = trainer._compute_old_log_prob(batch, metrics)
+        batch = trainer._compute_advantage(batch, metrics)
+        batch = trainer._update_critic(batch, metrics)
+        trainer._update_actor(batch, metrics)
+        return trainer, metrics, store
+
+    return run
+
+
+def ran(trainer):
+    return [name for name, _ in trainer.ran]
+
+
+def test_icepop_weights_go_into_the_batch(step):
+    trainer, metrics, store = step({"correction": "icepop"})
+    weights = [row.tolist() for row in store.fields["rollout_is_weights"].unbind()]
+    assert weights[0] == pytest.approx([torch.tensor(-0.5).exp().item(), 1.0])
+    assert weights[1] == [0.0]  # k = exp(2.5) is past beta
+    assert metrics["correction/dropped"] == metrics["correction/dropped_high"] == pytest.approx(1 / 3)
+    assert metrics["guard/skipped"] == 0
+    assert ran(trainer) == ["advantage", "critic", "actor"]
+
+
+def test_the_loss_icepop_gets_the_raw_ratio(step):
+    _, metrics, store = step({}, loss_mode="icepop")
+    assert store.fields["rollout_is_weights"].unbind()[1].item() == pytest.approx(torch.tensor(2.5).exp().item())
+    assert "correction/dropped" not in metrics
+    assert metrics["vllm_kl/k3"] > 0
+
+
+def test_metrics_alone_leave_the_batch_as_it_is(step):
+    trainer, metrics, store = step({"metrics": True})
+    assert "rollout_is_weights" not in store.fields
+    assert "vllm_kl/k1" in metrics
+    assert ran(trainer) == ["advantage", "critic", "actor"]
+
+
+def test_a_tools_output_weighs_nothing(step):
+    _, _, store = step({"correction": "icepop"}, response_mask=nested([1, 0], [1]))
+    assert store.fields["rollout_is_weights"].unbind()[0].tolist()[1] == 0
+
+
+def test_a_batch_past_the_threshold_updates_neither_actor_nor_critic(step, capsys):
+    trainer, metrics, _ = step({"batch_skip": {"threshold": 0.1}})
+    assert ran(trainer) == ["advantage"]
+    assert metrics["guard/skipped"] == 1
+    assert trainer.guard.skips == 1
+    assert "verl_ext: step 7: update skipped: vllm_kl/k3=" in capsys.readouterr().out
+
+
+def test_nan_in_the_rollouts_log_probs_skips_without_a_threshold(step, capsys):
+    trainer, _, store = step({"correction": "icepop"}, rollout_log_probs=nested([float("nan"), -2.0], [-3.0]))
+    assert ran(trainer) == ["advantage"]
+    assert "rollout_log_probs has 1 non-finite values among 3 tokens" in capsys.readouterr().out
+    assert torch.isfinite(store.fields["rollout_is_weights"].values()).all()
+
+
+def test_routing_is_not_sent_to_stages_that_do_not_read_it(step):
+    sums = nested([2.0, 1.0, 2.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0, 0.0, 1.0])
+    trainer, metrics, _ = step({"router_agreement": True}, router_sums=sums)
+    assert metrics["router/agreement/layer_01"] == pytest.approx(2 / 3)
+    assert metrics["router/any_layer_differs"] == pytest.approx(1 / 3)
+    assert metrics["router/tokens"] == 3
+    assert trainer.ran[1:] == [("critic", ["old_log_probs"]), ("actor", ["old_log_probs"])]
+
+
+def test_a_rollout_that_returns_no_routing_is_an_error_with_the_remedy(step):
+    with pytest.raises(HookError, match=r"set stability.router_agreement=false"):
+        step({"router_agreement": True})
+
+
+def test_nothing_asked_for_changes_nothing(step):
+    trainer, metrics, store = step({})
+    assert metrics == {}
+    assert "rollout_is_weights" not in store.fields
+    assert trainer.ran[-1] == ("actor", ["old_log_probs", "routed_experts"])
