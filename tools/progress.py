@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 RAY_PREFIX = re.compile(r"^(\x1b\[\d+m)?\([^)]*pid=\d+[^)]*\)(\x1b\[0m)? ")
-SHOWN = re.compile(r"Training Progress|verl_ext: |^[┏┃┡│└]")
+SHOWN = re.compile(r"Training Progress|verl_ext: |^interrupted: |^[┏┃┡│└]")
 
 
 def main(path: Path) -> None:
