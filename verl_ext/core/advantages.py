@@ -1,0 +1,115 @@
+"""Advantages of outcome rewards: what a session's reward is worth within its group.
+
+Shape legend: S sessions, G groups (the sessions of one prompt). Everything runs in float64.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_ext.errors import BatchError
+
+EPSILON = 1e-6  # verl's, added to the standard deviation
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Statistics of each session's group, each [S] float64; `centred` is the reward minus the group's mean."""
+
+    size: Tensor
+    centred: Tensor
+    std: Tensor
+
+
+def _groups(rewards_S: Tensor, group_S: Tensor) -> _Groups:
+    require_finite(rewards_S)
+    size, low, total = (rewards_S.new_zeros(_group_count(group_S)) for _ in range(3))
+    size.index_add_(0, group_S, torch.ones_like(rewards_S))
+    # From the group's least reward upwards, so that rewards that are all equal give exactly 0: of a rounding error,
+    # the division by a standard deviation of almost 0 would make an advantage.
+    low.scatter_reduce_(0, group_S, rewards_S, "amin", include_self=False)
+    above = rewards_S - low[group_S]
+    centred = above - (total.index_add_(0, group_S, above) / size)[group_S]
+    squares = torch.zeros_like(size).index_add_(0, group_S, centred.square())
+    std = (squares / (size - 1).clamp(min=1)).sqrt()
+    return _Groups(size[group_S], centred, std[group_S])
+
+
+def _group_count(group_S: Tensor) -> int:
+    return int(group_S.max()) + 1 if len(group_S) else 0
+
+
+def require_finite(rewards: Tensor) -> None:
+    """Raise BatchError, naming the tensor, when a reward is NaN or infinite."""
+    bad = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
+    if bad:
+        raise BatchError(
+            f"rewards (verl's rm_scores) has {len(bad)} of {len(rewards)} values that are NaN or infinite, the first "
+            f"of them {rewards[bad[0]].item()} at {bad[0]}: the reward function must return finite numbers"
+        )
+
+
+def quantile_baselines(rewards_S: Tensor, group_S: Tensor, k: float) -> Tensor:
+    """[S] float64: the K-quantile inf{x : F(x) >= k} of each session's group, F its empirical distribution.
+
+    Always one of the group's rewards. With rewards 0 and 1 and a share p of ones it is 0 where p <= 1 - k, else 1.
+    """
+    rewards_S = rewards_S.double()
+    by_reward = rewards_S.argsort(stable=True)
+    order = by_reward[group_S[by_reward].argsort(stable=True)]
+    rewards, groups = rewards_S[order], group_S[order]
+    size = torch.bincount(groups, minlength=_group_count(group_S))
+    rank = torch.arange(1, len(rewards) + 1, device=rewards.device) - (size.cumsum(0) - size)[groups]
+    # rank / size is the float nearest to a decimal such as 0.4, where k * size need not be an integer exactly.
+    reached = rank.double() / size[groups] >= k
+    baseline_G = rewards.new_zeros(len(size))
+    baseline_G.scatter_reduce_(0, groups[reached], rewards[reached], "amin", include_self=False)
+    return baseline_G[group_S]
+
+
+def quantile_baseline_advantages(rewards_S: Tensor, group_S: Tensor, *, k: float, norm_by_std: bool = True) -> Tensor:
+    """(R - b_K) / (std + 1e-6), with the group's K-quantile as the baseline b_K instead of its mean.
+
+    "Quantile Advantage Estimation" (QAE, arXiv 2509.22611, eq. 3 and 4), K = 0.4. Hard groups, p <= 1 - K, reinforce
+    their rare successes only, easy ones punish their rare failures only. The authors' code (junkangwu/QAE) interpolates
+    between rewards (`torch.quantile`), so that a baseline may lie between 0 and 1 and both kinds are updated; this
+    follows the paper. std is the sample standard deviation, as in their code and in verl's GRPO.
+
+    A group of one has advantage 0, its only reward being every quantile of it; so have all-equal groups.
+
+    Args:
+        rewards_S: [S] float, one reward a session.
+        group_S: [S] int64, 0 <= id < G, any order.
+        k: 0 < k < 1.
+        norm_by_std: divide by the standard deviation, as the paper does.
+
+    Returns [S] float64.
+
+    Raises:
+        BatchError: a reward is NaN or infinite.
+    """
+    rewards_S = rewards_S.double()
+    groups = _groups(rewards_S, group_S)
+    advantages = rewards_S - quantile_baselines(rewards_S, group_S, k)
+    return advantages / (groups.std + EPSILON) if norm_by_std else advantages
+
+
+def grpo_positive_advantages(
+    rewards_S: Tensor, group_S: Tensor, *, negative_scale: float, norm_by_std: bool = True
+) -> Tensor:
+    """GRPO's advantage (R - mean) / (std + 1e-6), where it is negative times `negative_scale`.
+
+    With 0, responses below their group's mean are not pushed down: +1 and -1 become +1 and 0. With 1 it is verl's GRPO
+    (`compute_grpo_outcome_advantage`), its rule for a group of one included: mean 0 and std 1, so the reward itself
+    is the advantage, as of REINFORCE without a baseline. All-equal groups have advantage 0 exactly.
+
+    Args, returns and errors as of `quantile_baseline_advantages`; negative_scale >= 0.
+    """
+    rewards_S = rewards_S.double()
+    groups = _groups(rewards_S, group_S)
+    alone = groups.size == 1
+    advantages = torch.where(alone, rewards_S, groups.centred)
+    if norm_by_std:
+        advantages = advantages / (torch.where(alone, 1.0, groups.std) + EPSILON)
+    return torch.where(advantages < 0, advantages * negative_scale, advantages)

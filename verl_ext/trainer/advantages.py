@@ -1,0 +1,163 @@
+"""Advantage estimators, registered under verl's `register_adv_est` (the signature is verl's).
+
+    algorithm.adv_estimator=qae            +algorithm.qae.k=0.4
+    algorithm.adv_estimator=grpo_positive  +algorithm.grpo_positive.negative_scale=0.0
+
+Shape legend: B rows of a batch, T response tokens, S sessions.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.trainer.ppo.core_algos import register_adv_est
+
+from verl_ext.core.advantages import grpo_positive_advantages, quantile_baseline_advantages
+from verl_ext.core.sessions import Sessions, group_ids
+from verl_ext.errors import BatchError, ConfigError
+
+_keys: ContextVar[Sequence[str] | None] = ContextVar("session_keys", default=None)
+
+
+@dataclass(frozen=True)
+class Qae:
+    """`algorithm.qae`: the quantile. The paper's default is 0.4; it takes 0.6 where the entropy is low."""
+
+    k: float = 0.4
+
+    def __post_init__(self) -> None:
+        if not 0 < self.k < 1:
+            raise ConfigError(f"algorithm.qae.k={self.k:g} must be between 0 and 1, both excluded")
+
+
+@dataclass(frozen=True)
+class GrpoPositive:
+    """`algorithm.grpo_positive`: what a negative advantage is multiplied by; 0 drops it, 1 is GRPO."""
+
+    negative_scale: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.negative_scale < math.inf:
+            raise ConfigError(
+                f"algorithm.grpo_positive.negative_scale={self.negative_scale:g} must be at least 0 and finite: it "
+                "multiplies the negative advantages, and 0 drops them"
+            )
+
+
+ESTIMATOR_SETTINGS: dict[str, Any] = {"qae": Qae, "grpo_positive": GrpoPositive}
+
+
+def estimator_settings(name: str, algorithm: Any) -> Any:
+    """The validated settings of one of ESTIMATOR_SETTINGS; `algorithm` is verl's node, or None for the defaults.
+
+    Raises:
+        ConfigError: a setting is unknown, not a number or out of range.
+    """
+    node: Mapping[str, Any] = (algorithm.get(name, None) if algorithm is not None else None) or {}
+    known = [field.name for field in fields(ESTIMATOR_SETTINGS[name])]
+    for key, value in node.items():
+        if key not in known:
+            raise ConfigError(f"algorithm.{name}.{key} is not known; known is: {', '.join(known)}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"algorithm.{name}.{key}={value} must be a number")
+    return ESTIMATOR_SETTINGS[name](**node)
+
+
+@contextmanager
+def session_keys(keys: Sequence[str]) -> Iterator[None]:
+    """Tell the estimators which rows are outputs of one session, while verl computes advantages.
+
+    verl passes an estimator the uid of each row only, and treats the several outputs of a session specially for its
+    own GRPO alone (`compute_advantage_for_multi_trajectories` in trainer/ppo/v1/utils.py). Inside this context ours do
+    the same: the reward of a session's final output counts once in its group, and its advantage goes to all of the
+    session's rows.
+
+    Args:
+        keys: [B] trajectory ids `{uid}_{session}_{index}`, in the order of the rows.
+    """
+    token = _keys.set(tuple(keys))
+    try:
+        yield
+    finally:
+        _keys.reset(token)
+
+
+def _outcome_advantages(
+    advantages_of: Callable[[Tensor, Tensor], Tensor],
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence[object],
+) -> tuple[Tensor, Tensor]:
+    """From rewards by token to advantages by token: one number a session, on the tokens its model generated."""
+    keys = _keys.get()
+    if keys is None:
+        final = session = list(range(len(index)))
+    elif len(keys) == len(index):
+        sessions = Sessions.from_keys(keys)
+        final, session = sessions.final_S, sessions.session_B
+    else:
+        raise BatchError(f"session_keys has {len(keys)} trajectory ids and the batch {len(index)} rows")
+    device = token_level_rewards.device
+    with torch.no_grad():
+        rewards_S = token_level_rewards.double().sum(dim=-1)[torch.tensor(final, dtype=torch.long, device=device)]
+        group_S = torch.tensor(group_ids([index[row] for row in final]), dtype=torch.long, device=device)
+        advantages_S = advantages_of(rewards_S, group_S)
+        row_of = torch.tensor(session, dtype=torch.long, device=device)
+        advantages = advantages_S[row_of].to(token_level_rewards.dtype).unsqueeze(-1) * response_mask
+    return advantages, advantages
+
+
+def _norm_by_std(config: Any) -> bool:
+    return True if config is None else bool(config.get("norm_adv_by_std_in_grpo", True))
+
+
+@register_adv_est("qae")
+def qae(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[object], config: Any = None
+) -> tuple[Tensor, Tensor]:
+    """The reward against the K-quantile of its group (QAE, arXiv 2509.22611): `quantile_baseline_advantages`.
+
+    Divided by the group's standard deviation, as in the paper, unless `algorithm.norm_adv_by_std_in_grpo=false`.
+    Under plain verl, without `session_keys`, every row is a session of its own: with agent loops that return several
+    outputs, those count several times in their group.
+
+    Args:
+        token_level_rewards, response_mask: [B, T], as verl passes them; a row's reward is the sum over its tokens.
+        index: [B] uids; rows of the same uid form a group.
+        config: verl's `algorithm` node, or None for the defaults.
+
+    Returns advantages and returns, the same [B, T] tensor: constant over a row's generated tokens, 0 elsewhere.
+
+    Raises:
+        BatchError: a reward is NaN or infinite, or the keys of `session_keys` do not fit the batch.
+        ConfigError: a setting of `algorithm.qae`.
+    """
+    k, norm = estimator_settings("qae", config).k, _norm_by_std(config)
+    return _outcome_advantages(
+        lambda rewards, groups: quantile_baseline_advantages(rewards, groups, k=k, norm_by_std=norm),
+        token_level_rewards,
+        response_mask,
+        index,
+    )
+
+
+@register_adv_est("grpo_positive")
+def grpo_positive(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[object], config: Any = None
+) -> tuple[Tensor, Tensor]:
+    """GRPO with its negative advantages scaled down, to nothing by default: `grpo_positive_advantages`.
+
+    Everything else as for `qae`; its settings are `algorithm.grpo_positive`.
+    """
+    scale, norm = estimator_settings("grpo_positive", config).negative_scale, _norm_by_std(config)
+    return _outcome_advantages(
+        lambda rewards, groups: grpo_positive_advantages(rewards, groups, negative_scale=scale, norm_by_std=norm),
+        token_level_rewards,
+        response_mask,
+        index,
+    )
