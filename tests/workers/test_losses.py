@@ -1,4 +1,4 @@
-"""The registered loss `icepop`, against the clipped objective written out in float64."""
+"""The registered losses `icepop`, `opsm`, `llds` and `router_shift`, against the papers written out in float64."""
 
 import pytest
 import torch
@@ -6,17 +6,19 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import ActorConfig, FSDPActorConfig
 
 from verl_ext.errors import ConfigError
-from verl_ext.workers.losses import IcePopLossConfig, icepop_loss
+from verl_ext.workers.inputs import LossInputs, provide
+from verl_ext.workers.loss_config import LOSS_CONFIGS, IcePopLossConfig
+from verl_ext.workers.losses import icepop_loss
 
 
-def actor_config(**loss) -> ActorConfig:
+def actor_config(loss_mode="icepop", **loss) -> ActorConfig:
     return FSDPActorConfig(
         strategy="fsdp2",
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=1,
         clip_ratio_low=0.2,
         clip_ratio_high=0.28,
-        policy_loss=IcePopLossConfig(**loss),
+        policy_loss=LOSS_CONFIGS[loss_mode](**loss),
     )
 
 
@@ -29,15 +31,19 @@ def batch(seed, rows=3, length=7):
     return old, new, torch.randn(rows, length), mask, torch.exp(torch.randn(rows, length) * 1.5)
 
 
-def oracle(old, new, advantages, mask, k, alpha, beta, low=0.2, high=0.28, dual=3.0):
-    """-1/N sum over tokens of M(k) min(r A, clip(r) A), with PPO's dual clip for A < 0, in float64."""
-    old, advantages, k = old.double(), advantages.double(), k.double()
-    leaf = new.detach().double().requires_grad_()
-    ratio = torch.exp(leaf - old)
+def clipped(leaf, old, advantages, low=0.2, high=0.28, dual=3.0, factor=1.0):
+    """Per token min(r A, clip(r) A), with PPO's dual clip for A < 0; r times `factor` where RSPO has one."""
+    ratio = torch.exp(leaf - old) * factor
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-    objective = torch.where(advantages < 0, torch.maximum(objective, dual * advantages), objective)
+    return torch.where(advantages < 0, torch.maximum(objective, dual * advantages), objective)
+
+
+def oracle(old, new, advantages, mask, k, alpha, beta):
+    """-1/N sum over tokens of M(k) min(r A, clip(r) A), in float64."""
+    leaf = new.detach().double().requires_grad_()
+    k = k.double()
     weight = torch.where((k >= alpha) & (k <= beta), k, 0.0)
-    loss = -(objective * weight)[mask].sum() / mask.sum()
+    loss = -(clipped(leaf, old.double(), advantages.double()) * weight)[mask].sum() / mask.sum()
     loss.backward()
     return loss.item(), leaf.grad
 
@@ -89,3 +95,68 @@ def test_bounds_that_cross_name_the_setting():
 
 def test_the_loss_is_registered_with_verl_by_name():
     assert get_policy_loss_fn("icepop") is icepop_loss
+
+
+def check(loss_mode, expected, leaf, args, **settings):
+    """The registered loss and its gradient equal the float64 `expected` of `leaf`."""
+    expected.backward()
+    old, new, advantages, mask = args
+    loss, metrics = get_policy_loss_fn(loss_mode)(
+        old_log_prob=old,
+        log_prob=new,
+        advantages=advantages,
+        response_mask=mask,
+        config=actor_config(loss_mode, **settings),
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
+    torch.testing.assert_close(new.grad.double(), leaf.grad, rtol=1e-4, atol=1e-7)
+    return metrics
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_opsm_loss_and_gradient_equal_the_oracle(seed):
+    old, new, advantages, mask, _ = batch(seed)
+    l_infer = old + torch.tensor([[0.6], [-0.6], [0.1]])
+    leaf = new.detach().double().requires_grad_()
+    gap = ((l_infer.double() - leaf.detach()) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    keep = ~((advantages < 0) & (gap > 0.1))
+    expected = -(clipped(leaf, old.double(), advantages.double()) * keep)[mask].sum() / mask.sum()
+    with provide(LossInputs(l_infer=l_infer)):
+        metrics = check("opsm", expected, leaf, (old, new, advantages, mask), delta=0.1)
+    assert metrics["actor/opsm/dropped"] == pytest.approx((~keep & mask).sum().item() / mask.sum().item())
+    total = metrics["actor/opsm/mismatch"] + metrics["actor/opsm/staleness"]
+    assert total == pytest.approx(gap.mean().item(), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_llds_loss_and_gradient_equal_the_oracle(seed):
+    old, new, advantages, mask, _ = batch(seed)
+    leaf = new.detach().double().requires_grad_()
+    fall = (old.double() - leaf) * (mask & (advantages >= 0))
+    gate = fall.detach().sum(1, keepdim=True) > 0
+    penalty = (fall.clamp(min=0) * gate).sum() / mask.sum()
+    expected = -clipped(leaf, old.double(), advantages.double())[mask].sum() / mask.sum() + 0.5 * penalty
+    metrics = check("llds", expected, leaf, (old, new, advantages, mask), coef=0.5, gate="response")
+    assert metrics["actor/llds/penalty"] == pytest.approx(penalty.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_router_shift_loss_and_gradient_equal_the_oracle(seed):
+    old, new, advantages, mask, _ = batch(seed)
+    deviation = torch.rand(3, 7) * 0.4
+    leaf = new.detach().double().requires_grad_()
+    factor = torch.exp(-deviation.double()).clamp(min=0.8)
+    expected = -clipped(leaf, old.double(), advantages.double(), factor=factor)[mask].sum() / mask.sum()
+    with provide(LossInputs(router_deviation=deviation)):
+        metrics = check("router_shift", expected, leaf, (old, new, advantages, mask))
+    assert metrics["actor/ppo_kl"] == pytest.approx((old - new)[mask].mean().item(), rel=1e-4, abs=1e-6)
+    assert metrics["actor/router_shift/factor"] == pytest.approx(factor[mask].mean().item(), rel=1e-5)
+
+
+def test_a_loss_under_plain_verl_names_the_entry_point_and_the_dataclass():
+    old, new, advantages, mask, _ = batch(0)
+    with pytest.raises(ConfigError, match=r"launch with verl_ext\.main_ppo"):
+        check("opsm", new.sum(), new, (old, new, advantages, mask), delta=0.1)
+    with pytest.raises(ConfigError, match=r"_target_ must be .*\.LldsLossConfig"):
+        get_policy_loss_fn("llds")(old, new, advantages, mask, "token-mean", actor_config())

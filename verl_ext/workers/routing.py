@@ -9,6 +9,7 @@ the agreement per response token and a few sums per trajectory.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def probe_routers(hf_config: Any) -> None:
                 output = router(torch.empty(2, hf_config.get_text_config().hidden_size, dtype=model.dtype))
             except (TypeError, ValueError, RuntimeError) as error:
                 raise _unreadable(router, f"does not run on [tokens, hidden] alone ({error})") from error
-            _expert_ids(router, output)
+            expert_ids(router, output)
 
 
 def _unreadable(router: nn.Module, why: str) -> HookError:
@@ -93,7 +94,7 @@ class RoutingRecorder:
     def _hook(self, layer: int) -> Any:
         def keep_ids(module: nn.Module, args: Any, output: Any) -> None:
             if self._ids is not None:
-                self._ids[layer] = _expert_ids(module, output)
+                self._ids[layer] = expert_ids(module, output)
 
         return keep_ids
 
@@ -118,7 +119,7 @@ class RoutingRecorder:
         return torch.stack([value for value in ids if value is not None], dim=1)
 
 
-def _expert_ids(router: nn.Module, output: Any) -> Tensor:
+def expert_ids(router: nn.Module, output: Any) -> Tensor:
     """The [N, K] expert ids among a router's outputs: its one integer tensor."""
     candidates = [
         value
@@ -143,6 +144,43 @@ def response_rows(starts_B: Tensor, lengths_B: Tensor, response_lengths_B: Tenso
     return torch.repeat_interleave(first_B - (ends_B - response_lengths_B), response_lengths_B) + within
 
 
+@dataclass(frozen=True)
+class ForwardRows:
+    """Where the response tokens of a micro-batch stand among the tokens of its forward pass.
+
+    Attributes:
+        rows: [R], row of the forward pass that predicted each response token.
+        response_offsets: [B + 1], where each trajectory's response starts among the R.
+        lengths: [B], prompt and response.
+        expected: tokens that the forward pass must have at least; verl may pad the packed ones at their end.
+    """
+
+    rows: Tensor
+    response_offsets: Tensor
+    lengths: Tensor
+    expected: int
+
+    def check(self, tokens: int) -> None:
+        """Raise HookError unless the routers saw whole sequences."""
+        if tokens < self.expected:
+            raise HookError(
+                f"the routers saw {tokens} tokens of a micro-batch of {self.expected}: this rank holds a part of each "
+                "sequence, which stability.router_agreement and the loss router_shift cannot put together; unset them"
+            )
+
+
+def forward_rows(micro_batch: TensorDict, device: torch.device) -> ForwardRows:
+    """The rows of a micro-batch with jagged `input_ids` and `response_mask`, packed or padded as verl will run it."""
+    lengths_B = micro_batch["input_ids"].offsets().diff().to(device)
+    offsets = micro_batch["response_mask"].offsets().to(device)
+    if tu.get_non_tensor_data(micro_batch, "use_remove_padding", default=True):
+        starts_B, expected = lengths_B.cumsum(0) - lengths_B, int(lengths_B.sum())
+    else:
+        width = int(lengths_B.max())
+        starts_B, expected = torch.arange(len(lengths_B), device=device) * width, len(lengths_B) * width
+    return ForwardRows(response_rows(starts_B, lengths_B, offsets.diff()), offsets, lengths_B, expected)
+
+
 def agreement_outputs(train_NLK: Tensor, micro_batch: TensorDict) -> dict[str, Tensor]:
     """Compare one micro-batch's routing with the rollout's `routed_experts`.
 
@@ -159,40 +197,31 @@ def agreement_outputs(train_NLK: Tensor, micro_batch: TensorDict) -> dict[str, T
         HookError: the rollout's routing has another shape than this model's.
     """
     device = train_NLK.device
-    lengths_B = micro_batch["input_ids"].offsets().diff().to(device)
-    response_mask = micro_batch["response_mask"]
-    response_offsets = response_mask.offsets().to(device)
-    response_lengths_B = response_offsets.diff()
-    packed_starts_B = lengths_B.cumsum(0) - lengths_B
-    if tu.get_non_tensor_data(micro_batch, "use_remove_padding", default=True):
-        train_starts_B, expected = packed_starts_B, int(lengths_B.sum())
-    else:
-        width = int(lengths_B.max())
-        train_starts_B, expected = torch.arange(len(lengths_B), device=device) * width, len(lengths_B) * width
-    if len(train_NLK) < expected:  # verl may pad the packed tokens at their end
-        raise HookError(
-            f"the routers saw {len(train_NLK)} tokens of a micro-batch of {expected}: this rank holds a part of each "
-            "sequence, which stability.router_agreement cannot put together; set stability.router_agreement=false"
-        )
+    forward = forward_rows(micro_batch, device)
+    forward.check(len(train_NLK))
 
     infer_NLK = micro_batch["routed_experts"].values().to(device, torch.int16)
-    if infer_NLK.shape[1:] != train_NLK.shape[1:] or len(infer_NLK) != int(lengths_B.sum()):
+    tokens = int(forward.lengths.sum())
+    if infer_NLK.shape[1:] != train_NLK.shape[1:] or len(infer_NLK) != tokens:
         raise HookError(
             f"the rollout's routed_experts is {tuple(infer_NLK.shape)} [tokens, layers, top_k] where the training "
-            f"engine has {int(lengths_B.sum())} tokens, {train_NLK.shape[1]} routers and top-{train_NLK.shape[2]}: "
+            f"engine has {tokens} tokens, {train_NLK.shape[1]} routers and top-{train_NLK.shape[2]}: "
             "the two engines number this model's layers differently; set stability.router_agreement=false"
         )
+    response_offsets = forward.response_offsets
+    response_lengths_B = response_offsets.diff()
+    packed_starts_B = forward.lengths.cumsum(0) - forward.lengths
     overlap_RL = expert_overlap(
-        train_NLK[response_rows(train_starts_B, lengths_B, response_lengths_B)],
-        infer_NLK[response_rows(packed_starts_B, lengths_B, response_lengths_B)],
+        train_NLK[forward.rows],
+        infer_NLK[response_rows(packed_starts_B, forward.lengths, response_lengths_B)],
     )
     top_k = train_NLK.shape[2]
     agree_RL = overlap_RL.float() / top_k
     exact_RL = (overlap_RL == top_k).float()
     differs_R1 = 1 - exact_RL.amin(1, keepdim=True)
-    mask_R1 = response_mask.values().to(device).float().unsqueeze(1)
+    mask_R1 = micro_batch["response_mask"].values().to(device).float().unsqueeze(1)
     per_token = torch.cat([agree_RL, exact_RL, differs_R1, torch.ones_like(differs_R1)], dim=1) * mask_R1
-    sums = torch.zeros(len(lengths_B), per_token.shape[1], device=device)
+    sums = torch.zeros(len(response_lengths_B), per_token.shape[1], device=device)
     sums.index_add_(0, torch.repeat_interleave(response_lengths_B), per_token)
     return {
         "router_agreement": torch.nested.nested_tensor_from_jagged(agree_RL.mean(1), response_offsets),

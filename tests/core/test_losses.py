@@ -1,0 +1,232 @@
+"""The loss terms against oracles in plain Python floats, written from the papers token by token."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_ext.core.losses import (
+    llds_penalty,
+    opsm_mask,
+    router_deviation,
+    router_shift_factor,
+    sequence_divergence,
+    unbiased_kl,
+)
+
+LOG_PROB = st.floats(-100, 0, width=32, allow_subnormal=False)
+SEEDS = range(4)
+
+
+@st.composite
+def batches(draw, rows=4, length=6):
+    """Rows of different lengths, whole rows masked among them: [l_infer, l_old, l_theta, A, mask] as [B, T] lists."""
+    sizes = draw(st.lists(st.integers(1, length), min_size=1, max_size=rows))
+
+    def table(values):
+        return [[draw(values) if t < n else 0 for t in range(length)] for n in sizes]
+
+    return [table(LOG_PROB) for _ in range(3)] + [table(st.sampled_from([-1.5, 0.0, 2.0])), table(st.booleans())]
+
+
+def tensors(batch):
+    *floats, mask = batch
+    return [torch.tensor(table, dtype=torch.float32) for table in floats] + [torch.tensor(mask) == 1]
+
+
+def random_batch(seed, rows=5, length=9, scale=0.3):
+    torch.manual_seed(seed)
+    l_infer = -torch.rand(rows, length) * 3
+    l_old = l_infer + torch.randn(rows, length) * scale
+    l_theta = l_old + torch.randn(rows, length) * scale
+    mask = torch.rand(rows, length) < 0.7
+    mask[0] = False  # a row with nothing to learn from
+    return [table.tolist() for table in (l_infer, l_old, l_theta, torch.randn(rows, length), mask)]
+
+
+def mean(values):
+    return sum(values) / len(values) if values else 0.0
+
+
+def opsm_oracle(l_infer, l_theta, advantages, mask, delta):
+    """DeepSeek-V3.2 eq. 9 with |o_i| the generated tokens."""
+    out = []
+    for infer, theta, adv, m in zip(l_infer, l_theta, advantages, mask, strict=True):
+        divergence = mean([i - t for i, t, on in zip(infer, theta, m, strict=True) if on])
+        out.append([0.0 if a < 0 and divergence > delta else 1.0 for a in adv])
+    return out
+
+
+@given(batches(), st.sampled_from([-0.5, 0.0, 0.1, 30.0]))
+@settings(deadline=None)
+def test_opsm_equals_the_oracle_and_its_parts_add_up(batch, delta):
+    l_infer, l_old, l_theta, advantages, mask = tensors(batch)
+    parts = sequence_divergence(l_infer, l_old, l_theta, mask)
+    whole = [
+        mean([i - t for i, t, on in zip(*row, strict=True) if on])
+        for row in zip(batch[0], batch[2], batch[4], strict=True)
+    ]
+    assert parts.whole.tolist() == pytest.approx(whole, rel=1e-12, abs=1e-12)
+    if all(abs(value - delta) > 1e-9 for value in whole):
+        expected = opsm_oracle(batch[0], batch[2], batch[3], batch[4], delta)
+        assert opsm_mask(parts.whole, advantages, delta).tolist() == expected
+
+
+def test_opsm_parts_name_their_cause():
+    zeros, mask = torch.zeros(1, 3), torch.ones(1, 3)
+    mismatch = sequence_divergence(zeros + 0.2, zeros, zeros, mask)
+    assert (mismatch.mismatch.item(), mismatch.staleness.item()) == (pytest.approx(0.2), 0)
+    stale = sequence_divergence(zeros, zeros, zeros - 0.2, mask)
+    assert (stale.mismatch.item(), stale.staleness.item()) == (0, pytest.approx(0.2))
+
+
+def test_opsm_masks_a_sequence_with_nan_only_where_the_advantage_is_negative():
+    nan = torch.tensor([[math.nan, 0.0], [0.0, 0.0]])
+    whole = sequence_divergence(nan, nan * 0, torch.zeros(2, 2), torch.ones(2, 2)).whole
+    advantages = torch.tensor([[-1.0, 1.0], [-1.0, 1.0]])
+    assert opsm_mask(whole, advantages, 0.1).tolist() == [[0, 1], [1, 1]]
+
+
+def test_nan_in_padding_is_not_seen():
+    l_infer = torch.tensor([[0.0, math.nan]])
+    parts = sequence_divergence(l_infer, l_infer, l_infer, torch.tensor([[1, 0]]))
+    assert parts.whole.tolist() == [0]
+
+
+def llds_oracle(l_theta, l_old, advantages, mask, gate):
+    """(penalty, gradient by l_theta): the paper's sums, written as loops."""
+    penalty = [[0.0] * len(row) for row in l_theta]
+    gradient = [[0.0] * len(row) for row in l_theta]
+    for b, m in enumerate(mask):
+        preserved = [t for t in range(len(m)) if m[t] and advantages[b][t] >= 0]
+        units = [preserved]
+        if gate == "action":
+            units = []
+            for t in preserved:
+                if units and units[-1][-1] == t - 1:
+                    units[-1].append(t)
+                else:
+                    units.append([t])
+        for unit in units:
+            if sum(l_old[b][t] - l_theta[b][t] for t in unit) > 0:
+                for t in unit:
+                    if l_old[b][t] > l_theta[b][t]:
+                        penalty[b][t] = l_old[b][t] - l_theta[b][t]
+                        gradient[b][t] = -1.0
+    return penalty, gradient
+
+
+@pytest.mark.parametrize("gate", ["action", "response"])
+@given(batches())
+@settings(deadline=None)
+def test_llds_penalty_and_gradient_equal_the_oracle(gate, batch):
+    _, l_old, l_theta, advantages, mask = tensors(batch)
+    l_theta.requires_grad_()
+    penalty = llds_penalty(l_theta, l_old, advantages, mask, gate)
+    penalty.sum().backward()
+    expected, gradient = llds_oracle(batch[2], batch[1], batch[3], batch[4], gate)
+    torch.testing.assert_close(penalty.double(), torch.tensor(expected).double(), rtol=1e-6, atol=0)
+    assert l_theta.grad.tolist() == gradient
+
+
+def test_llds_actions_are_judged_apart():
+    l_old, l_theta = torch.zeros(1, 5), torch.tensor([[-1.0, 0.5, 0.0, 2.0, -1.0]])
+    mask, advantages = torch.tensor([[1, 1, 0, 1, 1]]), torch.ones(1, 5)
+    # The first action falls by 0.5 as a whole, the second rises by 1; the response as a whole rises.
+    assert llds_penalty(l_theta, l_old, advantages, mask, "action").tolist() == [[1, 0, 0, 0, 0]]
+    assert llds_penalty(l_theta, l_old, advantages, mask, "response").tolist() == [[0, 0, 0, 0, 0]]
+
+
+def test_llds_leaves_out_what_holds_a_nan():
+    l_theta = torch.tensor([[math.nan, -1.0, 0.0, -1.0]], requires_grad=True)
+    mask = torch.tensor([[1, 1, 0, 1]])
+    penalty = llds_penalty(l_theta, torch.zeros(1, 4), torch.ones(1, 4), mask, "action")
+    penalty.sum().backward()
+    assert penalty.tolist() == [[0, 0, 0, 1]]
+    assert l_theta.grad.tolist() == [[0, 0, 0, -1]]
+
+
+def test_llds_gate_is_checked():
+    one = torch.ones(1, 1)
+    with pytest.raises(ValueError, match="gate=token is not known"):
+        llds_penalty(one, one, one, one, "token")
+
+
+def kl_oracle(theta, ref, sampled):
+    """(value, d/d theta) of r' (x - log x - 1), DeepSeek-V3.2 eq. 7, in float64; log-ratios end at +-20."""
+    d, e = ref - theta, theta - sampled
+    d_clamped, e_clamped = max(-20.0, min(20.0, d)), max(-20.0, min(20.0, e))
+    ratio, k3 = math.exp(e_clamped), math.expm1(d_clamped) - d_clamped
+    through_ratio = ratio * k3 if abs(e) <= 20 else 0.0
+    through_k3 = -ratio * math.expm1(d_clamped) if abs(d) <= 20 else 0.0
+    return ratio * k3, through_ratio + through_k3
+
+
+@given(LOG_PROB, LOG_PROB, LOG_PROB)
+@settings(deadline=None)
+def test_unbiased_kl_and_gradient_equal_the_oracle_up_to_the_clamp(theta, ref, sampled):
+    leaf = torch.tensor([[theta]], requires_grad=True)
+    value = unbiased_kl(leaf, torch.tensor([[ref]]), torch.tensor([[sampled]]))
+    value.sum().backward()
+    expected, gradient = kl_oracle(theta, ref, sampled)
+    assert value.item() == pytest.approx(expected, rel=1e-6, abs=1e-30)
+    # Of log-ratios below 1e-9, autograd's exp(log x) - 1 leaves fewer digits.
+    assert leaf.grad.item() == pytest.approx(gradient, rel=1e-6, abs=1e-15 * math.exp(min(20.0, theta - sampled)))
+
+
+@pytest.mark.parametrize("gap", [1e-1, 1e-3, 1e-5])
+def test_unbiased_kl_keeps_its_digits_near_the_reference(gap):
+    theta = torch.tensor([[-1.0]], requires_grad=True)
+    ref = torch.tensor([[-1.0 + gap]])
+    unbiased_kl(theta, ref, theta.detach()).sum().backward()
+    difference = ref.double().item() + 1.0  # what float32 made of the gap
+    assert theta.grad.item() == pytest.approx(-difference, rel=1e-6)  # r' (l_theta - l_ref), unbiased
+
+
+def test_gradient_of_the_unbiased_kl_is_the_gradient_of_the_kl():
+    """Expectation over all tokens of a small vocabulary, sampled off-policy: exactly grad KL(pi_theta || pi_ref)."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, dtype=torch.double, requires_grad=True)
+    ref, sampled = torch.randn(2, 6, dtype=torch.double).log_softmax(-1)
+    theta = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((theta.exp() * (theta - ref)).sum(), logits, retain_graph=True)
+    expectation = (sampled.exp() * unbiased_kl(theta[None], ref[None], sampled[None])[0]).sum()
+    (estimate,) = torch.autograd.grad(expectation, logits)
+    torch.testing.assert_close(estimate, exact, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_enters_without_losing_more(dtype):
+    theta, ref, sampled = (-torch.rand(3, 2, 5) * 3).to(dtype)
+    expected = unbiased_kl(theta.double(), ref.double(), sampled.double())
+    assert unbiased_kl(theta, ref, sampled).dtype == torch.float32
+    torch.testing.assert_close(unbiased_kl(theta, ref, sampled), expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_router_shift_factor_equals_the_oracle(seed):
+    torch.manual_seed(seed)
+    old, current = torch.randn(2, 7, 3, 2, dtype=torch.double)
+    deviation = sum(router_deviation(old[:, layer], current[:, layer]) for layer in range(3)) / 3
+    factor = router_shift_factor(deviation, 0.3)
+    for n in range(7):
+        gap = mean([mean([abs(current[n, i, k] - old[n, i, k]).item() for k in range(2)]) for i in range(3)])
+        assert factor[n].item() == pytest.approx(max(math.exp(-gap), 0.3), rel=1e-6)
+
+
+def test_router_shift_factor_of_equal_and_of_broken_routers():
+    assert router_shift_factor(torch.tensor([0.0, math.inf, math.nan]), 0.8).tolist() == pytest.approx([1, 0.8, 0.8])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows_do_not_depend_on_the_batch_they_are_in(seed):
+    """Any micro-batch split gives each row the same numbers."""
+    l_infer, l_old, l_theta, advantages, mask = tensors(random_batch(seed))
+    penalty = llds_penalty(l_theta, l_old, advantages, mask, "action")
+    whole = sequence_divergence(l_infer, l_old, l_theta, mask).whole
+    for row in range(len(mask)):
+        one = slice(row, row + 1)
+        assert torch.equal(llds_penalty(l_theta[one], l_old[one], advantages[one], mask[one], "action"), penalty[one])
+        assert sequence_divergence(l_infer[one], l_old[one], l_theta[one], mask[one]).whole == whole[row]

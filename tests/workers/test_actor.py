@@ -1,0 +1,70 @@
+"""The worker's `configure_loss`, on the parts of verl's workers that it touches."""
+
+from functools import partial
+
+import pytest
+import ray
+from verl.experimental.separation.engine_workers import DetachActorWorker
+from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
+from verl.trainer.distillation import distillation_ppo_loss
+from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.utils.losses import ppo_loss
+
+from verl_ext.errors import ConfigError, HookError
+from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS, LossMixin
+from verl_ext.workers.worker_loss import worker_loss
+
+
+class Actor:
+    """What `init_model` leaves behind as `self.actor`."""
+
+    engine = None
+    loss_fn = None
+
+    def set_loss_fn(self, loss_fn):
+        self.loss_fn = loss_fn
+
+
+class Worker(LossMixin):
+    def __init__(self, loss_fn):
+        self.actor = Actor()
+        self.loss_fn = loss_fn
+
+
+def test_configure_loss_installs_the_loss_and_can_be_called_again(make_batch, actor_config):
+    worker = Worker(partial(ppo_loss, config=actor_config()))
+    active = worker.configure_loss({"opsm": {"delta": 0.1}})
+    assert active["opsm"] == {"delta": 0.1} and active["router_shift"] is None
+    assert worker.actor.loss_fn.func is worker_loss
+    model_output, data = make_batch(0).whole()
+    assert "actor/opsm/dropped" in worker.actor.loss_fn(model_output=model_output, data=data)[1]
+    active = worker.configure_loss({"policy_loss": {"loss_mode": "llds"}})
+    assert active["opsm"] is None and active["policy_loss"]["loss_mode"] == "llds"
+    metrics = worker.actor.loss_fn(model_output=model_output, data=data)[1]
+    assert "actor/llds/penalty" in metrics and "actor/opsm/dropped" not in metrics
+    assert worker.configure_loss({})["policy_loss"]["loss_mode"] == "vanilla"
+
+
+def test_a_setting_that_cannot_work_leaves_the_installed_loss(actor_config):
+    worker = Worker(partial(ppo_loss, config=actor_config()))
+    worker.configure_loss({})
+    installed = worker.actor.loss_fn
+    with pytest.raises(ConfigError):
+        worker.configure_loss({"policy_loss": {"loss_mode": "llds", "coef": -1}})
+    assert worker.actor.loss_fn is installed
+
+
+def test_distillation_is_refused(actor_config):
+    worker = Worker(partial(distillation_ppo_loss, config=actor_config()))
+    with pytest.raises(HookError, match="this run's loss is distillation_ppo_loss"):
+        worker.configure_loss({})
+
+
+@pytest.mark.parametrize("workers", [LOSS_WORKERS, ROUTING_WORKERS])
+@pytest.mark.parametrize("verl_worker", [ActorRolloutRefWorker, DetachActorWorker])
+def test_every_worker_class_is_verls_with_configure_loss_on_all_ranks(workers, verl_worker):
+    worker = workers[verl_worker]
+    assert issubclass(worker, verl_worker)
+    assert getattr(worker.configure_loss, MAGIC_ATTR)["dispatch_mode"] is Dispatch.ONE_TO_ALL
+    assert (worker.actor_worker_cls is verl_worker.actor_worker_cls) == (workers is LOSS_WORKERS)
+    ray.remote(worker)  # verl's trainer wraps it so

@@ -1,0 +1,153 @@
+"""Loss terms that need more than a ratio and an advantage: sequence masks, penalties, a KL estimate, router shift.
+
+Shape legend: B trajectories, T response tokens (padded), N tokens, L MoE layers, K experts per token.
+Notation of CONTRIBUTING.md; `mask` is m, bool or 0/1. Only what is said to carry a gradient does.
+
+What is small is a difference of large numbers here (x - log x - 1 is (log x)^2 / 2 near x = 1, and a mean over
+30,000 tokens loses digits too), so exponents and sums run in float64 whatever comes in; results are float32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_ext.core.mismatch import LOG_RATIO_BOUND
+
+
+@dataclass(frozen=True)
+class SequenceDivergence:
+    """Per sequence, means over its m = 1 tokens, [B] float64 each; 0 for a sequence without such a token.
+
+    Attributes:
+        mismatch: mean(l_infer - l_old), the part the two engines disagree on.
+        staleness: mean(l_old - l_theta), the part the policy has moved since.
+    """
+
+    mismatch: Tensor
+    staleness: Tensor
+
+    @property
+    def whole(self) -> Tensor:
+        """mean(l_infer - l_theta), what OPSM compares with delta; the two parts add up to it exactly."""
+        return self.mismatch + self.staleness
+
+
+@torch.no_grad()
+def sequence_divergence(l_infer: Tensor, l_old: Tensor, l_theta: Tensor, mask: Tensor) -> SequenceDivergence:
+    """Split the divergence of DeepSeek-V3.2's eq. 9 into engine mismatch and policy staleness.
+
+    Args:
+        l_infer, l_old, l_theta: [B, T] log-probabilities, any float dtype.
+        mask: [B, T].
+    """
+    chosen = mask.bool()
+    n = chosen.sum(-1).clamp(min=1)
+    # torch.where, not a product: whatever stands in padding, NaN included, stays out of the mean.
+    return SequenceDivergence(
+        *(torch.where(chosen, gap, 0.0).sum(-1) / n for gap in (l_infer.double() - l_old, l_old.double() - l_theta))
+    )
+
+
+def opsm_mask(divergence: Tensor, advantages: Tensor, delta: float) -> Tensor:
+    """Off-policy sequence masking: 0 where A < 0 and the sequence's divergence passes delta, else 1.
+
+    DeepSeek-V3.2 (arXiv 2512.02556) eq. 9. Its pi_old "denotes the sampling probability directly returned by the
+    inference framework", so the divergence is mean(l_infer - l_theta), with l_theta of the current update step.
+    A sequence whose divergence is NaN counts as past delta. TRL has the same as `off_policy_mask_threshold`.
+
+    Args:
+        divergence: [B], `SequenceDivergence.whole`.
+        advantages: [B, T].
+        delta: threshold in nats per token.
+
+    Returns:
+        [B, T] float32 of zeros and ones, to multiply into a token's weight.
+    """
+    near = divergence <= delta  # false for NaN
+    return ((advantages >= 0) | near[:, None]).float()
+
+
+def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tensor, gate: str) -> Tensor:
+    """max(0, l_old - l_theta) on the tokens of preserved actions or responses whose likelihood falls as a whole.
+
+    LLDS of "On GRPO Collapse in Search-R1: The Lazy Likelihood-Displacement Death Spiral" (arXiv 2512.04220). Preserved
+    are tokens with A >= 0 (Y_pre); the gate is 1 where the sum of l_old - l_theta over the whole is positive; the paper
+    adds lambda times the mean over all response tokens, preserved or not, with lambda 0.1. Its authors' code
+    (vengdeng/LLDS-On-Group-Relative-Policy-Optimization-Collapse-in-Search-R1) calls `gate` "action" `chunk_noreduce`;
+    their model card: the action-level gate performs best.
+
+    Args:
+        l_theta: [B, T] with gradient.
+        l_old, advantages, mask: [B, T].
+        gate: "response" sums over a response; "action" over a run of m = 1 tokens, which tool output ends.
+
+    Returns:
+        [B, T] float32, 0 outside the penalised tokens; its gradient is -1 on them. What holds a NaN is not penalised.
+
+    Raises:
+        ValueError: `gate` is neither of the two.
+    """
+    if gate not in ("action", "response"):
+        raise ValueError(f"gate={gate} is not known; choose action or response")
+    preserved = mask.bool() & (advantages >= 0)
+    with torch.no_grad():
+        fall = torch.where(preserved, l_old.double() - l_theta, 0.0)
+        if gate == "response":
+            whole = fall.sum(-1, keepdim=True).expand_as(fall)
+        else:
+            starts = preserved.clone()
+            starts[:, 1:] &= ~preserved[:, :-1]
+            action = starts.long().cumsum(-1)  # 0 before the first one
+            sums = fall.new_zeros(fall.shape[0], fall.shape[1] + 1).scatter_add_(1, action, fall)
+            whole = sums.gather(1, action)
+        penalised = preserved & (whole > 0) & (fall > 0)
+    return torch.where(penalised, l_old.detach().float() - l_theta.float(), 0.0)
+
+
+def unbiased_kl(l_theta: Tensor, l_ref: Tensor, l_sampled: Tensor) -> Tensor:
+    """r' (x - log x - 1), x = pi_ref / pi_theta, r' = pi_theta / pi_sampled: k3, importance-weighted, per token.
+
+    DeepSeek-V3.2 (arXiv 2512.02556) eq. 7. The gradient passes through r' as well, which makes it
+    r' (l_theta - l_ref) per token, the unbiased gradient of KL(pi_theta || pi_ref); k3 alone has
+    1 - x there. The paper's denominator is the policy that "o is sampled from": with two engines that is l_infer;
+    TRL (`use_bias_correction_kl`) and slime use l_old.
+
+    Args:
+        l_theta: [B, T] with gradient.
+        l_ref: [B, T] under the reference policy.
+        l_sampled: [B, T], l_infer or l_old.
+
+    Returns:
+        [B, T] float32. Both log-ratios are clamped to +-20, as verl's are, and carry no gradient beyond; verl clamps
+        its k3 to +-10 besides, which would cut the gradient where the KL is largest. NaN stays NaN.
+    """
+    theta = l_theta.double()
+    log_x = (l_ref.detach().double() - theta).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = (theta - l_sampled.detach().double()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    return (ratio * (torch.expm1(log_x) - log_x)).float()
+
+
+@torch.no_grad()
+def router_deviation(old_NK: Tensor, current_NK: Tensor) -> Tensor:
+    """[N] float32, mean over K of |log r_theta(e) - log r_old(e)| in one layer (RSPO, arXiv 2510.23027).
+
+    Args:
+        old_NK, current_NK: log-probabilities, over all experts, of the K experts that the old router chose.
+    """
+    return (current_NK.float() - old_NK.float()).abs().mean(-1)
+
+
+@torch.no_grad()
+def router_shift_factor(deviation: Tensor, floor: float) -> Tensor:
+    """max(exp(-deviation), floor), float32: the detached factor on a token's importance ratio.
+
+    RSPO ("Towards Stable and Effective Reinforcement Learning for Mixture-of-Experts", arXiv 2510.23027): gamma =
+    exp(-1/L sum_l 1/K sum_k |log r_theta - log r_old|), over the experts that were active under the old policy.
+    Version 2 and the ACL 2026 text multiply it into the ratio before clipping; version 1 after. NaN gives the floor.
+
+    Args:
+        deviation: `router_deviation` averaged over the layers, any shape.
+        floor: gamma_min in [0, 1].
+    """
+    return deviation.float().neg().exp().clamp(min=floor).nan_to_num(nan=floor)

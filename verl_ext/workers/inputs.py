@@ -1,0 +1,93 @@
+"""What a policy loss may read beyond verl's signature: the tensors of the micro-batch, for the time of its loss."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl_ext.errors import ConfigError
+
+# attribute -> field of the batch, jagged [B, r]
+BATCH_FIELDS = {
+    "l_infer": "rollout_log_probs",
+    "entropy": "entropy",
+    "router_agreement": "router_agreement",
+    "router_deviation": "router_deviation",
+}
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """[B, T] each, zeros in padding, aligned with the tensors that verl passes; None where the batch lacks the field.
+
+    Attributes:
+        l_infer: log-probabilities under the rollout engine.
+        entropy: of the training policy before the update, in nats, from compute_log_prob.
+        router_agreement: share of a token's experts that both engines chose, mean over layers.
+        router_deviation: |log r_theta - log r_old| of the router, mean over experts and layers (RSPO).
+    """
+
+    l_infer: Tensor | None = None
+    entropy: Tensor | None = None
+    router_agreement: Tensor | None = None
+    router_deviation: Tensor | None = None
+
+    @classmethod
+    def from_batch(cls, data: TensorDict) -> "LossInputs":
+        """Pad what the micro-batch brings; it may be jagged or padded already."""
+        present = {name: field for name, field in BATCH_FIELDS.items() if field in data.keys()}  # noqa: SIM118
+        padded = data.select(*present.values()).to_padded_tensor()
+        return cls(**{name: padded[field] for name, field in present.items()})
+
+    def require(self, name: str) -> Tensor:
+        """The tensor `name`.
+
+        Raises:
+            ConfigError: the batch of update_actor does not bring it.
+        """
+        value = getattr(self, name)
+        if value is None:
+            present = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+            raise ConfigError(
+                f"the loss needs {name}, but the batch of update_actor has no field {BATCH_FIELDS[name]}; it brings of "
+                f"what losses read: {', '.join(present) or 'nothing'}"
+            )
+        return value
+
+
+def jagged_like(values_R: Tensor, like: Tensor) -> Tensor:
+    """[R] values of the response tokens as jagged [B, r], with the lengths of the jagged tensor `like`."""
+    offsets = like.offsets()
+    # Without max_seqlen, torch 2.13 pads each row to the length of all rows together.
+    return torch.nested.nested_tensor_from_jagged(values_R, offsets, max_seqlen=int(offsets.diff().max()))
+
+
+_current: ContextVar[LossInputs] = ContextVar("verl_ext_loss_inputs")
+
+
+def loss_inputs() -> LossInputs:
+    """The inputs of the loss that is being computed; for use inside a registered policy loss.
+
+    Raises:
+        ConfigError: verl's own loss function is calling, which provides none.
+    """
+    try:
+        return _current.get()
+    except LookupError:
+        raise ConfigError(
+            "this policy loss reads tensors that verl's loss function does not provide: launch with verl_ext.main_ppo"
+        ) from None
+
+
+@contextmanager
+def provide(inputs: LossInputs) -> Iterator[None]:
+    """Make `inputs` what `loss_inputs()` returns inside."""
+    token = _current.set(inputs)
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -1,0 +1,98 @@
+"""The settings of our policy losses: dataclasses beside verl's PolicyLossConfig, one a loss.
+
+Named by `actor_rollout_ref.actor.policy_loss._target_`; their fields arrive in `config.policy_loss`.
+"""
+
+from dataclasses import dataclass
+
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.workers.config.actor import PolicyLossConfig
+
+from verl_ext.config import check_band
+from verl_ext.errors import ConfigError
+
+SETTING = "actor_rollout_ref.actor.policy_loss"
+COMPOSED = ("icepop", "opsm", "llds", "router_shift")  # the losses of workers/losses.py that read `base`
+RATIO_LOSSES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov")  # l_old enters by the ratio alone
+
+
+@dataclass
+class ComposedLossConfig(PolicyLossConfig):
+    """verl's settings with the loss that is built upon; subclasses are named by `policy_loss._target_`."""
+
+    base: str = "vanilla"
+
+    def __post_init__(self) -> None:
+        known = set(POLICY_LOSS_REGISTRY) - {*COMPOSED, "bypass_mode"}  # bypass_mode discards the weights it is given
+        if self.base not in known:
+            raise ConfigError(f"{SETTING}.base={self.base} cannot be built upon; choose one of: {sorted(known)}")
+
+
+@dataclass
+class IcePopLossConfig(ComposedLossConfig):
+    """IcePop's bounds, both inclusive."""
+
+    loss_mode: str = "icepop"
+    alpha: float = 0.5
+    beta: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_band(self.alpha, self.beta, SETTING)
+
+
+@dataclass
+class OpsmLossConfig(ComposedLossConfig):
+    """OPSM's threshold in nats per token, which the paper leaves to the user."""
+
+    loss_mode: str = "opsm"
+    delta: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_delta(self.delta, f"{SETTING}.delta")
+
+
+@dataclass
+class LldsLossConfig(ComposedLossConfig):
+    """LLDS: `coef` is the paper's lambda, `gate` the unit whose likelihood has to fall (action or response)."""
+
+    loss_mode: str = "llds"
+    coef: float = 0.1
+    gate: str = "action"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.coef >= 0:
+            raise ConfigError(f"{SETTING}.coef={self.coef:g} must be at least 0")
+        if self.gate not in ("action", "response"):
+            raise ConfigError(f"{SETTING}.gate={self.gate} is not known; choose action or response")
+
+
+@dataclass
+class RouterShiftLossConfig(ComposedLossConfig):
+    """RSPO: the floor gamma_min of the factor."""
+
+    loss_mode: str = "router_shift"
+    floor: float = 0.8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.base not in RATIO_LOSSES:
+            raise ConfigError(f"{SETTING}.base={self.base} has no ratio to rescale; choose one of: {RATIO_LOSSES}")
+        if not 0 <= self.floor <= 1:
+            raise ConfigError(f"{SETTING}.floor={self.floor:g} must be between 0 and 1")
+
+
+LOSS_CONFIGS: dict[str, type[PolicyLossConfig]] = {
+    "icepop": IcePopLossConfig,
+    "opsm": OpsmLossConfig,
+    "llds": LldsLossConfig,
+    "router_shift": RouterShiftLossConfig,
+}
+
+
+def check_delta(delta: float | None, setting: str) -> None:
+    """Raise ConfigError unless `delta` is a number; any sign works, the divergence can be negative."""
+    if delta is None or delta != delta:
+        raise ConfigError(f"{setting} must be given: OPSM's threshold in nats per token, 0.1 for example")

@@ -1,0 +1,215 @@
+"""The loss function of the training workers: verl's `ppo_loss`, with what its signature does not pass.
+
+Written for verl 0.9.1, where `TrainingWorker.set_loss_fn` takes a function (model_output, data, dp_group) of one
+micro-batch. Everything verl computes is still computed by `ppo_loss`.
+
+Shape legend: B trajectories of the micro-batch, T response tokens (padded).
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import AggregationType, Metric
+from verl.workers.config import ActorConfig, PolicyLossConfig
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import no_padding_2_padding
+
+from verl_ext.core.losses import unbiased_kl
+from verl_ext.errors import ConfigError
+from verl_ext.workers.inputs import LossInputs, jagged_like, provide
+from verl_ext.workers.loss_config import LOSS_CONFIGS, check_delta
+from verl_ext.workers.losses import opsm_weights
+
+UNBIASED = "unbiased"  # our actor.kl_loss_type
+KL_DENOMINATORS = ("infer", "old")
+
+
+@dataclass(frozen=True)
+class Opsm:
+    """Off-policy sequence masking as weights on any base loss; `delta` in nats per token."""
+
+    delta: float
+
+    def __post_init__(self) -> None:
+        check_delta(self.delta, "stability.opsm.delta")
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What the trainer asks of the workers' loss.
+
+    Attributes:
+        opsm: mask stale or mismatched sequences of negative advantage, in each update step.
+        policy_loss: fields of the policy loss, `loss_mode` among them; None keeps actor.policy_loss.
+        kl_denominator: the policy that actor.kl_loss_type=unbiased takes the tokens to be sampled from: "infer", the
+            rollout engine, or "old", the training engine before the update.
+    """
+
+    opsm: Opsm | None = None
+    policy_loss: Mapping[str, Any] | None = None
+    kl_denominator: str = "infer"
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> "LossSettings":
+        """The settings as they travel to a worker: {"opsm": {"delta": 0.1}, "policy_loss": {...}, ...}.
+
+        Raises:
+            ConfigError: a key or a value is not known.
+        """
+        try:
+            opsm = settings.get("opsm")
+            built = cls(**{**settings, "opsm": None if opsm is None else Opsm(**opsm)})
+        except TypeError as error:
+            raise ConfigError(f"the settings of the workers' loss cannot be read: {error}") from error
+        if built.kl_denominator not in KL_DENOMINATORS:
+            raise ConfigError(f"kl_denominator={built.kl_denominator} is not known; choose one of: {KL_DENOMINATORS}")
+        return built
+
+
+def build_worker_loss(config: ActorConfig, settings: LossSettings) -> tuple[partial, dict[str, Any]]:
+    """The loss function for `TrainingWorker.set_loss_fn`, and what is active in it.
+
+    Args:
+        config: the worker's ActorConfig, which stays as it is.
+
+    Returns the function and {"policy_loss": its fields, "opsm": {"delta": ...} or None, "kl": the estimator or None}.
+
+    Raises:
+        ConfigError: the policy loss does not exist, or discards the weights that OPSM is.
+    """
+    policy_loss = config.policy_loss if settings.policy_loss is None else build_policy_loss(settings.policy_loss)
+    if settings.opsm and policy_loss.loss_mode == "bypass_mode":
+        raise ConfigError(
+            "stability.opsm cannot act on policy_loss.loss_mode=bypass_mode, which discards the weights of a token; "
+            "unset stability.opsm or algorithm.rollout_correction.bypass_mode"
+        )
+    unbiased = config.use_kl_loss and config.kl_loss_type == UNBIASED
+    # verl's kl_penalty refuses a name it does not know, in the first update.
+    ours = _replaced(config, policy_loss=policy_loss, **({"use_kl_loss": False} if unbiased else {}))
+    loss = partial(
+        worker_loss,
+        config=ours,
+        weighted_config=_weighted(ours),
+        opsm=settings.opsm,
+        kl_denominator=settings.kl_denominator if unbiased else None,
+    )
+    kl = f"{UNBIASED}, over l_{settings.kl_denominator}" if unbiased else config.kl_loss_type
+    return loss, {
+        "policy_loss": {name: policy_loss[name] for name in policy_loss if name != "rollout_correction"},
+        "opsm": settings.opsm and asdict(settings.opsm),
+        "kl": kl if config.use_kl_loss else None,
+    }
+
+
+def build_policy_loss(settings: Mapping[str, Any]) -> PolicyLossConfig:
+    """The dataclass of `settings["loss_mode"]`: ours for our losses, verl's for all others.
+
+    Raises:
+        ConfigError: it has no such field, or refuses a value.
+    """
+    kind = LOSS_CONFIGS.get(settings.get("loss_mode", "vanilla"), PolicyLossConfig)
+    try:
+        return kind(**settings)
+    except TypeError as error:
+        raise ConfigError(f"policy_loss cannot be built: {error}") from error
+
+
+def _replaced(config: Any, **values: Any) -> Any:
+    """A shallow copy of one of verl's frozen configs; dataclasses.replace would run its __post_init__ again."""
+    changed = copy.copy(config)
+    for name, value in values.items():
+        object.__setattr__(changed, name, value)
+    return changed
+
+
+def _weighted(config: ActorConfig) -> ActorConfig:
+    """`config`, its policy loss one that takes weights per token."""
+    if config.policy_loss.loss_mode != "geo_mean":
+        return config
+    return _replaced(config, policy_loss=_replaced(config.policy_loss, loss_mode="geo_mean_weighted"))
+
+
+def worker_loss(
+    model_output: dict[str, Any],
+    data: TensorDict,
+    dp_group: Any = None,
+    *,
+    config: ActorConfig,
+    weighted_config: ActorConfig,
+    opsm: Opsm | None,
+    kl_denominator: str | None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """verl's `ppo_loss` of one micro-batch, its policy loss with `loss_inputs()`, OPSM's weights and the unbiased KL.
+
+    A mini-batch without a token to learn from (batch_num_tokens 0) has loss 0 and zero gradients; verl divides 0 by 0.
+    Half-precision log-probabilities enter in float32.
+
+    Args:
+        model_output: `log_probs` nested [B, prompt + response], `entropy` or none.
+        data: the micro-batch, jagged [B, r] fields; LossInputs names those that are read besides verl's.
+
+    Returns the scalar loss, and verl's metrics with actor/opsm/*, kl_loss and kl_coef.
+
+    Raises:
+        ConfigError: the batch lacks a field that a feature reads.
+    """
+    data = data.clone(recurse=False)  # fields are replaced below; the engine's micro-batch stays as it is
+    if data["batch_num_tokens"] == 0:
+        tu.assign_non_tensor(data, batch_num_tokens=1)
+    model_output = {**model_output, "log_probs": model_output["log_probs"].float()}
+    l_theta = no_padding_2_padding(model_output["log_probs"], data)
+    inputs = LossInputs.from_batch(data)
+    metrics: dict[str, Any] = {}
+    if opsm is not None:
+        metrics |= _multiply_opsm(data, inputs, l_theta, opsm.delta)
+    if "rollout_is_weights" in data.keys():  # noqa: SIM118 (a TensorDict)
+        config = weighted_config
+    with provide(inputs):
+        loss, verl_metrics = ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
+    metrics |= verl_metrics
+    if kl_denominator is not None:
+        padded = _padded(data, "response_mask", "old_log_probs", "ref_log_prob")
+        sampled = inputs.require("l_infer") if kl_denominator == "infer" else padded["old_log_probs"]
+        term = agg_loss(
+            loss_mat=unbiased_kl(l_theta, padded["ref_log_prob"], sampled),
+            loss_mask=padded["response_mask"].bool(),
+            loss_agg_mode=config.loss_agg_mode,
+            **config.global_batch_info,
+        )
+        loss = loss + config.kl_loss_coef * term
+        metrics["kl_loss"] = Metric(value=term, aggregation=verl_metrics["actor/pg_loss"].aggregation)
+        metrics["kl_coef"] = config.kl_loss_coef
+    return loss, metrics
+
+
+def _multiply_opsm(data: TensorDict, inputs: LossInputs, l_theta: Tensor, delta: float) -> dict[str, Metric]:
+    """Multiply OPSM's mask into data["rollout_is_weights"], in place; its metrics."""
+    padded = _padded(data, "response_mask", "old_log_probs", "advantages", "rollout_is_weights")
+    l_infer, l_old, mask = inputs.require("l_infer"), padded["old_log_probs"], padded["response_mask"]
+    weights, metrics = opsm_weights(l_infer, l_old, l_theta, padded["advantages"], mask, delta)
+    if "rollout_is_weights" in padded.keys():  # noqa: SIM118 (a TensorDict)
+        weights = weights * padded["rollout_is_weights"]
+    data["rollout_is_weights"] = _as_ragged(weights, data["response_mask"])
+    return Metric.from_dict(metrics, aggregation=AggregationType.MEAN)
+
+
+def _padded(data: TensorDict, *fields: str) -> TensorDict:
+    """The named fields that the batch has, padded to [B, T]."""
+    return data.select(*fields, strict=False).to_padded_tensor()
+
+
+def _as_ragged(padded_BT: Tensor, like: Tensor) -> Tensor:
+    """[B, T] as jagged [B, r] with the lengths of `like`."""
+    if not like.is_nested:
+        return padded_BT
+    lengths_B = like.offsets().diff()
+    inside = torch.arange(padded_BT.shape[1], device=padded_BT.device) < lengths_B[:, None]
+    return jagged_like(padded_BT[inside], like)
