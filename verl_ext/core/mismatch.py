@@ -1,12 +1,17 @@
 """How far two engines disagree about the same tokens.
 
-Shape legend: N tokens, packed (any shape works as long as all tensors share it).
+Shape legend: N tokens, n tokens of a block.
 `l_infer` and `l_old` are log-probabilities of the sampled tokens under the same weights: the rollout
 engine's and the training engine's. k = exp(l_old - l_infer), training over inference.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from verl_ext.core.segments import Workspace
+from verl_ext.core.tokens import Tokens
 
 # exp(20) is 4.9e8: beyond any threshold in use, and its square still fits float32.
 LOG_RATIO_BOUND = 20.0
@@ -22,45 +27,52 @@ def count_non_finite(tensor: Tensor, mask: Tensor) -> int:
     return int((~torch.isfinite(tensor) & mask).sum())
 
 
-def mismatch_metrics(l_infer: Tensor, l_old: Tensor, mask: Tensor) -> dict[str, float]:
-    """The `vllm_kl/*` metrics over the tokens where `mask` is true; {} when there are none.
+@dataclass(frozen=True)
+class Gap:
+    """A block of tokens under both engines, [n] float64; 0 wherever a token does not count.
 
-    Args:
-        l_infer: [N] log-probabilities under the rollout engine, any float dtype.
-        l_old: [N] log-probabilities under the training engine.
-        mask: [N] bool, true on tokens the model generated.
-
-    Returns (means over masked tokens; natural log):
-        vllm_kl/k1: mean(l_infer - l_old), an estimate of KL(pi_infer || pi_train) that can be negative.
-        vllm_kl/k3: mean(k - log k - 1), the same KL, never negative (Schulman, "Approximating KL
-            Divergence", 2020, with x ~ pi_infer and r = pi_train / pi_infer).
-        vllm_kl/prob_diff_{mean,max,std}: of |exp(l_infer) - exp(l_old)| (population std).
-        vllm_kl/log_ratio_abs_{mean,max}: of |l_infer - l_old|.
-        vllm_kl/ess: (sum k)^2 / sum k^2 over the token count, 1 when the engines agree.
-        vllm_kl/chi2: mean(k^2) - 1.
-
-    Sums run in float64: k - log k - 1 is log(k)^2 / 2 for the small log-ratios of a healthy run, of which
-    float32 would keep no digit.
+    Attributes:
+        counts: 1 on the tokens that count: masked in, and their log-probabilities finite.
+        log_k: l_old - l_infer.
+        bounded: log_k clamped to +-20.
+        k_minus_1: exp(bounded) - 1.
+        p_infer, p_old: the probabilities, also of tokens that do not count; 0 where they are not finite.
     """
-    infer, old = l_infer[mask].double(), l_old[mask].double()
-    n = infer.numel()
-    if n == 0:
-        return {}
-    log_ratio = old - infer
-    bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    k = bounded.exp()
-    prob_diff = (infer.exp() - old.exp()).abs()
-    k_squared = k.square().sum()
-    stats = {
-        "k1": -log_ratio.mean(),
-        "k3": (torch.expm1(bounded) - bounded).mean(),
-        "prob_diff_mean": prob_diff.mean(),
-        "prob_diff_max": prob_diff.max(),
-        "prob_diff_std": prob_diff.std(correction=0),
-        "log_ratio_abs_mean": log_ratio.abs().mean(),
-        "log_ratio_abs_max": log_ratio.abs().max(),
-        "ess": k.sum().square() / k_squared / n,
-        "chi2": k_squared / n - 1,
-    }
-    values = torch.stack(list(stats.values())).tolist()  # one transfer, wherever the tensors live
-    return {f"vllm_kl/{name}": value for name, value in zip(stats, values, strict=True)}
+
+    counts: Tensor
+    log_k: Tensor
+    bounded: Tensor
+    k_minus_1: Tensor
+    p_infer: Tensor
+    p_old: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tokens, part: slice, memory: Workspace) -> "Gap":
+        """The block's tensors stand in `memory`, until the next block."""
+        n = part.stop - part.start
+        infer, old = load(tokens, part, memory)
+        log_k, counts, clean = log_ratio(infer, old, tokens.mask[part], memory)
+        bounded = torch.clamp(log_k, -LOG_RATIO_BOUND, LOG_RATIO_BOUND, out=memory.take("bounded", n))
+        k_minus_1 = torch.expm1(bounded, out=memory.take("k_minus_1", n))
+        p_infer, p_old = infer.exp_(), old.exp_()
+        if not clean:
+            for p in (p_infer, p_old):
+                p.nan_to_num_(0.0, 0.0, 0.0)
+        return cls(counts, log_k, bounded, k_minus_1, p_infer, p_old)
+
+
+def load(tokens: Tokens, part: slice, memory: Workspace) -> tuple[Tensor, Tensor]:
+    """l_infer and l_old of a block in float64."""
+    n = part.stop - part.start
+    return memory.take("infer", n).copy_(tokens.l_infer[part]), memory.take("old", n).copy_(tokens.l_old[part])
+
+
+def log_ratio(infer: Tensor, old: Tensor, mask: Tensor, memory: Workspace) -> tuple[Tensor, Tensor, bool]:
+    """log k, 0 where a token does not count; 1 where it does, else 0; and whether all do."""
+    log_k = torch.sub(old, infer, out=memory.take("log_k", len(mask)))
+    counts = memory.take("counts", len(mask))
+    if int(mask.count_nonzero()) == len(mask) and bool(log_k.sum().isfinite()):
+        return log_k, counts.fill_(1), True  # most blocks, at half the cost
+    # x - x is 0 for a finite x, else NaN.
+    torch.eq(torch.sub(log_k, log_k, out=counts), 0, out=counts).mul_(mask)
+    return log_k.nan_to_num_(0.0, 0.0, 0.0).mul_(counts), counts, False

@@ -1,0 +1,142 @@
+"""Where in a batch the mismatch sits: by probability, by entropy, by position in the response, by turn.
+
+Shape legend: N tokens, n tokens of a block, B trajectories, C cells, S buckets of one axis, M measures.
+
+Position and turn are constant over runs of tokens: a cell is such a run, and one sum a cell serves both axes.
+Probability and entropy change from token to token: their sums are products with indicator rows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_ext.core.segments import RunSums, Workspace
+from verl_ext.core.tokens import Tokens
+
+PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.5, 0.9)  # of exp(l_infer); the last bucket ends at 1
+ENTROPY_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0)  # of the training policy, in nats
+POSITION_EDGES = (0, 256, 1024, 4096, 16384)  # of the response, tool output counted
+TURNS = 8  # the last bucket holds all later turns
+MEASURES = (  # what is summed, and logged as a mean over each bucket's tokens
+    "vllm_kl/k1",
+    "vllm_kl/k3",
+    "correction/dropped_low",
+    "correction/dropped_high",
+)
+
+
+def bucket_names(edges: tuple[float, ...]) -> list[str]:
+    """`low-high` for each bucket; the last one is open: `low-`."""
+    ends = [f"{edge:g}" for edge in edges[1:]] + [""]
+    return [f"{low:g}-{high}" for low, high in zip(edges, ends, strict=True)]
+
+
+NAMES = {
+    "prob": bucket_names(PROBABILITY_EDGES),
+    "entropy": bucket_names(ENTROPY_EDGES),
+    "position": bucket_names(POSITION_EDGES),
+    "turn": [f"{turn:02d}" for turn in range(TURNS - 1)] + [f"{TURNS - 1:02d}-"],
+}
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Runs of tokens of one trajectory, position bucket and turn.
+
+    Attributes:
+        starts: [C + 1] int64, where each run begins in the packed tokens; the last entry is N.
+        row, position, turn: [C] int64, what a run belongs to.
+    """
+
+    starts: Tensor
+    row: Tensor
+    position: Tensor
+    turn: Tensor
+
+    @classmethod
+    def rows(cls, offsets: Tensor) -> "Cells":
+        """One run a trajectory."""
+        zeros = torch.zeros_like(offsets[:-1])
+        return cls(offsets, torch.arange(len(zeros), device=zeros.device), zeros, zeros)
+
+    @classmethod
+    def of(cls, tokens: Tokens) -> "Cells":
+        """Cut the packed tokens at trajectories, at POSITION_EDGES and at the start of each turn.
+
+        A turn is what the model generated between two stretches of tool output: it starts where the mask rises.
+        """
+        mask, offsets = tokens.mask, tokens.offsets
+        begin, end = offsets[:-1], offsets[1:]
+        rises = torch.empty_like(mask)
+        torch.gt(mask[1:], mask[:-1], out=rises[1:])
+        firsts = begin[begin < end]
+        rises[firsts] = mask[firsts]  # whatever the trajectory before ended with
+        turn_starts = rises.nonzero().squeeze(1)
+        by_position = begin[:, None] + begin.new_tensor(POSITION_EDGES)
+        starts = torch.cat([by_position[by_position < end[:, None]], turn_starts]).unique()
+        row = torch.searchsorted(offsets, starts, right=True) - 1
+        position = torch.bucketize(starts - offsets[row], starts.new_tensor(POSITION_EDGES[1:]), right=True)
+        earlier = torch.searchsorted(turn_starts, offsets[row])
+        turn = torch.searchsorted(turn_starts, starts, right=True) - earlier - 1
+        return cls(torch.cat([starts, offsets[-1:]]), row, position, turn.clamp(0, TURNS - 1))
+
+
+class Breakdown:
+    """Sums of the token count and of MEASURES by trajectory and by bucket, as they grow block by block."""
+
+    def __init__(self, tokens: Tokens, by_bucket: bool):
+        self.cells = Cells.of(tokens) if by_bucket else Cells.rows(tokens.offsets)
+        self.runs = RunSums(self.cells.starts, 1 + len(MEASURES))
+        self.trajectories = len(tokens.offsets) - 1
+        self.edges = {"prob": PROBABILITY_EDGES, "entropy": ENTROPY_EDGES} if by_bucket else {}
+        if tokens.entropy is None:
+            self.edges.pop("entropy", None)
+        self.by_bucket = by_bucket
+        # Sums over the tokens below each bucket's upper edge: their differences are the buckets' own.
+        self.below = {axis: self._zeros(len(edges)) for axis, edges in self.edges.items()}
+
+    def _zeros(self, count: int) -> Tensor:
+        return self.runs.sums.new_zeros(count, 1 + len(MEASURES))
+
+    def add(self, part: slice, measures: list[Tensor], by_axis: Mapping[str, Tensor], memory: Workspace) -> None:
+        """Add one block, [n] float64 each: who counts, then MEASURES in order; probability and entropy by axis."""
+        self.runs.add(part, measures)
+        n, used = part.stop - part.start, len(measures)
+        if self.edges:
+            rows_Mn = torch.stack(measures, out=memory.take("rows", used * n).view(used, n))
+        for axis, edges in self.edges.items():
+            below_Sn = memory.take("below", len(edges) * n).view(len(edges), n)
+            for row, edge in zip(below_Sn, [*edges[1:], torch.inf], strict=True):
+                torch.lt(by_axis[axis], edge, out=row)
+            self.below[axis][:, :used] += below_Sn @ rows_Mn.T
+
+    def by_trajectory(self) -> Tensor:
+        """[B, 1 + M] sums."""
+        return self._zeros(self.trajectories).index_add_(0, self.cells.row, self.runs.sums)
+
+    def buckets(self) -> dict[str, Tensor]:
+        """Axis -> [S, 1 + M] sums."""
+        if not self.by_bucket:
+            return {}
+        found = {axis: sums.diff(dim=0, prepend=torch.zeros_like(sums[:1])) for axis, sums in self.below.items()}
+        for axis, index in (("position", self.cells.position), ("turn", self.cells.turn)):
+            found[axis] = self._zeros(len(NAMES[axis])).index_add_(0, index, self.runs.sums)
+        return found
+
+
+def breakdown_metrics(sums: dict[str, list[list[float]]], with_corrections: bool) -> dict[str, float]:
+    """`<metric>/<axis>/<bucket>` and `vllm_kl/share/<axis>/<bucket>`; an axis with one bucket in use is left out."""
+    metrics = {}
+    for axis, buckets in sums.items():
+        used = {name: bucket for name, bucket in zip(NAMES[axis], buckets, strict=True) if bucket[0] > 0}
+        if len(used) < 2:
+            continue
+        tokens = sum(count for count, *_ in used.values())
+        for name, (count, *values) in used.items():
+            metrics[f"vllm_kl/share/{axis}/{name}"] = count / tokens
+            for metric, value in zip(MEASURES, values, strict=True):
+                if with_corrections or metric.startswith("vllm_kl/"):
+                    metrics[f"{metric}/{axis}/{name}"] = value / count
+    return metrics

@@ -1,0 +1,66 @@
+"""The response tokens of a batch, packed: what every measure, correction and filter reads.
+
+Shape legend: N response tokens of all trajectories, B trajectories, T columns of a padded batch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The response tokens of B trajectories, one after another.
+
+    Attributes:
+        l_infer, l_old: [N] float, log-probabilities of the sampled tokens under the rollout engine and under the
+            training engine before the update.
+        mask: [N] bool, true on tokens the model generated (tool output and padding are false).
+        offsets: [B + 1] int64, where each trajectory starts; the last entry is N.
+        entropy: [N] entropy of the training policy in nats, or None where it was not computed.
+    """
+
+    l_infer: Tensor
+    l_old: Tensor
+    mask: Tensor
+    offsets: Tensor
+    entropy: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shapes = {name: tuple(value.shape) for name, value in self.per_token().items()}
+        if len(set(shapes.values())) > 1 or self.mask.dim() != 1:
+            raise ValueError(f"every response token needs one value in each of these [N] tensors, which have {shapes}")
+
+    @classmethod
+    def from_padded(
+        cls, l_infer_BT: Tensor, l_old_BT: Tensor, mask_BT: Tensor, entropy_BT: Tensor | None = None
+    ) -> "Tokens":
+        """Rows of a padded batch, padding included as tokens that the mask leaves out: views, no copies."""
+        B, T = mask_BT.shape
+        offsets = torch.arange(0, (B + 1) * T, T, device=mask_BT.device) if T else mask_BT.new_zeros(B + 1).long()
+        return cls(
+            l_infer_BT.reshape(-1),
+            l_old_BT.reshape(-1),
+            mask_BT.reshape(-1).bool(),
+            offsets,
+            None if entropy_BT is None else entropy_BT.reshape(-1),
+        )
+
+    @property
+    def count(self) -> int:
+        """How many tokens the model generated."""
+        return int(self.mask.count_nonzero())
+
+    def per_token(self) -> dict[str, Tensor]:
+        """The [N] tensors by name."""
+        named = {"l_infer": self.l_infer, "l_old": self.l_old, "mask": self.mask, "entropy": self.entropy}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def row_of_token(self) -> Tensor:
+        """[N] int64, the trajectory each token belongs to."""
+        return torch.repeat_interleave(self.offsets.diff(), output_size=len(self.mask))
+
+    def row_sums(self, values: Tensor) -> Tensor:
+        """[B] float64 sums over each trajectory of [N] values; 0 for one without tokens."""
+        return torch.segment_reduce(values.double(), "sum", lengths=self.offsets.diff(), unsafe=True, initial=0)
