@@ -30,6 +30,7 @@ from verl_ext.workers.losses import opsm_weights
 
 UNBIASED = "unbiased"  # our actor.kl_loss_type
 KL_DENOMINATORS = ("infer", "old")
+VERLS_OWN = ("_target_", "rollout_correction")  # fields of a PolicyLossConfig that are no settings of the loss
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def build_worker_loss(config: ActorConfig, settings: LossSettings) -> tuple[part
     )
     kl = f"{UNBIASED}, over l_{settings.kl_denominator}" if unbiased else config.kl_loss_type
     return loss, {
-        "policy_loss": {name: policy_loss[name] for name in policy_loss if name != "rollout_correction"},
+        "policy_loss": {name: policy_loss[name] for name in policy_loss if name not in VERLS_OWN},
         "opsm": settings.opsm and asdict(settings.opsm),
         "kl": kl if config.use_kl_loss else None,
     }
