@@ -1,20 +1,58 @@
 """The `stability` settings: one dataclass a method, validated when built. Defaults stand here only;
 `configs/stability/*.yaml` hold what a method changes."""
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from typing import Any
 
 from verl_ext.errors import ConfigError
 
-CORRECTIONS = ("none", "icepop")
 SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3")
 CASCADE_ATTENTION = ("default", "on", "off")
+DENOMINATORS = ("full", "kept")
+KL_DENOMINATORS = ("infer", "old")
 YAML_BOOLEANS = {"True": "on", "False": "off"}  # what YAML makes of a bare `on` and `off`
+IN_THE_LOSS = "opsm"  # the one correction that needs the policy being updated
 
 
 def require_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{setting}={value} is not known; choose one of: {', '.join(choices)}")
+
+
+def check_band(low: float, high: float, prefix: str, names: tuple[str, str] = ("alpha", "beta")) -> None:
+    """Raise ConfigError unless 0 <= low < high; `prefix` is the settings' place in the config."""
+    if not low >= 0:
+        raise ConfigError(f"{prefix}.{names[0]}={low:g} must be at least 0: it bounds a probability ratio")
+    if not low < high:
+        raise ConfigError(f"{prefix}.{names[0]}={low:g} must be below {prefix}.{names[1]}={high:g}")
+
+
+def _check_positive(value: float, setting: str) -> None:
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{setting}={value:g} must be above 0 and finite")
+
+
+@dataclass
+class Tis:
+    """The cap C on the mismatch ratio k."""
+
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self.cap, "stability.tis.cap")
+
+
+@dataclass
+class TisSequence:
+    """The cap C on the product of a sequence's k."""
+
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self.cap, "stability.tis_sequence.cap")
 
 
 @dataclass
@@ -28,12 +66,51 @@ class IcePop:
         check_band(self.alpha, self.beta, "stability.icepop")
 
 
-def check_band(alpha: float, beta: float, prefix: str) -> None:
-    """Raise ConfigError unless 0 <= alpha < beta; `prefix` is the settings' place in the config."""
-    if not alpha >= 0:
-        raise ConfigError(f"{prefix}.alpha={alpha:g} must be at least 0: it bounds a probability ratio")
-    if not alpha < beta:
-        raise ConfigError(f"{prefix}.alpha={alpha:g} must be below {prefix}.beta={beta:g}")
+@dataclass
+class KPop:
+    """The largest binary KL between the engines, in nats, at which a token keeps its weight."""
+
+    phi: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_positive(self.phi, "stability.kpop.phi")
+
+
+@dataclass
+class Mis:
+    """The product of a sequence's k past which it is dropped; kept tokens weigh the product (`ratio`) or 1 (`one`)."""
+
+    cap: float = 2.0
+    weight: str = "ratio"
+
+    def __post_init__(self) -> None:
+        _check_positive(self.cap, "stability.mis.cap")
+        require_choice("stability.mis.weight", self.weight, ("ratio", "one"))
+
+
+@dataclass
+class GeoMask:
+    """Bounds of the geometric mean of a sequence's k, both inclusive (NeMo-RL's seq-mask-tis documents these)."""
+
+    low: float = 0.999
+    high: float = 1.002
+
+    def __post_init__(self) -> None:
+        check_band(self.low, self.high, "stability.geo_mask", ("low", "high"))
+
+
+@dataclass
+class Opsm:
+    """Mean of l_infer - l_theta, in nats a token, past which a sequence of negative advantage is dropped.
+
+    The paper gives no value; a report finds 0.05 to 0.2 reasonable (Trinity-RFT PR 420).
+    """
+
+    delta: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.delta is not None and not math.isfinite(self.delta):
+            raise ConfigError(f"stability.opsm.delta={self.delta:g} must be a finite number of nats a token")
 
 
 @dataclass
@@ -56,28 +133,106 @@ class StabilityConfig:
     """Everything the plugin adds to a run; all of it is off by default.
 
     Attributes:
-        correction: weight on the policy-gradient loss, made from the mismatch ratio.
-        metrics: log `vllm_kl/*` each step; a correction or a batch-skip threshold turns it on as well.
+        correction: weight on the policy-gradient loss: `none`, a name, or a list of names whose weights multiply.
+        tis ... opsm: the settings of each correction.
+        denominator: `full` keeps tokens of weight 0 in the loss's divisor, as in IcePop's objective; `kept` takes them
+            out of the mask, and so out of every term of the loss and its divisor.
+        filters: batch filters, a list of names or a mapping from name to settings, run in this order.
+        plugins: modules to import first, which register corrections or filters of your own.
+        metrics: log `vllm_kl/*` each step; a correction, a filter or a batch-skip threshold turns it on as well.
+        breakdown: log them by probability, entropy, position and turn too.
+        batch_skip: when to refuse a batch.
+        kl_denominator: what actor.kl_loss_type=unbiased takes the tokens to be sampled from: `infer`, the rollout
+            engine (the paper's), or `old`, the training engine before the update.
         router_agreement: compare the experts that training and rollout chose.
         cascade_attention: vLLM's cascade attention; `default` leaves the engine's own choice.
     """
 
-    correction: str = "none"
+    correction: Any = "none"
+    tis: Tis = field(default_factory=Tis)
+    tis_sequence: TisSequence = field(default_factory=TisSequence)
     icepop: IcePop = field(default_factory=IcePop)
+    kpop: KPop = field(default_factory=KPop)
+    mis: Mis = field(default_factory=Mis)
+    geo_mask: GeoMask = field(default_factory=GeoMask)
+    opsm: Opsm = field(default_factory=Opsm)
+    denominator: str = "full"
+    filters: Any = field(default_factory=dict)
+    plugins: list[str] = field(default_factory=list)
     metrics: bool = False
+    breakdown: bool = True
     batch_skip: BatchSkip = field(default_factory=BatchSkip)
+    kl_denominator: str = "infer"
     router_agreement: bool = False
     cascade_attention: str = "default"
 
     def __post_init__(self) -> None:
-        require_choice("stability.correction", self.correction, CORRECTIONS)
+        for module in self.plugins:
+            try:
+                import_module(module)
+            except ImportError as error:
+                raise ConfigError(f"stability.plugins: {module} cannot be imported ({error})") from error
+        require_choice("stability.denominator", self.denominator, DENOMINATORS)
+        require_choice("stability.kl_denominator", self.kl_denominator, KL_DENOMINATORS)
         self.cascade_attention = YAML_BOOLEANS.get(self.cascade_attention, self.cascade_attention)
         require_choice("stability.cascade_attention", self.cascade_attention, CASCADE_ATTENTION)
+        self._check_corrections()
+        if "low_agreement" in dict(self.filter_chain()) and not self.router_agreement:
+            raise ConfigError("stability.filters.low_agreement needs stability.router_agreement=true")
+
+    def _check_corrections(self) -> None:
+        from verl_ext.core.corrections import CORRECTIONS
+
+        names = self.correction_names
+        for name in names:
+            require_choice("stability.correction", str(name), ("none", *CORRECTIONS, IN_THE_LOSS))
+        if len(set(names)) < len(names):
+            raise ConfigError(f"stability.correction={list(names)} names a correction twice")
+        by_ratio = [name for name in names if name in ("tis", "tis_sequence", "icepop", "kpop")]
+        if "mis" in names and self.mis.weight == "ratio":
+            by_ratio.append("mis")
+        if len(by_ratio) > 1:
+            raise ConfigError(
+                f"stability.correction={list(names)}: {' and '.join(by_ratio)} each weigh a token by its ratio, which "
+                "would count twice; keep one of them (mis can go with another: stability.mis.weight=one)"
+            )
+        if IN_THE_LOSS in names:
+            if self.opsm.delta is None:
+                raise ConfigError(
+                    "stability.correction=opsm needs stability.opsm.delta, in nats a token (0.1, for example)"
+                )
+            if self.denominator == "kept":
+                raise ConfigError(
+                    "stability.denominator=kept cannot count what opsm drops inside the update; set "
+                    "stability.denominator=full, or use stability.filters.off_policy_negative"
+                )
+
+    @property
+    def correction_names(self) -> tuple[str, ...]:
+        """The corrections by name, in order; () for `none`."""
+        given = [self.correction] if isinstance(self.correction, str) else list(self.correction or [])
+        return tuple(name for name in given if name != "none")
+
+    def corrections(self) -> dict[str, dict[str, Any]]:
+        """Name -> settings of the corrections that the trainer applies, for `core.measure`."""
+        return {
+            name: asdict(getattr(self, name)) if hasattr(self, name) else {}
+            for name in self.correction_names
+            if name != IN_THE_LOSS
+        }
+
+    def filter_chain(self) -> list[tuple[str, dict[str, Any]]]:
+        """Name and settings of the batch filters, in order, for `core.filters`."""
+        from verl_ext.filter_settings import parse_filters
+
+        given = self.filters if isinstance(self.filters, Mapping) else {name: {} for name in self.filters or []}
+        return parse_filters(given)
 
     @property
     def needs_log_probs(self) -> bool:
         """Whether anything compares the rollout's log-probabilities with the training engine's."""
-        return self.metrics or self.correction != "none" or self.batch_skip.threshold is not None
+        compares = self.metrics or self.correction_names or self.filters or self.batch_skip.threshold is not None
+        return bool(compares)
 
     @property
     def active(self) -> bool:

@@ -21,7 +21,7 @@ from verl_ext import compose
 from verl_ext.config import stability_config
 from verl_ext.errors import UserError
 from verl_ext.trainer import startup
-from verl_ext.trainer.checks import apply_engine_settings, check_run, uses_icepop_loss
+from verl_ext.trainer.checks import apply_engine_settings, check_run, something_to_do
 
 
 class StabilityTaskRunner(startup.actor_class(verl_main.TaskRunnerV1)):  # type: ignore[misc]
@@ -40,7 +40,7 @@ def run(config: DictConfig) -> None:
     with open_dict(config):
         # A plain node, which any process can read: those that never train need not have verl_ext installed.
         config.stability = OmegaConf.to_container(config.stability)
-    if not stability.active and not uses_icepop_loss(config):
+    if not something_to_do(config, stability):
         print("verl_ext: nothing of stability.* is switched on; running verl as it is", flush=True)
         verl_main.main.__wrapped__(config)
         return

@@ -17,8 +17,9 @@ logger = logging.getLogger("verl_ext")
 
 def load() -> None:
     """Install the hooks, and the CPU platform where VERL_PLATFORM=cpu asks for it."""
-    # Importing the losses registers them; they may be on their way in themselves, having imported verl's registry.
+    # Importing these registers them; they may be on their way in themselves, having imported verl's registry.
     register_post_import_hook(lambda _: import_module("verl_ext.workers.losses"), "verl.trainer.ppo.core_algos")
+    register_post_import_hook(lambda _: import_module("verl_ext.trainer.advantages"), "verl.trainer.ppo.core_algos")
     if platform.requested():
         from verl_ext.platform import cpu
 

@@ -51,7 +51,9 @@ class Correction:
 CORRECTIONS: dict[str, Correction] = {}
 
 
-def register_correction(name: str, reads: tuple[str, ...]) -> Callable[[Callable[..., Weights]], Callable[..., Weights]]:
+def register_correction(
+    name: str, reads: tuple[str, ...]
+) -> Callable[[Callable[..., Weights]], Callable[..., Weights]]:
     """Register a correction under `name`; `reads` are quantities of tokens only, or of sequences only.
 
     Raises:

@@ -47,7 +47,8 @@ class FilterBatch:
         eos_ids: token ids that end a response.
         agreement_N: [N] float in 0..1, share of a token's experts that training and rollout chose in common.
         decode, encode: of the rollout's tokenizer, special tokens kept by the one and not added by the other.
-        kept_N: [N] bool, the generated tokens that the former filters kept: all of them for the first.
+        kept_N: [N] bool, the generated tokens that the former filters kept; for the first, all of them, or those that a
+            correction kept (`stability.denominator=kept`).
     """
 
     tokens: Tokens
@@ -161,12 +162,12 @@ def apply_filters(batch: FilterBatch, filters: Iterable[tuple[str, Mapping[str, 
         BatchError: a filter cannot judge the batch's numbers.
         ValueError: a filter returned something else than a bool a token.
     """
-    tokens, kept = batch.tokens, batch.tokens.mask
+    tokens, kept = batch.tokens, batch.kept_N
     count = tokens.count
     if count == 0:
         return FilterOutcome(kept, 1.0, {}, {}, "no trajectory has a token that the model generated")
-    left_B = rows = tokens.row_sums(kept) > 0
-    trajectories = int(rows.sum())
+    trajectories = int((tokens.row_sums(tokens.mask) > 0).sum())
+    left_B = tokens.row_sums(kept) > 0
     metrics: dict[str, float] = {}
     examples = {}
     for name, settings in filters:

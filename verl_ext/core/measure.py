@@ -32,14 +32,12 @@ class Measured:
 
     Attributes:
         weight: [N] float32, the product of the corrections' weights, 0 where the mask is; None without corrections.
-        sequence_gap: [B] float64, mean over each sequence of l_infer - l_old.
         metrics: `vllm_kl/*` and `correction/*`; {} when no token is masked in.
         tokens, kept: tokens masked in, and those of them with a weight (all, without corrections).
         non_finite: tokens masked in whose l_infer or l_old is NaN or infinite: they weigh 0 and count in no metric.
     """
 
     weight: Tensor | None
-    sequence_gap: Tensor
     metrics: dict[str, float]
     tokens: int
     kept: int
@@ -140,9 +138,7 @@ def _add_differences(sums: _Sums, gap: Gap, memory: Workspace) -> None:
     sums.raise_to(log_k_abs_max=absolute.amax(), difference_max=difference.amax())
 
 
-def _result(
-    tokens: Tokens, weight: Tensor | None, sums: _Sums, parts: Breakdown, composition: Composition
-) -> Measured:
+def _result(tokens: Tokens, weight: Tensor | None, sums: _Sums, parts: Breakdown, composition: Composition) -> Measured:
     by_trajectory = parts.by_trajectory()
     count, k1, _, low, high = by_trajectory.T  # low and high stay 0 without corrections
     dropped = low + high
@@ -172,7 +168,6 @@ def _result(
         metrics |= breakdown_metrics(rows_by_axis, with_corrections=weight is not None)
     return Measured(
         weight=weight,
-        sequence_gap=gap,
         metrics=metrics,
         tokens=int(s["masked"]),
         kept=int(s["tokens"] - s["low"] - s["high"]),

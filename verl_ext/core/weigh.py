@@ -8,7 +8,6 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from verl_ext.core.corrections import CORRECTIONS, Correction, Weights
 from verl_ext.core.mismatch import Gap, load, log_ratio

@@ -2,35 +2,69 @@
 
 import contextlib
 import os
+from dataclasses import asdict
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.config import StabilityConfig
+from verl_ext.config import IN_THE_LOSS, StabilityConfig
 from verl_ext.errors import ConfigError
+from verl_ext.trainer.advantages import ESTIMATOR_SETTINGS, estimator_settings
 from verl_ext.workers.routing import probe_routers
 
 ROUTING_STRATEGIES = ("fsdp", "fsdp2")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-ICEPOP_LOSS = "verl_ext.workers.losses.IcePopLossConfig"
-# verl's losses that do not multiply a token's loss by its weight (verl/trainer/ppo/core_algos.py, 0.9.1).
-UNWEIGHTED_LOSSES = {
-    "geo_mean": "takes the geometric mean of a response's weights, which one dropped token pulls towards 0",
-    "bypass_mode": "computes weights of its own",
-}
+LOSS = "actor_rollout_ref.actor.policy_loss"
+OUR_LOSSES = ("icepop", "opsm", "llds", "router_shift")
+UNBIASED = "unbiased"  # our actor.kl_loss_type, beside verl's
+
+
+def loss_mode(config: DictConfig) -> str:
+    return OmegaConf.select(config, f"{LOSS}.loss_mode") or "vanilla"
 
 
 def uses_icepop_loss(config: DictConfig) -> bool:
-    return OmegaConf.select(config, "actor_rollout_ref.actor.policy_loss.loss_mode") == "icepop"
+    return loss_mode(config) == "icepop"
+
+
+def uses_unbiased_kl(config: DictConfig) -> bool:
+    actor = config.actor_rollout_ref.actor
+    return bool(actor.get("use_kl_loss")) and actor.get("kl_loss_type") == UNBIASED
+
+
+def needs_our_loss(config: DictConfig, stability: StabilityConfig) -> bool:
+    """Whether the workers have to run our loss around verl's.
+
+    Filters and denominator=kept are among the reasons because they can leave a mini-batch without a token, for which
+    verl's own divides 0 by 0; corrections, because verl's geo_mean cannot take a weight per token.
+    """
+    asked = stability.correction_names or stability.filters or uses_unbiased_kl(config)
+    return bool(asked) or loss_mode(config) in OUR_LOSSES
+
+
+def loss_settings(stability: StabilityConfig) -> dict[str, Any]:
+    """What the workers' `configure_loss` takes."""
+    opsm = asdict(stability.opsm) if IN_THE_LOSS in stability.correction_names else None
+    return {"opsm": opsm, "kl_denominator": stability.kl_denominator}
+
+
+def something_to_do(config: DictConfig, stability: StabilityConfig) -> bool:
+    """Whether the run differs from verl's own; an estimator or reward of ours does not need our trainer."""
+    ours = config.algorithm.adv_estimator in ESTIMATOR_SETTINGS
+    return stability.active or needs_our_loss(config, stability) or ours
 
 
 def check_run(config: DictConfig, stability: StabilityConfig) -> None:
     """Raise ConfigError for a combination of settings that cannot work; one line that names the remedy."""
     if not config.trainer.use_v1:
         raise ConfigError("trainer.use_v1=False has no hooks for stability.*; set trainer.use_v1=True")
-    if stability.needs_log_probs or uses_icepop_loss(config):
+    if config.algorithm.adv_estimator in ESTIMATOR_SETTINGS:
+        estimator_settings(config.algorithm.adv_estimator, config.algorithm)
+    if stability.needs_log_probs or loss_mode(config) in OUR_LOSSES or uses_unbiased_kl(config):
         _check_log_probs(config)
         _check_weights(config, stability)
+    if loss_mode(config) in OUR_LOSSES:
+        _check_loss(config)
     if stability.router_agreement:
         _check_routing(config)
     if stability.cascade_attention != "default":
@@ -83,19 +117,14 @@ def _check_log_probs(config: DictConfig) -> None:
 
 
 def _check_weights(config: DictConfig, stability: StabilityConfig) -> None:
-    """One method only may weight the loss, and the loss must use the weight."""
-    loss = config.actor_rollout_ref.actor.policy_loss
-    if loss.get("_target_") == ICEPOP_LOSS and loss.loss_mode != "icepop":
-        raise ConfigError(
-            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss.loss_mode} overrides the loss of "
-            "stability=icepop_loss; leave it out, or set stability=icepop, which weights other losses"
-        )
-    if stability.correction == "none" and not uses_icepop_loss(config):
+    """One method only may weight the loss by a ratio, and the loss must use the weight."""
+    corrections = stability.corrections()
+    if not corrections and not uses_icepop_loss(config):
         return
     ours = f"stability.correction={stability.correction}"
     if uses_icepop_loss(config):
-        ours = "actor_rollout_ref.actor.policy_loss.loss_mode=icepop"
-        if stability.correction != "none":
+        ours = f"{LOSS}.loss_mode=icepop"
+        if corrections:
             raise ConfigError(
                 f"{ours} and stability.correction={stability.correction} both weight the loss; set "
                 "stability.correction=none"
@@ -105,16 +134,42 @@ def _check_weights(config: DictConfig, stability: StabilityConfig) -> None:
             f"algorithm.rollout_correction.rollout_is={verls} and {ours} both weight the loss; set "
             "algorithm.rollout_correction.rollout_is=null"
         )
-    if loss.loss_mode in UNWEIGHTED_LOSSES:
+    if loss_mode(config) == "bypass_mode":
         raise ConfigError(
-            f"{ours} cannot weight actor_rollout_ref.actor.policy_loss.loss_mode={loss.loss_mode}, which "
-            f"{UNWEIGHTED_LOSSES[loss.loss_mode]}; set stability.correction=none or another loss_mode"
+            f"{ours} cannot weight {LOSS}.loss_mode=bypass_mode, which computes weights of its own; set "
+            "stability.correction=none or another loss_mode"
         )
 
 
-def _check_routing(config: DictConfig) -> None:
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    asked, off = "stability.router_agreement=true", "set stability.router_agreement=false"
+def _check_loss(config: DictConfig) -> None:
+    """The dataclass of one of our losses must be the one its name stands for, and accept its settings."""
+    from hydra.utils import instantiate
+
+    from verl_ext.workers.loss_config import LOSS_CONFIGS
+
+    name, node = loss_mode(config), OmegaConf.select(config, LOSS)
+    kind = LOSS_CONFIGS[name]
+    wanted = f"{kind.__module__}.{kind.__name__}"
+    target = node.get("_target_", "")
+    if target.rpartition(".")[2] != kind.__name__:
+        raise ConfigError(
+            f"{LOSS}.loss_mode={name} needs {LOSS}._target_={wanted}, and it is {target or 'not set'}; set it, or use "
+            f"stability={name}_loss"
+        )
+    try:
+        instantiate(node)
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise cause if isinstance(cause, ConfigError) else ConfigError(f"{LOSS}: {cause}") from error
+    if name == "router_shift":
+        _check_fsdp(config, f"{LOSS}.loss_mode=router_shift", "choose another loss_mode")
+        if (hf_config := _hf_config(config.actor_rollout_ref.model)) is not None:
+            probe_routers(hf_config)
+
+
+def _check_fsdp(config: DictConfig, asked: str, off: str) -> None:
+    """Routing is read from a transformers model under FSDP, whole sequences at a time."""
+    actor = config.actor_rollout_ref.actor
     if actor.strategy not in ROUTING_STRATEGIES:
         raise ConfigError(
             f"{asked} has no adapter for actor_rollout_ref.actor.strategy={actor.strategy} (it has: "
@@ -128,6 +183,12 @@ def _check_routing(config: DictConfig) -> None:
             f"{asked} cannot gather routing over actor_rollout_ref.actor.ulysses_sequence_parallel_size="
             f"{sequence_parallel} yet; set it to 1, or {off}"
         )
+
+
+def _check_routing(config: DictConfig) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    asked, off = "stability.router_agreement=true", "set stability.router_agreement=false"
+    _check_fsdp(config, asked, off)
     if rollout.name != "vllm":
         raise ConfigError(
             f"{asked} reads vLLM's routed experts, not actor_rollout_ref.rollout.name={rollout.name}; set "

@@ -1,9 +1,15 @@
 """What is active and how it was hooked, proven on the started engines and printed once."""
 
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from verl_ext.errors import HookError
 from verl_ext.rollout import engine_report
+from verl_ext.trainer.advantages import ESTIMATOR_SETTINGS, estimator_settings
+from verl_ext.trainer.checks import OUR_LOSSES, UNBIASED, needs_our_loss
+
+OUR_FIELDS = ("base", "alpha", "beta", "delta", "coef", "gate", "floor")  # of a policy loss, worth a line in the table
 
 
 class Feature(NamedTuple):
@@ -28,11 +34,17 @@ def verify(trainer: Any) -> list[Feature]:
     features = []
     if trainer.compares_engines:
         features.append(Feature("mismatch metrics", "vllm_kl/*", f"{base}._compute_advantage"))
-    if stability.correction == "icepop":
-        band = f"icepop, alpha {stability.icepop.alpha:g}, beta {stability.icepop.beta:g}"
-        features.append(Feature("correction", band, "weights in rollout_is_weights"))
-    if trainer.icepop_loss:
-        features.append(Feature("policy loss", "icepop", "mismatch ratio in rollout_is_weights"))
+    for name, settings in stability.corrections().items():
+        features.append(Feature("correction", _describe(name, settings), "weights in rollout_is_weights"))
+    if stability.denominator == "kept":
+        features.append(Feature("denominator", "kept tokens", "response_mask and loss_mask"))
+    for name, settings in stability.filter_chain():
+        features.append(Feature("batch filter", _describe(name, settings), "response_mask and loss_mask"))
+    if needs_our_loss(trainer.config, stability):
+        features += _verify_loss(trainer)
+    if (estimator := trainer.config.algorithm.adv_estimator) in ESTIMATOR_SETTINGS:
+        settings = asdict(estimator_settings(estimator, trainer.config.algorithm))
+        features.append(Feature("advantages", _describe(estimator, settings), f"{base}._compute_advantage"))
     if stability.batch_skip.threshold is not None:
         rule = f"{stability.batch_skip.metric} > {stability.batch_skip.threshold:g}"
         features.append(Feature("batch skip", rule, f"{base}._update_actor, _update_critic"))
@@ -40,6 +52,29 @@ def verify(trainer: Any) -> list[Feature]:
         features.append(_verify_routing(trainer))
     if stability.cascade_attention != "default":
         features.append(_verify_cascade(trainer))
+    return features
+
+
+def _describe(name: str, settings: Mapping[str, Any]) -> str:
+    shown = [f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in settings.items()]
+    return ", ".join([name, *shown])
+
+
+def _verify_loss(trainer: Any) -> list[Feature]:
+    """Install the workers' loss, and describe what of it is ours."""
+    per_rank = trainer.configure_loss()
+    active = per_rank[0]
+    where = f"worker_loss on {len(per_rank)} rank(s)"
+    features = []
+    if (loss := dict(active["policy_loss"]))["loss_mode"] in OUR_LOSSES:
+        ours = {name: value for name, value in loss.items() if name in OUR_FIELDS}
+        features.append(Feature("policy loss", _describe(loss["loss_mode"], ours), where))
+    if active["opsm"]:
+        features.append(Feature("correction", _describe("opsm", active["opsm"]), where))
+    if active["kl"] and active["kl"].startswith(UNBIASED):
+        features.append(Feature("KL to the reference", active["kl"], where))
+    if active["router_shift"]:
+        features.append(Feature("router shift", "compute_log_prob, update_actor", f"{active['router_shift']} routers"))
     return features
 
 

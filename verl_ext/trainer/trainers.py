@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -17,29 +19,38 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from verl_ext.config import stability_config
-from verl_ext.core.corrections import correction_metrics, icepop
+from verl_ext.core.filters import FilterOutcome, apply_filters
 from verl_ext.core.guard import GuardState, Verdict, judge
-from verl_ext.core.mismatch import mismatch_metrics, mismatch_ratio
+from verl_ext.core.measure import Measured, measure
+from verl_ext.core.mismatch import mismatch_ratio
 from verl_ext.core.routing import router_metrics
+from verl_ext.core.tokens import Tokens
 from verl_ext.errors import HookError
 from verl_ext.trainer import startup
-from verl_ext.trainer.batch import FIELDS, ResponseTokens
-from verl_ext.trainer.checks import uses_icepop_loss
+from verl_ext.trainer.advantages import session_keys
+from verl_ext.trainer.batch import FIELDS, nested, non_finite, response_tokens
+from verl_ext.trainer.checks import loss_settings, needs_our_loss, uses_icepop_loss
+from verl_ext.trainer.filtering import FILTER_FIELDS, filter_batch
 
 ACTOR_ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
-ROUTING_FIELDS = ("routed_experts", "router_sums", "router_agreement")
+ROUTING_FIELDS = ("routed_experts", "router_sums")
+SHIFT_FIELDS = ("router_experts", "router_scores")  # what the loss router_shift compares the current router with
 STATE_FILE = "verl_ext.json"
 
 
 class StabilityMixin:
     """The features around the steps of verl's PPOTrainer; each override calls verl's own.
 
-    Order in a step: old log-probs -> router agreement -> mismatch, correction, verdict -> advantages -> update or skip.
+    Order in a step: old log-probs -> router agreement -> mismatch and correction -> advantages -> filters -> update,
+    or skip. Filters come after the advantages because they may ask for their sign, and because the rewards of what
+    they drop still belong to its group.
     """
 
     config: DictConfig
     global_steps: int
     role_worker_mapping: dict[Role, Any]
+    tokenizer: Any
+    actor_rollout_wg: Any
 
     def __init__(self, config: DictConfig):
         self.stability = stability_config(config.stability)
@@ -51,17 +62,27 @@ class StabilityMixin:
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()  # type: ignore[misc]
-        if self.stability.router_agreement:
-            from verl_ext.workers.actor import ROUTING_WORKERS
+        from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS
 
-            for role in ACTOR_ROLES:
-                if role in self.role_worker_mapping:
-                    verl_worker = startup.actor_class(self.role_worker_mapping[role])
-                    self.role_worker_mapping[role] = ray.remote(ROUTING_WORKERS[verl_worker])
+        workers: Mapping[type, type]
+        if self.stability.router_agreement:
+            workers = ROUTING_WORKERS
+        elif needs_our_loss(self.config, self.stability):
+            workers = LOSS_WORKERS
+        else:
+            return
+        for role in ACTOR_ROLES:
+            if role in self.role_worker_mapping:
+                verl_worker = startup.actor_class(self.role_worker_mapping[role])
+                self.role_worker_mapping[role] = ray.remote(workers[verl_worker])
 
     def init(self) -> None:
         super().init()  # type: ignore[misc]
         startup.print_table(startup.verify(self))
+
+    def configure_loss(self) -> list[dict[str, Any]]:
+        """Install our loss in the workers; what is active in it, from each rank."""
+        return self.actor_rollout_wg.configure_loss(loss_settings(self.stability))
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         batch = super().step(metrics, timing_raw)  # type: ignore[misc]
@@ -77,7 +98,7 @@ class StabilityMixin:
         return batch
 
     def _router_metrics(self, batch: KVBatchMeta) -> dict[str, float]:
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["router_sums"])
+        data = _get(batch, ["router_sums"])
         if "router_sums" not in data.keys():  # noqa: SIM118 (a TensorDict)
             raise HookError(
                 "compute_log_prob returned no routing: the rollout's batch has no routed_experts. Check that vLLM runs "
@@ -90,67 +111,91 @@ class StabilityMixin:
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         self.verdict = Verdict(False)
-        if self.compares_engines:
-            # Before verl's own rejection takes the worst tokens out of response_mask: they are what is measured.
-            self._measure_and_correct(batch, metrics)
-        return super()._compute_advantage(batch, metrics)  # type: ignore[misc]
+        if not self.compares_engines:
+            return self._verls_advantage(batch, metrics)
+        # Before verl's own rejection takes the worst tokens out of response_mask: they are what is measured.
+        tokens = response_tokens(_get(batch, FIELDS))
+        measured = measure(tokens, self.stability.corrections(), breakdown=self.stability.breakdown)
+        metrics.update(measured.metrics)
+        self._judge(tokens, measured, metrics)
+        self._put_weights(batch, tokens, measured)
+        batch = self._verls_advantage(batch, metrics)
+        if not self.verdict.skip and (self.stability.filters or self.stability.denominator == "kept"):
+            batch = self._filter(batch, tokens, measured, metrics)
+        self.guard.record(self.verdict)
+        metrics["guard/skipped"] = int(self.verdict.skip)
+        if self.verdict.skip:
+            print(f"verl_ext: step {self.global_steps}: update skipped: {self.verdict.reason}", flush=True)
+        return batch
 
-    def _measure_and_correct(self, batch: KVBatchMeta, metrics: dict) -> None:
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(FIELDS))
-        tokens = ResponseTokens.from_batch(data)
-        metrics.update(mismatch_metrics(tokens.l_infer, tokens.l_old, tokens.mask))
-        self._judge(tokens, metrics)
-        k = mismatch_ratio(tokens.l_infer, tokens.l_old)
-        if self.stability.correction == "icepop":
-            result = icepop(k, self.stability.icepop.alpha, self.stability.icepop.beta)
-            metrics.update(correction_metrics(result, tokens.mask, tokens.offsets, tokens.entropy))
-            k = result.weight
-        elif not self.icepop_loss:
-            return
-        # Response tokens that are not the model's carry no loss, and verl's own weights are 0 there.
-        weights = {"rollout_is_weights": tokens.nested(torch.where(tokens.mask, k, torch.zeros_like(k)))}
-        # verl's own put, at the end of its _compute_advantage, returns the meta that names this field too; workers
-        # are sent the fields that the meta names.
-        tq.kv_batch_put(
-            keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(weights, batch_size=len(batch))
-        )
+    def _verls_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        with session_keys(batch.keys):
+            return super()._compute_advantage(batch, metrics)  # type: ignore[misc]
 
-    def _judge(self, tokens: ResponseTokens, metrics: dict) -> None:
+    def _judge(self, tokens: Tokens, measured: Measured, metrics: dict) -> None:
         rule = self.stability.batch_skip
+        if rule.threshold is not None:
+            metrics["guard/threshold"] = rule.threshold
         self.verdict = judge(
             metrics,
-            tokens=tokens.count,
-            non_finite=tokens.non_finite(),
+            tokens=measured.tokens,
+            non_finite=non_finite(tokens) if measured.non_finite else {},
             metric=rule.metric,
             threshold=rule.threshold,
         )
-        self.guard.record(self.verdict)
-        metrics["guard/skipped"] = int(self.verdict.skip)
-        if rule.threshold is not None:
-            metrics["guard/threshold"] = rule.threshold
-        if self.verdict.skip:
-            print(f"verl_ext: step {self.global_steps}: update skipped: {self.verdict.reason}", flush=True)
+        if not self.verdict.skip and measured.kept == 0:
+            dropped_by = " and ".join(self.stability.correction_names)
+            self.verdict = Verdict(True, f"{dropped_by} dropped all {measured.tokens} tokens of the batch")
+
+    def _put_weights(self, batch: KVBatchMeta, tokens: Tokens, measured: Measured) -> None:
+        weight = measured.weight
+        if self.icepop_loss:
+            k = mismatch_ratio(tokens.l_infer, tokens.l_old)
+            weight = k.nan_to_num_(0.0, 0.0, 0.0) * tokens.mask
+        if weight is None:
+            return
+        # verl's own put, at the end of its _compute_advantage, returns the meta that names this field too; workers
+        # are sent the fields that the meta names.
+        _put(batch, {"rollout_is_weights": nested(weight, tokens.offsets)})
+
+    def _filter(self, batch: KVBatchMeta, tokens: Tokens, measured: Measured, metrics: dict) -> KVBatchMeta:
+        """Take what filters drop, and with denominator=kept what corrections drop, out of the loss's mask."""
+        view = filter_batch(self, tokens, batch.keys, _get(batch, FILTER_FIELDS))
+        if self.stability.denominator == "kept" and measured.weight is not None:
+            view = replace(view, kept_N=view.kept_N & (measured.weight > 0))
+        outcome = apply_filters(view, self.stability.filter_chain())
+        metrics.update(outcome.metrics)
+        for name, key in outcome.examples.items():
+            print(f"verl_ext: step {self.global_steps}: filter {name} dropped tokens of {key}", flush=True)
+        if outcome.empty:
+            self.verdict = Verdict(True, outcome.reason)
+            return batch
+        return _put(batch, self._masks(tokens, measured, outcome))
+
+    def _masks(self, tokens: Tokens, measured: Measured, outcome: FilterOutcome) -> dict[str, torch.Tensor]:
+        # verl 0.9.1 divides token-mean by the tokens of loss_mask, a copy made at rollout: both have to change.
+        mask = nested(outcome.keep_N.long(), tokens.offsets)
+        fields = {"response_mask": mask, "loss_mask": mask}
+        if self.config.actor_rollout_ref.actor.loss_agg_mode.startswith("seq-mean") and outcome.scale != 1:
+            # These modes divide by the configured number of trajectories, dropped ones included.
+            weight = outcome.keep_N.float() if measured.weight is None else measured.weight
+            fields["rollout_is_weights"] = nested(weight * outcome.scale, tokens.offsets)
+        return fields
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        return super()._compute_ref_log_prob(self._without_routing(batch), metrics)  # type: ignore[misc]
+        return super()._compute_ref_log_prob(_without(batch, *ROUTING_FIELDS, *SHIFT_FIELDS), metrics)  # type: ignore[misc]
 
     def _compute_values(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        return super()._compute_values(self._without_routing(batch), metrics)  # type: ignore[misc]
+        return super()._compute_values(_without(batch, *ROUTING_FIELDS, *SHIFT_FIELDS), metrics)  # type: ignore[misc]
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        if self.verdict.skip:
-            return batch
-        return super()._update_critic(self._without_routing(batch), metrics)  # type: ignore[misc]
+        if not self.verdict.skip:
+            super()._update_critic(_without(batch, *ROUTING_FIELDS, *SHIFT_FIELDS), metrics)  # type: ignore[misc]
+        return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        if self.verdict.skip:
-            return batch
-        return super()._update_actor(self._without_routing(batch), metrics)  # type: ignore[misc]
-
-    def _without_routing(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """Keep the routing, hundreds of bytes a token, from being sent to stages that do not read it."""
-        if self.stability.router_agreement and batch.fields is not None:
-            batch.fields = [field for field in batch.fields if field not in ROUTING_FIELDS]
+        if not self.verdict.skip:
+            super()._update_actor(_without(batch, *ROUTING_FIELDS), metrics)  # type: ignore[misc]
         return batch
 
     def _save_checkpoint(self) -> None:
@@ -184,6 +229,23 @@ class StabilityTrainerColocateAsync(StabilityMixin, PPOTrainerColocateAsync):
 
 class StabilityTrainerSeparateAsync(StabilityMixin, PPOTrainerSeparateAsync):
     """`trainer.v1.trainer_mode=separate_async`"""
+
+
+def _without(batch: KVBatchMeta, *fields: str) -> KVBatchMeta:
+    """The batch for a stage that does not read these fields of the routing, hundreds of bytes a token each."""
+    if batch.fields is None:
+        return batch
+    return replace(batch, fields=[field for field in batch.fields if field not in fields])
+
+
+def _get(batch: KVBatchMeta, fields: Sequence[str]) -> TensorDict:
+    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
+
+
+def _put(batch: KVBatchMeta, fields: dict[str, torch.Tensor]) -> KVBatchMeta:
+    """Write fields of the batch; the meta that names all of its fields, these among them."""
+    data = TensorDict(fields, batch_size=len(batch))
+    return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data)
 
 
 def install() -> None:

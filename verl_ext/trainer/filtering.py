@@ -1,0 +1,51 @@
+"""What the batch filters see of verl's batch and of its tokenizer."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from tensordict import TensorDict
+
+from verl_ext.core.filters import FilterBatch
+from verl_ext.core.tokens import Tokens
+from verl_ext.trainer.batch import packed_like_mask
+
+FILTER_FIELDS = ("response_mask", "responses", "advantages", "rm_scores", "router_agreement")
+
+
+def filter_batch(trainer: Any, tokens: Tokens, keys: Sequence[str], data: TensorDict) -> FilterBatch:
+    """The batch as filters see it.
+
+    Args:
+        tokens: as they were measured.
+        keys: trajectory ids in the order of the rows.
+        data: FILTER_FIELDS as nested tensors; verl's own rejection may have taken tokens out of response_mask since.
+    """
+    packed = packed_like_mask(data, FILTER_FIELDS)
+    tokenizer = trainer.tokenizer
+    return FilterBatch(
+        tokens=replace(tokens, mask=packed["response_mask"].bool()),
+        keys=keys,
+        rewards_B=tokens.row_sums(packed["rm_scores"]),
+        advantages_N=packed["advantages"],
+        responses_N=packed["responses"],
+        max_response_length=trainer.config.actor_rollout_ref.rollout.response_length,
+        eos_ids=end_tokens(trainer),
+        agreement_N=packed.get("router_agreement"),
+        decode=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+        encode=partial(tokenizer.encode, add_special_tokens=False),
+    )
+
+
+def end_tokens(trainer: Any) -> frozenset[int]:
+    """The token ids that end a response: the tokenizer's, and those of the model's generation config."""
+    ids = {trainer.tokenizer.eos_token_id}
+    try:
+        from transformers import GenerationConfig
+
+        configured = GenerationConfig.from_pretrained(trainer.config.actor_rollout_ref.model.path).eos_token_id
+    except OSError:  # the model brings none
+        configured = None
+    ids |= set(configured) if isinstance(configured, list) else {configured}
+    return frozenset(ids - {None})
