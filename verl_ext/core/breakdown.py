@@ -94,8 +94,7 @@ class Breakdown:
         if tokens.entropy is None:
             self.edges.pop("entropy", None)
         self.by_bucket = by_bucket
-        # Sums over the tokens below each bucket's upper edge: their differences are the buckets' own.
-        self.below = {axis: self._zeros(len(edges)) for axis, edges in self.edges.items()}
+        self.within = {axis: self._zeros(len(edges)) for axis, edges in self.edges.items()}
 
     def _zeros(self, count: int) -> Tensor:
         return self.runs.sums.new_zeros(count, 1 + len(MEASURES))
@@ -107,10 +106,14 @@ class Breakdown:
         if self.edges:
             rows_Mn = torch.stack(measures, out=memory.take("rows", used * n).view(used, n))
         for axis, edges in self.edges.items():
-            below_Sn = memory.take("below", len(edges) * n).view(len(edges), n)
-            for row, edge in zip(below_Sn, [*edges[1:], torch.inf], strict=True):
+            within_Sn = memory.take("within", len(edges) * n).view(len(edges), n)
+            for row, edge in zip(within_Sn, [*edges[1:], torch.inf], strict=True):
                 torch.lt(by_axis[axis], edge, out=row)
-            self.below[axis][:, :used] += below_Sn @ rows_Mn.T
+            # From here on indicators, the last bucket first. Differences of sums would lose the digits of a bucket whose
+            # neighbour holds an outlier.
+            for bucket in range(len(edges) - 1, 0, -1):
+                within_Sn[bucket].sub_(within_Sn[bucket - 1])
+            self.within[axis][:, :used] += within_Sn @ rows_Mn.T
 
     def by_trajectory(self) -> Tensor:
         """[B, 1 + M] sums."""
@@ -120,7 +123,7 @@ class Breakdown:
         """Axis -> [S, 1 + M] sums."""
         if not self.by_bucket:
             return {}
-        found = {axis: sums.diff(dim=0, prepend=torch.zeros_like(sums[:1])) for axis, sums in self.below.items()}
+        found = dict(self.within)
         for axis, index in (("position", self.cells.position), ("turn", self.cells.turn)):
             found[axis] = self._zeros(len(NAMES[axis])).index_add_(0, index, self.runs.sums)
         return found

@@ -68,8 +68,8 @@ def register_correction(
         )
 
     def register(function: Callable[..., Weights]) -> Callable[..., Weights]:
-        CORRECTIONS[name] = Correction(name, function, reads)
-        return function
+        CORRECTIONS[name] = Correction(name, torch.no_grad()(function), reads)
+        return CORRECTIONS[name].function
 
     return register
 
@@ -115,7 +115,6 @@ def icepop(k: Tensor, alpha: float, beta: float) -> Weights:
         k: float tensor of any shape, exp(l_old - l_infer).
         alpha, beta: bounds, both inclusive.
     """
-    k = k.detach()
     return _zero_outside(k, below(k, alpha), above(k, beta))
 
 
@@ -149,7 +148,7 @@ def mis(log_rho: Tensor, cap: float, weight: str) -> Weights:
     `sequence_mask`.
     """
     rho = _exp(log_rho)
-    return _zero_outside(rho if weight == "ratio" else torch.ones_like(rho), torch.zeros_like(rho), above(rho, cap))
+    return _zero_outside(rho if weight == "ratio" else _one(rho), torch.zeros_like(rho), above(rho, cap))
 
 
 @register_correction("geo_mask", reads=("log_g",))
@@ -160,7 +159,12 @@ def geo_mask(log_g: Tensor, low: float, high: float) -> Weights:
     `correction=[geo_mask, tis]` with a cap out of reach, NeMo-RL's `seq-mask-tis` and its bounds 0.999 and 1.002.
     """
     g = _exp(log_g)
-    return _zero_outside(torch.ones_like(g), below(g, low), above(g, high))
+    return _zero_outside(_one(g), below(g, low), above(g, high))
+
+
+def _one(value: Tensor) -> Tensor:
+    """1, and 0 for NaN."""
+    return torch.eq(value, value).to(value)
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ The tokens are taken in blocks that fit a core's cache, in float64: nothing but 
 batch, and all metrics come from the same few sums, which go to the host together. A log-ratio x that is masked out or
 not finite is set to 0; e = expm1(x) is 0 with it, and both drop out of every sum:
 
-    sum k = sum e + n        sum k^2 = sum e^2 + 2 sum e + n        sum (k - log k - 1) = sum (e - x)
+    sum (k^2 - 1) = sum e^2 + 2 sum e        sum (k - log k - 1) = sum (e - x)
 
-which is also how k3 keeps its digits at the log-ratios of a healthy run (x^2 / 2 for x of 1e-4).
+which is also how k3 and chi2 keep their digits at the log-ratios of a healthy run (k3 is x^2 / 2 for x of 1e-4). The
+effective sample size is the other way round: sum e + n has no digits left of a sum k that is small against n.
 """
 
 from collections.abc import Mapping
@@ -44,6 +45,7 @@ class Measured:
     non_finite: int
 
 
+@torch.no_grad()
 def measure(
     tokens: Tokens,
     corrections: Mapping[str, Settings] | None = None,
@@ -126,10 +128,13 @@ class _Sums:
 
 def _add_differences(sums: _Sums, gap: Gap, memory: Workspace) -> None:
     n = len(gap.counts)
+    k = torch.add(gap.k_minus_1, gap.counts, out=memory.take("k", n))  # 0 where a token does not count
     absolute = torch.abs(gap.log_k, out=memory.take("absolute", n))
     difference = torch.sub(gap.p_infer, gap.p_old, out=memory.take("difference", n)).abs_().mul_(gap.counts)
     sums.add(
         log_k_abs=absolute.sum(),
+        k=k.sum(),
+        k_squared=torch.dot(k, k),
         e=gap.k_minus_1.sum(),
         e_squared=torch.dot(gap.k_minus_1, gap.k_minus_1),
         difference=difference.sum(),
@@ -177,7 +182,6 @@ def _result(tokens: Tokens, weight: Tensor | None, sums: _Sums, parts: Breakdown
 
 def _mismatch_metrics(s: Mapping[str, float]) -> dict[str, float]:
     n = s["tokens"]
-    k, k_squared = s["e"] + n, s["e_squared"] + 2 * s["e"] + n
     mean = s["difference"] / n
     return {
         "vllm_kl/k1": s["k1"] / n,
@@ -187,7 +191,7 @@ def _mismatch_metrics(s: Mapping[str, float]) -> dict[str, float]:
         "vllm_kl/prob_diff_std": max(s["difference_squared"] / n - mean**2, 0.0) ** 0.5,
         "vllm_kl/log_ratio_abs_mean": s["log_k_abs"] / n,
         "vllm_kl/log_ratio_abs_max": s["log_k_abs_max"],
-        "vllm_kl/ess": k**2 / k_squared / n,
+        "vllm_kl/ess": s["k"] ** 2 / s["k_squared"] / n,
         "vllm_kl/chi2": (s["e_squared"] + 2 * s["e"]) / n,
         "vllm_kl/sequence_gap_mean": s["sequence_gap"] / s["sequences"],
         "vllm_kl/sequence_gap_max": s["sequence_gap_max"],

@@ -69,7 +69,8 @@ class Composition:
         if self.rows is not None:
             runs, lengths = overlap(self.tokens.offsets, part)
             rows = [values[runs] for values in (self.rows.weight, self.rows.low, self.rows.high)]
-            if not found or bool((rows[0] != 1).any()):  # most blocks have no sequence that weighs other than 1
+            # Most blocks have no sequence that weighs other than 1 or is out of bounds.
+            if not found or bool(((rows[0] != 1) | (rows[1] != 0)).any()):
                 found.append(Weights(*(expand(values, lengths) for values in rows)))
         return reduce(_times, found)
 
