@@ -70,7 +70,7 @@ def prepare(arguments: Sequence[str]) -> list[str]:
         if group in GROUPS and group not in listed:
             arguments[index] = f"+{argument}"
     if "stability" not in listed and not any(argument.startswith("+stability=") for argument in arguments):
-        arguments.append("+stability=none")
+        arguments.insert(0, "+stability=none")  # before any flag, such as `--cfg job`
     return arguments
 
 

@@ -157,7 +157,7 @@ class StabilityConfig:
     geo_mask: GeoMask = field(default_factory=GeoMask)
     opsm: Opsm = field(default_factory=Opsm)
     denominator: str = "full"
-    filters: Any = field(default_factory=dict)
+    filters: Any = None
     plugins: list[str] = field(default_factory=list)
     metrics: bool = False
     breakdown: bool = True
@@ -225,7 +225,7 @@ class StabilityConfig:
         """Name and settings of the batch filters, in order, for `core.filters`."""
         from verl_ext.filter_settings import parse_filters
 
-        given = self.filters if isinstance(self.filters, Mapping) else {name: {} for name in self.filters or []}
+        given = self.filters if isinstance(self.filters, Mapping) else {name: {} for name in self.filters or ()}
         return parse_filters(given)
 
     @property

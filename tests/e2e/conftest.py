@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 from make_assets import make_assets
+from switching import BASE, SCHEDULE
 
 REPO = Path(__file__).parent.parent.parent
+CLEAN_EXIT = (sys.executable, str(REPO / "tools" / "clean_exit.py"))
 SMALL = (
     "recipe=cpu_smoke",
     "data.train_batch_size=8",
@@ -39,8 +41,8 @@ class Run:
 
     @property
     def steps(self) -> list[dict[str, float]]:
-        lines = (self.folder / "verl_ext" / "cpu_smoke.jsonl").read_text().splitlines()
-        return [json.loads(line)["data"] for line in lines]
+        (file,) = (self.folder / "verl_ext").glob("*.jsonl")  # the file logger names it after the experiment
+        return [json.loads(line)["data"] for line in file.read_text().splitlines()]
 
 
 @pytest.fixture(scope="session")
@@ -50,34 +52,43 @@ def assets(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def command(assets):
     """command(overrides..., steps=2) -> the argument list of a run, through our entry point or verl's own."""
 
     def arguments(*overrides: str, steps: int = 2, plain_verl: bool = False) -> list[str]:
-        entry = ("verl.trainer.main_ppo", *PLAIN_VERL) if plain_verl else ("verl_ext.main_ppo", *SMALL)
-        scope = (sys.executable, str(REPO / "tools" / "clean_exit.py"))
+        entry = ("-m", "verl.trainer.main_ppo", *PLAIN_VERL) if plain_verl else ("-m", "verl_ext.main_ppo", *SMALL)
         settings = (f"assets={assets}", f"trainer.total_training_steps={steps}")
-        return [*scope, sys.executable, "-m", *entry, *settings, *overrides]
+        return [*CLEAN_EXIT, sys.executable, *entry, *settings, *overrides]
 
     return arguments
+
+
+def run(command: list[str], folder: Path, timeout: int = 900) -> Run:
+    """Run a command of the real stack in `folder`, and keep its console there."""
+    finished = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | {"VERL_PLATFORM": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "RAY_DEDUP_LOGS": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    (folder / "console.log").write_text(finished.stdout)
+    return Run(finished.returncode, finished.stdout, folder)
 
 
 @pytest.fixture
 def train(command, tmp_path):
     """train(overrides..., steps=2) -> the finished Run; the same arguments as `command`."""
+    return lambda *overrides, **options: run(command(*overrides, **options), tmp_path)
 
-    def run(*overrides: str, **options) -> Run:
-        finished = subprocess.run(
-            command(*overrides, **options),
-            cwd=tmp_path,
-            env=os.environ | {"VERL_PLATFORM": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "RAY_DEDUP_LOGS": "0"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=900,
-        )
-        (tmp_path / "console.log").write_text(finished.stdout)
-        return Run(finished.returncode, finished.stdout, tmp_path)
 
-    return run
+@pytest.fixture(scope="session")
+def switching_run(assets, tmp_path_factory) -> Run:
+    """One run in two turns, a tool between them, that goes on to the next entry of `switching.SCHEDULE` each step."""
+    tools = f"tool_folder={REPO}/recipes/cpu_tool"
+    base = ("recipe=cpu_tool", *SMALL[1:], f"assets={assets}", tools, f"trainer.total_training_steps={len(SCHEDULE)}")
+    script = str(REPO / "tests" / "e2e" / "switching.py")
+    return run([*CLEAN_EXIT, sys.executable, script, *base, *BASE], tmp_path_factory.mktemp("switching"), timeout=1500)

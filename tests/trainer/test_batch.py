@@ -2,7 +2,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from verl_ext.trainer.batch import ResponseTokens
+from verl_ext.trainer.batch import nested as as_nested
+from verl_ext.trainer.batch import non_finite, response_tokens
 
 
 def nested(*rows):
@@ -20,7 +21,7 @@ def batch(**fields):
 
 
 def test_tokens_are_packed_in_order():
-    tokens = ResponseTokens.from_batch(batch())
+    tokens = response_tokens(batch())
     assert tokens.l_infer.tolist() == [-1, -2, -3]
     assert tokens.mask.tolist() == [True, False, True]
     assert tokens.offsets.tolist() == [0, 2, 3]
@@ -29,31 +30,31 @@ def test_tokens_are_packed_in_order():
 
 
 def test_weights_go_back_in_the_batchs_shape():
-    tokens = ResponseTokens.from_batch(batch())
-    assert [row.tolist() for row in tokens.nested(torch.tensor([1.0, 2.0, 3.0])).unbind()] == [[1, 2], [3]]
+    tokens = response_tokens(batch())
+    assert [row.tolist() for row in as_nested(torch.tensor([1.0, 2.0, 3.0]), tokens.offsets).unbind()] == [[1, 2], [3]]
 
 
 def test_missing_log_probs_name_the_setting():
     with pytest.raises(ValueError, match=r"rollout\.calculate_log_probs=True"):
-        ResponseTokens.from_batch(batch(rollout_log_probs=None))
+        response_tokens(batch(rollout_log_probs=None))
 
 
 def test_fewer_log_probs_than_tokens_name_the_tensor():
     with pytest.raises(ValueError, match="rollout_log_probs has 2 tokens and response_mask 3"):
-        ResponseTokens.from_batch(batch(rollout_log_probs=nested([-1.0], [-3.0])))
+        response_tokens(batch(rollout_log_probs=nested([-1.0], [-3.0])))
 
 
 def test_as_many_log_probs_divided_differently_are_refused():
     with pytest.raises(ValueError, match="old_log_probs"):
-        ResponseTokens.from_batch(batch(old_log_probs=nested([-1.5], [-2.0, -3.0])))
+        response_tokens(batch(old_log_probs=nested([-1.5], [-2.0, -3.0])))
 
 
 def test_a_batch_without_a_generated_token_names_the_tensor():
     with pytest.raises(ValueError, match="response_mask is 0 everywhere"):
-        ResponseTokens.from_batch(batch(response_mask=nested([0, 0], [0])))
+        response_tokens(batch(response_mask=nested([0, 0], [0])))
 
 
 def test_non_finite_values_are_counted_on_generated_tokens():
     nan = float("nan")
-    tokens = ResponseTokens.from_batch(batch(rollout_log_probs=nested([nan, nan], [float("-inf")])))
-    assert tokens.non_finite() == {"rollout_log_probs": 2, "old_log_probs": 0}
+    tokens = response_tokens(batch(rollout_log_probs=nested([nan, nan], [float("-inf")])))
+    assert non_finite(tokens) == {"rollout_log_probs": 2, "old_log_probs": 0}

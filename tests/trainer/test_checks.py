@@ -6,7 +6,7 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 
 from verl_ext.config import stability_config
 from verl_ext.errors import ConfigError
-from verl_ext.trainer.checks import apply_engine_settings, check_run
+from verl_ext.trainer.checks import apply_engine_settings, check_run, loss_settings, needs_our_loss, something_to_do
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +61,41 @@ def check(compose, *overrides):
             "set actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
         ),
         (
-            ["stability=icepop", "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean"],
-            "cannot weight actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean",
+            ["stability=icepop", "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode"],
+            "cannot weight actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode",
         ),
         (
             ["stability=icepop_loss", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
-            "overrides the loss of stability=icepop_loss",
+            "set actor_rollout_ref.actor.policy_loss.base=gspo to build icepop upon it",
+        ),
+        (
+            ["stability=none", "actor_rollout_ref.actor.policy_loss.loss_mode=llds"],
+            "set it, or use stability=llds_loss",
+        ),
+        (
+            ["stability=opsm_loss", "actor_rollout_ref.actor.policy_loss.delta=null"],
+            "actor_rollout_ref.actor.policy_loss.delta must be given",
+        ),
+        (
+            ["stability=llds_loss", "actor_rollout_ref.actor.policy_loss.base=nothing"],
+            "actor_rollout_ref.actor.policy_loss.base=nothing cannot be built upon",
+        ),
+        (
+            ["stability=router_shift_loss", "model_engine=megatron"],
+            "no adapter for actor_rollout_ref.actor.strategy=megatron",
+        ),
+        (
+            [
+                "stability=none",
+                "actor_rollout_ref.actor.use_kl_loss=true",
+                "actor_rollout_ref.actor.kl_loss_type=unbiased",
+                "actor_rollout_ref.rollout.calculate_log_probs=False",
+            ],
+            "set actor_rollout_ref.rollout.calculate_log_probs=True",
+        ),
+        (
+            ["stability=qae", "algorithm.qae.k=2"],
+            "algorithm.qae.k=2 must be between 0 and 1",
         ),
         (
             [
@@ -172,6 +201,35 @@ def test_cascade_attention_becomes_vllms_argument(compose, models, setting, disa
     )
     apply_engine_settings(config, stability_config(config.stability))
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn is disabled
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["stability=none"], False),
+        (["stability=none", "stability.metrics=true"], False),
+        (["stability=icepop"], True),
+        (["stability=filters"], True),
+        (["stability=llds_loss"], True),
+        (["stability=deepseek_v32"], True),
+        (["stability=qae"], False),
+    ],
+)
+def test_the_workers_run_our_loss_where_something_asks_for_it(compose, overrides, expected):
+    config = compose(*overrides)
+    assert needs_our_loss(config, stability_config(config.stability)) is expected
+
+
+def test_the_workers_loss_is_told_of_opsm_and_of_the_kl(compose):
+    config = compose("stability=deepseek_v32", "stability.opsm.delta=0.2", "stability.kl_denominator=old")
+    assert loss_settings(stability_config(config.stability)) == {"opsm": {"delta": 0.2}, "kl_denominator": "old"}
+
+
+def test_an_estimator_of_ours_alone_goes_through_our_trainer(compose):
+    config = compose("stability=none", "algorithm.adv_estimator=qae")
+    assert something_to_do(config, stability_config(config.stability))
+    config = compose("stability=none")
+    assert not something_to_do(config, stability_config(config.stability))
 
 
 def test_nothing_is_set_where_nothing_is_asked_for(compose):

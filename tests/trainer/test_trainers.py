@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from make_assets import build_tokenizer
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
@@ -26,6 +27,7 @@ class Store:
 
     def kv_batch_put(self, keys, partition_id, fields):
         self.fields.update(fields.items())
+        return KVBatchMeta(keys=keys, tags=[{} for _ in keys], partition_id=partition_id, fields=list(self.fields))
 
 
 class VerlTrainer:
@@ -35,6 +37,7 @@ class VerlTrainer:
         self.config = config
         self.global_steps = 7
         self.ran = []
+        self.tokenizer = build_tokenizer()
 
     def _compute_old_log_prob(self, batch, metrics):
         return batch
@@ -60,20 +63,24 @@ class Trainer(trainers.StabilityMixin, VerlTrainer):
 def step(monkeypatch):
     """step(stability, loss_mode, **fields) -> (trainer, metrics, store) after one step on two responses."""
 
-    def run(stability, loss_mode="vanilla", **fields):
+    def run(stability, loss_mode="vanilla", loss_agg_mode="token-mean", **fields):
         defaults = {
             "rollout_log_probs": nested([-1.0, -2.0], [-3.0]),
             "old_log_probs": nested([-1.5, -2.0], [-0.5]),
             "response_mask": nested([1, 1], [1]),
             "entropy": nested([1.0, 2.0], [3.0]),
+            "responses": nested([7, 1], [8]),  # 1 is the end token
+            "advantages": nested([1.0, 1.0], [-1.0]),
+            "rm_scores": nested([0.0, 1.0], [0.0]),
         }
         store = Store(**(defaults | fields))
         monkeypatch.setattr(trainers, "tq", store)
-        policy_loss = {"policy_loss": {"loss_mode": loss_mode}}
-        config = OmegaConf.create({"stability": stability, "actor_rollout_ref": {"actor": policy_loss}})
+        actor = {"policy_loss": {"loss_mode": loss_mode}, "loss_agg_mode": loss_agg_mode}
+        parts = {"actor": actor, "rollout": {"response_length": 1}, "model": {"path": "/no/such/model"}}
+        config = OmegaConf.create({"stability": stability, "actor_rollout_ref": parts})
         trainer, metrics = Trainer(config), {}
         fields = ["old_log_probs", "routed_experts"]
-        batch = KVBatchMeta(keys=["a", "b"], tags=[{}, {}], partition_id="train", fields=fields)
+        batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=fields)
         batch = trainer._compute_old_log_prob(batch, metrics)
         batch = trainer._compute_advantage(batch, metrics)
         batch = trainer._update_critic(batch, metrics)
@@ -114,6 +121,62 @@ def test_metrics_alone_leave_the_batch_as_it_is(step):
 def test_a_tools_output_weighs_nothing(step):
     _, _, store = step({"correction": "icepop"}, response_mask=nested([1, 0], [1]))
     assert store.fields["rollout_is_weights"].unbind()[0].tolist()[1] == 0
+
+
+def rows(store, field):
+    return [row.tolist() for row in store.fields[field].unbind()]
+
+
+def test_what_a_filter_drops_leaves_both_masks(step, capsys):
+    trainer, metrics, store = step({"filters": ["overlong"]})
+    # Both responses are as long as they may be; the first ends in the end token.
+    assert rows(store, "response_mask") == rows(store, "loss_mask") == [[1, 1], [0]]
+    assert metrics["filter/overlong/dropped_tokens"] == pytest.approx(1 / 3)
+    assert metrics["filter/kept_trajectories"] == 0.5
+    assert "rollout_is_weights" not in store.fields, "token-mean divides by the tokens that are left"
+    assert "verl_ext: step 7: filter overlong dropped tokens of a_1_0" in capsys.readouterr().out
+    assert {"response_mask", "loss_mask"} <= set(dict(trainer.ran)["actor"]), "the workers are sent the new masks"
+
+
+def test_a_mean_over_sequences_is_rescaled_to_those_that_are_left(step):
+    _, _, store = step({"filters": ["overlong"], "correction": "icepop"}, loss_agg_mode="seq-mean-token-mean")
+    k = torch.tensor(-0.5).exp().item()
+    assert rows(store, "rollout_is_weights")[0] == pytest.approx([2 * k, 2.0])
+
+
+def test_a_batch_of_which_the_filters_leave_nothing_is_skipped_with_the_reason(step, capsys):
+    trainer, metrics, store = step({"filters": {"low_probability": {"threshold": 1.0}}})
+    assert ran(trainer) == ["advantage"]
+    assert metrics["guard/skipped"] == trainer.guard.skips == 1
+    assert "update skipped: the filters left no token: low_probability dropped 100%" in capsys.readouterr().out
+    assert rows(store, "response_mask") == [[1, 1], [1]]
+
+
+def test_a_batch_of_which_the_corrections_leave_nothing_is_skipped_with_the_reason(step, capsys):
+    trainer, metrics, _ = step({"correction": "icepop", "icepop": {"alpha": 20.0, "beta": 30.0}})
+    assert ran(trainer) == ["advantage"]
+    assert metrics["guard/skipped"] == 1
+    assert "update skipped: icepop dropped all 3 tokens of the batch" in capsys.readouterr().out
+
+
+def test_denominator_kept_takes_what_a_correction_drops_out_of_both_masks(step):
+    _, metrics, store = step({"correction": "icepop", "denominator": "kept"})
+    assert rows(store, "response_mask") == rows(store, "loss_mask") == [[1, 1], [0]]
+    assert metrics["filter/kept_tokens"] == pytest.approx(2 / 3)
+
+
+def test_denominator_full_leaves_the_masks_alone(step):
+    _, _, store = step({"correction": "icepop"})
+    assert rows(store, "response_mask") == [[1, 1], [1]]
+    assert "loss_mask" not in store.fields
+
+
+def test_router_agreement_reaches_the_filter_of_its_name(step):
+    sums = nested([2.0, 1.0, 2.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0, 0.0, 1.0])
+    settings = {"router_agreement": True, "filters": {"low_agreement": {"threshold": 0.5}}}
+    _, metrics, store = step(settings, router_sums=sums, router_agreement=nested([0.25, 0.75], [0.5]))
+    assert rows(store, "response_mask") == [[0, 1], [1]]
+    assert metrics["filter/low_agreement/dropped_tokens"] == pytest.approx(1 / 3)
 
 
 def test_a_batch_past_the_threshold_updates_neither_actor_nor_critic(step, capsys):

@@ -63,8 +63,7 @@ def check_run(config: DictConfig, stability: StabilityConfig) -> None:
     if stability.needs_log_probs or loss_mode(config) in OUR_LOSSES or uses_unbiased_kl(config):
         _check_log_probs(config)
         _check_weights(config, stability)
-    if loss_mode(config) in OUR_LOSSES:
-        _check_loss(config)
+    _check_loss(config)
     if stability.router_agreement:
         _check_routing(config)
     if stability.cascade_attention != "default":
@@ -142,20 +141,26 @@ def _check_weights(config: DictConfig, stability: StabilityConfig) -> None:
 
 
 def _check_loss(config: DictConfig) -> None:
-    """The dataclass of one of our losses must be the one its name stands for, and accept its settings."""
+    """A loss of ours comes with its own dataclass, which accepts its settings; neither without the other."""
     from hydra.utils import instantiate
 
     from verl_ext.workers.loss_config import LOSS_CONFIGS
 
     name, node = loss_mode(config), OmegaConf.select(config, LOSS)
-    kind = LOSS_CONFIGS[name]
-    wanted = f"{kind.__module__}.{kind.__name__}"
-    target = node.get("_target_", "")
-    if target.rpartition(".")[2] != kind.__name__:
-        raise ConfigError(
-            f"{LOSS}.loss_mode={name} needs {LOSS}._target_={wanted}, and it is {target or 'not set'}; set it, or use "
-            f"stability={name}_loss"
-        )
+    target = str(node.get("_target_", ""))
+    for ours, kind in LOSS_CONFIGS.items():
+        if target.endswith(f".{kind.__name__}") and name != ours:
+            raise ConfigError(
+                f"{LOSS}.loss_mode={name} overrides the loss {ours} that {LOSS}._target_={target} stands for; leave it "
+                f"out, and set {LOSS}.base={name} to build {ours} upon it"
+            )
+        if name == ours and not target.endswith(f".{kind.__name__}"):
+            raise ConfigError(
+                f"{LOSS}.loss_mode={name} needs {LOSS}._target_={kind.__module__}.{kind.__name__}; set it, or use "
+                f"stability={name}_loss"
+            )
+    if name not in LOSS_CONFIGS:
+        return
     try:
         instantiate(node)
     except Exception as error:

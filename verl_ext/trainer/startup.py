@@ -30,7 +30,7 @@ def verify(trainer: Any) -> list[Feature]:
         HookError: a feature is not hooked.
     """
     stability = trainer.stability
-    base = type(trainer).__bases__[1].__name__
+    base = next(cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("verl."))
     features = []
     if trainer.compares_engines:
         features.append(Feature("mismatch metrics", "vllm_kl/*", f"{base}._compute_advantage"))

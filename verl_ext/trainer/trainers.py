@@ -183,20 +183,28 @@ class StabilityMixin:
         return fields
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        return super()._compute_ref_log_prob(_without(batch, *ROUTING_FIELDS, *SHIFT_FIELDS), metrics)  # type: ignore[misc]
+        return super()._compute_ref_log_prob(self._lean(batch, *SHIFT_FIELDS), metrics)  # type: ignore[misc]
 
     def _compute_values(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        return super()._compute_values(_without(batch, *ROUTING_FIELDS, *SHIFT_FIELDS), metrics)  # type: ignore[misc]
+        return super()._compute_values(self._lean(batch, *SHIFT_FIELDS), metrics)  # type: ignore[misc]
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if not self.verdict.skip:
-            super()._update_critic(_without(batch, *ROUTING_FIELDS, *SHIFT_FIELDS), metrics)  # type: ignore[misc]
+            super()._update_critic(self._lean(batch, *SHIFT_FIELDS), metrics)  # type: ignore[misc]
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if not self.verdict.skip:
-            super()._update_actor(_without(batch, *ROUTING_FIELDS), metrics)  # type: ignore[misc]
+            super()._update_actor(self._lean(batch), metrics)  # type: ignore[misc]
         return batch
+
+    def _lean(self, batch: KVBatchMeta, *fields: str) -> KVBatchMeta:
+        """The batch without `fields` and what we captured of the routing, hundreds of bytes a token, for a stage that
+        reads neither. Routing that the user asked verl for, to replay it, stays."""
+        if batch.fields is None:
+            return batch
+        unread = {*fields, *(ROUTING_FIELDS if self.stability.router_agreement else ())}
+        return replace(batch, fields=[field for field in batch.fields if field not in unread])
 
     def _save_checkpoint(self) -> None:
         folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
@@ -229,13 +237,6 @@ class StabilityTrainerColocateAsync(StabilityMixin, PPOTrainerColocateAsync):
 
 class StabilityTrainerSeparateAsync(StabilityMixin, PPOTrainerSeparateAsync):
     """`trainer.v1.trainer_mode=separate_async`"""
-
-
-def _without(batch: KVBatchMeta, *fields: str) -> KVBatchMeta:
-    """The batch for a stage that does not read these fields of the routing, hundreds of bytes a token each."""
-    if batch.fields is None:
-        return batch
-    return replace(batch, fields=[field for field in batch.fields if field not in fields])
 
 
 def _get(batch: KVBatchMeta, fields: Sequence[str]) -> TensorDict:

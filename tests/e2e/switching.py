@@ -1,0 +1,127 @@
+"""A run that takes another method each step, so that all of them share one start of Ray, vLLM and the workers.
+
+    python tests/e2e/switching.py <overrides of the run>
+
+Each entry of SCHEDULE is what a user would add to the command line. The step's config is composed from the run's own
+overrides and these, and checked as at launch; the trainer and the workers' loss are set from it. What verl reads once,
+at the start, stays as BASE has it: the reward manager, the engines, the clip range and the KL loss of the workers.
+"""
+
+import sys
+
+BASE = (
+    "stability=icepop",
+    "stability.router_agreement=true",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.kl_loss_type=unbiased",
+    "actor_rollout_ref.actor.optim.lr=1e-5",
+)
+LOSS = "actor_rollout_ref.actor.policy_loss"
+SCHEDULE: list[tuple[str, ...]] = [
+    ("stability=icepop",),
+    ("stability=icepop", "stability.icepop.alpha=0.999", "stability.icepop.beta=1.001"),
+    ("stability=icepop", "stability.icepop.alpha=0.999", "stability.icepop.beta=1.001", "stability.denominator=kept"),
+    ("stability=tis", "stability.tis.cap=1.0"),
+    ("stability=tis_sequence", "stability.tis_sequence.cap=1.0"),
+    ("stability=kpop", "stability.kpop.phi=1e-7"),
+    ("stability=mis", "stability.mis.cap=1.0"),
+    ("stability=geo_mask",),
+    ("stability=seq_mask_tis",),
+    ("stability=icepop", "stability.correction=[icepop,geo_mask,opsm]", "stability.opsm.delta=0.0"),
+    ("stability=opsm", "stability.opsm.delta=0.0"),
+    ("stability=glm5",),
+    ("stability=deepseek_v32",),
+    ("stability=icepop_loss", f"{LOSS}.alpha=0.999", f"{LOSS}.beta=1.001"),
+    ("stability=opsm_loss", f"{LOSS}.delta=0.0"),
+    ("stability=llds_loss",),
+    ("stability=router_shift_loss",),
+    ("stability=router_shift_loss", f"{LOSS}.base=geo_mean"),
+    *(
+        ("stability=icepop", f"{LOSS}.loss_mode={mode}")
+        for mode in ("gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
+    ),
+    ("stability=qae",),
+    ("stability=grpo_positive",),
+    ("stability=filters", "stability.filters.low_probability.threshold=0.005"),
+    ("stability=none", "stability.filters={low_agreement:{threshold:0.9}}"),
+    ("stability=none", "stability.filters=[overlong,zero_variance]", "algorithm.adv_estimator=grpo"),
+    ("stability=none", "stability.filters={low_probability:{threshold:1.0}}"),
+]
+
+
+def compose(overrides: list[str]):
+    """The config that a launch with these overrides trains with; later ones stand for earlier ones."""
+    import hydra
+    from omegaconf import OmegaConf, open_dict
+
+    from verl_ext.compose import VERL_CONFIGS, prepare
+    from verl_ext.config import stability_config
+    from verl_ext.trainer.checks import apply_engine_settings, check_run
+
+    last = {override.split("=")[0].lstrip("+"): override for override in overrides}
+    with hydra.initialize_config_dir(str(VERL_CONFIGS), version_base=None):
+        config = hydra.compose("ppo_trainer", prepare(list(last.values())))
+    stability = stability_config(config.stability)
+    check_run(config, stability)
+    apply_engine_settings(config, stability)
+    with open_dict(config):
+        config.stability = OmegaConf.to_container(config.stability)
+    return config, stability
+
+
+def switching(trainer_class: type, base: list[str]) -> type:
+    """`trainer_class`, taking the settings of SCHEDULE's next entry before each step."""
+    from omegaconf import OmegaConf
+
+    from verl_ext.trainer import checks
+
+    class SwitchingTrainer(trainer_class):
+        def step(self, metrics, timing_raw):
+            entry = SCHEDULE[self.global_steps - 1]
+            config, self.stability = compose([*base, *entry])
+            self.config.algorithm = config.algorithm
+            self.icepop_loss = checks.uses_icepop_loss(config)
+            self.compares_engines = self.stability.needs_log_probs or self.icepop_loss
+            policy_loss = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss)
+            policy_loss.pop("_target_", None)
+            policy_loss.pop("rollout_correction", None)
+            settings = checks.loss_settings(self.stability) | {"policy_loss": policy_loss}
+            active = self.actor_rollout_wg.configure_loss(settings)[0]
+            print(f"switching: step {self.global_steps}: {' '.join(entry)}: {active}", flush=True)
+            return super().step(metrics, timing_raw)
+
+    return SwitchingTrainer
+
+
+def main() -> None:
+
+    from verl_ext import main_ppo
+
+    base = sys.argv[1:]
+
+    class SwitchingTaskRunner(main_ppo.StabilityTaskRunner):
+        def run(self, config):
+            from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+            from verl_ext.trainer import trainers
+
+            install = trainers.install
+
+            def install_switching():
+                install()
+                TRAINER_REGISTRY["sync"] = switching(trainers.StabilityTrainerSync, base)
+
+            trainers.install = install_switching
+            super().run(config)
+
+    main_ppo.StabilityTaskRunner = SwitchingTaskRunner
+    main_ppo.main()
+
+
+if __name__ == "__main__":
+    import os
+
+    # The runner's class is of this module, which the processes of Ray have to find.
+    here = os.path.dirname(os.path.abspath(__file__))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    main()
