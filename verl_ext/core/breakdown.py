@@ -109,8 +109,8 @@ class Breakdown:
             within_Sn = memory.take("within", len(edges) * n).view(len(edges), n)
             for row, edge in zip(within_Sn, [*edges[1:], torch.inf], strict=True):
                 torch.lt(by_axis[axis], edge, out=row)
-            # From here on indicators, the last bucket first. Differences of sums would lose the digits of a bucket whose
-            # neighbour holds an outlier.
+            # From here on indicators, the last bucket first. Differences of sums would lose the digits of a bucket that
+            # stands next to an outlier's.
             for bucket in range(len(edges) - 1, 0, -1):
                 within_Sn[bucket].sub_(within_Sn[bucket - 1])
             self.within[axis][:, :used] += within_Sn @ rows_Mn.T
