@@ -1,0 +1,208 @@
+"""What IcePop with a sequence mask and all its metrics cost: verl's rollout correction and ours, on the same tensors.
+
+    python tools/bench_correction.py [--sizes 64x512 4096x8192] [--threads 1] [--repeats 7] [--device cpu]
+
+verl: `compute_rollout_correction_and_rejection_mask` on a padded batch. Ours: `measure` with `icepop` and `geo_mask`,
+on the padded batch and on the packed tokens; without the breakdown, which verl has not, and with it. Both read the
+same float32 log-probabilities and int64 mask, as they stand in verl's batch (our cast to bool is timed with the rest);
+trajectories have 14 to 100 % of the longest one's tokens. Runs alternate, so that a machine that slows down favours
+none.
+
+ratio: median of verl's time over ours. x copy: our median over that of one `copy_` of the valid tokens' float32, the
+bound of anything that reads and writes each token once. memory: the most a call adds, in streams of 4 bytes a padded
+element, outputs included: in a process of its own, the peak resident set (VmHWM, reset just before) less the resident
+set before, with an allocator that returns freed tensors at once; on a GPU, from torch's own counter.
+On a GPU, times are CUDA events', and "of peak" is 13 bytes a token (two log-probabilities and a mask in, a weight out)
+over the time, against --peak-gb-s.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VERL_PLATFORM", "cpu")  # before anything imports verl; its arithmetic here does not depend on it
+
+import torch
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+from verl_ext.core.measure import measure
+from verl_ext.core.tokens import Tokens
+
+SIZES = ("64x512", "256x2048", "1024x4096", "4096x8192")
+CORRECTIONS = {"icepop": {"alpha": 0.5, "beta": 5.0}, "geo_mask": {"low": 1 / 1.001, "high": 1 / 0.999}}
+STREAMS_NEEDED = 40  # of 4 bytes a padded element, with room to spare: the inputs twice, and verl's temporaries
+BYTES_PER_TOKEN = 13
+
+
+class Batch:
+    """Random log-probabilities of B trajectories near the policy, padded to T and packed."""
+
+    def __init__(self, size: str, device: str):
+        B, T = map(int, size.split("x"))
+        generator = torch.Generator().manual_seed(0)
+        lengths = torch.randint(max(T * 14 // 100, 1), T + 1, (B,), generator=generator)
+        valid = torch.arange(T) < lengths[:, None]
+        infer = torch.empty(B, T).exponential_(1, generator=generator).neg_()
+        old = torch.randn(B, T, generator=generator).mul_(0.02).add_(infer)
+        self.elements = B * T
+        self.mask = valid.long().to(device)
+        self.infer, self.old = infer.to(device), old.to(device)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        self.packed_infer, self.packed_old = infer[valid].to(device), old[valid].to(device)
+        self.packed_mask, self.offsets = torch.ones_like(self.packed_infer, dtype=torch.long), offsets.to(device)
+
+    def padded(self) -> Tokens:
+        return Tokens.from_padded(self.infer, self.old, self.mask)
+
+    def packed(self) -> Tokens:
+        return Tokens(self.packed_infer, self.packed_old, self.packed_mask.bool(), self.offsets)
+
+    def verl(self) -> tuple[Any, torch.Tensor, dict[str, float]]:
+        return compute_rollout_correction_and_rejection_mask(
+            self.old,
+            self.infer,
+            self.mask,
+            rollout_is="token",
+            rollout_is_threshold="0.5_5.0",
+            rollout_rs="seq_mean_k1",
+            rollout_rs_threshold="0.999_1.001",
+        )
+
+    def calls(self) -> dict[str, Callable[[], Any]]:
+        return {
+            "verl, padded": self.verl,
+            "ours, padded": lambda: measure(self.padded(), CORRECTIONS, breakdown=False),
+            "ours, packed": lambda: measure(self.packed(), CORRECTIONS, breakdown=False),
+            "ours, padded, by bucket": lambda: measure(self.padded(), CORRECTIONS),
+            "ours, packed, by bucket": lambda: measure(self.packed(), CORRECTIONS),
+        }
+
+    def differing(self) -> int:
+        """Tokens that verl and we weigh differently, beyond float32."""
+        weights, kept, _ = self.verl()
+        theirs = weights.batch["rollout_is_weights"] * kept
+        ours = measure(self.padded(), CORRECTIONS, breakdown=False).weight.view_as(theirs)
+        return int((~torch.isclose(ours, theirs, rtol=1e-5, atol=0)).sum())
+
+
+def seconds(call: Callable[[], Any], device: str) -> float:
+    if device == "cpu":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1000
+
+
+def kibibytes(file: Path, field: str) -> int:
+    line = next(line for line in file.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1])
+
+
+def resident(field: str) -> int:
+    """Bytes of VmRSS or VmHWM of this process."""
+    return kibibytes(Path("/proc/self/status"), field) * 1024
+
+
+def print_memory(size: str, name: str, device: str) -> None:
+    """What one call adds at its peak, in streams; the whole output of a process of its own."""
+    Batch("8x64", device).calls()[name]()  # whatever is set up once
+    batch = Batch(size, device)
+    call = batch.calls()[name]
+    if device == "cpu":
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM back to VmRSS
+        before = resident("VmRSS")
+        call()
+        added = resident("VmHWM") - before
+    else:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        added = torch.cuda.max_memory_allocated() - before
+    print(added / (4 * batch.elements))
+
+
+def memory(size: str, name: str, arguments: argparse.Namespace) -> float:
+    options = ["--sizes", size, "--threads", str(arguments.threads), "--device", arguments.device]
+    done = subprocess.run(
+        [sys.executable, __file__, *options, "--memory-of", name],
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return float(done.stdout.split()[-1])
+
+
+def available() -> int:
+    """Bytes of memory that can be taken without swapping."""
+    return kibibytes(Path("/proc/meminfo"), "MemAvailable") * 1024
+
+
+def bench(size: str, arguments: argparse.Namespace) -> None:
+    B, T = map(int, size.split("x"))
+    needed = STREAMS_NEEDED * 4 * B * T
+    if needed > available():
+        print(f"{size}: left out, {available() / 2**30:.1f} GiB are free and it takes up to {needed / 2**30:.1f}")
+        return
+    batch = Batch(size, arguments.device)
+    names = list(batch.calls())
+    added = {name: memory(size, name, arguments) for name in names}
+    source = batch.packed_infer
+    target = torch.empty_like(source)
+    calls = batch.calls() | {"copy": lambda: target.copy_(source)}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(arguments.repeats + 1):
+        order = list(calls) if repeat % 2 == 0 else list(calls)[::-1]
+        for name in order:
+            spent = seconds(calls[name], arguments.device)
+            if repeat:  # the first round warms up
+                times[name].append(spent)
+    median = {name: statistics.median(spent) for name, spent in times.items()}
+    print(
+        f"\n{size}: {len(source):,} of {batch.elements:,} tokens valid ({len(source) / batch.elements:.0%}); "
+        f"weights differ on {batch.differing()}; one copy {median['copy'] * 1000:.3f} ms"
+    )
+    on_gpu = arguments.device != "cpu"
+    print(f"{'':<26}{'median, ms':>12}{'best, ms':>12}{'ratio':>9}{'x copy':>9}{'memory':>9}{'of peak' * on_gpu:>9}")
+    for name in names:
+        ratio = f"{median[names[0]] / median[name]:.2f}" if name != names[0] else ""
+        share = BYTES_PER_TOKEN * len(source) / median[name] / (arguments.peak_gb_s * 1e9)
+        print(
+            f"{name:<26}{median[name] * 1000:>12.2f}{min(times[name]) * 1000:>12.2f}{ratio:>9}"
+            f"{median[name] / median['copy']:>9.1f}{added[name]:>9.2f}{f'{share:.1%}' * on_gpu:>9}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=SIZES, help="trajectories x tokens (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=7, help="timed calls of each (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--peak-gb-s", type=float, default=4800, help="memory bandwidth (default: %(default)s, an H200)"
+    )
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # set by this script for its own subprocesses
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.memory_of:
+        print_memory(arguments.sizes[0], arguments.memory_of, arguments.device)
+        return
+    print(f"torch {torch.__version__}, {arguments.device}, {arguments.threads} thread(s), {arguments.repeats} repeats")
+    for size in arguments.sizes:
+        bench(size, arguments)
+
+
+if __name__ == "__main__":
+    main()
