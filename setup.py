@@ -36,7 +36,7 @@ setup(
             "megatron-core>=0.16.1",
         ],
         "report": ["matplotlib>=3.8"],
-        "dev": ["hypothesis", "matplotlib>=3.8", "mypy", "pytest", "pytest-timeout", "ruff", "trl==1.14.2"],
+        "dev": ["hypothesis", "matplotlib>=3.8", "mypy", "pytest", "pytest-timeout", "ruff"],
     },
     entry_points={
         "console_scripts": ["verl-ext = verl_ext.cli:main"],

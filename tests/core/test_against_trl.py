@@ -5,7 +5,8 @@ Its importance-sampling modes (token_truncate, token_mask, sequence_truncate, se
 """
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,10 +15,17 @@ from verl_ext.core.losses import opsm_mask, sequence_divergence
 
 
 @pytest.fixture(scope="module")
-def trl_mask() -> Callable:
-    from trl.trainer.grpo_trainer import GRPOTrainer  # seconds: here, so that collecting the tests stays fast
+def trl_mask() -> Iterator[Callable]:
+    folder = f"{sys.prefix}/opt/trl"  # apart from verl, which fails where it finds TRL: tools/setup_cpu.sh
+    sys.path.append(folder)
+    try:
+        from trl.trainer.grpo_trainer import GRPOTrainer
 
-    return GRPOTrainer.get_off_policy_mask
+        yield GRPOTrainer.get_off_policy_mask
+    finally:
+        sys.path.remove(folder)
+        for name in [name for name in sys.modules if name.split(".")[0] == "trl"]:
+            del sys.modules[name]
 
 
 def masks(trl_mask, l_infer, l_theta, advantages_B, mask, delta):

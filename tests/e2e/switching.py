@@ -14,7 +14,10 @@ BASE = (
     "stability.router_agreement=true",
     "actor_rollout_ref.actor.use_kl_loss=true",
     "actor_rollout_ref.actor.kl_loss_type=unbiased",
-    "actor_rollout_ref.actor.optim.lr=1e-5",
+    "actor_rollout_ref.actor.optim.lr=1e-4",
+    # Two updates a step: in the second, the policy is no longer the one before the step.
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
 )
 LOSS = "actor_rollout_ref.actor.policy_loss"
 SCHEDULE: list[tuple[str, ...]] = [

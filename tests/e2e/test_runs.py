@@ -41,13 +41,15 @@ def test_icepop_router_agreement_and_cascade_attention(train):
         assert step["actor/grad_norm"] > 0
 
 
-def test_a_narrow_band_drops_every_token_and_leaves_no_gradient(train):
+def test_a_narrow_band_drops_every_token_and_skips_the_update(train):
     run = train("stability=icepop", "stability.icepop.alpha=3", "stability.icepop.beta=4")
     assert run.code == 0, run.tail
     for step in run.steps:
         assert step["correction/dropped"] == step["correction/dropped_low"] == 1
-        assert step["correction/sequences_all_dropped"] == 1
-        assert step["actor/grad_norm"] == 0
+        assert step["correction/sequences_dropped"] == 1
+        assert step["guard/skipped"] == 1
+        assert "actor/grad_norm" not in step
+    assert run.console.count("update skipped: icepop dropped all ") == 2
 
 
 def test_a_narrow_band_in_the_policy_loss_does_the_same(train):
@@ -135,13 +137,14 @@ def test_separate_async_with_the_guard_and_routing(train):
     assert_updates_near_the_policy(run)
 
 
-def test_colocate_async_with_padding_removal_and_a_reference_policy(train):
+def test_deepseeks_preset_in_colocate_async_with_padding_removal_and_kl_in_the_reward_too(train):
     run = train(
-        "stability=icepop",
+        "stability=deepseek_v32",
+        "stability.correction=[icepop,opsm]",
         ROUTING,
+        "algorithm.use_kl_in_reward=true",
         "trainer.v1.trainer_mode=colocate_async",
         ASYNC_BUFFER,
-        "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.model.use_remove_padding=true",
         "actor_rollout_ref.actor.optim.lr=1e-6",
         steps=3,
@@ -149,15 +152,21 @@ def test_colocate_async_with_padding_removal_and_a_reference_policy(train):
     assert run.code == 0, run.tail
     assert "PPOTrainerColocateAsync._update_actor" in run.console
     assert_updates_near_the_policy(run)
-    assert all(step["actor/kl_loss"] >= 0 for step in run.steps)
+    assert "unbiased, over l_infer" in run.console
+    for step in run.steps:
+        assert step["actor/kl_loss"] >= 0
+        assert 0 <= step["actor/opsm/dropped"] <= 1
+        assert "actor/reward_kl_penalty" in step
 
 
-def test_two_training_ranks_with_dynamic_batches_and_padding_rows(train):
+def test_dapo_on_two_training_ranks_with_dynamic_batches_and_padding_rows(train):
     # 7 prompts of 4 responses on mini-batches of 16: verl adds four synthetic rows to make two.
     run = train(
         "data.train_batch_size=7",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "stability=icepop",
+        "stability=dapo",
+        "stability.correction=icepop",
+        "reward.reward_kwargs.overlong_buffer_cfg.len=8",
         ROUTING,
         "trainer.n_gpus_per_node=2",
         "ray_kwargs.ray_init.num_gpus=2",
@@ -171,6 +180,9 @@ def test_two_training_ranks_with_dynamic_batches_and_padding_rows(train):
         assert 0.9 < step["router/agreement"] < 1
         # Both ranks' tokens, and each once: the same tokens that verl counts.
         assert step["router/tokens"] == pytest.approx(28 * step["response_length/mean"])
+        # A response that hit the limit is out of the loss, and punished in its reward.
+        assert 0 < step["filter/overlong/dropped_trajectories"] < 1
+        assert step["critic/score/min"] < 0
         assert step["vllm_kl/k1"] == pytest.approx(step["rollout_corr/kl"], rel=1e-3, abs=1e-6)
         assert step["actor/grad_norm"] > 0
 
