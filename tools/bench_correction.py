@@ -34,7 +34,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
 
-SIZES = ("64x512", "256x2048", "1024x4096", "4096x8192")
+SIZES = ("64x512", "256x2048", "1024x8192", "4096x8192")
 CORRECTIONS = {"icepop": {"alpha": 0.5, "beta": 5.0}, "geo_mask": {"low": 1 / 1.001, "high": 1 / 0.999}}
 STREAMS_NEEDED = 40  # of 4 bytes a padded element, with room to spare: the inputs twice, and verl's temporaries
 BYTES_PER_TOKEN = 13

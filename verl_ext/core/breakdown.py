@@ -84,27 +84,50 @@ class Cells:
 
 
 class Breakdown:
-    """Sums of the token count and of MEASURES by trajectory and by bucket, as they grow block by block."""
+    """Sums by trajectory and, where asked for, of the token count and MEASURES by bucket, as they grow by blocks."""
 
     def __init__(self, tokens: Tokens, by_bucket: bool):
+        self.by_bucket = by_bucket
         self.cells = Cells.of(tokens) if by_bucket else Cells.rows(tokens.offsets)
-        self.runs = RunSums(self.cells.starts, 1 + len(MEASURES))
+        # By bucket: who counts, then MEASURES (k1 with the sign of log k). Else: who counts, log k, who is dropped.
+        self.runs = RunSums(self.cells.starts, 1 + len(MEASURES) if by_bucket else 3)
         self.trajectories = len(tokens.offsets) - 1
         self.edges = {"prob": PROBABILITY_EDGES, "entropy": ENTROPY_EDGES} if by_bucket else {}
         if tokens.entropy is None:
             self.edges.pop("entropy", None)
-        self.by_bucket = by_bucket
         self.within = {axis: self._zeros(len(edges)) for axis, edges in self.edges.items()}
 
     def _zeros(self, count: int) -> Tensor:
-        return self.runs.sums.new_zeros(count, 1 + len(MEASURES))
+        return self.runs.sums.new_zeros(count, self.runs.sums.shape[1])
 
-    def add(self, part: slice, measures: list[Tensor], by_axis: Mapping[str, Tensor], memory: Workspace) -> None:
-        """Add one block, [n] float64 each: who counts, then MEASURES in order; probability and entropy by axis."""
-        self.runs.add(part, measures)
-        n, used = part.stop - part.start, len(measures)
-        if self.edges:
-            rows_Mn = torch.stack(measures, out=memory.take("rows", used * n).view(used, n))
+    def add(
+        self,
+        part: slice,
+        measures: tuple[Tensor | None, ...],
+        dropped: Tensor | None,
+        clean: bool,
+        by_axis: Mapping[str, Tensor],
+        memory: Workspace,
+    ) -> None:
+        """Add one block, [n] float each.
+
+        Args:
+            measures: who counts, log k, k3, and who is dropped on the low and on the high side, or None for both.
+            dropped: the two sides together, or None.
+            clean: whether all of the block counts.
+            by_axis: the values that put a token into a bucket of each axis in `edges`.
+        """
+        if not self.by_bucket:
+            counts, log_k = measures[:2]
+            rows = [None if clean else counts, log_k]
+            self.runs.add(part, rows if dropped is None else [*rows, dropped])
+            return
+        n = part.stop - part.start
+        used = [row for row in measures if row is not None]
+        rows_Mn = memory.take("rows", len(used) * n).view(len(used), n)
+        for row, values in zip(rows_Mn, used, strict=True):
+            row.copy_(values)
+        self.runs.add(part, [None if clean else rows_Mn[0], *rows_Mn[1:]])
         for axis, edges in self.edges.items():
             within_Sn = memory.take("within", len(edges) * n).view(len(edges), n)
             for row, edge in zip(within_Sn, [*edges[1:], torch.inf], strict=True):
@@ -113,20 +136,23 @@ class Breakdown:
             # stands next to an outlier's.
             for bucket in range(len(edges) - 1, 0, -1):
                 within_Sn[bucket].sub_(within_Sn[bucket - 1])
-            self.within[axis][:, :used] += within_Sn @ rows_Mn.T
+            self.within[axis][:, : len(used)] += within_Sn @ rows_Mn.T
 
-    def by_trajectory(self) -> Tensor:
-        """[B, 1 + M] sums."""
-        return self._zeros(self.trajectories).index_add_(0, self.cells.row, self.runs.sums)
+    def by_trajectory(self) -> tuple[Tensor, Tensor, Tensor]:
+        """[B] tokens that count, sum of log k, tokens dropped."""
+        sums = self._zeros(self.trajectories).index_add_(0, self.cells.row, self.runs.sums)
+        return sums[:, 0], sums[:, 1], sums[:, 3] + sums[:, 4] if self.by_bucket else sums[:, 2]
 
     def buckets(self) -> dict[str, Tensor]:
-        """Axis -> [S, 1 + M] sums."""
+        """Axis -> [S, 1 + M] sums: tokens, then MEASURES."""
         if not self.by_bucket:
             return {}
         found = dict(self.within)
         for axis, index in (("position", self.cells.position), ("turn", self.cells.turn)):
             found[axis] = self._zeros(len(NAMES[axis])).index_add_(0, index, self.runs.sums)
-        return found
+        sign = torch.ones_like(self.runs.sums[0:1].sum(0))
+        sign[1] = -1  # k1 is the mean of -log k
+        return {axis: sums * sign for axis, sums in found.items()}
 
 
 def breakdown_metrics(sums: dict[str, list[list[float]]], with_corrections: bool) -> dict[str, float]:

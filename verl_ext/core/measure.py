@@ -2,9 +2,9 @@
 
 Shape legend: N response tokens, n tokens of a block, B trajectories.
 
-The tokens are taken in blocks that fit a core's cache, in float64: nothing but the weights is ever as long as the
-batch, and all metrics come from the same few sums, which go to the host together. A log-ratio x that is masked out or
-not finite is set to 0; e = expm1(x) is 0 with it, and both drop out of every sum:
+The tokens are taken in blocks that stay in a core's cache: nothing but the weights is ever as long as the batch, and all
+metrics come from the same few sums, which go to the host together. A log-ratio x that is masked out or not finite is
+set to 0; e = expm1(x) is 0 with it, and both drop out of every sum:
 
     sum (k^2 - 1) = sum e^2 + 2 sum e        sum (k - log k - 1) = sum (e - x)
 
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from verl_ext.core.breakdown import Breakdown, breakdown_metrics
-from verl_ext.core.mismatch import Gap
+from verl_ext.core.mismatch import LOG_RATIO_BOUND, Gap, probabilities
 from verl_ext.core.segments import Workspace
 from verl_ext.core.tokens import Tokens
 from verl_ext.core.weigh import Composition, Settings, blocks
 
-BLOCK = 65_536  # tokens; some 20 float64 temporaries of it share a core's cache. A GPU takes a batch in one block.
+BLOCK = 131_072  # tokens: some 14 MB of temporaries
+GPU_BLOCK = 8_388_608  # float32 counts exactly up to twice this
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def measure(
         tokens: any device, any float dtype; a padded batch is `Tokens.from_padded`.
         corrections: name -> settings, e.g. `{"icepop": {"alpha": 0.5, "beta": 5.0}, "geo_mask": {...}}`.
         breakdown: also give metrics by probability, entropy, position and turn.
-        block: tokens taken at a time (default: BLOCK on a CPU, all on a GPU).
+        block: tokens taken at a time (default: BLOCK on a CPU, GPU_BLOCK on a GPU).
 
     Metrics (means over tokens with m=1; natural logarithm):
         vllm_kl/k1: mean(l_infer - l_old), an estimate of KL(pi_infer || pi_train) that can be negative.
@@ -78,80 +79,95 @@ def measure(
             {prob,entropy,position,turn}/<bucket>: the same by bucket; share is the bucket's share of the tokens. An
             axis with a single bucket in use is left out.
     """
-    size = block or (BLOCK if tokens.mask.device.type == "cpu" else max(len(tokens.mask), 1))
+    size = block or (BLOCK if tokens.mask.device.type == "cpu" else GPU_BLOCK)
     memory = Workspace(tokens.mask.device)
     composition = Composition(tokens, corrections or {}, size, memory)
     weight = torch.empty(len(tokens.mask), device=tokens.mask.device) if corrections else None
     parts = Breakdown(tokens, breakdown)
-    sums = _Sums(tokens.mask.device)
+    sums = _Sums()
     sums.add(masked=tokens.mask.count_nonzero())
     for part in blocks(len(tokens.mask), size):
         n = part.stop - part.start
         gap = Gap.of(tokens, part, memory)
-        _add_differences(sums, gap, memory)
-        by_axis = {"prob": gap.p_infer}
-        if tokens.entropy is not None:
-            by_axis["entropy"] = memory.take("entropy", n).copy_(tokens.entropy[part]).nan_to_num_(0.0)
-        k1 = torch.neg(gap.log_k, out=memory.take("k1", n))
+        _add_mismatch(sums, tokens, part, gap, memory)
         k3 = torch.sub(gap.k_minus_1, gap.bounded, out=memory.take("k3", n))
-        measures = [gap.counts, k1, k3]
+        sums.add(tokens=gap.counts.sum(), log_k=gap.log_k_sum, k3=k3.sum())
+        dropped = low = high = None
         if weight is not None:
             found = composition.weigh(part, gap)
-            product = torch.mul(found.weight, gap.counts, out=memory.take("product", n))
-            weight[part] = product
-            dropped = torch.eq(product, 0, out=memory.take("dropped", n)).mul_(gap.counts)
-            low = torch.mul(dropped, found.low, out=memory.take("low", n))
-            measures += [low, torch.sub(dropped, low, out=memory.take("high", n))]
-            sums.add(weight=product.sum())
-            if tokens.entropy is not None:
-                entropy = by_axis["entropy"]
-                sums.add(entropy=torch.dot(entropy, gap.counts), entropy_dropped=torch.dot(entropy, dropped))
-        parts.add(part, measures, by_axis, memory)
+            product = weight[part].copy_(found.weight)
+            dropped = torch.eq(product, 0, out=memory.take("dropped", n, torch.float32))
+            if not gap.clean:
+                product.mul_(gap.counts)
+                dropped.mul_(gap.counts)
+            low = torch.mul(dropped, found.low, out=memory.take("low", n, torch.float32))
+            high = torch.sub(dropped, low, out=memory.take("high", n, torch.float32))
+            sums.add(weight=product.sum(), low=low.sum(), high=high.sum())
+        axes = {"prob": gap.p_infer}
+        if tokens.entropy is not None:
+            entropy = memory.take("entropy", n).copy_(tokens.entropy[part]).nan_to_num_(0.0)
+            axes["entropy"] = entropy
+            if dropped is not None:
+                of_dropped = torch.mul(entropy, dropped, out=memory.take("entropy_dropped", n)).sum()
+                sums.add(entropy=(entropy if gap.clean else entropy * gap.counts).sum(), entropy_dropped=of_dropped)
+        parts.add(part, (gap.counts, gap.log_k, k3, low, high), dropped, gap.clean, axes, memory)
     return _result(tokens, weight, sums, parts, composition)
 
 
 class _Sums:
-    """Sums and largest values by name; on the device until `to_host`."""
+    """Sums and largest values by name, of which each block adds its own; they stay on the device."""
 
-    def __init__(self, device: torch.device):
-        self.zero = torch.zeros((), dtype=torch.float64, device=device)
-        self.values: dict[str, Tensor] = {}
+    def __init__(self) -> None:
+        self.sums: dict[str, list[Tensor]] = {}
+        self.largest: dict[str, list[Tensor]] = {}
 
     def add(self, **values: Tensor) -> None:
         for name, value in values.items():
-            self.values[name] = self.values.get(name, self.zero) + value
+            self.sums.setdefault(name, []).append(value)
 
     def raise_to(self, **values: Tensor) -> None:
         for name, value in values.items():
-            self.values[name] = torch.maximum(self.values.get(name, self.zero), value)
+            self.largest.setdefault(name, []).append(value)
+
+    def names(self) -> list[str]:
+        return [*self.sums, *self.largest]
+
+    def stacked(self) -> Tensor:
+        """[names] float64."""
+        sums = [torch.stack(values).double().sum() for values in self.sums.values()]
+        return torch.stack(sums + [torch.stack(values).double().amax() for values in self.largest.values()])
 
 
-def _add_differences(sums: _Sums, gap: Gap, memory: Workspace) -> None:
-    n = len(gap.counts)
-    k = torch.add(gap.k_minus_1, gap.counts, out=memory.take("k", n))  # 0 where a token does not count
+def _add_mismatch(sums: _Sums, tokens: Tokens, part: slice, gap: Gap, memory: Workspace) -> None:
+    n = part.stop - part.start
     absolute = torch.abs(gap.log_k, out=memory.take("absolute", n))
-    difference = torch.sub(gap.p_infer, gap.p_old, out=memory.take("difference", n)).abs_().mul_(gap.counts)
+    furthest = absolute.amax()
+    difference = memory.take("difference", n)
+    if bool(furthest <= LOG_RATIO_BOUND):
+        # p_old - p_infer = p_infer (k - 1), which needs no exact p_old.
+        difference.copy_(gap.p_infer).mul_(gap.k_minus_1).abs_()
+    else:
+        p = probabilities(tokens, part, memory)
+        torch.sub(p["p_old"], p["p_infer"], out=difference).abs_().mul_(gap.counts)
+    k = gap.k if gap.clean else gap.k * gap.counts
     sums.add(
         log_k_abs=absolute.sum(),
         k=k.sum(),
-        k_squared=torch.dot(k, k),
+        k_squared=torch.mul(k, k, out=memory.take("squared", n, torch.float32)).sum(),
         e=gap.k_minus_1.sum(),
         e_squared=torch.dot(gap.k_minus_1, gap.k_minus_1),
         difference=difference.sum(),
         difference_squared=torch.dot(difference, difference),
     )
-    sums.raise_to(log_k_abs_max=absolute.amax(), difference_max=difference.amax())
+    sums.raise_to(log_k_abs_max=furthest, difference_max=difference.amax())
 
 
 def _result(tokens: Tokens, weight: Tensor | None, sums: _Sums, parts: Breakdown, composition: Composition) -> Measured:
-    by_trajectory = parts.by_trajectory()
-    count, k1, _, low, high = by_trajectory.T  # low and high stay 0 without corrections
-    dropped = low + high
-    gap = k1 / count.clamp(min=1)
+    count, log_k, dropped = parts.by_trajectory()
+    gap = (log_k / count.clamp(min=1)).abs()
     used = count > 0
-    sums.add(sequences=used.sum(), sequences_dropped=(used & (dropped == count)).sum(), sequence_gap=gap.abs().sum())
-    sums.raise_to(sequence_gap_max=gap.abs().amax() if len(gap) else sums.zero)
-    sums.add(**dict(zip(("tokens", "k1", "k3", "low", "high"), by_trajectory.sum(0), strict=True)))
+    sums.add(sequences=used.sum(), sequences_dropped=(used & (dropped == count)).sum(), sequence_gap=gap.sum())
+    sums.raise_to(sequence_gap_max=torch.cat([gap, gap.new_zeros(1)]).amax())
     for name, rows in composition.sequences.items():
         sums.add(**{f"{name}/low": (rows.low * used).sum(), f"{name}/high": (rows.high * used).sum()})
     for name, outside in composition.outside.items():
@@ -159,11 +175,11 @@ def _result(tokens: Tokens, weight: Tensor | None, sums: _Sums, parts: Breakdown
 
     buckets = parts.buckets()
     # One transfer for all that is logged, wherever the tensors live.
-    packed = [torch.stack(list(sums.values.values())), *(table.flatten() for table in buckets.values())]
+    packed = [sums.stacked(), *(table.flatten() for table in buckets.values())]
     scalars, *tables = torch.cat(packed).cpu().split([len(part) for part in packed])
-    s = dict(zip(sums.values, scalars.tolist(), strict=True))
+    s = dict(zip(sums.names(), scalars.tolist(), strict=True))
     metrics: dict[str, float] = {}
-    if s["tokens"]:
+    if s.get("tokens"):
         metrics = _mismatch_metrics(s)
         if weight is not None:
             metrics |= _correction_metrics(s, composition)
@@ -175,8 +191,8 @@ def _result(tokens: Tokens, weight: Tensor | None, sums: _Sums, parts: Breakdown
         weight=weight,
         metrics=metrics,
         tokens=int(s["masked"]),
-        kept=int(s["tokens"] - s["low"] - s["high"]),
-        non_finite=int(s["masked"] - s["tokens"]),
+        kept=int(s.get("tokens", 0) - s.get("low", 0) - s.get("high", 0)),
+        non_finite=int(s["masked"] - s.get("tokens", 0)),
     )
 
 
@@ -184,7 +200,7 @@ def _mismatch_metrics(s: Mapping[str, float]) -> dict[str, float]:
     n = s["tokens"]
     mean = s["difference"] / n
     return {
-        "vllm_kl/k1": s["k1"] / n,
+        "vllm_kl/k1": -s["log_k"] / n,
         "vllm_kl/k3": s["k3"] / n,
         "vllm_kl/prob_diff_mean": mean,
         "vllm_kl/prob_diff_max": s["difference_max"],

@@ -29,50 +29,64 @@ def count_non_finite(tensor: Tensor, mask: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Gap:
-    """A block of tokens under both engines, [n] float64; 0 wherever a token does not count.
+    """A block of tokens under both engines, [n] each, in the memory of its block until the next one.
+
+    Log-ratios are float64, so that k - log k - 1 keeps its digits where it is log(k)^2 / 2 of a small log k; what is
+    only compared with bounds or added up is float32.
 
     Attributes:
-        counts: 1 on the tokens that count: masked in, and their log-probabilities finite.
-        log_k: l_old - l_infer.
-        bounded: log_k clamped to +-20.
-        k_minus_1: exp(bounded) - 1.
-        p_infer, p_old: the probabilities, also of tokens that do not count; 0 where they are not finite.
+        counts: float32, 1 on the tokens that count: masked in, and their log-probabilities finite; else 0.
+        clean: whether all of them count.
+        log_k: float64, l_old - l_infer; 0 where a token does not count.
+        log_k_sum: its sum.
+        bounded: float64, log_k clamped to +-20.
+        k_minus_1: float64, exp(bounded) - 1.
+        k: float32, exp(bounded); 1 where a token does not count.
+        p_infer: float32, exp(l_infer), also of tokens that do not count; 0 where it is not finite.
     """
 
     counts: Tensor
+    clean: bool
     log_k: Tensor
+    log_k_sum: Tensor
     bounded: Tensor
     k_minus_1: Tensor
+    k: Tensor
     p_infer: Tensor
-    p_old: Tensor
 
     @classmethod
     def of(cls, tokens: Tokens, part: slice, memory: Workspace) -> "Gap":
-        """The block's tensors stand in `memory`, until the next block."""
         n = part.stop - part.start
-        infer, old = load(tokens, part, memory)
-        log_k, counts, clean = log_ratio(infer, old, tokens.mask[part], memory)
+        log_k, counts, total = log_ratio(tokens, part, memory)
+        clean = total is not None
         bounded = torch.clamp(log_k, -LOG_RATIO_BOUND, LOG_RATIO_BOUND, out=memory.take("bounded", n))
         k_minus_1 = torch.expm1(bounded, out=memory.take("k_minus_1", n))
-        p_infer, p_old = infer.exp_(), old.exp_()
+        k = memory.take("k", n, torch.float32).copy_(bounded).exp_()
+        p_infer = memory.take("p_infer", n, torch.float32).copy_(tokens.l_infer[part]).exp_()
         if not clean:
-            for p in (p_infer, p_old):
-                p.nan_to_num_(0.0, 0.0, 0.0)
-        return cls(counts, log_k, bounded, k_minus_1, p_infer, p_old)
+            p_infer.nan_to_num_(0.0, 0.0, 0.0)
+        return cls(counts, clean, log_k, log_k.sum() if total is None else total, bounded, k_minus_1, k, p_infer)
 
 
-def load(tokens: Tokens, part: slice, memory: Workspace) -> tuple[Tensor, Tensor]:
-    """l_infer and l_old of a block in float64."""
-    n = part.stop - part.start
-    return memory.take("infer", n).copy_(tokens.l_infer[part]), memory.take("old", n).copy_(tokens.l_old[part])
-
-
-def log_ratio(infer: Tensor, old: Tensor, mask: Tensor, memory: Workspace) -> tuple[Tensor, Tensor, bool]:
-    """log k, 0 where a token does not count; 1 where it does, else 0; and whether all do."""
-    log_k = torch.sub(old, infer, out=memory.take("log_k", len(mask)))
-    counts = memory.take("counts", len(mask))
-    if int(mask.count_nonzero()) == len(mask) and bool(log_k.sum().isfinite()):
-        return log_k, counts.fill_(1), True  # most blocks, at half the cost
+def log_ratio(tokens: Tokens, part: slice, memory: Workspace) -> tuple[Tensor, Tensor, Tensor | None]:
+    """log k of a block, 0 where a token does not count; 1 where it does, else 0; and the sum, if all do."""
+    mask, n = tokens.mask[part], part.stop - part.start
+    old, infer = memory.take("log_k", n).copy_(tokens.l_old[part]), memory.take("infer", n).copy_(tokens.l_infer[part])
+    log_k = old.sub_(infer)
+    counts = memory.take("counts", n, torch.float32)
+    total = log_k.sum()
+    if bool(total.isfinite()) and int(mask.count_nonzero()) == n:
+        return log_k, counts.fill_(1), total  # most blocks, at half the cost
     # x - x is 0 for a finite x, else NaN.
-    torch.eq(torch.sub(log_k, log_k, out=counts), 0, out=counts).mul_(mask)
-    return log_k.nan_to_num_(0.0, 0.0, 0.0).mul_(counts), counts, False
+    torch.eq(log_k - log_k, 0, out=counts).mul_(mask)
+    return log_k.nan_to_num_(0.0, 0.0, 0.0).mul_(counts), counts, None
+
+
+def probabilities(tokens: Tokens, part: slice, memory: Workspace) -> dict[str, Tensor]:
+    """exp(l_infer) and exp(l_old) of a block in float64; 0 where they are not finite."""
+    n = part.stop - part.start
+    fields = {"p_infer": tokens.l_infer, "p_old": tokens.l_old}
+    return {
+        name: memory.take(f"exact_{name}", n).copy_(values[part]).exp_().nan_to_num_(0.0, 0.0, 0.0)
+        for name, values in fields.items()
+    }

@@ -34,7 +34,7 @@ def expand(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 class Workspace:
-    """Named float64 buffers for the temporaries of a block, used again for the next one.
+    """Named buffers for the temporaries of a block, used again for the next one.
 
     On a CPU, fresh memory for each of them costs more than the arithmetic.
     """
@@ -43,10 +43,10 @@ class Workspace:
         self.device = device
         self.buffers: dict[str, Tensor] = {}
 
-    def take(self, name: str, count: int) -> Tensor:
-        """[count], with whatever it held before."""
+    def take(self, name: str, count: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        """[count], with whatever it held before; a name keeps its dtype."""
         if name not in self.buffers or len(self.buffers[name]) < count:
-            self.buffers[name] = torch.empty(count, dtype=torch.float64, device=self.device)
+            self.buffers[name] = torch.empty(count, dtype=dtype, device=self.device)
         return self.buffers[name][:count]
 
 
@@ -57,8 +57,8 @@ class RunSums:
         self.starts = starts
         self.sums = torch.zeros(len(starts) - 1, measures, dtype=torch.float64, device=starts.device)
 
-    def add(self, part: slice, values_Mn: Iterable[Tensor]) -> None:
-        """Add one block, M times [n] float64."""
+    def add(self, part: slice, values_Mn: Iterable[Tensor | None]) -> None:
+        """Add one block, M times [n] float; None stands for ones."""
         runs, lengths = overlap(self.starts, part)
         for column, row in enumerate(values_Mn):
-            self.sums[runs, column] += segment_sums(row, lengths)
+            self.sums[runs, column] += lengths if row is None else segment_sums(row, lengths)

@@ -8,9 +8,10 @@ from functools import reduce
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_ext.core.corrections import CORRECTIONS, Correction, Weights
-from verl_ext.core.mismatch import Gap, load, log_ratio
+from verl_ext.core.mismatch import Gap, log_ratio, probabilities
 from verl_ext.core.segments import RunSums, Workspace, expand, overlap
 from verl_ext.core.tokens import Tokens
 
@@ -41,14 +42,16 @@ class Composition:
         zeros = torch.zeros(2, dtype=torch.float64, device=tokens.mask.device)
         self.outside = {correction.name: zeros.clone() for correction, _ in self.of_tokens}
         self.sequences = self._weigh_sequences(of_sequences, block) if of_sequences else {}
-        self.rows = reduce(_times, self.sequences.values()) if self.sequences else None
+        self.rows: tuple[Tensor, ...] | None = None  # weight, low and high of all sequence corrections together
+        if self.sequences:
+            product = reduce(_times, self.sequences.values())
+            self.rows = (product.weight.float(), product.low.float(), product.high.float())
 
     def _weigh_sequences(self, chosen: list[tuple[Correction, Settings]], block: int) -> dict[str, Weights]:
         sums = RunSums(self.tokens.offsets, 2)
         for part in blocks(len(self.tokens.mask), block):
-            infer, old = load(self.tokens, part, self.memory)
-            log_k, counts, _ = log_ratio(infer, old, self.tokens.mask[part], self.memory)
-            sums.add(part, (log_k, counts))
+            log_k, counts, total = log_ratio(self.tokens, part, self.memory)
+            sums.add(part, (log_k, counts if total is None else None))
         log_rho, count = sums.sums.T
         quantities = {"log_rho": log_rho, "log_g": log_rho / count.clamp(min=1)}
         return {
@@ -57,18 +60,20 @@ class Composition:
         }
 
     def weigh(self, part: slice, gap: Gap) -> Weights:
-        """The block's product of weights, [n] float64, and who is outside the bounds of any correction."""
-        k = torch.add(gap.k_minus_1, 1, out=self.memory.take("k", len(gap.counts)))
-        quantities = {"k": k, "p_infer": gap.p_infer, "p_old": gap.p_old}
+        """The block's product of weights, [n], and who is outside the bounds of any correction."""
+        quantities = {"k": gap.k}
+        if any("p_infer" in correction.reads or "p_old" in correction.reads for correction, _ in self.of_tokens):
+            quantities |= probabilities(self.tokens, part, self.memory)
         found = []
         for correction, settings in self.of_tokens:
             weights = correction.function(*(quantities[name] for name in correction.reads), **settings)
             sides = (weights.low, weights.high)
-            self.outside[correction.name] += torch.stack([torch.dot(side, gap.counts) for side in sides])
+            counted = sides if gap.clean else [side * gap.counts for side in sides]
+            self.outside[correction.name] += torch.stack([side.sum() for side in counted])
             found.append(weights)
         if self.rows is not None:
             runs, lengths = overlap(self.tokens.offsets, part)
-            rows = [values[runs] for values in (self.rows.weight, self.rows.low, self.rows.high)]
+            rows = [values[runs] for values in self.rows]
             # Most blocks have no sequence that weighs other than 1 or is out of bounds.
             if not found or bool(((rows[0] != 1) | (rows[1] != 0)).any()):
                 found.append(Weights(*(expand(values, lengths) for values in rows)))
