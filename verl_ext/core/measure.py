@@ -2,9 +2,9 @@
 
 Shape legend: N response tokens, n tokens of a block, B trajectories.
 
-The tokens are taken in blocks that stay in a core's cache: nothing but the weights is ever as long as the batch, and all
-metrics come from the same few sums, which go to the host together. A log-ratio x that is masked out or not finite is
-set to 0; e = expm1(x) is 0 with it, and both drop out of every sum:
+The tokens are taken in blocks that stay in a core's cache: nothing but the weights is ever as long as the batch, and
+all metrics come from the same few sums, which go to the host together. A log-ratio x that is masked out or not finite
+is set to 0; e = expm1(x) is 0 with it, and both drop out of every sum:
 
     sum (k^2 - 1) = sum e^2 + 2 sum e        sum (k - log k - 1) = sum (e - x)
 
