@@ -32,9 +32,16 @@ def test_everything_is_off_by_default():
         ({"correction": ["icepop", "icepop"]}, "names a correction twice"),
         ({"correction": "opsm"}, "needs stability.opsm.delta"),
         (
-            {"correction": "opsm", "opsm": {"delta": 0.1}, "denominator": "kept"},
+            {"correction": ["icepop", "opsm"], "opsm": {"delta": 0.1}, "denominator": "kept"},
             "use stability.filters.off_policy_negative",
         ),
+        ({"denominator": "kept"}, "stability.correction=none drops nothing there"),
+        ({"icepop": {"beta": 2.0}}, "stability.icepop is set, and stability.correction=none does not use it"),
+        ({"correction": {"icepop": {"alpha": 0.9}}}, "must be a name or a list of names"),
+        ({"correction": 5}, "stability.correction=5 must be a name or a list of names"),
+        ({"filters": [{"overlong": {}}]}, "must be a name or a list of names"),
+        ({"filters": ["overlong", "overlong"]}, "names a filter twice"),
+        ({"icepop": {"alpha": "abc"}}, "stability.icepop.alpha"),
         ({"denominator": "half"}, "stability.denominator=half is not known; choose one of: full, kept"),
         ({"kl_denominator": "ref"}, "stability.kl_denominator=ref is not known"),
         ({"tis": {"cap": 0.0}}, "stability.tis.cap=0 must be above 0"),
@@ -76,6 +83,10 @@ def test_yamls_own_reading_of_on_and_off_is_understood():
 def test_what_is_active(settings, active, needs_log_probs):
     config = build(**settings)
     assert (config.active, config.needs_log_probs) == (active, needs_log_probs)
+
+
+def test_one_filter_needs_no_list():
+    assert build(filters="overlong").filter_chain() == [("overlong", {})]
 
 
 def test_corrections_come_with_their_settings_in_order():

@@ -50,7 +50,8 @@ def test_each_stability_option_passes_our_checks_and_verls_validation(compose, n
 
     from verl_ext.trainer.checks import check_run
 
-    config = compose("recipe=cpu_smoke", f"stability={name}", "actor_rollout_ref.model.path=some/model")
+    model = ("actor_rollout_ref.model.path=some/model", "data.max_response_length=8192")
+    config = compose("recipe=cpu_smoke", f"stability={name}", *model)
     check_run(config, stability_config(config.stability))
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
 

@@ -188,6 +188,18 @@ class StabilityConfig:
             require_choice("stability.correction", str(name), ("none", *CORRECTIONS, IN_THE_LOSS))
         if len(set(names)) < len(names):
             raise ConfigError(f"stability.correction={list(names)} names a correction twice")
+        for name, settings in METHODS.items():
+            if name not in names and getattr(self, name) != settings():
+                raise ConfigError(
+                    f"stability.{name} is set, and stability.correction={self.correction} does not use it; add {name} "
+                    "there, or leave the setting out"
+                )
+        if self.denominator == "kept" and not set(names) - {IN_THE_LOSS}:
+            raise ConfigError(
+                "stability.denominator=kept counts what stability.correction keeps before the update, and "
+                f"stability.correction={self.correction} drops nothing there; set stability.denominator=full, or name "
+                "a correction (for opsm, stability.filters.off_policy_negative does the same before the update)"
+            )
         by_ratio = [name for name in names if name in ("tis", "tis_sequence", "icepop", "kpop")]
         if "mis" in names and self.mis.weight == "ratio":
             by_ratio.append("mis")
@@ -210,7 +222,7 @@ class StabilityConfig:
     @property
     def correction_names(self) -> tuple[str, ...]:
         """The corrections by name, in order; () for `none`."""
-        given = [self.correction] if isinstance(self.correction, str) else list(self.correction or [])
+        given = _names("stability.correction", self.correction)
         return tuple(name for name in given if name != "none")
 
     def corrections(self) -> dict[str, dict[str, Any]]:
@@ -225,8 +237,12 @@ class StabilityConfig:
         """Name and settings of the batch filters, in order, for `core.filters`."""
         from verl_ext.filter_settings import parse_filters
 
-        given = self.filters if isinstance(self.filters, Mapping) else {name: {} for name in self.filters or ()}
-        return parse_filters(given)
+        if isinstance(self.filters, Mapping):
+            return parse_filters(self.filters)
+        names = _names("stability.filters", self.filters)
+        if len(set(names)) < len(names):
+            raise ConfigError(f"stability.filters={names} names a filter twice")
+        return parse_filters({name: {} for name in names})
 
     @property
     def needs_log_probs(self) -> bool:
@@ -239,6 +255,25 @@ class StabilityConfig:
         return self.needs_log_probs or self.router_agreement or self.cascade_attention != "default"
 
 
+METHODS: dict[str, type] = {
+    "tis": Tis,
+    "tis_sequence": TisSequence,
+    "icepop": IcePop,
+    "kpop": KPop,
+    "mis": Mis,
+    "geo_mask": GeoMask,
+    "opsm": Opsm,
+}
+
+
+def _names(setting: str, given: Any) -> list[str]:
+    """A name or a list of names as a list."""
+    names = [given] if isinstance(given, str) else given or []
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{setting}={given} must be a name or a list of names")
+    return list(names)
+
+
 def stability_config(node: Any) -> StabilityConfig:
     """The validated dataclass of a Hydra `stability` node.
 
@@ -246,8 +281,11 @@ def stability_config(node: Any) -> StabilityConfig:
         ConfigError: a value is out of range or not among the choices.
     """
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    merged = OmegaConf.merge(OmegaConf.structured(StabilityConfig), node)
-    config = OmegaConf.to_object(merged)
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(StabilityConfig), node))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"stability.{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, StabilityConfig)
     return config

@@ -74,7 +74,7 @@ def check(compose, *overrides):
         ),
         (
             ["stability=opsm_loss", "actor_rollout_ref.actor.policy_loss.delta=null"],
-            "actor_rollout_ref.actor.policy_loss.delta must be given",
+            "actor_rollout_ref.actor.policy_loss.delta=None must be given",
         ),
         (
             ["stability=llds_loss", "actor_rollout_ref.actor.policy_loss.base=nothing"],
@@ -93,6 +93,17 @@ def check(compose, *overrides):
             ],
             "set actor_rollout_ref.rollout.calculate_log_probs=True",
         ),
+        (
+            ["stability=none", "actor_rollout_ref.actor.kl_loss_type=unbiased"],
+            "set actor_rollout_ref.actor.use_kl_loss=true",
+        ),
+        (
+            ["stability=icepop", "stability.kl_denominator=old"],
+            "stability.kl_denominator=old is of the unbiased KL alone",
+        ),
+        (["stability=dapo"], "reward.reward_kwargs.overlong_buffer_cfg.len=4096 must be at most"),
+        (["stability=llds_loss", "actor_rollout_ref.actor.policy_loss.coef=abc"], "does not fit the loss llds"),
+        (["stability=qae", "algorithm.qae=3"], "algorithm.qae=3 must be a mapping"),
         (
             ["stability=qae", "algorithm.qae.k=2"],
             "algorithm.qae.k=2 must be between 0 and 1",

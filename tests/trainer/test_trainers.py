@@ -48,6 +48,7 @@ class VerlTrainer:
 
     def _update_actor(self, batch, metrics):
         self.ran.append(("actor", list(batch.fields)))
+        self.told = batch.extra_info
         return batch
 
     def _update_critic(self, batch, metrics):
@@ -138,10 +139,13 @@ def test_what_a_filter_drops_leaves_both_masks(step, capsys):
     assert {"response_mask", "loss_mask"} <= set(dict(trainer.ran)["actor"]), "the workers are sent the new masks"
 
 
-def test_a_mean_over_sequences_is_rescaled_to_those_that_are_left(step):
-    _, _, store = step({"filters": ["overlong"], "correction": "icepop"}, loss_agg_mode="seq-mean-token-mean")
+def test_the_workers_are_told_how_many_trajectories_are_left(step):
+    trainer, _, store = step({"filters": ["overlong"], "correction": "icepop"}, loss_agg_mode="seq-mean-token-mean")
+    assert trainer.told["filter_scale"] == 2
     k = torch.tensor(-0.5).exp().item()
-    assert rows(store, "rollout_is_weights")[0] == pytest.approx([2 * k, 2.0])
+    assert rows(store, "rollout_is_weights")[0] == pytest.approx([k, 1.0]), "the weights stay what they are"
+    trainer, _, _ = step({"correction": "icepop"})
+    assert trainer.told["filter_scale"] == 1
 
 
 def test_a_batch_of_which_the_filters_leave_nothing_is_skipped_with_the_reason(step, capsys):

@@ -15,11 +15,23 @@ from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS, LossMixin
 from verl_ext.workers.worker_loss import worker_loss
 
 
+class Engine:
+    """Counts its optimizer steps."""
+
+    steps = 0
+
+    def optimizer_step(self):
+        self.steps += 1
+        return 0.5
+
+
 class Actor:
     """What `init_model` leaves behind as `self.actor`."""
 
-    engine = None
     loss_fn = None
+
+    def __init__(self):
+        self.engine = Engine()
 
     def set_loss_fn(self, loss_fn):
         self.loss_fn = loss_fn
@@ -43,6 +55,18 @@ def test_configure_loss_installs_the_loss_and_can_be_called_again(make_batch, ac
     metrics = worker.actor.loss_fn(model_output=model_output, data=data)[1]
     assert "actor/llds/penalty" in metrics and "actor/opsm/dropped" not in metrics
     assert worker.configure_loss({})["policy_loss"]["loss_mode"] == "vanilla"
+
+
+def test_a_mini_batch_without_a_token_takes_no_optimizer_step(make_batch, actor_config):
+    worker = Worker(partial(ppo_loss, config=actor_config()))
+    worker.configure_loss({})
+    worker.configure_loss({"opsm": {"delta": 0.1}})  # again: the engine is guarded once
+    engine = worker.actor.engine
+    for tokens, norm, steps in ((0, 0.0, 0), (7, 0.5, 1), (0, 0.0, 1)):
+        model_output, data = make_batch(0, batch_num_tokens=tokens).whole()
+        worker.actor.loss_fn(model_output=model_output, data=data)
+        assert engine.optimizer_step() == norm
+        assert engine.steps == steps
 
 
 def test_a_setting_that_cannot_work_leaves_the_installed_loss(actor_config):

@@ -12,7 +12,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl_ext.errors import ConfigError
 from verl_ext.workers.inputs import loss_inputs
 from verl_ext.workers.losses import apply_base
-from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
+from verl_ext.workers.worker_loss import LossSettings, Steps, build_worker_loss
 
 BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "dppo_tv", "dppo_kl", "gpg", "dro")
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
@@ -20,7 +20,7 @@ DELTA = 0.05
 
 
 def build(config, **settings):
-    return build_worker_loss(config, LossSettings.from_dict(settings))[0]
+    return build_worker_loss(config, LossSettings.from_dict(settings), Steps())[0]
 
 
 def run(loss, parts):
@@ -225,13 +225,13 @@ def test_the_engines_micro_batch_stays_as_it_was(make_batch, actor_config):
 
 def test_what_is_active_is_returned_and_verls_config_left_alone(actor_config):
     config = actor_config(PolicyLossConfig(loss_mode="geo_mean"), use_kl_loss=True, kl_loss_type="unbiased")
-    _, active = build_worker_loss(config, LossSettings.from_dict({"opsm": {"delta": 0.1}}))
+    _, active = build_worker_loss(config, LossSettings.from_dict({"opsm": {"delta": 0.1}}), Steps())
     assert active["opsm"] == {"delta": 0.1}
     assert active["kl"] == "unbiased, over l_infer"
     assert active["policy_loss"]["loss_mode"] == "geo_mean"
     assert config.use_kl_loss and config.policy_loss.loss_mode == "geo_mean"
     _, active = build_worker_loss(
-        config, LossSettings.from_dict({"policy_loss": {"loss_mode": "llds", "base": "gspo"}})
+        config, LossSettings.from_dict({"policy_loss": {"loss_mode": "llds", "base": "gspo"}}), Steps()
     )
     assert active["opsm"] is None
     assert active["policy_loss"].items() >= {"loss_mode": "llds", "base": "gspo", "coef": 0.1, "gate": "action"}.items()
@@ -241,14 +241,14 @@ def test_what_is_active_is_returned_and_verls_config_left_alone(actor_config):
     ("settings", "message"),
     [
         ({"opsm": {}}, "cannot be read"),
-        ({"opsm": {"delta": None}}, "stability.opsm.delta must be given"),
+        ({"opsm": {"delta": None}}, "stability.opsm.delta=None must be given"),
         ({"opms": {"delta": 1}}, "cannot be read.*opms"),
         ({"kl_denominator": "ref"}, "kl_denominator=ref is not known"),
         ({"policy_loss": {"loss_mode": "llds", "lambda": 1}}, "policy_loss cannot be built"),
         ({"policy_loss": {"loss_mode": "llds", "gate": "token"}}, "gate=token is not known"),
         ({"policy_loss": {"loss_mode": "llds", "base": "llds"}}, "base=llds cannot be built upon"),
         ({"policy_loss": {"loss_mode": "llds", "base": "bypass_mode"}}, "base=bypass_mode cannot be built upon"),
-        ({"policy_loss": {"loss_mode": "opsm"}}, r"policy_loss.delta must be given"),
+        ({"policy_loss": {"loss_mode": "opsm"}}, r"policy_loss.delta=None must be given"),
         ({"policy_loss": {"loss_mode": "router_shift", "base": "dro"}}, "base=dro has no ratio"),
         ({"policy_loss": {"loss_mode": "router_shift", "floor": 2}}, "floor=2 must be between 0 and 1"),
         ({"policy_loss": {"loss_mode": "bypass_mode"}, "opsm": {"delta": 0.1}}, "cannot act on .*bypass_mode"),
@@ -256,4 +256,14 @@ def test_what_is_active_is_returned_and_verls_config_left_alone(actor_config):
 )
 def test_settings_that_cannot_work_name_themselves(settings, message, actor_config):
     with pytest.raises(ConfigError, match=message):
-        build_worker_loss(actor_config(), LossSettings.from_dict(settings))
+        build_worker_loss(actor_config(), LossSettings.from_dict(settings), Steps())
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum", "token-mean"])
+@pytest.mark.parametrize("base", ["vanilla", "geo_mean", "sapo"])
+def test_trajectories_that_filters_dropped_leave_the_mean_over_sequences(base, mode, make_batch, actor_config):
+    config = actor_config(PolicyLossConfig(loss_mode=base), loss_agg_mode=mode)
+    whole, scaled = (make_batch(0, **settings) for settings in ({}, {"filter_scale": 2.0}))
+    losses = [run(build(config), [batch.whole()])[0] for batch in (whole, scaled)]
+    by_sequences = base != "vanilla" or mode != "token-mean"
+    assert losses[1] == pytest.approx(losses[0] * (2 if by_sequences else 1), rel=1e-6)

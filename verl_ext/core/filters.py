@@ -131,7 +131,7 @@ class FilterOutcome:
         keep_N: [N] bool, the generated tokens that stay: the new mask of the loss.
         scale: trajectories with tokens over trajectories kept. A loss that divides by the tokens of its mask
             (`token-mean`) is the mean over what is left; one that divides by a configured number of trajectories
-            (`seq-mean-*`) becomes it with the weights of the kept tokens times this. 1 where nothing is left.
+            (`seq-mean-*`) becomes it when that number is divided by this. 1 where nothing is left.
         metrics: shares of the batch's generated tokens and of its trajectories that have one:
             filter/kept_tokens, filter/kept_trajectories: left in the end.
             filter/<name>/dropped_tokens: taken by this filter from what the former ones kept.

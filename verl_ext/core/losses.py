@@ -80,7 +80,8 @@ def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tenso
     Args:
         l_theta: [B, T] with gradient.
         l_old, advantages, mask: [B, T].
-        gate: "response" sums over a response; "action" over a run of m = 1 tokens, which tool output ends.
+        gate: "response" sums over a response; "action" over a run of m = 1 tokens, which tool output ends, and so does
+            a token that a batch filter took out.
 
     Returns:
         [B, T] float32, 0 outside the penalised tokens; its gradient is -1 on them. What holds a NaN is not penalised.

@@ -59,6 +59,8 @@ def estimator_settings(name: str, algorithm: Any) -> Any:
         ConfigError: a setting is unknown, not a number or out of range.
     """
     node: Mapping[str, Any] = (algorithm.get(name, None) if algorithm is not None else None) or {}
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"algorithm.{name}={node} must be a mapping of its settings")
     known = [field.name for field in fields(ESTIMATOR_SETTINGS[name])]
     for key, value in node.items():
         if key not in known:

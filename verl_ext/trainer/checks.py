@@ -64,6 +64,8 @@ def check_run(config: DictConfig, stability: StabilityConfig) -> None:
         _check_log_probs(config)
         _check_weights(config, stability)
     _check_loss(config)
+    _check_kl(config, stability)
+    _check_overlong(config)
     if stability.router_agreement:
         _check_routing(config)
     if stability.cascade_attention != "default":
@@ -165,11 +167,43 @@ def _check_loss(config: DictConfig) -> None:
         instantiate(node)
     except Exception as error:
         cause = error.__cause__ or error
-        raise cause if isinstance(cause, ConfigError) else ConfigError(f"{LOSS}: {cause}") from error
+        if isinstance(cause, ConfigError):
+            raise cause from error
+        given = {key: value for key, value in node.items() if key != "rollout_correction"}
+        raise ConfigError(f"{LOSS}={given} does not fit the loss {name}: {cause}") from error
     if name == "router_shift":
         _check_fsdp(config, f"{LOSS}.loss_mode=router_shift", "choose another loss_mode")
         if (hf_config := _hf_config(config.actor_rollout_ref.model)) is not None:
             probe_routers(hf_config)
+
+
+def _check_kl(config: DictConfig, stability: StabilityConfig) -> None:
+    actor = config.actor_rollout_ref.actor
+    if actor.get("kl_loss_type") == UNBIASED and not actor.get("use_kl_loss"):
+        raise ConfigError(
+            f"actor_rollout_ref.actor.kl_loss_type={UNBIASED} does nothing without a KL loss; set "
+            "actor_rollout_ref.actor.use_kl_loss=true"
+        )
+    if stability.kl_denominator != "infer" and not uses_unbiased_kl(config):
+        raise ConfigError(
+            f"stability.kl_denominator={stability.kl_denominator} is of the unbiased KL alone; set "
+            f"actor_rollout_ref.actor.kl_loss_type={UNBIASED} and actor_rollout_ref.actor.use_kl_loss=true"
+        )
+
+
+def _check_overlong(config: DictConfig) -> None:
+    """verl's reward manager `dapo` asserts this, once it runs."""
+    prefix = "reward.reward_kwargs"
+    if OmegaConf.select(config, "reward.reward_manager.name") != "dapo":
+        return
+    if not OmegaConf.select(config, f"{prefix}.overlong_buffer_cfg.enable"):
+        return
+    length, limit = (OmegaConf.select(config, f"{prefix}.{k}") for k in ("overlong_buffer_cfg.len", "max_resp_len"))
+    if limit is None or length > limit:
+        raise ConfigError(
+            f"{prefix}.overlong_buffer_cfg.len={length} must be at most {prefix}.max_resp_len={limit}: it is the "
+            "stretch before the limit over which the punishment grows"
+        )
 
 
 def _check_fsdp(config: DictConfig, asked: str, off: str) -> None:

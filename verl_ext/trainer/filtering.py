@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from tensordict import TensorDict
@@ -31,21 +31,21 @@ def filter_batch(trainer: Any, tokens: Tokens, keys: Sequence[str], data: Tensor
         advantages_N=packed["advantages"],
         responses_N=packed["responses"],
         max_response_length=trainer.config.actor_rollout_ref.rollout.response_length,
-        eos_ids=end_tokens(trainer),
+        eos_ids=end_tokens(trainer.config.actor_rollout_ref.model.path) | {tokenizer.eos_token_id},
         agreement_N=packed.get("router_agreement"),
         decode=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         encode=partial(tokenizer.encode, add_special_tokens=False),
     )
 
 
-def end_tokens(trainer: Any) -> frozenset[int]:
-    """The token ids that end a response: the tokenizer's, and those of the model's generation config."""
-    ids = {trainer.tokenizer.eos_token_id}
-    try:
-        from transformers import GenerationConfig
+@lru_cache
+def end_tokens(model_path: str) -> frozenset[int]:
+    """The token ids that end a response by the model's generation config; none where it has none."""
+    from transformers import GenerationConfig
 
-        configured = GenerationConfig.from_pretrained(trainer.config.actor_rollout_ref.model.path).eos_token_id
-    except OSError:  # the model brings none
+    try:
+        configured = GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:
         configured = None
-    ids |= set(configured) if isinstance(configured, list) else {configured}
-    return frozenset(ids - {None})
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(ids) - {None}

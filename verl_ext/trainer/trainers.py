@@ -19,7 +19,7 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from verl_ext.config import stability_config
-from verl_ext.core.filters import FilterOutcome, apply_filters
+from verl_ext.core.filters import apply_filters
 from verl_ext.core.guard import GuardState, Verdict, judge
 from verl_ext.core.measure import Measured, measure
 from verl_ext.core.mismatch import mismatch_ratio
@@ -58,6 +58,7 @@ class StabilityMixin:
         self.compares_engines = self.stability.needs_log_probs or self.icepop_loss
         self.guard = GuardState()
         self.verdict = Verdict(False)
+        self.filter_scale = 1.0  # of this step's batch: trajectories with tokens over trajectories kept
         super().__init__(config)  # type: ignore[call-arg]
 
     def _init_resource_pool_mgr(self) -> None:
@@ -110,7 +111,7 @@ class StabilityMixin:
         return router_metrics(agree, exact, differs, tokens)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        self.verdict = Verdict(False)
+        self.verdict, self.filter_scale = Verdict(False), 1.0
         if not self.compares_engines:
             return self._verls_advantage(batch, metrics)
         # Before verl's own rejection takes the worst tokens out of response_mask: they are what is measured.
@@ -170,17 +171,10 @@ class StabilityMixin:
         if outcome.empty:
             self.verdict = Verdict(True, outcome.reason)
             return batch
-        return _put(batch, self._masks(tokens, measured, outcome))
-
-    def _masks(self, tokens: Tokens, measured: Measured, outcome: FilterOutcome) -> dict[str, torch.Tensor]:
+        self.filter_scale = outcome.scale
         # verl 0.9.1 divides token-mean by the tokens of loss_mask, a copy made at rollout: both have to change.
         mask = nested(outcome.keep_N.long(), tokens.offsets)
-        fields = {"response_mask": mask, "loss_mask": mask}
-        if self.config.actor_rollout_ref.actor.loss_agg_mode.startswith("seq-mean") and outcome.scale != 1:
-            # These modes divide by the configured number of trajectories, dropped ones included.
-            weight = outcome.keep_N.float() if measured.weight is None else measured.weight
-            fields["rollout_is_weights"] = nested(weight * outcome.scale, tokens.offsets)
-        return fields
+        return _put(batch, {"response_mask": mask, "loss_mask": mask})
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         return super()._compute_ref_log_prob(self._lean(batch, *SHIFT_FIELDS), metrics)  # type: ignore[misc]
@@ -195,14 +189,17 @@ class StabilityMixin:
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if not self.verdict.skip:
-            super()._update_actor(self._lean(batch), metrics)  # type: ignore[misc]
+            lean = self._lean(batch)
+            # For the losses that divide by a number of trajectories, dropped ones included: worker_loss.
+            lean.extra_info = {**lean.extra_info, "filter_scale": self.filter_scale}
+            super()._update_actor(lean, metrics)  # type: ignore[misc]
         return batch
 
     def _lean(self, batch: KVBatchMeta, *fields: str) -> KVBatchMeta:
         """The batch without `fields` and what we captured of the routing, hundreds of bytes a token, for a stage that
         reads neither. Routing that the user asked verl for, to replay it, stays."""
         if batch.fields is None:
-            return batch
+            return replace(batch)
         unread = {*fields, *(ROUTING_FIELDS if self.stability.router_agreement else ())}
         return replace(batch, fields=[field for field in batch.fields if field not in unread])
 

@@ -16,7 +16,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl_ext.errors import HookError
 from verl_ext.workers import routing
 from verl_ext.workers.router_shift import ShiftRecorder
-from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
+from verl_ext.workers.worker_loss import LossSettings, Steps, build_worker_loss
 
 
 class LossMixin:
@@ -25,6 +25,7 @@ class LossMixin:
     actor: Any
     loss_fn: partial
     shift: ShiftRecorder | None = None
+    steps: Steps | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def configure_loss(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +45,10 @@ class LossMixin:
             raise HookError(
                 f"the workers' loss wraps verl's ppo_loss, but this run's loss is {self.loss_fn.func.__name__}"
             )
-        loss, active = build_worker_loss(self.loss_fn.keywords["config"], LossSettings.from_dict(settings))
+        if self.steps is None:
+            self.steps = Steps()
+            self.steps.guard(self.actor.engine)
+        loss, active = build_worker_loss(self.loss_fn.keywords["config"], LossSettings.from_dict(settings), self.steps)
         rescales = active["policy_loss"]["loss_mode"] == "router_shift"
         if rescales and self.shift is None:
             self.shift = ShiftRecorder(self.actor.engine)

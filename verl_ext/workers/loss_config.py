@@ -3,6 +3,7 @@
 Named by `actor_rollout_ref.actor.policy_loss._target_`; their fields arrive in `config.policy_loss`.
 """
 
+import math
 from dataclasses import dataclass
 
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
@@ -93,6 +94,6 @@ LOSS_CONFIGS: dict[str, type[PolicyLossConfig]] = {
 
 
 def check_delta(delta: float | None, setting: str) -> None:
-    """Raise ConfigError unless `delta` is a number; any sign works, the divergence can be negative."""
-    if delta is None or delta != delta:
-        raise ConfigError(f"{setting} must be given: OPSM's threshold in nats per token, 0.1 for example")
+    """Raise ConfigError unless `delta` is a finite number; any sign works, the divergence can be negative."""
+    if delta is None or not math.isfinite(delta):
+        raise ConfigError(f"{setting}={delta} must be given: OPSM's threshold in nats per token, 0.1 for example")

@@ -20,6 +20,8 @@ from verl.utils import tensordict_utils as tu
 from verl_ext.core.routing import expert_overlap
 from verl_ext.errors import HookError
 
+OFF = "set stability.router_agreement=false, and another policy_loss.loss_mode than router_shift"
+
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     """Name -> router module, in layer order, for a transformers MoE that declares its router class.
@@ -37,9 +39,8 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     }
     if not routers:
         raise HookError(
-            f"stability.router_agreement=true found no router in {type(model).__name__}: a dense model has none "
-            "(set stability.router_agreement=false), and an MoE has to declare its router class in "
-            "_can_record_outputs['router_logits'], as transformers' own do"
+            f"no router was found in {type(model).__name__}: a dense model has none ({OFF}), and an MoE has to declare "
+            "its router class in _can_record_outputs['router_logits'], as transformers' own do"
         )
     return routers
 
@@ -76,10 +77,7 @@ def probe_routers(hf_config: Any) -> None:
 
 
 def _unreadable(router: nn.Module, why: str) -> HookError:
-    return HookError(
-        f"stability.router_agreement=true cannot read router {type(router).__name__}, which {why}; set "
-        "stability.router_agreement=false"
-    )
+    return HookError(f"cannot read router {type(router).__name__}, which {why}; {OFF}")
 
 
 class RoutingRecorder:

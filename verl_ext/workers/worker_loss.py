@@ -75,11 +75,28 @@ class LossSettings:
         return built
 
 
-def build_worker_loss(config: ActorConfig, settings: LossSettings) -> tuple[partial, dict[str, Any]]:
+class Steps:
+    """Keeps an engine from an optimizer step on a mini-batch of which the filters left nothing.
+
+    Its gradients are 0, but momentum and weight decay would move the weights. `empty` is the same on every rank: verl
+    counts the tokens of the mini-batch over all of them.
+    """
+
+    def __init__(self) -> None:
+        self.empty = False
+
+    def guard(self, engine: Any) -> None:
+        """Put ourselves between verl's `train_batch` and the engine's `optimizer_step`, which returns the norm."""
+        step = engine.optimizer_step
+        engine.optimizer_step = lambda: 0.0 if self.empty else step()
+
+
+def build_worker_loss(config: ActorConfig, settings: LossSettings, steps: Steps) -> tuple[partial, dict[str, Any]]:
     """The loss function for `TrainingWorker.set_loss_fn`, and what is active in it.
 
     Args:
         config: the worker's ActorConfig, which stays as it is.
+        steps: told of each mini-batch whether it has a token to learn from.
 
     Returns the function and {"policy_loss": its fields, "opsm": {"delta": ...} or None, "kl": the estimator or None}.
 
@@ -97,10 +114,10 @@ def build_worker_loss(config: ActorConfig, settings: LossSettings) -> tuple[part
     ours = _replaced(config, policy_loss=policy_loss, **({"use_kl_loss": False} if unbiased else {}))
     loss = partial(
         worker_loss,
-        config=ours,
-        weighted_config=_weighted(ours),
+        config=_weighted(ours),
         opsm=settings.opsm,
         kl_denominator=settings.kl_denominator if unbiased else None,
+        steps=steps,
     )
     kl = f"{UNBIASED}, over l_{settings.kl_denominator}" if unbiased else config.kl_loss_type
     return loss, {
@@ -132,7 +149,7 @@ def _replaced(config: Any, **values: Any) -> Any:
 
 
 def _weighted(config: ActorConfig) -> ActorConfig:
-    """`config`, its policy loss one that takes weights per token."""
+    """`config`, its policy loss one that takes weights per token and means over the global batch."""
     if config.policy_loss.loss_mode != "geo_mean":
         return config
     return _replaced(config, policy_loss=_replaced(config.policy_loss, loss_mode="geo_mean_weighted"))
@@ -144,13 +161,15 @@ def worker_loss(
     dp_group: Any = None,
     *,
     config: ActorConfig,
-    weighted_config: ActorConfig,
     opsm: Opsm | None,
     kl_denominator: str | None,
+    steps: "Steps",
 ) -> tuple[Tensor, dict[str, Any]]:
     """verl's `ppo_loss` of one micro-batch, its policy loss with `loss_inputs()`, OPSM's weights and the unbiased KL.
 
-    A mini-batch without a token to learn from (batch_num_tokens 0) has loss 0 and zero gradients; verl divides 0 by 0.
+    A mini-batch without a token to learn from (batch_num_tokens 0) has loss 0, zero gradients and, by `steps`, no
+    optimizer step; verl divides 0 by 0. Where filters dropped whole trajectories, the configured number of them that
+    sequence means divide by is brought down to the share that is left (`filter_scale`).
     Half-precision log-probabilities enter in float32.
 
     Args:
@@ -163,16 +182,18 @@ def worker_loss(
         ConfigError: the batch lacks a field that a feature reads.
     """
     data = data.clone(recurse=False)  # fields are replaced below; the engine's micro-batch stays as it is
-    if data["batch_num_tokens"] == 0:
+    steps.empty = data["batch_num_tokens"] == 0
+    if steps.empty:
         tu.assign_non_tensor(data, batch_num_tokens=1)
+    scale = tu.get_non_tensor_data(data, "filter_scale", default=1.0)
+    if scale != 1 and data["global_batch_size"] is not None:
+        tu.assign_non_tensor(data, global_batch_size=data["global_batch_size"] / scale)
     model_output = {**model_output, "log_probs": model_output["log_probs"].float()}
     l_theta = no_padding_2_padding(model_output["log_probs"], data)
     inputs = LossInputs.from_batch(data)
     metrics: dict[str, Any] = {}
     if opsm is not None:
         metrics |= _multiply_opsm(data, inputs, l_theta, opsm.delta)
-    if "rollout_is_weights" in data.keys():  # noqa: SIM118 (a TensorDict)
-        config = weighted_config
     with provide(inputs):
         loss, verl_metrics = ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
     metrics |= verl_metrics
