@@ -89,7 +89,7 @@ class Breakdown:
     def __init__(self, tokens: Tokens, by_bucket: bool):
         self.by_bucket = by_bucket
         self.cells = Cells.of(tokens) if by_bucket else Cells.rows(tokens.offsets)
-        # By bucket: who counts, then MEASURES (k1 with the sign of log k). Else: who counts, log k, who is dropped.
+        # By bucket: who counts, then MEASURES (k1 with the sign of log k). Else: who counts, who is dropped, log k.
         self.runs = RunSums(self.cells.starts, 1 + len(MEASURES) if by_bucket else 3)
         self.trajectories = len(tokens.offsets) - 1
         self.edges = {"prob": PROBABILITY_EDGES, "entropy": ENTROPY_EDGES} if by_bucket else {}
@@ -106,6 +106,8 @@ class Breakdown:
         measures: tuple[Tensor | None, ...],
         dropped: Tensor | None,
         clean: bool,
+        rows: slice,
+        log_rho: Tensor,
         by_axis: Mapping[str, Tensor],
         memory: Workspace,
     ) -> None:
@@ -115,12 +117,12 @@ class Breakdown:
             measures: who counts, log k, k3, and who is dropped on the low and on the high side, or None for both.
             dropped: the two sides together, or None.
             clean: whether all of the block counts.
+            rows, log_rho: the trajectories of the block, and their sums of log k.
             by_axis: the values that put a token into a bucket of each axis in `edges`.
         """
         if not self.by_bucket:
-            counts, log_k = measures[:2]
-            rows = [None if clean else counts, log_k]
-            self.runs.add(part, rows if dropped is None else [*rows, dropped])
+            self.runs.add(part, [None if clean else measures[0], *([] if dropped is None else [dropped])])
+            self.runs.sums[rows, 2] += log_rho
             return
         n = part.stop - part.start
         used = [row for row in measures if row is not None]
@@ -141,7 +143,9 @@ class Breakdown:
     def by_trajectory(self) -> tuple[Tensor, Tensor, Tensor]:
         """[B] tokens that count, sum of log k, tokens dropped."""
         sums = self._zeros(self.trajectories).index_add_(0, self.cells.row, self.runs.sums)
-        return sums[:, 0], sums[:, 1], sums[:, 3] + sums[:, 4] if self.by_bucket else sums[:, 2]
+        if self.by_bucket:
+            return sums[:, 0], sums[:, 1], sums[:, 3] + sums[:, 4]
+        return sums[:, 0], sums[:, 2], sums[:, 1]
 
     def buckets(self) -> dict[str, Tensor]:
         """Axis -> [S, 1 + M] sums: tokens, then MEASURES."""

@@ -2,9 +2,9 @@
 
 Shape legend: N response tokens, n tokens of a block, B trajectories.
 
-The tokens are taken in blocks that stay in a core's cache: nothing but the weights is ever as long as the batch, and
-all metrics come from the same few sums, which go to the host together. A log-ratio x that is masked out or not finite
-is set to 0; e = expm1(x) is 0 with it, and both drop out of every sum:
+The tokens are taken in blocks of whole trajectories that stay near a core: nothing but the weights is ever as long as
+the batch, and all metrics come from the same few sums, which go to the host together. A log-ratio x that is masked out
+or not finite is set to 0; e = expm1(x) is 0 with it, and both drop out of every sum:
 
     sum (k^2 - 1) = sum e^2 + 2 sum e        sum (k - log k - 1) = sum (e - x)
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from verl_ext.core.breakdown import Breakdown, breakdown_metrics
 from verl_ext.core.mismatch import LOG_RATIO_BOUND, Gap, probabilities
-from verl_ext.core.segments import Workspace
+from verl_ext.core.segments import Workspace, segment_sums
 from verl_ext.core.tokens import Tokens
 from verl_ext.core.weigh import Composition, Settings, blocks
 
@@ -60,7 +60,7 @@ def measure(
         tokens: any device, any float dtype; a padded batch is `Tokens.from_padded`.
         corrections: name -> settings, e.g. `{"icepop": {"alpha": 0.5, "beta": 5.0}, "geo_mask": {...}}`.
         breakdown: also give metrics by probability, entropy, position and turn.
-        block: tokens taken at a time (default: BLOCK on a CPU, GPU_BLOCK on a GPU).
+        block: tokens taken at a time, in whole trajectories (default: BLOCK on a CPU, GPU_BLOCK on a GPU).
 
     Metrics (means over tokens with m=1; natural logarithm):
         vllm_kl/k1: mean(l_infer - l_old), an estimate of KL(pi_infer || pi_train) that can be negative.
@@ -81,20 +81,22 @@ def measure(
     """
     size = block or (BLOCK if tokens.mask.device.type == "cpu" else GPU_BLOCK)
     memory = Workspace(tokens.mask.device)
-    composition = Composition(tokens, corrections or {}, size, memory)
+    composition = Composition(tokens, corrections or {}, memory)
     weight = torch.empty(len(tokens.mask), device=tokens.mask.device) if corrections else None
     parts = Breakdown(tokens, breakdown)
     sums = _Sums()
     sums.add(masked=tokens.mask.count_nonzero())
-    for part in blocks(len(tokens.mask), size):
+    for part, rows in blocks(tokens.offsets, size):
         n = part.stop - part.start
         gap = Gap.of(tokens, part, memory)
         _add_mismatch(sums, tokens, part, gap, memory)
         k3 = torch.sub(gap.k_minus_1, gap.bounded, out=memory.take("k3", n))
         sums.add(tokens=gap.counts.sum(), log_k=gap.log_k_sum, k3=k3.sum())
+        # Of each trajectory of the block: what sequence corrections read, and the sums by trajectory.
+        log_rho = segment_sums(gap.log_k, tokens.offsets[rows.start : rows.stop + 1].diff())
         dropped = low = high = None
         if weight is not None:
-            found = composition.weigh(part, gap)
+            found = composition.weigh(part, rows, gap, log_rho if composition.of_sequences else None)
             product = weight[part].copy_(found.weight)
             dropped = torch.eq(product, 0, out=memory.take("dropped", n, torch.float32))
             if not gap.clean:
@@ -110,7 +112,7 @@ def measure(
             if dropped is not None:
                 of_dropped = torch.mul(entropy, dropped, out=memory.take("entropy_dropped", n)).sum()
                 sums.add(entropy=(entropy if gap.clean else entropy * gap.counts).sum(), entropy_dropped=of_dropped)
-        parts.add(part, (gap.counts, gap.log_k, k3, low, high), dropped, gap.clean, axes, memory)
+        parts.add(part, (gap.counts, gap.log_k, k3, low, high), dropped, gap.clean, rows, log_rho, axes, memory)
     return _result(tokens, weight, sums, parts, composition)
 
 
@@ -171,7 +173,8 @@ def _result(tokens: Tokens, weight: Tensor | None, sums: _Sums, parts: Breakdown
     for name, rows in composition.sequences.items():
         sums.add(**{f"{name}/low": (rows.low * used).sum(), f"{name}/high": (rows.high * used).sum()})
     for name, outside in composition.outside.items():
-        sums.add(**{f"{name}/low": outside[0], f"{name}/high": outside[1]})
+        low, high = torch.stack([*outside, torch.zeros(2, device=count.device)]).double().sum(0)
+        sums.add(**{f"{name}/low": low, f"{name}/high": high})
 
     buckets = parts.buckets()
     # One transfer for all that is logged, wherever the tensors live.

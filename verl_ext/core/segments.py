@@ -58,7 +58,7 @@ class RunSums:
         self.sums = torch.zeros(len(starts) - 1, measures, dtype=torch.float64, device=starts.device)
 
     def add(self, part: slice, values_Mn: Iterable[Tensor | None]) -> None:
-        """Add one block, M times [n] float; None stands for ones."""
+        """Add one block to the first columns, [n] float each; None stands for ones."""
         runs, lengths = overlap(self.starts, part)
         for column, row in enumerate(values_Mn):
             self.sums[runs, column] += lengths if row is None else segment_sums(row, lengths)

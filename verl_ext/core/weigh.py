@@ -3,6 +3,7 @@
 Shape legend: N response tokens, n tokens of a block, B trajectories.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any
@@ -10,57 +11,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_ext.core.corrections import CORRECTIONS, Correction, Weights
-from verl_ext.core.mismatch import Gap, log_ratio, probabilities
-from verl_ext.core.segments import RunSums, Workspace, expand, overlap
+from verl_ext.core.corrections import CORRECTIONS, Weights
+from verl_ext.core.mismatch import Gap, probabilities
+from verl_ext.core.segments import Workspace, expand, segment_sums
 from verl_ext.core.tokens import Tokens
 
 Settings = Mapping[str, Any]
 
 
-def blocks(count: int, size: int) -> Iterator[slice]:
-    for begin in range(0, count, size):
-        yield slice(begin, min(begin + size, count))
+FEW = 16  # sequences of a block that are weighed one by one, where the others weigh 1
+
+
+def blocks(offsets: Tensor, size: int) -> Iterator[tuple[slice, slice]]:
+    """Tokens and trajectories of each block: as many whole trajectories as `size` tokens hold, at least one."""
+    starts = offsets.tolist()
+    first, count = 0, len(starts) - 1
+    while first < count:
+        last = max(first + 1, bisect_right(starts, starts[first] + size) - 1)
+        if starts[first] < starts[last]:
+            yield slice(starts[first], starts[last]), slice(first, last)
+        first = last
 
 
 class Composition:
     """Corrections by name with their settings, applied to the tokens of one batch.
 
-    Corrections of whole sequences need each sequence's log-ratio before the first token can be weighed: they take a
-    pass of their own.
-
     Attributes:
-        outside: per-token correction -> [2] float64, how many tokens were below and above its bounds so far.
-        sequences: per-sequence correction -> its Weights, [B] each.
+        outside: per-token correction -> [2] tensors, how many tokens of a block were below and above its bounds.
+        sequences: per-sequence correction -> its Weights, [B] float64 each; 1, 0 and 0 for one without tokens.
     """
 
-    def __init__(self, tokens: Tokens, corrections: Mapping[str, Settings], block: int, memory: Workspace):
+    def __init__(self, tokens: Tokens, corrections: Mapping[str, Settings], memory: Workspace):
         self.tokens, self.memory = tokens, memory
         chosen = [(CORRECTIONS[name], settings) for name, settings in corrections.items()]
         self.of_tokens = [(correction, settings) for correction, settings in chosen if not correction.per_sequence]
-        of_sequences = [(correction, settings) for correction, settings in chosen if correction.per_sequence]
-        zeros = torch.zeros(2, dtype=torch.float64, device=tokens.mask.device)
-        self.outside = {correction.name: zeros.clone() for correction, _ in self.of_tokens}
-        self.sequences = self._weigh_sequences(of_sequences, block) if of_sequences else {}
-        self.rows: tuple[Tensor, ...] | None = None  # weight, low and high of all sequence corrections together
-        if self.sequences:
-            product = reduce(_times, self.sequences.values())
-            self.rows = (product.weight.float(), product.low.float(), product.high.float())
-
-    def _weigh_sequences(self, chosen: list[tuple[Correction, Settings]], block: int) -> dict[str, Weights]:
-        sums = RunSums(self.tokens.offsets, 2)
-        for part in blocks(len(self.tokens.mask), block):
-            log_k, counts, total = log_ratio(self.tokens, part, self.memory)
-            sums.add(part, (log_k, counts if total is None else None))
-        log_rho, count = sums.sums.T
-        quantities = {"log_rho": log_rho, "log_g": log_rho / count.clamp(min=1)}
-        return {
-            correction.name: correction.function(*(quantities[name] for name in correction.reads), **settings)
-            for correction, settings in chosen
+        self.of_sequences = [(correction, settings) for correction, settings in chosen if correction.per_sequence]
+        self.outside: dict[str, list[Tensor]] = {correction.name: [] for correction, _ in self.of_tokens}
+        ones = torch.ones(len(tokens.offsets) - 1, dtype=torch.float64, device=tokens.mask.device)
+        self.sequences = {
+            correction.name: Weights(ones.clone(), torch.zeros_like(ones), torch.zeros_like(ones))
+            for correction, _ in self.of_sequences
         }
 
-    def weigh(self, part: slice, gap: Gap) -> Weights:
-        """The block's product of weights, [n], and who is outside the bounds of any correction."""
+    def weigh(self, part: slice, rows: slice, gap: Gap, log_rho: Tensor | None) -> Weights:
+        """The block's product of weights, [n], and who is outside the bounds of any correction.
+
+        Args:
+            log_rho: sum of log k over each trajectory of the block; None without corrections of sequences.
+        """
         quantities = {"k": gap.k}
         if any("p_infer" in correction.reads or "p_old" in correction.reads for correction, _ in self.of_tokens):
             quantities |= probabilities(self.tokens, part, self.memory)
@@ -69,14 +67,37 @@ class Composition:
             weights = correction.function(*(quantities[name] for name in correction.reads), **settings)
             sides = (weights.low, weights.high)
             counted = sides if gap.clean else [side * gap.counts for side in sides]
-            self.outside[correction.name] += torch.stack([side.sum() for side in counted])
+            self.outside[correction.name].append(torch.stack([side.sum() for side in counted]))
             found.append(weights)
-        if self.rows is not None:
-            runs, lengths = overlap(self.tokens.offsets, part)
-            rows = [values[runs] for values in self.rows]
-            # Most blocks have no sequence that weighs other than 1 or is out of bounds.
-            if not found or bool(((rows[0] != 1) | (rows[1] != 0)).any()):
-                found.append(Weights(*(expand(values, lengths) for values in rows)))
+        if log_rho is None:
+            return reduce(_times, found)
+        starts = self.tokens.offsets[rows.start : rows.stop + 1] - part.start
+        whole = self._weigh_sequences(rows, starts.diff(), gap, log_rho)
+        fields = (whole.weight, whole.low, whole.high)
+        acted = ((whole.weight != 1) | (whole.low + whole.high != 0)).nonzero().flatten().tolist()
+        if not found or len(acted) > FEW:
+            found.append(Weights(*(expand(values.float(), starts.diff()) for values in fields)))
+            return reduce(_times, found)
+        product = reduce(_times, found)
+        if acted:
+            product = Weights(product.weight.clone(), product.low.clone(), product.high.clone())
+            bounds = starts.tolist()
+            for row in acted:
+                tokens = slice(bounds[row], bounds[row + 1])
+                product.weight[tokens].mul_(whole.weight[row])
+                product.low[tokens].clamp_(min=whole.low[row])
+                product.high[tokens].clamp_(min=whole.high[row])
+        return product
+
+    def _weigh_sequences(self, rows: slice, lengths: Tensor, gap: Gap, log_rho: Tensor) -> Weights:
+        count = lengths.double() if gap.clean else segment_sums(gap.counts, lengths).double()
+        quantities = {"log_rho": log_rho, "log_g": log_rho / count.clamp(min=1)}
+        found = []
+        for correction, settings in self.of_sequences:
+            weights = correction.function(*(quantities[name] for name in correction.reads), **settings)
+            kept = self.sequences[correction.name]
+            kept.weight[rows], kept.low[rows], kept.high[rows] = weights.weight, weights.low, weights.high
+            found.append(weights)
         return reduce(_times, found)
 
 
