@@ -113,6 +113,7 @@ def test_filters_run_in_order_and_name_an_example(step_of, switching_run):
     dropped = sum(step[f"filter/{name}/dropped_tokens"] for name in order)
     assert step["filter/kept_tokens"] == pytest.approx(1 - dropped)
     assert 0 < step["filter/overlong/dropped_trajectories"] < 1
+    assert step["actor/filter_scale"] == pytest.approx(1 / step["filter/kept_trajectories"])
     assert "filter overlong dropped tokens of " in switching_run.console
 
 

@@ -176,7 +176,7 @@ def worker_loss(
         model_output: `log_probs` nested [B, prompt + response], `entropy` or none.
         data: the micro-batch, jagged [B, r] fields; LossInputs names those that are read besides verl's.
 
-    Returns the scalar loss, and verl's metrics with actor/opsm/*, kl_loss and kl_coef.
+    Returns the scalar loss, and verl's metrics with actor/opsm/*, kl_loss, kl_coef and filter_scale.
 
     Raises:
         ConfigError: the batch lacks a field that a feature reads.
@@ -185,13 +185,14 @@ def worker_loss(
     steps.empty = data["batch_num_tokens"] == 0
     if steps.empty:
         tu.assign_non_tensor(data, batch_num_tokens=1)
+    metrics: dict[str, Any] = {}
     scale = tu.get_non_tensor_data(data, "filter_scale", default=1.0)
     if scale != 1 and data["global_batch_size"] is not None:
         tu.assign_non_tensor(data, global_batch_size=data["global_batch_size"] / scale)
+        metrics["filter_scale"] = scale
     model_output = {**model_output, "log_probs": model_output["log_probs"].float()}
     l_theta = no_padding_2_padding(model_output["log_probs"], data)
     inputs = LossInputs.from_batch(data)
-    metrics: dict[str, Any] = {}
     if opsm is not None:
         metrics |= _multiply_opsm(data, inputs, l_theta, opsm.delta)
     with provide(inputs):
