@@ -25,6 +25,18 @@ def test_each_stability_option_composes_and_validates(compose, name):
     assert isinstance(stability_config(config.stability), StabilityConfig)
 
 
+@pytest.mark.parametrize("name", names("stability"))
+def test_each_stability_option_stands_in_the_readme(name):
+    assert f"`stability={name}`" in (CONFIGS.parent / "README.md").read_text()
+
+
+def test_each_filter_stands_in_the_readme():
+    from verl_ext.core.filters import BATCH_FILTERS
+
+    readme = (CONFIGS.parent / "README.md").read_text()
+    assert all(f"| `{name}` |" in readme for name in BATCH_FILTERS)
+
+
 def test_none_is_verls_own_config_and_a_stability_node_that_is_off(compose):
     ours = OmegaConf.to_container(compose("stability=none"))
     with hydra.initialize_config_module("verl.trainer.config", version_base=None):
