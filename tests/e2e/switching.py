@@ -46,7 +46,7 @@ SCHEDULE: list[tuple[str, ...]] = [
     ("stability=qae",),
     ("stability=grpo_positive",),
     ("stability=filters", "stability.filters.low_probability.threshold=0.005"),
-    ("stability=none", "stability.filters={low_agreement:{threshold:0.9}}"),
+    ("stability=none", "stability.filters={low_agreement:{threshold:1.0}}"),
     ("stability=none", "stability.filters=[overlong,zero_variance]", "algorithm.adv_estimator=grpo"),
     ("stability=none", "stability.filters={low_probability:{threshold:1.0}}"),
 ]

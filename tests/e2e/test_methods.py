@@ -118,7 +118,8 @@ def test_filters_run_in_order_and_name_an_example(step_of, switching_run):
 
 
 def test_low_agreement_drops_tokens_whose_routing_differs(step_of):
-    step = step_of("stability=none", "stability.filters={low_agreement:{threshold:0.9}}")
+    step = step_of("stability=none", "stability.filters={low_agreement:{threshold:1.0}}")
+    # Every token with a layer that differs: some 5 %.
     assert 0 < step["filter/low_agreement/dropped_tokens"] < 0.2
 
 
