@@ -39,6 +39,11 @@ def test_losses_can_be_imported_before_verls_registry_as_hydra_does():
     assert python(code).split()[-1] == "icepop"
 
 
+def test_their_settings_can_be_imported_before_verls_registry_as_hydra_does():
+    code = "from verl_ext.workers.loss_config import IcePopLossConfig as c; print(c().loss_mode)"
+    assert python(code).split()[-1] == "icepop"
+
+
 def test_a_plugin_that_fails_to_load_says_so():
     # verl itself swallows the failure at DEBUG.
     code = (

@@ -13,6 +13,7 @@ SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3")
 CASCADE_ATTENTION = ("default", "on", "off")
 DENOMINATORS = ("full", "kept")
 KL_DENOMINATORS = ("infer", "old")
+UNBIASED = "unbiased"  # our actor.kl_loss_type, beside verl's
 YAML_BOOLEANS = {"True": "on", "False": "off"}  # what YAML makes of a bare `on` and `off`
 IN_THE_LOSS = "opsm"  # the one correction that needs the policy being updated
 

@@ -154,7 +154,7 @@ class Breakdown:
         found = dict(self.within)
         for axis, index in (("position", self.cells.position), ("turn", self.cells.turn)):
             found[axis] = self._zeros(len(NAMES[axis])).index_add_(0, index, self.runs.sums)
-        sign = torch.ones_like(self.runs.sums[0:1].sum(0))
+        sign = self.runs.sums.new_ones(1 + len(MEASURES))
         sign[1] = -1  # k1 is the mean of -log k
         return {axis: sums * sign for axis, sums in found.items()}
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from verl_ext.core.breakdown import Breakdown, breakdown_metrics
 from verl_ext.core.mismatch import LOG_RATIO_BOUND, Gap, probabilities
-from verl_ext.core.segments import Workspace, segment_sums
+from verl_ext.core.segments import Workspace, blocks, segment_sums
 from verl_ext.core.tokens import Tokens
-from verl_ext.core.weigh import Composition, Settings, blocks
+from verl_ext.core.weigh import Composition, Settings
 
 BLOCK = 131_072  # tokens: some 14 MB of temporaries
 GPU_BLOCK = 8_388_608  # float32 counts exactly up to twice this

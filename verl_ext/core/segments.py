@@ -3,10 +3,22 @@
 Shape legend: n tokens of a block, C runs, M measures.
 """
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+
+
+def blocks(offsets: Tensor, size: int) -> Iterator[tuple[slice, slice]]:
+    """Tokens and trajectories of each block: as many whole trajectories as `size` tokens hold, at least one."""
+    starts = offsets.tolist()
+    first, count = 0, len(starts) - 1
+    while first < count:
+        last = max(first + 1, bisect_right(starts, starts[first] + size) - 1)
+        if starts[first] < starts[last]:
+            yield slice(starts[first], starts[last]), slice(first, last)
+        first = last
 
 
 def overlap(starts: Tensor, part: slice) -> tuple[slice, Tensor]:

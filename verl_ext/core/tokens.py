@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_ext.core.segments import segment_sums
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -63,4 +65,4 @@ class Tokens:
 
     def row_sums(self, values: Tensor) -> Tensor:
         """[B] float64 sums over each trajectory of [N] values; 0 for one without tokens."""
-        return torch.segment_reduce(values.double(), "sum", lengths=self.offsets.diff(), unsafe=True, initial=0)
+        return segment_sums(values.double(), self.offsets.diff())

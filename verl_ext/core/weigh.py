@@ -3,8 +3,7 @@
 Shape legend: N response tokens, n tokens of a block, B trajectories.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
@@ -17,20 +16,7 @@ from verl_ext.core.segments import Workspace, expand, segment_sums
 from verl_ext.core.tokens import Tokens
 
 Settings = Mapping[str, Any]
-
-
 FEW = 16  # sequences of a block that are weighed one by one, where the others weigh 1
-
-
-def blocks(offsets: Tensor, size: int) -> Iterator[tuple[slice, slice]]:
-    """Tokens and trajectories of each block: as many whole trajectories as `size` tokens hold, at least one."""
-    starts = offsets.tolist()
-    first, count = 0, len(starts) - 1
-    while first < count:
-        last = max(first + 1, bisect_right(starts, starts[first] + size) - 1)
-        if starts[first] < starts[last]:
-            yield slice(starts[first], starts[last]), slice(first, last)
-        first = last
 
 
 class Composition:

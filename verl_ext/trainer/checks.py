@@ -7,16 +7,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.config import IN_THE_LOSS, StabilityConfig
+from verl_ext.config import IN_THE_LOSS, UNBIASED, StabilityConfig
 from verl_ext.errors import ConfigError
 from verl_ext.trainer.advantages import ESTIMATOR_SETTINGS, estimator_settings
+from verl_ext.workers.loss_config import LOSS_CONFIGS
 from verl_ext.workers.routing import probe_routers
 
 ROUTING_STRATEGIES = ("fsdp", "fsdp2")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 LOSS = "actor_rollout_ref.actor.policy_loss"
-OUR_LOSSES = ("icepop", "opsm", "llds", "router_shift")
-UNBIASED = "unbiased"  # our actor.kl_loss_type, beside verl's
 
 
 def loss_mode(config: DictConfig) -> str:
@@ -39,7 +38,7 @@ def needs_our_loss(config: DictConfig, stability: StabilityConfig) -> bool:
     verl's own divides 0 by 0; corrections, because verl's geo_mean cannot take a weight per token.
     """
     asked = stability.correction_names or stability.filters or uses_unbiased_kl(config)
-    return bool(asked) or loss_mode(config) in OUR_LOSSES
+    return bool(asked) or loss_mode(config) in LOSS_CONFIGS
 
 
 def loss_settings(stability: StabilityConfig) -> dict[str, Any]:
@@ -60,7 +59,7 @@ def check_run(config: DictConfig, stability: StabilityConfig) -> None:
         raise ConfigError("trainer.use_v1=False has no hooks for stability.*; set trainer.use_v1=True")
     if config.algorithm.adv_estimator in ESTIMATOR_SETTINGS:
         estimator_settings(config.algorithm.adv_estimator, config.algorithm)
-    if stability.needs_log_probs or loss_mode(config) in OUR_LOSSES or uses_unbiased_kl(config):
+    if stability.needs_log_probs or loss_mode(config) in LOSS_CONFIGS or uses_unbiased_kl(config):
         _check_log_probs(config)
         _check_weights(config, stability)
     _check_loss(config)
@@ -145,8 +144,6 @@ def _check_weights(config: DictConfig, stability: StabilityConfig) -> None:
 def _check_loss(config: DictConfig) -> None:
     """A loss of ours comes with its own dataclass, which accepts its settings; neither without the other."""
     from hydra.utils import instantiate
-
-    from verl_ext.workers.loss_config import LOSS_CONFIGS
 
     name, node = loss_mode(config), OmegaConf.select(config, LOSS)
     target = str(node.get("_target_", ""))

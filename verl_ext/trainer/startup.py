@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from verl_ext.config import UNBIASED
 from verl_ext.errors import HookError
 from verl_ext.rollout import engine_report
 from verl_ext.trainer.advantages import ESTIMATOR_SETTINGS, estimator_settings
-from verl_ext.trainer.checks import OUR_LOSSES, UNBIASED, needs_our_loss
+from verl_ext.trainer.checks import needs_our_loss
+from verl_ext.workers.loss_config import LOSS_CONFIGS
 
 OUR_FIELDS = ("base", "alpha", "beta", "delta", "coef", "gate", "floor")  # of a policy loss, worth a line in the table
 
@@ -66,7 +68,7 @@ def _verify_loss(trainer: Any) -> list[Feature]:
     active = per_rank[0]
     where = f"worker_loss on {len(per_rank)} rank(s)"
     features = []
-    if (loss := dict(active["policy_loss"]))["loss_mode"] in OUR_LOSSES:
+    if (loss := dict(active["policy_loss"]))["loss_mode"] in LOSS_CONFIGS:
         ours = {name: value for name, value in loss.items() if name in OUR_FIELDS}
         features.append(Feature("policy loss", _describe(loss["loss_mode"], ours), where))
     if active["opsm"]:

@@ -6,14 +6,12 @@ Named by `actor_rollout_ref.actor.policy_loss._target_`; their fields arrive in 
 import math
 from dataclasses import dataclass
 
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.workers.config.actor import PolicyLossConfig
 
 from verl_ext.config import check_band
 from verl_ext.errors import ConfigError
 
 SETTING = "actor_rollout_ref.actor.policy_loss"
-COMPOSED = ("icepop", "opsm", "llds", "router_shift")  # the losses of workers/losses.py that read `base`
 RATIO_LOSSES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov")  # l_old enters by the ratio alone
 
 
@@ -24,7 +22,13 @@ class ComposedLossConfig(PolicyLossConfig):
     base: str = "vanilla"
 
     def __post_init__(self) -> None:
-        known = set(POLICY_LOSS_REGISTRY) - {*COMPOSED, "bypass_mode"}  # bypass_mode discards the weights it is given
+        # Not above: importing verl's registry imports our losses, which need this module complete.
+        from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+        known = set(POLICY_LOSS_REGISTRY) - {
+            *LOSS_CONFIGS,
+            "bypass_mode",
+        }  # bypass_mode discards the weights it is given
         if self.base not in known:
             raise ConfigError(f"{SETTING}.base={self.base} cannot be built upon; choose one of: {sorted(known)}")
 

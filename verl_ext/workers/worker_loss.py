@@ -22,14 +22,13 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
+from verl_ext.config import KL_DENOMINATORS, UNBIASED
 from verl_ext.core.losses import unbiased_kl
 from verl_ext.errors import ConfigError
 from verl_ext.workers.inputs import LossInputs, jagged_like, provide
 from verl_ext.workers.loss_config import LOSS_CONFIGS, check_delta
 from verl_ext.workers.losses import opsm_weights
 
-UNBIASED = "unbiased"  # our actor.kl_loss_type
-KL_DENOMINATORS = ("infer", "old")
 VERLS_OWN = ("_target_", "rollout_correction")  # fields of a PolicyLossConfig that are no settings of the loss
 
 
