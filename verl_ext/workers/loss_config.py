@@ -25,10 +25,8 @@ class ComposedLossConfig(PolicyLossConfig):
         # Not above: importing verl's registry imports our losses, which need this module complete.
         from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
-        known = set(POLICY_LOSS_REGISTRY) - {
-            *LOSS_CONFIGS,
-            "bypass_mode",
-        }  # bypass_mode discards the weights it is given
+        # bypass_mode discards the weights that it is given.
+        known = set(POLICY_LOSS_REGISTRY) - {*LOSS_CONFIGS, "bypass_mode"}
         if self.base not in known:
             raise ConfigError(f"{SETTING}.base={self.base} cannot be built upon; choose one of: {sorted(known)}")
 
