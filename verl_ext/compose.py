@@ -18,6 +18,7 @@ CONFIG_MODULE = "verl_ext.configs"
 VERL_CONFIGS = Path(verl.trainer.__file__ or "").parent / "config"
 PRIMARY = "ppo_trainer"
 GROUPS = ("stability", "recipe")
+FSDP_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"  # verl's own name; its FSDP config leaves it out
 
 
 class OurConfigs(SearchPathPlugin):
@@ -42,8 +43,8 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     """The command-line arguments for Hydra, from those that the user gave.
 
     A group that the primary config does not list in its defaults has to be added rather than overridden, which
-    Hydra writes as `+stability=icepop`: the plus is put there. A relative --config-path is taken as verl's entry
-    point takes it, from the folder where that stands.
+    Hydra writes as `+stability=icepop`: the plus is put there, and before FSDP_REPLAY. A relative --config-path is
+    taken as verl's entry point takes it, from the folder where that stands.
 
     Raises:
         ConfigError: `stability=` names no file of the group.
@@ -69,6 +70,8 @@ def prepare(arguments: Sequence[str]) -> list[str]:
             require_choice("stability", choice, stability_choices())
         if group in GROUPS and group not in listed:
             arguments[index] = f"+{argument}"
+        if group.lstrip("+") == FSDP_REPLAY:
+            arguments[index] = f"++{argument.lstrip('+')}"
     if "stability" not in listed and not any(argument.startswith("+stability=") for argument in arguments):
         arguments.insert(0, "+stability=none")  # before any flag, such as `--cfg job`
     return arguments

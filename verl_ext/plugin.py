@@ -11,15 +11,17 @@ from importlib import import_module
 from wrapt import register_post_import_hook
 
 from verl_ext import platform
+from verl_ext.rollout import narrow_routing
 
 logger = logging.getLogger("verl_ext")
 
 
 def load() -> None:
-    """Install the hooks, and the CPU platform where VERL_PLATFORM=cpu asks for it."""
+    """Install the hooks; narrow routing and the CPU platform where the environment asks for them."""
     # Importing these registers them; they may be on their way in themselves, having imported verl's registry.
     register_post_import_hook(lambda _: import_module("verl_ext.workers.losses"), "verl.trainer.ppo.core_algos")
     register_post_import_hook(lambda _: import_module("verl_ext.trainer.advantages"), "verl.trainer.ppo.core_algos")
+    narrow_routing.install()
     if platform.requested():
         from verl_ext.platform import cpu
 

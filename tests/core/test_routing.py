@@ -1,54 +1,146 @@
+"""Agreement per token and the router metrics, against loops over Python's sets."""
+
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ext.core.routing import expert_overlap, router_metrics
+from verl_ext.core.routing import RouterSums, agreement, router_metrics
 
 
-@given(st.integers(0, 6), st.integers(1, 4), st.integers(1, 8), st.integers(0, 2**31))
-def test_overlap_equals_pythons_set_intersection(tokens, layers, top_k, seed):
+def draw(lengths, layers, top_k, seed):
+    """Overlaps, masks and margins of random routings, and the sets themselves."""
     generator = torch.Generator().manual_seed(seed)
-    a, b = (
-        torch.rand(tokens, layers, 12, generator=generator).argsort(-1)[..., :top_k].to(torch.int16) for _ in range(2)
+    n = sum(lengths)
+    train, infer, own = (
+        torch.rand(n, layers, top_k + 2, generator=generator).argsort(-1)[..., :top_k] for _ in range(3)
     )
-    found = expert_overlap(a, b)
-    for n in range(tokens):
-        for layer in range(layers):
-            assert found[n, layer] == len(set(a[n, layer].tolist()) & set(b[n, layer].tolist()))
+    keep = torch.rand(n, generator=generator) < 0.5
+    infer = torch.where(keep[:, None, None], train, infer)  # half of the tokens agree in every layer
+    return {
+        "train": train,
+        "infer": infer,
+        "own": own,
+        "mask": torch.rand(n, generator=generator) < 0.8,
+        "known": torch.rand(n, generator=generator) < 0.9,
+        "margin": torch.rand(n, layers, generator=generator),
+        "offsets": torch.tensor([0, *lengths]).cumsum(0),
+    }
 
 
-def test_order_within_a_set_does_not_matter():
-    ids = torch.tensor([[[3, 1, 2]]])
-    assert expert_overlap(ids, ids.flip(-1)).item() == 3
+def overlap(a, b):
+    counts = [
+        [len(set(x) & set(y)) for x, y in zip(*rows, strict=True)] for rows in zip(a.tolist(), b.tolist(), strict=True)
+    ]
+    return torch.tensor(counts, dtype=torch.uint8).view(a.shape[:2])
 
 
-def test_different_shapes_are_an_error_that_shows_both():
-    with pytest.raises(ValueError, match=r"\(1, 2, 2\).*\(1, 3, 2\)"):
-        expert_overlap(torch.zeros(1, 2, 2), torch.zeros(1, 3, 2))
-
-
-def test_metrics_of_a_case_counted_by_hand():
-    # Two trajectories of 2 and 3 tokens, two layers.
-    found = router_metrics(
-        agree_BL=torch.tensor([[2.0, 1.5], [3.0, 2.0]]),
-        exact_BL=torch.tensor([[2.0, 1.0], [3.0, 1.0]]),
-        differs_B=torch.tensor([1.0, 2.0]),
-        tokens_B=torch.tensor([2.0, 3.0]),
-    )
-    assert found == pytest.approx(
-        {
-            "router/tokens": 5,
-            "router/any_layer_differs": 3 / 5,
-            "router/agreement": (1.0 + 0.7) / 2,
-            "router/agreement/layer_00": 1.0,
-            "router/agreement/layer_01": 0.7,
-            "router/exact_match": (1.0 + 0.4) / 2,
-            "router/exact_match/layer_00": 1.0,
-            "router/exact_match/layer_01": 0.4,
-        }
+def computed(drawn, top_k, **settings):
+    return agreement(
+        overlap(drawn["train"], drawn["infer"]),
+        top_k,
+        drawn["mask"],
+        drawn["known"],
+        drawn["offsets"],
+        margin_NL=drawn["margin"],
+        own_NL=overlap(drawn["own"], drawn["infer"]),
+        **settings,
     )
 
 
-def test_no_token_gives_no_metric():
-    assert router_metrics(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1), torch.zeros(1)) == {}
+def expected_metrics(drawn, top_k):
+    """From the definitions, token by token."""
+    counted = (drawn["mask"] & drawn["known"]).nonzero()[:, 0].tolist()
+    generated = int(drawn["mask"].sum())
+    if not generated:
+        return {}
+    found = {"router/tokens": len(counted), "router/unknown": 1 - len(counted) / generated}
+    if not counted:
+        return found
+    layers = drawn["train"].shape[1]
+
+    def shares(name):
+        a, b = drawn[name].tolist(), drawn["infer"].tolist()
+        return [[len(set(a[t][layer]) & set(b[t][layer])) / top_k for layer in range(layers)] for t in counted]
+
+    agree, own, margin = shares("train"), shares("own"), drawn["margin"].double().tolist()
+    first = [next((layer for layer in range(layers) if row[layer] < 1), None) for row in agree]
+    for layer in range(layers):
+        column = [row[layer] for row in agree]
+        found[f"router/agreement/layer_{layer:02d}"] = sum(column) / len(column)
+        found[f"router/exact_match/layer_{layer:02d}"] = sum(x == 1 for x in column) / len(column)
+        found[f"router/first_differs/layer_{layer:02d}"] = first.count(layer) / len(counted)
+    flat = [(x, margin[t][layer]) for t, row in zip(counted, agree, strict=True) for layer, x in enumerate(row)]
+    found["router/agreement"] = sum(x for x, _ in flat) / len(flat)
+    found["router/own_agreement"] = sum(map(sum, own)) / len(flat)
+    found["router/exact_match"] = sum(x == 1 for x, _ in flat) / len(flat)
+    differing = [layer for layer in first if layer is not None]
+    found["router/any_layer_differs"] = len(differing) / len(counted)
+    if differing:
+        found["router/first_differing_layer"] = sum(differing) / len(differing)
+    for name, values in (
+        ("router/margin_equal", [m for x, m in flat if x == 1]),
+        ("router/margin_differs", [m for x, m in flat if x < 1]),
+    ):
+        if values:
+            found[name] = sum(values) / len(values)
+    return found
+
+
+lengths = st.lists(st.integers(0, 6), min_size=1, max_size=5)
+seeds = st.integers(0, 2**31)
+
+
+@given(lengths, st.integers(1, 4), st.integers(1, 4), seeds, st.integers(1, 20))
+def test_metrics_equal_their_definitions_whatever_the_block(lengths, layers, top_k, seed, block):
+    drawn = draw(lengths, layers, top_k, seed)
+    per_token, sums = computed(drawn, top_k, block=block)
+    assert router_metrics(sums.pack()) == pytest.approx(expected_metrics(drawn, top_k), rel=1e-6, abs=1e-7)
+    for t in range(sum(lengths)):
+        a, b = drawn["train"][t].tolist(), drawn["infer"][t].tolist()
+        mean = math.fsum(len(set(x) & set(y)) / top_k for x, y in zip(a, b, strict=True)) / layers
+        assert per_token[t].item() == pytest.approx(mean if drawn["known"][t] else 1.0, rel=1e-6)
+
+
+@given(lengths, st.integers(1, 3), seeds)
+def test_sums_are_of_each_trajectory_and_survive_the_way(lengths, layers, seed):
+    drawn = draw(lengths, layers, 2, seed)
+    _, sums = computed(drawn, 2)
+    packed = sums.pack()
+    assert packed.shape == (len(lengths), 4 * layers + 4)
+    for name, value in vars(RouterSums.unpack(packed)).items():
+        assert torch.equal(value, getattr(sums, name))
+    counted = (drawn["mask"] & drawn["known"]).split(lengths)
+    assert sums.tokens[:, 0].tolist() == [int(part.sum()) for part in counted]
+
+
+def test_without_replay_the_own_choice_is_what_is_used():
+    drawn = draw([5, 3], 2, 2, seed=1)
+    _, sums = agreement(overlap(drawn["train"], drawn["infer"]), 2, drawn["mask"], drawn["known"], drawn["offsets"])
+    assert torch.equal(sums.own, sums.agree)
+    assert sums.margin_equal.sum() == sums.margin_differs.sum() == 0
+
+
+def test_255_experts_a_token_and_more_layers_than_a_byte_counts():
+    overlap_NL = torch.full((2, 300), 255, dtype=torch.uint8)
+    overlap_NL[1, 299] = 0
+    yes = torch.ones(2, dtype=torch.bool)
+    per_token, sums = agreement(overlap_NL, 255, yes, yes, torch.tensor([0, 2]))
+    assert per_token.tolist() == pytest.approx([1.0, 299 / 300])
+    assert sums.first[0].nonzero().tolist() == [[299]]
+    assert router_metrics(sums.pack())["router/first_differing_layer"] == 299
+
+
+def test_no_generated_token_gives_no_metric():
+    none = torch.zeros(2, dtype=torch.bool)
+    _, sums = agreement(torch.zeros(2, 3, dtype=torch.uint8), 2, none, ~none, torch.tensor([0, 2]))
+    assert router_metrics(sums.pack()) == {}
+
+
+def test_a_rollout_that_returns_no_routing_is_seen():
+    yes = torch.ones(2, dtype=torch.bool)
+    per_token, sums = agreement(torch.zeros(2, 3, dtype=torch.uint8), 2, yes, ~yes, torch.tensor([0, 2]))
+    assert per_token.tolist() == [1.0, 1.0]
+    assert router_metrics(sums.pack()) == {"router/tokens": 0, "router/unknown": 1.0}

@@ -79,10 +79,16 @@ def run(command: list[str], folder: Path, timeout: int = 900) -> Run:
     return Run(finished.returncode, finished.stdout, folder)
 
 
+@pytest.fixture(scope="session")
+def train_in(command):
+    """train_in(folder, overrides..., steps=2) -> the finished Run; the same arguments as `command`."""
+    return lambda folder, *overrides, **options: run(command(*overrides, **options), folder)
+
+
 @pytest.fixture
-def train(command, tmp_path):
-    """train(overrides..., steps=2) -> the finished Run; the same arguments as `command`."""
-    return lambda *overrides, **options: run(command(*overrides, **options), tmp_path)
+def train(train_in, tmp_path):
+    """train(overrides..., steps=2) -> the finished Run, in a folder of its own."""
+    return lambda *overrides, **options: train_in(tmp_path, *overrides, **options)
 
 
 @pytest.fixture(scope="session")

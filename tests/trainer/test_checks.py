@@ -120,24 +120,16 @@ def check(compose, *overrides):
             "set algorithm.rollout_correction.rollout_is=null",
         ),
         (
-            ["stability=none", "stability.router_agreement=true", "model_engine=megatron"],
-            "no adapter for actor_rollout_ref.actor.strategy=megatron",
+            ["stability=none", "stability.router_agreement=true", "model_engine=torchtitan"],
+            "no adapter for actor_rollout_ref.actor.strategy=torchtitan",
         ),
         (
-            [
-                "stability=none",
-                "stability.router_agreement=true",
-                "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
-            ],
-            "ulysses_sequence_parallel_size=2",
+            ["stability=router_shift_loss", "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"],
+            "ulysses_sequence_parallel_size=2; set it to 1, or choose another loss_mode",
         ),
         (
-            [
-                "stability=none",
-                "stability.router_agreement=true",
-                "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4",
-            ],
-            "ulysses_sequence_parallel_size=4",
+            ["stability=router_shift_loss", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"],
+            "ulysses_sequence_parallel_size=4; set it to 1, or choose another loss_mode",
         ),
         (
             [

@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
+from verl_ext.core.routing import RouterSums
 from verl_ext.errors import HookError
 from verl_ext.trainer import trainers
 
@@ -64,7 +65,7 @@ class Trainer(trainers.StabilityMixin, VerlTrainer):
 def step(monkeypatch):
     """step(stability, loss_mode, **fields) -> (trainer, metrics, store) after one step on two responses."""
 
-    def run(stability, loss_mode="vanilla", loss_agg_mode="token-mean", **fields):
+    def run(stability, loss_mode="vanilla", loss_agg_mode="token-mean", actor=None, **fields):
         defaults = {
             "rollout_log_probs": nested([-1.0, -2.0], [-3.0]),
             "old_log_probs": nested([-1.5, -2.0], [-0.5]),
@@ -76,11 +77,11 @@ def step(monkeypatch):
         }
         store = Store(**(defaults | fields))
         monkeypatch.setattr(trainers, "tq", store)
-        actor = {"policy_loss": {"loss_mode": loss_mode}, "loss_agg_mode": loss_agg_mode}
+        actor = {"policy_loss": {"loss_mode": loss_mode}, "loss_agg_mode": loss_agg_mode} | (actor or {})
         parts = {"actor": actor, "rollout": {"response_length": 1}, "model": {"path": "/no/such/model"}}
         config = OmegaConf.create({"stability": stability, "actor_rollout_ref": parts})
         trainer, metrics = Trainer(config), {}
-        fields = ["old_log_probs", "routed_experts"]
+        fields = ["old_log_probs", "routed_experts", "old_routed_experts", "router_sums"]
         batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=fields)
         batch = trainer._compute_old_log_prob(batch, metrics)
         batch = trainer._compute_advantage(batch, metrics)
@@ -176,7 +177,7 @@ def test_denominator_full_leaves_the_masks_alone(step):
 
 
 def test_router_agreement_reaches_the_filter_of_its_name(step):
-    sums = nested([2.0, 1.0, 2.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0, 0.0, 1.0])
+    sums = router_sums(1, 1)
     settings = {"router_agreement": True, "filters": {"low_agreement": {"threshold": 0.5}}}
     _, metrics, store = step(settings, router_sums=sums, router_agreement=nested([0.25, 0.75], [0.5]))
     assert rows(store, "response_mask") == [[0, 1], [1]]
@@ -198,13 +199,39 @@ def test_nan_in_the_rollouts_log_probs_skips_without_a_threshold(step, capsys):
     assert torch.isfinite(store.fields["rollout_is_weights"].values()).all()
 
 
+def router_sums(*differing):
+    """Of one trajectory a row, two layers: two tokens, of which so many differ in one of two experts of layer 1."""
+    n = torch.tensor([[2.0]])
+    rows = []
+    for d in torch.tensor(differing, dtype=torch.float32).view(-1, 1, 1):
+        by_layer = [torch.cat([n, n - share * d], 1) for share in (0.5, 1.0)]
+        first, zero = torch.cat([0 * d, d], 1), torch.zeros(1, 1)
+        rows.append(RouterSums(by_layer[0], by_layer[1], first, by_layer[0], zero, zero, n, zero).pack()[0])
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
 def test_routing_is_not_sent_to_stages_that_do_not_read_it(step):
-    sums = nested([2.0, 1.0, 2.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0, 0.0, 1.0])
-    trainer, metrics, _ = step({"router_agreement": True}, router_sums=sums)
-    assert metrics["router/agreement/layer_01"] == pytest.approx(2 / 3)
-    assert metrics["router/any_layer_differs"] == pytest.approx(1 / 3)
-    assert metrics["router/tokens"] == 3
+    trainer, metrics, _ = step({"router_agreement": True}, router_sums=router_sums(1, 1))
+    assert metrics["router/agreement/layer_01"] == pytest.approx(3 / 4)
+    assert metrics["router/any_layer_differs"] == pytest.approx(1 / 2)
+    assert metrics["router/tokens"] == 4
     assert trainer.ran[1:] == [("critic", ["old_log_probs"]), ("actor", ["old_log_probs"])]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "engine", "mode", "sent"),
+    [
+        ("fsdp2", "fsdp_config", "R2", "old_routed_experts"),
+        ("fsdp2", "fsdp_config", "R3", "routed_experts"),
+        ("megatron", "megatron", "R2", "routed_experts"),
+        ("megatron", "megatron", "R3", "routed_experts"),
+        ("veomni", "veomni", "R3", "routed_experts"),
+    ],
+)
+def test_the_update_is_sent_the_routing_that_it_replays(step, strategy, engine, mode, sent):
+    actor = {"strategy": strategy, engine: {"router_replay": {"mode": mode}}}
+    trainer, _, _ = step({"router_agreement": True}, actor=actor, router_sums=router_sums(0, 0))
+    assert trainer.ran[1:] == [("critic", ["old_log_probs"]), ("actor", ["old_log_probs", sent])]
 
 
 def test_a_rollout_that_returns_no_routing_is_an_error_with_the_remedy(step):
@@ -216,4 +243,4 @@ def test_nothing_asked_for_changes_nothing(step):
     trainer, metrics, store = step({})
     assert metrics == {}
     assert "rollout_is_weights" not in store.fields
-    assert trainer.ran[-1] == ("actor", ["old_log_probs", "routed_experts"])
+    assert trainer.ran[-1] == ("actor", ["old_log_probs"])

@@ -3,13 +3,14 @@
 import pytest
 import torch
 from micro_batches import nested
+from routing_families import FAMILIES, SMALL
 from tensordict import TensorDict
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verl.utils import tensordict_utils as tu
 
 from verl_ext.errors import HookError
-from verl_ext.workers.router_shift import ShiftRecorder, refuse_probabilities, router_logits
-from verl_ext.workers.routing import find_routers
+from verl_ext.workers.router_shift import ShiftRecorder, check_outputs, refuse_probabilities, router_logits
+from verl_ext.workers.routing.choices import find_choices, probe_choices
 from verl_ext.workers.worker_loss import LossSettings, Steps, build_worker_loss
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
@@ -76,7 +77,7 @@ def scores_alone(model, ids, prompt):
     found = []
     hooks = [
         router.register_forward_hook(lambda _, __, output: found.append(output[0].double().log_softmax(-1)))
-        for router in find_routers(model).values()
+        for router in (point.module for point in find_choices(model))
     ]
     model(ids.unsqueeze(0))
     for hook in hooks:
@@ -136,7 +137,7 @@ def test_the_deviation_of_a_moved_router_equals_the_oracle(model, checkpointed):
     ids = micro_batch()["input_ids"].unbind()
     old = [scores_alone(model, row, prompt) for row, (prompt, _) in zip(ids, LENGTHS, strict=True)]
     with torch.no_grad():
-        for router in recorder.routers.values():
+        for router in recorder.routers:
             router.weight += torch.randn_like(router.weight) * 0.1
     current = [scores_alone(model, row, prompt) for row, (prompt, _) in zip(ids, LENGTHS, strict=True)]
     if checkpointed:
@@ -155,7 +156,7 @@ def test_the_loss_is_scaled_by_the_factor_of_each_token(model, actor_config):
     """With the policy unmoved (ratio 1), a token's gradient is -A gamma over the tokens."""
     engine, recorder, data = recorded(model)
     with torch.no_grad():
-        for router in recorder.routers.values():
+        for router in recorder.routers:
             router.weight += torch.randn_like(router.weight) * 0.1
     gamma = deviations(engine, data).neg().exp()
     leaves = []
@@ -193,7 +194,7 @@ def test_nothing_is_recorded_when_off_or_for_a_reference_policy(model):
 
 
 def test_a_part_of_each_sequence_is_refused(model):
-    with pytest.raises(HookError, match=r"saw 9 tokens of a micro-batch of 21"):
+    with pytest.raises(HookError, match=r"saw 9 tokens .* micro-batch of 21"):
         recorded(model, Half(model))
 
 
@@ -206,9 +207,22 @@ class Half(Engine):
 
 
 def test_a_router_that_returns_probabilities_is_refused(model):
-    router = next(iter(find_routers(model).values()))
+    router = find_choices(model)[0].module
     logits = router_logits(router, router(torch.randn(5, 32)))
     assert logits.shape == (5, EXPERTS)
     refuse_probabilities(router, logits)
     with pytest.raises(HookError, match="Qwen3MoeTopKRouter returns probabilities"):
         refuse_probabilities(router, logits.softmax(-1))
+
+
+def test_a_router_that_leaves_the_choice_to_its_block_is_refused_before_the_run():
+    config = AutoConfig.for_model("deepseek_v3", **SMALL | FAMILIES["deepseek_v3"])
+    with pytest.raises(HookError, match=r"router_shift cannot read router DeepseekV3MoE, which leaves the choice"):
+        probe_choices(config, check_outputs)
+
+
+def test_a_router_that_returns_no_ids_is_refused_before_the_run():
+    settings = {name: value for name, value in SMALL.items() if name != "attn_implementation"}
+    config = AutoConfig.for_model("llama4_text", **settings, intermediate_size_mlp=32, num_local_experts=4)
+    with pytest.raises(HookError, match=r"cannot read router Llama4TextMoe, which returns 0 integer"):
+        probe_choices(config, check_outputs)

@@ -6,7 +6,7 @@ Position and turn are constant over runs of tokens: a cell is such a run, and on
 Probability and entropy change from token to token: their sums are products with indicator rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +19,12 @@ PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.5, 0.9)  # of exp(l_infer); the last buck
 ENTROPY_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0)  # of the training policy, in nats
 POSITION_EDGES = (0, 256, 1024, 4096, 16384)  # of the response, tool output counted
 TURNS = 8  # the last bucket holds all later turns
-MEASURES = (  # what is summed, and logged as a mean over each bucket's tokens
+MEASURES = (  # what is summed where the batch has it, and logged as a mean over each bucket's tokens
     "vllm_kl/k1",
     "vllm_kl/k3",
     "correction/dropped_low",
     "correction/dropped_high",
+    "router/agreement",
 )
 
 
@@ -84,13 +85,19 @@ class Cells:
 
 
 class Breakdown:
-    """Sums by trajectory and, where asked for, of the token count and MEASURES by bucket, as they grow by blocks."""
+    """Sums by trajectory and, where asked for, of the token count and `measures` by bucket, as they grow by blocks.
 
-    def __init__(self, tokens: Tokens, by_bucket: bool):
+    Attributes:
+        measures: those of MEASURES that this batch has.
+    """
+
+    def __init__(self, tokens: Tokens, by_bucket: bool, with_corrections: bool):
         self.by_bucket = by_bucket
         self.cells = Cells.of(tokens) if by_bucket else Cells.rows(tokens.offsets)
-        # By bucket: who counts, then MEASURES (k1 with the sign of log k). Else: who counts, who is dropped, log k.
-        self.runs = RunSums(self.cells.starts, 1 + len(MEASURES) if by_bucket else 3)
+        has = {"vllm_kl": True, "correction": with_corrections, "router": tokens.agreement is not None}
+        self.measures = [name for name in MEASURES if has[name.split("/")[0]]]
+        # By bucket: who counts, then `measures` (k1 with the sign of log k). Else: who counts, who is dropped, log k.
+        self.runs = RunSums(self.cells.starts, 1 + len(self.measures) if by_bucket else 3)
         self.trajectories = len(tokens.offsets) - 1
         self.edges = {"prob": PROBABILITY_EDGES, "entropy": ENTROPY_EDGES} if by_bucket else {}
         if tokens.entropy is None:
@@ -114,7 +121,8 @@ class Breakdown:
         """Add one block, [n] float each.
 
         Args:
-            measures: who counts, log k, k3, and who is dropped on the low and on the high side, or None for both.
+            measures: who counts, log k, k3, who is dropped on the low and on the high side, agreement; None for what
+                `measures` lacks.
             dropped: the two sides together, or None.
             clean: whether all of the block counts.
             rows, log_rho: the trajectories of the block, and their sums of log k.
@@ -138,28 +146,29 @@ class Breakdown:
             # stands next to an outlier's.
             for bucket in range(len(edges) - 1, 0, -1):
                 within_Sn[bucket].sub_(within_Sn[bucket - 1])
-            self.within[axis][:, : len(used)] += within_Sn @ rows_Mn.T
+            self.within[axis] += within_Sn @ rows_Mn.T
 
     def by_trajectory(self) -> tuple[Tensor, Tensor, Tensor]:
         """[B] tokens that count, sum of log k, tokens dropped."""
         sums = self._zeros(self.trajectories).index_add_(0, self.cells.row, self.runs.sums)
         if self.by_bucket:
-            return sums[:, 0], sums[:, 1], sums[:, 3] + sums[:, 4]
+            sides = [column for column, name in enumerate(self.measures, 1) if name.startswith("correction/dropped_")]
+            return sums[:, 0], sums[:, 1], sums[:, sides].sum(1)
         return sums[:, 0], sums[:, 2], sums[:, 1]
 
     def buckets(self) -> dict[str, Tensor]:
-        """Axis -> [S, 1 + M] sums: tokens, then MEASURES."""
+        """Axis -> [S, 1 + M] sums: tokens, then `measures`."""
         if not self.by_bucket:
             return {}
         found = dict(self.within)
         for axis, index in (("position", self.cells.position), ("turn", self.cells.turn)):
             found[axis] = self._zeros(len(NAMES[axis])).index_add_(0, index, self.runs.sums)
-        sign = self.runs.sums.new_ones(1 + len(MEASURES))
+        sign = self.runs.sums.new_ones(1 + len(self.measures))
         sign[1] = -1  # k1 is the mean of -log k
         return {axis: sums * sign for axis, sums in found.items()}
 
 
-def breakdown_metrics(sums: dict[str, list[list[float]]], with_corrections: bool) -> dict[str, float]:
+def breakdown_metrics(sums: dict[str, list[list[float]]], measures: Sequence[str]) -> dict[str, float]:
     """`<metric>/<axis>/<bucket>` and `vllm_kl/share/<axis>/<bucket>`; an axis with one bucket in use is left out."""
     metrics = {}
     for axis, buckets in sums.items():
@@ -169,7 +178,6 @@ def breakdown_metrics(sums: dict[str, list[list[float]]], with_corrections: bool
         tokens = sum(count for count, *_ in used.values())
         for name, (count, *values) in used.items():
             metrics[f"vllm_kl/share/{axis}/{name}"] = count / tokens
-            for metric, value in zip(MEASURES, values, strict=True):
-                if with_corrections or metric.startswith("vllm_kl/"):
-                    metrics[f"{metric}/{axis}/{name}"] = value / count
+            for metric, value in zip(measures, values, strict=True):
+                metrics[f"{metric}/{axis}/{name}"] = value / count
     return metrics

@@ -34,7 +34,7 @@ class Measured:
 
     Attributes:
         weight: [N] float32, the product of the corrections' weights, 0 where the mask is; None without corrections.
-        metrics: `vllm_kl/*` and `correction/*`; {} when no token is masked in.
+        metrics: `vllm_kl/*`, `correction/*` and `router/*`; {} when no token counts.
         tokens, kept: tokens masked in, and those of them with a weight (all, without corrections).
         non_finite: tokens masked in whose l_infer or l_old is NaN or infinite: they weigh 0 and count in no metric.
     """
@@ -75,16 +75,20 @@ def measure(
         correction/weight_mean: over all tokens; correction/entropy_{dropped,kept}: mean entropy of either kind.
         correction/<name>/low, high: share of tokens outside that correction's bounds (of sequences, for one that
             works on sequences).
-        {vllm_kl/share, vllm_kl/k1, vllm_kl/k3, correction/dropped_low, correction/dropped_high}/
-            {prob,entropy,position,turn}/<bucket>: the same by bucket; share is the bucket's share of the tokens. An
-            axis with a single bucket in use is left out.
+        router/disagreement_gap_correlation (router/* with `tokens.agreement`, where NaN, an unknown routing, stands for
+            1): Pearson's, of 1 - agreement and |log k|; left out where either is constant.
+        router/gap_equal, router/gap_differs: mean |log k| of tokens with an agreement of 1, of the others; left out
+            where there are none.
+        {vllm_kl/share, vllm_kl/k1, vllm_kl/k3, correction/dropped_low, correction/dropped_high, router/agreement}/
+            {prob,entropy,position,turn}/<bucket>: the same by bucket; share is the bucket's share of the tokens,
+            router/agreement their mean agreement. An axis with a single bucket in use is left out.
     """
     size = block or (BLOCK if tokens.mask.device.type == "cpu" else GPU_BLOCK)
     memory = Workspace(tokens.mask.device)
     composition = Composition(tokens, corrections or {}, memory)
     weight = torch.empty(len(tokens.mask), device=tokens.mask.device) if corrections else None
-    parts = Breakdown(tokens, breakdown)
-    sums = _Sums()
+    parts = Breakdown(tokens, breakdown, with_corrections=weight is not None)
+    sums, routing = _Sums(), _Routing()
     sums.add(masked=tokens.mask.count_nonzero())
     for part, rows in blocks(tokens.offsets, size):
         n = part.stop - part.start
@@ -112,7 +116,15 @@ def measure(
             if dropped is not None:
                 of_dropped = torch.mul(entropy, dropped, out=memory.take("entropy_dropped", n)).sum()
                 sums.add(entropy=(entropy if gap.clean else entropy * gap.counts).sum(), entropy_dropped=of_dropped)
-        parts.add(part, (gap.counts, gap.log_k, k3, low, high), dropped, gap.clean, rows, log_rho, axes, memory)
+        agreement = None
+        if tokens.agreement is not None:
+            agreement = memory.take("agreement", n).copy_(tokens.agreement[part]).nan_to_num_(1.0, 1.0, 1.0)
+            if not gap.clean:
+                agreement.mul_(gap.counts)
+        measures = (gap.counts, gap.log_k, k3, low, high, agreement)
+        parts.add(part, measures, dropped, gap.clean, rows, log_rho, axes, memory)
+        if agreement is not None:
+            routing.add(sums, agreement, gap, memory)
     return _result(tokens, weight, sums, parts, composition)
 
 
@@ -164,6 +176,37 @@ def _add_mismatch(sums: _Sums, tokens: Tokens, part: slice, gap: Gap, memory: Wo
     sums.raise_to(log_k_abs_max=furthest, difference_max=difference.amax())
 
 
+class _Routing:
+    """Agreement against |log k|.
+
+    The correlation's sums are of differences from one counted token's values: 0 where a measure is constant, and their
+    squares at most n times those of differences from the mean, of which they keep the digits.
+    """
+
+    origin: tuple[Tensor, Tensor] | None = None
+
+    def add(self, sums: _Sums, agreement: Tensor, gap: Gap, memory: Workspace) -> None:
+        """Add one block; its `agreement`, [n] float64 and 0 where a token does not count, is used up."""
+        absolute = torch.abs(gap.log_k, out=memory.take("absolute", len(agreement)))
+        if self.origin is None:
+            token = int(gap.counts.argmax())
+            if not gap.counts[token]:
+                return  # no token counts so far
+            self.origin = agreement[token].clone(), absolute[token].clone()
+        # Neither sum of |log k| as a rest of the other: it would have no digits left of one that is far smaller.
+        side = memory.take("difference", len(agreement))
+        equal = torch.eq(agreement, 1, out=side)
+        sums.add(equal=equal.sum(), gap_equal=torch.dot(equal, absolute))
+        sums.add(gap_differs=torch.dot(torch.ne(agreement, 1, out=side), absolute))
+        for values, origin in zip((agreement, absolute), self.origin, strict=True):
+            values.sub_(origin)
+            if not gap.clean:
+                values.mul_(gap.counts)
+        sums.add(agreement=agreement.sum(), agreement_squared=torch.dot(agreement, agreement))
+        sums.add(gap=absolute.sum(), gap_squared=torch.dot(absolute, absolute))
+        sums.add(agreement_gap=torch.dot(agreement, absolute))
+
+
 def _result(tokens: Tokens, weight: Tensor | None, sums: _Sums, parts: Breakdown, composition: Composition) -> Measured:
     count, log_k, dropped = parts.by_trajectory()
     gap = (log_k / count.clamp(min=1)).abs()
@@ -186,10 +229,12 @@ def _result(tokens: Tokens, weight: Tensor | None, sums: _Sums, parts: Breakdown
         metrics = _mismatch_metrics(s)
         if weight is not None:
             metrics |= _correction_metrics(s, composition)
+        if tokens.agreement is not None:
+            metrics |= _router_metrics(s)
         rows_by_axis = {
             axis: table.reshape(buckets[axis].shape).tolist() for axis, table in zip(buckets, tables, strict=True)
         }
-        metrics |= breakdown_metrics(rows_by_axis, with_corrections=weight is not None)
+        metrics |= breakdown_metrics(rows_by_axis, parts.measures)
     return Measured(
         weight=weight,
         metrics=metrics,
@@ -235,4 +280,19 @@ def _correction_metrics(s: Mapping[str, float], composition: Composition) -> dic
         for name in names:
             metrics[f"correction/{name}/low"] = s[f"{name}/low"] / whole
             metrics[f"correction/{name}/high"] = s[f"{name}/high"] / whole
+    return metrics
+
+
+def _router_metrics(s: Mapping[str, float]) -> dict[str, float]:
+    n, equal = s["tokens"], s["equal"]
+    metrics = {}
+    if equal:
+        metrics["router/gap_equal"] = s["gap_equal"] / equal
+    if equal < n:
+        metrics["router/gap_differs"] = s["gap_differs"] / (n - equal)
+    of_agreement = s["agreement_squared"] - s["agreement"] ** 2 / n
+    of_gap = s["gap_squared"] - s["gap"] ** 2 / n
+    if of_agreement > 0 and of_gap > 0:
+        covariance = s["agreement_gap"] - s["agreement"] * s["gap"] / n
+        metrics["router/disagreement_gap_correlation"] = -covariance / of_agreement**0.5 / of_gap**0.5
     return metrics

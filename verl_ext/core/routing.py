@@ -1,53 +1,157 @@
 """Router agreement: did training and inference choose the same experts for the same token?
 
-Shape legend: N tokens, L MoE layers, K experts per token (top-k), B trajectories.
+Shape legend: N tokens, n tokens of a block, L MoE layers, K experts per token (top-k), B trajectories.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from verl_ext.core.segments import blocks
 
-def expert_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
-    """|T and I| per token and layer, [N, L] int64: how many of the K expert ids are in both sets.
+BLOCK = 65_536  # tokens taken at a time: 25 MB a temporary for 94 layers
 
-    The order of the ids inside a set does not matter; ids within one set are distinct, as top-k's are.
 
-    Raises:
-        ValueError: the two tensors differ in shape.
+@dataclass(frozen=True)
+class RouterSums:
+    """Sums over the compared tokens of each trajectory: float32, and exact, being counts below 2^24.
+
+    A token is compared if the model generated it and the rollout's routing of it is known.
+
+    Attributes:
+        agree: [B, L], of |T and I| / K.
+        exact: [B, L], tokens with T = I.
+        first: [B, L], tokens whose first differing layer this is.
+        own: [B, L], of the agreement of the experts that the training router would have chosen by itself; equal to
+            `agree` unless routing is replayed.
+        margin_equal, margin_differs: [B, 1], over tokens and layers with T = I and with T != I, of the router's margin:
+            the gap between the k-th and the (k+1)-th of the scores that its top-k is taken of.
+        tokens, unknown: [B, 1], tokens compared; generated tokens whose routing the rollout did not return.
     """
-    if train_NLK.shape != infer_NLK.shape:
-        raise ValueError(
-            f"routing of the training engine {tuple(train_NLK.shape)} and of the rollout "
-            f"{tuple(infer_NLK.shape)} differ in shape [tokens, layers, top_k]"
-        )
-    overlap = torch.zeros(train_NLK.shape[:2], dtype=torch.long, device=train_NLK.device)
-    # One id of the rollout at a time: K comparisons of [N, L, K] instead of one of [N, L, K, K].
-    for j in range(infer_NLK.shape[-1]):
-        overlap += (train_NLK == infer_NLK[..., j : j + 1]).any(-1)
-    return overlap
+
+    agree: Tensor
+    exact: Tensor
+    first: Tensor
+    own: Tensor
+    margin_equal: Tensor
+    margin_differs: Tensor
+    tokens: Tensor
+    unknown: Tensor
+
+    def pack(self) -> Tensor:
+        """[B, 4 L + 4], as it travels from the workers to the controller."""
+        return torch.cat(list(vars(self).values()), dim=1)
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> "RouterSums":
+        layers = (packed.shape[1] - 4) // 4
+        return cls(*packed.split([layers] * 4 + [1] * 4, dim=1))
 
 
-def router_metrics(agree_BL: Tensor, exact_BL: Tensor, differs_B: Tensor, tokens_B: Tensor) -> dict[str, float]:
-    """The `router/*` metrics from per-trajectory sums; {} when there is no token.
+@torch.no_grad()
+def agreement(
+    overlap_NL: Tensor,
+    top_k: int,
+    mask_N: Tensor,
+    known_N: Tensor,
+    offsets: Tensor,
+    *,
+    margin_NL: Tensor | None = None,
+    own_NL: Tensor | None = None,
+    block: int = BLOCK,
+) -> tuple[Tensor, RouterSums]:
+    """Agreement of every token, and the sums that `router_metrics` reads.
 
     Args:
-        agree_BL: sum over a trajectory's tokens of |T and I| / K, per layer.
-        exact_BL: number of its tokens with T = I, per layer.
-        differs_B: number of its tokens with any layer differing.
-        tokens_B: number of its generated tokens.
+        overlap_NL: integer, |T and I| (`expert_overlap`) with T the experts that the training engine used.
+        mask_N: bool, tokens that the model generated.
+        known_N: bool, tokens whose routing the rollout returned; the others count as unknown, and as agreeing in the
+            result per token.
+        offsets: [B + 1] int64, where each trajectory starts; the last entry is N.
+        margin_NL: the router's margin, any float; 0 where it is left out.
+        own_NL: the overlap of the experts that the training router would have chosen, where others were replayed.
+        block: tokens taken at a time, in whole trajectories.
 
     Returns:
-        router/agreement, router/exact_match: means over tokens and layers.
-        router/agreement/layer_XX, router/exact_match/layer_XX: the same per layer, XX counting MoE layers.
-        router/any_layer_differs: fraction of tokens with at least one layer where T != I.
-        router/tokens: tokens compared.
+        [N] float32, mean over layers of |T and I| / K; and the sums.
     """
-    n = float(tokens_B.double().sum())
-    if n == 0:
+    rows, layers = len(offsets) - 1, overlap_NL.shape[1]
+    per_token = torch.ones(len(overlap_NL), device=overlap_NL.device)
+    packed = torch.zeros(rows, 4 * layers + 4, device=overlap_NL.device)
+    sums = RouterSums.unpack(packed)
+    for part, of in blocks(offsets, block):
+        lengths = offsets[of.start : of.stop + 1].diff()
+        row_n = torch.repeat_interleave(lengths, output_size=part.stop - part.start)
+        known_n = known_N[part]
+        counts_n = mask_N[part] & known_n
+        counts_n1 = counts_n.unsqueeze(1)
+        overlap_nL = overlap_NL[part]
+        exact_nL = overlap_nL == top_k
+        mean_n = overlap_nL.float().mean(1) / top_k
+        per_token[part] = torch.where(known_n, mean_n, 1.0)
+
+        def add(
+            to: Tensor, values: Tensor, of: slice = of, row_n: Tensor = row_n, counts_n1: Tensor = counts_n1
+        ) -> None:
+            to[of].index_add_(0, row_n, values.float() * counts_n1)
+
+        add(sums.agree, overlap_nL)
+        add(sums.own, overlap_nL if own_NL is None else own_NL[part])
+        add(sums.exact, exact_nL)
+        add(sums.tokens, torch.ones_like(counts_n1))
+        sums.unknown[of].index_add_(0, row_n, (mask_N[part] & ~known_n).float().unsqueeze(1))
+        differs_n = counts_n & ~exact_nL.all(1)
+        first_n = exact_nL[differs_n].to(torch.uint8).argmin(1)  # of equal values, the first
+        ones = torch.ones(len(first_n), device=packed.device)
+        sums.first[of].index_put_((row_n[differs_n], first_n), ones, accumulate=True)
+        if margin_NL is not None:
+            margin_nL = margin_NL[part].float()
+            add(sums.margin_equal, (margin_nL * exact_nL).sum(1, keepdim=True))
+            add(sums.margin_differs, (margin_nL * ~exact_nL).sum(1, keepdim=True))
+    sums.agree.div_(top_k)
+    sums.own.div_(top_k)
+    return per_token, sums
+
+
+def router_metrics(packed_BC: Tensor) -> dict[str, float]:
+    """The `router/*` metrics from the trajectories' `RouterSums`, packed; {} when the model generated no token.
+
+    Returns (means over compared tokens, and over layers where no layer is named; XX counts MoE layers from 0):
+        router/agreement, router/agreement/layer_XX: |T and I| / K.
+        router/exact_match, router/exact_match/layer_XX: share with T = I.
+        router/any_layer_differs: share of tokens with at least one layer where T != I.
+        router/first_differing_layer, router/first_differs/layer_XX: mean over the tokens with a differing layer of the
+            first one's number; share of tokens that each layer is the first of.
+        router/margin_equal, router/margin_differs: the router's margin where T = I and where T != I; left out where the
+            engine's adapter does not see it.
+        router/own_agreement: of the experts that the training router would have chosen by itself.
+        router/tokens, router/unknown: tokens compared; share of generated tokens without routing of the rollout.
+    """
+    sums = RouterSums.unpack(packed_BC.double().sum(0, keepdim=True))
+    n, unknown = sums.tokens.item(), sums.unknown.item()
+    if n + unknown == 0:
         return {}
-    metrics = {"router/tokens": n, "router/any_layer_differs": float(differs_B.double().sum()) / n}
-    for name, sums_BL in (("agreement", agree_BL), ("exact_match", exact_BL)):
-        per_layer = (sums_BL.double().sum(0) / n).tolist()
-        metrics[f"router/{name}"] = sum(per_layer) / len(per_layer)
+    metrics = {"router/tokens": n, "router/unknown": unknown / (n + unknown)}
+    if n == 0:
+        return metrics
+    for name, sums_1L in (("agreement", sums.agree), ("exact_match", sums.exact), ("first_differs", sums.first)):
+        per_layer = (sums_1L[0] / n).tolist()
         metrics |= {f"router/{name}/layer_{layer:02d}": value for layer, value in enumerate(per_layer)}
+    layers = sums.agree.shape[1]
+    equal, any_differs = sums.exact.sum().item(), sums.first.sum().item()
+    differs = n * layers - equal
+    metrics["router/agreement"] = sums.agree.mean().item() / n
+    metrics["router/own_agreement"] = sums.own.mean().item() / n
+    metrics["router/exact_match"] = equal / (n * layers)
+    metrics["router/any_layer_differs"] = any_differs / n
+    if any_differs:
+        numbers = torch.arange(layers, dtype=torch.float64, device=sums.first.device)
+        metrics["router/first_differing_layer"] = (sums.first[0] @ numbers).item() / any_differs
+    margins = sums.margin_equal.item(), sums.margin_differs.item()
+    if any(margins):  # else the engine does not record them
+        if equal:
+            metrics["router/margin_equal"] = margins[0] / equal
+        if differs:
+            metrics["router/margin_differs"] = margins[1] / differs
     return metrics

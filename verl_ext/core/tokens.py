@@ -21,6 +21,8 @@ class Tokens:
         mask: [N] bool, true on tokens the model generated (tool output and padding are false).
         offsets: [B + 1] int64, where each trajectory starts; the last entry is N.
         entropy: [N] entropy of the training policy in nats, or None where it was not computed.
+        agreement: [N] float, share of a token's experts that both engines chose, mean over layers: 1 where all are the
+            same, and where the rollout's routing is unknown. None where routing was not compared.
     """
 
     l_infer: Tensor
@@ -28,6 +30,7 @@ class Tokens:
     mask: Tensor
     offsets: Tensor
     entropy: Tensor | None = None
+    agreement: Tensor | None = None
 
     def __post_init__(self) -> None:
         shapes = {name: tuple(value.shape) for name, value in self.per_token().items()}
@@ -56,7 +59,7 @@ class Tokens:
 
     def per_token(self) -> dict[str, Tensor]:
         """The [N] tensors by name."""
-        named = {"l_infer": self.l_infer, "l_old": self.l_old, "mask": self.mask, "entropy": self.entropy}
+        named = {name: value for name, value in vars(self).items() if name != "offsets"}
         return {name: value for name, value in named.items() if value is not None}
 
     def row_of_token(self) -> Tensor:

@@ -11,11 +11,11 @@ from verl_ext.core.mismatch import count_non_finite
 from verl_ext.core.tokens import Tokens
 from verl_ext.errors import BatchError
 
-FIELDS = ("rollout_log_probs", "old_log_probs", "response_mask", "entropy")
+FIELDS = ("rollout_log_probs", "old_log_probs", "response_mask", "entropy", "router_agreement")
 
 
 def response_tokens(data: TensorDict) -> Tokens:
-    """From verl's nested tensors, the FIELDS of `data`; entropy is optional.
+    """From verl's nested tensors, the FIELDS of `data`; entropy and router_agreement are optional.
 
     Raises:
         BatchError: a field is missing or has another number of tokens than response_mask, or no token of the
@@ -37,6 +37,7 @@ def response_tokens(data: TensorDict) -> Tokens:
         mask=packed["response_mask"].bool(),
         offsets=data["response_mask"].offsets(),
         entropy=packed.get("entropy"),
+        agreement=packed.get("router_agreement"),
     )
 
 

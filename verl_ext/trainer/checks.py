@@ -1,6 +1,5 @@
 """What can go wrong with a configuration, found on the launching machine before Ray starts."""
 
-import contextlib
 import os
 from dataclasses import asdict
 from typing import Any
@@ -10,11 +9,15 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.config import IN_THE_LOSS, UNBIASED, StabilityConfig
 from verl_ext.errors import ConfigError
 from verl_ext.trainer.advantages import ESTIMATOR_SETTINGS, estimator_settings
+from verl_ext.trainer.routing_checks import (
+    apply_routing,
+    check_agreement,
+    check_replay,
+    check_router_shift,
+    replays_here,
+)
 from verl_ext.workers.loss_config import LOSS_CONFIGS
-from verl_ext.workers.routing import probe_routers
 
-ROUTING_STRATEGIES = ("fsdp", "fsdp2")
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 LOSS = "actor_rollout_ref.actor.policy_loss"
 
 
@@ -50,7 +53,7 @@ def loss_settings(stability: StabilityConfig) -> dict[str, Any]:
 def something_to_do(config: DictConfig, stability: StabilityConfig) -> bool:
     """Whether the run differs from verl's own; an estimator or reward of ours does not need our trainer."""
     ours = config.algorithm.adv_estimator in ESTIMATOR_SETTINGS
-    return stability.active or needs_our_loss(config, stability) or ours
+    return stability.active or needs_our_loss(config, stability) or ours or replays_here(config)
 
 
 def check_run(config: DictConfig, stability: StabilityConfig) -> None:
@@ -66,7 +69,8 @@ def check_run(config: DictConfig, stability: StabilityConfig) -> None:
     _check_kl(config, stability)
     _check_overlong(config)
     if stability.router_agreement:
-        _check_routing(config)
+        check_agreement(config)
+    check_replay(config)
     if stability.cascade_attention != "default":
         _check_cascade(config, stability)
     _check_model_files(config.actor_rollout_ref.model)
@@ -74,9 +78,8 @@ def check_run(config: DictConfig, stability: StabilityConfig) -> None:
 
 def apply_engine_settings(config: DictConfig, stability: StabilityConfig) -> None:
     """Set the rollout arguments that the asked-for features consist of; the start-up table shows them."""
+    apply_routing(config, stability.router_agreement)
     rollout = "actor_rollout_ref.rollout"
-    if stability.router_agreement:
-        OmegaConf.update(config, f"{rollout}.enable_rollout_routing_replay", True)
     if stability.cascade_attention != "default":
         disabled = stability.cascade_attention == "off"
         OmegaConf.update(config, f"{rollout}.engine_kwargs.vllm.disable_cascade_attn", disabled, force_add=True)
@@ -169,9 +172,7 @@ def _check_loss(config: DictConfig) -> None:
         given = {key: value for key, value in node.items() if key != "rollout_correction"}
         raise ConfigError(f"{LOSS}={given} does not fit the loss {name}: {cause}") from error
     if name == "router_shift":
-        _check_fsdp(config, f"{LOSS}.loss_mode=router_shift", "choose another loss_mode")
-        if (hf_config := _hf_config(config.actor_rollout_ref.model)) is not None:
-            probe_routers(hf_config)
+        check_router_shift(config)
 
 
 def _check_kl(config: DictConfig, stability: StabilityConfig) -> None:
@@ -203,49 +204,6 @@ def _check_overlong(config: DictConfig) -> None:
         )
 
 
-def _check_fsdp(config: DictConfig, asked: str, off: str) -> None:
-    """Routing is read from a transformers model under FSDP, whole sequences at a time."""
-    actor = config.actor_rollout_ref.actor
-    if actor.strategy not in ROUTING_STRATEGIES:
-        raise ConfigError(
-            f"{asked} has no adapter for actor_rollout_ref.actor.strategy={actor.strategy} (it has: "
-            f"{', '.join(ROUTING_STRATEGIES)}); {off}"
-        )
-    # verl reads the size from either place.
-    places = ("fsdp_config.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size")
-    sequence_parallel = max(OmegaConf.select(actor, place) or 1 for place in places)
-    if sequence_parallel > 1:
-        raise ConfigError(
-            f"{asked} cannot gather routing over actor_rollout_ref.actor.ulysses_sequence_parallel_size="
-            f"{sequence_parallel} yet; set it to 1, or {off}"
-        )
-
-
-def _check_routing(config: DictConfig) -> None:
-    rollout = config.actor_rollout_ref.rollout
-    asked, off = "stability.router_agreement=true", "set stability.router_agreement=false"
-    _check_fsdp(config, asked, off)
-    if rollout.name != "vllm":
-        raise ConfigError(
-            f"{asked} reads vLLM's routed experts, not actor_rollout_ref.rollout.name={rollout.name}; set "
-            f"actor_rollout_ref.rollout.name=vllm, or {off}"
-        )
-    if rollout.pipeline_model_parallel_size > 1:
-        raise ConfigError(
-            f"{asked} needs vLLM without pipeline parallelism, and actor_rollout_ref.rollout."
-            f"pipeline_model_parallel_size={rollout.pipeline_model_parallel_size}; set it to 1, or {off}"
-        )
-    model = config.actor_rollout_ref.model
-    hf_config = _hf_config(model)
-    if hf_config is None:
-        return
-    if not any(getattr(hf_config.get_text_config(), name, None) for name in EXPERT_COUNTS):
-        raise ConfigError(
-            f"{asked} needs a mixture of experts, and actor_rollout_ref.model.path={model.path} is a dense model; {off}"
-        )
-    probe_routers(hf_config)
-
-
 def _check_cascade(config: DictConfig, stability: StabilityConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "vllm":
@@ -259,15 +217,6 @@ def _check_cascade(config: DictConfig, stability: StabilityConfig) -> None:
             f"actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn={disabled} contradicts "
             f"stability.cascade_attention={stability.cascade_attention}; leave the former out"
         )
-
-
-def _hf_config(model: DictConfig) -> Any:
-    """The model's transformers config; None where this machine cannot read it (a remote path, or no network)."""
-    from transformers import AutoConfig
-
-    with contextlib.suppress(OSError):
-        return AutoConfig.from_pretrained(model.path, trust_remote_code=model.get("trust_remote_code", False))
-    return None
 
 
 def _check_model_files(model: DictConfig) -> None:

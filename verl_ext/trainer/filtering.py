@@ -11,7 +11,7 @@ from verl_ext.core.filters import FilterBatch
 from verl_ext.core.tokens import Tokens
 from verl_ext.trainer.batch import packed_like_mask
 
-FILTER_FIELDS = ("response_mask", "responses", "advantages", "rm_scores", "router_agreement")
+FILTER_FIELDS = ("response_mask", "responses", "advantages", "rm_scores")
 
 
 def filter_batch(trainer: Any, tokens: Tokens, keys: Sequence[str], data: TensorDict) -> FilterBatch:
@@ -32,7 +32,7 @@ def filter_batch(trainer: Any, tokens: Tokens, keys: Sequence[str], data: Tensor
         responses_N=packed["responses"],
         max_response_length=trainer.config.actor_rollout_ref.rollout.response_length,
         eos_ids=end_tokens(trainer.config.actor_rollout_ref.model.path) | {tokenizer.eos_token_id},
-        agreement_N=packed.get("router_agreement"),
+        agreement_N=tokens.agreement,
         decode=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         encode=partial(tokenizer.encode, add_special_tokens=False),
     )

@@ -9,9 +9,15 @@ from verl_ext.errors import HookError
 from verl_ext.rollout import engine_report
 from verl_ext.trainer.advantages import ESTIMATOR_SETTINGS, estimator_settings
 from verl_ext.trainer.checks import needs_our_loss
+from verl_ext.trainer.routing_checks import replay_mode, replays_here
 from verl_ext.workers.loss_config import LOSS_CONFIGS
 
 OUR_FIELDS = ("base", "alpha", "beta", "delta", "coef", "gate", "floor")  # of a policy loss, worth a line in the table
+
+REPLAYS = {
+    "R2": "R2: update_actor uses the experts of compute_log_prob",
+    "R3": "R3: both use the experts of the rollout",
+}
 
 
 class Feature(NamedTuple):
@@ -50,8 +56,8 @@ def verify(trainer: Any) -> list[Feature]:
     if stability.batch_skip.threshold is not None:
         rule = f"{stability.batch_skip.metric} > {stability.batch_skip.threshold:g}"
         features.append(Feature("batch skip", rule, f"{base}._update_actor, _update_critic"))
-    if stability.router_agreement:
-        features.append(_verify_routing(trainer))
+    if stability.router_agreement or replays_here(trainer.config):
+        features += _verify_routing(trainer)
     if stability.cascade_attention != "default":
         features.append(_verify_cascade(trainer))
     return features
@@ -80,12 +86,18 @@ def _verify_loss(trainer: Any) -> list[Feature]:
     return features
 
 
-def _verify_routing(trainer: Any) -> Feature:
+def _verify_routing(trainer: Any) -> list[Feature]:
     per_rank = trainer.actor_rollout_wg.routing_hooks()
     if len(set(per_rank)) != 1:
         raise HookError(f"the training ranks hooked different routers: {sorted(set(per_rank))}")
     name, count = per_rank[0]
-    return Feature("router agreement", "compute_log_prob", f"{count} x {name} on {len(per_rank)} rank(s)")
+    where = f"{count} x {name} on {len(per_rank)} rank(s)"
+    features = []
+    if trainer.stability.router_agreement:
+        features.append(Feature("router agreement", "compute_log_prob", where))
+    if replays_here(trainer.config):
+        features.append(Feature("routing replay", REPLAYS[replay_mode(trainer.config)], where))
+    return features
 
 
 def _verify_cascade(trainer: Any) -> Feature:

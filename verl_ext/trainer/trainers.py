@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,10 +31,11 @@ from verl_ext.trainer.advantages import session_keys
 from verl_ext.trainer.batch import FIELDS, nested, non_finite, response_tokens
 from verl_ext.trainer.checks import loss_settings, needs_our_loss, uses_icepop_loss
 from verl_ext.trainer.filtering import FILTER_FIELDS, filter_batch
+from verl_ext.trainer.routing_checks import replayed_field, replays_here
 
 ACTOR_ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
-ROUTING_FIELDS = ("routed_experts", "router_sums")
 SHIFT_FIELDS = ("router_experts", "router_scores")  # what the loss router_shift compares the current router with
+ROUTING_FIELDS = ("routed_experts", "old_routed_experts", "router_sums", *SHIFT_FIELDS)
 STATE_FILE = "verl_ext.json"
 
 
@@ -51,11 +52,13 @@ class StabilityMixin:
     role_worker_mapping: dict[Role, Any]
     tokenizer: Any
     actor_rollout_wg: Any
+    ref_in_actor: bool
 
     def __init__(self, config: DictConfig):
         self.stability = stability_config(config.stability)
         self.icepop_loss = uses_icepop_loss(config)
         self.compares_engines = self.stability.needs_log_probs or self.icepop_loss
+        self.replayed = replayed_field(config)
         self.guard = GuardState()
         self.verdict = Verdict(False)
         self.filter_scale = 1.0  # of this step's batch: trajectories with tokens over trajectories kept
@@ -66,7 +69,7 @@ class StabilityMixin:
         from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS
 
         workers: Mapping[type, type]
-        if self.stability.router_agreement:
+        if self.stability.router_agreement or replays_here(self.config):
             workers = ROUTING_WORKERS
         elif needs_our_loss(self.config, self.stability):
             workers = LOSS_WORKERS
@@ -105,10 +108,7 @@ class StabilityMixin:
                 "compute_log_prob returned no routing: the rollout's batch has no routed_experts. Check that vLLM runs "
                 "with enable_return_routed_experts, or set stability.router_agreement=false"
             )
-        sums = torch.stack(list(data["router_sums"].unbind()))
-        layers = (sums.shape[1] - 2) // 2
-        agree, exact, differs, tokens = sums.split([layers, layers, 1, 1], dim=1)
-        return router_metrics(agree, exact, differs, tokens)
+        return router_metrics(torch.stack(list(data["router_sums"].unbind())))
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         self.verdict, self.filter_scale = Verdict(False), 1.0
@@ -177,30 +177,31 @@ class StabilityMixin:
         return _put(batch, {"response_mask": mask, "loss_mask": mask})
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        return super()._compute_ref_log_prob(self._lean(batch, *SHIFT_FIELDS), metrics)  # type: ignore[misc]
+        # A LoRA's reference is the actor without its adapter, and is routed as the actor is.
+        replayed = {self.replayed} if self.ref_in_actor else set()
+        return super()._compute_ref_log_prob(self._lean(batch, replayed), metrics)  # type: ignore[misc]
 
     def _compute_values(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        return super()._compute_values(self._lean(batch, *SHIFT_FIELDS), metrics)  # type: ignore[misc]
+        return super()._compute_values(self._lean(batch), metrics)  # type: ignore[misc]
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if not self.verdict.skip:
-            super()._update_critic(self._lean(batch, *SHIFT_FIELDS), metrics)  # type: ignore[misc]
+            super()._update_critic(self._lean(batch), metrics)  # type: ignore[misc]
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if not self.verdict.skip:
-            lean = self._lean(batch)
+            lean = self._lean(batch, {self.replayed, *SHIFT_FIELDS})
             # For the losses that divide by a number of trajectories, dropped ones included: worker_loss.
             lean.extra_info = {**lean.extra_info, "filter_scale": self.filter_scale}
             super()._update_actor(lean, metrics)  # type: ignore[misc]
         return batch
 
-    def _lean(self, batch: KVBatchMeta, *fields: str) -> KVBatchMeta:
-        """The batch without `fields` and what we captured of the routing, hundreds of bytes a token, for a stage that
-        reads neither. Routing that the user asked verl for, to replay it, stays."""
+    def _lean(self, batch: KVBatchMeta, read: Collection[str | None] = ()) -> KVBatchMeta:
+        """The batch without the routing, hundreds of bytes a token, but for the fields of it that a stage reads."""
         if batch.fields is None:
             return replace(batch)
-        unread = {*fields, *(ROUTING_FIELDS if self.stability.router_agreement else ())}
+        unread = set(ROUTING_FIELDS) - set(read)
         return replace(batch, fields=[field for field in batch.fields if field not in unread])
 
     def _save_checkpoint(self) -> None:

@@ -4,18 +4,22 @@
 classes until `configure_loss` is called.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+from omegaconf import OmegaConf
+from tensordict import TensorDict
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
 from verl_ext.errors import HookError
-from verl_ext.workers import routing
 from verl_ext.workers.router_shift import ShiftRecorder
+from verl_ext.workers.routing.fsdp import FsdpRouting
+from verl_ext.workers.routing.recorded import RecordedRouting
 from verl_ext.workers.worker_loss import LossSettings, Steps, build_worker_loss
 
 
@@ -58,26 +62,66 @@ class LossMixin:
         return active | {"router_shift": len(self.shift.routers) if rescales and self.shift else None}
 
 
-class RoutingTrainingWorker(TrainingWorker):
-    """verl's training worker, with the routing captured in `compute_log_prob`."""
+class RoutingAdapter(Protocol):
+    """How the routing of an engine is seen, and replayed where verl does not.
 
-    routing: routing.RoutingRecorder
+    Attributes:
+        config: what to build the engine from.
+    """
+
+    config: TrainingWorkerConfig
+
+    def __init__(self, config: TrainingWorkerConfig): ...
+
+    def prepare(self, engine: Any) -> None:
+        """Hook the initialized engine. Raises HookError: it has no routers, or they cannot be hooked."""
+
+    def hooks(self) -> tuple[str, int]:
+        """(class that chooses experts, how many are hooked)."""
+
+    def compute(self, infer: Callable[[TensorDict], TensorDict | None], data: TensorDict) -> TensorDict | None:
+        """`infer(data)`, with `router_agreement` and `router_sums` among its outputs where there is what to compare."""
+
+
+ADAPTERS: dict[str, type[RoutingAdapter]] = {  # by actor.strategy
+    "fsdp": FsdpRouting,
+    "fsdp2": FsdpRouting,
+    "megatron": RecordedRouting,
+    "veomni": RecordedRouting,
+}
+
+
+class RoutingTrainingWorker(TrainingWorker):
+    """verl's training worker, with the routing captured in `compute_log_prob` and replayed where asked."""
+
+    def __init__(self, config: TrainingWorkerConfig):
+        self.routing = ADAPTERS[config.engine_config.strategy](config)
+        super().__init__(self.routing.config)
 
     def reset(self) -> None:
         super().reset()
-        self.routing = routing.attach(self.engine)
+        self.routing.prepare(self.engine)
+
+    def infer_batch(self, data: TensorDict) -> TensorDict | None:
+        return self.routing.compute(super().infer_batch, data)
 
 
 class RoutingMixin(LossMixin):
-    """Adds the capture to an actor worker class of verl."""
+    """Adds capture and replay to an actor worker class of verl."""
 
     actor_worker_cls = RoutingTrainingWorker
+    config: Any
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # verl sets it for Megatron and VeOmni; it makes compute_log_prob and update_actor tell the engine to replay.
+        if OmegaConf.select(self.config.actor, "fsdp_config.router_replay.mode") in ("R2", "R3"):
+            self.enable_routing_replay = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def routing_hooks(self) -> tuple[str, int]:
-        """(router class, how many are hooked) on this rank."""
-        routers = self.actor.routing.routers
-        return type(next(iter(routers.values()))).__name__, len(routers)
+        """(class that chooses experts, how many are hooked) on this rank."""
+        return self.actor.routing.hooks()
 
 
 class LossActorRolloutRefWorker(LossMixin, ActorRolloutRefWorker):

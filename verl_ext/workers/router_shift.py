@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
-from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from verl_ext.core.losses import router_deviation
 from verl_ext.errors import HookError
 from verl_ext.workers.inputs import jagged_like
-from verl_ext.workers.routing import expert_ids, find_routers, forward_rows
+from verl_ext.workers.routing.choices import ROUTES, ChoicePoint, find_choices
+from verl_ext.workers.routing.fsdp import is_old_policy
+from verl_ext.workers.routing.layout import Layout
+from verl_ext.workers.routing.outputs import packed_rows
 
 EXPERTS, SCORES = "router_experts", "router_scores"  # fields of the batch, jagged [B, r, L, K]
 DEVIATION = "router_deviation"  # jagged [B, r], given to the loss
@@ -38,10 +40,10 @@ class ShiftRecorder:
 
     def __init__(self, engine: Any):
         self.enabled = False
-        self.routers = find_routers(engine.module)
+        self.routers = [readable(point).module for point in find_choices(engine.module)]
         self._take: TakeOutput | None = None
         self._checked: set[int] = set()
-        for layer, router in enumerate(self.routers.values()):
+        for layer, router in enumerate(self.routers):
             router.register_forward_hook(self._hook(layer))
         self._inner = engine.forward_step
         engine.forward_step = self.forward_step
@@ -64,9 +66,7 @@ class ShiftRecorder:
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
         """verl's own, recording where the old policy's scores are made or compared."""
-        # verl 0.9.1 wants the entropy in the pass over the old policy, and not in the one over a LoRA's reference.
-        old_policy = forward_only and tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False)
-        if self.enabled and old_policy:
+        if self.enabled and is_old_policy(micro_batch, forward_only):
             return self._record(micro_batch, loss_function)
         if self.enabled and not forward_only and SCORES in micro_batch.keys():  # noqa: SIM118 (a TensorDict)
             return self._compare(micro_batch, loss_function)
@@ -86,26 +86,23 @@ class ShiftRecorder:
             loss, output = self._inner(micro_batch, loss_function=loss_function, forward_only=True)
         self._expect(len(seen), "compute_log_prob")
         layers = [seen[layer] for layer in range(len(self.routers))]
-        rows = forward_rows(micro_batch, layers[0][0].device)
-        rows.check(len(layers[0][0]))
+        rows = ResponseRows(micro_batch, layers[0][0].device)
         # Log-probabilities lie in about [-20, 0], where float16 has three bits more than bfloat16.
         for field, index, dtype in ((EXPERTS, 0, torch.int16), (SCORES, 1, torch.float16)):
-            values_RLK = torch.stack([kept[index][rows.rows].to(dtype) for kept in layers], dim=1)
-            output["model_output"][field] = torch.nested.nested_tensor_from_jagged(values_RLK, rows.response_offsets)
+            values_RLK = torch.stack([rows.of(kept[index]).to(dtype) for kept in layers], dim=1)
+            output["model_output"][field] = torch.nested.nested_tensor_from_jagged(values_RLK, rows.offsets)
         return loss, output
 
     def _compare(self, micro_batch: TensorDict, loss_function: Any) -> Any:
         device = get_device_id()  # where verl's forward_step moves the micro-batch
-        rows = forward_rows(micro_batch, device)
+        rows = ResponseRows(micro_batch, device)
         ids_RLK = micro_batch[EXPERTS].values().to(device).long()
         old_RLK = micro_batch[SCORES].values().to(device).float()
-        deviation_R = torch.zeros(len(rows.rows), device=device)
+        deviation_R = torch.zeros(len(ids_RLK), device=device)
         visited: list[int] = []
 
         def add(layer: int, router: nn.Module, output: Any) -> None:
-            logits_NE = router_logits(router, output)
-            rows.check(len(logits_NE))
-            current_RE = logits_NE[rows.rows].float().log_softmax(-1)
+            current_RE = rows.of(router_logits(router, output)).float().log_softmax(-1)
             deviation_R.add_(router_deviation(old_RLK[:, layer], current_RE.gather(1, ids_RLK[:, layer])))
             visited.append(layer)
 
@@ -124,11 +121,45 @@ class ShiftRecorder:
             )
 
 
+class ResponseRows:
+    """The rows of a forward pass that predicted the response tokens of a micro-batch."""
+
+    def __init__(self, micro_batch: TensorDict, device: torch.device):
+        self.layout = Layout.of(micro_batch, device)
+        self.offsets = micro_batch["response_mask"].offsets().to(device)
+        self.rows = packed_rows(self.layout.lengths, self.offsets.diff())
+
+    def of(self, values_N: Tensor) -> Tensor:
+        return self.layout.collect(values_N)[self.rows]
+
+
+def readable(point: ChoicePoint) -> ChoicePoint:
+    """Raise HookError for a router module that does not choose by itself, and so does not return what it chose."""
+    if point.method == ROUTES:
+        raise _unreadable(point.module, "leaves the choice of experts to the block around it")
+    return point
+
+
+def check_outputs(point: ChoicePoint, output: Any) -> None:
+    """Raise HookError unless a router returns what is read here: expert ids and logits."""
+    expert_ids(readable(point).module, output)
+    router_logits(point.module, output)
+
+
+def expert_ids(router: nn.Module, output: Any) -> Tensor:
+    """The [N, K] int16 expert ids among a router's outputs: its one integer tensor."""
+    outputs = output if isinstance(output, tuple | list) else (output,)
+    found = [v for v in outputs if isinstance(v, Tensor) and not v.is_floating_point() and v.dim() == 2]
+    if len(found) != 1:
+        raise _unreadable(router, f"returns {len(found)} integer [tokens, top_k] tensors instead of one")
+    return found[0].detach().to(torch.int16)
+
+
 def router_logits(router: nn.Module, output: Any) -> Tensor:
     """[N, E], the widest of a router's [tokens, *] float tensors: the combine weights have K columns."""
     found = [v for v in output if isinstance(v, Tensor) and v.is_floating_point() and v.dim() == 2]
     if not found:
-        raise HookError(f"router {type(router).__name__} returns no [tokens, experts] logits for the loss router_shift")
+        raise _unreadable(router, "returns no [tokens, experts] logits")
     return max(found, key=lambda value: value.shape[1])
 
 
@@ -141,3 +172,10 @@ def refuse_probabilities(router: nn.Module, logits_NE: Tensor) -> None:
             f"router {type(router).__name__} returns probabilities where the loss router_shift needs logits; choose "
             "another policy_loss.loss_mode"
         )
+
+
+def _unreadable(router: nn.Module, why: str) -> HookError:
+    return HookError(
+        f"the loss router_shift cannot read router {type(router).__name__}, which {why}; choose another "
+        "policy_loss.loss_mode"
+    )

@@ -1,0 +1,143 @@
+"""The response rows of a packed overlap: a disagreement planted at a token and layer is found there, and only there."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from verl_ext.core.routing import RouterSums
+from verl_ext.workers.routing.outputs import known_rows, packed_rows, routing_outputs
+
+LAYERS, TOP_K = 3, 4
+LENGTHS = [(4, 3), (2, 5), (1, 1), (3, 0)]  # prompt and response length of each trajectory
+TOKENS = sum(prompt + response for prompt, response in LENGTHS)
+
+
+def nested(rows):
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def batch(masks=None):
+    fields = {
+        "input_ids": nested([torch.zeros(sum(pair), dtype=torch.long) for pair in LENGTHS]),
+        "response_mask": nested(masks or [torch.ones(response, dtype=torch.long) for _, response in LENGTHS]),
+    }
+    return TensorDict(fields, batch_size=len(LENGTHS))
+
+
+def row_of(trajectory, token):
+    """By counting: the pass over the token before response token `token`."""
+    return sum(sum(pair) for pair in LENGTHS[:trajectory]) + LENGTHS[trajectory][0] + token - 1
+
+
+def full():
+    return torch.full((TOKENS, LAYERS), TOP_K, dtype=torch.uint8), torch.ones(TOKENS, dtype=torch.bool)
+
+
+def outputs(overlap, known, data=None, **more):
+    found = routing_outputs(overlap, TOP_K, known, data if data is not None else batch(), **more)
+    return found["router_agreement"], RouterSums.unpack(found["router_sums"])
+
+
+def test_packed_rows_by_hand():
+    # Sequences of 5, 2, 3 and 4 tokens with responses of 2, 0, 1 and 3.
+    rows = packed_rows(torch.tensor([5, 2, 3, 4]), torch.tensor([2, 0, 1, 3]))
+    assert rows.tolist() == [2, 3, 8, 10, 11, 12]
+
+
+def test_packed_rows_of_nothing():
+    none = torch.zeros(0, dtype=torch.long)
+    assert packed_rows(none, none).tolist() == []
+    assert packed_rows(torch.tensor([3]), torch.tensor([0])).tolist() == []
+
+
+def test_equal_routing_agrees_everywhere():
+    agreement, sums = outputs(*full())
+    responses = [response for _, response in LENGTHS]
+    assert agreement.offsets().diff().tolist() == responses
+    assert agreement.values().tolist() == [1.0] * sum(responses)
+    per_layer = [[float(response)] * LAYERS for response in responses]
+    assert sums.agree.tolist() == sums.exact.tolist() == sums.own.tolist() == per_layer
+    assert sums.first.count_nonzero() == sums.unknown.count_nonzero() == 0
+    assert sums.tokens.flatten().tolist() == responses
+
+
+@pytest.mark.parametrize(("trajectory", "token"), [(0, 0), (0, 2), (1, 0), (1, 4), (2, 0)])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_planted_disagreement_is_found_at_its_token_and_layer(trajectory, token, layer):
+    overlap, known = full()
+    overlap[row_of(trajectory, token), layer] = 1
+    agreement, sums = outputs(overlap, known)
+
+    expected = [torch.ones(response) for _, response in LENGTHS]
+    expected[trajectory][token] = 1 - (TOP_K - 1) / TOP_K / LAYERS
+    torch.testing.assert_close(agreement.values(), torch.cat(expected))
+    lost = torch.zeros(len(LENGTHS), LAYERS)
+    lost[trajectory, layer] = 1
+    counts = torch.tensor([[float(response)] for _, response in LENGTHS])
+    torch.testing.assert_close(sums.agree, counts - lost * (TOP_K - 1) / TOP_K)
+    torch.testing.assert_close(sums.exact, counts - lost)
+    torch.testing.assert_close(sums.first, lost)
+
+
+def test_rows_of_the_prompt_and_of_the_last_token_do_not_count():
+    overlap, known = full()
+    kept = {row_of(i, j) for i, (_, response) in enumerate(LENGTHS) for j in range(response)}
+    others = [row for row in range(TOKENS) if row not in kept]
+    overlap[others], known[others] = 0, False
+    agreement, sums = outputs(overlap, known)
+    assert agreement.values().tolist() == [1.0] * len(kept)
+    assert sums.tokens.sum() == len(kept) and sums.unknown.sum() == 0
+
+
+def test_tool_tokens_do_not_count_but_keep_their_agreement():
+    masks = [torch.ones(response, dtype=torch.long) for _, response in LENGTHS]
+    masks[1][1:3] = 0
+    overlap, known = full()
+    overlap[row_of(1, 2), 0] = 0
+    agreement, sums = outputs(overlap, known, batch(masks))
+    assert sums.tokens.flatten().tolist() == [3, 3, 1, 0]
+    assert sums.agree[1].tolist() == sums.exact[1].tolist() == [3.0] * LAYERS
+    assert agreement.unbind()[1][2] == pytest.approx(1 - 1 / LAYERS)
+
+
+def test_unknown_rows_count_as_unknown_and_as_agreeing():
+    overlap, known = full()
+    overlap[row_of(1, 3)], known[row_of(1, 3)] = 0, False
+    agreement, sums = outputs(overlap, known)
+    assert agreement.values().tolist() == [1.0] * 9
+    assert sums.unknown.flatten().tolist() == [0, 1, 0, 0]
+    assert sums.tokens.flatten().tolist() == [3, 4, 1, 0]
+
+
+def test_margin_and_own_are_taken_at_the_same_rows():
+    overlap, known = full()
+    overlap[row_of(0, 1), 1] = 3
+    own = torch.zeros_like(overlap)
+    own[row_of(0, 1), 2] = TOP_K
+    margin = torch.zeros(TOKENS, LAYERS)
+    margin[row_of(0, 1)] = torch.tensor([0.5, 0.25, 2.0])
+    _, sums = outputs(overlap, known, margin_TL=margin, own_TL=own)
+    assert sums.own[0].tolist() == [0, 0, 1]
+    assert sums.margin_equal[0].item() == 2.5 and sums.margin_differs[0].item() == 0.25
+
+
+def test_known_rows_are_those_with_any_expert():
+    infer = torch.zeros(3, 2, 2, dtype=torch.uint8)
+    infer[1, 1] = torch.tensor([0, 3])
+    infer[2] = 200
+    assert known_rows(infer).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("name", ["overlap_TL", "known_T", "margin_TL"])
+def test_another_number_of_rows_is_an_error_that_names_the_tensor(name):
+    overlap, known = full()
+    given = {"overlap_TL": overlap, "known_T": known, "margin_TL": overlap.float()}
+    given[name] = given[name][:-1]
+    with pytest.raises(ValueError, match=rf"{name} has {TOKENS - 1} rows .* {TOKENS} tokens"):
+        routing_outputs(given["overlap_TL"], TOP_K, given["known_T"], batch(), margin_TL=given["margin_TL"])
+
+
+def test_the_result_pads_to_its_longest_response():
+    overlap, known = full()
+    agreement, _ = outputs(overlap, known)
+    assert agreement.to_padded_tensor(0.0).shape == (len(LENGTHS), 5)

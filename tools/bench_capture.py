@@ -1,0 +1,131 @@
+"""What capturing and comparing the routing adds to compute_log_prob: the same forward passes with and without it.
+
+    python tools/bench_capture.py [--tokens 4096] [--layers 8] [--hidden 512] [--experts 64] [--repeats 9] [--threads 2]
+
+A randomly initialised Qwen3-MoE of transformers runs packed sequences, and the entropies and log-probabilities of its
+tokens are computed, as verl's FSDP engine does in compute_log_prob; `with` adds the FSDP adapter's hooks, the top-k's
+margins, the comparison with a rollout's routing of the same shape, and the sums. Passes alternate; the ratio is that of
+the medians, with the spread of the ratios of neighbours. The replay column uses the rollout's experts as well.
+
+The smaller the model, the larger the share of the hooks: the share of a layer's capture falls with hidden and expert
+size, on which it does not depend.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("VERL_PLATFORM", "cpu")  # before anything imports verl
+
+import torch
+from tensordict import TensorDict
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from verl.utils import tensordict_utils as tu
+
+from verl_ext.workers.routing.fsdp import FsdpRouting
+
+PROMPT, RESPONSE = 128, 384  # tokens of each sequence
+
+
+class Engine:
+    """verl's forward_step on packed tokens, without what FSDP adds."""
+
+    def __init__(self, options: argparse.Namespace, mode: str):
+        torch.manual_seed(0)
+        config = Qwen3MoeConfig(
+            vocab_size=options.vocabulary,
+            hidden_size=options.hidden,
+            moe_intermediate_size=options.hidden // 2,
+            num_hidden_layers=options.layers,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=64,
+            num_experts=options.experts,
+            num_experts_per_tok=options.top_k,
+            attn_implementation="sdpa",
+        )
+        self.module = Qwen3MoeForCausalLM(config).to(options.device, torch.bfloat16).eval()
+        self.model_config = SimpleNamespace(hf_config=config)
+        replay = SimpleNamespace(router_replay=SimpleNamespace(mode=mode))
+        self.config = SimpleNamespace(engine_config=replay)
+
+    def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
+        ids, positions = (micro_batch[name].values().unsqueeze(0) for name in ("input_ids", "position_ids"))
+        logits = self.module(ids, position_ids=positions, use_cache=False).logits[0]
+        log_probs = logits.log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        taken = log_probs.gather(1, ids[0].roll(-1).unsqueeze(1))
+        return 0.0, {"model_output": {"log_probs": taken, "entropy": entropy}, "metrics": {}}
+
+
+def make_batch(options: argparse.Namespace, **settings: Any) -> TensorDict:
+    count, length = options.tokens // (PROMPT + RESPONSE), PROMPT + RESPONSE
+    generator = torch.Generator().manual_seed(1)
+
+    def nested(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([row.to(options.device) for row in rows], layout=torch.jagged)
+
+    routes = torch.rand(count, length, options.layers, options.experts, generator=generator)
+    data = TensorDict(
+        {
+            "input_ids": nested([torch.randint(options.vocabulary, (length,), generator=generator)] * count),
+            "position_ids": nested([torch.arange(length)] * count),
+            "response_mask": nested([torch.ones(RESPONSE, dtype=torch.long)] * count),
+            "routed_experts": nested(list(routes.topk(options.top_k).indices.to(torch.uint8))),
+        },
+        batch_size=count,
+    )
+    tu.assign_non_tensor(data, calculate_entropy=True, use_remove_padding=True, **settings)
+    return data
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch, in sequences of 512")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.tokens % (PROMPT + RESPONSE):
+        parser.error(f"--tokens must be a multiple of {PROMPT + RESPONSE}")
+
+    runs = {}
+    for name, mode in (("without", "disabled"), ("with", "disabled"), ("replay (R3)", "R3")):
+        engine = Engine(options, mode)
+        if name != "without":
+            adapter = FsdpRouting(engine.config)  # type: ignore[arg-type]
+            adapter.prepare(engine)
+        runs[name] = engine, make_batch(options, enable_routing_replay=mode != "disabled")
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    with torch.no_grad():
+        for repeat in range(options.repeats + 1):
+            for name, (engine, data) in runs.items():
+                start = time.perf_counter()
+                engine.forward_step(data, loss_function=None, forward_only=True)
+                if options.device == "cuda":
+                    torch.cuda.synchronize()
+                if repeat:  # the first one warms up
+                    times[name].append(time.perf_counter() - start)
+
+    shape = f"{options.tokens} tokens, {options.layers} layers of {options.experts} experts, top-{options.top_k}, "
+    print(f"{shape}hidden {options.hidden}, {options.device}, {options.threads} threads, {options.repeats} repeats")
+    for name, seconds in times.items():
+        ratios = sorted(mine / other for mine, other in zip(seconds, times["without"], strict=True))
+        median = statistics.median(seconds)
+        print(
+            f"{name:12} {median * 1e3:9.1f} ms   ratio {median / statistics.median(times['without']):.3f}   "
+            f"of neighbours {ratios[0]:.3f} to {ratios[-1]:.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""What router agreement costs: comparing the expert sets of two engines.
+
+    python tools/bench_routing.py [--sizes 16384x48x128x8] [--threads 2] [--repeats 7] [--devices cpu]
+
+A size is tokens x layers x experts x top-k. Ids are uint8 up to 256 experts, else int16; the second engine's sets have
+about 1 % of their ids replaced and stand in another order, which costs ours and the plain comparison nothing or little.
+
+plain: `(train.unsqueeze(-1) == infer.unsqueeze(-2)).any(-1).sum(-1)`, in blocks of tokens where its temporaries would
+not fit half of the free memory. one id at a time: K comparisons of [tokens, layers, K], what we had before. ours:
+`blockwise_overlap`, plain torch on any device; on a GPU also `fused_overlap`, the Triton kernel. All results are
+checked to be equal before anything is timed. Calls alternate, so that a machine that slows down favours none.
+
+ratio: median of the plain comparison over this one's. x copy: this one's median over that of one `copy_` of an id
+tensor. memory: the most a call adds, in MB, its result (a byte a token and layer) included: on a CPU the peak resident
+set (VmHWM, reset just before) less the resident set before, in a process of its own, with an allocator that returns
+freed tensors at once; on a GPU from torch's own counter.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from verl_ext.core.overlap import blockwise_overlap
+
+SIZES = ("16384x48x128x8", "16384x48x512x10", "131072x94x256x8", "1048576x94x256x8")
+TILE = 4096  # tokens drawn at random; more repeat them
+REPLACED = 0.01  # of the ids
+
+
+def random_sets(size: str, device: str) -> tuple[Tensor, Tensor]:
+    """[tokens, layers, top-k] ids of two engines: runs of a fixed random order of the experts, from random starts."""
+    N, L, E, K = map(int, size.split("x"))
+    if 2 * K > E:
+        raise SystemExit(f"{size}: top-k must be at most half of the experts, for ids are replaced by ids half-way on")
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.randperm(E, generator=generator).to(torch.uint8 if E <= 256 else torch.int16)
+    place = torch.randint(E, (min(N, TILE), L, 1), generator=generator) + torch.arange(K)
+    replaced = torch.rand(place.shape, generator=generator) < REPLACED
+    other_place = (place + replaced * (E // 2)).flip(-1)
+    repeats = -(-N // TILE)
+    train, infer = (experts[where % E].repeat(repeats, 1, 1)[:N] for where in (place, other_place))
+    return train.to(device), infer.to(device)
+
+
+def available(device: str) -> int:
+    """Bytes of memory that can be taken."""
+    if device != "cpu":
+        return torch.cuda.mem_get_info()[0]
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    return int(line.split()[1]) * 1024
+
+
+def plain(train: Tensor, infer: Tensor) -> Tensor:
+    return (train.unsqueeze(-1) == infer.unsqueeze(-2)).any(-1).sum(-1)
+
+
+def plain_in_blocks(train: Tensor, infer: Tensor, tokens: int) -> Tensor:
+    if tokens >= len(train):
+        return plain(train, infer)
+    return torch.cat([plain(*pair) for pair in zip(train.split(tokens), infer.split(tokens), strict=True)])
+
+
+def one_id_at_a_time(train: Tensor, infer: Tensor) -> Tensor:
+    overlap = torch.zeros(train.shape[:2], dtype=torch.long, device=train.device)
+    for j in range(infer.shape[-1]):
+        overlap += (train == infer[..., j : j + 1]).any(-1)
+    return overlap
+
+
+def overlap_calls(train: Tensor, infer: Tensor, device: str) -> dict[str, Callable[[], Tensor]]:
+    _, L, K = train.shape
+    tokens = available(device) // 2 // (L * (K * K + K + 2 * 8))  # bools of both comparisons, int64 sums and result
+    calls = {
+        "plain" if tokens >= len(train) else "plain, in blocks": lambda: plain_in_blocks(train, infer, tokens),
+        "one id at a time": lambda: one_id_at_a_time(train, infer),
+        "ours": lambda: blockwise_overlap(train, infer),
+    }
+    if device != "cpu":
+        from verl_ext.core.overlap_triton import fused_overlap
+
+        calls["ours, Triton"] = lambda: fused_overlap(train, infer)
+    return calls
+
+
+def seconds(call: Callable[[], Tensor], device: str) -> float:
+    if device == "cpu":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1000
+
+
+def resident(field: str) -> int:
+    """Bytes of VmRSS or VmHWM of this process."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def print_memory(size: str, name: str, device: str) -> None:
+    """The bytes that one call adds at its peak; the whole output of a process of its own."""
+    warm_up = random_sets("64x" + size.split("x", 1)[1], device)
+    overlap_calls(*warm_up, device)[name]()  # whatever is set up once
+    call = overlap_calls(*random_sets(size, device), device)[name]
+    if device == "cpu":
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM back to VmRSS
+        before = resident("VmRSS")
+        call()
+        print(resident("VmHWM") - before)
+    else:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        print(torch.cuda.max_memory_allocated() - before)
+
+
+def memory(size: str, name: str, device: str, threads: int) -> float:
+    """Megabytes."""
+    options = ["--sizes", size, "--threads", str(threads), "--devices", device, "--memory-of", name]
+    done = subprocess.run(
+        [sys.executable, __file__, *options],
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return int(done.stdout.split()[-1]) / 1e6
+
+
+def bench_overlap(size: str, device: str, arguments: argparse.Namespace) -> None:
+    N, L, _, K = map(int, size.split("x"))
+    ours = ["ours"] if device == "cpu" else ["ours", "ours, Triton"]
+    added = {name: f"{memory(size, name, device, arguments.threads):.1f}" for name in ours}
+    train, infer = random_sets(size, device)
+    target = torch.empty_like(train)
+    calls = overlap_calls(train, infer, device)
+    reference, *others = calls
+    expected = calls[reference]()
+    for name in others:
+        if not torch.equal(calls[name]().long(), expected):
+            raise SystemExit(f"{size} on {device}: {name} and {reference} differ")
+    del expected
+    calls["copy"] = lambda: target.copy_(train)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(arguments.repeats):
+        for name in list(calls) if repeat % 2 == 0 else list(calls)[::-1]:
+            times[name].append(seconds(calls[name], device))
+    median = {name: statistics.median(spent) for name, spent in times.items()}
+    print(
+        f"\n{size}, {str(train.dtype).removeprefix('torch.')}, {device}: {N * L * K / 1e6:,.1f} million ids, "
+        f"{train.nbytes / 1e6:,.1f} MB a tensor, {N * L / 1e6:,.1f} MB of result; all results equal"
+    )
+    print(f"{'':<18}{'median, ms':>12}{'best, ms':>12}{'ratio':>9}{'x copy':>9}{'memory':>9}")
+    for name in calls:
+        ratio = f"{median[reference] / median[name]:.1f}" if name in others else ""
+        print(
+            f"{name:<18}{median[name] * 1000:>12.3f}{min(times[name]) * 1000:>12.3f}{ratio:>9}"
+            f"{median[name] / median['copy']:>9.1f}{added.get(name, ''):>9}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=SIZES, help="TOKENSxLAYERSxEXPERTSxTOPK (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="of torch (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=7, help="timed calls of each (default: %(default)s)")
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    parser.add_argument("--devices", nargs="+", default=devices, help="(default: those here, %(default)s)")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # set by this script for its own subprocesses
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.memory_of:
+        print_memory(arguments.sizes[0], arguments.memory_of, arguments.devices[0])
+        return
+    print(f"torch {torch.__version__}, {arguments.threads} thread(s), {arguments.repeats} repeats")
+    for device in arguments.devices:
+        for size in arguments.sizes:
+            bench_overlap(size, device, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Where a transformers model chooses experts, and how to see the choice and to put another in its place.
+
+Shape legend: N tokens of a forward pass, E experts, K experts per token (top-k).
+
+Every router of the library ends in one top-k over [N, E] scores, whatever comes before it (softmax, sigmoid, bias,
+groups) and after it (normalisation, scaling). That top-k is what is intercepted: the weights of replayed experts are
+then gathered from the router's own scores by the model's own code, and gradients reach the router.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from verl_ext.errors import HookError
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TOP_KS = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
+ROUTES = "route_tokens_to_experts"  # the method of MoE blocks whose router module returns logits alone
+OFF = "set stability.router_agreement=false and router_replay.mode=disabled"
+
+Choose = Callable[[Tensor, Tensor], Tensor]
+"""From scores [N, E] and the chosen ids [N, K] int64, the ids to use; the same tensor to leave them as they are."""
+
+
+@dataclass(frozen=True)
+class ChoicePoint:
+    """A method of a module in which one MoE layer chooses experts.
+
+    Attributes:
+        name: of the module within the model.
+        layer: number of its decoder layer, dense layers counted.
+        module, method: whose method it is.
+    """
+
+    name: str
+    layer: int
+    module: nn.Module
+    method: str
+
+    def intercept(self, experts: int, top_k: int, choose: Callable[[], Choose | None]) -> None:
+        """Pass every choice through what `choose()` returns at the time; None leaves the method alone."""
+        original = getattr(self.module, self.method)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            active = choose()
+            if active is None:
+                return original(*args, **kwargs)
+            with ExpertTopK(experts, top_k, active):
+                return original(*args, **kwargs)
+
+        setattr(self.module, self.method, method)
+
+
+class ExpertTopK(TorchFunctionMode):
+    """While open, hands each top-k over experts to `choose`, and gives its caller what that returns."""
+
+    def __init__(self, experts: int, top_k: int, choose: Choose):
+        super().__init__()
+        self.experts, self.top_k, self.choose = experts, top_k, choose
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return result
+        scores = args[0] if args else kwargs["input"]
+        # Not the top-k over groups of experts, nor over the experts of each group.
+        if scores.dim() != 2 or scores.shape[1] != self.experts or result.indices.shape[1] != self.top_k:
+            return result
+        ids = self.choose(scores, result.indices)
+        if ids is result.indices:
+            return result
+        return torch.return_types.topk((scores.gather(1, ids), ids))
+
+
+def find_choices(model: nn.Module) -> list[ChoicePoint]:
+    """Where a transformers MoE chooses experts, in layer order.
+
+    A model declares its router class in `_can_record_outputs["router_logits"]`; some routers return logits alone, and
+    the block around them chooses in `route_tokens_to_experts`. Layers for multi-token prediction are left out: the
+    rollout's routing has none.
+
+    Raises:
+        HookError: there is none, or its decoder layer cannot be told from its name.
+    """
+    specs = [
+        spec
+        for module in model.modules()
+        for spec in _as_list((getattr(module, "_can_record_outputs", None) or {}).get("router_logits"))
+    ]
+    points = {}
+    for name, module in model.named_modules():
+        if hasattr(module, ROUTES):
+            points[name] = ROUTES
+        elif any(_matches(spec, name, module) for spec in specs) and not _within(name, points):
+            points[name] = "forward"
+    found = [
+        ChoicePoint(name, _layer(name), model.get_submodule(name), method)
+        for name, method in points.items()
+        if not re.search(r"(^|\.)(mtp|nextn)", name)
+    ]
+    if not found:
+        raise HookError(
+            f"no router was found in {type(model).__name__}: a dense model has none ({OFF}), and an MoE has to declare "
+            "its router class in _can_record_outputs['router_logits'], as transformers' own do"
+        )
+    return sorted(found, key=lambda point: point.layer)
+
+
+def _as_list(spec: Any) -> list[Any]:
+    if spec is None:
+        return []
+    return list(spec) if isinstance(spec, list | tuple) else [spec]
+
+
+def _matches(spec: Any, name: str, module: nn.Module) -> bool:
+    """`spec` is a module class, or transformers' OutputRecorder around one."""
+    target = getattr(spec, "target_class", spec)
+    layer_name = getattr(spec, "layer_name", None)
+    return isinstance(module, target) and (layer_name is None or layer_name in name)
+
+
+def _within(name: str, points: dict[str, str]) -> bool:
+    return any(name.startswith(f"{outer}.") for outer in points)
+
+
+def _layer(name: str) -> int:
+    found = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", name)
+    if found is None:
+        raise HookError(f"the decoder layer of router {name} cannot be told from its name; {OFF}")
+    return int(found[1])
+
+
+def expert_counts(hf_config: Any) -> tuple[int, int]:
+    """(experts, experts per token) of a transformers config.
+
+    Raises:
+        HookError: it names either in no known way.
+    """
+    text = hf_config.get_text_config()
+    experts = next((getattr(text, name) for name in EXPERT_COUNTS if getattr(text, name, None)), None)
+    top_k = next((getattr(text, name) for name in TOP_KS if getattr(text, name, None)), None)
+    if experts is None or top_k is None:
+        raise HookError(
+            f"{type(text).__name__} does not say how many experts there are (one of {', '.join(EXPERT_COUNTS)}) and "
+            f"how many a token goes to (one of {', '.join(TOP_KS)}); {OFF}"
+        )
+    return experts, top_k
+
+
+def probe_choices(hf_config: Any, read: Callable[[ChoicePoint, Any], Any] | None = None) -> None:
+    """Prove on a model without weights that each kind of router of this architecture chooses by one top-k.
+
+    Args:
+        read: called with each and what it returned; may raise HookError.
+
+    Raises:
+        HookError: no router is found, or one cannot be intercepted.
+    """
+    from transformers import AutoModelForCausalLM
+
+    experts, top_k = expert_counts(hf_config)
+    hidden = hf_config.get_text_config().hidden_size
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+        for point in {(type(p.module), p.method): p for p in find_choices(model)}.values():
+            seen, output = _run_on_meta(point, experts, top_k, hidden, model.dtype)
+            if seen != 1:
+                raise _unreadable(point, f"takes {seen} top-{top_k} of {experts} experts instead of one")
+            if read is not None:
+                read(point, output)
+
+
+def _run_on_meta(point: ChoicePoint, experts: int, top_k: int, hidden: int, dtype: torch.dtype) -> tuple[int, Any]:
+    """How often a choice point chooses, called on two tokens, and what it returns."""
+    method = getattr(point.module, point.method)
+    widths = {"hidden_states": hidden, "router_logits": experts}
+    names = [p.name for p in inspect.signature(method).parameters.values() if p.default is p.empty]
+    for shape in ((2,), (1, 2)):  # most take [tokens, width], a few [batch, sequence, width]
+        seen: list[Tensor] = []
+
+        def keep(scores: Tensor, ids: Tensor, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(ids)
+            return ids
+
+        # What is not named above is the experts' bias.
+        arguments = [torch.empty(*(shape if n in widths else ()), widths.get(n, experts), dtype=dtype) for n in names]
+        try:
+            with ExpertTopK(experts, top_k, keep):
+                output = method(*arguments)
+            return len(seen), output
+        except (TypeError, ValueError, RuntimeError) as error:
+            failure = error
+    raise _unreadable(point, f"does not run on two tokens by itself ({failure})") from failure
+
+
+def _unreadable(point: ChoicePoint, why: str) -> HookError:
+    return HookError(f"cannot read router {type(point.module).__name__}, which {why}; {OFF}")

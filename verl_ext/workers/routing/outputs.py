@@ -1,0 +1,86 @@
+"""From the overlap of two routings to what travels with the log-probabilities, whichever engine recorded them.
+
+Shape legend: B trajectories, T tokens of all of them (prompt and response, packed), R response tokens of all of them,
+L MoE layers, K experts per token.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from verl_ext.core.routing import agreement
+from verl_ext.workers.inputs import jagged_like
+
+
+def packed_rows(lengths_B: Tensor, response_lengths_B: Tensor) -> Tensor:
+    """[R] int64 row, among the T, of the forward pass that predicted each response token, trajectory after trajectory.
+
+    Row t of a sequence is the forward pass over token t, which predicts token t + 1: the routing behind response token
+    j stands at row prompt_length + j - 1. The last token was never forwarded by the rollout, and its row is not among
+    these.
+
+    Args:
+        lengths_B: int64, prompt and response.
+        response_lengths_B: int64, each at most the length less one: a response token without a token before it has no
+            forward pass.
+    """
+    ends_B = lengths_B.cumsum(0)
+    response_ends_B = response_lengths_B.cumsum(0)
+    count = int(response_ends_B[-1]) if len(response_ends_B) else 0
+    shift_B = ends_B - 1 - response_ends_B  # the row of a response token, less its place among the R
+    shift_R = torch.repeat_interleave(shift_B, response_lengths_B, output_size=count)
+    return shift_R + torch.arange(count, device=lengths_B.device)
+
+
+def known_rows(infer_TLK: Tensor) -> Tensor:
+    """[T] bool: rows whose routing the rollout returned. It leaves zeros in the others: never forwarded, or lost.
+
+    A row of top-1 experts that are number 0 in every layer counts as unknown too.
+    """
+    return infer_TLK.flatten(1).any(1).bool()  # any() of uint8 is uint8
+
+
+def routing_outputs(
+    overlap_TL: Tensor,
+    top_k: int,
+    known_T: Tensor,
+    batch: Mapping[str, Tensor],
+    *,
+    margin_TL: Tensor | None = None,
+    own_TL: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Agreement of the response tokens of a batch, or micro-batch, from the overlap of all of its tokens.
+
+    Args:
+        overlap_TL: integer, |T and I| of each token's forward pass, packed in the order of the batch.
+        known_T: bool, rows whose routing the rollout returned (`known_rows`).
+        batch: with jagged `input_ids` [B, n] and `response_mask` [B, r], on any device.
+        margin_TL, own_TL: see `core.routing.agreement`.
+
+    Returns model outputs, on the device of `overlap_TL`:
+        router_agreement: jagged [B, r] float32, per response token the mean over layers of |T and I| / K.
+        router_sums: [B, 4 L + 4] float32, `RouterSums.pack()`.
+
+    Raises:
+        ValueError: a tensor has another number of rows than the batch has tokens.
+    """
+    device, mask = overlap_TL.device, batch["response_mask"]
+    offsets = mask.offsets().to(device)
+    lengths_B = batch["input_ids"].offsets().diff().to(device)
+    tokens = int(lengths_B.sum())
+    given = {"overlap_TL": overlap_TL, "known_T": known_T, "margin_TL": margin_TL, "own_TL": own_TL}
+    for name, value in given.items():
+        if value is not None and len(value) != tokens:
+            raise ValueError(f"{name} has {len(value)} rows where input_ids of the batch has {tokens} tokens")
+    rows_R = packed_rows(lengths_B, offsets.diff())
+    per_token_R, sums = agreement(
+        overlap_TL[rows_R],
+        top_k,
+        mask.values().to(device).bool(),
+        known_T.to(device)[rows_R],
+        offsets,
+        margin_NL=None if margin_TL is None else margin_TL[rows_R],
+        own_NL=None if own_TL is None else own_TL[rows_R],
+    )
+    return {"router_agreement": jagged_like(per_token_R, mask.to(device)), "router_sums": sums.pack()}
