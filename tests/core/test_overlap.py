@@ -53,16 +53,17 @@ def plain_overlap(train_NLK, infer_NLK):
         [(256, U8, U8), (256, U8, I16), (256, I64, U8), (512, I16, I16), (512, I16, I32), (512, I64, I64)]
     ),
     layouts=st.tuples(*[st.sampled_from(sorted(LAYOUTS))] * 2),
-    block=st.sampled_from([1, 300, 2**20]),
+    equal=st.sampled_from([0.0, 0.6, 1.0]),
+    block=st.sampled_from([1, 30, 2**16]),
     seed=st.integers(0, 2**31),
 )
-def test_overlap_equals_pythons_set_intersection(N, L, K, ids, layouts, block, seed):
+def test_overlap_equals_pythons_set_intersection(N, L, K, ids, layouts, equal, block, seed):
     E, *dtypes = ids
-    train, infer = (
-        LAYOUTS[layout](random_sets(N, L, K, E, seed + i).to(dtype))
-        for i, (layout, dtype) in enumerate(zip(layouts, dtypes, strict=True))
-    )
-    with mock.patch.object(overlap, "BLOCK_PER_THREAD", block):
+    train, infer = (random_sets(N, L, K, E, seed + i) for i in range(2))
+    same = torch.rand(N, L, 1, generator=torch.Generator().manual_seed(seed)) < equal
+    sets = (train, torch.where(same, train, infer))
+    train, infer = (LAYOUTS[layout](ids.to(dtype)) for ids, layout, dtype in zip(sets, layouts, dtypes, strict=True))
+    with mock.patch.multiple(overlap, PAIRS=block, COMPARISONS=4 * block):
         found = expert_overlap(train, infer)
     assert found.dtype == U8 and found.shape == (N, L)
     assert found.tolist() == intersection_sizes(train, infer)
@@ -102,8 +103,8 @@ def temporary_bytes(function, tokens):
 
 
 def test_temporaries_do_not_grow_with_the_tokens(monkeypatch):
-    monkeypatch.setattr(overlap, "BLOCK_PER_THREAD", 2**14)
-    block = 2**14 * torch.get_num_threads() // (4 * 8 * 8)
+    monkeypatch.setattr(overlap, "PAIRS", 2**10)
+    block = 2**10 // 4  # tokens
     assert temporary_bytes(expert_overlap, 3 * block) == temporary_bytes(expert_overlap, 7 * block + 1)
     assert temporary_bytes(plain_overlap, 3 * block) < temporary_bytes(plain_overlap, 7 * block)  # it does see them
 

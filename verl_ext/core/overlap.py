@@ -3,15 +3,17 @@
 Shape legend: N tokens, n tokens of a block, L MoE layers, K experts per token (top-k).
 """
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-# Comparisons of a block, a byte each. A thread's share stays in its core's cache between the comparison and the sum; on
-# other devices a block only has to be worth its launches.
-BLOCK_PER_THREAD = 2**20
-BLOCK_ON_DEVICE = 2**26
+from verl_ext.core.segments import Workspace
+
+PAIRS = 2**16  # of a token and a layer, a block: what a core's cache holds
+COMPARISONS = 2**20  # of ids at a time, a byte each
+WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))  # bytes, and a dtype of that size
 
 
 def expert_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
@@ -38,24 +40,41 @@ def expert_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
 def blockwise_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
     """`expert_overlap` in plain torch, on any device; its temporaries do not grow with N.
 
-    With the ids of a set K planes apart, all K * K comparisons run along contiguous memory, so that both they and
-    their sum are vector instructions, a byte an id. The plain comparison of [N, L, K, 1] with [N, L, 1, K] goes over
-    runs of K.
+    Most sets are equal, and in the same order, for both engines sort by score: they are found by comparing the bytes
+    of a whole set as one word. Only the ids of the others are compared with each other.
     """
-    (N, L, K), device = train_NLK.shape, train_NLK.device
+    N, L, K = train_NLK.shape
     dtype = torch.promote_types(train_NLK.dtype, infer_NLK.dtype)
-    comparisons = BLOCK_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else BLOCK_ON_DEVICE
-    n = max(1, min(N, comparisons // max(1, L * K * K)))
-    train_KnL, infer_KnL = torch.empty(2, K, n, L, dtype=dtype, device=device)
-    # 0 or 1 in the dtype of the ids: torch compares wider ids into bool one by one.
-    same_KKnL = torch.empty(K, K, n, L, dtype=dtype, device=device)
-    overlap_NL = torch.empty(N, L, dtype=torch.uint8, device=device)
-    for start in range(0, N, n):
-        part = slice(start, start + n)
-        count = len(overlap_NL[part])
-        train, infer, same = train_KnL[:, :count], infer_KnL[:, :count], same_KKnL[:, :, :count]
-        train.copy_(train_NLK[part].permute(2, 0, 1))
-        infer.copy_(infer_NLK[part].permute(2, 0, 1))
-        torch.eq(train.unsqueeze(1), infer.unsqueeze(0), out=same)
-        overlap_NL[part] = same.sum((0, 1), dtype=dtype)
+    overlap_NL = torch.full((N, L), K, dtype=torch.uint8, device=train_NLK.device)
+    tokens, memory = max(1, PAIRS // max(1, L)), Workspace(train_NLK.device)
+    for start in range(0, N, tokens):
+        part = slice(start, start + tokens)
+        train_PW, infer_PW = (_as_words(ids[part].to(dtype).contiguous().view(-1, K)) for ids in (train_NLK, infer_NLK))
+        unequal_P = train_PW[:, 0] != infer_PW[:, 0]
+        for word in range(1, train_PW.shape[1]):
+            unequal_P |= train_PW[:, word] != infer_PW[:, word]
+        overlap_P, size = overlap_NL[part].view(-1), max(1, COMPARISONS // K**2)
+        chunks: Iterable[Tensor | slice] = [slice(first, first + size) for first in range(0, len(unequal_P), size)]
+        if 2 * unequal_P.count_nonzero() < len(unequal_P):  # else picking them out costs more than it saves
+            chunks = unequal_P.nonzero()[:, 0].split(size)
+        for chunk in chunks:
+            overlap_P[chunk] = _count_common(train_PW[chunk].view(dtype), infer_PW[chunk].view(dtype), memory)
     return overlap_NL
+
+
+def _as_words(ids_PK: Tensor) -> Tensor:
+    """The same bytes in the widest words that make up a row."""
+    row, start = (count * ids_PK.element_size() for count in (ids_PK.shape[1], ids_PK.storage_offset()))
+    return ids_PK.view(next(dtype for width, dtype in WORDS if row % width == start % width == 0))
+
+
+def _count_common(train_PK: Tensor, infer_PK: Tensor, memory: Workspace) -> Tensor:
+    """[P] uint8 by K * K comparisons, the ids of a set K planes apart: both they and their sum are vector instructions
+    along contiguous memory."""
+    (P, K), dtype = train_PK.shape, train_PK.dtype
+    train_KP = memory.take("train", K * P, dtype).view(K, P).copy_(train_PK.T)
+    infer_KP = memory.take("infer", K * P, dtype).view(K, P).copy_(infer_PK.T)
+    # 0 or 1 in the dtype of the ids: torch compares wider ids into bool one by one.
+    same_KKP = memory.take("same", K * K * P, dtype).view(K, K, P)
+    torch.eq(train_KP.unsqueeze(1), infer_KP.unsqueeze(0), out=same_KKP)
+    return same_KKP.sum((0, 1), dtype=dtype).to(torch.uint8)
