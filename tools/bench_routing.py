@@ -3,7 +3,8 @@
     python tools/bench_routing.py [--sizes 16384x48x128x8] [--threads 2] [--repeats 7] [--devices cpu]
 
 A size is tokens x layers x experts x top-k. Ids are uint8 up to 256 experts, else int16; the second engine's sets have
-about 1 % of their ids replaced and stand in another order, which costs ours and the plain comparison nothing or little.
+about 1 % of their ids replaced, and stand in the order of the first one's: both sort by score. "reversed" is the worst
+case of `blockwise_overlap`, which finds sets that are equal in order too: the second engine's ids stand the other way.
 
 plain: `(train.unsqueeze(-1) == infer.unsqueeze(-2)).any(-1).sum(-1)`, in blocks of tokens where its temporaries would
 not fit half of the free memory. one id at a time: K comparisons of [tokens, layers, K], what we had before. ours:
@@ -44,7 +45,7 @@ def random_sets(size: str, device: str) -> tuple[Tensor, Tensor]:
     experts = torch.randperm(E, generator=generator).to(torch.uint8 if E <= 256 else torch.int16)
     place = torch.randint(E, (min(N, TILE), L, 1), generator=generator) + torch.arange(K)
     replaced = torch.rand(place.shape, generator=generator) < REPLACED
-    other_place = (place + replaced * (E // 2)).flip(-1)
+    other_place = place + replaced * (E // 2)
     repeats = -(-N // TILE)
     train, infer = (experts[where % E].repeat(repeats, 1, 1)[:N] for where in (place, other_place))
     return train.to(device), infer.to(device)
@@ -77,11 +78,13 @@ def one_id_at_a_time(train: Tensor, infer: Tensor) -> Tensor:
 
 def overlap_calls(train: Tensor, infer: Tensor, device: str) -> dict[str, Callable[[], Tensor]]:
     _, L, K = train.shape
+    reverse = infer.flip(-1)
     tokens = available(device) // 2 // (L * (K * K + K + 2 * 8))  # bools of both comparisons, int64 sums and result
     calls = {
         "plain" if tokens >= len(train) else "plain, in blocks": lambda: plain_in_blocks(train, infer, tokens),
         "one id at a time": lambda: one_id_at_a_time(train, infer),
         "ours": lambda: blockwise_overlap(train, infer),
+        "ours, reversed": lambda: blockwise_overlap(train, reverse),
     }
     if device != "cpu":
         from verl_ext.core.overlap_triton import fused_overlap
@@ -141,7 +144,7 @@ def memory(size: str, name: str, device: str, threads: int) -> float:
 
 def bench_overlap(size: str, device: str, arguments: argparse.Namespace) -> None:
     N, L, _, K = map(int, size.split("x"))
-    ours = ["ours"] if device == "cpu" else ["ours", "ours, Triton"]
+    ours = ["ours", "ours, reversed"] + ["ours, Triton"] * (device != "cpu")
     added = {name: f"{memory(size, name, device, arguments.threads):.1f}" for name in ours}
     train, infer = random_sets(size, device)
     target = torch.empty_like(train)
