@@ -12,7 +12,7 @@ from torch import Tensor
 from verl_ext.core.segments import Workspace
 
 PAIRS = 2**20  # of a token and a layer, a block: some 10 MB of temporaries
-COMPARISONS = 2**22  # of ids at a time, a byte each
+COMPARISONS = 2**21  # of ids at a time, a byte each
 WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))  # bytes, and a dtype of that size
 
 
