@@ -137,13 +137,20 @@ def test_the_page_shows_the_functions_tables():
 
 
 def test_the_pages_example_is_computed():
-    shown = block("example")
-    for narrow, seconds in ((True, "25.8 s"), (False, "51.5 s")):
-        hop = cost.routing_cost(MODELS["Qwen3-30B-A3B"], 8192, 8192, narrow=narrow)["get"]
-        assert f"{hop.bytes_per_step / 1e9:.1f} s" == seconds and seconds in shown
-        assert f"{hop.share(1.0, 497.89):.1%}" in shown
-    other = sum(cost.WITH_THE_IDS.values())
-    assert f"{other} bytes" in PAGE and f"{other + sum(cost.FOR_THE_UPDATE.values())} bytes" in PAGE
+    shown = " ".join(block("example").split())
+    rate, step = 0.45, 497.89
+    assert f"At the {rate} GB/s" in shown and f"{step} s" in shown
+    hops = [cost.routing_cost(MODELS["Qwen3-30B-A3B"], 8192, 8192, narrow=narrow)["get"] for narrow in (True, False)]
+    narrow, wide = (hop.bytes_per_step / 1e9 for hop in hops)
+    assert f"{narrow:.1f} GB in vLLM's dtype and {wide:.1f} GB in int16" in shown
+    assert f"takes {narrow / rate:.0f} s or {wide / rate:.0f} s" in shown
+    assert " or ".join(f"{hop.share(rate, step):.1%}" for hop in hops) in shown
+    assert f"at 16 times that rate, {narrow / rate / 16:.1f} s or {wide / rate / 16:.1f} s" in shown
+
+
+def test_the_page_names_the_other_fields_bytes():
+    before, after = sum(cost.WITH_THE_IDS.values()), sum(cost.FOR_THE_UPDATE.values())
+    assert f"{before} bytes to `compute_log_prob`, {before + after} bytes to `update_actor`" in PAGE
 
 
 def test_the_command_line(capsys, tmp_path):

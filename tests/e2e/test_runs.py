@@ -24,6 +24,7 @@ def test_icepop_router_agreement_and_cascade_attention(train):
     assert run.code == 0, run.tail
     assert "confirmed by 1 vLLM worker(s)" in run.console
     assert "4 x Qwen3MoeTopKRouter" in run.console
+    assert "routed_experts travels as torch.uint8" in run.console
     assert len(run.steps) == 3
     for step in run.steps:
         assert 0 < step["vllm_kl/k3"] < 0.01

@@ -77,6 +77,7 @@ def step(monkeypatch):
         }
         store = Store(**(defaults | fields))
         monkeypatch.setattr(trainers, "tq", store)
+        monkeypatch.setattr(trainers.narrow_routing, "id_dtype", lambda keys, partition_id: torch.uint8)
         actor = {"policy_loss": {"loss_mode": loss_mode}, "loss_agg_mode": loss_agg_mode} | (actor or {})
         parts = {"actor": actor, "rollout": {"response_length": 1}, "model": {"path": "/no/such/model"}}
         config = OmegaConf.create({"stability": stability, "actor_rollout_ref": parts})
@@ -210,8 +211,9 @@ def router_sums(*differing):
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def test_routing_is_not_sent_to_stages_that_do_not_read_it(step):
+def test_routing_is_not_sent_to_stages_that_do_not_read_it(step, capsys):
     trainer, metrics, _ = step({"router_agreement": True}, router_sums=router_sums(1, 1))
+    assert "routed_experts travels as torch.uint8" in capsys.readouterr().out
     assert metrics["router/agreement/layer_01"] == pytest.approx(3 / 4)
     assert metrics["router/any_layer_differs"] == pytest.approx(1 / 2)
     assert metrics["router/tokens"] == 4

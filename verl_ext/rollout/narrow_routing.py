@@ -65,8 +65,8 @@ def narrow(agent_loop: Any) -> Undo:
         ids = self.routed_experts
         if not isinstance(ids, np.ndarray) or ids.dtype != np.uint8:
             return original(self)
-        # Hidden from verl's own, which would convert and then copy them: for 32k tokens, 48 layers and top-8, 80 to 200
-        # ms of the agent loop's event loop instead of 15.
+        # Hidden from verl's own, which would convert them and then copy them: 44 ms of the agent loop's event loop for
+        # 32k tokens, 48 layers and top-8, instead of 12 in all.
         fields = original(self.model_copy(update={"routed_experts": None}))
         fields["routed_experts"] = whole_sequence(ids, len(fields["prompts"]) + len(fields["responses"]))
         return fields

@@ -26,6 +26,7 @@ from verl_ext.core.mismatch import mismatch_ratio
 from verl_ext.core.routing import router_metrics
 from verl_ext.core.tokens import Tokens
 from verl_ext.errors import HookError
+from verl_ext.rollout import narrow_routing
 from verl_ext.trainer import startup
 from verl_ext.trainer.advantages import session_keys
 from verl_ext.trainer.batch import FIELDS, nested, non_finite, response_tokens
@@ -59,6 +60,7 @@ class StabilityMixin:
         self.icepop_loss = uses_icepop_loss(config)
         self.compares_engines = self.stability.needs_log_probs or self.icepop_loss
         self.replayed = replayed_field(config)
+        self.told_dtype = False  # of the routing on its way, once there is some
         self.guard = GuardState()
         self.verdict = Verdict(False)
         self.filter_scale = 1.0  # of this step's batch: trajectories with tokens over trajectories kept
@@ -108,6 +110,10 @@ class StabilityMixin:
                 "compute_log_prob returned no routing: the rollout's batch has no routed_experts. Check that vLLM runs "
                 "with enable_return_routed_experts, or set stability.router_agreement=false"
             )
+        if not self.told_dtype:
+            self.told_dtype = True
+            dtype = narrow_routing.id_dtype(batch.keys, batch.partition_id)
+            print(f"verl_ext: routed_experts travels as {dtype}", flush=True)
         return router_metrics(torch.stack(list(data["router_sums"].unbind())))
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:

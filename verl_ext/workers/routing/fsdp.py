@@ -67,7 +67,8 @@ class ForwardPass:
         if not self.over:  # and not the backward pass, where gradient checkpointing runs the router once more
             if layer in self.used:
                 raise HookError(f"router {layer} of {self.layers} ran twice in one forward pass")
-            self.own[layer], self.used[layer] = ids_nK.to(self.dtype), used_nK.to(self.dtype)
+            self.own[layer] = ids_nK.to(self.dtype)
+            self.used[layer] = self.own[layer] if used_nK is ids_nK else used_nK.to(self.dtype)
             if self.compares:
                 self.margin[layer] = top_k_margin(scores_nE, ids_nK)
         return used_nK
