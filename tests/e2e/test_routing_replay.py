@@ -60,8 +60,8 @@ def test_all_three_train(runs):
 
 def test_the_start_up_table_says_what_is_replayed(runs):
     assert "routing replay" not in runs["disabled"].console
-    assert "R2: update_actor uses the experts of compute_log_prob" in runs["R2"].console
-    assert "R3: both use the experts of the rollout" in runs["R3"].console
+    assert "R2: update_actor as compute_log_prob" in runs["R2"].console
+    assert "R3: both as the rollout" in runs["R3"].console
 
 
 def test_r3_uses_the_experts_of_the_rollout(runs):

@@ -14,10 +14,7 @@ from verl_ext.workers.loss_config import LOSS_CONFIGS
 
 OUR_FIELDS = ("base", "alpha", "beta", "delta", "coef", "gate", "floor")  # of a policy loss, worth a line in the table
 
-REPLAYS = {
-    "R2": "R2: update_actor uses the experts of compute_log_prob",
-    "R3": "R3: both use the experts of the rollout",
-}
+REPLAYS = {"R2": "R2: update_actor as compute_log_prob", "R3": "R3: both as the rollout"}
 
 
 class Feature(NamedTuple):
