@@ -12,7 +12,7 @@ from torch import Tensor
 from verl_ext.core.segments import Workspace
 
 PAIRS = 2**20  # of a token and a layer, a block: some 10 MB of temporaries
-COMPARISONS = 2**21  # of ids at a time, a byte each
+COMPARISONS = 2**22  # of ids at a time, a byte each
 WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))  # bytes, and a dtype of that size
 
 
@@ -56,7 +56,7 @@ def blockwise_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
         overlap_P, size = overlap_NL[part].view(-1), max(1, COMPARISONS // K**2)
         chunks: Iterable[Tensor | slice] = [slice(first, first + size) for first in range(0, len(unequal_P), size)]
         if 2 * unequal_P.count_nonzero() < len(unequal_P):  # else picking them out costs more than it saves
-            chunks = unequal_P.nonzero()[:, 0].split(size)
+            chunks = unequal_P.nonzero().squeeze(1).split(size)
         for chunk in chunks:
             overlap_P[chunk] = _count_common(train_PW[chunk].view(dtype), infer_PW[chunk].view(dtype), memory)
     return overlap_NL
