@@ -12,13 +12,12 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from verl_ext.config import StabilityConfig, require_choice
+from verl_ext.config import FSDP_REPLAY, StabilityConfig, require_choice
 
 CONFIG_MODULE = "verl_ext.configs"
 VERL_CONFIGS = Path(verl.trainer.__file__ or "").parent / "config"
 PRIMARY = "ppo_trainer"
 GROUPS = ("stability", "recipe")
-FSDP_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"  # verl's own name; its FSDP config leaves it out
 
 
 class OurConfigs(SearchPathPlugin):

@@ -12,6 +12,7 @@ from verl_ext.errors import ConfigError
 SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3")
 CASCADE_ATTENTION = ("default", "on", "off")
 DENOMINATORS = ("full", "kept")
+FSDP_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"  # verl's own name; its FSDP config leaves it out
 KL_DENOMINATORS = ("infer", "old")
 UNBIASED = "unbiased"  # our actor.kl_loss_type, beside verl's
 YAML_BOOLEANS = {"True": "on", "False": "off"}  # what YAML makes of a bare `on` and `off`

@@ -9,13 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.config import IN_THE_LOSS, UNBIASED, StabilityConfig
 from verl_ext.errors import ConfigError
 from verl_ext.trainer.advantages import ESTIMATOR_SETTINGS, estimator_settings
-from verl_ext.trainer.routing_checks import (
-    apply_routing,
-    check_agreement,
-    check_replay,
-    check_router_shift,
-    replays_here,
-)
+from verl_ext.trainer.routing_checks import apply_routing, check_router_shift, check_routing, replays_here
 from verl_ext.workers.loss_config import LOSS_CONFIGS
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -68,9 +62,7 @@ def check_run(config: DictConfig, stability: StabilityConfig) -> None:
     _check_loss(config)
     _check_kl(config, stability)
     _check_overlong(config)
-    if stability.router_agreement:
-        check_agreement(config)
-    check_replay(config)
+    check_routing(config, stability.router_agreement)
     if stability.cascade_attention != "default":
         _check_cascade(config, stability)
     _check_model_files(config.actor_rollout_ref.model)

@@ -5,12 +5,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_ext.config import require_choice
+from verl_ext.config import FSDP_REPLAY, require_choice
 from verl_ext.errors import ConfigError
 from verl_ext.rollout import narrow_routing
 from verl_ext.workers.router_shift import check_outputs
 from verl_ext.workers.routing.choices import EXPERT_COUNTS, probe_choices
-from verl_ext.workers.routing.fsdp import OLD_ROUTES, ROLLOUT_ROUTES
+from verl_ext.workers.routing.fsdp import OLD_ROUTES
+from verl_ext.workers.routing.outputs import ROLLOUT_ROUTES
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -49,34 +50,27 @@ def replayed_field(config: DictConfig) -> str | None:
     return OLD_ROUTES if replays_here(config) and replay_mode(config) == "R2" else ROLLOUT_ROUTES
 
 
-def check_agreement(config: DictConfig) -> None:
-    asked, off = "stability.router_agreement=true", "set stability.router_agreement=false"
-    strategy = _strategy(config)
+def check_routing(config: DictConfig, agreement: bool) -> None:
+    """What agreement needs, and replay under FSDP; verl checks its own replay on Megatron and VeOmni."""
+    setting, mode, strategy = replay_setting(config), replay_mode(config), _strategy(config)
+    require_choice(setting, mode, MODES)
+    if setting != FSDP_REPLAY and OmegaConf.select(config, FSDP_REPLAY):
+        raise ConfigError(f"{FSDP_REPLAY} is for FSDP, and {ACTOR}.strategy={strategy}; leave it out and set {setting}")
+    if agreement:
+        asked, off = "stability.router_agreement=true", "set stability.router_agreement=false"
+    elif replays_here(config):
+        asked, off = f"{setting}={mode}", f"set {setting}=disabled"
+    else:
+        return
     if strategy not in ENGINES:
         raise ConfigError(
             f"{asked} has no adapter for {ACTOR}.strategy={strategy} (it has: {', '.join(ENGINES)}); {off}"
         )
     if strategy not in TRANSFORMERS:
         _check_recording(config, asked, off)
-    _check_rollout(config, asked, off)
-    _check_model(config, asked, off, read_routers=strategy in TRANSFORMERS)
-
-
-def check_replay(config: DictConfig) -> None:
-    """Of the mode, and of what replay under FSDP needs; verl checks its own on Megatron and VeOmni."""
-    setting, mode = replay_setting(config), replay_mode(config)
-    require_choice(setting, mode, MODES)
-    of_fsdp = f"{ENGINES['fsdp']}.router_replay.mode"
-    if setting != of_fsdp and OmegaConf.select(config, of_fsdp):
-        raise ConfigError(
-            f"{of_fsdp} is for FSDP, and {ACTOR}.strategy={_strategy(config)}; leave it out and set {setting}"
-        )
-    if not replays_here(config):
-        return
-    asked, off = f"{setting}={mode}", f"set {setting}=disabled"
-    if mode == "R3":
+    if agreement or mode == "R3":
         _check_rollout(config, asked, off)
-    _check_model(config, asked, off, read_routers=True)
+    _check_model(config, asked, off, read_routers=strategy in TRANSFORMERS)
 
 
 def apply_routing(config: DictConfig, agreement: bool) -> None:

@@ -26,15 +26,10 @@ from verl_ext.core.overlap import expert_overlap
 from verl_ext.errors import HookError
 from verl_ext.workers.routing.choices import ChoicePoint, Choose, expert_counts, find_choices
 from verl_ext.workers.routing.layout import Layout
-from verl_ext.workers.routing.outputs import known_rows, routing_outputs
+from verl_ext.workers.routing.outputs import ROLLOUT_ROUTES, known_rows, narrow_dtype, routing_outputs
 
-ROLLOUT_ROUTES = "routed_experts"  # jagged [B, n, L', K], from the rollout
 OLD_ROUTES = "old_routed_experts"  # jagged [B, n, L, K], what compute_log_prob used, for R2
 OWN_AGREEMENT = "router_own_agreement"  # verl logs it as actor/router_own_agreement
-
-
-def narrow_dtype(experts: int) -> torch.dtype:
-    return torch.uint8 if experts <= 256 else torch.int16
 
 
 def is_old_policy(micro_batch: TensorDict, forward_only: bool) -> bool:
@@ -163,25 +158,26 @@ class FsdpRouting:
                     f"{ROLLOUT_ROUTES if self.mode == 'R3' else OLD_ROUTES}. For R3, check that vLLM runs with "
                     "enable_return_routed_experts; or set router_replay.mode=disabled"
                 )
-        compares = old_policy and rollout_TLK is not None
-        if not (compares or records or replays):
+        compared_TLK = rollout_TLK if old_policy else None
+        if compared_TLK is None and not replays:
             self.current = None
             return self._inner(micro_batch, loss_function=loss_function, forward_only=forward_only)
 
         layout = Layout.of(micro_batch, get_device_id())
+        compares = compared_TLK is not None
         now = ForwardPass(layout, len(self.points), narrow_dtype(self.experts), replayed_TLK, compares)
         self.current = now  # stays until the next forward pass: the backward pass of this one may run the routers again
         loss, output = self._inner(micro_batch, loss_function=loss_function, forward_only=forward_only)
         now.end()
-        if compares and rollout_TLK is not None:
-            output["model_output"].update(self._compare(now, rollout_TLK, micro_batch))
+        if compared_TLK is not None:
+            output["model_output"].update(self._compare(now, compared_TLK, micro_batch))
         if records:
             offsets = micro_batch["input_ids"].offsets().to(layout.lengths.device)
             output["model_output"][OLD_ROUTES] = torch.nested.nested_tensor_from_jagged(now.packed(now.used), offsets)
-        if not forward_only:
-            output["metrics"][OWN_AGREEMENT] = now.own_agreement()
         if forward_only:
             self.current = None
+        else:
+            output["metrics"][OWN_AGREEMENT] = now.own_agreement()
         return loss, output
 
     def _compare(self, now: ForwardPass, rollout_TLK: Tensor, micro_batch: TensorDict) -> dict[str, Tensor]:

@@ -12,6 +12,13 @@ from torch import Tensor
 from verl_ext.core.routing import agreement
 from verl_ext.workers.inputs import jagged_like
 
+ROLLOUT_ROUTES = "routed_experts"  # jagged [B, n, L', K]: of the rollout, L' layers as it ships them
+
+
+def narrow_dtype(experts: int) -> torch.dtype:
+    """The narrowest integers that hold the ids of so many experts."""
+    return torch.uint8 if experts <= 256 else torch.int16
+
 
 def packed_rows(lengths_B: Tensor, response_lengths_B: Tensor) -> Tensor:
     """[R] int64 row, among the T, of the forward pass that predicted each response token, trajectory after trajectory.

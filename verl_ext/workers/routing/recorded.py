@@ -36,10 +36,9 @@ from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.routing import BLOCK
 from verl_ext.errors import HookError
 from verl_ext.workers.routing.choices import expert_counts, find_choices
-from verl_ext.workers.routing.outputs import known_rows, routing_outputs
+from verl_ext.workers.routing.outputs import ROLLOUT_ROUTES, known_rows, narrow_dtype, routing_outputs
 
-ENGINES = ("megatron", "veomni")  # actor.strategy
-ROUTES = "routed_experts"  # jagged [B, n, l, K] from the rollout, [B, n, L, K] from the engine
+ROUTES = ROLLOUT_ROUTES  # one field: jagged [B, n, l, K] from the rollout, [B, n, L, K] from the engine
 OFF = "set stability.router_agreement=false"
 
 
@@ -164,7 +163,7 @@ def compare(
             f"{len(layers)} of them with a router: the two engines number this model's layers differently; {OFF}"
         )
     columns = torch.tensor(layers if whole else range(shipped), device=device)
-    narrow = torch.uint8 if recorders.experts <= 256 else torch.int16
+    narrow = narrow_dtype(recorders.experts)
     overlap_TL = torch.zeros(tokens, len(layers), dtype=torch.uint8, device=device)
     known_T = torch.zeros(tokens, dtype=torch.bool, device=device)
     largest_l = torch.zeros(shipped, dtype=torch.int16, device=device)
