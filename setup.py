@@ -23,6 +23,7 @@ setup(
         "verl==0.9.1",
         "hydra-core>=1.3.2",
         "omegaconf>=2.3.0",
+        "orjson",
         "rich>=13",
         "wrapt>=1.16",
     ],

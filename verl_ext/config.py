@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any
 
+from verl_ext.core.rules import Rule
 from verl_ext.errors import ConfigError
+from verl_ext.guard_settings import GuardSettings
 
 SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3")
 CASCADE_ATTENTION = ("default", "on", "off")
@@ -16,6 +18,7 @@ FSDP_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"  # verl's
 KL_DENOMINATORS = ("infer", "old")
 UNBIASED = "unbiased"  # our actor.kl_loss_type, beside verl's
 YAML_BOOLEANS = {"True": "on", "False": "off"}  # what YAML makes of a bare `on` and `off`
+BATCH_SKIP = "batch_skip"
 IN_THE_LOSS = "opsm"  # the one correction that needs the policy being updated
 
 
@@ -144,6 +147,7 @@ class StabilityConfig:
         metrics: log `vllm_kl/*` each step; a correction, a filter or a batch-skip threshold turns it on as well.
         breakdown: log them by probability, entropy, position and turn too.
         batch_skip: when to refuse a batch.
+        guard: rules on other signals, and what else can be done about a batch or a run.
         kl_denominator: what actor.kl_loss_type=unbiased takes the tokens to be sampled from: `infer`, the rollout
             engine (the paper's), or `old`, the training engine before the update.
         router_agreement: compare the experts that training and rollout chose.
@@ -164,6 +168,7 @@ class StabilityConfig:
     metrics: bool = False
     breakdown: bool = True
     batch_skip: BatchSkip = field(default_factory=BatchSkip)
+    guard: GuardSettings = field(default_factory=GuardSettings)
     kl_denominator: str = "infer"
     router_agreement: bool = False
     cascade_attention: str = "default"
@@ -181,6 +186,7 @@ class StabilityConfig:
         self._check_corrections()
         if "low_agreement" in dict(self.filter_chain()) and not self.router_agreement:
             raise ConfigError("stability.filters.low_agreement needs stability.router_agreement=true")
+        self._check_guard()
 
     def _check_corrections(self) -> None:
         from verl_ext.core.corrections import CORRECTIONS
@@ -235,6 +241,12 @@ class StabilityConfig:
             if name != IN_THE_LOSS
         }
 
+    def tightened(self) -> dict[str, dict[str, Any]]:
+        """`corrections()` with IcePop's band narrowed, in logarithms, by guard.tighten_factor."""
+        factor = self.guard.tighten_factor
+        band = {"alpha": self.icepop.alpha**factor, "beta": self.icepop.beta**factor}
+        return self.corrections() | {"icepop": band}
+
     def filter_chain(self) -> list[tuple[str, dict[str, Any]]]:
         """Name and settings of the batch filters, in order, for `core.filters`."""
         from verl_ext.filter_settings import parse_filters
@@ -246,11 +258,40 @@ class StabilityConfig:
             raise ConfigError(f"stability.filters={names} names a filter twice")
         return parse_filters({name: {} for name in names})
 
+    def _check_guard(self) -> None:
+        for rule in self.rules():
+            if rule.action == "tighten":
+                if "icepop" not in self.correction_names:
+                    raise ConfigError(
+                        f"stability.guard.rules.{rule.name}: action=tighten narrows IcePop's band; name icepop in "
+                        "stability.correction, or choose another action"
+                    )
+                if not self.icepop.alpha <= 1 <= self.icepop.beta:
+                    raise ConfigError(
+                        f"stability.guard.rules.{rule.name}: action=tighten narrows the band towards 1, which lies "
+                        f"outside stability.icepop.alpha={self.icepop.alpha:g} to beta={self.icepop.beta:g}"
+                    )
+            if rule.signal.startswith("router/") and not self.router_agreement:
+                raise ConfigError(
+                    f"stability.guard.rules.{rule.name}: {rule.signal} needs stability.router_agreement=true"
+                )
+
+    def rules(self) -> list[Rule]:
+        """Of the guard: batch_skip first, then stability.guard.rules."""
+        rules = self.guard.parse_rules()
+        if self.batch_skip.threshold is None:
+            return rules
+        if any(rule.name == BATCH_SKIP for rule in rules):
+            raise ConfigError(f"stability.guard.rules.{BATCH_SKIP}: the name is taken by stability.batch_skip")
+        setting = f"stability.{BATCH_SKIP}.threshold"
+        rule = Rule(BATCH_SKIP, self.batch_skip.metric, self.batch_skip.threshold, action="skip", setting=setting)
+        return [rule, *rules]
+
     @property
     def needs_log_probs(self) -> bool:
         """Whether anything compares the rollout's log-probabilities with the training engine's."""
-        compares = self.metrics or self.correction_names or self.filters or self.batch_skip.threshold is not None
-        return bool(compares)
+        guards = self.batch_skip.threshold is not None or self.guard.active
+        return bool(self.metrics or self.correction_names or self.filters or guards)
 
     @property
     def active(self) -> bool:

@@ -15,3 +15,11 @@ class HookError(UserError, RuntimeError):
 
 class BatchError(UserError, ValueError):
     """A batch that the training step cannot use."""
+
+
+class GuardStopError(UserError, RuntimeError):
+    """The guard ended the run; the entry point exits with a code of its own."""
+
+
+class WorkerDiedError(UserError, RuntimeError):
+    """A process of the run is gone."""

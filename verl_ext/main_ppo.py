@@ -19,9 +19,11 @@ from verl.utils.device import auto_set_device
 import verl_ext.plugin  # noqa: F401 (also where VERL_USE_EXTERNAL_PLUGINS leaves it out)
 from verl_ext import compose
 from verl_ext.config import stability_config
-from verl_ext.errors import UserError
+from verl_ext.errors import GuardStopError, UserError, WorkerDiedError
 from verl_ext.trainer import startup
 from verl_ext.trainer.checks import apply_engine_settings, check_run, something_to_do
+
+STOPPED = 3  # exit code of a run that the guard ended, for launch scripts that would start it again
 
 
 class StabilityTaskRunner(startup.actor_class(verl_main.TaskRunnerV1)):  # type: ignore[misc]
@@ -55,10 +57,16 @@ def run(config: DictConfig) -> None:
 def hydra_main(config: DictConfig) -> None:
     try:
         run(config)
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause
+    except (ray.exceptions.RayTaskError, ray.exceptions.RayActorError) as error:
+        cause = error
         while isinstance(cause, ray.exceptions.RayTaskError):  # raised in a worker, passed on by the trainer
             cause = cause.cause
+        if isinstance(cause, ray.exceptions.RayActorError):
+            cause = WorkerDiedError(
+                f"a worker of the run died ({_last_line(cause)}). Its own log tells why (memory, a killed process, a "
+                f"lost node). Checkpoints stand in {config.trainer.default_local_dir}: with trainer.resume_mode=auto, "
+                "the same command goes on from the last whole one"
+            )
         if isinstance(cause, UserError):
             stop(cause)
         raise
@@ -66,10 +74,17 @@ def hydra_main(config: DictConfig) -> None:
         stop(error)
 
 
+def _last_line(error: Exception) -> str:
+    """Ray's own sentence, which stands last, below a table of the actor's properties."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].rstrip(".") if lines else type(error).__name__
+
+
 def stop(error: UserError) -> NoReturn:
     """End with the error's one line instead of a stack of frames that are not the user's."""
     ray.shutdown()
-    raise SystemExit(f"verl_ext: error: {' '.join(str(error).split())}")
+    print(f"verl_ext: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    raise SystemExit(STOPPED if isinstance(error, GuardStopError) else 1)
 
 
 def main() -> None:

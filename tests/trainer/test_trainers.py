@@ -82,6 +82,7 @@ def step(monkeypatch):
         parts = {"actor": actor, "rollout": {"response_length": 1}, "model": {"path": "/no/such/model"}}
         config = OmegaConf.create({"stability": stability, "actor_rollout_ref": parts})
         trainer, metrics = Trainer(config), {}
+        trainer.guard.begin(trainer.global_steps)
         fields = ["old_log_probs", "routed_experts", "old_routed_experts", "router_sums"]
         batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=fields)
         batch = trainer._compute_old_log_prob(batch, metrics)
@@ -153,7 +154,7 @@ def test_the_workers_are_told_how_many_trajectories_are_left(step):
 def test_a_batch_of_which_the_filters_leave_nothing_is_skipped_with_the_reason(step, capsys):
     trainer, metrics, store = step({"filters": {"low_probability": {"threshold": 1.0}}})
     assert ran(trainer) == ["advantage"]
-    assert metrics["guard/skipped"] == trainer.guard.skips == 1
+    assert metrics["guard/skipped"] == trainer.guard.state.skips == 1
     assert "update skipped: the filters left no token: low_probability dropped 100%" in capsys.readouterr().out
     assert rows(store, "response_mask") == [[1, 1], [1]]
 
@@ -189,14 +190,14 @@ def test_a_batch_past_the_threshold_updates_neither_actor_nor_critic(step, capsy
     trainer, metrics, _ = step({"batch_skip": {"threshold": 0.1}})
     assert ran(trainer) == ["advantage"]
     assert metrics["guard/skipped"] == 1
-    assert trainer.guard.skips == 1
+    assert trainer.guard.state.skips == 1
     assert "verl_ext: step 7: update skipped: vllm_kl/k3=" in capsys.readouterr().out
 
 
 def test_nan_in_the_rollouts_log_probs_skips_without_a_threshold(step, capsys):
     trainer, _, store = step({"correction": "icepop"}, rollout_log_probs=nested([float("nan"), -2.0], [-3.0]))
     assert ran(trainer) == ["advantage"]
-    assert "rollout_log_probs has 1 non-finite values among 3 tokens" in capsys.readouterr().out
+    assert "update skipped: rollout_log_probs has 1 non-finite values" in capsys.readouterr().out
     assert torch.isfinite(store.fields["rollout_is_weights"].values()).all()
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from verl.workers.config import FSDPActorConfig
 
-from verl_ext.workers.worker_loss import LossSettings, Steps, build_worker_loss
+from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 CASES = [
     ({"loss_mode": "vanilla"}, {}),
@@ -21,7 +21,7 @@ def gradients(batch, rows, dp_size):
         settings = LossSettings.from_dict({"opsm": {"delta": 0.05}, "policy_loss": policy_loss})
         batch.settings["dp_size"] = dp_size
         model_output, data = batch.part(rows)
-        build_worker_loss(config, settings, Steps())[0](model_output=model_output, data=data)[0].backward()
+        build_worker_loss(config, settings)[0](model_output=model_output, data=data)[0].backward()
         found.append(batch.take_gradients())
     return torch.stack(found)
 

@@ -20,6 +20,13 @@ class Engine:
 
     steps = 0
 
+    def train_batch(self, data, loss_function):
+        loss_function(data)
+        return {"metrics": {"grad_norm": self.optimizer_step()}}
+
+    def is_mp_src_rank_with_outputs(self):
+        return True
+
     def optimizer_step(self):
         self.steps += 1
         return 0.5
@@ -60,12 +67,13 @@ def test_configure_loss_installs_the_loss_and_can_be_called_again(make_batch, ac
 def test_a_mini_batch_without_a_token_takes_no_optimizer_step(make_batch, actor_config):
     worker = Worker(partial(ppo_loss, config=actor_config()))
     worker.configure_loss({})
-    worker.configure_loss({"opsm": {"delta": 0.1}})  # again: the engine is guarded once
+    worker.configure_loss({"opsm": {"delta": 0.1}})  # again: the engine has one gate
     engine = worker.actor.engine
     for tokens, norm, steps in ((0, 0.0, 0), (7, 0.5, 1), (0, 0.0, 1)):
         model_output, data = make_batch(0, batch_num_tokens=tokens).whole()
-        worker.actor.loss_fn(model_output=model_output, data=data)
-        assert engine.optimizer_step() == norm
+        loss = partial(worker.actor.loss_fn, model_output)
+        outputs = engine.train_batch(data, loss)
+        assert outputs == {"metrics": {"grad_norm": norm}}
         assert engine.steps == steps
 
 

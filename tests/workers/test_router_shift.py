@@ -11,7 +11,7 @@ from verl.utils import tensordict_utils as tu
 from verl_ext.errors import HookError
 from verl_ext.workers.router_shift import ShiftRecorder, check_outputs, refuse_probabilities, router_logits
 from verl_ext.workers.routing.choices import find_choices, probe_choices
-from verl_ext.workers.worker_loss import LossSettings, Steps, build_worker_loss
+from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
 LENGTHS = [(4, 3), (2, 5), (1, 1)]  # prompt and response length of each trajectory
@@ -172,7 +172,7 @@ def test_the_loss_is_scaled_by_the_factor_of_each_token(model, actor_config):
     data["old_log_probs"] = nested(response_rows(output["model_output"]["log_probs"]))
     data["advantages"] = nested([torch.full((response,), -1.0) for _, response in LENGTHS])
     settings = LossSettings.from_dict({"policy_loss": {"loss_mode": "router_shift", "floor": 0.0}})
-    ours, _ = build_worker_loss(actor_config(clip_ratio_low=0.9, clip_ratio_high=9.0), settings, Steps())
+    ours, _ = build_worker_loss(actor_config(clip_ratio_low=0.9, clip_ratio_high=9.0), settings)
     loss, output = engine.forward_step(data, loss_function=from_leaf, forward_only=False)
     loss.backward()
     by_row = torch.nested.nested_tensor_from_jagged(leaves[0].grad, data["input_ids"].offsets())

@@ -12,7 +12,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl_ext.errors import ConfigError
 from verl_ext.workers.inputs import loss_inputs
 from verl_ext.workers.losses import apply_base
-from verl_ext.workers.worker_loss import LossSettings, Steps, build_worker_loss
+from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "dppo_tv", "dppo_kl", "gpg", "dro")
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
@@ -20,7 +20,7 @@ DELTA = 0.05
 
 
 def build(config, **settings):
-    return build_worker_loss(config, LossSettings.from_dict(settings), Steps())[0]
+    return build_worker_loss(config, LossSettings.from_dict(settings))[0]
 
 
 def run(loss, parts):
@@ -225,13 +225,13 @@ def test_the_engines_micro_batch_stays_as_it_was(make_batch, actor_config):
 
 def test_what_is_active_is_returned_and_verls_config_left_alone(actor_config):
     config = actor_config(PolicyLossConfig(loss_mode="geo_mean"), use_kl_loss=True, kl_loss_type="unbiased")
-    _, active = build_worker_loss(config, LossSettings.from_dict({"opsm": {"delta": 0.1}}), Steps())
+    _, active = build_worker_loss(config, LossSettings.from_dict({"opsm": {"delta": 0.1}}))
     assert active["opsm"] == {"delta": 0.1}
     assert active["kl"] == "unbiased, over l_infer"
     assert active["policy_loss"]["loss_mode"] == "geo_mean"
     assert config.use_kl_loss and config.policy_loss.loss_mode == "geo_mean"
     _, active = build_worker_loss(
-        config, LossSettings.from_dict({"policy_loss": {"loss_mode": "llds", "base": "gspo"}}), Steps()
+        config, LossSettings.from_dict({"policy_loss": {"loss_mode": "llds", "base": "gspo"}})
     )
     assert active["opsm"] is None
     assert active["policy_loss"].items() >= {"loss_mode": "llds", "base": "gspo", "coef": 0.1, "gate": "action"}.items()
@@ -256,7 +256,7 @@ def test_what_is_active_is_returned_and_verls_config_left_alone(actor_config):
 )
 def test_settings_that_cannot_work_name_themselves(settings, message, actor_config):
     with pytest.raises(ConfigError, match=message):
-        build_worker_loss(actor_config(), LossSettings.from_dict(settings), Steps())
+        build_worker_loss(actor_config(), LossSettings.from_dict(settings))
 
 
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum", "token-mean"])

@@ -1,53 +1,293 @@
-"""The decision whether a batch may update the weights."""
+"""Which batches may update the weights, and what else to do when a run leaves its bounds.
+
+A state machine without clock, files or verl: the trainer feeds it scalars and carries out what it decides. The same
+signals in the same order give the same decisions, also across `state_dict` and `load_state_dict`. In a step:
+
+    begin -> (foresee -> judge -> count) for each update -> judge_late -> close -> judge_late on what is logged last
+"""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from verl_ext.core.boundary import HORIZON, estimate_growth
+from verl_ext.core.rules import REFUSING, Rule, RuleState, describe, read, spread
+from verl_ext.errors import ConfigError
+
+# Checked for NaN and infinity whether or not a rule reads them.
+WATCHED = ("vllm_kl/k1", "vllm_kl/k3", "actor/entropy", "critic/score/mean", "actor/pg_loss", "actor/grad_norm")
+REFUSED = "actor/gate/refused"  # share of a step's mini-batches that the workers refused
+KEPT = 20  # checkpoints remembered as good
+GAP = "vllm_kl/log_ratio_abs_mean"  # of all tokens alike, while a single one can move k3
+JUMP = 5.0  # a gap of this many times its median, in one step, is a jump
+JUMP_DEVIATIONS = 6.0  # and this many robust standard deviations above it
+JUMP_FEWEST, JUMP_WINDOW = 3, 8  # readings before there is a jump; how many of the last ones count
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Whether to skip the update, and why in one sentence (empty when not skipped)."""
+class Event:
+    """One decision; a line of the event log. `threshold` is None where there is none (NaN, an empty batch)."""
 
-    skip: bool
-    reason: str = ""
+    step: int
+    rule: str
+    signal: str
+    value: float | None
+    threshold: float | None
+    action: str
+    reason: str
 
 
-def judge(
-    signals: Mapping[str, float],
-    *,
-    tokens: int,
-    non_finite: Mapping[str, int],
-    metric: str,
-    threshold: float | None,
-) -> Verdict:
-    """Refuse a batch that has non-finite log-probabilities, or whose `metric` passes `threshold`.
+@dataclass(frozen=True)
+class Decision:
+    """What one judgement decided, mildest and strongest together."""
 
-    Args:
-        signals: the step's metrics, `metric` among them.
-        tokens: tokens the model generated in this batch, at least one.
-        non_finite: tensor name -> its count of NaN and infinite entries.
-        metric, threshold: the rule; a threshold of None switches it off, the first one always holds.
-    """
-    bad = [f"{name} has {count} non-finite values" for name, count in non_finite.items() if count]
-    if bad:
-        return Verdict(True, f"{' and '.join(bad)} among {tokens} tokens")
-    if threshold is None:
-        return Verdict(False)
-    value = signals[metric]
-    if math.isfinite(value) and value <= threshold:
-        return Verdict(False)
-    return Verdict(True, f"{metric}={value:.3g} passes stability.batch_skip.threshold={threshold:g}")
+    events: tuple[Event, ...] = ()
+
+    def reason(self, *actions: str) -> str:
+        """Why, of the first event with one of these actions; empty when there is none."""
+        return next((event.reason for event in self.events if event.action in actions), "")
+
+    @property
+    def refuses(self) -> str:
+        """Why the batch may not update the weights; empty when it may."""
+        return self.reason(*REFUSING)
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """Which mismatch is extrapolated, to which boundary, over how many readings."""
+
+    signal: str = "vllm_kl/k3"
+    boundary: float = 0.1
+    window: int = 32
 
 
 @dataclass
 class GuardState:
-    """What survives a restart: it is saved with verl's checkpoint."""
+    """What survives a restart: it is saved with verl's checkpoint.
+
+    Attributes:
+        skips, in_a_row: updates skipped so far, and how many steps just now went without a good update.
+        rollbacks, calm_from: how many so far; the first step at which another may follow.
+        rules: name -> state.
+        growth: (step, delta), the window of the extrapolation.
+        gaps, jumped: the last readings of GAP, and whether it stands above a jump that has been told.
+        good: steps of checkpoints whose weights have been measured and found good, ascending.
+        unproven: the step of the last checkpoint, while no later step has measured its weights.
+    """
 
     skips: int = 0
+    in_a_row: int = 0
+    rollbacks: int = 0
+    calm_from: int = 0
+    rules: dict[str, RuleState] = field(default_factory=dict)
+    growth: list[tuple[int, float]] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    jumped: bool = False
+    good: list[int] = field(default_factory=list)
+    unproven: int | None = None
 
-    def record(self, verdict: Verdict) -> None:
-        self.skips += verdict.skip
 
-    def state_dict(self) -> dict[str, int]:
-        return asdict(self)
+class Guard:
+    """The rules with their state.
+
+    Args:
+        rules: judged in this order.
+        stop_after: steps in a row without a good update after which the run stops; None never stops for that reason.
+        max_rollbacks: after so many, a rollback is a stop.
+        cooldown: steps after a rollback in which another one is a skip, because what is then trained on may still come
+            from the weights that were given up.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule] = (),
+        *,
+        stop_after: int | None = None,
+        max_rollbacks: int = 3,
+        cooldown: int = 5,
+        foresight: Foresight | None = None,
+    ):
+        self.rules = tuple(rules)
+        self.stop_after = stop_after
+        self.max_rollbacks = max_rollbacks
+        self.cooldown = cooldown
+        self.foresight = foresight or Foresight()
+        self.unread = {rule.name for rule in rules}  # rules whose signal has not been logged yet
+        self.load_state_dict({})
+        self.begin(0)
+
+    @property
+    def tightens(self) -> bool:
+        """Whether a rule asks for a narrower band."""
+        return any(rule.action == "tighten" and self.state.rules[rule.name].firing for rule in self.rules)
+
+    @property
+    def calm(self) -> bool:
+        """Whether nothing speaks against the weights: updates are made, and no rule fires or counts towards it, those
+        aside that only warn."""
+        acting = (self.state.rules[rule.name] for rule in self.rules if rule.action != "warn")
+        return not self.state.in_a_row and not any(state.streak for state in acting)
+
+    def begin(self, step: int) -> None:
+        self.step = step
+        self._judged: set[str] = set()  # signals
+        self._updated = self._failed = False
+
+    def foresee(self, signals: Mapping[str, float]) -> tuple[dict[str, float], Decision]:
+        """Extrapolate the mismatch: `guard/*` metrics, and a warning where it jumped.
+
+        guard/growth_rate: slope of log delta, per step; guard/growth_rate_low, _high: its interval; left out while
+            there are too few readings.
+        guard/steps_to_boundary: 0 past the boundary, `boundary.HORIZON` where it is not in sight.
+        """
+        delta, gap = signals.get(self.foresight.signal, math.nan), signals.get(GAP, math.nan)
+        readings, window = self.state.growth, self.foresight.window
+        events = self._jump(gap) if math.isfinite(gap) else ()
+        # A step with several updates counts once: the line is over steps.
+        if math.isfinite(delta) and (not readings or readings[-1][0] < self.step):
+            self.state.growth = [*readings, (self.step, delta)][-window:]
+        growth = estimate_growth(self.state.growth, self.foresight.boundary)
+        metrics = {"guard/steps_to_boundary": float(HORIZON)}
+        if growth is not None:
+            interval = {"guard/growth_rate_low": growth.low, "guard/growth_rate_high": growth.high}
+            metrics = {"guard/steps_to_boundary": growth.steps, "guard/growth_rate": growth.rate}
+            metrics |= {name: value for name, value in interval.items() if math.isfinite(value)}
+        return metrics, Decision(events)
+
+    def judge(self, signals: Mapping[str, float], non_finite: Mapping[str, int] | None = None) -> Decision:
+        """Before an update: whether the batch may make it.
+
+        Args:
+            signals: the step's metrics so far.
+            non_finite: tensor name -> its count of NaN and infinite entries.
+        """
+        bad = [f"{name} has {count} non-finite values" for name, count in (non_finite or {}).items() if count]
+        events = [Event(self.step, "non_finite", "", None, None, "skip", " and ".join(bad))] if bad else []
+        events += self._not_finite(signals, "skip")
+        for rule in self.rules:
+            events += self._read(rule, signals, early=True)
+        self._judged |= signals.keys()
+        return Decision(tuple(events))
+
+    def count(self, refused: bool) -> None:
+        """An update has been refused, or is about to be made."""
+        self.state.skips += refused
+        self._updated |= not refused
+
+    def judge_late(self, signals: Mapping[str, float]) -> Decision:
+        """With or after the update: what was not there to judge before it.
+
+        Raises:
+            ConfigError: a rule would skip an update by a signal that comes with it.
+        """
+        new = {name: value for name, value in signals.items() if name not in self._judged}
+        events = self._not_finite(new, "warn")
+        refused = new.get(REFUSED, 0.0)
+        if refused > 0:
+            reason = f"{refused:.0%} of the mini-batches refused by stability.guard.mini_batch"
+            events.append(Event(self.step, "mini_batch", REFUSED, refused, 0.0, "warn", reason))
+        self._failed |= bool(events) and (refused == 1 or "actor/grad_norm" in {event.signal for event in events})
+        for rule in self.rules:
+            events += self._read(rule, new, early=False)
+        self._judged |= new.keys()
+        return Decision(tuple(events))
+
+    def close(self) -> Decision:
+        """After the updates of a step and what came with them: whether the run goes on as it is."""
+        self.state.in_a_row = 0 if self._updated and not self._failed else self.state.in_a_row + 1
+        if self.calm and self.state.unproven is not None:
+            self.state.good = [*self.state.good, self.state.unproven][-KEPT:]
+            self.state.unproven = None
+        if self.stop_after is None or self.state.in_a_row < self.stop_after:
+            return Decision()
+        reason = f"{self.state.in_a_row} steps in a row without an update (stability.guard.stop_after)"
+        value, limit = float(self.state.in_a_row), float(self.stop_after)
+        return Decision((Event(self.step, "stop_after", "guard/skipped", value, limit, "stop", reason),))
+
+    def saved(self, step: int) -> None:
+        """A checkpoint was written. Its weights are measured in the next step, and proven good or not then."""
+        self.state.unproven = step
+
+    def rolled_back(self, to: int) -> Event:
+        """The weights are those of the checkpoint of step `to` again."""
+        self.state.rollbacks += 1
+        self.state.calm_from = self.step + 1 + self.cooldown
+        self.state.unproven = None
+        self.state.good = [step for step in self.state.good if step <= to]
+        self.state.growth = [(step, delta) for step, delta in self.state.growth if step <= to + 1]
+        for state in self.state.rules.values():
+            state.streak, state.firing = 0, False
+        reason = f"weights and optimizer of step {to} restored; the data goes on"
+        return Event(self.step, "rollback", "", None, None, "restored", reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts: JSON gives back the same floats."""
+        return asdict(self.state)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave. Rules that are new start anew, those that are gone are forgotten."""
+        state = GuardState(**saved)
+        rules = {name: RuleState(**values) for name, values in saved.get("rules", {}).items()}
+        state.rules = {rule.name: rules.get(rule.name, RuleState()) for rule in self.rules}
+        state.growth = [(step, delta) for step, delta in state.growth]
+        self.state = state
+
+    def _read(self, rule: Rule, signals: Mapping[str, float], *, early: bool) -> list[Event]:
+        value = signals.get(rule.signal)
+        if value is None:
+            return []
+        if not early and rule.action == "skip":
+            raise ConfigError(
+                f"stability.guard.rules.{rule.name}: {rule.signal} comes with the update, which can then no longer be "
+                "skipped; set action to warn, tighten, rollback or stop, or use stability.guard.mini_batch"
+            )
+        self.unread.discard(rule.name)
+        if not math.isfinite(value):
+            return []  # told by `_not_finite`
+        reading = read(rule, self.state.rules[rule.name], value)
+        threshold = reading.threshold
+        if reading.ended:
+            return [self._event(rule, value, threshold, "recover", f"{rule.signal}={value:.3g}, {rule.name} recovers")]
+        again = rule.action in REFUSING  # told each time, because each is a decision about another batch
+        if threshold is None or not (reading.began or (reading.fires and again)):
+            return []
+        return [self._event(rule, value, threshold, *self._action(rule, describe(rule, value, threshold), early))]
+
+    def _action(self, rule: Rule, reason: str, early: bool) -> tuple[str, str]:
+        if rule.action != "rollback":
+            return rule.action, reason
+        if self.step < self.state.calm_from:
+            return ("skip" if early else "warn"), f"{reason} (soon after a rollback: no other one yet)"
+        if self.state.rollbacks >= self.max_rollbacks:
+            return "stop", f"{reason}, after {self.state.rollbacks} rollbacks (stability.guard.max_rollbacks)"
+        return "rollback", reason
+
+    def _event(self, rule: Rule, value: float, threshold: float | None, action: str, reason: str) -> Event:
+        return Event(self.step, rule.name, rule.signal, value, threshold, action, reason)
+
+    def _not_finite(self, signals: Mapping[str, float], action: str) -> list[Event]:
+        names = dict.fromkeys((*WATCHED, *(rule.signal for rule in self.rules)))  # once each, in order
+        bad = [name for name in names if name in signals and not math.isfinite(signals[name])]
+        return [
+            Event(self.step, "non_finite", name, signals[name], None, action, f"{name} is {signals[name]}")
+            for name in bad
+        ]
+
+    def _jump(self, gap: float) -> tuple[Event, ...]:
+        """Say so where the mismatch is suddenly far above what it was, which a collapse is not: that grows."""
+        before = self.state.gaps
+        self.state.gaps = [*before, gap][-JUMP_WINDOW:]
+        if len(before) < JUMP_FEWEST:
+            return ()
+        usual, deviation = spread(before)
+        bound = max(JUMP * usual, usual + JUMP_DEVIATIONS * deviation)
+        was, self.state.jumped = self.state.jumped, gap > bound
+        if was or not self.state.jumped:
+            return ()
+        reason = (
+            f"{GAP} jumped to {gap:.3g} from {usual:.3g}, the median of {len(before)} readings: did the last weight "
+            "sync reach every rollout engine? (or: stale rollouts, another precision, another sampling setting)"
+        )
+        return (Event(self.step, "weight_sync", GAP, gap, bound, "warn", reason),)

@@ -48,12 +48,12 @@ class Run:
 
 
 def find_metrics_file(run: Path) -> Path:
-    """The file itself, or the only `.jsonl` file in a folder."""
+    """The file itself, or the only `.jsonl` file in a folder besides the guard's events."""
     if run.is_file():
         return run
     if not run.is_dir():
         raise ReportError(f"{run}: no such file or folder")
-    files = sorted(run.glob("*.jsonl"))
+    files = sorted(file for file in run.glob("*.jsonl") if not file.name.endswith(".guard.jsonl"))
     if not files:
         raise ReportError(f"{run}: no .jsonl file in this folder; add `file` to trainer.logger to get one")
     if len(files) > 1:

@@ -3,6 +3,9 @@
 Shape legend: N response tokens of all trajectories, B trajectories.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -39,6 +42,13 @@ def response_tokens(data: TensorDict) -> Tokens:
         entropy=packed.get("entropy"),
         agreement=packed.get("router_agreement"),
     )
+
+
+def mean_score(data: TensorDict, tags: Sequence[Mapping[str, Any]]) -> float:
+    """Mean over the trajectories of their scores' sum over tokens, rows that verl added to fill a batch left out."""
+    real = torch.tensor([not tag.get("is_padding", False) for tag in tags])
+    scores = torch.stack([row.sum() for row in data["rm_scores"].unbind()])
+    return scores[real].double().mean().item()
 
 
 def packed_like_mask(data: TensorDict, names: tuple[str, ...]) -> dict[str, Tensor]:

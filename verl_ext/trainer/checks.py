@@ -34,14 +34,16 @@ def needs_our_loss(config: DictConfig, stability: StabilityConfig) -> bool:
     Filters and denominator=kept are among the reasons because they can leave a mini-batch without a token, for which
     verl's own divides 0 by 0; corrections, because verl's geo_mean cannot take a weight per token.
     """
-    asked = stability.correction_names or stability.filters or uses_unbiased_kl(config)
+    asked = stability.correction_names or stability.filters or stability.guard.mini_batch.active
+    asked = asked or uses_unbiased_kl(config)
     return bool(asked) or loss_mode(config) in LOSS_CONFIGS
 
 
 def loss_settings(stability: StabilityConfig) -> dict[str, Any]:
     """What the workers' `configure_loss` takes."""
     opsm = asdict(stability.opsm) if IN_THE_LOSS in stability.correction_names else None
-    return {"opsm": opsm, "kl_denominator": stability.kl_denominator}
+    gate = asdict(stability.guard.mini_batch)
+    return {"opsm": opsm, "kl_denominator": stability.kl_denominator, "mini_batch": gate}
 
 
 def something_to_do(config: DictConfig, stability: StabilityConfig) -> bool:
@@ -63,6 +65,7 @@ def check_run(config: DictConfig, stability: StabilityConfig) -> None:
     _check_kl(config, stability)
     _check_overlong(config)
     check_routing(config, stability.router_agreement)
+    _check_guard(config, stability)
     if stability.cascade_attention != "default":
         _check_cascade(config, stability)
     _check_model_files(config.actor_rollout_ref.model)
@@ -109,6 +112,25 @@ def _check_log_probs(config: DictConfig) -> None:
             f"{prefix}.logprobs_mode=raw_logprobs leaves out {prefix}.temperature={rollout.temperature}, which the "
             f"training engine applies; set {prefix}.logprobs_mode=processed_logprobs"
         )
+
+
+def _check_guard(config: DictConfig, stability: StabilityConfig) -> None:
+    """What the guard's actions need of verl."""
+    strategy = config.actor_rollout_ref.actor.strategy
+    if stability.guard.mini_batch.grad_norm is not None and strategy != "fsdp2":
+        raise ConfigError(
+            "stability.guard.mini_batch.grad_norm reads the gradients of actor.strategy=fsdp2, and this run has "
+            f"{strategy}, whose norm is known only with the step; use a rule on actor/grad_norm, or null"
+        )
+    for rule in stability.rules():
+        where = f"stability.guard.rules.{rule.name}"
+        if rule.action == "rollback" and config.trainer.save_freq < 1:
+            raise ConfigError(f"{where}: action=rollback has no checkpoint to go back to; set trainer.save_freq")
+        if rule.action == "rollback" and config.trainer.get("max_actor_ckpt_to_keep") == 1:
+            raise ConfigError(
+                f"{where}: action=rollback needs the checkpoint before the last; set trainer.max_actor_ckpt_to_keep to "
+                "2 or more"
+            )
 
 
 def _check_weights(config: DictConfig, stability: StabilityConfig) -> None:

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from verl_ext.config import UNBIASED
+from verl_ext.core.rules import Rule
 from verl_ext.errors import HookError
 from verl_ext.rollout import engine_report
 from verl_ext.trainer.advantages import ESTIMATOR_SETTINGS, estimator_settings
@@ -15,6 +16,15 @@ from verl_ext.workers.loss_config import LOSS_CONFIGS
 OUR_FIELDS = ("base", "alpha", "beta", "delta", "coef", "gate", "floor")  # of a policy loss, worth a line in the table
 
 REPLAYS = {"R2": "R2: update_actor as compute_log_prob", "R3": "R3: both as the rollout"}
+
+
+WHERE = {
+    "warn": "log and event log",
+    "tighten": "the band of icepop",
+    "skip": "in place of the update",
+    "rollback": "end of the step",
+    "stop": "before the next step",
+}
 
 
 class Feature(NamedTuple):
@@ -51,8 +61,10 @@ def verify(trainer: Any) -> list[Feature]:
         settings = asdict(estimator_settings(estimator, trainer.config.algorithm))
         features.append(Feature("advantages", _describe(estimator, settings), f"{base}._compute_advantage"))
     if stability.batch_skip.threshold is not None:
-        rule = f"{stability.batch_skip.metric} > {stability.batch_skip.threshold:g}"
-        features.append(Feature("batch skip", rule, f"{base}._update_actor, _update_critic"))
+        skip = f"{stability.batch_skip.metric} > {stability.batch_skip.threshold:g}"
+        features.append(Feature("batch skip", skip, f"{base}._update_actor, _update_critic"))
+    for rule in stability.guard.parse_rules():
+        features.append(Feature("guard rule", f"{rule.name}: {_bound(rule)}", WHERE[rule.action]))
     if stability.router_agreement or replays_here(trainer.config):
         features += _verify_routing(trainer)
     if stability.cascade_attention != "default":
@@ -63,6 +75,12 @@ def verify(trainer: Any) -> list[Feature]:
 def _describe(name: str, settings: Mapping[str, Any]) -> str:
     shown = [f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in settings.items()]
     return ", ".join([name, *shown])
+
+
+def _bound(rule: Rule) -> str:
+    sign = ">" if rule.side == "above" else "<"
+    unit = "" if rule.zscore_window is None else f" sd of {rule.zscore_window}"
+    return f"{rule.action} at {rule.signal} {sign} {rule.bound:g}{unit}"
 
 
 def _verify_loss(trainer: Any) -> list[Feature]:
@@ -78,6 +96,10 @@ def _verify_loss(trainer: Any) -> list[Feature]:
         features.append(Feature("correction", _describe("opsm", active["opsm"]), where))
     if active["kl"] and active["kl"].startswith(UNBIASED):
         features.append(Feature("KL to the reference", active["kl"], where))
+    if active["mini_batch"]:
+        features.append(
+            Feature("mini-batch gate", _describe("refuse past", active["mini_batch"]), f"optimizer_step, {where}")
+        )
     if active["router_shift"]:
         features.append(Feature("router shift", "compute_log_prob, update_actor", f"{active['router_shift']} routers"))
     return features

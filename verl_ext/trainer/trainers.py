@@ -1,7 +1,5 @@
 """verl's three trainers with the stability features in their training step."""
 
-import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +18,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from verl_ext.config import stability_config
 from verl_ext.core.filters import apply_filters
-from verl_ext.core.guard import GuardState, Verdict, judge
+from verl_ext.core.guard import Decision, Event
 from verl_ext.core.measure import Measured, measure
 from verl_ext.core.mismatch import mismatch_ratio
 from verl_ext.core.routing import router_metrics
@@ -29,18 +27,18 @@ from verl_ext.errors import HookError
 from verl_ext.rollout import narrow_routing
 from verl_ext.trainer import startup
 from verl_ext.trainer.advantages import session_keys
-from verl_ext.trainer.batch import FIELDS, nested, non_finite, response_tokens
+from verl_ext.trainer.batch import FIELDS, mean_score, nested, non_finite, response_tokens
 from verl_ext.trainer.checks import loss_settings, needs_our_loss, uses_icepop_loss
 from verl_ext.trainer.filtering import FILTER_FIELDS, filter_batch
+from verl_ext.trainer.guarding import GuardMixin
 from verl_ext.trainer.routing_checks import replayed_field, replays_here
 
 ACTOR_ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 SHIFT_FIELDS = ("router_experts", "router_scores")  # what the loss router_shift compares the current router with
 ROUTING_FIELDS = ("routed_experts", "old_routed_experts", "router_sums", *SHIFT_FIELDS)
-STATE_FILE = "verl_ext.json"
 
 
-class StabilityMixin:
+class StabilityMixin(GuardMixin):
     """The features around the steps of verl's PPOTrainer; each override calls verl's own.
 
     Order in a step: old log-probs -> router agreement -> mismatch and correction -> advantages -> filters -> update,
@@ -61,10 +59,9 @@ class StabilityMixin:
         self.compares_engines = self.stability.needs_log_probs or self.icepop_loss
         self.replayed = replayed_field(config)
         self.told_dtype = False  # of the routing on its way, once there is some
-        self.guard = GuardState()
-        self.verdict = Verdict(False)
+        self.refused = ""  # why this batch may not update the weights
         self.filter_scale = 1.0  # of this step's batch: trajectories with tokens over trajectories kept
-        super().__init__(config)  # type: ignore[call-arg]
+        super().__init__(config)
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()  # type: ignore[misc]
@@ -90,13 +87,6 @@ class StabilityMixin:
         """Install our loss in the workers; what is active in it, from each rank."""
         return self.actor_rollout_wg.configure_loss(loss_settings(self.stability))
 
-    def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
-        batch = super().step(metrics, timing_raw)  # type: ignore[misc]
-        if self.compares_engines:
-            # After verl has averaged the local updates of this step: a running count must not be averaged.
-            metrics["guard/skips"] = self.guard.skips
-        return batch
-
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
         if self.stability.router_agreement:
@@ -117,42 +107,56 @@ class StabilityMixin:
         return router_metrics(torch.stack(list(data["router_sums"].unbind())))
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        self.verdict, self.filter_scale = Verdict(False), 1.0
+        self.refused, self.filter_scale = "", 1.0
         if not self.compares_engines:
             return self._verls_advantage(batch, metrics)
         # Before verl's own rejection takes the worst tokens out of response_mask: they are what is measured.
-        tokens = response_tokens(_get(batch, FIELDS))
-        measured = measure(tokens, self.stability.corrections(), breakdown=self.stability.breakdown)
-        metrics.update(measured.metrics)
-        self._judge(tokens, measured, metrics)
+        data = _get(batch, (*FIELDS, "rm_scores"))
+        metrics["critic/score/mean"] = mean_score(data, batch.tags)  # verl logs it after the update
+        tokens = response_tokens(data)
+        measured = self._measure_and_judge(tokens, metrics)
         self._put_weights(batch, tokens, measured)
         batch = self._verls_advantage(batch, metrics)
-        if not self.verdict.skip and (self.stability.filters or self.stability.denominator == "kept"):
+        if not self.refused and (self.stability.filters or self.stability.denominator == "kept"):
             batch = self._filter(batch, tokens, measured, metrics)
-        self.guard.record(self.verdict)
-        metrics["guard/skipped"] = int(self.verdict.skip)
-        if self.verdict.skip:
-            print(f"verl_ext: step {self.global_steps}: update skipped: {self.verdict.reason}", flush=True)
+        self.guard.count(bool(self.refused))
+        metrics["guard/skipped"] = int(bool(self.refused))
         return batch
 
     def _verls_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with session_keys(batch.keys):
             return super()._compute_advantage(batch, metrics)  # type: ignore[misc]
 
-    def _judge(self, tokens: Tokens, measured: Measured, metrics: dict) -> None:
-        rule = self.stability.batch_skip
-        if rule.threshold is not None:
-            metrics["guard/threshold"] = rule.threshold
-        self.verdict = judge(
-            metrics,
-            tokens=measured.tokens,
-            non_finite=non_finite(tokens) if measured.non_finite else {},
-            metric=rule.metric,
-            threshold=rule.threshold,
-        )
-        if not self.verdict.skip and measured.kept == 0:
+    def _measure_and_judge(self, tokens: Tokens, metrics: dict) -> Measured:
+        """Measure, let the guard judge, and measure again where it has just narrowed the band."""
+        narrowed = self.guard.tightens
+        measured = self._measure(tokens, metrics, narrowed)
+        foreseen, jump = self.guard.foresee(metrics)
+        metrics.update(foreseen)
+        self.carry_out(jump)
+        found = self.guard.judge(metrics, non_finite(tokens) if measured.non_finite else {})
+        self.carry_out(found)
+        self.refused = found.refuses or self.rollback_reason  # nothing more is learnt before a rollback
+        if self.guard.tightens and not narrowed:
+            narrowed, measured = True, self._measure(tokens, metrics, narrowed=True)
+        if any(rule.action == "tighten" for rule in self.guard.rules):
+            metrics["guard/tightened"] = int(narrowed)
+        if (threshold := self.stability.batch_skip.threshold) is not None:
+            metrics["guard/threshold"] = threshold
+        if not self.refused and measured.kept == 0:
             dropped_by = " and ".join(self.stability.correction_names)
-            self.verdict = Verdict(True, f"{dropped_by} dropped all {measured.tokens} tokens of the batch")
+            self._refuse("correction", f"{dropped_by} dropped all {measured.tokens} tokens of the batch")
+        return measured
+
+    def _measure(self, tokens: Tokens, metrics: dict, narrowed: bool) -> Measured:
+        corrections = self.stability.tightened() if narrowed else self.stability.corrections()
+        measured = measure(tokens, corrections, breakdown=self.stability.breakdown)
+        metrics.update(measured.metrics)
+        return measured
+
+    def _refuse(self, rule: str, reason: str) -> None:
+        self.refused = reason
+        self.carry_out(Decision((Event(self.global_steps, rule, "", None, None, "skip", reason),)))
 
     def _put_weights(self, batch: KVBatchMeta, tokens: Tokens, measured: Measured) -> None:
         weight = measured.weight
@@ -175,7 +179,7 @@ class StabilityMixin:
         for name, key in outcome.examples.items():
             print(f"verl_ext: step {self.global_steps}: filter {name} dropped tokens of {key}", flush=True)
         if outcome.empty:
-            self.verdict = Verdict(True, outcome.reason)
+            self._refuse("filters", outcome.reason)
             return batch
         self.filter_scale = outcome.scale
         # verl 0.9.1 divides token-mean by the tokens of loss_mask, a copy made at rollout: both have to change.
@@ -191,12 +195,12 @@ class StabilityMixin:
         return super()._compute_values(self._lean(batch), metrics)  # type: ignore[misc]
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        if not self.verdict.skip:
+        if not self.refused:
             super()._update_critic(self._lean(batch), metrics)  # type: ignore[misc]
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        if not self.verdict.skip:
+        if not self.refused:
             lean = self._lean(batch, {self.replayed, *SHIFT_FIELDS})
             # For the losses that divide by a number of trajectories, dropped ones included: worker_loss.
             lean.extra_info = {**lean.extra_info, "filter_scale": self.filter_scale}
@@ -209,26 +213,6 @@ class StabilityMixin:
             return replace(batch)
         unread = set(ROUTING_FIELDS) - set(read)
         return replace(batch, fields=[field for field in batch.fields if field not in unread])
-
-    def _save_checkpoint(self) -> None:
-        folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
-        os.makedirs(folder, exist_ok=True)
-        # Before verl's own files: verl names a checkpoint the latest only when it is complete.
-        with open(os.path.join(folder, STATE_FILE), "w", encoding="utf-8") as file:
-            json.dump(self.guard.state_dict(), file)
-        super()._save_checkpoint()  # type: ignore[misc]
-
-    def _load_checkpoint(self) -> None:
-        super()._load_checkpoint()  # type: ignore[misc]
-        trainer = self.config.trainer
-        if trainer.resume_mode == "resume_path":
-            folder = trainer.resume_from_path
-        else:
-            folder = os.path.join(trainer.default_local_dir, f"global_step_{self.global_steps}")
-        path = os.path.join(folder, STATE_FILE)
-        if self.global_steps > 0 and os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                self.guard = GuardState(**json.load(file))
 
 
 class StabilityTrainerSync(StabilityMixin, PPOTrainerSync):

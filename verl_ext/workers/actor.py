@@ -17,10 +17,11 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
 from verl_ext.errors import HookError
+from verl_ext.workers.gate import Gate
 from verl_ext.workers.router_shift import ShiftRecorder
 from verl_ext.workers.routing.fsdp import FsdpRouting
 from verl_ext.workers.routing.recorded import RecordedRouting
-from verl_ext.workers.worker_loss import LossSettings, Steps, build_worker_loss
+from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 
 class LossMixin:
@@ -29,7 +30,7 @@ class LossMixin:
     actor: Any
     loss_fn: partial
     shift: ShiftRecorder | None = None
-    steps: Steps | None = None
+    gate: Gate | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def configure_loss(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +39,7 @@ class LossMixin:
         Args:
             settings: fields of LossSettings; what is left out is off.
 
-        Returns what is active on this rank: `policy_loss`, `opsm`, `kl` (see `build_worker_loss`), and
+        Returns what is active on this rank: `policy_loss`, `opsm`, `kl`, `mini_batch` (see `build_worker_loss`), and
         `router_shift`, how many routers are hooked, or None.
 
         Raises:
@@ -49,10 +50,11 @@ class LossMixin:
             raise HookError(
                 f"the workers' loss wraps verl's ppo_loss, but this run's loss is {self.loss_fn.func.__name__}"
             )
-        if self.steps is None:
-            self.steps = Steps()
-            self.steps.guard(self.actor.engine)
-        loss, active = build_worker_loss(self.loss_fn.keywords["config"], LossSettings.from_dict(settings), self.steps)
+        wanted = LossSettings.from_dict(settings)
+        if self.gate is None:
+            self.gate = Gate(self.actor.engine)
+        loss, active = build_worker_loss(self.loss_fn.keywords["config"], wanted, self.gate)
+        self.gate.limits = wanted.mini_batch
         rescales = active["policy_loss"]["loss_mode"] == "router_shift"
         if rescales and self.shift is None:
             self.shift = ShiftRecorder(self.actor.engine)

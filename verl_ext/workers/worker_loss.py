@@ -8,7 +8,7 @@ Shape legend: B trajectories of the micro-batch, T response tokens (padded).
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,8 @@ from verl.workers.utils.padding import no_padding_2_padding
 from verl_ext.config import KL_DENOMINATORS, UNBIASED
 from verl_ext.core.losses import unbiased_kl
 from verl_ext.errors import ConfigError
+from verl_ext.guard_settings import MiniBatchGate
+from verl_ext.workers.gate import Gate
 from verl_ext.workers.inputs import LossInputs, jagged_like, provide
 from verl_ext.workers.loss_config import LOSS_CONFIGS, check_delta
 from verl_ext.workers.losses import opsm_weights
@@ -51,11 +53,13 @@ class LossSettings:
         policy_loss: fields of the policy loss, `loss_mode` among them; None keeps actor.policy_loss.
         kl_denominator: the policy that actor.kl_loss_type=unbiased takes the tokens to be sampled from: "infer", the
             rollout engine, or "old", the training engine before the update.
+        mini_batch: which optimizer steps to refuse.
     """
 
     opsm: Opsm | None = None
     policy_loss: Mapping[str, Any] | None = None
     kl_denominator: str = "infer"
+    mini_batch: MiniBatchGate = field(default_factory=MiniBatchGate)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "LossSettings":
@@ -66,7 +70,8 @@ class LossSettings:
         """
         try:
             opsm = settings.get("opsm")
-            built = cls(**{**settings, "opsm": None if opsm is None else Opsm(**opsm)})
+            limits = MiniBatchGate(**settings.get("mini_batch", {}))
+            built = cls(**{**settings, "opsm": None if opsm is None else Opsm(**opsm), "mini_batch": limits})
         except TypeError as error:
             raise ConfigError(f"the settings of the workers' loss cannot be read: {error}") from error
         if built.kl_denominator not in KL_DENOMINATORS:
@@ -74,30 +79,17 @@ class LossSettings:
         return built
 
 
-class Steps:
-    """Keeps an engine from an optimizer step on a mini-batch of which the filters left nothing.
-
-    Its gradients are 0, but momentum and weight decay would move the weights. `empty` is the same on every rank: verl
-    counts the tokens of the mini-batch over all of them.
-    """
-
-    def __init__(self) -> None:
-        self.empty = False
-
-    def guard(self, engine: Any) -> None:
-        """Put ourselves between verl's `train_batch` and the engine's `optimizer_step`, which returns the norm."""
-        step = engine.optimizer_step
-        engine.optimizer_step = lambda: 0.0 if self.empty else step()
-
-
-def build_worker_loss(config: ActorConfig, settings: LossSettings, steps: Steps) -> tuple[partial, dict[str, Any]]:
+def build_worker_loss(
+    config: ActorConfig, settings: LossSettings, gate: Gate | None = None
+) -> tuple[partial, dict[str, Any]]:
     """The loss function for `TrainingWorker.set_loss_fn`, and what is active in it.
 
     Args:
         config: the worker's ActorConfig, which stays as it is.
-        steps: told of each mini-batch whether it has a token to learn from.
+        gate: shown every micro-batch, where it has limits.
 
-    Returns the function and {"policy_loss": its fields, "opsm": {"delta": ...} or None, "kl": the estimator or None}.
+    Returns the function and {"policy_loss": its fields, "opsm": {"delta": ...} or None, "kl": the estimator or None,
+    "mini_batch": the limits that are set}.
 
     Raises:
         ConfigError: the policy loss does not exist, or discards the weights that OPSM is.
@@ -116,13 +108,14 @@ def build_worker_loss(config: ActorConfig, settings: LossSettings, steps: Steps)
         config=_weighted(ours),
         opsm=settings.opsm,
         kl_denominator=settings.kl_denominator if unbiased else None,
-        steps=steps,
+        gate=gate if settings.mini_batch.active else None,
     )
     kl = f"{UNBIASED}, over l_{settings.kl_denominator}" if unbiased else config.kl_loss_type
     return loss, {
         "policy_loss": {name: policy_loss[name] for name in policy_loss if name not in VERLS_OWN},
         "opsm": settings.opsm and asdict(settings.opsm),
         "kl": kl if config.use_kl_loss else None,
+        "mini_batch": {name: limit for name, limit in asdict(settings.mini_batch).items() if limit is not None},
     }
 
 
@@ -162,11 +155,11 @@ def worker_loss(
     config: ActorConfig,
     opsm: Opsm | None,
     kl_denominator: str | None,
-    steps: "Steps",
+    gate: Gate | None,
 ) -> tuple[Tensor, dict[str, Any]]:
     """verl's `ppo_loss` of one micro-batch, its policy loss with `loss_inputs()`, OPSM's weights and the unbiased KL.
 
-    A mini-batch without a token to learn from (batch_num_tokens 0) has loss 0, zero gradients and, by `steps`, no
+    A mini-batch without a token to learn from (batch_num_tokens 0) has loss 0, zero gradients and, by the gate, no
     optimizer step; verl divides 0 by 0. Where filters dropped whole trajectories, the configured number of them that
     sequence means divide by is brought down to the share that is left (`filter_scale`).
     Half-precision log-probabilities enter in float32.
@@ -181,8 +174,7 @@ def worker_loss(
         ConfigError: the batch lacks a field that a feature reads.
     """
     data = data.clone(recurse=False)  # fields are replaced below; the engine's micro-batch stays as it is
-    steps.empty = data["batch_num_tokens"] == 0
-    if steps.empty:
+    if data["batch_num_tokens"] == 0:
         tu.assign_non_tensor(data, batch_num_tokens=1)
     metrics: dict[str, Any] = {}
     scale = tu.get_non_tensor_data(data, "filter_scale", default=1.0)
@@ -192,6 +184,9 @@ def worker_loss(
     model_output = {**model_output, "log_probs": model_output["log_probs"].float()}
     l_theta = no_padding_2_padding(model_output["log_probs"], data)
     inputs = LossInputs.from_batch(data)
+    if gate is not None:
+        padded = _padded(data, "response_mask", "old_log_probs")
+        gate.observe(l_theta, padded["old_log_probs"], inputs.require("l_infer"), padded["response_mask"])
     if opsm is not None:
         metrics |= _multiply_opsm(data, inputs, l_theta, opsm.delta)
     with provide(inputs):

@@ -1,0 +1,98 @@
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_ext.core.rules import Rule, RuleState, describe, read
+
+FLOATS = st.floats(-1e6, 1e6, allow_nan=False)
+
+
+def rule(**settings):
+    return Rule("r", "s", **({"bound": 1.0, "setting": "stability.guard.rules.r.above"} | settings))
+
+
+def fires(rule, values):
+    state = RuleState()
+    return [read(rule, state, value).fires for value in values]
+
+
+@pytest.mark.parametrize(
+    ("side", "values", "expected"),
+    [("above", [0.9, 1.0, 1.1], [False, False, True]), ("below", [1.1, 1.0, 0.9], [False, False, True])],
+)
+def test_a_value_at_the_bound_is_not_past_it(side, values, expected):
+    assert fires(rule(side=side), values) == expected
+
+
+def test_patience_counts_readings_in_a_row():
+    assert fires(rule(patience=3), [2, 2, 0, 2, 2, 2, 2]) == [False, False, False, False, False, True, True]
+
+
+def test_hysteresis_keeps_it_firing_until_the_value_is_back():
+    assert fires(rule(recover=0.5), [2, 0.8, 0.6, 0.5, 0.8, 2]) == [True, True, True, False, False, True]
+    below = rule(side="below", recover=1.5)
+    assert fires(below, [0, 1.2, 1.4, 1.5, 1.2]) == [True, True, True, False, False]
+
+
+def test_patience_starts_anew_after_a_recovery():
+    assert fires(rule(patience=2), [2, 2, 0, 2, 2]) == [False, True, False, False, True]
+
+
+def test_began_and_ended_are_told_once():
+    state = RuleState()
+    told = [(r.began, r.ended) for r in (read(rule(), state, value) for value in (2, 3, 0, 0))]
+    assert told == [(True, False), (False, False), (False, True), (False, False)]
+
+
+def oracle(values, window, bound, side):
+    """Robust z-scores from the definition: median and median absolute deviation of the readings before."""
+    result = []
+    for index, value in enumerate(values):
+        before = values[max(0, index - window) : index]
+        if len(before) < 8:
+            result.append(False)
+            continue
+        middle = statistics.median(before)
+        mad = statistics.median([abs(other - middle) for other in before])
+        distance = (value - middle) if side == "above" else (middle - value)
+        result.append(mad > 0 and distance > bound * 1.4826 * mad)
+    return result
+
+
+@given(st.lists(st.integers(-50, 50), max_size=40), st.integers(8, 20), st.sampled_from(["above", "below"]))
+def test_an_adaptive_rule_fires_as_the_robust_z_score_says(values, window, side):
+    adaptive = rule(side=side, zscore_window=window, bound=3.0)
+    state = RuleState()
+    found = []
+    for value in values:
+        state.firing, state.streak = False, 0  # the bound alone, without hysteresis
+        found.append(read(adaptive, state, float(value)).fires)
+    assert found == oracle(values, window, 3.0, side)
+    assert len(state.history) <= window
+
+
+def test_an_adaptive_rule_is_silent_on_a_signal_that_never_moved():
+    assert not any(fires(rule(zscore_window=8), [1.0] * 20 + [5.0]))
+
+
+def test_an_adaptive_rule_gets_used_to_a_new_level():
+    values = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 1.05, 5.0, 5.1, 4.9, 5.0, 5.1, 4.9, 5.0]
+    found = fires(rule(zscore_window=8, bound=8.0), values)
+    assert found[8] and not found[-1]
+
+
+@given(st.lists(FLOATS, max_size=30), st.integers(1, 4), FLOATS)
+def test_it_never_fires_sooner_than_its_patience(values, patience, bound):
+    patient = rule(patience=patience, bound=bound)
+    for index, firing in enumerate(fires(patient, values)):
+        if firing and not any(fires(patient, values[:index])):
+            assert all(value > bound for value in values[index + 1 - patience : index + 1])
+
+
+def test_the_reason_names_value_bound_and_setting():
+    assert describe(rule(bound=0.1), 0.132, 0.1) == "s=0.132 passes stability.guard.rules.r.above=0.1"
+    below = rule(bound=0.5, side="below", patience=2, setting="stability.guard.rules.r.below")
+    assert describe(below, 0.4, 0.5) == "s=0.4 is below stability.guard.rules.r.below=0.5 for 2 readings"
+    assert "passes 7.5" in describe(rule(zscore_window=8, bound=6.0), 9.0, 7.5)

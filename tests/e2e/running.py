@@ -1,0 +1,119 @@
+"""How the end-to-end tests start a run of the real stack, and find what it left."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+REPO = Path(__file__).parent.parent.parent
+CLEAN_EXIT = (sys.executable, str(REPO / "tools" / "clean_exit.py"))
+SMALL = (
+    "recipe=cpu_smoke",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    f"recipe_folder={REPO}/recipes/cpu_smoke",
+    f"reward.custom_reward_function.path={REPO}/tests/e2e/dense_reward.py",
+)
+
+CPU = {"VERL_PLATFORM": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "RAY_DEDUP_LOGS": "0"}  # environment
+MARK = "VERL_EXT_TEST_RUN"  # the environment variable that tells a run's processes from others'
+
+# verl's own entry point finds the recipe through the search path.
+PLAIN_VERL = ("hydra.searchpath=[pkg://verl_ext.configs]", f"+{SMALL[0]}", *SMALL[1:])
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run left: exit code, console, and each step's metrics."""
+
+    code: int
+    console: str
+    folder: Path
+
+    @property
+    def tail(self) -> str:
+        """For a failing assertion: the end of the console."""
+        return self.console[-4000:]
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        files = (self.folder / "verl_ext").glob("*.jsonl")  # the file logger names it after the experiment
+        (file,) = [file for file in files if ".guard." not in file.name]
+        return [json.loads(line)["data"] for line in file.read_text().splitlines()]
+
+
+def run(command: list[str], folder: Path, timeout: int = 900) -> Run:
+    """Run a command of the real stack in `folder`, and keep its console there."""
+    finished = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | CPU,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    (folder / "console.log").write_text(finished.stdout)
+    return Run(finished.returncode, finished.stdout, folder)
+
+
+def processes(mark: str) -> list[psutil.Process]:
+    """The live processes that a run with this mark in its environment started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def marked(mark: str) -> list[str]:
+    """Their names, as a process list shows them."""
+    found = []
+    for process in processes(mark):
+        try:
+            found.append(" ".join(process.cmdline()) or process.name())
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def start(command: list[str], folder: Path, mark: str) -> tuple[Path, subprocess.Popen]:
+    """Start a run under this mark; its console's file, and the process."""
+    console = folder / "console.log"
+    with console.open("w") as log:
+        return console, subprocess.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | CPU | {MARK: mark},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def wait_for(condition: Callable[[], bool], started: subprocess.Popen, console: Path, seconds: float = 400) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert started.poll() is None, console.read_text()[-3000:]
+        assert time.monotonic() < deadline, console.read_text()[-3000:]
+        time.sleep(0.2)
+
+
+def kill_all(mark: str) -> None:
+    """SIGKILL, the daemons of Ray too."""
+    while found := processes(mark):
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(found, timeout=5)

@@ -1,0 +1,203 @@
+"""Every action of the guard and every fault, in runs of the real stack. One to three minutes a run."""
+
+import json
+import sys
+import time
+import uuid
+
+import pytest
+import torch
+from running import CLEAN_EXIT, REPO, SMALL, kill_all, marked, processes, run, start, wait_for
+
+pytestmark = pytest.mark.e2e
+
+RULES = {
+    "gap": "{signal:vllm_kl/k3,above:1.0e-3,action:tighten}",
+    "reward": "{signal:critic/score/mean,below:-1,action:rollback}",
+    "cheat": "{signal:critic/score/mean,above:50,action:stop}",
+    "norm": "{signal:actor/grad_norm,above:1.0e-6,patience:2,action:warn}",
+}
+SAVES = ("trainer.save_freq=1", "trainer.default_local_dir=checkpoints")
+
+
+def rules(*names):
+    return f"stability.guard.rules={{{','.join(f'{name}:{RULES[name]}' for name in names)}}}"
+
+
+def events(folder):
+    (file,) = (folder / "verl_ext").glob("*.guard.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def told(folder):
+    return [(event["step"], event["rule"], event["action"]) for event in events(folder)]
+
+
+def shards(folder, step, kind="model"):
+    return torch.load(
+        folder / "checkpoints" / f"global_step_{step}" / "actor" / f"{kind}_world_size_1_rank_0.pt", weights_only=False
+    )
+
+
+@pytest.fixture(scope="session")
+def with_faults(assets, tmp_path_factory):
+    """with_faults(scenario, overrides..., steps=2) -> the finished Run of tests/e2e/faults.py."""
+
+    def train(scenario, *overrides, steps=2, prepare=lambda folder: None):
+        folder = tmp_path_factory.mktemp("faults")
+        prepare(folder)
+        script = str(REPO / "tests" / "e2e" / "faults.py")
+        settings = (f"assets={assets}", f"trainer.total_training_steps={steps}")
+        return run([*CLEAN_EXIT, sys.executable, script, scenario, *SMALL, *settings, *overrides], folder)
+
+    return train
+
+
+def test_every_action(with_faults):
+    run = with_faults("every action", "stability=icepop", *SAVES, rules(*RULES), steps=14)
+    assert run.code == 3, run.tail
+    assert told(run.folder) == [
+        (2, "norm", "warn"),
+        (3, "non_finite", "skip"),
+        (6, "weight_sync", "warn"),
+        (6, "gap", "tighten"),
+        (7, "gap", "recover"),
+        (7, "non_finite", "warn"),
+        (7, "non_finite", "warn"),
+        (8, "filters", "skip"),
+        (9, "reward", "rollback"),
+        (9, "rollback", "restored"),
+        (11, "cheat", "stop"),
+    ]
+    reasons = {event["step"]: event["reason"] for event in events(run.folder)}
+    assert "did the last weight sync reach every rollout engine?" in run.console
+    assert "rollout_log_probs has 1 non-finite values" in reasons[3]
+    assert "low_probability dropped 100%" in reasons[8]
+    for event in events(run.folder):
+        assert event["reason"] in run.console
+    assert "verl_ext: error: the guard stopped the run: critic/score/mean=100 passes" in run.console
+    assert len(run.steps) == 11, "the metrics of the last step are written"
+    assert [step["guard/skipped"] for step in run.steps] == [0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 1]
+    assert run.steps[5]["guard/tightened"] == 1 and run.steps[6]["guard/tightened"] == 1
+    assert run.steps[7]["guard/tightened"] == 0
+
+    # A skipped update and one with a NaN gradient leave the weights as they were.
+    for before, after in ((2, 3), (6, 7), (7, 8)):
+        assert_same(shards(run.folder, before), shards(run.folder, after))
+    assert not same(shards(run.folder, 1), shards(run.folder, 2))
+    # Step 9 went back to checkpoint 4: that of 5 was not synchronised, those of 6 to 8 came after a jump or no update.
+    assert_same(shards(run.folder, 9), shards(run.folder, 4))
+    assert_same_optimizer(shards(run.folder, 9, "optim"), shards(run.folder, 4, "optim"))
+    assert not same(shards(run.folder, 8), shards(run.folder, 9))
+    # The rollout got the weights back as well: no gap in the step after.
+    assert run.steps[9]["vllm_kl/k3"] < 1e-3
+
+
+def same(one, other):
+    return all(torch.equal(full(one[name]), full(other[name])) for name in one)
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    assert same(one, other)
+
+
+def assert_same_optimizer(one, other):
+    for name, state in one["state"].items():
+        for moment, value in state.items():
+            assert torch.equal(full(value), full(other["state"][name][moment])), (name, moment)
+
+
+def full(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def test_short_log_probs_end_the_run_and_a_full_disk_does_not(with_faults):
+    def full_disk(folder):
+        (folder / "verl_ext").mkdir()
+        (folder / "verl_ext" / "cpu_smoke.jsonl").symlink_to("/dev/full")
+
+    run = with_faults("short log-probs", "stability=icepop", steps=4, prepare=full_disk)
+    assert run.code == 1, run.tail
+    assert "cpu_smoke.jsonl cannot be written (No space left on device)" in run.console
+    errors = [line for line in run.console.splitlines() if line.startswith("verl_ext: error:")]
+    assert len(errors) == 1
+    assert "rollout_log_probs has" in errors[0] and "every response token needs one value" in errors[0]
+    assert events(run.folder) == []
+
+
+def saved(folder, step):
+    tracker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    return tracker.exists() and tracker.read_text().isdigit() and int(tracker.read_text()) >= step
+
+
+def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(command, train_in, tmp_path):
+    settings = ("stability=icepop", "stability.batch_skip.threshold=0", "stability.guard.stop_after=6", *SAVES)
+    mark = uuid.uuid4().hex
+    console, started = start(command(*settings, steps=50), tmp_path, mark)
+    try:
+        wait_for(lambda: saved(tmp_path, 3), started, console)
+    finally:
+        kill_all(mark)
+        started.wait()
+    (metrics,) = [file for file in (tmp_path / "verl_ext").glob("*.jsonl") if ".guard." not in file.name]
+    before = metrics.read_bytes()
+    before = before[: before.rindex(b"\n") + 1]
+    last = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    model = tmp_path / "checkpoints" / f"global_step_{last}" / "actor" / "model_world_size_1_rank_0.pt"
+    model.write_bytes(model.read_bytes()[:1000])
+
+    # Every update is skipped, so the run has to stop after the sixth step in a row, counted across the restart.
+    resumed = train_in(tmp_path, *settings, steps=50)
+    assert resumed.code == 3, resumed.tail
+    assert f"global_step_{last} is damaged: actor/model_world_size_1_rank_0.pt has 1000 bytes" in resumed.console
+    assert f"guard state of step {last - 1}" in resumed.console
+    assert "the guard stopped the run: 6 steps in a row without an update" in resumed.console
+    assert metrics.read_bytes().startswith(before), "metrics already written stay"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["data"]["guard/skips"] for row in rows] == [row["step"] for row in rows]
+    assert rows[-1]["step"] == 6
+    stops = [event for event in events(tmp_path) if event["action"] == "stop"]
+    assert [event["step"] for event in stops] == [6]
+
+
+def test_a_worker_killed_in_a_step_ends_the_run_with_one_error_and_no_process(command, tmp_path):
+    mark = uuid.uuid4().hex
+    arguments = command("stability=icepop", *SAVES, steps=50)[len(CLEAN_EXIT) :]  # as on a cluster, without our wrapper
+    console, started = start(arguments, tmp_path, mark)
+    try:
+        wait_for(lambda: saved(tmp_path, 2), started, console)
+        (worker,) = [process for process in processes(mark) if process.name().startswith("ray::WorkerDict")]
+        worker.kill()
+        assert started.wait(120) == 1
+        deadline = time.monotonic() + 60
+        while marked(mark) and time.monotonic() < deadline:
+            time.sleep(1)
+        assert marked(mark) == []
+    finally:
+        kill_all(mark)
+    text = console.read_text()
+    errors = [line for line in text.splitlines() if line.startswith("verl_ext: error:")]
+    assert len(errors) == 1 and "a worker of the run died" in errors[0], text[-3000:]
+    assert "trainer.resume_mode=auto" in errors[0]
+    last = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert shards(tmp_path, last), "the last checkpoint can be read"
+
+
+def test_mini_batches_past_the_policys_own_change_are_refused(train):
+    run = train(
+        "stability=icepop",
+        "stability.guard.mini_batch={policy_kl:1.0e-3,vllm_kl:0.1,grad_norm:100}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",  # four updates a step, on two ranks
+        "trainer.n_gpus_per_node=2",
+        "ray_kwargs.ray_init.num_gpus=2",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        steps=3,
+    )
+    assert run.code == 0, run.tail
+    refused = [step["actor/gate/refused"] for step in run.steps]
+    assert all(0 < share < 1 for share in refused), "the first mini-batch of a step is on-policy, later ones are not"
+    for step in run.steps:
+        assert step["actor/gate/policy_kl"] > 1e-3 / 4
+    assert [event["action"] for event in events(run.folder)] == ["warn"] * 3
+    assert "mini-batches refused by stability.guard.mini_batch" in run.console

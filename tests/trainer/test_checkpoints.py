@@ -1,0 +1,117 @@
+import json
+
+import pytest
+
+from verl_ext.core.guard import Guard
+from verl_ext.trainer.checkpoints import (
+    SIZES_FILE,
+    STATE_FILE,
+    CheckpointError,
+    damage,
+    folder_of,
+    load_state,
+    newest_of,
+    newest_whole,
+    save_sizes,
+    save_state,
+)
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Checkpoints of steps 2, 4 and 6, the last one the latest."""
+    for step in (2, 4, 6):
+        folder = folder_of(tmp_path, step)
+        save_state(folder, Guard().state_dict())
+        (folder / "actor").mkdir()
+        (folder / "actor" / "model.pt").write_bytes(b"x" * 1000)
+        save_sizes(folder)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
+    return tmp_path
+
+
+def truncate(root, step, file="actor/model.pt"):
+    path = folder_of(root, step) / file
+    path.write_bytes(path.read_bytes()[:10])
+
+
+def test_the_latest_whole_one_is_resumed_from(root, capsys):
+    assert newest_whole(root) == folder_of(root, 6)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_truncated_one_is_passed_over_and_named(root, capsys):
+    truncate(root, 6)
+    assert newest_whole(root) == folder_of(root, 4)
+    out = capsys.readouterr().out
+    assert "global_step_6 is damaged: actor/model.pt has 10 bytes and was saved with 1000" in out
+    assert f"resuming from {folder_of(root, 4)}" in out
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda folder: (folder / "actor" / "model.pt").unlink(), "actor/model.pt is missing"),
+        (lambda folder: (folder / SIZES_FILE).write_text('{"a'), f"{SIZES_FILE} is not JSON"),
+    ],
+)
+def test_what_is_wrong_is_said(root, harm, said):
+    harm(folder_of(root, 6))
+    assert said in damage(folder_of(root, 6))
+    assert newest_whole(root) == folder_of(root, 4)
+
+
+def test_all_damaged_is_an_error_and_no_silent_new_start(root):
+    for step in (2, 4, 6):
+        truncate(root, step)
+    with pytest.raises(CheckpointError, match=r"global_step_2 is damaged.*resume_mode=disable"):
+        newest_whole(root)
+
+
+def test_one_that_was_not_finished_is_not_taken(root):
+    """Killed while it was saved: verl's tracker still names the one before."""
+    (root / "latest_checkpointed_iteration.txt").write_text("4")
+    assert newest_whole(root) == folder_of(root, 4)
+
+
+def test_a_tracker_that_was_cut_off_hides_nothing(root):
+    (root / "latest_checkpointed_iteration.txt").write_text("")
+    assert newest_whole(root) == folder_of(root, 6)
+
+
+def test_without_checkpoints_verl_starts_from_scratch(tmp_path):
+    assert newest_whole(tmp_path / "none") is None
+    assert newest_whole(tmp_path) is None
+
+
+def test_checkpoints_of_plain_verl_are_taken_as_they_are(root):
+    for file in (SIZES_FILE, STATE_FILE):
+        (folder_of(root, 6) / file).unlink()
+    assert newest_whole(root) == folder_of(root, 6)
+    assert load_state(folder_of(root, 6)) is None
+
+
+def test_the_newest_good_one_that_still_has_its_model(root):
+    assert newest_of(root, [2, 4]) == folder_of(root, 4)
+    truncate(root, 4)
+    assert newest_of(root, [2, 4]) == folder_of(root, 2)
+    (folder_of(root, 2) / "actor" / "model.pt").unlink()
+    assert newest_of(root, [2, 4]) is None
+    assert newest_of(root, []) is None
+
+
+def test_a_damaged_state_is_an_error_that_says_what_to_do(root):
+    (folder_of(root, 6) / STATE_FILE).write_text('{"skips"')
+    with pytest.raises(CheckpointError, match="delete it to resume with a fresh guard"):
+        load_state(folder_of(root, 6))
+
+
+def test_state_survives_with_every_digit(tmp_path):
+    guard = Guard()
+    guard.begin(1)
+    guard.foresee({"vllm_kl/k3": 0.1 + 0.2, "vllm_kl/log_ratio_abs_mean": 1e-17 / 3})
+    save_state(tmp_path, guard.state_dict())
+    other = Guard()
+    other.load_state_dict(load_state(tmp_path))
+    assert other.state == guard.state
+    assert json.loads((tmp_path / STATE_FILE).read_text())["growth"] == [[1, 0.30000000000000004]]

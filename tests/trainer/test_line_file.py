@@ -1,0 +1,74 @@
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from verl_ext.trainer.line_file import LineFile
+
+
+def test_a_fresh_file_starts_empty_and_a_resumed_one_goes_on(tmp_path):
+    path = tmp_path / "folder" / "metrics.jsonl"
+    for resume, expected in ((False, b"a\n"), (True, b"a\na\n"), (False, b"a\n")):
+        file = LineFile(path, resume=resume)
+        file.write(b"a\n")
+        file.close()
+        file.close()
+        assert path.read_bytes() == expected
+
+
+@pytest.mark.parametrize("rest", [b'{"step": 3', b"x" * 200_000, b""])
+def test_what_a_killed_run_left_of_a_line_goes(tmp_path, rest):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"1\n2\n" + rest)
+    file = LineFile(path, resume=True)
+    file.write(b"3\n")
+    file.close()
+    assert path.read_bytes() == b"1\n2\n3\n"
+
+
+def test_a_file_without_a_whole_line_starts_empty(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"x" * 100_000)
+    file = LineFile(path, resume=True)
+    file.write(b"1\n")
+    assert path.read_bytes() == b"1\n"
+
+
+def test_a_full_device_is_told_once_and_ends_nothing(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    file = LineFile(path, resume=False)
+    file.write(b"1\n")
+    file.write(b"2\n")
+    out = capsys.readouterr().out
+    assert out.count("cannot be written (No space left on device)") == 1
+    file.close()
+    assert "2 lines could not be written and are lost" in capsys.readouterr().out
+
+
+LIMITED = """
+import resource, signal, sys
+from verl_ext.trainer.line_file import LineFile
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+file = LineFile(sys.argv[1], resume=False)
+line = b'{"step": 1, "data": {"x": 0.125}}\\n'
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+for _ in range(5):
+    file.write(line)
+open(sys.argv[1] + ".full", "wb").write(open(sys.argv[1], "rb").read()[:100])
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+file.write(line)
+file.close()
+"""
+
+
+def test_a_line_that_does_not_fit_is_taken_back_and_written_when_there_is_room(tmp_path):
+    """The limit on a file's size makes the kernel write part of a line and refuse the rest, as a full disk does."""
+    path = tmp_path / "metrics.jsonl"
+    subprocess.run([sys.executable, "-c", LIMITED, str(path)], check=True, timeout=60)
+    full = (tmp_path / "metrics.jsonl.full").read_text()
+    assert [json.loads(line)["step"] for line in full.splitlines()] == [1, 1], "what is there can be read"
+    assert len(path.read_text().splitlines()) == 6, "and no line is lost"
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

@@ -1,0 +1,107 @@
+"""A rule on one logged signal: when it fires, for how long, and what is then to be done."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+ACTIONS = ("warn", "tighten", "skip", "rollback", "stop")  # the mildest first
+REFUSING = ("skip", "rollback", "stop")  # the update of the same batch is not made
+SIDES = ("above", "below")
+FEWEST = 8  # readings before an adaptive rule judges
+NORMAL_MAD = 1.4826  # standard deviations of a normal distribution in one median absolute deviation
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Fire when `signal` has been past `bound` for `patience` readings in a row, until it is back past `recover`.
+
+    Attributes:
+        name: of the rule, in the event log.
+        signal: a logged metric, such as `vllm_kl/k3`.
+        bound: the threshold, in the signal's unit; with `zscore_window`, in robust standard deviations from the median.
+        side: "above" or "below": on which side of the bound the signal is bad.
+        action: one of ACTIONS.
+        recover: the value (or distance, as `bound`) at which a rule that fires stops firing; None is `bound`.
+        patience: readings in a row past the bound before it fires.
+        zscore_window: readings that median and median absolute deviation are taken of; None for a fixed threshold.
+        setting: where the user finds the bound, for messages.
+    """
+
+    name: str
+    signal: str
+    bound: float
+    side: str = "above"
+    action: str = "warn"
+    recover: float | None = None
+    patience: int = 1
+    zscore_window: int | None = None
+    setting: str = ""
+
+    def past(self, value: float, threshold: float) -> bool:
+        return value > threshold if self.side == "above" else value < threshold
+
+
+@dataclass
+class RuleState:
+    """What a rule remembers: readings in a row past the bound, whether it fires, an adaptive one its last readings."""
+
+    streak: int = 0
+    firing: bool = False
+    history: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a rule makes of a value. `threshold` is in the signal's unit, None while there are too few readings."""
+
+    threshold: float | None
+    fires: bool
+    began: bool = False
+    ended: bool = False
+
+
+def read(rule: Rule, state: RuleState, value: float) -> Reading:
+    """Judge a finite value, and change `state` by it."""
+    threshold = _threshold(rule, state.history, rule.bound)
+    back = threshold if rule.recover is None else _threshold(rule, state.history, rule.recover)
+    if rule.zscore_window is not None:
+        state.history = [*state.history, value][-rule.zscore_window :]
+    if threshold is None or back is None:
+        return Reading(None, fires=state.firing)
+    if state.firing:
+        state.firing = rule.past(value, back)
+        if not state.firing:
+            state.streak = 0
+        return Reading(threshold, fires=state.firing, ended=not state.firing)
+    state.streak = state.streak + 1 if rule.past(value, threshold) else 0
+    state.firing = state.streak >= rule.patience
+    return Reading(threshold, fires=state.firing, began=state.firing)
+
+
+def _threshold(rule: Rule, history: Sequence[float], bound: float) -> float | None:
+    if rule.zscore_window is None:
+        return bound
+    if len(history) < min(FEWEST, rule.zscore_window):
+        return None
+    middle, deviation = spread(history)
+    if deviation == 0:
+        return None  # a signal that never moved has no scale to judge a first move by
+    return middle + (bound if rule.side == "above" else -bound) * deviation
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """Median, and the median absolute deviation as standard deviations of a normal distribution."""
+    middle = median(values)
+    return middle, NORMAL_MAD * median(abs(value - middle) for value in values)
+
+
+def describe(rule: Rule, value: float, threshold: float) -> str:
+    """Why the rule fires, in one clause."""
+    verb = "passes" if rule.side == "above" else "is below"
+    given = f" for {rule.patience} readings" if rule.patience > 1 else ""
+    if rule.zscore_window is None:
+        return f"{rule.signal}={value:.3g} {verb} {rule.setting}={rule.bound:g}{given}"
+    return (
+        f"{rule.signal}={value:.3g} {verb} {threshold:.3g}{given}, {rule.setting}={rule.bound:g} robust standard "
+        f"deviations from its median"
+    )

@@ -1,0 +1,78 @@
+"""A file of lines that loses none of them: to a crash in the middle of one, to a resumed run, to a full disk."""
+
+import contextlib
+import os
+from pathlib import Path
+
+
+class LineFile:
+    """Appends whole lines, each written at once. What a full disk refuses is kept and tried again with the next line.
+
+    Args:
+        path: opened, and created with its folder.
+        resume: go on after the last whole line that is there; else start empty.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, resume: bool):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | (0 if resume else os.O_TRUNC), 0o644)
+        self._pending: list[bytes] = []
+        self._told = False
+        self._end = _end_of_whole_lines(self._file) if resume else 0
+        with contextlib.suppress(OSError):  # a device cannot be cut
+            os.ftruncate(self._file, self._end)
+
+    def write(self, lines: bytes) -> None:
+        """Add text that ends with a newline. Raises nothing for a write that fails: the first one is printed."""
+        self._pending.append(lines)
+        try:
+            while self._pending:
+                self._append(self._pending[0])
+                self._pending.pop(0)
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                _say(
+                    f"{self.path} cannot be written ({error.strerror}): its lines are kept in memory and written when "
+                    "there is room again; the run goes on"
+                )
+        else:
+            self._told = False
+
+    def close(self) -> None:
+        if self._file < 0:
+            return
+        self.write(b"")
+        if lost := len([lines for lines in self._pending if lines]):
+            _say(f"{self.path}: {lost} lines could not be written and are lost")
+        os.close(self._file)
+        self._file = -1
+
+    def _append(self, lines: bytes) -> None:
+        written = 0
+        try:
+            while written < len(lines):
+                written += os.pwrite(self._file, lines[written:], self._end + written)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._end)  # part of a line would make the file unreadable
+            raise
+        self._end += written
+
+
+def _say(sentence: str) -> None:
+    with contextlib.suppress(OSError):  # the console may stand on the same full disk
+        print(f"verl_ext: {sentence}", flush=True)
+
+
+def _end_of_whole_lines(file: int) -> int:
+    """The offset behind the last newline."""
+    end = os.fstat(file).st_size
+    while end > 0:
+        start = max(end - 65536, 0)
+        newline = os.pread(file, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0

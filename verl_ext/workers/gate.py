@@ -1,0 +1,115 @@
+"""Which optimizer steps the training workers take, decided by all ranks together.
+
+With several mini-batches a step, the later ones are off-policy: what the trainer saw before the update no longer holds.
+The gate stands between verl's backward pass and its optimizer step. Every rank enters it once a mini-batch, so one
+all-reduce over the engine's ranks lets all of them decide alike, and none waits for another in the optimizer.
+
+Shape legend: B trajectories of a micro-batch, T response tokens (padded).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+
+from verl_ext.core.mismatch import LOG_RATIO_BOUND
+from verl_ext.errors import HookError
+from verl_ext.guard_settings import MiniBatchGate
+
+
+class Gate:
+    """Stands around an engine's `train_batch` and `optimizer_step`.
+
+    Attributes:
+        limits: what is refused beyond mini-batches without a token, whose gradients are 0 but whose step would still
+            move the weights by momentum and weight decay.
+    """
+
+    def __init__(self, engine: Any):
+        self.engine = engine
+        self.limits = MiniBatchGate()
+        self._train, self._step = engine.train_batch, engine.optimizer_step
+        engine.train_batch, engine.optimizer_step = self.train_batch, self.optimizer_step
+        self._data: TensorDict | None = None
+        self._sums = torch.zeros(3, dtype=torch.float64)
+        self._metrics: dict[str, list[float]] = {}
+
+    def train_batch(self, data: TensorDict, loss_function: Callable) -> Any:
+        """verl's, with gate/refused (0 or 1) and what it was decided by among the metrics, where limits are set."""
+        self._data = data
+        self._sums = torch.zeros(3, dtype=torch.float64)
+        self._metrics = {}
+        outputs = self._train(data, loss_function)
+        if self.limits.active and self.engine.is_mp_src_rank_with_outputs():
+            outputs["metrics"].update(self._metrics)
+        return outputs
+
+    @torch.no_grad()
+    def observe(self, l_theta: Tensor, l_old: Tensor, l_infer: Tensor, mask: Tensor) -> None:
+        """Add a micro-batch: [B, T] log-probabilities, and the mask of the tokens that count."""
+        mask = mask.bool()
+        current = l_theta[mask].double()
+        tokens = current.new_tensor(len(current))
+        sums = torch.stack([tokens, _k3(current - l_old[mask]), _k3(current - l_infer[mask])])
+        self._sums = self._sums.to(sums.device) + sums
+
+    def optimizer_step(self) -> float:
+        """verl's, which returns the gradient's norm; or none."""
+        if self._data is None:
+            raise HookError("optimizer_step was called outside of train_batch: this engine is not one the gate knows")
+        # verl counts the tokens of the mini-batch over all ranks, those that compute no loss included.
+        if tu.get_non_tensor_data(self._data, "batch_num_tokens", default=None) == 0:
+            return 0.0
+        if not self.limits.active:
+            return self._step()
+        signals = self._agree()
+        refused = past(signals, asdict(self.limits))
+        told = signals | {"refused": float(refused)}
+        self._metrics = {f"gate/{name}": [value] for name, value in told.items()}
+        if not refused:
+            return self._step()
+        return signals.get("grad_norm", 0.0)
+
+    def _agree(self) -> dict[str, float]:
+        """The mini-batch's signals, the same on every rank."""
+        sums = self._sums.to(get_device_id())
+        # Ranks that share a mini-batch (tensor, sequence parallelism) add it equally often, so means stay means.
+        torch.distributed.all_reduce(sums)
+        tokens, policy_kl, vllm_kl = sums.tolist()
+        signals = {"policy_kl": policy_kl / max(tokens, 1.0), "vllm_kl": vllm_kl / max(tokens, 1.0)}
+        if self.limits.grad_norm is not None:
+            signals["grad_norm"] = gradient_norm(self.engine)
+        return signals
+
+
+def past(signals: Mapping[str, float], limits: Mapping[str, float | None]) -> bool:
+    """Whether a signal is not finite, or past its limit."""
+
+    def bad(name: str, value: float) -> bool:
+        limit = limits[name]
+        return not math.isfinite(value) or (limit is not None and value > limit)
+
+    return any(bad(name, value) for name, value in signals.items())
+
+
+def gradient_norm(engine: Any) -> float:
+    """Of all gradients of an FSDP2 engine, before clipping and without fp16's loss scale; the same on every rank."""
+    gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    scaler = getattr(engine, "scaler", None)
+    return norm.item() / (scaler.get_scale() if scaler is not None else 1.0)
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    """Sum of r - log r - 1 over [n] log-ratios, clamped to +-20; a NaN stays."""
+    x = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return (torch.expm1(x) - x).sum()
