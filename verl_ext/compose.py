@@ -12,7 +12,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from verl_ext.config import FSDP_REPLAY, StabilityConfig, require_choice
+from verl_ext.config import FSDP_REPLAY, StabilityConfig
+from verl_ext.errors import require_choice
 
 CONFIG_MODULE = "verl_ext.configs"
 VERL_CONFIGS = Path(verl.trainer.__file__ or "").parent / "config"

@@ -1,17 +1,16 @@
-"""The `stability` settings: one dataclass a method, validated when built. Defaults stand here only;
-`configs/stability/*.yaml` hold what a method changes."""
+"""The `stability` settings, validated when built. Defaults stand in dataclasses only, here and in the modules of the
+corrections', the filters' and the guard's settings; `configs/stability/*.yaml` hold what a method changes."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any
 
 from verl_ext.core.rules import Rule
-from verl_ext.errors import ConfigError
-from verl_ext.guard_settings import GuardSettings
+from verl_ext.correction_settings import METHODS, GeoMask, IcePop, KPop, Mis, Opsm, Tis, TisSequence
+from verl_ext.errors import ConfigError, require_choice
+from verl_ext.guard_settings import BatchSkip, GuardSettings
 
-SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3")
 CASCADE_ATTENTION = ("default", "on", "off")
 DENOMINATORS = ("full", "kept")
 FSDP_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"  # verl's own name; its FSDP config leaves it out
@@ -20,117 +19,6 @@ UNBIASED = "unbiased"  # our actor.kl_loss_type, beside verl's
 YAML_BOOLEANS = {"True": "on", "False": "off"}  # what YAML makes of a bare `on` and `off`
 BATCH_SKIP = "batch_skip"
 IN_THE_LOSS = "opsm"  # the one correction that needs the policy being updated
-
-
-def require_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{setting}={value} is not known; choose one of: {', '.join(choices)}")
-
-
-def check_band(low: float, high: float, prefix: str, names: tuple[str, str] = ("alpha", "beta")) -> None:
-    """Raise ConfigError unless 0 <= low < high; `prefix` is the settings' place in the config."""
-    if not low >= 0:
-        raise ConfigError(f"{prefix}.{names[0]}={low:g} must be at least 0: it bounds a probability ratio")
-    if not low < high:
-        raise ConfigError(f"{prefix}.{names[0]}={low:g} must be below {prefix}.{names[1]}={high:g}")
-
-
-def _check_positive(value: float, setting: str) -> None:
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{setting}={value:g} must be above 0 and finite")
-
-
-@dataclass
-class Tis:
-    """The cap C on the mismatch ratio k."""
-
-    cap: float = 2.0
-
-    def __post_init__(self) -> None:
-        _check_positive(self.cap, "stability.tis.cap")
-
-
-@dataclass
-class TisSequence:
-    """The cap C on the product of a sequence's k."""
-
-    cap: float = 2.0
-
-    def __post_init__(self) -> None:
-        _check_positive(self.cap, "stability.tis_sequence.cap")
-
-
-@dataclass
-class IcePop:
-    """Bounds of the mismatch ratio k inside which a token keeps its weight, both inclusive."""
-
-    alpha: float = 0.5
-    beta: float = 5.0
-
-    def __post_init__(self) -> None:
-        check_band(self.alpha, self.beta, "stability.icepop")
-
-
-@dataclass
-class KPop:
-    """The largest binary KL between the engines, in nats, at which a token keeps its weight."""
-
-    phi: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_positive(self.phi, "stability.kpop.phi")
-
-
-@dataclass
-class Mis:
-    """The product of a sequence's k past which it is dropped; kept tokens weigh the product (`ratio`) or 1 (`one`)."""
-
-    cap: float = 2.0
-    weight: str = "ratio"
-
-    def __post_init__(self) -> None:
-        _check_positive(self.cap, "stability.mis.cap")
-        require_choice("stability.mis.weight", self.weight, ("ratio", "one"))
-
-
-@dataclass
-class GeoMask:
-    """Bounds of the geometric mean of a sequence's k, both inclusive (NeMo-RL's seq-mask-tis documents these)."""
-
-    low: float = 0.999
-    high: float = 1.002
-
-    def __post_init__(self) -> None:
-        check_band(self.low, self.high, "stability.geo_mask", ("low", "high"))
-
-
-@dataclass
-class Opsm:
-    """Mean of l_infer - l_theta, in nats a token, past which a sequence of negative advantage is dropped.
-
-    The paper gives no value; a report finds 0.05 to 0.2 reasonable (Trinity-RFT PR 420).
-    """
-
-    delta: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.delta is not None and not math.isfinite(self.delta):
-            raise ConfigError(f"stability.opsm.delta={self.delta:g} must be a finite number of nats a token")
-
-
-@dataclass
-class BatchSkip:
-    """Skip the update when `metric` passes `threshold`; null never skips for that reason."""
-
-    metric: str = "vllm_kl/k3"
-    threshold: float | None = None
-
-    def __post_init__(self) -> None:
-        require_choice("stability.batch_skip.metric", self.metric, SKIP_METRICS)
-        if self.threshold is not None and not self.threshold >= 0:
-            raise ConfigError(
-                f"stability.batch_skip.threshold={self.threshold:g} must be at least 0, or null to never skip"
-            )
 
 
 @dataclass
@@ -296,17 +184,6 @@ class StabilityConfig:
     @property
     def active(self) -> bool:
         return self.needs_log_probs or self.router_agreement or self.cascade_attention != "default"
-
-
-METHODS: dict[str, type] = {
-    "tis": Tis,
-    "tis_sequence": TisSequence,
-    "icepop": IcePop,
-    "kpop": KPop,
-    "mis": Mis,
-    "geo_mask": GeoMask,
-    "opsm": Opsm,
-}
 
 
 def _names(setting: str, given: Any) -> list[str]:

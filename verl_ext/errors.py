@@ -23,3 +23,8 @@ class GuardStopError(UserError, RuntimeError):
 
 class WorkerDiedError(UserError, RuntimeError):
     """A process of the run is gone."""
+
+
+def require_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{setting}={value} is not known; choose one of: {', '.join(choices)}")

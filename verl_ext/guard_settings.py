@@ -16,11 +16,27 @@ from typing import Any
 
 from verl_ext.core.guard import Foresight
 from verl_ext.core.rules import ACTIONS, FEWEST, SIDES, Rule
-from verl_ext.errors import ConfigError
+from verl_ext.errors import ConfigError, require_choice
 
 PREFIX = "stability.guard"
+SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3")
 WITH_THE_UPDATE = ("actor/grad_norm", "actor/pg_", "actor/ppo_kl", "actor/loss", "actor/lr", "critic/grad_norm")
 OWN_EFFECT = "correction/"  # what tightening itself moves
+
+
+@dataclass
+class BatchSkip:
+    """Skip the update when `metric` passes `threshold`; null never skips for that reason."""
+
+    metric: str = "vllm_kl/k3"
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("stability.batch_skip.metric", self.metric, SKIP_METRICS)
+        if self.threshold is not None and not self.threshold >= 0:
+            raise ConfigError(
+                f"stability.batch_skip.threshold={self.threshold:g} must be at least 0, or null to never skip"
+            )
 
 
 @dataclass

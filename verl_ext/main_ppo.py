@@ -5,6 +5,7 @@
 With nothing of `stability` switched on, it runs verl's own entry point unchanged.
 """
 
+import re
 import sys
 from typing import NoReturn
 
@@ -63,9 +64,9 @@ def hydra_main(config: DictConfig) -> None:
             cause = cause.cause
         if isinstance(cause, ray.exceptions.RayActorError):
             cause = WorkerDiedError(
-                f"a worker of the run died ({_last_line(cause)}). Its own log tells why (memory, a killed process, a "
-                f"lost node). Checkpoints stand in {config.trainer.default_local_dir}: with trainer.resume_mode=auto, "
-                "the same command goes on from the last whole one"
+                f"a worker of the run died: {_who_died(str(cause))}. Checkpoints stand in "
+                f"{config.trainer.default_local_dir}: with trainer.resume_mode=auto, the same command goes on from the "
+                "last whole one"
             )
         if isinstance(cause, UserError):
             stop(cause)
@@ -74,10 +75,12 @@ def hydra_main(config: DictConfig) -> None:
         stop(error)
 
 
-def _last_line(error: Exception) -> str:
-    """Ray's own sentence, which stands last, below a table of the actor's properties."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1].rstrip(".") if lines else type(error).__name__
+def _who_died(said: str) -> str:
+    """Name, process and node, and the cause as far as Ray knows it, from its long message."""
+    properties = dict(re.findall(r"^\t(\w+): (.+)$", said, flags=re.MULTILINE))
+    who = ", ".join(f"{key} {properties[key]}" for key in ("name", "pid", "ip") if key in properties)
+    cause = said.splitlines()[-1].partition(" Some common causes")[0].rstrip(".")
+    return f"{who} ({cause})" if who else cause
 
 
 def stop(error: UserError) -> NoReturn:

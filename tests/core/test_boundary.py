@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_ext.core.boundary import HORIZON, estimate_growth
+from verl_ext.core.guard import Guard
 
 DATA = Path(__file__).parent / "data"
 WINDOW = 32
@@ -113,9 +114,36 @@ def test_fewer_than_eight_readings_give_no_estimate():
     assert list(at_each_step([1e-3] * 7)) == [None] * 7
 
 
-@pytest.mark.parametrize("name", ["learning_rate_1e-3", "learning_rate_1e-2"])
-def test_recorded_runs(name):
-    """k3 of each step of real runs of recipes/cpu_smoke; `expected` in the file says what happened in them."""
-    recorded = json.loads((DATA / f"{name}.json").read_text())
-    raised = alarms(recorded["vllm_kl/k3"], boundary=recorded["boundary"])
-    assert len(raised) == recorded["steps"]
+def recorded(name):
+    return json.loads((DATA / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["stable_lr_1e-3", "stable_lr_1e-2"])
+def test_stable_recorded_runs_raise_no_alarm_and_no_suspicion(name):
+    """In both, single tokens move k3 by tens of times in one step."""
+    run = recorded(name)
+    assert len(run["vllm_kl/k3"]) == 80
+    assert not any(alarms(run["vllm_kl/k3"]))
+    assert suspicions(run) == []
+
+
+def test_a_recorded_run_whose_rollout_got_no_weights_any_more_is_foretold_and_suspected():
+    """From step 9 on, no weight sync reaches the rollout: k3 grows from 8e-5 to 0.03 in 24 steps, then levels off."""
+    run = recorded("frozen_rollout")
+    k3 = run["vllm_kl/k3"]
+    raised = alarms(k3, boundary=0.03)
+    crossing = next(step for step, value in enumerate(k3, 1) if value > 0.03)
+    assert raised.index(True) + 1 == 16 < crossing == 33
+    foretold = 16 + list(at_each_step(k3, boundary=0.03))[15].steps
+    assert 18 <= foretold <= crossing, "a line is faster than growth that slows down"
+    assert suspicions(run) == [13]
+
+
+def suspicions(run):
+    guard = Guard()
+    found = []
+    for step in range(1, 1 + len(run["vllm_kl/k3"])):
+        guard.begin(step)
+        _, decision = guard.foresee({name: values[step - 1] for name, values in run.items() if name != "what"})
+        found += [event.step for event in decision.events]
+    return found

@@ -191,6 +191,8 @@ def test_mini_batches_past_the_policys_own_change_are_refused(train):
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",  # four updates a step, on two ranks
         "trainer.n_gpus_per_node=2",
         "ray_kwargs.ray_init.num_gpus=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
         "actor_rollout_ref.actor.optim.lr=1e-2",
         steps=3,
     )

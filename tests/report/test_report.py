@@ -110,6 +110,7 @@ def test_a_folder_stands_for_its_only_file(tmp_path):
     with pytest.raises(ReportError, match=r"no \.jsonl file"):
         find_metrics_file(tmp_path)
     one = write(tmp_path / "one.jsonl", [(1, {})])
+    write(tmp_path / "one.guard.jsonl", [])  # the guard's events beside it
     assert find_metrics_file(tmp_path) == one
     write(tmp_path / "two.jsonl", [(1, {})])
     with pytest.raises(ReportError, match=r"one\.jsonl, two\.jsonl"):

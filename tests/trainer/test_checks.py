@@ -26,6 +26,10 @@ def check(compose, *overrides):
     return config
 
 
+def rule(action):
+    return f"stability.guard.rules={{r:{{signal:critic/score/mean,below:0,action:{action}}}}}"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -46,6 +50,15 @@ def check(compose, *overrides):
             "set stability.correction=none",
         ),
         (["stability=icepop", "trainer.use_v1=False"], "set trainer.use_v1=True"),
+        (["stability=icepop", rule("rollback")], "rules.r: action=rollback has no checkpoint to go back to"),
+        (
+            ["stability=icepop", rule("rollback"), "trainer.save_freq=5", "trainer.max_actor_ckpt_to_keep=1"],
+            "set trainer.max_actor_ckpt_to_keep to 2 or more",
+        ),
+        (
+            ["stability=icepop", "stability.guard.mini_batch.grad_norm=1", "actor_rollout_ref.actor.strategy=fsdp"],
+            "stability.guard.mini_batch.grad_norm reads the gradients of actor.strategy=fsdp2, and this run has fsdp",
+        ),
         (["stability=icepop", "actor_rollout_ref.rollout.top_p=0.9"], "set actor_rollout_ref.rollout.top_p=1"),
         (["stability=icepop", "actor_rollout_ref.rollout.top_k=50"], "actor_rollout_ref.rollout.top_k=-1"),
         (
@@ -225,7 +238,9 @@ def test_the_workers_run_our_loss_where_something_asks_for_it(compose, overrides
 
 def test_the_workers_loss_is_told_of_opsm_and_of_the_kl(compose):
     config = compose("stability=deepseek_v32", "stability.opsm.delta=0.2", "stability.kl_denominator=old")
-    assert loss_settings(stability_config(config.stability)) == {"opsm": {"delta": 0.2}, "kl_denominator": "old"}
+    told = loss_settings(stability_config(config.stability))
+    gate = {"vllm_kl": None, "policy_kl": None, "grad_norm": None}
+    assert told == {"opsm": {"delta": 0.2}, "kl_denominator": "old", "mini_batch": gate}
 
 
 def test_an_estimator_of_ours_alone_goes_through_our_trainer(compose):

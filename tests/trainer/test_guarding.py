@@ -201,7 +201,9 @@ def test_rollback_without_a_good_checkpoint_stops(train):
 
 
 def test_stop_ends_the_run_before_the_next_step_with_its_metrics_written(train):
-    with pytest.raises(GuardStopError, match=r"stopped the run: critic/score/mean=0 is below.*last good checkpoint is .*global_step_1"):
+    with pytest.raises(
+        GuardStopError, match=r"stopped the run: critic/score/mean=0 is below.*last good checkpoint is .*global_step_1"
+    ):
         train(rule("stop"), [GOOD, GOOD, BAD, GOOD])
     with open("p/e.jsonl") as file:
         assert [json.loads(line)["step"] for line in file] == [1, 2, 3]

@@ -3,20 +3,27 @@
 IcePop's appendix shows that past a critical size the mismatch delta grows at least geometrically, delta_{t+1} >=
 (1 + eta mu) delta_t ("Small Leak Can Sink a Great Ship", compounding lemma). log delta against the step is then a
 straight line before a collapse. Its slope is estimated as the median of all pairwise slopes (Theil-Sen), which one
-spiked step in four cannot move, with Sen's interval from the variance of Kendall's S, widened where the readings of
-neighbouring steps depend on each other (after Hamed and Rao, 1998).
+spiked step in four cannot move. Two intervals tell whether it is more than noise, and the narrower one stands:
+
+- Sen's, from the variance of Kendall's S, widened where the readings of neighbouring steps depend on each other (after
+  Hamed and Rao, 1998): it finds a weak trend under strong noise;
+- the scatter around the line, SCATTERS times, spread over the window: it finds a strong trend, whose curve the first
+  takes for dependence.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from statistics import median
+from statistics import median, pstdev
+
+from verl_ext.core.rules import spread
 
 HORIZON = 1000  # steps; further away than this is the same as not in sight
 FLOOR = 1e-12  # a mismatch below this is 0 for the logarithm
 FEWEST = 8  # readings before there is an estimate
-SIGMAS = 4.0  # half-width of the interval in standard deviations; tests/core/test_boundary.py counts false alarms
+SIGMAS = 4.0  # half-width of Sen's interval in standard deviations; tests/core/test_boundary.py counts false alarms
+SCATTERS, SCATTER_FEWEST = 6.0, 16  # and of the other one in scatters; from so many readings on
 ROUNDING = 1e-9  # residuals below this are the arithmetic's, not the run's
 LARGEST_AUTOCORRELATION = 0.9
 
@@ -57,10 +64,13 @@ def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> G
     last = points[-1][0]
     at_last = [y - rate * (t - last) for t, y in points]  # the line's height at the last step, by each reading
     level = median(at_last)
-    spread = SIGMAS * math.sqrt(_variance_of_s(len(points)) * _inflation([y - level for y in at_last]))
-    outside = (len(slopes) - spread) / 2
+    residuals = [y - level for y in at_last]
+    outside = (len(slopes) - SIGMAS * math.sqrt(_variance_of_s(len(points)) * _inflation(residuals))) / 2
     low = slopes[int(outside)] if outside >= 0 else -math.inf
     high = slopes[len(slopes) - 1 - int(outside)] if outside >= 0 else math.inf
+    if len(points) >= SCATTER_FEWEST:
+        half = SCATTERS * _scatter(residuals) / (last - points[0][0])
+        low, high = max(low, rate - half), min(high, rate + half)
     left = math.log(boundary) - level
     if left <= 0:
         steps = 0.0
@@ -74,6 +84,12 @@ def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> G
 def _variance_of_s(n: int) -> float:
     """Of Kendall's S, the number of rising pairs less that of falling ones, for n independent readings."""
     return n * (n - 1) * (2 * n + 5) / 18
+
+
+def _scatter(residuals: Sequence[float]) -> float:
+    """The larger of the standard deviation and its robust estimate."""
+    _, robust = spread(residuals)
+    return max(pstdev(residuals), robust)
 
 
 def _inflation(residuals: Sequence[float]) -> float:

@@ -5,8 +5,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_ext.config import FSDP_REPLAY, require_choice
-from verl_ext.errors import ConfigError
+from verl_ext.config import FSDP_REPLAY
+from verl_ext.errors import ConfigError, require_choice
 from verl_ext.rollout import narrow_routing
 from verl_ext.workers.router_shift import check_outputs
 from verl_ext.workers.routing.choices import EXPERT_COUNTS, probe_choices

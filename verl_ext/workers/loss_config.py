@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from verl.workers.config.actor import PolicyLossConfig
 
-from verl_ext.config import check_band
+from verl_ext.correction_settings import check_band
 from verl_ext.errors import ConfigError
 
 SETTING = "actor_rollout_ref.actor.policy_loss"
