@@ -21,7 +21,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from typing import Any
 os.environ.setdefault("VERL_PLATFORM", "cpu")  # before anything imports verl; its arithmetic here does not depend on it
 
 import torch
+from measuring import RETURN_FREED, added_bytes, kibibytes, seconds
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
 from verl_ext.core.measure import measure
@@ -91,52 +91,19 @@ class Batch:
         return int((~torch.isclose(ours, theirs, rtol=1e-5, atol=0)).sum())
 
 
-def seconds(call: Callable[[], Any], device: str) -> float:
-    if device == "cpu":
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1000
-
-
-def kibibytes(file: Path, field: str) -> int:
-    line = next(line for line in file.read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1])
-
-
-def resident(field: str) -> int:
-    """Bytes of VmRSS or VmHWM of this process."""
-    return kibibytes(Path("/proc/self/status"), field) * 1024
-
-
 def print_memory(size: str, name: str, device: str) -> None:
     """What one call adds at its peak, in streams; the whole output of a process of its own."""
     Batch("8x64", device).calls()[name]()  # whatever is set up once
     batch = Batch(size, device)
     call = batch.calls()[name]
-    if device == "cpu":
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM back to VmRSS
-        before = resident("VmRSS")
-        call()
-        added = resident("VmHWM") - before
-    else:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        added = torch.cuda.max_memory_allocated() - before
-    print(added / (4 * batch.elements))
+    print(added_bytes(call, device) / (4 * batch.elements))
 
 
 def memory(size: str, name: str, arguments: argparse.Namespace) -> float:
     options = ["--sizes", size, "--threads", str(arguments.threads), "--device", arguments.device]
     done = subprocess.run(
         [sys.executable, __file__, *options, "--memory-of", name],
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        env=os.environ | RETURN_FREED,
         stdout=subprocess.PIPE,
         text=True,
         check=True,

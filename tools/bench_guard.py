@@ -10,11 +10,10 @@ import argparse
 import random
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from measuring import seconds
 
 from verl_ext.core.guard import Event, Foresight, Guard
 from verl_ext.core.measure import measure
@@ -52,12 +51,6 @@ def batch(trajectories: int, length: int) -> Tokens:
     l_old = l_infer + 0.01 * torch.randn_like(l_infer)
     mask = torch.ones_like(l_infer, dtype=torch.bool)
     return Tokens(l_infer=l_infer, l_old=l_old, mask=mask, offsets=offsets, entropy=torch.rand_like(l_infer))
-
-
-def seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def main() -> None:

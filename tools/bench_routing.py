@@ -22,11 +22,11 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from measuring import RETURN_FREED, added_bytes, seconds
 from torch import Tensor
 
 from verl_ext.core.overlap import blockwise_overlap
@@ -93,40 +93,12 @@ def overlap_calls(train: Tensor, infer: Tensor, device: str) -> dict[str, Callab
     return calls
 
 
-def seconds(call: Callable[[], Tensor], device: str) -> float:
-    if device == "cpu":
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1000
-
-
-def resident(field: str) -> int:
-    """Bytes of VmRSS or VmHWM of this process."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
 def print_memory(size: str, name: str, device: str) -> None:
     """The bytes that one call adds at its peak; the whole output of a process of its own."""
     warm_up = random_sets("64x" + size.split("x", 1)[1], device)
     overlap_calls(*warm_up, device)[name]()  # whatever is set up once
     call = overlap_calls(*random_sets(size, device), device)[name]
-    if device == "cpu":
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM back to VmRSS
-        before = resident("VmRSS")
-        call()
-        print(resident("VmHWM") - before)
-    else:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        print(torch.cuda.max_memory_allocated() - before)
+    print(added_bytes(call, device))
 
 
 def memory(size: str, name: str, device: str, threads: int) -> float:
@@ -134,7 +106,7 @@ def memory(size: str, name: str, device: str, threads: int) -> float:
     options = ["--sizes", size, "--threads", str(threads), "--devices", device, "--memory-of", name]
     done = subprocess.run(
         [sys.executable, __file__, *options],
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        env=os.environ | RETURN_FREED,
         stdout=subprocess.PIPE,
         text=True,
         check=True,

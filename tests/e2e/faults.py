@@ -13,6 +13,7 @@ SCENARIOS = {
         3: "nan log-probs",
         5: "missed sync",  # after the update of step 5; step 6 sees it
         7: "nan advantages",
+        4: "narrow band",
         8: "filters drop everything",
         9: "reward -5",
         11: "reward 100",
@@ -29,6 +30,8 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
     import torch
     import transfer_queue as tq
 
+    from verl_ext.correction_settings import IcePop
+    from verl_ext.guard_settings import GuardSettings
     from verl_ext.trainer.batch import nested
     from verl_ext.trainer.trainers import _put
 
@@ -66,6 +69,8 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
                     change(batch, "rollout_log_probs", without_last)
                 case ["reward", value]:
                     change(batch, "rm_scores", score(float(value)))
+                case ["narrow", "band"]:
+                    self.stability = replace(settings, icepop=IcePop(alpha=3, beta=4), guard=GuardSettings())
                 case ["filters", *_]:
                     self.stability = replace(settings, filters={"low_probability": {"threshold": 1.0}})
             try:

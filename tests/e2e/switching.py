@@ -35,6 +35,7 @@ SCHEDULE: list[tuple[str, ...]] = [
     ("stability=glm5",),
     ("stability=deepseek_v32",),
     ("stability=icepop_loss", f"{LOSS}.alpha=0.999", f"{LOSS}.beta=1.001"),
+    ("stability=icepop_loss", f"{LOSS}.alpha=3", f"{LOSS}.beta=4"),  # drops every token
     ("stability=opsm_loss", f"{LOSS}.delta=0.0"),
     ("stability=llds_loss",),
     ("stability=router_shift_loss",),

@@ -8,6 +8,7 @@ import uuid
 import pytest
 import torch
 from running import CLEAN_EXIT, REPO, SMALL, kill_all, marked, processes, run, start, wait_for
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.e2e
 
@@ -59,6 +60,7 @@ def test_every_action(with_faults):
     assert told(run.folder) == [
         (2, "norm", "warn"),
         (3, "non_finite", "skip"),
+        (4, "correction", "skip"),
         (6, "weight_sync", "warn"),
         (6, "gap", "tighten"),
         (7, "gap", "recover"),
@@ -72,12 +74,14 @@ def test_every_action(with_faults):
     reasons = {event["step"]: event["reason"] for event in events(run.folder)}
     assert "did the last weight sync reach every rollout engine?" in run.console
     assert "rollout_log_probs has 1 non-finite values" in reasons[3]
+    assert "icepop dropped all" in reasons[4]
+    assert run.steps[3]["correction/dropped"] == run.steps[3]["correction/sequences_dropped"] == 1
     assert "low_probability dropped 100%" in reasons[8]
     for event in events(run.folder):
         assert event["reason"] in run.console
     assert "verl_ext: error: the guard stopped the run: critic/score/mean=100 passes" in run.console
     assert len(run.steps) == 11, "the metrics of the last step are written"
-    assert [step["guard/skipped"] for step in run.steps] == [0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 1]
+    assert [step["guard/skipped"] for step in run.steps] == [0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 1]
     assert run.steps[5]["guard/tightened"] == 1 and run.steps[6]["guard/tightened"] == 1
     assert run.steps[7]["guard/tightened"] == 0
 
@@ -131,8 +135,23 @@ def saved(folder, step):
     return tracker.exists() and tracker.read_text().isdigit() and int(tracker.read_text()) >= step
 
 
-def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(command, train_in, tmp_path):
-    settings = ("stability=icepop", "stability.batch_skip.threshold=0", "stability.guard.stop_after=6", *SAVES)
+def weights(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    assert files
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(command, train_in, assets, tmp_path):
+    """Threshold 0 skips every update: counts go on across the restart, weights and optimizer stay what they were."""
+    settings = (
+        "stability=icepop",
+        "stability.batch_skip.threshold=0",
+        "stability.guard.stop_after=6",
+        "trainer.v1.trainer_mode=colocate_async",
+        "trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        *SAVES,
+    )
     mark = uuid.uuid4().hex
     console, started = start(command(*settings, steps=50), tmp_path, mark)
     try:
@@ -147,7 +166,6 @@ def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(command, t
     model = tmp_path / "checkpoints" / f"global_step_{last}" / "actor" / "model_world_size_1_rank_0.pt"
     model.write_bytes(model.read_bytes()[:1000])
 
-    # Every update is skipped, so the run has to stop after the sixth step in a row, counted across the restart.
     resumed = train_in(tmp_path, *settings, steps=50)
     assert resumed.code == 3, resumed.tail
     assert f"global_step_{last} is damaged: actor/model_world_size_1_rank_0.pt has 1000 bytes" in resumed.console
@@ -156,9 +174,19 @@ def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(command, t
     assert metrics.read_bytes().startswith(before), "metrics already written stay"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [row["data"]["guard/skips"] for row in rows] == [row["step"] for row in rows]
+    assert all("actor/grad_norm" not in row["data"] for row in rows)
     assert rows[-1]["step"] == 6
     stops = [event for event in events(tmp_path) if event["action"] == "stop"]
     assert [event["step"] for event in stops] == [6]
+
+    initial = weights(assets / "model")
+    for step in (1, 6):
+        found = weights(tmp_path / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface")
+        assert found.keys() == initial.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor.to(initial[name].dtype), initial[name]), name
+    assert not shards(tmp_path, 6, "optim")["state"], "an optimizer that never stepped has no moments"
+    assert shards(tmp_path, 6, "extra_state")["lr_scheduler"]["last_epoch"] == 0
 
 
 def test_a_worker_killed_in_a_step_ends_the_run_with_one_error_and_no_process(command, tmp_path):

@@ -95,6 +95,9 @@ def test_our_losses_report_what_they_did(step_of):
     icepop = step_of("stability=icepop_loss", f"{LOSS}.alpha=0.999", f"{LOSS}.beta=1.001")
     assert 0 < icepop["actor/icepop/dropped_low"] < 1
     assert 0 < icepop["actor/icepop/dropped_high"] < 1
+    nothing = step_of("stability=icepop_loss", f"{LOSS}.alpha=3", f"{LOSS}.beta=4")
+    assert nothing["actor/icepop/dropped_low"] == 1
+    assert nothing["actor/pg_loss"] == 0 < abs(icepop["actor/pg_loss"])
     assert 0 < step_of("stability=llds_loss")["actor/llds/penalised"] < 1
     for base in ((), (f"{LOSS}.base=geo_mean",)):
         assert 0.9 < step_of("stability=router_shift_loss", *base)["actor/router_shift/factor"] < 1

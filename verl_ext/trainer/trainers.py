@@ -136,7 +136,9 @@ class StabilityMixin(GuardMixin):
         self.carry_out(jump)
         found = self.guard.judge(metrics, non_finite(tokens) if measured.non_finite else {})
         self.carry_out(found)
-        self.refused = found.refuses or self.rollback_reason  # nothing more is learnt before a rollback
+        self.refused = found.refuses
+        if not self.refused and (due := self.rollback_reason or self.stop_reason):
+            self._refuse("due", f"a rollback or stop is due: {due}")  # decided after an earlier update
         if self.guard.tightens and not narrowed:
             narrowed, measured = True, self._measure(tokens, metrics, narrowed=True)
         if any(rule.action == "tighten" for rule in self.guard.rules):
