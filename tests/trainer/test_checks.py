@@ -1,23 +1,10 @@
 """Settings that cannot work stop with one line before Ray starts."""
 
 import pytest
-from make_assets import build_tokenizer
-from transformers import LlamaConfig, Qwen3MoeConfig
 
 from verl_ext.config import stability_config
 from verl_ext.errors import ConfigError
 from verl_ext.trainer.checks import apply_engine_settings, check_run, loss_settings, needs_our_loss, something_to_do
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Folders with a config and a tokenizer, as check_run reads them: an MoE and a dense model."""
-    folder = tmp_path_factory.mktemp("models")
-    for name, config in (("moe", Qwen3MoeConfig(num_experts=8)), ("dense", LlamaConfig())):
-        config.save_pretrained(folder / name)
-        build_tokenizer().save_pretrained(folder / name)
-    LlamaConfig().save_pretrained(folder / "no_tokenizer")
-    return folder
 
 
 def check(compose, *overrides):

@@ -1,9 +1,7 @@
 """Settings of the routing: what they turn on, and what cannot work."""
 
 import pytest
-from make_assets import build_tokenizer
 from omegaconf import OmegaConf
-from transformers import LlamaConfig, Qwen3MoeConfig
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_ext.config import stability_config
@@ -12,15 +10,6 @@ from verl_ext.trainer.checks import apply_engine_settings, check_run, something_
 from verl_ext.trainer.routing_checks import replay_mode, replayed_field
 
 FSDP = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    for name, config in (("moe", Qwen3MoeConfig(num_experts=8)), ("dense", LlamaConfig())):
-        config.save_pretrained(folder / name)
-        build_tokenizer().save_pretrained(folder / name)
-    return folder
 
 
 @pytest.fixture

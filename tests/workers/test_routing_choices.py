@@ -16,7 +16,7 @@ class Tap:
     """Intercepts a model: what its layers choose, and what they are to use instead."""
 
     def __init__(self, model):
-        self.seen, self.forced, self.on = {}, {}, True
+        self.model, self.seen, self.forced, self.on = model, {}, {}, True
         self.points = find_choices(model)
         for index, point in enumerate(self.points):
             point.intercept(*expert_counts(model.config), lambda index=index: self.choice(index) if self.on else None)
@@ -27,6 +27,12 @@ class Tap:
             return self.forced.get(index, ids)
 
         return choose
+
+    def force_another(self, ids):
+        """Run the model once, and from then on have each layer use experts outside its choice."""
+        with torch.no_grad():
+            self.model(ids)
+        self.forced = {index: another_choice(seen[0]) for index, seen in self.seen.items()}
 
 
 def another_choice(ids):
@@ -83,9 +89,7 @@ def test_replaying_the_own_choice_is_bitwise_the_same_and_another_choice_reaches
 def test_experts_outside_the_routers_own_choice_keep_weight_and_gradient(family):
     model = build(family)
     tap = Tap(model)
-    with torch.no_grad():
-        model(IDS)
-    tap.forced = {index: another_choice(seen[0]) for index, seen in tap.seen.items()}
+    tap.force_another(IDS)
     with experts_inputs(model) as given:
         model(IDS).logits.square().sum().backward()
     for index, (_, weights) in enumerate(given):
@@ -119,9 +123,8 @@ def weights_by_formula(family, model, point, hidden, ids):
 def test_weights_of_replayed_experts_come_from_the_routers_own_scores(family):
     model = build(family)
     tap = Tap(model)
+    tap.force_another(IDS)
     with torch.no_grad():
-        model(IDS)
-        tap.forced = {index: another_choice(seen[0]) for index, seen in tap.seen.items()}
         hidden = []
         block = model.get_submodule(f"model.layers.{tap.points[-1].layer}.mlp")
         block.register_forward_pre_hook(lambda _, args: hidden.append(args[0].flatten(0, 1)))
@@ -139,9 +142,7 @@ def test_gradient_checkpointing_replays_the_same_experts_in_its_recomputation(fa
     gradients, calls = [], []
     for model in (plain, checkpointed):
         tap = Tap(model.train())
-        with torch.no_grad():
-            model(IDS)
-        tap.forced = {index: another_choice(seen[0]) for index, seen in tap.seen.items()}
+        tap.force_another(IDS)
         with experts_inputs(model) as given:
             model(IDS).logits.square().sum().backward()
         layers = len(tap.points)
