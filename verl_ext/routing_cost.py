@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.errors import ConfigError
+from verl_ext.shapes import SHAPES
 
 # As vLLM looks them up, in this order (model_executor/layers/fused_moe/routed_experts_capturer.py).
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -83,9 +84,9 @@ class RoutingShape:
 
 
 MODELS = {
-    "Qwen3-30B-A3B": RoutingShape(layers=48, moe_layers=48, experts=128, top_k=8),
-    "Qwen3-235B-A22B": RoutingShape(layers=94, moe_layers=94, experts=128, top_k=8),
-    "DeepSeek-V3": RoutingShape(layers=61, moe_layers=58, experts=256, top_k=8),
+    name: RoutingShape(shape.layers, shape.moe_layers, shape.routed_experts, shape.top_k)
+    for name, shape in SHAPES.items()
+    if name in ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3")
 }
 
 

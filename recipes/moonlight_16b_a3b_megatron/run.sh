@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Moonlight-16B-A3B on Megatron. Run it on one node of a Ray cluster that has them all; what to prepare: recipes/README.md.
+set -euo pipefail
+export VERL_FILE_LOGGER_PATH="${VERL_FILE_LOGGER_PATH:-$PWD/moonlight_16b_a3b_megatron.jsonl}" # for `verl-ext report`
+python -m verl_ext.main_ppo recipe=moonlight_16b_a3b_megatron stability=icepop "$@"
