@@ -1,0 +1,182 @@
+"""`verl-ext plan`, against arithmetic by hand and published figures."""
+
+import argparse
+import json
+from dataclasses import replace
+
+import pytest
+
+from verl_ext.errors import ConfigError
+from verl_ext.plan.command import add_parser
+from verl_ext.plan.memory import ENGINE_RESERVE, plan_memory
+from verl_ext.plan.sizes import GIB, GPUS, Sizes, read_sizes
+from verl_ext.plan.timing import MFU, plan_timing
+from verl_ext.shapes import SHAPES
+
+FSDP = Sizes(
+    shape=SHAPES["Qwen3-30B-A3B"],
+    gpu=GPUS["H100"],
+    gpus=16,
+    rollout_gpus=16,
+    shared=True,
+    megatron=False,
+    tensor=1,
+    pipeline=1,
+    context=1,
+    expert=1,
+    expert_tensor=1,
+    ulysses=1,
+    param_offload=True,
+    optimizer_offload=True,
+    cpu_adam=0.0,
+    recompute=True,
+    compute_bytes=2,
+    micro_tokens=8192,
+    prompt=2048,
+    response=8192,
+    sequences=1024,
+    reference=False,
+    rollout_tensor=4,
+    rollout_expert=1,
+    rollout_bytes=2,
+    utilization=0.6,
+    max_num_seqs=1024,
+)
+MEGATRON = replace(
+    FSDP, shape=SHAPES["DeepSeek-V3"], megatron=True, gpus=256, tensor=2, pipeline=16, expert=8, rollout_tensor=32
+)
+
+
+def test_fsdp_keeps_sixteen_bytes_a_parameter_over_all_gpus():
+    lines = plan_memory(FSDP).update.lines
+    state = sum(lines[name] for name in ("weights", "gradients", "optimizer"))
+    assert state == pytest.approx(16 * 30.5e9 / 16, rel=0.01)
+    assert lines["logits"] == 8192 * 151936 * 8
+
+
+def test_megatron_splits_experts_and_the_rest_differently():
+    shape, lines = MEGATRON.shape, plan_memory(MEGATRON).update.lines
+    parameters = (shape.parameters - shape.expert_parameters) / 32 + shape.expert_parameters / (8 * 16)
+    assert lines["weights"] == pytest.approx(2 * parameters)
+    assert lines["gradients"] == pytest.approx(4 * parameters)
+    # All ranks together hold the fp32 weights and moments once.
+    assert lines["optimizer"] * 256 == pytest.approx(12 * shape.parameters)
+    assert plan_memory(replace(MEGATRON, cpu_adam=1.0)).update.lines["optimizer"] == 0
+
+
+def test_deepseeks_cache_is_the_published_one_and_is_not_split():
+    assert SHAPES["DeepSeek-V3"].kv_bytes_per_token == 70272  # "Insights into DeepSeek-V3", table 1: 70.272 KB
+    memory = plan_memory(MEGATRON)
+    assert memory.kv_tokens == int(memory.rollout.lines["KV cache"] // 70272)
+
+
+def test_the_cache_is_what_vllm_has_left():
+    memory = plan_memory(FSDP)
+    share = 0.6 * 79.6 * GIB
+    assert memory.rollout.lines["KV cache"] == share - 2 * FSDP.shape.parameters / 4 - ENGINE_RESERVE
+    assert memory.kv_tokens == int(memory.rollout.lines["KV cache"] // (FSDP.shape.kv_bytes_per_token / 4))
+    eight = plan_memory(replace(FSDP, rollout_tensor=8))
+    per_token = eight.rollout.lines["KV cache"] / eight.kv_tokens
+    assert per_token == pytest.approx(FSDP.shape.kv_bytes_per_token / 4, rel=1e-3), "four key heads split no further"
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"gpus": 32}, "weights"),
+        ({"gpus": 32}, "optimizer"),
+        ({"micro_tokens": 4096}, "activations"),
+        ({"ulysses": 2}, "logits"),
+    ],
+)
+def test_what_splits_a_line_makes_it_smaller(change, line):
+    assert plan_memory(replace(FSDP, **change)).update.lines[line] == plan_memory(FSDP).update.lines[line] / 2
+
+
+def test_without_recomputation_every_layer_keeps_its_own():
+    assert (
+        plan_memory(replace(FSDP, recompute=False)).update.lines["activations"]
+        > 10 * (plan_memory(FSDP).update.lines["activations"])
+    )
+
+
+def test_what_is_not_offloaded_stays_beside_the_rollout():
+    kept = plan_memory(replace(FSDP, param_offload=False, optimizer_offload=False))
+    assert kept.rollout.lines["training weights"] == kept.update.lines["weights"]
+    assert "training weights" not in plan_memory(FSDP).rollout.lines
+    apart = plan_memory(replace(FSDP, shared=False, param_offload=False))
+    assert "training weights" not in apart.rollout.lines, "the GPUs that generate train nothing"
+
+
+def test_too_little_for_one_sequence_does_not_fit():
+    memory = plan_memory(replace(FSDP, rollout_tensor=1))
+    assert memory.kv_tokens == 0 and not memory.fits(FSDP)
+    assert plan_memory(FSDP).fits(FSDP)
+
+
+def test_the_update_takes_eight_flops_a_parameter_and_token_with_recomputation():
+    timing = plan_timing(FSDP, plan_memory(FSDP), 4096)
+    tokens = 1024 * (1024 + 4096)
+    seconds = 8 * FSDP.shape.active_parameters * tokens / (16 * 989e12 * MFU)
+    assert timing.stages["update"] == pytest.approx(seconds)
+    assert sum(timing.share(stage) for stage in timing.stages) == pytest.approx(1)
+    plain = plan_timing(replace(FSDP, recompute=False, reference=True), plan_memory(FSDP), 4096).stages
+    assert plain["update"] == pytest.approx(0.75 * seconds)
+    assert plain["reference"] == plain["old log-probs"]
+
+
+def test_decoding_is_bounded_by_the_cache_and_waits_for_the_longest():
+    memory = plan_memory(FSDP)
+    few = plan_timing(replace(FSDP, sequences=16), memory, 10)
+    assert few.concurrent == 4
+    slower = plan_timing(replace(FSDP, gpu=GPUS["A100-80G"], sequences=16), memory, 10)
+    assert slower.stages["generation"] / few.stages["generation"] == pytest.approx(3350 / 2039)
+    many = plan_timing(replace(FSDP, sequences=100_000), memory, 4096)
+    assert many.concurrent == int(memory.kv_tokens / (1024 + 4096))
+
+
+def test_sizes_come_from_the_composed_config(compose):
+    config = compose("recipe=qwen3_30b_a3b")
+    sizes = read_sizes(config, "H100")
+    assert (sizes.gpus, sizes.rollout_tensor, sizes.megatron, sizes.param_offload) == (16, 4, False, True)
+    assert read_sizes(config, "H100", nodes=4).gpus == 32
+    with pytest.raises(ConfigError, match="--gpu=H1 is not known; choose one of: A100-80G"):
+        read_sizes(config, "H1")
+    with pytest.raises(ConfigError, match=r"model\.path=some/other is none of the models"):
+        read_sizes(compose("recipe=qwen3_30b_a3b", "actor_rollout_ref.model.path=some/other"), "H100")
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=3 .*must divide the rollout"):
+        read_sizes(compose("recipe=qwen3_30b_a3b", "actor_rollout_ref.rollout.tensor_model_parallel_size=3"), "H100")
+
+
+@pytest.fixture
+def command():
+    parser = argparse.ArgumentParser(prog="verl-ext")
+    add_parser(parser.add_subparsers(required=True))
+
+    def run(*arguments):
+        parsed = parser.parse_args(["plan", *arguments])
+        return parsed.run(parsed)
+
+    return run
+
+
+def test_the_table_says_whether_it_fits_and_what_bounds_it(command, capsys):
+    assert command("recipe=qwen3_30b_a3b", "--gpu", "H100") == 0
+    printed = capsys.readouterr().out
+    assert "fits: the update is bounded by optimizer" in printed
+    assert "generation" in printed and "384 bytes a token" in printed
+    assert command("recipe=qwen3_30b_a3b", "--gpu", "L20") == 1
+    assert "does not fit: the update needs" in capsys.readouterr().out
+
+
+def test_json_has_the_same_numbers(command, capsys):
+    assert command("recipe=qwen3_30b_a3b", "--json", "--mean-response", "1000") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["fits"] is True and printed["sizes"]["gpus"] == 16
+    assert sum(printed["update_gib"].values()) < printed["gpu_gib"]
+
+
+def test_what_cannot_be_planned_is_one_line(command, capsys):
+    assert command("recipe=cpu_smoke") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "is none of the models of verl_ext/shapes.py" in error

@@ -1,0 +1,115 @@
+"""Bytes a GPU holds, in the update and in the rollout. docs/plan.md explains each line.
+
+Rough where a library decides (workspaces, fragmentation): `RESERVE` stands for all of that.
+"""
+
+from dataclasses import dataclass
+
+from verl_ext.plan.sizes import GIB, Sizes
+
+RESERVE = 5 * GIB  # contexts of the processes on a GPU, NCCL's buffers, fragmentation, a sleeping vLLM
+ENGINE_RESERVE = 3 * GIB  # vLLM's own activations and graphs, within its share
+LAYER_BYTES = (
+    34  # activations of a layer per token and hidden unit (Korthikanti et al., 2022, without attention scores)
+)
+LOGIT_BYTES = 8  # per token and vocabulary entry: logits and gradient in 2 bytes each, softmax in 4
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase's lines in bytes a GPU."""
+
+    lines: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.lines.values())
+
+    @property
+    def largest(self) -> str:
+        return max(self.lines, key=lambda name: self.lines[name])
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Attributes:
+    kv_tokens: tokens that the KV cache of one rollout replica holds.
+    kv_sequences: sequences of the full length among them.
+    """
+
+    update: Phase
+    rollout: Phase
+    kv_tokens: int
+    kv_sequences: float
+
+    def fits(self, sizes: Sizes) -> bool:
+        room = sizes.gpu.memory_gib * GIB
+        return self.update.total <= room and self.rollout.total <= room and self.kv_sequences >= 1
+
+
+def plan_memory(sizes: Sizes) -> Memory:
+    weights, gradients, optimizer = _state(sizes)
+    update = {"weights": weights, "gradients": gradients, "optimizer": optimizer * (1 - sizes.cpu_adam)}
+    if not sizes.megatron:
+        update["gathered layers"] = _gathered(sizes)
+    update |= {"activations": _activations(sizes), "logits": _logits(sizes), "reserve": RESERVE}
+
+    shape, share = sizes.shape, sizes.utilization * sizes.gpu.memory_gib * GIB
+    experts = shape.expert_parameters / max(sizes.rollout_tensor, sizes.rollout_expert)
+    served = sizes.rollout_bytes * (experts + (shape.parameters - shape.expert_parameters) / sizes.rollout_tensor)
+    cache = share - served - ENGINE_RESERVE
+    rollout = {"weights of the rollout": served, "KV cache": max(cache, 0.0), "workspace of vLLM": ENGINE_RESERVE}
+    if sizes.shared:
+        if not sizes.param_offload:
+            rollout["training weights"] = weights
+        if not sizes.optimizer_offload:
+            rollout["training optimizer"] = update["optimizer"]
+        rollout["reserve"] = RESERVE / 2
+    # Compressed keys (MLA) are on every rank; others are split, a head going to several ranks at the most once.
+    split = 1 if shape.mla else min(sizes.rollout_tensor, shape.kv_heads)
+    tokens = int(max(cache, 0.0) // (shape.kv_bytes_per_token / split))
+    return Memory(Phase(update), Phase(rollout), tokens, tokens / (sizes.prompt + sizes.response))
+
+
+def _state(sizes: Sizes) -> tuple[float, float, float]:
+    """Weights, gradients and Adam's state a GPU."""
+    shape = sizes.shape
+    if not sizes.megatron:  # fp32, all of it sharded over all ranks
+        parameters = shape.parameters / sizes.gpus
+        return 4 * parameters, 4 * parameters, 8 * parameters
+    dense = (shape.parameters - shape.expert_parameters) / (sizes.tensor * sizes.pipeline)
+    experts = shape.expert_parameters / (sizes.expert * sizes.expert_tensor * sizes.pipeline)
+    # The distributed optimizer splits fp32 weights and both moments over the ranks that hold the same parameters.
+    dense_ranks = sizes.gpus / (sizes.tensor * sizes.pipeline)
+    expert_ranks = sizes.gpus / (sizes.expert * sizes.expert_tensor * sizes.pipeline)
+    optimizer = 12 * (dense / dense_ranks + experts / expert_ranks)
+    return sizes.compute_bytes * (dense + experts), 4 * (dense + experts), optimizer
+
+
+def _gathered(sizes: Sizes) -> float:
+    """FSDP's unsharded parameters: embeddings, the layer at work with its gradient, the next one."""
+    shape = sizes.shape
+    layer = (shape.parameters - shape.embedding_parameters) / shape.layers
+    return sizes.compute_bytes * (shape.embedding_parameters + 3 * layer)
+
+
+def _activations(sizes: Sizes) -> float:
+    """Kept layer inputs, and one layer's own; without recomputation, all layers' own."""
+    shape = sizes.shape
+    tokens = sizes.micro_tokens / (sizes.ulysses * sizes.context)
+    split = sizes.tensor if sizes.megatron else 1  # sequence parallelism splits the inputs as well
+    experts = shape.top_k + shape.shared_experts
+    own = tokens * (
+        LAYER_BYTES * shape.hidden
+        + sizes.compute_bytes * (experts * (2 * shape.hidden + 3 * shape.moe_intermediate) if shape.moe_layers else 0)
+    )
+    # Of a 1F1B pipeline, the first stage holds as many micro-batches as there are stages.
+    layers = shape.layers / sizes.pipeline * (sizes.pipeline if sizes.megatron else 1)
+    if not sizes.recompute:
+        return layers * own / split
+    return (layers * tokens * shape.hidden * sizes.compute_bytes + own) / split
+
+
+def _logits(sizes: Sizes) -> float:
+    split = sizes.tensor if sizes.megatron else 1
+    return sizes.micro_tokens / (sizes.ulysses * sizes.context) * sizes.shape.vocabulary * LOGIT_BYTES / split

@@ -1,0 +1,140 @@
+"""What of a composed config the plan computes with."""
+
+from dataclasses import dataclass
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_ext.errors import ConfigError
+from verl_ext.recipe_checks import check_recipe, world_size
+from verl_ext.shapes import ModelShape, shape_of
+
+GIB = 2**30
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """Of the manufacturer's data sheet: memory, dense bfloat16 arithmetic, memory bandwidth."""
+
+    memory_gib: float
+    tflops: float
+    gb_per_s: float
+
+
+# SXM modules where there are several. Memory is what CUDA reports, a little below the name.
+GPUS = {
+    "A100-80G": GpuSpec(79.3, 312, 2039),
+    "H100": GpuSpec(79.6, 989, 3350),
+    "H200": GpuSpec(139.8, 989, 4800),
+    "H20": GpuSpec(95.6, 148, 4000),
+    "L20": GpuSpec(44.5, 119.5, 864),
+    "B200": GpuSpec(178.4, 2250, 8000),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Attributes:
+    gpus: that train; rollout_gpus: that generate, the same ones unless the run is separate_async.
+    shared: whether they are the same ones.
+    micro_tokens: of one micro-batch on one training rank, at the most.
+    """
+
+    shape: ModelShape
+    gpu: GpuSpec
+    gpus: int
+    rollout_gpus: int
+    shared: bool
+    megatron: bool
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    expert_tensor: int
+    ulysses: int
+    param_offload: bool
+    optimizer_offload: bool
+    cpu_adam: float
+    recompute: bool
+    compute_bytes: int
+    micro_tokens: int
+    prompt: int
+    response: int
+    sequences: int
+    reference: bool
+    rollout_tensor: int
+    rollout_expert: int
+    rollout_bytes: int
+    utilization: float
+    max_num_seqs: int
+
+    @property
+    def data_parallel(self) -> int:
+        return self.gpus // (self.tensor * self.pipeline * self.context)
+
+
+def read_sizes(config: DictConfig, gpu: str, nodes: int | None = None, model: str | None = None) -> Sizes:
+    """From a composed config.
+
+    Raises:
+        ConfigError: the GPU or the model is not in the tables, or the sizes contradict each other (`check_recipe`).
+    """
+    if gpu not in GPUS:
+        raise ConfigError(f"--gpu={gpu} is not known; choose one of: {', '.join(GPUS)}")
+    shape = shape_of(model or str(config.actor_rollout_ref.model.path))
+    if nodes is not None:
+        with open_dict(config):
+            config.trainer.nnodes = nodes
+    check_recipe(config, shape)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    megatron = actor.strategy == "megatron"
+    engine = actor.megatron if megatron else actor.fsdp_config
+
+    def of(key: str, default: int) -> int:
+        value = engine.get(key) if megatron else None
+        return default if value is None else int(value)
+
+    tensor = of("tensor_model_parallel_size", 1)
+    count = world_size(config)
+    shared = config.trainer.v1.trainer_mode != "separate_async"
+    length = config.data.max_prompt_length + config.data.max_response_length
+    rows = actor.ppo_micro_batch_size_per_gpu or 1
+    mixed = None if megatron else OmegaConf.select(engine, "mixed_precision.param_dtype")
+    return Sizes(
+        shape=shape,
+        gpu=GPUS[gpu],
+        gpus=count,
+        rollout_gpus=count if shared else rollout.nnodes * rollout.n_gpus_per_node,
+        shared=shared,
+        megatron=megatron,
+        tensor=tensor,
+        pipeline=of("pipeline_model_parallel_size", 1),
+        context=of("context_parallel_size", 1),
+        expert=of("expert_model_parallel_size", 1),
+        expert_tensor=of("expert_tensor_parallel_size", tensor),
+        ulysses=1 if megatron else int(actor.get("ulysses_sequence_parallel_size") or 1),
+        param_offload=bool(engine.param_offload),
+        optimizer_offload=bool(engine.optimizer_offload),
+        cpu_adam=float(OmegaConf.select(actor, "optim.override_optimizer_config.optimizer_offload_fraction") or 0)
+        if megatron
+        else 0.0,
+        recompute=_recomputes(config, megatron),
+        compute_bytes=BYTES[mixed or engine.dtype],
+        micro_tokens=int(actor.ppo_max_token_len_per_gpu) if actor.use_dynamic_bsz else rows * length,
+        prompt=config.data.max_prompt_length,
+        response=config.data.max_response_length,
+        sequences=config.data.train_batch_size * rollout.n,
+        reference=bool(actor.use_kl_loss or config.algorithm.use_kl_in_reward),
+        rollout_tensor=rollout.tensor_model_parallel_size,
+        rollout_expert=rollout.expert_parallel_size,
+        rollout_bytes=1 if rollout.get("quantization") == "fp8" else BYTES[rollout.dtype],
+        utilization=rollout.gpu_memory_utilization,
+        max_num_seqs=rollout.max_num_seqs,
+    )
+
+
+def _recomputes(config: DictConfig, megatron: bool) -> bool:
+    if megatron:
+        settings = config.actor_rollout_ref.actor.megatron.get("override_transformer_config") or {}
+        return settings.get("recompute_granularity") == "full"
+    return bool(config.actor_rollout_ref.model.enable_gradient_checkpointing)
