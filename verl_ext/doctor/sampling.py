@@ -1,0 +1,76 @@
+"""What the rollout samples from, and what its log-probabilities mean."""
+
+from collections.abc import Iterable
+
+from verl_ext.doctor.context import ROLLOUT, Context
+from verl_ext.doctor.findings import Finding, check
+from verl_ext.doctor.precision import FLOAT32, TRANSFORMERS, training_dtype
+
+
+@check("truncated sampling")
+def truncated_sampling(context: Context) -> Iterable[Finding]:
+    """top-p and top-k, which the training engine does not know of.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, "Keep Sampling Mask"; verl issue 6240; prime-rl PR 2979, by
+    which such runs collapse. `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27): processed log-probs are taken
+    after top-p and top-k, raw ones before. verl 0.9.1 passes rollout.top_p and top_k to vLLM
+    (verl/trainer/ppo/v1/agent_loop_tq.py), and its training engines know neither.
+    """
+    if not context.with_vllm:
+        return
+    top_p, top_k = context.get(f"{ROLLOUT}.top_p", 1), context.get(f"{ROLLOUT}.top_k", -1)
+    if top_p >= 1 and top_k <= 0:
+        yield Finding("ok", "sampling from the whole vocabulary (top_p=1, no top_k)")
+        return
+    _, mode = context.engine_argument("logprobs_mode")
+    if mode == "processed_logprobs":
+        why = "vLLM's log-probs count the kept tokens only and the training engine's all, so every ratio is biased"
+    else:
+        why = "tokens are drawn from the kept ones only, and no log-prob of either engine says so, so ratios are biased"
+    fix = [f"{ROLLOUT}.top_p=1"] if top_p < 1 else []
+    fix += [f"{ROLLOUT}.top_k=-1"] if top_k > 0 else []
+    yield Finding("warning", f"rollout.top_p={top_p}, top_k={top_k}", why, tuple(fix))
+
+
+@check("log-prob mode")
+def logprobs_mode(context: Context) -> Iterable[Finding]:
+    """Whether vLLM's log-probabilities are of the distribution that the training engine computes.
+
+    Source: `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27), whose own default is raw_logprobs, before the
+    temperature; `_scale_logits_by_temperature` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) applies it.
+    """
+    if not context.with_vllm:
+        return
+    setting, mode = context.engine_argument("logprobs_mode")
+    mode, temperature = mode or "raw_logprobs", context.get(f"{ROLLOUT}.temperature", 1)
+    fix = (f"{setting}=processed_logprobs",)
+    if mode not in ("raw_logprobs", "processed_logprobs"):
+        yield Finding("warning", f"logprobs_mode={mode}", "logits stand where log-probs are compared", fix)
+    elif mode == "raw_logprobs" and temperature != 1:
+        why = "vLLM's log-probs leave out the temperature, which the training engine applies"
+        yield Finding("warning", f"logprobs_mode=raw_logprobs with rollout.temperature={temperature}", why, fix)
+    else:
+        yield Finding("ok", f"logprobs_mode={mode} with rollout.temperature={temperature}")
+
+
+@check("temperature")
+def temperature_rounding(context: Context) -> Iterable[Finding]:
+    """A temperature other than 1, by which verl divides logits in their own half precision.
+
+    Source: `_scale_logits_by_temperature` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) casts the temperature
+    to the logits' dtype (a logit of 20.5 at 0.7 becomes 29.375 in bfloat16 instead of 29.286); `Sampler.forward` of
+    vllm/v1/sample/sampler.py (0.27) divides in float32. miles PR 1554 saw the gap grow by the same division. With fused
+    kernels, and on Megatron and VeOmni, the division is elsewhere and was not read.
+    """
+    temperature = context.get(f"{ROLLOUT}.temperature", 1)
+    if context.config is None or context.strategy not in TRANSFORMERS or temperature == 1:
+        return
+    if context.get("actor_rollout_ref.model.use_fused_kernels") or training_dtype(context) == FLOAT32:
+        return
+    yield Finding(
+        "warning",
+        f"rollout.temperature={temperature} with logits in {training_dtype(context)}",
+        "verl divides the logits by it in their own precision and vLLM in float32; in bfloat16 that moves each logit "
+        "by up to 0.4%",
+        (f"{ROLLOUT}.temperature=1",),
+    )
