@@ -5,6 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from verl_ext import submit
+from verl_ext.plan import command as plan
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; 0 when it worked, 2 with one line on stderr when the user has to act."""
@@ -12,8 +15,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="verl-ext", description="Tools around a verl run that uses the verl_ext plugin."
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_doctor(commands)
+    plan.add_parser(commands)
+    submit.add_parser(commands)
     _add_report(commands)
-    arguments = parser.parse_args(argv)
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse ends a list of positionals at the first flag; overrides may stand on both sides of one.
+    if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
     return arguments.run(arguments)
 
 
@@ -50,6 +61,64 @@ def _report(arguments: argparse.Namespace) -> int:
         print(f"verl-ext report: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+DOCTOR = """\
+Check this installation and, with overrides, the run that they describe, before anything starts: versions, plugins,
+which hooks of verl_ext attach, and settings that are known to make rollout and training disagree. It starts neither
+Ray nor vLLM, and reads the model's config and tokenizer if they are on this machine.
+"""
+DOCTOR_EXAMPLES = """\
+levels:
+  error    the run would stop, or the installation cannot work
+  warning  the run would go on, and can go wrong without a word
+  note     worth knowing; nothing to do
+  ok       looked at, and as it should be
+
+exit code: 0, or 1 with an error (with --strict also with a warning); 2 for wrong usage.
+
+examples:
+  verl-ext doctor                                     the installation alone
+  verl-ext doctor stability=icepop actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B ...
+                                                      with the overrides of `python -m verl_ext.main_ppo`
+  verl-ext doctor --gpu A100 stability=icepop ...     for another GPU than this machine's
+  verl-ext doctor --fix stability=icepop ...          the overrides to add, one a line
+"""
+
+
+def _add_doctor(commands) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="what is wrong with the installation and with a run's settings",
+        description=DOCTOR,
+        epilog=DOCTOR_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "overrides", metavar="OVERRIDE", nargs="*", help="as given to verl_ext.main_ppo, such as stability=icepop"
+    )
+    parser.add_argument("--config-path", metavar="DIR", help="Hydra's, as for verl_ext.main_ppo")
+    parser.add_argument("--config-name", metavar="NAME", help="Hydra's, as for verl_ext.main_ppo")
+    parser.add_argument("--gpu", type=_gpu, metavar="NAME", help="of the rollout, such as A100, H100, H200 or L20")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 for warnings too")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--fix", action="store_true", help="print only the overrides that fix findings, one a line")
+    output.add_argument("--json", action="store_true", help="print the findings as a JSON list")
+    parser.set_defaults(run=_doctor)
+
+
+def _gpu(name: str):
+    from verl_ext.doctor.gpus import CAPABILITIES, named
+
+    if (gpu := named(name)) is None:
+        raise argparse.ArgumentTypeError(f"{name} is not known; choose one of: {', '.join(sorted(CAPABILITIES))}")
+    return gpu
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from verl_ext.doctor.command import run
+
+    return run(arguments)
 
 
 if __name__ == "__main__":

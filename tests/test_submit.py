@@ -1,0 +1,181 @@
+"""What is sent to Ray's job API; a real head takes it in tests/e2e/test_submit.py."""
+
+import argparse
+import json
+import shlex
+import types
+
+import pytest
+
+from verl_ext import submit
+from verl_ext.errors import ConfigError
+
+
+def job(*overrides, **options):
+    return submit.build_job(overrides, **({"run_dir": "/shared/run"} | options))
+
+
+def test_everything_the_run_writes_goes_to_its_folder():
+    made = job("recipe=cpu_smoke", "data.prompt_key=a b")
+    assert shlex.split(made.entrypoint)[:5] == [
+        "python",
+        "-m",
+        "verl_ext.main_ppo",
+        "recipe=cpu_smoke",
+        "data.prompt_key=a b",
+    ]
+    assert "trainer.default_local_dir=/shared/run/checkpoints" in made.entrypoint
+    assert "hydra.run.dir=/shared/run/hydra" in made.entrypoint
+    assert made.runtime_env["env_vars"]["VERL_FILE_LOGGER_PATH"] == "/shared/run/metrics.jsonl"
+    assert json.loads(made.metadata[submit.OVERRIDES]) == ["recipe=cpu_smoke", "data.prompt_key=a b"]
+    assert "working_dir" not in made.runtime_env
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_what_the_user_sets_stands(plus):
+    made = job("trainer.default_local_dir=/elsewhere", f"{plus}ray_kwargs.ray_init.num_cpus=3")
+    assert made.entrypoint.count("default_local_dir") == made.entrypoint.count("num_cpus") == 1
+    assert "++ray_kwargs.ray_init.num_gpus=null" in made.entrypoint
+
+
+def test_environment_is_given_or_taken_from_here(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    made = job(env=["VERL_PLATFORM=cpu", "WANDB_API_KEY", "A=b=c"])
+    assert {"VERL_PLATFORM": "cpu", "WANDB_API_KEY": "secret", "A": "b=c"}.items() <= made.runtime_env[
+        "env_vars"
+    ].items()
+    with pytest.raises(ConfigError, match="--env NOT_SET has no value here"):
+        job(env=["NOT_SET"])
+
+
+def test_packages_come_by_pip_or_in_an_image():
+    assert job(pip=["verl-ext==0.1.0"]).runtime_env["pip"] == ["verl-ext==0.1.0"]
+    assert job(image="registry/verl:1").runtime_env["image_uri"] == "registry/verl:1"
+    assert job(working_dir=".").runtime_env["working_dir"] == "."
+    with pytest.raises(ConfigError, match="exclude each other"):
+        job(pip=["a"], image="b")
+
+
+def test_a_relative_run_folder_is_refused():
+    with pytest.raises(ConfigError, match="--run-dir=runs/1 must be an absolute path"):
+        job(run_dir="runs/1")
+
+
+@pytest.fixture
+def command():
+    parser = argparse.ArgumentParser(prog="verl-ext")
+    submit.add_parser(parser.add_subparsers(required=True))
+
+    def run(*arguments):
+        parsed = parser.parse_args(["submit", *arguments])
+        return parsed.run(parsed)
+
+    return run
+
+
+def test_dry_run_prints_the_job_and_needs_no_cluster(command, capsys):
+    assert command("run", "--run-dir", "/r", "--dry-run", "recipe=cpu_smoke", "~data.x") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["entrypoint"].startswith("python -m verl_ext.main_ppo recipe=cpu_smoke '~data.x'")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status", "--address", "http://127.0.0.1:9"),
+        ("run", "--address", "http://127.0.0.1:9", "--run-dir", "/r", "recipe=x"),
+        ("stop", "job", "--address", "http://127.0.0.1:9"),
+    ],
+)
+def test_no_head_is_one_line_that_says_how_to_start_one(command, capsys, arguments):
+    assert command(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "no Ray head answers at http://127.0.0.1:9: start one with `ray start --head`" in error
+
+
+class Client:
+    """The jobs of a cluster, as Ray's client tells of them."""
+
+    def __init__(self, **statuses):
+        self.jobs = {
+            name: types.SimpleNamespace(
+                submission_id=name,
+                status=status,
+                start_time=1000 * index,
+                end_time=61000 + 1000 * index,
+                metadata={submit.RUN_DIR: f"/runs/{name}"} if name != "foreign" else None,
+                entrypoint="python -m verl_ext.main_ppo",
+                runtime_env={"working_dir": "gcs://package.zip"},
+                driver_exit_code=3 if status == "FAILED" else None,
+                message="first\nsecond",
+            )
+            for index, (name, status) in enumerate(statuses.items())
+        }
+        self.submitted = []
+
+    def list_jobs(self):
+        return list(self.jobs.values())
+
+    def get_job_info(self, job_id):
+        return self.jobs[job_id]
+
+    def get_job_logs(self, job_id):
+        return f"log of {job_id}\n"
+
+    async def tail_job_logs(self, job_id):
+        yield f"log of {job_id}\n"
+
+    def stop_job(self, job_id):
+        self.jobs[job_id].status = "STOPPED"
+
+    def submit_job(self, **job):
+        self.submitted.append(job)
+        return "done"
+
+
+@pytest.fixture
+def client(monkeypatch):
+    made = Client(old="SUCCEEDED", done="SUCCEEDED", failed="FAILED", running="RUNNING", foreign="RUNNING")
+    monkeypatch.setattr(submit, "connect", lambda address: made)
+    return made
+
+
+def test_status_lists_our_runs_the_newest_first(client, command, capsys):
+    assert [row[0] for row in submit.rows(client)] == ["running", "failed", "done", "old"]
+    assert submit.rows(client)[0][3:] == ("1.0", "/runs/running")
+    assert command("status") == 0
+    assert "/runs/failed" in capsys.readouterr().out
+    assert command("status", "nothing") == 2
+    assert "no run called nothing" in capsys.readouterr().err
+
+
+def test_following_ends_with_the_drivers_exit_code(client, command, capsys):
+    assert command("logs", "failed", "--follow") == 3
+    captured = capsys.readouterr()
+    assert captured.out == "log of failed\n"
+    assert "failed FAILED: first" in captured.err
+    assert command("logs", "done", "--follow") == 0
+
+
+def test_stop_waits_for_the_end(client, command, capsys):
+    assert command("stop", "running") == 0
+    assert "running STOPPED" in capsys.readouterr().err
+
+
+def test_resume_submits_the_same_job_again(client, command, capsys):
+    assert command("resume", "failed") == 0
+    (again,) = client.submitted
+    assert again["entrypoint"] == client.jobs["failed"].entrypoint
+    assert again["runtime_env"] == client.jobs["failed"].runtime_env
+    assert again["metadata"] == {submit.RUN_DIR: "/runs/failed"}
+    assert command("resume", "running") == 2
+    assert "running is RUNNING; stop it first" in capsys.readouterr().err
+    assert command("resume", "foreign") == 2
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["resume", "--help"]])
+def test_help(command, capsys, arguments):
+    with pytest.raises(SystemExit) as exit:
+        command(*arguments)
+    assert exit.value.code == 0
