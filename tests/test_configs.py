@@ -68,6 +68,26 @@ def test_each_stability_option_passes_our_checks_and_verls_validation(compose, n
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "rollout"),
+    [("bf16", "bf16", "bfloat16"), ("fp16", "fp16", "float16"), ("fp32", "fp32", "float32")],
+)
+def test_a_precision_sets_both_engines(compose, name, parameters, rollout):
+    from verl.utils.config import omega_conf_to_dataclass
+
+    config = compose("recipe=cpu_smoke", "stability=icepop", f"precision={name}")
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert actor.fsdp_config.mixed_precision["param_dtype"] == parameters
+    assert config.actor_rollout_ref.ref.fsdp_config.mixed_precision == actor.fsdp_config.mixed_precision
+    assert config.actor_rollout_ref.rollout.dtype == rollout
+
+
+def test_fp16_on_megatron_is_megatrons_own(compose):
+    config = compose("recipe=qwen3_30b_a3b_megatron", "stability=icepop", "precision=fp16_megatron")
+    ref = config.actor_rollout_ref
+    assert (ref.actor.megatron.dtype, ref.ref.megatron.dtype, ref.rollout.dtype) == ("float16",) * 3
+
+
 def test_icepop_loss_reaches_verls_actor_config(compose):
     from verl.utils.config import omega_conf_to_dataclass
 

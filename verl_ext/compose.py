@@ -18,11 +18,11 @@ from verl_ext.errors import require_choice
 CONFIG_MODULE = "verl_ext.configs"
 VERL_CONFIGS = Path(verl.trainer.__file__ or "").parent / "config"
 PRIMARY = "ppo_trainer"
-GROUPS = ("stability", "recipe")
+GROUPS = ("stability", "recipe", "precision")
 
 
 class OurConfigs(SearchPathPlugin):
-    """Lets Hydra find the groups `stability` and `recipe`, whatever the primary config is."""
+    """Lets Hydra find the groups `stability`, `recipe` and `precision`, whatever the primary config is."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append(provider="verl_ext", path=f"pkg://{CONFIG_MODULE}")

@@ -212,9 +212,10 @@ def test_a_worker_killed_in_a_step_ends_the_run_with_one_error_and_no_process(co
     assert shards(tmp_path, last), "the last checkpoint can be read"
 
 
-def test_mini_batches_past_the_policys_own_change_are_refused(train):
+def test_mini_batches_past_the_policys_own_change_are_refused_in_fp16_too(train):
     run = train(
         "stability=icepop",
+        "precision=fp16",
         "stability.guard.mini_batch={policy_kl:1.0e-3,vllm_kl:0.1,grad_norm:100}",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",  # four updates a step, on two ranks
         "trainer.n_gpus_per_node=2",
@@ -229,5 +230,9 @@ def test_mini_batches_past_the_policys_own_change_are_refused(train):
     assert all(0 < share < 1 for share in refused), "the first mini-batch of a step is on-policy, later ones are not"
     for step in run.steps:
         assert step["actor/gate/policy_kl"] > 1e-3 / 4
+        assert step["actor/gate/grad_norm"] == pytest.approx(step["actor/grad_norm"], rel=1e-3), (
+            "without the loss scale"
+        )
+    assert run.steps[0]["vllm_kl/k3"] < 1e-5, "bf16 has some 5e-5 here"
     assert [event["action"] for event in events(run.folder)] == ["warn"] * 3
     assert "mini-batches refused by stability.guard.mini_batch" in run.console

@@ -77,6 +77,15 @@ def test_a_changed_offload_policy_is_refused():
         patches.offload_without_pinned_memory(module)
 
 
+def test_the_loss_is_scaled_on_cpu_as_on_a_gpu():
+    from torch.distributed.fsdp import sharded_grad_scaler
+    from verl.workers.engine.fsdp import transformer_impl  # noqa: F401 (its import applies the patch)
+
+    scaler = sharded_grad_scaler.ShardedGradScaler(growth_interval=400)
+    assert scaler.is_enabled()
+    assert scaler.scale(torch.ones(())) == 2**16
+
+
 def test_missing_engines_are_refused(monkeypatch):
     from verl.workers.engine.base import EngineRegistry
 

@@ -56,7 +56,17 @@ def answer_for_vllm_cpu() -> Undo:
 
 def adapt_fsdp(transformer_impl: Any) -> Undo:
     """What verl's FSDP module needs on `cpu`, once it is imported."""
-    return together(register_fsdp_engines, lambda: offload_without_pinned_memory(transformer_impl))
+    return together(register_fsdp_engines, lambda: offload_without_pinned_memory(transformer_impl), scale_loss_on_cpu)
+
+
+def scale_loss_on_cpu() -> Undo:
+    """verl makes fp16's loss scaler for cuda, where torch switches it off without a GPU."""
+    from torch.distributed.fsdp import sharded_grad_scaler
+
+    scaler = sharded_grad_scaler.ShardedGradScaler
+    if next(iter(inspect.signature(scaler).parameters)) != "device":
+        raise PatchError("torch's ShardedGradScaler no longer takes `device` first, as torch 2.13's does")
+    return replace(sharded_grad_scaler, "ShardedGradScaler", functools.partial(scaler, "cpu"))
 
 
 def offload_without_pinned_memory(transformer_impl: Any) -> Undo:

@@ -90,11 +90,17 @@ class Gate:
 
 
 def past(signals: Mapping[str, float], limits: Mapping[str, float | None]) -> bool:
-    """Whether a signal is not finite, or past its limit."""
+    """Whether a divergence is not finite, or a signal past its limit.
+
+    A gradient that is not finite is left to the engine, which leaves such a step out itself, and under fp16 has to see
+    it to lower the scale of the loss.
+    """
 
     def bad(name: str, value: float) -> bool:
         limit = limits[name]
-        return not math.isfinite(value) or (limit is not None and value > limit)
+        if not math.isfinite(value):
+            return name != "grad_norm"
+        return limit is not None and value > limit
 
     return any(bad(name, value) for name, value in signals.items())
 
