@@ -1,6 +1,7 @@
 """`verl-ext submit` on a real Ray cluster of two nodes, which are two raylets on this machine."""
 
 import os
+import socket
 import subprocess
 import sys
 import uuid
@@ -9,8 +10,6 @@ import pytest
 from running import CPU, MARK, SMALL, kill_all, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
-PORT, DASHBOARD = 16379, 18265
-ADDRESS = f"http://127.0.0.1:{DASHBOARD}"
 BIN = os.path.dirname(sys.executable)
 
 
@@ -19,22 +18,31 @@ def cluster(tmp_path_factory):
     """Two nodes of one logical GPU each, started as docs/cluster.md says; their processes end with the test."""
     mark = uuid.uuid4().hex
     folder = tmp_path_factory.mktemp("ray")
-    environment = os.environ | {MARK: mark, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    resources = ("--num-cpus=8", "--num-gpus=1", "--disable-usage-stats")
-    head = ("--head", f"--port={PORT}", f"--dashboard-port={DASHBOARD}", f"--temp-dir=/tmp/ray_{mark[:8]}")
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {MARK: mark, "PATH": path, "RAY_AUTH_MODE": "disabled"}
+    port, dashboard = free_port(), free_port()
+    head = ("--head", f"--port={port}", f"--dashboard-port={dashboard}", f"--temp-dir=/tmp/ray_{mark[:8]}")
     try:
-        for role in (head, (f"--address=127.0.0.1:{PORT}",)):
-            subprocess.run(
-                [f"{BIN}/ray", "start", *role, *resources], cwd=folder, env=environment, check=True, timeout=180
-            )
-        yield environment
+        for role in (head, (f"--address=127.0.0.1:{port}",)):
+            # Two nodes on one machine: each agent a port of its own.
+            options = ("--num-cpus=8", "--num-gpus=1", "--disable-usage-stats")
+            options += (f"--dashboard-agent-listen-port={free_port()}",)
+            command = [f"{BIN}/ray", "start", *role, *options]
+            subprocess.run(command, cwd=folder, env=environment, check=True, timeout=180)
+        yield environment | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}
     finally:
         kill_all(mark)
 
 
-def submit(*arguments, **options):
-    command = [f"{BIN}/verl-ext", "submit", arguments[0], "--address", ADDRESS, *arguments[1:]]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, **options)
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def submit(*arguments, env):
+    command = [f"{BIN}/verl-ext", "submit", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
 
 
 def test_a_run_on_two_nodes_is_submitted_stopped_and_resumed_to_its_end(cluster, assets, tmp_path):
@@ -58,7 +66,7 @@ def test_a_run_on_two_nodes_is_submitted_stopped_and_resumed_to_its_end(cluster,
     log = tmp_path / "log"
     with log.open("w") as file:
         watching = subprocess.Popen(
-            [f"{BIN}/verl-ext", "submit", "logs", "--address", ADDRESS, name, "--follow"],
+            [f"{BIN}/verl-ext", "submit", "logs", name, "--follow"],
             env=cluster,
             stdout=file,
             stderr=subprocess.STDOUT,
