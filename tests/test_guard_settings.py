@@ -44,6 +44,8 @@ def test_batch_skip_is_the_first_rule():
         ({"below": 1, "recover": 0.5}, "r.recover=0.5 lies past below=1"),
         ({"below": 4, "recover": 5, "zscore_window": 8}, "r.recover=5 lies past below=4"),
         ({"above": 1, "action": "skip", "signal": "actor/grad_norm"}, "comes with the update"),
+        ({"above": 1, "action": "skip", "signal": "response_length/mean"}, "comes with the update"),
+        ({"above": 1, "action": "skip", "signal": "val-core/acc"}, "comes with the update"),
         ({"above": 1, "action": "tighten"}, "name icepop in stability.correction"),
         ({"above": 1, "action": "tighten", "signal": "correction/dropped"}, "would not recover"),
         ({"above": 1, "signal": "router/agreement"}, "needs stability.router_agreement=true"),

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from measuring import seconds
 
-from verl_ext.core.guard import Event, Foresight, Guard
+from verl_ext.core.guard import Guard
+from verl_ext.core.guard_state import Event, Foresight
 from verl_ext.core.measure import measure
 from verl_ext.core.rules import Rule
 from verl_ext.core.tokens import Tokens

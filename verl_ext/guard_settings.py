@@ -14,13 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.core.guard import Foresight
+from verl_ext.core.guard_state import Foresight
 from verl_ext.core.rules import ACTIONS, FEWEST, SIDES, Rule
 from verl_ext.errors import ConfigError, require_choice
 
 PREFIX = "stability.guard"
 SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3")
-WITH_THE_UPDATE = ("actor/grad_norm", "actor/pg_", "actor/ppo_kl", "actor/loss", "actor/lr", "critic/grad_norm")
+# What verl logs with or after the update, but for two that are there before it.
+LATE = ("actor/", "critic/", "filter/", "response", "prompt_length", "val-", "perf/", "timing")
+NOT_LATE = ("actor/entropy", "critic/score/mean")
 OWN_EFFECT = "correction/"  # what tightening itself moves
 
 
@@ -167,7 +169,7 @@ def _check(rule: Rule, where: str) -> None:
     )
     if farther:
         raise ConfigError(f"{where}.recover={rule.recover:g} lies past {rule.side}={rule.bound:g}: it would flicker")
-    if rule.action == "skip" and rule.signal.startswith(WITH_THE_UPDATE):
+    if rule.action == "skip" and rule.signal.startswith(LATE) and rule.signal not in NOT_LATE:
         raise ConfigError(
             f"{where}: {rule.signal} comes with the update, which can then no longer be skipped; set action to warn, "
             f"tighten, rollback or stop, or use {PREFIX}.mini_batch"

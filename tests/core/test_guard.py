@@ -1,12 +1,14 @@
 import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_ext.core.boundary import HORIZON
-from verl_ext.core.guard import GAP, REFUSED, Foresight, Guard
+from verl_ext.core.guard import GAP, REFUSED, Guard
+from verl_ext.core.guard_state import Foresight
 from verl_ext.core.rules import Rule
 from verl_ext.errors import ConfigError
 
@@ -142,7 +144,7 @@ def test_a_rollback_forgets_what_the_given_up_weights_did():
         run_step(guard, step, {"vllm_kl/k3": 1e-4} | (GOOD if step < 4 else BAD))
     guard.state.good = [1, 3, 4]
     guard.rolled_back(to=1)
-    assert guard.state.good == [1]
+    assert guard.state.good == [] and guard.state.unproven == [(1, 4)], "proven anew"
     assert [step for step, _ in guard.state.growth] == [1, 2], "step 2 measured the weights of checkpoint 1"
     assert guard.state.rules["patient"].streak == 0
 
@@ -151,12 +153,61 @@ def test_a_checkpoint_is_good_once_a_later_step_has_measured_its_weights():
     guard = Guard([Rule("r", "vllm_kl/k3", 0.05, action="tighten", patience=3), Rule("w", "vllm_kl/k3", 0.0)])
     run_step(guard, 1)
     guard.saved(1)
-    assert guard.state.good == []
     run_step(guard, 2, {"vllm_kl/k3": 0.06})
-    assert guard.state.good == [], "the rule counts towards firing"
     guard.saved(2)
     run_step(guard, 3)
-    assert guard.state.good == [2]
+    guard.saved(3)
+    guard.begin(4)
+    assert guard.state.good == [2], "in step 2, the rule counts towards firing"
+    assert guard.state.unproven == [(3, 3)]
+
+
+def test_what_is_logged_last_in_a_step_still_speaks_against_its_checkpoint():
+    guard = Guard([Rule("length", "response_length/mean", 9.0, action="rollback")])
+    run_step(guard, 1)
+    guard.saved(1)
+    run_step(guard, 2)
+    guard.saved(2)
+    assert guard.judge_late({"response_length/mean": 5.0}).events == ()
+    run_step(guard, 3)
+    assert guard.judge_late({"response_length/mean": 10.0}).reason("rollback")
+    guard.begin(4)
+    assert guard.state.good == [1] and guard.state.unproven == []
+
+
+def test_a_step_without_an_update_leaves_the_proof_to_the_next():
+    guard = Guard([SKIP])
+    run_step(guard, 1)
+    guard.saved(1)
+    run_step(guard, 2, {"vllm_kl/k3": 1.0})
+    guard.begin(3)
+    assert guard.state.unproven == [(1, 1)], "its weights are still those of step 1"
+    run_step(guard, 3)
+    guard.begin(4)
+    assert guard.state.good == [1]
+
+
+def test_a_second_rollback_goes_further_back_than_the_first():
+    guard = Guard([REWARD], cooldown=0)
+    guard.state.good = [1, 2, 3]
+    guard.begin(4)
+    guard.rolled_back(to=3)
+    guard.begin(5)
+    guard.judge(BAD)
+    guard.count(True)
+    assert guard.state.good == [1, 2]
+
+
+def test_numpys_scalars_become_pythons():
+    guard = Guard([Rule("v", "val-core/acc", 0.5, side="below")])
+    guard.begin(1)
+    (event,) = guard.judge_late({"val-core/acc": np.float64(0.25), "x": "text"}).events
+    assert type(event.value) is float
+    guard = Guard([Rule("t", "turns", 2.0, zscore_window=8)])
+    for step in range(9):
+        guard.begin(step)
+        guard.judge_late({"turns": np.int64(step % 3)})
+    json.dumps(guard.state_dict())
 
 
 def test_a_signal_that_comes_with_the_update_cannot_skip_it():
@@ -259,3 +310,11 @@ def test_state_of_another_set_of_rules_can_be_loaded():
     assert new.state.skips == 1 and new.state.rules.keys() == {"reward"}
     new.load_state_dict({"skips": 3})  # of a version before rules
     assert new.state.skips == 3
+
+
+def test_a_rule_whose_signal_changed_starts_anew():
+    old = Guard([Rule("r", "a", 0.0, patience=5)], foresight=Foresight(signal="a"))
+    run_step(old, 1, {"a": 1.0})
+    new = Guard([Rule("r", "b", 0.0, patience=5)], foresight=Foresight(signal="b"))
+    new.load_state_dict(json.loads(json.dumps(old.state_dict())))
+    assert new.state.rules["r"].streak == 0 and new.state.growth == []

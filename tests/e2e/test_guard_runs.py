@@ -168,7 +168,10 @@ def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(command, t
 
     resumed = train_in(tmp_path, *settings, steps=50)
     assert resumed.code == 3, resumed.tail
-    assert f"global_step_{last} is damaged: actor/model_world_size_1_rank_0.pt has 1000 bytes" in resumed.console
+    assert (
+        f"global_step_{last} cannot be resumed from: actor/model_world_size_1_rank_0.pt has 1000 bytes"
+        in resumed.console
+    )
     assert f"guard state of step {last - 1}" in resumed.console
     assert "the guard stopped the run: 6 steps in a row without an update" in resumed.console
     assert metrics.read_bytes().startswith(before), "metrics already written stay"
@@ -230,9 +233,8 @@ def test_mini_batches_past_the_policys_own_change_are_refused_in_fp16_too(train)
     assert all(0 < share < 1 for share in refused), "the first mini-batch of a step is on-policy, later ones are not"
     for step in run.steps:
         assert step["actor/gate/policy_kl"] > 1e-3 / 4
-        assert step["actor/gate/grad_norm"] == pytest.approx(step["actor/grad_norm"], rel=1e-3), (
-            "without the loss scale"
-        )
+        # One is the mean of all four, the other of those taken; neither has the loss scale, 65536, in it.
+        assert 0.1 < step["actor/gate/grad_norm"] / step["actor/grad_norm"] < 10
     assert run.steps[0]["vllm_kl/k3"] < 1e-5, "bf16 has some 5e-5 here"
     assert [event["action"] for event in events(run.folder)] == ["warn"] * 3
     assert "mini-batches refused by stability.guard.mini_batch" in run.console

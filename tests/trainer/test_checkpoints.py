@@ -9,6 +9,8 @@ from verl_ext.trainer.checkpoints import (
     CheckpointError,
     damage,
     folder_of,
+    forget,
+    give_up,
     load_state,
     newest_of,
     newest_whole,
@@ -44,7 +46,7 @@ def test_a_truncated_one_is_passed_over_and_named(root, capsys):
     truncate(root, 6)
     assert newest_whole(root) == folder_of(root, 4)
     out = capsys.readouterr().out
-    assert "global_step_6 is damaged: actor/model.pt has 10 bytes and was saved with 1000" in out
+    assert "global_step_6 cannot be resumed from: actor/model.pt has 10 bytes and was saved with 1000" in out
     assert f"resuming from {folder_of(root, 4)}" in out
 
 
@@ -64,7 +66,7 @@ def test_what_is_wrong_is_said(root, harm, said):
 def test_all_damaged_is_an_error_and_no_silent_new_start(root):
     for step in (2, 4, 6):
         truncate(root, step)
-    with pytest.raises(CheckpointError, match=r"global_step_2 is damaged.*resume_mode=disable"):
+    with pytest.raises(CheckpointError, match=r"global_step_2 cannot be resumed from.*resume_mode=disable"):
         newest_whole(root)
 
 
@@ -76,6 +78,27 @@ def test_one_that_was_not_finished_is_not_taken(root):
 
 def test_a_tracker_that_was_cut_off_hides_nothing(root):
     (root / "latest_checkpointed_iteration.txt").write_text("")
+    assert newest_whole(root) == folder_of(root, 6)
+
+
+def test_without_a_tracker_the_newest_complete_one_is_taken(root):
+    (root / "latest_checkpointed_iteration.txt").unlink()
+    save_state(folder_of(root, 8), Guard().state_dict())  # killed while it was saved
+    assert newest_whole(root) == folder_of(root, 6)
+
+
+def test_one_that_the_tracker_names_and_is_gone_is_told(root, capsys):
+    (root / "latest_checkpointed_iteration.txt").write_text("9")
+    assert newest_whole(root) == folder_of(root, 6)
+    assert "global_step_9 cannot be resumed from: the folder is missing" in capsys.readouterr().out
+
+
+def test_what_a_rollback_gave_up_is_not_resumed_from_until_it_is_saved_anew(root, capsys):
+    give_up(root, after=2)
+    assert newest_whole(root) == folder_of(root, 2)
+    assert "global_step_6 cannot be resumed from: a rollback gave it up" in capsys.readouterr().out
+    assert newest_of(root, [2, 4, 6]) == folder_of(root, 2)
+    forget(folder_of(root, 6))
     assert newest_whole(root) == folder_of(root, 6)
 
 

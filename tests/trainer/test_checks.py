@@ -13,6 +13,9 @@ def check(compose, *overrides):
     return config
 
 
+CHECKPOINT = "actor_rollout_ref.actor.checkpoint"
+
+
 def rule(action):
     return f"stability.guard.rules={{r:{{signal:critic/score/mean,below:0,action:{action}}}}}"
 
@@ -41,6 +44,18 @@ def rule(action):
         (
             ["stability=icepop", rule("rollback"), "trainer.save_freq=5", "trainer.max_actor_ckpt_to_keep=1"],
             "set trainer.max_actor_ckpt_to_keep to 2 or more",
+        ),
+        (
+            ["stability=icepop", rule("rollback"), "trainer.save_freq=5", f"{CHECKPOINT}.save_contents=[hf_model]"],
+            "action=rollback would not load model and optimizer",
+        ),
+        (
+            ["stability=icepop", rule("rollback"), "trainer.save_freq=5", f"{CHECKPOINT}.async_save=true"],
+            "set actor_rollout_ref.actor.checkpoint.async_save=false",
+        ),
+        (
+            ["stability=icepop", rule("rollback"), "trainer.save_freq=5", "+trainer.remove_previous_ckpt_in_save=true"],
+            "set trainer.remove_previous_ckpt_in_save=false",
         ),
         (
             ["stability=icepop", "stability.guard.mini_batch.grad_norm=1", "actor_rollout_ref.actor.strategy=fsdp"],

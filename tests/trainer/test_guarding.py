@@ -190,8 +190,24 @@ def test_rollback_loads_the_last_good_weights_before_they_are_synchronised_and_s
 def test_a_rollback_asked_for_after_the_step_comes_with_the_next(train):
     late = {"guard": {"rules": {"r": {"signal": "response_length/mean", "above": 9, "action": "rollback"}}}}
     trainer = train(late, [{}, {}, {}, {"length": 10.0}, {}, {}])
-    # Step 5 learns nothing more and goes back to 3, whose weights step 4 had found good before the length came.
-    assert trainer.synchronised == [1, 2, 3, 4, 3, 4]
+    # Step 5 learns nothing more and goes back to 2: what step 4 logged last spoke against the weights of 3.
+    assert trainer.synchronised == [1, 2, 3, 4, 2, 3]
+
+
+def test_a_rollback_that_is_due_survives_a_restart(train):
+    late = {"guard": {"rules": {"r": {"signal": "response_length/mean", "above": 9, "action": "rollback"}}}}
+    train(late, [{}, {}, {}, {"length": 10.0}])
+    resumed = train(late, [{}, {}])
+    assert resumed.synchronised == [2, 3]
+
+
+def test_a_restart_after_a_rollback_does_not_take_up_what_was_given_up(train, capsys):
+    # Step 5 finds the weights of 4 bad, and goes back to 2; the run is killed before another checkpoint.
+    train(rule("rollback"), [GOOD, GOOD, GOOD, GOOD, BAD], save_freq=2)
+    resumed = train(rule("rollback"), [GOOD, GOOD], save_freq=2)
+    assert "global_step_4 cannot be resumed from: a rollback gave it up" in capsys.readouterr().out
+    assert resumed.global_steps == 4 and resumed.synchronised == [3, 4]
+    assert checkpoints.newest_whole("checkpoints") == checkpoints.folder_of("checkpoints", 4), "saved anew"
 
 
 def test_rollback_without_a_good_checkpoint_stops(train):
@@ -278,7 +294,7 @@ def test_a_truncated_checkpoint_is_passed_over(train, capsys):
     trainer = train({"metrics": True}, [{}])
     assert trainer.global_steps == 4 and trainer.synchronised == [4]
     out = capsys.readouterr().out
-    assert "global_step_4 is damaged: actor/model.pt has 1 bytes and was saved with 8" in out
+    assert "global_step_4 cannot be resumed from: actor/model.pt has 1 bytes and was saved with 8" in out
     (checkpoints.folder_of("checkpoints", 2) / "actor" / "model.pt").write_text("0")
     with pytest.raises(CheckpointError, match="global_step_2 is damaged"):
         train({"metrics": True}, [{}], resume_mode="resume_path", resume_from_path="checkpoints/global_step_2")

@@ -11,6 +11,7 @@ CASES = {
     "within": ({"vllm_kl": 0.5, "policy_kl": 10.0, "grad_norm": 1e6}, {}),
     "mismatch": ({"vllm_kl": 0.5}, {"gap": 3.0}),
     "nan": ({"policy_kl": 10.0}, {"gap": float("nan")}),
+    "infinite": ({"policy_kl": 10.0}, {"gap": float("-inf")}),
     "moved": ({"policy_kl": 1e-9}, {}),
     "steep": ({"grad_norm": 1e-6}, {}),
 }

@@ -23,6 +23,7 @@ def ranks(tmp_path_factory):
         ("within", 2, [0.0, 0.0]),
         ("mismatch", 1, [0.0, 1.0]),
         ("nan", 1, [0.0, 1.0]),
+        ("infinite", 1, [0.0, 1.0]),
         ("moved", 0, [1.0, 1.0]),
         ("steep", 0, [1.0, 1.0]),
     ],
@@ -33,6 +34,7 @@ def test_every_rank_takes_the_same_steps(ranks, case, steps, refused):
     assert torch.equal(ranks[0][case]["weights"], ranks[1][case]["weights"])
     for rank in ranks:
         metrics = rank[case]["metrics"]
+        assert len(metrics.get("grad_norm", [])) == steps, "of the steps taken alone"
         assert metrics.get("gate/refused") == (None if refused is None else [*refused[:1] * 2, *refused[1:] * 2])
 
 

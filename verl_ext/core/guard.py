@@ -8,10 +8,11 @@ signals in the same order give the same decisions, also across `state_dict` and 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from verl_ext.core.boundary import HORIZON, estimate_growth
+from verl_ext.core.guard_state import Decision, Event, Foresight, GuardState
 from verl_ext.core.rules import REFUSING, Rule, RuleState, describe, read, spread
 from verl_ext.errors import ConfigError
 
@@ -23,70 +24,6 @@ GAP = "vllm_kl/log_ratio_abs_mean"  # of all tokens alike, while a single one ca
 JUMP = 5.0  # a gap of this many times its median, in one step, is a jump
 JUMP_DEVIATIONS = 6.0  # and this many robust standard deviations above it
 JUMP_FEWEST, JUMP_WINDOW = 3, 8  # readings before there is a jump; how many of the last ones count
-
-
-@dataclass(frozen=True)
-class Event:
-    """One decision; a line of the event log. `threshold` is None where there is none (NaN, an empty batch)."""
-
-    step: int
-    rule: str
-    signal: str
-    value: float | None
-    threshold: float | None
-    action: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What one judgement decided, mildest and strongest together."""
-
-    events: tuple[Event, ...] = ()
-
-    def reason(self, *actions: str) -> str:
-        """Why, of the first event with one of these actions; empty when there is none."""
-        return next((event.reason for event in self.events if event.action in actions), "")
-
-    @property
-    def refuses(self) -> str:
-        """Why the batch may not update the weights; empty when it may."""
-        return self.reason(*REFUSING)
-
-
-@dataclass(frozen=True)
-class Foresight:
-    """Which mismatch is extrapolated, to which boundary, over how many readings."""
-
-    signal: str = "vllm_kl/k3"
-    boundary: float = 0.1
-    window: int = 32
-
-
-@dataclass
-class GuardState:
-    """What survives a restart: it is saved with verl's checkpoint.
-
-    Attributes:
-        skips, in_a_row: updates skipped so far, and how many steps just now went without a good update.
-        rollbacks, calm_from: how many so far; the first step at which another may follow.
-        rules: name -> state.
-        growth: (step, delta), the window of the extrapolation.
-        gaps, jumped: the last readings of GAP, and whether it stands above a jump that has been told.
-        good: steps of checkpoints whose weights have been measured and found good, ascending.
-        unproven: the step of the last checkpoint, while no later step has measured its weights.
-    """
-
-    skips: int = 0
-    in_a_row: int = 0
-    rollbacks: int = 0
-    calm_from: int = 0
-    rules: dict[str, RuleState] = field(default_factory=dict)
-    growth: list[tuple[int, float]] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    jumped: bool = False
-    good: list[int] = field(default_factory=list)
-    unproven: int | None = None
 
 
 class Guard:
@@ -115,8 +52,9 @@ class Guard:
         self.cooldown = cooldown
         self.foresight = foresight or Foresight()
         self.unread = {rule.name for rule in rules}  # rules whose signal has not been logged yet
+        self.step, self._failed = 0, False
+        self._judged: set[str] = set()  # signals
         self.load_state_dict({})
-        self.begin(0)
 
     @property
     def tightens(self) -> bool:
@@ -131,9 +69,11 @@ class Guard:
         return not self.state.in_a_row and not any(state.streak for state in acting)
 
     def begin(self, step: int) -> None:
+        """A step begins; of the one before, everything has been judged, what is logged last included."""
+        self._prove(step)
         self.step = step
-        self._judged: set[str] = set()  # signals
-        self._updated = self._failed = False
+        self._judged = set()
+        self.state.updated = self._failed = False
 
     def foresee(self, signals: Mapping[str, float]) -> tuple[dict[str, float], Decision]:
         """Extrapolate the mismatch: `guard/*` metrics, and a warning where it jumped.
@@ -174,7 +114,7 @@ class Guard:
     def count(self, refused: bool) -> None:
         """An update has been refused, or is about to be made."""
         self.state.skips += refused
-        self._updated |= not refused
+        self.state.updated |= not refused
 
     def judge_late(self, signals: Mapping[str, float]) -> Decision:
         """With or after the update: what was not there to judge before it.
@@ -196,10 +136,7 @@ class Guard:
 
     def close(self) -> Decision:
         """After the updates of a step and what came with them: whether the run goes on as it is."""
-        self.state.in_a_row = 0 if self._updated and not self._failed else self.state.in_a_row + 1
-        if self.calm and self.state.unproven is not None:
-            self.state.good = [*self.state.good, self.state.unproven][-KEPT:]
-            self.state.unproven = None
+        self.state.in_a_row = 0 if self.state.updated and not self._failed else self.state.in_a_row + 1
         if self.stop_after is None or self.state.in_a_row < self.stop_after:
             return Decision()
         reason = f"{self.state.in_a_row} steps in a row without an update (stability.guard.stop_after)"
@@ -207,15 +144,17 @@ class Guard:
         return Decision((Event(self.step, "stop_after", "guard/skipped", value, limit, "stop", reason),))
 
     def saved(self, step: int) -> None:
-        """A checkpoint was written. Its weights are measured in the next step, and proven good or not then."""
-        self.state.unproven = step
+        """A checkpoint was written. Its weights are measured in the next step, and proven good or not at its end."""
+        self.state.unproven.append((step, step))
 
     def rolled_back(self, to: int) -> Event:
         """The weights are those of the checkpoint of step `to` again."""
         self.state.rollbacks += 1
         self.state.calm_from = self.step + 1 + self.cooldown
-        self.state.unproven = None
-        self.state.good = [step for step in self.state.good if step <= to]
+        # Proven anew: another rollback goes further back if it was not good after all.
+        self.state.good = [step for step in self.state.good if step < to]
+        self.state.unproven = [(to, self.step)]
+        self.state.rollback_due = ""
         self.state.growth = [(step, delta) for step, delta in self.state.growth if step <= to + 1]
         for state in self.state.rules.values():
             state.streak, state.firing = 0, False
@@ -229,13 +168,31 @@ class Guard:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave. Rules that are new start anew, those that are gone are forgotten."""
         state = GuardState(**saved)
-        rules = {name: RuleState(**values) for name, values in saved.get("rules", {}).items()}
-        state.rules = {rule.name: rules.get(rule.name, RuleState()) for rule in self.rules}
-        state.growth = [(step, delta) for step, delta in state.growth]
+        before = {name: RuleState(**values) for name, values in saved.get("rules", {}).items()}
+        state.rules = {}
+        for rule in self.rules:
+            known = before.get(rule.name)
+            state.rules[rule.name] = known if known and known.signal == rule.signal else RuleState(rule.signal)
+        same = state.growth_of == self.foresight.signal
+        state.growth = [(step, delta) for step, delta in state.growth] if same else []
+        state.growth_of = self.foresight.signal
+        state.unproven = [(saved, since) for saved, since in state.unproven]
         self.state = state
 
+    def _prove(self, step: int) -> None:
+        """Of the checkpoints whose weights the last step has measured, keep those that nothing spoke against.
+
+        Where the step made no update, its weights are still those of the checkpoint: the next step can prove them.
+        """
+        measured = [saved for saved, since in self.state.unproven if since < step - 1]
+        if self.calm:
+            self.state.good = [*self.state.good, *measured][-KEPT:]
+        elif not self.state.updated:
+            return
+        self.state.unproven = [(saved, since) for saved, since in self.state.unproven if since >= step - 1]
+
     def _read(self, rule: Rule, signals: Mapping[str, float], *, early: bool) -> list[Event]:
-        value = signals.get(rule.signal)
+        value = _number(signals.get(rule.signal))
         if value is None:
             return []
         if not early and rule.action == "skip":
@@ -269,10 +226,11 @@ class Guard:
 
     def _not_finite(self, signals: Mapping[str, float], action: str) -> list[Event]:
         names = dict.fromkeys((*WATCHED, *(rule.signal for rule in self.rules)))  # once each, in order
-        bad = [name for name in names if name in signals and not math.isfinite(signals[name])]
+        found = {name: value for name in names if (value := _number(signals.get(name))) is not None}
         return [
-            Event(self.step, "non_finite", name, signals[name], None, action, f"{name} is {signals[name]}")
-            for name in bad
+            Event(self.step, "non_finite", name, value, None, action, f"{name} is {value}")
+            for name, value in found.items()
+            if not math.isfinite(value)
         ]
 
     def _jump(self, gap: float) -> tuple[Event, ...]:
@@ -291,3 +249,11 @@ class Guard:
             "sync reach every rollout engine? (or: stale rollouts, another precision, another sampling setting)"
         )
         return (Event(self.step, "weight_sync", GAP, gap, bound, "warn", reason),)
+
+
+def _number(value: Any) -> float | None:
+    """A metric as a float of Python's, which every log can write; None for text and for nothing."""
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None

@@ -43,8 +43,10 @@ class Rule:
 
 @dataclass
 class RuleState:
-    """What a rule remembers: readings in a row past the bound, whether it fires, an adaptive one its last readings."""
+    """What a rule on `signal` remembers: readings in a row past the bound, whether it fires, an adaptive one its last
+    readings."""
 
+    signal: str = ""
     streak: int = 0
     firing: bool = False
     history: list[float] = field(default_factory=list)

@@ -17,6 +17,7 @@ from verl_ext.errors import UserError
 
 STATE_FILE = "verl_ext.json"
 SIZES_FILE = "verl_ext_sizes.json"
+GIVEN_UP_FILE = "verl_ext_given_up"
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -50,14 +51,29 @@ def load_state(folder: Path) -> dict[str, Any] | None:
 
 def save_sizes(folder: Path) -> None:
     """After verl's own files, of those that this machine sees."""
-    ours = (STATE_FILE, SIZES_FILE)  # which are whole or not there
+    ours = (STATE_FILE, SIZES_FILE, GIVEN_UP_FILE)  # which are whole or not there
     _write(folder / SIZES_FILE, {name: size for name, size in _sizes(folder) if name not in ours})
+
+
+def give_up(root: str | Path, after: int) -> None:
+    """A rollback went back to step `after`: a restart must not go on from what came later."""
+    for step in _steps(Path(root)):
+        if step > after:
+            (folder_of(root, step) / GIVEN_UP_FILE).touch()
+
+
+def forget(folder: Path) -> None:
+    """The checkpoint is about to be written anew."""
+    for name in (SIZES_FILE, GIVEN_UP_FILE):
+        (folder / name).unlink(missing_ok=True)
 
 
 def damage(folder: Path) -> str:
     """What is wrong with a checkpoint's files, in one clause; empty where nothing is, or sizes were never saved."""
     if not folder.is_dir():
         return "the folder is missing"
+    if (folder / GIVEN_UP_FILE).exists():
+        return "a rollback gave it up"
     file = folder / SIZES_FILE
     if not file.exists():
         return ""
@@ -75,28 +91,30 @@ def damage(folder: Path) -> str:
 
 
 def newest_whole(root: str | Path) -> Path | None:
-    """The newest checkpoint that is not damaged, none newer than the one that verl names the latest.
+    """The newest checkpoint that is whole and not given up, none newer than the one that verl names the latest.
 
     Prints those that it passes over. Returns None where there is no checkpoint at all.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
+        CheckpointError: there are checkpoints, and none can be resumed from.
     """
-    steps = _steps(Path(root))
     latest = _latest(root)
-    if latest is None or not steps:
+    if latest is None:  # no tracker, or a part of one: those whose sizes were saved are complete
+        steps = [step for step in _steps(Path(root)) if (folder_of(root, step) / SIZES_FILE).exists()]
+    else:
+        steps = sorted({latest, *(step for step in _steps(Path(root)) if step <= latest)})
+    if not steps:
         return None
     passed_over: list[str] = []
-    for step in sorted((step for step in steps if step <= latest), reverse=True):
+    for step in sorted(steps, reverse=True):
         folder = folder_of(root, step)
         if not (wrong := damage(folder)):
             for line in passed_over:
                 print(f"verl_ext: {line}; resuming from {folder}", flush=True)
             return folder
-        passed_over.append(f"checkpoint {folder} is damaged: {wrong}")
+        passed_over.append(f"checkpoint {folder} cannot be resumed from: {wrong}")
     raise CheckpointError(
-        f"{'; '.join(passed_over) or f'no checkpoint in {root}'}; put a whole one there to resume from, or set "
-        "trainer.resume_mode=disable to start anew"
+        f"{'; '.join(passed_over)}; put a whole one there, or set trainer.resume_mode=disable to start anew"
     )
 
 
@@ -109,13 +127,11 @@ def newest_of(root: str | Path, steps: Iterable[int]) -> Path | None:
     return None
 
 
-def _latest(root: str | Path) -> float | None:
-    """The step that verl's tracker names; any, where the tracker was cut off; None where there is no tracker."""
+def _latest(root: str | Path) -> int | None:
+    """The step that verl's tracker names; None where there is none, or it was cut off."""
     tracker = Path(get_checkpoint_tracker_filename(str(root)))
-    if not tracker.exists():
-        return None
-    text = tracker.read_text(encoding="utf-8").strip()
-    return int(text) if text.isdigit() else float("inf")
+    text = tracker.read_text(encoding="utf-8").strip() if tracker.exists() else ""
+    return int(text) if text.isdigit() else None
 
 
 def _steps(root: Path) -> list[int]:

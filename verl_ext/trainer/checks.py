@@ -124,13 +124,35 @@ def _check_guard(config: DictConfig, stability: StabilityConfig) -> None:
         )
     for rule in stability.rules():
         where = f"stability.guard.rules.{rule.name}"
-        if rule.action == "rollback" and config.trainer.save_freq < 1:
-            raise ConfigError(f"{where}: action=rollback has no checkpoint to go back to; set trainer.save_freq")
-        if rule.action == "rollback" and config.trainer.get("max_actor_ckpt_to_keep") == 1:
+        if rule.action == "rollback":
+            _check_rollback(config, where)
+
+
+def _check_rollback(config: DictConfig, where: str) -> None:
+    """It goes back to a checkpoint that is there, has all of it, and is not the last one, which is not proven yet."""
+    trainer, checkpoint = config.trainer, "actor_rollout_ref.actor.checkpoint"
+    if trainer.save_freq < 1:
+        raise ConfigError(f"{where}: action=rollback has no checkpoint to go back to; set trainer.save_freq")
+    for kept in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
+        if trainer.get(kept) == 1:
             raise ConfigError(
-                f"{where}: action=rollback needs the checkpoint before the last; set trainer.max_actor_ckpt_to_keep to "
-                "2 or more"
+                f"{where}: action=rollback needs the checkpoint before the last; set trainer.{kept} to 2 or more"
             )
+    if trainer.get("remove_previous_ckpt_in_save"):
+        raise ConfigError(
+            f"{where}: action=rollback needs the checkpoint before the last; set "
+            "trainer.remove_previous_ckpt_in_save=false"
+        )
+    loaded = OmegaConf.select(config, f"{checkpoint}.load_contents") or []
+    if missing := {"model", "optimizer"} - set(loaded):
+        raise ConfigError(
+            f"{where}: action=rollback would not load {' and '.join(sorted(missing))}; name them in "
+            f"{checkpoint}.save_contents and load_contents"
+        )
+    if OmegaConf.select(config, f"{checkpoint}.async_save"):
+        raise ConfigError(
+            f"{where}: action=rollback cannot tell when a checkpoint is complete; set {checkpoint}.async_save=false"
+        )
 
 
 def _check_weights(config: DictConfig, stability: StabilityConfig) -> None:

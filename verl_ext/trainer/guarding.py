@@ -16,13 +16,14 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 
 from verl_ext.config import StabilityConfig
-from verl_ext.core.guard import Decision, Event, Foresight, Guard
+from verl_ext.core.guard import Guard
+from verl_ext.core.guard_state import Decision, Event, Foresight
 from verl_ext.errors import GuardStopError, HookError
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.logs import EventLog, events_path, keep_metrics
 
 UNREAD_AFTER = 3  # steps with an update after which every rule must have had its signal
-RARE = "val-"  # metrics of validation, which comes when it comes
+RARE = ("val-", "guard/", "training/", "validation/", "rollout/")  # metrics that come when they come
 
 
 def build_guard(stability: StabilityConfig) -> Guard:
@@ -50,7 +51,6 @@ class GuardMixin:
 
     def __init__(self, config: DictConfig):
         self.guard = build_guard(self.stability)
-        self.rollback_reason = ""  # asked for, and not carried out yet
         self.stop_reason = ""
         self.updated_steps = 0
         self.events: EventLog | None = None
@@ -67,6 +67,8 @@ class GuardMixin:
             if self.events is not None:
                 self.events.close()
         self._stop_if_asked()
+        if due := self.guard.state.rollback_due:
+            print(f"verl_ext: the run ended with a rollback due: {due}; {self._good_checkpoint()}", flush=True)
 
     def on_step_begin(self) -> None:
         self._stop_if_asked()
@@ -79,7 +81,7 @@ class GuardMixin:
             return batch
         self.carry_out(self.guard.judge_late(metrics))
         self.carry_out(self.guard.close())
-        if self.rollback_reason and not self.stop_reason:
+        if self.guard.state.rollback_due and not self.stop_reason:
             self._roll_back()
         # After verl has averaged the local updates of this step: a running count must not be averaged.
         metrics["guard/skips"] = self.guard.state.skips
@@ -91,14 +93,18 @@ class GuardMixin:
         if self.compares_engines:
             self.carry_out(self.guard.judge_late(metrics))
             self._require_signals(metrics)
-        if self.guard.state.unproven == self.global_steps:  # saved in this step, before what was judged just now
+        if (
+            self.global_steps,
+            self.global_steps,
+        ) in self.guard.state.unproven:  # saved in this step, before what was judged just now
             self._save_state()
 
     def carry_out(self, decision: Decision) -> None:
         """Write down what was decided, and note what is to be done later in the step."""
         for event in decision.events:
             self._tell(event)
-        self.rollback_reason = self.rollback_reason or decision.reason("rollback")
+        state = self.guard.state
+        state.rollback_due = state.rollback_due or decision.reason("rollback")
         self.stop_reason = self.stop_reason or decision.reason("stop")
 
     def _tell(self, event: Event) -> None:
@@ -123,27 +129,32 @@ class GuardMixin:
     def _roll_back(self) -> None:
         """Load the last good checkpoint's weights and optimizer; verl synchronises the rollout's after the step."""
         root = self.config.trainer.default_local_dir
-        folder = checkpoints.newest_of(os.path.abspath(root), self.guard.state.good)
+        root = os.path.abspath(root)
+        folder = checkpoints.newest_of(root, self.guard.state.good)
         if folder is None:
-            self.stop_reason = f"{self.rollback_reason}, and there is no checkpoint to go back to"
+            self.stop_reason = f"{self.guard.state.rollback_due}, and there is no checkpoint to go back to"
             self._tell(Event(self.global_steps, "rollback", "", None, None, "stop", self.stop_reason))
             return
         self.actor_rollout_wg.load_checkpoint(local_path=str(folder / "actor"), del_local_after_load=False)
         if self.use_critic:
             self.critic_wg.load_checkpoint(local_path=str(folder / str(Role.Critic)), del_local_after_load=False)
-        self._tell(self.guard.rolled_back(int(folder.name.removeprefix("global_step_"))))
-        self.rollback_reason = ""
+        to = int(folder.name.removeprefix("global_step_"))
+        checkpoints.give_up(root, after=to)
+        self._tell(self.guard.rolled_back(to))
 
     def _stop_if_asked(self) -> None:
         if self.stop_reason:
-            root = self.config.trainer.default_local_dir
-            good = checkpoints.newest_of(root, self.guard.state.good)
-            where = f"the last good checkpoint is {good}" if good else f"no checkpoint in {root} was found good"
-            raise GuardStopError(f"the guard stopped the run: {self.stop_reason}; {where}")
+            raise GuardStopError(f"the guard stopped the run: {self.stop_reason}; {self._good_checkpoint()}")
+
+    def _good_checkpoint(self) -> str:
+        root = self.config.trainer.default_local_dir
+        good = checkpoints.newest_of(root, self.guard.state.good)
+        return f"the last good checkpoint is {good}" if good else f"no checkpoint in {root} was found good"
 
     def _save_checkpoint(self) -> None:
         self.guard.saved(self.global_steps)
         folder = self._save_state()
+        checkpoints.forget(folder)  # what was known of an older checkpoint of this step
         super()._save_checkpoint()  # type: ignore[misc]
         if not self.config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False):
             checkpoints.save_sizes(folder)
@@ -160,7 +171,7 @@ class GuardMixin:
             if folder is not None:
                 self._load_from(folder)
                 return
-        elif trainer.resume_mode == "resume_path":
+        elif trainer.resume_mode == "resume_path" and trainer.resume_from_path:
             if wrong := checkpoints.damage(Path(trainer.resume_from_path)):
                 raise checkpoints.CheckpointError(
                     f"trainer.resume_from_path={trainer.resume_from_path} is damaged: {wrong}; name another one"
@@ -178,7 +189,13 @@ class GuardMixin:
             super()._load_checkpoint()  # type: ignore[misc]
             trainer.resume_mode, trainer.resume_from_path = asked
         if state is not None:
-            self.guard.load_state_dict(state)
+            try:
+                self.guard.load_state_dict(state)
+            except TypeError as error:
+                raise checkpoints.CheckpointError(
+                    f"{folder / checkpoints.STATE_FILE} was written by another version ({error}); delete it to resume "
+                    "with a fresh guard"
+                ) from error
             print(f"verl_ext: guard state of step {self.global_steps}: {json.dumps(_brief(state))}", flush=True)
 
 

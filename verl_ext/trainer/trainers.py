@@ -18,7 +18,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from verl_ext.config import stability_config
 from verl_ext.core.filters import apply_filters
-from verl_ext.core.guard import Decision, Event
+from verl_ext.core.guard_state import Decision, Event
 from verl_ext.core.measure import Measured, measure
 from verl_ext.core.mismatch import mismatch_ratio
 from verl_ext.core.routing import router_metrics
@@ -137,7 +137,7 @@ class StabilityMixin(GuardMixin):
         found = self.guard.judge(metrics, non_finite(tokens) if measured.non_finite else {})
         self.carry_out(found)
         self.refused = found.refuses
-        if not self.refused and (due := self.rollback_reason or self.stop_reason):
+        if not self.refused and (due := self.guard.state.rollback_due or self.stop_reason):
             self._refuse("due", f"a rollback or stop is due: {due}")  # decided after an earlier update
         if self.guard.tightens and not narrowed:
             narrowed, measured = True, self._measure(tokens, metrics, narrowed=True)

@@ -20,7 +20,6 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from verl_ext.core.mismatch import LOG_RATIO_BOUND
-from verl_ext.errors import HookError
 from verl_ext.guard_settings import MiniBatchGate
 
 
@@ -37,18 +36,23 @@ class Gate:
         self.limits = MiniBatchGate()
         self._train, self._step = engine.train_batch, engine.optimizer_step
         engine.train_batch, engine.optimizer_step = self.train_batch, self.optimizer_step
-        self._data: TensorDict | None = None
+        self._data: TensorDict | None = None  # of the mini-batch at work
+        self._taken = True
         self._sums = torch.zeros(3, dtype=torch.float64)
         self._metrics: dict[str, list[float]] = {}
 
     def train_batch(self, data: TensorDict, loss_function: Callable) -> Any:
         """verl's, with gate/refused (0 or 1) and what it was decided by among the metrics, where limits are set."""
-        self._data = data
+        self._data, self._taken, self._metrics = data, True, {}
         self._sums = torch.zeros(3, dtype=torch.float64)
-        self._metrics = {}
-        outputs = self._train(data, loss_function)
-        if self.limits.active and self.engine.is_mp_src_rank_with_outputs():
+        try:
+            outputs = self._train(data, loss_function)
+        finally:
+            self._data = None
+        if self.engine.is_mp_src_rank_with_outputs():
             outputs["metrics"].update(self._metrics)
+            if not self._taken:  # a norm of 0 would be averaged in with those of real steps
+                outputs["metrics"].pop("grad_norm", None)
         return outputs
 
     @torch.no_grad()
@@ -61,31 +65,29 @@ class Gate:
         self._sums = self._sums.to(sums.device) + sums
 
     def optimizer_step(self) -> float:
-        """verl's, which returns the gradient's norm; or none."""
-        if self._data is None:
-            raise HookError("optimizer_step was called outside of train_batch: this engine is not one the gate knows")
+        """verl's, which returns the gradient's norm; or none, and 0."""
         # verl counts the tokens of the mini-batch over all ranks, those that compute no loss included.
-        if tu.get_non_tensor_data(self._data, "batch_num_tokens", default=None) == 0:
+        if self._data is not None and tu.get_non_tensor_data(self._data, "batch_num_tokens", default=None) == 0:
+            self._taken = False
             return 0.0
-        if not self.limits.active:
+        if self._data is None or not self.limits.active:
             return self._step()
         signals = self._agree()
-        refused = past(signals, asdict(self.limits))
-        told = signals | {"refused": float(refused)}
+        self._taken = not past(signals, asdict(self.limits))
+        told = signals | {"refused": float(not self._taken)}
         self._metrics = {f"gate/{name}": [value] for name, value in told.items()}
-        if not refused:
-            return self._step()
-        return signals.get("grad_norm", 0.0)
+        return self._step() if self._taken else 0.0
 
     def _agree(self) -> dict[str, float]:
         """The mini-batch's signals, the same on every rank."""
-        sums = self._sums.to(get_device_id())
+        norm = 0.0 if self.limits.grad_norm is None else gradient_norm(self.engine)
+        sums = torch.cat([self._sums.to(get_device_id()), self._sums.new_tensor([norm, 1.0]).to(get_device_id())])
         # Ranks that share a mini-batch (tensor, sequence parallelism) add it equally often, so means stay means.
         torch.distributed.all_reduce(sums)
-        tokens, policy_kl, vllm_kl = sums.tolist()
+        tokens, policy_kl, vllm_kl, norms, ranks = sums.tolist()
         signals = {"policy_kl": policy_kl / max(tokens, 1.0), "vllm_kl": vllm_kl / max(tokens, 1.0)}
         if self.limits.grad_norm is not None:
-            signals["grad_norm"] = gradient_norm(self.engine)
+            signals["grad_norm"] = norms / ranks  # which differ in the last digit where groups of ranks reduce apart
         return signals
 
 
@@ -116,6 +118,6 @@ def gradient_norm(engine: Any) -> float:
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
-    """Sum of r - log r - 1 over [n] log-ratios, clamped to +-20; a NaN stays."""
+    """Sum of r - log r - 1 over [n] log-ratios, clamped to +-20; NaN where one is not finite."""
     x = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return (torch.expm1(x) - x).sum()
+    return torch.where(log_ratio.isfinite(), torch.expm1(x) - x, math.nan).sum()

@@ -1,0 +1,74 @@
+"""What the guard decides, and what it remembers."""
+
+from dataclasses import dataclass, field
+
+from verl_ext.core.rules import REFUSING, RuleState
+
+
+@dataclass(frozen=True)
+class Event:
+    """One decision; a line of the event log. `threshold` is None where there is none (NaN, an empty batch)."""
+
+    step: int
+    rule: str
+    signal: str
+    value: float | None
+    threshold: float | None
+    action: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one judgement decided, mildest and strongest together."""
+
+    events: tuple[Event, ...] = ()
+
+    def reason(self, *actions: str) -> str:
+        """Why, of the first event with one of these actions; empty when there is none."""
+        return next((event.reason for event in self.events if event.action in actions), "")
+
+    @property
+    def refuses(self) -> str:
+        """Why the batch may not update the weights; empty when it may."""
+        return self.reason(*REFUSING)
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """Which mismatch is extrapolated, to which boundary, over how many readings."""
+
+    signal: str = "vllm_kl/k3"
+    boundary: float = 0.1
+    window: int = 32
+
+
+@dataclass
+class GuardState:
+    """What survives a restart: it is saved with verl's checkpoint.
+
+    Attributes:
+        skips, in_a_row: updates skipped so far, and how many steps just now went without a good update.
+        rollbacks, calm_from: how many so far; the first step at which another may follow.
+        rules: name -> state.
+        growth, growth_of: (step, delta), the window of the extrapolation, and the signal that delta is.
+        gaps, jumped: the last readings of GAP, and whether it stands above a jump that has been told.
+        good: steps of checkpoints whose weights have been measured and found good, ascending.
+        unproven: (step of a checkpoint, step at whose end the weights were its) until a later step has measured them.
+        updated: whether an update of the last step was made.
+        rollback_due: why a rollback was asked for that has not been carried out yet; else empty.
+    """
+
+    skips: int = 0
+    in_a_row: int = 0
+    rollbacks: int = 0
+    calm_from: int = 0
+    rules: dict[str, RuleState] = field(default_factory=dict)
+    growth: list[tuple[int, float]] = field(default_factory=list)
+    growth_of: str = ""
+    gaps: list[float] = field(default_factory=list)
+    jumped: bool = False
+    good: list[int] = field(default_factory=list)
+    unproven: list[tuple[int, int]] = field(default_factory=list)
+    updated: bool = False
+    rollback_due: str = ""
