@@ -93,10 +93,8 @@ class GuardMixin:
         if self.compares_engines:
             self.carry_out(self.guard.judge_late(metrics))
             self._require_signals(metrics)
-        if (
-            self.global_steps,
-            self.global_steps,
-        ) in self.guard.state.unproven:  # saved in this step, before what was judged just now
+        now = self.global_steps
+        if (now, now) in self.guard.state.unproven:  # saved in this step, before what was judged just now
             self._save_state()
 
     def carry_out(self, decision: Decision) -> None:
@@ -128,8 +126,7 @@ class GuardMixin:
 
     def _roll_back(self) -> None:
         """Load the last good checkpoint's weights and optimizer; verl synchronises the rollout's after the step."""
-        root = self.config.trainer.default_local_dir
-        root = os.path.abspath(root)
+        root = os.path.abspath(self.config.trainer.default_local_dir)
         folder = checkpoints.newest_of(root, self.guard.state.good)
         if folder is None:
             self.stop_reason = f"{self.guard.state.rollback_due}, and there is no checkpoint to go back to"
