@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from verl_ext import __version__
 from verl_ext.cli import main
 
 
@@ -58,11 +59,17 @@ def test_help(arguments, capsys):
     assert "report" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["report"], ["no such command"]])
-def test_wrong_usage_exits_with_two(arguments, capsys):
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert exit.value.code == 0 and capsys.readouterr().out == f"verl-ext {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["report"], ["no such command"], ["report", "run", "--", "a=b"]])
+def test_wrong_usage_exits_with_two_and_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as exit:
         main(arguments)
-    assert exit.value.code == 2
+    assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 def test_importing_the_command_line_is_light():

@@ -1,18 +1,18 @@
 """What is sent to Ray's job API; a real head takes it in tests/e2e/test_submit.py."""
 
-import argparse
 import json
 import shlex
 import types
 
 import pytest
 
-from verl_ext import submit
+from verl_ext import submit, submit_job
+from verl_ext.cli import main
 from verl_ext.errors import ConfigError
 
 
 def job(*overrides, **options):
-    return submit.build_job(overrides, **({"run_dir": "/shared/run"} | options))
+    return submit_job.build_job(overrides, **({"run_dir": "/shared/run"} | options))
 
 
 def test_everything_the_run_writes_goes_to_its_folder():
@@ -27,15 +27,36 @@ def test_everything_the_run_writes_goes_to_its_folder():
     assert "trainer.default_local_dir=/shared/run/checkpoints" in made.entrypoint
     assert "hydra.run.dir=/shared/run/hydra" in made.entrypoint
     assert made.runtime_env["env_vars"]["VERL_FILE_LOGGER_PATH"] == "/shared/run/metrics.jsonl"
-    assert json.loads(made.metadata[submit.OVERRIDES]) == ["recipe=cpu_smoke", "data.prompt_key=a b"]
+    assert json.loads(made.metadata[submit_job.OVERRIDES]) == ["recipe=cpu_smoke", "data.prompt_key=a b"]
     assert "working_dir" not in made.runtime_env
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
 def test_what_the_user_sets_stands(plus):
-    made = job("trainer.default_local_dir=/elsewhere", f"{plus}ray_kwargs.ray_init.num_cpus=3")
+    made = job(
+        "hydra.run.dir=/x",
+        f"{plus}trainer.default_local_dir=/elsewhere",
+        f"{plus}ray_kwargs.ray_init.num_cpus=null",
+        env=["VERL_FILE_LOGGER_PATH=/y"],
+    )
     assert made.entrypoint.count("default_local_dir") == made.entrypoint.count("num_cpus") == 1
     assert "++ray_kwargs.ray_init.num_gpus=null" in made.entrypoint
+    assert made.elsewhere == (
+        "checkpoints to /elsewhere (trainer.default_local_dir), Hydra's output to /x (hydra.run.dir), "
+        "metrics to /y (VERL_FILE_LOGGER_PATH)"
+    )
+    assert job("recipe=x").elsewhere == ""
+
+
+def test_the_size_of_a_cluster_is_its_own():
+    with pytest.raises(ConfigError, match=r"ray_init\.num_gpus=3 is refused by a cluster that runs already"):
+        job("++ray_kwargs.ray_init.num_gpus=3")
+
+
+def test_a_folder_that_is_not_there_is_not_sent(tmp_path):
+    with pytest.raises(ConfigError, match="gone is not there"):
+        job(working_dir=str(tmp_path / "gone"))
+    assert job(working_dir="s3://bucket/code.zip").runtime_env["working_dir"] == "s3://bucket/code.zip"
 
 
 def test_environment_is_given_or_taken_from_here(monkeypatch):
@@ -63,20 +84,39 @@ def test_a_relative_run_folder_is_refused():
 
 @pytest.fixture
 def command():
-    parser = argparse.ArgumentParser(prog="verl-ext")
-    submit.add_parser(parser.add_subparsers(required=True))
-
-    def run(*arguments):
-        parsed = parser.parse_args(["submit", *arguments])
-        return parsed.run(parsed)
-
-    return run
+    return lambda *arguments: main(["submit", *arguments])
 
 
 def test_dry_run_prints_the_job_and_needs_no_cluster(command, capsys):
     assert command("run", "--run-dir", "/r", "--dry-run", "recipe=cpu_smoke", "~data.x") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["entrypoint"].startswith("python -m verl_ext.main_ppo recipe=cpu_smoke '~data.x'")
+
+
+def test_options_stand_anywhere_and_what_follows_the_dashes_passes(command, capsys):
+    arguments = ("run", "recipe=q", "--dry-run", "a=1", "--run-dir", "/d", "--detach", "b=2", "--", "--cfg", "job")
+    assert command(*arguments) == 0
+    words = shlex.split(json.loads(capsys.readouterr().out)["entrypoint"])[3:]
+    assert words[:3] == ["recipe=q", "a=1", "b=2"]
+    assert words[-2:] == ["--cfg", "job"], "Hydra takes no override behind a flag"
+
+
+def test_what_goes_elsewhere_is_one_line(command, capsys):
+    assert command("run", "--run-dir", "/r", "--dry-run", "hydra.run.dir=/x") == 0
+    assert capsys.readouterr().err == "verl-ext submit: not to /r go Hydra's output to /x (hydra.run.dir)\n"
+
+
+def test_an_option_that_is_not_there_is_refused(command, capsys):
+    with pytest.raises(SystemExit) as exit:
+        command("run", "--run-dir", "/d", "recipe=q", "--detatch")
+    assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("address", ["foo", "ray://head:10001", "head:8265"])
+def test_an_address_that_is_not_the_dashboards(command, capsys, address):
+    assert command("status", "--address", address, "job") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"--address {address} is not" in error and "http://HOST:8265" in error
 
 
 @pytest.mark.parametrize(
@@ -104,7 +144,7 @@ class Client:
                 status=status,
                 start_time=1000 * index,
                 end_time=61000 + 1000 * index,
-                metadata={submit.RUN_DIR: f"/runs/{name}"} if name != "foreign" else None,
+                metadata={submit_job.RUN_DIR: f"/runs/{name}"} if name != "foreign" else None,
                 entrypoint="python -m verl_ext.main_ppo",
                 runtime_env={"working_dir": "gcs://package.zip"},
                 driver_exit_code=3 if status == "FAILED" else None,
@@ -168,7 +208,7 @@ def test_resume_submits_the_same_job_again(client, command, capsys):
     (again,) = client.submitted
     assert again["entrypoint"] == client.jobs["failed"].entrypoint
     assert again["runtime_env"] == client.jobs["failed"].runtime_env
-    assert again["metadata"] == {submit.RUN_DIR: "/runs/failed"}
+    assert again["metadata"] == {submit_job.RUN_DIR: "/runs/failed"}
     assert command("resume", "running") == 2
     assert "running is RUNNING; stop it first" in capsys.readouterr().err
     assert command("resume", "foreign") == 2

@@ -4,27 +4,40 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from verl_ext import submit
+from verl_ext import __version__, submit
+from verl_ext.doctor import composed
 from verl_ext.plan import command as plan
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong usage is one line, without the list of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; 0 when it worked, 2 with one line on stderr when the user has to act."""
-    parser = argparse.ArgumentParser(
-        prog="verl-ext", description="Tools around a verl run that uses the verl_ext plugin."
-    )
+    parser = Parser(prog="verl-ext", description="Tools around a verl run that uses the verl_ext plugin.")
+    parser.add_argument("--version", action="version", version=f"verl-ext {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_doctor(commands)
     plan.add_parser(commands)
     submit.add_parser(commands)
     _add_report(commands)
-    arguments, rest = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    arguments, rest = parser.parse_known_args(words[:end])
+    passed = words[end + 1 :]  # as it stands, to Hydra
     # argparse ends a list of positionals at the first flag; overrides may stand on both sides of one.
-    if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        arguments.overrides += rest
+    if flags := [word for word in rest if word.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    if rest + passed and not hasattr(arguments, "overrides"):
+        parser.error(f"unrecognized arguments: {' '.join(rest + passed)}")
+    if rest + passed:
+        arguments.overrides += rest + passed
     return arguments.run(arguments)
 
 
@@ -75,7 +88,8 @@ levels:
   note     worth knowing; nothing to do
   ok       looked at, and as it should be
 
-exit code: 0, or 1 with an error (with --strict also with a warning); 2 for wrong usage.
+exit code: 0, or 1 with an error (with --strict also with a warning); 2 for wrong usage. With --fix, errors that no
+override fixes go to stderr.
 
 examples:
   verl-ext doctor                                     the installation alone
@@ -94,11 +108,7 @@ def _add_doctor(commands) -> None:
         epilog=DOCTOR_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "overrides", metavar="OVERRIDE", nargs="*", help="as given to verl_ext.main_ppo, such as stability=icepop"
-    )
-    parser.add_argument("--config-path", metavar="DIR", help="Hydra's, as for verl_ext.main_ppo")
-    parser.add_argument("--config-name", metavar="NAME", help="Hydra's, as for verl_ext.main_ppo")
+    composed.add_arguments(parser)
     parser.add_argument("--gpu", type=_gpu, metavar="NAME", help="of the rollout, such as A100, H100, H200 or L20")
     parser.add_argument("--strict", action="store_true", help="exit with 1 for warnings too")
     output = parser.add_mutually_exclusive_group()

@@ -9,92 +9,20 @@ import argparse
 import asyncio
 import json
 import os
-import shlex
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.errors import ConfigError
+from verl_ext.submit_job import RUN_DIR, Job, build_job
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 ADDRESS = "http://127.0.0.1:8265"  # Ray's own default
-# What is never needed on the nodes; Ray refuses a working directory of more than 500 MiB.
-EXCLUDES = (".git", ".venv", "__pycache__", "checkpoints", "outputs", "wandb", ".quickstart", "*.pt", "*.safetensors")
-ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "true", "HYDRA_FULL_ERROR": "0"}
-RUN_DIR, OVERRIDES = "verl_ext_run_dir", "verl_ext_overrides"  # keys of a job's metadata
 DONE = ("SUCCEEDED", "FAILED", "STOPPED")
 POLL_S = 1.0
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is sent to Ray: the command of the driver, the environment of every process, and what to remember."""
-
-    entrypoint: str
-    runtime_env: dict[str, Any]
-    metadata: dict[str, str]
-
-
-def build_job(
-    overrides: Sequence[str],
-    *,
-    run_dir: str,
-    working_dir: str | None = None,
-    pip: Sequence[str] = (),
-    image: str | None = None,
-    env: Sequence[str] = (),
-) -> Job:
-    """The job of one run.
-
-    Args:
-        overrides: as for `python -m verl_ext.main_ppo`.
-        run_dir: absolute, the same path on every node.
-        working_dir: a local folder that is sent to every node and becomes the current one there; None sends nothing.
-        pip: requirements to install on every node; `${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}` stands for the folder sent.
-        image: a container image with verl and verl_ext in it.
-        env: KEY=VALUE, or KEY for the value that it has here.
-
-    Raises:
-        ConfigError: an argument cannot work.
-    """
-    if not PurePosixPath(run_dir).is_absolute():
-        raise ConfigError(f"--run-dir={run_dir} must be an absolute path that every node can write to")
-    if pip and image:
-        raise ConfigError("--pip and --image exclude each other: put the packages into the image")
-    folder = PurePosixPath(run_dir)
-    defaults = {
-        "trainer.default_local_dir": str(folder / "checkpoints"),
-        "hydra.run.dir": str(folder / "hydra"),
-        # A cluster that is there already has its own numbers, and Ray refuses others.
-        "++ray_kwargs.ray_init.num_cpus": "null",
-        "++ray_kwargs.ray_init.num_gpus": "null",
-    }
-    given = {override.partition("=")[0].lstrip("+") for override in overrides}
-    added = [f"{key}={value}" for key, value in defaults.items() if key.lstrip("+") not in given]
-    command = ["python", "-m", "verl_ext.main_ppo", *overrides, *added]
-    runtime_env: dict[str, Any] = {"env_vars": ENVIRONMENT | {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl")}}
-    runtime_env["env_vars"] |= dict(_variable(item) for item in env)
-    if working_dir is not None:
-        runtime_env |= {"working_dir": working_dir, "excludes": list(EXCLUDES)}
-    if pip:
-        runtime_env["pip"] = list(pip)
-    if image:
-        runtime_env["image_uri"] = image
-    return Job(shlex.join(command), runtime_env, {RUN_DIR: run_dir, OVERRIDES: json.dumps(list(overrides))})
-
-
-def _variable(item: str) -> tuple[str, str]:
-    key, equals, value = item.partition("=")
-    if equals:
-        return key, value
-    if key not in os.environ:
-        raise ConfigError(f"--env {key} has no value here; give one: --env {key}=VALUE")
-    return key, os.environ[key]
 
 
 def connect(address: str) -> "JobSubmissionClient":
@@ -103,6 +31,8 @@ def connect(address: str) -> "JobSubmissionClient":
     Raises:
         ConfigError: nothing that takes jobs answers there, or it wants a token that is not here.
     """
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(f"--address {address} is not that of the dashboard, which looks like http://HOST:8265")
     token = Path.home() / ".ray" / "auth_token"
     if "RAY_AUTH_MODE" not in os.environ and token.exists():
         os.environ["RAY_AUTH_MODE"] = "token"  # before Ray reads it
@@ -191,12 +121,18 @@ def add_parser(commands: Any) -> None:
         made.add_argument(
             "--address",
             default=os.environ.get("RAY_API_SERVER_ADDRESS", ADDRESS),
-            help="of the Ray head's dashboard (default: $RAY_API_SERVER_ADDRESS, else %(default)s)",
+            metavar="URL",
+            help="of the Ray head's dashboard, http://HOST:8265 (default: $RAY_API_SERVER_ADDRESS, else %(default)s)",
         )
         made.set_defaults(run=lambda arguments: _reported(run, arguments))
         return made
 
     made = verb("run", "submit a run and follow its log", _run)
+    made.usage = "%(prog)s --run-dir DIR [options] [override ...] [-- override ...]"
+    made.epilog = (
+        "Options and overrides may stand in any order. What starts with a dash and is for verl_ext.main_ppo, such as "
+        "`--cfg job`, goes behind `--`. The same --run-dir again resumes from its last whole checkpoint."
+    )
     made.add_argument("--run-dir", required=True, help="absolute; checkpoints, metrics and logs go there, on all nodes")
     made.add_argument("--working-dir", help="a local folder to send to every node, with your rewards and data code")
     made.add_argument("--pip", action="append", default=[], metavar="REQUIREMENT", help="install on every node")
@@ -208,7 +144,10 @@ def add_parser(commands: Any) -> None:
     made.add_argument("--detach", action="store_true", help="do not follow the log")
     made.add_argument("--dry-run", action="store_true", help="print what would be submitted, as JSON")
     made.add_argument(
-        "overrides", nargs=argparse.REMAINDER, help="as for python -m verl_ext.main_ppo, e.g. recipe=... stability=..."
+        "overrides",
+        nargs="*",
+        metavar="override",
+        help="as for verl_ext.main_ppo, e.g. recipe=... stability=...",
     )
 
     made = verb("status", "list the runs that were submitted, or show one", _status)
@@ -232,15 +171,16 @@ def _reported(run: Any, arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    overrides = [override for override in arguments.overrides if override != "--"]
     job = build_job(
-        overrides,
+        arguments.overrides,
         run_dir=arguments.run_dir,
         working_dir=arguments.working_dir,
         pip=arguments.pip,
         image=arguments.image,
         env=arguments.env,
     )
+    if job.elsewhere:
+        print(f"verl-ext submit: not to {arguments.run_dir} go {job.elsewhere}", file=sys.stderr)
     if arguments.dry_run:
         print(json.dumps({"entrypoint": job.entrypoint, "runtime_env": job.runtime_env}, indent=2))
         return 0
@@ -251,7 +191,8 @@ def _submit(client: "JobSubmissionClient", job: Job, job_id: str | None, detach:
     job_id = client.submit_job(
         entrypoint=job.entrypoint, runtime_env=job.runtime_env, metadata=job.metadata, submission_id=job_id
     )
-    print(f"verl-ext submit: {job_id} submitted; everything it writes goes to {job.metadata[RUN_DIR]}", file=sys.stderr)
+    what = "everything else that" if job.elsewhere else "everything"
+    print(f"verl-ext submit: {job_id} submitted; {what} it writes goes to {job.metadata[RUN_DIR]}", file=sys.stderr)
     return 0 if detach else follow(client, job_id)
 
 

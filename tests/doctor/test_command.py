@@ -1,6 +1,8 @@
 """The subcommand: what it prints, and its exit codes."""
 
 import json
+import os
+import re
 
 import pytest
 
@@ -21,14 +23,21 @@ RUN = [
 
 
 @pytest.fixture
-def doctor(models, capsys, monkeypatch):
-    """doctor(*arguments) -> (exit code, stdout) on a complete run, whatever plugins the environment leaves out."""
+def doctor(models, capfd, monkeypatch, tmp_path):
+    """doctor(*arguments) -> (exit code, stdout) on a complete run, whatever plugins the environment leaves out.
+
+    Standard error is `doctor.stderr`.
+    """
+    (data := tmp_path / "data.parquet").touch()
+    here = [f"actor_rollout_ref.model.path={models}/fitting", f"data.train_files={data}", f"data.val_files=[{data}]"]
     for variable in ("VERL_USE_EXTERNAL_PLUGINS", "VLLM_PLUGINS"):
         monkeypatch.delenv(variable, raising=False)
 
     def call(*arguments):
-        code = main(["doctor", *RUN, f"actor_rollout_ref.model.path={models}/fitting", *arguments])
-        return code, capsys.readouterr().out
+        code = main(["doctor", *RUN, *here, *arguments])
+        captured = capfd.readouterr()
+        call.stderr = captured.err
+        return code, captured.out
 
     return call
 
@@ -62,9 +71,37 @@ def test_what_fix_prints_makes_the_findings_go_away(doctor):
         f"{ROLLOUT}.max_num_batched_tokens=1024",
         f"{ROLLOUT}.temperature=1",
         f"{ROLLOUT}.top_k=-1",
-        f"{ROLLOUT}.top_p=1",
     ]
     assert doctor("--strict", "--fix", *wrong, *lines) == (0, "")
+
+
+def test_fix_tells_on_stderr_what_no_override_fixes(doctor):
+    code, out = doctor("--fix", "stability.icepop.alpha=6")
+    assert (code, out) == (1, "")
+    assert doctor.stderr.startswith("verl-ext doctor: hooks: ") and "stability.icepop.alpha=6" in doctor.stderr
+
+
+def test_nothing_of_verls_own_is_printed_beside_the_findings(doctor):
+    doctor()
+    assert "UserWarning" not in doctor.stderr and "[validate_config]" not in doctor.stderr
+
+
+def test_nothing_is_fetched(doctor, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    doctor()
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_long_value_is_told_whole(doctor):
+    path = "/no/such/" + "x" * 150
+    _, out = doctor(f"data.train_files={path}")
+    assert "…" not in out and "x" * 150 in "".join(re.findall(r"[\w/]+", out.partition("train_files=")[2]))
+
+
+def test_what_is_told_by_the_runs_own_check_is_told_once(doctor):
+    _, out = doctor("--json", f"{ROLLOUT}.top_p=0.9")
+    told = [found for found in json.loads(out) if "top_p=0.9" in found["found"]]
+    assert [(found["check"], found["fix"]) for found in told] == [("hooks", [f"{ROLLOUT}.top_p=1"])]
 
 
 def test_json_is_all_findings(doctor):

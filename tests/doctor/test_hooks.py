@@ -39,19 +39,12 @@ def test_nothing_switched_on_is_a_note(findings):
     assert levels(findings("hooks", "stability=none")) == {"note"}
 
 
-def test_routers_of_a_model_that_is_not_here_are_not_probed(findings):
-    found = findings("hooks", "stability.router_agreement=true", "actor_rollout_ref.model.path=nobody/nothing")
-    assert [finding.found for finding in found if finding.level == "note"] == [
-        "the model's files are not on this machine"
-    ]
-
-
 @pytest.mark.parametrize(
     ("overrides", "fix"),
     [
         ([f"{ROLLOUT}.calculate_log_probs=False"], [f"{ROLLOUT}.calculate_log_probs=True"]),
         (["trainer.use_v1=False"], ["trainer.use_v1=True"]),
-        ([f"{ROLLOUT}.top_p=0.9"], [f"{ROLLOUT}.top_p=1", f"{ROLLOUT}.top_k=-1"]),
+        ([f"{ROLLOUT}.top_p=0.9"], [f"{ROLLOUT}.top_p=1"]),
         (["algorithm.rollout_correction.rollout_is=token"], ["algorithm.rollout_correction.rollout_is=null"]),
         (
             ["trainer.use_v1=False", f"{ROLLOUT}.calculate_log_probs=False"],
@@ -88,6 +81,16 @@ def test_verls_own_validation_is_told(findings):
     assert levels(findings("verl's validation", "stability=icepop")) == {"ok"}
     found = findings("verl's validation", "stability=icepop", "data.train_batch_size=3")
     assert levels(found) == {"error"} and "train_batch_size" in found[0].found
+
+
+@pytest.mark.parametrize(
+    ("precision", "said"), [("fp16", "use precision=fp16_megatron"), ("fp32", "precision=bf16 or fp32")]
+)
+def test_a_precision_of_fsdp_on_megatron(context, precision, said):
+    run = context("model_engine=megatron", f"precision={precision}")
+    (finding,) = CHECKS["verl's validation"](run)
+    assert finding.level == "error" and said in finding.why
+    assert not list(CHECKS["dtype of both engines"](run))
 
 
 def test_verls_validation_waits_for_our_errors(findings):

@@ -1,18 +1,18 @@
 """`verl-ext plan`, against arithmetic by hand and published figures."""
 
-import argparse
 import json
 from dataclasses import replace
 
 import pytest
 
+from verl_ext.cli import main
 from verl_ext.errors import ConfigError
-from verl_ext.plan.command import add_parser
 from verl_ext.plan.memory import ENGINE_RESERVE, plan_memory
 from verl_ext.plan.sizes import GIB, GPUS, Sizes, read_sizes
 from verl_ext.plan.timing import MFU, plan_timing
 from verl_ext.shapes import SHAPES
 
+ROLLOUT = "actor_rollout_ref.rollout"
 FSDP = Sizes(
     shape=SHAPES["Qwen3-30B-A3B"],
     gpu=GPUS["H100"],
@@ -150,23 +150,35 @@ def test_sizes_come_from_the_composed_config(compose):
 
 @pytest.fixture
 def command():
-    parser = argparse.ArgumentParser(prog="verl-ext")
-    add_parser(parser.add_subparsers(required=True))
-
-    def run(*arguments):
-        parsed = parser.parse_args(["plan", *arguments])
-        return parsed.run(parsed)
-
-    return run
+    return lambda *arguments: main(["plan", *arguments])
 
 
-def test_the_table_says_whether_it_fits_and_what_bounds_it(command, capsys):
-    assert command("recipe=qwen3_30b_a3b", "--gpu", "H100") == 0
+def test_the_table_says_whether_it_fits_and_what_is_largest(command, capsys):
+    assert command("recipe=qwen3_30b_a3b", "--gpu", "a100") == 0
     printed = capsys.readouterr().out
-    assert "fits: the update is bounded by optimizer" in printed
+    assert "16 x A100-80G train" in printed
+    assert "fits: the largest part of the update is optimizer; the KV cache of a replica holds" in printed
+    assert "sequences of full length\n" in printed
     assert "generation" in printed and "384 bytes a token" in printed
-    assert command("recipe=qwen3_30b_a3b", "--gpu", "L20") == 1
-    assert "does not fit: the update needs" in capsys.readouterr().out
+
+
+def test_where_it_does_not_fit_every_phase_that_fails_is_named_and_no_time(command, capsys):
+    assert command("recipe=qwen3_30b_a3b", "--gpu", "L20", f"{ROLLOUT}.tensor_model_parallel_size=1") == 1
+    printed = capsys.readouterr().out
+    assert "does not fit: the update needs" in printed and "does not fit: the rollout" in printed
+    assert "generation" not in printed
+
+
+def test_what_is_switched_off_is_marked(command, capsys):
+    def features(*overrides):
+        command("recipe=qwen3_30b_a3b", "--json", *overrides)
+        costs = json.loads(capsys.readouterr().out)["features"]
+        return {name for name, cost in costs.items() if not cost.endswith("if switched on")}
+
+    assert features("stability=none") == set()
+    assert features("stability=tis") >= {"corrections, vllm_kl/*", "weights to the workers"}
+    assert "router agreement, replay" in features("stability=r3")
+    assert "guard" in features("stability=guard")
 
 
 def test_json_has_the_same_numbers(command, capsys):
@@ -176,7 +188,39 @@ def test_json_has_the_same_numbers(command, capsys):
     assert sum(printed["update_gib"].values()) < printed["gpu_gib"]
 
 
-def test_what_cannot_be_planned_is_one_line(command, capsys):
-    assert command("recipe=cpu_smoke") == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "is none of the models of verl_ext/shapes.py" in error
+def test_a_primary_config_of_ones_own(command, tmp_path, capsys):
+    content = "hydra:\n  searchpath: [pkg://verl.trainer.config]\ndefaults: [ppo_trainer, _self_]\n"
+    (tmp_path / "mine.yaml").write_text(content)
+    assert command("--config-path", str(tmp_path), "--config-name=mine", "recipe=qwen3_30b_a3b") == 0
+    assert command("--config-path", str(tmp_path), "--config-name=yours", "recipe=qwen3_30b_a3b") == 2
+    assert "yours" in capsys.readouterr().err
+
+
+KNOWN = ("recipe=qwen3_30b_a3b",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["recipe=cpu_smoke"], "is none of the models of verl_ext/shapes.py"),
+        (["recipe=cpu_smoke"], "; name the one of the same shape by --model"),
+        (["recipe=cpu_smoke", "--model", "GPT-2"], "--model=GPT-2 is none of the models"),
+        (["recipe=nope"], "Could not find 'recipe/nope'"),
+        (["foo bar"], "foo bar"),
+        ([*KNOWN, "trainer.nnnodes=2"], "Could not override 'trainer.nnnodes'"),
+        ([*KNOWN, "stability=nope"], "stability=nope is not known"),
+        ([*KNOWN, "--gpu", "abacus"], "--gpu=abacus is not known; choose one of"),
+        ([*KNOWN, "--nodes", "0"], "--nodes=0 must be above 0"),
+        ([*KNOWN, "--nodes", "-1"], "--nodes=-1 must be above 0"),
+        ([*KNOWN, "trainer.n_gpus_per_node=0"], "trainer.n_gpus_per_node=0 must be a whole number above 0"),
+        ([*KNOWN, f"{ROLLOUT}.dtype=auto"], "dtype=auto cannot be planned"),
+        ([*KNOWN, "--mean-response", "0"], "--mean-response=0 must be above 0"),
+        ([*KNOWN, "--mean-response", "-5"], "--mean-response=-5 must be above 0"),
+        ([*KNOWN, "--mean-response", "9000"], "at most data.max_response_length=8192"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(command, capsys, arguments, said):
+    assert command(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and said in captured.err
+    assert captured.out == ""

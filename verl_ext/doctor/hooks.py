@@ -1,7 +1,10 @@
 """Which of verl_ext's hooks attach, by the checks that the run itself makes before Ray starts."""
 
+import contextlib
 import copy
+import io
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 NAME = f"{ROLLOUT}.name"
+FSDP_CONFIG = "actor_rollout_ref.actor.fsdp_config"
 MOST_ERRORS = 20  # in a row, each found once the one before is fixed
 
 
@@ -38,7 +42,7 @@ def hooks(context: Context) -> Iterable[Finding]:
     """
     if context.config is None or not context.get(NAME):
         return
-    errors = _errors_once(context)
+    errors = errors_once(context)
     yield from errors
     if errors:
         return
@@ -54,11 +58,10 @@ def hooks(context: Context) -> Iterable[Finding]:
         return
     for name, where in _features(config, stability):
         yield Finding("ok", f"{name}: {where}")
-    if _reads_routers(config, stability) and context.model_config is None:
-        yield Finding("note", "the model's files are not on this machine", "its routers could not be probed")
 
 
-def _errors_once(context: Context) -> list[Finding]:
+def errors_once(context: Context) -> list[Finding]:
+    """The errors of the run's own checks, for those that would tell the same."""
     return context.once("errors", lambda: _errors(context.config))
 
 
@@ -112,6 +115,8 @@ def _remedied(config: "DictConfig", message: str) -> tuple["DictConfig", tuple[s
         if OmegaConf.select(config, key, default=fix) is fix:  # not a setting: part of a sentence
             continue
         value = OmegaConf.select(OmegaConf.from_dotlist([override]), key)
+        if OmegaConf.select(config, key) == value:  # as it is already
+            continue
         OmegaConf.update(fixed, key, value)
         fix.append(override)
     if not fix or _error(fixed) == message:
@@ -163,31 +168,36 @@ def _described(name: str, settings: dict[str, Any]) -> str:
     return ", ".join([name, *(f"{key} {value}" for key, value in settings.items())])
 
 
-def _reads_routers(config: "DictConfig", stability: Any) -> bool:
-    from verl_ext.trainer.routing_checks import replays_here
-
-    return stability.router_agreement or replays_here(config)
-
-
 @check("verl's validation")
 def verl_validation(context: Context) -> Iterable[Finding]:
     """What verl refuses in the config as our entry point leaves it.
 
     Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.main_ppo.run` calls it.
     """
-    if context.config is None or not context.get(NAME) or _errors_once(context):
+    if context.config is None or not context.get(NAME) or errors_once(context):
         return
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
+    if context.strategy == "megatron" and (engine := context.get(FSDP_CONFIG)):
+        yield Finding("error", "actor.fsdp_config is set, and verl's Megatron engine has none", _instead(engine))
+        return
     config = _as_launched(context.config)
     try:
-        validate_config(
-            config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
-        )
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it says that it passes
+            warnings.simplefilter("ignore")  # that a critic nobody asked for is off
+            validate_config(
+                config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
+            )
     except Exception as error:  # assertions, ValueErrors and Hydra's wrapping of both
         cause = error.__cause__ or error
         said = " ".join(str(cause).split()) or type(cause).__name__
         yield Finding("error", said, "verl's own validation would stop the run with it")
         return
     yield Finding("ok", "verl's validate_config passes")
+
+
+def _instead(engine: "DictConfig") -> str:
+    if engine.get("dtype") == "float16":
+        return "use precision=fp16_megatron; precision=fp16 is for FSDP"
+    return "leave out actor.fsdp_config and precision=bf16 or fp32, which set it; Megatron computes in bfloat16 without"

@@ -1,12 +1,45 @@
-"""What the model's own files say."""
+"""The model's own files and the data, where they are on this machine."""
 
 import math
+import os
 from collections.abc import Iterable
 
-from verl_ext.doctor.context import Context
+from verl_ext.doctor.context import MODEL, Context
 from verl_ext.doctor.findings import Finding, check
 
 LARGE = 0.01  # nats; 1% in every ratio of a model that never learnt to avoid the padding
+
+
+@check("model files")
+def model_files(context: Context) -> Iterable[Finding]:
+    """Whether the model could be looked at here, and what is not checked where it could not.
+
+    Source: `lengths`, `vocabulary` and `hooks` of this folder, which read its config and tokenizer.
+    """
+    path = context.get(f"{MODEL}.path")
+    if context.config is None or not path:
+        return
+    if context.model_config is None:
+        missing, checks = "the model's config", "lengths, vocabulary and the model's routers were not checked"
+    elif context.tokenizer_length is None:
+        missing, checks = "the model's tokenizer", "vocabulary was not checked"
+    else:
+        return
+    yield Finding("note", f"{missing} is not on this machine: {path}", checks)
+
+
+@check("data files")
+def data_files(context: Context) -> Iterable[Finding]:
+    """Training and validation files that are not here.
+
+    Source: `copy_to_local` of verl/utils/fs.py (0.9.1), by which the data set takes a local path as it is.
+    """
+    for name in ("train_files", "val_files"):
+        files = context.get(f"data.{name}") or []
+        for file in [files] if isinstance(files, str) else files:
+            if "://" not in str(file) and not os.path.exists(os.path.expanduser(str(file))):
+                why = "the run stops without it; every node that loads data has to see it under this path"
+                yield Finding("warning", f"data.{name}={file} is not on this machine", why)
 
 
 @check("vocabulary")

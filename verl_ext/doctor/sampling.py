@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from verl_ext.doctor.context import ROLLOUT, Context
 from verl_ext.doctor.findings import Finding, check
+from verl_ext.doctor.hooks import errors_once
 from verl_ext.doctor.precision import FLOAT32, TRANSFORMERS, training_dtype
 
 
@@ -17,6 +18,8 @@ def truncated_sampling(context: Context) -> Iterable[Finding]:
     (verl/trainer/ppo/v1/agent_loop_tq.py), and its training engines know neither.
     """
     if not context.with_vllm:
+        return
+    if any(f"{ROLLOUT}.top_p=" in error.found for error in errors_once(context)):  # the run's own check tells it
         return
     top_p, top_k = context.get(f"{ROLLOUT}.top_p", 1), context.get(f"{ROLLOUT}.top_k", -1)
     if top_p >= 1 and top_k <= 0:

@@ -1,39 +1,45 @@
 """The table and the JSON of `verl-ext plan`."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from verl_ext.errors import UserError
+from verl_ext.doctor import composed
+from verl_ext.errors import ConfigError, UserError
 from verl_ext.plan.memory import Memory, plan_memory
-from verl_ext.plan.sizes import GIB, GPUS, Sizes, read_sizes
+from verl_ext.plan.sizes import ALIASES, GIB, GPUS, Sizes, gpu_name, read_sizes
 from verl_ext.plan.timing import Timing, plan_timing
 from verl_ext.routing_cost import RoutingShape
 
 # Measured on two CPU cores (tools/bench_correction.py, bench_guard.py); a controller is not slower.
 CORRECTION_NS, GUARD_MS = 17.0, 0.5
 WEIGHT_BYTES = 4  # rollout_is_weights, per response token
+WIDTH = 120  # where the output is not a terminal
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="does a run fit its GPUs, and where does its time go",
-        description="Memory a GPU in the update and in the rollout, what bounds it, rough shares of a step's time, and "
-        "what the plugin's features cost at this size. Arithmetic on the config alone; nothing is started.",
+        description="Memory a GPU in the update and in the rollout, the largest part of it, rough shares of a step's "
+        "time, and what the plugin's features cost at this size. Arithmetic on the config alone; nothing is started.",
         epilog="example: verl-ext plan --gpu H100 --nodes 2 recipe=qwen3_30b_a3b stability=icepop. Exit code: 0 it "
         "fits, 1 it does not, 2 it cannot be planned.",
     )
-    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="as given to verl_ext.main_ppo")
-    parser.add_argument("--gpu", default="H100", choices=list(GPUS), help="default: %(default)s")
+    composed.add_arguments(parser)
+    known = ", ".join([*GPUS, *ALIASES])
+    parser.add_argument("--gpu", default="H100", metavar="NAME", help=f"{known} (default: %(default)s)")
     parser.add_argument("--nodes", type=int, help="default: trainer.nnodes")
     parser.add_argument("--model", help="of the table, where actor_rollout_ref.model.path does not end in its name")
     parser.add_argument(
-        "--mean-response", type=float, help="tokens of a response on average (default: half of the limit)"
+        "--mean-response",
+        type=float,
+        metavar="TOKENS",
+        help="of a response, on average (default: half of the limit)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the tables")
     parser.set_defaults(run=run)
@@ -42,46 +48,69 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0 when it fits, 1 when it does not, 2 when the config cannot be planned."""
     try:
-        config = _compose(arguments.overrides)
-        sizes = read_sizes(config, arguments.gpu, arguments.nodes, arguments.model)
-        memory = plan_memory(sizes)
-        timing = plan_timing(sizes, memory, arguments.mean_response or sizes.response / 2)
+        config, sizes = _read(arguments)
+        mean_response = _mean_response(arguments.mean_response, sizes)
+        features = _features(config, sizes, mean_response)
     except UserError as error:
-        print(f"verl-ext plan: {error}", file=sys.stderr)
+        print(f"verl-ext plan: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    features = _features(sizes, arguments.mean_response or sizes.response / 2)
+    memory = plan_memory(sizes)
+    timing = plan_timing(sizes, memory, mean_response)
     if arguments.json:
         print(json.dumps(_as_json(sizes, memory, timing, features), indent=2))
     else:
-        _print(sizes, memory, timing, features, arguments.gpu)
+        _print(sizes, memory, timing, features, gpu_name(arguments.gpu))
     return 0 if memory.fits(sizes) else 1
 
 
-def _compose(overrides: Sequence[str]) -> Any:
-    import hydra
-
+def _read(arguments: argparse.Namespace) -> tuple[Any, Sizes]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its names of arguments are checked; it talks to stdout
-    from verl_ext.compose import PRIMARY, VERL_CONFIGS, prepare
+    with contextlib.redirect_stdout(sys.stderr):
+        config, failure = composed.compose(composed.given(arguments))
+        if config is None:
+            raise ConfigError(failure)
+        return config, read_sizes(config, arguments.gpu, arguments.nodes, arguments.model)
 
-    with hydra.initialize_config_dir(str(VERL_CONFIGS), version_base=None):
-        return hydra.compose(PRIMARY, overrides=prepare(overrides))
+
+def _mean_response(given: float | None, sizes: Sizes) -> float:
+    if given is None:
+        return sizes.response / 2
+    if not 0 < given <= sizes.response:
+        limit = f"data.max_response_length={sizes.response}"
+        raise ConfigError(f"--mean-response={given:g} must be above 0 and at most {limit}")
+    return given
 
 
-def _features(sizes: Sizes, mean_response: float) -> list[tuple[str, str]]:
+def _features(config: Any, sizes: Sizes, mean_response: float) -> list[tuple[str, str]]:
     """What each feature costs a step at this size, as name and sentence."""
+    from verl_ext.config import stability_config
+    from verl_ext.trainer.routing_checks import replays_here
+
+    stability = stability_config(config.stability)
     tokens = sizes.sequences * mean_response
+    seconds, weights = tokens * CORRECTION_NS / 1e9, tokens * WEIGHT_BYTES / 1e9
     found = [
-        ("corrections, vllm_kl/*", f"{tokens * CORRECTION_NS / 1e9:.2f} s on the controller"),
-        ("weights to the workers", f"{tokens * WEIGHT_BYTES / 1e9:.2f} GB through TransferQueue"),
-        ("guard", f"{GUARD_MS} ms"),
+        (
+            stability.needs_log_probs,
+            "corrections, vllm_kl/*",
+            f"{seconds:.2f} s on the controller",
+        ),
+        (
+            bool(stability.corrections()),
+            "weights to the workers",
+            f"{weights:.2f} GB through TransferQueue",
+        ),
+        (bool(stability.rules()), "guard", f"{GUARD_MS} ms"),
     ]
     if sizes.shape.moe_layers:
         shape = sizes.shape
         routing = RoutingShape(shape.layers, shape.moe_layers, shape.routed_experts, shape.top_k)
         ids = routing.ids * routing.engine_id_bytes
         total = ids * sizes.sequences * (sizes.prompt / 2 + mean_response) / 1e9
-        found.append(("router agreement, replay", f"{total:.1f} GB of expert ids each way, {ids} bytes a token"))
-    return found
+        on = bool(stability.router_agreement or replays_here(config))
+        cost = f"{total:.1f} GB of expert ids each way, {ids} bytes a token"
+        found.append((on, "router agreement, replay", cost))
+    return [(name, cost if on else f"{cost}, if switched on") for on, name, cost in found]
 
 
 def _as_json(sizes: Sizes, memory: Memory, timing: Timing, features: list[tuple[str, str]]) -> dict[str, Any]:
@@ -92,7 +121,7 @@ def _as_json(sizes: Sizes, memory: Memory, timing: Timing, features: list[tuple[
         "rollout_gib": {name: value / GIB for name, value in memory.rollout.lines.items()},
         "kv_tokens": memory.kv_tokens,
         "kv_sequences": memory.kv_sequences,
-        "seconds": timing.stages,
+        "seconds": timing.stages if memory.fits(sizes) else {},
         "concurrent_sequences": timing.concurrent,
         "features": dict(features),
         "sizes": {name: value for name, value in asdict(sizes).items() if name not in ("shape", "gpu")},
@@ -103,7 +132,7 @@ def _print(sizes: Sizes, memory: Memory, timing: Timing, features: list[tuple[st
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     shape = sizes.shape
     console.print(
         f"{shape.parameters / 1e9:.1f} B parameters, {shape.active_parameters / 1e9:.1f} B active; "
@@ -119,13 +148,17 @@ def _print(sizes: Sizes, memory: Memory, timing: Timing, features: list[tuple[st
     table.add_row("total", *(f"{phase.total / GIB:.1f}" for phase in (memory.update, memory.rollout)))
     table.add_row("of", f"{sizes.gpu.memory_gib}", f"{sizes.gpu.memory_gib}")
     console.print(table)
-    console.print(_verdict(sizes, memory))
+    for line in verdict(sizes, memory):
+        console.print(line, soft_wrap=True)
+    if not memory.fits(sizes):
+        return
 
     table = Table("stage", "seconds", "share")
     for stage, seconds in timing.stages.items():
         table.add_row(stage, f"{seconds:.0f}", f"{timing.share(stage):.0%}")
     console.print(table)
-    console.print(f"rough: a roofline, {timing.concurrent} sequences at once a replica; no weight sync, rewards, tools")
+    rough = f"rough: a roofline, {timing.concurrent} sequences at once a replica; no weight sync, rewards, tools"
+    console.print(rough, soft_wrap=True)
 
     table = Table("feature of the plugin", "cost a step")
     for row in features:
@@ -133,21 +166,24 @@ def _print(sizes: Sizes, memory: Memory, timing: Timing, features: list[tuple[st
     console.print(table)
 
 
-def _verdict(sizes: Sizes, memory: Memory) -> str:
+def verdict(sizes: Sizes, memory: Memory) -> list[str]:
+    """One line where it fits, else one for each phase that does not."""
     room = sizes.gpu.memory_gib * GIB
+    lines = []
     if memory.update.total > room:
-        return f"does not fit: the update needs {memory.update.total / GIB:.0f} GiB, most of it {memory.update.largest}"
+        needs = f"{memory.update.total / GIB:.0f} GiB, the largest part {memory.update.largest}"
+        lines.append(f"does not fit: the update needs {needs}")
     if memory.rollout.total > room:
-        return (
+        lines.append(
             f"does not fit: the rollout needs {memory.rollout.total / GIB:.0f} GiB; lower "
             "actor_rollout_ref.rollout.gpu_memory_utilization, or offload the training engine"
         )
     if memory.kv_sequences < 1:
-        return (
-            f"does not fit: the KV cache holds {memory.kv_tokens:,} tokens, less than one sequence; raise "
+        lines.append(
+            f"does not fit: the rollout's KV cache holds {memory.kv_tokens:,} tokens, less than one sequence; raise "
             "actor_rollout_ref.rollout.tensor_model_parallel_size or gpu_memory_utilization"
         )
-    return (
-        f"fits: the update is bounded by {memory.update.largest}; the KV cache of a replica holds {memory.kv_tokens:,} "
-        f"tokens, {memory.kv_sequences:.0f} sequences of full length"
-    )
+    return lines or [
+        f"fits: the largest part of the update is {memory.update.largest}; the KV cache of a replica holds "
+        f"{memory.kv_tokens:,} tokens, {memory.kv_sequences:.0f} sequences of full length"
+    ]

@@ -1,12 +1,15 @@
 """What of a composed config the plan computes with."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.errors import ConfigError
+from verl_ext.errors import ConfigError, UserError
 from verl_ext.recipe_checks import check_recipe, world_size
-from verl_ext.shapes import ModelShape, shape_of
+from verl_ext.shapes import SHAPES, ModelShape, shape_of
 
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "bf16": 2, "fp16": 2, "fp32": 4}
@@ -30,6 +33,18 @@ GPUS = {
     "L20": GpuSpec(44.5, 119.5, 864),
     "B200": GpuSpec(178.4, 2250, 8000),
 }
+ALIASES = {"A100": "A100-80G"}
+# What the checks of sizes divide by.
+COUNTED = (
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "data.train_batch_size",
+    "data.max_response_length",
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "actor_rollout_ref.rollout.data_parallel_size",
+)
 
 
 @dataclass(frozen=True)
@@ -73,19 +88,71 @@ class Sizes:
         return self.gpus // (self.tensor * self.pipeline * self.context)
 
 
+def gpu_name(given: str) -> str:
+    """As the table has it.
+
+    Raises:
+        ConfigError: it has no such GPU.
+    """
+    name = ALIASES.get(given.upper(), given.upper())
+    if name not in GPUS:
+        raise ConfigError(f"--gpu={given} is not known; choose one of: {', '.join(GPUS)}")
+    return name
+
+
+def check_sizes(config: DictConfig, shape: ModelShape | None) -> None:
+    """`check_recipe`, for a config of which nothing is known yet.
+
+    Raises:
+        ConfigError: the sizes contradict each other, or cannot be read.
+    """
+    with _readable():
+        for key in COUNTED:
+            if not isinstance(value := OmegaConf.select(config, key), int) or value < 1:
+                raise ConfigError(f"{key}={value} must be a whole number above 0")
+        with contextlib.suppress(ImportError):  # vLLM is not here; the names of its arguments are looked at last
+            check_recipe(config, shape)
+
+
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except (ArithmeticError, LookupError, TypeError, ValueError, OmegaConfBaseException) as error:
+        raise ConfigError(f"the sizes of this run cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _shape(config: DictConfig, model: str | None) -> ModelShape:
+    path = str(config.actor_rollout_ref.model.path)
+    try:
+        return shape_of(model or path)
+    except ConfigError:
+        said = f"--model={model}" if model else f"actor_rollout_ref.model.path={path}"
+        remedy = "" if model else "; name the one of the same shape by --model"
+        known = f"{said} is none of the models of verl_ext/shapes.py: {', '.join(SHAPES)}"
+        raise ConfigError(f"{known}{remedy}") from None
+
+
 def read_sizes(config: DictConfig, gpu: str, nodes: int | None = None, model: str | None = None) -> Sizes:
     """From a composed config.
 
     Raises:
         ConfigError: the GPU or the model is not in the tables, or the sizes contradict each other (`check_recipe`).
     """
-    if gpu not in GPUS:
-        raise ConfigError(f"--gpu={gpu} is not known; choose one of: {', '.join(GPUS)}")
-    shape = shape_of(model or str(config.actor_rollout_ref.model.path))
+    spec, shape = GPUS[gpu_name(gpu)], _shape(config, model)
     if nodes is not None:
+        if nodes < 1:
+            raise ConfigError(f"--nodes={nodes} must be above 0")
         with open_dict(config):
             config.trainer.nnodes = nodes
-    check_recipe(config, shape)
+    check_sizes(config, shape)
+    with _readable():
+        return _read(config, spec, shape)
+
+
+def _read(config: DictConfig, gpu: GpuSpec, shape: ModelShape) -> Sizes:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     megatron = actor.strategy == "megatron"
     engine = actor.megatron if megatron else actor.fsdp_config
@@ -102,7 +169,7 @@ def read_sizes(config: DictConfig, gpu: str, nodes: int | None = None, model: st
     mixed = None if megatron else OmegaConf.select(engine, "mixed_precision.param_dtype")
     return Sizes(
         shape=shape,
-        gpu=GPUS[gpu],
+        gpu=gpu,
         gpus=count,
         rollout_gpus=count if shared else rollout.nnodes * rollout.n_gpus_per_node,
         shared=shared,
@@ -119,7 +186,7 @@ def read_sizes(config: DictConfig, gpu: str, nodes: int | None = None, model: st
         if megatron
         else 0.0,
         recompute=_recomputes(config, megatron),
-        compute_bytes=BYTES[mixed or engine.dtype],
+        compute_bytes=_bytes(mixed or engine.dtype),
         micro_tokens=int(actor.ppo_max_token_len_per_gpu) if actor.use_dynamic_bsz else rows * length,
         prompt=config.data.max_prompt_length,
         response=config.data.max_response_length,
@@ -127,10 +194,16 @@ def read_sizes(config: DictConfig, gpu: str, nodes: int | None = None, model: st
         reference=bool(actor.use_kl_loss or config.algorithm.use_kl_in_reward),
         rollout_tensor=rollout.tensor_model_parallel_size,
         rollout_expert=rollout.expert_parallel_size,
-        rollout_bytes=1 if rollout.get("quantization") == "fp8" else BYTES[rollout.dtype],
+        rollout_bytes=1 if rollout.get("quantization") == "fp8" else _bytes(rollout.dtype),
         utilization=rollout.gpu_memory_utilization,
         max_num_seqs=rollout.max_num_seqs,
     )
+
+
+def _bytes(dtype: str) -> int:
+    if dtype not in BYTES:
+        raise ConfigError(f"dtype={dtype} cannot be planned; choose one of: {', '.join(BYTES)}")
+    return BYTES[dtype]
 
 
 def _recomputes(config: DictConfig, megatron: bool) -> bool:

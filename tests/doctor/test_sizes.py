@@ -1,0 +1,62 @@
+"""Sizes of a run, and what of its model and data is on this machine."""
+
+import pytest
+
+from verl_ext.doctor.gpus import named
+
+MODEL = "actor_rollout_ref.model.path"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], None),
+        (
+            [f"{ROLLOUT}.tensor_model_parallel_size=3"],
+            "tensor_model_parallel_size=3 x data_parallel_size=1 must divide",
+        ),
+        (["trainer.nnodes=0"], "trainer.nnodes=0 must be a whole number above 0"),
+        (["trainer.n_gpus_per_node=0"], "trainer.n_gpus_per_node=0 must be"),
+        (["trainer.nnodes=two"], "trainer.nnodes=two must be"),
+        (["data.max_prompt_length=long"], "the sizes of this run cannot be read"),
+        (["recipe=ring_mini_2", f"{ROLLOUT}.max_model_len=4096"], "max_model_len=4096 is below"),
+    ],
+)
+def test_sizes(findings, overrides, said):
+    (finding,) = findings("sizes", *overrides)
+    assert finding.level == ("ok" if said is None else "error")
+    assert said is None or said in finding.found
+
+
+def test_sizes_of_a_known_model_are_compared_with_it(findings):
+    overrides = [f"{ROLLOUT}.tensor_model_parallel_size=5", "trainer.n_gpus_per_node=5", f"{ROLLOUT}.n=5"]
+    (finding,) = findings("sizes", f"{MODEL}=Qwen/Qwen3-30B-A3B", *overrides)
+    assert "must divide the model's 32 attention heads" in finding.found
+    (finding,) = findings("sizes", *overrides)
+    assert finding.level == "ok" and "not in verl_ext/shapes.py" in finding.found
+
+
+def test_a_model_that_is_not_here_is_a_note_of_what_was_not_checked(findings, models, tmp_path):
+    assert not findings("model files")
+    (finding,) = findings("model files", f"{MODEL}=nobody/nothing")
+    assert finding.level == "note" and "nobody/nothing" in finding.found
+    assert finding.why == "lengths, vocabulary and the model's routers were not checked"
+    (tmp_path / "config.json").write_text((models / "fitting" / "config.json").read_text())
+    (finding,) = findings("model files", f"{MODEL}={tmp_path}")
+    assert finding.why == "vocabulary was not checked"
+
+
+def test_data_that_is_not_here_is_a_warning(findings, tmp_path):
+    (tmp_path / "here").touch()
+    files = [f"data.train_files=[{tmp_path}/here,{tmp_path}/gone]", "data.val_files=hdfs://there"]
+    (finding,) = findings("data files", *files)
+    assert (finding.level, finding.found) == ("warning", f"data.train_files={tmp_path}/gone is not on this machine")
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "levels"), [("cuda", None, ["note"]), ("cuda", "H100", []), ("cpu", None, [])]
+)
+def test_a_run_on_gpus_that_are_not_here(findings, device, gpu, levels):
+    found = findings("gpu", f"trainer.device={device}", gpu=gpu and named(gpu))
+    assert [finding.level for finding in found] == levels

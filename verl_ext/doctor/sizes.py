@@ -1,0 +1,45 @@
+"""Batches, lengths and ranks against each other, the model and the machines."""
+
+from collections.abc import Iterable
+
+from verl_ext.doctor.context import MODEL, Context
+from verl_ext.doctor.findings import Finding, check
+
+STRATEGIES = ("fsdp", "fsdp2", "megatron")
+
+
+@check("sizes")
+def sizes(context: Context) -> Iterable[Finding]:
+    """What the rules of `verl_ext/recipe_checks.py` refuse; those on the model, where its shape is in the table.
+
+    Source: the comments there, on verl 0.9.1, megatron-core 0.16, transformers and vLLM 0.27.
+    """
+    if context.config is None or not context.with_vllm or context.strategy not in STRATEGIES:
+        return
+    from verl_ext.errors import ConfigError
+    from verl_ext.plan.sizes import check_sizes
+    from verl_ext.shapes import shape_of
+
+    try:
+        shape = shape_of(str(context.get(f"{MODEL}.path", "")))
+    except ConfigError:
+        shape = None
+    try:
+        check_sizes(context.config, shape)
+    except ConfigError as error:
+        yield Finding("error", str(error), "the workers would stop with it, or leave part of the machines idle")
+        return
+    beside = "" if shape else "; the model's shape is not in verl_ext/shapes.py, and was left out"
+    yield Finding("ok", f"batches, lengths and ranks fit each other{beside}")
+
+
+@check("gpu")
+def gpu(context: Context) -> Iterable[Finding]:
+    """A run on GPUs, looked at from a machine without.
+
+    Source: `torch.cuda.is_available`, and --gpu.
+    """
+    if context.get("trainer.device") == "cuda" and context.gpu is None:
+        yield Finding(
+            "note", "trainer.device=cuda, and no GPU is seen here", "give --gpu: cascade attention depends on it"
+        )
