@@ -1,6 +1,9 @@
 """The patches that make vLLM's CPU backend a rollout engine, one by one."""
 
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import reduce
@@ -57,6 +60,16 @@ TARGETS = [
     ("capture_routed_experts", RUNNER, "GPUModelRunner", "_bind_routed_experts_capturer"),
     ("capture_routed_experts", f"{MOE}.routed_experts_capturer", "RoutedExpertsCapturer", "capture"),
 ]
+
+
+def test_installing_where_the_plugin_waits_for_vllms_runner_patches_once() -> None:
+    code = (
+        "from verl_ext.rollout import vllm_cpu, vllm_plugin; vllm_plugin.register(); undo = vllm_cpu.install();"
+        "assert vllm_cpu.install() is undo; undo()"
+    )
+    environment = os.environ | {"VERL_PLATFORM": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("patch", "module", "owner", "name"), TARGETS)

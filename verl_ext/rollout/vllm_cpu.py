@@ -6,6 +6,7 @@ that what it changes is what it expects, raises a `PatchError` if not, and retur
 """
 
 import importlib
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,8 @@ from verl_ext.rollout.patching import expect, expect_lookup
 
 LAYERS = "vllm.model_executor.layers"
 CAPTURE = "_verl_ext_capture"  # attribute of a RoutedExperts layer: takes the top-k ids of one forward pass
+
+RUNNER = "vllm.v1.worker.cpu_model_runner"
 
 _undo: Undo | None = None
 
@@ -131,7 +134,7 @@ def capture_routed_experts() -> Undo:
     layer gets a capture function with its own layer index. It is bound to the layer, not to the kernel,
     because vLLM builds the kernel anew after every weight load.
     """
-    patch, module = "capture_routed_experts", "vllm.v1.worker.cpu_model_runner"
+    patch, module = "capture_routed_experts", RUNNER
     runner = expect(patch, module, "CPUModelRunner", "vllm_config, device")
     expect(patch, module, "CPUModelRunner._bind_routed_experts_capturer", "self, capturer")
     init = expect(patch, module, "CPUModelRunner.init_routed_experts_capturer", "self")
@@ -165,6 +168,9 @@ def capture_routed_experts() -> Undo:
 def install() -> Undo:
     """Apply all patches, or none if one does not fit. A second call applies nothing and undoes the same."""
     global _undo
+    # Before the first patch: where `vllm_plugin` waits for this import, it is what installs, and all of it at once.
+    with suppress(ImportError):
+        importlib.import_module(RUNNER)
     if _undo is None:
         undo_all = together(keep_linear_weights, keep_moe_weights, capture_routed_experts)
 
