@@ -72,6 +72,10 @@ def rule(action):
             "leaves out actor_rollout_ref.rollout.temperature=0.7",
         ),
         (
+            ["stability=icepop", "+actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=raw_logits"],
+            "set actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=processed_logprobs",
+        ),
+        (
             ["stability=icepop", "actor_rollout_ref.rollout.logprobs_mode=raw_logits"],
             "set actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
         ),

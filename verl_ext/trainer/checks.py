@@ -96,21 +96,21 @@ def _check_log_probs(config: DictConfig) -> None:
         )
     # With top-p or top-k, processed log-probs are normalised over the kept tokens only; raw ones leave out the
     # temperature. The training engine does neither, and every log-ratio would carry the difference.
-    if rollout.logprobs_mode == "processed_logprobs":
+    setting, mode = f"{prefix}.logprobs_mode", rollout.logprobs_mode
+    if above := OmegaConf.select(config, f"{prefix}.engine_kwargs.vllm.logprobs_mode"):  # goes over rollout's own
+        setting, mode = f"{prefix}.engine_kwargs.vllm.logprobs_mode", above
+    if mode == "processed_logprobs":
         if rollout.top_p < 1 or rollout.top_k > 0:
             raise ConfigError(
                 f"{prefix}.top_p={rollout.top_p} and top_k={rollout.top_k} make vLLM's processed_logprobs count the "
                 f"kept tokens only, which the training engine does not; set {prefix}.top_p=1 and {prefix}.top_k=-1"
             )
-    elif rollout.logprobs_mode != "raw_logprobs":
-        raise ConfigError(
-            f"{prefix}.logprobs_mode={rollout.logprobs_mode} gives no log-probabilities to compare; set "
-            f"{prefix}.logprobs_mode=processed_logprobs"
-        )
+    elif mode != "raw_logprobs":
+        raise ConfigError(f"{setting}={mode} gives no log-probabilities to compare; set {setting}=processed_logprobs")
     elif rollout.temperature != 1:
         raise ConfigError(
-            f"{prefix}.logprobs_mode=raw_logprobs leaves out {prefix}.temperature={rollout.temperature}, which the "
-            f"training engine applies; set {prefix}.logprobs_mode=processed_logprobs"
+            f"{setting}=raw_logprobs leaves out {prefix}.temperature={rollout.temperature}, which the training engine "
+            f"applies; set {setting}=processed_logprobs"
         )
 
 
