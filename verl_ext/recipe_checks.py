@@ -44,7 +44,7 @@ def world_size(config: DictConfig) -> int:
 def data_parallel_size(config: DictConfig) -> int:
     """Ranks that train on different sequences."""
     if config.actor_rollout_ref.actor.strategy != "megatron":
-        return world_size(config) // _ulysses(config)
+        return world_size(config) // ulysses_size(config)
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     model = 1
     for size in sizes:
@@ -140,7 +140,7 @@ def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
 
 
 def _check_fsdp(config: DictConfig, shape: ModelShape | None) -> None:
-    world, sequence = world_size(config), _ulysses(config)
+    world, sequence = world_size(config), ulysses_size(config)
     ranks = f"{ACTOR}.ulysses_sequence_parallel_size={sequence}"
     _divide(sequence, world, ranks, f"trainer.nnodes x n_gpus_per_node={world}")
     size = _get(config, f"{ACTOR}.fsdp_config.fsdp_size")
@@ -197,7 +197,7 @@ def _check_lengths(config: DictConfig) -> None:
         return
     # verl/utils/seqlen_balancing.py asserts it; ranks of sequence or context parallelism share the tokens.
     context = f"{MEGATRON}.context_parallel_size"
-    shared = _get(config, context) if actor.strategy == "megatron" else _ulysses(config)
+    shared = _get(config, context) if actor.strategy == "megatron" else ulysses_size(config)
     limits = [f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"]
     for where in [*limits, f"{ARP}.ref.log_prob_max_token_len_per_gpu"]:
         tokens = _get(config, where)
@@ -243,7 +243,7 @@ def _divide(divisor: int, number: int, setting: str, what: str) -> None:
         raise ConfigError(f"{setting} must divide {what}")
 
 
-def _ulysses(config: DictConfig) -> int:
+def ulysses_size(config: DictConfig) -> int:
     """verl reads the size from either place."""
     places = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
     return max(_get(config, f"{ACTOR}.{place}") or 1 for place in places)

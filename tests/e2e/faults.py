@@ -107,34 +107,8 @@ class WithoutSync:
         return getattr(self.manager, name)
 
 
-def main() -> None:
-    from verl_ext import main_ppo
+if __name__ == "__main__":
+    import own_trainer
 
     faults = SCENARIOS[sys.argv.pop(1)]
-
-    class FaultyTaskRunner(main_ppo.StabilityTaskRunner):
-        def run(self, config):
-            from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-
-            from verl_ext.trainer import trainers
-
-            install = trainers.install
-
-            def install_faulty():
-                install()
-                TRAINER_REGISTRY["sync"] = faulty(trainers.StabilityTrainerSync, faults)
-
-            trainers.install = install_faulty
-            super().run(config)
-
-    main_ppo.StabilityTaskRunner = FaultyTaskRunner
-    main_ppo.main()
-
-
-if __name__ == "__main__":
-    import os
-
-    # The runner's class is of this module, which the processes of Ray have to find.
-    here = os.path.dirname(os.path.abspath(__file__))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    main()
+    own_trainer.main(lambda trainer_class: faulty(trainer_class, faults))

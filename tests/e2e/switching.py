@@ -97,35 +97,8 @@ def switching(trainer_class: type, base: list[str]) -> type:
     return SwitchingTrainer
 
 
-def main() -> None:
-
-    from verl_ext import main_ppo
+if __name__ == "__main__":
+    import own_trainer
 
     base = sys.argv[1:]
-
-    class SwitchingTaskRunner(main_ppo.StabilityTaskRunner):
-        def run(self, config):
-            from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-
-            from verl_ext.trainer import trainers
-
-            install = trainers.install
-
-            def install_switching():
-                install()
-                TRAINER_REGISTRY["sync"] = switching(trainers.StabilityTrainerSync, base)
-
-            trainers.install = install_switching
-            super().run(config)
-
-    main_ppo.StabilityTaskRunner = SwitchingTaskRunner
-    main_ppo.main()
-
-
-if __name__ == "__main__":
-    import os
-
-    # The runner's class is of this module, which the processes of Ray have to find.
-    here = os.path.dirname(os.path.abspath(__file__))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    main()
+    own_trainer.main(lambda trainer_class: switching(trainer_class, base))

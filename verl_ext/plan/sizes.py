@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.errors import ConfigError, UserError
-from verl_ext.recipe_checks import check_recipe, world_size
+from verl_ext.recipe_checks import check_recipe, ulysses_size, world_size
 from verl_ext.shapes import SHAPES, ModelShape, shape_of
 
 GIB = 2**30
@@ -82,10 +82,6 @@ class Sizes:
     rollout_bytes: int
     utilization: float
     max_num_seqs: int
-
-    @property
-    def data_parallel(self) -> int:
-        return self.gpus // (self.tensor * self.pipeline * self.context)
 
 
 def gpu_name(given: str) -> str:
@@ -179,7 +175,7 @@ def _read(config: DictConfig, gpu: GpuSpec, shape: ModelShape) -> Sizes:
         context=of("context_parallel_size", 1),
         expert=of("expert_model_parallel_size", 1),
         expert_tensor=of("expert_tensor_parallel_size", tensor),
-        ulysses=1 if megatron else int(actor.get("ulysses_sequence_parallel_size") or 1),
+        ulysses=1 if megatron else ulysses_size(config),
         param_offload=bool(engine.param_offload),
         optimizer_offload=bool(engine.optimizer_offload),
         cpu_adam=float(OmegaConf.select(actor, "optim.override_optimizer_config.optimizer_offload_fraction") or 0)

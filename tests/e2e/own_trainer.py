@@ -1,0 +1,32 @@
+"""A run through our entry point with a trainer class of the test's own, for the scripts that change it as it goes."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def main(wrap: Callable[[type], type]) -> None:
+    """`verl_ext.main_ppo` on sys.argv, with `wrap` of our trainer in the place of trainer_mode=sync."""
+    from verl_ext import main_ppo
+
+    # The script's classes are of modules in this folder, which the processes of Ray have to find.
+    here = str(Path(__file__).parent.absolute())
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+
+    class WrappingTaskRunner(main_ppo.StabilityTaskRunner):
+        def run(self, config):
+            from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+            from verl_ext.trainer import trainers
+
+            install = trainers.install
+
+            def install_wrapped():
+                install()
+                TRAINER_REGISTRY["sync"] = wrap(trainers.StabilityTrainerSync)
+
+            trainers.install = install_wrapped
+            super().run(config)
+
+    main_ppo.StabilityTaskRunner = WrappingTaskRunner
+    main_ppo.main()
