@@ -8,6 +8,7 @@ from typing import Any
 
 from verl_ext.core.rules import Rule
 from verl_ext.correction_settings import METHODS, GeoMask, IcePop, KPop, Mis, Opsm, Tis, TisSequence
+from verl_ext.dump_settings import TrajectoryDump
 from verl_ext.errors import ConfigError, require_choice
 from verl_ext.guard_settings import BatchSkip, GuardSettings
 
@@ -32,13 +33,15 @@ class StabilityConfig:
             out of the mask, and so out of every term of the loss and its divisor.
         filters: batch filters, a list of names or a mapping from name to settings, run in this order.
         plugins: modules to import first, which register corrections or filters of your own.
-        metrics: log `vllm_kl/*` each step; a correction, a filter or a batch-skip threshold turns it on as well.
+        metrics: log `vllm_kl/*` each step; whatever reads them turns it on as well (corrections, filters, the guard, a
+            dump of trajectories).
         breakdown: log them by probability, entropy, position and turn too.
         batch_skip: when to refuse a batch.
         guard: rules on other signals, and what else can be done about a batch or a run.
         kl_denominator: what actor.kl_loss_type=unbiased takes the tokens to be sampled from: `infer`, the rollout
             engine (the paper's), or `old`, the training engine before the update.
         router_agreement: compare the experts that training and rollout chose.
+        trajectories: write a few trajectories a step, token by token, for the report.
         cascade_attention: vLLM's cascade attention; `default` leaves the engine's own choice.
     """
 
@@ -59,6 +62,7 @@ class StabilityConfig:
     guard: GuardSettings = field(default_factory=GuardSettings)
     kl_denominator: str = "infer"
     router_agreement: bool = False
+    trajectories: TrajectoryDump = field(default_factory=TrajectoryDump)
     cascade_attention: str = "default"
 
     def __post_init__(self) -> None:
@@ -179,7 +183,7 @@ class StabilityConfig:
     def needs_log_probs(self) -> bool:
         """Whether anything compares the rollout's log-probabilities with the training engine's."""
         guards = self.batch_skip.threshold is not None or self.guard.active
-        return bool(self.metrics or self.correction_names or self.filters or guards)
+        return bool(self.metrics or self.correction_names or self.filters or guards or self.trajectories.per_step)
 
     @property
     def active(self) -> bool:

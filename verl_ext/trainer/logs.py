@@ -28,6 +28,12 @@ def events_path(config: DictConfig) -> Path:
     return metrics_path(config.trainer.project_name, config.trainer.experiment_name).with_suffix(".guard.jsonl")
 
 
+def trajectories_path(config: DictConfig) -> Path:
+    """The metrics file's path with .trajectories.jsonl for .jsonl."""
+    path = metrics_path(config.trainer.project_name, config.trainer.experiment_name)
+    return path.with_suffix(".trajectories.jsonl")
+
+
 class EventLog:
     """One JSON line a decision: step, rule, signal, value, threshold, action, reason."""
 

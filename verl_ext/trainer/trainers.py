@@ -31,7 +31,9 @@ from verl_ext.trainer.batch import FIELDS, mean_score, nested, non_finite, respo
 from verl_ext.trainer.checks import loss_settings, needs_our_loss, uses_icepop_loss
 from verl_ext.trainer.filtering import FILTER_FIELDS, filter_batch
 from verl_ext.trainer.guarding import GuardMixin
+from verl_ext.trainer.logs import trajectories_path
 from verl_ext.trainer.routing_checks import replayed_field, replays_here
+from verl_ext.trainer.trajectories import TrajectoryLog, write_step
 
 ACTOR_ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 SHIFT_FIELDS = ("router_experts", "router_scores")  # what the loss router_shift compares the current router with
@@ -58,6 +60,7 @@ class StabilityMixin(GuardMixin):
         self.icepop_loss = uses_icepop_loss(config)
         self.compares_engines = self.stability.needs_log_probs or self.icepop_loss
         self.replayed = replayed_field(config)
+        self.dump: TrajectoryLog | None = None
         self.told_dtype = False  # of the routing on its way, once there is some
         self.refused = ""  # why this batch may not update the weights
         self.filter_scale = 1.0  # of this step's batch: trajectories with tokens over trajectories kept
@@ -82,6 +85,16 @@ class StabilityMixin(GuardMixin):
     def init(self) -> None:
         super().init()  # type: ignore[misc]
         startup.print_table(startup.verify(self))
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        settings = self.stability.trajectories
+        if not settings.per_step:
+            return super().fit(agent_loop_manager)
+        self.dump = TrajectoryLog(trajectories_path(self.config), settings, resume=self.global_steps > 0)
+        try:
+            super().fit(agent_loop_manager)
+        finally:
+            self.dump.close()
 
     def configure_loss(self) -> list[dict[str, Any]]:
         """Install our loss in the workers; what is active in it, from each rank."""
@@ -121,7 +134,15 @@ class StabilityMixin(GuardMixin):
             batch = self._filter(batch, tokens, measured, metrics)
         self.guard.count(bool(self.refused))
         metrics["guard/skipped"] = int(bool(self.refused))
+        self._dump(batch, tokens, measured)
         return batch
+
+    def _dump(self, batch: KVBatchMeta, tokens: Tokens, measured: Measured) -> None:
+        settings = self.stability.trajectories
+        if self.dump is None or self.global_steps % settings.every:
+            return
+        about = {"step": self.global_steps, "skipped": self.refused}
+        write_step(self.dump, settings, batch, tokens, measured.weight, self.tokenizer, **about)
 
     def _verls_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with session_keys(batch.keys):

@@ -1,0 +1,82 @@
+"""A run as the report sees it: every numeric metric over its steps, and what the guard decided."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+# The plugin's metric, and what verl logs of the same quantity where the plugin is off.
+ALIASES = {
+    "vllm_kl/k1": ("rollout_corr/kl",),
+    "vllm_kl/k3": ("rollout_corr/k3_kl",),
+    "vllm_kl/prob_diff_mean": ("training/rollout_probs_diff_mean",),
+    "vllm_kl/prob_diff_max": ("training/rollout_probs_diff_max",),
+}
+
+
+class ReportError(ValueError):
+    """The run cannot be read; the message is one line, names the file, and is meant for the user."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps that logged it, NaN where the value was not a number."""
+
+    steps: np.ndarray  # int64, ascending, each step once
+    values: np.ndarray  # float64, same length
+
+    def finite(self) -> "Series":
+        keep = np.isfinite(self.values)
+        return Series(self.steps[keep], self.values[keep])
+
+
+@dataclass(frozen=True)
+class GuardEvent:
+    """One line of the guard's event log; docs/guard.md says which actions there are."""
+
+    step: int
+    rule: str
+    signal: str
+    value: float | None
+    threshold: float | None
+    action: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run; `get` answers None where nothing finite was logged.
+
+    Attributes:
+        name: short, for headings.
+        sources: the files that were read.
+        steps: every step that logged anything, ascending.
+        metrics: by name as it was logged.
+        events: of the guard, by step.
+        notes: what the reader should know about the files, one sentence each: lines left out, steps logged twice.
+    """
+
+    name: str
+    sources: tuple[Path, ...]
+    steps: np.ndarray
+    metrics: dict[str, Series] = field(repr=False)
+    events: tuple[GuardEvent, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def get(self, name: str) -> Series | None:
+        """The finite values of a metric, or of what verl itself logs of it."""
+        for candidate in (name, *ALIASES.get(name, ())):
+            if (series := self.metrics.get(candidate)) is not None and (finite := series.finite()).steps.size:
+                return finite
+        return None
+
+    def layers(self, name: str) -> dict[int, Series]:
+        """`name/layer_00`, `name/layer_01`, ... by layer number; layers with nothing finite are left out."""
+        found = self.parts(name, "layer_")
+        return {int(number): found[number] for number in sorted(filter(str.isdigit, found), key=int)}
+
+    def parts(self, name: str, prefix: str) -> dict[str, Series]:
+        """Metrics called `name/prefix...` by what follows the prefix, e.g. `prob/`; those with nothing finite left out."""
+        start = f"{name}/{prefix}"
+        found = {key.removeprefix(start): self.get(key) for key in self.metrics if key.startswith(start)}
+        return {part: series for part, series in found.items() if series is not None}

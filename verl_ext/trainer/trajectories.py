@@ -1,0 +1,174 @@
+"""A few trajectories of a step, token by token, as one JSON line each: what the report's trajectory view shows.
+
+Shape legend: N response tokens of all trajectories, n tokens of one.
+"""
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+import transfer_queue as tq
+from torch import Tensor
+from transfer_queue import KVBatchMeta
+
+from verl_ext.core.segments import segment_sums
+from verl_ext.core.tokens import Tokens
+from verl_ext.dump_settings import TrajectoryDump
+from verl_ext.trainer.line_file import LineFile
+
+FIELDS = ("prompts", "responses", "response_mask", "advantages", "rm_scores")
+PROMPT_CHARACTERS = 4000  # of a longer prompt, its end
+DIGITS = 7  # decimal places of a log-probability; float32 has as many
+MEGABYTE = 1e6
+
+
+class TrajectoryLog:
+    """Lines in `path`; what would pass half of the allowed size pushes them to `....1.jsonl`, over the ones before.
+
+    So the newest half of the allowance is always there, and up to as much before it.
+    """
+
+    def __init__(self, path: Path, settings: TrajectoryDump, *, resume: bool):
+        self._path, self._older = path, older_path(path)
+        self._half = settings.max_megabytes * MEGABYTE / 2
+        if not resume:
+            self._older.unlink(missing_ok=True)
+        self._file = LineFile(path, resume=resume)
+        self._size = path.stat().st_size if path.is_file() else 0
+
+    def write(self, record: dict[str, Any]) -> None:
+        line = orjson.dumps(record) + b"\n"
+        if self._size and self._size + len(line) > self._half:
+            self._file.close()
+            self._path.replace(self._older)
+            self._file, self._size = LineFile(self._path, resume=False), 0
+        self._file.write(line)
+        self._size += len(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def older_path(path: Path) -> Path:
+    """`run.trajectories.jsonl` -> `run.trajectories.1.jsonl`"""
+    return path.with_suffix(".1.jsonl")
+
+
+def choose(tokens: Tokens, count: int, step: int, never: Collection[int] = ()) -> dict[int, str]:
+    """Row -> why it was chosen: the largest mean |log k| of its generated tokens, or chance, the same in a rerun.
+
+    A gap that is not a number counts as the largest. Rows without generated tokens, and `never`, are left out.
+    """
+    counts = segment_sums(tokens.mask.double(), tokens.offsets.diff())
+    log_k = (tokens.l_old.double() - tokens.l_infer.double()).abs().nan_to_num(torch.inf)
+    gap = segment_sums(log_k.where(tokens.mask, 0.0), tokens.offsets.diff()) / counts
+    rows = [row for row in gap.argsort(descending=True, stable=True).tolist() if counts[row] and row not in never]
+    largest = rows[: (count + 1) // 2]
+    others = sorted(rows[len(largest) :])
+    by_chance = random.Random(step).sample(others, min(count - len(largest), len(others)))
+    return dict.fromkeys(largest, "largest gap") | dict.fromkeys(sorted(by_chance), "at random")
+
+
+def write_step(
+    log: TrajectoryLog,
+    settings: TrajectoryDump,
+    batch: KVBatchMeta,
+    tokens: Tokens,
+    weight: Tensor | None,
+    tokenizer: Any,
+    **about: Any,
+) -> None:
+    """Write some trajectories of a batch as it goes to the update, or would have gone.
+
+    Args:
+        batch: verl's, with FIELDS; filters have cleared response_mask where they drop.
+        tokens, weight: of the same trajectories, as measured; weight [N] is the corrections', or None.
+        about: `step` and `skipped`, the reason, "" for an update that takes place.
+    """
+    padding = {row for row, tag in enumerate(batch.tags) if tag.get("is_padding", False)}
+    for row, why in choose(tokens, settings.per_step, about["step"], padding).items():
+        data = tq.kv_batch_get(keys=[batch.keys[row]], partition_id=batch.partition_id, select_fields=list(FIELDS))
+        fields = {name: next(iter(data[name].unbind())).cpu() for name in FIELDS}
+        part = slice(int(tokens.offsets[row]), int(tokens.offsets[row + 1]))
+        line = record(fields, _of(tokens, part), None if weight is None else weight[part], settings, tokenizer)
+        log.write({**about, "key": batch.keys[row], "why": why, **line})
+
+
+def record(
+    fields: Mapping[str, Tensor], tokens: Tokens, weight: Tensor | None, settings: TrajectoryDump, tokenizer: Any
+) -> dict[str, Any]:
+    """One trajectory as it is written, less what is known of its batch: [n] fields by name, its tokens, its weight."""
+    stretches = kept_stretches(len(tokens.mask), settings.max_tokens)
+    index = torch.cat([torch.arange(start, start + length) for start, length in stretches])
+    generated = tokens.mask.cpu()[index]
+    per_token = {
+        "l_infer": tokens.l_infer,
+        "l_old": tokens.l_old,
+        "weight": weight,
+        "agreement": tokens.agreement,
+        "entropy": tokens.entropy,
+    }
+    ids = fields["responses"][index].tolist()
+    advantages = fields["advantages"][tokens.mask.cpu()].double()
+    return {
+        "prompt": tokenizer.decode(fields["prompts"].tolist(), skip_special_tokens=False)[-PROMPT_CHARACTERS:],
+        "reward": float(fields["rm_scores"].double().sum()),
+        "advantage": float(advantages.mean()),
+        "tokens": len(tokens.mask),
+        "start": [start for start, _ in stretches],
+        "length": [length for _, length in stretches],
+        "text": [text for start, length in stretches for text in _texts(fields, start, length, tokenizer)],
+        "id": ids,
+        "generated": generated.int().tolist(),
+        "kept": fields["response_mask"][index].ne(0).int().tolist(),
+        **{name: _numbers(values.cpu()[index], generated) for name, values in per_token.items() if values is not None},
+    }
+
+
+def _of(tokens: Tokens, part: slice) -> Tokens:
+    """One trajectory of the batch."""
+    own = {name: values[part] for name, values in tokens.per_token().items()}
+    return Tokens(**own, offsets=torch.tensor([0, part.stop - part.start]))
+
+
+def _numbers(values: Tensor, generated: Tensor) -> list[float | None]:
+    """Rounded, None for what the model did not write; orjson makes null of what is not finite."""
+    pairs = zip(values.double().tolist(), generated.tolist(), strict=True)
+    return [round(value, DIGITS) if own else None for value, own in pairs]
+
+
+def _texts(fields: Mapping[str, Tensor], start: int, length: int, tokenizer: Any) -> list[str]:
+    return decode_pieces(fields["responses"][start : start + length].tolist(), tokenizer)
+
+
+def kept_stretches(length: int, most: int) -> list[tuple[int, int]]:
+    """(start, length) of what is written of a response: all of it, or its two ends."""
+    if length <= most:
+        return [(0, length)]
+    head = (most + 1) // 2
+    return [(0, head), (length - (most - head), most - head)]
+
+
+def decode_pieces(ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """The text that each token adds; "" for one that ends inside a character, which the token that ends it shows.
+
+    Tokenizers that are not of the `tokenizers` library decode each token by itself.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+    from tokenizers.decoders import DecodeStream
+
+    pieces = []
+    stream = DecodeStream(skip_special_tokens=False)
+    for token in ids:
+        try:
+            piece = stream.step(backend, token)
+        except Exception:  # its own type is not exported: the text so far is no prefix of the text with this token
+            stream = DecodeStream(skip_special_tokens=False)
+            piece = stream.step(backend, token)
+        pieces.append(piece or "")
+    return pieces
