@@ -6,6 +6,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 CPU = (HERE / "requirements" / "cpu.in").read_text(encoding="utf-8").splitlines()
+REPORT = ["altair>=6", "jinja2>=3", "tensorboard", "vl-convert-python>=1.9"]
 
 setup(
     name="verl-ext",
@@ -18,7 +19,7 @@ setup(
     # `verl_ext.configs`, where Hydra finds it (pkg://verl_ext.configs).
     packages=[*find_packages(include=["verl_ext", "verl_ext.*"]), "verl_ext.configs"],
     package_dir={"verl_ext.configs": "configs"},
-    package_data={"verl_ext.configs": ["*.yaml", "*/*.yaml"]},
+    package_data={"verl_ext.configs": ["*.yaml", "*/*.yaml"], "verl_ext.report": ["templates/*"]},
     install_requires=[
         "verl==0.9.1",
         "hydra-core>=1.3.2",
@@ -36,8 +37,8 @@ setup(
             "vllm>=0.24,<0.29",
             "megatron-core>=0.16.1",
         ],
-        "report": ["matplotlib>=3.8"],
-        "dev": ["hypothesis", "matplotlib>=3.8", "mypy", "pytest", "pytest-timeout", "ruff"],
+        "report": REPORT,
+        "dev": [*REPORT, "hypothesis", "mypy", "playwright", "pytest", "pytest-timeout", "ruff"],
     },
     entry_points={
         "console_scripts": ["verl-ext = verl_ext.cli:main"],

@@ -16,10 +16,10 @@ python recipes/cpu_smoke/make_assets.py --out .quickstart/assets
 echo "quickstart: starting Ray, vLLM and FSDP2; the first step comes after about 90 s (everything they say: $log)"
 status=0
 python tools/clean_exit.py python -m verl_ext.main_ppo recipe=cpu_smoke hydra.run.dir=.quickstart/hydra \
-  stability=icepop stability.router_agreement=true stability.cascade_attention=off "$@" 2>&1 |
+  stability=icepop stability.router_agreement=true stability.cascade_attention=off stability.trajectories.per_step=2 "$@" 2>&1 |
   python tools/progress.py "$log" || status=$?
 if [ "$status" != 0 ]; then
   [ "$status" = 130 ] || { echo "quickstart: the run ended with exit code $status; the end of $log:" >&2; tail -n 30 "$log" >&2; }
   exit "$status"
 fi
-verl-ext report "$VERL_FILE_LOGGER_PATH" --out .quickstart/report.png
+verl-ext report "$VERL_FILE_LOGGER_PATH" --out .quickstart/report

@@ -3,12 +3,12 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from verl_ext import __version__, submit
 from verl_ext.doctor import composed
 from verl_ext.plan import command as plan
+from verl_ext.report import command as report
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_doctor(commands)
     plan.add_parser(commands)
     submit.add_parser(commands)
-    _add_report(commands)
+    report.add_parsers(commands)
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     arguments, rest = parser.parse_known_args(words[:end])
@@ -39,41 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest + passed:
         arguments.overrides += rest + passed
     return arguments.run(arguments)
-
-
-def _add_report(commands) -> None:
-    description = (
-        "Print a table of a run's reward, engine mismatch, corrections, router agreement and skipped "
-        "updates, and draw the same over the steps. The run must have `file` in trainer.logger."
-    )
-    parser = commands.add_parser(
-        "report", help="a table and a figure from the metrics of a run", description=description
-    )
-    parser.add_argument(
-        "path", metavar="RUN", type=Path, help="verl's metrics file (.jsonl), or a folder with exactly one"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("report.png"), help="where the figure goes (default: %(default)s)"
-    )
-    parser.set_defaults(run=_report)
-
-
-def _report(arguments: argparse.Namespace) -> int:
-    # Imported here, so that --help and the other commands do not wait for matplotlib and rich.
-    from rich.console import Console
-
-    from verl_ext.report.figure import write_figure
-    from verl_ext.report.load import ReportError, load_run
-    from verl_ext.report.summary import summary
-
-    try:
-        run = load_run(arguments.path)
-        Console().print(summary(run))
-        print(f" figure: {write_figure(run, arguments.out)}")
-    except (ReportError, OSError) as error:
-        print(f"verl-ext report: {error}", file=sys.stderr)
-        return 2
-    return 0
 
 
 DOCTOR = """\

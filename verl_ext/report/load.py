@@ -1,120 +1,115 @@
-"""Read the metrics that verl's file logger wrote: one `{"step": int, "data": {name: value}}` a line."""
+"""Read a run's metrics and the guard's decisions: once, or again and again while it runs."""
 
-import json
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
+from verl_ext.report.run import ReportError, Run
+from verl_ext.report.sources.csv_export import CsvSource
+from verl_ext.report.sources.events import EventLog
+from verl_ext.report.sources.find import find
+from verl_ext.report.sources.jsonl import JsonlSource
+from verl_ext.report.sources.table import Part
+from verl_ext.report.sources.tensorboard import EVENT_FILE, TensorBoardSource
 
-class ReportError(ValueError):
-    """The metrics cannot be read; the message is one line, names the file, and is meant for the user."""
-
-
-@dataclass(frozen=True)
-class Series:
-    """One metric over the steps that logged it, NaN where the value was not a number."""
-
-    steps: np.ndarray  # int64, ascending, each step once
-    values: np.ndarray  # float64, same length
-
-    def finite(self) -> "Series":
-        keep = np.isfinite(self.values)
-        return Series(self.steps[keep], self.values[keep])
+EVENTS_ENDING = ".guard.jsonl"
 
 
-@dataclass(frozen=True)
-class Run:
-    """Every numeric metric of a run by its name; `get` answers None where nothing finite was logged."""
+class Source(Protocol):
+    """Metrics of one kind of file. Its errors need not name the file: `Reader` does."""
 
-    file: Path
-    steps: np.ndarray  # every step that logged anything, ascending
-    metrics: dict[str, Series] = field(repr=False)
+    name: str
 
-    def get(self, name: str) -> Series | None:
-        """The finite values of a metric."""
-        series = self.metrics.get(name)
-        if series is None:
-            return None
-        finite = series.finite()
-        return finite if finite.steps.size else None
+    @property
+    def files(self) -> tuple[Path, ...]: ...
 
-    def layers(self, name: str) -> dict[int, Series]:
-        """`name/layer_00`, `name/layer_01`, ... by layer number; layers with nothing finite are left out."""
-        prefix = f"{name}/layer_"
-        keys = {key.removeprefix(prefix): key for key in self.metrics if key.startswith(prefix)}
-        found = {int(number): self.get(key) for number, key in keys.items() if number.isdigit()}
-        return {number: series for number, series in sorted(found.items()) if series is not None}
+    def refresh(self) -> bool:
+        """Read what is new; whether anything was."""
+
+    def run(self, which: int | None) -> Part: ...
+
+    def notes(self) -> tuple[str, ...]: ...
 
 
-def find_metrics_file(run: Path) -> Path:
-    """The file itself, or the only `.jsonl` file in a folder besides the guard's events."""
-    if run.is_file():
-        return run
-    if not run.is_dir():
-        raise ReportError(f"{run}: no such file or folder")
-    files = sorted(file for file in run.glob("*.jsonl") if not file.name.endswith(".guard.jsonl"))
-    if not files:
-        raise ReportError(f"{run}: no .jsonl file in this folder; add `file` to trainer.logger to get one")
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files)
-        raise ReportError(f"{run}: several .jsonl files in this folder; name one of {names}")
-    return files[0]
+class Reader:
+    """A run that may still be going on.
 
-
-def load_run(run: Path) -> Run:
-    """Load a metrics file, or a folder's only one.
-
-    A last line that was cut off by a crash or is still being written is ignored; a broken line before
-    it is an error. A step may have several lines (verl logs a validation on its own line): they are
-    merged, and the later value of a metric stands. NaN arrives as null, because verl writes with orjson.
+    Args:
+        path: a metrics file of verl's file logger (.jsonl), a file or folder of TensorBoard's, a CSV export of W&B, or
+            a folder that holds one of these; sources/find.py says which is taken.
+        which: of several runs in one file, counted from 1; the last by default.
     """
-    file = find_metrics_file(Path(run))
-    table: dict[str, dict[int, float]] = {}
-    steps: set[int] = set()
-    for step, data in _read_lines(file):
-        steps.add(step)
-        for name, value in data.items():
-            number = _as_number(value)
-            if number is not None:
-                table.setdefault(name, {})[step] = number
-    if not steps:
-        raise ReportError(f"{file}: no complete step in this file; has the run finished its first step?")
-    return Run(
-        file=file,
-        steps=np.array(sorted(steps), dtype=np.int64),
-        metrics={name: _as_series(by_step) for name, by_step in table.items()},
-    )
 
+    def __init__(self, path: Path, *, which: int | None = None):
+        self._path = Path(path)
+        self._which = which
+        self._source: Source | None = None
+        self._events: EventLog | None = None
+        self._run: Run | None = None
 
-def _read_lines(file: Path) -> list[tuple[int, dict]]:
-    # errors="replace": a last line that was cut inside a character must not make the file unreadable.
-    lines = file.read_text(encoding="utf-8", errors="replace").rstrip().split("\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    def refresh(self) -> Run:
+        """The run as it stands now; the same object as before when nothing is new.
+
+        Raises:
+            ReportError: nothing can be read. A later refresh may, when the run has just begun.
+        """
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise ReportError(f"{file}: line {number} is not JSON ({error.msg})") from error
-        match record:
-            case {"step": int(step), "data": dict(data)}:
-                rows.append((step, data))
-            case _:
-                raise ReportError(f'{file}: line {number} is not {{"step": int, "data": {{...}}}}')
-    return rows
+            if self._source is None:
+                self._source = _open(find(self._path), self._which)
+            changed = self._source.refresh()
+            if self._events is None and (log := _events_file(self._source.files[0])) is not None:
+                self._events = EventLog(log)
+            if self._events is not None:
+                changed = self._refresh_events() or changed
+            if self._run is None or changed:
+                self._run = None  # stays so when there is an error
+                self._run = self._build(self._source)
+        except ReportError as error:
+            text = str(error)
+            where = str(self._source.files[0] if self._source and self._source.files else self._path)
+            raise ReportError(text if text.startswith(where) else f"{where}: {text}") from error
+        except OSError as error:
+            raise ReportError(f"{error.filename or self._path}: {error.strerror}") from error
+        return self._run
+
+    def _refresh_events(self) -> bool:
+        assert self._events is not None
+        try:
+            return self._events.refresh()
+        except FileNotFoundError:
+            self._events = None
+            return True
+
+    def _build(self, source: Source) -> Run:
+        part = source.run(self._which)
+        log = self._events
+        events = () if log is None else log.of(part)
+        return Run(
+            name=source.name,
+            sources=source.files if log is None else (*source.files, log.path),
+            steps=part.steps.astype(np.int64, copy=False),
+            metrics=part.metrics,
+            events=events,
+            notes=(*part.notes, *source.notes(), *(() if log is None else log.notes())),
+        )
 
 
-def _as_number(value: object) -> float | None:
-    """A number, NaN for null, None for what is not a metric (text, lists)."""
-    if value is None:
-        return float("nan")
-    return float(value) if isinstance(value, (int, float)) else None
+def load_run(path: Path, which: int | None = None) -> Run:
+    """A run as it stands on disk. ReportError, in one line, where there is none."""
+    return Reader(path, which=which).refresh()
 
 
-def _as_series(by_step: dict[int, float]) -> Series:
-    steps = sorted(by_step)
-    return Series(np.array(steps, dtype=np.int64), np.array([by_step[step] for step in steps], dtype=np.float64))
+def _open(path: Path, which: int | None) -> Source:
+    if path.is_dir() or EVENT_FILE in path.name:
+        return TensorBoardSource(path)
+    return CsvSource(path, which) if path.suffix.lower() == ".csv" else JsonlSource(path)
+
+
+def _events_file(metrics: Path) -> Path | None:
+    """X.guard.jsonl for X.jsonl; beside other kinds of files, the only one that there is."""
+    if metrics.suffix == ".jsonl":
+        own = metrics.with_suffix(EVENTS_ENDING)
+        return own if own.is_file() else None
+    found = list(metrics.parent.glob(f"*{EVENTS_ENDING}"))
+    return found[0] if len(found) == 1 else None

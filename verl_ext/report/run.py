@@ -76,7 +76,7 @@ class Run:
         return {int(number): found[number] for number in sorted(filter(str.isdigit, found), key=int)}
 
     def parts(self, name: str, prefix: str) -> dict[str, Series]:
-        """Metrics called `name/prefix...` by what follows the prefix, e.g. `prob/`; those with nothing finite left out."""
+        """Metrics called `name/prefix...`, e.g. with `prob/`, by what follows; those with nothing finite left out."""
         start = f"{name}/{prefix}"
         found = {key.removeprefix(start): self.get(key) for key in self.metrics if key.startswith(start)}
         return {part: series for part, series in found.items() if series is not None}

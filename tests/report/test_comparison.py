@@ -1,0 +1,182 @@
+import io
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from verl_ext.report.comparison import Comparison, compare_runs
+from verl_ext.report.comparison_text import comparison_rows, comparison_table
+from verl_ext.report.noise import CAVEAT
+from verl_ext.report.run import ReportError, Run, Series
+
+STEPS = 300  # a default window of 30 readings
+
+
+def run(name: str, metrics: dict, steps: int = STEPS, first: int = 1) -> Run:
+    at = np.arange(first, first + steps)
+    series = {key: Series(at[: len(values)], np.array(values, dtype=np.float64)) for key, values in metrics.items()}
+    return Run(name, (Path(f"{name}.jsonl"),), at, series)
+
+
+def noise(seed: int, level: float = 0.0, scatter: float = 1.0, steps: int = STEPS) -> np.ndarray:
+    return level + scatter * np.random.default_rng(seed).normal(size=steps)
+
+
+def cells(comparison: Comparison, metric: str) -> list[dict]:
+    (row,) = [row for row in comparison_rows(comparison) if row["metric"] == metric]
+    return row["cells"]
+
+
+def printed(comparison: Comparison, width: int = 100, encoding: str = "utf-8") -> str:
+    from rich.console import Console
+
+    raw = io.BytesIO()
+    console = Console(width=width, file=io.TextIOWrapper(raw, encoding=encoding, write_through=True))
+    console.print(comparison_table(comparison))
+    return raw.getvalue().decode(encoding)
+
+
+def full(name: str, seed: int, shift: float = 0.0) -> Run:
+    names = ["vllm_kl/k3", "vllm_kl/prob_diff_max", "vllm_kl/prob_diff_mean"]
+    shares = ["correction/dropped", "router/agreement", "router/any_layer_differs", "actor/pg_clipfrac"]
+    metrics = {key: np.exp(noise(seed + index, shift - 9, 0.3)) for index, key in enumerate(names)}
+    metrics |= {key: noise(seed + index, 0.5 + shift / 100, 0.001) for index, key in enumerate(shares, 10)}
+    metrics |= {"critic/score/mean": noise(seed + 20, 0.5 + shift, 0.02), "vllm_kl/k1": noise(seed + 21, 0, 1e-5)}
+    metrics |= {"val-core/openai/gsm8k/acc/mean@1": noise(seed + 22, 0.6, 0.01), "timing_s/step": noise(seed, 120)}
+    metrics |= {"guard/skipped": np.arange(STEPS) % 100 == 0}
+    return run(name, metrics)
+
+
+def test_the_first_run_is_the_baseline_and_words_follow_the_good_direction():
+    a = run("a", {"critic/score/mean": noise(1, 0.5, 0.01), "vllm_kl/k3": np.exp(noise(2, -9, 0.3))})
+    b = run("b", {"critic/score/mean": noise(3, 0.7, 0.01), "vllm_kl/k3": np.exp(noise(4, -6, 0.3))})
+    comparison = compare_runs([a, b])
+    reward, k3 = cells(comparison, "critic/score/mean"), cells(comparison, "vllm_kl/k3")
+    assert (reward[0]["run"], reward[0]["change"], reward[0]["verdict"]) == ("a", "", "")
+    assert reward[1]["verdict"] == "better" and k3[1]["verdict"] == "worse"
+    assert float(reward[1]["change"]) == pytest.approx(0.2, abs=0.01)
+    assert float(k3[1]["change"][1:]) == pytest.approx(math.exp(3), rel=0.3)
+    low, high = map(float, reward[1]["interval"].split(" to "))
+    assert low < 0.2 < high
+    swapped = compare_runs([b, a])
+    assert cells(swapped, "critic/score/mean")[1]["verdict"] == "worse"
+    assert cells(swapped, "vllm_kl/k3")[1]["verdict"] == "better"
+
+
+def test_equal_runs_are_within_the_noise():
+    comparison = compare_runs([full("a", 100), full("b", 200)])
+    verdicts = {cell["verdict"] for row in comparison_rows(comparison) for cell in row["cells"][1:]}
+    assert verdicts == {"within noise", ""}, "nothing is said of the skipped updates"
+
+
+def test_a_metric_without_a_good_direction_only_differs():
+    runs = [
+        run(name, {"actor/entropy": noise(seed, level, 0.01)})
+        for seed, (name, level) in enumerate([("a", 1), ("b", 2)])
+    ]
+    assert cells(compare_runs(runs), "actor/entropy")[1]["verdict"] == "differs"
+
+
+def test_the_verdicts_are_of_the_table_not_of_the_row():
+    """A difference that stands alone does not among 50 others."""
+    steps = 100
+    extra = {f"own/{index}": noise(50 + index, steps=steps) for index in range(50)}
+    a, b = noise(1, 0, 1, steps), noise(2, 0.8, 1, steps)
+    alone = compare_runs([run("a", {"own/x": a}, steps), run("b", {"own/x": b}, steps)], ["own/x"], window=30)
+    assert cells(alone, "own/x")[1]["verdict"] == "differs"
+    runs = [run("a", {"own/x": a, **extra}, steps), run("b", {"own/x": b, **extra}, steps)]
+    assert cells(compare_runs(runs, ["own/x", *extra], window=30), "own/x")[1]["verdict"] == "within noise"
+
+
+def test_rows_come_for_what_any_run_has_and_a_dash_where_one_lacks_it():
+    a = run("a", {"critic/score/mean": noise(1), "val-core/x/acc/mean@1": noise(2)})
+    b = run("b", {"critic/score/mean": noise(3), "own/metric": noise(4), "actor/entropy": [math.nan] * STEPS})
+    comparison = compare_runs([a, b], ["own/metric", "own/unknown", "critic/score/mean"])
+    rows = comparison_rows(comparison)
+    assert [row["metric"] for row in rows] == ["critic/score/mean", "val-core/x/acc/mean@1", "own/metric"]
+    for metric, lacking in (("val-core/x/acc/mean@1", 1), ("own/metric", 0)):
+        pair = cells(comparison, metric)
+        assert pair[lacking]["value"] == "-" and pair[1 - lacking]["value"] != "-"
+        assert (pair[1]["change"], pair[1]["verdict"]) == ("", "")
+    assert "own/unknown has no finite value in any run" in comparison.notes
+
+
+def test_verls_own_divergence_is_compared_with_the_plugins():
+    a = run("a", {"rollout_corr/k3_kl": np.exp(noise(1, -9, 0.1))})
+    b = run("b", {"vllm_kl/k3": np.exp(noise(2, -9, 0.1))})
+    assert cells(compare_runs([a, b]), "vllm_kl/k3")[1]["verdict"] == "within noise"
+
+
+def test_runs_are_cut_at_the_last_step_that_all_have():
+    rising = np.linspace(0, 10, 400)
+    a, b = run("long", {"critic/score/mean": rising}, 400), run("short", {"critic/score/mean": rising[:100]}, 100)
+    comparison = compare_runs([a, b])
+    assert cells(comparison, "critic/score/mean")[1]["verdict"] == "within noise"
+    assert any("at step 100" in note and "long (to 400)" in note for note in comparison.notes)
+    assert any("still moving at the end of short: reward" in note for note in comparison.notes)
+    ends = compare_runs([a, b], cut=False)
+    assert cells(ends, "critic/score/mean")[1]["verdict"] == "worse"
+    assert any("different steps: long at 400, short at 100" in note for note in ends.notes)
+
+
+def test_skipped_updates_are_counted_not_tested():
+    runs = [run(name, {"guard/skipped": np.arange(STEPS) < count}) for name, count in (("a", 2), ("b", 7))]
+    first, second = cells(compare_runs(runs), "guard/skipped")
+    assert (first["value"], first["change"]) == ("2 of 300", "")
+    assert (second["value"], second["change"], second["verdict"]) == ("7 of 300", "+5", "")
+
+
+def test_a_metric_that_ended_early_is_told():
+    a, b = run("a", {"actor/entropy": noise(1)}), run("b", {"actor/entropy": noise(2)[:200]})
+    notes = compare_runs([a, b]).notes
+    assert "not logged any more when the others' windows begin, in b: actor/entropy" in notes
+
+
+def test_short_runs_say_that_they_are_too_short():
+    runs = [run(name, {"critic/score/mean": noise(seed, steps=3)}, 3) for seed, name in enumerate("ab")]
+    comparison = compare_runs(runs)
+    value, other = cells(comparison, "critic/score/mean")
+    assert "±" not in value["value"] and other["verdict"] == "too few steps" and other["interval"] == ""
+    assert any(note.startswith("too few steps:") for note in comparison.notes)
+
+
+def test_equal_names_are_numbered_and_the_caveat_is_always_there():
+    comparison = compare_runs([run(name, {"critic/score/mean": noise(1)}) for name in ("x", "y", "x")])
+    assert comparison.names == ("x (1)", "y", "x (2)")
+    assert CAVEAT in comparison.notes
+
+
+def test_what_cannot_be_compared_is_refused():
+    one = run("a", {"critic/score/mean": noise(1)})
+    with pytest.raises(ReportError, match="1 runs; a comparison needs 2 to 6"):
+        compare_runs([one])
+    with pytest.raises(ReportError, match="b begins after step 300"):
+        compare_runs([one, run("b", {"critic/score/mean": noise(1)}, first=400)])
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_table_fits_a_hundred_columns_uncut(count, encoding):
+    runs = [full(f"qwen3-30b-a3b_icepop_experiment_{index}_µ", 100 * index, shift=index) for index in range(count)]
+    text = printed(compare_runs(runs), encoding=encoding)
+    assert max(map(len, text.splitlines())) <= 100 and "…" not in text
+    flat = "".join(text.split())
+    for part in ("router/any_layer_", "+0.", "worse", "better", "gsm8k/acc/", "(Holm)", "prob_diff_"):
+        assert part in flat
+    for index in range(count):
+        assert f"experiment_{index}" in flat or f"{index}_" in flat
+    assert ("±" in text) == (encoding == "utf-8")
+
+
+def test_a_log_metric_gives_its_error_in_percent_and_a_share_its_change_in_points():
+    pairs = [(1, -9.0, 0.985), (2, -9.0, 0.905)]
+    runs = [
+        run(f"{seed}", {"vllm_kl/k3": np.exp(noise(seed, k3, 0.3)), "router/agreement": noise(seed, share, 0.001)})
+        for seed, k3, share in pairs
+    ]
+    comparison = compare_runs(runs)
+    assert cells(comparison, "vllm_kl/k3")[0]["value"].endswith(" %")
+    agreement = cells(comparison, "router/agreement")
+    assert agreement[0]["value"].startswith("98.5") and agreement[1]["change"].startswith("-8.0")
+    assert agreement[1]["change"].endswith(" points") and agreement[1]["verdict"] == "worse"

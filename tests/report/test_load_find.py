@@ -1,0 +1,52 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from verl_ext.report.load import load_run
+from verl_ext.report.run import ReportError
+
+Rows = list[tuple[int, dict]]
+
+
+def write(file: Path, rows: Rows, tail: str = "") -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in rows) + tail)
+    return file
+
+
+def train(*steps: int, value: float = 0.0) -> Rows:
+    return [(step, {"a": step + value}) for step in steps]
+
+
+def test_a_folder_stands_for_the_only_run_in_it(tmp_path):
+    with pytest.raises(ReportError, match=r"no metrics in this folder; trainer\.logger=\[console,file\]"):
+        load_run(tmp_path)
+    one = write(tmp_path / "project" / "deep" / "one.jsonl", train(1))
+    (tmp_path / "project" / "deep" / "one.guard.jsonl").write_text("")
+    write(tmp_path / "project" / "deep" / "one.trajectories.jsonl", train(1))
+    (tmp_path / "project" / "rollouts").mkdir()
+    (tmp_path / "project" / "rollouts" / "1.jsonl").write_text('{"input": "x", "step": 1}\n')  # rollout_data_dir
+    write(tmp_path / "project" / "global_step_5" / "x.jsonl", train(1))
+    write(tmp_path / ".hidden" / "x.jsonl", train(1))
+    assert load_run(tmp_path).sources[0] == one
+    write(tmp_path / "project" / "two.jsonl", train(1))
+    with pytest.raises(ReportError, match=r"name one of project/two\.jsonl, project/deep/one\.jsonl"):
+        load_run(tmp_path)
+    here = write(tmp_path / "here.jsonl", train(2))  # what lies in the folder itself goes before
+    assert load_run(tmp_path).sources[0] == here
+    with pytest.raises(ReportError, match="nothing: no such file or folder"):
+        load_run(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("ending", ["guard", "trajectories"])
+def test_a_log_beside_the_metrics_is_not_taken_for_them(tmp_path, ending):
+    with pytest.raises(ReportError, match="name the metrics file beside it"):
+        load_run(write(tmp_path / f"run.{ending}.jsonl", train(1)))
+
+
+def test_many_candidates_are_not_all_listed(tmp_path):
+    for number in range(30):
+        write(tmp_path / f"run{number:02d}.jsonl", train(1))
+    with pytest.raises(ReportError, match=r"run09\.jsonl and 20 more$"):
+        load_run(tmp_path)

@@ -1,0 +1,204 @@
+import io
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from verl_ext.report.run import GuardEvent, Run, Series
+from verl_ext.report.terminal import BLOCKS, dashboard, format_value, notes, rows, sparkline, wrap_name
+
+NAN = float("nan")
+OVERRIDE = SimpleNamespace(text="stability=icepop", why="drops tokens outside the band")
+VERDICT = SimpleNamespace(
+    state="drifting",
+    sentence="The mismatch grows by 5 % a step and would pass 0.1 in about 60 steps.",
+    evidence=("vllm_kl/k3 rose from 1e-4 to 5e-4",),
+    overrides=(OVERRIDE,),
+)
+
+
+def make(metrics: dict, events=(), comments=()) -> Run:
+    length = max(len(values) for values in metrics.values())
+    steps = np.arange(1, length + 1)
+    series = {key: Series(steps[: len(values)], np.array(values, dtype=np.float64)) for key, values in metrics.items()}
+    return Run("run", (Path("run.jsonl"),), steps, series, tuple(events), tuple(comments))
+
+
+def full(steps: int = 8) -> Run:
+    at = np.arange(1, steps + 1)
+    layers = {f"router/agreement/layer_{layer:02d}": 0.99 - 0.02 * (layer == 17) - 1e-4 * at for layer in range(48)}
+    return make(
+        {
+            "critic/score/mean": at / 10,
+            "vllm_kl/k1": -1e-5 * at,
+            "vllm_kl/k3": 1e-5 * at,
+            "vllm_kl/prob_diff_max": 1e-3 * at,
+            "correction/dropped": [0.01] * steps,
+            "correction/dropped_low": [0.004] * steps,
+            "correction/dropped_high": [0.006] * steps,
+            "router/agreement": [0.99] * steps,
+            "router/any_layer_differs": [0.05] * steps,
+            "actor/entropy": 0.5 - at / 100,
+            "response_length/mean": 1000 * at,
+            "actor/grad_norm": at % 3,
+            "guard/skipped": (at == 4) | (at == 6),
+            "timing_s/step": 2.0 * at,
+            "val-core/openai/gsm8k_with_a_long_name/acc/mean@1": at / 20,
+            **layers,
+        },
+        [GuardEvent(step, "gap", "vllm_kl/k3", 1.0, 0.5, "tighten", f"reason {'long ' * 30}") for step in range(1, 6)],
+        ["line 3 was left out: cut off"],
+    )
+
+
+def printed(run: Run, verdict=None, encoding: str = "utf-8", width: int = 80, **console) -> str:
+    from rich.console import Console
+
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
+    Console(width=width, file=file, **console).print(dashboard(run, verdict))
+    return raw.getvalue().decode(encoding)
+
+
+def test_first_last_and_worst():
+    table = {row.metric: row for row in rows(full())}
+    reward = table["critic/score/mean"]
+    assert (reward.first, reward.last, reward.worst) == (pytest.approx(0.2), pytest.approx(0.7), None)
+    k3, k1 = table["vllm_kl/k3"], table["vllm_kl/k1"]
+    assert (k3.first, k3.last, k3.worst) == pytest.approx((2e-5, 7e-5, 8e-5))
+    assert (k1.first, k1.last, k1.worst) == pytest.approx((-2e-5, -7e-5, -8e-5))
+    assert table["timing_s/step"].worst == 16 and table["actor/grad_norm"].worst == 2
+    assert table["val-core/openai/gsm8k_with_a_long_name/acc/mean@1"].last == pytest.approx(0.35)
+
+
+def test_only_the_layer_that_agrees_least_is_shown():
+    (layer,) = [row for row in rows(full()) if "/layer_" in row.metric]
+    assert (layer.label, layer.metric) == ("  worst layer 17", "router/agreement/layer_17")
+    assert layer.worst == pytest.approx(0.97 - 8e-4)
+
+
+def test_verls_own_names_stand_in_where_the_plugin_is_off():
+    (row,) = rows(make({"rollout_corr/k3_kl": [1e-4, 2e-4, NAN]}))
+    assert (row.metric, row.first, row.last) == ("vllm_kl/k3", 1e-4, 2e-4)
+
+
+def test_rows_are_left_out_where_nothing_was_logged():
+    assert [row.metric for row in rows(make({"critic/score/mean": [0.5]}))] == ["critic/score/mean"]
+    assert rows(make({"vllm_kl/k3": [NAN]})) == []
+
+
+def test_notes_tell_skips_events_numbers_that_were_none_and_what_is_missing():
+    text = notes(full())
+    assert "updates skipped: 2 of 8 (guard/skipped)" in text
+    assert [note[:22] for note in text if "reason" in note] == [f"guard, step {step}: tighten" for step in (3, 4, 5)]
+    assert "line 3 was left out: cut off" in text
+    assert not any("not logged" in note or "not a finite" in note for note in text)
+
+    text = notes(make({"vllm_kl/k3": [1.0, NAN, float("inf")], **{f"own/{name}": [NAN] for name in "abcd"}}))
+    assert "vllm_kl/k3 was not a finite number in 2 of 3 steps" in text
+    assert "own/b was not a finite number in 1 of 1 steps" in text
+    assert "2 more metrics were not finite in some steps" in text
+    missing = [note for note in text if note.startswith("not logged")]
+    assert len(missing) == 2 and "stability.router_agreement=true" in missing[0] and "stability=icepop" in missing[1]
+    assert any("stability.metrics=true" in note for note in notes(make({"critic/score/mean": [1.0]})))
+
+
+def test_a_sparkline_is_made_of_bucketed_medians():
+    values = np.repeat(np.arange(8.0), 10)
+    values[5] = 1e9  # one reading in ten does not move a median
+    assert sparkline(Series(np.arange(80), values), (0, 79), "number", cells=8) == BLOCKS
+
+
+def test_a_sparkline_of_a_divergence_is_logarithmic_in_its_size():
+    decades = Series(np.arange(8), np.array([-1.0, 1.0] * 4) * 10.0 ** np.arange(8))
+    assert sparkline(decades, (0, 7), "small") == BLOCKS
+    assert sparkline(Series(np.arange(3), np.array([0.0, 1e-4, 1.0])), (0, 2), "small") == "▁▁█"
+    assert sparkline(Series(np.arange(2), np.zeros(2)), (0, 1), "small") == "▄▄"
+
+
+def test_a_sparkline_has_gaps_where_nothing_finite_was_logged():
+    holes = Series(np.arange(1, 5), np.array([1.0, NAN, NAN, 2.0]))
+    assert sparkline(holes, (1, 4), "number") == "▁  █"
+    assert sparkline(Series(np.array([5]), np.array([1.0])), (1, 6), "number") == "    ▄ "
+    assert sparkline(Series(np.array([5]), np.array([NAN])), (1, 6), "number") == ""
+
+
+def test_mere_noise_is_drawn_nearly_flat():
+    values = 0.99 + 1e-4 * np.random.default_rng(0).normal(size=22)
+    assert set(sparkline(Series(np.arange(22), values), (0, 21), "share")) <= set("▃▄▅")
+    assert set(sparkline(Series(np.arange(22), np.full(22, 3.0)), (0, 21), "number")) == {"▄"}
+    assert sparkline(Series(np.arange(2), np.zeros(2)), (0, 1), "share") == "▁▁"
+
+
+def test_a_sparkline_spans_the_run_not_the_metric():
+    late = Series(np.arange(50, 101), np.arange(51.0))
+    drawn = sparkline(late, (1, 100), "number", cells=20)
+    assert len(drawn) == 20 and drawn.startswith(" " * 9) and drawn.endswith("█")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("verdict", [None, VERDICT])
+def test_the_dashboard_fits_eighty_columns_uncut(encoding, verdict):
+    run = replace(full(), name="qwen3_µ-run", notes=("a note — with a dash",))
+    text = printed(run, verdict, encoding)
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    flat = " ".join(text.split())
+    for part in (
+        "step 8",
+        "-8.0e-05",
+        "updates skipped: 2 of 8",
+        "worst layer 17",
+        "mean@1",
+        "5.00 %",
+        "7000",
+        "a note",
+    ):
+        assert part in flat
+    assert ("drifting" in flat) == (verdict is not None)
+    if verdict is not None:
+        assert verdict.sentence in flat and "try stability=icepop: drops" in flat
+    assert ("█" in text) == (encoding == "utf-8")
+    assert ("#" in text) == (encoding == "ascii")
+
+
+@pytest.mark.parametrize(
+    ("state", "colour"),
+    [("healthy", "32"), ("drifting", "33"), ("past the boundary", "31"), ("not enough data", "36")],
+)
+def test_the_verdict_stands_in_the_heading_in_words_and_colour(state, colour):
+    verdict = SimpleNamespace(state=state, sentence="s", evidence=(), overrides=())
+    heading = printed(full(), verdict, force_terminal=True, color_system="standard").splitlines()[0]
+    assert f"run, step 8: {state}" in heading and f";{colour}m" in heading
+
+
+def test_a_run_without_a_known_metric_prints_its_notes():
+    assert "first and last" in printed(make({"own": [1.0]}))
+
+
+def test_markup_in_names_is_text():
+    assert "[red]x[/red]" in printed(replace(full(), name="[red]x[/red]"))
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.98654, "share", "98.65 %"),
+        (1.23e-5, "small", "1.2e-05"),
+        (812.4, "count", "812"),
+        (12.34, "seconds", "12.3 s"),
+        (0.5, "number", "0.500"),
+        (1e-4, "number", "1.00e-04"),
+        (0.0, "number", "0.000"),
+        (2.5e7, "number", "2.50e+07"),
+    ],
+)
+def test_values_have_their_units(value, unit, text):
+    assert format_value(value, unit) == text
+
+
+def test_names_break_behind_their_marks():
+    assert wrap_name("val-core/openai/gsm8k/acc/mean@1", 16) == "val-core/openai/\ngsm8k/acc/mean@1"
+    assert wrap_name("short", 16) == "short"
+    assert wrap_name("x" * 20, 8) == "xxxxxxxx\nxxxxxxxx\nxxxx"

@@ -1,0 +1,203 @@
+"""Several runs side by side: the end of each metric, and which differences to the first run are more than noise."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from verl_ext.report.noise import CAVEAT, LEVEL, Difference, Final, Scale, compare, final, judge
+from verl_ext.report.run import ReportError, Run, Series
+from verl_ext.report.terminal import Unit, validations
+
+MOST_RUNS = 6  # that a table has room for
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A row. `better` is the good direction, None where neither is; `total` sums over the run, without a noise test."""
+
+    label: str
+    name: str
+    scale: Scale = "linear"
+    unit: Unit = "number"
+    better: Literal["higher", "lower"] | None = None
+    total: bool = False
+
+
+REWARD = Metric("reward", "critic/score/mean", better="higher")
+METRICS = (
+    Metric("engine KL, k3", "vllm_kl/k3", "log", "small", "lower"),
+    Metric("engine KL, k1", "vllm_kl/k1", unit="small"),
+    Metric("largest prob. difference", "vllm_kl/prob_diff_max", "log", "small", "lower"),
+    Metric("mean prob. difference", "vllm_kl/prob_diff_mean", "log", "small", "lower"),
+    Metric("tokens dropped", "correction/dropped", unit="share"),
+    Metric("router agreement", "router/agreement", unit="share", better="higher"),
+    Metric("differs in any layer", "router/any_layer_differs", unit="share", better="lower"),
+    Metric("policy entropy", "actor/entropy"),
+    Metric("response length", "response_length/mean", unit="count"),
+    Metric("gradient norm", "actor/grad_norm"),
+    Metric("tokens clipped", "actor/pg_clipfrac", unit="share"),
+    Metric("updates skipped", "guard/skipped", unit="count", better="lower", total=True),
+    Metric("step time", "timing_s/step", unit="seconds", better="lower"),
+)
+LINEAR_DIVERGENCES = ("vllm_kl/k1", "vllm_kl/ess")  # of vllm_kl/*: may be negative, or near 1
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One metric of one run.
+
+    Attributes:
+        final: None where the run lacks the metric, and for totals.
+        total: of a metric that is summed, and of how many steps.
+        difference: to the first run; None for the first, and where one of the two has no final value.
+        verdict: "better", "worse", "differs", "within noise" or "too few steps", after `judge` over the whole table;
+            empty where nothing was compared.
+    """
+
+    final: Final | None = None
+    total: tuple[float, int] | None = None
+    difference: Difference | None = None
+    verdict: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows in the order of the table; each has a cell for every run, the first run is the baseline."""
+
+    names: tuple[str, ...]
+    rows: tuple[tuple[Metric, tuple[Cell, ...]], ...]
+    notes: tuple[str, ...]
+
+
+def compare_runs(
+    runs: Sequence[Run], extra: Sequence[str] = (), window: int | None = None, cut: bool = True
+) -> Comparison:
+    """Compare the ends of runs with the first one's.
+
+    Args:
+        runs: two or more.
+        extra: names of further metrics; those called `vllm_kl/*`, but for k1 and ess, are compared by their logarithms.
+        window: steps, as in `noise.final`.
+        cut: leave out what comes after the shortest run's last step, so that all windows end at the same one.
+
+    Raises ReportError for fewer than two runs or more than MOST_RUNS.
+    """
+    if not 2 <= len(runs) <= MOST_RUNS:
+        raise ReportError(f"{len(runs)} runs; a comparison needs 2 to {MOST_RUNS}")
+    names = _unique_names(runs)
+    common = min(int(run.steps[-1]) for run in runs)
+    if late := [name for name, run in zip(names, runs, strict=True) if cut and run.steps[0] > common]:
+        raise ReportError(f"{', '.join(late)} begins after step {common}, where another run ends: nothing to compare")
+    cut_runs = [_until(run, common) for run in runs] if cut else list(runs)
+    rows = []
+    for metric in _metrics(cut_runs, extra):
+        cells = [_cell(run, metric, window) for run in cut_runs]
+        if any(cell.final or cell.total for cell in cells):
+            rows.append((metric, [_against(cells[0], cell) if index else cell for index, cell in enumerate(cells)]))
+    judged = _judged(rows)
+    return Comparison(names, judged, tuple(_notes(runs, names, judged, extra, window, common if cut else None)))
+
+
+def _metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric]:
+    """The rows that may come, in their order: reward, validation, the known ones, those the user named."""
+    validation = sorted({name for run in runs for name in validations(run)})
+    known = [REWARD, *(Metric("validation", name, better="higher") for name in validation), *METRICS]
+    yield from known
+    for name in dict.fromkeys(extra):
+        if all(name != metric.name for metric in known):
+            divergence = name.startswith("vllm_kl/") and name not in LINEAR_DIVERGENCES
+            yield Metric(name, name, "log" if divergence else "linear", "small" if divergence else "number")
+
+
+def _until(run: Run, step: int) -> Run:
+    def before(series: Series) -> Series:
+        keep = series.steps <= step
+        return Series(series.steps[keep], series.values[keep])
+
+    metrics = {name: before(series) for name, series in run.metrics.items()}
+    return replace(run, steps=run.steps[run.steps <= step], metrics=metrics)
+
+
+def _cell(run: Run, metric: Metric, window: int | None) -> Cell:
+    if (series := run.get(metric.name)) is None:
+        return Cell()
+    if metric.total:
+        return Cell(total=(float(series.values.sum()), len(series.values)))
+    return Cell(final=final(series, window, metric.scale))
+
+
+def _against(baseline: Cell, cell: Cell) -> Cell:
+    if baseline.final is None or cell.final is None:
+        return cell
+    return replace(cell, difference=compare(baseline.final, cell.final))
+
+
+def _judged(rows: Sequence[tuple[Metric, list[Cell]]]) -> tuple[tuple[Metric, tuple[Cell, ...]], ...]:
+    """All comparisons of the table are judged together."""
+    verdicts = iter(judge([cell.difference for _, cells in rows for cell in cells if cell.difference]))
+
+    def judged(metric: Metric, cell: Cell) -> Cell:
+        if cell.difference is None:
+            return cell
+        return replace(cell, verdict=_word(metric, cell.difference, next(verdicts)))
+
+    return tuple((metric, tuple(judged(metric, cell) for cell in cells)) for metric, cells in rows)
+
+
+def _word(metric: Metric, difference: Difference, verdict: str) -> str:
+    if verdict != "differs" or metric.better is None:
+        return verdict
+    return "better" if (difference.change > 0) == (metric.better == "higher") else "worse"
+
+
+def _unique_names(runs: Sequence[Run]) -> tuple[str, ...]:
+    total, seen, names = Counter(run.name for run in runs), Counter[str](), []
+    for run in runs:
+        seen[run.name] += 1
+        names.append(run.name if total[run.name] == 1 else f"{run.name} ({seen[run.name]})")
+    return tuple(names)
+
+
+def _notes(
+    runs: Sequence[Run],
+    names: Sequence[str],
+    rows: Sequence[tuple[Metric, tuple[Cell, ...]]],
+    extra: Sequence[str],
+    window: int | None,
+    common: int | None,
+) -> Iterator[str]:
+    last = {name: int(run.steps[-1]) for name, run in zip(names, runs, strict=True)}
+    longer = ", ".join(f"{name} (to {step})" for name, step in last.items() if common is not None and step > common)
+    if longer:
+        yield f"compared at step {common}, the last one that all runs have; later steps left out: {longer}"
+    elif len(set(last.values())) > 1:
+        yield "the runs end at different steps: " + ", ".join(f"{name} at {step}" for name, step in last.items())
+    over = "tenth of the readings (20 to 100)" if window is None else f"{window} steps"
+    yield f"means over the last {over} ± one standard error; changes are against {names[0]}"
+    compared = sum(cell.difference is not None and cell.difference.p is not None for _, cells in rows for cell in cells)
+    if compared:
+        yield f"beyond the noise: at {100 * LEVEL:.0f} % for the {compared} comparisons of this table together (Holm)"
+    if any(cell.verdict == "too few steps" for _, cells in rows for cell in cells):
+        yield "too few steps: too few independent readings in these windows; windows of 30 steps or more find more"
+    yield CAVEAT
+    for index, name in enumerate(names):
+        if moving := [_title(metric) for metric, cells in rows if (end := cells[index].final) and end.drift]:
+            yield f"still moving at the end of {name}: {', '.join(moving)}"
+        if ended := [metric.name for metric, cells in rows if _ended_early(cells[index], cells)]:
+            yield f"not logged any more when the others' windows begin, in {name}: {', '.join(ended)}"
+    shown = {metric.name for metric, _ in rows}
+    for name in dict.fromkeys(extra):
+        if name not in shown:
+            yield f"{name} has no finite value in any run"
+
+
+def _title(metric: Metric) -> str:
+    return metric.name if metric.label == "validation" else metric.label
+
+
+def _ended_early(cell: Cell, cells: Sequence[Cell]) -> bool:
+    windows = [other.final.steps for other in cells if other.final and other.final.steps]
+    if cell.final is None or cell.final.steps is None:
+        return False
+    return any(cell.final.steps[1] < start for start, _ in windows)

@@ -1,0 +1,161 @@
+"""The KL between the engines: thresholds, what the guard did, how it grows and where that leads."""
+
+import math
+from typing import Any
+
+import altair as alt
+import numpy as np
+
+from verl_ext.core.boundary import HORIZON, Growth, estimate_growth
+from verl_ext.core.guard_state import Foresight
+from verl_ext.report.figures.lines import Line, data, line_chart, rows
+from verl_ext.report.figures.style import BLUE, INK, ORANGE, PAPER, VERMILION
+from verl_ext.report.figures.thin import step_edges
+from verl_ext.report.run import Run, Series
+
+K1, K3 = "vllm_kl/k1", "vllm_kl/k3"
+MARKS = 150  # stretches of steps that a mark of the guard stands for
+AHEAD = 0.35  # of the run's steps, how far the figure follows the growth into the future
+CROSS = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"
+SHAPES = {"skip": CROSS, "rollback": "triangle-left", "stop": "square", "tighten": "diamond", "warn": "circle"}
+DONE = {"skip": "update skipped", "tighten": "band narrowed", "warn": "warning"}
+
+
+def growth_of(run: Run) -> tuple[Series, Growth] | None:
+    """The last readings of k3 and the line through their logarithms; None for too few."""
+    k3 = run.get(K3)
+    if k3 is None:
+        return None
+    window = Series(k3.steps[-Foresight.window :], k3.values[-Foresight.window :])
+    readings = zip(window.steps.tolist(), window.values.tolist(), strict=True)
+    growth = estimate_growth(readings, boundary_of(run))
+    return None if growth is None else (window, growth)
+
+
+def boundary_of(run: Run) -> float:
+    """The mismatch past which a run is taken to collapse: as the guard logged it, or its default."""
+    logged = run.get("guard/boundary")
+    return Foresight.boundary if logged is None else float(logged.values[-1])
+
+
+def kl_chart(run: Run) -> alt.LayerChart | None:
+    """k3 and the size of k1, which may be negative: hollow where it is."""
+    k1, k3 = run.get(K1), run.get(K3)
+    if k1 is None and k3 is None:
+        return None
+    lines, over = [], []
+    first, last = int(run.steps[0]), int(run.steps[-1])
+    if k1 is not None:
+        lines.append(Line("|k1|, hollow: negative", Series(k1.steps, np.abs(k1.values)), ORANGE))
+        over += _hollow(k1)
+    if k3 is not None:
+        lines.append(Line("k3", k3, BLUE))
+    if found := growth_of(run):
+        fit, ahead, last = _growth(*found, last, boundary_of(run), ahead=math.ceil(AHEAD * len(run.steps)))
+        lines.append(fit)
+        over += ahead
+    under = _thresholds(run, first, last)
+    return line_chart(lines, (first, last), log=True, unit="nats a token", under=under, over=over, edge=_marks(run))
+
+
+def _hollow(k1: Series) -> list[alt.Chart]:
+    negative = k1.values < 0
+    if not negative.any() or len(k1.steps) > 2 * MARKS:
+        return []
+    points = Series(k1.steps[negative], -k1.values[negative])
+    mark = alt.Chart(data(rows(points))).mark_point(size=26, fill=PAPER, stroke=ORANGE, opacity=1, clip=True)
+    return [mark]
+
+
+def _thresholds(run: Run, first: int, last: int) -> list[alt.Chart]:
+    levels = {"boundary": boundary_of(run)}
+    if (skip := run.get("guard/threshold")) is not None:
+        levels["skip threshold"] = float(skip.values[-1])
+    if len(set(levels.values())) < len(levels):
+        levels = {"skip threshold = boundary": levels["boundary"]}
+    names = {f"{label} {value:g}": value for label, value in levels.items()}
+    ends = [{"value": value, "step": step, "label": name} for name, value in names.items() for step in (first, last)]
+    lines = alt.Chart(data(ends)).mark_line(color=VERMILION, strokeDash=[6, 4], strokeWidth=1.2, clip=True)
+    text = alt.Chart(data(ends[::2])).mark_text(color=VERMILION, align="left", dx=4, dy=9, fontSize=10)
+    return [lines.encode(detail="label:N"), text.encode(text="label:N")]
+
+
+def _growth(
+    window: Series, growth: Growth, last: int, boundary: float, ahead: int
+) -> tuple[Line, list[alt.Chart], int]:
+    """The fitted line; its way to the boundary, if that is certain, as far as it is near; the last step drawn."""
+    start, now = int(window.steps[0]), int(window.steps[-1])
+    fit = Line("growth fit", Series(np.array([start, now]), _heights(growth, start - now, 0)), INK, dots=False)
+    if not (growth.low > 0 and 0 < growth.steps < HORIZON):
+        return fit, [], last
+    crossing = now + math.ceil(growth.steps)
+    end = min(crossing, last + ahead)
+    way = Series(np.array([now, end]), _heights(growth, 0, end - now))
+    layers = [alt.Chart(data(rows(way))).mark_line(color=INK, strokeWidth=2, strokeDash=[2, 3], clip=True)]
+    if end == crossing:
+        there = alt.Chart(data([{"step": end, "value": boundary, "label": f"step {end}"}]))
+        point = there.mark_point(shape="diamond", size=90, filled=True, color=INK, opacity=1)
+        text = there.mark_text(color=INK, align="right", dx=-8, dy=11, fontSize=11, fontWeight="bold")
+        layers += [point, text.encode(text="label:N")]
+    return fit, layers, max(last, end)
+
+
+def _heights(growth: Growth, *steps: int) -> np.ndarray:
+    """Of the fitted line, so many steps after the last reading, where it is growth.level."""
+    return growth.level * np.exp(growth.rate * np.array(steps))
+
+
+def _marks(run: Run) -> list[alt.Chart]:
+    """What the guard did, along the upper edge: a step may have been skipped because its KL was not a number."""
+    happened = [(event.step, event.action, event.reason) for event in run.events if event.action in SHAPES]
+    told = {step for step, action, _ in happened if action == "skip"}
+    if (skipped := run.get("guard/skipped")) is not None:
+        steps = skipped.steps[skipped.values > 0].tolist()
+        happened += [(step, "skip", "the event log does not tell why") for step in steps if step not in told]
+    if not happened:
+        return []
+    edges = step_edges(run.steps, MARKS)
+    marks: dict[tuple[int, str], dict[str, Any]] = {}
+    for step, action, reason in sorted(happened):
+        place = int(np.searchsorted(edges, step, side="right"))
+        mark = marks.setdefault((place, action), {"step": step, "action": action, "reason": reason, "count": 0})
+        mark["count"] += 1
+    for mark in marks.values():
+        more = f" (and {mark['count'] - 1} more nearby)" if mark["count"] > 1 else ""
+        mark["said"] = f"step {mark['step']}: {DONE.get(mark['action'], mark['action'])}{more}"
+    shapes = [action for action in SHAPES if any(mark["action"] == action for mark in marks.values())]
+    shape = alt.Shape("action:N").scale(domain=shapes, range=[SHAPES[action] for action in shapes])
+    words = " : ".join(f"datum.label === '{a}' ? '{DONE.get(a, a)}'" for a in shapes) + " : datum.label"
+    legend = alt.Legend(labelExpr=words, symbolFillColor=VERMILION, symbolStrokeColor=VERMILION, symbolSize=70)
+    look = {"size": 70, "filled": True, "color": VERMILION, "stroke": PAPER, "strokeWidth": 0.5, "opacity": 1}
+    tooltip = [alt.Tooltip("said:N", title="guard"), alt.Tooltip("reason:N")]
+    levels: dict[int, list[dict[str, Any]]] = {}  # several marks of one place stand below each other
+    for (place, _), mark in marks.items():
+        level = sum(place == other for other, _ in list(marks)[: list(marks).index((place, mark["action"]))])
+        levels.setdefault(level, []).append(mark)
+    return [
+        alt.Chart(data(values))
+        .mark_point(**look)
+        .encode(y=alt.value(6 + 12 * level), shape=shape.legend(legend), tooltip=tooltip)
+        for level, values in levels.items()
+    ]
+
+
+def growth_sentence(run: Run) -> str:
+    """What the fit says, for the text below the figure."""
+    found = growth_of(run)
+    if found is None:
+        return ""
+    window, growth = found
+    percent, low, high = (
+        100 * math.expm1(min(max(value, -50.0), 50.0)) for value in (growth.rate, growth.low, growth.high)
+    )
+    span = f"over the last {len(window.steps)} readings"
+    if growth.low <= 0 <= growth.high:
+        return f"No certain growth {span}: {percent:+.1f} % a step, and the interval holds 0."
+    text = f"k3 changes by {percent:+.1f} % a step ({low:+.1f} to {high:+.1f}) {span}"
+    if growth.low > 0 and growth.steps == 0:
+        return f"{text}, and is past {boundary_of(run):g}."
+    if growth.low > 0 and growth.steps < HORIZON:
+        return f"{text}; it would pass {boundary_of(run):g} in about {growth.steps:.0f} steps."
+    return text + "."

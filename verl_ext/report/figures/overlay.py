@@ -1,0 +1,123 @@
+"""The figures of several runs in one: the main metric of each panel over the steps, one colour a run."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import altair as alt
+import numpy as np
+
+from verl_ext.core.breakdown import NAMES
+from verl_ext.report.figures.gap import K3
+from verl_ext.report.figures.heat import AGREEMENT
+from verl_ext.report.figures.lines import Line, data, line_chart
+from verl_ext.report.figures.panels import Panel, span, validation_metrics
+from verl_ext.report.figures.stages import REST, STAGES, stage_seconds
+from verl_ext.report.figures.style import HEIGHT, SERIES, WIDTH
+from verl_ext.report.run import Run, Series
+
+LAST = 20  # readings whose median stands for a run's end in figures without steps
+DASHES = ((), (6, 3), (2, 2), (8, 3, 2, 3))  # of the validation sets of a run
+
+Runs = Mapping[str, Run]  # by the name in the legend
+
+
+def overlay(panel: Panel, runs: Runs) -> alt.LayerChart | None:
+    """The panel's figure for all runs that have it; None where none has."""
+    if panel.key in OWN:
+        return OWN[panel.key](runs)
+    lines = [
+        Line(name, series, colour)
+        for (name, run), colour in zip(runs.items(), SERIES, strict=False)
+        if (series := run.get(panel.metric)) is not None
+    ]
+    if not lines:
+        return None
+    return line_chart(lines, _span(runs), log=panel.log, percent=panel.percent, zero=panel.zero)
+
+
+def _span(runs: Runs) -> tuple[int, int]:
+    spans = [span(run) for run in runs.values()]
+    return min(first for first, _ in spans), max(last for _, last in spans)
+
+
+def _validation(runs: Runs) -> alt.LayerChart | None:
+    names = sorted({name for run in runs.values() for name in validation_metrics(run)})[: len(DASHES)]
+    lines = [
+        Line(f"{label}: {name.removeprefix('val-core/')}" if len(names) > 1 else label, series, colour, dash)
+        for (label, run), colour in zip(runs.items(), SERIES, strict=False)
+        for name, dash in zip(names, DASHES, strict=False)
+        if (series := run.get(name)) is not None
+    ]
+    return line_chart(lines, _span(runs)) if lines else None
+
+
+def _by_bucket(axis: str) -> Callable[[Runs], alt.LayerChart | None]:
+    def chart(runs: Runs) -> alt.LayerChart | None:
+        found = {name: run.parts(K3, f"{axis}/") for name, run in runs.items()}
+        return _profile(
+            {
+                name: {bucket: _end(parts[bucket]) for bucket in NAMES[axis] if bucket in parts}
+                for name, parts in found.items()
+            },
+            NAMES[axis],
+            title="probability of the token" if axis == "prob" else "position in the response",
+            scale=alt.Scale(type="log"),
+            axis_format="~e",
+        )
+
+    return chart
+
+
+def _by_layer(runs: Runs) -> alt.LayerChart | None:
+    found = {name: {str(n): _end(s) for n, s in run.layers(AGREEMENT).items()} for name, run in runs.items()}
+    layers = sorted({int(layer) for profile in found.values() for layer in profile})
+    return _profile(found, [str(layer) for layer in layers], "layer", alt.Scale(zero=False), ".1~%")
+
+
+def _by_stage(runs: Runs) -> alt.LayerChart | None:
+    stages = [*dict.fromkeys(name for name, _ in STAGES.values()), REST[0]]
+    seconds = {name: stage_seconds(run) for name, run in runs.items()}
+    return _profile(seconds, stages, "stage of a step", alt.Scale(zero=True), "~g", "seconds")
+
+
+OWN: dict[str, Callable[[Runs], alt.LayerChart | None]] = {
+    "validation": _validation,
+    "by_probability": _by_bucket("prob"),
+    "by_position": _by_bucket("position"),
+    "router_agreement": _by_layer,
+    "step_time": _by_stage,
+}
+
+
+def _end(series: Series) -> float:
+    return float(np.median(series.values[-LAST:]))
+
+
+def _profile(
+    values: Mapping[str, Mapping[str, float]],
+    order: Sequence[str],
+    title: str,
+    scale: alt.Scale,
+    axis_format: str,
+    unit: str = "",
+) -> alt.LayerChart | None:
+    """One line a run over places in an order, at the runs' ends; on a logarithmic scale without values of 0."""
+    log = getattr(scale, "type", None) == "log"
+    points = [
+        {"run": name, "place": place, "value": profile[place]}
+        for name, profile in values.items()
+        for place in order
+        if place in profile and (profile[place] > 0 or not log)
+    ]
+    if not points:
+        return None
+    used = [place for place in order if any(point["place"] == place for point in points)]
+    names = [name for name in values if any(point["run"] == name for point in points)]
+    colours = dict(zip(values, SERIES, strict=False))
+    base = alt.Chart(data(points)).encode(
+        x=alt.X("place:O", sort=used, title=title, axis=alt.Axis(labelAngle=0, labelOverlap=True)),
+        y=alt.Y("value:Q", title=unit or None, scale=scale, axis=alt.Axis(format=axis_format)),
+        color=alt.Color("run:N", scale=alt.Scale(domain=names, range=[colours[name] for name in names])),
+        tooltip=["run:N", "place:N", alt.Tooltip("value:Q", format=".4~g")],
+    )
+    marks = base.mark_line(strokeWidth=2, strokeJoin="round"), base.mark_point(filled=True, size=50, opacity=1)
+    return alt.layer(*marks).properties(width=WIDTH, height=HEIGHT)

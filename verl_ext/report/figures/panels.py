@@ -1,0 +1,286 @@
+"""Which figures a report has, what they say, and what to add to a run where one is empty."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+import numpy as np
+
+from verl_ext.core.breakdown import NAMES
+from verl_ext.report.figures import gap, heat, stages
+from verl_ext.report.figures.lines import Line, data, line_chart
+from verl_ext.report.figures.style import BLUE, GREEN, MUTED, ORANGE, ORDERED, SERIES, SKY, VERMILION
+from verl_ext.report.run import Run
+
+HEALTHY_DROPPED = (0.01, 0.02)  # share of tokens; IcePop, "Small Leak Can Sink a Great Ship"
+LAST = 10  # readings of "now"
+METRICS = "stability.metrics=true"
+CORRECTION = "stability=icepop"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One figure of the page.
+
+    Attributes:
+        key: names its file and its place in the page.
+        reading: how to read it and what to do, one sentence.
+        chart: of a run, None where it has nothing to draw.
+        missing: said instead of the figure; `override` is what would make the run log it, if an override does.
+        metric: the one that a comparison of runs draws, and the text below the figure is about.
+        log, percent, zero: of that metric's axis.
+    """
+
+    key: str
+    title: str
+    reading: str
+    chart: Callable[[Run], alt.LayerChart | None]
+    missing: str
+    override: str = ""
+    metric: str = ""
+    log: bool = False
+    percent: bool = False
+    zero: bool = False
+
+    def facts(self, run: Run) -> str:
+        """This run's numbers, in a sentence; "" where there are none."""
+        series = run.get(self.metric)
+        if series is None:
+            return ""
+        count = min(LAST, len(series.steps))
+        of = f"median of the last {count} readings" if count > 1 else "one reading"
+        now = float(np.median(series.values[-LAST:]))
+        ends = {"highest": int(np.argmax(series.values)), "lowest": int(np.argmin(series.values))}
+        at = [f"{word} {self._say(float(series.values[i]))} in step {series.steps[i]}" for word, i in ends.items()]
+        return f"Now {self._say(now)} ({of}); {', '.join(at)}."
+
+    def _say(self, value: float) -> str:
+        return f"{100 * value:.3g} %" if self.percent else f"{value:.3g}"
+
+
+def span(run: Run) -> tuple[int, int]:
+    return int(run.steps[0]), int(run.steps[-1])
+
+
+def _lines(
+    *of: tuple[str, str, str], under: Callable[[tuple[int, int]], list[alt.Chart]] = lambda steps: [], **axis: Any
+) -> Callable[[Run], alt.LayerChart | None]:
+    """A chart of (metric, label, colour)s; those that the run has not are left out."""
+
+    def chart(run: Run) -> alt.LayerChart | None:
+        lines = [Line(label, s, colour) for metric, label, colour in of if (s := run.get(metric)) is not None]
+        return line_chart(lines, span(run), under=under(span(run)), **axis) if lines else None
+
+    return chart
+
+
+def validation_metrics(run: Run) -> list[str]:
+    return sorted(name for name in run.metrics if name.startswith("val-core/") and run.get(name) is not None)
+
+
+def _validation(run: Run) -> alt.LayerChart | None:
+    names = validation_metrics(run)[: len(SERIES)]
+    lines = [
+        Line(name.removeprefix("val-core/"), series, colour)
+        for name, colour in zip(names, SERIES, strict=False)
+        if (series := run.get(name)) is not None
+    ]
+    return line_chart(lines, span(run)) if lines else None
+
+
+def _buckets(metric: str, axis: str) -> Callable[[Run], alt.LayerChart | None]:
+    def chart(run: Run) -> alt.LayerChart | None:
+        found = run.parts(metric, f"{axis}/")
+        named = [(name, colour) for name, colour in zip(NAMES[axis], ORDERED, strict=True) if name in found]
+        lines = [Line(name, found[name], colour) for name, colour in named]
+        return line_chart(lines, span(run), log=True, unit="nats a token") if lines else None
+
+    return chart
+
+
+def _healthy(steps: tuple[int, int]) -> list[alt.Chart]:
+    low, high = HEALTHY_DROPPED
+    ends = [{"step": step, "value": low, "high": high, "label": "healthy: 1 to 2 %"} for step in steps]
+    area = alt.Chart(data(ends)).mark_area(color=GREEN, opacity=0.18, clip=True).encode(y2="high:Q")
+    text = alt.Chart(data([{**ends[0], "value": high}])).mark_text(color=GREEN, align="left", dx=4, dy=8, fontSize=10)
+    return [area, text.encode(text="label:N")]
+
+
+PANELS = (
+    Panel(
+        "reward",
+        "Reward",
+        "Mean score of each batch; it should rise. Where it falls while the engines stay together, look at the "
+        "learning rate, the clipping and the KL to the reference rather than at the correction.",
+        _lines(("critic/score/mean", "", BLUE)),
+        "No critic/score/mean: verl logs it at every training step.",
+        metric="critic/score/mean",
+    ),
+    Panel(
+        "validation",
+        "Validation",
+        "Scores on the validation files; believe them before the batch reward. If reward rises and they do not, the "
+        "policy has found a way around the reward.",
+        _validation,
+        "No val-core/*: this run had no validation.",
+        "trainer.test_freq=10",
+    ),
+    Panel(
+        "vllm_kl",
+        "KL between the engines",
+        "Flat is healthy, at any height far below the lines. A straight climb on this axis is the compounding that "
+        "ends in collapse: act while the predicted crossing is far.",
+        gap.kl_chart,
+        "No log-probabilities of the rollout were compared.",
+        METRICS,
+        metric=gap.K3,
+        log=True,
+    ),
+    Panel(
+        "prob_diff",
+        "Probability difference of a token",
+        "|p rollout - p training| of the sampled tokens. Single tokens make the largest jump; the mean should stay "
+        "flat, and past 0.05 training was seen to fail.",
+        _lines(("vllm_kl/prob_diff_max", "max", VERMILION), ("vllm_kl/prob_diff_mean", "mean", BLUE), log=True),
+        "No log-probabilities of the rollout were compared.",
+        METRICS,
+        metric="vllm_kl/prob_diff_mean",
+        log=True,
+    ),
+    Panel(
+        "dropped",
+        "Tokens dropped by the correction",
+        "Share of tokens whose ratio training/rollout left the band, below and above. 1 to 2 % is a healthy MoE; "
+        "more for many steps means that the gap is the problem, not the band.",
+        _lines(
+            ("correction/dropped_low", "ratio too low", SKY),
+            ("correction/dropped_high", "ratio too high", VERMILION),
+            ("correction/dropped", "both", MUTED),
+            under=_healthy,
+            percent=True,
+            zero=True,
+        ),
+        "No correction was on.",
+        CORRECTION,
+        metric="correction/dropped",
+        percent=True,
+        zero=True,
+    ),
+    Panel(
+        "dropped_entropy",
+        "Entropy of dropped and kept tokens",
+        "Dropped tokens should be the uncertain ones, well above the kept. If the two meet, confident tokens are being "
+        "dropped: the gap is no rounding any more, look for a missed weight sync or another precision.",
+        _lines(
+            ("correction/entropy_dropped", "dropped", VERMILION),
+            ("correction/entropy_kept", "kept", BLUE),
+            zero=True,
+            unit="nats",
+        ),
+        "No correction was on, or it dropped nothing.",
+        CORRECTION,
+        metric="correction/entropy_dropped",
+        zero=True,
+    ),
+    Panel(
+        "by_probability",
+        "Mismatch by probability of the token",
+        "k3 of tokens by the probability that the rollout gave them. Rare tokens disagree most in every run; if the "
+        "likely ones climb, the engines compute different functions.",
+        _buckets(gap.K3, "prob"),
+        "No log-probabilities of the rollout were compared, or stability.breakdown is off.",
+        METRICS,
+    ),
+    Panel(
+        "by_position",
+        "Mismatch by position in the response",
+        "k3 of tokens by how far into the response they are. Lines that fan out upwards say that the gap builds up "
+        "along the sequence: shorter responses or a sequence mask (stability=geo_mask) help first.",
+        _buckets(gap.K3, "position"),
+        "All responses are in one bucket (the first ends at 256 tokens), or nothing was compared.",
+        METRICS,
+    ),
+    Panel(
+        "router_agreement",
+        "Router agreement by layer",
+        "Share of a token's experts that both engines chose; dark is worse. A stripe through all layers is one bad "
+        "step; darkness that spreads is the routing moving apart, which routing replay (stability=r3) holds "
+        "together.",
+        heat.agreement_chart,
+        "The experts of the two engines were not compared.",
+        "stability.router_agreement=true",
+        metric=heat.AGREEMENT,
+        percent=True,
+    ),
+    Panel(
+        "response_length",
+        "Response length",
+        "Tokens of a response. Growth is often learning; a jump together with the KL is often not. Look at the clipped "
+        "share, too: cut responses carry no honest reward.",
+        _lines(("response_length/max", "max", MUTED), ("response_length/mean", "mean", BLUE), zero=True, unit="tokens"),
+        "No response_length/mean: verl logs it at every training step.",
+        metric="response_length/mean",
+        zero=True,
+    ),
+    Panel(
+        "entropy",
+        "Entropy of the policy",
+        "A slow fall is normal. Towards 0 the policy stops exploring (clip-higher: stability=dapo); a steep rise "
+        "can come before a collapse.",
+        _lines(("actor/entropy", "", BLUE), zero=True, unit="nats"),
+        "No actor/entropy was logged.",
+        "actor_rollout_ref.actor.calculate_entropy=true",
+        metric="actor/entropy",
+        zero=True,
+    ),
+    Panel(
+        "clipping",
+        "Clipping",
+        "Shares of tokens clipped in the loss, and of responses cut at the length limit. Clipping of some percent is "
+        "at work; many cut responses ask for more length or an overlong filter (stability.filters).",
+        _lines(
+            ("actor/pg_clipfrac", "tokens, ratio of the policy", BLUE),
+            ("actor/pg_clipfrac_lower", "tokens, dual clip", SKY),
+            ("response_length/clip_ratio", "responses at the limit", ORANGE),
+            percent=True,
+            zero=True,
+        ),
+        "No clip fractions were logged.",
+        metric="actor/pg_clipfrac",
+        percent=True,
+        zero=True,
+    ),
+    Panel(
+        "grad_norm",
+        "Gradient norm",
+        "Before clipping. Spikes that come with those of the KL come from the gap, and a batch skip takes them out; "
+        "others come from the loss or the data.",
+        _lines(("actor/grad_norm", "", BLUE), log=True),
+        "No actor/grad_norm was logged.",
+        metric="actor/grad_norm",
+        log=True,
+    ),
+    Panel(
+        "step_time",
+        "Where the time goes",
+        "Stages as shares of a step. The rollout usually takes most of it; if weight sync or old log-probs grow, "
+        "look at memory and offloading.",
+        stages.share_chart,
+        "No timing_s/step: verl logs it at every training step.",
+        metric=stages.STEP,
+        zero=True,
+    ),
+)
+
+
+def facts(panel: Panel, run: Run) -> str:
+    """The panel's sentence about this run, with what only the figure of its kind knows."""
+    more: Iterable[str] = ()
+    if panel.key == "vllm_kl":
+        more = [gap.growth_sentence(run)]
+    if panel.key == "step_time" and (seconds := stages.stage_seconds(run)):
+        total = sum(seconds.values())
+        shares = ", ".join(f"{name} {100 * value / total:.0f} %" for name, value in seconds.items()) if total else ""
+        return f"{panel.facts(run)} {shares}.".replace("Now", "Seconds: now")
+    return " ".join(text for text in (panel.facts(run), *more) if text)

@@ -1,0 +1,29 @@
+"""What the report's pages have in common: one file each, with everything in it."""
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def template(name: str, **filters: Any) -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters.update(filters)
+    return environment.get_template(name)
+
+
+def script_json(value: object) -> Markup:
+    """JSON that can stand in a script element, whatever the strings in it hold: no `</script>`, no `<!--`."""
+    text = orjson.dumps(value).decode()
+    return Markup(text.replace("<", r"\u003c").replace("\u2028", r"\u2028").replace("\u2029", r"\u2029"))
+
+
+def source(name: str) -> Markup:
+    """A style sheet or a script of the templates."""
+    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))

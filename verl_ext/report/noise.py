@@ -1,0 +1,257 @@
+"""The final value of a metric, and whether two runs differ by more than their steps scatter.
+
+The mean of the last steps has a standard error of its own. Readings of neighbouring steps depend on each other, so n of
+them tell as much as n (1 - rho) / (1 + rho) independent ones, with rho the correlation of neighbours (Bayley and
+Hammersley, 1946; Zieba, 2010, equations 13 and 20 for the variance). rho from a short window comes out too small and
+scatters: it is corrected (Marriott and Pope, 1954) and moved by half of its standard error towards more dependence.
+tests/report/test_noise.py counts the false alarms. Two means are compared by Welch's t, all comparisons of one table by
+Holm's procedure (1979).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from verl_ext.report.run import Series
+
+Scale = Literal["linear", "log"]
+Verdict = Literal["differs", "within noise", "too few steps"]
+
+CAVEAT = (
+    "noise = step-to-step noise within each run; it does not hold the difference another seed would make, "
+    "for which each setting has to run with several seeds"
+)
+LEVEL = 0.01  # probability of a false alarm: of one interval, and of a whole table after `judge`
+SHARE, FEWEST, MOST = 0.1, 20, 100  # of the readings in the default window; its least and most readings
+FEWEST_FOR_ERROR = 4  # readings
+FEWEST_FOR_DRIFT = 3.0  # degrees of freedom that are left beside the line
+CAUTION = 0.5  # standard errors that are added to the correlation
+LARGEST_CORRELATION = 0.95
+FLOOR = 1e-12  # a divergence below this is 0 for the logarithm, as in core/boundary.py
+ROUNDING = 1e-12  # relative; what differs by less differs by arithmetic alone
+
+
+@dataclass(frozen=True)
+class Final:
+    """A metric at the end of a run.
+
+    Attributes:
+        mean: of the window, in the metric's unit; the geometric mean on the log scale; NaN without a reading.
+        error: one standard error of it, in the same unit, on the log scale of its natural logarithm; None where the
+            window does not hold what two independent readings would, or fewer than FEWEST_FOR_ERROR.
+        readings: finite values in the window.
+        effective: independent readings that would tell as much; None without an error.
+        freedom: degrees of freedom of the error.
+        drift: what a straight line through the window gains from its first to its last step, on the scale, where that
+            is more than noise, else 0: the metric is still moving, and the scatter is taken around the line.
+        steps: the first and the last step of the window; None without a reading.
+        scale: "log" compares ratios: for metrics that single tokens move by tens of times.
+    """
+
+    mean: float
+    error: float | None
+    readings: int
+    effective: float | None
+    freedom: float | None = None
+    drift: float = 0.0
+    steps: tuple[int, int] | None = None
+    scale: Scale = "linear"
+
+    @property
+    def centre(self) -> float:
+        """The mean on its scale."""
+        return math.log(max(self.mean, FLOOR)) if self.scale == "log" else self.mean
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between the final values of two runs.
+
+    Attributes:
+        change: second less first; on the log scale the logarithm of second over first.
+        error: one standard error of `change`; None where one of the runs has too few steps.
+        freedom: degrees of freedom after Welch; infinite where neither run scatters.
+        p: probability of a change at least so large with equal means; two-sided.
+        verdict: of this comparison alone, at LEVEL; `judge` for the comparisons of a table.
+    """
+
+    change: float
+    error: float | None
+    freedom: float | None
+    p: float | None
+    verdict: Verdict
+    scale: Scale = "linear"
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Of `change`, with a coverage of 1 - LEVEL; None without an error."""
+        if self.error is None or self.freedom is None:
+            return None
+        half = self.error * student_quantile(1 - LEVEL, self.freedom) if self.error else 0.0
+        return self.change - half, self.change + half
+
+
+def final(series: Series, window: int | None = None, scale: Scale = "linear") -> Final:
+    """The mean over the last steps of a run, and its standard error.
+
+    The error is of the noise between steps (CAVEAT).
+
+    Args:
+        series: of one metric; values that are not finite are left out.
+        window: steps, counted back from the last finite reading, at least 1; None for the last tenth of the readings,
+            at least FEWEST and at most MOST of them.
+        scale: "log" for positive metrics that span decades.
+    """
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be at least 1 step")
+    series = series.finite()
+    if not series.steps.size:
+        return Final(math.nan, None, 0, None, scale=scale)
+    if window is None:
+        start = -min(max(math.ceil(SHARE * series.steps.size), FEWEST), MOST)
+    else:
+        start = int(np.searchsorted(series.steps, series.steps[-1] - window, side="right"))
+    at: np.ndarray = series.steps[start:].astype(np.float64)
+    values = series.values[start:]
+    steps, n = (int(at[0]), int(at[-1])), len(values)
+    if np.ptp(values) == 0:  # not by way of the mean and its rounding: two constants have to compare exactly
+        constant = float(values[0])
+        if n < FEWEST_FOR_ERROR:
+            return Final(constant, None, n, None, steps=steps, scale=scale)
+        return Final(constant, 0.0, n, n, n - 1, steps=steps, scale=scale)
+    heights = np.log(np.maximum(values, FLOOR)) if scale == "log" else values
+    centre = float(heights.mean())
+    mean = math.exp(centre) if scale == "log" else centre
+    if n < FEWEST_FOR_ERROR:
+        return Final(mean, None, n, None, steps=steps, scale=scale)
+    scatter, drift = _scatter(heights - centre, fitted=1), 0.0
+    slope, line = _slope(at, heights)
+    around = _scatter(heights - line, fitted=2)
+    if around is not None and around.freedom >= FEWEST_FOR_DRIFT:
+        slope_error = around.error * math.sqrt(n / np.sum((at - at.mean()) ** 2))
+        if _p(slope, slope_error, around.freedom) < LEVEL:
+            scatter, drift = around, slope * (steps[1] - steps[0])
+    if scatter is None:
+        return Final(mean, None, n, None, steps=steps, scale=scale)
+    return Final(mean, scatter.error, n, scatter.effective, scatter.freedom, drift, steps, scale)
+
+
+def compare(a: Final, b: Final) -> Difference:
+    """b against a, which have to be on the same scale."""
+    if a.scale != b.scale:
+        raise ValueError(f"a final value on the {a.scale} scale cannot be compared with one on the {b.scale} scale")
+    change = b.centre - a.centre
+    if a.error is None or b.error is None or a.freedom is None or b.freedom is None:
+        return Difference(change, None, None, None, "too few steps", a.scale)
+    if abs(change) <= ROUNDING * max(abs(a.centre), abs(b.centre)):
+        change = 0.0
+    error = math.hypot(a.error, b.error)
+    # The share of the variance that is a's, not the variances: their squares could underflow.
+    share = (a.error / error) ** 2 if error else 0.0
+    freedom = 1 / (share**2 / a.freedom + (1 - share) ** 2 / b.freedom) if error else math.inf
+    p = _p(change, error, freedom)
+    return Difference(change, error, freedom, p, "differs" if p < LEVEL else "within noise", a.scale)
+
+
+def judge(differences: Sequence[Difference]) -> list[Verdict]:
+    """The verdicts of one table, in its order: without any true difference, at most LEVEL of tables say "differs".
+
+    Holm's procedure: the smallest p of m has to be below LEVEL / m, the next below LEVEL / (m - 1), and so on; behind
+    the first that is not, nothing differs. Comparisons with too few steps do not count.
+    """
+    verdicts = [difference.verdict for difference in differences]
+    order = sorted((difference.p, index) for index, difference in enumerate(differences) if difference.p is not None)
+    passing = True
+    for rank, (p, index) in enumerate(order):
+        passing = passing and p < LEVEL / (len(order) - rank)
+        verdicts[index] = "differs" if passing else "within noise"
+    return verdicts
+
+
+def student_p(t: float, freedom: float) -> float:
+    """Probability that a |t| of Student's distribution is at least so large; `freedom` above 0, fractions allowed."""
+    if math.isinf(freedom):
+        return math.erfc(abs(t) / math.sqrt(2))
+    x = freedom / (freedom + t * t)
+    return _incomplete_beta(x, freedom / 2, 0.5)
+
+
+def student_quantile(coverage: float, freedom: float) -> float:
+    """Half-width, in standard errors, of the interval that holds `coverage` of Student's distribution; by bisection."""
+    low, high = 0.0, 1.0
+    while student_p(high, freedom) > 1 - coverage:
+        high *= 2
+    while high - low > 1e-10 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_p(middle, freedom) > 1 - coverage else (low, middle)
+    return high
+
+
+def _p(change: float, error: float, freedom: float) -> float:
+    if error == 0:
+        return 0.0 if change else 1.0
+    return student_p(change / error, freedom)
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    error: float  # standard error of the mean
+    effective: float
+    freedom: float
+
+
+def _scatter(residuals: np.ndarray, fitted: int) -> _Scatter | None:
+    """Of the mean, from what is left after fitting a constant (`fitted` is 1) or a line (2).
+
+    None where the effective readings do not exceed the fitted parameters by at least 1.
+    """
+    n, power = len(residuals), float(residuals @ residuals)
+    if power == 0:
+        return _Scatter(0.0, n, n - fitted)
+    rho = float(residuals[1:] @ residuals[:-1]) / power
+    rho += (fitted + 4 * max(rho, 0.0)) / n  # what the fit takes away from it
+    rho += CAUTION * math.sqrt(max(1 - rho * rho, 0.0) / n)
+    rho = min(max(rho, 0.0), LARGEST_CORRELATION)
+    effective = n * (1 - rho) / (1 + rho)
+    freedom = effective - fitted
+    if freedom < 1:
+        return None
+    # The variance of a reading is power / (n - n fitted / effective), that of the mean 1 / effective of it.
+    return _Scatter(math.sqrt(power / n / freedom), effective, freedom)
+
+
+def _slope(at: np.ndarray, heights: np.ndarray) -> tuple[float, np.ndarray]:
+    """Of the least-squares line, and the line's heights; residuals of pure rounding are made exactly 0."""
+    apart, centre = at - at.mean(), heights.mean()
+    slope = float(apart @ (heights - centre) / (apart @ apart))
+    line = centre + slope * apart
+    if np.max(np.abs(heights - line)) <= ROUNDING * np.max(np.abs(heights)):
+        return slope, heights
+    return slope, line
+
+
+def _incomplete_beta(x: float, a: float, b: float) -> float:
+    """Regularised I_x(a, b), by the continued fraction of Abramowitz and Stegun, 26.5.8, evaluated after Lentz."""
+    if x <= 0:
+        return 0.0
+    if x >= 1:
+        return 1.0
+    if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly
+        return 1.0 - _incomplete_beta(1 - x, b, a)
+    front = math.exp(
+        math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x) - math.log(a)
+    )
+    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1))
+    value = d
+    for m in range(1, 10_000):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for term in (even, odd):
+            d, c = 1 / (1 + term * d), 1 + term / c
+            value *= c * d
+        if abs(c * d - 1) < 1e-14:
+            break
+    return front * value

@@ -1,0 +1,142 @@
+"""CSV as Weights & Biases exports it: a run's history, or what a chart shows of one or several runs.
+
+| | columns |
+|---|---|
+| history | one of STEP_COLUMNS, and one a metric |
+| chart | the x axis, and `RUN - metric`, `RUN - metric__MIN`, `RUN - metric__MAX` for every run |
+
+An empty cell was not logged. Text is left out. W&B refuses a step that goes back, so the rows are put in order.
+"""
+
+import csv
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl_ext.report.run import ReportError
+from verl_ext.report.sources.table import Part, Table
+
+STEP_COLUMNS = ("Step", "_step", "trainer/global_step", "training/global_step", "global_step")
+SEPARATOR = " - "
+LIMITS = ("__MIN", "__MAX")
+TRUTH = {"true": 1.0, "false": 0.0}
+
+
+class CsvSource:
+    """
+    Args:
+        which: of several runs in a chart's export, counted from 1 in the order of their columns.
+    """
+
+    def __init__(self, path: Path, which: int | None):
+        self.files = (path,)
+        self.name = path.stem
+        self._path = path
+        self._which = which
+        self._chosen = False
+        self._seen: tuple[int, ...] = ()
+        self._table = Table(rows_are_units=False)
+        self._notes: tuple[str, ...] = ()
+
+    def refresh(self) -> bool:
+        """An export is written once; another one is read from its start."""
+        status = os.stat(self._path)
+        seen = status.st_ino, status.st_size, status.st_mtime_ns
+        if seen == self._seen:
+            return False
+        with open(self._path, newline="", encoding="utf-8-sig", errors="replace") as file:
+            rows = _rows(file)
+            header = next(rows, [])
+            self._chosen = False
+            step_column, columns = self._columns(header)
+            self._table = Table(rows_are_units=False)
+            self._table.begin_unit()
+            broken: list[int] = []
+            for number, row in enumerate(rows, start=2):
+                step = _step(row[step_column]) if len(row) == len(header) else None
+                if step is not None:
+                    data = {name: value for at, name in columns if (value := _number(row[at])) is not None}
+                    if data:
+                        self._table.add(step, data)
+                elif row:
+                    broken.append(number)
+        if broken and broken[-1] == number and len(row) < len(header):
+            broken.pop()  # cut
+        self._notes = ()
+        if broken:
+            self._notes = (f"rows without a step, or cut: {len(broken)} (the first is row {broken[0]}); left out",)
+        self._seen = seen
+        return True
+
+    def _columns(self, header: list[str]) -> tuple[int, list[tuple[int, str]]]:
+        """The step's column, and the metrics' with their names."""
+        if {"Name", "State"} <= set(header):
+            raise ReportError("this is W&B's table of runs; export one run's history, or a chart")
+        step = next((header.index(name) for name in STEP_COLUMNS if name in header), None)
+        others = [(at, name) for at, name in enumerate(header) if at != step and name]
+        of_runs = [(at, name) for at, name in others if SEPARATOR in name]
+        # A chart over another axis than the step has that axis first.
+        if not of_runs or not {name for at, name in others if at} <= {name for _, name in of_runs}:
+            if step is None:
+                raise ReportError(f"no column for the step; one of {', '.join(STEP_COLUMNS)} is needed")
+            return step, others
+        names = {name for _, name in of_runs}
+        found: dict[str, dict[str, int]] = {}
+        for at, name in of_runs:
+            if name.endswith(LIMITS) and name[: -len(LIMITS[0])] in names:
+                continue
+            run, metric = name.rsplit(SEPARATOR, 1)
+            found.setdefault(run, {})[metric] = at
+        columns = found[self._choose(list(found))]
+        own_step = columns.pop("_step", None)
+        if step is None and own_step is None:
+            raise ReportError("no column for the step; export the chart with Step as its x axis")
+        return own_step if step is None else step, [(at, metric) for metric, at in columns.items()]  # type: ignore[return-value]
+
+    def _choose(self, runs: list[str]) -> str:
+        which = self._which
+        if which is None and len(runs) > 1:
+            listed = ", ".join(f"{number} = {name}" for number, name in enumerate(runs[:10], start=1))
+            more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
+            raise ReportError(f"{len(runs)} runs in this file; choose one with --run: {listed}{more}")
+        if which is not None and not 1 <= which <= len(runs):
+            raise ReportError(f"there is no run {which}: {len(runs)} in it")
+        self._chosen = True
+        self.name = runs[0 if which is None else which - 1]
+        return self.name
+
+    def run(self, which: int | None) -> Part:
+        if not len(self._table):
+            raise ReportError("no row with a step and a number in this file")
+        return self._table.run(None if self._chosen else which)
+
+    def notes(self) -> tuple[str, ...]:
+        return self._notes
+
+
+def _rows(file) -> Iterator[list[str]]:
+    rows = csv.reader(file)
+    while True:
+        try:
+            yield next(rows)
+        except StopIteration:
+            return
+        except csv.Error:  # a cell beyond csv's limit, a NUL
+            yield [""]
+
+
+def _number(cell: str) -> float | None:
+    if not cell:
+        return None
+    try:
+        return float(cell)
+    except ValueError:
+        return TRUTH.get(cell.lower())
+
+
+def _step(cell: str) -> int | None:
+    try:
+        number = float(cell)
+        return int(number) if number.is_integer() and abs(number) < 2**53 else None
+    except ValueError:
+        return None

@@ -1,0 +1,175 @@
+"""Metrics in compact columns, row by row as they were logged."""
+
+import math
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from verl_ext.report.run import ReportError, Series
+from verl_ext.report.sources.attempts import Units, resumes, run_starts
+
+FLUSH_AT = 1 << 18  # values
+KEPT_LAYOUTS = 256
+VALIDATION = ("val-", "val/")  # val-core/, val-aux/, and the SFT trainer's val/loss
+
+
+@dataclass(frozen=True)
+class Part:
+    """One run of a table. `gone`: steps that were logged and do not stand, see attempts.py."""
+
+    steps: np.ndarray
+    metrics: dict[str, Series]
+    gone: np.ndarray
+    notes: tuple[str, ...]
+    number: int  # of this run, from 1
+    runs: int  # how many the table holds
+
+
+class Table:
+    """Rows of (step, values by name); 12 bytes a value.
+
+    Args:
+        rows_are_units: a row may begin another run or resume one; else only what `begin_unit` announces.
+    """
+
+    def __init__(self, *, rows_are_units: bool):
+        self._steps = array("q")
+        self._validation = bytearray()  # by row
+        self._unit_starts: array | None = None if rows_are_units else array("q")
+        self._numbers: dict[str, int] = {}  # of the columns, by name
+        self._values: list[array] = []  # by column
+        self._rows: list[array] = []  # by column: the row of each value
+        self._layouts: dict[tuple[str, ...], tuple[array, bool]] = {}
+        # What is not in its columns yet: values of several rows, one row after the other.
+        self._new_values = array("d")
+        self._new_numbers = array("i")
+        self._new_lengths = array("i")
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def begin_unit(self) -> None:
+        assert self._unit_starts is not None
+        self._unit_starts.append(len(self._steps))
+
+    def add(self, step: int, data: Mapping[str, object]) -> None:
+        """One row. What is not a number is left out; None is NaN. OverflowError for a step beyond 64 bits."""
+        self._steps.append(step)
+        values = self._new_values
+        before = len(values)
+        try:
+            values.extend(data.values())  # type: ignore[arg-type]
+        except (TypeError, OverflowError):
+            del values[before:]
+            data = {name: number for name, value in data.items() if (number := as_number(value)) is not None}
+            values.extend(data.values())  # type: ignore[arg-type]
+        numbers, validation = self._layout(tuple(data))
+        self._new_numbers.extend(numbers)
+        self._new_lengths.append(len(numbers))
+        self._validation.append(validation)
+        if len(values) >= FLUSH_AT:
+            self._flush()
+
+    def _layout(self, names: tuple[str, ...]) -> tuple[array, bool]:
+        """The columns of a row's values, and whether they are all of a validation. Few layouts make up a run."""
+        if (layout := self._layouts.get(names)) is None:
+            numbers = array("i", (self._numbers.setdefault(name, len(self._numbers)) for name in names))
+            validation = bool(names) and all(name.startswith(VALIDATION) for name in names)
+            if len(self._layouts) >= KEPT_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[names] = numbers, validation
+        return layout
+
+    def _flush(self) -> None:
+        for _ in range(len(self._numbers) - len(self._values)):
+            self._values.append(array("d"))
+            self._rows.append(array("i"))
+        lengths = np.array(self._new_lengths)
+        first_row = len(self._steps) - lengths.size
+        rows: np.ndarray = np.repeat(np.arange(first_row, len(self._steps), dtype=np.int32), lengths)
+        numbers = np.array(self._new_numbers)
+        order = np.argsort(numbers, kind="stable")
+        numbers, rows, values = numbers[order], rows[order], np.array(self._new_values)[order]
+        starts = np.flatnonzero(np.diff(numbers, prepend=-1)).tolist()
+        for start, end in pairwise([*starts, numbers.size]):
+            self._values[numbers[start]].frombytes(values[start:end].tobytes())
+            self._rows[numbers[start]].frombytes(rows[start:end].tobytes())
+        for pending in (self._new_values, self._new_numbers, self._new_lengths):
+            del pending[:]
+
+    def run(self, which: int | None) -> Part:
+        """One run of the table: the last, or the one with this number, counted from 1. The table must not be empty."""
+        self._flush()
+        steps = np.array(self._steps)
+        validation = np.frombuffer(bytes(self._validation), bool)
+        units, unit_of_row = self._units(steps, validation)
+        starts = [*run_starts(units), units.low.size]
+        runs = len(starts) - 1
+        number = runs if which is None else which
+        if not 1 <= number <= runs:
+            raise ReportError(f"there is no run {which}: {'1 run is' if runs == 1 else f'{runs} runs are'} in it")
+        chosen = slice(starts[number - 1], starts[number])
+        first, last = (int(np.searchsorted(unit_of_row, unit)) for unit in (chosen.start, chosen.stop))
+        found = resumes(
+            units[chosen], unit_of_row[first:last] - chosen.start, steps[first:last], validation[first:last]
+        )
+        keep = np.zeros(steps.size, bool)
+        keep[first:last] = found.keep
+        notes = found.notes(steps[first:last])
+        if runs > 1 and which is None:
+            other = "--run 1 shows the first" if runs == 2 else f"--run 1 to --run {runs - 1} show the others"
+            notes.insert(0, f"the file holds {runs} runs, this is the last; {other}")
+        run_steps = np.unique(steps[keep])
+        return Part(run_steps, self._series(steps, keep, run_steps), found.gone, tuple(notes), number, runs)
+
+    def _units(self, steps: np.ndarray, validation: np.ndarray) -> tuple[Units, np.ndarray]:
+        """The units, and of each row which it is in."""
+        if self._unit_starts is None:
+            return Units(steps, steps, validation), np.arange(steps.size)
+        starts = np.unique(np.array(self._unit_starts))
+        starts = starts[starts < steps.size]  # a unit without rows is none
+        only = np.logical_and.reduceat(validation, starts)
+        unit_of_row: np.ndarray = np.repeat(np.arange(starts.size), np.diff(starts, append=steps.size))
+        ignored = validation & ~only[unit_of_row]
+        limits = np.iinfo(np.int64)
+        low = np.minimum.reduceat(np.where(ignored, limits.max, steps), starts)
+        high = np.maximum.reduceat(np.where(ignored, limits.min, steps), starts)
+        return Units(low, high, only), unit_of_row
+
+    def _series(self, steps: np.ndarray, keep: np.ndarray, run_steps: np.ndarray) -> dict[str, Series]:
+        everything = bool(keep.all())
+        in_order = bool((np.diff(steps[keep]) >= 0).all())
+        metrics = {}
+        common = run_steps  # most metrics are logged at the same steps as the one before, and share one array
+        for name, number in self._numbers.items():
+            rows, values = np.array(self._rows[number]), np.array(self._values[number])
+            if not everything:
+                kept = keep[rows]
+                rows, values = rows[kept], values[kept]
+            if not rows.size:
+                continue
+            own = steps[rows]
+            if not in_order:
+                order = np.argsort(own, kind="stable")
+                own, values = own[order], values[order]
+            last = np.append(own[1:] != own[:-1], True)
+            if not last.all():
+                own, values = own[last], values[last]
+            common = common if np.array_equal(own, common) else own
+            metrics[name] = Series(common, values)
+        return metrics
+
+
+def as_number(value: object) -> float | None:
+    """A number, NaN for None, None for what is not a metric (text, lists)."""
+    if value is None:
+        return math.nan
+    if not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond 1e308
+        return math.inf if value > 0 else -math.inf

@@ -1,0 +1,171 @@
+"""Event files of TensorBoard, as torch.utils.tensorboard writes them: one scalar an event.
+
+TensorBoard's own loader computes the checksum of every record in Python, and takes six times as long. Here only that of
+the length is checked, which tells a damaged file, and a record by whether it parses.
+"""
+
+import struct
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from verl_ext.report.run import ReportError
+from verl_ext.report.sources.table import Part, Table
+
+BLOCK = 1 << 20
+HEADER, FOOTER = 12, 4  # length and its checksum; checksum of the record
+EVENT_FILE = "tfevents"
+
+
+class DamageError(Exception):
+    """No record can be read from here on."""
+
+
+class TensorBoardSource:
+    """One event file, or all in a folder by time: each is of one process, a later one of a resumed or another run."""
+
+    def __init__(self, path: Path):
+        try:
+            from google.protobuf.message import DecodeError
+            from tensorboard.compat.proto import event_pb2
+        except ImportError as error:
+            raise ReportError(
+                f"{path}: these are TensorBoard's files; to read them, pip install tensorboard"
+            ) from error
+        self._parse, self._parse_error = event_pb2.Event.FromString, DecodeError
+        self._path = path
+        folder = path if path.is_dir() else path.parent
+        self.name = folder.resolve().name
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._table = Table(rows_are_units=False)
+        self._read: dict[Path, tuple[int, int]] = {}  # inode, offset
+        self._damaged: dict[Path, int] = {}  # where
+        self._unreadable = 0
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        if not self._path.is_dir():
+            return (self._path,)
+        files = [file for file in self._path.iterdir() if EVENT_FILE in file.name and file.is_file()]
+        return tuple(sorted(files))  # their names begin with the time, in ten digits
+
+    def refresh(self) -> bool:
+        files = self.files
+        again = not self._only_last_grew(files)
+        if again:
+            self._start_over()
+        before = dict(self._read)
+        for file in files:
+            if file not in self._read:
+                self._table.begin_unit()
+                self._read[file] = (file.stat().st_ino, 0)
+            self._read_on(file)
+        return again or self._read != before
+
+    def _only_last_grew(self, files: tuple[Path, ...]) -> bool:
+        """Rows are kept in the order of the files, so anything but a longer last file or a new one is read anew."""
+        known = tuple(self._read)
+        if known != files[: len(known)]:
+            return False
+        for file, (inode, offset) in self._read.items():
+            status = file.stat()
+            if status.st_ino != inode or status.st_size < offset:
+                return False
+            longer = file != known[-1] and status.st_size > offset
+            if longer and file not in self._damaged and self._complete_record(file, offset):
+                return False
+        return True
+
+    def _complete_record(self, file: Path, offset: int) -> bool:
+        with open(file, "rb") as opened:
+            try:
+                return next(_records(opened, offset), None) is not None
+            except DamageError:
+                return False
+
+    def _read_on(self, file: Path) -> None:
+        if file in self._damaged:
+            return
+        inode, offset = self._read[file]
+        step, data = 0, dict[str, object]()
+        try:
+            with open(file, "rb") as opened:
+                for record, end in _records(opened, offset):
+                    offset = end
+                    try:
+                        event = self._parse(record)
+                    except self._parse_error:
+                        self._unreadable += 1
+                        continue
+                    if event.step != step:
+                        self._add(step, data)
+                        step, data = event.step, {}
+                    for value in event.summary.value:
+                        if value.HasField("simple_value"):
+                            data[value.tag] = value.simple_value
+                        elif value.HasField("tensor") and (number := _tensor_scalar(value.tensor)) is not None:
+                            data[value.tag] = number
+        except DamageError:
+            self._damaged[file] = offset
+        self._add(step, data)
+        self._read[file] = (inode, offset)
+
+    def _add(self, step: int, data: dict[str, object]) -> None:
+        if data:
+            self._table.add(step, data)
+
+    def run(self, which: int | None) -> Part:
+        if not len(self._table):
+            raise ReportError("no scalar in these event files; has the run finished its first step?")
+        return self._table.run(which)
+
+    def notes(self) -> tuple[str, ...]:
+        notes = [
+            f"{file.name} is damaged at byte {offset}; what follows is left out"
+            for file, offset in self._damaged.items()
+        ]
+        if self._unreadable:
+            notes.append(f"{self._unreadable} events could not be read and are left out")
+        return tuple(notes)
+
+
+def _records(file, offset: int) -> Iterator[tuple[bytes, int]]:
+    """(record, the offset behind it) of every complete record from `offset` on."""
+    file.seek(offset)
+    buffer, at = b"", 0
+    while True:
+        size = HEADER
+        if len(buffer) - at >= HEADER:
+            length = _length(buffer[at : at + HEADER])
+            size = HEADER + length + FOOTER
+            if len(buffer) - at >= size:
+                offset += size
+                yield buffer[at + HEADER : at + HEADER + length], offset
+                at += size
+                continue
+        block = file.read(max(BLOCK, size))
+        if not block:
+            return  # the rest is cut, or still being written
+        buffer, at = buffer[at:] + block, 0
+
+
+@lru_cache(maxsize=4096)
+def _length(header: bytes) -> int:
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    length, checksum = struct.unpack("<QI", header)
+    if masked_crc32c(header[:8]) != checksum:
+        raise DamageError
+    return length
+
+
+def _tensor_scalar(tensor) -> float | None:
+    from tensorboard.util import tensor_util
+
+    try:
+        values = tensor_util.make_ndarray(tensor)
+    except (TypeError, ValueError):  # a type it does not know, fewer values than the shape says
+        return None
+    return float(values.item()) if values.size == 1 and values.dtype.kind in "biuf" else None

@@ -1,0 +1,272 @@
+"""One run on one screen: is it healthy, how did each metric move, what did the guard do, what is missing."""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from verl_ext.report.run import ALIASES, Run, Series
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.padding import Padding
+
+    from verl_ext.report.verdict import Verdict
+
+Unit = Literal["number", "small", "share", "count", "seconds"]
+Worst = Callable[[np.ndarray], float]
+
+WIDTH, LABEL, CELLS = 80, 22, 22  # columns of the whole, of a label and of a sparkline
+WINDOW = 3  # "first" and "last" are means over this many readings, so that one noisy batch does not decide
+EVENT = "guard, step "
+EVENTS, MOST_NAMED, MOST_VALIDATIONS = 3, 3, 6
+BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+ASCII = str.maketrans({"±": "+/-", "×": "x", "–": "-", "—": "-", "…": "...", "·": "-", "’": "'"})  # noqa: RUF001
+# Less than this from end to end is drawn as a nearly flat line, so that mere noise does not look like a drama.
+LEAST_SPAN = {"log": np.log(2.0), "share": 0.01}
+LEAST_RELATIVE_SPAN = 0.02
+COLOURS = {"healthy": "green", "drifting": "yellow", "past the boundary": "red", "not enough data": "cyan"}
+
+
+def _furthest_from_zero(values: np.ndarray) -> float:
+    return values[np.argmax(np.abs(values))]
+
+
+# label, metric, which value is the worst (None where neither side is bad), unit; the order is the order of the table.
+ROWS: list[tuple[str, str, Worst | None, Unit]] = [
+    ("reward", "critic/score/mean", None, "number"),
+    ("engine KL, k3", "vllm_kl/k3", np.max, "small"),
+    ("engine KL, k1", "vllm_kl/k1", _furthest_from_zero, "small"),
+    ("largest prob. diff.", "vllm_kl/prob_diff_max", np.max, "small"),
+    ("tokens dropped", "correction/dropped", np.max, "share"),
+    ("  ratio too low", "correction/dropped_low", np.max, "share"),
+    ("  ratio too high", "correction/dropped_high", np.max, "share"),
+    ("differs in any layer", "router/any_layer_differs", np.max, "share"),
+    ("router agreement", "router/agreement", np.min, "share"),
+    ("policy entropy", "actor/entropy", None, "number"),
+    ("response length", "response_length/mean", None, "count"),
+    ("gradient norm", "actor/grad_norm", np.max, "number"),
+    ("step time", "timing_s/step", np.max, "seconds"),
+]
+# What would make the run log a metric.
+REMEDIES = [
+    ("vllm_kl/k3", "the engines' mismatch", "stability.metrics=true"),
+    ("router/agreement", "router agreement (mixtures of experts)", "stability.router_agreement=true"),
+    ("correction/dropped", "tokens dropped", "a correction, for example stability=icepop"),
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric; `worst` is the value furthest in the bad direction, None where neither is bad."""
+
+    label: str
+    metric: str
+    first: float
+    last: float
+    worst: float | None
+    unit: Unit
+    series: Series
+
+
+def rows(run: Run) -> list[Row]:
+    """The rows of the table; metrics that the run never logged are left out."""
+    found = []
+    for label, metric, worst, unit in ROWS:
+        found.append(_row(run.get(metric), label, metric, worst, unit))
+        if metric == "router/agreement":
+            found.append(_worst_layer(run))
+    for name in validations(run)[:MOST_VALIDATIONS]:
+        found.append(_row(run.get(name), "val " + name.removeprefix("val-core/"), name, None, "number"))
+    return [row for row in found if row is not None]
+
+
+def validations(run: Run) -> list[str]:
+    """verl's main validation metrics, `val-core/DATA_SOURCE/VARIABLE/METRIC`."""
+    return sorted(name for name in run.metrics if name.startswith("val-core/") and run.get(name) is not None)
+
+
+def notes(run: Run) -> list[str]:
+    """What does not fit the table's columns, one line each: skips, the guard, values that were not numbers, gaps."""
+    return list(_notes(run))
+
+
+def dashboard(run: Run, verdict: "Verdict | None") -> "RenderableType":
+    """The run for a terminal of 80 columns, in ASCII where the terminal has no UTF-8.
+
+    A sparkline spans all steps of the run, each cell the median of its steps, a gap where none was finite; that of a
+    divergence is logarithmic.
+    """
+    return _Dashboard(run, verdict)
+
+
+def format_value(value: float, unit: Unit) -> str:
+    """At most 9 columns for what is usual."""
+    match unit:
+        case "share":
+            return f"{100 * value:.2f} %"
+        case "small":
+            return f"{value:.1e}"
+        case "seconds":
+            return f"{value:.1f} s"
+        case "count":
+            return f"{value:.0f}"
+        case _:
+            return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1e5 else f"{value:.2e}"
+
+
+def sparkline(series: Series, span: tuple[int, int], unit: Unit, cells: int = CELLS, blocks: str = BLOCKS) -> str:
+    """The series from the first step to the last of `span`; "small" is drawn as the logarithm of its size."""
+    series = series.finite()
+    if not series.steps.size:
+        return ""
+    steps = span[1] - span[0] + 1
+    cells = min(cells, steps)
+    heights = _log_size(series.values) if unit == "small" else series.values
+    cell: np.ndarray = (series.steps - span[0]) * cells // steps
+    groups = [heights[cell == index] for index in range(cells)]
+    medians = np.array([np.median(group) if group.size else np.nan for group in groups])
+    low, high = float(np.nanmin(medians)), float(np.nanmax(medians))
+    least = LEAST_SPAN.get("log" if unit == "small" else unit, LEAST_RELATIVE_SPAN * max(abs(low), abs(high)))
+    if (missing := least - (high - low)) > 0:
+        bottom = low - 0.45 * missing  # the middle would be the border of two blocks
+        low = 0.0 if bottom < 0 <= low and unit != "small" else bottom  # none at all is drawn at the bottom
+        high = low + least
+    share = (medians - low) / (high - low) if high > low else np.where(np.isnan(medians), np.nan, 0.0)
+    return "".join(" " if np.isnan(at) else blocks[min(int(at * len(blocks)), len(blocks) - 1)] for at in share)
+
+
+def wrap_name(name: str, width: int) -> str:
+    """Lines of at most `width`, broken behind `/`, `_`, `-` or a space where there is one."""
+    lines = []
+    while len(name) > width:
+        at = max(name.rfind(mark, width // 3, width) for mark in "/_- ") + 1 or width
+        lines.append(name[:at].rstrip())
+        name = name[at:]
+    return "\n".join([*lines, name])
+
+
+def printable(text: str, options: "ConsoleOptions") -> str:
+    """The text as this terminal can show it; characters that ASCII has no likeness of become `?`."""
+    return text.translate(ASCII).encode("ascii", "replace").decode() if options.ascii_only else text
+
+
+def indented(text: str, options: "ConsoleOptions", style: str = "") -> "Padding":
+    """A paragraph one column to the right, as the tables stand."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    return Padding(Text(printable(text, options), style=style), (0, 0, 0, 1), expand=False)
+
+
+@dataclass(frozen=True)
+class _Dashboard:
+    run: Run
+    verdict: "Verdict | None"
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        for text, style in self._heading():
+            yield indented(text, options, style)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, width=min(WIDTH, options.max_width))
+        table.add_column("", overflow="fold", width=LABEL)
+        for name in ("first", "last", "worst"):
+            table.add_column(name, justify="right", overflow="fold", width=9)
+        first, last = int(self.run.steps[0]), int(self.run.steps[-1])
+        table.add_column(f"step {first} to {last}", overflow="fold", width=CELLS + 1, style="cyan")
+        blocks = ASCII_BLOCKS if options.ascii_only else BLOCKS
+        for row in rows(self.run):
+            values = (row.first, row.last, row.worst)
+            table.add_row(
+                Text(printable(wrap_name(row.label, LABEL), options)),
+                *("" if value is None else format_value(value, row.unit) for value in values),
+                sparkline(row.series, (first, last), row.unit, blocks=blocks),
+            )
+        if table.row_count:
+            yield table
+        for note in notes(self.run):
+            yield indented(_cut(note, WIDTH - 2) if note.startswith(EVENT) else note, options)
+
+    def _heading(self) -> Iterator[tuple[str, str]]:
+        """Lines and their styles."""
+        heading = f"{self.run.name}, step {self.run.steps[-1]}"
+        if self.verdict is None:
+            yield heading, "bold"
+            return
+        yield f"{heading}: {self.verdict.state}", f"bold {COLOURS[self.verdict.state]}"
+        yield self.verdict.sentence, ""
+        for evidence in self.verdict.evidence:
+            yield f"- {evidence}", "dim"
+        for override in self.verdict.overrides:
+            yield f"try {override.text}: {override.why}", ""
+
+
+def _row(series: Series | None, label: str, metric: str, worst: Worst | None, unit: Unit) -> Row | None:
+    if series is None:
+        return None
+    values = series.values
+    few = min(WINDOW, max(len(values) // 2, 1))  # the two must not overlap
+    return Row(
+        label=label,
+        metric=metric,
+        first=float(values[:few].mean()),
+        last=float(values[-few:].mean()),
+        worst=None if worst is None else float(worst(values)),
+        unit=unit,
+        series=series,
+    )
+
+
+def _worst_layer(run: Run) -> Row | None:
+    """Only the layer that agrees least at the end: models have up to 94 of them."""
+    layers = run.layers("router/agreement")
+    if not layers:
+        return None
+    layer = min(layers, key=lambda number: layers[number].values[-WINDOW:].mean())
+    name = f"router/agreement/layer_{layer:02d}"
+    return _row(layers[layer], f"  worst layer {layer}", name, np.min, "share")
+
+
+def _notes(run: Run) -> Iterator[str]:
+    yield f"first and last are means over {WINDOW} readings, fewer in a short run"
+    if (skipped := run.get("guard/skipped")) is not None:
+        yield f"updates skipped: {int(skipped.values.sum())} of {len(skipped.values)} (guard/skipped)"
+    for event in run.events[-EVENTS:]:
+        yield f"{EVENT}{event.step}: {event.action}: {' '.join(event.reason.split())}"
+    if (more := len(validations(run)) - MOST_VALIDATIONS) > 0:
+        yield f"{more} more metrics called val-core/*"
+    yield from _not_finite(run)
+    yield from run.notes
+    for metric, what, override in REMEDIES:
+        if run.get(metric) is None:
+            yield f"not logged: {what}; add {override}"
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else f"{line[: width - 3]}..."
+
+
+def _not_finite(run: Run) -> Iterator[str]:
+    missing = {name: int((~np.isfinite(series.values)).sum()) for name, series in run.metrics.items()}
+    names = [name for name in _shown_first(missing) if missing[name]]
+    for name in names[:MOST_NAMED]:
+        yield f"{name} was not a finite number in {missing[name]} of {len(run.metrics[name].values)} steps"
+    if (more := len(names) - MOST_NAMED) > 0:
+        yield f"{more} more metrics were not finite in some steps"
+
+
+def _shown_first(names: Collection[str]) -> list[str]:
+    """The metrics of the table, then the others."""
+    table = [name for _, metric, _, _ in ROWS for name in (metric, *ALIASES.get(metric, ()))]
+    return [name for name in table if name in names] + sorted(set(names) - set(table))
+
+
+def _log_size(values: np.ndarray) -> np.ndarray:
+    """Zeros, from engines that agree exactly, are drawn as low as the smallest other value."""
+    size = np.abs(values)
+    positive = size[size > 0]
+    return np.log(np.maximum(size, positive.min() if positive.size else 1.0))

@@ -1,0 +1,255 @@
+"""Single trajectories, token by token: read the trainer's dump, write the page that shows it.
+
+The page is one HTML file that needs no network. Each trajectory is its own JSON script in it, parsed by the browser
+only when it is chosen: templates/trajectories.js.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import orjson
+from markupsafe import Markup
+
+from verl_ext.report.html import script_json, source, template
+from verl_ext.report.run import ReportError
+
+SCRIPTS = (
+    "trajectory_scales.js",
+    "trajectory_tokens.js",
+    "trajectory_tooltip.js",
+    "trajectories.js",
+    "trajectory_events.js",
+)
+REMEDY = "add stability.trajectories.per_step=2 to the run to get some"
+
+Numbers = tuple[float | None, ...]  # None where the number is missing or was not finite
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One line of the dump. The lists from `text` on have one entry per token that was written down.
+
+    Attributes:
+        step, key: which trajectory; a pair is unique in what `load_trajectories` returns.
+        why: it was written down: "largest gap" or "at random".
+        skipped: why the step's whole update was skipped, "" if it was not.
+        tokens: of the whole response. `start` and `length` are the stretches of it that were written down.
+        text: decoded pieces, "" where a character of several tokens is not complete yet.
+        generated: 0 for text that the model did not write; it has no numbers.
+        weight: of the correction, 0 where it dropped the token; None without a correction.
+        kept: 1 where the token takes part in the loss after the filters.
+        agreement: share of the experts that both engines chose; None where the run did not compare them.
+    """
+
+    step: int
+    key: str
+    tokens: int
+    start: tuple[int, ...]
+    length: tuple[int, ...]
+    text: tuple[str, ...] = field(repr=False)
+    id: tuple[int, ...] = field(repr=False)
+    generated: tuple[int, ...] = field(repr=False)
+    l_infer: Numbers = field(repr=False)
+    l_old: Numbers = field(repr=False)
+    kept: tuple[int, ...] = field(repr=False)
+    weight: Numbers | None = field(default=None, repr=False)
+    agreement: Numbers | None = field(default=None, repr=False)
+    entropy: Numbers | None = field(default=None, repr=False)
+    why: str = ""
+    prompt: str = field(default="", repr=False)
+    skipped: str = ""
+    reward: float | None = None
+    advantage: float | None = None
+
+    def gaps(self) -> list[float]:
+        """|log k| of every token that has both log-probs."""
+        pairs = zip(self.l_infer, self.l_old, strict=True)
+        return [abs(old - infer) for infer, old in pairs if infer is not None and old is not None]
+
+    def dropped(self) -> int:
+        """How many of the model's own tokens take no part in the loss."""
+        weights = self.weight or (None,) * len(self.kept)
+        rows = zip(self.generated, self.kept, weights, strict=True)
+        return sum(1 for generated, kept, weight in rows if generated and (not kept or weight == 0))
+
+
+def trajectories_file(metrics_file: Path) -> Path | None:
+    """The dump beside a metrics file, None where there is none. `load_trajectories` reads its older part with it."""
+    file = metrics_file.with_suffix(".trajectories.jsonl")
+    return file if file.is_file() or _older(file).is_file() else None
+
+
+def load_trajectories(file: Path) -> list[Trajectory]:
+    """The trajectories of a dump by step, its older part (`X.trajectories.1.jsonl`) included."""
+    return read_trajectories(file)[0]
+
+
+def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
+    """What `load_trajectories` gives, and notes for the reader: which lines were left out.
+
+    A last line without a newline that cannot be read was cut by a crash, or is being written: no note. Of two lines
+    for the same trajectory of the same step the later one stands: a resumed run repeats steps.
+    """
+    files = [part for part in (_older(file), file) if part.is_file()]
+    if not files:
+        raise ReportError(f"{file}: no trajectories here; {REMEDY}")
+    found: dict[tuple[int, str], Trajectory] = {}
+    notes = []
+    for part in files:
+        bad = []
+        for number, line in _lines(part):
+            try:
+                trajectory = _parse(line)
+            except ValueError as error:  # what orjson raises is one as well
+                if line.endswith(b"\n"):
+                    bad.append(f"line {number}: {error}")
+            else:
+                found[trajectory.step, trajectory.key] = trajectory
+        if bad:
+            notes.append(f"{part.name}: {len(bad)} line{'s' * (len(bad) > 1)} left out ({bad[0]})")
+    if not found:
+        raise ReportError("; ".join([f"{file}: no complete trajectory in this file", *notes, REMEDY]))
+    return sorted(found.values(), key=lambda trajectory: trajectory.step), tuple(notes)
+
+
+def write_trajectory_page(
+    trajectories: Sequence[Trajectory],
+    out: Path,
+    *,
+    title: str,
+    report: str | None = None,
+    notes: Sequence[str] = (),
+) -> Path:
+    """Write one self-contained HTML page. `report` is where its link back leads, `notes` stand at its top."""
+    if not trajectories:
+        raise ReportError(f"{out}: no trajectory to show; {REMEDY}")
+    page = template("trajectories.html.j2").stream(
+        title=title,
+        report=report,
+        notes=notes,
+        style=source("trajectories.css"),
+        script=Markup("\n").join(source(name) for name in SCRIPTS),
+        index=script_json([_summary(trajectory) for trajectory in trajectories]),
+        trajectories=(script_json(_tokens(trajectory)) for trajectory in trajectories),
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("w", encoding="utf-8", newline="\n") as file:
+        page.dump(file)
+    return out
+
+
+def _older(file: Path) -> Path:
+    return file.with_suffix(".1.jsonl")
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    # Bytes: only b"\n" ends a line of the dump, whatever else a response holds, and a cut character spoils one line.
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, line
+
+
+REQUIRED_LISTS: dict[str, type] = {"start": int, "length": int, "text": str, "id": int, "generated": int, "kept": int}
+NUMBER_LISTS = {"l_infer": True, "l_old": True, "weight": False, "agreement": False, "entropy": False}  # required?
+SCALARS: dict[str, Any] = {"why": str, "prompt": str, "skipped": str, "reward": (int, float), "advantage": (int, float)}
+NAMES = {entry.name for entry in fields(Trajectory)}
+
+
+def _parse(line: bytes) -> Trajectory:
+    """Raises ValueError, with what is odd about the line, where it is not a trajectory."""
+    record = orjson.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError("not an object")
+    values: dict[str, Any] = {name: value for name, value in record.items() if name in NAMES and value is not None}
+    for name, kinds in {"step": int, "key": str, "tokens": int}.items():
+        if not _is(values.get(name), kinds):
+            raise ValueError(f"{name} is missing or of another type")
+    for name, kinds in SCALARS.items():
+        if name in values and not _is(values[name], kinds):
+            raise ValueError(f"{name} is of another type")
+    for name, kind in REQUIRED_LISTS.items():
+        values[name] = _as_tuple(values.get(name), name, lambda value, kind=kind: _is(value, kind))
+    for name, required in NUMBER_LISTS.items():
+        if required or name in values:
+            values[name] = _as_tuple(values.get(name), name, lambda value: value is None or _is(value, (int, float)))
+    trajectory = Trajectory(**values)
+    _check_lengths(trajectory)
+    return trajectory
+
+
+def _is(value: object, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)  # True is an int to Python, not to the dump
+
+
+def _as_tuple(value: Any, name: str, good: Any) -> tuple:
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is not a list")
+    if not all(map(good, value)):
+        raise ValueError(f"{name} holds something of another type")
+    return tuple(value)
+
+
+def _check_lengths(trajectory: Trajectory) -> None:
+    count = len(trajectory.text)
+    for name in ("id", "generated", "kept", *NUMBER_LISTS):
+        values = getattr(trajectory, name)
+        if values is not None and len(values) != count:
+            raise ValueError(f"{name} has {len(values)} entries, text has {count}")
+    for name in ("generated", "kept"):
+        if not set(getattr(trajectory, name)) <= {0, 1}:
+            raise ValueError(f"{name} holds something besides 0 and 1")
+    if len(trajectory.start) != len(trajectory.length) or sum(trajectory.length) != count:
+        raise ValueError(f"start and length do not describe {count} tokens")
+    end = 0
+    for start, length in zip(trajectory.start, trajectory.length, strict=True):
+        if start < end or length < 1:
+            raise ValueError("start and length do not ascend")
+        end = start + length
+    if end > trajectory.tokens:
+        raise ValueError(f"tokens={trajectory.tokens}, but a stretch ends at {end}")
+
+
+def _summary(trajectory: Trajectory) -> dict[str, object]:
+    """A row of the page's list."""
+    gaps = trajectory.gaps()
+    generated = sum(trajectory.generated)
+    return {
+        "step": trajectory.step,
+        "key": trajectory.key,
+        "why": trajectory.why,
+        "reward": trajectory.reward,
+        "advantage": trajectory.advantage,
+        "tokens": trajectory.tokens,
+        "shown": len(trajectory.text),
+        "generated": generated,
+        "mean": math.fsum(gaps) / len(gaps) if gaps else None,
+        "max": max(gaps, default=None),
+        "dropped": trajectory.dropped() / generated if generated else None,
+        "skipped": trajectory.skipped,
+    }
+
+
+def _tokens(trajectory: Trajectory) -> dict[str, object]:
+    """What the page needs besides the summary. Digits that float32 does not have are not written, nor are 0/1 lists."""
+    numbers = {name: getattr(trajectory, name) for name in NUMBER_LISTS}
+    return {
+        "prompt": trajectory.prompt,
+        "start": trajectory.start,
+        "length": trajectory.length,
+        "text": trajectory.text,
+        "id": trajectory.id,
+        "generated": "".join(map(str, trajectory.generated)),
+        "kept": "".join(map(str, trajectory.kept)),
+        **{name: values and [_rounded(value) for value in values] for name, values in numbers.items()},
+    }
+
+
+def _rounded(value: float | None) -> float | int | None:
+    if value is None:
+        return None
+    short = round(value, 7)
+    return int(short) if short == int(short) else short  # "1" is half of "1.0", and most weights are 1

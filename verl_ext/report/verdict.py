@@ -1,0 +1,227 @@
+"""What a run's metrics say, in plain words: a state, the evidence for it, and what to try next.
+
+The state is about the gap between the engines and about what it can end in, a reward that breaks down. It is decided by
+the first of these that holds:
+
+    past the boundary   the gap is past the boundary, is not a number, or most of the last updates were skipped
+    drifting            the gap grows for certain and would cross the boundary; it has risen far and stayed; more than
+                        5 % of the tokens are dropped; the reward broke down; or the guard lately rolled back or stopped
+    not enough data     fewer than 8 readings of the gap
+    healthy             none of them
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+import numpy as np
+
+from verl_ext.core.boundary import FEWEST, HORIZON
+from verl_ext.report.figures.gap import K3, boundary_of, growth_of
+from verl_ext.report.run import Run, Series
+
+State = Literal["healthy", "drifting", "past the boundary", "not enough data"]
+
+LAST = 5  # readings whose median is "now"
+WINDOW = 10  # steps of which most were skipped, for a run that no longer learns
+RISE = 25.0  # times the k3 of the run's best stretch: 5 times the mean gap of a token, which the guard calls a jump
+HARMLESS = 0.01  # of the boundary; a rise to below it is not one
+STRETCHES = 8  # that a run is divided into, to compare levels
+FAR = 1000  # times below the boundary; how many thousands says nothing more
+FAILING_DIFFERENCE = 0.05  # mean |p rollout - p training| past which training was seen to fail (IcePop)
+TOO_MANY_DROPPED = 0.05  # share of tokens; a healthy run drops 1 to 2 %
+LOW_AGREEMENT = 0.98
+ROUTED_GAP = 2.0  # times the gap of tokens with the same experts, where routing is what drives it
+STALE = 1.0  # versions that rollouts are behind, on average
+BROKEN_REWARD = 0.5  # of the way from its first level to its best, lost again
+SIGMAS = 4.0  # that such a loss must exceed the reward's noise by
+
+
+@dataclass(frozen=True)
+class Override:
+    """One thing to try: the text after `python -m verl_ext.main_ppo`, and why."""
+
+    text: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    state: State
+    sentence: str
+    evidence: tuple[str, ...]
+    overrides: tuple[Override, ...]
+
+
+def judge(run: Run) -> Verdict:
+    """The verdict on a run as far as it has come."""
+    k3 = run.get(K3)
+    past, gap, other = list(_past(run)), list(_gap_moves(run)), list(_run_breaks(run))
+    around = tuple(_surroundings(run))
+    if past:
+        state: State = "past the boundary"
+        sentence = "The engines have come apart so far that updates no longer follow the rollouts."
+    elif gap or other:
+        state, sentence = "drifting", "Something moves that should stand still: act before it costs the run."
+    elif k3 is None or len(k3.steps) < FEWEST:
+        return Verdict("not enough data", _too_little(k3), around, tuple(_measuring(run)))
+    else:
+        state = "healthy"
+        sentence = "The engines stay together, and what difference there is does not grow."
+    evidence = (*past, *gap, *other, *_level(run), *around)
+    return Verdict(state, sentence, evidence, tuple(_next(run, state, bool(past or gap))))
+
+
+def _too_little(k3: Series | None) -> str:
+    if k3 is None:
+        return "Nothing compares the rollout's log-probabilities with the training engine's."
+    count = len(k3.steps)
+    return f"The gap was measured in {count} step{'s' * (count != 1)}; {FEWEST} are needed to see where it goes."
+
+
+def _past(run: Run) -> Iterator[str]:
+    boundary = boundary_of(run)
+    if (k3 := run.get(K3)) is not None and (now := _now(k3)) > boundary:
+        yield f"k3 is {now:.3g}, past the boundary of {boundary:g} (median of the last {min(LAST, len(k3.steps))})."
+    if (mean := run.get("vllm_kl/prob_diff_mean")) is not None and (now := _now(mean)) > FAILING_DIFFERENCE:
+        yield (f"Probabilities differ by {now:.3g} on average; past {FAILING_DIFFERENCE:g}, training was seen to fail.")
+    logged = run.metrics.get(K3)
+    if logged is not None and len(tail := logged.values[-LAST:]) == LAST and np.isnan(tail).sum() > LAST // 2:
+        yield f"k3 was not a number in {np.isnan(tail).sum()} of the last {LAST} steps."
+    skipped = run.get("guard/skipped")
+    if skipped is not None and (count := int((skipped.values[-WINDOW:] > 0).sum())) > WINDOW // 2:
+        of = min(WINDOW, len(skipped.steps))
+        yield f"{count} of the last {of} updates were skipped: the run hardly learns any more."
+
+
+def _gap_moves(run: Run) -> Iterator[str]:
+    found = growth_of(run)
+    if found and (growth := found[1]).low > 0 and 0 < growth.steps < HORIZON:
+        percent = 100 * np.expm1([growth.low, growth.high])
+        yield (
+            f"k3 grows by {percent[0]:.1f} to {percent[1]:.1f} % a step; at this pace it passes {boundary_of(run):g} "
+            f"in about {growth.steps:.0f} steps."
+        )
+    if rise := _rise(run):
+        best, now = rise
+        yield (
+            f"k3 is {now / best:.0f} times what it was in the run's best stretch ({best:.2g} to {now:.2g}) and stays "
+            "there: did weight syncs fail, or a setting change?"
+        )
+    if (dropped := run.get("correction/dropped")) is not None and (now := _now(dropped)) > TOO_MANY_DROPPED:
+        yield f"The correction drops {100 * now:.1f} % of the tokens; 1 to 2 % is healthy."
+
+
+def _run_breaks(run: Run) -> Iterator[str]:
+    if broken := _broken_reward(run):
+        best, now = broken
+        yield f"The reward fell from {best:.3g} to {now:.3g}."
+    for event in run.events:
+        if event.action in ("rollback", "stop") and event.step > run.steps[-1] - WINDOW:
+            done = "rolled back" if event.action == "rollback" else "stopped the run"
+            yield f"The guard {done} in step {event.step}: {event.reason}."
+
+
+def _rise(run: Run) -> tuple[float, float] | None:
+    """k3 in the run's best stretch and now, where it has risen far."""
+    k3 = run.get(K3)
+    if k3 is None or len(k3.steps) < 2 * FEWEST:
+        return None
+    best = min(float(np.median(part)) for part in np.array_split(k3.values, STRETCHES))
+    now = _now(k3)
+    return (best, now) if best > 0 and now > max(RISE * best, HARMLESS * boundary_of(run)) else None
+
+
+def _broken_reward(run: Run) -> tuple[float, float] | None:
+    """The best level of the reward and the last one, where most of what was won is lost; levels are medians."""
+    reward = run.get("critic/score/mean")
+    if reward is None or len(reward.steps) < 4 * FEWEST:
+        return None
+    stretches = np.array_split(reward.values, STRETCHES)
+    parts = [float(np.median(part)) for part in stretches]
+    scatter = median(float(np.std(part)) for part in stretches)
+    first, best, last = parts[0], max(parts), parts[-1]
+    lost = best - last
+    noise = SIGMAS * scatter / np.sqrt(len(reward.values) / STRETCHES)
+    return (best, last) if lost > noise and lost > BROKEN_REWARD * max(best - first, 0.0) + noise else None
+
+
+def _level(run: Run) -> Iterator[str]:
+    """Where the gap stands, whatever the state."""
+    if (k3 := run.get(K3)) is not None and (now := _now(k3)) <= (boundary := boundary_of(run)):
+        times = f"{boundary / now:.0f}" if boundary < FAR * now else f"more than {FAR:,}"
+        text = f"k3 is {now:.2g}, {times} times below the boundary of {boundary:g}"
+        found = growth_of(run)
+        steady = found is not None and not (found[1].low > 0 and found[1].steps < HORIZON)
+        yield text + (", and shows no growth that would reach it." if steady else ".")
+
+
+def _surroundings(run: Run) -> Iterator[str]:
+    """What else belongs to the picture."""
+    if (dropped := run.get("correction/dropped")) is not None and (now := _now(dropped)) <= TOO_MANY_DROPPED:
+        yield f"The correction drops {100 * now:.2g} % of the tokens."
+    if (agreement := run.get("router/agreement")) is not None:
+        yield f"The engines choose {100 * _now(agreement):.2f} % of the experts alike."
+    if (skipped := run.get("guard/skipped")) is not None and (count := int((skipped.values > 0).sum())):
+        yield f"{count} of {len(skipped.values)} updates were skipped."
+    if (stale := _staleness(run)) > STALE:
+        yield f"Rollouts are {stale:.1f} versions behind: part of the gap is the policy's own movement."
+    if (norm := run.metrics.get("actor/grad_norm")) is not None and (bad := int((~np.isfinite(norm.values)).sum())):
+        yield f"The gradient norm was not a number in {bad} steps."
+
+
+def _next(run: Run, state: State, of_gap: bool) -> Iterator[Override]:
+    yield from _measuring(run)
+    if state == "healthy":
+        if run.get("guard/threshold") is None:
+            yield Override("stability.batch_skip.threshold=0.1", "refuses the one batch that would spoil the weights")
+        return
+    if not of_gap:
+        yield Override(
+            "actor_rollout_ref.actor.use_kl_loss=true", "holds the policy near the reference: no engine is to blame"
+        )
+        return
+    if run.get("correction/dropped") is None:
+        yield Override(
+            "stability=icepop", "drops the tokens on which the engines are apart, and skips batches past 0.1"
+        )
+    if _routing_drives(run):
+        yield Override(
+            "stability=r3", "trains with the experts that the rollout chose: routing is part of the gap here"
+        )
+    yield Override("precision=fp16", "rounds eight times finer than bfloat16, in both engines")
+    if run.get("correction/dropped") is not None and state == "drifting":
+        tighten = "{gap:{signal:guard/steps_to_boundary,below:20,recover:50,action:tighten}}"
+        yield Override(f"stability.guard.rules='{tighten}'", "narrows IcePop's band while the boundary is near")
+    if _staleness(run) > STALE:
+        yield Override("trainer.v1.trainer_mode=sync", "takes the policy's own movement out of the gap")
+    if state == "past the boundary":
+        yield Override(
+            "trainer.resume_mode=resume_path trainer.resume_from_path=CHECKPOINT",
+            "goes back to a checkpoint from before the growth: these weights will not recover by themselves",
+        )
+
+
+def _measuring(run: Run) -> Iterator[Override]:
+    """What would show more of the same run."""
+    if run.get(K3) is None or run.get("vllm_kl/log_ratio_abs_mean") is None:
+        yield Override("stability.metrics=true", "measures the gap of the engines, by probability and position too")
+    if run.get("router/agreement") is None:
+        yield Override("stability.router_agreement=true", "shows whether the engines choose the same experts (MoE)")
+
+
+def _routing_drives(run: Run) -> bool:
+    agreement, differs, equal = (run.get(f"router/{name}") for name in ("agreement", "gap_differs", "gap_equal"))
+    if agreement is not None and _now(agreement) < LOW_AGREEMENT:
+        return True
+    return differs is not None and equal is not None and _now(differs) > ROUTED_GAP * _now(equal)
+
+
+def _staleness(run: Run) -> float:
+    series = run.get("training/off_policy/trajectory_staleness/mean")
+    return 0.0 if series is None else _now(series)
+
+
+def _now(series: Series) -> float:
+    return float(np.median(series.values[-LAST:]))
