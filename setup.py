@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 CPU = (HERE / "requirements" / "cpu.in").read_text(encoding="utf-8").splitlines()
-REPORT = ["altair>=6", "jinja2>=3", "tensorboard", "vl-convert-python>=1.9"]
+REPORT = ["altair>=6", "jinja2>=3", "pillow>=10.1", "tensorboard", "vl-convert-python>=1.9"]
 
 setup(
     name="verl-ext",

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from verl_ext.core import measure as module
-from verl_ext.core.breakdown import ENTROPY_EDGES, NAMES, POSITION_EDGES, PROBABILITY_EDGES
+from verl_ext.core.buckets import ENTROPY_EDGES, NAMES, POSITION_EDGES, PROBABILITY_EDGES
 from verl_ext.core.measure import measure
 from verl_ext.core.segments import Workspace
 from verl_ext.core.tokens import Tokens

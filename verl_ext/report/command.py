@@ -127,6 +127,7 @@ def run_report(arguments: argparse.Namespace) -> int:
 def _watch(arguments: argparse.Namespace, console: "Console") -> int:
     """The same again and again; PNG files once, at the end."""
     from rich.live import Live
+    from rich.text import Text
 
     from verl_ext.report.load import Reader
     from verl_ext.report.run import ReportError, Run
@@ -136,12 +137,12 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
     reader = Reader(arguments.path, which=arguments.which)
     run: Run | None = None
     try:
-        with Live(f"waiting for {arguments.path}", console=console, auto_refresh=False) as live:
+        with Live(Text(f"waiting for {arguments.path}"), console=console, auto_refresh=False) as live:
             while True:
                 try:
                     now = reader.refresh()
                 except ReportError as error:  # it may just not have begun
-                    live.update(f"waiting: {error}", refresh=True)
+                    live.update(Text(f"waiting: {error}"), refresh=True)
                 else:
                     if now is not run:
                         run = now
@@ -161,7 +162,11 @@ def _write(run: "Run", verdict: "Verdict", arguments: argparse.Namespace, consol
     with _progress(console) as progress:
         pages = _pages(run, verdict, arguments.out, pictures=not arguments.no_pictures, progress=progress)
     for name, page in pages.items():
-        console.print(f" {name}: {page}", highlight=False, soft_wrap=True)
+        _tell(console, name, page)
+
+
+def _tell(console: "Console", name: str, page: Path) -> None:
+    console.print(f" {name}: {page}", highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def _pages(
@@ -191,7 +196,8 @@ def _pages(
         except ReportError as error:  # a dump without a whole line must not cost the report
             run = replace(run, notes=(*run.notes, str(error)))
     page = write_report(run, verdict, out, trajectories=link, refresh=refresh, pictures=pictures, progress=tell)
-    return {"page": page, **({"figures": out / PICTURES} if pictures else {}), **written}
+    figures = {"figures": out / PICTURES} if pictures and (out / PICTURES).is_dir() else {}
+    return {"page": page, **figures, **written}
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
@@ -214,7 +220,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
                 page = write_comparison(
                     named, comparison, arguments.out, pictures=not arguments.no_pictures, progress=progress
                 )
-            console.print(f" page: {page}", highlight=False, soft_wrap=True)
+            _tell(console, "page", page)
     return outcome.status
 
 

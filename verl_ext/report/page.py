@@ -83,14 +83,14 @@ def _write(
     pictures: bool,
     progress: Progress,
 ) -> Path:
-    drawn = {panel: chart for panel, chart in charts.items() if chart is not None}
+    drawn = {panel: render.spec_of(chart) for panel, chart in charts.items() if chart is not None}
     out.mkdir(parents=True, exist_ok=True)
     progress("page")
     page = template("report.html.j2", run_colour=lambda place: SERIES[place % len(SERIES)]).render(
         {"verdict": None, "comparison": None, "trajectories": None, **context},
         panels=[_card(panel, said.get(panel.key, "")) for panel in drawn],
         missing=[panel for panel in charts if panel not in drawn],
-        figures=script_json({panel.key: render.spec_of(chart) for panel, chart in drawn.items()}),
+        figures=script_json({panel.key: spec for panel, spec in drawn.items()}),
         dark=script_json(DARK),
         libraries=render.libraries(),
         style=source("report.css"),
@@ -108,13 +108,14 @@ def _card(panel: Panel, said: str) -> dict[str, str]:
     return {"key": panel.key, "title": panel.title, "reading": panel.reading, "facts": said}
 
 
-def _write_pictures(out: Path, drawn: Mapping[Panel, alt.LayerChart], title: str, progress: Progress) -> None:
+def _write_pictures(out: Path, drawn: Mapping[Panel, render.Spec], title: str, progress: Progress) -> None:
     (out / PICTURES).mkdir(exist_ok=True)
-    for panel, chart in drawn.items():
+    pictures = {}
+    for panel, spec in drawn.items():
         progress(panel.title)
-        (out / PICTURES / f"{panel.key}.png").write_bytes(render.png(chart, panel.title))
-    progress("overview")
-    (out / OVERVIEW).write_bytes(render.overview({panel.title: chart for panel, chart in drawn.items()}, title))
+        pictures[panel.key] = render.png(spec, panel.title)
+        (out / PICTURES / f"{panel.key}.png").write_bytes(pictures[panel.key])
+    (out / OVERVIEW).write_bytes(render.overview(pictures, title))
 
 
 def unique_names(runs: Sequence[Run]) -> list[str]:

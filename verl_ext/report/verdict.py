@@ -12,14 +12,13 @@ the first of these that holds:
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal
 
 import numpy as np
 
-from verl_ext.core.boundary import FEWEST, HORIZON
+from verl_ext.core.boundary import FEWEST, HORIZON, LARGEST_AUTOCORRELATION
 from verl_ext.report.figures.gap import K3, boundary_of, growth_of
-from verl_ext.report.run import Run, Series
+from verl_ext.report.run import GuardEvent, Run, Series
 
 State = Literal["healthy", "drifting", "past the boundary", "not enough data"]
 
@@ -33,6 +32,7 @@ FAILING_DIFFERENCE = 0.05  # mean |p rollout - p training| past which training w
 TOO_MANY_DROPPED = 0.05  # share of tokens; a healthy run drops 1 to 2 %
 LOW_AGREEMENT = 0.98
 ROUTED_GAP = 2.0  # times the gap of tokens with the same experts, where routing is what drives it
+OF_THE_GAP = ("vllm_kl/", "correction/", "router/", "guard/")  # signals of the guard
 STALE = 1.0  # versions that rollouts are behind, on average
 BROKEN_REWARD = 0.5  # of the way from its first level to its best, lost again
 SIGMAS = 4.0  # that such a loss must exceed the reward's noise by
@@ -70,7 +70,8 @@ def judge(run: Run) -> Verdict:
         state = "healthy"
         sentence = "The engines stay together, and what difference there is does not grow."
     evidence = (*past, *gap, *other, *_level(run), *around)
-    return Verdict(state, sentence, evidence, tuple(_next(run, state, bool(past or gap))))
+    of_gap = bool(past or gap) or any(event.signal.startswith(OF_THE_GAP) for event in _acted(run))
+    return Verdict(state, sentence, evidence, tuple(_next(run, state, of_gap)))
 
 
 def _too_little(k3: Series | None) -> str:
@@ -87,8 +88,9 @@ def _past(run: Run) -> Iterator[str]:
     if (mean := run.get("vllm_kl/prob_diff_mean")) is not None and (now := _now(mean)) > FAILING_DIFFERENCE:
         yield (f"Probabilities differ by {now:.3g} on average; past {FAILING_DIFFERENCE:g}, training was seen to fail.")
     logged = run.metrics.get(K3)
-    if logged is not None and len(tail := logged.values[-LAST:]) == LAST and np.isnan(tail).sum() > LAST // 2:
-        yield f"k3 was not a number in {np.isnan(tail).sum()} of the last {LAST} steps."
+    tail = np.empty(0) if logged is None else logged.values[-LAST:]
+    if len(tail) == LAST and (bad := int((~np.isfinite(tail)).sum())) > LAST // 2:  # infinite: too far apart for exp
+        yield f"k3 was not a number in {bad} of the last {LAST} steps."
     skipped = run.get("guard/skipped")
     if skipped is not None and (count := int((skipped.values[-WINDOW:] > 0).sum())) > WINDOW // 2:
         of = min(WINDOW, len(skipped.steps))
@@ -117,10 +119,14 @@ def _run_breaks(run: Run) -> Iterator[str]:
     if broken := _broken_reward(run):
         best, now = broken
         yield f"The reward fell from {best:.3g} to {now:.3g}."
-    for event in run.events:
-        if event.action in ("rollback", "stop") and event.step > run.steps[-1] - WINDOW:
-            done = "rolled back" if event.action == "rollback" else "stopped the run"
-            yield f"The guard {done} in step {event.step}: {event.reason}."
+    for event in _acted(run):
+        done = "rolled back" if event.action == "rollback" else "stopped the run"
+        yield f"The guard {done} in step {event.step}: {event.reason}."
+
+
+def _acted(run: Run) -> list[GuardEvent]:
+    """What the guard lately did that ends a run, or goes back in it."""
+    return [e for e in run.events if e.action in ("rollback", "stop") and e.step > run.steps[-1] - WINDOW]
 
 
 def _rise(run: Run) -> tuple[float, float] | None:
@@ -134,17 +140,27 @@ def _rise(run: Run) -> tuple[float, float] | None:
 
 
 def _broken_reward(run: Run) -> tuple[float, float] | None:
-    """The best level of the reward and the last one, where most of what was won is lost; levels are medians."""
+    """The best level of the reward and the last one, where most of what was won is lost; levels are means."""
     reward = run.get("critic/score/mean")
     if reward is None or len(reward.steps) < 4 * FEWEST:
         return None
     stretches = np.array_split(reward.values, STRETCHES)
-    parts = [float(np.median(part)) for part in stretches]
-    scatter = median(float(np.std(part)) for part in stretches)
-    first, best, last = parts[0], max(parts), parts[-1]
-    lost = best - last
-    noise = SIGMAS * scatter / np.sqrt(len(reward.values) / STRETCHES)
-    return (best, last) if lost > noise and lost > BROKEN_REWARD * max(best - first, 0.0) + noise else None
+    levels = [float(part.mean()) for part in stretches]
+    first, best, last = levels[0], max(levels), levels[-1]
+    lost, noise = best - last, SIGMAS * _error(stretches)
+    return (best, last) if lost > BROKEN_REWARD * max(best - first, 0.0) + noise else None
+
+
+def _error(stretches: list[np.ndarray]) -> float:
+    """The standard error of a stretch's mean, where neighbouring steps may depend on each other."""
+    calm = sorted((part - part.mean() for part in stretches), key=np.var)[:-1]  # the reward may have fallen in one
+    length = np.mean([len(part) for part in calm])
+    power = sum(float(np.mean(part**2)) for part in calm) / len(calm) * length / (length - 1)
+    if power == 0:
+        return 0.0
+    rho = sum(float(np.mean(part[1:] * part[:-1])) for part in calm) / len(calm) / power
+    rho = min(max(rho + (1 + 3 * max(rho, 0.0)) / length, 0.0), LARGEST_AUTOCORRELATION)  # short stretches hide some
+    return float(np.sqrt(power / length * (1 + rho) / (1 - rho)))
 
 
 def _level(run: Run) -> Iterator[str]:
@@ -190,7 +206,9 @@ def _next(run: Run, state: State, of_gap: bool) -> Iterator[Override]:
         yield Override(
             "stability=r3", "trains with the experts that the rollout chose: routing is part of the gap here"
         )
-    yield Override("precision=fp16", "rounds eight times finer than bfloat16, in both engines")
+    yield Override(
+        "precision=fp16", "rounds eight times finer than bfloat16, in both engines; fp16_megatron where Megatron trains"
+    )
     if run.get("correction/dropped") is not None and state == "drifting":
         tighten = "{gap:{signal:guard/steps_to_boundary,below:20,recover:50,action:tighten}}"
         yield Override(f"stability.guard.rules='{tighten}'", "narrows IcePop's band while the boundary is near")

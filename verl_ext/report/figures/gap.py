@@ -35,7 +35,7 @@ def growth_of(run: Run) -> tuple[Series, Growth] | None:
 def boundary_of(run: Run) -> float:
     """The mismatch past which a run is taken to collapse: as the guard logged it, or its default."""
     logged = run.get("guard/boundary")
-    return Foresight.boundary if logged is None else float(logged.values[-1])
+    return Foresight.boundary if logged is None or logged.values[-1] <= 0 else float(logged.values[-1])
 
 
 def kl_chart(run: Run) -> alt.LayerChart | None:

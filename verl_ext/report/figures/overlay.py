@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import altair as alt
 import numpy as np
 
-from verl_ext.core.breakdown import NAMES
+from verl_ext.core.buckets import NAMES
 from verl_ext.report.figures.gap import K3
 from verl_ext.report.figures.heat import AGREEMENT
 from verl_ext.report.figures.lines import Line, data, line_chart
@@ -76,7 +76,7 @@ def _by_layer(runs: Runs) -> alt.LayerChart | None:
 def _by_stage(runs: Runs) -> alt.LayerChart | None:
     stages = [*dict.fromkeys(name for name, _ in STAGES.values()), REST[0]]
     seconds = {name: stage_seconds(run) for name, run in runs.items()}
-    return _profile(seconds, stages, "stage of a step", alt.Scale(zero=True), "~g", "seconds")
+    return _profile(seconds, stages, "stage of a step", alt.Scale(zero=True), ".6~g", "seconds")
 
 
 OWN: dict[str, Callable[[Runs], alt.LayerChart | None]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from verl_ext.core.breakdown import NAMES
+from verl_ext.core.buckets import NAMES
 from verl_ext.report.figures import gap, heat, stages
 from verl_ext.report.figures.lines import Line, data, line_chart
 from verl_ext.report.figures.style import BLUE, GREEN, MUTED, ORANGE, ORDERED, SERIES, SKY, VERMILION
@@ -281,6 +281,6 @@ def facts(panel: Panel, run: Run) -> str:
         more = [gap.growth_sentence(run)]
     if panel.key == "step_time" and (seconds := stages.stage_seconds(run)):
         total = sum(seconds.values())
-        shares = ", ".join(f"{name} {100 * value / total:.0f} %" for name, value in seconds.items()) if total else ""
-        return f"{panel.facts(run)} {shares}.".replace("Now", "Seconds: now")
+        shares = ", ".join(f"{name} {100 * value / total:.0f} %" for name, value in seconds.items())
+        return panel.facts(run).replace("Now", "Seconds: now") + (f" {shares}." if total else "")
     return " ".join(text for text in (panel.facts(run), *more) if text)

@@ -13,14 +13,16 @@ function recoloured(spec) {
 
 async function draw(place) {
   const key = place.dataset.figure;
+  const theme = scheme.matches ? "dark" : "light";
   drawn.get(key)?.finalize();
   const options = {
     actions: { export: true, source: false, compiled: false, editor: false },
     downloadFileName: key,
-    tooltip: { theme: scheme.matches ? "dark" : "light" },
+    tooltip: { theme },
   };
   drawn.set(key, await vegaEmbed(place, recoloured(figures[key]), options));
-  place.dataset.drawn = scheme.matches ? "dark" : "light";
+  if (theme !== (scheme.matches ? "dark" : "light")) return draw(place); // it changed meanwhile
+  place.dataset.drawn = theme;
 }
 
 const places = [...document.querySelectorAll("[data-figure]")];

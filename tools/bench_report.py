@@ -1,0 +1,82 @@
+"""How long `verl-ext report` takes for a long run: the whole command, against pandas that only reads the same file.
+
+    python tools/bench_report.py [--steps 10000] [--metrics 500] [--repeats 3]
+
+The run has every metric that a figure draws, 48 layers of router agreement, a mark of the guard in every 50th step, and
+others up to the number. Each repeat starts both in new processes, one after the other.
+"""
+
+import argparse
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from verl_ext.core.buckets import NAMES
+
+LAYERS = 48
+PANDAS = "import sys, pandas; pandas.read_json(sys.argv[1], lines=True)"
+DRAWN = (
+    *("critic/score/mean", "val-core/math/acc/mean@1", "vllm_kl/k1", "vllm_kl/k3", "vllm_kl/prob_diff_max"),
+    *("vllm_kl/prob_diff_mean", "correction/dropped", "correction/dropped_low", "correction/dropped_high"),
+    *("correction/entropy_dropped", "correction/entropy_kept", "router/agreement", "response_length/mean"),
+    *("response_length/max", "response_length/clip_ratio", "actor/entropy", "actor/pg_clipfrac", "actor/grad_norm"),
+    *("timing_s/step", "timing_s/gen", "timing_s/old_log_prob", "timing_s/update_actor", "timing_s/update_weights"),
+    *(f"vllm_kl/k3/{axis}/{name}" for axis in ("prob", "position") for name in NAMES[axis]),
+    *(f"router/agreement/layer_{layer:02d}" for layer in range(LAYERS)),
+)
+
+
+def write_run(file: Path, steps: int, metrics: int) -> None:
+    """Values are noise about a level of their own; k3 grows slowly."""
+    names = [*DRAWN, *(f"other/metric_{i:03d}" for i in range(metrics - len(DRAWN) - 1))][: metrics - 1]
+    draw = random.Random(0)
+    with file.open("w") as out:
+        for step in range(1, steps + 1):
+            data = {name: 0.5 * math.exp(draw.gauss(0, 0.1)) for name in names}
+            data["vllm_kl/k3"] = 1e-4 * math.exp(3 * step / steps + draw.gauss(0, 0.3))
+            data["guard/skipped"] = int(step % 50 == 0)
+            out.write(json.dumps({"step": step, "data": data}) + "\n")
+
+
+def seconds(command: list[str]) -> float:
+    start = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--metrics", type=int, default=500)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        file, out = Path(folder) / "run.jsonl", Path(folder) / "report"
+        write_run(file, arguments.steps, arguments.metrics)
+        verl_ext = [sys.executable, "-m", "verl_ext.cli", "report", str(file), "--out", str(out)]
+        print(f"{arguments.steps} steps x {arguments.metrics} metrics, {file.stat().st_size / 1e6:.0f} MB")
+        commands = {
+            "verl-ext report": verl_ext,
+            "  without PNG files": [*verl_ext, "--no-pictures"],
+            "  text alone": [*verl_ext, "--no-page"],
+            "pandas.read_json alone": [sys.executable, "-c", PANDAS, str(file)],
+        }
+        times: dict[str, list[float]] = {name: [] for name in commands}
+        for _ in range(arguments.repeats):
+            for name, command in commands.items():
+                times[name].append(seconds(command))
+        page = (out / "report.html").stat().st_size
+    for name, taken in times.items():
+        print(f"{name:24} {statistics.median(taken):6.2f} s (best {min(taken):.2f})")
+    ratio = statistics.median(times["pandas.read_json alone"]) / statistics.median(times["verl-ext report"])
+    print(f"the report takes 1/{ratio:.1f} of pandas' reading; the page has {page / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
