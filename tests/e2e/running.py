@@ -46,7 +46,7 @@ class Run:
     @property
     def steps(self) -> list[dict[str, float]]:
         files = (self.folder / "verl_ext").glob("*.jsonl")  # the file logger names it after the experiment
-        (file,) = [file for file in files if ".guard." not in file.name]
+        (file,) = [file for file in files if "." not in file.stem]  # not X.guard.jsonl, X.trajectories.jsonl
         return [json.loads(line)["data"] for line in file.read_text().splitlines()]
 
 

@@ -1,6 +1,11 @@
 """Each feature in a real run. One to three minutes a run, most of it the start of Ray and vLLM."""
 
+import math
+
 import pytest
+
+from verl_ext import cli
+from verl_ext.report.trajectories import load_trajectories
 
 pytestmark = pytest.mark.e2e
 
@@ -17,8 +22,9 @@ def ours(names):
     return {name for name in names if name.startswith(("vllm_kl/", "correction/", "router/", "guard/", "filter/"))}
 
 
-def test_icepop_router_agreement_and_cascade_attention(train):
-    run = train("stability=icepop", ROUTING, "stability.cascade_attention=off", steps=3)
+def test_icepop_router_agreement_cascade_attention_and_the_report(train):
+    dump = "stability.trajectories.per_step=2"
+    run = train("stability=icepop", ROUTING, "stability.cascade_attention=off", dump, steps=3)
     assert run.code == 0, run.tail
     assert "confirmed by 1 vLLM worker(s)" in run.console
     assert "4 x Qwen3MoeTopKRouter" in run.console
@@ -38,6 +44,28 @@ def test_icepop_router_agreement_and_cascade_attention(train):
         assert step["router/tokens"] > 100
         assert step["guard/skipped"] == 0
         assert step["actor/grad_norm"] > 0
+    assert_the_report_shows(run)
+
+
+def assert_the_report_shows(run):
+    """The trajectories' numbers are those that the metrics were made of, and the pages are there."""
+    lines = load_trajectories(run.folder / "verl_ext" / "cpu_smoke.trajectories.jsonl")
+    assert [(line.step, line.why) for line in lines] == [
+        (step, why) for step in (1, 2, 3) for why in ("largest gap", "at random")
+    ]
+    for line in lines:
+        step = run.steps[line.step - 1]
+        assert len(line.text) == line.tokens <= 16 and all(line.generated) and all(line.kept)
+        assert 0 < max(line.gaps()) <= step["vllm_kl/log_ratio_abs_max"] * (1 + 1e-5)
+        assert all(0 <= share <= 1 for share in line.agreement)
+        assert line.weight == pytest.approx([math.exp(a - b) for a, b in zip(line.l_old, line.l_infer, strict=True)])
+        assert line.prompt.startswith("<user>") and line.skipped == ""
+    out = run.folder / "report"
+    assert cli.main(["report", str(run.folder / "verl_ext"), "--out", str(out)]) == 0
+    page = (out / "report.html").read_text()
+    assert "not enough data" in page and 'href="trajectories.html"' in page
+    assert (out / "trajectories.html").stat().st_size > 10_000
+    assert {file.stem for file in (out / "figures").iterdir()} > {"vllm_kl", "router_agreement", "step_time"}
 
 
 def assert_updates_near_the_policy(run):

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def test_medians_are_those_of_the_stretches(readings, most):
 def test_intervals_count_and_average_their_readings(readings, edges):
     count, total = binned(series(readings), np.array(edges))
     average = means(series(readings), np.array(edges))
-    for i, (start, end) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+    for i, (start, end) in enumerate(pairwise(edges)):
         inside = [value for step, value in readings.items() if start <= step < end]
         assert count[i] == len(inside) and total[i] == pytest.approx(math.fsum(inside), abs=1e-6)
         if inside:
@@ -82,7 +83,7 @@ def test_edges_hold_all_steps_in_few_equal_intervals(steps, most):
 def test_grid_lines_of_a_logarithmic_axis(values):
     grid = decades(np.array(values))
     assert grid == sorted(set(grid)) and all(0 < line < math.inf for line in grid) and 1 <= len(grid) <= 9
-    if 1e-300 < min(values) and max(values) < 1e300:
+    if min(values) > 1e-300 and max(values) < 1e300:
         step = max(1.0, grid[1] / grid[0]) if len(grid) > 1 else 10.0
         assert grid[0] <= min(values) * 1.000001 and grid[-1] * step >= max(values)
 

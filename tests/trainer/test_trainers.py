@@ -108,6 +108,13 @@ def test_icepop_weights_go_into_the_batch(step):
     assert ran(trainer) == ["advantage", "critic", "actor"]
 
 
+def test_the_boundary_is_logged_where_it_is_one_of_k3(step):
+    _, metrics, _ = step({"metrics": True, "guard": {"boundary": {"value": 0.2}}})
+    assert metrics["guard/boundary"] == 0.2
+    _, metrics, _ = step({"metrics": True, "guard": {"boundary": {"signal": "vllm_kl/chi2"}}})
+    assert "guard/boundary" not in metrics
+
+
 def test_the_loss_icepop_gets_the_raw_ratio(step):
     _, metrics, store = step({}, loss_mode="icepop")
     assert store.fields["rollout_is_weights"].unbind()[1].item() == pytest.approx(torch.tensor(2.5).exp().item())

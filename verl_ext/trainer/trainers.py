@@ -166,6 +166,8 @@ class StabilityMixin(GuardMixin):
             metrics["guard/tightened"] = int(narrowed)
         if (threshold := self.stability.batch_skip.threshold) is not None:
             metrics["guard/threshold"] = threshold
+        if (boundary := self.stability.guard.boundary).signal == "vllm_kl/k3":
+            metrics["guard/boundary"] = boundary.value  # for the report, which sees nothing but metrics
         if not self.refused and measured.kept == 0:
             dropped_by = " and ".join(self.stability.correction_names)
             self._refuse("correction", f"{dropped_by} dropped all {measured.tokens} tokens of the batch")

@@ -78,7 +78,7 @@ def line_chart(
 def decades(values: np.ndarray) -> list[float]:
     """Grid lines of a logarithmic axis: the powers of ten around positive values, and 2 and 5 where there are few."""
     low, high = math.floor(math.log10(values.min())), math.ceil(math.log10(values.max()))
-    low, high = max(low, -LARGEST_POWER), min(high, LARGEST_POWER)
+    low, high = (min(max(power, -LARGEST_POWER), LARGEST_POWER) for power in (low, high))
     factors = (1, 2, 5) if high - low <= 2 else (1,)
     step = max(1, -(-(high - low) // 6))
     return [factor * 10.0**power for power in range(low, high + 1, step) for factor in factors]

@@ -281,6 +281,6 @@ def facts(panel: Panel, run: Run) -> str:
         more = [gap.growth_sentence(run)]
     if panel.key == "step_time" and (seconds := stages.stage_seconds(run)):
         total = sum(seconds.values())
-        shares = ", ".join(f"{name} {100 * value / total:.0f} %" for name, value in seconds.items())
-        return panel.facts(run).replace("Now", "Seconds: now") + (f" {shares}." if total else "")
+        shares = [f"{name} {100 * value / total:.0f} %" for name, value in seconds.items() if total]
+        return panel.facts(run).replace("Now", "Seconds: now") + (f" {', '.join(shares)}." if shares else "")
     return " ".join(text for text in (panel.facts(run), *more) if text)
