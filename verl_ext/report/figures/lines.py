@@ -88,7 +88,7 @@ def step_axis(steps: tuple[int, int]) -> alt.X:
     first, last = steps
     margin = 0.5 if first == last else 0
     scale = alt.Scale(domain=[first - margin, last + margin], nice=False)
-    return alt.X("step:Q", title="step", scale=scale, axis=alt.Axis(format="d", tickMinStep=1))
+    return alt.X("step:Q", title="step", scale=scale, axis=alt.Axis(format="d", tickMinStep=1, tickCount=10))
 
 
 def value_axis(*, grid: list[float] | None = None, percent: bool = False, unit: str = "", zero: bool = False) -> alt.Y:

@@ -75,7 +75,7 @@ def share_chart(run: Run) -> alt.LayerChart | None:
                 "step:Q",
                 title="step",
                 scale=alt.Scale(domain=[float(edges[0]) - 0.5, float(edges[-1]) - 0.5], nice=False),
-                axis=alt.Axis(format="d", tickMinStep=1),
+                axis=alt.Axis(format="d", tickMinStep=1, tickCount=10),
             ),
             x2="end:Q",
             y=alt.Y("low:Q", title="share of the step", axis=alt.Axis(format="%")),
