@@ -10,25 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_files import train, write
 
 from verl_ext.report.load import Reader, load_run
 from verl_ext.report.run import ReportError
 
-Rows = list[tuple[int, dict]]
-
 
 def line(step: int, **data) -> str:
     return json.dumps({"step": step, "data": data}) + "\n"
-
-
-def write(file: Path, rows: Rows, tail: str = "") -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in rows) + tail)
-    return file
-
-
-def train(*steps: int, value: float = 0.0) -> Rows:
-    return [(step, {"a": step + value}) for step in steps]
 
 
 def plain(run) -> dict:

@@ -1,23 +1,9 @@
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
+from made_files import train, write
 
 from verl_ext.report.load import load_run
 from verl_ext.report.run import ReportError
-
-Rows = list[tuple[int, dict]]
-
-
-def write(file: Path, rows: Rows, tail: str = "") -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in rows) + tail)
-    return file
-
-
-def train(*steps: int, value: float = 0.0) -> Rows:
-    return [(step, {"a": step + value}) for step in steps]
 
 
 def values(run, name: str = "a") -> dict[int, float]:
