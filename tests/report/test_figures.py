@@ -18,7 +18,7 @@ from verl_ext.report.run import Run, Series
 
 PANEL = {panel.key: panel for panel in PANELS}
 RUN = full(40, layers=3)
-OF_EACH_SORT = ("vllm_kl", "dropped", "router_agreement", "step_time")
+OF_EACH_SORT = ("vllm_kl", "router_agreement", "step_time")
 EMPTY = make({"a/metric/of/no/panel": [1.0]})
 
 
@@ -36,7 +36,6 @@ KINDS = {
     "zeros": of(0.0),
     "negative": changed(RUN, lambda values: -np.abs(values)),
     "huge": of(1e300),
-    "the largest": of(1.7e308),
     "tiny": of(1e-300),
     "constant": of(0.5),
     "from tiny to huge": alternating(1e-300, 1e300),
@@ -62,13 +61,12 @@ def size(picture: bytes) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_panel_is_valid_and_can_be_drawn(kind):
     run = KINDS[kind]
-    drawn = charts(run)
-    assert drawn.keys() == PANEL.keys()
-    for key, chart in drawn.items():
-        text = json.dumps(chart.to_dict(), allow_nan=False)  # validates; a browser's JSON knows no NaN
-        assert len(text) < 1_000_000, key
+    specs = {key: spec_of(chart) for key, chart in charts(run).items()}  # to_dict() in it validates
+    assert specs.keys() == PANEL.keys()
+    for key, spec in specs.items():
+        assert len(json.dumps(spec, allow_nan=False)) < 1_000_000, key  # a browser's JSON knows no NaN
     for key in OF_EACH_SORT:
-        width, height = size(png(spec_of(drawn[key]), kind))
+        width, height = size(png(specs[key], kind))
         assert width > 1120 and height > 440, key
     for panel in PANELS:
         assert "nan" not in facts(panel, run)
@@ -95,11 +93,6 @@ def test_verls_own_names_are_drawn_where_the_plugin_is_off():
     drawn = charts(make({"rollout_corr/kl": [-1e-4, 1e-4], "rollout_corr/k3_kl": [1e-4, 2e-4]}))
     assert drawn.keys() == {"vllm_kl"}
     assert drawn["vllm_kl"].to_dict()["layer"]
-
-
-def test_a_long_run_is_thinned():
-    sizes = {key: len(json.dumps(chart.to_dict())) for key, chart in charts(KINDS["10,000 steps"]).items()}
-    assert sum(sizes.values()) < 4_000_000, sizes
 
 
 def test_a_panel_of_one_metric_among_several_draws_that_one():

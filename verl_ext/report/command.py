@@ -237,7 +237,7 @@ def _errors_are_one_line(command: str) -> Iterator[_Outcome]:
     try:
         yield outcome
     except ModuleNotFoundError as error:
-        if error.name not in ("altair", "vl_convert", "jinja2"):
+        if error.name not in ("altair", "vl_convert", "jinja2", "PIL"):
             raise
         print(f"verl-ext {command}: {error.name} is missing: pip install 'verl-ext[report]'", file=sys.stderr)
         outcome.status = FAILED

@@ -35,7 +35,7 @@ ROUTED_GAP = 2.0  # times the gap of tokens with the same experts, where routing
 OF_THE_GAP = ("vllm_kl/", "correction/", "router/", "guard/")  # signals of the guard
 STALE = 1.0  # versions that rollouts are behind, on average
 BROKEN_REWARD = 0.5  # of the way from its first level to its best, lost again
-SIGMAS = 4.0  # that such a loss must exceed the reward's noise by
+SIGMAS = 5.0  # that such a loss must exceed the reward's noise by
 
 
 @dataclass(frozen=True)
@@ -153,12 +153,12 @@ def _broken_reward(run: Run) -> tuple[float, float] | None:
 
 def _error(stretches: list[np.ndarray]) -> float:
     """The standard error of a stretch's mean, where neighbouring steps may depend on each other."""
-    calm = sorted((part - part.mean() for part in stretches), key=np.var)[:-1]  # the reward may have fallen in one
-    length = np.mean([len(part) for part in calm])
+    calm = sorted((part - part.mean() for part in stretches), key=np.var)[:-2]  # it may have jumped in two
+    length = sum(map(len, calm)) / len(calm)
     power = sum(float(np.mean(part**2)) for part in calm) / len(calm) * length / (length - 1)
     if power == 0:
         return 0.0
-    rho = sum(float(np.mean(part[1:] * part[:-1])) for part in calm) / len(calm) / power
+    rho: float = sum(float(np.mean(part[1:] * part[:-1])) for part in calm) / len(calm) / power
     rho = min(max(rho + (1 + 3 * max(rho, 0.0)) / length, 0.0), LARGEST_AUTOCORRELATION)  # short stretches hide some
     return float(np.sqrt(power / length * (1 + rho) / (1 - rho)))
 
@@ -211,7 +211,10 @@ def _next(run: Run, state: State, of_gap: bool) -> Iterator[Override]:
     )
     if run.get("correction/dropped") is not None and state == "drifting":
         tighten = "{gap:{signal:guard/steps_to_boundary,below:20,recover:50,action:tighten}}"
-        yield Override(f"stability.guard.rules='{tighten}'", "narrows IcePop's band while the boundary is near")
+        yield Override(
+            f"stability.guard.rules='{tighten}'",
+            "narrows the band while the boundary is near, where IcePop is the correction",
+        )
     if _staleness(run) > STALE:
         yield Override("trainer.v1.trainer_mode=sync", "takes the policy's own movement out of the gap")
     if state == "past the boundary":

@@ -140,16 +140,15 @@ def _readings(lines: Sequence[Line]) -> alt.Chart:
     """What the pointer finds: the nearest reading, marked, with its numbers."""
     values = [row for line in lines for row in rows(thin(line.series), label=line.label)]
     nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", empty=False)
-    tooltip = [
-        alt.Tooltip("step:Q", format="d"),
-        alt.Tooltip("label:N", title="metric"),
-        alt.Tooltip("value:Q", format=".4~g"),
-    ]
+    # Spelled out: under `nearest`, Vega-Lite's own takes numbers from datum.datum, but text from datum, which has none.
+    row = "(datum.datum || datum)"
+    named = f"metric: {row}.label, " if any(line.label for line in lines) else ""
+    tooltip = f"{{step: format({row}.step, 'd'), {named}value: format({row}.value, '.4~g')}}"
     shown = alt.condition(nearest, alt.value(1), alt.value(0))
     return (
         alt.Chart(data(values))
         .mark_point(size=70, filled=True, stroke=INK, strokeWidth=1, clip=True)
-        .encode(opacity=shown, tooltip=tooltip)
+        .encode(opacity=shown, tooltip=alt.value(alt.ExprRef(tooltip)))
         .add_params(nearest)
         .properties(name=READINGS)
     )

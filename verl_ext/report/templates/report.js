@@ -16,6 +16,7 @@ async function draw(place) {
   const theme = scheme.matches ? "dark" : "light";
   drawn.get(key)?.finalize();
   const options = {
+    renderer: "canvas", // vega-embed's default is SVG: 10,000 elements for one heat map
     actions: { export: true, source: false, compiled: false, editor: false },
     downloadFileName: key,
     tooltip: { theme },
