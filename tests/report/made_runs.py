@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from verl_ext.core.buckets import NAMES
-from verl_ext.report.run import GuardEvent, Run, Series
+from verl_ext.core.guard_state import Event
+from verl_ext.report.run import Run, Series
 
 NAN = float("nan")
 
 
-def make(metrics: dict[str, Sequence[float]], events: Sequence[GuardEvent] = (), first: int = 1, **more) -> Run:
+def make(metrics: dict[str, Sequence[float]], events: Sequence[Event] = (), first: int = 1, **more) -> Run:
     """Of lists of values, each from step `first` on."""
     length = max(map(len, metrics.values()))
     steps = np.arange(first, first + length)
@@ -21,8 +22,8 @@ def make(metrics: dict[str, Sequence[float]], events: Sequence[GuardEvent] = (),
     return replace(Run("run", (Path("run.jsonl"),), steps, series, tuple(events)), **more)
 
 
-def event(step: int, action: str, reason: str = "made up") -> GuardEvent:
-    return GuardEvent(step, "rule", "vllm_kl/k3", 0.2, 0.1, action, reason)
+def event(step: int, action: str, reason: str = "made up") -> Event:
+    return Event(step, "rule", "vllm_kl/k3", 0.2, 0.1, action, reason)
 
 
 def full(steps: int = 120, layers: int = 8, seed: int = 0) -> Run:

@@ -19,6 +19,7 @@ RUNS = [
     make({"vllm_kl/k3": [1e-3] * 40, "critic/score/mean": [0.1] * 8 + [0.7] * 24 + [0.2] * 8}),
     make({"vllm_kl/k3": GROWING, "router/agreement": [0.9] * 40, **STALE}),
     make({"vllm_kl/k3": GROWING, "correction/dropped": [0.01] * 40}),
+    make({"vllm_kl/k3": GROWING, "correction/dropped": [0.01] * 40, "router/agreement": [0.9] * 40}),
     make({"vllm_kl/k3": [0.5] * 40}),
 ]
 SAID = {override.text for run in RUNS for override in judge(run).overrides}
@@ -29,7 +30,7 @@ READINGS = {
 
 
 def test_the_runs_above_make_the_verdict_say_all_it_can():
-    assert len(SAID) == 10, "an override was added to verdict.py: give RUNS a run that gets it"
+    assert len(SAID) == 11, "an override was added to advice.py: give RUNS a run that gets it"
     assert {"stability=geo_mask", "stability=r3", "stability=dapo"} <= READINGS
 
 

@@ -149,7 +149,7 @@ def test_equal_names_are_numbered_and_the_caveat_is_always_there():
 
 def test_what_cannot_be_compared_is_refused():
     one = run("a", {"critic/score/mean": noise(1)})
-    with pytest.raises(ReportError, match="1 runs; a comparison needs 2 to 6"):
+    with pytest.raises(ReportError, match="needs 2 to 6 runs; given: 1"):
         compare_runs([one])
     with pytest.raises(ReportError, match="b begins after step 300"):
         compare_runs([one, run("b", {"critic/score/mean": noise(1)}, first=400)])

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from made_runs import event, full, make
 
-from verl_ext.report.figures.gap import AHEAD, MARKS, boundary_of, growth_sentence, kl_chart
+from verl_ext.report.figures.gap import AHEAD, MARKS, kl_chart
 from verl_ext.report.figures.style import INK, ORANGE
+from verl_ext.report.growth import boundary_of, growth_sentence
 
 RATE = 0.1
 GROWING = 1e-4 * np.exp(RATE * np.arange(1, 61))  # passes 0.1 in step 70
@@ -105,8 +106,10 @@ def test_thresholds_are_drawn_at_their_heights():
     def drawn(**logged):
         run = make({"vllm_kl/k3": [1e-4] * 20, **{f"guard/{name}": [value] for name, value in logged.items()}})
         rules = [data for mark, _, data in layers(run) if mark.get("strokeDash") == [6, 4]]
-        texts = [data for mark, _, data in layers(run) if mark["type"] == "text"]
-        assert {row["label"] for row in rules[0]} == {row["label"] for row in texts[0]}
+        texts = [(mark["dy"], data) for mark, _, data in layers(run) if mark["type"] == "text"]
+        assert {row["label"] for row in rules[0]} == {row["label"] for _, data in texts for row in data}
+        above = [row["value"] for dy, data in texts if dy < 0 for row in data]  # of two, the upper one's name
+        assert above == ([max(row["value"] for row in rules[0])] if len(rules[0]) > 2 else [])
         assert {row["step"] for row in rules[0]} == {1, 20}
         return {row["label"]: row["value"] for row in rules[0]}
 

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from verl_ext.core.guard_state import Event
 from verl_ext.report.load import Reader, load_run
-from verl_ext.report.run import GuardEvent
 
 
 def metrics(folder: Path, *steps: int, name: str = "run") -> Path:
@@ -35,8 +35,8 @@ def test_the_guards_log_beside_the_metrics_is_read(tmp_path):
     run = load_run(file)
     assert run.sources == (file, log)
     assert run.events[:2] == (
-        GuardEvent(2, "gap", "vllm_kl/k3", 0.5, 0.1, "skip", "above"),
-        GuardEvent(2, "non_finite", "vllm_kl/k3", None, None, "skip", "above"),
+        Event(2, "gap", "vllm_kl/k3", 0.5, 0.1, "skip", "above"),
+        Event(2, "non_finite", "vllm_kl/k3", None, None, "skip", "above"),
     )
     assert steps(run) == [2, 2, 3]
     assert run.notes == ()

@@ -244,3 +244,12 @@ def test_runs_of_one_name_are_called_after_what_tells_them_apart(tmp_path):
     assert named("a/x", "b/x") == ["a", "b"] and named("a/same/x", "b/same/x") == ["a", "b"]
     assert named("a/x", "b/x", "b/y") == ["a/x", "b/x", "b/y"]
     assert named("a/x", "a/x") == ["x (1)", "x (2)"]
+
+
+def test_pictures_of_an_earlier_report_do_not_stay(tmp_path):
+    more, less = make({"critic/score/mean": [0.1, 0.2], "actor/entropy": [1, 2]}), make({"actor/entropy": [1, 2]})
+    write_report(more, judge(more), tmp_path)
+    write_report(less, judge(less), tmp_path)
+    assert [file.stem for file in (tmp_path / PICTURES).iterdir()] == ["entropy"]
+    write_report(less, judge(less), tmp_path, pictures=False)
+    assert not list((tmp_path / PICTURES).iterdir()) and not (tmp_path / OVERVIEW).exists()

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from verl_ext.report.run import GuardEvent, Run, Series
+from verl_ext.core.guard_state import Event
+from verl_ext.report.run import Run, Series
 from verl_ext.report.terminal import BLOCKS, dashboard, format_value, notes, rows, sparkline, wrap_name
 
 NAN = float("nan")
@@ -48,7 +49,7 @@ def full(steps: int = 8) -> Run:
             "val-core/openai/gsm8k_with_a_long_name/acc/mean@1": at / 20,
             **layers,
         },
-        [GuardEvent(step, "gap", "vllm_kl/k3", 1.0, 0.5, "tighten", f"reason {'long ' * 30}") for step in range(1, 6)],
+        [Event(step, "gap", "vllm_kl/k3", 1.0, 0.5, "tighten", f"reason {'long ' * 30}") for step in range(1, 6)],
         ["line 3 was left out: cut off"],
     )
 

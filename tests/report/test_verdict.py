@@ -9,7 +9,7 @@ import pytest
 from made_runs import NAN, event, full, make, prefix
 
 from verl_ext.core.boundary import FEWEST
-from verl_ext.report.run import GuardEvent
+from verl_ext.core.guard_state import Event
 from verl_ext.report.verdict import LAST, judge
 
 DATA = Path(__file__).parent.parent / "core" / "data"
@@ -114,7 +114,7 @@ def test_the_guard_lately_acted(action, done):
     assert verdict.state == "drifting" and f"The guard {done} in step 31: k3 was 0.3." in verdict.evidence
     assert judge(make({"vllm_kl/k3": QUIET}, [event(30, action)])).state == "healthy"
     assert "precision=fp16" in tried(verdict), "by a signal of the gap: the engines are to blame"
-    of_reward = GuardEvent(40, "rule", "critic/score/mean", 0.1, 0.2, action, "the reward fell")
+    of_reward = Event(40, "rule", "critic/score/mean", 0.1, 0.2, action, "the reward fell")
     assert "actor_rollout_ref.actor.use_kl_loss=true" in tried(judge(make({"vllm_kl/k3": QUIET}, [of_reward])))
     assert judge(make({"vllm_kl/k3": QUIET}, [event(40, "warn"), event(40, "tighten")])).state == "healthy"
 
@@ -152,7 +152,10 @@ def test_what_to_try_depends_on_what_is_on_and_on_the_cause():
     plain = judge(make(base | {"router/agreement": [0.99] * 40}))
     assert tried(plain) == ["stability=icepop", "precision=fp16"]
     corrected = tried(judge(make(base | {"router/agreement": [0.9] * 40, "correction/dropped": [0.01] * 40})))
-    assert corrected[:2] == ["stability=r3", "precision=fp16"] and "action:tighten" in corrected[2]
+    assert (
+        corrected[:2] == ["stability=r3 stability.correction=icepop", "precision=fp16"]
+        and "action:tighten" in corrected[2]
+    )
     gaps = {"router/agreement": [0.99], "router/gap_differs": [0.3], "router/gap_equal": [0.1]}
     assert "stability=r3" in tried(judge(make(base | gaps)))
     stale = {"training/off_policy/trajectory_staleness/mean": [3.0] * 40}
@@ -221,3 +224,19 @@ def test_a_verdict_does_not_mind_odd_runs():
         run = full(40, layers=2)
         odd = replace(run, metrics={name: replace(s, values=change(s.values)) for name, s in run.metrics.items()})
         assert judge(odd).sentence
+
+
+def test_a_gap_that_is_no_longer_measured_is_told():
+    run = make({"vllm_kl/k3": [1e-4] * 20 + [NAN] * 40, "critic/score/mean": [0.5] * 60})
+    assert any("last measured 40 steps ago" in sentence for sentence in judge(run).evidence)
+
+
+def test_verls_own_name_of_k3_counts_as_not_a_number_too():
+    run = make({"rollout_corr/k3_kl": [1e-4] * 20 + [NAN] * 5})
+    assert judge(run).state == "past the boundary"
+
+
+def test_a_fall_that_is_small_against_the_rewards_level_is_none():
+    falls = {now: np.repeat([0.6, 0.6, now], 40) + np.tile([0.01, -0.01], 60) for now in (0.5, 0.2)}
+    found = {now: judge(make({"critic/score/mean": reward.tolist()})).state for now, reward in falls.items()}
+    assert found == {0.5: "not enough data", 0.2: "drifting"}

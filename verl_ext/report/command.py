@@ -195,8 +195,10 @@ def _pages(
             written["trajectories"], link = page, TRAJECTORIES
         except ReportError as error:  # a dump without a whole line must not cost the report
             run = replace(run, notes=(*run.notes, str(error)))
+    if link is None:
+        (out / TRAJECTORIES).unlink(missing_ok=True)  # an earlier run's
     page = write_report(run, verdict, out, trajectories=link, refresh=refresh, pictures=pictures, progress=tell)
-    figures = {"figures": out / PICTURES} if pictures and (out / PICTURES).is_dir() else {}
+    figures = {"figures": out / PICTURES} if any((out / PICTURES).glob("*.png")) else {}
     return {"page": page, **figures, **written}
 
 

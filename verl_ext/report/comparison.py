@@ -84,7 +84,7 @@ def compare_runs(
     Raises ReportError for fewer than two runs or more than MOST_RUNS.
     """
     if not 2 <= len(runs) <= MOST_RUNS:
-        raise ReportError(f"{len(runs)} runs; a comparison needs 2 to {MOST_RUNS}")
+        raise ReportError(f"a comparison needs 2 to {MOST_RUNS} runs; given: {len(runs)}")
     names = _unique_names(runs)
     common = min(int(run.steps[-1]) for run in runs)
     if late := [name for name, run in zip(names, runs, strict=True) if cut and run.steps[0] > common]:

@@ -1,6 +1,6 @@
 """The report's folder: one page that needs nothing else, and its figures as PNG files."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +98,25 @@ def _write(
         refresh=refresh,
         version=__version__,
     )
-    (out / PAGE).write_text(page, encoding="utf-8")
     if pictures and drawn:
         _write_pictures(out, drawn, context["title"], progress)
+    _forget_pictures(out, drawn if pictures else {})
+    _replace(out / PAGE, page)
     return out / PAGE
+
+
+def _replace(file: Path, text: str) -> None:
+    """In one step: a page that reloads itself must not find half a file."""
+    beside = file.with_suffix(".tmp")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(file)
+
+
+def _forget_pictures(out: Path, drawn: Collection[Panel]) -> None:
+    """Those of an earlier report in this folder, which would pass for this one's."""
+    gone = [out / PICTURES / f"{panel.key}.png" for panel in PANELS if panel not in drawn]
+    for file in gone if drawn else [*gone, out / OVERVIEW]:
+        file.unlink(missing_ok=True)
 
 
 def _card(panel: Panel, said: str) -> dict[str, str]:

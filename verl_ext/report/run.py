@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from verl_ext.core.guard_state import Event
+
 # The plugin's metric, and what verl logs of the same quantity where the plugin is off.
 ALIASES = {
     "vllm_kl/k1": ("rollout_corr/kl",),
@@ -31,19 +33,6 @@ class Series:
 
 
 @dataclass(frozen=True)
-class GuardEvent:
-    """One line of the guard's event log; docs/guard.md says which actions there are."""
-
-    step: int
-    rule: str
-    signal: str
-    value: float | None
-    threshold: float | None
-    action: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Run:
     """One run; `get` answers None where nothing finite was logged.
 
@@ -60,15 +49,18 @@ class Run:
     sources: tuple[Path, ...]
     steps: np.ndarray
     metrics: dict[str, Series] = field(repr=False)
-    events: tuple[GuardEvent, ...] = ()
+    events: tuple[Event, ...] = ()
     notes: tuple[str, ...] = ()
 
     def get(self, name: str) -> Series | None:
         """The finite values of a metric, or of what verl itself logs of it."""
-        for candidate in (name, *ALIASES.get(name, ())):
-            if (series := self.metrics.get(candidate)) is not None and (finite := series.finite()).steps.size:
-                return finite
-        return None
+        found = (self.metrics[each].finite() for each in (name, *ALIASES.get(name, ())) if each in self.metrics)
+        return next((series for series in found if series.steps.size), None)
+
+    def logged(self, name: str) -> Series | None:
+        """As `get`, with the values that are not finite."""
+        found = (self.metrics.get(each) for each in (name, *ALIASES.get(name, ())))
+        return next((series for series in found if series is not None), None)
 
     def layers(self, name: str) -> dict[int, Series]:
         """`name/layer_00`, `name/layer_01`, ... by layer number; layers with nothing finite are left out."""

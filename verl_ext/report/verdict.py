@@ -12,17 +12,15 @@ the first of these that holds:
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from verl_ext.core.boundary import FEWEST, HORIZON, LARGEST_AUTOCORRELATION
-from verl_ext.report.figures.gap import K3, boundary_of, growth_of
-from verl_ext.report.run import GuardEvent, Run, Series
+from verl_ext.core.guard_state import Event, Foresight
+from verl_ext.report.advice import STALE, Override, State, advice, measuring, staleness
+from verl_ext.report.growth import K3, LAST, boundary_of, growth_of, now_of
+from verl_ext.report.run import Run, Series
 
-State = Literal["healthy", "drifting", "past the boundary", "not enough data"]
-
-LAST = 5  # readings whose median is "now"
 WINDOW = 10  # steps of which most were skipped, for a run that no longer learns
 RISE = 25.0  # times the k3 of the run's best stretch: 5 times the mean gap of a token, which the guard calls a jump
 HARMLESS = 0.01  # of the boundary; a rise to below it is not one
@@ -30,20 +28,9 @@ STRETCHES = 8  # that a run is divided into, to compare levels
 FAR = 1000  # times below the boundary; how many thousands says nothing more
 FAILING_DIFFERENCE = 0.05  # mean |p rollout - p training| past which training was seen to fail (IcePop)
 TOO_MANY_DROPPED = 0.05  # share of tokens; a healthy run drops 1 to 2 %
-LOW_AGREEMENT = 0.98
-ROUTED_GAP = 2.0  # times the gap of tokens with the same experts, where routing is what drives it
 OF_THE_GAP = ("vllm_kl/", "correction/", "router/", "guard/")  # signals of the guard
-STALE = 1.0  # versions that rollouts are behind, on average
 BROKEN_REWARD = 0.5  # of the way from its first level to its best, lost again
 SIGMAS = 5.0  # that such a loss must exceed the reward's noise by
-
-
-@dataclass(frozen=True)
-class Override:
-    """One thing to try: the text after `python -m verl_ext.main_ppo`, and why."""
-
-    text: str
-    why: str
 
 
 @dataclass(frozen=True)
@@ -65,13 +52,13 @@ def judge(run: Run) -> Verdict:
     elif gap or other:
         state, sentence = "drifting", "Something moves that should stand still: act before it costs the run."
     elif k3 is None or len(k3.steps) < FEWEST:
-        return Verdict("not enough data", _too_little(k3), around, tuple(_measuring(run)))
+        return Verdict("not enough data", _too_little(k3), around, tuple(measuring(run)))
     else:
         state = "healthy"
         sentence = "The engines stay together, and what difference there is does not grow."
     evidence = (*past, *gap, *other, *_level(run), *around)
     of_gap = bool(past or gap) or any(event.signal.startswith(OF_THE_GAP) for event in _acted(run))
-    return Verdict(state, sentence, evidence, tuple(_next(run, state, of_gap)))
+    return Verdict(state, sentence, evidence, tuple(advice(run, state, of_gap)))
 
 
 def _too_little(k3: Series | None) -> str:
@@ -83,11 +70,11 @@ def _too_little(k3: Series | None) -> str:
 
 def _past(run: Run) -> Iterator[str]:
     boundary = boundary_of(run)
-    if (k3 := run.get(K3)) is not None and (now := _now(k3)) > boundary:
+    if (k3 := run.get(K3)) is not None and (now := now_of(k3)) > boundary:
         yield f"k3 is {now:.3g}, past the boundary of {boundary:g} (median of the last {min(LAST, len(k3.steps))})."
-    if (mean := run.get("vllm_kl/prob_diff_mean")) is not None and (now := _now(mean)) > FAILING_DIFFERENCE:
+    if (mean := run.get("vllm_kl/prob_diff_mean")) is not None and (now := now_of(mean)) > FAILING_DIFFERENCE:
         yield (f"Probabilities differ by {now:.3g} on average; past {FAILING_DIFFERENCE:g}, training was seen to fail.")
-    logged = run.metrics.get(K3)
+    logged = run.logged(K3)
     tail = np.empty(0) if logged is None else logged.values[-LAST:]
     if len(tail) == LAST and (bad := int((~np.isfinite(tail)).sum())) > LAST // 2:  # infinite: too far apart for exp
         yield f"k3 was not a number in {bad} of the last {LAST} steps."
@@ -111,7 +98,7 @@ def _gap_moves(run: Run) -> Iterator[str]:
             f"k3 is {now / best:.0f} times what it was in the run's best stretch ({best:.2g} to {now:.2g}) and stays "
             "there: did weight syncs fail, or a setting change?"
         )
-    if (dropped := run.get("correction/dropped")) is not None and (now := _now(dropped)) > TOO_MANY_DROPPED:
+    if (dropped := run.get("correction/dropped")) is not None and (now := now_of(dropped)) > TOO_MANY_DROPPED:
         yield f"The correction drops {100 * now:.1f} % of the tokens; 1 to 2 % is healthy."
 
 
@@ -124,7 +111,7 @@ def _run_breaks(run: Run) -> Iterator[str]:
         yield f"The guard {done} in step {event.step}: {event.reason}."
 
 
-def _acted(run: Run) -> list[GuardEvent]:
+def _acted(run: Run) -> list[Event]:
     """What the guard lately did that ends a run, or goes back in it."""
     return [e for e in run.events if e.action in ("rollback", "stop") and e.step > run.steps[-1] - WINDOW]
 
@@ -135,7 +122,7 @@ def _rise(run: Run) -> tuple[float, float] | None:
     if k3 is None or len(k3.steps) < 2 * FEWEST:
         return None
     best = min(float(np.median(part)) for part in np.array_split(k3.values, STRETCHES))
-    now = _now(k3)
+    now = now_of(k3)
     return (best, now) if best > 0 and now > max(RISE * best, HARMLESS * boundary_of(run)) else None
 
 
@@ -148,7 +135,8 @@ def _broken_reward(run: Run) -> tuple[float, float] | None:
     levels = [float(part.mean()) for part in stretches]
     first, best, last = levels[0], max(levels), levels[-1]
     lost, noise = best - last, SIGMAS * _error(stretches)
-    return (best, last) if lost > BROKEN_REWARD * max(best - first, 0.0) + noise else None
+    gained = max(best - first, abs(best) / 2)  # a reward that was high from the start has gained nothing
+    return (best, last) if lost > BROKEN_REWARD * gained + noise else None
 
 
 def _error(stretches: list[np.ndarray]) -> float:
@@ -165,84 +153,25 @@ def _error(stretches: list[np.ndarray]) -> float:
 
 def _level(run: Run) -> Iterator[str]:
     """Where the gap stands, whatever the state."""
-    if (k3 := run.get(K3)) is not None and (now := _now(k3)) <= (boundary := boundary_of(run)):
+    if (k3 := run.get(K3)) is not None and (now := now_of(k3)) <= (boundary := boundary_of(run)):
         times = f"{boundary / now:.0f}" if boundary < FAR * now else f"more than {FAR:,}"
         text = f"k3 is {now:.2g}, {times} times below the boundary of {boundary:g}"
         found = growth_of(run)
         steady = found is not None and not (found[1].low > 0 and found[1].steps < HORIZON)
         yield text + (", and shows no growth that would reach it." if steady else ".")
+        if (since := int(run.steps[-1] - k3.steps[-1])) > Foresight.window:
+            yield f"k3 was last measured {since} steps ago: all of this is about the time before."
 
 
 def _surroundings(run: Run) -> Iterator[str]:
     """What else belongs to the picture."""
-    if (dropped := run.get("correction/dropped")) is not None and (now := _now(dropped)) <= TOO_MANY_DROPPED:
+    if (dropped := run.get("correction/dropped")) is not None and (now := now_of(dropped)) <= TOO_MANY_DROPPED:
         yield f"The correction drops {100 * now:.2g} % of the tokens."
     if (agreement := run.get("router/agreement")) is not None:
-        yield f"The engines choose {100 * _now(agreement):.2f} % of the experts alike."
+        yield f"The engines choose {100 * now_of(agreement):.2f} % of the experts alike."
     if (skipped := run.get("guard/skipped")) is not None and (count := int((skipped.values > 0).sum())):
         yield f"{count} of {len(skipped.values)} updates were skipped."
-    if (stale := _staleness(run)) > STALE:
+    if (stale := staleness(run)) > STALE:
         yield f"Rollouts are {stale:.1f} versions behind: part of the gap is the policy's own movement."
     if (norm := run.metrics.get("actor/grad_norm")) is not None and (bad := int((~np.isfinite(norm.values)).sum())):
         yield f"The gradient norm was not a number in {bad} steps."
-
-
-def _next(run: Run, state: State, of_gap: bool) -> Iterator[Override]:
-    yield from _measuring(run)
-    if state == "healthy":
-        if run.get("guard/threshold") is None:
-            yield Override("stability.batch_skip.threshold=0.1", "refuses the one batch that would spoil the weights")
-        return
-    if not of_gap:
-        yield Override(
-            "actor_rollout_ref.actor.use_kl_loss=true", "holds the policy near the reference: no engine is to blame"
-        )
-        return
-    if run.get("correction/dropped") is None:
-        yield Override(
-            "stability=icepop", "drops the tokens on which the engines are apart, and skips batches past 0.1"
-        )
-    if _routing_drives(run):
-        yield Override(
-            "stability=r3", "trains with the experts that the rollout chose: routing is part of the gap here"
-        )
-    yield Override(
-        "precision=fp16", "rounds eight times finer than bfloat16, in both engines; fp16_megatron where Megatron trains"
-    )
-    if run.get("correction/dropped") is not None and state == "drifting":
-        tighten = "{gap:{signal:guard/steps_to_boundary,below:20,recover:50,action:tighten}}"
-        yield Override(
-            f"stability.guard.rules='{tighten}'",
-            "narrows the band while the boundary is near, where IcePop is the correction",
-        )
-    if _staleness(run) > STALE:
-        yield Override("trainer.v1.trainer_mode=sync", "takes the policy's own movement out of the gap")
-    if state == "past the boundary":
-        yield Override(
-            "trainer.resume_mode=resume_path trainer.resume_from_path=CHECKPOINT",
-            "goes back to a checkpoint from before the growth: these weights will not recover by themselves",
-        )
-
-
-def _measuring(run: Run) -> Iterator[Override]:
-    """What would show more of the same run."""
-    if run.get(K3) is None or run.get("vllm_kl/log_ratio_abs_mean") is None:
-        yield Override("stability.metrics=true", "measures the gap of the engines, by probability and position too")
-    if run.get("router/agreement") is None:
-        yield Override("stability.router_agreement=true", "shows whether the engines choose the same experts (MoE)")
-
-
-def _routing_drives(run: Run) -> bool:
-    agreement, differs, equal = (run.get(f"router/{name}") for name in ("agreement", "gap_differs", "gap_equal"))
-    if agreement is not None and _now(agreement) < LOW_AGREEMENT:
-        return True
-    return differs is not None and equal is not None and _now(differs) > ROUTED_GAP * _now(equal)
-
-
-def _staleness(run: Run) -> float:
-    series = run.get("training/off_policy/trajectory_staleness/mean")
-    return 0.0 if series is None else _now(series)
-
-
-def _now(series: Series) -> float:
-    return float(np.median(series.values[-LAST:]))

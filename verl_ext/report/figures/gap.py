@@ -6,36 +6,19 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from verl_ext.core.boundary import HORIZON, Growth, estimate_growth
-from verl_ext.core.guard_state import Foresight
+from verl_ext.core.boundary import HORIZON, Growth
 from verl_ext.report.figures.lines import Line, data, line_chart, rows
 from verl_ext.report.figures.style import BLUE, INK, ORANGE, PAPER, VERMILION
 from verl_ext.report.figures.thin import step_edges
+from verl_ext.report.growth import K3, boundary_of, growth_of
 from verl_ext.report.run import Run, Series
 
-K1, K3 = "vllm_kl/k1", "vllm_kl/k3"
+K1 = "vllm_kl/k1"
 MARKS = 150  # stretches of steps that a mark of the guard stands for
 AHEAD = 0.35  # of the run's steps, how far the figure follows the growth into the future
 CROSS = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"
 SHAPES = {"skip": CROSS, "rollback": "triangle-left", "stop": "square", "tighten": "diamond", "warn": "circle"}
 DONE = {"skip": "update skipped", "tighten": "band narrowed", "warn": "warning"}
-
-
-def growth_of(run: Run) -> tuple[Series, Growth] | None:
-    """The last readings of k3 and the line through their logarithms; None for too few."""
-    k3 = run.get(K3)
-    if k3 is None:
-        return None
-    window = Series(k3.steps[-Foresight.window :], k3.values[-Foresight.window :])
-    readings = zip(window.steps.tolist(), window.values.tolist(), strict=True)
-    growth = estimate_growth(readings, boundary_of(run))
-    return None if growth is None else (window, growth)
-
-
-def boundary_of(run: Run) -> float:
-    """The mismatch past which a run is taken to collapse: as the guard logged it, or its default."""
-    logged = run.get("guard/boundary")
-    return Foresight.boundary if logged is None or logged.values[-1] <= 0 else float(logged.values[-1])
 
 
 def kl_chart(run: Run) -> alt.LayerChart | None:
@@ -76,8 +59,15 @@ def _thresholds(run: Run, first: int, last: int) -> list[alt.Chart]:
     names = {f"{label} {value:g}": value for label, value in levels.items()}
     ends = [{"value": value, "step": step, "label": name} for name, value in names.items() for step in (first, last)]
     lines = alt.Chart(data(ends)).mark_line(color=VERMILION, strokeDash=[6, 4], strokeWidth=1.2, clip=True)
-    text = alt.Chart(data(ends[::2])).mark_text(color=VERMILION, align="left", dx=4, dy=9, fontSize=10)
-    return [lines.encode(detail="label:N"), text.encode(text="label:N")]
+    # Of two lines, the upper has its name above it: they may be near each other.
+    upper = max(names.values()) if len(names) > 1 else math.inf
+    written = [
+        alt.Chart(data([end for end in ends[::2] if (end["value"] == upper) == above]))
+        .mark_text(color=VERMILION, align="left", dx=4, dy=-5 if above else 9, fontSize=10)
+        .encode(text="label:N")
+        for above in (False, True)
+    ]
+    return [lines.encode(detail="label:N"), *written]
 
 
 def _growth(
@@ -139,23 +129,3 @@ def _marks(run: Run) -> list[alt.Chart]:
         .encode(y=alt.value(6 + 12 * level), shape=shape.legend(legend), tooltip=tooltip)
         for level, values in levels.items()
     ]
-
-
-def growth_sentence(run: Run) -> str:
-    """What the fit says, for the text below the figure."""
-    found = growth_of(run)
-    if found is None:
-        return ""
-    window, growth = found
-    percent, low, high = (
-        100 * math.expm1(min(max(value, -50.0), 50.0)) for value in (growth.rate, growth.low, growth.high)
-    )
-    span = f"over the last {len(window.steps)} readings"
-    if growth.low <= 0 <= growth.high:
-        return f"No certain growth {span}: {percent:+.1f} % a step, and the interval holds 0."
-    text = f"k3 changes by {percent:+.1f} % a step ({low:+.1f} to {high:+.1f}) {span}"
-    if growth.low > 0 and growth.steps == 0:
-        return f"{text}, and is past {boundary_of(run):g}."
-    if growth.low > 0 and growth.steps < HORIZON:
-        return f"{text}; it would pass {boundary_of(run):g} in about {growth.steps:.0f} steps."
-    return text + "."

@@ -11,6 +11,7 @@ from verl_ext.core.buckets import NAMES
 from verl_ext.report.figures import gap, heat, stages
 from verl_ext.report.figures.lines import Line, data, line_chart
 from verl_ext.report.figures.style import BLUE, GREEN, MUTED, ORANGE, ORDERED, SERIES, SKY, VERMILION
+from verl_ext.report.growth import K3, growth_sentence
 from verl_ext.report.run import Run
 
 HEALTHY_DROPPED = (0.01, 0.02)  # share of tokens; IcePop, "Small Leak Can Sink a Great Ship"
@@ -134,7 +135,7 @@ PANELS = (
         gap.kl_chart,
         "No log-probabilities of the rollout were compared.",
         METRICS,
-        metric=gap.K3,
+        metric=K3,
         log=True,
     ),
     Panel(
@@ -188,7 +189,7 @@ PANELS = (
         "Mismatch by probability of the token",
         "k3 of tokens by the probability that the rollout gave them. Rare tokens disagree most in every run; if the "
         "likely ones climb, the engines compute different functions.",
-        _buckets(gap.K3, "prob"),
+        _buckets(K3, "prob"),
         "No log-probabilities of the rollout were compared, or stability.breakdown is off.",
         METRICS,
     ),
@@ -197,7 +198,7 @@ PANELS = (
         "Mismatch by position in the response",
         "k3 of tokens by how far into the response they are. Lines that fan out upwards say that the gap builds up "
         "along the sequence: shorter responses or a sequence mask (stability=geo_mask) help first.",
-        _buckets(gap.K3, "position"),
+        _buckets(K3, "position"),
         "All responses are in one bucket (the first ends at 256 tokens), or nothing was compared.",
         METRICS,
     ),
@@ -278,7 +279,9 @@ def facts(panel: Panel, run: Run) -> str:
     """The panel's sentence about this run, with what only the figure of its kind knows."""
     more: Iterable[str] = ()
     if panel.key == "vllm_kl":
-        more = [gap.growth_sentence(run)]
+        more = [growth_sentence(run)]
+    if panel.key == "validation" and (left := validation_metrics(run)[len(SERIES) :]):
+        more = [f"Not drawn, for want of colours: {', '.join(name.removeprefix('val-core/') for name in left)}."]
     if panel.key == "step_time" and (seconds := stages.stage_seconds(run)):
         total = sum(seconds.values())
         shares = [f"{name} {100 * value / total:.0f} %" for name, value in seconds.items() if total]

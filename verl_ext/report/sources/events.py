@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from verl_ext.report.run import GuardEvent
+from verl_ext.core.guard_state import Event
 from verl_ext.report.sources.lines import JsonLines
 from verl_ext.report.sources.table import Part
 
@@ -15,7 +15,7 @@ class EventLog:
         self._start_over()
 
     def _start_over(self) -> None:
-        self._events: list[GuardEvent] = []
+        self._events: list[Event] = []
 
     def _take(self, record: object) -> bool:
         if not isinstance(record, dict) or type(record.get("step")) is not int:
@@ -26,7 +26,7 @@ class EventLog:
             return False
         if not all(number is None or isinstance(number, (int, float)) for number in numbers.values()):
             return False
-        self._events.append(GuardEvent(step=record["step"], **words, **numbers))
+        self._events.append(Event(step=record["step"], **words, **numbers))
         return True
 
     def refresh(self) -> bool:
@@ -35,7 +35,7 @@ class EventLog:
     def notes(self) -> tuple[str, ...]:
         return self._lines.note()
 
-    def of(self, part: Part) -> tuple[GuardEvent, ...]:
+    def of(self, part: Part) -> tuple[Event, ...]:
         """The decisions of one run.
 
         No line says which run it is of. Where the log falls into as many parts of rising steps as there are runs, they
@@ -51,7 +51,7 @@ class EventLog:
             elif part.number < part.runs:
                 return ()
         gone = set(part.gone.tolist())
-        standing: list[GuardEvent] = []
+        standing: list[Event] = []
         for event in reversed(events):
             if not standing or event.step <= standing[-1].step:
                 standing.append(event)

@@ -1,0 +1,82 @@
+"""What to try next: overrides that measure more of a run, or do something about what its verdict found."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from verl_ext.report.growth import K3, now_of
+from verl_ext.report.run import Run
+
+State = Literal["healthy", "drifting", "past the boundary", "not enough data"]
+
+LOW_AGREEMENT = 0.98
+ROUTED_GAP = 2.0  # times the gap of tokens with the same experts, where routing is what drives it
+STALE = 1.0  # versions that rollouts are behind, on average
+
+
+@dataclass(frozen=True)
+class Override:
+    """One thing to try: the text after `python -m verl_ext.main_ppo`, and why."""
+
+    text: str
+    why: str
+
+
+def advice(run: Run, state: State, of_gap: bool) -> Iterator[Override]:
+    """What to try next; `of_gap` where it is the gap of the engines that something has to be done about."""
+    yield from measuring(run)
+    if state == "healthy":
+        if run.get("guard/threshold") is None:
+            yield Override("stability.batch_skip.threshold=0.1", "refuses the one batch that would spoil the weights")
+        return
+    if not of_gap:
+        yield Override(
+            "actor_rollout_ref.actor.use_kl_loss=true", "holds the policy near the reference: no engine is to blame"
+        )
+        return
+    corrected = run.get("correction/dropped") is not None
+    if not corrected:
+        yield Override(
+            "stability=icepop", "drops the tokens on which the engines are apart, and skips batches past 0.1"
+        )
+    if _routing_drives(run):
+        kept = " stability.correction=icepop" if corrected else ""
+        yield Override(
+            f"stability=r3{kept}", "trains with the experts that the rollout chose: routing is part of the gap here"
+        )
+    yield Override(
+        "precision=fp16", "rounds eight times finer than bfloat16, in both engines; fp16_megatron where Megatron trains"
+    )
+    if corrected and state == "drifting":
+        tighten = "{gap:{signal:guard/steps_to_boundary,below:20,recover:50,action:tighten}}"
+        yield Override(
+            f"stability.guard.rules='{tighten}'",
+            "narrows the band while the boundary is near, where IcePop is the correction",
+        )
+    if staleness(run) > STALE:
+        yield Override("trainer.v1.trainer_mode=sync", "takes the policy's own movement out of the gap")
+    if state == "past the boundary":
+        yield Override(
+            "trainer.resume_mode=resume_path trainer.resume_from_path=CHECKPOINT",
+            "goes back to a checkpoint from before the growth: these weights will not recover by themselves",
+        )
+
+
+def measuring(run: Run) -> Iterator[Override]:
+    """What would show more of the same run."""
+    if run.get(K3) is None or run.get("vllm_kl/log_ratio_abs_mean") is None:
+        yield Override("stability.metrics=true", "measures the gap of the engines, by probability and position too")
+    if run.get("router/agreement") is None:
+        yield Override("stability.router_agreement=true", "shows whether the engines choose the same experts (MoE)")
+
+
+def _routing_drives(run: Run) -> bool:
+    agreement, differs, equal = (run.get(f"router/{name}") for name in ("agreement", "gap_differs", "gap_equal"))
+    if agreement is not None and now_of(agreement) < LOW_AGREEMENT:
+        return True
+    return differs is not None and equal is not None and now_of(differs) > ROUTED_GAP * now_of(equal)
+
+
+def staleness(run: Run) -> float:
+    series = run.get("training/off_policy/trajectory_staleness/mean")
+    return 0.0 if series is None else now_of(series)

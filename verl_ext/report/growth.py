@@ -1,0 +1,53 @@
+"""Where the gap between the engines is going: the guard's forecast, on the last readings of a run."""
+
+import math
+
+import numpy as np
+
+from verl_ext.core.boundary import HORIZON, Growth, estimate_growth
+from verl_ext.core.guard_state import Foresight
+from verl_ext.report.run import Run, Series
+
+K3 = "vllm_kl/k3"
+LAST = 5  # readings whose median is "now"
+
+
+def now_of(series: Series) -> float:
+    return float(np.median(series.values[-LAST:]))
+
+
+def growth_of(run: Run) -> tuple[Series, Growth] | None:
+    """The last readings of k3 and the line through their logarithms; None for too few."""
+    k3 = run.get(K3)
+    if k3 is None:
+        return None
+    window = Series(k3.steps[-Foresight.window :], k3.values[-Foresight.window :])
+    readings = zip(window.steps.tolist(), window.values.tolist(), strict=True)
+    growth = estimate_growth(readings, boundary_of(run))
+    return None if growth is None else (window, growth)
+
+
+def boundary_of(run: Run) -> float:
+    """The mismatch past which a run is taken to collapse: as the guard logged it, or its default."""
+    logged = run.get("guard/boundary")
+    return Foresight.boundary if logged is None or logged.values[-1] <= 0 else float(logged.values[-1])
+
+
+def growth_sentence(run: Run) -> str:
+    """What the fit says, for the text below the figure."""
+    found = growth_of(run)
+    if found is None:
+        return ""
+    window, growth = found
+    percent, low, high = (
+        100 * math.expm1(min(max(value, -50.0), 50.0)) for value in (growth.rate, growth.low, growth.high)
+    )
+    span = f"over the last {len(window.steps)} readings"
+    if growth.low <= 0 <= growth.high:
+        return f"No certain growth {span}: {percent:+.1f} % a step, and the interval holds 0."
+    text = f"k3 changes by {percent:+.1f} % a step ({low:+.1f} to {high:+.1f}) {span}"
+    if growth.low > 0 and growth.steps == 0:
+        return f"{text}, and is past {boundary_of(run):g}."
+    if growth.low > 0 and growth.steps < HORIZON:
+        return f"{text}; it would pass {boundary_of(run):g} in about {growth.steps:.0f} steps."
+    return text + "."
