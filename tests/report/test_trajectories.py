@@ -57,6 +57,12 @@ def test_the_older_file_comes_first_and_a_later_attempt_stands(tmp_path):
     assert [one.reward for one in got][2:] == [0.75]
 
 
+def test_what_a_resumed_run_left_behind_is_left_out(tmp_path):
+    steps = [(1, "a"), (2, "b"), (3, "c"), (3, "d"), (2, "e"), (2, "f"), (3, "g")]
+    got = load_trajectories(dump(tmp_path, [line(step, key) for step, key in steps]))
+    assert [one.key for one in got] == ["a", "e", "f", "g"]
+
+
 def test_trajectories_file(tmp_path):
     metrics = tmp_path / "run.v2.jsonl"
     assert trajectories_file(metrics) is None

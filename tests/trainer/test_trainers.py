@@ -8,8 +8,10 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from verl_ext.core.routing import RouterSums
+from verl_ext.dump_settings import TrajectoryDump
 from verl_ext.errors import HookError
 from verl_ext.trainer import trainers
+from verl_ext.trainer.trajectories import TrajectoryLog
 
 
 def nested(*rows):
@@ -106,6 +108,29 @@ def test_icepop_weights_go_into_the_batch(step):
     assert metrics["correction/dropped"] == metrics["correction/dropped_high"] == pytest.approx(1 / 3)
     assert metrics["guard/skipped"] == 0
     assert ran(trainer) == ["advantage", "critic", "actor"]
+
+
+def test_a_dump_that_fails_does_not_end_the_run(step, monkeypatch, capsys, tmp_path):
+    """And each step says what was written, so that the report can show a batch that was skipped too."""
+    told = []
+
+    def write_step(log, settings, batch, tokens, weight, tokenizer, **about):
+        told.append(about)
+        raise KeyError("no such token")
+
+    monkeypatch.setattr(trainers, "write_step", write_step)
+    log = TrajectoryLog(tmp_path / "x.jsonl", TrajectoryDump(1), resume=False)  # which fit() opens
+
+    def with_log(trainer, batch, metrics):
+        trainer.dump = log
+        return batch
+
+    monkeypatch.setattr(Trainer, "_compute_old_log_prob", with_log)
+    settings = {"trajectories": {"per_step": 1}, "batch_skip": {"threshold": 1e-9}}
+    trainer, _, _ = step(settings)
+    assert told == [{"step": 7, "skipped": trainer.refused}] and "vllm_kl/k3" in trainer.refused
+    assert "no more trajectories are written, the run goes on: KeyError('no such token')" in capsys.readouterr().out
+    assert trainer.dump is None and ran(trainer) == ["advantage"]
 
 
 def test_the_boundary_is_logged_where_it_is_one_of_k3(step):

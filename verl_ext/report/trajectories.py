@@ -90,14 +90,14 @@ def load_trajectories(file: Path) -> list[Trajectory]:
 def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
     """What `load_trajectories` gives, and notes for the reader: which lines were left out.
 
-    A last line without a newline that cannot be read was cut by a crash, or is being written: no note. Of two lines
-    for the same trajectory of the same step the later one stands: a resumed run repeats steps.
+    A last line without a newline that cannot be read was cut by a crash, or is being written: no note. Where
+    the steps go back, the run was resumed: what it had written of the steps from there on is left out.
     """
     files = [part for part in (_older(file), file) if part.is_file()]
     if not files:
         raise ReportError(f"{file}: no trajectories here; {REMEDY}")
     found: dict[tuple[int, str], Trajectory] = {}
-    notes = []
+    notes, last = [], 0
     for part in files:
         bad = []
         for number, line in _lines(part):
@@ -107,6 +107,9 @@ def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
                 if line.endswith(b"\n"):
                     bad.append(f"line {number}: {error}")
             else:
+                if trajectory.step < last:
+                    found = {at: earlier for at, earlier in found.items() if at[0] < trajectory.step}
+                last = trajectory.step
                 found[trajectory.step, trajectory.key] = trajectory
         if bad:
             notes.append(f"{part.name}: {len(bad)} line{'s' * (len(bad) > 1)} left out ({bad[0]})")

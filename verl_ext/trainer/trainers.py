@@ -94,7 +94,8 @@ class StabilityMixin(GuardMixin):
         try:
             super().fit(agent_loop_manager)
         finally:
-            self.dump.close()
+            if self.dump is not None:
+                self.dump.close()
 
     def configure_loss(self) -> list[dict[str, Any]]:
         """Install our loss in the workers; what is active in it, from each rank."""
@@ -142,7 +143,12 @@ class StabilityMixin(GuardMixin):
         if self.dump is None or self.global_steps % settings.every:
             return
         about = {"step": self.global_steps, "skipped": self.refused}
-        write_step(self.dump, settings, batch, tokens, measured.weight, self.tokenizer, **about)
+        try:
+            write_step(self.dump, settings, batch, tokens, measured.weight, self.tokenizer, **about)
+        except Exception as error:  # whatever a tokenizer may do: what is only to be looked at must not end a run
+            self.dump.close()
+            self.dump = None
+            print(f"verl_ext: no more trajectories are written, the run goes on: {error!r}", flush=True)
 
     def _verls_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with session_keys(batch.keys):
