@@ -1,6 +1,7 @@
 """Each feature in a real run. One to three minutes a run, most of it the start of Ray and vLLM."""
 
 import math
+import re
 
 import pytest
 
@@ -49,6 +50,7 @@ def test_icepop_router_agreement_cascade_attention_and_the_report(train):
 
 def assert_the_report_shows(run):
     """The trajectories' numbers are those that the metrics were made of, and the pages are there."""
+    assert re.search(r"trajectories +│ 2 a step +│ cpu_smoke\.trajectories\.jsonl", run.console)
     lines = load_trajectories(run.folder / "verl_ext" / "cpu_smoke.trajectories.jsonl")
     assert [(line.step, line.why) for line in lines] == [
         (step, why) for step in (1, 2, 3) for why in ("largest gap", "at random")

@@ -10,6 +10,7 @@ from verl_ext.errors import HookError
 from verl_ext.rollout import engine_report
 from verl_ext.trainer.advantages import ESTIMATOR_SETTINGS, estimator_settings
 from verl_ext.trainer.checks import needs_our_loss
+from verl_ext.trainer.logs import trajectories_path
 from verl_ext.trainer.routing_checks import replay_mode, replays_here
 from verl_ext.workers.loss_config import LOSS_CONFIGS
 
@@ -65,6 +66,9 @@ def verify(trainer: Any) -> list[Feature]:
         features.append(Feature("batch skip", skip, f"{base}._update_actor, _update_critic"))
     for rule in stability.guard.parse_rules():
         features.append(Feature("guard rule", f"{rule.name}: {_bound(rule)}", WHERE[rule.action]))
+    if (dump := stability.trajectories).per_step:
+        often = "a step" if dump.every == 1 else f"every {dump.every} steps"
+        features.append(Feature("trajectories", f"{dump.per_step} {often}", trajectories_path(trainer.config).name))
     if stability.router_agreement or replays_here(trainer.config):
         features += _verify_routing(trainer)
     if stability.cascade_attention != "default":
