@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -99,7 +100,13 @@ def start(command: list[str], folder: Path, mark: str) -> tuple[Path, subprocess
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=heeds_ctrl_c,
         )
+
+
+def heeds_ctrl_c() -> None:
+    """A shell starts what it puts in the background deaf to SIGINT; the tests may be among it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(condition: Callable[[], bool], started: subprocess.Popen, console: Path, seconds: float = 400) -> None:

@@ -10,6 +10,7 @@ import time
 import pytest
 from made_runs import full, make, write
 from made_trajectories import dump, line
+from running import heeds_ctrl_c
 
 from verl_ext.cli import main
 from verl_ext.report.figures.panels import PANELS
@@ -153,7 +154,11 @@ class Watch:
         self.page, self.said = out / "report.html", file.parent / "said.txt"
         with self.said.open("w") as said:
             self.process = subprocess.Popen(
-                command, stdout=said, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+                command,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                preexec_fn=heeds_ctrl_c,
             )
 
     def wait(self, what, seconds: float = 60.0) -> None:
