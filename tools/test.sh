@@ -17,5 +17,5 @@ fi
 ruff check .
 ruff format --check .
 mypy
-pytest -m "not e2e" -rs
+pytest -m "not e2e" -rfEs
 if [ "${1:-}" != --fast ]; then pytest -m e2e; fi
