@@ -151,6 +151,8 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
                             _pages(run, judge(run), arguments.out, refresh=arguments.watch, pictures=False)
                 time.sleep(arguments.watch)
     except KeyboardInterrupt:
+        if not console.is_terminal:
+            console.line()  # Live ends without one there
         if run is None:
             raise ReportError(f"{arguments.path}: nothing to report on yet") from None
         if not arguments.no_page:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl_ext.report.comparison import Cell, Comparison, Metric
+from verl_ext.report.noise import FLOOR, ROUNDING
 from verl_ext.report.terminal import Unit, format_value, indented, printable, wrap_name
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def _value(metric: Metric, cell: Cell) -> str:
         return f"{cell.total[0]:.0f} of {cell.total[1]}"
     if cell.final is None:
         return "-"
+    if cell.final.scale == "log" and cell.final.mean <= FLOOR * (1 + ROUNDING):
+        return f"below {FLOOR:.0e}"
     mean = format_value(cell.final.mean, metric.unit)
     if cell.final.error is None:
         return mean

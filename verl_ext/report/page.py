@@ -15,6 +15,7 @@ from verl_ext.report.figures.panels import PANELS, Panel, facts
 from verl_ext.report.figures.style import DARK, SERIES
 from verl_ext.report.html import script_json, source, template
 from verl_ext.report.run import Run
+from verl_ext.report.terminal import not_finite
 from verl_ext.report.verdict import Verdict
 
 PAGE, OVERVIEW, PICTURES = "report.html", "report.png", "figures"
@@ -46,7 +47,7 @@ def write_report(
         "title": run.name,
         "about": f"{steps}, {len(run.metrics)} metrics" + (f" from {files}" if files else ""),
         "verdict": verdict,
-        "notes": run.notes,
+        "notes": [*not_finite(run), *run.notes],
         "trajectories": trajectories,
     }
     charts = {panel: panel.chart(run) for panel in PANELS}
@@ -66,7 +67,7 @@ def write_comparison(
     context = {
         "title": " / ".join(runs),
         "about": f"{len(runs)} runs; changes are against {next(iter(runs))}",
-        "comparison": [{**row, "cells_": row["cells"]} for row in comparison_rows(comparison)],
+        "comparison": comparison_rows(comparison),
         "names": list(runs),
         "notes": [*comparison.notes, *(f"{name}: {note}" for name, run in runs.items() for note in run.notes)],
     }
@@ -88,7 +89,7 @@ def _write(
     progress("page")
     page = template("report.html.j2", run_colour=lambda place: SERIES[place % len(SERIES)]).render(
         {"verdict": None, "comparison": None, "trajectories": None, **context},
-        panels=[_card(panel, said.get(panel.key, "")) for panel in drawn],
+        panels=[_card(panel, said.get(panel.key, ""), "comparison" in context) for panel in drawn],
         missing=[panel for panel in charts if panel not in drawn],
         figures=script_json({panel.key: spec for panel, spec in drawn.items()}),
         dark=script_json(DARK),
@@ -119,8 +120,9 @@ def _forget_pictures(out: Path, drawn: Collection[Panel]) -> None:
         file.unlink(missing_ok=True)
 
 
-def _card(panel: Panel, said: str) -> dict[str, str]:
-    return {"key": panel.key, "title": panel.title, "reading": panel.reading, "facts": said}
+def _card(panel: Panel, said: str, compared: bool) -> dict[str, str]:
+    reading = panel.compared if compared and panel.compared else panel.reading
+    return {"key": panel.key, "title": panel.title, "reading": reading, "facts": said}
 
 
 def _write_pictures(out: Path, drawn: Mapping[Panel, render.Spec], title: str, progress: Progress) -> None:

@@ -239,7 +239,7 @@ def _notes(run: Run) -> Iterator[str]:
         yield f"{EVENT}{event.step}: {event.action}: {' '.join(event.reason.split())}"
     if (more := len(validations(run)) - MOST_VALIDATIONS) > 0:
         yield f"{more} more metrics called val-core/*"
-    yield from _not_finite(run)
+    yield from not_finite(run)
     yield from run.notes
     for metric, what, override in REMEDIES:
         if run.get(metric) is None:
@@ -250,7 +250,8 @@ def _cut(line: str, width: int) -> str:
     return line if len(line) <= width else f"{line[: width - 3]}..."
 
 
-def _not_finite(run: Run) -> Iterator[str]:
+def not_finite(run: Run) -> Iterator[str]:
+    """Which metrics were not numbers, and how often; those of the table first."""
     missing = {name: int((~np.isfinite(series.values)).sum()) for name, series in run.metrics.items()}
     names = [name for name in _shown_first(missing) if missing[name]]
     for name in names[:MOST_NAMED]:

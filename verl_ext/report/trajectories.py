@@ -139,8 +139,10 @@ def write_trajectory_page(
         trajectories=(script_json(_tokens(trajectory)) for trajectory in trajectories),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", encoding="utf-8", newline="\n") as file:
+    beside = out.with_suffix(".tmp")  # in one step: a watched page is opened while it is written again
+    with beside.open("w", encoding="utf-8", newline="\n") as file:
         page.dump(file)
+    beside.replace(out)
     return out
 
 
@@ -150,7 +152,11 @@ def _older(file: Path) -> Path:
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
     # Bytes: only b"\n" ends a line of the dump, whatever else a response holds, and a cut character spoils one line.
-    with file.open("rb") as lines:
+    try:
+        lines = file.open("rb")
+    except FileNotFoundError:  # the trainer is just moving it aside
+        return
+    with lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield number, line

@@ -155,10 +155,13 @@ def _level(run: Run) -> Iterator[str]:
     """Where the gap stands, whatever the state."""
     if (k3 := run.get(K3)) is not None and (now := now_of(k3)) <= (boundary := boundary_of(run)):
         times = f"{boundary / now:.0f}" if boundary < FAR * now else f"more than {FAR:,}"
-        text = f"k3 is {now:.2g}, {times} times below the boundary of {boundary:g}"
+        text = f"{now:.2g}, {times} times below the boundary of {boundary:g}"
         found = growth_of(run)
         steady = found is not None and not (found[1].low > 0 and found[1].steps < HORIZON)
-        yield text + (", and shows no growth that would reach it." if steady else ".")
+        if (logged := run.logged(K3)) is not None and logged.steps[-1] > k3.steps[-1]:
+            yield f"k3 was {text}, when it was last a number, in step {k3.steps[-1]}."
+        else:
+            yield f"k3 is {text}" + (", and shows no growth that would reach it." if steady else ".")
         if (since := int(run.steps[-1] - k3.steps[-1])) > Foresight.window:
             yield f"k3 was last measured {since} steps ago: all of this is about the time before."
 
@@ -174,4 +177,4 @@ def _surroundings(run: Run) -> Iterator[str]:
     if (stale := staleness(run)) > STALE:
         yield f"Rollouts are {stale:.1f} versions behind: part of the gap is the policy's own movement."
     if (norm := run.metrics.get("actor/grad_norm")) is not None and (bad := int((~np.isfinite(norm.values)).sum())):
-        yield f"The gradient norm was not a number in {bad} steps."
+        yield f"The gradient norm was not a number in {bad} step{'s' * (bad != 1)}."

@@ -65,7 +65,7 @@ def _thresholds(run: Run, first: int, last: int) -> list[alt.Chart]:
         alt.Chart(data([end for end in ends[::2] if (end["value"] == upper) == above]))
         .mark_text(color=VERMILION, align="left", dx=4, dy=-5 if above else 9, fontSize=10)
         .encode(text="label:N")
-        for above in (False, True)
+        for above in ((False, True) if len(names) > 1 else (False,))
     ]
     return [lines.encode(detail="label:N"), *written]
 

@@ -96,7 +96,7 @@ def value_axis(*, grid: list[float] | None = None, percent: bool = False, unit: 
     if grid:
         scale, axis = alt.Scale(type="log", nice=False, padding=14), alt.Axis(format="~e", values=grid)
     else:
-        scale, axis = alt.Scale(zero=zero, nice=True), alt.Axis(format=".1~%" if percent else ".6~g")
+        scale, axis = alt.Scale(zero=zero, nice=True), alt.Axis(format=".3~%" if percent else ".6~g")
     return alt.Y("value:Q", title=unit or None, scale=scale, axis=axis)
 
 

@@ -70,7 +70,7 @@ def _by_bucket(axis: str) -> Callable[[Runs], alt.LayerChart | None]:
 def _by_layer(runs: Runs) -> alt.LayerChart | None:
     found = {name: {str(n): _end(s) for n, s in run.layers(AGREEMENT).items()} for name, run in runs.items()}
     layers = sorted({int(layer) for profile in found.values() for layer in profile})
-    return _profile(found, [str(layer) for layer in layers], "layer", alt.Scale(zero=False), ".1~%")
+    return _profile(found, [str(layer) for layer in layers], "layer", alt.Scale(zero=False), ".4~%")
 
 
 def _by_stage(runs: Runs) -> alt.LayerChart | None:
@@ -114,7 +114,12 @@ def _profile(
     names = [name for name in values if any(point["run"] == name for point in points)]
     colours = dict(zip(values, SERIES, strict=False))
     base = alt.Chart(data(points)).encode(
-        x=alt.X("place:O", sort=used, title=title, axis=alt.Axis(labelAngle=0, labelOverlap=True)),
+        x=alt.X(
+            "place:O",
+            sort=used,
+            title=title,
+            axis=alt.Axis(labelAngle=0, labelOverlap=True, labelExpr="split(datum.label, ' ')"),
+        ),
         y=alt.Y("value:Q", title=unit or None, scale=scale, axis=alt.Axis(format=axis_format)),
         color=alt.Color("run:N", scale=alt.Scale(domain=names, range=[colours[name] for name in names])),
         tooltip=["run:N", "place:N", alt.Tooltip("value:Q", format=".4~g")],

@@ -16,6 +16,7 @@ from verl_ext.report.run import Run
 
 HEALTHY_DROPPED = (0.01, 0.02)  # share of tokens; IcePop, "Small Leak Can Sink a Great Ship"
 LAST = 10  # readings of "now"
+NEARLY_ALL = 0.99  # a share above it is told from 1 by a fourth digit
 METRICS = "stability.metrics=true"
 CORRECTION = "stability=icepop"
 
@@ -31,6 +32,7 @@ class Panel:
         missing: said instead of the figure; `override` is what would make the run log it, if an override does.
         metric: the one that a comparison of runs draws, and the text below the figure is about.
         log, percent, zero: of that metric's axis.
+        compared: in place of `reading` where a comparison of runs draws another kind of figure.
     """
 
     key: str
@@ -43,6 +45,7 @@ class Panel:
     log: bool = False
     percent: bool = False
     zero: bool = False
+    compared: str = ""
 
     def facts(self, run: Run) -> str:
         """This run's numbers, in a sentence; "" where there are none."""
@@ -57,7 +60,9 @@ class Panel:
         return f"Now {self._say(now)} ({of}); {', '.join(at)}."
 
     def _say(self, value: float) -> str:
-        return f"{100 * value:.3g} %" if self.percent else f"{value:.3g}"
+        if not self.percent:
+            return f"{value:.3g}"
+        return f"{100 * value:.4g} %" if value > NEARLY_ALL else f"{100 * value:.3g} %"
 
 
 def span(run: Run) -> tuple[int, int]:
@@ -213,6 +218,8 @@ PANELS = (
         "stability.router_agreement=true",
         metric=heat.AGREEMENT,
         percent=True,
+        compared="Share of a token's experts that both engines chose, at the end of each run; lower is worse. Where "
+        "one run lies far below, routing replay (stability=r3) holds the engines together.",
     ),
     Panel(
         "response_length",
@@ -238,12 +245,13 @@ PANELS = (
     Panel(
         "clipping",
         "Clipping",
-        "Shares of tokens clipped in the loss, and of responses cut at the length limit. Clipping of some percent is "
-        "at work; many cut responses ask for more length or an overlong filter (stability.filters).",
+        "Shares of tokens clipped in the loss, and of responses as long as the longest of their batch, which many are "
+        "only where they are all alike or cut. Clipping of some percent is at work; many cut responses ask for more "
+        "length or an overlong filter (stability.filters).",
         _lines(
             ("actor/pg_clipfrac", "tokens, ratio of the policy", BLUE),
             ("actor/pg_clipfrac_lower", "tokens, dual clip", SKY),
-            ("response_length/clip_ratio", "responses at the limit", ORANGE),
+            ("response_length/clip_ratio", "responses of the largest length", ORANGE),
             percent=True,
             zero=True,
         ),
@@ -271,6 +279,8 @@ PANELS = (
         "No timing_s/step: verl logs it at every training step.",
         metric=stages.STEP,
         zero=True,
+        compared="Mean seconds of a step by stage, over each whole run. The rollout usually takes most of it; if "
+        "weight sync or old log-probs stand out, look at memory and offloading.",
     ),
 )
 

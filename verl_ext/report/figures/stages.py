@@ -10,6 +10,7 @@ from verl_ext.report.run import Run
 
 STEP = "timing_s/step"
 COLUMNS = 100
+LEGEND_COLUMNS = 4  # seven names in one row would be cut
 # Of verl's timing_s/*, what adds up to a step but for the rest of it, and its name here; others are parts of these.
 STAGES = {
     "gen": ("rollout", BLUE),
@@ -63,7 +64,11 @@ def share_chart(run: Run) -> alt.LayerChart | None:
         for place, (name, seconds) in enumerate(parts.items())
         for i in np.flatnonzero(count).tolist()
     ]
-    colour = alt.Color("stage:N").scale(domain=list(parts), range=[colours[name] for name in parts])
+    colour = (
+        alt.Color("stage:N")
+        .scale(domain=list(parts), range=[colours[name] for name in parts])
+        .legend(columns=LEGEND_COLUMNS)
+    )
     bars = (
         alt.Chart(data(values))
         .mark_rect(stroke=None)

@@ -14,6 +14,7 @@ LISTED = 10
 NOT_METRICS = {
     ".guard.jsonl": "the guard's event log",
     ".trajectories.jsonl": "a log of trajectories",
+    ".trajectories.1.jsonl": "the older part of a log of trajectories",
 }
 METRICS_LINE = re.compile(rb'"step"\s*:\s*-?\d+\s*,\s*"data"\s*:')
 SKIPPED_FOLDERS = re.compile(r"\.|global_step_\d+$|__pycache__$")  # checkpoints have thousands of files
