@@ -72,3 +72,13 @@ def test_a_line_that_does_not_fit_is_taken_back_and_written_when_there_is_room(t
     assert [json.loads(line)["step"] for line in full.splitlines()] == [1, 1], "what is there can be read"
     assert len(path.read_text().splitlines()) == 6, "and no line is lost"
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+def test_a_close_that_fails_is_none_of_the_runs_business(tmp_path, monkeypatch):
+    file = LineFile(tmp_path / "x.jsonl", resume=False)
+    file.write(b"{}\n")
+    with monkeypatch.context() as full:
+        full.setattr("os.close", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        file.close()
+    file.close()
+    assert (tmp_path / "x.jsonl").read_bytes() == b"{}\n"

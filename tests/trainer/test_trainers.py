@@ -1,5 +1,7 @@
 """The training step's decisions, on a trainer and a store of our own; the real ones run in tests/e2e."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from make_assets import build_tokenizer
@@ -119,7 +121,7 @@ def test_a_dump_that_fails_does_not_end_the_run(step, monkeypatch, capsys, tmp_p
         raise KeyError("no such token")
 
     monkeypatch.setattr(trainers, "write_step", write_step)
-    log = TrajectoryLog(tmp_path / "x.jsonl", TrajectoryDump(1), resume=False)  # which fit() opens
+    log = TrajectoryLog(tmp_path / "x.jsonl", TrajectoryDump(1), resumed=0)  # which fit() opens
 
     def with_log(trainer, batch, metrics):
         trainer.dump = log
@@ -131,6 +133,16 @@ def test_a_dump_that_fails_does_not_end_the_run(step, monkeypatch, capsys, tmp_p
     assert told == [{"step": 7, "skipped": trainer.refused}] and "vllm_kl/k3" in trainer.refused
     assert "no more trajectories are written, the run goes on: KeyError('no such token')" in capsys.readouterr().out
     assert trainer.dump is None and ran(trainer) == ["advantage"]
+
+
+def test_of_a_step_with_several_updates_the_first_is_dumped(step, monkeypatch):
+    trainer, _, _ = step({"trajectories": {"per_step": 1, "every": 2}})
+    told = []
+    monkeypatch.setattr(trainers, "write_step", lambda *given, **about: told.append(about["step"]))
+    trainer.dump = object()
+    for trainer.global_steps in (7, 8, 8, 9, 10):
+        trainer._dump(None, None, SimpleNamespace(weight=None))
+    assert told == [8, 10]
 
 
 def test_the_boundary_is_logged_where_it_is_one_of_k3(step):

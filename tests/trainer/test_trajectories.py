@@ -13,7 +13,15 @@ from verl_ext.core.tokens import Tokens
 from verl_ext.dump_settings import TrajectoryDump
 from verl_ext.errors import ConfigError
 from verl_ext.trainer import trajectories
-from verl_ext.trainer.trajectories import TrajectoryLog, choose, decode_pieces, kept_stretches, older_path, write_step
+from verl_ext.trainer.trajectories import (
+    TrajectoryLog,
+    choose,
+    decode_pieces,
+    forget_trajectories,
+    kept_stretches,
+    older_path,
+    write_step,
+)
 
 NAN = float("nan")
 
@@ -34,6 +42,12 @@ def test_the_largest_gap_is_chosen_and_others_at_random():
     assert chosen == choose(tokens, 3, step=1)
     by_chance = {row for step in range(40) for row, why in choose(tokens, 3, step).items() if why == "at random"}
     assert by_chance == {0, 2}
+
+
+def test_trajectories_without_tokens_are_passed_over_in_every_block(monkeypatch):
+    monkeypatch.setattr(trajectories, "BLOCK", 2)
+    tokens = tokens_of([], [0.1], [0.2, 0.2], [], [3.0], [])
+    assert list(choose(tokens, 6, step=1)) == [4, 2, 1]
 
 
 def test_a_gap_that_is_not_a_number_counts_as_the_largest_and_masked_tokens_do_not():
@@ -75,6 +89,23 @@ def test_tokens_that_are_no_text_are_decoded_without_an_error(ids):
     assert len(decode_pieces(ids, byte_level([]))) == len(ids)
 
 
+def test_garbage_costs_no_more_than_text():
+    """Bytes that begin no character: the library's stream waits for one, and looks at all of them each time."""
+    tokenizer = byte_level([])
+    continuation = tokenizer.encode("é")[1]
+    pieces = decode_pieces([continuation] * 20, tokenizer)
+    assert [place for place, piece in enumerate(pieces) if piece] == [7, 15]
+    text = tokenizer.encode("ok")
+    assert "".join(decode_pieces([continuation] * 9 + text, tokenizer)).endswith("ok")
+
+
+@pytest.mark.parametrize("token", [-1, 10_000, 2**33])
+def test_an_id_that_is_no_token_has_no_text(token):
+    tokenizer = byte_level([])
+    a, b = tokenizer.encode("ab")
+    assert decode_pieces([a, token, b], tokenizer) == ["a", "", "b"]
+
+
 def test_a_tokenizer_without_a_backend_decodes_token_by_token():
     class Slow:
         def decode(self, ids, skip_special_tokens):
@@ -113,7 +144,7 @@ def written(tmp_path, monkeypatch):
 
         monkeypatch.setattr(trajectories, "tq", Store())
         batch = KVBatchMeta(keys=list(stored), tags=tags or [{}] * rows, partition_id="train", fields=[])
-        log = TrajectoryLog(tmp_path / "run.trajectories.jsonl", settings, resume=False)
+        log = TrajectoryLog(tmp_path / "run.trajectories.jsonl", settings, resumed=0)
         about = {"step": 3, "skipped": ""} | about
         write_step(log, settings, batch, tokens, weight, build_tokenizer(), **about)
         log.close()
@@ -164,7 +195,7 @@ def test_rows_that_fill_a_batch_are_not_written(written):
 def test_the_files_stay_within_their_size_and_hold_the_newest(tmp_path):
     path = tmp_path / "run.trajectories.jsonl"
     settings = TrajectoryDump(per_step=1, max_megabytes=0.001)  # two files of 500 bytes
-    log = TrajectoryLog(path, settings, resume=False)
+    log = TrajectoryLog(path, settings, resumed=0)
     for step in range(100):
         log.write({"step": step, "text": "x" * 30})
     log.close()
@@ -174,23 +205,49 @@ def test_the_files_stay_within_their_size_and_hold_the_newest(tmp_path):
     assert steps == list(range(steps[0], 100)) and len(steps) >= 500 // 52
 
 
-def test_a_resumed_run_goes_on_and_a_new_one_starts_empty(tmp_path):
+def steps_of(*paths):
+    return [[json.loads(line)["step"] for line in path.read_text().splitlines()] for path in paths]
+
+
+def test_a_resumed_run_goes_on_after_its_checkpoint_and_a_new_one_starts_empty(tmp_path):
     path = tmp_path / "run.trajectories.jsonl"
-    settings = TrajectoryDump(per_step=1, max_megabytes=0.00022)  # two files of 110 bytes, two lines each
-    for resume, steps in ((False, range(4)), (True, range(4, 6))):
-        log = TrajectoryLog(path, settings, resume=resume)
+    settings = TrajectoryDump(per_step=1, max_megabytes=0.00033)  # two files of 165 bytes, three lines each
+    for resumed, steps in ((0, (1, 2, 3, 4, 5, 5)), (4, (5, 6))):
+        log = TrajectoryLog(path, settings, resumed=resumed)
         for step in steps:
             log.write({"step": step, "text": "x" * 30})
         log.close()
-    assert path.stat().st_size <= 110 and older_path(path).stat().st_size <= 110
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [4, 5]
-    TrajectoryLog(path, settings, resume=False).close()
+    assert steps_of(older_path(path), path) == [[1, 2, 3], [4, 5, 6]]
+    TrajectoryLog(path, settings, resumed=2).close()
+    assert steps_of(older_path(path), path) == [[1, 2], []]
+    TrajectoryLog(path, settings, resumed=0).close()
     assert path.read_text() == "" and not older_path(path).exists()
+
+
+def test_lines_that_a_full_disk_keeps_waiting_stay_in_their_file(tmp_path, monkeypatch):
+    path = tmp_path / "run.trajectories.jsonl"
+    log = TrajectoryLog(path, TrajectoryDump(per_step=1, max_megabytes=0.00033), resumed=0)
+    with monkeypatch.context() as full:
+        full.setattr("os.pwrite", lambda *given: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        for step in range(1, 6):
+            log.write({"step": step, "text": "x" * 30})
+    log.write({"step": 6, "text": "x" * 30})
+    log.close()
+    assert steps_of(path) == [[1, 2, 3, 4, 5, 6]] and not older_path(path).exists()
+
+
+def test_an_earlier_runs_trajectories_are_forgotten(tmp_path):
+    path = tmp_path / "run.trajectories.jsonl"
+    for file in (path, older_path(path)):
+        file.write_text("{}")
+    forget_trajectories(path)
+    forget_trajectories(path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_line_larger_than_the_allowance_is_still_written(tmp_path):
     path = tmp_path / "run.trajectories.jsonl"
-    log = TrajectoryLog(path, TrajectoryDump(per_step=1, max_megabytes=0.0001), resume=False)
+    log = TrajectoryLog(path, TrajectoryDump(per_step=1, max_megabytes=0.0001), resumed=0)
     log.write({"step": 1, "text": "x" * 500})
     log.close()
     assert json.loads(path.read_text())["step"] == 1

@@ -61,6 +61,8 @@ class GuardMixin:
         keep_metrics(resume=resume)
         if self.compares_engines:
             self.events = EventLog(events_path(self.config), resume=resume)
+        elif not resume:
+            events_path(self.config).unlink(missing_ok=True)  # of an earlier run, which would pass for this one's
         try:
             super().fit(agent_loop_manager)  # type: ignore[misc]
         finally:

@@ -33,21 +33,27 @@ class LineFile:
         except OSError as error:
             if not self._told:
                 self._told = True
-                _say(
+                say(
                     f"{self.path} cannot be written ({error.strerror}): its lines are kept in memory and written when "
                     "there is room again; the run goes on"
                 )
         else:
             self._told = False
 
+    @property
+    def waiting(self) -> bool:
+        """Whether lines wait for room."""
+        return bool(self._pending)
+
     def close(self) -> None:
         if self._file < 0:
             return
         self.write(b"")
         if lost := len([lines for lines in self._pending if lines]):
-            _say(f"{self.path}: {lost} lines could not be written and are lost")
-        os.close(self._file)
-        self._file = -1
+            say(f"{self.path}: {lost} lines could not be written and are lost")
+        file, self._file = self._file, -1
+        with contextlib.suppress(OSError):  # a network file system tells of a full disk here; the line above told it
+            os.close(file)
 
     def _append(self, lines: bytes) -> None:
         written = 0
@@ -61,7 +67,8 @@ class LineFile:
         self._end += written
 
 
-def _say(sentence: str) -> None:
+def say(sentence: str) -> None:
+    """Print a line as this plugin, whatever becomes of it."""
     with contextlib.suppress(OSError):  # the console may stand on the same full disk
         print(f"verl_ext: {sentence}", flush=True)
 

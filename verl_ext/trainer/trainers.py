@@ -31,9 +31,10 @@ from verl_ext.trainer.batch import FIELDS, mean_score, nested, non_finite, respo
 from verl_ext.trainer.checks import loss_settings, needs_our_loss, uses_icepop_loss
 from verl_ext.trainer.filtering import FILTER_FIELDS, filter_batch
 from verl_ext.trainer.guarding import GuardMixin
+from verl_ext.trainer.line_file import say
 from verl_ext.trainer.logs import trajectories_path
 from verl_ext.trainer.routing_checks import replayed_field, replays_here
-from verl_ext.trainer.trajectories import TrajectoryLog, write_step
+from verl_ext.trainer.trajectories import TrajectoryLog, forget_trajectories, write_step
 
 ACTOR_ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 SHIFT_FIELDS = ("router_experts", "router_scores")  # what the loss router_shift compares the current router with
@@ -61,6 +62,7 @@ class StabilityMixin(GuardMixin):
         self.compares_engines = self.stability.needs_log_probs or self.icepop_loss
         self.replayed = replayed_field(config)
         self.dump: TrajectoryLog | None = None
+        self.dumped = -1  # the last step of which trajectories were written
         self.told_dtype = False  # of the routing on its way, once there is some
         self.refused = ""  # why this batch may not update the weights
         self.filter_scale = 1.0  # of this step's batch: trajectories with tokens over trajectories kept
@@ -87,10 +89,11 @@ class StabilityMixin(GuardMixin):
         startup.print_table(startup.verify(self))
 
     def fit(self, agent_loop_manager: Any) -> None:
-        settings = self.stability.trajectories
-        if not settings.per_step:
-            return super().fit(agent_loop_manager)
-        self.dump = TrajectoryLog(trajectories_path(self.config), settings, resume=self.global_steps > 0)
+        path = trajectories_path(self.config)
+        if self.stability.trajectories.per_step:
+            self.dump = TrajectoryLog(path, self.stability.trajectories, resumed=self.global_steps)
+        elif not self.global_steps:
+            forget_trajectories(path)  # of an earlier run, which the report would show as this one's
         try:
             super().fit(agent_loop_manager)
         finally:
@@ -139,16 +142,18 @@ class StabilityMixin(GuardMixin):
         return batch
 
     def _dump(self, batch: KVBatchMeta, tokens: Tokens, measured: Measured) -> None:
-        settings = self.stability.trajectories
-        if self.dump is None or self.global_steps % settings.every:
+        """Of the first update of a step, where it has several."""
+        settings, step = self.stability.trajectories, self.global_steps
+        if self.dump is None or step % settings.every or step == self.dumped:
             return
-        about = {"step": self.global_steps, "skipped": self.refused}
+        self.dumped = step
+        about = {"step": step, "skipped": self.refused}
         try:
             write_step(self.dump, settings, batch, tokens, measured.weight, self.tokenizer, **about)
         except Exception as error:  # whatever a tokenizer may do: what is only to be looked at must not end a run
-            self.dump.close()
-            self.dump = None
-            print(f"verl_ext: no more trajectories are written, the run goes on: {error!r}", flush=True)
+            log, self.dump = self.dump, None
+            log.close()
+            say(f"no more trajectories are written, the run goes on: {error!r}")
 
     def _verls_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with session_keys(batch.keys):

@@ -4,6 +4,7 @@ Shape legend: N response tokens of all trajectories, n tokens of one.
 """
 
 import random
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import transfer_queue as tq
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
-from verl_ext.core.segments import segment_sums
+from verl_ext.core.measure import BLOCK
+from verl_ext.core.segments import blocks, segment_sums
 from verl_ext.core.tokens import Tokens
 from verl_ext.dump_settings import TrajectoryDump
 from verl_ext.trainer.line_file import LineFile
@@ -23,25 +25,35 @@ FIELDS = ("prompts", "responses", "response_mask", "advantages", "rm_scores")
 PROMPT_CHARACTERS = 4000  # of a longer prompt, its end
 DIGITS = 7  # decimal places of a log-probability; float32 has as many
 MEGABYTE = 1e6
+STEP = re.compile(rb'\{"step":(\d+)')  # how a line begins
+LONGEST_CHARACTER = 8  # tokens; of bytes, UTF-8 needs four
 
 
 class TrajectoryLog:
     """Lines in `path`; what would pass half of the allowed size pushes them to `....1.jsonl`, over the ones before.
 
     So the newest half of the allowance is always there, and up to as much before it.
+
+    Args:
+        path, settings: see there.
+        resumed: the step that a resumed run goes on after: lines of later steps go, because it writes them again. 0 for
+            a new run, which starts empty.
     """
 
-    def __init__(self, path: Path, settings: TrajectoryDump, *, resume: bool):
+    def __init__(self, path: Path, settings: TrajectoryDump, *, resumed: int):
         self._path, self._older = path, older_path(path)
         self._half = settings.max_megabytes * MEGABYTE / 2
-        if not resume:
+        if not resumed:
             self._older.unlink(missing_ok=True)
-        self._file = LineFile(path, resume=resume)
+        for file in (self._older, path):
+            _cut(file, after=resumed)
+        self._file = LineFile(path, resume=resumed > 0)
         self._size = path.stat().st_size if path.is_file() else 0
 
     def write(self, record: dict[str, Any]) -> None:
         line = orjson.dumps(record) + b"\n"
-        if self._size and self._size + len(line) > self._half:
+        # Lines that a full disk keeps waiting would be lost with the file that they are for.
+        if self._size and self._size + len(line) > self._half and not self._file.waiting:
             self._file.close()
             self._path.replace(self._older)
             self._file, self._size = LineFile(self._path, resume=False), 0
@@ -57,14 +69,35 @@ def older_path(path: Path) -> Path:
     return path.with_suffix(".1.jsonl")
 
 
+def forget_trajectories(path: Path) -> None:
+    for file in (path, older_path(path)):
+        file.unlink(missing_ok=True)
+
+
+def _cut(file: Path, after: int) -> None:
+    """Take the lines from the first one of a later step on out of a file; steps ascend in it."""
+    if not file.is_file():
+        return
+    with file.open("r+b") as lines:
+        while line := lines.readline():
+            begun = STEP.match(line)
+            if begun and int(begun.group(1)) > after:
+                lines.truncate(lines.tell() - len(line))
+                return
+
+
 def choose(tokens: Tokens, count: int, step: int, never: Collection[int] = ()) -> dict[int, str]:
     """Row -> why it was chosen: the largest mean |log k| of its generated tokens, or chance, the same in a rerun.
 
     A gap that is not a number counts as the largest. Rows without generated tokens, and `never`, are left out.
     """
     counts = segment_sums(tokens.mask.double(), tokens.offsets.diff())
-    log_k = (tokens.l_old.double() - tokens.l_infer.double()).abs().nan_to_num(torch.inf)
-    gap = segment_sums(log_k.where(tokens.mask, 0.0), tokens.offsets.diff()) / counts
+    gap = torch.zeros_like(counts)
+    for part, rows_here in blocks(tokens.offsets, BLOCK):
+        log_k = (tokens.l_old[part].double() - tokens.l_infer[part].double()).abs_().nan_to_num_(torch.inf)
+        log_k.masked_fill_(~tokens.mask[part], 0.0)
+        gap[rows_here] = segment_sums(log_k, tokens.offsets[rows_here.start : rows_here.stop + 1].diff())
+    gap /= counts
     rows = [row for row in gap.argsort(descending=True, stable=True).tolist() if counts[row] and row not in never]
     largest = rows[: (count + 1) // 2]
     others = sorted(rows[len(largest) :])
@@ -159,16 +192,30 @@ def decode_pieces(ids: Sequence[int], tokenizer: Any) -> list[str]:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+        return [_decode(tokenizer, [token]) for token in ids]
     from tokenizers.decoders import DecodeStream
 
-    pieces = []
-    stream = DecodeStream(skip_special_tokens=False)
+    pieces: list[str] = []
+    waiting: list[int]
+    stream, waiting = DecodeStream(skip_special_tokens=False), []
     for token in ids:
+        waiting.append(token)
         try:
-            piece = stream.step(backend, token)
-        except Exception:  # its own type is not exported: the text so far is no prefix of the text with this token
+            piece = stream.step(backend, token) or ""
+        except Exception:  # its own type is not exported: no text, or none that goes on from the text so far
+            piece, waiting = _decode(tokenizer, [token]), waiting[:0]
             stream = DecodeStream(skip_special_tokens=False)
-            piece = stream.step(backend, token)
-        pieces.append(piece or "")
+        if not piece and len(waiting) >= LONGEST_CHARACTER:  # the stream would wait, and take longer with each token
+            piece = _decode(tokenizer, waiting)
+            stream, waiting = DecodeStream(skip_special_tokens=False), []
+        if piece:
+            waiting = []
+        pieces.append(piece)
     return pieces
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    try:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+    except (OverflowError, TypeError, ValueError):  # an id that no tokenizer can have
+        return ""
