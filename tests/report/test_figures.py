@@ -124,7 +124,7 @@ def test_facts_tell_the_last_level_and_the_extremes_with_their_steps():
     values[[4, 11]] = 5e-3, 1e-6
     text = facts(PANEL["vllm_kl"], make({"vllm_kl/k3": values}))
     assert text.startswith(
-        "Now 0.0002 (median of the last 10 readings); highest 0.005 in step 5, lowest 1e-06 in step 12."
+        "Now 0.0002 (median of the last 5 readings); highest 0.005 in step 5, lowest 1e-06 in step 12."
     )
     assert facts(PANEL["reward"], make({"critic/score/mean": [0.25]})) == (
         "Now 0.25 (one reading); highest 0.25 in step 1, lowest 0.25 in step 1."

@@ -115,7 +115,9 @@ def test_the_guard_lately_acted(action, done):
     assert judge(make({"vllm_kl/k3": QUIET}, [event(30, action)])).state == "healthy"
     assert "precision=fp16" in tried(verdict), "by a signal of the gap: the engines are to blame"
     of_reward = Event(40, "rule", "critic/score/mean", 0.1, 0.2, action, "the reward fell")
-    assert "actor_rollout_ref.actor.use_kl_loss=true" in tried(judge(make({"vllm_kl/k3": QUIET}, [of_reward])))
+    by_reward = judge(make({"vllm_kl/k3": QUIET}, [of_reward]))
+    assert "precision=fp16" not in tried(by_reward), "the engines are not to blame"
+    assert ("The guard stopped the run: see why" in by_reward.sentence) == (action == "stop")
     assert judge(make({"vllm_kl/k3": QUIET}, [event(40, "warn"), event(40, "tighten")])).state == "healthy"
 
 
@@ -240,3 +242,13 @@ def test_a_fall_that_is_small_against_the_rewards_level_is_none():
     falls = {now: np.repeat([0.6, 0.6, now], 40) + np.tile([0.01, -0.01], 60) for now in (0.5, 0.2)}
     found = {now: judge(make({"critic/score/mean": reward.tolist()})).state for now, reward in falls.items()}
     assert found == {0.5: "not enough data", 0.2: "drifting"}
+
+
+def test_what_the_guard_only_warned_of_is_told():
+    warned = [event(12, "warn"), event(20, "tighten"), event(21, "recover")]
+    assert "The guard warned or narrowed the band 2 times, last in step 20." in said({"vllm_kl/k3": QUIET}, *warned)
+    assert "the band once, last in step 12." in said({"vllm_kl/k3": QUIET}, warned[0])
+
+
+def test_a_gap_near_the_boundary_is_a_share_of_it():
+    assert "k3 is 0.04, 40 % of the boundary of 0.1" in said({"vllm_kl/k3": [0.04] * 40})

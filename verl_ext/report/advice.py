@@ -22,17 +22,21 @@ class Override:
     why: str
 
 
-def advice(run: Run, state: State, of_gap: bool) -> Iterator[Override]:
+def advice(run: Run, state: State, *, of_gap: bool, reward_fell: bool) -> Iterator[Override]:
     """What to try next; `of_gap` where it is the gap of the engines that something has to be done about."""
+    if state != "healthy" and staleness(run) > STALE:
+        yield Override("trainer.v1.trainer_mode=sync", "takes the policy's own movement out of the gap")
     yield from measuring(run)
     if state == "healthy":
         if run.get("guard/threshold") is None:
             yield Override("stability.batch_skip.threshold=0.1", "refuses the one batch that would spoil the weights")
         return
     if not of_gap:
-        yield Override(
-            "actor_rollout_ref.actor.use_kl_loss=true", "holds the policy near the reference: no engine is to blame"
-        )
+        if reward_fell:
+            yield Override(
+                "actor_rollout_ref.actor.use_kl_loss=true",
+                "holds the policy near the reference: no engine is to blame",
+            )
         return
     corrected = run.get("correction/dropped") is not None
     if not corrected:
@@ -53,8 +57,6 @@ def advice(run: Run, state: State, of_gap: bool) -> Iterator[Override]:
             f"stability.guard.rules='{tighten}'",
             "narrows the band while the boundary is near, where IcePop is the correction",
         )
-    if staleness(run) > STALE:
-        yield Override("trainer.v1.trainer_mode=sync", "takes the policy's own movement out of the gap")
     if state == "past the boundary":
         yield Override(
             "trainer.resume_mode=resume_path trainer.resume_from_path=CHECKPOINT",

@@ -51,6 +51,8 @@ def judge(run: Run) -> Verdict:
         sentence = "The engines have come apart so far that updates no longer follow the rollouts."
     elif gap or other:
         state, sentence = "drifting", "Something moves that should stand still: act before it costs the run."
+        if any(event.action == "stop" for event in _acted(run)):
+            sentence = "The guard stopped the run: see why before you start it again."
     elif k3 is None or len(k3.steps) < FEWEST:
         return Verdict("not enough data", _too_little(k3), around, tuple(measuring(run)))
     else:
@@ -58,7 +60,9 @@ def judge(run: Run) -> Verdict:
         sentence = "The engines stay together, and what difference there is does not grow."
     evidence = (*past, *gap, *other, *_level(run), *around)
     of_gap = bool(past or gap) or any(event.signal.startswith(OF_THE_GAP) for event in _acted(run))
-    return Verdict(state, sentence, evidence, tuple(advice(run, state, of_gap)))
+    return Verdict(
+        state, sentence, evidence, tuple(advice(run, state, of_gap=of_gap, reward_fell=_broken_reward(run) is not None))
+    )
 
 
 def _too_little(k3: Series | None) -> str:
@@ -154,8 +158,7 @@ def _error(stretches: list[np.ndarray]) -> float:
 def _level(run: Run) -> Iterator[str]:
     """Where the gap stands, whatever the state."""
     if (k3 := run.get(K3)) is not None and (now := now_of(k3)) <= (boundary := boundary_of(run)):
-        times = f"{boundary / now:.0f}" if boundary < FAR * now else f"more than {FAR:,}"
-        text = f"{now:.2g}, {times} times below the boundary of {boundary:g}"
+        text = f"{now:.2g}, {_far_below(now, boundary)} the boundary of {boundary:g}"
         found = growth_of(run)
         steady = found is not None and not (found[1].low > 0 and found[1].steps < HORIZON)
         if (logged := run.logged(K3)) is not None and logged.steps[-1] > k3.steps[-1]:
@@ -166,6 +169,12 @@ def _level(run: Run) -> Iterator[str]:
             yield f"k3 was last measured {since} steps ago: all of this is about the time before."
 
 
+def _far_below(now: float, boundary: float) -> str:
+    if boundary >= FAR * now:
+        return f"more than {FAR:,} times below"
+    return f"{boundary / now:.0f} times below" if boundary >= 10 * now else f"{100 * now / boundary:.0f} % of"
+
+
 def _surroundings(run: Run) -> Iterator[str]:
     """What else belongs to the picture."""
     if (dropped := run.get("correction/dropped")) is not None and (now := now_of(dropped)) <= TOO_MANY_DROPPED:
@@ -174,6 +183,9 @@ def _surroundings(run: Run) -> Iterator[str]:
         yield f"The engines choose {100 * now_of(agreement):.2f} % of the experts alike."
     if (skipped := run.get("guard/skipped")) is not None and (count := int((skipped.values > 0).sum())):
         yield f"{count} of {len(skipped.values)} updates were skipped."
+    if warned := [event.step for event in run.events if event.action in ("warn", "tighten")]:
+        often = "once" if len(warned) == 1 else f"{len(warned)} times"
+        yield f"The guard warned or narrowed the band {often}, last in step {warned[-1]}."
     if (stale := staleness(run)) > STALE:
         yield f"Rollouts are {stale:.1f} versions behind: part of the gap is the policy's own movement."
     if (norm := run.metrics.get("actor/grad_norm")) is not None and (bad := int((~np.isfinite(norm.values)).sum())):

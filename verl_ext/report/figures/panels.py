@@ -11,11 +11,10 @@ from verl_ext.core.buckets import NAMES
 from verl_ext.report.figures import gap, heat, stages
 from verl_ext.report.figures.lines import Line, data, line_chart
 from verl_ext.report.figures.style import BLUE, GREEN, MUTED, ORANGE, ORDERED, SERIES, SKY, VERMILION
-from verl_ext.report.growth import K3, growth_sentence
+from verl_ext.report.growth import K3, LAST, growth_sentence, now_of
 from verl_ext.report.run import Run
 
 HEALTHY_DROPPED = (0.01, 0.02)  # share of tokens; IcePop, "Small Leak Can Sink a Great Ship"
-LAST = 10  # readings of "now"
 NEARLY_ALL = 0.99  # a share above it is told from 1 by a fourth digit
 METRICS = "stability.metrics=true"
 CORRECTION = "stability=icepop"
@@ -54,7 +53,7 @@ class Panel:
             return ""
         count = min(LAST, len(series.steps))
         of = f"median of the last {count} readings" if count > 1 else "one reading"
-        now = float(np.median(series.values[-LAST:]))
+        now = now_of(series)
         ends = {"highest": int(np.argmax(series.values)), "lowest": int(np.argmin(series.values))}
         at = [f"{word} {self._say(float(series.values[i]))} in step {series.steps[i]}" for word, i in ends.items()]
         return f"Now {self._say(now)} ({of}); {', '.join(at)}."
@@ -204,8 +203,7 @@ PANELS = (
         "k3 of tokens by how far into the response they are. Lines that fan out upwards say that the gap builds up "
         "along the sequence: shorter responses or a sequence mask (stability=geo_mask) help first.",
         _buckets(K3, "position"),
-        "All responses are in one bucket (the first ends at 256 tokens), or nothing was compared.",
-        METRICS,
+        "All responses are in one bucket (the first ends at 256 tokens), or stability.metrics was off.",
     ),
     Panel(
         "router_agreement",

@@ -21,7 +21,7 @@ const RAMPS = {
 const KINDS = {
   kept: { label: "kept", colour: null },
   dropped: { label: "dropped by correction", colour: "#d55e00" },
-  filtered: { label: "taken out by filter", colour: "#56b4e9" },
+  filtered: { label: "taken out of the mask", colour: "#56b4e9" },
   tool: { label: "not the model's", colour: null },
 };
 const PAPER = { light: "#ffffff", dark: "#14171b" };
