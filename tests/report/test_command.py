@@ -106,6 +106,28 @@ def test_wrong_options_are_one_line(words, file, capsys):
     assert exit.value.code == 2 and words[0] in one_line(capsys)
 
 
+def test_two_runs_of_one_file_are_compared_by_their_numbers(file, capsys):
+    write(make({"critic/score/mean": [0.9, 0.8]}), file, mode="a")
+    assert main(["compare", f"{file}:1", f"{file}:2", "--no-page"]) == 0
+    said = capsys.readouterr().out
+    assert "run:1" in said and "run:2" in said and "run:1 (to 3)" in said
+    assert main(["report", f"{file}:1", "--no-page"]) == 0
+    assert "run:1, step 3" in capsys.readouterr().out
+    assert main(["report", f"{file}:1", "--run", "2", "--no-page"]) == 2
+    assert "run.jsonl:1: --run says 2" in one_line(capsys)
+    for command in ("compare", "report"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "PATH:N is the Nth" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_missing_library_is_named_with_the_packages_to_install(file, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "verl_ext.report.folder", None)  # an import of it fails
+    monkeypatch.setattr("verl_ext.report.command.DRAWING", ("verl_ext.report.folder",))
+    assert main(["report", str(file)]) == 2
+    assert one_line(capsys).endswith("is missing: pip install altair vl-convert-python jinja2 pillow\n")
+
+
 def test_compare_needs_two_runs_and_takes_six(file, capsys):
     for count in (1, 7):
         assert main(["compare", *[str(file)] * count, "--no-page"]) == 2

@@ -143,7 +143,7 @@ def test_short_runs_say_that_they_are_too_short():
 
 def test_equal_names_are_numbered_and_the_caveat_is_always_there():
     comparison = compare_runs([run(name, {"critic/score/mean": noise(1)}) for name in ("x", "y", "x")])
-    assert comparison.names == ("x (1)", "y", "x (2)")
+    assert comparison.names == ("x (1)", "y (2)", "x (3)")
     assert CAVEAT in comparison.notes
 
 
@@ -167,6 +167,15 @@ def test_the_table_fits_a_hundred_columns_uncut(count, encoding):
     for index in range(count):
         assert f"experiment_{index}" in flat or f"{index}_" in flat
     assert ("±" in text) == (encoding == "utf-8")
+
+
+@pytest.mark.parametrize("values", [np.zeros(STEPS), 1e-14 * (np.arange(STEPS) % 2)], ids=["none", "next to none"])
+def test_engines_that_agree_exactly_are_below_the_floor_of_the_logarithm(values):
+    exact, usual = run("exact", {"vllm_kl/k3": values}), run("usual", {"vllm_kl/k3": np.exp(noise(1, -9, 0.3))})
+    comparison = compare_runs([exact, usual])
+    value, other = cells(comparison, "vllm_kl/k3")
+    assert value["value"] == "below 1e-12" and other["value"].startswith("1.")
+    assert "below 1e-12" in printed(comparison)
 
 
 def test_a_log_metric_gives_its_error_in_percent_and_a_share_its_change_in_points():

@@ -74,7 +74,8 @@ def test_a_charts_export_has_the_runs_name_in_its_columns(tmp_path):
 def test_a_charts_export_of_several_runs_wants_a_choice(tmp_path):
     file = write(tmp_path, TWO, "1,0.5,0.5,0.5,,,", "2,,,,0.7,0.7,0.7", name="two.csv")
     with pytest.raises(
-        ReportError, match=r"two\.csv: 2 runs in this file; choose one with --run: 1 = lively-1, 2 = my - exp"
+        ReportError,
+        match=r"two\.csv: 2 runs in this file; choose one with --run N or FILE:N: 1 = lively-1, 2 = my - exp",
     ):
         load_run(file)
     one, two = load_run(file, which=1), load_run(file, which=2)

@@ -81,6 +81,20 @@ def test_a_log_that_does_not_tell_the_runs_apart_is_the_last_runs(tmp_path):
     assert load_run(file, which=1).events == ()
 
 
+def test_decisions_of_later_steps_than_the_metrics_are_another_runs(tmp_path):
+    file = metrics(tmp_path, 1, 2, 3)
+    guard(tmp_path, event(2), event(4), event(5))  # in step 4 the guard may have stopped the run
+    run = load_run(file)
+    assert steps(run) == [2, 4]
+    assert run.notes == ("1 decision of the guard is of a later step than the metrics: left out; it is another run's",)
+    guard(tmp_path, event(5), event(9))
+    run = load_run(file)
+    assert steps(run) == []
+    assert run.notes == (
+        "2 decisions of the guard are of later steps than the metrics: left out; they are another run's",
+    )
+
+
 def test_beside_other_files_the_only_log_is_read(tmp_path):
     file = tmp_path / "export.csv"
     file.write_text("Step,a\n1,1\n2,2\n")

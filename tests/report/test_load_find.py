@@ -10,7 +10,8 @@ def test_a_folder_stands_for_the_only_run_in_it(tmp_path):
         load_run(tmp_path)
     one = write(tmp_path / "project" / "deep" / "one.jsonl", train(1))
     (tmp_path / "project" / "deep" / "one.guard.jsonl").write_text("")
-    write(tmp_path / "project" / "deep" / "one.trajectories.jsonl", train(1))
+    for ending in (".trajectories.jsonl", ".trajectories.1.jsonl"):
+        write(tmp_path / "project" / "deep" / f"one{ending}", train(1))
     (tmp_path / "project" / "rollouts").mkdir()
     (tmp_path / "project" / "rollouts" / "1.jsonl").write_text('{"input": "x", "step": 1}\n')  # rollout_data_dir
     write(tmp_path / "project" / "global_step_5" / "x.jsonl", train(1))
@@ -25,7 +26,7 @@ def test_a_folder_stands_for_the_only_run_in_it(tmp_path):
         load_run(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("ending", ["guard", "trajectories"])
+@pytest.mark.parametrize("ending", ["guard", "trajectories", "trajectories.1"])
 def test_a_log_beside_the_metrics_is_not_taken_for_them(tmp_path, ending):
     with pytest.raises(ReportError, match="name the metrics file beside it"):
         load_run(write(tmp_path / f"run.{ending}.jsonl", train(1)))

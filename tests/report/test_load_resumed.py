@@ -64,7 +64,7 @@ def test_a_step_that_goes_back_to_the_start_begins_another_run(tmp_path, first):
     start = [0] if first else []
     assert one.steps.tolist() == [*start, 1, 2, 3]
     assert last.steps.tolist() == two.steps.tolist() == [*start, 1, 2]
-    assert last.notes == ("the file holds 2 runs, this is the last; --run 1 shows the first",)
+    assert last.notes == ("the file holds 2 runs, this is the last; --run 1 (or FILE:1) shows the first",)
     assert one.notes == two.notes == ()
     for which in (0, 3):
         with pytest.raises(ReportError, match=rf"run\.jsonl: there is no run {which}: 2 runs are in it"):
@@ -74,6 +74,8 @@ def test_a_step_that_goes_back_to_the_start_begins_another_run(tmp_path, first):
 def test_three_runs_the_second_resumed(tmp_path):
     rows = [*train(1, 2, 3), *train(1, 2, 3, 4), *train(3, 4, 5, value=0.5), *train(0, 1)]
     file = write(tmp_path / "run.jsonl", rows)
-    assert load_run(file).notes == ("the file holds 3 runs, this is the last; --run 1 to --run 2 show the others",)
+    assert load_run(file).notes == (
+        "the file holds 3 runs, this is the last; --run 1 to --run 2 (or FILE:1 to FILE:2) show the others",
+    )
     assert values(load_run(file, which=2)) == {1: 1, 2: 2, 3: 3.5, 4: 4.5, 5: 5.5}
     assert load_run(file, which=1).steps.tolist() == [1, 2, 3]

@@ -91,7 +91,7 @@ def test_a_later_file_from_the_start_is_another_run(tmp_path):
     write(tmp_path, [1, 2], time=2, value=0.5, first={0: {"val-core/x": 1}})
     assert values(load_run(tmp_path)) == {1: 1.5, 2: 2.5}
     assert values(load_run(tmp_path, which=1)) == {1: 1, 2: 2, 3: 3}
-    assert load_run(tmp_path).notes == ("the file holds 2 runs, this is the last; --run 1 shows the first",)
+    assert load_run(tmp_path).notes == ("the file holds 2 runs, this is the last; --run 1 (or FILE:1) shows the first",)
 
 
 def test_a_file_written_metric_by_metric_is_one_run(tmp_path):

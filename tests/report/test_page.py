@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from browser import launched, needs_browser, open_page
-from made_runs import changed, event, full, make
+from made_runs import NAN, changed, event, full, make
 
-from verl_ext.report.comparison import compare_runs
+from verl_ext import __version__
+from verl_ext.report.comparison import compare_runs, unique_names
 from verl_ext.report.figures.panels import PANELS
-from verl_ext.report.page import OVERVIEW, PAGE, PICTURES, unique_names, write_comparison, write_report
+from verl_ext.report.page import OVERVIEW, PAGE, PICTURES, write_comparison, write_report
 from verl_ext.report.verdict import judge
 
 pytestmark = needs_browser
@@ -164,6 +165,23 @@ def test_no_horizontal_scrolling(browser, file, width):
         assert errors == []
 
 
+def test_a_figure_is_a_group_with_a_name_and_the_footer_names_whose_work_draws_it(browser, file):
+    with open_page(file, browser=browser) as (page, errors):
+        named = page.locator("[data-figure][role=group]")
+        assert named.count() == len(PANELS)
+        assert named.first.get_attribute("aria-label").startswith(f"{PANELS[0].title}. ")
+        footer = page.locator("footer").inner_text()
+        assert f"verl_ext {__version__}" in footer and "BSD 3-Clause, © University of Washington" in footer
+        assert errors == []
+
+
+def test_values_that_are_no_numbers_are_counted_in_the_notes(browser, tmp_path):
+    run = make({"critic/score/mean": [0.1, NAN, 0.3, NAN]}, notes=("another",))
+    with open_page(write_report(run, judge(run), tmp_path, pictures=False), browser=browser) as (page, errors):
+        said = "critic/score/mean was not a finite number in 2 of 4 steps"
+        assert page.locator("#notes li").all_inner_texts() == [said, "another"] and errors == []
+
+
 def test_figures_that_the_run_lacks_are_listed_with_what_to_add(browser, tmp_path):
     run = make({"critic/score/mean": [0.1, 0.2]})
     out = write_report(run, judge(run), tmp_path, refresh=30, pictures=False)
@@ -221,6 +239,9 @@ def test_a_comparison_of_six_runs(browser, six, dark):
     with open_page(file, dark=dark, browser=browser) as (page, errors):
         assert page.locator("#comparison thead th").all_inner_texts() == ["metric", *comparison.names]
         assert page.locator("#comparison tbody tr").count() == len(comparison.rows)
+        assert page.locator("#comparison thead th[scope=col]").count() == 7
+        assert page.locator("#comparison tbody th[scope=row]").count() == len(comparison.rows)
+        assert page.locator("#guard").count() == 0
         reward = page.locator("#comparison tbody tr").first
         assert "critic/score/mean" in reward.inner_text()
         assert reward.locator(".change.better").count() == 1 and reward.locator(".change.within-noise").count() >= 3

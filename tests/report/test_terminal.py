@@ -90,6 +90,12 @@ def test_rows_are_left_out_where_nothing_was_logged():
     assert rows(make({"vllm_kl/k3": [NAN]})) == []
 
 
+def test_validation_metrics_are_those_of_val_core_with_anything_finite():
+    assert make(
+        {"val-core/b/acc": [1.0], "val-core/a/acc": [NAN, 1.0], "val-core/c": [NAN], "val-aux/d": [1.0]}
+    ).validations() == ["val-core/a/acc", "val-core/b/acc"]
+
+
 def test_notes_tell_skips_events_numbers_that_were_none_and_what_is_missing():
     text = notes(full())
     assert "updates skipped: 2 of 8 (guard/skipped)" in text

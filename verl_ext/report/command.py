@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.live import Live
 
     from verl_ext.report.page import Progress
     from verl_ext.report.run import Run
     from verl_ext.report.verdict import Verdict
 
-TRAJECTORIES = "trajectories.html"
 EVERY = 15  # seconds between two looks at a run that goes on
+DRAWING = ("altair", "vl_convert", "jinja2", "PIL")  # modules that nothing else needs
+LIBRARIES = "altair vl-convert-python jinja2 pillow"  # where they come from
 FAILED = 2  # the status of a command that could not do what was asked
 
 RUN_HELP = (
     "verl's metrics file (.jsonl), a TensorBoard folder, a CSV export of W&B, or a folder that holds one of these; the "
-    "guard's events and dumped trajectories beside it are read too"
+    "guard's events and dumped trajectories beside it are read too; PATH:N is the Nth of several runs in it"
 )
 REPORT = """\
 Say what a run's metrics mean, and draw them: a verdict and a table here, and a folder with one HTML page that needs no
@@ -43,6 +45,7 @@ COMPARE_EXAMPLES = """\
 examples:
   verl-ext compare bf16.jsonl fp16.jsonl
   verl-ext compare base.jsonl icepop.jsonl r3.jsonl --metric rollout_corr/kl --window 50
+  verl-ext compare run.jsonl:1 run.jsonl:2           two runs of one file
 """
 
 
@@ -131,11 +134,16 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
 
     from verl_ext.report.load import Reader
     from verl_ext.report.run import ReportError, Run
-    from verl_ext.report.terminal import dashboard
     from verl_ext.report.verdict import judge
 
     reader = Reader(arguments.path, which=arguments.which)
+    tidy = False
+    if not arguments.no_page:
+        from verl_ext.report.page import is_ours
+
+        tidy = is_ours(arguments.out)  # at later looks, a page of this very run stands there
     run: Run | None = None
+    due = False
     try:
         with Live(Text(f"waiting for {arguments.path}"), console=console, auto_refresh=False) as live:
             while True:
@@ -144,11 +152,10 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
                 except ReportError as error:  # it may just not have begun
                     live.update(Text(f"waiting: {error}"), refresh=True)
                 else:
-                    if now is not run:
-                        run = now
-                        live.update(dashboard(run, judge(run)), refresh=True)
-                        if not arguments.no_page:
-                            _pages(run, judge(run), arguments.out, refresh=arguments.watch, pictures=False)
+                    due = due or now is not run
+                    run = now
+                    if due:
+                        due = not _look(run, arguments, tidy, live)
                 time.sleep(arguments.watch)
     except KeyboardInterrupt:
         if not console.is_terminal:
@@ -156,13 +163,42 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
         if run is None:
             raise ReportError(f"{arguments.path}: nothing to report on yet") from None
         if not arguments.no_page:
-            _write(run, judge(run), arguments, console)
+            _write(run, judge(run), arguments, console, tidy)
     return 0
 
 
-def _write(run: "Run", verdict: "Verdict", arguments: argparse.Namespace, console: "Console") -> None:
+def _look(run: "Run", arguments: argparse.Namespace, tidy: bool, live: "Live") -> bool:
+    """Show the run as it stands; whether its pages could be written. A disk that is full now may have room later."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from verl_ext.report.terminal import dashboard
+    from verl_ext.report.verdict import judge
+
+    verdict = judge(run)
+    screen = dashboard(run, verdict)
+    live.update(screen, refresh=True)
+    if arguments.no_page:
+        return True
+    from verl_ext.report.folder import write_pages
+
+    try:
+        write_pages(run, verdict, arguments.out, refresh=arguments.watch, pictures=False, tidy=tidy)
+    except OSError as error:
+        live.update(Group(screen, Text(f" no page: {error}; tried again at the next look")), refresh=True)
+        return False
+    return True
+
+
+def _write(
+    run: "Run", verdict: "Verdict", arguments: argparse.Namespace, console: "Console", tidy: bool | None = None
+) -> None:
+    from verl_ext.report.folder import write_pages
+
     with _progress(console) as progress:
-        pages = _pages(run, verdict, arguments.out, pictures=not arguments.no_pictures, progress=progress)
+        pages = write_pages(
+            run, verdict, arguments.out, pictures=not arguments.no_pictures, tidy=tidy, progress=progress
+        )
     for name, page in pages.items():
         _tell(console, name, page)
 
@@ -171,46 +207,13 @@ def _tell(console: "Console", name: str, page: Path) -> None:
     console.print(f" {name}: {page}", highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
-def _pages(
-    run: "Run",
-    verdict: "Verdict",
-    out: Path,
-    *,
-    refresh: int | None = None,
-    pictures: bool,
-    progress: "Progress | None" = None,
-) -> dict[str, Path]:
-    """Write the pages of a run; what each is called."""
-    from verl_ext.report.page import PAGE, PICTURES, write_report
-    from verl_ext.report.run import ReportError
-    from verl_ext.report.trajectories import read_trajectories, trajectories_file, write_trajectory_page
-
-    tell = progress or (lambda what: None)
-    written, link = {}, None
-    if (dump := trajectories_file(run.sources[0])) is not None:
-        tell("trajectories")
-        try:
-            trajectories, notes = read_trajectories(dump)
-            page = write_trajectory_page(
-                trajectories, out / TRAJECTORIES, title=f"{run.name}: trajectories", report=PAGE, notes=notes
-            )
-            written["trajectories"], link = page, TRAJECTORIES
-        except ReportError as error:  # a dump without a whole line must not cost the report
-            run = replace(run, notes=(*run.notes, str(error)))
-    if link is None:
-        (out / TRAJECTORIES).unlink(missing_ok=True)  # an earlier run's
-    page = write_report(run, verdict, out, trajectories=link, refresh=refresh, pictures=pictures, progress=tell)
-    figures = {"figures": out / PICTURES} if any((out / PICTURES).glob("*.png")) else {}
-    return {"page": page, **figures, **written}
-
-
 def run_compare(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from verl_ext.report.comparison import compare_runs
+    from verl_ext.report.comparison import compare_runs, unique_names
     from verl_ext.report.comparison_text import comparison_table
     from verl_ext.report.load import load_run
-    from verl_ext.report.page import unique_names, write_comparison
+    from verl_ext.report.page import write_comparison
 
     with _errors_are_one_line("compare") as outcome:
         runs = [load_run(path) for path in arguments.paths]
@@ -241,9 +244,9 @@ def _errors_are_one_line(command: str) -> Iterator[_Outcome]:
     try:
         yield outcome
     except ModuleNotFoundError as error:
-        if error.name not in ("altair", "vl_convert", "jinja2", "PIL"):
+        if error.name not in DRAWING:
             raise
-        print(f"verl-ext {command}: {error.name} is missing: pip install 'verl-ext[report]'", file=sys.stderr)
+        print(f"verl-ext {command}: {error.name} is missing: pip install {LIBRARIES}", file=sys.stderr)
         outcome.status = FAILED
     except (ReportError, OSError) as error:
         print(f"verl-ext {command}: {error}", file=sys.stderr)

@@ -1,13 +1,12 @@
 """Several runs side by side: the end of each metric, and which differences to the first run are more than noise."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from verl_ext.report.noise import CAVEAT, LEVEL, Difference, Final, Scale, compare, final, judge
 from verl_ext.report.run import ReportError, Run, Series
-from verl_ext.report.terminal import Unit, validations
+from verl_ext.report.terminal import Unit
 
 MOST_RUNS = 6  # that a table has room for
 
@@ -85,7 +84,7 @@ def compare_runs(
     """
     if not 2 <= len(runs) <= MOST_RUNS:
         raise ReportError(f"a comparison needs 2 to {MOST_RUNS} runs; given: {len(runs)}")
-    names = _unique_names(runs)
+    names = tuple(unique_names(runs))
     common = min(int(run.steps[-1]) for run in runs)
     if late := [name for name, run in zip(names, runs, strict=True) if cut and run.steps[0] > common]:
         raise ReportError(f"{', '.join(late)} begins after step {common}, where another run ends: nothing to compare")
@@ -101,7 +100,7 @@ def compare_runs(
 
 def _metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric]:
     """The rows that may come, in their order: reward, validation, the known ones, those the user named."""
-    validation = sorted({name for run in runs for name in validations(run)})
+    validation = sorted({name for run in runs for name in run.validations()})
     known = [REWARD, *(Metric("validation", name, better="higher") for name in validation), *METRICS]
     yield from known
     for name in dict.fromkeys(extra):
@@ -151,12 +150,21 @@ def _word(metric: Metric, difference: Difference, verdict: str) -> str:
     return "better" if (difference.change > 0) == (metric.better == "higher") else "worse"
 
 
-def _unique_names(runs: Sequence[Run]) -> tuple[str, ...]:
-    total, seen, names = Counter(run.name for run in runs), Counter[str](), []
-    for run in runs:
-        seen[run.name] += 1
-        names.append(run.name if total[run.name] == 1 else f"{run.name} ({seen[run.name]})")
-    return tuple(names)
+def unique_names(runs: Sequence[Run]) -> list[str]:
+    """What tells the runs apart: their names, the folder in which runs of one name differ, or a number after all."""
+    names = [run.name for run in runs]
+    parents = [[parent.name for parent in run.sources[0].resolve().parents] if run.sources else [] for run in runs]
+    alike = len(set(names)) == 1
+    for depth in range(min(map(len, parents), default=0)):
+        if len(set(names)) == len(names):
+            return names
+        folders = [folders[depth] for folders in parents]
+        if len(set(folders)) > 1:
+            names = folders if alike else [f"{folder}/{name}" for folder, name in zip(folders, names, strict=True)]
+            alike = False
+    if len(set(names)) == len(names):
+        return names
+    return [f"{name} ({number})" for number, name in enumerate(names, start=1)]
 
 
 def _notes(

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
+from verl_ext.core.guard_state import Event
 from verl_ext.report.run import ReportError, Run
 from verl_ext.report.sources.csv_export import CsvSource
 from verl_ext.report.sources.events import EventLog
@@ -37,7 +38,7 @@ class Reader:
 
     Args:
         path: a metrics file of verl's file logger (.jsonl), a file or folder of TensorBoard's, a CSV export of W&B, or
-            a folder that holds one of these; sources/find.py says which is taken.
+            a folder that holds one of these; sources/find.py says which is taken. PATH:N is the Nth run of PATH.
         which: of several runs in one file, counted from 1; the last by default.
     """
 
@@ -56,7 +57,8 @@ class Reader:
         """
         try:
             if self._source is None:
-                self._source = _open(find(self._path), self._which)
+                path, self._which = _numbered(self._path, self._which)
+                self._source = _open(find(path), self._which)
             changed = self._source.refresh()
             if self._events is None and (log := _events_file(self._source.files[0])) is not None:
                 self._events = EventLog(log)
@@ -84,20 +86,47 @@ class Reader:
     def _build(self, source: Source) -> Run:
         part = source.run(self._which)
         log = self._events
-        events = () if log is None else log.of(part)
+        events, strange = _of_steps(() if log is None else log.of(part), int(part.steps[-1]))
         return Run(
-            name=source.name,
+            # Several runs of one file may be compared.
+            name=source.name if self._which is None or part.runs == 1 else f"{source.name}:{part.number}",
             sources=source.files if log is None else (*source.files, log.path),
             steps=part.steps.astype(np.int64, copy=False),
             metrics=part.metrics,
             events=events,
-            notes=(*part.notes, *source.notes(), *(() if log is None else log.notes())),
+            notes=(*part.notes, *source.notes(), *(() if log is None else log.notes()), *strange),
+            last=part.number == part.runs,
         )
 
 
 def load_run(path: Path, which: int | None = None) -> Run:
     """A run as it stands on disk. ReportError, in one line, where there is none."""
     return Reader(path, which=which).refresh()
+
+
+def _numbered(path: Path, which: int | None) -> tuple[Path, int | None]:
+    """Which run of which file: FILE:N is one of FILE, unless a file has that name."""
+    file, colon, number = str(path).rpartition(":")
+    if not (file and colon and number.isascii() and number.isdigit()) or path.exists() or not Path(file).exists():
+        return path, which
+    if which not in (None, int(number)):
+        raise ReportError(f"{path}: --run says {which}; give one of the two")
+    return Path(file), int(number)
+
+
+def _of_steps(events: tuple[Event, ...], last: int) -> tuple[tuple[Event, ...], tuple[str, ...]]:
+    """Decisions that can be of a run with this last step, and a note on the others.
+
+    One of the step after it can be: the metrics of a step at which the guard stops the run may not be logged.
+    """
+    own = tuple(event for event in events if event.step <= last + 1)
+    if not (strange := len(events) - len(own)):
+        return own, ()
+    if strange == 1:
+        return own, ("1 decision of the guard is of a later step than the metrics: left out; it is another run's",)
+    return own, (
+        f"{strange} decisions of the guard are of later steps than the metrics: left out; they are another run's",
+    )
 
 
 def _open(path: Path, which: int | None) -> Source:

@@ -7,9 +7,11 @@ from typing import Any
 import altair as alt
 
 from verl_ext import __version__
+from verl_ext.core.guard_state import Event
 from verl_ext.report import render
 from verl_ext.report.comparison import Comparison
 from verl_ext.report.comparison_text import comparison_rows
+from verl_ext.report.figures.gap import DONE
 from verl_ext.report.figures.overlay import overlay
 from verl_ext.report.figures.panels import PANELS, Panel, facts
 from verl_ext.report.figures.style import DARK, SERIES
@@ -18,7 +20,10 @@ from verl_ext.report.run import Run
 from verl_ext.report.terminal import not_finite
 from verl_ext.report.verdict import Verdict
 
-PAGE, OVERVIEW, PICTURES = "report.html", "report.png", "figures"
+PAGE, OVERVIEW, PICTURES, TRAJECTORIES = "report.html", "report.png", "figures", "trajectories.html"
+GENERATOR, HEAD = b'name="generator" content="verl_ext', 2000  # what tells a page of ours, in so many bytes
+WORDS = DONE | {"recover": "recovered"}
+MOST_DECISIONS, MOST_OPEN = 100, 10  # on the page; more than the latter are folded
 
 Progress = Callable[[str], None]  # told what is being drawn
 
@@ -31,6 +36,7 @@ def write_report(
     trajectories: str | None = None,
     refresh: int | None = None,
     pictures: bool = True,
+    tidy: bool | None = None,
     progress: Progress = lambda what: None,
 ) -> Path:
     """Write the page of one run, and the figures beside it.
@@ -40,6 +46,7 @@ def write_report(
         trajectories: where the page links to, relative to it.
         refresh: seconds after which the page loads itself again.
         pictures: write the PNG files too.
+        tidy: remove what an earlier report left in the folder; by default where one stands there.
     """
     steps = f"step {run.steps[0]}" if len(run.steps) == 1 else f"steps {run.steps[0]} to {run.steps[-1]}"
     files = ", ".join(file.name for file in run.sources)
@@ -49,10 +56,11 @@ def write_report(
         "verdict": verdict,
         "notes": [*not_finite(run), *run.notes],
         "trajectories": trajectories,
+        "guard": _decisions(run.events),
     }
     charts = {panel: panel.chart(run) for panel in PANELS}
     said = {panel.key: facts(panel, run) for panel in PANELS}
-    return _write(out, charts, said, context, refresh, pictures, progress)
+    return _write(out, charts, said, context, refresh, pictures, tidy, progress)
 
 
 def write_comparison(
@@ -72,7 +80,7 @@ def write_comparison(
         "notes": [*comparison.notes, *(f"{name}: {note}" for name, run in runs.items() for note in run.notes)],
     }
     charts = {panel: overlay(panel, runs) for panel in PANELS}
-    return _write(out, charts, {}, context, None, pictures, progress)
+    return _write(out, charts, {}, context, None, pictures, None, progress)
 
 
 def _write(
@@ -82,13 +90,15 @@ def _write(
     context: Mapping[str, Any],
     refresh: int | None,
     pictures: bool,
+    tidy: bool | None,
     progress: Progress,
 ) -> Path:
+    tidy = is_ours(out) if tidy is None else tidy  # before anything is written
     drawn = {panel: render.spec_of(chart) for panel, chart in charts.items() if chart is not None}
     out.mkdir(parents=True, exist_ok=True)
     progress("page")
     page = template("report.html.j2", run_colour=lambda place: SERIES[place % len(SERIES)]).render(
-        {"verdict": None, "comparison": None, "trajectories": None, **context},
+        {"verdict": None, "comparison": None, "trajectories": None, "guard": None, **context},
         panels=[_card(panel, said.get(panel.key, ""), "comparison" in context) for panel in drawn],
         missing=[panel for panel in charts if panel not in drawn],
         figures=script_json({panel.key: spec for panel, spec in drawn.items()}),
@@ -101,7 +111,8 @@ def _write(
     )
     if pictures and drawn:
         _write_pictures(out, drawn, context["title"], progress)
-    _forget_pictures(out, drawn if pictures else {})
+    if tidy:
+        _forget(out, drawn if pictures else {}, trajectories=context.get("trajectories"))
     _replace(out / PAGE, page)
     return out / PAGE
 
@@ -113,11 +124,39 @@ def _replace(file: Path, text: str) -> None:
     beside.replace(file)
 
 
-def _forget_pictures(out: Path, drawn: Collection[Panel]) -> None:
-    """Those of an earlier report in this folder, which would pass for this one's."""
+def is_ours(out: Path) -> bool:
+    """Whether a report stands in this folder: then the files of a report's names beside it are a report's as well."""
+    try:
+        with open(out / PAGE, "rb") as page:
+            return GENERATOR in page.read(HEAD)
+    except OSError:
+        return False
+
+
+def _forget(out: Path, drawn: Collection[Panel], trajectories: str | None) -> None:
+    """What is left of an earlier report in this folder, and would pass for this one's."""
     gone = [out / PICTURES / f"{panel.key}.png" for panel in PANELS if panel not in drawn]
-    for file in gone if drawn else [*gone, out / OVERVIEW]:
+    gone += [] if drawn else [out / OVERVIEW]
+    gone += [] if trajectories else [out / TRAJECTORIES]
+    for file in gone:
         file.unlink(missing_ok=True)
+
+
+def _decisions(events: Sequence[Event]) -> dict[str, Any] | None:
+    """The guard's part of the page; None where it decided nothing."""
+    if not events:
+        return None
+    shown = events[-MOST_DECISIONS:]
+    rows = [
+        {
+            "step": event.step,
+            "action": WORDS.get(event.action, event.action),
+            "rule": event.rule,
+            "reason": event.reason,
+        }
+        for event in shown
+    ]
+    return {"rows": rows, "left_out": len(events) - len(shown), "folded": len(rows) > MOST_OPEN}
 
 
 def _card(panel: Panel, said: str, compared: bool) -> dict[str, str]:
@@ -133,20 +172,3 @@ def _write_pictures(out: Path, drawn: Mapping[Panel, render.Spec], title: str, p
         pictures[panel.key] = render.png(spec, panel.title)
         (out / PICTURES / f"{panel.key}.png").write_bytes(pictures[panel.key])
     (out / OVERVIEW).write_bytes(render.overview(pictures, title))
-
-
-def unique_names(runs: Sequence[Run]) -> list[str]:
-    """What tells the runs apart: their names, the folder in which runs of one name differ, or a number after all."""
-    names = [run.name for run in runs]
-    parents = [[parent.name for parent in run.sources[0].resolve().parents] if run.sources else [] for run in runs]
-    alike = len(set(names)) == 1
-    for depth in range(min(map(len, parents), default=0)):
-        if len(set(names)) == len(names):
-            return names
-        folders = [folders[depth] for folders in parents]
-        if len(set(folders)) > 1:
-            names = folders if alike else [f"{folder}/{name}" for folder, name in zip(folders, names, strict=True)]
-            alike = False
-    if len(set(names)) == len(names):
-        return names
-    return [f"{name} ({number})" for number, name in enumerate(names, start=1)]

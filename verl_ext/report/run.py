@@ -43,6 +43,7 @@ class Run:
         metrics: by name as it was logged.
         events: of the guard, by step.
         notes: what the reader should know about the files, one sentence each: lines left out, steps logged twice.
+        last: whether it is the last of its file, which what else stands beside the file is taken to be of.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Run:
     metrics: dict[str, Series] = field(repr=False)
     events: tuple[Event, ...] = ()
     notes: tuple[str, ...] = ()
+    last: bool = True
 
     def get(self, name: str) -> Series | None:
         """The finite values of a metric, or of what verl itself logs of it."""
@@ -61,6 +63,10 @@ class Run:
         """As `get`, with the values that are not finite."""
         found = (self.metrics.get(each) for each in (name, *ALIASES.get(name, ())))
         return next((series for series in found if series is not None), None)
+
+    def validations(self) -> list[str]:
+        """verl's main validation metrics, `val-core/DATA_SOURCE/VARIABLE/METRIC`, where anything was finite."""
+        return sorted(name for name in self.metrics if name.startswith("val-core/") and self.get(name) is not None)
 
     def layers(self, name: str) -> dict[int, Series]:
         """`name/layer_00`, `name/layer_01`, ... by layer number; layers with nothing finite are left out."""

@@ -77,14 +77,9 @@ def rows(run: Run) -> list[Row]:
         found.append(_row(run.get(metric), label, metric, worst, unit))
         if metric == "router/agreement":
             found.append(_worst_layer(run))
-    for name in validations(run)[:MOST_VALIDATIONS]:
+    for name in run.validations()[:MOST_VALIDATIONS]:
         found.append(_row(run.get(name), "val " + name.removeprefix("val-core/"), name, None, "number"))
     return [row for row in found if row is not None]
-
-
-def validations(run: Run) -> list[str]:
-    """verl's main validation metrics, `val-core/DATA_SOURCE/VARIABLE/METRIC`."""
-    return sorted(name for name in run.metrics if name.startswith("val-core/") and run.get(name) is not None)
 
 
 def notes(run: Run) -> list[str]:
@@ -237,7 +232,7 @@ def _notes(run: Run) -> Iterator[str]:
         yield f"updates skipped: {int(skipped.values.sum())} of {len(skipped.values)} (guard/skipped)"
     for event in run.events[-EVENTS:]:
         yield f"{EVENT}{event.step}: {event.action}: {' '.join(event.reason.split())}"
-    if (more := len(validations(run)) - MOST_VALIDATIONS) > 0:
+    if (more := len(run.validations()) - MOST_VALIDATIONS) > 0:
         yield f"{more} more metrics called val-core/*"
     yield from not_finite(run)
     yield from run.notes

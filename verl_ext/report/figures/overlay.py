@@ -8,7 +8,7 @@ import numpy as np
 from verl_ext.core.buckets import NAMES
 from verl_ext.report.figures.heat import AGREEMENT
 from verl_ext.report.figures.lines import Line, data, line_chart
-from verl_ext.report.figures.panels import Panel, span, validation_metrics
+from verl_ext.report.figures.panels import Panel, span
 from verl_ext.report.figures.stages import REST, STAGES, stage_seconds
 from verl_ext.report.figures.style import HEIGHT, SERIES, WIDTH
 from verl_ext.report.growth import K3
@@ -40,7 +40,7 @@ def _span(runs: Runs) -> tuple[int, int]:
 
 
 def _validation(runs: Runs) -> alt.LayerChart | None:
-    names = sorted({name for run in runs.values() for name in validation_metrics(run)})[: len(DASHES)]
+    names = sorted({name for run in runs.values() for name in run.validations()})[: len(DASHES)]
     lines = [
         Line(f"{label}: {name.removeprefix('val-core/')}" if len(names) > 1 else label, series, colour, dash)
         for (label, run), colour in zip(runs.items(), SERIES, strict=False)

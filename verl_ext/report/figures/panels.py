@@ -80,12 +80,8 @@ def _lines(
     return chart
 
 
-def validation_metrics(run: Run) -> list[str]:
-    return sorted(name for name in run.metrics if name.startswith("val-core/") and run.get(name) is not None)
-
-
 def _validation(run: Run) -> alt.LayerChart | None:
-    names = validation_metrics(run)[: len(SERIES)]
+    names = run.validations()[: len(SERIES)]
     lines = [
         Line(name.removeprefix("val-core/"), series, colour)
         for name, colour in zip(names, SERIES, strict=False)
@@ -288,7 +284,7 @@ def facts(panel: Panel, run: Run) -> str:
     more: Iterable[str] = ()
     if panel.key == "vllm_kl":
         more = [growth_sentence(run)]
-    if panel.key == "validation" and (left := validation_metrics(run)[len(SERIES) :]):
+    if panel.key == "validation" and (left := run.validations()[len(SERIES) :]):
         more = [f"Not drawn, for want of colours: {', '.join(name.removeprefix('val-core/') for name in left)}."]
     if panel.key == "step_time" and (seconds := stages.stage_seconds(run)):
         total = sum(seconds.values())

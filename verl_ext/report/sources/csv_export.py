@@ -98,7 +98,7 @@ class CsvSource:
         if which is None and len(runs) > 1:
             listed = ", ".join(f"{number} = {name}" for number, name in enumerate(runs[:10], start=1))
             more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
-            raise ReportError(f"{len(runs)} runs in this file; choose one with --run: {listed}{more}")
+            raise ReportError(f"{len(runs)} runs in this file; choose one with --run N or FILE:N: {listed}{more}")
         if which is not None and not 1 <= which <= len(runs):
             raise ReportError(f"there is no run {which}: {len(runs)} in it")
         self._chosen = True

@@ -120,7 +120,8 @@ class Table:
         keep[first:last] = found.keep
         notes = found.notes(steps[first:last])
         if runs > 1 and which is None:
-            other = "--run 1 shows the first" if runs == 2 else f"--run 1 to --run {runs - 1} show the others"
+            all_others = f"--run 1 to --run {runs - 1} (or FILE:1 to FILE:{runs - 1}) show the others"
+            other = "--run 1 (or FILE:1) shows the first" if runs == 2 else all_others
             notes.insert(0, f"the file holds {runs} runs, this is the last; {other}")
         run_steps = np.unique(steps[keep])
         return Part(run_steps, self._series(steps, keep, run_steps), found.gone, tuple(notes), number, runs)

@@ -29,7 +29,7 @@ function inTheLoss(t, i) {
   return {
     tool: "no: not the model's token",
     dropped: "no: dropped by the correction (weight 0)",
-    filtered: "no: taken out by a filter",
+    filtered: "no: taken out of the mask, by a filter or verl's rejection",
     kept: "yes",
   }[kind(t, i)];
 }

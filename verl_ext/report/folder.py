@@ -1,0 +1,83 @@
+"""The folder that a report of one run goes to: its page, and a page of its trajectories where it wrote any."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from verl_ext.report.figures.panels import PANELS
+from verl_ext.report.page import PAGE, PICTURES, TRAJECTORIES, Progress, write_report
+from verl_ext.report.run import ReportError, Run
+from verl_ext.report.trajectories import Trajectory, read_trajectories, trajectories_file, write_trajectory_page
+from verl_ext.report.verdict import Verdict
+
+MOST_TOKENS = 400_000  # of all trajectories on a page: some 20 MB of HTML
+LARGE_DUMP = 20_000_000  # bytes; more is not read at every look
+
+
+def write_pages(
+    run: Run,
+    verdict: Verdict,
+    out: Path,
+    *,
+    refresh: int | None = None,
+    pictures: bool,
+    tidy: bool | None = None,
+    progress: Progress = lambda what: None,
+) -> dict[str, Path]:
+    """Write the pages of a run; what each is called. With `refresh`, they will be written again."""
+    written = {}
+    notes, link = [], None
+    if (dump := trajectories_file(run.sources[0])) is not None:
+        progress("trajectories")
+        try:
+            written["trajectories"] = _write_trajectories(run, dump, out, again=refresh is not None)
+            link = TRAJECTORIES
+        except ReportError as error:  # a dump that cannot be shown must not cost the report
+            notes.append(str(error))
+    run = replace(run, notes=(*run.notes, *notes))
+    page = write_report(
+        run, verdict, out, trajectories=link, refresh=refresh, pictures=pictures, tidy=tidy, progress=progress
+    )
+    drawn = pictures and any((out / PICTURES / f"{panel.key}.png").is_file() for panel in PANELS)
+    return {"page": page, **({"figures": out / PICTURES} if drawn else {}), **written}
+
+
+def _write_trajectories(run: Run, dump: Path, out: Path, *, again: bool) -> Path:
+    """ReportError where the run's page cannot have one of trajectories, or not yet."""
+    if not run.last:
+        raise ReportError(f"{dump.name} holds trajectories of the file's last run: not shown")
+    if again and _size(dump) > LARGE_DUMP:
+        raise ReportError(f"{dump.name} is large: the page of trajectories is written when the watch ends")
+    found, notes = read_trajectories(dump)
+    own, note = _of_steps(found, int(run.steps[-1]))
+    if not own:
+        raise ReportError(f"{dump.name}: {note[0]}")
+    newest = _newest(own)
+    more = [f"the newest {len(newest)} of {len(own)} trajectories are shown"] if len(newest) < len(own) else []
+    title = f"{run.name}: trajectories"
+    return write_trajectory_page(newest, out / TRAJECTORIES, title=title, report=PAGE, notes=[*notes, *note, *more])
+
+
+def _size(dump: Path) -> int:
+    """With its older part."""
+    return sum(part.stat().st_size for part in (dump, dump.with_suffix(".1.jsonl")) if part.is_file())
+
+
+def _of_steps(trajectories: Sequence[Trajectory], last: int) -> tuple[list[Trajectory], list[str]]:
+    """Those that can be of a run with this last step, and a note on the others. As with the guard's decisions, those
+    of the step after it can be."""
+    own = [trajectory for trajectory in trajectories if trajectory.step <= last + 1]
+    if not (strange := len(trajectories) - len(own)):
+        return own, []
+    if strange == 1:
+        return own, ["1 trajectory is of a later step than the metrics: left out; it is another run's"]
+    return own, [f"{strange} trajectories are of later steps than the metrics: left out; they are another run's"]
+
+
+def _newest(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+    """As many of the last as a browser can take; one at least."""
+    start = len(trajectories) - 1
+    tokens = len(trajectories[start].text)
+    while start and (tokens := tokens + len(trajectories[start - 1].text)) <= MOST_TOKENS:
+        start -= 1
+    return trajectories[start:]
