@@ -37,3 +37,8 @@ def test_many_candidates_are_not_all_listed(tmp_path):
         write(tmp_path / f"run{number:02d}.jsonl", train(1))
     with pytest.raises(ReportError, match=r"run09\.jsonl and 20 more$"):
         load_run(tmp_path)
+
+
+def test_a_file_called_metrics_is_named_after_its_folder(tmp_path):
+    assert load_run(write(tmp_path / ".quickstart" / "metrics.jsonl", train(1))).name == "quickstart"
+    assert load_run(write(tmp_path / ".quickstart" / "own.jsonl", train(1))).name == "own"

@@ -11,7 +11,7 @@ class JsonlSource:
     def __init__(self, path: Path):
         self.files = (path,)
         # --run-dir of `verl-ext submit` calls every run's file metrics.jsonl
-        self.name = path.resolve().parent.name if path.stem == "metrics" else path.stem
+        self.name = path.resolve().parent.name.lstrip(".") if path.stem == "metrics" else path.stem
         self._lines = JsonLines(path, self._take, self._start_over)
         self._start_over()
 
