@@ -70,3 +70,26 @@ def open_page(
         yield page, errors
     finally:
         context.close()
+
+
+CONTRAST = """(elements) => {
+  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (text) => parse(text).slice(0, 3).map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (element) => {
+    const colour = getComputedStyle(element).backgroundColor;
+    const [, , , alpha = 1] = parse(colour);
+    if (alpha !== 0 && alpha !== 1) throw new Error(`half transparent: ${colour}`);
+    return alpha ? colour : behind(element.parentElement);
+  };
+  const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  return [...elements]
+    .map((one) => [ratio(light(getComputedStyle(one).color), light(behind(one))), one.textContent])
+    .sort((a, b) => a[0] - b[0])[0];
+}"""
+
+
+def lowest_contrast(page: Any, elements: str) -> tuple[float, str]:
+    """Of text on what is behind it, by WCAG 2, and the text that has it; `elements` is an expression in JavaScript."""
+    return page.evaluate(f"({CONTRAST})({elements})")

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from browser import launched, needs_browser, open_page
+from browser import launched, lowest_contrast, needs_browser, open_page
 from made_runs import NAN, changed, event, full, make
 
 from verl_ext import __version__
@@ -35,25 +35,9 @@ DRAWN = """() => Object.fromEntries([...document.querySelectorAll("[data-figure]
   return [place.dataset.figure, [place.dataset.drawn, colours.size, [...data.slice(0, 3)]]];
 }))"""
 
-# The lowest contrast of all visible text, and the text that has it.
-LOWEST = """() => {
-  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
-  const light = (text) => parse(text).slice(0, 3).map((v) => v / 255)
-    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const behind = (element) => {
-    const colour = getComputedStyle(element).backgroundColor;
-    const [, , , alpha = 1] = parse(colour);
-    if (alpha !== 0 && alpha !== 1) throw new Error(`half transparent: ${colour}`);
-    return alpha ? colour : behind(element.parentElement);
-  };
-  const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-  const own = (one) => [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
-  return [...document.querySelectorAll("body *:not(script):not(noscript)")]
-    .filter((one) => own(one) && one.checkVisibility() && !one.closest("svg"))
-    .map((one) => [ratio(light(getComputedStyle(one).color), light(behind(one))), one.textContent])
-    .sort((a, b) => a[0] - b[0])[0];
-}"""
+# All visible text but that of figures.
+TEXT = """[...document.querySelectorAll("body *:not(script):not(noscript)")].filter((one) => one.checkVisibility()
+  && !one.closest("svg") && [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()))"""
 
 # Where the mark of step 12 stands in the canvas of the KL.
 MARK = """() => {
@@ -108,7 +92,7 @@ def test_every_figure_is_drawn_offline_and_again_when_the_scheme_changes(browser
 @SCHEMES
 def test_text_is_legible(browser, file, dark):
     with open_page(file, dark=dark, browser=browser) as (page, _):
-        ratio, text = page.evaluate(LOWEST)
+        ratio, text = lowest_contrast(page, TEXT)
         assert ratio >= 4.5, text
 
 
@@ -245,7 +229,7 @@ def test_a_comparison_of_six_runs(browser, six, dark):
         reward = page.locator("#comparison tbody tr").first
         assert "critic/score/mean" in reward.inner_text()
         assert reward.locator(".change.better").count() == 1 and reward.locator(".change.within-noise").count() >= 3
-        ratio, text = page.evaluate(LOWEST)
+        ratio, text = lowest_contrast(page, TEXT)
         assert ratio >= 4.5, text
         assert page.evaluate("document.documentElement.scrollWidth") <= 1366
         if not dark:

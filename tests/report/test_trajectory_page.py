@@ -5,7 +5,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from browser import launched, needs_browser, open_page
+from browser import launched, lowest_contrast, needs_browser, open_page
 from made_trajectories import dump, line
 
 from verl_ext.report.trajectories import load_trajectories, read_trajectories, write_trajectory_page
@@ -74,24 +74,8 @@ def style(page, i, what):
     return page.evaluate(f"getComputedStyle(document.querySelector('[data-i=\"{i}\"]')).{what}")
 
 
-# The lowest contrast of all tokens' text on what is behind it, and the text that has it.
-LOWEST = """() => {
-  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
-  const light = (text) => parse(text).slice(0, 3).map((v) => v / 255)
-    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const behind = (element) => {
-    const colour = getComputedStyle(element).backgroundColor;
-    const [, , , alpha = 1] = parse(colour);
-    if (alpha !== 0 && alpha !== 1) throw new Error(`half transparent: ${colour}`);
-    return alpha ? colour : behind(element.parentElement);
-  };
-  const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-  const all = ".t, .hint, dt, dd, td, th button, code, .switch button, #skipped, kbd, .cut, h1";
-  return [...document.querySelectorAll(all)]
-    .map((one) => [ratio(light(getComputedStyle(one).color), light(behind(one))), one.textContent])
-    .sort((a, b) => a[0] - b[0])[0];
-}"""
+TEXT = """document.querySelectorAll(
+  ".t, .hint, dt, dd, td, th button, code, .switch button, #skipped, kbd, .cut, h1")"""
 
 
 def test_text_is_legible_under_every_switch(opened):
@@ -100,7 +84,7 @@ def test_text_is_legible_under_every_switch(opened):
         opened.hover("[data-i='0']")
         for mode in opened.locator("#switch button").all():
             mode.click()
-            ratio, text = opened.evaluate(LOWEST)
+            ratio, text = lowest_contrast(opened, TEXT)
             assert ratio >= 4.5, (mode.inner_text(), text)
         opened.keyboard.press("j")
 
