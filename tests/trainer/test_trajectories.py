@@ -12,6 +12,7 @@ from transfer_queue import KVBatchMeta
 from verl_ext.core.tokens import Tokens
 from verl_ext.dump_settings import TrajectoryDump
 from verl_ext.errors import ConfigError
+from verl_ext.run_files import older_part
 from verl_ext.trainer import trajectories
 from verl_ext.trainer.trajectories import (
     TrajectoryLog,
@@ -19,7 +20,6 @@ from verl_ext.trainer.trajectories import (
     decode_pieces,
     forget_trajectories,
     kept_stretches,
-    older_path,
     write_step,
 )
 
@@ -199,8 +199,8 @@ def test_the_files_stay_within_their_size_and_hold_the_newest(tmp_path):
     for step in range(100):
         log.write({"step": step, "text": "x" * 30})
     log.close()
-    assert path.stat().st_size + older_path(path).stat().st_size <= 1000
-    lines = [json.loads(line) for file in (older_path(path), path) for line in file.read_text().splitlines()]
+    assert path.stat().st_size + older_part(path).stat().st_size <= 1000
+    lines = [json.loads(line) for file in (older_part(path), path) for line in file.read_text().splitlines()]
     steps = [line["step"] for line in lines]
     assert steps == list(range(steps[0], 100)) and len(steps) >= 500 // 52
 
@@ -217,11 +217,11 @@ def test_a_resumed_run_goes_on_after_its_checkpoint_and_a_new_one_starts_empty(t
         for step in steps:
             log.write({"step": step, "text": "x" * 30})
         log.close()
-    assert steps_of(older_path(path), path) == [[1, 2, 3], [4, 5, 6]]
+    assert steps_of(older_part(path), path) == [[1, 2, 3], [4, 5, 6]]
     TrajectoryLog(path, settings, resumed=2).close()
-    assert steps_of(older_path(path), path) == [[1, 2], []]
+    assert steps_of(older_part(path), path) == [[1, 2], []]
     TrajectoryLog(path, settings, resumed=0).close()
-    assert path.read_text() == "" and not older_path(path).exists()
+    assert path.read_text() == "" and not older_part(path).exists()
 
 
 def test_lines_that_a_full_disk_keeps_waiting_stay_in_their_file(tmp_path, monkeypatch):
@@ -233,12 +233,12 @@ def test_lines_that_a_full_disk_keeps_waiting_stay_in_their_file(tmp_path, monke
             log.write({"step": step, "text": "x" * 30})
     log.write({"step": 6, "text": "x" * 30})
     log.close()
-    assert steps_of(path) == [[1, 2, 3, 4, 5, 6]] and not older_path(path).exists()
+    assert steps_of(path) == [[1, 2, 3, 4, 5, 6]] and not older_part(path).exists()
 
 
 def test_an_earlier_runs_trajectories_are_forgotten(tmp_path):
     path = tmp_path / "run.trajectories.jsonl"
-    for file in (path, older_path(path)):
+    for file in (path, older_part(path)):
         file.write_text("{}")
     forget_trajectories(path)
     forget_trajectories(path)

@@ -9,6 +9,7 @@ from verl_ext.report.page import PAGE, PICTURES, TRAJECTORIES, Progress, write_r
 from verl_ext.report.run import ReportError, Run
 from verl_ext.report.trajectories import Trajectory, read_trajectories, trajectories_file, write_trajectory_page
 from verl_ext.report.verdict import Verdict
+from verl_ext.run_files import older_part
 
 MOST_TOKENS = 400_000  # of all trajectories on a page: some 20 MB of HTML
 LARGE_DUMP = 20_000_000  # bytes; more is not read at every look
@@ -60,7 +61,7 @@ def _write_trajectories(run: Run, dump: Path, out: Path, *, again: bool) -> Path
 
 def _size(dump: Path) -> int:
     """With its older part."""
-    return sum(part.stat().st_size for part in (dump, dump.with_suffix(".1.jsonl")) if part.is_file())
+    return sum(part.stat().st_size for part in (dump, older_part(dump)) if part.is_file())
 
 
 def _of_steps(trajectories: Sequence[Trajectory], last: int) -> tuple[list[Trajectory], list[str]]:

@@ -13,8 +13,7 @@ from verl_ext.report.sources.find import find
 from verl_ext.report.sources.jsonl import JsonlSource
 from verl_ext.report.sources.table import Part
 from verl_ext.report.sources.tensorboard import EVENT_FILE, TensorBoardSource
-
-EVENTS_ENDING = ".guard.jsonl"
+from verl_ext.run_files import EVENTS
 
 
 class Source(Protocol):
@@ -138,7 +137,7 @@ def _open(path: Path, which: int | None) -> Source:
 def _events_file(metrics: Path) -> Path | None:
     """X.guard.jsonl for X.jsonl; beside other kinds of files, the only one that there is."""
     if metrics.suffix == ".jsonl":
-        own = metrics.with_suffix(EVENTS_ENDING)
+        own = metrics.with_suffix(EVENTS)
         return own if own.is_file() else None
-    found = list(metrics.parent.glob(f"*{EVENTS_ENDING}"))
+    found = list(metrics.parent.glob(f"*{EVENTS}"))
     return found[0] if len(found) == 1 else None

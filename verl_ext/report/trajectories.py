@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from verl_ext.report.html import script_json, source, template
 from verl_ext.report.run import ReportError
+from verl_ext.run_files import TRAJECTORIES, older_part
 
 SCRIPTS = (
     "trajectory_scales.js",
@@ -78,8 +79,8 @@ class Trajectory:
 
 def trajectories_file(metrics_file: Path) -> Path | None:
     """The dump beside a metrics file, None where there is none. `load_trajectories` reads its older part with it."""
-    file = metrics_file.with_suffix(".trajectories.jsonl")
-    return file if file.is_file() or _older(file).is_file() else None
+    file = metrics_file.with_suffix(TRAJECTORIES)
+    return file if file.is_file() or older_part(file).is_file() else None
 
 
 def load_trajectories(file: Path) -> list[Trajectory]:
@@ -93,7 +94,7 @@ def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
     A last line without a newline that cannot be read was cut by a crash, or is being written: no note. Where
     the steps go back, the run was resumed: what it had written of the steps from there on is left out.
     """
-    files = [part for part in (_older(file), file) if part.is_file()]
+    files = [part for part in (older_part(file), file) if part.is_file()]
     if not files:
         raise ReportError(f"{file}: no trajectories here; {REMEDY}")
     found: dict[tuple[int, str], Trajectory] = {}
@@ -144,10 +145,6 @@ def write_trajectory_page(
         page.dump(file)
     beside.replace(out)
     return out
-
-
-def _older(file: Path) -> Path:
-    return file.with_suffix(".1.jsonl")
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:

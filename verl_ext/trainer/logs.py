@@ -13,6 +13,7 @@ from verl.utils import tracking
 
 from verl_ext.core.guard_state import Event
 from verl_ext.patching import replace
+from verl_ext.run_files import EVENTS, TRAJECTORIES
 from verl_ext.trainer.line_file import LineFile
 
 
@@ -25,13 +26,13 @@ def metrics_path(project: str, experiment: str) -> Path:
 
 def events_path(config: DictConfig) -> Path:
     """The metrics file's path with .guard.jsonl for .jsonl."""
-    return metrics_path(config.trainer.project_name, config.trainer.experiment_name).with_suffix(".guard.jsonl")
+    return metrics_path(config.trainer.project_name, config.trainer.experiment_name).with_suffix(EVENTS)
 
 
 def trajectories_path(config: DictConfig) -> Path:
     """The metrics file's path with .trajectories.jsonl for .jsonl."""
     path = metrics_path(config.trainer.project_name, config.trainer.experiment_name)
-    return path.with_suffix(".trajectories.jsonl")
+    return path.with_suffix(TRAJECTORIES)
 
 
 class EventLog:

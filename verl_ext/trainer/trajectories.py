@@ -19,6 +19,7 @@ from verl_ext.core.measure import BLOCK
 from verl_ext.core.segments import blocks, segment_sums
 from verl_ext.core.tokens import Tokens
 from verl_ext.dump_settings import TrajectoryDump
+from verl_ext.run_files import older_part
 from verl_ext.trainer.line_file import LineFile
 
 FIELDS = ("prompts", "responses", "response_mask", "advantages", "rm_scores")
@@ -41,7 +42,7 @@ class TrajectoryLog:
     """
 
     def __init__(self, path: Path, settings: TrajectoryDump, *, resumed: int):
-        self._path, self._older = path, older_path(path)
+        self._path, self._older = path, older_part(path)
         self._half = settings.max_megabytes * MEGABYTE / 2
         if not resumed:
             self._older.unlink(missing_ok=True)
@@ -64,13 +65,8 @@ class TrajectoryLog:
         self._file.close()
 
 
-def older_path(path: Path) -> Path:
-    """`run.trajectories.jsonl` -> `run.trajectories.1.jsonl`"""
-    return path.with_suffix(".1.jsonl")
-
-
 def forget_trajectories(path: Path) -> None:
-    for file in (path, older_path(path)):
+    for file in (path, older_part(path)):
         file.unlink(missing_ok=True)
 
 

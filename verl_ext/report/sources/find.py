@@ -8,13 +8,14 @@ from pathlib import Path
 from verl_ext.report.run import ReportError
 from verl_ext.report.sources.csv_export import LIMITS, STEP_COLUMNS
 from verl_ext.report.sources.tensorboard import EVENT_FILE
+from verl_ext.run_files import EVENTS, TRAJECTORIES, older_part
 
 DEPTH = 3  # tensorboard_log/PROJECT/EXPERIMENT
 LISTED = 10
 NOT_METRICS = {
-    ".guard.jsonl": "the guard's event log",
-    ".trajectories.jsonl": "a log of trajectories",
-    ".trajectories.1.jsonl": "the older part of a log of trajectories",
+    EVENTS: "the guard's event log",
+    TRAJECTORIES: "a log of trajectories",
+    older_part(Path(TRAJECTORIES)).name: "the older part of a log of trajectories",
 }
 METRICS_LINE = re.compile(rb'"step"\s*:\s*-?\d+\s*,\s*"data"\s*:')
 SKIPPED_FOLDERS = re.compile(r"\.|global_step_\d+$|__pycache__$")  # checkpoints have thousands of files
