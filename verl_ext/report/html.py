@@ -5,6 +5,7 @@ from typing import Any
 
 import orjson
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2.environment import TemplateStream
 from markupsafe import Markup
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -27,3 +28,12 @@ def script_json(value: object) -> Markup:
 def source(name: str) -> Markup:
     """A style sheet or a script of the templates."""
     return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
+
+
+def write(page: TemplateStream, file: Path) -> None:
+    """In one step: a page that is open while it is written again must not be seen half."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_suffix(".tmp")
+    with beside.open("w", encoding="utf-8", newline="\n") as out:
+        page.dump(out)
+    beside.replace(file)

@@ -15,7 +15,7 @@ from verl_ext.report.figures.gap import DONE
 from verl_ext.report.figures.overlay import overlay
 from verl_ext.report.figures.panels import PANELS, Panel, facts
 from verl_ext.report.figures.style import DARK, SERIES
-from verl_ext.report.html import script_json, source, template
+from verl_ext.report.html import script_json, source, template, write
 from verl_ext.report.run import Run
 from verl_ext.report.terminal import not_finite
 from verl_ext.report.verdict import Verdict
@@ -97,7 +97,7 @@ def _write(
     drawn = {panel: render.spec_of(chart) for panel, chart in charts.items() if chart is not None}
     out.mkdir(parents=True, exist_ok=True)
     progress("page")
-    page = template("report.html.j2", run_colour=lambda place: SERIES[place % len(SERIES)]).render(
+    page = template("report.html.j2", run_colour=lambda place: SERIES[place % len(SERIES)]).stream(
         {"verdict": None, "comparison": None, "trajectories": None, "guard": None, **context},
         panels=[_card(panel, said.get(panel.key, ""), "comparison" in context) for panel in drawn],
         missing=[panel for panel in charts if panel not in drawn],
@@ -113,15 +113,8 @@ def _write(
         _write_pictures(out, drawn, context["title"], progress)
     if tidy:
         _forget(out, drawn if pictures else {}, trajectories=context.get("trajectories"))
-    _replace(out / PAGE, page)
+    write(page, out / PAGE)
     return out / PAGE
-
-
-def _replace(file: Path, text: str) -> None:
-    """In one step: a page that reloads itself must not find half a file."""
-    beside = file.with_suffix(".tmp")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(file)
 
 
 def is_ours(out: Path) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 from markupsafe import Markup
 
-from verl_ext.report.html import script_json, source, template
+from verl_ext.report.html import script_json, source, template, write
 from verl_ext.report.run import ReportError
 from verl_ext.run_files import TRAJECTORIES, older_part
 
@@ -139,11 +139,7 @@ def write_trajectory_page(
         index=script_json([_summary(trajectory) for trajectory in trajectories]),
         trajectories=(script_json(_tokens(trajectory)) for trajectory in trajectories),
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out.with_suffix(".tmp")  # in one step: a watched page is opened while it is written again
-    with beside.open("w", encoding="utf-8", newline="\n") as file:
-        page.dump(file)
-    beside.replace(out)
+    write(page, out)
     return out
 
 
