@@ -1,0 +1,30 @@
+"""Text that others wrote (in files, folder names, command lines), safe to show in a terminal, on a page, in a figure.
+
+A terminal obeys ESC and the C1 controls; a lone surrogate (a JSON escape, a file name that is not UTF-8) can be neither
+printed nor written; XML, and with it every figure, has no NUL and no U+FFFF; U+202E turns the text around.
+"""
+
+import unicodedata
+
+MOST = 400  # characters of a name; none that a person gave is longer
+# Controls, formats (some turn the direction of text), surrogates, private use, not assigned, line separators.
+HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+def printable(text: str, most: int = MOST) -> str:
+    """The text in one line, as it is where it only has visible characters and spaces.
+
+    Every other character becomes Python's escape for it (`\\x1b`, `\\n`, `\\u202e`, `\\udc80`), so that different names
+    stay different. Of more than `most` characters, the middle is left out. What it returns can be encoded as UTF-8, and
+    stand in XML. It is not escaped for HTML, nor for rich's markup.
+    """
+    if len(text) > most:
+        half = (most - 3) // 2
+        text = f"{text[:half]}...{text[len(text) - half :]}"
+    if text.isprintable():
+        return text
+    return "".join(_escaped(each) if unicodedata.category(each) in HIDDEN else each for each in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
