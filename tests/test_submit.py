@@ -5,6 +5,10 @@ import shlex
 import types
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from verl_ext import submit, submit_job
 from verl_ext.cli import main
@@ -82,6 +86,30 @@ def test_a_relative_run_folder_is_refused():
         job(run_dir="runs/1")
 
 
+ODD = "ab/=,.:;#~(){}[]\\'\" \tü-1"
+
+
+@given(st.text(st.sampled_from(ODD), max_size=12) | st.text(st.characters(exclude_characters="$\0"), max_size=12))
+@example("runs/lr=1e-6")
+@example("a,b")
+@example(" leading and trailing ")
+@settings(max_examples=30)
+def test_any_run_folder_passes_the_shell_and_hydra(name):
+    made = job("a=1", run_dir=f"/{name}")
+    parsed = [OverridesParser.create().parse_override(word) for word in shlex.split(made.entrypoint)[4:]]
+    values = {one.key_or_group: OmegaConf.create({"value": one.value()}).value for one in parsed}
+    folder = submit_job.PurePosixPath(f"/{name}")
+    assert values["trainer.default_local_dir"] == str(folder / "checkpoints")
+    assert values["hydra.run.dir"] == str(folder / "hydra")
+    assert made.runtime_env["env_vars"]["VERL_FILE_LOGGER_PATH"] == str(folder / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("run_dir", ["/runs/${x}", "/runs/$USER", "/runs/\udcff"])
+def test_a_run_folder_that_would_become_another_is_refused(run_dir):
+    with pytest.raises(ConfigError, match=r"--run-dir=/runs/.* must "):
+        job(run_dir=run_dir)
+
+
 @pytest.fixture
 def command():
     return lambda *arguments: main(["submit", *arguments])
@@ -91,6 +119,28 @@ def test_dry_run_prints_the_job_and_needs_no_cluster(command, capsys):
     assert command("run", "--run-dir", "/r", "--dry-run", "recipe=cpu_smoke", "~data.x") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["entrypoint"].startswith("python -m verl_ext.main_ppo recipe=cpu_smoke '~data.x'")
+
+
+def test_dry_run_hides_the_values_of_the_environment(command, capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret-1")
+    assert command("run", "--run-dir", "/r", "--dry-run", "--env", "WANDB_API_KEY", "--env", "HF_TOKEN=secret-2") == 0
+    captured = capsys.readouterr()
+    variables = json.loads(captured.out)["runtime_env"]["env_vars"]
+    assert variables["WANDB_API_KEY"] == variables["HF_TOKEN"] == "(hidden)"
+    assert variables["VERL_FILE_LOGGER_PATH"] == "/r/metrics.jsonl"
+    assert "secret" not in captured.out + captured.err
+
+
+def test_what_is_remembered_of_a_job_has_no_values_of_the_environment():
+    made = job("recipe=x", env=["HF_TOKEN=secret"])
+    assert "secret" not in f"{made.metadata} {made.entrypoint} {made.elsewhere}"
+
+
+@pytest.mark.parametrize("item", ["=secret", ""])
+def test_a_variable_without_a_name_is_refused_and_not_repeated(command, capsys, item):
+    assert command("run", "--run-dir", "/r", "--dry-run", "--env", item) == 2
+    error = capsys.readouterr().err
+    assert "--env needs a name" in error and "secret" not in error
 
 
 def test_options_stand_anywhere_and_what_follows_the_dashes_passes(command, capsys):
@@ -188,6 +238,19 @@ def test_status_lists_our_runs_the_newest_first(client, command, capsys):
     assert "/runs/failed" in capsys.readouterr().out
     assert command("status", "nothing") == 2
     assert "no run called nothing" in capsys.readouterr().err
+
+
+def test_status_shows_what_others_wrote_as_it_is(client, command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    folder = "/runs/[/exp]/[math]/:smile:/\x1b[31m\x9b2J\u202e"
+    client.jobs["failed"].metadata[submit_job.RUN_DIR] = folder
+    client.jobs["failed"].message = "\x1b[2Jgone [bold]\nsecond\x07"
+    assert command("status", "failed") == 0
+    out = capsys.readouterr().out
+    assert r"/runs/[/exp]/[math]/:smile:/\x1b[31m\x9b2J\u202e" in out
+    assert r"\x1b[2Jgone [bold]" + "\n" + r"second\x07" + "\n" in out
+    assert command("logs", "failed", "--follow") == 3
+    assert r"failed FAILED: \x1b[2Jgone [bold]" in capsys.readouterr().err
 
 
 def test_following_ends_with_the_drivers_exit_code(client, command, capsys):

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.errors import ConfigError
-from verl_ext.submit_job import RUN_DIR, Job, build_job
+from verl_ext.printable import printable
+from verl_ext.submit_job import RUN_DIR, Job, build_job, shown
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -142,7 +143,7 @@ def add_parser(commands: Any) -> None:
     )
     made.add_argument("--id", help="of the job (default: Ray makes one up)")
     made.add_argument("--detach", action="store_true", help="do not follow the log")
-    made.add_argument("--dry-run", action="store_true", help="print what would be submitted, as JSON")
+    made.add_argument("--dry-run", action="store_true", help="print the job as JSON, the values of --env hidden")
     made.add_argument(
         "overrides",
         nargs="*",
@@ -166,7 +167,8 @@ def _reported(run: Any, arguments: argparse.Namespace) -> int:
     try:
         return run(arguments)
     except (ConfigError, RuntimeError) as error:  # Ray's client raises RuntimeError with the server's sentence
-        print(f"verl-ext submit: {' '.join(str(error).split())}", file=sys.stderr)
+        line = " ".join(str(error).split())
+        print(f"verl-ext submit: {printable(line, most=len(line))}", file=sys.stderr)
         return 2
 
 
@@ -182,7 +184,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if job.elsewhere:
         print(f"verl-ext submit: not to {arguments.run_dir} go {job.elsewhere}", file=sys.stderr)
     if arguments.dry_run:
-        print(json.dumps({"entrypoint": job.entrypoint, "runtime_env": job.runtime_env}, indent=2))
+        print(json.dumps(shown(job, arguments.env), indent=2))
         return 0
     return _submit(connect(arguments.address), job, arguments.id, arguments.detach)
 
@@ -192,13 +194,15 @@ def _submit(client: "JobSubmissionClient", job: Job, job_id: str | None, detach:
         entrypoint=job.entrypoint, runtime_env=job.runtime_env, metadata=job.metadata, submission_id=job_id
     )
     what = "everything else that" if job.elsewhere else "everything"
-    print(f"verl-ext submit: {job_id} submitted; {what} it writes goes to {job.metadata[RUN_DIR]}", file=sys.stderr)
+    folder = printable(job.metadata[RUN_DIR])  # of `resume`, as the cluster has it
+    print(f"verl-ext submit: {job_id} submitted; {what} it writes goes to {folder}", file=sys.stderr)
     return 0 if detach else follow(client, job_id)
 
 
 def _status(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     client = connect(arguments.address)
     found = [row for row in rows(client) if arguments.job in (None, row[0])]
@@ -206,10 +210,11 @@ def _status(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"no run called {arguments.job}; `verl-ext submit status` lists them")
     table = Table("job", "status", "started", "minutes", "run folder")
     for row in found:
-        table.add_row(*row)
+        table.add_row(*(Text(printable(cell)) for cell in row))  # Text: brackets are no markup
     Console().print(table)
     if arguments.job and (message := client.get_job_info(arguments.job).message):
-        print(message)
+        for line in message.splitlines():
+            print(printable(line, most=len(line)))
     return 0
 
 
@@ -241,4 +246,4 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 def _brief(message: str | None) -> str:
     lines = [line for line in (message or "").splitlines() if line.strip()]
-    return lines[0] if lines else ""
+    return printable(lines[0]) if lines else ""

@@ -9,6 +9,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from verl_ext.errors import ConfigError
+from verl_ext.overrides import override
+from verl_ext.printable import printable
 
 # What is never needed on the nodes; Ray refuses a working directory of more than 500 MiB.
 EXCLUDES = (".git", ".venv", "__pycache__", "checkpoints", "outputs", "wandb", ".quickstart", "*.pt", "*.safetensors")
@@ -17,6 +19,7 @@ RUN_DIR, OVERRIDES = "verl_ext_run_dir", "verl_ext_overrides"  # keys of a job's
 METRICS = "VERL_FILE_LOGGER_PATH"
 # What goes to the run's folder unless the user names another place: setting -> what stands there.
 PLACES = {"trainer.default_local_dir": "checkpoints", "hydra.run.dir": "Hydra's output", METRICS: "metrics"}
+HIDDEN = "(hidden)"
 CLUSTERS_OWN = ("ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.num_gpus")
 
 
@@ -57,6 +60,7 @@ def build_job(
     """
     if not PurePosixPath(run_dir).is_absolute():
         raise ConfigError(f"--run-dir={run_dir} must be an absolute path that every node can write to")
+    _check_text(run_dir)
     if pip and image:
         raise ConfigError("--pip and --image exclude each other: put the packages into the image")
     if working_dir is not None and "://" not in working_dir and not Path(working_dir).exists():
@@ -71,9 +75,9 @@ def build_job(
     defaults = {
         "trainer.default_local_dir": str(folder / "checkpoints"),
         "hydra.run.dir": str(folder / "hydra"),
-        **{f"++{key}": "null" for key in CLUSTERS_OWN},
     }
-    added = [f"{key}={value}" for key, value in defaults.items() if key.lstrip("+") not in given]
+    added = [override(key, value) for key, value in defaults.items() if key not in given]
+    added += [f"++{key}=null" for key in CLUSTERS_OWN if key not in given]
     # Hydra takes no overrides behind a flag such as `--cfg job`.
     flag = next((index for index, word in enumerate(overrides) if word.startswith("-")), len(overrides))
     command = ["python", "-m", "verl_ext.main_ppo", *overrides[:flag], *added, *overrides[flag:]]
@@ -89,6 +93,20 @@ def build_job(
     return Job(shlex.join(command), runtime_env, metadata, _elsewhere(given | variables))
 
 
+def shown(job: Job, env: Sequence[str]) -> dict[str, Any]:
+    """What is sent, without the values that the user gave by `env`: they may be secrets."""
+    hidden = {item.partition("=")[0]: HIDDEN for item in env}
+    runtime_env = job.runtime_env | {"env_vars": job.runtime_env["env_vars"] | hidden}
+    return {"entrypoint": job.entrypoint, "runtime_env": runtime_env}
+
+
+def _check_text(run_dir: str) -> None:
+    if "$" in run_dir:  # Ray expands variables in what it sets for a process, OmegaConf interpolations in the overrides
+        raise ConfigError(f"--run-dir={run_dir} must be the folder itself, without a $: Ray and Hydra would replace it")
+    if run_dir.encode(errors="ignore").decode() != run_dir or "\0" in run_dir:
+        raise ConfigError(f"--run-dir={printable(run_dir)} must be a path in UTF-8")
+
+
 def _settings(overrides: Sequence[str]) -> dict[str, str]:
     """Key -> value of the overrides, without Hydra's plus signs."""
     pairs = (override.partition("=") for override in overrides)
@@ -101,6 +119,8 @@ def _elsewhere(given: dict[str, str]) -> str:
 
 def _variable(item: str) -> tuple[str, str]:
     key, equals, value = item.partition("=")
+    if not key:
+        raise ConfigError("--env needs a name: --env KEY=VALUE, or --env KEY for the value that it has here")
     if equals:
         return key, value
     if key not in os.environ:
