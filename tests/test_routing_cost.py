@@ -162,6 +162,14 @@ def test_the_command_line(capsys, tmp_path):
     assert "get: 2.0 s at 0.004 GB/s, 10.0% of a step of 20 s" in shown
 
 
+def test_a_model_folder_with_brackets_in_its_name_is_no_markup(capsys, tmp_path):
+    folder = tmp_path / "[" / "exp]"
+    Qwen3MoeConfig(num_hidden_layers=2, num_experts=8, num_experts_per_tok=2).save_pretrained(folder)
+    arguments = ["--model", str(folder), "--tokens", "1000", "--trajectories", "500"]
+    assert cost.main(arguments) == 0
+    assert "[/exp]" in "".join(capsys.readouterr().out.split())
+
+
 def test_the_command_line_names_the_remedy(capsys):
     assert cost.main(["--model", "/nowhere"]) == 2
     message = capsys.readouterr().err

@@ -326,8 +326,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _rich(title: str, rows: Sequence[Sequence[str]]) -> Any:
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(*rows[0], title=title, title_justify="left")
+    table = Table(*rows[0], title=Text(title), title_justify="left")
     for row in rows[1:]:
         table.add_row(*row)
     return table

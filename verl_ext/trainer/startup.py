@@ -142,9 +142,10 @@ def _verify_cascade(trainer: Any) -> Feature:
 def print_table(features: list[Feature]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("feature", "setting", "where", title="verl_ext: active features", title_justify="left")
     for feature in features:
-        table.add_row(*feature)
+        table.add_row(*map(Text, feature))  # Text: brackets in a rule's name or signal are no markup
     # Ray prefixes each line with the process's name, so the terminal's own width would be too much.
     Console(width=100).print(table)
