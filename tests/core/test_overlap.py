@@ -22,6 +22,7 @@ LAYOUTS = {
     "planes": lambda ids: ids.permute(2, 0, 1).contiguous().permute(1, 2, 0),
     "every second token": lambda ids: ids.repeat_interleave(2, 0)[::2],
     "first of more ids": lambda ids: torch.cat([ids, ids], -1)[..., : ids.shape[-1]],
+    "one id into its memory": lambda ids: torch.cat([ids.new_zeros(1), ids.flatten()])[1:].view(ids.shape),
 }
 
 
@@ -75,6 +76,17 @@ def test_order_within_a_set_does_not_matter(K, seed):
     train, infer = (random_sets(5, 3, K, 256, seed + i).to(U8) for i in range(2))
     order = torch.randperm(K, generator=torch.Generator().manual_seed(seed))
     assert torch.equal(expert_overlap(train, infer), expert_overlap(train[..., order], infer.flip(-1)))
+
+
+@pytest.mark.parametrize("offsets", [(1, 0), (0, 1), (1, 2), (3, 1), (4, 8)])
+@pytest.mark.parametrize("dtype", [U8, I16, I32])
+def test_the_two_may_stand_anywhere_in_their_memory(dtype, offsets):
+    sets = [random_sets(5, 3, 8, 256, seed).to(dtype) for seed in range(2)]
+    moved = [
+        torch.cat([ids.new_zeros(offset), ids.flatten()])[offset:].view(ids.shape)
+        for ids, offset in zip(sets, offsets, strict=True)
+    ]
+    assert expert_overlap(*moved).tolist() == intersection_sizes(*sets)
 
 
 def test_255_experts_of_256():

@@ -49,7 +49,9 @@ def blockwise_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
     tokens, memory = max(1, PAIRS // max(1, L)), Workspace(train_NLK.device)
     for start in range(0, N, tokens):
         part = slice(start, start + tokens)
-        train_PW, infer_PW = (_as_words(ids[part].to(dtype).contiguous().view(-1, K)) for ids in (train_NLK, infer_NLK))
+        train_PW, infer_PW = _as_words(
+            *(ids[part].to(dtype).contiguous().view(-1, K) for ids in (train_NLK, infer_NLK))
+        )
         unequal_P = train_PW[:, 0] != infer_PW[:, 0]
         for word in range(1, train_PW.shape[1]):
             unequal_P |= train_PW[:, word] != infer_PW[:, word]
@@ -62,10 +64,12 @@ def blockwise_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
     return overlap_NL
 
 
-def _as_words(ids_PK: Tensor) -> Tensor:
-    """The same bytes in the widest words that make up a row."""
-    row, start = (count * ids_PK.element_size() for count in (ids_PK.shape[1], ids_PK.storage_offset()))
-    return ids_PK.view(next(dtype for width, dtype in WORDS if row % width == start % width == 0))
+def _as_words(train_PK: Tensor, infer_PK: Tensor) -> tuple[Tensor, Tensor]:
+    """The same bytes in the widest words that make up a row, and that start at a multiple of their width in both."""
+    places = (train_PK.shape[1], train_PK.storage_offset(), infer_PK.storage_offset())
+    size = train_PK.element_size()
+    word = next(dtype for width, dtype in WORDS if all(place * size % width == 0 for place in places))
+    return train_PK.view(word), infer_PK.view(word)
 
 
 def _count_common(train_PK: Tensor, infer_PK: Tensor, memory: Workspace) -> Tensor:
