@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from verl_ext.core.boundary import HORIZON, estimate_growth
-from verl_ext.core.guard_state import Decision, Event, Foresight, GuardState
+from verl_ext.core.guard_state import Decision, Event, Foresight, read_state
 from verl_ext.core.rules import REFUSING, Rule, RuleState, describe, read, spread
 from verl_ext.errors import ConfigError
 
@@ -166,17 +166,18 @@ class Guard:
         return asdict(self.state)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave. Rules that are new start anew, those that are gone are forgotten."""
-        state = GuardState(**saved)
-        before = {name: RuleState(**values) for name, values in saved.get("rules", {}).items()}
-        state.rules = {}
+        """Take over what `state_dict` gave. Rules that are new start anew, those that are gone are forgotten.
+
+        Raises:
+            ValueError: it is no such state; names the entry.
+        """
+        state = read_state(saved)
+        before, state.rules = state.rules, {}
         for rule in self.rules:
             known = before.get(rule.name)
             state.rules[rule.name] = known if known and known.signal == rule.signal else RuleState(rule.signal)
-        same = state.growth_of == self.foresight.signal
-        state.growth = [(step, delta) for step, delta in state.growth] if same else []
-        state.growth_of = self.foresight.signal
-        state.unproven = [(saved, since) for saved, since in state.unproven]
+        if state.growth_of != self.foresight.signal:
+            state.growth, state.growth_of = [], self.foresight.signal
         self.state = state
 
     def _prove(self, step: int) -> None:

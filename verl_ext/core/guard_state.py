@@ -1,8 +1,12 @@
 """What the guard decides, and what it remembers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 from verl_ext.core.rules import REFUSING, RuleState
+from verl_ext.core.saved import read_saved
 
 
 @dataclass(frozen=True)
@@ -72,3 +76,15 @@ class GuardState:
     unproven: list[tuple[int, int]] = field(default_factory=list)
     updated: bool = False
     rollback_due: str = ""
+
+
+def read_state(saved: Mapping[str, Any]) -> GuardState:
+    """The state whose `asdict` was saved; what it lacks is as at the start of a run.
+
+    Raises:
+        ValueError: it is no such state; names the entry.
+    """
+    state = read_saved(GuardState, saved, "the state")
+    if any(earlier >= later for (earlier, _), (later, _) in pairwise(state.growth)):
+        raise ValueError("growth does not ascend in its steps")
+    return state

@@ -13,11 +13,14 @@ from typing import Any
 
 from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
 
+from verl_ext.core.guard_state import read_state
 from verl_ext.errors import UserError
+from verl_ext.printable import printable
 
 STATE_FILE = "verl_ext.json"
 SIZES_FILE = "verl_ext_sizes.json"
 GIVEN_UP_FILE = "verl_ext_given_up"
+STEP = r"0|[1-9][0-9]{0,17}"  # as verl writes it
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -38,15 +41,18 @@ def load_state(folder: Path) -> dict[str, Any] | None:
     """None where a run without the guard wrote the checkpoint.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: the file is not a state of the guard's.
     """
     file = folder / STATE_FILE
     if not file.exists():
         return None
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        state = _read_json(file)
+        read_state(state)
+        return state
     except ValueError as error:
-        raise CheckpointError(f"{file} is damaged ({error}); delete it to resume with a fresh guard") from error
+        said = printable(str(error))
+        raise CheckpointError(f"{file} is damaged ({said}); delete it to resume with a fresh guard") from error
 
 
 def save_sizes(folder: Path) -> None:
@@ -74,19 +80,31 @@ def damage(folder: Path) -> str:
         return "the folder is missing"
     if (folder / GIVEN_UP_FILE).exists():
         return "a rollback gave it up"
+    try:
+        load_state(folder)
+    except CheckpointError as error:
+        return str(error)
     file = folder / SIZES_FILE
     if not file.exists():
         return ""
     try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
+        saved = _read_json(file)
     except ValueError as error:
         return f"{SIZES_FILE} is not JSON ({error})"
-    found = dict(_sizes(folder))
+    if not isinstance(saved, dict):
+        return f"{SIZES_FILE} is not a mapping from a file to its size"
+    return _changed(saved, dict(_sizes(folder)))
+
+
+def _changed(saved: Mapping[str, Any], found: Mapping[str, int]) -> str:
+    """The first file that is not as it was saved, in one clause; empty where all are."""
     for name, size in saved.items():
+        if type(size) is not int:
+            return f"{printable(name)} has a size that is not a whole number in {SIZES_FILE}"
         if name not in found:
-            return f"{name} is missing"
+            return f"{printable(name)} is missing"
         if found[name] != size:
-            return f"{name} has {found[name]} bytes and was saved with {size}"
+            return f"{printable(name)} has {found[name]} bytes and was saved with {size}"
     return ""
 
 
@@ -96,7 +114,7 @@ def newest_whole(root: str | Path) -> Path | None:
     Prints those that it passes over. Returns None where there is no checkpoint at all.
 
     Raises:
-        CheckpointError: there are checkpoints, and none can be resumed from.
+        CheckpointError: there are checkpoints, and none can be resumed from; or only a tracker that names none.
     """
     latest = _latest(root)
     if latest is None:  # no tracker, or a part of one: those whose sizes were saved are complete
@@ -104,6 +122,10 @@ def newest_whole(root: str | Path) -> Path | None:
     else:
         steps = sorted({latest, *(step for step in _steps(Path(root)) if step <= latest)})
     if not steps:
+        if latest is None and _tracker(root).exists():  # verl would end on it
+            raise CheckpointError(
+                f"{_tracker(root)} names no step, and no complete checkpoint is there; delete it to start anew"
+            )
         return None
     passed_over: list[str] = []
     for step in sorted(steps, reverse=True):
@@ -127,15 +149,21 @@ def newest_of(root: str | Path, steps: Iterable[int]) -> Path | None:
     return None
 
 
+def _tracker(root: str | Path) -> Path:
+    return Path(get_checkpoint_tracker_filename(str(root)))
+
+
 def _latest(root: str | Path) -> int | None:
-    """The step that verl's tracker names; None where there is none, or it was cut off."""
-    tracker = Path(get_checkpoint_tracker_filename(str(root)))
-    text = tracker.read_text(encoding="utf-8").strip() if tracker.exists() else ""
-    return int(text) if text.isdigit() else None
+    """The step that verl's tracker names; None where there is none, or it names none (it was cut off)."""
+    try:
+        text = _tracker(root).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    return int(text) if re.fullmatch(STEP, text) else None
 
 
 def _steps(root: Path) -> list[int]:
-    names = (re.fullmatch(r"global_step_(\d+)", entry.name) for entry in root.iterdir()) if root.is_dir() else ()
+    names = (re.fullmatch(f"global_step_({STEP})", entry.name) for entry in root.iterdir()) if root.is_dir() else ()
     return [int(name.group(1)) for name in names if name]
 
 
@@ -143,6 +171,20 @@ def _sizes(folder: Path) -> list[tuple[str, int]]:
     return [
         (str(file.relative_to(folder)), file.stat().st_size) for file in sorted(folder.rglob("*")) if file.is_file()
     ]
+
+
+def _read_json(file: Path) -> Any:
+    """What stands in a file.
+
+    Raises:
+        ValueError: it cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(error.strerror) from error
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:

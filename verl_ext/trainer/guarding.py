@@ -188,16 +188,10 @@ class GuardMixin:
             super()._load_checkpoint()  # type: ignore[misc]
             trainer.resume_mode, trainer.resume_from_path = asked
         if state is not None:
-            try:
-                self.guard.load_state_dict(state)
-            except TypeError as error:
-                raise checkpoints.CheckpointError(
-                    f"{folder / checkpoints.STATE_FILE} was written by another version ({error}); delete it to resume "
-                    "with a fresh guard"
-                ) from error
-            print(f"verl_ext: guard state of step {self.global_steps}: {json.dumps(_brief(state))}", flush=True)
+            self.guard.load_state_dict(state)
+            print(f"verl_ext: guard state of step {self.global_steps}: {json.dumps(self._brief())}", flush=True)
 
-
-def _brief(state: Mapping[str, Any]) -> dict[str, Any]:
-    firing = [name for name, rule in state.get("rules", {}).items() if rule["firing"]]
-    return {"skips": state["skips"], "rollbacks": state.get("rollbacks", 0), "firing": firing}
+    def _brief(self) -> dict[str, Any]:
+        state = self.guard.state
+        firing = [name for name, rule in state.rules.items() if rule.firing]
+        return {"skips": state.skips, "rollbacks": state.rollbacks, "firing": firing}
