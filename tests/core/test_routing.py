@@ -133,6 +133,19 @@ def test_255_experts_a_token_and_more_layers_than_a_byte_counts():
     assert router_metrics(sums.pack())["router/first_differing_layer"] == 299
 
 
+def test_sums_over_long_trajectories_keep_their_digits():
+    """In float32, a margin of 0.1 over 400,000 tokens reads 0.10005, and 20 million agreements cannot be counted."""
+    N, K = 400_000, 255
+    overlap_NL = torch.full((N, 1), K, dtype=torch.uint8)
+    overlap_NL[::4] = K - 2
+    yes, margin_NL = torch.ones(N, dtype=torch.bool), torch.full((N, 1), 0.1)
+    _, sums = agreement(overlap_NL, K, yes, yes, torch.tensor([0, N]), margin_NL=margin_NL)
+    found = router_metrics(sums.pack())
+    assert found["router/margin_equal"] == pytest.approx(margin_NL[0, 0].item(), rel=1e-12)
+    assert found["router/margin_differs"] == pytest.approx(margin_NL[0, 0].item(), rel=1e-12)
+    assert found["router/agreement"] == pytest.approx(1 - 2 / K / 4, rel=1e-12)
+
+
 def test_no_generated_token_gives_no_metric():
     none = torch.zeros(2, dtype=torch.bool)
     _, sums = agreement(torch.zeros(2, 3, dtype=torch.uint8), 2, none, ~none, torch.tensor([0, 2]))

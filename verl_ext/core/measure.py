@@ -20,12 +20,12 @@ from torch import Tensor
 
 from verl_ext.core.breakdown import Breakdown, breakdown_metrics
 from verl_ext.core.mismatch import LOG_RATIO_BOUND, Gap, probabilities
-from verl_ext.core.segments import Workspace, blocks, segment_sums
+from verl_ext.core.segments import EXACT, Workspace, blocks, segment_sums, total
 from verl_ext.core.tokens import Tokens
 from verl_ext.core.weigh import Composition, Settings
 
 BLOCK = 131_072  # tokens: some 14 MB of temporaries
-GPU_BLOCK = 8_388_608  # float32 counts exactly up to twice this
+GPU_BLOCK = EXACT // 2
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def measure(
         gap = Gap.of(tokens, part, memory)
         _add_mismatch(sums, tokens, part, gap, memory)
         k3 = torch.sub(gap.k_minus_1, gap.bounded, out=memory.take("k3", n))
-        sums.add(tokens=gap.counts.sum(), log_k=gap.log_k_sum, k3=k3.sum())
+        sums.add(tokens=total(gap.counts), log_k=gap.log_k_sum, k3=k3.sum())
         # Of each trajectory of the block: what sequence corrections read, and the sums by trajectory.
         log_rho = segment_sums(gap.log_k, tokens.offsets[rows.start : rows.stop + 1].diff())
         dropped = low = high = None
@@ -108,7 +108,7 @@ def measure(
                 dropped.mul_(gap.counts)
             low = torch.mul(dropped, found.low, out=memory.take("low", n, torch.float32))
             high = torch.sub(dropped, low, out=memory.take("high", n, torch.float32))
-            sums.add(weight=product.sum(), low=low.sum(), high=high.sum())
+            sums.add(weight=total(product), low=total(low), high=total(high))
         axes = {"prob": gap.p_infer}
         if tokens.entropy is not None:
             entropy = memory.take("entropy", n).copy_(tokens.entropy[part]).nan_to_num_(0.0)
@@ -166,8 +166,8 @@ def _add_mismatch(sums: _Sums, tokens: Tokens, part: slice, gap: Gap, memory: Wo
     k = gap.k if gap.clean else gap.k * gap.counts
     sums.add(
         log_k_abs=absolute.sum(),
-        k=k.sum(),
-        k_squared=torch.mul(k, k, out=memory.take("squared", n, torch.float32)).sum(),
+        k=total(k),
+        k_squared=total(torch.mul(k, k, out=memory.take("squared", n, torch.float32))),
         e=gap.k_minus_1.sum(),
         e_squared=torch.dot(gap.k_minus_1, gap.k_minus_1),
         difference=difference.sum(),
@@ -216,7 +216,7 @@ def _result(tokens: Tokens, weight: Tensor | None, sums: _Sums, parts: Breakdown
     for name, rows in composition.sequences.items():
         sums.add(**{f"{name}/low": (rows.low * used).sum(), f"{name}/high": (rows.high * used).sum()})
     for name, outside in composition.outside.items():
-        low, high = torch.stack([*outside, torch.zeros(2, device=count.device)]).double().sum(0)
+        low, high = torch.stack([*outside, count.new_zeros(2)]).sum(0)
         sums.add(**{f"{name}/low": low, f"{name}/high": high})
 
     buckets = parts.buckets()

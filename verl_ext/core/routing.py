@@ -10,12 +10,12 @@ from torch import Tensor
 
 from verl_ext.core.segments import blocks
 
-BLOCK = 65_536  # tokens taken at a time: 25 MB a temporary for 94 layers
+BLOCK = 32_768  # tokens taken at a time: 25 MB a temporary for 94 layers
 
 
 @dataclass(frozen=True)
 class RouterSums:
-    """Sums over the compared tokens of each trajectory: float32, and exact, being counts below 2^24.
+    """Sums over the compared tokens of each trajectory, float64: float32 would stop counting at 2^24.
 
     A token is compared if the model generated it and the rollout's routing of it is known.
 
@@ -78,7 +78,7 @@ def agreement(
     """
     rows, layers = len(offsets) - 1, overlap_NL.shape[1]
     per_token = torch.ones(len(overlap_NL), device=overlap_NL.device)
-    packed = torch.zeros(rows, 4 * layers + 4, device=overlap_NL.device)
+    packed = torch.zeros(rows, 4 * layers + 4, dtype=torch.float64, device=overlap_NL.device)
     sums = RouterSums.unpack(packed)
     for part, of in blocks(offsets, block):
         lengths = offsets[of.start : of.stop + 1].diff()
@@ -94,21 +94,24 @@ def agreement(
         def add(
             to: Tensor, values: Tensor, of: slice = of, row_n: Tensor = row_n, counts_n1: Tensor = counts_n1
         ) -> None:
-            to[of].index_add_(0, row_n, values.float() * counts_n1)
+            to[of].index_add_(0, row_n, values.double() * counts_n1)
 
         add(sums.agree, overlap_nL)
-        add(sums.own, overlap_nL if own_NL is None else own_NL[part])
+        if own_NL is not None:
+            add(sums.own, own_NL[part])
         add(sums.exact, exact_nL)
         add(sums.tokens, torch.ones_like(counts_n1))
-        sums.unknown[of].index_add_(0, row_n, (mask_N[part] & ~known_n).float().unsqueeze(1))
+        sums.unknown[of].index_add_(0, row_n, (mask_N[part] & ~known_n).double().unsqueeze(1))
         differs_n = counts_n & ~exact_nL.all(1)
         first_n = exact_nL[differs_n].to(torch.uint8).argmin(1)  # of equal values, the first
-        ones = torch.ones(len(first_n), device=packed.device)
+        ones = packed.new_ones(len(first_n))
         sums.first[of].index_put_((row_n[differs_n], first_n), ones, accumulate=True)
         if margin_NL is not None:
-            margin_nL = margin_NL[part].float()
+            margin_nL = margin_NL[part].double()
             add(sums.margin_equal, (margin_nL * exact_nL).sum(1, keepdim=True))
             add(sums.margin_differs, (margin_nL * ~exact_nL).sum(1, keepdim=True))
+    if own_NL is None:
+        sums.own.copy_(sums.agree)
     sums.agree.div_(top_k)
     sums.own.div_(top_k)
     return per_token, sums

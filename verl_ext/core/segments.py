@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+EXACT = 2**24  # up to here float32 counts, and stops
+
 
 def blocks(offsets: Tensor, size: int) -> Iterator[tuple[slice, slice]]:
     """Tokens and trajectories of each block: as many whole trajectories as `size` tokens hold, at least one."""
@@ -35,8 +37,15 @@ def overlap(starts: Tensor, part: slice) -> tuple[slice, Tensor]:
     return slice(first, last), starts[first : last + 1].clamp(part.start, part.stop).diff()
 
 
+def total(values: Tensor) -> Tensor:
+    """The float64 sum of [n] values; of float32 in parts that it counts exactly, at the cost of float32."""
+    return torch.stack([part.sum().double() for part in values.split(EXACT)]).sum()
+
+
 def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sums of consecutive stretches of [n] values; 0 for an empty one."""
+    """Sums of consecutive stretches of [n] values; 0 for an empty one. Of float32, float64 where n passes EXACT."""
+    if len(values) > EXACT:
+        values = values.double()
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0)
 
 

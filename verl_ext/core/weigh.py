@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verl_ext.core.corrections import CORRECTIONS, Weights
 from verl_ext.core.mismatch import Gap, probabilities
-from verl_ext.core.segments import Workspace, expand, segment_sums
+from verl_ext.core.segments import Workspace, expand, segment_sums, total
 from verl_ext.core.tokens import Tokens
 
 Settings = Mapping[str, Any]
@@ -53,7 +53,7 @@ class Composition:
             weights = correction.function(*(quantities[name] for name in correction.reads), **settings)
             sides = (weights.low, weights.high)
             counted = sides if gap.clean else [side * gap.counts for side in sides]
-            self.outside[correction.name].append(torch.stack([side.sum() for side in counted]))
+            self.outside[correction.name].append(torch.stack([total(side) for side in counted]))
             found.append(weights)
         if log_rho is None:
             return reduce(_times, found)

@@ -67,7 +67,7 @@ def routing_outputs(
 
     Returns model outputs, on the device of `overlap_TL`:
         router_agreement: jagged [B, r] float32, per response token the mean over layers of |T and I| / K.
-        router_sums: [B, 4 L + 4] float32, `RouterSums.pack()`.
+        router_sums: [B, 4 L + 4] float64, `RouterSums.pack()`.
 
     Raises:
         ValueError: a tensor has another number of rows than the batch has tokens.
