@@ -1,6 +1,7 @@
 """Each filter against a count in plain Python over ragged trajectories, and what running several in a row does."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -119,6 +120,16 @@ def test_low_agreement_and_low_probability_drop_below_the_threshold(rows, thresh
     assert keep("low_probability", batch, threshold=threshold) == [math.exp(t["infer"]) >= threshold for t in tokens]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("threshold", [1e-4, 0.01, 0.3])
+def test_low_probability_of_half_precision_is_not_rounded_to_the_threshold(dtype, threshold):
+    l_infer = (math.log(threshold) + torch.linspace(-0.1, 0.1, 41)).to(dtype)
+    batch = make_batch([[{}] * 41])
+    batch = replace(batch, tokens=replace(batch.tokens, l_infer=l_infer))
+    expected = [math.exp(value) >= threshold for value in l_infer.tolist()]
+    assert keep("low_probability", batch, threshold=threshold) == expected
+
+
 @RELAXED
 @given(ROWS, st.sampled_from([0.0, 0.25, 0.3, 1.0]))
 def test_off_policy_negative_is_deepseeks_equation_9_at_l_theta_equal_to_l_old(rows, delta):
@@ -134,6 +145,13 @@ def test_the_off_policy_bound_itself_is_kept():
     row = [{"infer": -1.0, "old": -1.5, "advantage": -1.0}] * 2
     assert keep("off_policy_negative", make_batch([row]), delta=0.5) == [True, True]
     assert keep("off_policy_negative", make_batch([row]), delta=0.499) == [False, False]
+
+
+@pytest.mark.parametrize("name", ["infer", "old"])
+def test_a_trajectory_with_nan_under_the_mask_counts_as_off_policy_as_it_does_for_opsm(name):
+    nan = {name: math.nan, "advantage": -1.0}
+    rows = [[nan, {"advantage": -1.0}, {"advantage": 1.0}], [nan | {"m": 0}, {"advantage": -1.0}]]
+    assert keep("off_policy_negative", make_batch(rows), delta=0.1) == [False, False, True, True, True]
 
 
 def decode(ids):

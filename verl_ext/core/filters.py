@@ -242,14 +242,14 @@ def zero_variance(batch: FilterBatch) -> Tensor:
 @register_batch_filter("low_agreement")
 def low_agreement(batch: FilterBatch, *, threshold: float) -> Tensor:
     """Drop tokens for which training and rollout chose less than this share of experts in common."""
-    # ~(a < b) here and below, not a >= b: NaN is not dropped unseen, the guard refuses the batch for it.
+    # ~(a < b), not a >= b, here and below: NaN is no reason to drop; the guard refuses log-probabilities that are one.
     return ~(batch.require("agreement_N", "low_agreement") < threshold)
 
 
 @register_batch_filter("low_probability")
 def low_probability(batch: FilterBatch, *, threshold: float) -> Tensor:
     """Drop tokens that the rollout sampled at a probability below this: they carry most of the mismatch."""
-    return ~(batch.tokens.l_infer.exp() < threshold)
+    return ~(batch.tokens.l_infer.double().exp() < threshold)
 
 
 @register_batch_filter("off_policy_negative")
@@ -258,12 +258,12 @@ def off_policy_negative(batch: FilterBatch, *, delta: float) -> Tensor:
 
     Off-policy sequence masking, DeepSeek-V3.2 (arXiv 2512.02556, eq. 9), before the update: l_theta is l_old, so that
     it sees the mismatch of the engines (and in asynchronous modes the age of the rollout), not the policy's movement
-    within the step. The mean is over the tokens kept so far.
+    within the step. The mean is over the tokens kept so far; one that is NaN counts as past delta, as in `opsm_mask`.
     """
     tokens = batch.tokens
     gap = torch.where(batch.kept_N, tokens.l_infer.double() - tokens.l_old.double(), 0.0)
-    off_policy_B = tokens.row_sums(gap) > delta * tokens.row_sums(batch.kept_N)
-    return ~(off_policy_B[tokens.row_of_token()] & (batch.advantages_N < 0))
+    near_B = tokens.row_sums(gap) <= delta * tokens.row_sums(batch.kept_N)  # false for NaN
+    return near_B[tokens.row_of_token()] | ~(batch.advantages_N < 0)
 
 
 @register_batch_filter("retokenization_drift")
