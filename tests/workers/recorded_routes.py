@@ -77,9 +77,9 @@ def check_planted(output, trajectory, token, moe_layer):
     lost = torch.zeros(len(LENGTHS), len(MOE))
     lost[trajectory, moe_layer] = 1
     counts = torch.tensor([[float(response)] for _, response in LENGTHS])
-    torch.testing.assert_close(sums.agree, counts - lost / TOP_K)
-    torch.testing.assert_close(sums.exact, counts - lost)
-    torch.testing.assert_close(sums.first, lost)
+    assert sums.agree.tolist() == (counts - lost / TOP_K).tolist()
+    assert sums.exact.tolist() == (counts - lost).tolist()
+    assert sums.first.tolist() == lost.tolist()
     assert sums.tokens.tolist() == counts.tolist() and not sums.unknown.any()
 
 

@@ -56,6 +56,27 @@ def moe_layers(family):
 
 
 @contextmanager
+def noise(model, size=1e-3, seed=0):
+    """Every MLP and MoE block is given hidden states that are off by this share, a thousand times float32's rounding.
+
+    Experts that stay the same under it are those that any CPU, and any layout of the same tokens, chooses.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def disturb(module, args):
+        hidden, *others = args
+        return (hidden * (1 + size * torch.randn(hidden.shape, generator=generator)), *others)
+
+    blocks = [module for name, module in model.named_modules() if name.endswith(".mlp")]
+    hooks = [block.register_forward_pre_hook(disturb) for block in blocks]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
 def experts_inputs(model):
     """[(expert ids [N, K], weights [N, K])] as the experts themselves are given them, call after call: the oracle."""
     given = []

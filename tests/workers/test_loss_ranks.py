@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from closeness import close
 from loss_ranks import gradients, rank_main
 
 
@@ -13,4 +14,5 @@ def test_two_ranks_give_the_gradient_of_one(make_batch, tmp_path):
     torch.multiprocessing.spawn(rank_main, (batch, f"file://{tmp_path}/store", results), nprocs=2)
     assert (whole.count_nonzero(dim=1) > 5).all()
     for result in results:
-        torch.testing.assert_close(result, whole, rtol=1e-5, atol=1e-8)
+        for found, expected in zip(result, whole, strict=True):  # case by case, each at its own scale
+            close(found, expected)

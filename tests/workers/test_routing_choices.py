@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from closeness import close
 from routing_families import EXPERTS, FAMILIES, SMALL, TOP_K, build, experts_inputs, moe_layers
 from torch import nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
@@ -82,7 +83,7 @@ def test_replaying_the_own_choice_is_bitwise_the_same_and_another_choice_reaches
             replayed = model(IDS).logits
     for index, (ids, _) in enumerate(given):
         assert torch.equal(ids, tap.forced[index])
-    assert not torch.allclose(replayed, before)
+    assert (replayed - before).abs().max() > 1e-2 * before.abs().max()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -95,7 +96,7 @@ def test_experts_outside_the_routers_own_choice_keep_weight_and_gradient(family)
     for index, (_, weights) in enumerate(given):
         drifted = ~(tap.forced[index].unsqueeze(2) == tap.seen[index][0].unsqueeze(1)).any(2)
         assert drifted.any()
-        assert (weights[drifted].detach() > 1e-6).all()
+        assert (weights[drifted].detach() > 0).all()
     for point in tap.points:
         router = next(p for n, p in model.named_parameters() if n.startswith(point.name) and n.endswith(ROUTER))
         assert router.grad.abs().sum() > 0
@@ -132,7 +133,7 @@ def test_weights_of_replayed_experts_come_from_the_routers_own_scores(family):
             model(IDS)
     last = len(tap.points) - 1
     expected = weights_by_formula(family, model, tap.points[-1], hidden[0], tap.forced[last])
-    torch.testing.assert_close(given[-1][1].double(), expected, rtol=1e-5, atol=1e-6)
+    close(given[-1][1], expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -153,7 +154,7 @@ def test_gradient_checkpointing_replays_the_same_experts_in_its_recomputation(fa
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert calls == [len(moe_layers(family)), 2 * len(moe_layers(family))]
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+        close(gradients[1][name], gradient, name=name)
 
 
 def test_layers_for_multi_token_prediction_and_dense_layers_do_not_shift_the_numbers():

@@ -74,9 +74,9 @@ def test_a_planted_disagreement_is_found_at_its_token_and_layer(trajectory, toke
     lost = torch.zeros(len(LENGTHS), LAYERS)
     lost[trajectory, layer] = 1
     counts = torch.tensor([[float(response)] for _, response in LENGTHS])
-    torch.testing.assert_close(sums.agree, counts - lost * (TOP_K - 1) / TOP_K)
-    torch.testing.assert_close(sums.exact, counts - lost)
-    torch.testing.assert_close(sums.first, lost)
+    assert sums.agree.tolist() == (counts - lost * (TOP_K - 1) / TOP_K).tolist()
+    assert sums.exact.tolist() == (counts - lost).tolist()
+    assert sums.first.tolist() == lost.tolist()
 
 
 def test_rows_of_the_prompt_and_of_the_last_token_do_not_count():
