@@ -18,6 +18,7 @@ from verl_ext.core.losses import (
 
 LOG_PROB = st.floats(-100, 0, width=32, allow_subnormal=False)
 SEEDS = range(4)
+EPSILON, TINY = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).tiny
 
 
 @st.composite
@@ -89,10 +90,21 @@ def test_opsm_masks_a_sequence_with_nan_only_where_the_advantage_is_negative():
     assert opsm_mask(whole, advantages, 0.1).tolist() == [[0, 1], [1, 1]]
 
 
-def test_nan_in_padding_is_not_seen():
-    l_infer = torch.tensor([[0.0, math.nan]])
-    parts = sequence_divergence(l_infer, l_infer, l_infer, torch.tensor([[1, 0]]))
-    assert parts.whole.tolist() == [0]
+@given(batches(), st.sampled_from([math.nan, math.inf, -math.inf]))
+@settings(deadline=None)
+def test_what_stands_outside_the_mask_is_in_no_term_and_no_gradient(batch, odd):
+    *inputs, mask = tensors(batch)
+    found = []
+    for outside in (odd, -1.25):
+        l_infer, l_old, l_theta, advantages = (torch.where(mask, values, outside) for values in inputs)
+        leaf = l_theta.requires_grad_()
+        penalty = llds_penalty(leaf, l_old, advantages, mask, "action")
+        kl = unbiased_kl(leaf, l_old, l_infer, mask)
+        (penalty + kl).sum().backward()
+        whole = sequence_divergence(l_infer, l_old, l_theta, mask).whole
+        found.append([penalty, kl, whole, opsm_mask(whole, advantages, 0.1)[mask], leaf.grad])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def llds_oracle(l_theta, l_old, advantages, mask, gate):
@@ -155,34 +167,60 @@ def test_llds_gate_is_checked():
 
 
 def kl_oracle(theta, ref, sampled):
-    """(value, d/d theta) of r' (x - log x - 1), DeepSeek-V3.2 eq. 7, in float64; log-ratios end at +-20."""
-    d, e = ref - theta, theta - sampled
-    d_clamped, e_clamped = max(-20.0, min(20.0, d)), max(-20.0, min(20.0, e))
-    ratio, k3 = math.exp(e_clamped), math.expm1(d_clamped) - d_clamped
-    through_ratio = ratio * k3 if abs(e) <= 20 else 0.0
-    through_k3 = -ratio * math.expm1(d_clamped) if abs(d) <= 20 else 0.0
-    return ratio * k3, through_ratio + through_k3
+    """(value, d/d theta) of r' (x - log x - 1), DeepSeek-V3.2 eq. 7, in float64: r' (l_theta - l_ref) is its gradient.
+
+    r' ends at e^20 and e^-20, as any importance weight here, and log x at +-20 in the value alone.
+    """
+    ratio = math.exp(max(-20.0, min(20.0, theta - sampled)))
+    log_x = max(-20.0, min(20.0, ref - theta))
+    return ratio * (math.expm1(log_x) - log_x), ratio * (theta - ref)
+
+
+def kl_and_gradient(theta, ref, sampled):
+    """[value, gradient by l_theta] of `unbiased_kl`, each as float64 of the shape of the inputs."""
+    leaf = theta.detach().clone().requires_grad_()
+    value = unbiased_kl(leaf, ref, sampled, torch.ones_like(leaf))
+    value.sum().backward()
+    return value.detach().double(), leaf.grad.double()
 
 
 @given(LOG_PROB, LOG_PROB, LOG_PROB)
 @settings(deadline=None)
-def test_unbiased_kl_and_gradient_equal_the_oracle_up_to_the_clamp(theta, ref, sampled):
-    leaf = torch.tensor([[theta]], requires_grad=True)
-    value = unbiased_kl(leaf, torch.tensor([[ref]]), torch.tensor([[sampled]]))
-    value.sum().backward()
-    expected, gradient = kl_oracle(theta, ref, sampled)
-    assert value.item() == pytest.approx(expected, rel=1e-6, abs=1e-30)
-    # Of log-ratios below 1e-9, autograd's exp(log x) - 1 leaves fewer digits.
-    assert leaf.grad.item() == pytest.approx(gradient, rel=1e-6, abs=1e-15 * math.exp(min(20.0, theta - sampled)))
+def test_unbiased_kl_and_gradient_equal_the_oracle(theta, ref, sampled):
+    value, gradient = kl_and_gradient(*(torch.tensor([[x]]) for x in (theta, ref, sampled)))
+    expected = kl_oracle(theta, ref, sampled)
+    # The value is what is left of x - 1 and log x, float64 both, and float32 in the end.
+    floor = 4 * EPSILON * abs(expected[1]) + TINY
+    assert value.item() == pytest.approx(expected[0], rel=1e-6, abs=floor)
+    assert gradient.item() == pytest.approx(expected[1], rel=1e-6, abs=TINY)
+
+
+@pytest.mark.parametrize("log_ratio", [-30.0, -20.0, -0.1, 0.0, 2.0, 20.0, 20.1, 30.0])  # of r'
+def test_the_gradient_of_the_unbiased_kl_points_at_the_reference_however_far_it_is(log_ratio):
+    """log x from -40 to 40, both sides of where the value is bounded."""
+    ref = torch.linspace(-40, 40, 401) - 60
+    theta = torch.full_like(ref, -60)
+    value, gradient = kl_and_gradient(theta, ref, theta - log_ratio)
+    expected = [kl_oracle(*map(float, triple)) for triple in zip(theta, ref, theta - log_ratio, strict=True)]
+    values, gradients = torch.tensor(expected, dtype=torch.double).T
+    torch.testing.assert_close(value, values, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient, gradients, rtol=1e-6, atol=0)
+    assert torch.equal(gradient.sign(), (theta - ref).double().sign())
+
+
+def test_one_token_far_from_the_reference_does_not_outweigh_a_batch():
+    """At log x = 20.1 the gradient is 20.1, not e^20."""
+    _, gradient = kl_and_gradient(torch.tensor([-22.0]), torch.tensor([-1.9]), torch.tensor([-22.0]))
+    assert gradient.item() == pytest.approx(-20.1, rel=1e-6)
 
 
 @pytest.mark.parametrize("gap", [1e-1, 1e-3, 1e-5])
 def test_unbiased_kl_keeps_its_digits_near_the_reference(gap):
-    theta = torch.tensor([[-1.0]], requires_grad=True)
-    ref = torch.tensor([[-1.0 + gap]])
-    unbiased_kl(theta, ref, theta.detach()).sum().backward()
+    theta, ref = torch.tensor([[-1.0]]), torch.tensor([[-1.0 + gap]])
+    value, gradient = kl_and_gradient(theta, ref, theta)
     difference = ref.double().item() + 1.0  # what float32 made of the gap
-    assert theta.grad.item() == pytest.approx(-difference, rel=1e-6)  # r' (l_theta - l_ref), unbiased
+    assert gradient.item() == pytest.approx(-difference, rel=1e-6)  # r' (l_theta - l_ref), unbiased
+    assert value.item() == pytest.approx(math.expm1(difference) - difference, rel=1e-6)
 
 
 def test_gradient_of_the_unbiased_kl_is_the_gradient_of_the_kl():
@@ -192,17 +230,18 @@ def test_gradient_of_the_unbiased_kl_is_the_gradient_of_the_kl():
     ref, sampled = torch.randn(2, 6, dtype=torch.double).log_softmax(-1)
     theta = logits.log_softmax(-1)
     (exact,) = torch.autograd.grad((theta.exp() * (theta - ref)).sum(), logits, retain_graph=True)
-    expectation = (sampled.exp() * unbiased_kl(theta[None], ref[None], sampled[None])[0]).sum()
+    expectation = (sampled.exp() * unbiased_kl(theta, ref, sampled, torch.ones(6))).sum()
     (estimate,) = torch.autograd.grad(expectation, logits)
-    torch.testing.assert_close(estimate, exact, rtol=1e-5, atol=1e-7)
+    assert (estimate - exact).norm() < 1e-6 * exact.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_enters_without_losing_more(dtype):
     theta, ref, sampled = (-torch.rand(3, 2, 5) * 3).to(dtype)
-    expected = unbiased_kl(theta.double(), ref.double(), sampled.double())
-    assert unbiased_kl(theta, ref, sampled).dtype == torch.float32
-    torch.testing.assert_close(unbiased_kl(theta, ref, sampled), expected)
+    mask = torch.ones(2, 5)
+    found = unbiased_kl(theta, ref, sampled, mask)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, unbiased_kl(theta.double(), ref.double(), sampled.double(), mask))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -94,6 +94,31 @@ def test_opsm_masks_the_gradient_of_every_base_loss(base, weighted, make_batch, 
     )
 
 
+def planted(batch, odd):
+    """`batch` with `odd` in every field where the response mask is 0."""
+    outside = [mask == 0 for mask in batch.rows["response_mask"]]
+    for name in batch.rows.keys() - {"response_mask", "log_prob"}:
+        rows = zip(batch.rows[name], outside, strict=True)
+        batch.rows[name] = [torch.where(masked, odd, row) for row, masked in rows]
+    return batch
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("base", BASES)
+def test_nan_outside_the_mask_leaves_every_base_loss_as_verl_has_it_without(base, mode, make_batch, actor_config):
+    weights = torch.rand(4, 7, generator=torch.Generator().manual_seed(0))
+    plain, changed = (with_weights(make_batch(1), weights) for _ in range(2))
+    verls = "geo_mean_weighted" if base == "geo_mean" else base
+    config, verls_config = (
+        actor_config(PolicyLossConfig(loss_mode=name, dro_beta=0.1), loss_agg_mode=mode) for name in (base, verls)
+    )
+    expected, _ = run(lambda **call: ppo_loss(config=verls_config, **call), [plain.whole()])
+    found, metrics = run(build(config), [planted(changed, math.nan).whole()])
+    assert found == expected
+    assert torch.equal(changed.take_gradients(), plain.take_gradients())
+    assert all(math.isfinite(metric.aggregate()) for metric in metrics.values())
+
+
 def split_cases():
     """(name, ActorConfig fields, policy loss, settings): whatever has to give the same sum over any split."""
     return [
@@ -120,6 +145,20 @@ def test_the_split_into_micro_batches_does_not_matter(split, fields, policy_loss
     total, _ = run(loss, [batch.part(indices) for indices in split])
     assert total == pytest.approx(whole, rel=1e-5, abs=1e-7)
     torch.testing.assert_close(batch.take_gradients(), gradient, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("fields", "policy_loss", "settings"), [c[1:] for c in split_cases()], ids=[c[0] for c in split_cases()]
+)
+def test_what_stands_outside_the_mask_has_no_effect(odd, fields, policy_loss, settings, make_batch, actor_config):
+    plain, changed = make_batch(3, lengths=(6, 9, 4, 8)), planted(make_batch(3, lengths=(6, 9, 4, 8)), odd)
+    loss = build(actor_config(**fields), policy_loss=policy_loss, **settings)
+    (expected, expected_metrics), (found, metrics) = (run(loss, [batch.whole()]) for batch in (plain, changed))
+    assert found == expected
+    assert torch.equal(changed.take_gradients(), plain.take_gradients())
+    for name, value in expected_metrics.items():
+        assert metrics[name] == value or metrics[name].aggregate() == value.aggregate(), name
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -198,8 +237,9 @@ def test_the_inputs_reach_a_registered_loss_padded_and_are_gone_afterwards(make_
 
     batch = make_batch(0)
     run(build(actor_config(PolicyLossConfig(loss_mode="test_reader"))), [batch.whole()])
-    assert torch.equal(seen[0].l_infer, batch.padded("rollout_log_probs"))
-    assert torch.equal(seen[0].entropy, batch.padded("entropy"))
+    mask = batch.padded("response_mask")
+    assert torch.equal(seen[0].l_infer, batch.padded("rollout_log_probs") * mask)
+    assert torch.equal(seen[0].entropy, batch.padded("entropy") * mask)
     with pytest.raises(ConfigError, match=r"the loss needs router_agreement.*it brings of.*l_infer, entropy"):
         seen[0].require("router_agreement")
     with pytest.raises(ConfigError, match=r"launch with verl_ext\.main_ppo"):

@@ -107,7 +107,7 @@ def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tenso
     return torch.where(penalised, l_old.detach().float() - l_theta.float(), 0.0)
 
 
-def unbiased_kl(l_theta: Tensor, l_ref: Tensor, l_sampled: Tensor) -> Tensor:
+def unbiased_kl(l_theta: Tensor, l_ref: Tensor, l_sampled: Tensor, mask: Tensor) -> Tensor:
     """r' (x - log x - 1), x = pi_ref / pi_theta, r' = pi_theta / pi_sampled: k3, importance-weighted, per token.
 
     DeepSeek-V3.2 (arXiv 2512.02556) eq. 7. The gradient passes through r' as well, which makes it
@@ -119,15 +119,26 @@ def unbiased_kl(l_theta: Tensor, l_ref: Tensor, l_sampled: Tensor) -> Tensor:
         l_theta: [B, T] with gradient.
         l_ref: [B, T] under the reference policy.
         l_sampled: [B, T], l_infer or l_old.
+        mask: [B, T].
 
     Returns:
-        [B, T] float32. Both log-ratios are clamped to +-20, as verl's are, and carry no gradient beyond; verl clamps
-        its k3 to +-10 besides, which would cut the gradient where the KL is largest. NaN stays NaN.
+        [B, T] float32, 0 outside the mask, whatever stands there. Of the value, both log-ratios are clamped to +-20;
+        of the gradient r' alone, as an importance weight, so that it points at the reference from any distance. (verl
+        clamps its k3 to +-10 as well: no gradient past log x = 2.6, where the KL is largest. Its `k3+` has the
+        gradient of k2, l_theta - l_ref, unclamped.) What is not finite under the mask gives NaN.
     """
-    theta = l_theta.double()
-    log_x = (l_ref.detach().double() - theta).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio = (theta - l_sampled.detach().double()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    return (ratio * (torch.expm1(log_x) - log_x)).float()
+    chosen = mask.bool()
+    # torch.where on what goes in: on what comes out, it would leave a gradient of 0 * NaN.
+    theta, ref, sampled = (
+        torch.where(chosen, values.double(), 0.0) for values in (l_theta, l_ref.detach(), l_sampled.detach())
+    )
+    fixed = theta.detach()
+    ratio = (fixed - sampled).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    log_x = (ref - fixed).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    # The gradient in closed form. Autograd's is a difference of two terms with x in both: where a clamp cuts one of
+    # them off, the other stays, 1e8 times too large and of the wrong sign.
+    slope = ratio * (fixed - ref)
+    return (ratio * (torch.expm1(log_x) - log_x) + slope * (theta - fixed)).float()
 
 
 @torch.no_grad()

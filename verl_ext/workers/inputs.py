@@ -1,4 +1,4 @@
-"""What a policy loss may read beyond verl's signature: the tensors of the micro-batch, for the time of its loss."""
+"""The tensors of a micro-batch that losses read, and what a policy loss may read of them beyond verl's signature."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +18,23 @@ BATCH_FIELDS = {
     "router_agreement": "router_agreement",
     "router_deviation": "router_deviation",
 }
+VERLS_FIELDS = ("old_log_probs", "ref_log_prob", "advantages", "rollout_is_weights")  # [B, r] too, where there are any
+
+
+def padded_fields(data: TensorDict) -> TensorDict:
+    """What losses read of a micro-batch, `response_mask` with it, padded to [B, T]; 0 where the mask is.
+
+    verl masks by multiplying, or by torch.where on the result: a NaN that the rollout returned for a token of a tool's
+    output would be a NaN in the loss by the one, in the gradient by both.
+    """
+    padded = data.select("response_mask", *VERLS_FIELDS, *BATCH_FIELDS.values(), strict=False).to_padded_tensor()
+    mask = padded["response_mask"].bool()
+    return padded.apply(lambda values: torch.where(mask, values, 0))
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """[B, T] each, zeros in padding, aligned with the tensors that verl passes; None where the batch lacks the field.
+    """[B, T] each, 0 outside the mask, aligned with the tensors that verl passes; None where the batch lacks the field.
 
     Attributes:
         l_infer: log-probabilities under the rollout engine.
@@ -37,11 +49,9 @@ class LossInputs:
     router_deviation: Tensor | None = None
 
     @classmethod
-    def from_batch(cls, data: TensorDict) -> "LossInputs":
-        """Pad what the micro-batch brings; it may be jagged or padded already."""
-        present = {name: field for name, field in BATCH_FIELDS.items() if field in data.keys()}  # noqa: SIM118
-        padded = data.select(*present.values()).to_padded_tensor()
-        return cls(**{name: padded[field] for name, field in present.items()})
+    def of(cls, padded: TensorDict) -> "LossInputs":
+        """Of `padded_fields`."""
+        return cls(**{name: padded[field] for name, field in BATCH_FIELDS.items() if field in padded.keys()})  # noqa: SIM118
 
     def require(self, name: str) -> Tensor:
         """The tensor `name`.

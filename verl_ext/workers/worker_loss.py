@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss
@@ -27,7 +26,7 @@ from verl_ext.core.losses import unbiased_kl
 from verl_ext.errors import ConfigError
 from verl_ext.guard_settings import MiniBatchGate
 from verl_ext.workers.gate import Gate
-from verl_ext.workers.inputs import LossInputs, jagged_like, provide
+from verl_ext.workers.inputs import LossInputs, padded_fields, provide
 from verl_ext.workers.loss_config import LOSS_CONFIGS, check_delta
 from verl_ext.workers.losses import opsm_weights
 
@@ -162,7 +161,7 @@ def worker_loss(
     A mini-batch without a token to learn from (batch_num_tokens 0) has loss 0, zero gradients and, by the gate, no
     optimizer step; verl divides 0 by 0. Where filters dropped whole trajectories, the configured number of them that
     sequence means divide by is brought down to the share that is left (`filter_scale`).
-    Half-precision log-probabilities enter in float32.
+    Half-precision log-probabilities enter in float32; what the fields hold outside the response mask, not at all.
 
     Args:
         model_output: `log_probs` nested [B, prompt + response], `entropy` or none.
@@ -173,7 +172,8 @@ def worker_loss(
     Raises:
         ConfigError: the batch lacks a field that a feature reads.
     """
-    data = data.clone(recurse=False)  # fields are replaced below; the engine's micro-batch stays as it is
+    padded = padded_fields(data)
+    data = data.clone(recurse=False).update(padded)  # the engine's micro-batch stays as it is
     if data["batch_num_tokens"] == 0:
         tu.assign_non_tensor(data, batch_num_tokens=1)
     metrics: dict[str, Any] = {}
@@ -183,21 +183,22 @@ def worker_loss(
         metrics["filter_scale"] = scale
     model_output = {**model_output, "log_probs": model_output["log_probs"].float()}
     l_theta = no_padding_2_padding(model_output["log_probs"], data)
-    inputs = LossInputs.from_batch(data)
+    l_old, mask, inputs = padded["old_log_probs"], padded["response_mask"].bool(), LossInputs.of(padded)
     if gate is not None:
-        padded = _padded(data, "response_mask", "old_log_probs")
-        gate.observe(l_theta, padded["old_log_probs"], inputs.require("l_infer"), padded["response_mask"])
+        gate.observe(l_theta, l_old, inputs.require("l_infer"), mask)
     if opsm is not None:
-        metrics |= _multiply_opsm(data, inputs, l_theta, opsm.delta)
+        l_infer = inputs.require("l_infer")
+        keep, shares = opsm_weights(l_infer, l_old, l_theta, padded["advantages"], mask, opsm.delta)
+        data["rollout_is_weights"] = keep * padded.get("rollout_is_weights", 1)
+        metrics |= Metric.from_dict(shares, aggregation=AggregationType.MEAN)
     with provide(inputs):
         loss, verl_metrics = ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
     metrics |= verl_metrics
     if kl_denominator is not None:
-        padded = _padded(data, "response_mask", "old_log_probs", "ref_log_prob")
-        sampled = inputs.require("l_infer") if kl_denominator == "infer" else padded["old_log_probs"]
+        sampled = inputs.require("l_infer") if kl_denominator == "infer" else l_old
         term = agg_loss(
-            loss_mat=unbiased_kl(l_theta, padded["ref_log_prob"], sampled),
-            loss_mask=padded["response_mask"].bool(),
+            loss_mat=unbiased_kl(l_theta, padded["ref_log_prob"], sampled, mask),
+            loss_mask=mask,
             loss_agg_mode=config.loss_agg_mode,
             **config.global_batch_info,
         )
@@ -205,28 +206,3 @@ def worker_loss(
         metrics["kl_loss"] = Metric(value=term, aggregation=verl_metrics["actor/pg_loss"].aggregation)
         metrics["kl_coef"] = config.kl_loss_coef
     return loss, metrics
-
-
-def _multiply_opsm(data: TensorDict, inputs: LossInputs, l_theta: Tensor, delta: float) -> dict[str, Metric]:
-    """Multiply OPSM's mask into data["rollout_is_weights"], in place; its metrics."""
-    padded = _padded(data, "response_mask", "old_log_probs", "advantages", "rollout_is_weights")
-    l_infer, l_old, mask = inputs.require("l_infer"), padded["old_log_probs"], padded["response_mask"]
-    weights, metrics = opsm_weights(l_infer, l_old, l_theta, padded["advantages"], mask, delta)
-    if "rollout_is_weights" in padded.keys():  # noqa: SIM118 (a TensorDict)
-        weights = weights * padded["rollout_is_weights"]
-    data["rollout_is_weights"] = _as_ragged(weights, data["response_mask"])
-    return Metric.from_dict(metrics, aggregation=AggregationType.MEAN)
-
-
-def _padded(data: TensorDict, *fields: str) -> TensorDict:
-    """The named fields that the batch has, padded to [B, T]."""
-    return data.select(*fields, strict=False).to_padded_tensor()
-
-
-def _as_ragged(padded_BT: Tensor, like: Tensor) -> Tensor:
-    """[B, T] as jagged [B, r] with the lengths of `like`."""
-    if not like.is_nested:
-        return padded_BT
-    lengths_B = like.offsets().diff()
-    inside = torch.arange(padded_BT.shape[1], device=padded_BT.device) < lengths_B[:, None]
-    return jagged_like(padded_BT[inside], like)
