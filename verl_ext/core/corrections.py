@@ -109,7 +109,7 @@ def icepop(k: Tensor, alpha: float, beta: float) -> Weights:
     """k where alpha <= k <= beta, else 0.
 
     "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop!" (Ring-mini-2.0), the function
-    M(k) of the objective, with its defaults alpha 0.5 and beta 5.
+    M(k) of the objective, with its defaults alpha 0.5 and beta 5; there, 1 to 2 tokens in a thousand were outside.
 
     Args:
         k: float tensor of any shape, exp(l_old - l_infer).
@@ -125,7 +125,8 @@ def kpop(k: Tensor, p_infer: Tensor, p_old: Tensor, phi: float) -> Weights:
     D(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)) over "this token or any other", probabilities clamped to
     [1e-6, 1 - 1e-6]. The bound is wide in ratio for rare tokens and tight for confident ones. IcePop's successor, by
     its authors: "KPop" (Ring team, 2026), phi 0.1; implemented in prime-rl PR 3283 and AReaL PR 1405 too. As AReaL
-    does, this takes the training engine's l_old; prime-rl takes the policy being updated.
+    does, this takes the training engine's l_old; prime-rl takes the policy being updated. A KL of phi itself is kept,
+    as in prime-rl, in verl PR 6800 and in AReaL's `_check_bounds`; a draft of AReaL's had a strict bound.
 
     Args:
         p_infer, p_old: float64: in float32, 1 - 1e-6 leaves two digits of 1 - p.

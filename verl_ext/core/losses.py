@@ -73,10 +73,10 @@ def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tenso
 
     LLDS of "On GRPO Collapse in Search-R1: The Lazy Likelihood-Displacement Death Spiral" (arXiv 2512.04220). Preserved
     are tokens with A >= 0 (Y_pre); the gate is 1 where the sum of l_old - l_theta over the whole is positive; the paper
-    adds lambda times the mean over all response tokens, preserved or not, with lambda 0.1. Its authors' code
-    (vengdeng/LLDS-On-Group-Relative-Policy-Optimization-Collapse-in-Search-R1) calls `gate` "action" `chunk_noreduce`;
-    their model card: the action-level gate performs best. A later revision of the paper has lambda 0.2, and seems to
-    divide by the tokens of the preserved responses alone.
+    adds lambda times the mean over all response tokens, preserved or not, with lambda 0.1. So does its authors' code
+    (vengdeng/LLDS-On-Group-Relative-Policy-Optimization-Collapse-in-Search-R1, dp_actor.py: a masked mean over
+    response_mask), where `gate` "action" is `chunk_noreduce`; their model card: the action-level gate performs best. A
+    later revision of the paper has lambda 0.2, and seems to divide by the tokens of the preserved responses alone.
 
     Args:
         l_theta: [B, T] with gradient.
