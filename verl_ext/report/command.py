@@ -1,6 +1,7 @@
 """`verl-ext report` and `verl-ext compare`. What draws is imported when it is needed: --help must not wait for it."""
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -8,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from verl_ext.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,8 +106,8 @@ def _add_out(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{printable(text)} is not a whole number above 0, and below a billion")
     return int(text)
 
 
@@ -130,10 +133,10 @@ def run_report(arguments: argparse.Namespace) -> int:
 def _watch(arguments: argparse.Namespace, console: "Console") -> int:
     """The same again and again; PNG files once, at the end."""
     from rich.live import Live
-    from rich.text import Text
 
     from verl_ext.report.load import Reader
     from verl_ext.report.run import ReportError, Run
+    from verl_ext.report.terminal import indented
     from verl_ext.report.verdict import judge
 
     reader = Reader(arguments.path, which=arguments.which)
@@ -145,12 +148,14 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
     run: Run | None = None
     due = False
     try:
-        with Live(Text(f"waiting for {arguments.path}"), console=console, auto_refresh=False) as live:
+        with Live(
+            indented(f"waiting for {arguments.path}", console.options), console=console, auto_refresh=False
+        ) as live:
             while True:
                 try:
                     now = reader.refresh()
                 except ReportError as error:  # it may just not have begun
-                    live.update(Text(f"waiting: {error}"), refresh=True)
+                    live.update(indented(f"waiting: {error}", console.options), refresh=True)
                 else:
                     due = due or now is not run
                     run = now
@@ -170,9 +175,8 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
 def _look(run: "Run", arguments: argparse.Namespace, tidy: bool, live: "Live") -> bool:
     """Show the run as it stands; whether its pages could be written. A disk that is full now may have room later."""
     from rich.console import Group
-    from rich.text import Text
 
-    from verl_ext.report.terminal import dashboard
+    from verl_ext.report.terminal import dashboard, indented
     from verl_ext.report.verdict import judge
 
     verdict = judge(run)
@@ -185,7 +189,8 @@ def _look(run: "Run", arguments: argparse.Namespace, tidy: bool, live: "Live") -
     try:
         write_pages(run, verdict, arguments.out, refresh=arguments.watch, pictures=False, tidy=tidy)
     except OSError as error:
-        live.update(Group(screen, Text(f" no page: {error}; tried again at the next look")), refresh=True)
+        said = f"no page: {error}; tried again at the next look"
+        live.update(Group(screen, indented(said, live.console.options)), refresh=True)
         return False
     return True
 
@@ -204,7 +209,11 @@ def _write(
 
 
 def _tell(console: "Console", name: str, page: Path) -> None:
-    console.print(f" {name}: {page}", highlight=False, soft_wrap=True, markup=False, emoji=False)
+    from verl_ext.report.run import MOST_MESSAGE
+    from verl_ext.report.terminal import encodable
+
+    text = encodable(f" {name}: {printable(str(page), MOST_MESSAGE)}", console.options)
+    console.print(text, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
@@ -218,7 +227,8 @@ def run_compare(arguments: argparse.Namespace) -> int:
     with _errors_are_one_line("compare") as outcome:
         runs = [load_run(path) for path in arguments.paths]
         runs = [replace(run, name=name) for run, name in zip(runs, unique_names(runs), strict=True)]
-        comparison = compare_runs(runs, extra=arguments.metric, window=arguments.window, cut=not arguments.full)
+        extra = [printable(name) for name in arguments.metric]  # as names of metrics are read
+        comparison = compare_runs(runs, extra=extra, window=arguments.window, cut=not arguments.full)
         console = Console()
         console.print(comparison_table(comparison))
         if not arguments.no_page:
@@ -238,7 +248,7 @@ class _Outcome:
 @contextmanager
 def _errors_are_one_line(command: str) -> Iterator[_Outcome]:
     """What the user can do something about becomes one line and a status."""
-    from verl_ext.report.run import ReportError
+    from verl_ext.report.run import MOST_MESSAGE, ReportError
 
     outcome = _Outcome()
     try:
@@ -249,7 +259,7 @@ def _errors_are_one_line(command: str) -> Iterator[_Outcome]:
         print(f"verl-ext {command}: {error.name} is missing: pip install {LIBRARIES}", file=sys.stderr)
         outcome.status = FAILED
     except (ReportError, OSError) as error:
-        print(f"verl-ext {command}: {error}", file=sys.stderr)
+        print(f"verl-ext {command}: {printable(str(error), MOST_MESSAGE)}", file=sys.stderr)
         outcome.status = FAILED
 
 

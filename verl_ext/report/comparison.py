@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from verl_ext.printable import printable
 from verl_ext.report.noise import CAVEAT, LEVEL, Difference, Final, Scale, compare, final, judge
 from verl_ext.report.run import ReportError, Run, Series
 from verl_ext.report.terminal import Unit
@@ -153,7 +154,9 @@ def _word(metric: Metric, difference: Difference, verdict: str) -> str:
 def unique_names(runs: Sequence[Run]) -> list[str]:
     """What tells the runs apart: their names, the folder in which runs of one name differ, or a number after all."""
     names = [run.name for run in runs]
-    parents = [[parent.name for parent in run.sources[0].resolve().parents] if run.sources else [] for run in runs]
+    parents = [
+        [printable(parent.name) for parent in run.sources[0].resolve().parents] if run.sources else [] for run in runs
+    ]
     alike = len(set(names)) == 1
     for depth in range(min(map(len, parents), default=0)):
         if len(set(names)) == len(names):

@@ -7,7 +7,7 @@ import numpy as np
 
 from verl_ext.report.comparison import Cell, Comparison, Metric
 from verl_ext.report.noise import FLOOR, ROUNDING
-from verl_ext.report.terminal import Unit, format_value, indented, printable, wrap_name
+from verl_ext.report.terminal import Unit, encodable, format_value, indented, wrap_name
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -65,18 +65,18 @@ class _Table:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_lines=False)
         table.add_column("", width=label, overflow="fold")
         for name in names:
-            table.add_column(Text(printable(wrap_name(name, column), options)), width=column, overflow="fold")
+            table.add_column(Text(encodable(wrap_name(name, column), options)), width=column, overflow="fold")
         for row in comparison_rows(self.comparison):
-            title = Text(printable(wrap_name(row["label"], label), options))
+            title = Text(encodable(wrap_name(row["label"], label), options))
             if row["label"] != row["metric"]:
-                title.append("\n" + printable(wrap_name(row["metric"], label), options), style="dim")
+                title.append("\n" + encodable(wrap_name(row["metric"], label), options), style="dim")
             cells = []
             for cell in row["cells"]:
                 verdict = SHORT.get(cell["verdict"], cell["verdict"]) if narrow else cell["verdict"]
                 value, change = (_short(cell[key]) if narrow else cell[key] for key in ("value", "change"))
-                text = Text(printable(value, options))
+                text = Text(encodable(value, options))
                 if change:
-                    text.append(printable(f"\n{change} ", options))
+                    text.append(encodable(f"\n{change} ", options))
                     text.append(verdict, style=VERDICT_STYLES.get(verdict, "dim"))
                 cells.append(text)
             table.add_row(title, *cells)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from verl_ext.report.figures.panels import PANELS
+from verl_ext.report.files import is_regular
 from verl_ext.report.page import PAGE, PICTURES, TRAJECTORIES, Progress, write_report
 from verl_ext.report.run import ReportError, Run
 from verl_ext.report.trajectories import Trajectory, read_trajectories, trajectories_file, write_trajectory_page
@@ -61,7 +62,7 @@ def _write_trajectories(run: Run, dump: Path, out: Path, *, again: bool) -> Path
 
 def _size(dump: Path) -> int:
     """With its older part."""
-    return sum(part.stat().st_size for part in (dump, older_part(dump)) if part.is_file())
+    return sum(part.stat().st_size for part in (dump, older_part(dump)) if is_regular(part))
 
 
 def _of_steps(trajectories: Sequence[Trajectory], last: int) -> tuple[list[Trajectory], list[str]]:

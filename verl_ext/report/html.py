@@ -8,15 +8,28 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from jinja2.environment import TemplateStream
 from markupsafe import Markup
 
+from verl_ext.printable import printable
+from verl_ext.report.files import written_whole
+from verl_ext.report.run import MOST_MESSAGE
+
 TEMPLATES = Path(__file__).parent / "templates"
 
 
 def template(name: str, **filters: Any) -> Template:
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        finalize=_finalized,
     )
     environment.filters.update(filters)
     return environment.get_template(name)
+
+
+def _finalized(value: Any) -> Any:
+    """Of what a template writes: text that is not markup may quote anything."""
+    return printable(value, MOST_MESSAGE) if type(value) is str else value
 
 
 def script_json(value: object) -> Markup:
@@ -33,7 +46,5 @@ def source(name: str) -> Markup:
 def write(page: TemplateStream, file: Path) -> None:
     """In one step: a page that is open while it is written again must not be seen half."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_suffix(".tmp")
-    with beside.open("w", encoding="utf-8", newline="\n") as out:
-        page.dump(out)
-    beside.replace(file)
+    with written_whole(file) as out:
+        page.dump(out, encoding="utf-8")

@@ -6,7 +6,9 @@ from typing import Protocol
 import numpy as np
 
 from verl_ext.core.guard_state import Event
-from verl_ext.report.run import ReportError, Run
+from verl_ext.printable import printable
+from verl_ext.report.files import is_regular
+from verl_ext.report.run import MOST_MESSAGE, ReportError, Run
 from verl_ext.report.sources.csv_export import CsvSource
 from verl_ext.report.sources.events import EventLog
 from verl_ext.report.sources.find import find
@@ -59,7 +61,7 @@ class Reader:
                 path, self._which = _numbered(self._path, self._which)
                 self._source = _open(find(path), self._which)
             changed = self._source.refresh()
-            if self._events is None and (log := _events_file(self._source.files[0])) is not None:
+            if self._events is None and (log := _events_file(self._source.files)) is not None:
                 self._events = EventLog(log)
             if self._events is not None:
                 changed = self._refresh_events() or changed
@@ -68,7 +70,8 @@ class Reader:
                 self._run = self._build(self._source)
         except ReportError as error:
             text = str(error)
-            where = str(self._source.files[0] if self._source and self._source.files else self._path)
+            read = self._source.files[0] if self._source and self._source.files else self._path
+            where = printable(str(read), MOST_MESSAGE)
             raise ReportError(text if text.startswith(where) else f"{where}: {text}") from error
         except OSError as error:
             raise ReportError(f"{error.filename or self._path}: {error.strerror}") from error
@@ -86,9 +89,10 @@ class Reader:
         part = source.run(self._which)
         log = self._events
         events, strange = _of_steps(() if log is None else log.of(part), int(part.steps[-1]))
+        name = printable(source.name)
         return Run(
             # Several runs of one file may be compared.
-            name=source.name if self._which is None or part.runs == 1 else f"{source.name}:{part.number}",
+            name=name if self._which is None or part.runs == 1 else f"{name}:{part.number}",
             sources=source.files if log is None else (*source.files, log.path),
             steps=part.steps.astype(np.int64, copy=False),
             metrics=part.metrics,
@@ -134,10 +138,13 @@ def _open(path: Path, which: int | None) -> Source:
     return CsvSource(path, which) if path.suffix.lower() == ".csv" else JsonlSource(path)
 
 
-def _events_file(metrics: Path) -> Path | None:
+def _events_file(files: tuple[Path, ...]) -> Path | None:
     """X.guard.jsonl for X.jsonl; beside other kinds of files, the only one that there is."""
+    if not files:  # they have just been removed
+        return None
+    metrics = files[0]
     if metrics.suffix == ".jsonl":
         own = metrics.with_suffix(EVENTS)
-        return own if own.is_file() else None
-    found = list(metrics.parent.glob(f"*{EVENTS}"))
+        return own if is_regular(own) else None
+    found = [file for file in metrics.parent.glob(f"*{EVENTS}") if is_regular(file)]
     return found[0] if len(found) == 1 else None

@@ -15,8 +15,9 @@ from verl_ext.report.figures.gap import DONE
 from verl_ext.report.figures.overlay import overlay
 from verl_ext.report.figures.panels import PANELS, Panel, facts
 from verl_ext.report.figures.style import DARK, SERIES
+from verl_ext.report.files import is_regular, open_regular, written_whole
 from verl_ext.report.html import script_json, source, template, write
-from verl_ext.report.run import Run
+from verl_ext.report.run import ReportError, Run
 from verl_ext.report.terminal import not_finite
 from verl_ext.report.verdict import Verdict
 
@@ -109,30 +110,33 @@ def _write(
         refresh=refresh,
         version=__version__,
     )
-    if pictures and drawn:
-        _write_pictures(out, drawn, context["title"], progress)
+    write(page, out / PAGE)  # first: what fails in drawing pictures must not cost the page
     if tidy:
         _forget(out, drawn if pictures else {}, trajectories=context.get("trajectories"))
-    write(page, out / PAGE)
+    if pictures and drawn:
+        _write_pictures(out, drawn, context["title"], progress)
     return out / PAGE
 
 
 def is_ours(out: Path) -> bool:
     """Whether a report stands in this folder: then the files of a report's names beside it are a report's as well."""
+    if (out / PAGE).is_symlink():  # to a report that may stand anywhere
+        return False
     try:
-        with open(out / PAGE, "rb") as page:
+        with open_regular(out / PAGE) as page:
             return GENERATOR in page.read(HEAD)
     except OSError:
         return False
 
 
 def _forget(out: Path, drawn: Collection[Panel], trajectories: str | None) -> None:
-    """What is left of an earlier report in this folder, and would pass for this one's."""
+    """What is left of an earlier report in this folder, and would pass for this one's. A report writes no links."""
     gone = [out / PICTURES / f"{panel.key}.png" for panel in PANELS if panel not in drawn]
     gone += [] if drawn else [out / OVERVIEW]
     gone += [] if trajectories else [out / TRAJECTORIES]
     for file in gone:
-        file.unlink(missing_ok=True)
+        if is_regular(file) and not file.is_symlink() and not (out / PICTURES).is_symlink():
+            file.unlink(missing_ok=True)
 
 
 def _decisions(events: Sequence[Event]) -> dict[str, Any] | None:
@@ -158,10 +162,15 @@ def _card(panel: Panel, said: str, compared: bool) -> dict[str, str]:
 
 
 def _write_pictures(out: Path, drawn: Mapping[Panel, render.Spec], title: str, progress: Progress) -> None:
-    (out / PICTURES).mkdir(exist_ok=True)
+    folder = out / PICTURES
+    if folder.is_symlink():
+        raise ReportError(f"{folder}: this is a link, through which no figures are written; remove it; the page stands")
+    folder.mkdir(exist_ok=True)
     pictures = {}
     for panel, spec in drawn.items():
         progress(panel.title)
         pictures[panel.key] = render.png(spec, panel.title)
-        (out / PICTURES / f"{panel.key}.png").write_bytes(pictures[panel.key])
-    (out / OVERVIEW).write_bytes(render.overview(pictures, title))
+        with written_whole(folder / f"{panel.key}.png") as file:
+            file.write(pictures[panel.key])
+    with written_whole(out / OVERVIEW) as file:
+        file.write(render.overview(pictures, title))

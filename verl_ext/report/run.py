@@ -1,11 +1,14 @@
 """A run as the report sees it: every numeric metric over its steps, and what the guard decided."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 
 from verl_ext.core.guard_state import Event
+from verl_ext.printable import printable
 
 # The plugin's metric, and what verl logs of the same quantity where the plugin is off.
 ALIASES = {
@@ -15,9 +18,21 @@ ALIASES = {
     "vllm_kl/prob_diff_max": ("training/rollout_probs_diff_max",),
 }
 
+LARGEST_STEP = 2**53  # from here on, a page's JavaScript cannot tell steps apart
+MOST_MESSAGE = 4000  # characters
+LAYER = re.compile(r"[0-9]{1,4}")
+
 
 class ReportError(ValueError):
     """The run cannot be read; the message is one line, names the file, and is meant for the user."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message, MOST_MESSAGE))  # it quotes names of files, and what is in them
+
+
+def is_step(value: object) -> TypeGuard[int]:
+    """Whether it can be a step: a whole number with which steps can be counted, here and on a page."""
+    return type(value) is int and abs(value) < LARGEST_STEP
 
 
 @dataclass(frozen=True)
@@ -37,7 +52,7 @@ class Run:
     """One run; `get` answers None where nothing finite was logged.
 
     Attributes:
-        name: short, for headings.
+        name: short, for headings; printable, as are the names of metrics, and the words of events.
         sources: the files that were read.
         steps: every step that logged anything, ascending.
         metrics: by name as it was logged.
@@ -71,7 +86,7 @@ class Run:
     def layers(self, name: str) -> dict[int, Series]:
         """`name/layer_00`, `name/layer_01`, ... by layer number; layers with nothing finite are left out."""
         found = self.parts(name, "layer_")
-        return {int(number): found[number] for number in sorted(filter(str.isdigit, found), key=int)}
+        return {int(number): found[number] for number in sorted(filter(LAYER.fullmatch, found), key=int)}
 
     def parts(self, name: str, prefix: str) -> dict[str, Series]:
         """Metrics called `name/prefix...`, e.g. with `prob/`, by what follows; those with nothing finite left out."""

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from verl_ext.report.run import ALIASES, Run, Series
+from verl_ext.printable import printable
+from verl_ext.report.run import ALIASES, MOST_MESSAGE, Run, Series
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -142,7 +143,7 @@ def wrap_name(name: str, width: int) -> str:
     return "\n".join([*lines, name])
 
 
-def printable(text: str, options: "ConsoleOptions") -> str:
+def encodable(text: str, options: "ConsoleOptions") -> str:
     """The text as this terminal can show it; characters that ASCII has no likeness of become `?`."""
     return text.translate(ASCII).encode("ascii", "replace").decode() if options.ascii_only else text
 
@@ -152,7 +153,7 @@ def indented(text: str, options: "ConsoleOptions", style: str = "") -> "Padding"
     from rich.padding import Padding
     from rich.text import Text
 
-    return Padding(Text(printable(text, options), style=style), (0, 0, 0, 1), expand=False)
+    return Padding(Text(encodable(printable(text, MOST_MESSAGE), options), style=style), (0, 0, 0, 1), expand=False)
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class _Dashboard:
         for row in rows(self.run):
             values = (row.first, row.last, row.worst)
             table.add_row(
-                Text(printable(wrap_name(row.label, LABEL), options)),
+                Text(encodable(wrap_name(row.label, LABEL), options)),
                 *("" if value is None else format_value(value, row.unit) for value in values),
                 sparkline(row.series, (first, last), row.unit, blocks=blocks),
             )
@@ -229,7 +230,7 @@ def _worst_layer(run: Run) -> Row | None:
 def _notes(run: Run) -> Iterator[str]:
     yield f"first and last are means over {WINDOW} readings, fewer in a short run"
     if (skipped := run.get("guard/skipped")) is not None:
-        yield f"updates skipped: {int(skipped.values.sum())} of {len(skipped.values)} (guard/skipped)"
+        yield f"updates skipped: {int((skipped.values > 0).sum())} of {len(skipped.values)} (guard/skipped)"
     for event in run.events[-EVENTS:]:
         yield f"{EVENT}{event.step}: {event.action}: {' '.join(event.reason.split())}"
     if (more := len(run.validations()) - MOST_VALIDATIONS) > 0:

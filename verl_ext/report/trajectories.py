@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 from markupsafe import Markup
 
+from verl_ext.report.files import is_regular, open_regular
 from verl_ext.report.html import script_json, source, template, write
 from verl_ext.report.run import ReportError
 from verl_ext.run_files import TRAJECTORIES, older_part
@@ -24,6 +25,10 @@ SCRIPTS = (
     "trajectories.js",
     "trajectory_events.js",
 )
+LARGEST_WHOLE = 2**53  # from here on, neither a float nor the page's JavaScript tells whole numbers apart
+LARGEST = 1e100  # a log-prob beyond it is as good as infinite, and sums of it are
+MOST_HELD = 2_000_000  # tokens, at some 300 bytes each; the page shows fewer
+MOST_LINE = 256 << 20  # bytes: more than two million tokens
 REMEDY = "add stability.trajectories.per_step=2 to the run to get some"
 
 Numbers = tuple[float | None, ...]  # None where the number is missing or was not finite
@@ -80,7 +85,7 @@ class Trajectory:
 def trajectories_file(metrics_file: Path) -> Path | None:
     """The dump beside a metrics file, None where there is none. `load_trajectories` reads its older part with it."""
     file = metrics_file.with_suffix(TRAJECTORIES)
-    return file if file.is_file() or older_part(file).is_file() else None
+    return file if is_regular(file) or is_regular(older_part(file)) else None
 
 
 def load_trajectories(file: Path) -> list[Trajectory]:
@@ -94,11 +99,11 @@ def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
     A last line without a newline that cannot be read was cut by a crash, or is being written: no note. Where
     the steps go back, the run was resumed: what it had written of the steps from there on is left out.
     """
-    files = [part for part in (older_part(file), file) if part.is_file()]
+    files = [part for part in (older_part(file), file) if is_regular(part)]
     if not files:
         raise ReportError(f"{file}: no trajectories here; {REMEDY}")
     found: dict[tuple[int, str], Trajectory] = {}
-    notes, last = [], 0
+    notes, last, held, forgotten = [], 0, 0, 0
     for part in files:
         bad = []
         for number, line in _lines(part):
@@ -107,16 +112,28 @@ def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
             except ValueError as error:  # what orjson raises is one as well
                 if line.endswith(b"\n"):
                     bad.append(f"line {number}: {error}")
-            else:
-                if trajectory.step < last:
-                    found = {at: earlier for at, earlier in found.items() if at[0] < trajectory.step}
-                last = trajectory.step
-                found[trajectory.step, trajectory.key] = trajectory
+                continue
+            if trajectory.step < last:
+                while found and next(reversed(found))[0] >= trajectory.step:
+                    held -= _size(found.popitem()[1])
+            last, at = trajectory.step, (trajectory.step, trajectory.key)
+            held += _size(trajectory) - (_size(found[at]) if at in found else 0)
+            found[at] = trajectory  # in the order of steps
+            while held > MOST_HELD and len(found) > 1:
+                held -= _size(found.pop(next(iter(found))))
+                forgotten += 1
         if bad:
             notes.append(f"{part.name}: {len(bad)} line{'s' * (len(bad) > 1)} left out ({bad[0]})")
+    if forgotten:
+        notes.append(f"{file.name}: the oldest {forgotten} trajectories are left out, for want of memory")
     if not found:
         raise ReportError("; ".join([f"{file}: no complete trajectory in this file", *notes, REMEDY]))
-    return sorted(found.values(), key=lambda trajectory: trajectory.step), tuple(notes)
+    return list(found.values()), tuple(notes)
+
+
+def _size(trajectory: Trajectory) -> int:
+    """In tokens; what else there is takes the memory of a few."""
+    return len(trajectory.text) + len(trajectory.start) + 10
 
 
 def write_trajectory_page(
@@ -146,13 +163,13 @@ def write_trajectory_page(
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
     # Bytes: only b"\n" ends a line of the dump, whatever else a response holds, and a cut character spoils one line.
     try:
-        lines = file.open("rb")
+        lines = open_regular(file)
     except FileNotFoundError:  # the trainer is just moving it aside
         return
     with lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(lambda: lines.readline(MOST_LINE), b""), start=1):
             if line.strip():
-                yield number, line
+                yield number, line  # a longer line becomes several, none of which can be read
 
 
 REQUIRED_LISTS: dict[str, type] = {"start": int, "length": int, "text": str, "id": int, "generated": int, "kept": int}
@@ -177,14 +194,17 @@ def _parse(line: bytes) -> Trajectory:
         values[name] = _as_tuple(values.get(name), name, lambda value, kind=kind: _is(value, kind))
     for name, required in NUMBER_LISTS.items():
         if required or name in values:
-            values[name] = _as_tuple(values.get(name), name, lambda value: value is None or _is(value, (int, float)))
+            listed = _as_tuple(values.get(name), name, lambda value: value is None or _is(value, (int, float)))
+            values[name] = tuple(None if value is None or abs(value) >= LARGEST else value for value in listed)
     trajectory = Trajectory(**values)
     _check_lengths(trajectory)
     return trajectory
 
 
 def _is(value: object, kind: type | tuple[type, ...]) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)  # True is an int to Python, not to the dump
+    if isinstance(value, bool):  # True is an int to Python, not to the dump
+        return False
+    return isinstance(value, kind) and (not isinstance(value, int) or abs(value) < LARGEST_WHOLE)
 
 
 def _as_tuple(value: Any, name: str, good: Any) -> tuple:
@@ -254,4 +274,5 @@ def _rounded(value: float | None) -> float | int | None:
     if value is None:
         return None
     short = round(value, 7)
-    return int(short) if short == int(short) else short  # "1" is half of "1.0", and most weights are 1
+    # "1" is half of "1.0", and most weights are 1. A larger number is none that a float has to the last digit.
+    return int(short) if abs(short) < LARGEST_WHOLE and short == int(short) else float(short)

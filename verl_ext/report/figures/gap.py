@@ -97,7 +97,12 @@ def _heights(growth: Growth, *steps: int) -> np.ndarray:
 
 def _marks(run: Run) -> list[alt.Chart]:
     """What the guard did, along the upper edge: a step may have been skipped because its KL was not a number."""
-    happened = [(event.step, event.action, event.reason) for event in run.events if event.action in SHAPES]
+    first = int(run.steps[0])  # a mark far outside the axis would make the figure as wide
+    happened = [
+        (event.step, event.action, event.reason)
+        for event in run.events
+        if event.action in SHAPES and event.step >= first
+    ]
     told = {step for step, action, _ in happened if action == "skip"}
     if (skipped := run.get("guard/skipped")) is not None:
         steps = skipped.steps[skipped.values > 0].tolist()

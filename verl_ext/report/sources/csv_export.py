@@ -9,16 +9,19 @@ An empty cell was not logged. Text is left out. W&B refuses a step that goes bac
 """
 
 import csv
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl_ext.report.run import ReportError
+from verl_ext.report.files import open_regular
+from verl_ext.report.run import LARGEST_STEP, ReportError
 from verl_ext.report.sources.table import Part, Table
 
 STEP_COLUMNS = ("Step", "_step", "trainer/global_step", "training/global_step", "global_step")
 SEPARATOR = " - "
 LIMITS = ("__MIN", "__MAX")
+MOST_LINE = 16 << 20  # characters
 TRUTH = {"true": 1.0, "false": 0.0}
 
 
@@ -44,7 +47,7 @@ class CsvSource:
         seen = status.st_ino, status.st_size, status.st_mtime_ns
         if seen == self._seen:
             return False
-        with open(self._path, newline="", encoding="utf-8-sig", errors="replace") as file:
+        with io.TextIOWrapper(open_regular(self._path), "utf-8-sig", errors="replace", newline="") as file:
             rows = _rows(file)
             header = next(rows, [])
             self._chosen = False
@@ -115,7 +118,7 @@ class CsvSource:
 
 
 def _rows(file) -> Iterator[list[str]]:
-    rows = csv.reader(file)
+    rows = csv.reader(iter(lambda: file.readline(MOST_LINE), ""))  # a longer line becomes several, which are broken
     while True:
         try:
             yield next(rows)
@@ -137,6 +140,6 @@ def _number(cell: str) -> float | None:
 def _step(cell: str) -> int | None:
     try:
         number = float(cell)
-        return int(number) if number.is_integer() and abs(number) < 2**53 else None
+        return int(number) if number.is_integer() and abs(number) < LARGEST_STEP else None
     except ValueError:
         return None

@@ -4,8 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.core.guard_state import Event
+from verl_ext.printable import printable
+from verl_ext.report.run import is_step
 from verl_ext.report.sources.lines import JsonLines
 from verl_ext.report.sources.table import Part
+
+MOST_WORDS = 1000  # characters of a reason
 
 
 class EventLog:
@@ -18,7 +22,7 @@ class EventLog:
         self._events: list[Event] = []
 
     def _take(self, record: object) -> bool:
-        if not isinstance(record, dict) or type(record.get("step")) is not int:
+        if not isinstance(record, dict) or not is_step(record.get("step")):
             return False
         words = {name: record.get(name, "") for name in ("rule", "signal", "action", "reason")}
         numbers: dict[str, Any] = {name: record.get(name) for name in ("value", "threshold")}
@@ -26,7 +30,8 @@ class EventLog:
             return False
         if not all(number is None or isinstance(number, (int, float)) for number in numbers.values()):
             return False
-        self._events.append(Event(step=record["step"], **words, **numbers))
+        shown = {name: printable(" ".join(word.split()), MOST_WORDS) for name, word in words.items()}
+        self._events.append(Event(step=record["step"], **shown, **numbers))
         return True
 
     def refresh(self) -> bool:

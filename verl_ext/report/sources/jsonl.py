@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from verl_ext.report.run import ReportError
+from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.lines import JsonLines
 from verl_ext.report.sources.table import Part, Table
 
@@ -21,11 +21,11 @@ class JsonlSource:
     def _take(self, record: object) -> bool:
         try:
             step, data = record["step"], record["data"]  # type: ignore[index]
-            if type(step) is not int or type(data) is not dict:
-                return False
-            self._table.add(step, data)
-        except (TypeError, KeyError, OverflowError):
+        except (TypeError, KeyError):
             return False
+        if not is_step(step) or type(data) is not dict:
+            return False
+        self._table.add(step, data)
         return True
 
     def refresh(self) -> bool:

@@ -3,23 +3,28 @@
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import orjson
 
+from verl_ext.report.files import open_regular
+
 BLOCK = 1 << 20
+MOST_LINE = 16 << 20  # bytes; a line of 100,000 metrics has less than half
 FINGERPRINT = 64
-RECORD = re.compile(r'\{\s*"step"\s*:')
-SPACE = re.compile(r"\s*")
-DECODER = json.JSONDecoder()
+RECORD = re.compile(rb'\{\s*"step"\s*:')
+# int() takes a time that is quadratic in the digits, and refuses many of them in some versions of Python.
+DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 400 else float(digits))
 
 
 class JsonLines:
     """Gives every record to `take` once, over any number of refreshes.
 
     The last line is left for the next refresh while it is cut. A line of which a part cannot be read gives the records
-    that can: a crash leaves half a line, and the logger of a resumed run may go on behind it.
+    that can: a crash leaves half a line, and the logger of a resumed run may go on behind it. A line beyond MOST_LINE
+    is passed over. Time is linear in the file, memory in a line.
 
     Args:
         take: False for a record that it does not understand.
@@ -39,6 +44,7 @@ class JsonLines:
     def _reset(self) -> None:
         self.broken = self.first_broken = 0
         self._lines = 0
+        self._passing = False  # over the rest of a line that is too long
         self._offset = 0
         self._inode: int | None = None
         self._before = b""  # the bytes before the offset
@@ -53,7 +59,7 @@ class JsonLines:
 
     def refresh(self) -> bool:
         """Read on; whether there was anything new."""
-        with open(self.path, "rb", buffering=0) as file:
+        with open_regular(self.path) as file:
             again = self._replaced(file.fileno())
             if again:
                 self._reset()
@@ -62,13 +68,18 @@ class JsonLines:
             start = self._offset
             file.seek(start)
             parts: list[bytes] = []  # joined at a newline only: a file without any would be copied for every block
+            held = 0
             while block := file.read(BLOCK):
-                end = block.rfind(b"\n")
-                if end < 0:
-                    parts.append(block)
-                else:
-                    self._read_lines(b"".join([*parts, block[: end + 1]]))
-                    parts = [block[end + 1 :]]
+                end = block.rfind(b"\n") + 1
+                if end:
+                    self._read_lines(b"".join([*parts, block[:end]]))
+                    parts, held, block = [], 0, block[end:]
+                parts.append(block)
+                held += len(block)
+                if held > MOST_LINE or self._passing:
+                    self._passing = True
+                    self._advance(b"".join(parts))
+                    parts, held = [], 0
             self._read_tail(b"".join(parts))
         return again or self._offset > start
 
@@ -87,54 +98,66 @@ class JsonLines:
     def _read_lines(self, lines: bytes) -> None:
         for line in lines[:-1].split(b"\n"):
             self._lines += 1
-            self._read(line)
+            if self._passing or not self._read(line):
+                self.broken += 1
+                self.first_broken = self.first_broken or self._lines
+            self._passing = False
         self._advance(lines)
 
-    def _read(self, line: bytes) -> None:
+    def _read(self, line: bytes) -> bool:
+        """Take what is in a line; whether all of it could be read."""
         try:
             if self._take(orjson.loads(line)):
-                return
+                return True
         except orjson.JSONDecodeError:
-            if not line.strip():
-                return
-        records, whole = _records(line)
-        taken = [self._take(record) for record in records]
-        if not whole or not all(taken):
-            self.broken += 1
-            self.first_broken = self.first_broken or self._lines
+            pass
+        whole, end = True, 0
+        for value, start, stop in _values(line):
+            taken = self._take(value)
+            whole = whole and taken and not line[end:start].strip()
+            end = stop
+        return whole and not line[end:].strip()
 
     def _read_tail(self, tail: bytes) -> None:
         """A last line without a newline is read as far as it is complete: the braces of a record close."""
-        while (end := _end_of_record(tail)) and self._take(_records(tail[:end])[0][0]):
-            self._advance(tail[:end])
-            tail = tail[end:]
+        end = 0
+        for value, start, stop in _values(tail):
+            if tail[end:start].strip() or not self._take(value):
+                break
+            end = stop
+        self._advance(tail[:end])
 
 
-def _records(line: bytes) -> tuple[list[object], bool]:
-    """The JSON values in a line, and whether they are all there is in it. Slow, and reads NaN, which orjson refuses."""
-    text = line.decode("utf-8", errors="replace").rstrip()
-    records, whole, position = [], True, _behind_space(text, 0)
-    while position < len(text):
-        try:
-            record, end = DECODER.raw_decode(text, position)
-            records.append(record)
-            position = _behind_space(text, end)
-        except (ValueError, RecursionError):
-            whole = False
-            found = RECORD.search(text, position + 1)
-            position = found.start() if found else len(text)
-    return records, whole
+def _values(text: bytes) -> Iterator[tuple[object, int, int]]:
+    """The JSON value at the beginning, and behind it every one that begins as a record does: (value, start, end).
+
+    A record is looked for up to where the next begins: each byte is read a few times, however many records are broken.
+    """
+    value, end = _first_value(text)
+    if end:
+        yield value, 0, end
+    starts = [found.start() for found in RECORD.finditer(text, max(end, 1))]
+    for start, stop in pairwise([*starts, len(text)]):
+        value, length = _first_value(text[start:stop])
+        if length:
+            yield value, start, start + length
 
 
-def _end_of_record(tail: bytes) -> int:
-    """How many bytes the first JSON value takes; 0 when it is cut."""
-    text = tail.decode("utf-8", errors="surrogateescape")
+def _first_value(text: bytes) -> tuple[object, int]:
+    """The JSON value at the beginning, and how many bytes it takes; 0 where it is cut or broken.
+
+    Reads more than orjson: NaN, lone surrogates, bytes that are not UTF-8, and what has something behind it.
+    """
+    if b"}" not in text:  # no record ends here; raising an error takes a microsecond
+        return None, 0
     try:
-        end = DECODER.raw_decode(text, _behind_space(text, 0))[1]
+        return orjson.loads(text), len(text)
+    except orjson.JSONDecodeError:
+        pass
+    decoded = text.decode("utf-8", errors="surrogateescape")
+    behind_space = len(decoded) - len(decoded.lstrip())
+    try:
+        value, end = DECODER.raw_decode(decoded, behind_space)
     except (ValueError, RecursionError):
-        return 0
-    return len(text[:end].encode("utf-8", errors="surrogateescape"))
-
-
-def _behind_space(text: str, position: int) -> int:
-    return SPACE.match(text, position).end()  # type: ignore[union-attr]
+        return None, 0
+    return value, len(decoded[:end].encode("utf-8", errors="surrogateescape"))

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from verl_ext.printable import printable
 from verl_ext.report.run import ReportError, Series
 from verl_ext.report.sources.attempts import Units, resumes, run_starts
 
@@ -56,7 +57,7 @@ class Table:
         self._unit_starts.append(len(self._steps))
 
     def add(self, step: int, data: Mapping[str, object]) -> None:
-        """One row. What is not a number is left out; None is NaN. OverflowError for a step beyond 64 bits."""
+        """One row of a step (`is_step`). What is not a number is left out; None is NaN. Names become printable."""
         self._steps.append(step)
         values = self._new_values
         before = len(values)
@@ -76,7 +77,7 @@ class Table:
     def _layout(self, names: tuple[str, ...]) -> tuple[array, bool]:
         """The columns of a row's values, and whether they are all of a validation. Few layouts make up a run."""
         if (layout := self._layouts.get(names)) is None:
-            numbers = array("i", (self._numbers.setdefault(name, len(self._numbers)) for name in names))
+            numbers = array("i", (self._numbers.setdefault(printable(name), len(self._numbers)) for name in names))
             validation = bool(names) and all(name.startswith(VALIDATION) for name in names)
             if len(self._layouts) >= KEPT_LAYOUTS:
                 self._layouts.clear()

@@ -4,15 +4,19 @@ TensorBoard's own loader computes the checksum of every record in Python, and ta
 the length is checked, which tells a damaged file, and a record by whether it parses.
 """
 
+import os
 import struct
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from verl_ext.report.run import ReportError
+from verl_ext.report.files import is_regular, open_regular
+from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.table import Part, Table
 
 BLOCK = 1 << 20
+MOST_RECORD = 64 << 20  # bytes; those of scalars have some 100
 HEADER, FOOTER = 12, 4  # length and its checksum; checksum of the record
 EVENT_FILE = "tfevents"
 
@@ -48,7 +52,7 @@ class TensorBoardSource:
     def files(self) -> tuple[Path, ...]:
         if not self._path.is_dir():
             return (self._path,)
-        files = [file for file in self._path.iterdir() if EVENT_FILE in file.name and file.is_file()]
+        files = [file for file in self._path.iterdir() if EVENT_FILE in file.name and is_regular(file)]
         return tuple(sorted(files))  # their names begin with the time, in ten digits
 
     def refresh(self) -> bool:
@@ -79,7 +83,7 @@ class TensorBoardSource:
         return True
 
     def _complete_record(self, file: Path, offset: int) -> bool:
-        with open(file, "rb") as opened:
+        with open_regular(file) as opened:
             try:
                 return next(_records(opened, offset), None) is not None
             except DamageError:
@@ -91,12 +95,10 @@ class TensorBoardSource:
         inode, offset = self._read[file]
         step, data = 0, dict[str, object]()
         try:
-            with open(file, "rb") as opened:
+            with open_regular(file) as opened:
                 for record, end in _records(opened, offset):
                     offset = end
-                    try:
-                        event = self._parse(record)
-                    except self._parse_error:
+                    if (event := self._event(record)) is None:
                         self._unreadable += 1
                         continue
                     if event.step != step:
@@ -111,6 +113,14 @@ class TensorBoardSource:
             self._damaged[file] = offset
         self._add(step, data)
         self._read[file] = (inode, offset)
+
+    def _event(self, record: bytes | None) -> Any | None:
+        """None where it cannot be read, or cannot be of a step."""
+        try:
+            event = None if record is None else self._parse(record)
+        except self._parse_error:
+            return None
+        return event if event is not None and is_step(event.step) else None
 
     def _add(self, step: int, data: dict[str, object]) -> None:
         if data:
@@ -131,8 +141,8 @@ class TensorBoardSource:
         return tuple(notes)
 
 
-def _records(file, offset: int) -> Iterator[tuple[bytes, int]]:
-    """(record, the offset behind it) of every complete record from `offset` on."""
+def _records(file, offset: int) -> Iterator[tuple[bytes | None, int]]:
+    """(record, the offset behind it) of every complete record from `offset` on; None for one beyond MOST_RECORD."""
     file.seek(offset)
     buffer, at = b"", 0
     while True:
@@ -144,6 +154,13 @@ def _records(file, offset: int) -> Iterator[tuple[bytes, int]]:
                 offset += size
                 yield buffer[at + HEADER : at + HEADER + length], offset
                 at += size
+                continue
+            if length > MOST_RECORD:
+                if (offset := offset + size) > os.fstat(file.fileno()).st_size:
+                    return
+                file.seek(offset)
+                buffer, at = b"", 0
+                yield None, offset
                 continue
         block = file.read(max(BLOCK, size))
         if not block:
@@ -164,8 +181,10 @@ def _length(header: bytes) -> int:
 def _tensor_scalar(tensor) -> float | None:
     from tensorboard.util import tensor_util
 
+    if any(dimension.size != 1 for dimension in tensor.tensor_shape.dim):  # or it is made, however large
+        return None
     try:
         values = tensor_util.make_ndarray(tensor)
-    except (TypeError, ValueError):  # a type it does not know, fewer values than the shape says
+    except (LookupError, OverflowError, TypeError, ValueError):  # of a type it does not know, or of no value
         return None
     return float(values.item()) if values.size == 1 and values.dtype.kind in "biuf" else None

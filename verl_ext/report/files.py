@@ -1,0 +1,63 @@
+"""Files in folders that others can write to: only regular ones are read, and nothing is written through a link."""
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+# What stands where a file should be.
+KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def not_a_file(path: Path, mode: int) -> OSError:
+    """The error that says what this is, by its `st_mode`."""
+    what = KINDS.get(stat.S_IFMT(mode), "something else")
+    return OSError(errno.EINVAL, f"this is {what}, not a file", str(path))
+
+
+def is_regular(path: Path) -> bool:
+    """Whether there is a regular file, or a link to one; False where the name cannot be looked up at all."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (OSError, ValueError):  # too long a name, no permission; a NUL in it
+        return False
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open for reading, never waiting: a FIFO without a writer would, and a device may have no end.
+
+    Raises:
+        OSError: it is not there, may not be read, or is not a regular file.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(mode := os.fstat(file).st_mode):
+        os.close(file)
+        raise not_a_file(path, mode)
+    return open(file, "rb")
+
+
+@contextmanager
+def written_whole(file: Path) -> Iterator[BinaryIO]:
+    """Write a file in one step: who reads it meanwhile must not see half of it.
+
+    What has its name is replaced, a link itself and not what it leads to. Nothing is left of a file that fails.
+    """
+    beside = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        # O_EXCL does not follow a link that stands in the place of the name.
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as out:
+            yield out
+        beside.replace(file)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
