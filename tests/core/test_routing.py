@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_ext.core.routing import RouterSums, agreement, router_metrics
@@ -94,6 +94,7 @@ seeds = st.integers(0, 2**31)
 
 
 @given(lengths, st.integers(1, 4), st.integers(1, 4), seeds, st.integers(1, 20))
+@settings(deadline=None)
 def test_metrics_equal_their_definitions_whatever_the_block(lengths, layers, top_k, seed, block):
     drawn = draw(lengths, layers, top_k, seed)
     per_token, sums = computed(drawn, top_k, block=block)
@@ -105,6 +106,7 @@ def test_metrics_equal_their_definitions_whatever_the_block(lengths, layers, top
 
 
 @given(lengths, st.integers(1, 3), seeds)
+@settings(deadline=None)
 def test_sums_are_of_each_trajectory_and_survive_the_way(lengths, layers, seed):
     drawn = draw(lengths, layers, 2, seed)
     _, sums = computed(drawn, 2)
@@ -131,6 +133,16 @@ def test_255_experts_a_token_and_more_layers_than_a_byte_counts():
     assert per_token.tolist() == pytest.approx([1.0, 299 / 300])
     assert sums.first[0].nonzero().tolist() == [[299]]
     assert router_metrics(sums.pack())["router/first_differing_layer"] == 299
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_margins_of_tokens_that_are_not_compared_do_not_matter(odd):
+    drawn = draw([9, 4], 3, 2, seed=0)
+    compared = (drawn["mask"] & drawn["known"])[:, None]
+    assert 0 < compared.sum() < len(compared)
+    changed = drawn | {"margin": torch.where(compared, drawn["margin"], odd)}
+    (_, expected), (_, found) = computed(drawn, 2), computed(changed, 2)
+    assert torch.equal(found.pack(), expected.pack())
 
 
 def test_sums_over_long_trajectories_keep_their_digits():

@@ -107,7 +107,7 @@ def agreement(
         ones = packed.new_ones(len(first_n))
         sums.first[of].index_put_((row_n[differs_n], first_n), ones, accumulate=True)
         if margin_NL is not None:
-            margin_nL = margin_NL[part].double()
+            margin_nL = torch.where(counts_n1, margin_NL[part].double(), 0.0)  # NaN * 0 is NaN
             add(sums.margin_equal, (margin_nL * exact_nL).sum(1, keepdim=True))
             add(sums.margin_differs, (margin_nL * ~exact_nL).sum(1, keepdim=True))
     if own_NL is None:

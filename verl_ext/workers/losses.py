@@ -40,7 +40,7 @@ def settings_of(config: Any, kind: type[ComposedLossConfig]) -> Any:
 
 
 def _share(chosen: Tensor, mask: Tensor) -> float:
-    return ((chosen * mask).sum() / mask.sum().clamp(min=1)).item()
+    return ((chosen.bool() & mask).sum() / mask.sum().clamp(min=1)).item()
 
 
 @register_policy_loss("icepop")
