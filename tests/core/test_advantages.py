@@ -5,6 +5,7 @@ import statistics
 
 import pytest
 import torch
+from closeness import close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,7 +115,8 @@ def test_the_order_of_the_sessions_does_not_matter(sessions, random):
         lambda r, g: quantile_baseline_advantages(r, g, k=0.4),
         lambda r, g: grpo_positive_advantages(r, g, negative_scale=0.5),
     ):
-        torch.testing.assert_close(estimate(rewards[order], groups[order]), estimate(rewards, groups)[order])
+        # As above: a mean of rewards near 100, its last bits divided by 1e-6 in a group whose rewards all but agree.
+        close(estimate(rewards[order], groups[order]), estimate(rewards, groups)[order], rtol=1e-6, scale=100.0)
 
 
 def test_no_session_has_no_advantage():

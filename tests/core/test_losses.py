@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from closeness import close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from verl_ext.core.losses import (
 )
 
 LOG_PROB = st.floats(-100, 0, width=32, allow_subnormal=False)
+OF_2_17 = st.integers(-100 * 2**17, 0).map(lambda n: n / 2**17)  # float32 holds them, and sums are exact in any order
 SEEDS = range(4)
 EPSILON, TINY = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).tiny
 
@@ -29,7 +31,7 @@ def batches(draw, rows=4, length=6):
     def table(values):
         return [[draw(values) if t < n else 0 for t in range(length)] for n in sizes]
 
-    return [table(LOG_PROB) for _ in range(3)] + [table(st.sampled_from([-1.5, 0.0, 2.0])), table(st.booleans())]
+    return [table(OF_2_17) for _ in range(3)] + [table(st.sampled_from([-1.5, 0.0, 2.0])), table(st.booleans())]
 
 
 def tensors(batch):
@@ -252,7 +254,7 @@ def test_router_shift_factor_equals_the_oracle(seed):
     factor = router_shift_factor(deviation, 0.3)
     for n in range(7):
         gap = mean([mean([abs(current[n, i, k] - old[n, i, k]).item() for k in range(2)]) for i in range(3)])
-        assert factor[n].item() == pytest.approx(max(math.exp(-gap), 0.3), rel=1e-6)
+        assert factor[n].item() == pytest.approx(max(math.exp(-gap), 0.3), rel=1e-5)
 
 
 def test_router_shift_factor_of_equal_and_of_broken_routers():
@@ -268,4 +270,5 @@ def test_rows_do_not_depend_on_the_batch_they_are_in(seed):
     for row in range(len(mask)):
         one = slice(row, row + 1)
         assert torch.equal(llds_penalty(l_theta[one], l_old[one], advantages[one], mask[one], "action"), penalty[one])
-        assert sequence_divergence(l_infer[one], l_old[one], l_theta[one], mask[one]).whole == whole[row]
+        alone = sequence_divergence(l_infer[one], l_old[one], l_theta[one], mask[one]).whole
+        close(alone, whole[one], rtol=1e-12, scale=1.0)

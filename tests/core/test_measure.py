@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
 
-REL = 1e-6
+REL = 1e-5  # k and the weights are float32, and so are their sums
 # A difference of numbers of size 1 to 100 keeps some 1e-16 of their size, whatever is left of it. The deviation is the
 # root of such a difference; k3 is one of k - 1 and log k, both near 0 where it is.
-FLOORS = {"prob_diff_std": 1e-7, "k3": 1e-15}
+FLOORS = {"prob_diff_std": 1e-6, "k3": 1e-15}
 FLOOR = 1e-12
-ONE_ROUNDING = 2e-7  # of float32: a sequence's sum over several blocks rounds differently in float64
+# Of a product of float32 factors. Kernels round exp otherwise in whole vectors than in the rest of a block, so that a
+# weight's last bits depend on where its token stands.
+ROUNDING = 2e-6
 
 CHOICES = (
     None,
@@ -184,6 +186,11 @@ def assert_same(found, expected):
         assert found[name] == pytest.approx(value, rel=REL, abs=floor), name
 
 
+def same_weights(found, expected):
+    """Each by itself: nothing cancels in a weight, and 0 stays 0."""
+    torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=0)
+
+
 def counts(found):
     return found.tokens, found.kept, found.non_finite
 
@@ -246,7 +253,8 @@ def test_padded_and_jagged_batches_give_the_same(batch, odd, corrections):
     padded = Tokens.from_padded(*(value.reshape(len(batch), longest) for value in columns.per_token().values()))
     jagged, found = measure(pack(batch), corrections), measure(padded, corrections)
     valid = torch.tensor([[i < len(row) for i in range(longest)] for row in batch], dtype=torch.bool).reshape(-1)
-    assert torch.equal(found.weight[valid], jagged.weight) and not found.weight[~valid].any()
+    same_weights(found.weight[valid], jagged.weight)
+    assert not found.weight[~valid].any()
     assert_same(found.metrics, jagged.metrics)
     assert counts(found) == counts(jagged)
 
@@ -255,17 +263,18 @@ def test_padded_and_jagged_batches_give_the_same(batch, odd, corrections):
 @given(batch=BATCH, corrections=st.sampled_from(CHOICES[1:]), block=st.sampled_from([1, 3, 7]))
 def test_the_block_size_does_not_matter(batch, corrections, block):
     found, expected = measure(pack(batch), corrections, block=block), measure(pack(batch), corrections)
-    rtol = 0 if set(corrections) <= OF_TOKENS.keys() else ONE_ROUNDING
-    torch.testing.assert_close(found.weight, expected.weight, rtol=rtol, atol=0)
+    same_weights(found.weight, expected.weight)
     assert_same(found.metrics, expected.metrics)
     assert counts(found) == counts(expected)
 
 
 def test_more_tokens_than_one_block_holds():
-    tokens = pack(random_batch(rows=60, longest=5000))
+    tokens = pack(random_batch(rows=60, longest=5000, seed=9))
     assert len(tokens.mask) > 2 * 65_536
+    k = (tokens.l_old.double() - tokens.l_infer).exp()
+    assert all((k / bound - 1).abs().min() > 5e-6 for bound in (0.5, 1.5, 5.0)), "no ratio hangs on a bound"
     found, expected = measure(tokens, EVERY), measure(tokens, EVERY, block=len(tokens.mask))
-    torch.testing.assert_close(found.weight, expected.weight, rtol=ONE_ROUNDING, atol=0)
+    same_weights(found.weight, expected.weight)
     assert_same(found.metrics, expected.metrics)
 
 
@@ -275,7 +284,7 @@ def test_groups_of_trajectories_weigh_what_they_weigh_in_the_whole_batch(batch, 
     cuts = sorted(torch.randint(0, len(batch) + 1, (3,), generator=torch.Generator().manual_seed(seed)).tolist())
     groups = [batch[low:high] for low, high in zip([0, *cuts], [*cuts, len(batch)], strict=True)]
     parts = [measure(pack(group), corrections).weight for group in groups]
-    assert torch.equal(torch.cat(parts), measure(pack(batch), corrections).weight)
+    same_weights(torch.cat(parts), measure(pack(batch), corrections).weight)
 
 
 @FEW

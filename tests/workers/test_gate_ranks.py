@@ -50,6 +50,6 @@ def test_what_it_was_decided_by_is_the_same_on_every_rank(ranks):
     first, second = (rank["within"]["metrics"] for rank in ranks)
     for name in ("gate/vllm_kl", "gate/policy_kl", "gate/grad_norm"):
         assert first[name] == second[name] and len(first[name]) == 4
-    assert first["gate/grad_norm"][::2] == pytest.approx(first["grad_norm"]), "the norm that verl clips by"
+    assert first["gate/grad_norm"][::2] == pytest.approx(first["grad_norm"], rel=1e-5), "the norm that verl clips by"
     # Here l_infer is l_old, so both are the same k3.
-    assert first["gate/vllm_kl"] == pytest.approx(first["gate/policy_kl"])
+    assert first["gate/vllm_kl"] == pytest.approx(first["gate/policy_kl"], rel=1e-5)
