@@ -8,8 +8,8 @@ from verl_ext.core.mismatch import LOG_RATIO_BOUND, count_non_finite, mismatch_r
 
 def test_ratio_is_clamped_and_nan_stays():
     k = mismatch_ratio(torch.tensor([-100.0, 0.0, float("nan")]), torch.tensor([0.0, -100.0, 0.0]))
-    assert k[0].item() == pytest.approx(math.exp(LOG_RATIO_BOUND), rel=1e-6)
-    assert k[1].item() == pytest.approx(math.exp(-LOG_RATIO_BOUND), rel=1e-6)
+    assert k[0].item() == pytest.approx(math.exp(LOG_RATIO_BOUND), rel=1e-5)
+    assert k[1].item() == pytest.approx(math.exp(-LOG_RATIO_BOUND), rel=1e-5)
     assert math.isnan(k[2].item())
 
 
