@@ -2,7 +2,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_ext.config import stability_config
-from verl_ext.core.rules import Rule
+from verl_ext.core.rules import Rule, describe
 from verl_ext.errors import ConfigError
 
 
@@ -16,6 +16,14 @@ def rules(**rule):
 
 def test_a_rule_is_read_with_its_defaults():
     assert rules(above=1).rules() == [Rule("r", "vllm_kl/k3", 1.0, setting="stability.guard.rules.r.above")]
+
+
+def test_advice_is_said_with_the_reason():
+    (rule,) = rules(above=1, advice="try stability=kpop").rules()
+    said = "vllm_kl/k3=2 passes stability.guard.rules.r.above=1"
+    assert describe(rule, 2.0, 1.0) == f"{said}: try stability=kpop"
+    (bare,) = rules(above=1, advice=None).rules()
+    assert describe(bare, 2.0, 1.0) == said
 
 
 def test_batch_skip_is_the_first_rule():
@@ -32,10 +40,11 @@ def test_batch_skip_is_the_first_rule():
         ({"above": 1, "below": 0}, "needs one bound: above or below"),
         ({"above": 1, "signal": None}, "r.signal must be given"),
         ({"above": 1, "action": "explode"}, "action=explode is not known; choose one of: warn, tighten"),
-        ({"above": 1, "patiense": 2}, "r.patiense is not known; a rule has: above, action, below, patience"),
+        ({"above": 1, "patiense": 2}, "r.patiense is not known; a rule has: above, action, advice, below, patience"),
         ({"above": "high"}, "r.above=high must be a finite number"),
         ({"above": float("nan")}, "r.above=nan must be a finite number"),
         ({"above": True}, "r.above=True must be a finite number"),
+        ({"above": 1, "advice": 3}, "r.advice=3 must be text"),
         ({"above": 1, "patience": 0}, "r.patience=0 must be a whole number of readings, at least 1"),
         ({"above": 1, "patience": 1.5}, "r.patience=1.5 must be a whole number"),
         ({"above": 1, "zscore_window": 3}, "r.zscore_window=3 must be a whole number of readings, at least 8"),

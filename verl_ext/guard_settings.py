@@ -83,7 +83,7 @@ class Boundary:
 @dataclass
 class GuardSettings:
     """Attributes:
-    rules: name -> {signal, above or below, action, recover, patience, zscore_window}; see `core.rules.Rule`.
+    rules: name -> {signal, above or below, action, recover, patience, zscore_window, advice}; see `core.rules.Rule`.
     stop_after: steps in a row without an update after which the run stops; null never does.
     tighten_factor: what IcePop's band is narrowed by, in logarithms, while a rule with action=tighten fires.
     max_rollbacks, rollback_cooldown: rollbacks after which another is a stop; steps after one without another.
@@ -143,6 +143,8 @@ def _parse(name: str, given: Any) -> Rule:
     for key in ("signal", "action"):
         if not isinstance(rule.get(key), str):
             raise ConfigError(f"{where}.{key} must be given")
+    if not isinstance(rule.get("advice") or "", str):
+        raise ConfigError(f"{where}.advice={rule['advice']} must be text")
     for side_or_key, value in {side: bound, "recover": rule.get("recover")}.items():
         if value is not None and not _is_finite(value):
             raise ConfigError(f"{where}.{side_or_key}={value} must be a finite number")

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_ext.core.boundary import HORIZON
-from verl_ext.core.guard import GAP, REFUSED, Guard
+from verl_ext.core.forecast import GAP
+from verl_ext.core.guard import REFUSED, Guard
 from verl_ext.core.guard_state import Foresight
 from verl_ext.core.rules import Rule
 from verl_ext.errors import ConfigError

@@ -247,6 +247,25 @@ def test_tighten_narrows_the_band_of_the_same_batch_until_it_recovers(train):
     assert [step["correction/dropped"] for step in logged] == [0, 1, 0, 1, 0]
 
 
+def logged(name):
+    with open("p/e.jsonl") as file:
+        return [json.loads(line)["data"].get(name) for line in file]
+
+
+@pytest.mark.parametrize(("correction", "watched"), [("icepop", True), (["icepop", "geo_mask"], True), ("kpop", False)])
+def test_a_mask_is_watched_where_its_band_is_fixed(train, correction, watched):
+    train({"correction": correction}, [GOOD] * 3)
+    assert logged("guard/mask_blind") == ([0.0] * 3 if watched else [None] * 3)
+
+
+def test_a_run_that_is_dead_is_told_in_its_log(train, capsys):
+    train({"metrics": True}, [GOOD] * 8 + [BAD | {"grad_norm": 3.0}] * 25, save_freq=100)
+    (event,) = events()
+    assert (event["step"], event["rule"], event["action"]) == (32, "collapse", "warn")
+    assert "step 32: warn: The reward fell from 1 to 0, from step 9 on, and stays there." in capsys.readouterr().out
+    assert logged("guard/collapsed") == [0.0] * 31 + [1.0] * 2
+
+
 def test_a_nan_gradient_is_an_event(train):
     train({"metrics": True}, [{}, {"grad_norm": float("nan")}, {}])
     (event,) = events()

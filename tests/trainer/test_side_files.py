@@ -114,6 +114,8 @@ def test_a_folder_in_the_place_of_a_file(root, last, capsys):
         ("rules", {"reward": {"colour": "red"}}, "rules.reward has an entry colour"),
         ("growth", [[1, 0.1], [1, 0.2]], "growth does not ascend"),
         ("growth", [[1]], "growth is not a pair"),
+        ("dropped", [[2, 0.1], [1, 0.2]], "dropped does not ascend"),
+        ("record", {"critic/score/mean": [[2, 0.1], [2, 0.2]]}, "record.critic/score/mean does not ascend"),
         ("gaps", [float("nan")], "gaps is not a finite number"),
         ("unproven", 3, "unproven is not a list"),
         ("another", 3, "the state has an entry another"),

@@ -69,7 +69,7 @@ def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> G
     low = slopes[int(outside)] if outside >= 0 else -math.inf
     high = slopes[len(slopes) - 1 - int(outside)] if outside >= 0 else math.inf
     if len(points) >= SCATTER_FEWEST:
-        half = SCATTERS * _scatter(residuals) / (last - points[0][0])
+        half = SCATTERS * scatter(residuals) / (last - points[0][0])
         low, high = max(low, rate - half), min(high, rate + half)
     left = math.log(boundary) - level
     if left <= 0:
@@ -86,7 +86,7 @@ def _variance_of_s(n: int) -> float:
     return n * (n - 1) * (2 * n + 5) / 18
 
 
-def _scatter(residuals: Sequence[float]) -> float:
+def scatter(residuals: Sequence[float]) -> float:
     """The larger of the standard deviation and its robust estimate."""
     _, robust = spread(residuals)
     return max(pstdev(residuals), robust)

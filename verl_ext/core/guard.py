@@ -11,19 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from verl_ext.core.boundary import HORIZON, estimate_growth
+from verl_ext.core.forecast import foresee, remember
 from verl_ext.core.guard_state import Decision, Event, Foresight, read_state
-from verl_ext.core.rules import REFUSING, Rule, RuleState, describe, read, spread
+from verl_ext.core.rules import REFUSING, Rule, RuleState, describe, read
 from verl_ext.errors import ConfigError
 
 # Checked for NaN and infinity whether or not a rule reads them.
 WATCHED = ("vllm_kl/k1", "vllm_kl/k3", "actor/entropy", "critic/score/mean", "actor/pg_loss", "actor/grad_norm")
 REFUSED = "actor/gate/refused"  # share of a step's mini-batches that the workers refused
 KEPT = 20  # checkpoints remembered as good
-GAP = "vllm_kl/log_ratio_abs_mean"  # of all tokens alike, while a single one can move k3
-JUMP = 5.0  # a gap of this many times its median, in one step, is a jump
-JUMP_DEVIATIONS = 6.0  # and this many robust standard deviations above it
-JUMP_FEWEST, JUMP_WINDOW = 3, 8  # readings before there is a jump; how many of the last ones count
 
 
 class Guard:
@@ -63,10 +59,10 @@ class Guard:
 
     @property
     def calm(self) -> bool:
-        """Whether nothing speaks against the weights: updates are made, and no rule fires or counts towards it, those
-        aside that only warn."""
+        """Whether nothing speaks against the weights: updates are made, the reward has not collapsed, and no rule fires
+        or counts towards it, those aside that only warn."""
         acting = (self.state.rules[rule.name] for rule in self.rules if rule.action != "warn")
-        return not self.state.in_a_row and not any(state.streak for state in acting)
+        return not self.state.in_a_row and not self.state.collapsed and not any(state.streak for state in acting)
 
     def begin(self, step: int) -> None:
         """A step begins; of the one before, everything has been judged, what is logged last included."""
@@ -76,25 +72,8 @@ class Guard:
         self.state.updated = self._failed = False
 
     def foresee(self, signals: Mapping[str, float]) -> tuple[dict[str, float], Decision]:
-        """Extrapolate the mismatch: `guard/*` metrics, and a warning where it jumped.
-
-        guard/growth_rate: slope of log delta, per step; guard/growth_rate_low, _high: its interval; left out while
-            there are too few readings.
-        guard/steps_to_boundary: 0 past the boundary, `boundary.HORIZON` where it is not in sight.
-        """
-        delta, gap = signals.get(self.foresight.signal, math.nan), signals.get(GAP, math.nan)
-        readings, window = self.state.growth, self.foresight.window
-        events = self._jump(gap) if math.isfinite(gap) else ()
-        # A step with several updates counts once: the line is over steps.
-        if math.isfinite(delta) and (not readings or readings[-1][0] < self.step):
-            self.state.growth = [*readings, (self.step, delta)][-window:]
-        growth = estimate_growth(self.state.growth, self.foresight.boundary)
-        metrics = {"guard/steps_to_boundary": float(HORIZON)}
-        if growth is not None:
-            interval = {"guard/growth_rate_low": growth.low, "guard/growth_rate_high": growth.high}
-            metrics = {"guard/steps_to_boundary": growth.steps, "guard/growth_rate": growth.rate}
-            metrics |= {name: value for name, value in interval.items() if math.isfinite(value)}
-        return metrics, Decision(events)
+        """Before `judge`, which may read it: what `core.forecast` makes of the signals so far."""
+        return foresee(self.state, self.foresight, self.step, _finite(signals))
 
     def judge(self, signals: Mapping[str, float], non_finite: Mapping[str, int] | None = None) -> Decision:
         """Before an update: whether the batch may make it.
@@ -123,6 +102,7 @@ class Guard:
             ConfigError: a rule would skip an update by a signal that comes with it.
         """
         new = {name: value for name, value in signals.items() if name not in self._judged}
+        remember(self.state, self.step, _finite(new))
         events = self._not_finite(new, "warn")
         refused = new.get(REFUSED, 0.0)
         if refused > 0:
@@ -155,7 +135,7 @@ class Guard:
         self.state.good = [step for step in self.state.good if step < to]
         self.state.unproven = [(to, self.step)]
         self.state.rollback_due = ""
-        self.state.growth = [(step, delta) for step, delta in self.state.growth if step <= to + 1]
+        self.state.forget(after=to + 1)
         for state in self.state.rules.values():
             state.streak, state.firing = 0, False
         reason = f"weights and optimizer of step {to} restored; the data goes on"
@@ -234,22 +214,10 @@ class Guard:
             if not math.isfinite(value)
         ]
 
-    def _jump(self, gap: float) -> tuple[Event, ...]:
-        """Say so where the mismatch is suddenly far above what it was, which a collapse is not: that grows."""
-        before = self.state.gaps
-        self.state.gaps = [*before, gap][-JUMP_WINDOW:]
-        if len(before) < JUMP_FEWEST:
-            return ()
-        usual, deviation = spread(before)
-        bound = max(JUMP * usual, usual + JUMP_DEVIATIONS * deviation)
-        was, self.state.jumped = self.state.jumped, gap > bound
-        if was or not self.state.jumped:
-            return ()
-        reason = (
-            f"{GAP} jumped to {gap:.3g} from {usual:.3g}, the median of {len(before)} readings: did the last weight "
-            "sync reach every rollout engine? (or: stale rollouts, another precision, another sampling setting)"
-        )
-        return (Event(self.step, "weight_sync", GAP, gap, bound, "warn", reason),)
+
+def _finite(signals: Mapping[str, Any]) -> dict[str, float]:
+    numbers = ((name, _number(value)) for name, value in signals.items())
+    return {name: value for name, value in numbers if value is not None and math.isfinite(value)}
 
 
 def _number(value: Any) -> float | None:

@@ -23,6 +23,7 @@ class Rule:
         action: one of ACTIONS.
         recover: the value (or distance, as `bound`) at which a rule that fires stops firing; None is `bound`.
         patience: readings in a row past the bound before it fires.
+        advice: said with the reason; what to do, in a clause.
         zscore_window: readings that median and median absolute deviation are taken of; None for a fixed threshold.
         setting: where the user finds the bound, for messages.
     """
@@ -35,6 +36,7 @@ class Rule:
     recover: float | None = None
     patience: int = 1
     zscore_window: int | None = None
+    advice: str = ""
     setting: str = ""
 
     def past(self, value: float, threshold: float) -> bool:
@@ -101,9 +103,10 @@ def describe(rule: Rule, value: float, threshold: float) -> str:
     """Why the rule fires, in one clause."""
     verb = "passes" if rule.side == "above" else "is below"
     given = f" for {rule.patience} readings" if rule.patience > 1 else ""
+    advice = f": {rule.advice}" if rule.advice else ""
     if rule.zscore_window is None:
-        return f"{rule.signal}={value:.3g} {verb} {rule.setting}={rule.bound:g}{given}"
+        return f"{rule.signal}={value:.3g} {verb} {rule.setting}={rule.bound:g}{given}{advice}"
     return (
         f"{rule.signal}={value:.3g} {verb} {threshold:.3g}{given}, {rule.setting}={rule.bound:g} robust standard "
-        f"deviations from its median"
+        f"deviations from its median{advice}"
     )

@@ -29,12 +29,13 @@ RARE = ("val-", "guard/", "training/", "validation/", "rollout/")  # metrics tha
 def build_guard(stability: StabilityConfig) -> Guard:
     settings = stability.guard
     boundary = settings.boundary
+    mask = "correction/dropped" if "icepop" in stability.correction_names else ""
     return Guard(
         stability.rules(),
         stop_after=settings.stop_after,
         max_rollbacks=settings.max_rollbacks,
         cooldown=settings.rollback_cooldown,
-        foresight=Foresight(boundary.signal, boundary.value, boundary.window),
+        foresight=Foresight(boundary.signal, boundary.value, boundary.window, mask),
     )
 
 
