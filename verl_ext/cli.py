@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 DOCTOR = """\
 Check this installation and, with overrides, the run that they describe, before anything starts: versions, plugins,
 which hooks of verl_ext attach, and settings that are known to make rollout and training disagree. It starts neither
-Ray nor vLLM, and reads the model's config and tokenizer if they are on this machine.
+Ray nor vLLM, reads the model's config and tokenizer if they are on this machine, and runs no code that the config names
+without --trust.
 """
 DOCTOR_EXAMPLES = """\
 levels:
@@ -62,6 +63,7 @@ examples:
                                                       with the overrides of `python -m verl_ext.main_ppo`
   verl-ext doctor --gpu A100 stability=icepop ...     for another GPU than this machine's
   verl-ext doctor --fix stability=icepop ...          the overrides to add, one a line
+  verl-ext doctor --trust stability=icepop ...        running plugins and other code that the config names
 """
 
 

@@ -13,7 +13,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from verl_ext.config import FSDP_REPLAY, StabilityConfig
-from verl_ext.errors import require_choice
+from verl_ext.errors import ConfigError, require_choice
 
 CONFIG_MODULE = "verl_ext.configs"
 VERL_CONFIGS = Path(verl.trainer.__file__ or "").parent / "config"
@@ -47,7 +47,7 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     taken as verl's entry point takes it, from the folder where that stands.
 
     Raises:
-        ConfigError: `stability=` names no file of the group.
+        ConfigError: `stability=` names no file of the group, or the primary config is no YAML.
     """
     arguments = list(arguments)
     folder, name = VERL_CONFIGS, PRIMARY
@@ -81,6 +81,9 @@ def _groups_in_defaults(file: Path) -> set[str]:
     """The groups that a primary config lists; none where there is no such file, which Hydra reports itself."""
     if not file.is_file():
         return set()
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read as YAML in UTF-8: {' '.join(str(error).split())}") from error
     defaults = content.get("defaults", []) if isinstance(content, dict) else []
     return {str(key).split("@")[0].strip("/") for entry in defaults if isinstance(entry, dict) for key in entry}

@@ -11,43 +11,52 @@ from verl_ext.doctor import context as read
 from verl_ext.doctor import installation  # noqa: F401 (registers checks: first in the table)
 
 # isort: split
-from verl_ext.doctor import engine, hooks, model_files, precision, sampling, sizes  # noqa: F401 (as above)
+from verl_ext.doctor import engine, foreign, hooks, model_files, precision, sampling, sizes  # noqa: F401 (as above)
 from verl_ext.doctor.composed import compose, given
 from verl_ext.doctor.findings import LEVELS, Finding, fixes, run_checks
 from verl_ext.doctor.gpus import Gpu, present
+from verl_ext.printable import printable
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
 WIDTH = 120  # of the table where the output is not a terminal
 
 
-def diagnose(arguments: Sequence[str], gpu: Gpu | None) -> list[Finding]:
-    """The findings on this installation, and on the run that these arguments of `verl_ext.main_ppo` describe."""
+def diagnose(arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False) -> list[Finding]:
+    """The findings on this installation, and on the run that these arguments of `verl_ext.main_ppo` describe.
+
+    Code that its config names is run with `trust` alone.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read as transformers is imported; nothing is fetched
     versions = read.installed_versions()  # before verl is imported
     config, failure = None, ""
     with contextlib.redirect_stdout(sys.stderr):  # verl and what it imports print; stdout is the findings'
         if arguments:
-            config, failure = compose(arguments)
+            config, failure = compose(arguments, trust=trust)
             gpu = gpu or present()
-        context = read.Context(versions, read.installed_plugins(), os.environ, config, failure, gpu)
+        context = read.Context(versions, read.installed_plugins(), os.environ, config, failure, gpu, trust)
         return run_checks(context)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings; 1 where there is an error, or with --strict a warning."""
-    findings = diagnose(given(arguments), arguments.gpu)
+    findings = diagnose(given(arguments), arguments.gpu, trust=arguments.trust)
     if arguments.fix:
         for override in fixes(findings):
             print(override)
         for finding in findings:
             if finding.level == "error" and not finding.fix:
-                print(f"verl-ext doctor: {finding.check}: {finding.found}; {finding.why}", file=sys.stderr)
+                print(f"verl-ext doctor: {finding.check}: {_line(finding.found)}; {finding.why}", file=sys.stderr)
     elif arguments.json:
         print(json.dumps([_plain(finding) for finding in findings], indent=2))
     else:
         print_table(findings)
     bad = ("error", "warning") if arguments.strict else ("error",)
     return int(any(finding.level in bad for finding in findings))
+
+
+def _line(text: str) -> str:
+    """The whole of a text that may quote a config."""
+    return printable(text, most=len(text))
 
 
 def _plain(finding: Finding) -> dict[str, object]:
@@ -71,7 +80,7 @@ def print_table(findings: Sequence[Finding]) -> None:
     table.add_column("found, and why it matters", overflow="fold")
     for finding in sorted(findings, key=lambda found: LEVELS.index(found.level)):
         level = Text(finding.level, style=STYLES[finding.level])
-        said = Text(finding.found)  # Text: brackets are no markup
+        said = Text(_line(finding.found))  # Text: brackets are no markup
         if finding.why:
             said.append(f"\n{finding.why}", style="dim")
         table.add_row(level, finding.check, said)

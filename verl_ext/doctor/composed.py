@@ -1,6 +1,7 @@
 """The config of a run from its command line, as `verl_ext.main_ppo` would compose it; `plan` uses it too."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 FLAGS = ("config-path", "config-name")
+KEY = "hydra.searchpath"
+KNOWN_PATH = re.compile(r"file://|pkg://(verl|verl_ext)(\.|/|$)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config-path", metavar="DIR", help="Hydra's, as for verl_ext.main_ppo")
     parser.add_argument("--config-name", metavar="NAME", help="Hydra's, as for verl_ext.main_ppo")
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="run the code that the config names: stability.plugins, a model's own under trust_remote_code, classes in "
+        "_target_; without it, checks that need it are left out",
+    )
 
 
 def given(arguments: argparse.Namespace) -> list[str]:
@@ -25,8 +34,11 @@ def given(arguments: argparse.Namespace) -> list[str]:
     return [*arguments.overrides, *(f"--{flag}={value}" for flag, value in values.items() if value)]
 
 
-def compose(arguments: Sequence[str]) -> tuple["DictConfig | None", str]:
-    """The config of a run, or None and why there is none."""
+def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple["DictConfig | None", str]:
+    """The config of a run, or None and why there is none.
+
+    Without `trust`, one that has Hydra import packages (`pkg://` in hydra.searchpath) other than verl's is refused.
+    """
     try:
         import hydra
         from hydra.errors import HydraException
@@ -48,8 +60,41 @@ def compose(arguments: Sequence[str]) -> tuple["DictConfig | None", str]:
                 name = value
             else:
                 overrides.append(argument)
+        if not trust and (packages := _packages(folder / f"{name.removesuffix('.yaml')}.yaml", overrides)):
+            return None, f"hydra.searchpath={packages} would be imported; --trust imports it"
         with hydra.initialize_config_dir(str(folder.absolute()), version_base=None):
             return hydra.compose(name, overrides), ""
     except (HydraException, OmegaConfBaseException, UserError, YAMLError) as error:
         said = str(error).partition("\nConfig search path:")[0]
         return None, " ".join(said.split())
+
+
+def plugins(config: "DictConfig | None") -> list[str]:
+    """The modules that a config has verl_ext import."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        given = OmegaConf.select(config, "stability.plugins", throw_on_missing=False) if config is not None else None
+    except OmegaConfBaseException:  # `stability_config` ends on it, before it imports any
+        return []
+    names = OmegaConf.to_container(given) if OmegaConf.is_list(given) else [given] if given else []
+    return [str(name) for name in names]
+
+
+def _packages(primary: Path, overrides: Sequence[str]) -> list[str]:
+    """Where hydra.searchpath names more than folders: packages, which Hydra imports. Those of verl are known.
+
+    It is read from the primary config and from the command line alone: `_process_config_searchpath` of
+    hydra/_internal/config_loader_impl.py (1.3).
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    given = [
+        one.value() for one in OverridesParser.create().parse_overrides(list(overrides)) if one.key_or_group == KEY
+    ]
+    if primary.is_file() and OmegaConf.is_dict(content := OmegaConf.load(primary)):
+        given.append(OmegaConf.select(content, KEY))
+    entries = [str(entry) for path in given for entry in (path if isinstance(path, Sequence) else [path])]
+    return [entry for entry in entries if "://" in entry and not KNOWN_PATH.match(entry)]

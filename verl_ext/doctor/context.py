@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_ext.doctor.composed import plugins
 from verl_ext.doctor.gpus import Gpu
 
 if TYPE_CHECKING:
@@ -40,6 +42,25 @@ def package_folder(name: str) -> Path | None:
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
+def _json_at(path: str, name: str) -> dict[str, Any]:
+    """A JSON file of a model folder, or of a model in Hugging Face's cache; {} where there is none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    file: Any = Path(os.path.expanduser(path), name)
+    if not file.parent.is_dir():
+        try:
+            file = try_to_load_from_cache(path, name)
+        except ValueError:  # no name of a model
+            return {}
+    if not isinstance(file, str | Path):
+        return {}
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # loading the model tells of it
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def installed_versions() -> dict[str, str]:
     """Distribution -> version, and Python's. Read before verl is: on CPU cores our platform answers for `vllm`."""
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
@@ -63,6 +84,7 @@ class Context:
         environ: environment variables.
         failure: why the overrides do not compose; "" when they do, or none were given.
         gpu: that of the rollout, where it is known.
+        trust: whether code that the config names may be run (`foreign.py`).
         folder: where a package's source lies.
         known: what `once` keeps.
     """
@@ -73,6 +95,7 @@ class Context:
     config: "DictConfig | None" = None
     failure: str = ""
     gpu: Gpu | None = None
+    trust: bool = False
     folder: Callable[[str], Path | None] = package_folder
     known: dict[str, Any] = field(default_factory=dict)
 
@@ -83,10 +106,14 @@ class Context:
         return self.known[name]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A setting; `default` where it is not there, null or mandatory and missing."""
+        """A setting; `default` where it is not there, null, mandatory and missing, or an interpolation of nothing."""
         from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
 
-        value = OmegaConf.select(self.config, key, throw_on_missing=False) if self.config is not None else None
+        try:
+            value = OmegaConf.select(self.config, key, throw_on_missing=False) if self.config is not None else None
+        except OmegaConfBaseException:
+            return default
         return default if value is None else value
 
     def engine_argument(self, name: str) -> tuple[str, Any]:
@@ -111,9 +138,30 @@ class Context:
         return self.get("actor_rollout_ref.actor.strategy", "fsdp")
 
     @cached_property
+    def plugin_modules(self) -> list[str]:
+        """What stability.plugins would import and may not, [] where it may."""
+        return [] if self.trust else plugins(self.config)
+
+    @cached_property
+    def model_code(self) -> bool:
+        """Whether the model comes with code of its own, which the run would execute and which may not be here."""
+        if self.trust or not self.get(f"{MODEL}.trust_remote_code"):
+            return False
+        files = ((self._model_path, "config.json"), (self._tokenizer_path, "tokenizer_config.json"))
+        return any("auto_map" in _json_at(path, name) for path, name in files if path)
+
+    @property
+    def _model_path(self) -> str | None:
+        return self.get(f"{MODEL}.path")
+
+    @property
+    def _tokenizer_path(self) -> str | None:
+        return self.get(f"{MODEL}.tokenizer_path") or self._model_path
+
+    @cached_property
     def model_config(self) -> Any:
-        """The model's transformers config; None where its files are not on this machine."""
-        if not (path := self.get(f"{MODEL}.path")):
+        """The model's transformers config; None where its files are not on this machine, or its code may not run."""
+        if not (path := self._model_path) or self.model_code:
             return None
         from transformers import AutoConfig
 
@@ -124,8 +172,8 @@ class Context:
 
     @cached_property
     def tokenizer_length(self) -> int | None:
-        """`len(tokenizer)`, which verl masks vLLM's ids by; None where its files are not on this machine."""
-        if not (path := self.get(f"{MODEL}.tokenizer_path") or self.get(f"{MODEL}.path")):
+        """`len(tokenizer)`, which verl masks vLLM's ids by; None as with `model_config`."""
+        if not (path := self._tokenizer_path) or self.model_code:
             return None
         from transformers import AutoTokenizer
 
@@ -136,7 +184,7 @@ class Context:
 
     @property
     def _trust(self) -> dict[str, bool]:
-        return {"trust_remote_code": bool(self.get(f"{MODEL}.trust_remote_code"))}
+        return {"trust_remote_code": self.trust and bool(self.get(f"{MODEL}.trust_remote_code"))}
 
     @cached_property
     def cascade_disabled_by_default(self) -> bool | None:

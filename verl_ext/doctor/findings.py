@@ -42,13 +42,22 @@ def check(name: str) -> Callable[[Check], Check]:
     return register
 
 
-def run_checks(context: Context) -> list[Finding]:
-    """All findings, in the order of registration."""
+def run_checks(context: Context, names: Iterable[str] = ()) -> list[Finding]:
+    """All findings of these checks, in their order; of all, in the order of registration, where none is named."""
     return [
         Finding(found.level, found.found, found.why, found.fix, name)
-        for name, function in CHECKS.items()
-        for found in function(context)
+        for name in names or CHECKS
+        for found in _run(CHECKS[name], context)
     ]
+
+
+def _run(function: Check, context: Context) -> list[Finding]:
+    try:
+        return list(function(context))
+    except Exception as error:  # of a value that the check did not expect: the others go on
+        said = " ".join(str(error).split()) or "no more is known"
+        why = "a setting that it reads has a value of the wrong type; the run may stop there too"
+        return [Finding("error", f"the check itself ended with {type(error).__name__}: {said}", why)]
 
 
 def fixes(findings: Iterable[Finding]) -> list[str]:

@@ -9,14 +9,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.doctor.context import ROLLOUT, Context
+from verl_ext.doctor.context import MODEL, ROLLOUT, Context
 from verl_ext.doctor.findings import Finding, check
+from verl_ext.doctor.foreign import built_settings, unknown_targets
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 NAME = f"{ROLLOUT}.name"
 FSDP_CONFIG = "actor_rollout_ref.actor.fsdp_config"
+TRUST = f"{MODEL}.trust_remote_code"
 MOST_ERRORS = 20  # in a row, each found once the one before is fixed
 
 
@@ -27,7 +29,7 @@ def config_composes(context: Context) -> Iterable[Finding]:
     Source: verl/trainer/config/rollout/rollout.yaml (0.9.1), where rollout.name is `???`, Hydra's for mandatory.
     """
     if context.failure:
-        yield Finding("error", context.failure, "the run would stop at once; correct the override")
+        yield Finding("error", context.failure, "nothing else of the run was looked at; correct what it names")
     if context.config is not None and not context.get(NAME):
         yield Finding("error", f"{NAME} is missing", "verl has no default for it", (f"{NAME}=vllm",))
 
@@ -37,10 +39,10 @@ def hooks(context: Context) -> Iterable[Finding]:
     """What the start-up table would show, or each error that would come instead.
 
     Source: `stability_config`, `something_to_do` and `check_run` of verl_ext, as `verl_ext.main_ppo.run` calls them;
-    `check_run` also probes the model's routers. A remedy in an error's text becomes a fix where the error is gone once
-    it is applied.
+    `check_run` also probes the model's routers, where that runs no code of the model's own. A remedy in an error's text
+    becomes a fix where the error is gone once it is applied.
     """
-    if context.config is None or not context.get(NAME):
+    if context.config is None or not context.get(NAME) or context.plugin_modules:
         return
     errors = errors_once(context)
     yield from errors
@@ -61,15 +63,21 @@ def hooks(context: Context) -> Iterable[Finding]:
 
 
 def errors_once(context: Context) -> list[Finding]:
-    """The errors of the run's own checks, for those that would tell the same."""
-    return context.once("errors", lambda: _errors(context.config))
+    """The errors of the run's own checks, for those that would tell the same; none where plugins are not imported."""
+    return context.once("errors", lambda: [] if context.plugin_modules else _errors(context))
 
 
-def _errors(config: "DictConfig") -> list[Finding]:
+def _errors(context: Context) -> list[Finding]:
     """The errors of a config, each found by fixing those before it."""
+    from omegaconf import OmegaConf
+
+    config, read_model = context.config, not context.model_code
+    if context.get(TRUST) and not context.trust:
+        config = copy.deepcopy(config)
+        OmegaConf.update(config, TRUST, False)
     found: list[Finding] = []
-    while len(found) < MOST_ERRORS and (message := _error(config)):
-        fixed, fix = _remedied(config, message)
+    while len(found) < MOST_ERRORS and (message := _error(config, read_model)):
+        fixed, fix = _remedied(config, message, read_model)
         found.append(Finding("error", message, "the run would stop with this line before Ray starts", fix))
         if not fix:
             break
@@ -89,8 +97,10 @@ def _as_launched(config: "DictConfig") -> "DictConfig":
     return config
 
 
-def _error(config: "DictConfig") -> str:
+def _error(config: "DictConfig", read_model: bool) -> str:
     """The one line that the run would stop with; "" if none."""
+    from omegaconf.errors import OmegaConfBaseException
+
     from verl_ext.config import stability_config
     from verl_ext.errors import UserError
     from verl_ext.trainer.checks import check_run, something_to_do
@@ -98,13 +108,15 @@ def _error(config: "DictConfig") -> str:
     try:
         stability = stability_config(config.stability)
         if something_to_do(config, stability):
-            check_run(config, stability)
+            check_run(config, stability, read_model=read_model)
     except UserError as error:
         return " ".join(str(error).split())
+    except OmegaConfBaseException as error:
+        return f"{error.full_key}: {str(error).splitlines()[0]}"
     return ""
 
 
-def _remedied(config: "DictConfig", message: str) -> tuple["DictConfig", tuple[str, ...]]:
+def _remedied(config: "DictConfig", message: str, read_model: bool) -> tuple["DictConfig", tuple[str, ...]]:
     """The config with the remedy that an error names applied, and the remedy; () where it names none that helps."""
     from omegaconf import OmegaConf
 
@@ -119,7 +131,7 @@ def _remedied(config: "DictConfig", message: str) -> tuple["DictConfig", tuple[s
             continue
         OmegaConf.update(fixed, key, value)
         fix.append(override)
-    if not fix or _error(fixed) == message:
+    if not fix or _error(fixed, read_model) == message:
         return config, ()
     return fixed, tuple(fix)
 
@@ -174,8 +186,9 @@ def verl_validation(context: Context) -> Iterable[Finding]:
 
     Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.main_ppo.run` calls it.
     """
-    if context.config is None or not context.get(NAME) or errors_once(context):
+    if context.config is None or not context.get(NAME) or context.plugin_modules or errors_once(context):
         return
+    from omegaconf import OmegaConf
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
@@ -184,6 +197,12 @@ def verl_validation(context: Context) -> Iterable[Finding]:
         return
     config = _as_launched(context.config)
     try:
+        if not context.trust:
+            built = built_settings(config)
+            if unknown_targets(built):  # told by `code`
+                return
+            for path, values in built.items():  # what was looked at, and nothing that resolves to something else now
+                OmegaConf.update(config, path, values, merge=False)
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it says that it passes
             warnings.simplefilter("ignore")  # that a critic nobody asked for is off
             validate_config(

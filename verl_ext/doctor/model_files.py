@@ -17,7 +17,7 @@ def model_files(context: Context) -> Iterable[Finding]:
     Source: `lengths`, `vocabulary` and `hooks` of this folder, which read its config and tokenizer.
     """
     path = context.get(f"{MODEL}.path")
-    if context.config is None or not path:
+    if context.config is None or not path or context.model_code:
         return
     if context.model_config is None:
         missing, checks = "the model's config", "lengths, vocabulary and the model's routers were not checked"

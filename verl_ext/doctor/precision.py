@@ -9,7 +9,7 @@ ACTOR = "actor_rollout_ref.actor"
 FSDP = f"{ACTOR}.fsdp_config"
 PARAM_DTYPE = f"{FSDP}.mixed_precision.param_dtype"
 TRANSFORMERS = ("fsdp", "fsdp2")
-BFLOAT16, FLOAT16, FLOAT32 = "bfloat16", "float16", "float32"
+DTYPES = BFLOAT16, FLOAT16, FLOAT32 = "bfloat16", "float16", "float32"
 # As verl's PrecisionType (verl/utils/torch_dtypes.py) and vLLM's `dtype` argument write them.
 NAMES = {
     "bf16": BFLOAT16,
@@ -60,7 +60,7 @@ def ignored_dtype(context: Context) -> Iterable[Finding]:
         "warning",
         f"actor.fsdp_config.dtype={asked} has no effect",
         "verl's FSDP engine takes its dtype from mixed_precision.param_dtype, and computes in bfloat16 without one",
-        (f"++{PARAM_DTYPE}={asked}",),
+        (f"++{PARAM_DTYPE}={asked}",) if asked in DTYPES else (),
     )
 
 
@@ -73,7 +73,7 @@ def dtypes_differ(context: Context) -> Iterable[Finding]:
     training = training_dtype(context)
     setting, value = context.engine_argument("dtype")
     rollout = dtype_name(value)
-    if not context.with_vllm or training is None or rollout not in (BFLOAT16, FLOAT16, FLOAT32):
+    if not context.with_vllm or training is None or rollout not in DTYPES:
         return
     if context.strategy == "megatron" and context.get(FSDP):  # `verl's validation` tells what to set instead
         return
@@ -84,7 +84,8 @@ def dtypes_differ(context: Context) -> Iterable[Finding]:
         yield Finding("note", f"rollout in {rollout}, training in {wanted}", "the engines round differently")
     else:
         why = "the engines round differently at every operation, which is mismatch before anything else is"
-        yield Finding("warning", f"rollout in {rollout}, training in {wanted}", why, (f"{setting}={wanted}",))
+        fix = (f"{setting}={wanted}",) if wanted in DTYPES else ()
+        yield Finding("warning", f"rollout in {rollout}, training in {wanted}", why, fix)
 
 
 @check("loss scaling")

@@ -10,7 +10,7 @@ from verl_ext.config import IN_THE_LOSS, UNBIASED, StabilityConfig
 from verl_ext.errors import ConfigError
 from verl_ext.trainer.advantages import ESTIMATOR_SETTINGS, estimator_settings
 from verl_ext.trainer.routing_checks import apply_routing, check_router_shift, check_routing, replays_here
-from verl_ext.workers.loss_config import LOSS_CONFIGS
+from verl_ext.workers.loss_config import LOSS_CONFIGS, build_policy_loss, target_of
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 
@@ -52,8 +52,12 @@ def something_to_do(config: DictConfig, stability: StabilityConfig) -> bool:
     return stability.active or needs_our_loss(config, stability) or ours or replays_here(config)
 
 
-def check_run(config: DictConfig, stability: StabilityConfig) -> None:
-    """Raise ConfigError for a combination of settings that cannot work; one line that names the remedy."""
+def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: bool = True) -> None:
+    """Raise ConfigError for a combination of settings that cannot work; one line that names the remedy.
+
+    `read_model=False` leaves out what needs the model's files, whose own code transformers would run if the config
+    trusts it.
+    """
     if not config.trainer.use_v1:
         raise ConfigError("trainer.use_v1=False has no hooks for stability.*; set trainer.use_v1=True")
     if config.algorithm.adv_estimator in ESTIMATOR_SETTINGS:
@@ -61,14 +65,15 @@ def check_run(config: DictConfig, stability: StabilityConfig) -> None:
     if stability.needs_log_probs or loss_mode(config) in LOSS_CONFIGS or uses_unbiased_kl(config):
         _check_log_probs(config)
         _check_weights(config, stability)
-    _check_loss(config)
+    _check_loss(config, read_model)
     _check_kl(config, stability)
     _check_overlong(config)
-    check_routing(config, stability.router_agreement)
+    check_routing(config, stability.router_agreement, read_model)
     _check_guard(config, stability)
     if stability.cascade_attention != "default":
         _check_cascade(config, stability)
-    _check_model_files(config.actor_rollout_ref.model)
+    if read_model:
+        _check_model_files(config.actor_rollout_ref.model)
 
 
 def apply_engine_settings(config: DictConfig, stability: StabilityConfig) -> None:
@@ -180,35 +185,25 @@ def _check_weights(config: DictConfig, stability: StabilityConfig) -> None:
         )
 
 
-def _check_loss(config: DictConfig) -> None:
+def _check_loss(config: DictConfig, read_model: bool) -> None:
     """A loss of ours comes with its own dataclass, which accepts its settings; neither without the other."""
-    from hydra.utils import instantiate
-
     name, node = loss_mode(config), OmegaConf.select(config, LOSS)
     target = str(node.get("_target_", ""))
     for ours, kind in LOSS_CONFIGS.items():
-        if target.endswith(f".{kind.__name__}") and name != ours:
+        if target == target_of(kind) and name != ours:
             raise ConfigError(
                 f"{LOSS}.loss_mode={name} overrides the loss {ours} that {LOSS}._target_={target} stands for; leave it "
                 f"out, and set {LOSS}.base={name} to build {ours} upon it"
             )
-        if name == ours and not target.endswith(f".{kind.__name__}"):
+        if name == ours and target != target_of(kind):
             raise ConfigError(
-                f"{LOSS}.loss_mode={name} needs {LOSS}._target_={kind.__module__}.{kind.__name__}; set it, or use "
-                f"stability={name}_loss"
+                f"{LOSS}.loss_mode={name} needs {LOSS}._target_={target_of(kind)}; set it, or use stability={name}_loss"
             )
     if name not in LOSS_CONFIGS:
         return
-    try:
-        instantiate(node)
-    except Exception as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, ConfigError):
-            raise cause from error
-        given = {key: value for key, value in node.items() if key != "rollout_correction"}
-        raise ConfigError(f"{LOSS}={given} does not fit the loss {name}: {cause}") from error
+    build_policy_loss(node)
     if name == "router_shift":
-        check_router_shift(config)
+        check_router_shift(config, read_model)
 
 
 def _check_kl(config: DictConfig, stability: StabilityConfig) -> None:
@@ -266,7 +261,7 @@ def _check_model_files(model: DictConfig) -> None:
     from transformers import AutoTokenizer
 
     try:
-        AutoTokenizer.from_pretrained(path, trust_remote_code=model.get("trust_remote_code", False))
+        AutoTokenizer.from_pretrained(path, trust_remote_code=bool(model.get("trust_remote_code")))
     except Exception as error:
         raise ConfigError(
             f"actor_rollout_ref.model.{setting}={path} has no tokenizer that loads ({type(error).__name__}); save one "

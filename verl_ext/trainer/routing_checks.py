@@ -1,6 +1,5 @@
 """What can go wrong with the settings about expert routing, found before Ray starts."""
 
-import contextlib
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -50,7 +49,7 @@ def replayed_field(config: DictConfig) -> str | None:
     return OLD_ROUTES if replays_here(config) and replay_mode(config) == "R2" else ROLLOUT_ROUTES
 
 
-def check_routing(config: DictConfig, agreement: bool) -> None:
+def check_routing(config: DictConfig, agreement: bool, read_model: bool = True) -> None:
     """What agreement needs, and replay under FSDP; verl checks its own replay on Megatron and VeOmni."""
     setting, mode, strategy = replay_setting(config), replay_mode(config), _strategy(config)
     require_choice(setting, mode, MODES)
@@ -70,7 +69,8 @@ def check_routing(config: DictConfig, agreement: bool) -> None:
         _check_recording(config, asked, off)
     if agreement or mode == "R3":
         _check_rollout(config, asked, off)
-    _check_model(config, asked, off, read_routers=strategy in TRANSFORMERS)
+    if read_model:
+        _check_model(config, asked, off, read_routers=strategy in TRANSFORMERS)
 
 
 def apply_routing(config: DictConfig, agreement: bool) -> None:
@@ -87,7 +87,7 @@ def apply_routing(config: DictConfig, agreement: bool) -> None:
         config.stability.router_agreement = True  # 1 wherever the rollout's experts are really used: the proof of it
 
 
-def check_router_shift(config: DictConfig) -> None:
+def check_router_shift(config: DictConfig, read_model: bool = True) -> None:
     """The loss router_shift reads the scores of a transformers model's routers, whole sequences at a time."""
     actor = config.actor_rollout_ref.actor
     asked, off = f"{ACTOR}.policy_loss.loss_mode=router_shift", "choose another loss_mode"
@@ -103,7 +103,7 @@ def check_router_shift(config: DictConfig) -> None:
             f"{asked} cannot gather the routers' scores over {ACTOR}.ulysses_sequence_parallel_size={ranks}; set it to "
             f"1, or {off}"
         )
-    if (hf_config := _hf_config(config.actor_rollout_ref.model)) is not None:
+    if read_model and (hf_config := _hf_config(config.actor_rollout_ref.model)) is not None:
         probe_choices(hf_config, check_outputs)
 
 
@@ -155,6 +155,13 @@ def _hf_config(model: DictConfig) -> Any:
     """The model's transformers config; None where this machine cannot read it (a remote path, or no network)."""
     from transformers import AutoConfig
 
-    with contextlib.suppress(OSError):
-        return AutoConfig.from_pretrained(model.path, trust_remote_code=model.get("trust_remote_code", False))
-    return None
+    try:
+        return AutoConfig.from_pretrained(model.path, trust_remote_code=bool(model.get("trust_remote_code")))
+    except OSError:
+        return None
+    except ValueError as error:
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={model.path} has a config that transformers cannot read by itself: the "
+            "architecture is not known to this version, or comes with code of its own, which "
+            "actor_rollout_ref.model.trust_remote_code allows"
+        ) from error

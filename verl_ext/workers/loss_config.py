@@ -4,7 +4,9 @@ Named by `actor_rollout_ref.actor.policy_loss._target_`; their fields arrive in 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from verl.workers.config.actor import PolicyLossConfig
 
@@ -93,6 +95,32 @@ LOSS_CONFIGS: dict[str, type[PolicyLossConfig]] = {
     "llds": LldsLossConfig,
     "router_shift": RouterShiftLossConfig,
 }
+
+
+def target_of(kind: type[PolicyLossConfig]) -> str:
+    """The `_target_` that names a class."""
+    return f"{kind.__module__}.{kind.__name__}"
+
+
+def build_policy_loss(settings: Mapping[str, Any]) -> PolicyLossConfig:
+    """The dataclass that `_target_` names, made of the other settings; whatever it says, nothing else is called.
+
+    Raises:
+        ConfigError: `_target_` is none of LOSS_CONFIGS, or the settings do not fit it.
+    """
+    given = dict(settings)
+    target = given.pop("_target_", None)
+    kinds = {target_of(kind): (name, kind) for name, kind in LOSS_CONFIGS.items()}
+    if target not in kinds:
+        raise ConfigError(f"{SETTING}._target_={target} is no loss of verl_ext; choose one of: {', '.join(kinds)}")
+    name, kind = kinds[target]
+    try:
+        return kind(**given)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        given.pop("rollout_correction", None)
+        raise ConfigError(f"{SETTING}={given} does not fit the loss {name}: {error}") from error
 
 
 def check_delta(delta: float | None, setting: str) -> None:
