@@ -280,7 +280,7 @@ def test_an_interpolation_of_nothing_is_an_error_beside_the_other_findings(look,
 
 def test_a_check_that_stumbles_over_a_value_takes_no_other_with_it(look):
     found = look({"actor_rollout_ref.rollout.max_model_len": "abc"}, "lengths", "truncated sampling")
-    assert found["lengths"][0]["level"] == "error" and "TypeError" in found["lengths"][0]["found"]
+    assert found["lengths"][0]["level"] == "error" and "ValueError" in found["lengths"][0]["found"]
     assert found["truncated sampling"][0]["level"] == "ok"
 
 
@@ -291,7 +291,10 @@ def test_a_primary_config_that_is_no_yaml_is_one_line(tmp_path, capsys):
     assert error.count("\n") == 1 and "mine.yaml cannot be read as YAML in UTF-8" in error
 
 
-def test_only_a_dtype_that_is_one_is_offered_as_a_fix(look):
+def test_no_text_of_the_config_is_offered_as_a_fix(look):
+    rollout = "actor_rollout_ref.rollout"
+    lengths = {f"{rollout}.{name}": "9; touch y" for name in ("max_model_len", "max_num_batched_tokens")}
+    assert look(lengths | {f"{rollout}.enable_chunked_prefill": False}, "lengths")["lengths"][0]["fix"] == ()
     for setting in (f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype"):
         found = look({setting: "x; touch y"}, "training dtype", "dtype of both engines")
         assert found and not [check for check, findings in found.items() if "touch" in str(findings[0]["fix"])]

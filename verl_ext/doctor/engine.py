@@ -125,14 +125,14 @@ def lengths(context: Context) -> Iterable[Finding]:
     if not context.with_vllm:
         return
     limit = _positions(context)
-    asked = context.get(f"{ROLLOUT}.max_model_len")
+    asked = int(context.get(f"{ROLLOUT}.max_model_len", 0))
     if asked and limit and asked > limit:
         why = "verl refuses a length that the model has no positions for"
         yield Finding(
             "error", f"rollout.max_model_len={asked}, positions: {limit}", why, (f"{ROLLOUT}.max_model_len={limit}",)
         )
         asked = limit
-    length, batched = asked or limit, context.get(f"{ROLLOUT}.max_num_batched_tokens", 8192)
+    length, batched = asked or limit, int(context.get(f"{ROLLOUT}.max_num_batched_tokens", 8192))
     if context.get(f"{ROLLOUT}.enable_chunked_prefill", True) or not length:
         return
     if batched < length:
