@@ -257,6 +257,17 @@ def test_a_model_that_needs_its_own_code_and_may_not_run_it_is_an_error_of_the_r
     assert found["hooks"][0]["fix"] == ()
 
 
+def test_a_model_whose_layers_only_its_own_code_has_asks_no_question(look, mark, model, monkeypatch):
+    """The config is one of the library's, the model is not; transformers would ask on the terminal whether to run it."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    config = {"model_type": "vit", "num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 8}
+    config |= {"auto_map": {"AutoModelForCausalLM": "configuration_evil.EvilConfig"}}
+    (model / "config.json").write_text(json.dumps(config))
+    found = look({f"{MODEL}.path": str(model), "stability.router_agreement": True}, "hooks")
+    assert not mark.exists()
+    assert found["hooks"][0]["level"] == "error" and "cannot be built here" in found["hooks"][0]["found"]
+
+
 def test_the_settings_classes_are_those_of_the_composed_configs(compose, composed):
     for config in (composed, compose("model_engine=megatron")):
         assert foreign.unknown_targets(foreign.built_settings(config)) == []
@@ -282,6 +293,12 @@ def test_a_check_that_stumbles_over_a_value_takes_no_other_with_it(look):
     found = look({"actor_rollout_ref.rollout.max_model_len": "abc"}, "lengths", "truncated sampling")
     assert found["lengths"][0]["level"] == "error" and "ValueError" in found["lengths"][0]["found"]
     assert found["truncated sampling"][0]["level"] == "ok"
+
+
+def test_what_a_config_says_is_printed_as_text_by_plan(capsys):
+    assert main(["plan", "no/such/group='\x1b]0;[bold]'"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "\x1b" not in error and r"\x1b]0;[bold]" in error
 
 
 def test_a_primary_config_that_is_no_yaml_is_one_line(tmp_path, capsys):

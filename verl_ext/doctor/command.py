@@ -82,7 +82,7 @@ def print_table(findings: Sequence[Finding]) -> None:
         level = Text(finding.level, style=STYLES[finding.level])
         said = Text(_line(finding.found))  # Text: brackets are no markup
         if finding.why:
-            said.append(f"\n{finding.why}", style="dim")
+            said.append(f"\n{_line(finding.why)}", style="dim")
         table.add_row(level, finding.check, said)
     console.print(table)
     count = {level: sum(finding.level == level for finding in findings) for level in LEVELS}

@@ -13,6 +13,7 @@ from verl_ext.errors import ConfigError, UserError
 from verl_ext.plan.memory import Memory, plan_memory
 from verl_ext.plan.sizes import ALIASES, GIB, GPUS, Sizes, gpu_name, read_sizes
 from verl_ext.plan.timing import Timing, plan_timing
+from verl_ext.printable import printable
 from verl_ext.routing_cost import RoutingShape
 
 # Measured on two CPU cores (tools/bench_correction.py, bench_guard.py); a controller is not slower.
@@ -52,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         mean_response = _mean_response(arguments.mean_response, sizes)
         features = _features(config, sizes, mean_response)
     except UserError as error:
-        print(f"verl-ext plan: {' '.join(str(error).split())}", file=sys.stderr)
+        line = " ".join(str(error).split())
+        print(f"verl-ext plan: {printable(line, most=len(line))}", file=sys.stderr)
         return 2
     memory = plan_memory(sizes)
     timing = plan_timing(sizes, memory, mean_response)

@@ -104,7 +104,7 @@ def check_router_shift(config: DictConfig, read_model: bool = True) -> None:
             f"1, or {off}"
         )
     if read_model and (hf_config := _hf_config(config.actor_rollout_ref.model)) is not None:
-        probe_choices(hf_config, check_outputs)
+        probe_choices(hf_config, check_outputs, trust_remote_code=_trusted(config.actor_rollout_ref.model))
 
 
 def _check_recording(config: DictConfig, asked: str, off: str) -> None:
@@ -148,7 +148,7 @@ def _check_model(config: DictConfig, asked: str, off: str, read_routers: bool) -
             f"{asked} needs a mixture of experts, and actor_rollout_ref.model.path={model.path} is a dense model; {off}"
         )
     if read_routers:
-        probe_choices(hf_config)
+        probe_choices(hf_config, trust_remote_code=_trusted(model))
 
 
 def _hf_config(model: DictConfig) -> Any:
@@ -156,7 +156,7 @@ def _hf_config(model: DictConfig) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model.path, trust_remote_code=bool(model.get("trust_remote_code")))
+        return AutoConfig.from_pretrained(model.path, trust_remote_code=_trusted(model))
     except OSError:
         return None
     except ValueError as error:
@@ -165,3 +165,7 @@ def _hf_config(model: DictConfig) -> Any:
             "architecture is not known to this version, or comes with code of its own, which "
             "actor_rollout_ref.model.trust_remote_code allows"
         ) from error
+
+
+def _trusted(model: DictConfig) -> bool:
+    return bool(model.get("trust_remote_code"))

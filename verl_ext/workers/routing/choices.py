@@ -153,21 +153,30 @@ def expert_counts(hf_config: Any) -> tuple[int, int]:
     return experts, top_k
 
 
-def probe_choices(hf_config: Any, read: Callable[[ChoicePoint, Any], Any] | None = None) -> None:
+def probe_choices(
+    hf_config: Any, read: Callable[[ChoicePoint, Any], Any] | None = None, *, trust_remote_code: bool = False
+) -> None:
     """Prove on a model without weights that each kind of router of this architecture chooses by one top-k.
 
     Args:
         read: called with each and what it returned; may raise HookError.
+        trust_remote_code: build a model of code of its own; without an answer, transformers asks on the terminal.
 
     Raises:
-        HookError: no router is found, or one cannot be intercepted.
+        HookError: the model cannot be built, no router is found, or one cannot be intercepted.
     """
     from transformers import AutoModelForCausalLM
 
     experts, top_k = expert_counts(hf_config)
     hidden = hf_config.get_text_config().hidden_size
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
+        try:
+            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            raise HookError(
+                f"a model of {type(hf_config).__name__} cannot be built here, to look at its routers: transformers has "
+                f"none for text, or it takes code of its own, which model.trust_remote_code allows; {OFF}"
+            ) from error
         for point in {(type(p.module), p.method): p for p in find_choices(model)}.values():
             seen, output = _run_on_meta(point, experts, top_k, hidden, model.dtype)
             if seen != 1:
