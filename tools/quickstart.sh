@@ -6,16 +6,22 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,5p; exit; fi
 
-bash tools/setup_cpu.sh
-export PATH="$(cd "${VENV:-.venv}/bin" && pwd):$PATH" VERL_PLATFORM=cpu HF_HUB_OFFLINE=1
+if [ -z "${PREFORK_PYTHON:-}" ]; then
+  bash tools/setup_cpu.sh
+  export PATH="$(cd "${VENV:-.venv}/bin" && pwd):$PATH" VERL_PLATFORM=cpu HF_HUB_OFFLINE=1
+  export VLLM_CPU_KVCACHE_SPACE=1 # GiB
+  mkdir -p .quickstart
+  # One process imports what a dozen need, while this one goes on.
+  exec python tools/prefork.py --log .quickstart/imports.log bash tools/quickstart.sh "$@"
+fi
 export VERL_FILE_LOGGER_PATH="$PWD/.quickstart/metrics.jsonl"
-export VLLM_CPU_KVCACHE_SPACE=1 # GiB
 log=.quickstart/console.log
 
+echo "quickstart: starting Ray, vLLM and FSDP2; the first step comes after about 40 s (everything they say: $log)"
 python recipes/cpu_smoke/make_assets.py --out .quickstart/assets
-echo "quickstart: starting Ray, vLLM and FSDP2; the first step comes after about 90 s (everything they say: $log)"
 status=0
 python tools/clean_exit.py python -m verl_ext.main_ppo recipe=cpu_smoke hydra.run.dir=.quickstart/hydra \
+  ray_kwargs.ray_init.runtime_env.py_executable="$PREFORK_PYTHON" \
   stability=icepop stability.router_agreement=true stability.cascade_attention=off stability.trajectories.per_step=2 "$@" 2>&1 |
   python tools/progress.py "$log" || status=$?
 if [ "$status" != 0 ]; then

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,17 +52,48 @@ class Run:
         return [json.loads(line)["data"] for line in file.read_text().splitlines()]
 
 
-def run(command: list[str], folder: Path, timeout: int = 900) -> Run:
-    """Run a command of the real stack in `folder`, and keep its console there."""
-    finished = subprocess.run(
-        command,
-        cwd=folder,
-        env=os.environ | CPU,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
+@dataclass(frozen=True)
+class Forked:
+    """Where `run` gets its Python processes from: a server that has imported what they need (tools/prefork.py)."""
+
+    environment: dict[str, str]
+
+    @property
+    def python(self) -> str:
+        return self.environment["PREFORK_PYTHON"]
+
+    @property
+    def override(self) -> str:
+        return f"ray_kwargs.ray_init.runtime_env.py_executable={self.python}"
+
+
+@contextlib.contextmanager
+def forked() -> Iterator[Forked]:
+    names = ("PREFORK_ADDRESS", "PREFORK_PYTHON")
+    say = "; ".join(f"echo ${name}" for name in names)
+    command = [sys.executable, str(REPO / "tools" / "prefork.py"), "--log", os.devnull, "sh", "-c", f"{say}; exec cat"]
+    with subprocess.Popen(
+        command, env=os.environ | CPU, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        yield Forked({name: server.stdout.readline().strip() for name in names})
+        server.stdin.close()  # ends cat, and with it the server
+
+
+def run(arguments: list[str], folder: Path, stack: Forked, timeout: int = 900) -> Run:
+    """Run `python ARGUMENTS` on the real stack in `folder`, and keep its console there."""
+    mark = uuid.uuid4().hex
+    try:
+        finished = subprocess.run(
+            [*CLEAN_EXIT, stack.python, *arguments, stack.override],
+            cwd=folder,
+            env=os.environ | CPU | stack.environment | {MARK: mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+        )
+    finally:
+        kill_all(mark)  # the daemons of Ray are not CLEAN_EXIT's: the process that started them is the server's child
     (folder / "console.log").write_text(finished.stdout)
     return Run(finished.returncode, finished.stdout, folder)
 

@@ -1,7 +1,6 @@
 """Every action of the guard and every fault, in runs of the real stack. One to three minutes a run."""
 
 import json
-import sys
 import time
 import uuid
 
@@ -41,7 +40,7 @@ def shards(folder, step, kind="model"):
 
 
 @pytest.fixture(scope="session")
-def with_faults(assets, tmp_path_factory):
+def with_faults(assets, stack, tmp_path_factory):
     """with_faults(scenario, overrides..., steps=2) -> the finished Run of tests/e2e/faults.py."""
 
     def train(scenario, *overrides, steps=2, prepare=lambda folder: None):
@@ -49,7 +48,7 @@ def with_faults(assets, tmp_path_factory):
         prepare(folder)
         script = str(REPO / "tests" / "e2e" / "faults.py")
         settings = (f"assets={assets}", f"trainer.total_training_steps={steps}")
-        return run([*CLEAN_EXIT, sys.executable, script, scenario, *SMALL, *settings, *overrides], folder)
+        return run([script, scenario, *SMALL, *settings, *overrides], folder, stack)
 
     return train
 

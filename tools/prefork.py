@@ -1,0 +1,295 @@
+"""Run a command whose Python processes are forked from one that has imported torch, verl and vLLM already.
+
+    python tools/prefork.py [--preload MODULE,...] [--log FILE] COMMAND [ARGUMENT ...]
+
+One start of verl on a CPU is a dozen processes that import the same libraries, ten seconds each: on two cores, most of
+the start. Here one server imports them beside COMMAND, once, and the others are its children. COMMAND finds in its
+environment PREFORK_PYTHON, the path of a program that takes Python's arguments; the recipes for CPUs give it to Ray as
+`ray_kwargs.ray_init.runtime_env.py_executable`. What Ray's workers start through multiprocessing follows by itself:
+vLLM's engine and its workers. All of it ends when COMMAND does. For CPU runs alone: CUDA does not survive a fork.
+prefork_client.py, the program, says what the two tell each other.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import struct
+import sys
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+from prefork_client import LENGTH, PASSED_ON
+
+STACK = (
+    "verl_ext.trainer.trainers",
+    "verl_ext.workers.actor",
+    "verl.experimental.agent_loop",
+    "verl.experimental.reward_loop",
+    "verl.workers.rollout.vllm_rollout.vllm_async_server",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3_moe",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "ray._private.workers.default_worker",
+)
+MOST_FILES = 253  # that one message can carry (SCM_MAX_FD)
+RECIPE = Path(__file__).parent.parent / "configs" / "recipe" / "cpu_smoke.yaml"
+
+# The server: forks a process for each client, and tells it how that process ended.
+
+
+class Server:
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener = listener
+        self.clients: dict[int, socket.socket] = {}  # process -> who waits for it
+        self.woken, self.wake = socket.socketpair()
+        self.woken.setblocking(False)
+        self.wake.setblocking(False)
+        signal.set_wakeup_fd(self.wake.fileno())
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # it wakes the selector
+        self.selector = selectors.DefaultSelector()
+        for end in (listener, self.woken):
+            self.selector.register(end, selectors.EVENT_READ)
+
+    def serve(self) -> dict:
+        """Never returns in the server: in a child, what its client asked for."""
+        while True:
+            for key, _ in self.selector.select():
+                if key.fileobj is self.listener:
+                    if request := self.accept():
+                        return request
+                elif key.fileobj is self.woken:
+                    self.woken.recv(4096)
+                elif isinstance(key.fileobj, socket.socket):
+                    self.abandon(key.fileobj, key.data)
+            self.tell_the_ends()
+
+    def accept(self) -> dict | None:
+        connection, _ = self.listener.accept()
+        try:
+            request, files = receive(connection)
+        except (ValueError, PermissionError):  # killed before it had said everything, or somebody else
+            connection.close()
+            return None
+        server = os.getpid()
+        process = os.fork()
+        if process == 0:
+            signal.set_wakeup_fd(-1)
+            die_with(server)
+            for end in (self.selector, self.listener, self.woken, self.wake, connection, *self.clients.values()):
+                end.close()
+            take_over(request, files)
+            return request
+        for file in files:
+            os.close(file)
+        self.clients[process] = connection
+        self.selector.register(connection, selectors.EVENT_READ, process)
+        with contextlib.suppress(OSError):
+            connection.sendall(b"%d\n" % process)
+        return None
+
+    def abandon(self, connection: socket.socket, process: int) -> None:
+        """The client is gone, and says nothing otherwise: its process goes as well."""
+        self.selector.unregister(connection)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+    def tell_the_ends(self) -> None:
+        while self.clients:
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if process == 0:
+                return
+            connection = self.clients.pop(process)
+            with contextlib.suppress(KeyError, OSError):
+                self.selector.unregister(connection)
+                connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+            connection.close()
+
+
+def receive(connection: socket.socket) -> tuple[dict, list[int]]:
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if user != os.getuid():
+        raise PermissionError(f"user {user} asks for a process of user {os.getuid()}")
+    length, ancillary, _, _ = connection.recvmsg(LENGTH, socket.CMSG_SPACE(MOST_FILES * array("i").itemsize))
+    files = array("i")
+    for _, _, data in ancillary:
+        files.frombytes(data[: len(data) - len(data) % files.itemsize])
+    with connection.makefile("rb") as stream:
+        body = stream.read(int.from_bytes(length, "big"))
+    return json.loads(body), files.tolist()
+
+
+# A child of the server becomes the process that its client stands for.
+
+
+def take_over(request: dict, files: list[int]) -> None:
+    """The client's open files under their numbers, its environment, its folder; signals as a new process has them."""
+    for number in (*PASSED_ON, signal.SIGCHLD):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    above = max((*files, *request["files"])) + 1
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(moved, request["files"], strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    os.umask(request["umask"])
+
+
+def renew() -> None:
+    """What the server's imports have read from its environment, or keep as a state that must differ."""
+    import multiprocessing
+    import random
+
+    multiprocessing.set_executable(os.environ["PREFORK_PYTHON"])
+    random.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if narrow_routing := sys.modules.get("verl_ext.rollout.narrow_routing"):
+        narrow_routing.install()  # asked for by the environment
+    if ray := sys.modules.get("ray"):
+        ray._raylet.Config.initialize("")  # RAY_* once more: whether the cluster wants a token, for example
+
+
+def run(arguments: list[str], path: list[str]) -> None:
+    """Do what `python ARGUMENTS` would, with the entries of `path` for the standard library and the installed ones."""
+    import runpy
+    import types
+
+    by_line = False
+    while arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):
+        option = arguments.pop(0)
+        by_line |= option == "-u"
+        if option in ("-X", "-W"):
+            arguments.pop(0)
+    for name, file, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        buffering = 1 if by_line or file == 2 or os.isatty(file) else -1
+        setattr(sys, name, open(file, mode, buffering, encoding="utf-8", closefd=False))  # noqa: SIM115
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    what, *rest = arguments
+    if what == "-m":
+        sys.argv, sys.path = rest, [os.getcwd(), *from_environment(), *path]
+        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+    elif what == "-c":
+        sys.argv, sys.path = ["-c", *rest[1:]], ["", *from_environment(), *path]
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv, sys.path = arguments, [os.path.dirname(os.path.realpath(what)), *from_environment(), *path]
+        main.__file__ = what
+        with open(what, "rb") as script:
+            exec(compile(script.read(), what, "exec"), main.__dict__)
+
+
+def from_environment() -> list[str]:
+    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+
+
+def end_after(run_it: Callable[[], None]) -> None:
+    """Run, and exit as Python would, but for taking a gigabyte of modules down one by one."""
+    import atexit
+    import threading
+
+    code = 0
+    try:
+        run_it()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+# The start of both: the server beside the command.
+
+
+def preload(modules: list[str]) -> None:
+    import gc
+    import importlib
+    import traceback
+
+    # OpenBLAS's second thread would be missing in the children. For OpenMP, one is what Ray gives its workers.
+    os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    # Ray's C++ side reads these once and for all: the number of a cluster's first job, and with whom a worker ends.
+    os.environ |= {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": str(os.getpid())}
+    if modules == list(STACK):
+        read_workers_environment()
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception:  # the process that needs it meets the same, and ends with it
+            traceback.print_exc()
+    gc.freeze()  # a collection in a child would touch, and so copy, the pages that all of them share
+
+
+def read_workers_environment() -> None:
+    """What the recipes for CPUs and verl put into the environment of Ray's workers: some modules read it on import."""
+    import yaml
+
+    recipe = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
+    os.environ |= recipe["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"]
+    from verl.trainer.constants_ppo import PPO_RAY_RUNTIME_ENV
+
+    os.environ |= PPO_RAY_RUNTIME_ENV["env_vars"] | {"TRANSFER_QUEUE_ENABLE": "1"}
+
+
+def die_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # gone already
+        os._exit(1)
+
+
+def main(modules: list[str], log: str | None, command: list[str]) -> None:
+    """Become COMMAND, beside a server that lives as long; `log` gets what the imports print."""
+    own = from_environment()
+    path = [entry for entry in sys.path[1:] if entry not in own]
+    address = f"prefork-{os.getpid()}-{secrets.token_hex(8)}"
+    os.environ |= {"PREFORK_ADDRESS": address, "PREFORK_PYTHON": str(Path(__file__).with_name("prefork_client.py"))}
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0{address}")  # no file, which somebody would have to remove
+    listener.listen(64)
+    parent = os.getpid()
+    if os.fork() == 0:
+        die_with(parent)
+        os.setpgid(0, 0)  # a terminal's Ctrl-C is the command's to act on
+        if log:
+            file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+        sys.path = [*own, *path]
+        preload(modules)
+        request = Server(listener).serve()
+        end_after(lambda: (renew(), run(request["arguments"], path)))
+    listener.close()
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preload", default=",".join(STACK), help="modules (default: what a run of verl imports)")
+    parser.add_argument("--log", help="file for what the imports print (default: the terminal)")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    given = parser.parse_args()
+    if not given.command:
+        parser.error("no COMMAND")
+    main(given.preload.split(","), given.log, given.command)

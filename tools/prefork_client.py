@@ -1,0 +1,60 @@
+#!/usr/bin/env -S python3 -IS
+"""In the place of Python: have the server of prefork.py run what these arguments say.
+
+This process sends its arguments, environment, folder and open files, gets the id of the process that was forked for it,
+and stays until that has ended, with its exit code or by its signal. Where this one is killed, that one is too. It
+starts a dozen times a run: nothing is imported that takes a while.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+from array import array
+
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+LENGTH = 8  # bytes, of the number that says how long a request is
+
+
+def client(address: str, arguments: list[str]) -> int:
+    """Have the server run `python ARGUMENTS` in the place of this process; the exit code."""
+    files = inheritable_files()
+    request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd(), "umask": os.umask(0)}
+    body = json.dumps(request | {"files": files}).encode()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"\0{address}")
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))
+        connection.sendmsg([len(body).to_bytes(LENGTH, "big")], [rights])
+        connection.sendall(body)
+        answers = connection.makefile("r")
+        if process := int(answers.readline() or 0):
+            for number in PASSED_ON:
+                signal.signal(number, lambda number, frame: pass_on(number, process))
+        status = int(answers.readline() or -signal.SIGKILL)  # no answer: the server is gone, and its children with it
+    if status < 0:  # killed by a signal: so is this process
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+def pass_on(number: int, process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+def inheritable_files() -> list[int]:
+    """The open files that a program would get through exec."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listed them
+            if not fcntl.fcntl(int(name), fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
+                found.append(int(name))
+    return sorted(found)
+
+
+if __name__ == "__main__":
+    sys.exit(client(os.environ["PREFORK_ADDRESS"], sys.argv[1:]))
