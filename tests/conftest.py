@@ -4,6 +4,10 @@ import os
 from collections.abc import Callable
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("shared cores", deadline=None)  # an example that is slow on a busy machine is no failure
+settings.load_profile("shared cores")
 
 # Before anything imports verl: its platform is chosen once.
 os.environ.setdefault("VERL_PLATFORM", "cpu")
