@@ -21,6 +21,14 @@ RUNS = [
     make({"vllm_kl/k3": GROWING, "correction/dropped": [0.01] * 40}),
     make({"vllm_kl/k3": GROWING, "correction/dropped": [0.01] * 40, "router/agreement": [0.9] * 40}),
     make({"vllm_kl/k3": [0.5] * 40}),
+    make({"critic/score/mean": [0.5] * 40 + [0.0] * 40, "actor/lr": [3e-6] * 80}),
+    make(
+        {
+            "vllm_kl/k3": GROWING,
+            "correction/dropped": 1e-3 * np.exp(-0.1 * np.arange(1, 41)),
+            "guard/mask_blind": [1.0] * 40,
+        }
+    ),
 ]
 SAID = {override.text for run in RUNS for override in judge(run).overrides}
 PANELS_SAY = {panel.override for panel in PANELS if panel.override}
@@ -30,7 +38,7 @@ READINGS = {
 
 
 def test_the_runs_above_make_the_verdict_say_all_it_can():
-    assert len(SAID) == 11, "an override was added to advice.py: give RUNS a run that gets it"
+    assert len(SAID) == 13, "an override was added to advice.py: give RUNS a run that gets it"
     assert {"stability=geo_mask", "stability=r3", "stability=dapo"} <= READINGS
 
 

@@ -172,7 +172,13 @@ def test_the_dashboard_fits_eighty_columns_uncut(encoding, verdict):
 
 @pytest.mark.parametrize(
     ("state", "colour"),
-    [("healthy", "32"), ("drifting", "33"), ("past the boundary", "31"), ("not enough data", "36")],
+    [
+        ("healthy", "32"),
+        ("drifting", "33"),
+        ("past the boundary", "31"),
+        ("collapsed", "31"),
+        ("not enough data", "36"),
+    ],
 )
 def test_the_verdict_stands_in_the_heading_in_words_and_colour(state, colour):
     verdict = SimpleNamespace(state=state, sentence="s", evidence=(), overrides=())

@@ -10,10 +10,13 @@ from made_runs import NAN, event, full, make, prefix
 
 from verl_ext.core.boundary import FEWEST
 from verl_ext.core.guard_state import Event
+from verl_ext.report.reward import collapse_of
 from verl_ext.report.verdict import LAST, judge
 
 DATA = Path(__file__).parent.parent / "core" / "data"
 QUIET = [1e-3] * 40
+RATE = "actor_rollout_ref.actor.optim.lr"
+RESUME = "trainer.resume_mode=resume_path trainer.resume_from_path=CHECKPOINT"
 
 
 def said(metrics, *events) -> str:
@@ -85,7 +88,10 @@ def test_past_the_boundary(metrics, sentence):
             {"vllm_kl/k3": [5e-5] * 30 + [4e-3] * 10},
             "k3 is 80 times what it was in the run's best stretch (5e-05 to 0.004)",
         ),
-        ({"vllm_kl/k3": QUIET, "correction/dropped": [0.08] * 9}, "The correction drops 8.0 % of the tokens; 1 to 2 %"),
+        (
+            {"vllm_kl/k3": QUIET, "correction/dropped": [0.08] * 9},
+            "The correction drops 8.0 % of the tokens; IcePop's authors",
+        ),
         (
             {"vllm_kl/k3": QUIET, "critic/score/mean": [0.1] * 8 + [0.7] * 24 + [0.2] * 8},
             "The reward fell from 0.7 to 0.2.",
@@ -119,6 +125,71 @@ def test_the_guard_lately_acted(action, done):
     assert "precision=fp16" not in tried(by_reward), "the engines are not to blame"
     assert ("The guard stopped the run: see why" in by_reward.sentence) == (action == "stop")
     assert judge(make({"vllm_kl/k3": QUIET}, [event(40, "warn"), event(40, "tighten")])).state == "healthy"
+
+
+def test_a_rate_of_learning_comes_before_a_reference_where_the_reward_fell():
+    fell = {"vllm_kl/k3": QUIET, "critic/score/mean": [0.1] * 8 + [0.7] * 24 + [0.2] * 8}
+    logged = judge(make(fell | {"actor/lr": [*np.linspace(0, 3e-6, 10), *[3e-6] * 30]}))
+    assert tried(logged)[-2:] == [f"{RATE}=1e-06", "actor_rollout_ref.actor.use_kl_loss=true"]
+    assert tried(judge(make(fell | {"actor/lr": [0.0] * 40})))[-2] == f"{RATE}=1e-06", "verl's own"
+
+
+def test_a_run_that_is_dead_is_told_so_before_all_else():
+    verdict = judge(make(recorded("collapsed_lr_1e-2")))
+    assert verdict.state == "collapsed"
+    assert verdict.sentence == (
+        "The run is dead. Nothing says that the engines came apart first: go back to a checkpoint from before step 11, "
+        "and lower the learning rate."
+    )
+    assert verdict.evidence[0] == str(collapse_of(make(recorded("collapsed_lr_1e-2"))))
+    assert verdict.evidence[0].startswith("The reward fell from 0.6 to 0.042, from step 11 on, and stays there.")
+    assert verdict.evidence[1].startswith("k3 is 0, more than 1,000 times below the boundary")
+    assert not any("The reward fell" in line for line in verdict.evidence[1:])
+    first, *others = verdict.overrides
+    assert first.text == f"{RATE}=1e-06" and "the gradient norm (0.44 to 0.9, from step 14) speaks" in first.why
+    texts = [override.text for override in others]
+    assert texts.index("actor_rollout_ref.actor.use_kl_loss=true") < texts.index(RESUME)
+    assert "precision=fp16" not in texts and "from before step 11" in others[-1].why
+
+
+def test_a_run_whose_engines_came_apart_first_gets_the_advice_on_the_gap_first():
+    verdict = judge(make(recorded("collapsed_stale")))
+    assert verdict.state == "collapsed" and "came apart first" in verdict.sentence
+    texts = tried(verdict)
+    assert texts.index("precision=fp16") < texts.index(f"{RATE}=1e-06") < texts.index(RESUME) == len(texts) - 1
+    assert any(line.startswith("k3 is") and "past the boundary" in line for line in verdict.evidence)
+
+
+def test_what_is_not_dead_keeps_its_state():
+    reward = {"critic/score/mean": [0.5] * 40 + [0.1] * 40}
+    assert judge(make(reward | {"vllm_kl/k3": [1e-3] * 80})).state == "drifting"
+    assert judge(make(reward | {"vllm_kl/k3": [0.2] * 80})).state == "past the boundary"
+    dead = {"critic/score/mean": [0.5] * 40 + [0.02] * 40}
+    assert judge(make(dead)).state == "collapsed", "needs no comparison of the engines"
+    noisy = recorded("noisy_lr_3e-3")
+    assert set(states(noisy, range(8, 201, 8))) == {"healthy"}
+
+
+BLIND = {
+    "vllm_kl/k3": 1e-4 * np.exp(0.001 * np.arange(1, 41)),
+    "vllm_kl/log_ratio_abs_mean": [0.01] * 40,
+    "correction/dropped": 1e-3 * np.exp(-0.02 * np.arange(1, 41)),
+}
+
+
+def test_a_mask_that_drops_fewer_tokens_while_the_gap_grows_is_a_sign():
+    verdict = judge(make(BLIND | {"guard/mask_blind": [0.0] * 20 + [1.0] * 20}))
+    assert verdict.state == "drifting", "though the boundary is more than 1,000 steps away"
+    assert (
+        "IcePop drops fewer and fewer tokens (-2.0 % a step) while k3 grows (+0.1 % a step): its fixed band does not "
+        "see what comes apart." in verdict.evidence
+    )
+    texts = tried(verdict)
+    assert "stability=kpop" in texts and not any("tighten" in text for text in texts)
+    for guards in ({"guard/mask_blind": [1.0] * 20 + [0.0] * 20}, {}):
+        assert judge(make(BLIND | guards)).state == "healthy", (
+            "as the guard says it; where IcePop is off it says nothing"
+        )
 
 
 def test_the_worst_state_stands_and_all_evidence_with_it():

@@ -4,14 +4,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_ext.report.growth import K3, now_of
+from verl_ext.core.collapse import GRADIENT, Collapse
+from verl_ext.report.growth import DROPPED, K3, blind_mask, now_of
 from verl_ext.report.run import Run
 
-State = Literal["healthy", "drifting", "past the boundary", "not enough data"]
+State = Literal["collapsed", "healthy", "drifting", "past the boundary", "not enough data"]
 
 LOW_AGREEMENT = 0.98
 ROUTED_GAP = 2.0  # times the gap of tokens with the same experts, where routing is what drives it
 STALE = 1.0  # versions that rollouts are behind, on average
+DEFAULT_RATE = 1e-6  # of verl's actor
 
 
 @dataclass(frozen=True)
@@ -22,23 +24,53 @@ class Override:
     why: str
 
 
+SYNC = Override("trainer.v1.trainer_mode=sync", "takes the policy's own movement out of the gap")
+REFERENCE = Override(
+    "actor_rollout_ref.actor.use_kl_loss=true", "holds the policy near the reference: no engine is to blame"
+)
+RESUME = "trainer.resume_mode=resume_path trainer.resume_from_path=CHECKPOINT"
+LOST_WEIGHTS = "these weights will not recover by themselves"
+
+
 def advice(run: Run, state: State, *, of_gap: bool, reward_fell: bool) -> Iterator[Override]:
     """What to try next; `of_gap` where it is the gap of the engines that something has to be done about."""
     if state != "healthy" and staleness(run) > STALE:
-        yield Override("trainer.v1.trainer_mode=sync", "takes the policy's own movement out of the gap")
+        yield SYNC
     yield from measuring(run)
     if state == "healthy":
         if run.get("guard/threshold") is None:
             yield Override("stability.batch_skip.threshold=0.1", "refuses the one batch that would spoil the weights")
-        return
-    if not of_gap:
-        if reward_fell:
-            yield Override(
-                "actor_rollout_ref.actor.use_kl_loss=true",
-                "holds the policy near the reference: no engine is to blame",
-            )
-        return
-    corrected = run.get("correction/dropped") is not None
+    elif of_gap:
+        yield from _closing(run, tighten=state == "drifting")
+        if state == "past the boundary":
+            yield Override(RESUME, "goes back to a checkpoint from before the growth: " + LOST_WEIGHTS)
+    elif reward_fell:
+        yield _lower_rate(run)
+        yield REFERENCE
+
+
+def revival(run: Run, collapse: Collapse) -> Iterator[Override]:
+    """What to start a dead run anew with: what moved first comes first."""
+    norm = next((str(move) for move in collapse.moves if move.signal == GRADIENT), "")
+    rate = _lower_rate(run, f"; {norm} speaks against the old one" if norm else "")
+    if not collapse.by_gap:
+        yield rate
+    yield from measuring(run)
+    if collapse.by_gap:
+        if staleness(run) > STALE:
+            yield SYNC
+        yield from _closing(run, tighten=False)
+        yield rate
+    else:
+        yield REFERENCE
+    yield Override(RESUME, f"goes back to a checkpoint from before step {collapse.since}: {LOST_WEIGHTS}")
+
+
+def _closing(run: Run, *, tighten: bool) -> Iterator[Override]:
+    """What brings the engines together, or takes out what they are apart on."""
+    corrected, blind = run.get(DROPPED) is not None, blind_mask(run) is not None
+    if blind:
+        yield Override("stability=kpop", "bounds each token's KL instead, which is tight where tokens are likely")
     if not corrected:
         yield Override(
             "stability=icepop", "drops the tokens on which the engines are apart, and skips batches past 0.1"
@@ -51,17 +83,20 @@ def advice(run: Run, state: State, *, of_gap: bool, reward_fell: bool) -> Iterat
     yield Override(
         "precision=fp16", "rounds eight times finer than bfloat16, in both engines; fp16_megatron where Megatron trains"
     )
-    if corrected and state == "drifting":
-        tighten = "{gap:{signal:guard/steps_to_boundary,below:20,recover:50,action:tighten}}"
+    if tighten and corrected and not blind:
+        rule = "{gap:{signal:guard/steps_to_boundary,below:20,recover:50,action:tighten}}"
         yield Override(
-            f"stability.guard.rules='{tighten}'",
+            f"stability.guard.rules='{rule}'",
             "narrows the band while the boundary is near, where IcePop is the correction",
         )
-    if state == "past the boundary":
-        yield Override(
-            "trainer.resume_mode=resume_path trainer.resume_from_path=CHECKPOINT",
-            "goes back to a checkpoint from before the growth: these weights will not recover by themselves",
-        )
+
+
+def _lower_rate(run: Run, against: str = "") -> Override:
+    """A third of the highest that was logged; verl's default where none was."""
+    logged = run.get("actor/lr")
+    highest = 0.0 if logged is None else float(logged.values.max())
+    rate, why = (highest / 3, "a third of the learning rate") if highest > 0 else (DEFAULT_RATE, "verl's learning rate")
+    return Override(f"actor_rollout_ref.actor.optim.lr={rate:.0e}", why + against)
 
 
 def measuring(run: Run) -> Iterator[Override]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from verl_ext.printable import printable
 from verl_ext.report.noise import CAVEAT, LEVEL, Difference, Final, Scale, compare, final, judge
+from verl_ext.report.reward import collapse_of
 from verl_ext.report.run import ReportError, Run, Series
 from verl_ext.report.terminal import Unit
 
@@ -96,7 +97,10 @@ def compare_runs(
         if any(cell.final or cell.total for cell in cells):
             rows.append((metric, [_against(cells[0], cell) if index else cell for index, cell in enumerate(cells)]))
     judged = _judged(rows)
-    return Comparison(names, judged, tuple(_notes(runs, names, judged, extra, window, common if cut else None)))
+    died = {name: collapse for name, run in zip(names, runs, strict=True) if (collapse := collapse_of(run))}
+    notes = [f"{name} has collapsed: {collapse}" for name, collapse in died.items()]
+    notes += _notes(runs, names, judged, extra, window, common if cut else None)
+    return Comparison(names, judged, tuple(notes))
 
 
 def _metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric]:

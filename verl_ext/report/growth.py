@@ -8,7 +8,7 @@ from verl_ext.core.boundary import HORIZON, Growth, estimate_growth
 from verl_ext.core.guard_state import Foresight
 from verl_ext.report.run import Run, Series
 
-K3 = "vllm_kl/k3"
+K3, DROPPED = "vllm_kl/k3", "correction/dropped"
 LAST = 5  # readings whose median is "now"
 
 
@@ -18,13 +18,25 @@ def now_of(series: Series) -> float:
 
 def growth_of(run: Run) -> tuple[Series, Growth] | None:
     """The last readings of k3 and the line through their logarithms; None for too few."""
-    k3 = run.get(K3)
-    if k3 is None:
+    return _growth(run.get(K3), boundary_of(run))
+
+
+def _growth(series: Series | None, boundary: float) -> tuple[Series, Growth] | None:
+    if series is None:
         return None
-    window = Series(k3.steps[-Foresight.window :], k3.values[-Foresight.window :])
+    window = Series(series.steps[-Foresight.window :], series.values[-Foresight.window :])
     readings = zip(window.steps.tolist(), window.values.tolist(), strict=True)
-    growth = estimate_growth(readings, boundary_of(run))
+    growth = estimate_growth(readings, boundary)
     return None if growth is None else (window, growth)
+
+
+def blind_mask(run: Run) -> tuple[Growth, Growth] | None:
+    """How the share of dropped tokens and k3 move, where the guard has found IcePop's mask blind (`core.forecast`)."""
+    found = run.get("guard/mask_blind")
+    share, gap = _growth(run.get(DROPPED), 1.0), growth_of(run)
+    if found is None or not found.values[-1] or share is None or gap is None:
+        return None
+    return share[1], gap[1]
 
 
 def boundary_of(run: Run) -> float:

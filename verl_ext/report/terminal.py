@@ -27,7 +27,13 @@ ASCII = str.maketrans({"±": "+/-", "×": "x", "–": "-", "—": "-", "…": ".
 # Less than this from end to end is drawn as a nearly flat line, so that mere noise does not look like a drama.
 LEAST_SPAN = {"log": np.log(2.0), "share": 0.01}
 LEAST_RELATIVE_SPAN = 0.02
-COLOURS = {"healthy": "green", "drifting": "yellow", "past the boundary": "red", "not enough data": "cyan"}
+COLOURS = {
+    "healthy": "green",
+    "drifting": "yellow",
+    "past the boundary": "red",
+    "collapsed": "red",
+    "not enough data": "cyan",
+}
 
 
 def _furthest_from_zero(values: np.ndarray) -> float:

@@ -3,9 +3,11 @@
 The state is about the gap between the engines and about what it can end in, a reward that breaks down. It is decided by
 the first of these that holds:
 
+    collapsed           the reward has lost nine tenths of its best and stays there (`core.collapse`)
     past the boundary   the gap is past the boundary, is not a number, or most of the last updates were skipped
     drifting            the gap grows for certain and would cross the boundary; it has risen far and stayed; more than
-                        5 % of the tokens are dropped; the reward broke down; or the guard lately rolled back or stopped
+                        5 % of the tokens are dropped, or ever fewer while the gap grows; the reward broke down; or the
+                        guard lately rolled back or stopped
     not enough data     fewer than 8 readings of the gap
     healthy             none of them
 """
@@ -15,22 +17,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_ext.core.boundary import FEWEST, HORIZON, LARGEST_AUTOCORRELATION
+from verl_ext.core.boundary import FEWEST, HORIZON
 from verl_ext.core.guard_state import Event, Foresight
-from verl_ext.report.advice import STALE, Override, State, advice, measuring, staleness
-from verl_ext.report.growth import K3, LAST, boundary_of, growth_of, now_of
+from verl_ext.report.advice import STALE, Override, State, advice, measuring, revival, staleness
+from verl_ext.report.growth import K3, LAST, blind_mask, boundary_of, growth_of, now_of
+from verl_ext.report.reward import STRETCHES, broken_reward, collapse_of
 from verl_ext.report.run import Run, Series
 
 WINDOW = 10  # steps of which most were skipped, for a run that no longer learns
 RISE = 25.0  # times the k3 of the run's best stretch: 5 times the mean gap of a token, which the guard calls a jump
 HARMLESS = 0.01  # of the boundary; a rise to below it is not one
-STRETCHES = 8  # that a run is divided into, to compare levels
 FAR = 1000  # times below the boundary; how many thousands says nothing more
 FAILING_DIFFERENCE = 0.05  # mean |p rollout - p training| past which training was seen to fail (IcePop)
-TOO_MANY_DROPPED = 0.05  # share of tokens; a healthy run drops 1 to 2 %
+TOO_MANY_DROPPED = 0.05  # share of tokens; IcePop's authors saw 0.001 to 0.002
 OF_THE_GAP = ("vllm_kl/", "correction/", "router/", "guard/")  # signals of the guard
-BROKEN_REWARD = 0.5  # of the way from its first level to its best, lost again
-SIGMAS = 5.0  # that such a loss must exceed the reward's noise by
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,16 @@ class Verdict:
 def judge(run: Run) -> Verdict:
     """The verdict on a run as far as it has come."""
     k3 = run.get(K3)
-    past, gap, other = list(_past(run)), list(_gap_moves(run)), list(_run_breaks(run))
+    past, gap, acts = list(_past(run)), list(_gap_moves(run)), list(_acts(run))
     around = tuple(_surroundings(run))
+    if collapse := collapse_of(run):
+        evidence = (str(collapse), *past, *gap, *acts, *_level(run), *around)
+        return Verdict("collapsed", f"The run is dead. {collapse.remedy}", evidence, tuple(revival(run, collapse)))
+    fell = broken_reward(run)
     if past:
         state: State = "past the boundary"
         sentence = "The engines have come apart so far that updates no longer follow the rollouts."
-    elif gap or other:
+    elif gap or fell or acts:
         state, sentence = "drifting", "Something moves that should stand still: act before it costs the run."
         if any(event.action == "stop" for event in _acted(run)):
             sentence = "The guard stopped the run: see why before you start it again."
@@ -58,11 +62,10 @@ def judge(run: Run) -> Verdict:
     else:
         state = "healthy"
         sentence = "The engines stay together, and what difference there is does not grow."
-    evidence = (*past, *gap, *other, *_level(run), *around)
+    lost = [f"The reward fell from {fell[0]:.3g} to {fell[1]:.3g}."] if fell else []
+    evidence = (*past, *gap, *lost, *acts, *_level(run), *around)
     of_gap = bool(past or gap) or any(event.signal.startswith(OF_THE_GAP) for event in _acted(run))
-    return Verdict(
-        state, sentence, evidence, tuple(advice(run, state, of_gap=of_gap, reward_fell=_broken_reward(run) is not None))
-    )
+    return Verdict(state, sentence, evidence, tuple(advice(run, state, of_gap=of_gap, reward_fell=fell is not None)))
 
 
 def _too_little(k3: Series | None) -> str:
@@ -103,13 +106,16 @@ def _gap_moves(run: Run) -> Iterator[str]:
             "there: did weight syncs fail, or a setting change?"
         )
     if (dropped := run.get("correction/dropped")) is not None and (now := now_of(dropped)) > TOO_MANY_DROPPED:
-        yield f"The correction drops {100 * now:.1f} % of the tokens; 1 to 2 % is healthy."
+        yield f"The correction drops {100 * now:.1f} % of the tokens; IcePop's authors saw 0.1 to 0.2 %."
+    if moves := blind_mask(run):
+        shares, gaps = (100 * np.expm1(growth.rate) for growth in moves)
+        yield (
+            f"IcePop drops fewer and fewer tokens ({shares:+.1f} % a step) while k3 grows ({gaps:+.1f} % a step): its "
+            "fixed band does not see what comes apart."
+        )
 
 
-def _run_breaks(run: Run) -> Iterator[str]:
-    if broken := _broken_reward(run):
-        best, now = broken
-        yield f"The reward fell from {best:.3g} to {now:.3g}."
+def _acts(run: Run) -> Iterator[str]:
     for event in _acted(run):
         done = "rolled back" if event.action == "rollback" else "stopped the run"
         yield f"The guard {done} in step {event.step}: {event.reason}."
@@ -128,31 +134,6 @@ def _rise(run: Run) -> tuple[float, float] | None:
     best = min(float(np.median(part)) for part in np.array_split(k3.values, STRETCHES))
     now = now_of(k3)
     return (best, now) if best > 0 and now > max(RISE * best, HARMLESS * boundary_of(run)) else None
-
-
-def _broken_reward(run: Run) -> tuple[float, float] | None:
-    """The best level of the reward and the last one, where most of what was won is lost; levels are means."""
-    reward = run.get("critic/score/mean")
-    if reward is None or len(reward.steps) < 4 * FEWEST:
-        return None
-    stretches = np.array_split(reward.values, STRETCHES)
-    levels = [float(part.mean()) for part in stretches]
-    first, best, last = levels[0], max(levels), levels[-1]
-    lost, noise = best - last, SIGMAS * _error(stretches)
-    gained = max(best - first, abs(best) / 2)  # a reward that was high from the start has gained nothing
-    return (best, last) if lost > BROKEN_REWARD * gained + noise else None
-
-
-def _error(stretches: list[np.ndarray]) -> float:
-    """The standard error of a stretch's mean, where neighbouring steps may depend on each other."""
-    calm = sorted((part - part.mean() for part in stretches), key=np.var)[:-2]  # it may have jumped in two
-    length = sum(map(len, calm)) / len(calm)
-    power = sum(float(np.mean(part**2)) for part in calm) / len(calm) * length / (length - 1)
-    if power == 0:
-        return 0.0
-    rho: float = sum(float(np.mean(part[1:] * part[:-1])) for part in calm) / len(calm) / power
-    rho = min(max(rho + (1 + 3 * max(rho, 0.0)) / length, 0.0), LARGEST_AUTOCORRELATION)  # short stretches hide some
-    return float(np.sqrt(power / length * (1 + rho) / (1 - rho)))
 
 
 def _level(run: Run) -> Iterator[str]:
