@@ -39,8 +39,10 @@ def open_regular(path: Path) -> BinaryIO:
     Raises:
         OSError: it is not there, may not be read, or is not a regular file.
     """
+    if not stat.S_ISREG(mode := os.stat(path).st_mode):
+        raise not_a_file(path, mode)
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(mode := os.fstat(file).st_mode):
+    if not stat.S_ISREG(mode := os.fstat(file).st_mode):  # it has been replaced since
         os.close(file)
         raise not_a_file(path, mode)
     return open(file, "rb")

@@ -1,5 +1,6 @@
 """What the report's pages have in common: one file each, with everything in it."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from verl_ext.report.run import MOST_MESSAGE
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def template(name: str, **filters: Any) -> Template:
+@lru_cache
+def template(name: str) -> Template:
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -23,7 +25,6 @@ def template(name: str, **filters: Any) -> Template:
         trim_blocks=True,
         finalize=_finalized,
     )
-    environment.filters.update(filters)
     return environment.get_template(name)
 
 

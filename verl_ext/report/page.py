@@ -98,12 +98,13 @@ def _write(
     drawn = {panel: render.spec_of(chart) for panel, chart in charts.items() if chart is not None}
     out.mkdir(parents=True, exist_ok=True)
     progress("page")
-    page = template("report.html.j2", run_colour=lambda place: SERIES[place % len(SERIES)]).stream(
+    page = template("report.html.j2").stream(
         {"verdict": None, "comparison": None, "trajectories": None, "guard": None, **context},
         panels=[_card(panel, said.get(panel.key, ""), "comparison" in context) for panel in drawn],
         missing=[panel for panel in charts if panel not in drawn],
         figures=script_json({panel.key: spec for panel, spec in drawn.items()}),
         dark=script_json(DARK),
+        colours=SERIES,
         libraries=render.libraries(),
         style=source("report.css"),
         script=source("report.js"),

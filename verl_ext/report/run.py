@@ -19,6 +19,7 @@ ALIASES = {
 }
 
 LARGEST_STEP = 2**53  # from here on, a page's JavaScript cannot tell steps apart
+LARGEST = 1e100  # a value beyond it is as good as infinite: squares of it, and their sums, would be
 MOST_MESSAGE = 4000  # characters
 LAYER = re.compile(r"[0-9]{1,4}")
 
@@ -37,7 +38,7 @@ def is_step(value: object) -> TypeGuard[int]:
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over the steps that logged it, NaN where the value was not a number."""
+    """One metric over the steps that logged it, NaN where the value was not a number, infinite where beyond LARGEST."""
 
     steps: np.ndarray  # int64, ascending, each step once
     values: np.ndarray  # float64, same length

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from verl_ext.report.files import is_regular, open_regular
 from verl_ext.report.html import script_json, source, template, write
-from verl_ext.report.run import ReportError
+from verl_ext.report.run import LARGEST, ReportError
 from verl_ext.run_files import TRAJECTORIES, older_part
 
 SCRIPTS = (
@@ -26,7 +26,6 @@ SCRIPTS = (
     "trajectory_events.js",
 )
 LARGEST_WHOLE = 2**53  # from here on, neither a float nor the page's JavaScript tells whole numbers apart
-LARGEST = 1e100  # a log-prob beyond it is as good as infinite, and sums of it are
 MOST_HELD = 2_000_000  # tokens, at some 300 bytes each; the page shows fewer
 MOST_LINE = 256 << 20  # bytes: more than two million tokens
 REMEDY = "add stability.trajectories.per_step=2 to the run to get some"
@@ -195,7 +194,7 @@ def _parse(line: bytes) -> Trajectory:
     for name, required in NUMBER_LISTS.items():
         if required or name in values:
             listed = _as_tuple(values.get(name), name, lambda value: value is None or _is(value, (int, float)))
-            values[name] = tuple(None if value is None or abs(value) >= LARGEST else value for value in listed)
+            values[name] = tuple(None if value is None or abs(value) > LARGEST else value for value in listed)
     trajectory = Trajectory(**values)
     _check_lengths(trajectory)
     return trajectory
@@ -204,7 +203,7 @@ def _parse(line: bytes) -> Trajectory:
 def _is(value: object, kind: type | tuple[type, ...]) -> bool:
     if isinstance(value, bool):  # True is an int to Python, not to the dump
         return False
-    return isinstance(value, kind) and (not isinstance(value, int) or abs(value) < LARGEST_WHOLE)
+    return isinstance(value, kind) and (kind is not int or abs(value) < LARGEST_WHOLE)  # type: ignore[arg-type]
 
 
 def _as_tuple(value: Any, name: str, good: Any) -> tuple:

@@ -30,7 +30,7 @@ class EventLog:
             return False
         if not all(number is None or isinstance(number, (int, float)) for number in numbers.values()):
             return False
-        shown = {name: printable(" ".join(word.split()), MOST_WORDS) for name, word in words.items()}
+        shown: dict[str, Any] = {name: printable(" ".join(word.split()), MOST_WORDS) for name, word in words.items()}
         self._events.append(Event(step=record["step"], **shown, **numbers))
         return True
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from verl_ext.printable import printable
-from verl_ext.report.run import ReportError, Series
+from verl_ext.report.run import LARGEST, ReportError, Series
 from verl_ext.report.sources.attempts import Units, resumes, run_starts
 
 FLUSH_AT = 1 << 18  # values
@@ -148,6 +148,7 @@ class Table:
         common = run_steps  # most metrics are logged at the same steps as the one before, and share one array
         for name, number in self._numbers.items():
             rows, values = np.array(self._rows[number]), np.array(self._values[number])
+            values[np.abs(values) > LARGEST] *= math.inf
             if not everything:
                 kept = keep[rows]
                 rows, values = rows[kept], values[kept]
