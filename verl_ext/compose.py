@@ -83,7 +83,9 @@ def _groups_in_defaults(file: Path) -> set[str]:
         return set()
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:  # ValueError: not UTF-8; no such date
         raise ConfigError(f"{file} cannot be read as YAML in UTF-8: {' '.join(str(error).split())}") from error
-    defaults = content.get("defaults", []) if isinstance(content, dict) else []
+    defaults = content.get("defaults") if isinstance(content, dict) else None
+    if not isinstance(defaults, list):  # Hydra says what is wrong with it
+        return set()
     return {str(key).split("@")[0].strip("/") for entry in defaults if isinstance(entry, dict) for key in entry}

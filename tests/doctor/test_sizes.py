@@ -19,7 +19,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
         (["trainer.nnodes=0"], "trainer.nnodes=0 must be a whole number above 0"),
         (["trainer.n_gpus_per_node=0"], "trainer.n_gpus_per_node=0 must be"),
         (["trainer.nnodes=two"], "trainer.nnodes=two must be"),
-        (["data.max_prompt_length=long"], "the sizes of this run cannot be read"),
+        (["data.max_prompt_length=long"], "data.max_prompt_length=long must be a whole number"),
         (["recipe=ring_mini_2", f"{ROLLOUT}.max_model_len=4096"], "max_model_len=4096 is below"),
     ],
 )

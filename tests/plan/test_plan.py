@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from omegaconf import OmegaConf, open_dict
 
 from verl_ext.cli import main
 from verl_ext.errors import ConfigError
@@ -213,6 +214,7 @@ KNOWN = ("recipe=qwen3_30b_a3b",)
         ([*KNOWN, "--nodes", "0"], "--nodes=0 must be above 0"),
         ([*KNOWN, "--nodes", "-1"], "--nodes=-1 must be above 0"),
         ([*KNOWN, "trainer.n_gpus_per_node=0"], "trainer.n_gpus_per_node=0 must be a whole number above 0"),
+        ([*KNOWN, f"{ROLLOUT}.gpu_memory_utilization=abc"], f"{ROLLOUT}.gpu_memory_utilization=abc must be a number"),
         ([*KNOWN, f"{ROLLOUT}.dtype=auto"], "dtype=auto cannot be planned"),
         ([*KNOWN, "--mean-response", "0"], "--mean-response=0 must be above 0"),
         ([*KNOWN, "--mean-response", "-5"], "--mean-response=-5 must be above 0"),
@@ -224,3 +226,34 @@ def test_what_cannot_be_planned_is_one_line(command, capsys, arguments, said):
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1 and said in captured.err
     assert captured.out == ""
+
+
+COUNTED = (
+    *("data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "trainer.nnodes"),
+    *(f"{ROLLOUT}.{name}" for name in ("n", "max_num_seqs", "expert_parallel_size", "tensor_model_parallel_size")),
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+)
+
+
+def refusal(config) -> str:
+    """Why this config cannot be planned; "" where it can."""
+    try:
+        sizes = read_sizes(config, "H100")
+        plan_timing(sizes, plan_memory(sizes), sizes.response / 2)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_no_number_is_refused_by_its_name(compose):
+    config = compose("recipe=qwen3_30b_a3b")
+    share, unused = f"{ROLLOUT}.gpu_memory_utilization", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    with open_dict(config):
+        for key in (*COUNTED, share, unused):
+            stands = OmegaConf.select(config, key)
+            for value in ("abc", "", None, True, 0, -1, 1.5, float("nan"), [1], {"a": 1}, 10**30, 10**400):
+                OmegaConf.update(config, key, value, merge=False)
+                said = refusal(config)
+                assert key in said or "cannot be read" in said or key == unused or (key == share and value == 0)
+            OmegaConf.update(config, key, stands, merge=False)
+    assert refusal(config) == ""

@@ -34,16 +34,20 @@ GPUS = {
     "B200": GpuSpec(178.4, 2250, 8000),
 }
 ALIASES = {"A100": "A100-80G"}
+LARGEST = 10**12  # of any number that is counted: products of several are still floats
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # What the checks of sizes divide by.
 COUNTED = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "data.train_batch_size",
+    "data.max_prompt_length",
     "data.max_response_length",
     "actor_rollout_ref.actor.ppo_mini_batch_size",
     "actor_rollout_ref.rollout.n",
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
     "actor_rollout_ref.rollout.data_parallel_size",
+    "actor_rollout_ref.rollout.expert_parallel_size",
 )
 
 
@@ -104,10 +108,25 @@ def check_sizes(config: DictConfig, shape: ModelShape | None) -> None:
     """
     with _readable():
         for key in COUNTED:
-            if not isinstance(value := OmegaConf.select(config, key), int) or value < 1:
-                raise ConfigError(f"{key}={value} must be a whole number above 0")
+            _whole(config, key)
         with contextlib.suppress(ImportError):  # vLLM is not here; the names of its arguments are looked at last
             check_recipe(config, shape)
+
+
+def _whole(config: DictConfig, key: str) -> int:
+    value = OmegaConf.select(config, key)
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{key}={value} must be a whole number above 0")
+    if value > LARGEST:
+        raise ConfigError(f"{key} has {len(str(value))} digits: too large to plan with")
+    return value
+
+
+def _share(config: DictConfig, key: str) -> float:
+    value = OmegaConf.select(config, key)
+    if type(value) not in (int, float) or not 0 <= value <= 1:
+        raise ConfigError(f"{key}={value} must be a number from 0 to 1")
+    return float(value)
 
 
 @contextlib.contextmanager
@@ -154,20 +173,24 @@ def _read(config: DictConfig, gpu: GpuSpec, shape: ModelShape) -> Sizes:
     engine = actor.megatron if megatron else actor.fsdp_config
 
     def of(key: str, default: int) -> int:
-        value = engine.get(key) if megatron else None
-        return default if value is None else int(value)
+        return default if not megatron or engine.get(key) is None else _whole(config, f"{ACTOR}.megatron.{key}")
 
     tensor = of("tensor_model_parallel_size", 1)
     count = world_size(config)
     shared = config.trainer.v1.trainer_mode != "separate_async"
-    length = config.data.max_prompt_length + config.data.max_response_length
-    rows = actor.ppo_micro_batch_size_per_gpu or 1
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    micro = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
+    rows = 1 if actor.get(micro) is None else _whole(config, f"{ACTOR}.{micro}")
+    fraction = "optim.override_optimizer_config.optimizer_offload_fraction"
+    offloads = megatron and OmegaConf.select(actor, fraction) is not None
     mixed = None if megatron else OmegaConf.select(engine, "mixed_precision.param_dtype")
     return Sizes(
         shape=shape,
         gpu=gpu,
         gpus=count,
-        rollout_gpus=count if shared else rollout.nnodes * rollout.n_gpus_per_node,
+        rollout_gpus=count
+        if shared
+        else _whole(config, f"{ROLLOUT}.nnodes") * _whole(config, f"{ROLLOUT}.n_gpus_per_node"),
         shared=shared,
         megatron=megatron,
         tensor=tensor,
@@ -178,21 +201,19 @@ def _read(config: DictConfig, gpu: GpuSpec, shape: ModelShape) -> Sizes:
         ulysses=1 if megatron else ulysses_size(config),
         param_offload=bool(engine.param_offload),
         optimizer_offload=bool(engine.optimizer_offload),
-        cpu_adam=float(OmegaConf.select(actor, "optim.override_optimizer_config.optimizer_offload_fraction") or 0)
-        if megatron
-        else 0.0,
+        cpu_adam=_share(config, f"{ACTOR}.{fraction}") if offloads else 0.0,
         recompute=_recomputes(config, megatron),
         compute_bytes=_bytes(mixed or engine.dtype),
-        micro_tokens=int(actor.ppo_max_token_len_per_gpu) if actor.use_dynamic_bsz else rows * length,
-        prompt=config.data.max_prompt_length,
-        response=config.data.max_response_length,
+        micro_tokens=rows if actor.use_dynamic_bsz else rows * (prompt + response),
+        prompt=prompt,
+        response=response,
         sequences=config.data.train_batch_size * rollout.n,
         reference=bool(actor.use_kl_loss or config.algorithm.use_kl_in_reward),
         rollout_tensor=rollout.tensor_model_parallel_size,
         rollout_expert=rollout.expert_parallel_size,
         rollout_bytes=1 if rollout.get("quantization") == "fp8" else _bytes(rollout.dtype),
-        utilization=rollout.gpu_memory_utilization,
-        max_num_seqs=rollout.max_num_seqs,
+        utilization=_share(config, f"{ROLLOUT}.gpu_memory_utilization"),
+        max_num_seqs=_whole(config, f"{ROLLOUT}.max_num_seqs"),
     )
 
 
