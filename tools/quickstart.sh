@@ -10,6 +10,7 @@ if [ -z "${PREFORK_PYTHON:-}" ]; then
   bash tools/setup_cpu.sh
   export PATH="$(cd "${VENV:-.venv}/bin" && pwd):$PATH" VERL_PLATFORM=cpu HF_HUB_OFFLINE=1
   export VLLM_CPU_KVCACHE_SPACE=1 # GiB
+  export RAY_prestart_worker_first_driver=0 # workers that nothing of verl would use
   mkdir -p .quickstart
   # One process imports what a dozen need, while this one goes on.
   exec python tools/prefork.py --log .quickstart/imports.log bash tools/quickstart.sh "$@"

@@ -25,7 +25,12 @@ SMALL = (
     f"reward.custom_reward_function.path={REPO}/tests/e2e/dense_reward.py",
 )
 
-CPU = {"VERL_PLATFORM": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "RAY_DEDUP_LOGS": "0"}  # environment
+CPU = {  # environment, as tools/quickstart.sh sets it
+    "VERL_PLATFORM": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
 MARK = "VERL_EXT_TEST_RUN"  # the environment variable that tells a run's processes from others'
 
 # verl's own entry point finds the recipe through the search path.
