@@ -2,7 +2,7 @@
 
     python tools/bench_guard.py [--trajectories 256] [--length 2048] [--rules 12] [--repeats 20]
 
-Times one step of the guard (forecast over a full window, RULES rules of which half are adaptive, one event written) and
+Times one step of the guard (forecasts over full windows, RULES rules of which half are adaptive, one event written) and
 `measure` on the batch, alternating. With --step SECONDS, the share of a training step of that length.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from measuring import seconds
 
+from verl_ext.core.forecast import REMEMBERED
 from verl_ext.core.guard import Guard
 from verl_ext.core.guard_state import Event, Foresight
 from verl_ext.core.measure import measure
@@ -29,8 +30,8 @@ def build(rules: int) -> Guard:
         Rule(f"r{i}", f"signal/{i}", 8.0, zscore_window=64 if i % 2 else None, setting=f"rules.r{i}.above")
         for i in range(rules)
     ]
-    guard = Guard(chosen, stop_after=10, foresight=Foresight(window=32))
-    for step in range(1, 100):
+    guard = Guard(chosen, stop_after=10, foresight=Foresight(window=32, mask="correction/dropped"))
+    for step in range(1, 2 + REMEMBERED):
         one_step(guard, step)
     return guard
 
@@ -38,6 +39,7 @@ def build(rules: int) -> Guard:
 def one_step(guard: Guard, step: int) -> None:
     signals = {f"signal/{i}": random.gauss(0, 1) for i in range(len(guard.rules))}
     signals |= {"vllm_kl/k3": random.lognormvariate(-7, 0.3), "vllm_kl/log_ratio_abs_mean": 0.01}
+    signals |= {"critic/score/mean": random.gauss(0.5, 0.1), "correction/dropped": random.lognormvariate(-6, 0.3)}
     guard.begin(step)
     foreseen, _ = guard.foresee(signals)
     guard.count(bool(guard.judge(signals | foreseen).refuses))
@@ -70,7 +72,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = EventLog(Path(folder) / "events.jsonl", resume=False)
         for repeat in range(arguments.repeats):
-            judged.append(seconds(lambda step=100 + repeat: (one_step(guard, step), log.write(event))))
+            judged.append(seconds(lambda step=1000 + repeat: (one_step(guard, step), log.write(event))))
             measured.append(seconds(lambda: measure(tokens, {"icepop": {"alpha": 0.5, "beta": 5.0}})))
         log.close()
     ours, other = statistics.median(judged), statistics.median(measured)

@@ -95,7 +95,9 @@ def _lower_rate(run: Run, against: str = "") -> Override:
     """A third of the highest that was logged; verl's default where none was."""
     logged = run.get("actor/lr")
     highest = 0.0 if logged is None else float(logged.values.max())
-    rate, why = (highest / 3, "a third of the learning rate") if highest > 0 else (DEFAULT_RATE, "verl's learning rate")
+    rate, why = (
+        (highest / 3, "a third of the learning rate") if highest > 0 else (DEFAULT_RATE, "verl's own learning rate")
+    )
     return Override(f"actor_rollout_ref.actor.optim.lr={rate:.0e}", why + against)
 
 
