@@ -266,10 +266,19 @@ def test_a_page_has_the_mode_that_the_user_asks_for_and_leaves_nothing_when_it_f
 
 
 def test_what_fails_in_drawing_pictures_leaves_the_page(file, out, monkeypatch, capsys):
-    monkeypatch.setattr("verl_ext.report.render.png", lambda spec, title: 1 / 0)  # standing for an abort
-    with pytest.raises(ZeroDivisionError):
+    def refuse(error):
+        def png(spec, title):
+            raise error
+
+        monkeypatch.setattr("verl_ext.report.render.png", png)
+
+    refuse(KeyboardInterrupt())  # standing for an abort
+    with pytest.raises(KeyboardInterrupt):
         main(["report", str(file), "--out", str(out)])
     assert 'data-figure="reward"' in (out / "report.html").read_text()
+    refuse(ValueError("no path\nand a stack"))
+    assert main(["report", str(file), "--out", str(out)]) == 2
+    assert "reward.png cannot be drawn (no path); the page stands" in one_line(capsys)
 
 
 @pytest.mark.parametrize("number", [str(2**63), "9" * 5000, "10000000000", "٣", "\x1b[31m1"])

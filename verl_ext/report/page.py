@@ -170,7 +170,11 @@ def _write_pictures(out: Path, drawn: Mapping[Panel, render.Spec], title: str, p
     pictures = {}
     for panel, spec in drawn.items():
         progress(panel.title)
-        pictures[panel.key] = render.png(spec, panel.title)
+        try:
+            pictures[panel.key] = render.png(spec, panel.title)
+        except ValueError as error:  # what vl-convert raises
+            said = str(error).partition("\n")[0]
+            raise ReportError(f"{folder}: {panel.key}.png cannot be drawn ({said}); the page stands") from error
         with written_whole(folder / f"{panel.key}.png") as file:
             file.write(pictures[panel.key])
     with written_whole(out / OVERVIEW) as file:
