@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_ext.printable import printable
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 FLAGS = ("config-path", "config-name")
 KEY = "hydra.searchpath"
+MOST_SAID = 2000  # characters; OmegaConf names a key in 1,000 brackets
 KNOWN_PATH = re.compile(r"file://|pkg://(verl|verl_ext)(\.|/|$)")
 
 
@@ -41,13 +44,9 @@ def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple["DictConf
     """
     try:
         import hydra
-        from hydra.errors import HydraException
-        from omegaconf.errors import OmegaConfBaseException
-        from yaml import YAMLError
 
         import verl_ext.plugin  # noqa: F401 (as the entry point does)
         from verl_ext import compose as ours
-        from verl_ext.errors import UserError
     except ImportError as error:
         return None, f"the run's config cannot be composed here: {error}"
     try:
@@ -64,9 +63,9 @@ def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple["DictConf
             return None, f"hydra.searchpath={packages} would be imported; --trust imports it"
         with hydra.initialize_config_dir(str(folder.absolute()), version_base=None):
             return hydra.compose(name, overrides), ""
-    except (HydraException, OmegaConfBaseException, UserError, YAMLError) as error:
-        said = str(error).partition("\nConfig search path:")[0]
-        return None, " ".join(said.split())
+    except Exception as error:  # of a broken config, Hydra and OmegaConf raise nearly any
+        said = str(error).partition("\nConfig search path:")[0] or type(error).__name__
+        return None, printable(" ".join(said.split()), MOST_SAID)
 
 
 def plugins(config: "DictConfig | None") -> list[str]:
