@@ -103,6 +103,11 @@ def run(arguments: list[str], folder: Path, stack: Forked, timeout: int = 900) -
     return Run(finished.returncode, finished.stdout, folder)
 
 
+def assert_k1_is_verls(step: dict[str, float]) -> None:
+    """verl computes the same mean; the terms of either sign are so much larger than what is left of them."""
+    assert abs(step["vllm_kl/k1"] - step["rollout_corr/kl"]) < 1e-4 * step["vllm_kl/log_ratio_abs_mean"]
+
+
 def processes(mark: str) -> list[psutil.Process]:
     """The live processes that a run with this mark in its environment started."""
     variable = f"{MARK}={mark}".encode()

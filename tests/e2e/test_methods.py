@@ -1,6 +1,7 @@
 """Every method in a real run: two turns with a tool between them, another method each step (switching.py)."""
 
 import pytest
+from running import assert_k1_is_verls
 from switching import LOSS, SCHEDULE
 
 pytestmark = pytest.mark.e2e
@@ -24,7 +25,7 @@ def test_each_method_measures_and_updates(step_of, entry):
     step = step_of(*entry)
     # One token off in the second turn, it would be 0.02 (0.06 over that turn alone).
     assert 0 < step["vllm_kl/k3"] < 1e-3
-    assert step["vllm_kl/k1"] == pytest.approx(step["rollout_corr/kl"], rel=1e-3, abs=1e-6)
+    assert_k1_is_verls(step)
     assert step["guard/skipped"] == 0
     assert step["actor/grad_norm"] > 0
     assert step["actor/kl_loss"] >= 0
@@ -72,8 +73,9 @@ def test_denominator_kept_divides_by_what_is_kept(step_of):
     full = step_of("stability=icepop", *NARROW)
     kept = step_of("stability=icepop", *NARROW, "stability.denominator=kept")
     assert kept["filter/kept_tokens"] == pytest.approx(1 - kept["correction/dropped"])
-    # Some 6 % of the tokens are left: the gradient of their mean is that many times larger.
-    assert kept["actor/grad_norm"] > 4 * full["actor/grad_norm"]
+    # The gradient of a mean over the tokens left is so many times larger; the two steps have other batches.
+    assert kept["actor/grad_norm"] > full["actor/grad_norm"] / kept["filter/kept_tokens"] / 4
+    assert kept["filter/kept_tokens"] < 0.25
 
 
 def test_opsm_drops_inside_the_update_and_splits_its_gap(step_of):
