@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -30,7 +31,32 @@ def test_wrong_usage_exits_with_two_and_one_line(arguments, capsys):
     assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
-def test_importing_the_command_line_is_light():
-    heavy = ("torch", "verl", "altair", "vl_convert", "jinja2", "numpy", "matplotlib", "rich")
-    code = f"import sys, verl_ext.cli; print([name for name in {heavy} if name in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+ENGINES = ("torch", "transformers", "verl", "vllm", "ray")
+IMPORTS = """
+import contextlib, io, json, sys
+from verl_ext.cli import main
+def there(names): return [name for name in names if name in sys.modules]
+seen, printed = {"the command line": there(ENGINES + PAGES)}, {}
+for name, arguments in COMMANDS.items():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = main(arguments)
+    seen[name], printed[name] = there(ENGINES), [code, out.getvalue()]
+print(json.dumps([seen, printed]))
+"""
+
+
+def test_what_needs_no_engine_imports_none():
+    """One interpreter for all, in the order of what they need."""
+    commands = {
+        "doctor of the installation": ["doctor", "--json"],
+        "plan": ["plan", "--json", "recipe=qwen3_30b_a3b", "stability=icepop"],
+        "plan on Megatron": ["plan", "--json", "recipe=qwen3_30b_a3b_megatron", "stability=guard"],
+    }
+    pages = ("altair", "vl_convert", "jinja2", "numpy", "matplotlib", "rich")
+    code = f"ENGINES, PAGES, COMMANDS = {ENGINES}, {pages}, {commands}\n{IMPORTS}"
+    out = subprocess.check_output([sys.executable, "-c", code], text=True)
+    seen, printed = json.loads(out)
+    assert seen == {name: [] for name in ("the command line", *commands)}
+    _, findings = printed.pop("doctor of the installation")
+    assert {finding["check"] for finding in json.loads(findings)} >= {"packages", "plugins"}
+    assert all(code == 0 and json.loads(plan)["fits"] for code, plan in printed.values())

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-import verl.trainer
 import yaml
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -14,9 +13,12 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from verl_ext.config import FSDP_REPLAY, StabilityConfig
 from verl_ext.errors import ConfigError, require_choice
+from verl_ext.installed import package_folder
 
 CONFIG_MODULE = "verl_ext.configs"
-VERL_CONFIGS = Path(verl.trainer.__file__ or "").parent / "config"
+if (VERL := package_folder("verl")) is None:
+    raise ModuleNotFoundError("No module named 'verl'", name="verl")
+VERL_CONFIGS = VERL / "trainer" / "config"
 PRIMARY = "ppo_trainer"
 GROUPS = ("stability", "recipe", "precision")
 

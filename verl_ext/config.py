@@ -81,11 +81,12 @@ class StabilityConfig:
         self._check_guard()
 
     def _check_corrections(self) -> None:
-        from verl_ext.core.corrections import CORRECTIONS
-
         names = self.correction_names
-        for name in names:
-            require_choice("stability.correction", str(name), ("none", *CORRECTIONS, IN_THE_LOSS))
+        if set(names) - set(METHODS):  # of a plugin's, or not known: only their registry, which needs torch, tells
+            from verl_ext.core.corrections import CORRECTIONS
+
+            for name in names:
+                require_choice("stability.correction", str(name), ("none", *CORRECTIONS, IN_THE_LOSS))
         if len(set(names)) < len(names):
             raise ConfigError(f"stability.correction={list(names)} names a correction twice")
         for name, settings in METHODS.items():
@@ -141,7 +142,9 @@ class StabilityConfig:
 
     def filter_chain(self) -> list[tuple[str, dict[str, Any]]]:
         """Name and settings of the batch filters, in order, for `core.filters`."""
-        from verl_ext.filter_settings import parse_filters
+        if not self.filters:
+            return []
+        from verl_ext.filter_settings import parse_filters  # not above: it needs torch
 
         if isinstance(self.filters, Mapping):
             return parse_filters(self.filters)

@@ -5,12 +5,12 @@ that wastes work where they do not: the comments say which.
 """
 
 from collections.abc import Iterable
-from dataclasses import fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import ConfigError
+from verl_ext.installed import vllm_arguments
 from verl_ext.shapes import ModelShape
 
 ARP = "actor_rollout_ref"
@@ -77,14 +77,10 @@ def pipeline_stages(config: DictConfig, layers: int) -> list[int]:
 
 
 def check_engine_kwargs(given: Iterable[str]) -> None:
-    """vLLM's parser must know every name; imports vLLM if any is given."""
-    if not (names := list(given)):
-        return
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    known = {field.name for field in fields(AsyncEngineArgs)}
-    for name in names:
-        if name.replace("-", "_") not in known:
+    """vLLM's parser must know every name; where vLLM is not installed, it is not asked."""
+    known = vllm_arguments()
+    for name in given:
+        if known and name.replace("-", "_") not in known:
             raise ConfigError(f"{ROLLOUT}.engine_kwargs.vllm.{name} is no argument of vLLM; correct or remove it")
 
 

@@ -136,19 +136,6 @@ def test_a_primary_config_of_ones_own(tmp_path, capsys):
     assert "actor_rollout_ref.rollout.name is missing" in [finding["found"] for finding in found]
 
 
-def test_the_installation_alone_imports_nothing_heavy():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys; from verl_ext.cli import main; main(['doctor', '--json'])\n"
-        "print([name for name in ('torch', 'verl', 'vllm', 'ray') if name in sys.modules], file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines()[-1] == "[]"
-    assert {finding["check"] for finding in json.loads(done.stdout)} >= {"packages", "plugins"}
-
-
 @pytest.mark.parametrize("arguments", [["--gpu", "abacus"], ["--no-such-flag"], ["--fix", "--json"]])
 def test_wrong_usage(arguments):
     with pytest.raises(SystemExit) as exit:

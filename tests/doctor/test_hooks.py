@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.doctor.findings import CHECKS
-from verl_ext.doctor.hooks import remedies
+from verl_ext.doctor.hooks import needs_critic, needs_reference, remedies
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -111,3 +111,18 @@ def test_each_check_has_a_row_in_the_docs():
     assert re.findall(r"^\| `(.+?)` \|", docs.partition("<!-- checks -->")[2], re.MULTILINE) == sorted(
         CHECKS, key=lambda name: docs.index(f"\n| `{name}` |")
     )
+
+
+@pytest.mark.filterwarnings("ignore:Disabled critic")
+def test_verls_validation_is_asked_about_the_roles_that_verl_would_start(compose):
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+
+    config = compose()
+    for enabled in (None, True, False):
+        for estimator in ("gae", "grpo"):
+            config.critic.enable, config.algorithm.adv_estimator = enabled, estimator
+            assert needs_critic(config) == need_critic(config)
+    for in_reward in (True, False):
+        for in_loss in (True, False):
+            config.algorithm.use_kl_in_reward, config.actor_rollout_ref.actor.use_kl_loss = in_reward, in_loss
+            assert needs_reference(config) == need_reference_policy(config)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from omegaconf import OmegaConf
 
 from verl_ext import recipe_checks
 from verl_ext.errors import ConfigError
+from verl_ext.installed import vllm_arguments
 from verl_ext.plan.memory import plan_memory
 from verl_ext.plan.sizes import GIB, read_sizes
 from verl_ext.shapes import SHAPES, shape_of
@@ -255,6 +257,7 @@ def test_vllms_own_parser_takes_the_rollout_arguments(compose):
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    assert vllm_arguments() == {field.name for field in fields(AsyncEngineArgs)}, "read from the source"
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     for name in RECIPES:
         rollout = composed(compose, name).actor_rollout_ref.rollout

@@ -45,7 +45,6 @@ def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple["DictConf
     try:
         import hydra
 
-        import verl_ext.plugin  # noqa: F401 (as the entry point does)
         from verl_ext import compose as ours
     except ImportError as error:
         return None, f"the run's config cannot be composed here: {error}"

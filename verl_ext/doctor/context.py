@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.doctor.composed import plugins
 from verl_ext.doctor.gpus import Gpu
+from verl_ext.installed import package_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -34,12 +34,6 @@ PLUGIN_GROUPS = ("verl.plugins", "vllm.general_plugins")
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.vllm"
-
-
-def package_folder(name: str) -> Path | None:
-    """Where a package lies, found without importing it."""
-    spec = find_spec(name)
-    return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
 def _json_at(path: str, name: str) -> dict[str, Any]:

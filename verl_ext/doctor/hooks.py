@@ -189,7 +189,6 @@ def verl_validation(context: Context) -> Iterable[Finding]:
     if context.config is None or not context.get(NAME) or context.plugin_modules or errors_once(context):
         return
     from omegaconf import OmegaConf
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
     if context.strategy == "megatron" and (engine := context.get(FSDP_CONFIG)):
@@ -205,15 +204,24 @@ def verl_validation(context: Context) -> Iterable[Finding]:
                 OmegaConf.update(config, path, values, merge=False)
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it says that it passes
             warnings.simplefilter("ignore")  # that a critic nobody asked for is off
-            validate_config(
-                config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
-            )
+            validate_config(config, use_reference_policy=needs_reference(config), use_critic=needs_critic(config))
     except Exception as error:  # assertions, ValueErrors and Hydra's wrapping of both
         cause = error.__cause__ or error
         said = " ".join(str(cause).split()) or type(cause).__name__
         yield Finding("error", said, "verl's own validation would stop the run with it")
         return
     yield Finding("ok", "verl's validate_config passes")
+
+
+def needs_reference(config: "DictConfig") -> bool:
+    """`need_reference_policy` of verl/trainer/ppo/utils.py (0.9.1), whose import brings pandas and datasets along."""
+    return bool(config.algorithm.get("use_kl_in_reward", False) or config.actor_rollout_ref.actor.use_kl_loss)
+
+
+def needs_critic(config: "DictConfig") -> bool:
+    """`need_critic`, of the same file."""
+    enabled = config.critic.enable
+    return bool(enabled) if enabled is not None else config.algorithm.adv_estimator == "gae"
 
 
 def _instead(engine: "DictConfig") -> str:

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import os
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -66,16 +65,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(arguments: argparse.Namespace) -> tuple[Any, Sizes]:
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its names of arguments are checked; it talks to stdout
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr):  # what --trust imports may print
         config, failure = composed.compose(composed.given(arguments), trust=arguments.trust)
-        if config is None:
-            raise ConfigError(failure)
-        if not arguments.trust and (plugins := composed.plugins(config)):
-            raise ConfigError(
-                f"stability.plugins={plugins} would be imported; --trust imports it, or leave it out here"
-            )
-        return config, read_sizes(config, arguments.gpu, arguments.nodes, arguments.model)
+    if config is None:
+        raise ConfigError(failure)
+    if not arguments.trust and (plugins := composed.plugins(config)):
+        raise ConfigError(f"stability.plugins={plugins} would be imported; --trust imports it, or leave it out here")
+    return config, read_sizes(config, arguments.gpu, arguments.nodes, arguments.model)
 
 
 def _mean_response(given: float | None, sizes: Sizes) -> float:

@@ -109,8 +109,7 @@ def check_sizes(config: DictConfig, shape: ModelShape | None) -> None:
     with _readable():
         for key in COUNTED:
             _whole(config, key)
-        with contextlib.suppress(ImportError):  # vLLM is not here; the names of its arguments are looked at last
-            check_recipe(config, shape)
+        check_recipe(config, shape)
 
 
 def _whole(config: DictConfig, key: str) -> int:

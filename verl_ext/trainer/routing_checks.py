@@ -1,4 +1,7 @@
-"""What can go wrong with the settings about expert routing, found before Ray starts."""
+"""What can go wrong with the settings about expert routing, found before Ray starts.
+
+torch, transformers and verl are imported where a check needs them: `verl-ext plan` asks for settings alone.
+"""
 
 from typing import Any
 
@@ -6,11 +9,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_ext.config import FSDP_REPLAY
 from verl_ext.errors import ConfigError, require_choice
-from verl_ext.rollout import narrow_routing
-from verl_ext.workers.router_shift import check_outputs
-from verl_ext.workers.routing.choices import EXPERT_COUNTS, probe_choices
-from verl_ext.workers.routing.fsdp import OLD_ROUTES
-from verl_ext.workers.routing.outputs import ROLLOUT_ROUTES
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -44,6 +42,9 @@ def replays_here(config: DictConfig) -> bool:
 
 def replayed_field(config: DictConfig) -> str | None:
     """The field of the batch whose routing the update replays."""
+    from verl_ext.workers.routing.fsdp import OLD_ROUTES
+    from verl_ext.workers.routing.outputs import ROLLOUT_ROUTES
+
     if replay_mode(config) == "disabled":
         return None
     return OLD_ROUTES if replays_here(config) and replay_mode(config) == "R2" else ROLLOUT_ROUTES
@@ -77,6 +78,8 @@ def apply_routing(config: DictConfig, agreement: bool) -> None:
     """Set what the features consist of."""
     rollout_replay = replays_here(config) and replay_mode(config) == "R3"
     if agreement or rollout_replay:
+        from verl_ext.rollout import narrow_routing
+
         OmegaConf.update(config, f"{ROLLOUT}.enable_rollout_routing_replay", True)
         narrow_routing.request(config)
     if replays_here(config):
@@ -104,6 +107,9 @@ def check_router_shift(config: DictConfig, read_model: bool = True) -> None:
             f"1, or {off}"
         )
     if read_model and (hf_config := _hf_config(config.actor_rollout_ref.model)) is not None:
+        from verl_ext.workers.router_shift import check_outputs
+        from verl_ext.workers.routing.choices import probe_choices
+
         probe_choices(hf_config, check_outputs, trust_remote_code=_trusted(config.actor_rollout_ref.model))
 
 
@@ -143,6 +149,8 @@ def _check_model(config: DictConfig, asked: str, off: str, read_routers: bool) -
     hf_config = _hf_config(model)
     if hf_config is None:
         return
+    from verl_ext.workers.routing.choices import EXPERT_COUNTS, probe_choices
+
     if not any(getattr(hf_config.get_text_config(), name, None) for name in EXPERT_COUNTS):
         raise ConfigError(
             f"{asked} needs a mixture of experts, and actor_rollout_ref.model.path={model.path} is a dense model; {off}"
