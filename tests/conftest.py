@@ -1,7 +1,7 @@
 """Shared fixtures: the CPU platform, and the real composed config."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
@@ -12,6 +12,20 @@ settings.load_profile("shared cores")
 # Before anything imports verl: its platform is chosen once.
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_composition() -> Iterator[None]:
+    """Hydra composes the same files once, for the command line too."""
+    import hydra
+    import quick_compose
+
+    import verl_ext.compose
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(hydra, "compose", quick_compose.compose)
+        patched.setattr(verl_ext.compose, "_groups_in_defaults", quick_compose.groups_in_defaults)
+        yield
 
 
 @pytest.fixture(scope="session")
