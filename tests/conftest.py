@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import settings
 
-settings.register_profile("shared cores", deadline=None)  # an example that is slow on a busy machine is no failure
-settings.load_profile("shared cores")
+# HYPOTHESIS_PROFILE=fast tries fewer. Cores are shared: an example that is slow on a busy machine is no failure.
+settings.register_profile("full", deadline=None)
+settings.register_profile("fast", deadline=None, max_examples=25)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "full"))
 
 # Before anything imports verl: its platform is chosen once.
 os.environ.setdefault("VERL_PLATFORM", "cpu")

@@ -1,5 +1,6 @@
 """Every file of configs/ composes with verl's real config."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -132,10 +133,6 @@ def test_groups_are_added_to_a_primary_config_that_does_not_list_them(tmp_path):
     assert prepare(flags) == flags
 
 
-def test_a_flag_at_the_end_stays_at_the_end():
-    assert command_line("trainer.total_epochs=3").trainer.total_epochs == 3
-
-
 def test_a_relative_config_path_is_verls():
     config = "--config-path=config"
     assert prepare([config, "stability=icepop"]) == [f"--config-path={VERL_CONFIGS}", "+stability=icepop"]
@@ -145,32 +142,40 @@ def test_a_relative_config_path_is_verls():
     ]
 
 
-def command_line(*arguments):
-    """The config that `python -m verl_ext.main_ppo ARGUMENTS` composes."""
-    result = subprocess.run(
-        [sys.executable, "-m", "verl_ext.main_ppo", *arguments, "--cfg", "job"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+MAIN = """
+import contextlib, io, json, runpy, sys
+printed = []
+for arguments in json.loads(sys.argv[1]):
+    sys.argv[1:] = [*arguments, "--cfg", "job"]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_module("verl_ext.main_ppo", run_name="__main__", alter_sys=True)
+    printed.append(out.getvalue())
+print(json.dumps(printed))
+"""
+
+
+def command_lines(*given):
+    """The configs that `python -m verl_ext.main_ppo ARGUMENTS` composes, for each; one process imports for all."""
+    code = [sys.executable, "-c", MAIN, json.dumps(given)]
+    result = subprocess.run(code, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    return OmegaConf.create(result.stdout)
+    return [OmegaConf.create(text) for text in json.loads(result.stdout.splitlines()[-1])]
 
 
-def test_another_of_verls_configs_as_launch_scripts_name_it():
-    config = command_line("--config-path=config", "--config-name=ppo_megatron_trainer.yaml", "stability=icepop")
-    assert config.actor_rollout_ref.actor.strategy == "megatron"
-    assert config.stability.correction == "icepop"
-
-
-def test_a_config_of_the_users_own_with_its_own_search_path(tmp_path):
+def test_configs_as_launch_scripts_name_them(tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "hydra:\n  searchpath:\n  - pkg://verl.trainer.config\n"
         "defaults:\n- ppo_trainer\n- _self_\ndata:\n  train_batch_size: 7\n"
     )
-    config = command_line(f"--config-path={tmp_path}", "--config-name=mine", "stability=icepop", "-c", "job")
-    assert config.data.train_batch_size == 7
-    assert config.stability.correction == "icepop"
+    at_the_end, megatron, mine = command_lines(
+        ["trainer.total_epochs=3"],  # the flag that `command_lines` adds stays behind it
+        ["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", "stability=icepop"],
+        [f"--config-path={tmp_path}", "--config-name=mine", "stability=icepop", "-c", "job"],
+    )
+    assert at_the_end.trainer.total_epochs == 3
+    assert megatron.actor_rollout_ref.actor.strategy == "megatron", "another of verl's"
+    assert mine.data.train_batch_size == 7, "of the user's own, with its own search path"
+    assert megatron.stability.correction == mine.stability.correction == "icepop"
 
 
 def test_an_unknown_stability_option_lists_the_known_ones():

@@ -5,8 +5,9 @@ import shlex
 import types
 
 import pytest
+from examples import at_most
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -93,7 +94,7 @@ ODD = "ab/=,.:;#~(){}[]\\'\" \tü-1"
 @example("runs/lr=1e-6")
 @example("a,b")
 @example(" leading and trailing ")
-@settings(max_examples=30)
+@at_most(30)
 def test_any_run_folder_passes_the_shell_and_hydra(name):
     made = job("a=1", run_dir=f"/{name}")
     parsed = [OverridesParser.create().parse_override(word) for word in shlex.split(made.entrypoint)[4:]]

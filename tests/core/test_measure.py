@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from examples import at_most
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from verl_ext.core.measure import measure
@@ -41,7 +42,7 @@ ODD = st.sampled_from([math.nan, math.inf, -math.inf])
 TOKEN = st.tuples(LOG_PROBS | LOG_PROBS | LOG_PROBS | ODD, LOG_PROBS, st.booleans(), st.floats(0, 12, width=32))
 CLOSE = st.tuples(st.sampled_from([-0.5, -0.75]), st.just(-0.625), st.booleans(), st.sampled_from([0.0, 0.5, 3.0]))
 BATCH = st.lists(st.lists(TOKEN, max_size=12) | st.lists(CLOSE, max_size=12), max_size=5)
-FEW = settings(max_examples=50, deadline=None)
+FEW = at_most(50)
 
 
 def ratio(log_k):
@@ -196,7 +197,6 @@ def counts(found):
 
 
 @pytest.mark.parametrize("corrections", CHOICES, ids=lambda c: "+".join(c or ["none"]))
-@settings(deadline=None)
 @given(batch=BATCH, with_entropy=st.booleans(), breakdown=st.booleans())
 @example(batch=[], with_entropy=True, breakdown=True)
 @example(batch=[[], []], with_entropy=True, breakdown=True)

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from examples import at_most
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from verl_ext.core import measure as module
@@ -34,7 +35,7 @@ CLOSE = st.tuples(
 )
 ONE_AGREEMENT = st.tuples(LOG_PROBS, LOG_PROBS, st.booleans(), ENTROPY, st.just(NEARLY[0]))
 BATCH = st.one_of(*(st.lists(st.lists(token, max_size=12), max_size=5) for token in (TOKEN, CLOSE, ONE_AGREEMENT)))
-FEW = settings(max_examples=50, deadline=None)
+FEW = at_most(50)
 
 
 def mean(values):
@@ -119,7 +120,6 @@ def random_batch(rows, longest, seed=0):
 
 
 @pytest.mark.parametrize("corrections", CHOICES, ids=lambda c: "+".join(c or ["none"]))
-@settings(deadline=None)
 @given(batch=BATCH, breakdown=st.booleans(), block=st.sampled_from([None, 1, 3, 7]))
 @example(batch=[], breakdown=True, block=None)
 @example(batch=[[], []], breakdown=True, block=None)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from examples import at_most
+from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_ext.compose import prepare
@@ -43,7 +44,7 @@ def said_of(content: bytes) -> tuple[str, str]:
         return "", compose(arguments)[1]
 
 
-@settings(max_examples=10, deadline=None)  # Hydra takes most of a second to compose one
+@at_most(10)  # Hydra takes most of a second to compose one
 @given(configs)
 def test_a_primary_config_of_any_content(content):
     assert not any("\n" in said for said in said_of(content))

@@ -5,8 +5,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from examples import at_most
 from hostile import METRICS, documents, leaves, lines, look, names, numbers, record, steps, words
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made_trajectories import line
 
@@ -25,7 +26,7 @@ trajectories = st.builds(
     documents | st.lists(leaves, min_size=4, max_size=4) | st.lists(numbers, min_size=4, max_size=4),
     st.integers(0, 9),
 )
-often, seldom = (settings(max_examples=count, deadline=None) for count in (40, 4))
+often, seldom = at_most(40), at_most(4)
 
 
 def looked_at(files: dict[str, bytes], **how: Any) -> str:

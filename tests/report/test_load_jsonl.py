@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import at_most
+from hypothesis import given
 from hypothesis import strategies as st
 from made_files import train, write
 
@@ -185,7 +186,6 @@ PIECES = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.lists(PIECES, max_size=12), st.lists(st.integers(0, 600), max_size=5))
 def test_reading_on_at_any_cut_gives_what_reading_once_gives(pieces, cuts):
     text = "".join(pieces).encode()
@@ -206,7 +206,7 @@ def test_reading_on_at_any_cut_gives_what_reading_once_gives(pieces, cuts):
             assert grown == result(Reader(file))
 
 
-@settings(deadline=None, max_examples=60)
+@at_most(60)
 @given(st.integers(0, 400))
 def test_a_file_cut_at_any_byte_gives_its_whole_lines(cut):
     text = "".join(line(step, a=step / 3, é="ü") for step in range(1, 11)).encode()[:cut]

@@ -5,7 +5,8 @@ import re
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from examples import at_most
+from hypothesis import given
 from hypothesis import strategies as st
 from made_trajectories import dump, line
 
@@ -131,7 +132,7 @@ def test_nothing_to_show_is_one_line_with_the_remedy(tmp_path):
     assert not (tmp_path / "x.html").exists()
 
 
-@settings(deadline=None, max_examples=50)  # files are slow on a busy machine
+@at_most(50)  # files are slow on a busy machine
 @given(
     texts=st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=8), prompt=st.text("<!-/script>\u2028")
 )

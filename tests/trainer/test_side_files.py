@@ -4,7 +4,8 @@ import copy
 import json
 
 import pytest
-from hypothesis import assume, example, given, settings
+from examples import at_most
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from verl_ext.core.guard import Guard
@@ -143,7 +144,7 @@ def test_sizes_that_do_not_fit_are_told_in_printable_text(last, sizes, said):
 
 
 @given(JSON)
-@settings(max_examples=50)
+@at_most(50)
 def test_any_json_for_the_sizes_is_a_checkpoint_or_a_line(root, sizes):
     (folder_of(root, 4) / SIZES_FILE).write_text(json.dumps(sizes))
     try:
@@ -155,7 +156,6 @@ def test_any_json_for_the_sizes_is_a_checkpoint_or_a_line(root, sizes):
 @given(st.sampled_from(sorted(STATE)), JSON)
 @example("growth", [[20, 0.1]] * 2)
 @example("rules", {"reward": {"signal": "critic/score/mean", "history": [1e308, -1e308] * 4}})
-@settings(max_examples=100)
 def test_any_state_that_is_taken_can_be_gone_on_with(root, entry, value):
     folder = folder_of(root, 4)
     save_state(folder, STATE | {entry: value})
@@ -183,7 +183,7 @@ def test_a_state_that_is_taken_is_taken_whole(root):
 @example(b"9" * 5000)
 @example(b"\xff")
 @example(b"[3]")
-@settings(max_examples=50)
+@at_most(50)
 def test_any_tracker_leaves_a_checkpoint_to_resume_from(root, content):
     assume(content.strip() not in (b"0", b"1"))  # before the first: there is nothing to resume from
     (root / TRACKER).write_bytes(content)
