@@ -51,6 +51,7 @@ def test_what_needs_no_engine_imports_none():
         "doctor of the installation": ["doctor", "--json"],
         "plan": ["plan", "--json", "recipe=qwen3_30b_a3b", "stability=icepop"],
         "plan on Megatron": ["plan", "--json", "recipe=qwen3_30b_a3b_megatron", "stability=guard"],
+        "doctor of a run": ["doctor", "--json", "--gpu=H100", "recipe=qwen3_30b_a3b_megatron", "stability=icepop"],
     }
     pages = ("altair", "vl_convert", "jinja2", "numpy", "matplotlib", "rich")
     code = f"ENGINES, PAGES, COMMANDS = {ENGINES}, {pages}, {commands}\n{IMPORTS}"
@@ -59,4 +60,7 @@ def test_what_needs_no_engine_imports_none():
     assert seen == {name: [] for name in ("the command line", *commands)}
     _, findings = printed.pop("doctor of the installation")
     assert {finding["check"] for finding in json.loads(findings)} >= {"packages", "plugins"}
+    _, findings = printed.pop("doctor of a run")
+    told = {(finding["level"], finding["check"]) for finding in json.loads(findings)}
+    assert told >= {("ok", "hooks"), ("ok", "verl's validation"), ("ok", "sizes")}
     assert all(code == 0 and json.loads(plan)["fits"] for code, plan in printed.values())

@@ -260,3 +260,10 @@ def test_nothing_is_set_where_nothing_is_asked_for(compose):
     config, untouched = compose("stability=icepop"), compose("stability=icepop")
     apply_engine_settings(config, stability_config(config.stability))
     assert config == untouched
+
+
+def test_the_names_of_losses_are_those_of_their_settings():
+    from verl_ext.loss_names import LOSSES
+    from verl_ext.workers.loss_config import LOSS_CONFIGS, target_of
+
+    assert {name: target_of(kind) for name, kind in LOSS_CONFIGS.items()} == LOSSES

@@ -32,8 +32,6 @@ def diagnose(arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False) 
     with contextlib.redirect_stdout(sys.stderr):  # verl and what it imports print; stdout is the findings'
         if arguments:
             config, failure = compose(arguments, trust=trust)
-            if config is not None:
-                import verl_ext.plugin  # noqa: F401 (as the entry point does, before a check imports verl)
             gpu = gpu or present()
         context = read.Context(versions, read.installed_plugins(), os.environ, config, failure, gpu, trust)
         return run_checks(context)

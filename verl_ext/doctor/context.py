@@ -155,7 +155,7 @@ class Context:
     @cached_property
     def model_config(self) -> Any:
         """The model's transformers config; None where its files are not on this machine, or its code may not run."""
-        if not (path := self._model_path) or self.model_code:
+        if not (path := self._model_path) or self.model_code or not _json_at(path, "config.json"):
             return None
         from transformers import AutoConfig
 

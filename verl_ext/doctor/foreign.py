@@ -78,11 +78,11 @@ def built_settings(config: Any) -> dict[str, Any]:
 def settings_classes() -> set[str]:
     """The classes that verl's own files for actor and critic name, and those of our losses."""
     from verl_ext.compose import VERL_CONFIGS
-    from verl_ext.workers.loss_config import LOSS_CONFIGS, target_of
+    from verl_ext.loss_names import LOSSES
 
     files = (file for folder in FOLDERS for file in (VERL_CONFIGS / folder).glob("*.yaml"))
     verls = {target for file in files for target in TARGET.findall(file.read_text(encoding="utf-8"))}
-    return verls | {target_of(kind) for kind in LOSS_CONFIGS.values()}
+    return verls | set(LOSSES.values())
 
 
 def _unknown_targets(config: Any) -> list[tuple[str, str]]:

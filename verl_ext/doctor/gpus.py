@@ -1,7 +1,9 @@
 """GPUs by name, and which FlashAttention vLLM picks for them."""
 
+import contextlib
 import re
 from dataclasses import dataclass
+from importlib import metadata
 
 # NVIDIA's compute capabilities.
 CAPABILITIES = {
@@ -49,6 +51,9 @@ def named(name: str) -> Gpu | None:
 
 def present() -> Gpu | None:
     """The first GPU of this machine."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        if metadata.version("torch").endswith("+cpu"):  # built without CUDA, which its import would tell in seconds
+            return None
     try:
         import torch
     except ImportError:

@@ -5,13 +5,15 @@ import copy
 import io
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.doctor.context import MODEL, ROLLOUT, Context
 from verl_ext.doctor.findings import Finding, check
 from verl_ext.doctor.foreign import built_settings, unknown_targets
+from verl_ext.doctor.validation import passes_quickly
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -103,10 +105,13 @@ def _error(config: "DictConfig", read_model: bool) -> str:
 
     from verl_ext.config import stability_config
     from verl_ext.errors import UserError
-    from verl_ext.trainer.checks import check_run, something_to_do
+    from verl_ext.loss_names import LOSSES
+    from verl_ext.trainer.checks import check_run, loss_mode, something_to_do
 
     try:
         stability = stability_config(config.stability)
+        if loss_mode(config) in LOSSES:  # which is built
+            import verl_ext.plugin  # noqa: F401 (before verl, as `verl_ext.main_ppo` does)
         if something_to_do(config, stability):
             check_run(config, stability, read_model=read_model)
     except UserError as error:
@@ -146,10 +151,10 @@ def remedies(message: str) -> list[str]:
 def _features(config: "DictConfig", stability: Any) -> Iterator[tuple[str, str]]:
     """Name, setting and place of what is hooked, in the order of the start-up table."""
     from verl_ext.config import IN_THE_LOSS
-    from verl_ext.trainer.advantages import ESTIMATOR_SETTINGS
+    from verl_ext.estimator_settings import ESTIMATOR_SETTINGS
+    from verl_ext.loss_names import LOSSES
     from verl_ext.trainer.checks import loss_mode, needs_our_loss
     from verl_ext.trainer.routing_checks import replay_mode, replays_here
-    from verl_ext.workers.loss_config import LOSS_CONFIGS
 
     if stability.needs_log_probs:
         yield "mismatch metrics", "vllm_kl/* in the trainer's _compute_advantage"
@@ -158,7 +163,7 @@ def _features(config: "DictConfig", stability: Any) -> Iterator[tuple[str, str]]
     for name, settings in stability.filter_chain():
         yield "batch filter", f"{_described(name, settings)}, in the trainer"
     if needs_our_loss(config, stability):
-        inside = [*([loss_mode(config)] if loss_mode(config) in LOSS_CONFIGS else [])]
+        inside = [*([loss_mode(config)] if loss_mode(config) in LOSSES else [])]
         if IN_THE_LOSS in stability.correction_names:
             inside.append(_described(IN_THE_LOSS, asdict(stability.opsm)))
         yield "loss", f"{', '.join(inside) or loss_mode(config)}, in worker_loss on every training rank"
@@ -189,12 +194,12 @@ def verl_validation(context: Context) -> Iterable[Finding]:
     if context.config is None or not context.get(NAME) or context.plugin_modules or errors_once(context):
         return
     from omegaconf import OmegaConf
-    from verl.utils.config import validate_config
 
     if context.strategy == "megatron" and (engine := context.get(FSDP_CONFIG)):
         yield Finding("error", "actor.fsdp_config is set, and verl's Megatron engine has none", _instead(engine))
         return
     config = _as_launched(context.config)
+    roles = {"use_reference_policy": needs_reference(config), "use_critic": needs_critic(config)}
     try:
         if not context.trust:
             built = built_settings(config)
@@ -203,14 +208,21 @@ def verl_validation(context: Context) -> Iterable[Finding]:
             for path, values in built.items():  # what was looked at, and nothing that resolves to something else now
                 OmegaConf.update(config, path, values, merge=False)
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it says that it passes
-            warnings.simplefilter("ignore")  # that a critic nobody asked for is off
-            validate_config(config, use_reference_policy=needs_reference(config), use_critic=needs_critic(config))
+            warnings.simplefilter("ignore")  # of what it would rather have
+            if context.trust or not passes_quickly(config, **roles):  # a class of the run's own needs all of verl
+                _verls_validation()(config, **roles)
     except Exception as error:  # assertions, ValueErrors and Hydra's wrapping of both
         cause = error.__cause__ or error
         said = " ".join(str(cause).split()) or type(cause).__name__
         yield Finding("error", said, "verl's own validation would stop the run with it")
         return
     yield Finding("ok", "verl's validate_config passes")
+
+
+def _verls_validation() -> Callable[..., None]:
+    import verl_ext.plugin  # noqa: F401 (before verl, as `verl_ext.main_ppo` does)
+
+    return import_module("verl.utils.config").validate_config
 
 
 def needs_reference(config: "DictConfig") -> bool:

@@ -8,9 +8,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.config import IN_THE_LOSS, UNBIASED, StabilityConfig
 from verl_ext.errors import ConfigError
-from verl_ext.trainer.advantages import ESTIMATOR_SETTINGS, estimator_settings
+from verl_ext.estimator_settings import ESTIMATOR_SETTINGS, estimator_settings
+from verl_ext.loss_names import LOSSES
 from verl_ext.trainer.routing_checks import apply_routing, check_router_shift, check_routing, replays_here
-from verl_ext.workers.loss_config import LOSS_CONFIGS, build_policy_loss, target_of
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 
@@ -36,7 +36,7 @@ def needs_our_loss(config: DictConfig, stability: StabilityConfig) -> bool:
     """
     asked = stability.correction_names or stability.filters or stability.guard.mini_batch.active
     asked = asked or uses_unbiased_kl(config)
-    return bool(asked) or loss_mode(config) in LOSS_CONFIGS
+    return bool(asked) or loss_mode(config) in LOSSES
 
 
 def loss_settings(stability: StabilityConfig) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: boo
         raise ConfigError("trainer.use_v1=False has no hooks for stability.*; set trainer.use_v1=True")
     if config.algorithm.adv_estimator in ESTIMATOR_SETTINGS:
         estimator_settings(config.algorithm.adv_estimator, config.algorithm)
-    if stability.needs_log_probs or loss_mode(config) in LOSS_CONFIGS or uses_unbiased_kl(config):
+    if stability.needs_log_probs or loss_mode(config) in LOSSES or uses_unbiased_kl(config):
         _check_log_probs(config)
         _check_weights(config, stability)
     _check_loss(config, read_model)
@@ -189,18 +189,20 @@ def _check_loss(config: DictConfig, read_model: bool) -> None:
     """A loss of ours comes with its own dataclass, which accepts its settings; neither without the other."""
     name, node = loss_mode(config), OmegaConf.select(config, LOSS)
     target = str(node.get("_target_", ""))
-    for ours, kind in LOSS_CONFIGS.items():
-        if target == target_of(kind) and name != ours:
+    for ours, its_target in LOSSES.items():
+        if target == its_target and name != ours:
             raise ConfigError(
                 f"{LOSS}.loss_mode={name} overrides the loss {ours} that {LOSS}._target_={target} stands for; leave it "
                 f"out, and set {LOSS}.base={name} to build {ours} upon it"
             )
-        if name == ours and target != target_of(kind):
+        if name == ours and target != its_target:
             raise ConfigError(
-                f"{LOSS}.loss_mode={name} needs {LOSS}._target_={target_of(kind)}; set it, or use stability={name}_loss"
+                f"{LOSS}.loss_mode={name} needs {LOSS}._target_={its_target}; set it, or use stability={name}_loss"
             )
-    if name not in LOSS_CONFIGS:
+    if name not in LOSSES:
         return
+    from verl_ext.workers.loss_config import build_policy_loss  # not above: it needs verl
+
     build_policy_loss(node)
     if name == "router_shift":
         check_router_shift(config, read_model)
