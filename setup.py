@@ -38,7 +38,7 @@ setup(
             "megatron-core>=0.16.1",
         ],
         "report": REPORT,
-        "dev": [*REPORT, "hypothesis", "mypy", "playwright", "pytest", "pytest-timeout", "ruff"],
+        "dev": [*REPORT, "hypothesis", "mypy", "playwright", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
     entry_points={
         "console_scripts": ["verl-ext = verl_ext.cli:main"],

@@ -1,10 +1,15 @@
 """Shared fixtures: the CPU platform, and the real composed config."""
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from forking import Forked
 
 # HYPOTHESIS_PROFILE=fast tries fewer. Cores are shared: an example that is slow on a busy machine is no failure.
 settings.register_profile("full", deadline=None)
@@ -42,3 +47,32 @@ def compose() -> Callable:
             return hydra.compose("ppo_trainer", overrides=prepare(overrides))
 
     return compose_overrides
+
+
+@pytest.fixture(scope="session")
+def libraries() -> Iterator["Forked"]:
+    """Where `fresh_python` gets its interpreters from."""
+    from forking import LIBRARIES, forked
+
+    with forked("--preload", ",".join(LIBRARIES)) as libraries:
+        yield libraries
+
+
+@pytest.fixture
+def fresh_python(libraries) -> Callable:
+    """fresh_python(code, NAME=value, ...) -> the process that ran it, where nothing of verl, vLLM or ours is imported.
+
+    Other libraries are, which makes it quick; a variable of the environment is left out by None.
+    """
+
+    def run(code: str, **variables: str | None) -> subprocess.CompletedProcess:
+        environment = os.environ | libraries.environment | variables
+        return subprocess.run(
+            [libraries.python, "-c", code],
+            env={name: value for name, value in environment.items() if value is not None},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    return run

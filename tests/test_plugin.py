@@ -4,59 +4,50 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = ("transformers.modeling_utils", "vllm", "verl.workers.engine", "verl.trainer.ppo.core_algos")
 
 
-def python(code, **environment):
-    """Run code in a fresh interpreter; its standard output."""
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def imported(**environment):
+    """The modules after `import verl`, in an interpreter that has imported nothing."""
+    code = [sys.executable, "-c", "import sys, verl; print(*sys.modules)"]
+    return set(subprocess.check_output(code, env=os.environ | environment, text=True).split())
 
 
 def test_loading_imports_no_engine_no_model_and_no_vllm():
-    code = "import sys, verl; print(*sys.modules)"
-    ours, verls = (set(python(code, VERL_USE_EXTERNAL_PLUGINS=policy).split()) for policy in ("verl_ext", "none"))
-    added = ours - verls
+    added = imported(VERL_USE_EXTERNAL_PLUGINS="verl_ext") - imported(VERL_USE_EXTERNAL_PLUGINS="none")
     assert "verl_ext.plugin" in added
     for name in HEAVY:
         assert name not in added, f"the plugin imports {name} at load"
 
 
-def test_losses_are_registered_under_plain_verl_once_its_registry_is_there():
-    code = "from verl.trainer.ppo.core_algos import get_policy_loss_fn as f; print(f('icepop').__module__)"
-    assert python(code).split()[-1] == "verl_ext.workers.losses"
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        # Under plain verl, once its registry is there.
+        (
+            "from verl.trainer.ppo.core_algos import get_policy_loss_fn as f; print(f('icepop').__module__)",
+            "verl_ext.workers.losses",
+        ),
+        # Before verl's registry, as Hydra does.
+        ("from verl_ext.workers.losses import IcePopLossConfig as c; print(c().loss_mode)", "icepop"),
+        ("from verl_ext.workers.loss_config import IcePopLossConfig as c; print(c().loss_mode)", "icepop"),
+    ],
+    ids=["registered", "losses first", "settings first"],
+)
+def test_losses_can_be_imported_in_any_order(fresh_python, code, expected):
+    result = fresh_python(code)
+    assert result.stdout.split()[-1:] == [expected], result.stderr
 
 
-def test_losses_can_be_imported_before_verls_registry_as_hydra_does():
-    code = "from verl_ext.workers.losses import IcePopLossConfig as c; print(c().loss_mode)"
-    assert python(code).split()[-1] == "icepop"
-
-
-def test_their_settings_can_be_imported_before_verls_registry_as_hydra_does():
-    code = "from verl_ext.workers.loss_config import IcePopLossConfig as c; print(c().loss_mode)"
-    assert python(code).split()[-1] == "icepop"
-
-
-def test_a_plugin_that_fails_to_load_says_so():
+def test_a_plugin_that_fails_to_load_says_so(fresh_python):
     # verl itself swallows the failure at DEBUG.
     code = (
         "import sys, verl_ext.platform.patches as p, torch.distributed as d\n"
         "d.init_process_group = lambda device: None\n"
         "import verl"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"VERL_PLATFORM": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = fresh_python(code, VERL_PLATFORM="cpu")
     assert "verl_ext could not be loaded" in result.stderr
     assert "PatchError" in result.stderr

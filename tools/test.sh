@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Set up and run every check: ruff, types, the fast tests, then the end-to-end runs.
+# Set up and run every check: ruff, types, the fast tests, then the end-to-end runs; two tests at a time.
 #   bash tools/test.sh          everything
-#   bash tools/test.sh --fast   without the end-to-end runs
+#   bash tools/test.sh --fast   without the end-to-end runs, and with fewer examples of each property
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash tools/setup_cpu.sh
@@ -17,5 +17,9 @@ fi
 ruff check .
 ruff format --check .
 mypy
-pytest -m "not e2e" -rfEs
-if [ "${1:-}" != --fast ]; then pytest -m e2e; fi
+# One thread for each of the two: what a test computes is small.
+export OMP_NUM_THREADS=1
+if [ "${1:-}" = --fast ]; then export HYPOTHESIS_PROFILE=fast; fi
+pytest -m "not e2e" -rfEs -n 2 --dist worksteal
+# The tests of a module share their runs, and so their process.
+if [ "${1:-}" != --fast ]; then pytest -m e2e -n 2 --dist loadscope; fi

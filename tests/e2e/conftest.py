@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forking import Forked, forked
 from make_assets import make_assets
-from running import CLEAN_EXIT, PLAIN_VERL, REPO, SMALL, Forked, Run, forked, run
+from running import CLEAN_EXIT, CPU, PLAIN_VERL, REPO, SMALL, Run, run
 from switching import BASE, SCHEDULE
 
 
@@ -20,7 +21,7 @@ def assets(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Forked]:
     """What most runs get their processes from. Those of `command` start as a user's do, each with its own imports."""
-    with forked() as stack:
+    with forked(environment=CPU) as stack:
         yield stack
 
 

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from forking import Forked
 
 REPO = Path(__file__).parent.parent.parent
 CLEAN_EXIT = (sys.executable, str(REPO / "tools" / "clean_exit.py"))
@@ -31,6 +32,7 @@ CPU = {  # environment, as tools/quickstart.sh sets it
     "RAY_prestart_worker_first_driver": "0",
     "RAY_DEDUP_LOGS": "0",
 }
+WORKERS = "ray_kwargs.ray_init.runtime_env.py_executable"
 MARK = "VERL_EXT_TEST_RUN"  # the environment variable that tells a run's processes from others'
 
 # verl's own entry point finds the recipe through the search path.
@@ -57,39 +59,12 @@ class Run:
         return [json.loads(line)["data"] for line in file.read_text().splitlines()]
 
 
-@dataclass(frozen=True)
-class Forked:
-    """Where `run` gets its Python processes from: a server that has imported what they need (tools/prefork.py)."""
-
-    environment: dict[str, str]
-
-    @property
-    def python(self) -> str:
-        return self.environment["PREFORK_PYTHON"]
-
-    @property
-    def override(self) -> str:
-        return f"ray_kwargs.ray_init.runtime_env.py_executable={self.python}"
-
-
-@contextlib.contextmanager
-def forked() -> Iterator[Forked]:
-    names = ("PREFORK_ADDRESS", "PREFORK_PYTHON")
-    say = "; ".join(f"echo ${name}" for name in names)
-    command = [sys.executable, str(REPO / "tools" / "prefork.py"), "--log", os.devnull, "sh", "-c", f"{say}; exec cat"]
-    with subprocess.Popen(
-        command, env=os.environ | CPU, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as server:
-        yield Forked({name: server.stdout.readline().strip() for name in names})
-        server.stdin.close()  # ends cat, and with it the server
-
-
 def run(arguments: list[str], folder: Path, stack: Forked, timeout: int = 900) -> Run:
     """Run `python ARGUMENTS` on the real stack in `folder`, and keep its console there."""
     mark = uuid.uuid4().hex
     try:
         finished = subprocess.run(
-            [*CLEAN_EXIT, stack.python, *arguments, stack.override],
+            [*CLEAN_EXIT, stack.python, *arguments, f"{WORKERS}={stack.python}"],
             cwd=folder,
             env=os.environ | CPU | stack.environment | {MARK: mark},
             stdout=subprocess.PIPE,

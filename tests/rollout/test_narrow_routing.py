@@ -1,8 +1,5 @@
 """The narrow dtype on verl's own AgentLoopOutput, TransferQueue codec and batch functions."""
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -143,7 +140,7 @@ def test_the_run_and_the_shell_can_decline(compose, monkeypatch):
 
 
 @pytest.mark.parametrize(("value", "dtype"), [("1", "uint8"), ("0", "int16"), (None, "int16")])
-def test_a_process_is_patched_only_where_it_is_requested(value, dtype):
+def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, dtype):
     code = (
         "from verl_ext.rollout import narrow_routing; narrow_routing.install()\n"
         "import sys; assert narrow_routing.AGENT_LOOP not in sys.modules\n"
@@ -154,9 +151,7 @@ def test_a_process_is_patched_only_where_it_is_requested(value, dtype):
         "                         metrics=AgentLoopMetrics())\n"
         "print(output.as_dict()['routed_experts'].dtype)"
     )
-    environment = {name: text for name, text in os.environ.items() if name != narrow_routing.VARIABLE}
-    environment |= {} if value is None else {narrow_routing.VARIABLE: value}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    done = fresh_python(code, **{narrow_routing.VARIABLE: value})
     assert done.stdout.split()[-1:] == [f"torch.{dtype}"], done.stderr
 
 

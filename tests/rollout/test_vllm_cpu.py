@@ -1,9 +1,6 @@
 """The patches that make vLLM's CPU backend a rollout engine, one by one."""
 
 import importlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import reduce
@@ -63,13 +60,12 @@ TARGETS = [
 ]
 
 
-def test_installing_where_the_plugin_waits_for_vllms_runner_patches_once() -> None:
+def test_installing_where_the_plugin_waits_for_vllms_runner_patches_once(fresh_python: Callable) -> None:
     code = (
         "from verl_ext.rollout import vllm_cpu, vllm_plugin; vllm_plugin.register(); undo = vllm_cpu.install();"
         "assert vllm_cpu.install() is undo; undo()"
     )
-    environment = os.environ | {"VERL_PLATFORM": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = fresh_python(code, VERL_PLATFORM="cpu")
     assert done.returncode == 0, done.stderr
 
 

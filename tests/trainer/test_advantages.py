@@ -1,8 +1,5 @@
 """The estimators as verl calls them, against verl's own GRPO and its rule for several outputs a session."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -138,7 +135,7 @@ def test_they_are_registered_with_verl_by_name():
     assert get_adv_estimator_fn("grpo_positive") is grpo_positive
 
 
-def test_they_can_be_imported_from_a_hook_on_verls_registry():
+def test_they_can_be_imported_from_a_hook_on_verls_registry(fresh_python):
     code = (
         "from importlib import import_module\n"
         "from wrapt import register_post_import_hook\n"
@@ -146,7 +143,7 @@ def test_they_can_be_imported_from_a_hook_on_verls_registry():
         "'verl.trainer.ppo.core_algos')\n"
         "from verl.trainer.ppo.core_algos import get_adv_estimator_fn as f; print(f('qae').__module__)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    result = fresh_python(code)
     assert result.stdout.split()[-1:] == ["verl_ext.trainer.advantages"], result.stderr
 
 
