@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from examples import some
 from made_runs import NAN, changed, full, make, prefix, thinned
 from PIL import Image
 
@@ -58,7 +59,7 @@ def size(picture: bytes) -> tuple[int, int]:
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS))
 def test_every_panel_is_valid_and_can_be_drawn(kind):
     run = KINDS[kind]
     specs = {key: spec_of(chart) for key, chart in charts(run).items()}  # to_dict() in it validates

@@ -1,7 +1,8 @@
 """Fixtures of the worker tests: random micro-batches and verl's ActorConfig."""
 
+import multiprocessing.spawn
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,18 @@ from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 sys.path.insert(0, str(Path(__file__).parent))  # spawned processes get it too, and import what they unpickle
 
 from micro_batches import Micro
+
+
+@pytest.fixture(scope="module")
+def quick_ranks(libraries) -> Iterator[None]:
+    """Processes that are spawned have the libraries imported when they start."""
+    before = multiprocessing.spawn.get_executable()
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in libraries.environment.items():
+            patched.setenv(name, value)
+        multiprocessing.set_executable(libraries.python)
+        yield
+        multiprocessing.set_executable(before)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(quick_ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gate")
     make_assets(folder)
     torch.multiprocessing.spawn(rank_main, (2, str(folder / "model"), f"file://{folder}/store", str(folder)), nprocs=2)

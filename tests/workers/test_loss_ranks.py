@@ -7,7 +7,7 @@ from loss_ranks import gradients, rank_main
 
 
 @pytest.mark.timeout(180)
-def test_two_ranks_give_the_gradient_of_one(make_batch, tmp_path):
+def test_two_ranks_give_the_gradient_of_one(quick_ranks, make_batch, tmp_path):
     batch = make_batch(3, lengths=(6, 9, 4, 8))
     whole = gradients(batch, range(4), dp_size=1)
     results = [torch.zeros_like(whole).share_memory_() for _ in range(2)]

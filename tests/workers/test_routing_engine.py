@@ -54,7 +54,7 @@ def spawned(cases, ranks, folders, folder):
 
 
 @pytest.fixture(scope="module")
-def ran(folders, tmp_path_factory):
+def ran(quick_ranks, folders, tmp_path_factory):
     """Case -> what each rank found."""
     one = spawned(CASES, 1, folders, tmp_path_factory.mktemp("one"))
     two = spawned(ULYSSES, 2, folders, tmp_path_factory.mktemp("two"))
