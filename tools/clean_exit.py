@@ -8,6 +8,7 @@ parent when theirs dies (PR_SET_CHILD_SUBREAPER, Linux), so that none is out of 
 
 import contextlib
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def main(command: list[str]) -> int:
         return 0 if command else 2
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1) != 0:
         raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER failed")
-    # Its own session: a terminal's Ctrl-C reaches this process alone, which passes it on once.
+    # A session of its own: a terminal's Ctrl-C reaches this process alone, which passes it on once, to all in there.
     driver = subprocess.Popen(command, start_new_session=True)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -45,7 +46,8 @@ def main(command: list[str]) -> int:
         return driver.wait()
     except KeyboardInterrupt:
         print("interrupted: shutting Ray and vLLM down", file=sys.stderr, flush=True)
-        driver.send_signal(signal.SIGINT)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(driver.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             driver.wait(PATIENCE_S)
         return 130

@@ -12,8 +12,8 @@ if [ -z "${PREFORK_PYTHON:-}" ]; then
   export VLLM_CPU_KVCACHE_SPACE=1 # GiB
   export RAY_prestart_worker_first_driver=0 # workers that nothing of verl would use
   mkdir -p .quickstart
-  # One process imports what a dozen need, while this one goes on.
-  exec python tools/prefork.py --log .quickstart/imports.log bash tools/quickstart.sh "$@"
+  # One process imports what a dozen need, while this one makes the assets.
+  exec python tools/clean_exit.py python tools/prefork.py --log .quickstart/imports.log bash tools/quickstart.sh "$@"
 fi
 export VERL_FILE_LOGGER_PATH="$PWD/.quickstart/metrics.jsonl"
 log=.quickstart/console.log
@@ -21,7 +21,7 @@ log=.quickstart/console.log
 echo "quickstart: starting Ray, vLLM and FSDP2; the first step comes after about 40 s (everything they say: $log)"
 python recipes/cpu_smoke/make_assets.py --out .quickstart/assets
 status=0
-python tools/clean_exit.py python -m verl_ext.main_ppo recipe=cpu_smoke hydra.run.dir=.quickstart/hydra \
+"$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke hydra.run.dir=.quickstart/hydra \
   ray_kwargs.ray_init.runtime_env.py_executable="$PREFORK_PYTHON" \
   stability=icepop stability.router_agreement=true stability.cascade_attention=off stability.trajectories.per_step=2 "$@" 2>&1 |
   python tools/progress.py "$log" || status=$?
