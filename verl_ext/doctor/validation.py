@@ -66,4 +66,4 @@ class _LeftOut:
     """Stands for a function or a class that no setting is checked by."""
 
     def __init__(self, *args: object, **kwargs: object):
-        raise NotImplementedError("left out of a quick validation")
+        raise RuntimeError("left out of a quick validation")
