@@ -60,15 +60,16 @@ def libraries() -> Iterator["Forked"]:
 
 @pytest.fixture
 def fresh_python(libraries) -> Callable:
-    """fresh_python(code, NAME=value, ...) -> the process that ran it, where nothing of verl, vLLM or ours is imported.
+    """fresh_python(code, argument, ..., NAME=value) -> the process that ran it.
 
-    Other libraries are, which makes it quick; a variable of the environment is left out by None.
+    Nothing of verl, vLLM or ours is imported there; other libraries are, which makes it quick. None leaves a variable
+    out of the environment.
     """
 
-    def run(code: str, **variables: str | None) -> subprocess.CompletedProcess:
+    def run(code: str, *arguments: str, **variables: str | None) -> subprocess.CompletedProcess:
         environment = os.environ | libraries.environment | variables
         return subprocess.run(
-            [libraries.python, "-c", code],
+            [libraries.python, "-c", code, *arguments],
             env={name: value for name, value in environment.items() if value is not None},
             capture_output=True,
             text=True,

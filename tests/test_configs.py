@@ -1,8 +1,6 @@
 """Every file of configs/ composes with verl's real config."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import hydra
@@ -154,20 +152,20 @@ print(json.dumps(printed))
 """
 
 
-def command_lines(*given):
+def command_lines(fresh_python, *given):
     """The configs that `python -m verl_ext.main_ppo ARGUMENTS` composes, for each; one process imports for all."""
-    code = [sys.executable, "-c", MAIN, json.dumps(given)]
-    result = subprocess.run(code, capture_output=True, text=True, timeout=120)
+    result = fresh_python(MAIN, json.dumps(given))
     assert result.returncode == 0, result.stderr
     return [OmegaConf.create(text) for text in json.loads(result.stdout.splitlines()[-1])]
 
 
-def test_configs_as_launch_scripts_name_them(tmp_path):
+def test_configs_as_launch_scripts_name_them(fresh_python, tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "hydra:\n  searchpath:\n  - pkg://verl.trainer.config\n"
         "defaults:\n- ppo_trainer\n- _self_\ndata:\n  train_batch_size: 7\n"
     )
     at_the_end, megatron, mine = command_lines(
+        fresh_python,
         ["trainer.total_epochs=3"],  # the flag that `command_lines` adds stays behind it
         ["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", "stability=icepop"],
         [f"--config-path={tmp_path}", "--config-name=mine", "stability=icepop", "-c", "job"],

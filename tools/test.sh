@@ -8,7 +8,7 @@ bash tools/setup_cpu.sh
 export PATH="$(cd "${VENV:-.venv}/bin" && pwd):$PATH"
 
 # The report's pages are looked at in a real browser; those tests are skipped, and say so, where there is none.
-if ! command -v chromium google-chrome chromium-browser >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+if [ "${1:-}" != --fast ] && ! command -v chromium google-chrome chromium-browser >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   echo "test: installing Debian's chromium" >&2
   { apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium; } >/dev/null ||
     echo "test: chromium could not be installed" >&2
@@ -22,4 +22,4 @@ export OMP_NUM_THREADS=1
 if [ "${1:-}" = --fast ]; then export HYPOTHESIS_PROFILE=fast; fi
 pytest -m "not e2e" -rfEs -n 2 --dist worksteal
 # The tests of a module share their runs, and so their process.
-if [ "${1:-}" != --fast ]; then pytest -m e2e -n 2 --dist loadscope; fi
+if [ "${1:-}" != --fast ]; then pytest -m e2e -rfEs -n 2 --dist loadscope --durations=20; fi

@@ -20,9 +20,10 @@ def find() -> str | None:
 
 
 BROWSER = find()
-needs_browser = pytest.mark.skipif(
-    BROWSER is None, reason="no browser: `apt-get install chromium` and `pip install playwright`"
-)
+needs_browser = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(BROWSER is None, reason="no browser: `apt-get install chromium` and `pip install playwright`"),
+]
 
 
 @contextmanager
