@@ -31,6 +31,7 @@ def test_icepop_router_agreement_cascade_attention_and_the_report(train):
     assert "confirmed by 1 vLLM worker(s)" in run.console
     assert "4 x Qwen3MoeTopKRouter" in run.console
     assert "routed_experts travels as torch.uint8" in run.console
+    assert "should not exceed total physical CPU cores" not in run.console, "TransferQueue, at every call"
     assert len(run.steps) == 3
     for step in run.steps:
         assert 0 < step["vllm_kl/k3"] < 0.01

@@ -167,3 +167,17 @@ def test_reward_prefers_the_closer_digit():
     scores = [compute_score("", str(digit), "5") for digit in (0, 2, 4, 5)]
     assert scores == sorted(scores)
     assert len(set(scores)) == 4
+
+
+def test_transfer_queue_is_given_as_many_threads_as_it_wants(compose, monkeypatch):
+    """It warns at every call where TQ_NUM_THREADS, 8 by default, is more than there are physical cores."""
+    from transfer_queue.utils import common
+
+    said = []
+    monkeypatch.setattr(common.psutil, "cpu_count", lambda logical=True: 1)
+    monkeypatch.setattr(common.logger, "warning", said.append)
+    threads = compose("recipe=cpu_smoke").ray_kwargs.ray_init.runtime_env.env_vars.TQ_NUM_THREADS
+    with common.limit_pytorch_auto_parallel_threads(int(threads)):
+        assert said == []
+    with common.limit_pytorch_auto_parallel_threads(8):
+        assert "should not exceed" in said[0]
