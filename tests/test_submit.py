@@ -90,7 +90,10 @@ def test_a_relative_run_folder_is_refused():
 ODD = "ab/=,.:;#~(){}[]\\'\" \tü-1"
 
 
-@given(st.text(st.sampled_from(ODD), max_size=12) | st.text(st.characters(exclude_characters="$\0"), max_size=12))
+ANY = st.characters(codec="utf-8", exclude_characters="$\0")
+
+
+@given(st.text(st.sampled_from(ODD), max_size=12) | st.text(ANY, max_size=12))
 @example("runs/lr=1e-6")
 @example("a,b")
 @example(" leading and trailing ")
