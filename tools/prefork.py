@@ -42,6 +42,8 @@ STACK = (
     "ray._private.workers.default_worker",
 )
 MOST_FILES = 253  # that one message can carry (SCM_MAX_FD)
+# No other run's: verl names a socket in /tmp after it, through which the weights go.
+JOB = secrets.token_hex(4)
 RECIPE = Path(__file__).parent.parent / "configs" / "recipe" / "cpu_smoke.yaml"
 
 # The server: forks a process for each client, and tells it how that process ended.
@@ -161,6 +163,7 @@ def renew() -> None:
         narrow_routing.install()  # asked for by the environment
     if ray := sys.modules.get("ray"):
         ray._raylet.Config.initialize("")  # RAY_* once more: whether the cluster wants a token, for example
+        ray._private.state.next_job_id = lambda: ray.JobID(bytes.fromhex(JOB))  # which every cluster counts from 1
 
 
 def run(arguments: list[str], path: list[str]) -> None:
@@ -230,8 +233,8 @@ def preload(modules: list[str]) -> None:
 
     # OpenBLAS's second thread would be missing in the children. For OpenMP, one is what Ray gives its workers.
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    # Ray's C++ side reads these once and for all: the number of a cluster's first job, and with whom a worker ends.
-    os.environ |= {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": str(os.getpid())}
+    # Ray's C++ side reads these once and for all: which job a worker is part of, and with whom it ends.
+    os.environ |= {"RAY_JOB_ID": JOB, "RAY_RAYLET_PID": str(os.getpid())}
     if modules == list(STACK):
         read_workers_environment()
     for name in modules:
