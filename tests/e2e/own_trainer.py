@@ -5,8 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def main(wrap: Callable[[type], type]) -> None:
-    """`verl_ext.main_ppo` on sys.argv, with `wrap` of our trainer in the place of trainer_mode=sync."""
+def main(wrap: Callable[[type], type], wrap_worker: Callable[[type], type] = lambda worker: worker) -> None:
+    """`verl_ext.main_ppo` on sys.argv, with `wrap` of our trainer in the place of trainer_mode=sync.
+
+    And `wrap_worker` of the worker that captures routing.
+    """
     from verl_ext import main_ppo
 
     # The script's classes are of modules in this folder, which the processes of Ray have to find.
@@ -17,13 +20,17 @@ def main(wrap: Callable[[type], type]) -> None:
         def run(self, config):
             from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
+            from verl.workers.engine_workers import ActorRolloutRefWorker
+
             from verl_ext.trainer import trainers
+            from verl_ext.workers.actor import ROUTING_WORKERS
 
             install = trainers.install
 
             def install_wrapped():
                 install()
                 TRAINER_REGISTRY["sync"] = wrap(trainers.StabilityTrainerSync)
+                ROUTING_WORKERS[ActorRolloutRefWorker] = wrap_worker(ROUTING_WORKERS[ActorRolloutRefWorker])
 
             trainers.install = install_wrapped
             super().run(config)
