@@ -19,7 +19,6 @@ def main(wrap: Callable[[type], type], wrap_worker: Callable[[type], type] = lam
     class WrappingTaskRunner(main_ppo.StabilityTaskRunner):
         def run(self, config):
             from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-
             from verl.workers.engine_workers import ActorRolloutRefWorker
 
             from verl_ext.trainer import trainers

@@ -1,13 +1,9 @@
-"""Every action of the guard and every fault, in runs of the real stack. One to three minutes a run."""
-
-import json
-import time
-import uuid
+"""Every action of the guard, and faults that a run sees by itself, on the real stack."""
 
 import pytest
 import torch
-from running import CLEAN_EXIT, REPO, SMALL, kill_all, marked, processes, run, start, wait_for
-from safetensors.torch import load_file
+from left import SAVES, events, shards
+from running import REPO, SMALL, run
 
 pytestmark = pytest.mark.e2e
 
@@ -17,26 +13,14 @@ RULES = {
     "cheat": "{signal:critic/score/mean,above:50,action:stop}",
     "norm": "{signal:actor/grad_norm,above:1.0e-6,patience:2,action:warn}",
 }
-SAVES = ("trainer.save_freq=1", "trainer.default_local_dir=checkpoints")
 
 
 def rules(*names):
     return f"stability.guard.rules={{{','.join(f'{name}:{RULES[name]}' for name in names)}}}"
 
 
-def events(folder):
-    (file,) = (folder / "verl_ext").glob("*.guard.jsonl")
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def told(folder):
     return [(event["step"], event["rule"], event["action"]) for event in events(folder)]
-
-
-def shards(folder, step, kind="model"):
-    return torch.load(
-        folder / "checkpoints" / f"global_step_{step}" / "actor" / f"{kind}_world_size_1_rank_0.pt", weights_only=False
-    )
 
 
 @pytest.fixture(scope="session")
@@ -127,91 +111,6 @@ def test_short_log_probs_end_the_run_and_a_full_disk_does_not(with_faults):
     assert len(errors) == 1
     assert "rollout_log_probs has" in errors[0] and "every response token needs one value" in errors[0]
     assert events(run.folder) == []
-
-
-def saved(folder, step):
-    tracker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
-    return tracker.exists() and tracker.read_text().isdigit() and int(tracker.read_text()) >= step
-
-
-def weights(folder):
-    files = sorted(folder.glob("*.safetensors"))
-    assert files
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(command, train_in, assets, tmp_path):
-    """Threshold 0 skips every update: counts go on across the restart, weights and optimizer stay what they were."""
-    settings = (
-        "stability=icepop",
-        "stability.batch_skip.threshold=0",
-        "stability.guard.stop_after=6",
-        "trainer.v1.trainer_mode=colocate_async",
-        "trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync",
-        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-        *SAVES,
-    )
-    mark = uuid.uuid4().hex
-    console, started = start(command(*settings, steps=50), tmp_path, mark)
-    try:
-        wait_for(lambda: saved(tmp_path, 3), started, console)
-    finally:
-        kill_all(mark)
-        started.wait()
-    (metrics,) = [file for file in (tmp_path / "verl_ext").glob("*.jsonl") if ".guard." not in file.name]
-    before = metrics.read_bytes()
-    before = before[: before.rindex(b"\n") + 1]
-    last = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-    model = tmp_path / "checkpoints" / f"global_step_{last}" / "actor" / "model_world_size_1_rank_0.pt"
-    model.write_bytes(model.read_bytes()[:1000])
-
-    resumed = train_in(tmp_path, *settings, steps=50)
-    assert resumed.code == 3, resumed.tail
-    assert (
-        f"global_step_{last} cannot be resumed from: actor/model_world_size_1_rank_0.pt has 1000 bytes"
-        in resumed.console
-    )
-    assert f"guard state of step {last - 1}" in resumed.console
-    assert "the guard stopped the run: 6 steps in a row without an update" in resumed.console
-    assert metrics.read_bytes().startswith(before), "metrics already written stay"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [row["data"]["guard/skips"] for row in rows] == [row["step"] for row in rows]
-    assert all("actor/grad_norm" not in row["data"] for row in rows)
-    assert rows[-1]["step"] == 6
-    stops = [event for event in events(tmp_path) if event["action"] == "stop"]
-    assert [event["step"] for event in stops] == [6]
-
-    initial = weights(assets / "model")
-    for step in (1, 6):
-        found = weights(tmp_path / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface")
-        assert found.keys() == initial.keys()
-        for name, tensor in found.items():
-            assert torch.equal(tensor.to(initial[name].dtype), initial[name]), name
-    assert not shards(tmp_path, 6, "optim")["state"], "an optimizer that never stepped has no moments"
-    assert shards(tmp_path, 6, "extra_state")["lr_scheduler"]["last_epoch"] == 0
-
-
-def test_a_worker_killed_in_a_step_ends_the_run_with_one_error_and_no_process(command, tmp_path):
-    mark = uuid.uuid4().hex
-    arguments = command("stability=icepop", *SAVES, steps=50)[len(CLEAN_EXIT) :]  # as on a cluster, without our wrapper
-    console, started = start(arguments, tmp_path, mark)
-    try:
-        wait_for(lambda: saved(tmp_path, 2), started, console)
-        (worker,) = [process for process in processes(mark) if process.name().startswith("ray::WorkerDict")]
-        worker.kill()
-        assert started.wait(120) == 1
-        deadline = time.monotonic() + 60
-        while marked(mark) and time.monotonic() < deadline:
-            time.sleep(1)
-        assert marked(mark) == []
-    finally:
-        kill_all(mark)
-    text = console.read_text()
-    errors = [line for line in text.splitlines() if line.startswith("verl_ext: error:")]
-    assert len(errors) == 1 and "a worker of the run died" in errors[0], text[-3000:]
-    assert "trainer.resume_mode=auto" in errors[0]
-    last = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-    assert shards(tmp_path, last), "the last checkpoint can be read"
 
 
 def test_mini_batches_past_the_policys_own_change_are_refused_in_fp16_too(train):
