@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up and run every check: ruff, types, the fast tests two at a time, then the end-to-end runs.
+# Set up and run every check: ruff, types, the fast tests, then the end-to-end runs; two at a time.
 #   bash tools/test.sh          everything
 #   bash tools/test.sh --fast   without the end-to-end runs, and with fewer examples of each property
 set -euo pipefail
@@ -21,5 +21,5 @@ mypy
 export OMP_NUM_THREADS=1
 if [ "${1:-}" = --fast ]; then export HYPOTHESIS_PROFILE=fast; fi
 pytest -m "not e2e" -rfEs -n 2 --dist worksteal
-# One at a time: two runs of verl on one machine would meet in the socket that carries the weights.
-if [ "${1:-}" != --fast ]; then pytest -m e2e -rfEs --durations=20; fi
+# File by file, for tests of one share their runs; the longest come first as they are.
+if [ "${1:-}" != --fast ]; then pytest -m e2e -rfEs -n 2 --dist loadfile --no-loadscope-reorder --durations=20; fi

@@ -31,6 +31,7 @@ CPU = {  # environment, as tools/quickstart.sh sets it
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_worker_niceness": "0",  # another test beside a run would leave its workers, at Ray's 15, no time
 }
 WORKERS = "ray_kwargs.ray_init.runtime_env.py_executable"
 MARK = "VERL_EXT_TEST_RUN"  # the environment variable that tells a run's processes from others'
