@@ -11,6 +11,7 @@ if [ -z "${PREFORK_PYTHON:-}" ]; then
   export PATH="$(cd "${VENV:-.venv}/bin" && pwd):$PATH" VERL_PLATFORM=cpu HF_HUB_OFFLINE=1
   export VLLM_CPU_KVCACHE_SPACE=1 # GiB
   export RAY_prestart_worker_first_driver=0 # workers that nothing of verl would use
+  export RAY_raylet_start_wait_time_s=300 # 30 are too few on a machine that is busy otherwise
   mkdir -p .quickstart
   # One process imports what a dozen need, while this one makes the assets.
   exec python tools/clean_exit.py python tools/prefork.py --log .quickstart/imports.log bash tools/quickstart.sh "$@"

@@ -30,6 +30,7 @@ CPU = {  # environment, as tools/quickstart.sh sets it
     "VERL_PLATFORM": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "RAY_prestart_worker_first_driver": "0",
+    "RAY_raylet_start_wait_time_s": "300",
     "RAY_DEDUP_LOGS": "0",
     "RAY_worker_niceness": "0",  # another test beside a run would leave its workers, at Ray's 15, no time
 }
