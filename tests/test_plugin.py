@@ -9,15 +9,12 @@ import pytest
 HEAVY = ("transformers.modeling_utils", "vllm", "verl.workers.engine", "verl.trainer.ppo.core_algos")
 
 
-def imported(**environment):
-    """The modules after `import verl`, in an interpreter that has imported nothing."""
-    code = [sys.executable, "-c", "import sys, verl; print(*sys.modules)"]
-    return set(subprocess.check_output(code, env=os.environ | environment, text=True).split())
-
-
 def test_loading_imports_no_engine_no_model_and_no_vllm():
-    added = imported(VERL_USE_EXTERNAL_PLUGINS="verl_ext") - imported(VERL_USE_EXTERNAL_PLUGINS="none")
-    assert "verl_ext.plugin" in added
+    """In an interpreter that has imported nothing but verl."""
+    code = "import sys, verl; before = {*sys.modules}; import verl_ext.plugin; print(*{*sys.modules} - before)"
+    without = os.environ | {"VERL_USE_EXTERNAL_PLUGINS": "none"}
+    added = subprocess.check_output([sys.executable, "-c", code], env=without, text=True).split()
+    assert "verl_ext.plugin" in added, "and not before"
     for name in HEAVY:
         assert name not in added, f"the plugin imports {name} at load"
 

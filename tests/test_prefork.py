@@ -72,6 +72,13 @@ def test_it_ends_as_its_process_did(server, code, expected):
     assert python(server, "-c", code).returncode == expected
 
 
+def test_each_is_a_process_group_of_its_own(server):
+    """Ray's raylet kills the group of a worker that has ended."""
+    code = "import os, signal; os.killpg(os.getpgrp(), signal.SIGKILL)"
+    assert python(server, "-c", code).returncode == -signal.SIGKILL
+    assert python(server, "-c", "print(1)").stdout == "1\n"
+
+
 def test_exit_handlers_run_and_threads_are_waited_for(server):
     code = (
         "import atexit, threading, time; atexit.register(print, 'last');"

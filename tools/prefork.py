@@ -87,6 +87,7 @@ class Server:
         if process == 0:
             signal.set_wakeup_fd(-1)
             die_with(server)
+            os.setpgid(0, 0)  # Ray kills the whole group of a worker that it is done with
             for end in (self.selector, self.listener, self.woken, self.wake, connection, *self.clients.values()):
                 end.close()
             take_over(request, files)

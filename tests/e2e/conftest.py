@@ -1,13 +1,12 @@
 """Whole verl runs on CPU cores: Ray, vLLM and FSDP2, on the model of recipes/cpu_smoke."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from forking import Forked, forked
 from make_assets import make_assets
-from running import CLEAN_EXIT, CPU, PLAIN_VERL, REPO, SMALL, Run, run
+from running import CPU, PLAIN_VERL, REPO, SMALL, Run, run
 from switching import BASE, SCHEDULE
 
 
@@ -20,7 +19,7 @@ def assets(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Forked]:
-    """What most runs get their processes from. Those of `command` start as a user's do, each with its own imports."""
+    """What most runs get their processes from."""
     with forked(environment=CPU) as stack:
         yield stack
 
@@ -34,12 +33,6 @@ def arguments(assets):
         return [*entry, f"assets={assets}", f"trainer.total_training_steps={steps}", *overrides]
 
     return arguments
-
-
-@pytest.fixture(scope="session")
-def command(arguments):
-    """command(overrides..., steps=2) -> a command that runs as a user's does."""
-    return lambda *overrides, **options: [*CLEAN_EXIT, sys.executable, *arguments(*overrides, **options)]
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ CPU = {  # environment, as tools/quickstart.sh sets it
     "RAY_DEDUP_LOGS": "0",
     "RAY_worker_niceness": "0",  # another test beside a run would leave its workers, at Ray's 15, no time
 }
-WORKERS = "ray_kwargs.ray_init.runtime_env.py_executable"
+PY_EXECUTABLE = "ray_kwargs.ray_init.runtime_env.py_executable"
 MARK = "VERL_EXT_TEST_RUN"  # the environment variable that tells a run's processes from others'
 
 # verl's own entry point finds the recipe through the search path.
@@ -66,7 +66,7 @@ def run(arguments: list[str], folder: Path, stack: Forked, timeout: int = 900) -
     mark = uuid.uuid4().hex
     try:
         finished = subprocess.run(
-            [*CLEAN_EXIT, stack.python, *arguments, f"{WORKERS}={stack.python}"],
+            forked_command(arguments, stack),
             cwd=folder,
             env=os.environ | CPU | stack.environment | {MARK: mark},
             stdout=subprocess.PIPE,
@@ -78,6 +78,10 @@ def run(arguments: list[str], folder: Path, stack: Forked, timeout: int = 900) -
         kill_all(mark)  # the daemons of Ray are not CLEAN_EXIT's: the process that started them is the server's child
     (folder / "console.log").write_text(finished.stdout)
     return Run(finished.returncode, finished.stdout, folder)
+
+
+def forked_command(arguments: list[str], stack: Forked) -> list[str]:
+    return [*CLEAN_EXIT, stack.python, *arguments, f"{PY_EXECUTABLE}={stack.python}"]
 
 
 def assert_k1_is_verls(step: dict[str, float]) -> None:
@@ -108,14 +112,16 @@ def marked(mark: str) -> list[str]:
     return found
 
 
-def start(command: list[str], folder: Path, mark: str) -> tuple[Path, subprocess.Popen]:
+def start(
+    command: list[str], folder: Path, mark: str, environment: Mapping[str, str] | None = None
+) -> tuple[Path, subprocess.Popen]:
     """Start a run under this mark; its console's file, and the process."""
     console = folder / "console.log"
     with console.open("w") as log:
         return console, subprocess.Popen(
             command,
             cwd=folder,
-            env=os.environ | CPU | {MARK: mark},
+            env=os.environ | CPU | (environment or {}) | {MARK: mark},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

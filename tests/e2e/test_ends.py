@@ -1,8 +1,4 @@
-"""Runs that somebody ends: nothing is lost that was written, and no process stays behind.
-
-Their processes start as a user's do, not through prefork.py, and their cluster's first job is 1, as in any cluster: one
-of them at a time, which is why they stand in one file.
-"""
+"""Runs that somebody ends: nothing is lost that was written, and no process stays behind."""
 
 import json
 import os
@@ -12,24 +8,32 @@ import sys
 import time
 import uuid
 
+import psutil
 import pytest
 import torch
+from forking import PREFORK
 from left import SAVES, events, saved, shards, weights
-from running import CLEAN_EXIT, MARK, kill_all, marked, processes, start, wait_for
+from running import CLEAN_EXIT, MARK, PY_EXECUTABLE, forked_command, kill_all, marked, processes, start, wait_for
 
 
 @pytest.mark.e2e
-def test_ctrl_c_leaves_no_process_behind(command, tmp_path):
+def test_ctrl_c_leaves_no_process_behind(arguments, tmp_path):
+    """Of a run that starts as the quick start does."""
     mark = uuid.uuid4().hex
-    console, run = start(command("stability=icepop", steps=50), tmp_path, mark)
+    train = f'exec "$PREFORK_PYTHON" "$@" {PY_EXECUTABLE}="$PREFORK_PYTHON"'
+    preforked = [*CLEAN_EXIT, sys.executable, str(PREFORK), "--log", os.devnull, "sh", "-c", train, "sh"]
+    console, run = start([*preforked, *arguments("stability=icepop", steps=50)], tmp_path, mark)
+    metrics = tmp_path / "verl_ext" / "cpu_smoke.jsonl"
     try:
-        wait_for(lambda: any("VLLM::EngineCore" in line for line in marked(mark)), run, console)
-        assert any("raylet" in line for line in marked(mark))
+        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 0, run, console)
+        started = psutil.Process(run.pid).children(recursive=True)
+        assert len(started) > 20, "Ray's, vLLM's and verl's"
         os.killpg(run.pid, signal.SIGINT)  # what a terminal does
         assert run.wait(120) == 130
+        assert not [process for process in started if process.is_running()]
         assert marked(mark) == []
     finally:
-        run.kill()
+        kill_all(mark)
 
 
 def test_clean_exit_passes_the_exit_code_on_and_ends_daemons(tmp_path):
@@ -47,7 +51,7 @@ def test_clean_exit_passes_the_exit_code_on_and_ends_daemons(tmp_path):
 
 
 @pytest.mark.e2e
-def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(command, train_in, assets, tmp_path):
+def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(arguments, train_in, stack, assets, tmp_path):
     """Threshold 0 skips every update: counts go on across the restart, weights and optimizer stay what they were."""
     settings = (
         "stability=icepop",
@@ -59,7 +63,8 @@ def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(command, t
         *SAVES,
     )
     mark = uuid.uuid4().hex
-    console, started = start(command(*settings, steps=50), tmp_path, mark)
+    command = forked_command(arguments(*settings, steps=50), stack)
+    console, started = start(command, tmp_path, mark, stack.environment)
     try:
         wait_for(lambda: saved(tmp_path, 3), started, console)
     finally:
@@ -99,10 +104,11 @@ def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(command, t
 
 
 @pytest.mark.e2e
-def test_a_worker_killed_in_a_step_ends_the_run_with_one_error_and_no_process(command, tmp_path):
+def test_a_worker_killed_in_a_step_ends_the_run_with_one_error_and_no_process(arguments, tmp_path):
+    """Each process by itself and without our wrapper, as on a cluster."""
     mark = uuid.uuid4().hex
-    arguments = command("stability=icepop", *SAVES, steps=50)[len(CLEAN_EXIT) :]  # as on a cluster, without our wrapper
-    console, started = start(arguments, tmp_path, mark)
+    command = [sys.executable, *arguments("stability=icepop", *SAVES, steps=50)]
+    console, started = start(command, tmp_path, mark)
     try:
         wait_for(lambda: saved(tmp_path, 2), started, console)
         (worker,) = [process for process in processes(mark) if process.name().startswith("ray::WorkerDict")]

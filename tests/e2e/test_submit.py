@@ -7,19 +7,27 @@ import sys
 import uuid
 
 import pytest
-from running import CPU, MARK, SMALL, kill_all, wait_for
+from forking import WORKERS, forked
+from running import CPU, MARK, PY_EXECUTABLE, SMALL, kill_all, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 BIN = os.path.dirname(sys.executable)
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def imports():
+    read = CPU | {"TORCH_COMPILE_DISABLE": "1"}  # the recipe's, by torch as it is imported
+    with forked("--preload", ",".join(WORKERS), environment=read) as imports:
+        yield imports
+
+
+@pytest.fixture(scope="module")
+def cluster(imports, tmp_path_factory):
     """Two nodes of one logical GPU each, started as docs/cluster.md says; their processes end with the test."""
     mark = uuid.uuid4().hex
     folder = tmp_path_factory.mktemp("ray")
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {MARK: mark, "PATH": path, "RAY_AUTH_MODE": "disabled"}
+    environment = os.environ | CPU | imports.environment | {MARK: mark, "PATH": path, "RAY_AUTH_MODE": "disabled"}
     port, dashboard = free_port(), free_port()
     head = ("--head", f"--port={port}", f"--dashboard-port={dashboard}", f"--temp-dir=/tmp/ray_{mark[:8]}")
     try:
@@ -45,7 +53,7 @@ def submit(*arguments, env):
     return subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
 
 
-def test_a_run_on_two_nodes_is_submitted_stopped_and_resumed_to_its_end(cluster, assets, tmp_path):
+def test_a_run_on_two_nodes_is_submitted_stopped_and_resumed_to_its_end(cluster, imports, assets, tmp_path):
     run_dir, name = tmp_path / "run", f"job-{uuid.uuid4().hex[:8]}"
     variables = [item for key, value in CPU.items() for item in ("--env", f"{key}={value}")]
     overrides = (
@@ -57,6 +65,7 @@ def test_a_run_on_two_nodes_is_submitted_stopped_and_resumed_to_its_end(cluster,
         "trainer.nnodes=2",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+        f"{PY_EXECUTABLE}={imports.python}",
     )
     started = submit("run", "--run-dir", str(run_dir), *variables, "--id", name, "--detach", *overrides, env=cluster)
     assert started.returncode == 0, started.stderr
@@ -71,7 +80,7 @@ def test_a_run_on_two_nodes_is_submitted_stopped_and_resumed_to_its_end(cluster,
             stdout=file,
             stderr=subprocess.STDOUT,
         )
-    wait_for(tracker.exists, watching, log)
+    wait_for(tracker.exists, watching, log, 800)
     assert f"{name} STOPPED" in submit("stop", name, env=cluster).stderr
     assert watching.wait(60) != 0
     assert "STOPPED" in submit("status", name, env=cluster).stdout

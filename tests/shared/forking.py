@@ -12,6 +12,13 @@ PREFORK = Path(__file__).parents[2] / "tools" / "prefork.py"
 VARIABLES = ("PREFORK_ADDRESS", "PREFORK_PYTHON")
 # Of what verl and vLLM import, what is neither theirs nor ours, and takes its time.
 LIBRARIES = ("torch", "tensordict", "ray", "datasets", "peft", "transformers.modeling_utils", "megatron.core", "hydra")
+# For the workers of a cluster that counts its jobs itself: without Ray, which reads the job's number as it is imported.
+WORKERS = (
+    "torch",
+    "tensordict",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "vllm.entrypoints.openai.api_server",
+)
 
 
 @dataclass(frozen=True)
