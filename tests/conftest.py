@@ -21,6 +21,16 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Fork the workers of `-n` from one process with the libraries imported, instead of each importing them."""
+    if config.getoption("tx", None) and not hasattr(config, "workerinput"):
+        from forking import LIBRARIES, forked
+
+        libraries = forked("--preload", ",".join(LIBRARIES))
+        config.option.tx = [f"popen//python={libraries.__enter__().export().python}"] * len(config.option.tx)
+        config.add_cleanup(lambda: libraries.__exit__(None, None, None))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_composition() -> Iterator[None]:
     """Hydra composes the same files once, for the command line too."""
@@ -51,9 +61,12 @@ def compose() -> Callable:
 
 @pytest.fixture(scope="session")
 def libraries() -> Iterator["Forked"]:
-    """Where `fresh_python` gets its interpreters from."""
-    from forking import LIBRARIES, forked
+    """Where `fresh_python` gets its interpreters from: as the workers of `-n` themselves."""
+    from forking import LIBRARIES, exported, forked
 
+    if found := exported():
+        yield found
+        return
     with forked("--preload", ",".join(LIBRARIES)) as libraries:
         yield libraries
 
