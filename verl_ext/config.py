@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any
 
-from verl_ext.core.rules import Rule
 from verl_ext.correction_settings import METHODS, GeoMask, IcePop, KPop, Mis, Opsm, Tis, TisSequence
 from verl_ext.dump_settings import TrajectoryDump
 from verl_ext.errors import ConfigError, require_choice
+from verl_ext.guard.rules import Rule
 from verl_ext.guard_settings import BatchSkip, GuardSettings
 
 CASCADE_ATTENTION = ("default", "on", "off")

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.core.guard_state import Foresight
-from verl_ext.core.rules import ACTIONS, FEWEST, SIDES, Rule
 from verl_ext.errors import ConfigError, require_choice
+from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, Rule
+from verl_ext.guard.state import Foresight
 
 PREFIX = "stability.guard"
 SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3")
@@ -83,7 +83,7 @@ class Boundary:
 @dataclass
 class GuardSettings:
     """Attributes:
-    rules: name -> {signal, above or below, action, recover, patience, zscore_window, advice}; see `core.rules.Rule`.
+    rules: name -> {signal, above or below, action, recover, patience, zscore_window, advice}; see `guard.rules.Rule`.
     stop_after: steps in a row without an update after which the run stops; null never does.
     tighten_factor: what IcePop's band is narrowed by, in logarithms, while a rule with action=tighten fires.
     max_rollbacks, rollback_cooldown: rollbacks after which another is a stop; steps after one without another.

@@ -11,7 +11,7 @@ import orjson
 from omegaconf import DictConfig
 from verl.utils import tracking
 
-from verl_ext.core.guard_state import Event
+from verl_ext.guard.state import Event
 from verl_ext.patching import replace
 from verl_ext.run_files import EVENTS, TRAJECTORIES
 from verl_ext.trainer.line_file import LineFile

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from statistics import median, pstdev
 
-from verl_ext.core.rules import spread
+from verl_ext.guard.rules import spread
 
 HORIZON = 1000  # steps; further away than this is the same as not in sight
 FLOOR = 1e-12  # a mismatch below this is 0 for the logarithm

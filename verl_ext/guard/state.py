@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from verl_ext.core.rules import REFUSING, RuleState
-from verl_ext.core.saved import read_saved
+from verl_ext.guard.rules import REFUSING, RuleState
+from verl_ext.guard.saved import read_saved
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from verl_ext.core.forecast import foresee, remember
-from verl_ext.core.guard_state import Decision, Event, Foresight, read_state
-from verl_ext.core.rules import REFUSING, Rule, RuleState, describe, read
 from verl_ext.errors import ConfigError
+from verl_ext.guard.forecast import foresee, remember
+from verl_ext.guard.rules import REFUSING, Rule, RuleState, describe, read
+from verl_ext.guard.state import Decision, Event, Foresight, read_state
 
 # Checked for NaN and infinity whether or not a rule reads them.
 WATCHED = ("vllm_kl/k1", "vllm_kl/k3", "actor/entropy", "critic/score/mean", "actor/pg_loss", "actor/grad_norm")
@@ -72,7 +72,7 @@ class Guard:
         self.state.updated = self._failed = False
 
     def foresee(self, signals: Mapping[str, float]) -> tuple[dict[str, float], Decision]:
-        """Before `judge`, which may read it: what `core.forecast` makes of the signals so far."""
+        """Before `judge`, which may read it: what `guard.forecast` makes of the signals so far."""
         return foresee(self.state, self.foresight, self.step, _finite(signals))
 
     def judge(self, signals: Mapping[str, float], non_finite: Mapping[str, int] | None = None) -> Decision:

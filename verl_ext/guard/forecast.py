@@ -3,10 +3,10 @@
 import math
 from collections.abc import Mapping
 
-from verl_ext.core.boundary import HORIZON, Growth, estimate_growth
-from verl_ext.core.collapse import READ, REWARD, STRETCH, find_collapse
-from verl_ext.core.guard_state import Decision, Event, Foresight, GuardState
-from verl_ext.core.rules import spread
+from verl_ext.guard.boundary import HORIZON, Growth, estimate_growth
+from verl_ext.guard.collapse import READ, REWARD, STRETCH, find_collapse
+from verl_ext.guard.rules import spread
+from verl_ext.guard.state import Decision, Event, Foresight, GuardState
 
 GAP = "vllm_kl/log_ratio_abs_mean"  # of all tokens alike, while a single one can move k3
 JUMP = 5.0  # a gap of this many times its median, in one step, is a jump
@@ -27,7 +27,7 @@ def foresee(
         are too few readings.
     guard/steps_to_boundary: 0 past the boundary, `boundary.HORIZON` where it is not in sight.
     guard/mask_blind: 1 while the mask drops fewer tokens although the gap grows; where there is such a mask.
-    guard/collapsed: 1 while the run is dead, as `core.collapse` has it; where there is a reward.
+    guard/collapsed: 1 while the run is dead, as `guard.collapse` has it; where there is a reward.
     """
     readings = state.growth
     if foresight.signal in signals and (not readings or readings[-1][0] < step):
