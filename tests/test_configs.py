@@ -9,8 +9,8 @@ from examples import some
 from omegaconf import OmegaConf
 
 from verl_ext.compose import VERL_CONFIGS, prepare, stability_choices
-from verl_ext.config import StabilityConfig, stability_config
 from verl_ext.errors import ConfigError
+from verl_ext.settings.stability import StabilityConfig, stability_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

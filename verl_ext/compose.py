@@ -11,9 +11,9 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from verl_ext.config import FSDP_REPLAY, StabilityConfig
 from verl_ext.errors import ConfigError, require_choice
 from verl_ext.installed import package_folder
+from verl_ext.settings.stability import FSDP_REPLAY, StabilityConfig
 
 CONFIG_MODULE = "verl_ext.configs"
 if (VERL := package_folder("verl")) is None:

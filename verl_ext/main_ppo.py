@@ -19,8 +19,8 @@ from verl.utils.device import auto_set_device
 
 import verl_ext.plugin  # noqa: F401 (also where VERL_USE_EXTERNAL_PLUGINS leaves it out)
 from verl_ext import compose
-from verl_ext.config import stability_config
 from verl_ext.errors import GuardStopError, UserError, WorkerDiedError
+from verl_ext.settings.stability import stability_config
 from verl_ext.trainer import startup
 from verl_ext.trainer.checks import apply_engine_settings, check_run, something_to_do
 

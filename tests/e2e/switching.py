@@ -59,7 +59,7 @@ def compose(overrides: list[str]):
     from omegaconf import OmegaConf, open_dict
 
     from verl_ext.compose import VERL_CONFIGS, prepare
-    from verl_ext.config import stability_config
+    from verl_ext.settings.stability import stability_config
     from verl_ext.trainer.checks import apply_engine_settings, check_run
 
     last = {override.split("=")[0].lstrip("+"): override for override in overrides}

@@ -120,7 +120,7 @@ def test_a_recipe_passes_our_checks_and_verls_validation(compose, name, preset):
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-    from verl_ext.config import stability_config
+    from verl_ext.settings.stability import stability_config
     from verl_ext.trainer.checks import check_run
 
     length = (
@@ -161,7 +161,7 @@ def test_deepseek_v3_also_fits_the_twelve_nodes_of_its_readme(compose):
 
 @pytest.mark.parametrize("preset", ["r3", "deepseek_v32", "guard"])
 def test_other_presets_go_with_a_recipe_too(compose, preset):
-    from verl_ext.config import stability_config
+    from verl_ext.settings.stability import stability_config
     from verl_ext.trainer.checks import check_run
 
     config = compose("recipe=qwen3_30b_a3b", f"stability={preset}")

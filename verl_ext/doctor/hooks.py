@@ -50,7 +50,7 @@ def hooks(context: Context) -> Iterable[Finding]:
     yield from errors
     if errors:
         return
-    from verl_ext.config import stability_config
+    from verl_ext.settings.stability import stability_config
     from verl_ext.trainer.checks import something_to_do
 
     config = _as_launched(context.config)
@@ -89,7 +89,7 @@ def _errors(context: Context) -> list[Finding]:
 
 def _as_launched(config: "DictConfig") -> "DictConfig":
     """A config without errors, with what our entry point sets in it before verl gets it."""
-    from verl_ext.config import stability_config
+    from verl_ext.settings.stability import stability_config
     from verl_ext.trainer.checks import apply_engine_settings, something_to_do
 
     config = copy.deepcopy(config)
@@ -103,9 +103,9 @@ def _error(config: "DictConfig", read_model: bool) -> str:
     """The one line that the run would stop with; "" if none."""
     from omegaconf.errors import OmegaConfBaseException
 
-    from verl_ext.config import stability_config
     from verl_ext.errors import UserError
-    from verl_ext.loss_names import LOSSES
+    from verl_ext.settings.losses import LOSSES
+    from verl_ext.settings.stability import stability_config
     from verl_ext.trainer.checks import check_run, loss_mode, something_to_do
 
     try:
@@ -150,9 +150,9 @@ def remedies(message: str) -> list[str]:
 
 def _features(config: "DictConfig", stability: Any) -> Iterator[tuple[str, str]]:
     """Name, setting and place of what is hooked, in the order of the start-up table."""
-    from verl_ext.config import IN_THE_LOSS
-    from verl_ext.estimator_settings import ESTIMATOR_SETTINGS
-    from verl_ext.loss_names import LOSSES
+    from verl_ext.settings.estimators import ESTIMATOR_SETTINGS
+    from verl_ext.settings.losses import LOSSES
+    from verl_ext.settings.stability import IN_THE_LOSS
     from verl_ext.trainer.checks import loss_mode, needs_our_loss
     from verl_ext.trainer.routing_checks import replay_mode, replays_here
 

@@ -85,7 +85,7 @@ def _mean_response(given: float | None, sizes: Sizes) -> float:
 
 def _features(config: Any, sizes: Sizes, mean_response: float) -> list[tuple[str, str]]:
     """What each feature costs a step at this size, as name and sentence."""
-    from verl_ext.config import stability_config
+    from verl_ext.settings.stability import stability_config
     from verl_ext.trainer.routing_checks import replays_here
 
     stability = stability_config(config.stability)

@@ -15,10 +15,10 @@ from omegaconf import DictConfig, open_dict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 
-from verl_ext.config import StabilityConfig
 from verl_ext.errors import GuardStopError, HookError
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.state import Decision, Event, Foresight
+from verl_ext.settings.stability import StabilityConfig
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.logs import EventLog, events_path, keep_metrics
 

@@ -16,7 +16,6 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from verl_ext.config import stability_config
 from verl_ext.core.filters import apply_filters
 from verl_ext.core.measure import Measured, measure
 from verl_ext.core.mismatch import mismatch_ratio
@@ -25,6 +24,7 @@ from verl_ext.core.tokens import Tokens
 from verl_ext.errors import HookError
 from verl_ext.guard.state import Decision, Event
 from verl_ext.rollout import narrow_routing
+from verl_ext.settings.stability import stability_config
 from verl_ext.trainer import startup
 from verl_ext.trainer.advantages import session_keys
 from verl_ext.trainer.batch import FIELDS, mean_score, nested, non_finite, response_tokens

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any
 
-from verl_ext.correction_settings import METHODS, GeoMask, IcePop, KPop, Mis, Opsm, Tis, TisSequence
-from verl_ext.dump_settings import TrajectoryDump
 from verl_ext.errors import ConfigError, require_choice
 from verl_ext.guard.rules import Rule
-from verl_ext.guard_settings import BatchSkip, GuardSettings
+from verl_ext.settings.corrections import METHODS, GeoMask, IcePop, KPop, Mis, Opsm, Tis, TisSequence
+from verl_ext.settings.guard import BatchSkip, GuardSettings
+from verl_ext.settings.trajectories import TrajectoryDump
 
 CASCADE_ATTENTION = ("default", "on", "off")
 DENOMINATORS = ("full", "kept")
@@ -144,7 +144,7 @@ class StabilityConfig:
         """Name and settings of the batch filters, in order, for `core.filters`."""
         if not self.filters:
             return []
-        from verl_ext.filter_settings import parse_filters  # not above: it needs torch
+        from verl_ext.settings.filters import parse_filters  # not above: it needs torch
 
         if isinstance(self.filters, Mapping):
             return parse_filters(self.filters)
