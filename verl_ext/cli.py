@@ -85,7 +85,7 @@ def _add_doctor(commands) -> None:
 
 
 def _gpu(name: str):
-    from verl_ext.doctor.gpus import CAPABILITIES, named
+    from verl_ext.launch.gpus import CAPABILITIES, named
 
     if (gpu := named(name)) is None:
         raise argparse.ArgumentTypeError(f"{name} is not known; choose one of: {', '.join(sorted(CAPABILITIES))}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.errors import ConfigError
-from verl_ext.shapes import SHAPES
+from verl_ext.launch.models import SHAPES
 
 # As vLLM looks them up, in this order (model_executor/layers/fused_moe/routed_experts_capturer.py).
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")

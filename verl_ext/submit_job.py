@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from verl_ext.errors import ConfigError
-from verl_ext.overrides import override
+from verl_ext.launch.overrides import override
 from verl_ext.printable import printable
 
 # What is never needed on the nodes; Ray refuses a working directory of more than 500 MiB.

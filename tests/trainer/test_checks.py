@@ -3,8 +3,8 @@
 import pytest
 
 from verl_ext.errors import ConfigError
+from verl_ext.launch.checks import apply_engine_settings, check_run, loss_settings, needs_our_loss, something_to_do
 from verl_ext.settings.stability import stability_config
-from verl_ext.trainer.checks import apply_engine_settings, check_run, loss_settings, needs_our_loss, something_to_do
 
 
 def check(compose, *overrides):

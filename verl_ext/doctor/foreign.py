@@ -77,7 +77,7 @@ def built_settings(config: Any) -> dict[str, Any]:
 
 def settings_classes() -> set[str]:
     """The classes that verl's own files for actor and critic name, and those of our losses."""
-    from verl_ext.compose import VERL_CONFIGS
+    from verl_ext.launch.compose import VERL_CONFIGS
     from verl_ext.settings.losses import LOSSES
 
     files = (file for folder in FOLDERS for file in (VERL_CONFIGS / folder).glob("*.yaml"))

@@ -85,8 +85,8 @@ def _mean_response(given: float | None, sizes: Sizes) -> float:
 
 def _features(config: Any, sizes: Sizes, mean_response: float) -> list[tuple[str, str]]:
     """What each feature costs a step at this size, as name and sentence."""
+    from verl_ext.launch.routing_checks import replays_here
     from verl_ext.settings.stability import stability_config
-    from verl_ext.trainer.routing_checks import replays_here
 
     stability = stability_config(config.stability)
     tokens = sizes.sequences * mean_response

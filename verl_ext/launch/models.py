@@ -290,5 +290,5 @@ def shape_of(path: str) -> ModelShape:
         if name.startswith(known.lower()):
             return shape
     raise ConfigError(
-        f"actor_rollout_ref.model.path={path} is none of the models of verl_ext/shapes.py: {', '.join(SHAPES)}"
+        f"actor_rollout_ref.model.path={path} is none of the models of verl_ext/launch/models.py: {', '.join(SHAPES)}"
     )

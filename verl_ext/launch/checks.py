@@ -7,10 +7,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import ConfigError
+from verl_ext.launch.routing_checks import apply_routing, check_router_shift, check_routing, replays_here
 from verl_ext.settings.estimators import ESTIMATOR_SETTINGS, estimator_settings
 from verl_ext.settings.losses import LOSSES
 from verl_ext.settings.stability import IN_THE_LOSS, UNBIASED, StabilityConfig
-from verl_ext.trainer.routing_checks import apply_routing, check_router_shift, check_routing, replays_here
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 

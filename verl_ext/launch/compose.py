@@ -12,7 +12,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from verl_ext.errors import ConfigError, require_choice
-from verl_ext.installed import package_folder
+from verl_ext.launch.installed import package_folder
 from verl_ext.settings.stability import FSDP_REPLAY, StabilityConfig
 
 CONFIG_MODULE = "verl_ext.configs"

@@ -10,8 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import ConfigError
-from verl_ext.installed import vllm_arguments
-from verl_ext.shapes import ModelShape
+from verl_ext.launch.installed import vllm_arguments
+from verl_ext.launch.models import ModelShape
 
 ARP = "actor_rollout_ref"
 ACTOR = f"{ARP}.actor"
