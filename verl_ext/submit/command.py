@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.errors import ConfigError
 from verl_ext.printable import printable
-from verl_ext.submit_job import RUN_DIR, Job, build_job, shown
+from verl_ext.submit.job import RUN_DIR, Job, build_job, shown
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
