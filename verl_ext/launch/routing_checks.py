@@ -42,8 +42,8 @@ def replays_here(config: DictConfig) -> bool:
 
 def replayed_field(config: DictConfig) -> str | None:
     """The field of the batch whose routing the update replays."""
-    from verl_ext.workers.routing.fsdp import OLD_ROUTES
-    from verl_ext.workers.routing.outputs import ROLLOUT_ROUTES
+    from verl_ext.routing.fsdp import OLD_ROUTES
+    from verl_ext.routing.outputs import ROLLOUT_ROUTES
 
     if replay_mode(config) == "disabled":
         return None
@@ -107,8 +107,8 @@ def check_router_shift(config: DictConfig, read_model: bool = True) -> None:
             f"1, or {off}"
         )
     if read_model and (hf_config := _hf_config(config.actor_rollout_ref.model)) is not None:
+        from verl_ext.routing.choices import probe_choices
         from verl_ext.workers.router_shift import check_outputs
-        from verl_ext.workers.routing.choices import probe_choices
 
         probe_choices(hf_config, check_outputs, trust_remote_code=_trusted(config.actor_rollout_ref.model))
 
@@ -149,7 +149,7 @@ def _check_model(config: DictConfig, asked: str, off: str, read_routers: bool) -
     hf_config = _hf_config(model)
     if hf_config is None:
         return
-    from verl_ext.workers.routing.choices import EXPERT_COUNTS, probe_choices
+    from verl_ext.routing.choices import EXPERT_COUNTS, probe_choices
 
     if not any(getattr(hf_config.get_text_config(), name, None) for name in EXPERT_COUNTS):
         raise ConfigError(
