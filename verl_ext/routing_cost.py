@@ -128,7 +128,7 @@ def routing_cost(
 
     Args:
         tokens: mean of prompt and response together.
-        narrow: ids stay in the dtype of vLLM (rollout/narrow_routing.py); otherwise verl's int16 from `put` on.
+        narrow: ids stay in the dtype of vLLM (upstream/narrow_routing.py); otherwise verl's int16 from `put` on.
         reads: stages that fetch them: 1 with router agreement (compute_log_prob), 2 with replay (update_actor).
         ranks: training ranks that share a data-parallel rank (TP x PP x CP); verl has each fetch all its tokens.
         turns: of equal length; vLLM returns the ids from the first token on, at every turn.

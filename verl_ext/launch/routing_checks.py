@@ -78,7 +78,7 @@ def apply_routing(config: DictConfig, agreement: bool) -> None:
     """Set what the features consist of."""
     rollout_replay = replays_here(config) and replay_mode(config) == "R3"
     if agreement or rollout_replay:
-        from verl_ext.rollout import narrow_routing
+        from verl_ext.upstream import narrow_routing
 
         OmegaConf.update(config, f"{ROLLOUT}.enable_rollout_routing_replay", True)
         narrow_routing.request(config)

@@ -25,7 +25,6 @@ from verl_ext.errors import HookError
 from verl_ext.guard.state import Decision, Event
 from verl_ext.launch.checks import loss_settings, needs_our_loss, uses_icepop_loss
 from verl_ext.launch.routing_checks import replayed_field, replays_here
-from verl_ext.rollout import narrow_routing
 from verl_ext.settings.stability import stability_config
 from verl_ext.trainer import startup
 from verl_ext.trainer.advantages import session_keys
@@ -35,6 +34,7 @@ from verl_ext.trainer.guarding import GuardMixin
 from verl_ext.trainer.line_file import say
 from verl_ext.trainer.logs import trajectories_path
 from verl_ext.trainer.trajectories import TrajectoryLog, forget_trajectories, write_step
+from verl_ext.upstream import narrow_routing
 
 ACTOR_ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 SHIFT_FIELDS = ("router_experts", "router_scores")  # what the loss router_shift compares the current router with

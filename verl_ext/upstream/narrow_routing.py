@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from wrapt import register_post_import_hook
 
-from verl_ext.patching import PatchError, Undo, replace
+from verl_ext.upstream.patching import PatchError, Undo, replace
 
 VARIABLE = "VERL_EXT_NARROW_ROUTING"
 AGENT_LOOP = "verl.experimental.agent_loop.agent_loop"

@@ -2,8 +2,7 @@
 
 from wrapt import register_post_import_hook
 
-from verl_ext import platform
-from verl_ext.rollout import engine_report
+from verl_ext.upstream import engine_report, on_cpu
 
 
 def register() -> None:
@@ -14,5 +13,5 @@ def register() -> None:
     engine starts without it. A second call in a process changes nothing.
     """
     engine_report.install()
-    if platform.requested():
-        register_post_import_hook("verl_ext.rollout.vllm_cpu:on_import", "vllm.v1.worker.cpu_model_runner")
+    if on_cpu.requested():
+        register_post_import_hook("verl_ext.upstream.vllm_cpu:on_import", "vllm.v1.worker.cpu_model_runner")

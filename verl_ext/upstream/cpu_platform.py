@@ -9,7 +9,7 @@ import psutil
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from verl_ext.platform import patches
+from verl_ext.upstream import cpu_patches
 
 
 class NullStream:
@@ -46,7 +46,7 @@ def _resident_bytes(*args: Any) -> int:
 
 def cpu_device_module() -> types.ModuleType:
     """Stand-in for torch.cuda with the functions that verl calls on `get_torch_device()`."""
-    module = types.ModuleType("verl_ext.platform.cpu_device")
+    module = types.ModuleType("verl_ext.upstream.cpu_device")
     memory = psutil.virtual_memory
     members: dict[str, Any] = {
         "is_available": lambda: True,
@@ -141,5 +141,5 @@ class PlatformCPU(PlatformBase):
 def install() -> None:
     """Register the platform and what verl assumes of torch and of vLLM's distribution name."""
     PlatformRegistry.register(platform="cpu")(PlatformCPU)
-    patches.collapse_duplicate_gloo()
-    patches.answer_for_vllm_cpu()
+    cpu_patches.collapse_duplicate_gloo()
+    cpu_patches.answer_for_vllm_cpu()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed
 
-from verl_ext.patching import PatchError, Undo, replace, together
+from verl_ext.upstream.patching import PatchError, Undo, replace, together
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Undo:
