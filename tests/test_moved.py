@@ -28,6 +28,15 @@ def test_one_module_under_both_names_and_one_line_that_says_so(fresh_python, cod
     )
 
 
+def test_python_m_runs_what_has_moved(fresh_python):
+    code = (
+        "import runpy, sys; sys.argv = ['', '--help']; runpy.run_module('verl_ext.routing_cost', run_name='__main__')"
+    )
+    done = fresh_python(code)
+    assert done.returncode == 0 and done.stdout.startswith("usage: python -m verl_ext.plan.routing_cost"), done.stderr
+    assert done.stderr.startswith("verl_ext: verl_ext.routing_cost is verl_ext.plan.routing_cost now")
+
+
 @pytest.mark.parametrize(("old", "new"), MOVED.items())
 def test_every_old_name_is_the_new_module(old, new, monkeypatch):
     for name in (old, *GONE):

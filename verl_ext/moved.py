@@ -3,11 +3,13 @@
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 
 MOVED = {
     "verl_ext.platform.weights": "verl_ext.upstream.file_weights",  # checkpoint_engine.custom_backend_module
+    "verl_ext.rewards": "verl_ext.core.rewards",  # a reward manager of one's own
     "verl_ext.rollout.vllm_plugin": "verl_ext.upstream.vllm_plugin",  # the entry point of an older installation
+    "verl_ext.routing_cost": "verl_ext.plan.routing_cost",  # python -m
 }
 GONE = ("verl_ext.platform", "verl_ext.rollout")
 
@@ -26,6 +28,10 @@ class MovedModules:
         """Put the one module under its old name as well: a second one would register everything again."""
         if module.__name__ in MOVED:
             sys.modules[module.__name__] = import_module(_said(module.__name__))
+
+    def get_code(self, name: str) -> CodeType:
+        """What `python -m` runs."""
+        return compile(f"import runpy; runpy.run_module('{_said(name)}', run_name='__main__')", __file__, "exec")
 
 
 def install() -> None:

@@ -1,8 +1,8 @@
 """What it costs to carry the rollout's routing, expert ids of [tokens, layers, top_k], to the training workers.
 
-    python -m verl_ext.routing_cost --model Qwen3-30B-A3B --tokens 32768 --trajectories 512
-    python -m verl_ext.routing_cost --model PATH --replay --ranks 8 --get-gb-s 4 --step-seconds 500
-    python -m verl_ext.routing_cost --measure 256       how fast TransferQueue carries such ids here
+    python -m verl_ext.plan.routing_cost --model Qwen3-30B-A3B --tokens 32768 --trajectories 512
+    python -m verl_ext.plan.routing_cost --model PATH --replay --ranks 8 --get-gb-s 4 --step-seconds 500
+    python -m verl_ext.plan.routing_cost --measure 256       how fast TransferQueue carries such ids here
 
 Written for verl 0.9.1 and vLLM 0.27. The hops, one by one: docs/routing.md. 1 GB is 10^9 bytes.
 """
@@ -302,7 +302,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.routing_cost",
+        prog="python -m verl_ext.plan.routing_cost",
         description="Bytes of the rollout's routing on each hop to the training workers, and what they take of a step.",
     )
     positive: dict[str, Any] = {"type": _positive, "metavar": "N"}
