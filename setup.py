@@ -43,6 +43,6 @@ setup(
     entry_points={
         "console_scripts": ["verl-ext = verl_ext.cli:main"],
         "verl.plugins": ["verl_ext = verl_ext.plugin"],
-        "vllm.general_plugins": ["verl_ext = verl_ext.rollout.vllm_plugin:register"],
+        "vllm.general_plugins": ["verl_ext = verl_ext.upstream.vllm_plugin:register"],
     },
 )

@@ -37,11 +37,11 @@ def quick_composition() -> Iterator[None]:
     import hydra
     import quick_compose
 
-    import verl_ext.compose
+    import verl_ext.launch.compose
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(hydra, "compose", quick_compose.compose)
-        patched.setattr(verl_ext.compose, "_groups_in_defaults", quick_compose.groups_in_defaults)
+        patched.setattr(verl_ext.launch.compose, "_groups_in_defaults", quick_compose.groups_in_defaults)
         yield
 
 
@@ -50,7 +50,7 @@ def compose() -> Callable:
     """compose("stability=icepop", ...) -> the config that `verl_ext.main_ppo` gets for these arguments."""
     import hydra
 
-    from verl_ext.compose import VERL_CONFIGS, prepare
+    from verl_ext.launch.compose import VERL_CONFIGS, prepare
 
     def compose_overrides(*overrides: str):
         with hydra.initialize_config_dir(str(VERL_CONFIGS), version_base=None):

@@ -1,8 +1,8 @@
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.config import StabilityConfig, stability_config
 from verl_ext.errors import ConfigError
+from verl_ext.settings.stability import StabilityConfig, stability_config
 
 
 def build(**settings):

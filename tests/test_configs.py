@@ -8,9 +8,9 @@ import pytest
 from examples import some
 from omegaconf import OmegaConf
 
-from verl_ext.compose import VERL_CONFIGS, prepare, stability_choices
-from verl_ext.config import StabilityConfig, stability_config
 from verl_ext.errors import ConfigError
+from verl_ext.launch.compose import VERL_CONFIGS, prepare, stability_choices
+from verl_ext.settings.stability import StabilityConfig, stability_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -60,7 +60,7 @@ def test_each_stability_option_passes_our_checks_and_verls_validation(compose, n
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
-    from verl_ext.trainer.checks import check_run
+    from verl_ext.launch.checks import check_run
 
     model = ("actor_rollout_ref.model.path=some/model", "data.max_response_length=8192")
     config = compose("recipe=cpu_smoke", f"stability={name}", *model)

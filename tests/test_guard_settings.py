@@ -1,9 +1,9 @@
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.config import stability_config
-from verl_ext.core.rules import Rule, describe
 from verl_ext.errors import ConfigError
+from verl_ext.guard.rules import Rule, describe
+from verl_ext.settings.stability import stability_config
 
 
 def guard(**settings):

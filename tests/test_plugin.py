@@ -41,7 +41,7 @@ def test_losses_can_be_imported_in_any_order(fresh_python, code, expected):
 def test_a_plugin_that_fails_to_load_says_so(fresh_python):
     # verl itself swallows the failure at DEBUG.
     code = (
-        "import sys, verl_ext.platform.patches as p, torch.distributed as d\n"
+        "import sys, verl_ext.upstream.cpu_patches as p, torch.distributed as d\n"
         "d.init_process_group = lambda device: None\n"
         "import verl"
     )

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from verl_ext.core.rewards import soft_overlong_punishment
 from verl_ext.errors import ConfigError
-from verl_ext.rewards import soft_overlong_punishment
 
 RELAXED = settings(deadline=None)  # the cores are shared
 
-OVERRIDES = (  # as the docstring of verl_ext.rewards gives them
+OVERRIDES = (  # as the docstring of verl_ext.core.rewards gives them
     "reward.reward_manager.name=dapo",
     "+reward.reward_kwargs.max_resp_len=${data.max_response_length}",
     "+reward.reward_kwargs.overlong_buffer_cfg.enable=true",

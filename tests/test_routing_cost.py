@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from transformers import DeepseekV3Config, Glm4MoeConfig, LlamaConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from verl_ext import routing_cost as cost
 from verl_ext.errors import ConfigError
-from verl_ext.routing_cost import MODELS, RoutingShape
+from verl_ext.plan import routing_cost as cost
+from verl_ext.plan.routing_cost import MODELS, RoutingShape
 
 PAGE = (Path(__file__).parent.parent / "docs" / "routing.md").read_text(encoding="utf-8")
 SMALL = RoutingShape(layers=4, moe_layers=3, experts=16, top_k=2)

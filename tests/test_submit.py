@@ -11,9 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from verl_ext import submit, submit_job
 from verl_ext.cli import main
 from verl_ext.errors import ConfigError
+from verl_ext.submit import command as submit
+from verl_ext.submit import job as submit_job
 
 
 def job(*overrides, **options):

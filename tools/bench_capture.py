@@ -27,7 +27,7 @@ from tensordict import TensorDict
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verl.utils import tensordict_utils as tu
 
-from verl_ext.workers.routing.fsdp import FsdpRouting
+from verl_ext.routing.fsdp import FsdpRouting
 
 PROMPT, RESPONSE = 128, 384  # tokens of each sequence
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from measuring import seconds
 
-from verl_ext.core.forecast import REMEMBERED
-from verl_ext.core.guard import Guard
-from verl_ext.core.guard_state import Event, Foresight
 from verl_ext.core.measure import measure
-from verl_ext.core.rules import Rule
 from verl_ext.core.tokens import Tokens
+from verl_ext.guard.forecast import REMEMBERED
+from verl_ext.guard.guard import Guard
+from verl_ext.guard.rules import Rule
+from verl_ext.guard.state import Event, Foresight
 from verl_ext.trainer.logs import EventLog
 
 

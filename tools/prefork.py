@@ -160,7 +160,7 @@ def renew() -> None:
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
-    if narrow_routing := sys.modules.get("verl_ext.rollout.narrow_routing"):
+    if narrow_routing := sys.modules.get("verl_ext.upstream.narrow_routing"):
         narrow_routing.install()  # asked for by the environment
     if ray := sys.modules.get("ray"):
         ray._raylet.Config.initialize("")  # RAY_* once more: whether the cluster wants a token, for example

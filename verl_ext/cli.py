@@ -5,10 +5,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from verl_ext import __version__, submit
+from verl_ext import __version__
 from verl_ext.doctor import composed
 from verl_ext.plan import command as plan
 from verl_ext.report import command as report
+from verl_ext.submit import command as submit
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,7 +86,7 @@ def _add_doctor(commands) -> None:
 
 
 def _gpu(name: str):
-    from verl_ext.doctor.gpus import CAPABILITIES, named
+    from verl_ext.launch.gpus import CAPABILITIES, named
 
     if (gpu := named(name)) is None:
         raise argparse.ArgumentTypeError(f"{name} is not known; choose one of: {', '.join(sorted(CAPABILITIES))}")

@@ -18,11 +18,11 @@ from verl.utils.config import validate_config
 from verl.utils.device import auto_set_device
 
 import verl_ext.plugin  # noqa: F401 (also where VERL_USE_EXTERNAL_PLUGINS leaves it out)
-from verl_ext import compose
-from verl_ext.config import stability_config
 from verl_ext.errors import GuardStopError, UserError, WorkerDiedError
+from verl_ext.launch import compose
+from verl_ext.launch.checks import apply_engine_settings, check_run, something_to_do
+from verl_ext.settings.stability import stability_config
 from verl_ext.trainer import startup
-from verl_ext.trainer.checks import apply_engine_settings, check_run, something_to_do
 
 STOPPED = 3  # exit code of a run that the guard ended, for launch scripts that would start it again
 

@@ -10,8 +10,7 @@ from importlib import import_module
 
 from wrapt import register_post_import_hook
 
-from verl_ext import platform
-from verl_ext.rollout import narrow_routing
+from verl_ext.upstream import narrow_routing, on_cpu
 
 logger = logging.getLogger("verl_ext")
 
@@ -22,11 +21,13 @@ def load() -> None:
     register_post_import_hook(lambda _: import_module("verl_ext.workers.losses"), "verl.trainer.ppo.core_algos")
     register_post_import_hook(lambda _: import_module("verl_ext.trainer.advantages"), "verl.trainer.ppo.core_algos")
     narrow_routing.install()
-    if platform.requested():
-        from verl_ext.platform import cpu
+    if on_cpu.requested():
+        from verl_ext.upstream import cpu_platform
 
-        cpu.install()
-        register_post_import_hook("verl_ext.platform.patches:adapt_fsdp", "verl.workers.engine.fsdp.transformer_impl")
+        cpu_platform.install()
+        register_post_import_hook(
+            "verl_ext.upstream.cpu_patches:adapt_fsdp", "verl.workers.engine.fsdp.transformer_impl"
+        )
 
 
 try:

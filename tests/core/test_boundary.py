@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ext.core.boundary import HORIZON, estimate_growth
-from verl_ext.core.guard import Guard
+from verl_ext.guard.boundary import HORIZON, estimate_growth
+from verl_ext.guard.guard import Guard
 
 DATA = Path(__file__).parent / "data"
 WINDOW = 32

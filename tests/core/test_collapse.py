@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl_ext.core.collapse import ENTROPY, GRADIENT, K3, LENGTH, REWARD, STAYS, STRETCH, find_collapse
+from verl_ext.guard.collapse import ENTROPY, GRADIENT, K3, LENGTH, REWARD, STAYS, STRETCH, find_collapse
 
 DATA = Path(__file__).parent / "data"
 
@@ -186,7 +186,7 @@ def test_noise_is_no_collapse(correlation, steps):
 
 
 def test_it_is_importable_without_torch():
-    words = "import sys, verl_ext.core.collapse; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    words = "import sys, verl_ext.guard.collapse; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", words], check=False).returncode == 0
 
 

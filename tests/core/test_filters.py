@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from verl_ext.core.filters import FilterBatch, apply_filters, get_batch_filter
 from verl_ext.core.tokens import Tokens
 from verl_ext.errors import BatchError, ConfigError
-from verl_ext.filter_settings import parse_filters
+from verl_ext.settings.filters import parse_filters
 
 RELAXED = settings(deadline=None)  # the cores are shared
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl_ext.core.collapse import GRADIENT, K3, REWARD, STAYS, find_collapse
-from verl_ext.core.guard import Guard
-from verl_ext.core.guard_state import Foresight
-from verl_ext.core.rules import Rule
+from verl_ext.guard.collapse import GRADIENT, K3, REWARD, STAYS, find_collapse
+from verl_ext.guard.guard import Guard
+from verl_ext.guard.rules import Rule
+from verl_ext.guard.state import Foresight
 
 DATA = Path(__file__).parent / "data"
 DROPPED = "correction/dropped"

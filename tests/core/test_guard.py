@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.core.boundary import HORIZON
-from verl_ext.core.forecast import GAP
-from verl_ext.core.guard import REFUSED, Guard
-from verl_ext.core.guard_state import Foresight
-from verl_ext.core.rules import Rule
 from verl_ext.errors import ConfigError
+from verl_ext.guard.boundary import HORIZON
+from verl_ext.guard.forecast import GAP
+from verl_ext.guard.guard import REFUSED, Guard
+from verl_ext.guard.rules import Rule
+from verl_ext.guard.state import Foresight
 
 SKIP = Rule("batch_skip", "vllm_kl/k3", 0.1, action="skip", setting="stability.batch_skip.threshold")
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ext.core.rules import Rule, RuleState, describe, read
+from verl_ext.guard.rules import Rule, RuleState, describe, read
 
 FLOATS = st.floats(-1e6, 1e6, allow_nan=False)
 

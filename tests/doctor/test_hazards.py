@@ -3,7 +3,7 @@
 import pytest
 
 from verl_ext.doctor.findings import CHECKS, LEVELS
-from verl_ext.doctor.gpus import named
+from verl_ext.launch.gpus import named
 
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = f"+{ROLLOUT}.engine_kwargs.vllm"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_ext.doctor.gpus import named
+from verl_ext.launch.gpus import named
 
 MODEL = "actor_rollout_ref.model.path"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -34,7 +34,7 @@ def test_sizes_of_a_known_model_are_compared_with_it(findings):
     (finding,) = findings("sizes", f"{MODEL}=Qwen/Qwen3-30B-A3B", *overrides)
     assert "must divide the model's 32 attention heads" in finding.found
     (finding,) = findings("sizes", *overrides)
-    assert finding.level == "ok" and "not in verl_ext/shapes.py" in finding.found
+    assert finding.level == "ok" and "not in verl_ext/launch/models.py" in finding.found
 
 
 def test_a_model_that_is_not_here_is_a_note_of_what_was_not_checked(findings, models, tmp_path):

@@ -13,7 +13,7 @@ def replaying(trainer_class: type) -> type:
     """`trainer_class`, setting itself and its workers to SCHEDULE's next entry before each step."""
     from omegaconf import OmegaConf
 
-    from verl_ext.trainer.routing_checks import replay_setting, replayed_field
+    from verl_ext.launch.routing_checks import replay_setting, replayed_field
 
     class ReplayingTrainer(trainer_class):
         def step(self, metrics, timing_raw):

@@ -58,9 +58,9 @@ def compose(overrides: list[str]):
     import hydra
     from omegaconf import OmegaConf, open_dict
 
-    from verl_ext.compose import VERL_CONFIGS, prepare
-    from verl_ext.config import stability_config
-    from verl_ext.trainer.checks import apply_engine_settings, check_run
+    from verl_ext.launch.checks import apply_engine_settings, check_run
+    from verl_ext.launch.compose import VERL_CONFIGS, prepare
+    from verl_ext.settings.stability import stability_config
 
     last = {override.split("=")[0].lstrip("+"): override for override in overrides}
     with hydra.initialize_config_dir(str(VERL_CONFIGS), version_base=None):
@@ -77,7 +77,7 @@ def switching(trainer_class: type, base: list[str]) -> type:
     """`trainer_class`, taking the settings of SCHEDULE's next entry before each step."""
     from omegaconf import OmegaConf
 
-    from verl_ext.trainer import checks
+    from verl_ext.launch import checks
 
     class SwitchingTrainer(trainer_class):
         def step(self, metrics, timing_raw):

@@ -90,7 +90,7 @@ def test_separate_async_with_the_guard_and_routing(train):
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
         "actor_rollout_ref.rollout.checkpoint_engine.backend=file",
-        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_ext.platform.weights",
+        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_ext.upstream.file_weights",
         "ray_kwargs.ray_init.num_gpus=2",
         # The second step's rollout is one update old: a small one keeps it near the policy.
         "actor_rollout_ref.actor.optim.lr=1e-6",

@@ -9,9 +9,9 @@ from examples import at_most
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ext.compose import prepare
 from verl_ext.doctor.composed import compose
 from verl_ext.errors import ConfigError
+from verl_ext.launch.compose import prepare
 
 words = st.sampled_from(["defaults", "stability", "_self_", "ppo_trainer", "trainer", "recipe"]) | st.text(max_size=5)
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | words

@@ -8,10 +8,10 @@ from omegaconf import OmegaConf, open_dict
 
 from verl_ext.cli import main
 from verl_ext.errors import ConfigError
+from verl_ext.launch.models import SHAPES
 from verl_ext.plan.memory import ENGINE_RESERVE, plan_memory
 from verl_ext.plan.sizes import GIB, GPUS, Sizes, read_sizes
 from verl_ext.plan.timing import MFU, plan_timing
-from verl_ext.shapes import SHAPES
 
 ROLLOUT = "actor_rollout_ref.rollout"
 FSDP = Sizes(
@@ -203,7 +203,7 @@ KNOWN = ("recipe=qwen3_30b_a3b",)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["recipe=cpu_smoke"], "is none of the models of verl_ext/shapes.py"),
+        (["recipe=cpu_smoke"], "is none of the models of verl_ext/launch/models.py"),
         (["recipe=cpu_smoke"], "; name the one of the same shape by --model"),
         (["recipe=cpu_smoke", "--model", "GPT-2"], "--model=GPT-2 is none of the models"),
         (["recipe=nope"], "Could not find 'recipe/nope'"),

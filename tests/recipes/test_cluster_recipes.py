@@ -9,12 +9,12 @@ import pytest
 from examples import some
 from omegaconf import OmegaConf
 
-from verl_ext import recipe_checks
 from verl_ext.errors import ConfigError
-from verl_ext.installed import vllm_arguments
+from verl_ext.launch.installed import vllm_arguments
+from verl_ext.launch.models import SHAPES, shape_of
+from verl_ext.launch.sizes import check_recipe, pipeline_stages, world_size
 from verl_ext.plan.memory import plan_memory
 from verl_ext.plan.sizes import GIB, read_sizes
-from verl_ext.shapes import SHAPES, shape_of
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = ("cpu_smoke", "cpu_tool", "dense_smoke")
@@ -44,7 +44,7 @@ def composed(compose, name, *overrides):
 
 def checked(compose, name, *overrides):
     config = composed(compose, name, *overrides)
-    recipe_checks.check_recipe(config, shape_of(config.actor_rollout_ref.model.path))
+    check_recipe(config, shape_of(config.actor_rollout_ref.model.path))
     return config
 
 
@@ -120,8 +120,8 @@ def test_a_recipe_passes_our_checks_and_verls_validation(compose, name, preset):
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-    from verl_ext.config import stability_config
-    from verl_ext.trainer.checks import check_run
+    from verl_ext.launch.checks import check_run
+    from verl_ext.settings.stability import stability_config
 
     length = (
         ["data.max_response_length=4096"] if name == "dense_smoke" else []
@@ -140,15 +140,15 @@ def test_a_recipe_fits_its_model_and_its_machines(compose, name):
     config = checked(compose, name)
     if config.actor_rollout_ref.actor.strategy == "megatron":
         layers = shape_of(config.actor_rollout_ref.model.path).layers
-        assert sum(recipe_checks.pipeline_stages(config, layers)) == layers
+        assert sum(pipeline_stages(config, layers)) == layers
 
 
 def test_the_dense_smoke_test_fits_its_machine(compose):
-    recipe_checks.check_recipe(composed(compose, "dense_smoke"), None)
+    check_recipe(composed(compose, "dense_smoke"), None)
 
 
 def test_qwen3_30b_also_fits_one_node(compose):
-    assert recipe_checks.world_size(checked(compose, "qwen3_30b_a3b", "trainer.nnodes=1")) == 8
+    assert world_size(checked(compose, "qwen3_30b_a3b", "trainer.nnodes=1")) == 8
 
 
 def test_deepseek_v3_also_fits_the_twelve_nodes_of_its_readme(compose):
@@ -156,13 +156,13 @@ def test_deepseek_v3_also_fits_the_twelve_nodes_of_its_readme(compose):
     parallel = [f"{MEGATRON}.{name}_parallel_size={size}" for name, size in sizes.items()]
     ends = [f"{STAGES}.num_layers_in_{end}_pipeline_stage={layers}" for end, layers in (("first", "null"), ("last", 6))]
     config = checked(compose, "deepseek_v3_megatron", "trainer.nnodes=12", *parallel, *ends)
-    assert recipe_checks.pipeline_stages(config, 61) == [5] * 11 + [6]
+    assert pipeline_stages(config, 61) == [5] * 11 + [6]
 
 
 @pytest.mark.parametrize("preset", ["r3", "deepseek_v32", "guard"])
 def test_other_presets_go_with_a_recipe_too(compose, preset):
-    from verl_ext.config import stability_config
-    from verl_ext.trainer.checks import check_run
+    from verl_ext.launch.checks import check_run
+    from verl_ext.settings.stability import stability_config
 
     config = compose("recipe=qwen3_30b_a3b", f"stability={preset}")
     check_run(config, stability_config(config.stability))
@@ -235,7 +235,7 @@ def test_a_wrong_size_is_caught_by_name(compose, name, overrides, message):
 def test_sizes_that_fit_the_machines_must_fit_the_model_too(compose, model, overrides, message):
     config = composed(compose, "qwen3_30b_a3b_megatron", *overrides)
     with pytest.raises(ConfigError, match=message):
-        recipe_checks.check_recipe(config, SHAPES[model])
+        check_recipe(config, SHAPES[model])
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_sizes_that_fit_the_machines_must_fit_the_model_too(compose, model, over
 )  # fmt: skip
 def test_pipeline_stages(compose, overrides, stages):
     config = composed(compose, "qwen3_30b_a3b_megatron", f"{MEGATRON}.pipeline_model_parallel_size=2", *overrides)
-    assert recipe_checks.pipeline_stages(config, 48) == stages
+    assert pipeline_stages(config, 48) == stages
 
 
 def test_vllms_own_parser_takes_the_rollout_arguments(compose):

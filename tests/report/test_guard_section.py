@@ -6,7 +6,7 @@ import pytest
 from browser import launched, needs_browser, open_page
 from made_runs import event, full
 
-from verl_ext.core.guard_state import Event
+from verl_ext.guard.state import Event
 from verl_ext.report.page import MOST_DECISIONS, MOST_OPEN, write_report
 from verl_ext.report.verdict import judge
 

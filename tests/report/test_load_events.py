@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.core.guard_state import Event
+from verl_ext.guard.state import Event
 from verl_ext.report.load import Reader, load_run
 
 

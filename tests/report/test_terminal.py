@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from verl_ext.core.guard_state import Event
+from verl_ext.guard.state import Event
 from verl_ext.report.run import Run, Series
 from verl_ext.report.terminal import BLOCKS, dashboard, format_value, notes, rows, sparkline, wrap_name
 

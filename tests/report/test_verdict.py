@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from made_runs import NAN, event, full, make, prefix
 
-from verl_ext.core.boundary import FEWEST
-from verl_ext.core.guard_state import Event
+from verl_ext.guard.boundary import FEWEST
+from verl_ext.guard.state import Event
 from verl_ext.report.reward import collapse_of
 from verl_ext.report.verdict import LAST, judge
 

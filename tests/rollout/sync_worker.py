@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from verl_ext.platform import patches
-from verl_ext.rollout import vllm_plugin
+from verl_ext.upstream import cpu_patches, vllm_plugin
 
 # What the entry points of the installed package do; here also where the package is only on the path.
-patches.answer_for_vllm_cpu()
+cpu_patches.answer_for_vllm_cpu()
 vllm_plugin.register()
 
 from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer  # noqa: E402

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop import agent_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-from verl_ext.patching import PatchError
-from verl_ext.rollout import narrow_routing
+from verl_ext.upstream import narrow_routing
+from verl_ext.upstream.patching import PatchError
 
 PROMPT, RESPONSE = 4, 5
 PLACE = f"ray_kwargs.ray_init.runtime_env.env_vars.{narrow_routing.VARIABLE}"
@@ -142,7 +142,7 @@ def test_the_run_and_the_shell_can_decline(compose, monkeypatch):
 @pytest.mark.parametrize(("value", "dtype"), [("1", "uint8"), ("0", "int16"), (None, "int16")])
 def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, dtype):
     code = (
-        "from verl_ext.rollout import narrow_routing; narrow_routing.install()\n"
+        "from verl_ext.upstream import narrow_routing; narrow_routing.install()\n"
         "import sys; assert narrow_routing.AGENT_LOOP not in sys.modules\n"
         "import numpy as np\n"
         "from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput\n"

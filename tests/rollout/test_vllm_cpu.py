@@ -17,8 +17,8 @@ vllm = pytest.importorskip("vllm")
 
 from vllm.platforms import current_platform  # noqa: E402
 
-from verl_ext.patching import PatchError  # noqa: E402
-from verl_ext.rollout import engine_report, vllm_plugin  # noqa: E402
+from verl_ext.upstream import engine_report, vllm_plugin  # noqa: E402
+from verl_ext.upstream.patching import PatchError  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM was not built for CPU")
 
@@ -30,7 +30,7 @@ RUNNER = "vllm.v1.worker.cpu_model_runner"
 @pytest.fixture
 def cpu() -> Iterator[Any]:
     """`vllm_cpu`, with no patch applied before and after."""
-    from verl_ext.rollout import vllm_cpu
+    from verl_ext.upstream import vllm_cpu
 
     vllm_cpu.install()()
     yield vllm_cpu
@@ -62,7 +62,7 @@ TARGETS = [
 
 def test_installing_where_the_plugin_waits_for_vllms_runner_patches_once(fresh_python: Callable) -> None:
     code = (
-        "from verl_ext.rollout import vllm_cpu, vllm_plugin; vllm_plugin.register(); undo = vllm_cpu.install();"
+        "from verl_ext.upstream import vllm_cpu, vllm_plugin; vllm_plugin.register(); undo = vllm_cpu.install();"
         "assert vllm_cpu.install() is undo; undo()"
     )
     done = fresh_python(code, VERL_PLATFORM="cpu")

@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from verl_ext import compose as ours
+from verl_ext.launch import compose as ours
 
 whole, read_yaml, read_groups = hydra.compose, OmegaConf.load, ours._groups_in_defaults
 
@@ -44,7 +44,7 @@ def _chooses(loader, override):
 
 
 def groups_in_defaults(file):
-    """As `verl_ext.compose` reads them of a primary config; of verl's own, once."""
+    """As `verl_ext.launch.compose` reads them of a primary config; of verl's own, once."""
     return _verls_groups(file) if file.parent == ours.VERL_CONFIGS else read_groups(file)
 
 

@@ -6,7 +6,7 @@ import quick_compose
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from verl_ext.compose import VERL_CONFIGS, prepare
+from verl_ext.launch.compose import VERL_CONFIGS, prepare
 
 ROLLOUT = "actor_rollout_ref.rollout"
 CASES = [

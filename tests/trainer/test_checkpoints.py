@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from verl_ext.core.guard import Guard
+from verl_ext.guard.guard import Guard
 from verl_ext.trainer.checkpoints import (
     SIZES_FILE,
     STATE_FILE,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from verl_ext.config import stability_config
 from verl_ext.errors import ConfigError
-from verl_ext.trainer.checks import apply_engine_settings, check_run, loss_settings, needs_our_loss, something_to_do
+from verl_ext.launch.checks import apply_engine_settings, check_run, loss_settings, needs_our_loss, something_to_do
+from verl_ext.settings.stability import stability_config
 
 
 def check(compose, *overrides):
@@ -263,7 +263,7 @@ def test_nothing_is_set_where_nothing_is_asked_for(compose):
 
 
 def test_the_names_of_losses_are_those_of_their_settings():
-    from verl_ext.loss_names import LOSSES
+    from verl_ext.settings.losses import LOSSES
     from verl_ext.workers.loss_config import LOSS_CONFIGS, target_of
 
     assert {name: target_of(kind) for name, kind in LOSS_CONFIGS.items()} == LOSSES

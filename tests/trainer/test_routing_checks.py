@@ -4,10 +4,10 @@ import pytest
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_ext.config import stability_config
 from verl_ext.errors import ConfigError
-from verl_ext.trainer.checks import apply_engine_settings, check_run, something_to_do
-from verl_ext.trainer.routing_checks import replay_mode, replayed_field
+from verl_ext.launch.checks import apply_engine_settings, check_run, something_to_do
+from verl_ext.launch.routing_checks import replay_mode, replayed_field
+from verl_ext.settings.stability import stability_config
 
 FSDP = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
 

@@ -8,8 +8,8 @@ from examples import at_most
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from verl_ext.core.guard import Guard
-from verl_ext.core.rules import Rule
+from verl_ext.guard.guard import Guard
+from verl_ext.guard.rules import Rule
 from verl_ext.trainer.checkpoints import (
     SIZES_FILE,
     STATE_FILE,

@@ -11,8 +11,8 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from verl_ext.core.routing import RouterSums
-from verl_ext.dump_settings import TrajectoryDump
 from verl_ext.errors import HookError
+from verl_ext.settings.trajectories import TrajectoryDump
 from verl_ext.trainer import trainers
 from verl_ext.trainer.trajectories import TrajectoryLog
 

@@ -10,9 +10,9 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from verl_ext.core.tokens import Tokens
-from verl_ext.dump_settings import TrajectoryDump
 from verl_ext.errors import ConfigError
 from verl_ext.run_files import older_part
+from verl_ext.settings.trajectories import TrajectoryDump
 from verl_ext.trainer import trajectories
 from verl_ext.trainer.trajectories import (
     TrajectoryLog,

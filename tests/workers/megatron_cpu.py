@@ -28,7 +28,7 @@ from recorded_routes import (
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from verl_ext.workers.routing.recorded import RecordedRouting, Recorders
+from verl_ext.routing.recorded import RecordedRouting, Recorders
 
 
 class OnCPU(TorchFunctionMode):

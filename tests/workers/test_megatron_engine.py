@@ -38,7 +38,7 @@ from routing_families import noise
 from torch import nn
 
 from verl_ext.errors import HookError
-from verl_ext.workers.routing.recorded import Recorders
+from verl_ext.routing.recorded import Recorders
 
 
 @pytest.fixture(scope="module")

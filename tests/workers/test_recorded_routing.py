@@ -20,7 +20,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_ext.core.routing import RouterSums
 from verl_ext.errors import HookError
-from verl_ext.workers.routing.recorded import RecordedRouting, Recorders, compare
+from verl_ext.routing.recorded import RecordedRouting, Recorders, compare
 
 
 @pytest.mark.parametrize("strategy", ["megatron", "veomni"])

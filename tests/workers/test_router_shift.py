@@ -12,8 +12,8 @@ from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verl.utils import tensordict_utils as tu
 
 from verl_ext.errors import HookError
+from verl_ext.routing.choices import find_choices, probe_choices
 from verl_ext.workers.router_shift import ShiftRecorder, check_outputs, refuse_probabilities, router_logits
-from verl_ext.workers.routing.choices import find_choices, probe_choices
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2

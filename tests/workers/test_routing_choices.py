@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from verl_ext.errors import HookError
-from verl_ext.workers.routing.choices import expert_counts, find_choices, probe_choices
+from verl_ext.routing.choices import expert_counts, find_choices, probe_choices
 
 IDS = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(3))
 

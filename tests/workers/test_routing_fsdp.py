@@ -10,7 +10,7 @@ from routing_families import EXPERTS, build, moe_layers
 from routing_ranks import LENGTHS, Case, batch, rollout_routes
 
 from verl_ext.errors import HookError
-from verl_ext.workers.routing.fsdp import OLD_ROUTES, ROLLOUT_ROUTES, FsdpRouting, top_k_margin
+from verl_ext.routing.fsdp import OLD_ROUTES, ROLLOUT_ROUTES, FsdpRouting, top_k_margin
 
 
 class Engine:

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_ext.errors import HookError
-from verl_ext.workers.routing.layout import Layout
+from verl_ext.routing.layout import Layout
 
 CPU = torch.device("cpu")
 

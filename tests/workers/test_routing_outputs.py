@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from verl_ext.core.routing import RouterSums
-from verl_ext.workers.routing.outputs import known_rows, packed_rows, routing_outputs
+from verl_ext.routing.outputs import known_rows, packed_rows, routing_outputs
 
 LAYERS, TOP_K = 3, 4
 LENGTHS = [(4, 3), (2, 5), (1, 1), (3, 0)]  # prompt and response length of each trajectory

@@ -22,7 +22,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_ext.errors import HookError
-from verl_ext.workers.routing.recorded import RecordedRouting, Recorders
+from verl_ext.routing.recorded import RecordedRouting, Recorders
 
 
 def veomni_engine(monkeypatch):

@@ -1,1 +1,1 @@
-"""Pure torch: mismatch, corrections, routing, the guard. Knows nothing of verl, Ray or vLLM."""
+"""Pure torch: mismatch, corrections, filters, losses, routing. Knows nothing of verl, Ray or vLLM."""

@@ -155,7 +155,7 @@ def apply_filters(batch: FilterBatch, filters: Iterable[tuple[str, Mapping[str, 
     """Run filters in the order given, each on what the former ones kept.
 
     Args:
-        filters: name and settings of each, as `verl_ext.filter_settings.parse_filters` returns them.
+        filters: name and settings of each, as `verl_ext.settings.filters.parse_filters` returns them.
 
     Raises:
         ConfigError: a filter is unknown, or needs what the batch does not have.

@@ -14,7 +14,7 @@ from verl_ext.doctor import installation  # noqa: F401 (registers checks: first 
 from verl_ext.doctor import engine, foreign, hooks, model_files, precision, sampling, sizes  # noqa: F401 (as above)
 from verl_ext.doctor.composed import compose, given
 from verl_ext.doctor.findings import LEVELS, Finding, fixes, run_checks
-from verl_ext.doctor.gpus import Gpu, present
+from verl_ext.launch.gpus import Gpu, present
 from verl_ext.printable import printable
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}

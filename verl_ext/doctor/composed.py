@@ -45,7 +45,7 @@ def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple["DictConf
     try:
         import hydra
 
-        from verl_ext import compose as ours
+        from verl_ext.launch import compose as ours
     except ImportError as error:
         return None, f"the run's config cannot be composed here: {error}"
     try:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.doctor.composed import plugins
-from verl_ext.doctor.gpus import Gpu
-from verl_ext.installed import package_folder
+from verl_ext.launch.gpus import Gpu
+from verl_ext.launch.installed import package_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

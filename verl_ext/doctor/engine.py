@@ -66,7 +66,7 @@ def cascade_attention(context: Context) -> Iterable[Finding]:
 
 
 def _captures_routing(context: Context) -> bool:
-    from verl_ext.trainer.routing_checks import replay_mode, replays_here
+    from verl_ext.launch.routing_checks import replay_mode, replays_here
 
     if context.get(f"{ROLLOUT}.enable_rollout_routing_replay") or context.get("stability.router_agreement"):
         return True

@@ -25,7 +25,7 @@ TARGET = re.compile(r"^\s*_target_:\s*([\w.]+)", re.MULTILINE)
 def code(context: Context) -> Iterable[Finding]:
     """What the config names to be executed, and which checks were left out for it.
 
-    Source: `StabilityConfig.__post_init__` of verl_ext/config.py; `get_class_from_dynamic_module` of
+    Source: `StabilityConfig.__post_init__` of verl_ext/settings/stability.py; `get_class_from_dynamic_module` of
     transformers/dynamic_module_utils.py (5.10); `omega_conf_to_dataclass` of verl/utils/config.py (0.9.1).
     """
     if context.config is None or context.trust:
@@ -77,8 +77,8 @@ def built_settings(config: Any) -> dict[str, Any]:
 
 def settings_classes() -> set[str]:
     """The classes that verl's own files for actor and critic name, and those of our losses."""
-    from verl_ext.compose import VERL_CONFIGS
-    from verl_ext.loss_names import LOSSES
+    from verl_ext.launch.compose import VERL_CONFIGS
+    from verl_ext.settings.losses import LOSSES
 
     files = (file for folder in FOLDERS for file in (VERL_CONFIGS / folder).glob("*.yaml"))
     verls = {target for file in files for target in TARGET.findall(file.read_text(encoding="utf-8"))}

@@ -50,8 +50,8 @@ def hooks(context: Context) -> Iterable[Finding]:
     yield from errors
     if errors:
         return
-    from verl_ext.config import stability_config
-    from verl_ext.trainer.checks import something_to_do
+    from verl_ext.launch.checks import something_to_do
+    from verl_ext.settings.stability import stability_config
 
     config = _as_launched(context.config)
     stability = stability_config(config.stability)
@@ -89,8 +89,8 @@ def _errors(context: Context) -> list[Finding]:
 
 def _as_launched(config: "DictConfig") -> "DictConfig":
     """A config without errors, with what our entry point sets in it before verl gets it."""
-    from verl_ext.config import stability_config
-    from verl_ext.trainer.checks import apply_engine_settings, something_to_do
+    from verl_ext.launch.checks import apply_engine_settings, something_to_do
+    from verl_ext.settings.stability import stability_config
 
     config = copy.deepcopy(config)
     stability = stability_config(config.stability)
@@ -103,10 +103,10 @@ def _error(config: "DictConfig", read_model: bool) -> str:
     """The one line that the run would stop with; "" if none."""
     from omegaconf.errors import OmegaConfBaseException
 
-    from verl_ext.config import stability_config
     from verl_ext.errors import UserError
-    from verl_ext.loss_names import LOSSES
-    from verl_ext.trainer.checks import check_run, loss_mode, something_to_do
+    from verl_ext.launch.checks import check_run, loss_mode, something_to_do
+    from verl_ext.settings.losses import LOSSES
+    from verl_ext.settings.stability import stability_config
 
     try:
         stability = stability_config(config.stability)
@@ -150,11 +150,11 @@ def remedies(message: str) -> list[str]:
 
 def _features(config: "DictConfig", stability: Any) -> Iterator[tuple[str, str]]:
     """Name, setting and place of what is hooked, in the order of the start-up table."""
-    from verl_ext.config import IN_THE_LOSS
-    from verl_ext.estimator_settings import ESTIMATOR_SETTINGS
-    from verl_ext.loss_names import LOSSES
-    from verl_ext.trainer.checks import loss_mode, needs_our_loss
-    from verl_ext.trainer.routing_checks import replay_mode, replays_here
+    from verl_ext.launch.checks import loss_mode, needs_our_loss
+    from verl_ext.launch.routing_checks import replay_mode, replays_here
+    from verl_ext.settings.estimators import ESTIMATOR_SETTINGS
+    from verl_ext.settings.losses import LOSSES
+    from verl_ext.settings.stability import IN_THE_LOSS
 
     if stability.needs_log_probs:
         yield "mismatch metrics", "vllm_kl/* in the trainer's _compute_advantage"

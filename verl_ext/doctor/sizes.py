@@ -10,15 +10,15 @@ STRATEGIES = ("fsdp", "fsdp2", "megatron")
 
 @check("sizes")
 def sizes(context: Context) -> Iterable[Finding]:
-    """What the rules of `verl_ext/recipe_checks.py` refuse; those on the model, where its shape is in the table.
+    """What the rules of `verl_ext/launch/sizes.py` refuse; those on the model, where its shape is in the table.
 
     Source: the comments there, on verl 0.9.1, megatron-core 0.16, transformers and vLLM 0.27.
     """
     if context.config is None or not context.with_vllm or context.strategy not in STRATEGIES:
         return
     from verl_ext.errors import ConfigError
+    from verl_ext.launch.models import shape_of
     from verl_ext.plan.sizes import check_sizes
-    from verl_ext.shapes import shape_of
 
     try:
         shape = shape_of(str(context.get(f"{MODEL}.path", "")))
@@ -29,7 +29,7 @@ def sizes(context: Context) -> Iterable[Finding]:
     except ConfigError as error:
         yield Finding("error", str(error), "the workers would stop with it, or leave part of the machines idle")
         return
-    beside = "" if shape else "; the model's shape is not in verl_ext/shapes.py, and was left out"
+    beside = "" if shape else "; the model's shape is not in verl_ext/launch/models.py, and was left out"
     yield Finding("ok", f"batches, lengths and ranks fit each other{beside}")
 
 

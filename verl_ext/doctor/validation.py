@@ -13,7 +13,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from verl_ext.installed import package_folder
+from verl_ext.launch.installed import package_folder
 
 BARE = ("verl", "verl.utils", "verl.utils.profiler", "verl.utils.qat")  # packages without their __init__
 # What the modules of the settings import at their top, and use to load models or tensors alone.

@@ -10,10 +10,10 @@ from typing import Any
 from verl_ext.doctor import composed
 from verl_ext.errors import ConfigError, UserError
 from verl_ext.plan.memory import Memory, plan_memory
+from verl_ext.plan.routing_cost import RoutingShape
 from verl_ext.plan.sizes import ALIASES, GIB, GPUS, Sizes, gpu_name, read_sizes
 from verl_ext.plan.timing import Timing, plan_timing
 from verl_ext.printable import printable
-from verl_ext.routing_cost import RoutingShape
 
 # Measured on two CPU cores (tools/bench_correction.py, bench_guard.py); a controller is not slower.
 CORRECTION_NS, GUARD_MS = 17.0, 0.5
@@ -85,8 +85,8 @@ def _mean_response(given: float | None, sizes: Sizes) -> float:
 
 def _features(config: Any, sizes: Sizes, mean_response: float) -> list[tuple[str, str]]:
     """What each feature costs a step at this size, as name and sentence."""
-    from verl_ext.config import stability_config
-    from verl_ext.trainer.routing_checks import replays_here
+    from verl_ext.launch.routing_checks import replays_here
+    from verl_ext.settings.stability import stability_config
 
     stability = stability_config(config.stability)
     tokens = sizes.sequences * mean_response

@@ -8,8 +8,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.errors import ConfigError, UserError
-from verl_ext.recipe_checks import check_recipe, ulysses_size, world_size
-from verl_ext.shapes import SHAPES, ModelShape, shape_of
+from verl_ext.launch.models import SHAPES, ModelShape, shape_of
+from verl_ext.launch.sizes import check_recipe, ulysses_size, world_size
 
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "bf16": 2, "fp16": 2, "fp32": 4}
@@ -145,7 +145,7 @@ def _shape(config: DictConfig, model: str | None) -> ModelShape:
     except ConfigError:
         said = f"--model={model}" if model else f"actor_rollout_ref.model.path={path}"
         remedy = "" if model else "; name the one of the same shape by --model"
-        known = f"{said} is none of the models of verl_ext/shapes.py: {', '.join(SHAPES)}"
+        known = f"{said} is none of the models of verl_ext/launch/models.py: {', '.join(SHAPES)}"
         raise ConfigError(f"{known}{remedy}") from None
 
 

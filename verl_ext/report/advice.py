@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_ext.core.collapse import GRADIENT, Collapse
+from verl_ext.guard.collapse import GRADIENT, Collapse
 from verl_ext.report.growth import DROPPED, K3, blind_mask, now_of
 from verl_ext.report.run import Run
 

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from verl_ext.core.boundary import HORIZON, Growth, estimate_growth
-from verl_ext.core.guard_state import Foresight
+from verl_ext.guard.boundary import HORIZON, Growth, estimate_growth
+from verl_ext.guard.state import Foresight
 from verl_ext.report.run import Run, Series
 
 K3, DROPPED = "vllm_kl/k3", "correction/dropped"
@@ -31,7 +31,7 @@ def _growth(series: Series | None, boundary: float) -> tuple[Series, Growth] | N
 
 
 def blind_mask(run: Run) -> tuple[Growth, Growth] | None:
-    """How the share of dropped tokens and k3 move, where the guard has found IcePop's mask blind (`core.forecast`)."""
+    """How the share of dropped tokens and k3 move, where the guard has found IcePop's mask blind (`guard.forecast`)."""
     found = run.get("guard/mask_blind")
     share, gap = _growth(run.get(DROPPED), 1.0), growth_of(run)
     if found is None or not found.values[-1] or share is None or gap is None:

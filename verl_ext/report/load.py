@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from verl_ext.core.guard_state import Event
+from verl_ext.guard.state import Event
 from verl_ext.printable import printable
 from verl_ext.report.files import is_regular
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run

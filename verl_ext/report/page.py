@@ -7,7 +7,7 @@ from typing import Any
 import altair as alt
 
 from verl_ext import __version__
-from verl_ext.core.guard_state import Event
+from verl_ext.guard.state import Event
 from verl_ext.report import render
 from verl_ext.report.comparison import Comparison
 from verl_ext.report.comparison_text import comparison_rows

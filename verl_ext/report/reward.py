@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from verl_ext.core.boundary import FEWEST, LARGEST_AUTOCORRELATION
-from verl_ext.core.collapse import READ, REWARD, Collapse, find_collapse
+from verl_ext.guard.boundary import FEWEST, LARGEST_AUTOCORRELATION
+from verl_ext.guard.collapse import READ, REWARD, Collapse, find_collapse
 from verl_ext.report.run import Run
 
 STRETCHES = 8  # that a run is divided into, to compare levels

@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from verl_ext.core.guard_state import Event
+from verl_ext.guard.state import Event
 from verl_ext.printable import printable
 
 # The plugin's metric, and what verl logs of the same quantity where the plugin is off.

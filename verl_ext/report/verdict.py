@@ -3,7 +3,7 @@
 The state is about the gap between the engines and about what it can end in, a reward that breaks down. It is decided by
 the first of these that holds:
 
-    collapsed           the reward has lost nine tenths of its best and stays there (`core.collapse`)
+    collapsed           the reward has lost nine tenths of its best and stays there (`guard.collapse`)
     past the boundary   the gap is past the boundary, is not a number, or most of the last updates were skipped
     drifting            the gap grows for certain and would cross the boundary; it has risen far and stayed; more than
                         5 % of the tokens are dropped, or ever fewer while the gap grows; the reward broke down; or the
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_ext.core.boundary import FEWEST, HORIZON
-from verl_ext.core.guard_state import Event, Foresight
+from verl_ext.guard.boundary import FEWEST, HORIZON
+from verl_ext.guard.state import Event, Foresight
 from verl_ext.report.advice import STALE, Override, State, advice, measuring, revival, staleness
 from verl_ext.report.growth import K3, LAST, blind_mask, boundary_of, growth_of, now_of
 from verl_ext.report.reward import STRETCHES, broken_reward, collapse_of

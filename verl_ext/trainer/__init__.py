@@ -1,1 +1,1 @@
-"""On the controller: checks before the run, and the training step with correction and guard."""
+"""On the controller: the training step with correction and guard, checkpoints, files."""

@@ -18,7 +18,7 @@ from verl.trainer.ppo.core_algos import register_adv_est
 from verl_ext.core.advantages import grpo_positive_advantages, quantile_baseline_advantages
 from verl_ext.core.sessions import Sessions, group_ids
 from verl_ext.errors import BatchError
-from verl_ext.estimator_settings import estimator_settings
+from verl_ext.settings.estimators import estimator_settings
 
 _keys: ContextVar[Sequence[str] | None] = ContextVar("session_keys", default=None)
 

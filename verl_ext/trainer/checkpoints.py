@@ -13,8 +13,8 @@ from typing import Any
 
 from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
 
-from verl_ext.core.guard_state import read_state
 from verl_ext.errors import UserError
+from verl_ext.guard.state import read_state
 from verl_ext.printable import printable
 
 STATE_FILE = "verl_ext.json"

@@ -1,4 +1,4 @@
-"""The guard around verl's training loop: it feeds `core.guard` and carries out what that decides.
+"""The guard around verl's training loop: it feeds `guard.guard` and carries out what that decides.
 
 Where in verl's loop each action happens: a skip in place of the update; a rollback at the end of the step, before verl
 saves a checkpoint and synchronises the weights; a stop before the next step, when the metrics of this one are written.
@@ -15,10 +15,10 @@ from omegaconf import DictConfig, open_dict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 
-from verl_ext.config import StabilityConfig
-from verl_ext.core.guard import Guard
-from verl_ext.core.guard_state import Decision, Event, Foresight
 from verl_ext.errors import GuardStopError, HookError
+from verl_ext.guard.guard import Guard
+from verl_ext.guard.state import Decision, Event, Foresight
+from verl_ext.settings.stability import StabilityConfig
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.logs import EventLog, events_path, keep_metrics
 

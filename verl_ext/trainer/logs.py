@@ -11,10 +11,10 @@ import orjson
 from omegaconf import DictConfig
 from verl.utils import tracking
 
-from verl_ext.core.guard_state import Event
-from verl_ext.patching import replace
+from verl_ext.guard.state import Event
 from verl_ext.run_files import EVENTS, TRAJECTORIES
 from verl_ext.trainer.line_file import LineFile
+from verl_ext.upstream.patching import replace
 
 
 def metrics_path(project: str, experiment: str) -> Path:

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from verl_ext.config import UNBIASED
-from verl_ext.core.rules import Rule
 from verl_ext.errors import HookError
-from verl_ext.estimator_settings import ESTIMATOR_SETTINGS, estimator_settings
-from verl_ext.rollout import engine_report
-from verl_ext.trainer.checks import needs_our_loss
+from verl_ext.guard.rules import Rule
+from verl_ext.launch.checks import needs_our_loss
+from verl_ext.launch.routing_checks import replay_mode, replays_here
+from verl_ext.settings.estimators import ESTIMATOR_SETTINGS, estimator_settings
+from verl_ext.settings.stability import UNBIASED
 from verl_ext.trainer.logs import trajectories_path
-from verl_ext.trainer.routing_checks import replay_mode, replays_here
+from verl_ext.upstream import engine_report
 from verl_ext.workers.loss_config import LOSS_CONFIGS
 
 OUR_FIELDS = ("base", "alpha", "beta", "delta", "coef", "gate", "floor")  # of a policy loss, worth a line in the table

@@ -16,25 +16,25 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from verl_ext.config import stability_config
 from verl_ext.core.filters import apply_filters
-from verl_ext.core.guard_state import Decision, Event
 from verl_ext.core.measure import Measured, measure
 from verl_ext.core.mismatch import mismatch_ratio
 from verl_ext.core.routing import router_metrics
 from verl_ext.core.tokens import Tokens
 from verl_ext.errors import HookError
-from verl_ext.rollout import narrow_routing
+from verl_ext.guard.state import Decision, Event
+from verl_ext.launch.checks import loss_settings, needs_our_loss, uses_icepop_loss
+from verl_ext.launch.routing_checks import replayed_field, replays_here
+from verl_ext.settings.stability import stability_config
 from verl_ext.trainer import startup
 from verl_ext.trainer.advantages import session_keys
 from verl_ext.trainer.batch import FIELDS, mean_score, nested, non_finite, response_tokens
-from verl_ext.trainer.checks import loss_settings, needs_our_loss, uses_icepop_loss
 from verl_ext.trainer.filtering import FILTER_FIELDS, filter_batch
 from verl_ext.trainer.guarding import GuardMixin
 from verl_ext.trainer.line_file import say
 from verl_ext.trainer.logs import trajectories_path
-from verl_ext.trainer.routing_checks import replayed_field, replays_here
 from verl_ext.trainer.trajectories import TrajectoryLog, forget_trajectories, write_step
+from verl_ext.upstream import narrow_routing
 
 ACTOR_ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 SHIFT_FIELDS = ("router_experts", "router_scores")  # what the loss router_shift compares the current router with

@@ -18,8 +18,8 @@ from transfer_queue import KVBatchMeta
 from verl_ext.core.measure import BLOCK
 from verl_ext.core.segments import blocks, segment_sums
 from verl_ext.core.tokens import Tokens
-from verl_ext.dump_settings import TrajectoryDump
 from verl_ext.run_files import older_part
+from verl_ext.settings.trajectories import TrajectoryDump
 from verl_ext.trainer.line_file import LineFile
 
 FIELDS = ("prompts", "responses", "response_mask", "advantages", "rm_scores")

@@ -1,1 +1,1 @@
-"""What runs inside the training workers: the policy losses and the routing capture."""
+"""What runs inside the training workers: their classes, the loss, the policy losses, the gate."""

@@ -20,7 +20,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from verl_ext.core.mismatch import LOG_RATIO_BOUND
-from verl_ext.guard_settings import MiniBatchGate
+from verl_ext.settings.guard import MiniBatchGate
 
 
 class Gate:

@@ -10,8 +10,8 @@ from typing import Any
 
 from verl.workers.config.actor import PolicyLossConfig
 
-from verl_ext.correction_settings import check_band
 from verl_ext.errors import ConfigError
+from verl_ext.settings.corrections import check_band
 
 SETTING = "actor_rollout_ref.actor.policy_loss"
 RATIO_LOSSES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov")  # l_old enters by the ratio alone

@@ -19,11 +19,11 @@ from verl.utils.device import get_device_id
 
 from verl_ext.core.losses import router_deviation
 from verl_ext.errors import HookError
+from verl_ext.routing.choices import ROUTES, ChoicePoint, find_choices
+from verl_ext.routing.fsdp import is_old_policy
+from verl_ext.routing.layout import Layout
+from verl_ext.routing.outputs import packed_rows
 from verl_ext.workers.inputs import jagged_like
-from verl_ext.workers.routing.choices import ROUTES, ChoicePoint, find_choices
-from verl_ext.workers.routing.fsdp import is_old_policy
-from verl_ext.workers.routing.layout import Layout
-from verl_ext.workers.routing.outputs import packed_rows
 
 EXPERTS, SCORES = "router_experts", "router_scores"  # fields of the batch, jagged [B, r, L, K]
 DEVIATION = "router_deviation"  # jagged [B, r], given to the loss

@@ -21,10 +21,10 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
-from verl_ext.config import KL_DENOMINATORS, UNBIASED
 from verl_ext.core.losses import unbiased_kl
 from verl_ext.errors import ConfigError
-from verl_ext.guard_settings import MiniBatchGate
+from verl_ext.settings.guard import MiniBatchGate
+from verl_ext.settings.stability import KL_DENOMINATORS, UNBIASED
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.inputs import LossInputs, padded_fields, provide
 from verl_ext.workers.loss_config import LOSS_CONFIGS, check_delta

@@ -6,7 +6,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from verl_ext.core.boundary import HORIZON, Growth
+from verl_ext.guard.boundary import HORIZON, Growth
 from verl_ext.report.figures.lines import Line, data, line_chart, rows
 from verl_ext.report.figures.style import BLUE, INK, ORANGE, PAPER, VERMILION
 from verl_ext.report.figures.thin import step_edges

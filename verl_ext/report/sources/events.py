@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from verl_ext.core.guard_state import Event
+from verl_ext.guard.state import Event
 from verl_ext.printable import printable
 from verl_ext.report.run import is_step
 from verl_ext.report.sources.lines import JsonLines

@@ -1,0 +1,1 @@
+"""The guard: rules, state and forecast. A pure state machine, without torch."""

@@ -1,0 +1,111 @@
+"""Where a run is going: the gap of the engines, a mask that is blind to it, a jump of it, a reward that collapses."""
+
+import math
+from collections.abc import Mapping
+
+from verl_ext.guard.boundary import HORIZON, Growth, estimate_growth
+from verl_ext.guard.collapse import READ, REWARD, STRETCH, find_collapse
+from verl_ext.guard.rules import spread
+from verl_ext.guard.state import Decision, Event, Foresight, GuardState
+
+GAP = "vllm_kl/log_ratio_abs_mean"  # of all tokens alike, while a single one can move k3
+JUMP = 5.0  # a gap of this many times its median, in one step, is a jump
+JUMP_DEVIATIONS = 6.0  # and this many robust standard deviations above it
+JUMP_FEWEST, JUMP_WINDOW = 3, 8  # readings before there is a jump; how many of the last ones count
+REMEMBERED = 512  # readings in which a collapse is looked for
+
+
+def foresee(
+    state: GuardState, foresight: Foresight, step: int, signals: Mapping[str, float]
+) -> tuple[dict[str, float], Decision]:
+    """Take in what is known before an update, and change `state` by it: `guard/*` metrics, and what has just begun.
+
+    Args:
+        signals: finite values; a step with several updates counts once, with the first.
+
+    guard/growth_rate: slope of log delta, per step; guard/growth_rate_low, _high: its interval; left out while there
+        are too few readings.
+    guard/steps_to_boundary: 0 past the boundary, `boundary.HORIZON` where it is not in sight.
+    guard/mask_blind: 1 while the mask drops fewer tokens although the gap grows; where there is such a mask.
+    guard/collapsed: 1 while the run is dead, as `guard.collapse` has it; where there is a reward.
+    """
+    readings = state.growth
+    if foresight.signal in signals and (not readings or readings[-1][0] < step):
+        state.growth = [*readings, (step, signals[foresight.signal])][-foresight.window :]
+    growth = estimate_growth(state.growth, foresight.boundary)
+    metrics = {"guard/steps_to_boundary": float(HORIZON)}
+    if growth is not None:
+        interval = {"guard/growth_rate_low": growth.low, "guard/growth_rate_high": growth.high}
+        metrics = {"guard/steps_to_boundary": growth.steps, "guard/growth_rate": growth.rate}
+        metrics |= {name: value for name, value in interval.items() if math.isfinite(value)}
+    if foresight.mask:
+        metrics["guard/mask_blind"] = float(_mask_blind(state, foresight, step, signals, growth))
+    events = _jump(state, step, signals[GAP]) if GAP in signals else ()
+    if REWARD in signals:
+        remember(state, step, signals)
+        events += _collapse(state, step)
+        metrics["guard/collapsed"] = float(state.collapsed)
+    return metrics, Decision(events)
+
+
+def remember(state: GuardState, step: int, signals: Mapping[str, float]) -> None:
+    """Keep of a step what tells how a collapse came about; finite values, each signal once a step."""
+    for name in READ:
+        readings = state.record.get(name, [])
+        if name in signals and (not readings or readings[-1][0] < step):
+            state.record[name] = [*readings, (step, signals[name])][-REMEMBERED:]
+
+
+def _mask_blind(
+    state: GuardState, foresight: Foresight, step: int, signals: Mapping[str, float], growth: Growth | None
+) -> bool:
+    """Whether the gap grows for certain while the mask drops fewer tokens for certain, until either turns.
+
+    KPop's authors saw it in IcePop's fixed band, before training became unstable (ringtech.notion.site/kpop, figure 1).
+    """
+    if foresight.mask in signals and (not state.dropped or state.dropped[-1][0] < step):
+        state.dropped = [*state.dropped, (step, signals[foresight.mask])][-foresight.window :]
+    share = estimate_growth(state.dropped, 1.0)
+    if growth is None or share is None:
+        state.mask_blind = False
+    elif state.mask_blind:
+        state.mask_blind = growth.rate > 0 > share.rate
+    else:
+        state.mask_blind = growth.low > 0 > share.high
+    return state.mask_blind
+
+
+def _jump(state: GuardState, step: int, gap: float) -> tuple[Event, ...]:
+    """Say so where the mismatch is suddenly far above what it was, which a collapse is not: that grows."""
+    before = state.gaps
+    state.gaps = [*before, gap][-JUMP_WINDOW:]
+    if len(before) < JUMP_FEWEST:
+        return ()
+    usual, deviation = spread(before)
+    bound = max(JUMP * usual, usual + JUMP_DEVIATIONS * deviation)
+    was, state.jumped = state.jumped, gap > bound
+    if was or not state.jumped:
+        return ()
+    reason = (
+        f"{GAP} jumped to {gap:.3g} from {usual:.3g}, the median of {len(before)} readings: did the last weight "
+        "sync reach every rollout engine? (or: stale rollouts, another precision, another sampling setting)"
+    )
+    return (Event(step, "weight_sync", GAP, gap, bound, "warn", reason),)
+
+
+def _collapse(state: GuardState, step: int) -> tuple[Event, ...]:
+    """Say once that the run is dead, and again where half of what it lost comes back."""
+    if not state.collapsed:
+        found = find_collapse(state.record)
+        if found is None:
+            return ()
+        state.collapsed, state.recovers_at = True, (found.best + found.now) / 2
+        # The weights of these steps were measured, and nothing spoke against them yet.
+        state.good = [saved for saved in state.good if saved < found.since]
+        return (Event(step, "collapse", REWARD, found.now, None, "warn", f"{found} {found.remedy}"),)
+    level = sum(value for _, value in state.record[REWARD][-STRETCH:]) / STRETCH
+    if level <= state.recovers_at:
+        return ()
+    state.collapsed = False
+    reason = f"{REWARD} is back at {level:.3g}, half of what it had lost"
+    return (Event(step, "collapse", REWARD, level, state.recovers_at, "recover", reason),)

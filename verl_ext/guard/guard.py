@@ -1,0 +1,228 @@
+"""Which batches may update the weights, and what else to do when a run leaves its bounds.
+
+A state machine without clock, files or verl: the trainer feeds it scalars and carries out what it decides. The same
+signals in the same order give the same decisions, also across `state_dict` and `load_state_dict`. In a step:
+
+    begin -> (foresee -> judge -> count) for each update -> judge_late -> close -> judge_late on what is logged last
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from verl_ext.errors import ConfigError
+from verl_ext.guard.forecast import foresee, remember
+from verl_ext.guard.rules import REFUSING, Rule, RuleState, describe, read
+from verl_ext.guard.state import Decision, Event, Foresight, read_state
+
+# Checked for NaN and infinity whether or not a rule reads them.
+WATCHED = ("vllm_kl/k1", "vllm_kl/k3", "actor/entropy", "critic/score/mean", "actor/pg_loss", "actor/grad_norm")
+REFUSED = "actor/gate/refused"  # share of a step's mini-batches that the workers refused
+KEPT = 20  # checkpoints remembered as good
+
+
+class Guard:
+    """The rules with their state.
+
+    Args:
+        rules: judged in this order.
+        stop_after: steps in a row without a good update after which the run stops; None never stops for that reason.
+        max_rollbacks: after so many, a rollback is a stop.
+        cooldown: steps after a rollback in which another one is a skip, because what is then trained on may still come
+            from the weights that were given up.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule] = (),
+        *,
+        stop_after: int | None = None,
+        max_rollbacks: int = 3,
+        cooldown: int = 5,
+        foresight: Foresight | None = None,
+    ):
+        self.rules = tuple(rules)
+        self.stop_after = stop_after
+        self.max_rollbacks = max_rollbacks
+        self.cooldown = cooldown
+        self.foresight = foresight or Foresight()
+        self.unread = {rule.name for rule in rules}  # rules whose signal has not been logged yet
+        self.step, self._failed = 0, False
+        self._judged: set[str] = set()  # signals
+        self.load_state_dict({})
+
+    @property
+    def tightens(self) -> bool:
+        """Whether a rule asks for a narrower band."""
+        return any(rule.action == "tighten" and self.state.rules[rule.name].firing for rule in self.rules)
+
+    @property
+    def calm(self) -> bool:
+        """Whether nothing speaks against the weights: updates are made, the reward has not collapsed, and no rule fires
+        or counts towards it, those aside that only warn."""
+        acting = (self.state.rules[rule.name] for rule in self.rules if rule.action != "warn")
+        return not self.state.in_a_row and not self.state.collapsed and not any(state.streak for state in acting)
+
+    def begin(self, step: int) -> None:
+        """A step begins; of the one before, everything has been judged, what is logged last included."""
+        self._prove(step)
+        self.step = step
+        self._judged = set()
+        self.state.updated = self._failed = False
+
+    def foresee(self, signals: Mapping[str, float]) -> tuple[dict[str, float], Decision]:
+        """Before `judge`, which may read it: what `guard.forecast` makes of the signals so far."""
+        return foresee(self.state, self.foresight, self.step, _finite(signals))
+
+    def judge(self, signals: Mapping[str, float], non_finite: Mapping[str, int] | None = None) -> Decision:
+        """Before an update: whether the batch may make it.
+
+        Args:
+            signals: the step's metrics so far.
+            non_finite: tensor name -> its count of NaN and infinite entries.
+        """
+        bad = [f"{name} has {count} non-finite values" for name, count in (non_finite or {}).items() if count]
+        events = [Event(self.step, "non_finite", "", None, None, "skip", " and ".join(bad))] if bad else []
+        events += self._not_finite(signals, "skip")
+        for rule in self.rules:
+            events += self._read(rule, signals, early=True)
+        self._judged |= signals.keys()
+        return Decision(tuple(events))
+
+    def count(self, refused: bool) -> None:
+        """An update has been refused, or is about to be made."""
+        self.state.skips += refused
+        self.state.updated |= not refused
+
+    def judge_late(self, signals: Mapping[str, float]) -> Decision:
+        """With or after the update: what was not there to judge before it.
+
+        Raises:
+            ConfigError: a rule would skip an update by a signal that comes with it.
+        """
+        new = {name: value for name, value in signals.items() if name not in self._judged}
+        remember(self.state, self.step, _finite(new))
+        events = self._not_finite(new, "warn")
+        refused = new.get(REFUSED, 0.0)
+        if refused > 0:
+            reason = f"{refused:.0%} of the mini-batches refused by stability.guard.mini_batch"
+            events.append(Event(self.step, "mini_batch", REFUSED, refused, 0.0, "warn", reason))
+        self._failed |= bool(events) and (refused == 1 or "actor/grad_norm" in {event.signal for event in events})
+        for rule in self.rules:
+            events += self._read(rule, new, early=False)
+        self._judged |= new.keys()
+        return Decision(tuple(events))
+
+    def close(self) -> Decision:
+        """After the updates of a step and what came with them: whether the run goes on as it is."""
+        self.state.in_a_row = 0 if self.state.updated and not self._failed else self.state.in_a_row + 1
+        if self.stop_after is None or self.state.in_a_row < self.stop_after:
+            return Decision()
+        reason = f"{self.state.in_a_row} steps in a row without an update (stability.guard.stop_after)"
+        value, limit = float(self.state.in_a_row), float(self.stop_after)
+        return Decision((Event(self.step, "stop_after", "guard/skipped", value, limit, "stop", reason),))
+
+    def saved(self, step: int) -> None:
+        """A checkpoint was written. Its weights are measured in the next step, and proven good or not at its end."""
+        self.state.unproven.append((step, step))
+
+    def rolled_back(self, to: int) -> Event:
+        """The weights are those of the checkpoint of step `to` again."""
+        self.state.rollbacks += 1
+        self.state.calm_from = self.step + 1 + self.cooldown
+        # Proven anew: another rollback goes further back if it was not good after all.
+        self.state.good = [step for step in self.state.good if step < to]
+        self.state.unproven = [(to, self.step)]
+        self.state.rollback_due = ""
+        self.state.forget(after=to + 1)
+        for state in self.state.rules.values():
+            state.streak, state.firing = 0, False
+        reason = f"weights and optimizer of step {to} restored; the data goes on"
+        return Event(self.step, "rollback", "", None, None, "restored", reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts: JSON gives back the same floats."""
+        return asdict(self.state)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave. Rules that are new start anew, those that are gone are forgotten.
+
+        Raises:
+            ValueError: it is no such state; names the entry.
+        """
+        state = read_state(saved)
+        before, state.rules = state.rules, {}
+        for rule in self.rules:
+            known = before.get(rule.name)
+            state.rules[rule.name] = known if known and known.signal == rule.signal else RuleState(rule.signal)
+        if state.growth_of != self.foresight.signal:
+            state.growth, state.growth_of = [], self.foresight.signal
+        self.state = state
+
+    def _prove(self, step: int) -> None:
+        """Of the checkpoints whose weights the last step has measured, keep those that nothing spoke against.
+
+        Where the step made no update, its weights are still those of the checkpoint: the next step can prove them.
+        """
+        measured = [saved for saved, since in self.state.unproven if since < step - 1]
+        if self.calm:
+            self.state.good = [*self.state.good, *measured][-KEPT:]
+        elif not self.state.updated:
+            return
+        self.state.unproven = [(saved, since) for saved, since in self.state.unproven if since >= step - 1]
+
+    def _read(self, rule: Rule, signals: Mapping[str, float], *, early: bool) -> list[Event]:
+        value = _number(signals.get(rule.signal))
+        if value is None:
+            return []
+        if not early and rule.action == "skip":
+            raise ConfigError(
+                f"stability.guard.rules.{rule.name}: {rule.signal} comes with the update, which can then no longer be "
+                "skipped; set action to warn, tighten, rollback or stop, or use stability.guard.mini_batch"
+            )
+        self.unread.discard(rule.name)
+        if not math.isfinite(value):
+            return []  # told by `_not_finite`
+        reading = read(rule, self.state.rules[rule.name], value)
+        threshold = reading.threshold
+        if reading.ended:
+            return [self._event(rule, value, threshold, "recover", f"{rule.signal}={value:.3g}, {rule.name} recovers")]
+        again = rule.action in REFUSING  # told each time, because each is a decision about another batch
+        if threshold is None or not (reading.began or (reading.fires and again)):
+            return []
+        return [self._event(rule, value, threshold, *self._action(rule, describe(rule, value, threshold), early))]
+
+    def _action(self, rule: Rule, reason: str, early: bool) -> tuple[str, str]:
+        if rule.action != "rollback":
+            return rule.action, reason
+        if self.step < self.state.calm_from:
+            return ("skip" if early else "warn"), f"{reason} (soon after a rollback: no other one yet)"
+        if self.state.rollbacks >= self.max_rollbacks:
+            return "stop", f"{reason}, after {self.state.rollbacks} rollbacks (stability.guard.max_rollbacks)"
+        return "rollback", reason
+
+    def _event(self, rule: Rule, value: float, threshold: float | None, action: str, reason: str) -> Event:
+        return Event(self.step, rule.name, rule.signal, value, threshold, action, reason)
+
+    def _not_finite(self, signals: Mapping[str, float], action: str) -> list[Event]:
+        names = dict.fromkeys((*WATCHED, *(rule.signal for rule in self.rules)))  # once each, in order
+        found = {name: value for name in names if (value := _number(signals.get(name))) is not None}
+        return [
+            Event(self.step, "non_finite", name, value, None, action, f"{name} is {value}")
+            for name, value in found.items()
+            if not math.isfinite(value)
+        ]
+
+
+def _finite(signals: Mapping[str, Any]) -> dict[str, float]:
+    numbers = ((name, _number(value)) for name, value in signals.items())
+    return {name: value for name, value in numbers if value is not None and math.isfinite(value)}
+
+
+def _number(value: Any) -> float | None:
+    """A metric as a float of Python's, which every log can write; None for text and for nothing."""
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None

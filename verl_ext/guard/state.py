@@ -1,0 +1,112 @@
+"""What the guard decides, and what it remembers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from verl_ext.guard.rules import REFUSING, RuleState
+from verl_ext.guard.saved import read_saved
+
+
+@dataclass(frozen=True)
+class Event:
+    """One decision; a line of the event log. `threshold` is None where there is none (NaN, an empty batch)."""
+
+    step: int
+    rule: str
+    signal: str
+    value: float | None
+    threshold: float | None
+    action: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one judgement decided, mildest and strongest together."""
+
+    events: tuple[Event, ...] = ()
+
+    def reason(self, *actions: str) -> str:
+        """Why, of the first event with one of these actions; empty when there is none."""
+        return next((event.reason for event in self.events if event.action in actions), "")
+
+    @property
+    def refuses(self) -> str:
+        """Why the batch may not update the weights; empty when it may."""
+        return self.reason(*REFUSING)
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """Which mismatch is extrapolated, to which boundary, over how many readings; `mask` is the share of tokens that a
+    mask with a fixed band drops, empty where there is none."""
+
+    signal: str = "vllm_kl/k3"
+    boundary: float = 0.1
+    window: int = 32
+    mask: str = ""
+
+
+@dataclass
+class GuardState:
+    """What survives a restart: it is saved with verl's checkpoint.
+
+    Attributes:
+        skips, in_a_row: updates skipped so far, and how many steps just now went without a good update.
+        rollbacks, calm_from: how many so far; the first step at which another may follow.
+        rules: name -> state.
+        growth, growth_of: (step, delta), the window of the extrapolation, and the signal that delta is.
+        dropped, mask_blind: (step, share) of tokens that the mask drops; whether it drops fewer while delta grows.
+        record: name -> (step, value), in which a collapse of the reward is looked for.
+        collapsed, recovers_at: whether there was one, and the level of the reward above which it is over.
+        gaps, jumped: the last readings of GAP, and whether it stands above a jump that has been told.
+        good: steps of checkpoints whose weights have been measured and found good, ascending.
+        unproven: (step of a checkpoint, step at whose end the weights were its) until a later step has measured them.
+        updated: whether an update of the last step was made.
+        rollback_due: why a rollback was asked for that has not been carried out yet; else empty.
+    """
+
+    skips: int = 0
+    in_a_row: int = 0
+    rollbacks: int = 0
+    calm_from: int = 0
+    rules: dict[str, RuleState] = field(default_factory=dict)
+    growth: list[tuple[int, float]] = field(default_factory=list)
+    growth_of: str = ""
+    dropped: list[tuple[int, float]] = field(default_factory=list)
+    mask_blind: bool = False
+    record: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    collapsed: bool = False
+    recovers_at: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    jumped: bool = False
+    good: list[int] = field(default_factory=list)
+    unproven: list[tuple[int, int]] = field(default_factory=list)
+    updated: bool = False
+    rollback_due: str = ""
+
+    def forget(self, after: int) -> None:
+        """What was measured of weights that were given up: all after this step."""
+        self.growth, self.dropped = _until(after, self.growth), _until(after, self.dropped)
+        self.record = {name: _until(after, readings) for name, readings in self.record.items()}
+        self.mask_blind = self.collapsed = False
+
+
+def _until(step: int, readings: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    return [reading for reading in readings if reading[0] <= step]
+
+
+def read_state(saved: Mapping[str, Any]) -> GuardState:
+    """The state whose `asdict` was saved; what it lacks is as at the start of a run.
+
+    Raises:
+        ValueError: it is no such state; names the entry.
+    """
+    state = read_saved(GuardState, saved, "the state")
+    series = {"growth": state.growth, "dropped": state.dropped}
+    for name, readings in (series | {f"record.{name}": each for name, each in state.record.items()}).items():
+        if any(earlier >= later for (earlier, _), (later, _) in pairwise(readings)):
+            raise ValueError(f"{name} does not ascend in its steps")
+    return state

@@ -1,0 +1,1 @@
+"""A config -> can it run? Composition, checks, sizes, models, GPUs. Never starts Ray."""

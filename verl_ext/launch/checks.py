@@ -1,0 +1,271 @@
+"""What can go wrong with a configuration, found on the launching machine before Ray starts."""
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.errors import ConfigError
+from verl_ext.launch.routing_checks import apply_routing, check_router_shift, check_routing, replays_here
+from verl_ext.settings.estimators import ESTIMATOR_SETTINGS, estimator_settings
+from verl_ext.settings.losses import LOSSES
+from verl_ext.settings.stability import IN_THE_LOSS, UNBIASED, StabilityConfig
+
+LOSS = "actor_rollout_ref.actor.policy_loss"
+
+
+def loss_mode(config: DictConfig) -> str:
+    return OmegaConf.select(config, f"{LOSS}.loss_mode") or "vanilla"
+
+
+def uses_icepop_loss(config: DictConfig) -> bool:
+    return loss_mode(config) == "icepop"
+
+
+def uses_unbiased_kl(config: DictConfig) -> bool:
+    actor = config.actor_rollout_ref.actor
+    return bool(actor.get("use_kl_loss")) and actor.get("kl_loss_type") == UNBIASED
+
+
+def needs_our_loss(config: DictConfig, stability: StabilityConfig) -> bool:
+    """Whether the workers have to run our loss around verl's.
+
+    Filters and denominator=kept are among the reasons because they can leave a mini-batch without a token, for which
+    verl's own divides 0 by 0; corrections, because verl's geo_mean cannot take a weight per token.
+    """
+    asked = stability.correction_names or stability.filters or stability.guard.mini_batch.active
+    asked = asked or uses_unbiased_kl(config)
+    return bool(asked) or loss_mode(config) in LOSSES
+
+
+def loss_settings(stability: StabilityConfig) -> dict[str, Any]:
+    """What the workers' `configure_loss` takes."""
+    opsm = asdict(stability.opsm) if IN_THE_LOSS in stability.correction_names else None
+    gate = asdict(stability.guard.mini_batch)
+    return {"opsm": opsm, "kl_denominator": stability.kl_denominator, "mini_batch": gate}
+
+
+def something_to_do(config: DictConfig, stability: StabilityConfig) -> bool:
+    """Whether the run differs from verl's own; an estimator or reward of ours does not need our trainer."""
+    ours = config.algorithm.adv_estimator in ESTIMATOR_SETTINGS
+    return stability.active or needs_our_loss(config, stability) or ours or replays_here(config)
+
+
+def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: bool = True) -> None:
+    """Raise ConfigError for a combination of settings that cannot work; one line that names the remedy.
+
+    `read_model=False` leaves out what needs the model's files, whose own code transformers would run if the config
+    trusts it.
+    """
+    if not config.trainer.use_v1:
+        raise ConfigError("trainer.use_v1=False has no hooks for stability.*; set trainer.use_v1=True")
+    if config.algorithm.adv_estimator in ESTIMATOR_SETTINGS:
+        estimator_settings(config.algorithm.adv_estimator, config.algorithm)
+    if stability.needs_log_probs or loss_mode(config) in LOSSES or uses_unbiased_kl(config):
+        _check_log_probs(config)
+        _check_weights(config, stability)
+    _check_loss(config, read_model)
+    _check_kl(config, stability)
+    _check_overlong(config)
+    check_routing(config, stability.router_agreement, read_model)
+    _check_guard(config, stability)
+    if stability.cascade_attention != "default":
+        _check_cascade(config, stability)
+    if read_model:
+        _check_model_files(config.actor_rollout_ref.model)
+
+
+def apply_engine_settings(config: DictConfig, stability: StabilityConfig) -> None:
+    """Set the rollout arguments that the asked-for features consist of; the start-up table shows them."""
+    apply_routing(config, stability.router_agreement)
+    rollout = "actor_rollout_ref.rollout"
+    if stability.cascade_attention != "default":
+        disabled = stability.cascade_attention == "off"
+        OmegaConf.update(config, f"{rollout}.engine_kwargs.vllm.disable_cascade_attn", disabled, force_add=True)
+
+
+def _check_log_probs(config: DictConfig) -> None:
+    """The rollout's log-probabilities must be there and mean what the training engine's mean."""
+    rollout = config.actor_rollout_ref.rollout
+    prefix = "actor_rollout_ref.rollout"
+    if not rollout.calculate_log_probs:
+        raise ConfigError(
+            f"{prefix}.calculate_log_probs=False leaves stability.* nothing to compare; set "
+            f"{prefix}.calculate_log_probs=True"
+        )
+    if OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
+        raise ConfigError(
+            "algorithm.rollout_correction.bypass_mode=True takes the rollout's log-probs for the training engine's, so "
+            "no mismatch can be seen; set algorithm.rollout_correction.bypass_mode=False"
+        )
+    # With top-p or top-k, processed log-probs are normalised over the kept tokens only; raw ones leave out the
+    # temperature. The training engine does neither, and every log-ratio would carry the difference.
+    setting, mode = f"{prefix}.logprobs_mode", rollout.logprobs_mode
+    if above := OmegaConf.select(config, f"{prefix}.engine_kwargs.vllm.logprobs_mode"):  # goes over rollout's own
+        setting, mode = f"{prefix}.engine_kwargs.vllm.logprobs_mode", above
+    if mode == "processed_logprobs":
+        if rollout.top_p < 1 or rollout.top_k > 0:
+            raise ConfigError(
+                f"{prefix}.top_p={rollout.top_p} and top_k={rollout.top_k} make vLLM's processed_logprobs count the "
+                f"kept tokens only, which the training engine does not; set {prefix}.top_p=1 and {prefix}.top_k=-1"
+            )
+    elif mode != "raw_logprobs":
+        raise ConfigError(f"{setting}={mode} gives no log-probabilities to compare; set {setting}=processed_logprobs")
+    elif rollout.temperature != 1:
+        raise ConfigError(
+            f"{setting}=raw_logprobs leaves out {prefix}.temperature={rollout.temperature}, which the training engine "
+            f"applies; set {setting}=processed_logprobs"
+        )
+
+
+def _check_guard(config: DictConfig, stability: StabilityConfig) -> None:
+    """What the guard's actions need of verl."""
+    strategy = config.actor_rollout_ref.actor.strategy
+    if stability.guard.mini_batch.grad_norm is not None and strategy != "fsdp2":
+        raise ConfigError(
+            "stability.guard.mini_batch.grad_norm reads the gradients of actor.strategy=fsdp2, and this run has "
+            f"{strategy}, whose norm is known only with the step; use a rule on actor/grad_norm, or null"
+        )
+    for rule in stability.rules():
+        where = f"stability.guard.rules.{rule.name}"
+        if rule.action == "rollback":
+            _check_rollback(config, where)
+
+
+def _check_rollback(config: DictConfig, where: str) -> None:
+    """It goes back to a checkpoint that is there, has all of it, and is not the last one, which is not proven yet."""
+    trainer, checkpoint = config.trainer, "actor_rollout_ref.actor.checkpoint"
+    if trainer.save_freq < 1:
+        raise ConfigError(f"{where}: action=rollback has no checkpoint to go back to; set trainer.save_freq")
+    for kept in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
+        if trainer.get(kept) == 1:
+            raise ConfigError(
+                f"{where}: action=rollback needs the checkpoint before the last; set trainer.{kept} to 2 or more"
+            )
+    if trainer.get("remove_previous_ckpt_in_save"):
+        raise ConfigError(
+            f"{where}: action=rollback needs the checkpoint before the last; set "
+            "trainer.remove_previous_ckpt_in_save=false"
+        )
+    loaded = OmegaConf.select(config, f"{checkpoint}.load_contents") or []
+    if missing := {"model", "optimizer"} - set(loaded):
+        raise ConfigError(
+            f"{where}: action=rollback would not load {' and '.join(sorted(missing))}; name them in "
+            f"{checkpoint}.save_contents and load_contents"
+        )
+    if OmegaConf.select(config, f"{checkpoint}.async_save"):
+        raise ConfigError(
+            f"{where}: action=rollback cannot tell when a checkpoint is complete; set {checkpoint}.async_save=false"
+        )
+
+
+def _check_weights(config: DictConfig, stability: StabilityConfig) -> None:
+    """One method only may weight the loss by a ratio, and the loss must use the weight."""
+    corrections = stability.corrections()
+    if not corrections and not uses_icepop_loss(config):
+        return
+    ours = f"stability.correction={stability.correction}"
+    if uses_icepop_loss(config):
+        ours = f"{LOSS}.loss_mode=icepop"
+        if corrections:
+            raise ConfigError(
+                f"{ours} and stability.correction={stability.correction} both weight the loss; set "
+                "stability.correction=none"
+            )
+    if verls := OmegaConf.select(config, "algorithm.rollout_correction.rollout_is"):
+        raise ConfigError(
+            f"algorithm.rollout_correction.rollout_is={verls} and {ours} both weight the loss; set "
+            "algorithm.rollout_correction.rollout_is=null"
+        )
+    if loss_mode(config) == "bypass_mode":
+        raise ConfigError(
+            f"{ours} cannot weight {LOSS}.loss_mode=bypass_mode, which computes weights of its own; set "
+            "stability.correction=none or another loss_mode"
+        )
+
+
+def _check_loss(config: DictConfig, read_model: bool) -> None:
+    """A loss of ours comes with its own dataclass, which accepts its settings; neither without the other."""
+    name, node = loss_mode(config), OmegaConf.select(config, LOSS)
+    target = str(node.get("_target_", ""))
+    for ours, its_target in LOSSES.items():
+        if target == its_target and name != ours:
+            raise ConfigError(
+                f"{LOSS}.loss_mode={name} overrides the loss {ours} that {LOSS}._target_={target} stands for; leave it "
+                f"out, and set {LOSS}.base={name} to build {ours} upon it"
+            )
+        if name == ours and target != its_target:
+            raise ConfigError(
+                f"{LOSS}.loss_mode={name} needs {LOSS}._target_={its_target}; set it, or use stability={name}_loss"
+            )
+    if name not in LOSSES:
+        return
+    from verl_ext.workers.loss_config import build_policy_loss  # not above: it needs verl
+
+    build_policy_loss(node)
+    if name == "router_shift":
+        check_router_shift(config, read_model)
+
+
+def _check_kl(config: DictConfig, stability: StabilityConfig) -> None:
+    actor = config.actor_rollout_ref.actor
+    if actor.get("kl_loss_type") == UNBIASED and not actor.get("use_kl_loss"):
+        raise ConfigError(
+            f"actor_rollout_ref.actor.kl_loss_type={UNBIASED} does nothing without a KL loss; set "
+            "actor_rollout_ref.actor.use_kl_loss=true"
+        )
+    if stability.kl_denominator != "infer" and not uses_unbiased_kl(config):
+        raise ConfigError(
+            f"stability.kl_denominator={stability.kl_denominator} is of the unbiased KL alone; set "
+            f"actor_rollout_ref.actor.kl_loss_type={UNBIASED} and actor_rollout_ref.actor.use_kl_loss=true"
+        )
+
+
+def _check_overlong(config: DictConfig) -> None:
+    """verl's reward manager `dapo` asserts this, once it runs."""
+    prefix = "reward.reward_kwargs"
+    if OmegaConf.select(config, "reward.reward_manager.name") != "dapo":
+        return
+    if not OmegaConf.select(config, f"{prefix}.overlong_buffer_cfg.enable"):
+        return
+    length, limit = (OmegaConf.select(config, f"{prefix}.{k}") for k in ("overlong_buffer_cfg.len", "max_resp_len"))
+    if limit is None or length > limit:
+        raise ConfigError(
+            f"{prefix}.overlong_buffer_cfg.len={length} must be at most {prefix}.max_resp_len={limit}: it is the "
+            "stretch before the limit over which the punishment grows"
+        )
+
+
+def _check_cascade(config: DictConfig, stability: StabilityConfig) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "vllm":
+        raise ConfigError(
+            f"stability.cascade_attention={stability.cascade_attention} is a setting of vLLM, not of "
+            f"actor_rollout_ref.rollout.name={rollout.name}; set stability.cascade_attention=default"
+        )
+    disabled = OmegaConf.select(rollout, "engine_kwargs.vllm.disable_cascade_attn")
+    if disabled is not None and disabled != (stability.cascade_attention == "off"):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn={disabled} contradicts "
+            f"stability.cascade_attention={stability.cascade_attention}; leave the former out"
+        )
+
+
+def _check_model_files(model: DictConfig) -> None:
+    """The model folder must be there, with a tokenizer; what is not a local path is left to verl."""
+    setting = "tokenizer_path" if model.get("tokenizer_path") else "path"
+    path = os.path.expanduser(model[setting])
+    if not os.path.isdir(path):
+        if os.path.isabs(path):
+            raise ConfigError(f"actor_rollout_ref.model.{setting}={path} does not exist; correct the path")
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(path, trust_remote_code=bool(model.get("trust_remote_code")))
+    except Exception as error:
+        raise ConfigError(
+            f"actor_rollout_ref.model.{setting}={path} has no tokenizer that loads ({type(error).__name__}); save one "
+            "beside the model, or point actor_rollout_ref.model.tokenizer_path at one"
+        ) from error

@@ -1,0 +1,93 @@
+"""How Hydra composes a run: the config that verl's entry point would read, with our groups added to it."""
+
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import yaml
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+from verl_ext.errors import ConfigError, require_choice
+from verl_ext.launch.installed import package_folder
+from verl_ext.settings.stability import FSDP_REPLAY, StabilityConfig
+
+CONFIG_MODULE = "verl_ext.configs"
+if (VERL := package_folder("verl")) is None:
+    raise ModuleNotFoundError("No module named 'verl'", name="verl")
+VERL_CONFIGS = VERL / "trainer" / "config"
+PRIMARY = "ppo_trainer"
+GROUPS = ("stability", "recipe", "precision")
+
+
+class OurConfigs(SearchPathPlugin):
+    """Lets Hydra find the groups `stability`, `recipe` and `precision`, whatever the primary config is."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="verl_ext", path=f"pkg://{CONFIG_MODULE}")
+
+
+# The schema that every file of the group starts from; the underscore keeps it out of the choices.
+ConfigStore.instance().store(group="stability", name="_schema", node=StabilityConfig)
+Plugins.instance().register(OurConfigs)
+
+
+def stability_choices() -> tuple[str, ...]:
+    """The files of `configs/stability`."""
+    folder = files(CONFIG_MODULE) / "stability"
+    return tuple(sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir()))
+
+
+def prepare(arguments: Sequence[str]) -> list[str]:
+    """The command-line arguments for Hydra, from those that the user gave.
+
+    A group that the primary config does not list in its defaults has to be added rather than overridden, which
+    Hydra writes as `+stability=icepop`: the plus is put there, and before FSDP_REPLAY. A relative --config-path is
+    taken as verl's entry point takes it, from the folder where that stands.
+
+    Raises:
+        ConfigError: `stability=` names no file of the group, or the primary config is no YAML.
+    """
+    arguments = list(arguments)
+    folder, name = VERL_CONFIGS, PRIMARY
+    for index, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag not in ("--config-path", "-cp", "--config-name", "-cn"):
+            continue
+        position = index if equals else index + 1
+        if not equals:
+            value = arguments[position] if position < len(arguments) else ""
+        if flag in ("--config-name", "-cn"):
+            name = value
+        else:
+            folder = Path(os.path.normpath(VERL_CONFIGS.parent / value))
+            arguments[position] = f"{flag}={folder}" if equals else str(folder)
+    listed = _groups_in_defaults(folder / f"{name.removesuffix('.yaml')}.yaml")
+    for index, argument in enumerate(arguments):
+        group, _, choice = argument.partition("=")
+        if group == "stability":
+            require_choice("stability", choice, stability_choices())
+        if group in GROUPS and group not in listed:
+            arguments[index] = f"+{argument}"
+        if group.lstrip("+") == FSDP_REPLAY:
+            arguments[index] = f"++{argument.lstrip('+')}"
+    if "stability" not in listed and not any(argument.startswith("+stability=") for argument in arguments):
+        arguments.insert(0, "+stability=none")  # before any flag, such as `--cfg job`
+    return arguments
+
+
+def _groups_in_defaults(file: Path) -> set[str]:
+    """The groups that a primary config lists; none where there is no such file, which Hydra reports itself."""
+    if not file.is_file():
+        return set()
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:  # ValueError: not UTF-8; no such date
+        raise ConfigError(f"{file} cannot be read as YAML in UTF-8: {' '.join(str(error).split())}") from error
+    defaults = content.get("defaults") if isinstance(content, dict) else None
+    if not isinstance(defaults, list):  # Hydra says what is wrong with it
+        return set()
+    return {str(key).split("@")[0].strip("/") for entry in defaults if isinstance(entry, dict) for key in entry}

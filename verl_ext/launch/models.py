@@ -1,0 +1,294 @@
+"""Published model shapes, and what follows from them: parameters, active parameters, bytes of KV cache a token.
+
+Numbers are those of the config.json on Hugging Face. That file itself was not at hand for any of them: `source` says
+which copy of its numbers was read instead. tests/recipes/test_cluster_recipes.py compares the parameters that they give
+with those that the publishers name. Norms and biases are left out, below 0.1 %, and so are the layers for
+multi-token prediction, which the recipes do not train.
+"""
+
+from dataclasses import dataclass
+
+from verl_ext.errors import ConfigError
+
+BF16 = 2  # bytes
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention; the cache holds the compressed keys and values and one rotary part for all heads.
+
+    Attributes:
+        q_lora_rank: None where queries are not compressed.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def cached(self) -> int:
+        """Numbers a token and layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def parameters(self, hidden: int, heads: int) -> int:
+        query = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        queries = hidden * query if self.q_lora_rank is None else self.q_lora_rank * (hidden + query)
+        decompression = self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return queries + hidden * self.cached + decompression + heads * self.v_head_dim * hidden
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """Gated DeltaNet, whose state does not grow with the sequence."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    head_dim: int
+    kernel: int
+
+    def parameters(self, hidden: int) -> int:
+        keys, values = self.key_heads * self.head_dim, self.value_heads * self.head_dim
+        gates = 2 * hidden * self.value_heads
+        return hidden * (2 * keys + 2 * values) + gates + (2 * keys + values) * self.kernel + values * hidden
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder, dense or a mixture of experts.
+
+    Attributes:
+        source: Hugging Face repository, and where its numbers were read.
+        dense_layers: the first layers, which have no router; all layers of a dense model.
+        head_dim: of queries, keys and values; unused with `mla`.
+        moe_intermediate: of one routed expert.
+        shared_experts: of the same size as a routed one.
+        dense_intermediate: of the dense layers, 0 where there are none.
+        window_layers: of sliding-window attention, whose cache stops growing at the window.
+        output_gate: attention multiplies its output by a gate as large as the queries.
+    """
+
+    source: str
+    layers: int
+    dense_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    routed_experts: int = 0
+    top_k: int = 0
+    shared_experts: int = 0
+    moe_intermediate: int = 0
+    dense_intermediate: int = 0
+    tied_embeddings: bool = False
+    mla: Mla | None = None
+    linear: LinearAttention | None = None
+    window_layers: int = 0
+    output_gate: bool = False
+
+    @property
+    def moe_layers(self) -> int:
+        return self.layers - self.dense_layers
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Input and output; once if they are the same."""
+        return self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of the routed experts, which expert parallelism splits."""
+        return self.moe_layers * self.routed_experts * 3 * self.hidden * self.moe_intermediate
+
+    @property
+    def parameters(self) -> int:
+        return self._with_experts(self.routed_experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token passes, all embeddings included. Some publishers leave embeddings out."""
+        return self._with_experts(self.top_k)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """In bfloat16, over all layers whose cache grows with the sequence, on one copy (no tensor parallelism)."""
+        linear = self.linear.layers if self.linear else 0
+        numbers = self.mla.cached if self.mla else 2 * self.kv_heads * self.head_dim
+        return (self.layers - linear - self.window_layers) * numbers * BF16
+
+    @property
+    def _attention(self) -> int:
+        """Parameters of one layer that is not linear."""
+        if self.mla:
+            return self.mla.parameters(self.hidden, self.heads)
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.hidden * (queries * (3 if self.output_gate else 2) + 2 * keys)
+
+    def _with_experts(self, experts: int) -> int:
+        expert = 3 * self.hidden * self.moe_intermediate
+        router = self.hidden * self.routed_experts
+        moe = self.moe_layers * ((experts + self.shared_experts) * expert + router)
+        dense = self.dense_layers * 3 * self.hidden * self.dense_intermediate
+        attention = self.layers * self._attention
+        if self.linear:
+            attention += self.linear.layers * (self.linear.parameters(self.hidden) - self._attention)
+        return self.embedding_parameters + attention + dense + moe
+
+
+_DEEPSEEK_V3 = Mla(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+
+SHAPES = {
+    "Qwen3-30B-A3B": ModelShape(
+        source="Qwen/Qwen3-30B-A3B; Megatron-Bridge, Qwen3MoEModelProvider30B_A3B",
+        layers=48,
+        dense_layers=0,
+        hidden=2048,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        vocabulary=151936,
+        routed_experts=128,
+        top_k=8,
+        moe_intermediate=768,
+    ),
+    "Qwen3-235B-A22B": ModelShape(
+        source="Qwen/Qwen3-235B-A22B; Megatron-Bridge, Qwen3MoEModelProvider235B_A22B",
+        layers=94,
+        dense_layers=0,
+        hidden=4096,
+        heads=64,
+        kv_heads=4,
+        head_dim=128,
+        vocabulary=151936,
+        routed_experts=128,
+        top_k=8,
+        moe_intermediate=1536,
+    ),
+    "Qwen3-Next-80B-A3B": ModelShape(
+        source="Qwen/Qwen3-Next-80B-A3B-Instruct; transformers 5.10, defaults of Qwen3NextConfig",
+        layers=48,
+        dense_layers=0,
+        hidden=2048,
+        heads=16,
+        kv_heads=2,
+        head_dim=256,
+        vocabulary=151936,
+        routed_experts=512,
+        top_k=10,
+        shared_experts=1,
+        moe_intermediate=512,
+        linear=LinearAttention(layers=36, key_heads=16, value_heads=32, head_dim=128, kernel=4),
+        output_gate=True,
+    ),
+    "GLM-4.5-Air": ModelShape(
+        # head_dim is not among the defaults of Glm4MoeConfig, and hidden / heads is no integer: 128 is what gives the
+        # published total.
+        source="zai-org/GLM-4.5-Air; transformers 5.10, defaults of Glm4MoeConfig",
+        layers=46,
+        dense_layers=1,
+        hidden=4096,
+        heads=96,
+        kv_heads=8,
+        head_dim=128,
+        vocabulary=151552,
+        routed_experts=128,
+        top_k=8,
+        shared_experts=1,
+        moe_intermediate=1408,
+        dense_intermediate=10944,
+    ),
+    "DeepSeek-V3": ModelShape(
+        source="deepseek-ai/DeepSeek-V3; transformers 5.10, defaults of DeepseekV3Config",
+        layers=61,
+        dense_layers=3,
+        hidden=7168,
+        heads=128,
+        kv_heads=128,
+        head_dim=192,
+        vocabulary=129280,
+        routed_experts=256,
+        top_k=8,
+        shared_experts=1,
+        moe_intermediate=2048,
+        dense_intermediate=18432,
+        mla=_DEEPSEEK_V3,
+    ),
+    "Ring-mini-2.0": ModelShape(
+        # Ring-mini-2.0 is Ling-mini-2.0 trained further (its model card); the numbers are Ling's.
+        source="inclusionAI/Ring-mini-2.0; NVIDIA's BailingMoeV2Config, which mirrors that of Ling-mini-2.0",
+        layers=20,
+        dense_layers=1,
+        hidden=2048,
+        heads=16,
+        kv_heads=4,
+        head_dim=128,
+        vocabulary=157184,
+        routed_experts=256,
+        top_k=8,
+        shared_experts=1,
+        moe_intermediate=512,
+        dense_intermediate=5120,
+    ),
+    "Moonlight-16B-A3B": ModelShape(
+        # MoonlightModelProvider16B of Megatron-Bridge agrees but for a vocabulary of 163842.
+        source="moonshotai/Moonlight-16B-A3B; slime, scripts/models/moonlight.sh",
+        layers=27,
+        dense_layers=1,
+        hidden=2048,
+        heads=16,
+        kv_heads=16,
+        head_dim=192,
+        vocabulary=163840,
+        routed_experts=64,
+        top_k=6,
+        shared_experts=2,
+        moe_intermediate=1408,
+        dense_intermediate=11264,
+        mla=Mla(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+    ),
+    "gpt-oss-20b": ModelShape(
+        # GptOssConfig of transformers 5.10 agrees; its 36 layers of 128 experts are those of gpt-oss-120b.
+        source="openai/gpt-oss-20b; slime's model arguments for it",
+        layers=24,
+        dense_layers=0,
+        hidden=2880,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        vocabulary=201088,
+        routed_experts=32,
+        top_k=4,
+        moe_intermediate=2880,
+        window_layers=12,
+    ),
+    "Qwen3-0.6B": ModelShape(
+        source="Qwen/Qwen3-0.6B; Megatron-Bridge, Qwen3ModelProvider600M",
+        layers=28,
+        dense_layers=28,
+        hidden=1024,
+        heads=16,
+        kv_heads=8,
+        head_dim=128,
+        vocabulary=151936,
+        dense_intermediate=3072,
+        tied_embeddings=True,
+    ),
+}
+
+
+def shape_of(path: str) -> ModelShape:
+    """The shape of a model folder or Hugging Face name, such as Qwen/Qwen3-30B-A3B-Base.
+
+    Raises:
+        ConfigError: the table has no model whose name its last part starts with.
+    """
+    name = path.rstrip("/").rsplit("/", 1)[-1].lower()
+    for known, shape in SHAPES.items():
+        if name.startswith(known.lower()):
+            return shape
+    raise ConfigError(
+        f"actor_rollout_ref.model.path={path} is none of the models of verl_ext/launch/models.py: {', '.join(SHAPES)}"
+    )

@@ -1,0 +1,179 @@
+"""What can go wrong with the settings about expert routing, found before Ray starts.
+
+torch, transformers and verl are imported where a check needs them: `verl-ext plan` asks for settings alone.
+"""
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_ext.errors import ConfigError, require_choice
+from verl_ext.settings.stability import FSDP_REPLAY
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+ENGINES = {  # actor.strategy -> where its settings stand
+    "fsdp": f"{ACTOR}.fsdp_config",
+    "fsdp2": f"{ACTOR}.fsdp_config",
+    "megatron": f"{ACTOR}.megatron",
+    "veomni": f"{ACTOR}.veomni",
+}
+TRANSFORMERS = ("fsdp", "fsdp2")
+MODES = ("disabled", "R2", "R3")
+
+
+def _strategy(config: DictConfig) -> str:
+    return OmegaConf.select(config, f"{ACTOR}.strategy") or "fsdp"
+
+
+def replay_setting(config: DictConfig) -> str:
+    """verl's name of the replay mode on this run's engine."""
+    return f"{ENGINES.get(_strategy(config), ENGINES['fsdp'])}.router_replay.mode"
+
+
+def replay_mode(config: DictConfig) -> str:
+    return OmegaConf.select(config, replay_setting(config)) or "disabled"
+
+
+def replays_here(config: DictConfig) -> bool:
+    """Whether routing is replayed by us; on Megatron and VeOmni verl does it."""
+    return _strategy(config) in TRANSFORMERS and replay_mode(config) != "disabled"
+
+
+def replayed_field(config: DictConfig) -> str | None:
+    """The field of the batch whose routing the update replays."""
+    from verl_ext.routing.fsdp import OLD_ROUTES
+    from verl_ext.routing.outputs import ROLLOUT_ROUTES
+
+    if replay_mode(config) == "disabled":
+        return None
+    return OLD_ROUTES if replays_here(config) and replay_mode(config) == "R2" else ROLLOUT_ROUTES
+
+
+def check_routing(config: DictConfig, agreement: bool, read_model: bool = True) -> None:
+    """What agreement needs, and replay under FSDP; verl checks its own replay on Megatron and VeOmni."""
+    setting, mode, strategy = replay_setting(config), replay_mode(config), _strategy(config)
+    require_choice(setting, mode, MODES)
+    if setting != FSDP_REPLAY and OmegaConf.select(config, FSDP_REPLAY):
+        raise ConfigError(f"{FSDP_REPLAY} is for FSDP, and {ACTOR}.strategy={strategy}; leave it out and set {setting}")
+    if agreement:
+        asked, off = "stability.router_agreement=true", "set stability.router_agreement=false"
+    elif replays_here(config):
+        asked, off = f"{setting}={mode}", f"set {setting}=disabled"
+    else:
+        return
+    if strategy not in ENGINES:
+        raise ConfigError(
+            f"{asked} has no adapter for {ACTOR}.strategy={strategy} (it has: {', '.join(ENGINES)}); {off}"
+        )
+    if strategy not in TRANSFORMERS:
+        _check_recording(config, asked, off)
+    if agreement or mode == "R3":
+        _check_rollout(config, asked, off)
+    if read_model:
+        _check_model(config, asked, off, read_routers=strategy in TRANSFORMERS)
+
+
+def apply_routing(config: DictConfig, agreement: bool) -> None:
+    """Set what the features consist of."""
+    rollout_replay = replays_here(config) and replay_mode(config) == "R3"
+    if agreement or rollout_replay:
+        from verl_ext.upstream import narrow_routing
+
+        OmegaConf.update(config, f"{ROLLOUT}.enable_rollout_routing_replay", True)
+        narrow_routing.request(config)
+    if replays_here(config):
+        node = OmegaConf.select(config, replay_setting(config).removesuffix(".mode"))
+        with open_dict(node):
+            node.setdefault("_target_", "verl.workers.config.EngineRouterReplayConfig")
+    if rollout_replay:
+        config.stability.router_agreement = True  # 1 wherever the rollout's experts are really used: the proof of it
+
+
+def check_router_shift(config: DictConfig, read_model: bool = True) -> None:
+    """The loss router_shift reads the scores of a transformers model's routers, whole sequences at a time."""
+    actor = config.actor_rollout_ref.actor
+    asked, off = f"{ACTOR}.policy_loss.loss_mode=router_shift", "choose another loss_mode"
+    if actor.strategy not in TRANSFORMERS:
+        raise ConfigError(
+            f"{asked} has no adapter for {ACTOR}.strategy={actor.strategy} (it has: {', '.join(TRANSFORMERS)}); {off}"
+        )
+    # verl reads the size from either place.
+    places = ("fsdp_config.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size")
+    ranks = max(OmegaConf.select(actor, place) or 1 for place in places)
+    if ranks > 1:
+        raise ConfigError(
+            f"{asked} cannot gather the routers' scores over {ACTOR}.ulysses_sequence_parallel_size={ranks}; set it to "
+            f"1, or {off}"
+        )
+    if read_model and (hf_config := _hf_config(config.actor_rollout_ref.model)) is not None:
+        from verl_ext.routing.choices import probe_choices
+        from verl_ext.workers.router_shift import check_outputs
+
+        probe_choices(hf_config, check_outputs, trust_remote_code=_trusted(config.actor_rollout_ref.model))
+
+
+def _check_recording(config: DictConfig, asked: str, off: str) -> None:
+    """Where verl records for us, on Megatron and VeOmni."""
+    if replay_mode(config) == "R3":
+        raise ConfigError(
+            f"{asked} has nothing to measure with {replay_setting(config)}=R3: verl makes the training engine use the "
+            f"rollout's experts and does not say which it would have chosen; {off}"
+        )
+    if not config.actor_rollout_ref.model.use_remove_padding:
+        raise ConfigError(
+            f"{asked} needs packed tokens on {ACTOR}.strategy={_strategy(config)}; set "
+            f"actor_rollout_ref.model.use_remove_padding=true, or {off}"
+        )
+    if OmegaConf.select(config, f"{ENGINES['megatron']}.pad_to_length"):
+        raise ConfigError(
+            f"verl cannot record routing with {ENGINES['megatron']}.pad_to_length=true; set it to false, or {off}"
+        )
+
+
+def _check_rollout(config: DictConfig, asked: str, off: str) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "vllm":
+        raise ConfigError(
+            f"{asked} reads vLLM's routed experts, not {ROLLOUT}.name={rollout.name}; set {ROLLOUT}.name=vllm, or {off}"
+        )
+    if rollout.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            f"{asked} needs vLLM without pipeline parallelism, and {ROLLOUT}.pipeline_model_parallel_size="
+            f"{rollout.pipeline_model_parallel_size}; set it to 1, or {off}"
+        )
+
+
+def _check_model(config: DictConfig, asked: str, off: str, read_routers: bool) -> None:
+    model = config.actor_rollout_ref.model
+    hf_config = _hf_config(model)
+    if hf_config is None:
+        return
+    from verl_ext.routing.choices import EXPERT_COUNTS, probe_choices
+
+    if not any(getattr(hf_config.get_text_config(), name, None) for name in EXPERT_COUNTS):
+        raise ConfigError(
+            f"{asked} needs a mixture of experts, and actor_rollout_ref.model.path={model.path} is a dense model; {off}"
+        )
+    if read_routers:
+        probe_choices(hf_config, trust_remote_code=_trusted(model))
+
+
+def _hf_config(model: DictConfig) -> Any:
+    """The model's transformers config; None where this machine cannot read it (a remote path, or no network)."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model.path, trust_remote_code=_trusted(model))
+    except OSError:
+        return None
+    except ValueError as error:
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={model.path} has a config that transformers cannot read by itself: the "
+            "architecture is not known to this version, or comes with code of its own, which "
+            "actor_rollout_ref.model.trust_remote_code allows"
+        ) from error
+
+
+def _trusted(model: DictConfig) -> bool:
+    return bool(model.get("trust_remote_code"))

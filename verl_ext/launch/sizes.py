@@ -1,0 +1,249 @@
+"""Whether the sizes of a run fit each other and its model, found on the launching machine instead of on a cluster.
+
+Each rule is one that verl 0.9.1, megatron-core 0.16, transformers or vLLM 0.27 assert once their workers are up, or
+that wastes work where they do not: the comments say which.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.errors import ConfigError
+from verl_ext.launch.installed import vllm_arguments
+from verl_ext.launch.models import ModelShape
+
+ARP = "actor_rollout_ref"
+ACTOR = f"{ARP}.actor"
+MEGATRON = f"{ACTOR}.megatron"
+ROLLOUT = f"{ARP}.rollout"
+STAGE = f"{MEGATRON}.override_transformer_config"
+
+
+def check_recipe(config: DictConfig, shape: ModelShape | None) -> None:
+    """All checks; those that need a model are left out where `shape` is None.
+
+    Raises:
+        ConfigError: sizes contradict each other, or do not fit the model. The message names the setting.
+    """
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        _check_megatron(config, shape)
+    else:
+        _check_fsdp(config, shape)
+    _check_batches(config)
+    _check_lengths(config)
+    _check_rollout(config, shape)
+    check_engine_kwargs(_get(config, f"{ROLLOUT}.engine_kwargs.vllm") or {})
+
+
+def world_size(config: DictConfig) -> int:
+    """Of the training workers."""
+    return int(config.trainer.nnodes * config.trainer.n_gpus_per_node)
+
+
+def data_parallel_size(config: DictConfig) -> int:
+    """Ranks that train on different sequences."""
+    if config.actor_rollout_ref.actor.strategy != "megatron":
+        return world_size(config) // ulysses_size(config)
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    model = 1
+    for size in sizes:
+        model *= _get(config, f"{MEGATRON}.{size}")
+    return world_size(config) // model
+
+
+def pipeline_stages(config: DictConfig, layers: int) -> list[int]:
+    """Layers of each pipeline stage; megatron-core's rules (transformer_config.py)."""
+    stages = _get(config, f"{MEGATRON}.pipeline_model_parallel_size")
+    first, last = (_get(config, f"{STAGE}.num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
+    split = f"{MEGATRON}.pipeline_model_parallel_size={stages}"
+    if first is None and last is None:
+        accounted = [_get(config, f"{STAGE}.account_for_{part}_in_pipeline_split") for part in ("embedding", "loss")]
+        extra = [int(bool(part)) for part in accounted]
+        _divide(stages, layers + sum(extra), split, f"the model's {layers} layers, {sum(extra)} more accounted for")
+        size = (layers + sum(extra)) // stages
+        counts = [size] * stages
+        counts[0] -= extra[0]
+        counts[-1] -= extra[1]
+        return counts
+    ends = [count for count in (first, last) if count is not None]
+    middle, left = stages - len(ends), layers - sum(ends)
+    if (middle == 0) != (left == 0) or left < 0 or (middle and left % middle):
+        raise ConfigError(
+            f"{split} leaves {left} of {layers} layers to {middle} stages; change {STAGE}.num_layers_in_first_pipeline_"
+            "stage and num_layers_in_last_pipeline_stage"
+        )
+    return [*([first] if first is not None else []), *[left // middle] * middle, *([last] if last is not None else [])]
+
+
+def check_engine_kwargs(given: Iterable[str]) -> None:
+    """vLLM's parser must know every name; where vLLM is not installed, it is not asked."""
+    known = vllm_arguments()
+    for name in given:
+        if known and name.replace("-", "_") not in known:
+            raise ConfigError(f"{ROLLOUT}.engine_kwargs.vllm.{name} is no argument of vLLM; correct or remove it")
+
+
+def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
+    world = world_size(config)
+    tensor, pipeline, context, expert, interleaved = (
+        _get(config, f"{MEGATRON}.{name}_parallel_size")
+        for name in ("tensor_model", "pipeline_model", "context", "expert_model", "virtual_pipeline_model")
+    )
+    expert_tensor = _get(config, f"{MEGATRON}.expert_tensor_parallel_size") or tensor  # null: as tensor parallelism
+    sizes = f"{tensor} x {pipeline} x {context}"
+    _divide(
+        tensor * pipeline * context,
+        world,
+        f"{MEGATRON}.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size={sizes}",
+        f"trainer.nnodes x n_gpus_per_node={world}",
+    )
+    _divide(  # megatron/core/parallel_state.py: experts have a grid of their own
+        expert_tensor * expert * pipeline,
+        world,
+        f"{MEGATRON}.expert_tensor_parallel_size x expert_model_parallel_size x pipeline_model_parallel_size="
+        f"{expert_tensor} x {expert} x {pipeline}",
+        f"trainer.nnodes x n_gpus_per_node={world}",
+    )
+    if interleaved is not None and pipeline == 1:
+        raise ConfigError(
+            f"{MEGATRON}.virtual_pipeline_model_parallel_size={interleaved} needs a pipeline; set it null"
+        )
+    if shape is None:
+        return
+    _check_heads(shape, tensor, f"{MEGATRON}.tensor_model_parallel_size={tensor}")
+    if shape.routed_experts:
+        setting = f"{MEGATRON}.expert_model_parallel_size={expert}"
+        _divide(expert, shape.routed_experts, setting, f"the model's {shape.routed_experts} experts")
+        setting = f"{MEGATRON}.expert_tensor_parallel_size={expert_tensor}"
+        _divide(expert_tensor, shape.moe_intermediate, setting, f"the experts' width of {shape.moe_intermediate}")
+        if tensor > 1 and not _get(config, f"{MEGATRON}.sequence_parallel"):
+            raise ConfigError(
+                f"{MEGATRON}.sequence_parallel=false cannot train a mixture of experts at "
+                f"tensor_model_parallel_size={tensor}; set it to true"
+            )
+    elif expert > 1:
+        raise ConfigError(f"{MEGATRON}.expert_model_parallel_size={expert} needs experts; set it to 1")
+    stages = pipeline_stages(config, shape.layers)
+    for count in stages:
+        chunks = f"{MEGATRON}.virtual_pipeline_model_parallel_size={interleaved}"
+        _divide(interleaved or 1, count, chunks, f"{count} layers of a pipeline stage")
+    if shape.linear and config.actor_rollout_ref.actor.megatron.use_remove_padding:
+        raise ConfigError(  # megatron/core/ssm/gated_delta_net.py raises on packed sequences
+            f"{MEGATRON}.use_remove_padding=true packs sequences, which megatron-core 0.16 refuses for linear "
+            "attention; set it to false"
+        )
+
+
+def _check_fsdp(config: DictConfig, shape: ModelShape | None) -> None:
+    world, sequence = world_size(config), ulysses_size(config)
+    ranks = f"{ACTOR}.ulysses_sequence_parallel_size={sequence}"
+    _divide(sequence, world, ranks, f"trainer.nnodes x n_gpus_per_node={world}")
+    size = _get(config, f"{ACTOR}.fsdp_config.fsdp_size")
+    if size > 0:
+        _divide(size, world, f"{ACTOR}.fsdp_config.fsdp_size={size}", f"trainer.nnodes x n_gpus_per_node={world}")
+    packed = config.actor_rollout_ref.model.use_remove_padding
+    if sequence > 1 and not packed:
+        raise ConfigError(f"{ranks} needs packed sequences; set {ARP}.model.use_remove_padding=true")
+    if shape is None:
+        return
+    _check_heads(shape, sequence, ranks)
+    if shape.linear and packed:
+        raise ConfigError(  # verl/models/transformers/qwen3_5.py does it for Qwen3.5 alone
+            f"{ARP}.model.use_remove_padding=true packs sequences, and verl does not tell this model's linear "
+            "attention where they end, so that one would go on from the state of another; set it to false"
+        )
+
+
+def _check_batches(config: DictConfig) -> None:
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    ranks = data_parallel_size(config)
+    batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
+    setting = f"{ACTOR}.ppo_mini_batch_size={mini}"
+    _divide(mini, batch, setting, f"data.train_batch_size={batch}")  # else verl fills the last one with padding
+    trajectories = mini * rollout.n
+    _divide(ranks, trajectories, f"{ranks} data-parallel ranks", f"{setting} x {ROLLOUT}.n={rollout.n}")
+    if not actor.use_dynamic_bsz:
+        for where in (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"):
+            micro = _get(config, where)
+            if not micro:
+                raise ConfigError(f"{where} is not set; set it, or {ACTOR}.use_dynamic_bsz=true")
+            _divide(micro, trajectories // ranks, f"{where}={micro}", f"{trajectories // ranks} trajectories a rank")
+    if config.trainer.v1.trainer_mode != "separate_async":
+        return
+    steps = config.trainer.v1.separate_async.parameter_sync_step
+    if batch != steps * mini:
+        raise ConfigError(
+            f"data.train_batch_size={batch} must be trainer.v1.separate_async.parameter_sync_step={steps} x {setting}"
+        )
+    if rollout.nnodes < 1:
+        raise ConfigError(f"{ROLLOUT}.nnodes={rollout.nnodes} leaves separate_async without GPUs for the rollout")
+    if rollout.checkpoint_engine.backend == "naive":
+        raise ConfigError(f"{ROLLOUT}.checkpoint_engine.backend=naive cannot reach other GPUs; set it to nccl")
+
+
+def _check_lengths(config: DictConfig) -> None:
+    actor = config.actor_rollout_ref.actor
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    lengths = f"data.max_prompt_length + max_response_length={longest}"
+    limit = config.actor_rollout_ref.rollout.max_model_len
+    if limit is not None and limit < longest:
+        raise ConfigError(f"{ROLLOUT}.max_model_len={limit} is below {lengths}")
+    if not actor.use_dynamic_bsz:
+        return
+    # verl/utils/seqlen_balancing.py asserts it; ranks of sequence or context parallelism share the tokens.
+    context = f"{MEGATRON}.context_parallel_size"
+    shared = _get(config, context) if actor.strategy == "megatron" else ulysses_size(config)
+    limits = [f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"]
+    for where in [*limits, f"{ARP}.ref.log_prob_max_token_len_per_gpu"]:
+        tokens = _get(config, where)
+        if tokens * shared < longest:
+            raise ConfigError(f"{where}={tokens} on {shared} rank(s) cannot hold {lengths}")
+
+
+def _check_rollout(config: DictConfig, shape: ModelShape | None) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    separate = config.trainer.v1.trainer_mode == "separate_async"
+    node = rollout.n_gpus_per_node if separate else config.trainer.n_gpus_per_node
+    gpus = rollout.nnodes * node if separate else world_size(config)
+    tensor, data, expert = rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.expert_parallel_size
+    setting = f"{ROLLOUT}.tensor_model_parallel_size={tensor}"
+    replica = tensor * data
+    _divide(replica, gpus, f"{setting} x data_parallel_size={data}", f"the rollout's {gpus} GPUs")
+    _divide(min(node, replica), replica, f"{node} GPUs of a node", f"{setting} x data_parallel_size={data}")
+    if data > 1:  # verl/workers/rollout/vllm_rollout/vllm_async_server.py
+        _divide(tensor, node, setting, f"{node} GPUs of a node, with data_parallel_size={data}")
+    if expert > 1 and expert != replica:
+        raise ConfigError(f"{ROLLOUT}.expert_parallel_size={expert} must be 1 or {setting} x data_parallel_size={data}")
+    if shape is None:
+        return
+    _check_heads(shape, tensor, setting)
+    if shape.linear:
+        _divide(tensor, shape.linear.key_heads, setting, f"{shape.linear.key_heads} key heads of linear attention")
+    if expert > 1:
+        name = f"{ROLLOUT}.expert_parallel_size={expert}"
+        _divide(expert, shape.routed_experts, name, f"the model's {shape.routed_experts} experts")
+    elif shape.routed_experts:
+        _divide(tensor, shape.moe_intermediate, setting, f"the experts' width of {shape.moe_intermediate}")
+
+
+def _check_heads(shape: ModelShape, ranks: int, setting: str) -> None:
+    """Fewer key-value heads than ranks are copied, evenly."""
+    _divide(ranks, shape.heads, setting, f"the model's {shape.heads} attention heads")
+    if not shape.mla and shape.kv_heads % ranks and ranks % shape.kv_heads:
+        raise ConfigError(f"{setting} neither divides the model's {shape.kv_heads} key-value heads nor is a multiple")
+
+
+def _divide(divisor: int, number: int, setting: str, what: str) -> None:
+    if number % divisor:
+        raise ConfigError(f"{setting} must divide {what}")
+
+
+def ulysses_size(config: DictConfig) -> int:
+    """verl reads the size from either place."""
+    places = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
+    return max(_get(config, f"{ACTOR}.{place}") or 1 for place in places)
+
+
+def _get(config: DictConfig, name: str) -> Any:
+    return OmegaConf.select(config, name)

@@ -1,1 +1,0 @@
-"""What the rollout engine (vLLM) needs from this package, in each of its processes."""

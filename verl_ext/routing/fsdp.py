@@ -1,0 +1,227 @@
+"""Routing under FSDP and FSDP2: recorded and compared in `compute_log_prob`, replayed where asked.
+
+Shape legend: T tokens of a micro-batch (prompt and response), n rows of its forward pass on this rank, L MoE layers,
+L' layers as the rollout ships them, K experts per token (top-k), E experts.
+
+verl's `router_replay.mode` is for Megatron and VeOmni; here it works for transformers models:
+
+R2  compute_log_prob returns the experts that it used, and the update uses the same.
+R3  compute_log_prob and the update use the experts of the rollout ("rollout routing replay", arXiv 2510.11370).
+
+In both the weights of the experts come from the training router's own scores. A token whose routing the rollout did
+not return (the last one of a sequence, and padding) is routed by the training router.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.workers.config import TrainingWorkerConfig
+
+from verl_ext.core.overlap import expert_overlap
+from verl_ext.errors import HookError
+from verl_ext.routing.choices import ChoicePoint, Choose, expert_counts, find_choices
+from verl_ext.routing.layout import Layout
+from verl_ext.routing.outputs import ROLLOUT_ROUTES, known_rows, narrow_dtype, routing_outputs
+
+OLD_ROUTES = "old_routed_experts"  # jagged [B, n, L, K], what compute_log_prob used, for R2
+OWN_AGREEMENT = "router_own_agreement"  # verl logs it as actor/router_own_agreement
+
+
+def is_old_policy(micro_batch: TensorDict, forward_only: bool) -> bool:
+    """Whether this is the pass for old_log_probs, which alone wants the entropy in verl 0.9.1, and not that of a LoRA's
+    reference."""
+    return forward_only and tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False)
+
+
+class ForwardPass:
+    """One micro-batch in one forward pass: what the routers choose, and what they are to use in its place."""
+
+    def __init__(self, layout: Layout, layers: int, dtype: torch.dtype, replayed_TLK: Tensor | None, compares: bool):
+        self.layout, self.layers, self.dtype, self.compares = layout, layers, dtype, compares
+        self.replayed_TLK = replayed_TLK
+        self.replayed_nLK: Tensor | None = None
+        self.known_n1: Tensor | None = None
+        self.own: dict[int, Tensor] = {}  # layer -> [n, K], by the router itself
+        self.used: dict[int, Tensor] = {}
+        self.margin: dict[int, Tensor] = {}  # layer -> [n]
+        self.over = False
+
+    def choose(self, layer: int, scores_nE: Tensor, ids_nK: Tensor) -> Tensor:
+        """What layer number `layer`, of L, is to use; called by its router."""
+        used_nK = ids_nK
+        if self.replayed_TLK is not None:
+            if self.replayed_nLK is None or self.known_n1 is None:
+                self.replayed_nLK = self.layout.spread(self.replayed_TLK, len(ids_nK))
+                self.known_n1 = known_rows(self.replayed_nLK).unsqueeze(1)
+            used_nK = torch.where(self.known_n1, self.replayed_nLK[:, layer].long(), ids_nK)
+        if not self.over:  # and not the backward pass, where gradient checkpointing runs the router once more
+            if layer in self.used:
+                raise HookError(f"router {layer} of {self.layers} ran twice in one forward pass")
+            self.own[layer] = ids_nK.to(self.dtype)
+            self.used[layer] = self.own[layer] if used_nK is ids_nK else used_nK.to(self.dtype)
+            if self.compares:
+                self.margin[layer] = top_k_margin(scores_nE, ids_nK)
+        return used_nK
+
+    def end(self) -> None:
+        """Nothing is recorded from here on; replay goes on. Raises HookError unless every router ran."""
+        self.over = True
+        if len(self.used) != self.layers:
+            raise HookError(f"{len(self.used)} of {self.layers} routers ran in the forward pass; each must, once")
+
+    def packed(self, by_layer: dict[int, Tensor]) -> Tensor:
+        """[T, L, ...] from what was recorded."""
+        return self.layout.collect(torch.stack([by_layer[layer] for layer in range(self.layers)], dim=1))
+
+    def own_agreement(self) -> float:
+        """Share of the replayed experts that this rank's routers would have chosen too."""
+        if self.replayed_nLK is None or self.known_n1 is None:
+            return 1.0
+        own_nLK = torch.stack([self.own[layer] for layer in range(self.layers)], dim=1)
+        overlap_nL = expert_overlap(own_nLK, self.replayed_nLK)
+        share_n = overlap_nL.float().mean(1) / own_nLK.shape[2]
+        return float((share_n * self.known_n1[:, 0]).sum() / self.known_n1.sum().clamp(min=1))
+
+
+def top_k_margin(scores_nE: Tensor, ids_nK: Tensor) -> Tensor:
+    """[n] float32: the k-th score less the best that was not chosen; 0 where there is no such score.
+
+    The scores are those that the router takes its top-k of: probabilities for most, probability and bias for
+    DeepSeek-V3's, logits for gpt_oss.
+    """
+    scores_nE = scores_nE.detach()
+    kth_n = scores_nE.gather(1, ids_nK).amin(1)
+    next_n = scores_nE.scatter(1, ids_nK, -torch.inf).amax(1)
+    return (kth_n - next_n).float().nan_to_num_(0.0, 0.0, 0.0)
+
+
+class FsdpRouting:
+    """Hooks on the routers of a transformers model under FSDP, and around its engine's `forward_step`.
+
+    Written for verl 0.9.1: `forward_step(micro_batch, loss_function, forward_only)` returns (loss, output), and every
+    tensor in `output["model_output"]` is put back in batch order and returned by `compute_log_prob`.
+    """
+
+    points: list[ChoicePoint]
+
+    def __init__(self, config: TrainingWorkerConfig):
+        self.config = config
+        self.mode = config.engine_config.router_replay.mode
+
+    def prepare(self, engine: Any) -> None:
+        """Hook the routers of the initialized engine. Raises HookError: there are none."""
+        hf_config = engine.model_config.hf_config
+        self.points = find_choices(engine.module)
+        self.experts, self.top_k = expert_counts(hf_config)
+        self.decoder_layers = hf_config.get_text_config().num_hidden_layers
+        self.current: ForwardPass | None = None
+        for index, point in enumerate(self.points):
+            point.intercept(self.experts, self.top_k, self._choose(index))
+        self._inner = engine.forward_step
+        engine.forward_step = self.forward_step
+
+    def hooks(self) -> tuple[str, int]:
+        """(class that chooses, how many are hooked)."""
+        return type(self.points[0].module).__name__, len(self.points)
+
+    def compute(self, infer: Callable[[TensorDict], TensorDict | None], data: TensorDict) -> TensorDict | None:
+        """`infer(data)`: its micro-batches pass through `forward_step`."""
+        return infer(data)
+
+    def _choose(self, layer: int) -> Any:
+        def active() -> Choose | None:
+            if (current := self.current) is None:
+                return None
+            return lambda scores_nE, ids_nK: current.choose(layer, scores_nE, ids_nK)
+
+        return active
+
+    def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
+        """verl's own, with the routers recorded, compared and told what to use."""
+        old_policy = is_old_policy(micro_batch, forward_only)
+        replays = self.mode != "disabled" and tu.get_non_tensor_data(
+            micro_batch, "enable_routing_replay", default=False
+        )
+        records = replays and self.mode == "R2" and old_policy
+        rollout_TLK = self._rollout_routes(micro_batch) if old_policy or (replays and self.mode == "R3") else None
+        replayed_TLK = None
+        if replays and not records:
+            replayed_TLK = rollout_TLK if self.mode == "R3" else self._old_routes(micro_batch)
+            if replayed_TLK is None:
+                raise HookError(
+                    f"router_replay.mode={self.mode} has nothing to replay: the batch has no "
+                    f"{ROLLOUT_ROUTES if self.mode == 'R3' else OLD_ROUTES}. For R3, check that vLLM runs with "
+                    "enable_return_routed_experts; or set router_replay.mode=disabled"
+                )
+        compared_TLK = rollout_TLK if old_policy else None
+        if compared_TLK is None and not replays:
+            self.current = None
+            return self._inner(micro_batch, loss_function=loss_function, forward_only=forward_only)
+
+        layout = Layout.of(micro_batch, get_device_id())
+        compares = compared_TLK is not None
+        now = ForwardPass(layout, len(self.points), narrow_dtype(self.experts), replayed_TLK, compares)
+        self.current = now  # stays until the next forward pass: the backward pass of this one may run the routers again
+        loss, output = self._inner(micro_batch, loss_function=loss_function, forward_only=forward_only)
+        now.end()
+        if compared_TLK is not None:
+            output["model_output"].update(self._compare(now, compared_TLK, micro_batch))
+        if records:
+            offsets = micro_batch["input_ids"].offsets().to(layout.lengths.device)
+            output["model_output"][OLD_ROUTES] = torch.nested.nested_tensor_from_jagged(now.packed(now.used), offsets)
+        if forward_only:
+            self.current = None
+        else:
+            output["metrics"][OWN_AGREEMENT] = now.own_agreement()
+        return loss, output
+
+    def _compare(self, now: ForwardPass, rollout_TLK: Tensor, micro_batch: TensorDict) -> dict[str, Tensor]:
+        used_TLK, own_TL = now.packed(now.used), None
+        if now.replayed_TLK is not None:
+            own_TL = expert_overlap(now.packed(now.own), rollout_TLK)
+        return routing_outputs(
+            expert_overlap(used_TLK, rollout_TLK),
+            self.top_k,
+            known_rows(rollout_TLK),
+            micro_batch,
+            margin_TL=now.packed(now.margin),
+            own_TL=own_TL,
+        )
+
+    def _rollout_routes(self, micro_batch: TensorDict) -> Tensor | None:
+        """[T, L, K] of the rollout, the layers in the order of the routers; None where the batch has none.
+
+        vLLM ships a row for each decoder layer, dense ones included; other engines those of the MoE layers alone.
+        """
+        if (routes := micro_batch.get(ROLLOUT_ROUTES, None)) is None:
+            return None
+        routes_TLK = routes.values()
+        tokens, layers, top_k = int(micro_batch["input_ids"].offsets()[-1]), routes_TLK.shape[1], routes_TLK.shape[2]
+        if layers not in (self.decoder_layers, len(self.points)) or top_k != self.top_k or len(routes_TLK) != tokens:
+            raise HookError(
+                f"the rollout's {ROLLOUT_ROUTES} is {tuple(routes_TLK.shape)} [tokens, layers, top_k] where the "
+                f"training engine has {tokens} tokens, {self.decoder_layers} decoder layers, {len(self.points)} of "
+                f"them with a router, and top-{self.top_k}: the two engines number this model's layers differently; "
+                "set stability.router_agreement=false and router_replay.mode=disabled"
+            )
+        if layers != len(self.points):
+            routes_TLK = routes_TLK[:, [point.layer for point in self.points]]
+        return self._checked(routes_TLK)
+
+    def _old_routes(self, micro_batch: TensorDict) -> Tensor | None:
+        routes = micro_batch.get(OLD_ROUTES, None)
+        return None if routes is None else self._checked(routes.values())
+
+    def _checked(self, routes_TLK: Tensor) -> Tensor:
+        """On the device, narrow. Raises HookError for an expert that the model has not."""
+        if len(routes_TLK) and (largest := int(routes_TLK.max())) >= self.experts:
+            raise HookError(
+                f"{ROLLOUT_ROUTES} names expert {largest} of a model with {self.experts}: the rollout counts shared or "
+                "redundant experts too; set stability.router_agreement=false and router_replay.mode=disabled"
+            )
+        return routes_TLK.to(get_device_id(), narrow_dtype(self.experts))

@@ -1,0 +1,243 @@
+"""Routing on Megatron and VeOmni, where verl itself records it: compared with the rollout's in `compute_log_prob`.
+
+Shape legend: T tokens of a batch (prompt and response, packed), t tokens of a block, L MoE layers, l layers as the
+rollout ships them, K experts per token (top-k).
+
+Written for verl 0.9.1. An engine built with `router_replay.mode=R2` records in a forward-only pass whose batch carries
+the flag `enable_routing_replay` and, on Megatron, no `routed_experts`. It gathers the routes over tensor, context and
+pipeline parallelism and returns them as `routed_experts`, in the order of the batch (forward_backward_batch in
+workers/engine/megatron/transformer_impl.py, prepare_model_outputs in workers/engine/veomni/transformer_impl.py). What
+the setting of the user makes of that:
+
+disabled  The engine alone is built with R2. verl's workers go by the setting and never send the flag
+          (_with_routing_replay_flag in workers/engine_workers.py), so no update replays anything; it is set here, for
+          the pass that records, and the routes are dropped once they are compared.
+R2        verl sends the flag, and the update replays what compute_log_prob recorded. The routes stay in the output,
+          and take the place of the rollout's in the batch: it is one field.
+R3        Refused. The engine is made to use the rollout's experts and records none: agreement would be 1 because it was
+          set so, not because it was seen.
+
+Recording is not free on Megatron, whatever the mode (utils/megatron/router_replay_patch.py): the routers take verl's
+top-k instead of the fused one of `moe_router_fusion`, and the all-to-all dispatcher waits for the device at each layer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.workers.config import EngineRouterReplayConfig, TrainingWorkerConfig
+
+from verl_ext.core.overlap import expert_overlap
+from verl_ext.core.routing import BLOCK
+from verl_ext.errors import HookError
+from verl_ext.routing.choices import expert_counts, find_choices
+from verl_ext.routing.outputs import ROLLOUT_ROUTES, known_rows, narrow_dtype, routing_outputs
+
+ROUTES = ROLLOUT_ROUTES  # one field: jagged [B, n, l, K] from the rollout, [B, n, L, K] from the engine
+OFF = "set stability.router_agreement=false"
+
+
+@dataclass(frozen=True)
+class Recorders:
+    """What records in an engine, over all of its pipeline stages.
+
+    Attributes:
+        name: class of the routers.
+        layers: numbers of the decoder layers with a router, dense ones counted, as verl orders the recorded routes.
+        decoder_layers: how many decoder layers there are, layers for multi-token prediction not counted.
+        experts: ids of experts are below this.
+    """
+
+    name: str
+    layers: list[int]
+    decoder_layers: int
+    experts: int
+
+
+class RecordedRouting:
+    """Lets verl record in `compute_log_prob`, and compares.
+
+    Args:
+        config: of the actor's training worker, before it builds the engine.
+
+    Attributes:
+        config: what to build the engine from instead.
+
+    Raises:
+        HookError: a setting under which verl records nothing, or in the wrong place.
+    """
+
+    def __init__(self, config: TrainingWorkerConfig):
+        self.mode = config.engine_config.router_replay.mode
+        setting = f"actor_rollout_ref.actor.{config.engine_config.strategy}"
+        if self.mode == "R3":
+            raise HookError(
+                f"{setting}.router_replay.mode=R3 makes the training engine use the rollout's experts, and verl "
+                f"records none of its own: there is no agreement to measure; {OFF}, or the mode to R2 or disabled"
+            )
+        if not config.model_config.get("use_remove_padding", False):
+            raise HookError(
+                "verl finds the recorded routes of a sequence among packed tokens, and "
+                f"actor_rollout_ref.model.use_remove_padding=false leaves them padded; set it to true, or {OFF}"
+            )
+        if config.engine_config.strategy == "megatron" and config.engine_config.pad_to_length:
+            raise HookError(f"verl cannot record routing with {setting}.pad_to_length=true; set it to false, or {OFF}")
+        recording = EngineRouterReplayConfig(mode="R2")
+        self.config = replace(config, engine_config=replace(config.engine_config, router_replay=recording))
+        self.recorders: Recorders
+
+    def prepare(self, engine: Any) -> None:
+        """Find what records in the engine, once it is initialized; on all of its ranks, which may have to agree.
+
+        Raises:
+            HookError: nothing does, or verl would put the layers in the wrong order.
+        """
+        self.recorders = (_megatron if engine.engine_config.strategy == "megatron" else _veomni)(engine)
+
+    def hooks(self) -> tuple[str, int]:
+        """(class of the routers, how many record over all pipeline stages)."""
+        return self.recorders.name, len(self.recorders.layers)
+
+    def compute(self, infer: Callable[[TensorDict], TensorDict | None], data: TensorDict) -> TensorDict | None:
+        """`infer(data)`, the infer_batch of verl's TrainingWorker, with the agreement among its outputs.
+
+        Args:
+            data: with the rollout's `routed_experts`, or there is nothing to compare; it is left as it is.
+
+        Returns what `infer` does: None on every rank but one of a model replica, and there in addition
+            router_agreement, router_sums: see `routing_outputs`.
+            routed_experts: what the engine recorded, with R2 alone.
+
+        Raises:
+            HookError: the engine recorded nothing, or the rollout's routing is of other layers or experts.
+        """
+        rollout = data.get(ROUTES, None)
+        if tu.get_non_tensor_data(data, "no_lora_adapter", default=False):
+            # The reference of a LoRA, after the actor: with R2 it replays the actor's routes (on VeOmni it records its
+            # own), which must not be replaced by it for the update.
+            return _without_routes(infer(data))
+        if rollout is None:
+            return infer(data)
+        batch = data.exclude(ROUTES)
+        tu.assign_non_tensor_data(batch, "enable_routing_replay", True)
+        output = infer(batch)
+        if output is None:
+            return None
+        recorded = output.get(ROUTES, None)
+        if recorded is None:
+            raise HookError(f"verl returned no {ROUTES} from compute_log_prob, though its engine was built to; {OFF}")
+        for name, value in compare(recorded, rollout, self.recorders, data).items():
+            output[name] = value.cpu()
+        return output if self.mode == "R2" else _without_routes(output)
+
+
+def _without_routes(output: TensorDict | None) -> TensorDict | None:
+    # What a worker returns is written to the batch: it would replace the routes that are there.
+    return None if output is None else output.exclude(ROUTES)
+
+
+def compare(
+    recorded: Tensor, rollout: Tensor, recorders: Recorders, data: TensorDict, *, block: int = BLOCK
+) -> dict[str, Tensor]:
+    """`routing_outputs` from jagged routes of both engines, [B, n, L, K] and [B, n, l, K], on any device.
+
+    Raises:
+        HookError: they are not of the same tokens, layers and experts.
+    """
+    device = get_device_id()
+    train_TLK, infer_TlK = recorded.values(), rollout.values()
+    tokens, layers = int(data["input_ids"].offsets()[-1]), recorders.layers
+    shipped = infer_TlK.shape[1]
+    whole = shipped == recorders.decoder_layers
+    top_k = train_TLK.shape[2]
+    expected = (tokens, shipped if whole else len(layers), top_k)
+    if train_TLK.shape != (tokens, len(layers), top_k) or infer_TlK.shape != expected:
+        raise HookError(
+            f"the rollout's {ROUTES} is {tuple(infer_TlK.shape)} and the training engine's {tuple(train_TLK.shape)} "
+            f"[tokens, layers, top_k], where there are {tokens} tokens and {recorders.decoder_layers} decoder layers, "
+            f"{len(layers)} of them with a router: the two engines number this model's layers differently; {OFF}"
+        )
+    columns = torch.tensor(layers if whole else range(shipped), device=device)
+    narrow = narrow_dtype(recorders.experts)
+    overlap_TL = torch.zeros(tokens, len(layers), dtype=torch.uint8, device=device)
+    known_T = torch.zeros(tokens, dtype=torch.bool, device=device)
+    largest_l = torch.zeros(shipped, dtype=torch.int16, device=device)
+    for start in range(0, tokens, block):
+        part = slice(start, start + block)
+        infer_tlK = infer_TlK[part].to(device).to(torch.int16)
+        largest_l = torch.maximum(largest_l, infer_tlK.amax((0, 2)))
+        infer_tLK = infer_tlK[:, columns].to(narrow)
+        known_T[part] = known_rows(infer_tLK)
+        overlap_TL[part] = expert_overlap(train_TLK[part].to(device).to(narrow), infer_tLK)
+    if (number := int(largest_l.max())) >= recorders.experts:
+        raise HookError(
+            f"the rollout's {ROUTES} names expert {number} of a model with {recorders.experts}: the rollout counts "
+            f"shared or redundant experts too; {OFF}"
+        )
+    _check_layers(largest_l > 0, columns, layers, enough=top_k > 1 and bool(known_T.any()))
+    return routing_outputs(overlap_TL, top_k, known_T, data)
+
+
+def _check_layers(routed_l: Tensor, columns: Tensor, layers: list[int], enough: bool) -> None:
+    """Raise HookError unless the rollout routed in the layers that have a router in the training engine, and no other.
+
+    A dense layer is zeros throughout. So would be a router that only ever chose expert 0, which tokens of more than one
+    expert (`enough`) rule out.
+    """
+    dense = torch.ones_like(routed_l).index_fill_(0, columns, False)
+    extra = (routed_l & dense).nonzero().flatten().tolist()
+    missing = [layers[index] for index in (~routed_l[columns]).nonzero().flatten().tolist()] if enough else []
+    if extra or missing:
+        raise HookError(
+            f"the rollout's {ROUTES} has experts in decoder layers {extra}, where the training engine has no router, "
+            f"and none in {missing}, where it has: the two engines number this model's layers differently; {OFF}"
+        )
+
+
+def _megatron(engine: Any) -> Recorders:
+    """verl's RouterReplay on each TopKRouter of Megatron's decoder; a layer for multi-token prediction has none."""
+    from megatron.core import parallel_state as mpu
+    from verl.utils.megatron.router_replay_utils import get_moe_num_layers_to_build, iter_model_routers
+    from verl.utils.megatron_utils import unwrap_model
+
+    config = engine.tf_config
+    chunks = [[number - 1 for number, _ in iter_model_routers(chunk)] for chunk in unwrap_model(engine.module)]
+    stages = [chunks]
+    if (size := mpu.get_pipeline_model_parallel_world_size()) > 1:
+        stages = [[] for _ in range(size)]
+        torch.distributed.all_gather_object(stages, chunks, group=mpu.get_pipeline_model_parallel_group())
+    # pp_gather of verl puts the stages one after another, and that once for each virtual stage.
+    layers = [layer for virtual in zip(*stages, strict=True) for stage in virtual for layer in sorted(stage)]
+    if not layers:
+        raise HookError(
+            "verl installed no recorder of routing in Megatron: no TopKRouter has a RouterReplay. The model is dense, "
+            f"or this megatron-core ignores moe_enable_routing_replay; {OFF}"
+        )
+    counts = [[len(virtual) for virtual in stage] for stage in stages]
+    assumed = counts
+    if config.virtual_pipeline_model_parallel_size is not None and size > 1:
+        # With virtual stages it cuts what a stage returns by these counts, whatever the stage has.
+        assumed = [[get_moe_num_layers_to_build(config, v, p) for v in range(len(chunks))] for p in range(size)]
+    if layers != sorted(set(layers)) or assumed != counts:
+        raise HookError(
+            "verl would put the routes of Megatron's pipeline stages in the wrong order: the stages, and their virtual "
+            f"ones, hold the layers {stages}, where verl counts {assumed}; set "
+            f"actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=null, or {OFF}"
+        )
+    return Recorders("TopKRouter", layers, config.num_layers, config.num_moe_experts)
+
+
+def _veomni(engine: Any) -> Recorders:
+    """The routers of VeOmni's models, which are transformers' own, with a call to verl's controller after the top-k."""
+    if engine._router_replay is None or not engine._router_replay._installed:
+        raise HookError(f"verl installed no recorder of routing in VeOmni; {OFF}")
+    hf_config = engine.model_config.hf_config
+    points = find_choices(engine.module)
+    experts, _ = expert_counts(hf_config)
+    layers = [point.layer for point in points]
+    return Recorders(type(points[0].module).__name__, layers, hf_config.get_text_config().num_hidden_layers, experts)

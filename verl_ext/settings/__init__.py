@@ -1,0 +1,1 @@
+"""The `stability` node: validated when built, parsed once."""

@@ -1,0 +1,184 @@
+"""The `stability.guard` settings: rules on logged signals, and what the guard does besides.
+
+stability:
+  guard:
+    rules:
+      probability: {signal: vllm_kl/prob_diff_mean, above: 0.05, recover: 0.04, patience: 3, action: warn}
+      collapse: {signal: guard/steps_to_boundary, below: 20, action: tighten}
+      reward: {signal: critic/score/mean, below: 8, zscore_window: 64, patience: 3, action: rollback}
+"""
+
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_ext.errors import ConfigError, require_choice
+from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, Rule
+from verl_ext.guard.state import Foresight
+
+PREFIX = "stability.guard"
+SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3")
+# What verl logs with or after the update, but for two that are there before it.
+LATE = ("actor/", "critic/", "filter/", "response", "prompt_length", "val-", "perf/", "timing")
+NOT_LATE = ("actor/entropy", "critic/score/mean")
+OWN_EFFECT = "correction/"  # what tightening itself moves
+
+
+@dataclass
+class BatchSkip:
+    """Skip the update when `metric` passes `threshold`; null never skips for that reason."""
+
+    metric: str = "vllm_kl/k3"
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("stability.batch_skip.metric", self.metric, SKIP_METRICS)
+        if self.threshold is not None and not self.threshold >= 0:
+            raise ConfigError(
+                f"stability.batch_skip.threshold={self.threshold:g} must be at least 0, or null to never skip"
+            )
+
+
+@dataclass
+class MiniBatchGate:
+    """Refuse the optimizer step of a mini-batch past one of these; null does not look at it.
+
+    Attributes:
+        vllm_kl: k3 of l_infer against l_theta, the policy as it is at this mini-batch.
+        policy_kl: k3 of l_old against l_theta: how far the earlier mini-batches of the step have moved the policy.
+        grad_norm: of the gradient before clipping (FSDP).
+    """
+
+    vllm_kl: float | None = None
+    policy_kl: float | None = None
+    grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{PREFIX}.mini_batch.{name}={value:g} must be above 0 and finite, or null")
+
+    @property
+    def active(self) -> bool:
+        return any(value is not None for value in vars(self).values())
+
+
+@dataclass
+class Boundary:
+    """What is extrapolated: the steps left until `signal` passes `value`, from its last `window` readings."""
+
+    signal: str = Foresight.signal
+    value: float = Foresight.boundary
+    window: int = Foresight.window
+
+    def __post_init__(self) -> None:
+        if not 0 < self.value < math.inf:
+            raise ConfigError(f"{PREFIX}.boundary.value={self.value:g} must be above 0 and finite")
+        if self.window < FEWEST:
+            raise ConfigError(f"{PREFIX}.boundary.window={self.window} must be at least {FEWEST} steps")
+
+
+@dataclass
+class GuardSettings:
+    """Attributes:
+    rules: name -> {signal, above or below, action, recover, patience, zscore_window, advice}; see `guard.rules.Rule`.
+    stop_after: steps in a row without an update after which the run stops; null never does.
+    tighten_factor: what IcePop's band is narrowed by, in logarithms, while a rule with action=tighten fires.
+    max_rollbacks, rollback_cooldown: rollbacks after which another is a stop; steps after one without another.
+    mini_batch: refuse single optimizer steps, in the workers.
+    boundary: the mismatch that is extrapolated, and to where.
+    """
+
+    rules: Any = None
+    stop_after: int | None = 10
+    tighten_factor: float = 0.5
+    max_rollbacks: int = 3
+    rollback_cooldown: int = 5
+    mini_batch: MiniBatchGate = field(default_factory=MiniBatchGate)
+    boundary: Boundary = field(default_factory=Boundary)
+
+    def __post_init__(self) -> None:
+        if self.stop_after is not None and self.stop_after < 1:
+            raise ConfigError(f"{PREFIX}.stop_after={self.stop_after} must be at least 1, or null to never stop")
+        if not 0 < self.tighten_factor < 1:
+            raise ConfigError(f"{PREFIX}.tighten_factor={self.tighten_factor:g} must be between 0 and 1")
+        for name in ("max_rollbacks", "rollback_cooldown"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{PREFIX}.{name}={getattr(self, name)} must be at least 0")
+        self.parse_rules()
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is asked for that a run does not have anyway."""
+        return bool(self.rules) or self.mini_batch.active
+
+    def parse_rules(self) -> list[Rule]:
+        """The rules, in the order written.
+
+        Raises:
+            ConfigError: a setting is unknown, missing or out of range, or an action cannot follow its signal.
+        """
+        given = self.rules or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{PREFIX}.rules={given} must be a mapping from a name to a rule")
+        return [_parse(str(name), rule) for name, rule in given.items()]
+
+
+def _parse(name: str, given: Any) -> Rule:
+    where = f"{PREFIX}.rules.{name}"
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where}={given} must be a mapping with a signal, a bound and an action")
+    rule = dict(given)
+    sides = [side for side in SIDES if rule.get(side) is not None]
+    if len(sides) != 1:
+        raise ConfigError(f"{where} needs one bound: above or below")
+    (side,) = sides
+    bound = rule.pop(side)
+    known = set(inspect.signature(Rule).parameters) - {"name", "bound", "side", "setting"}
+    for key in rule:
+        if key not in known and key not in SIDES:
+            raise ConfigError(f"{where}.{key} is not known; a rule has: {', '.join(sorted({*known, *SIDES}))}")
+    for key in ("signal", "action"):
+        if not isinstance(rule.get(key), str):
+            raise ConfigError(f"{where}.{key} must be given")
+    if not isinstance(rule.get("advice") or "", str):
+        raise ConfigError(f"{where}.advice={rule['advice']} must be text")
+    for side_or_key, value in {side: bound, "recover": rule.get("recover")}.items():
+        if value is not None and not _is_finite(value):
+            raise ConfigError(f"{where}.{side_or_key}={value} must be a finite number")
+    for key, least in (("patience", 1), ("zscore_window", FEWEST)):
+        value = rule.get(key)
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ConfigError(f"{where}.{key}={value} must be a whole number of readings, at least {least}")
+    settings = {key: value for key, value in rule.items() if key in known and value is not None}
+    parsed = Rule(name, bound=float(bound), side=side, setting=f"{where}.{side}", **settings)
+    _check(parsed, where)
+    return parsed
+
+
+def _check(rule: Rule, where: str) -> None:
+    if rule.action not in ACTIONS:
+        raise ConfigError(f"{where}.action={rule.action} is not known; choose one of: {', '.join(ACTIONS)}")
+    if rule.zscore_window is not None and rule.bound <= 0:
+        raise ConfigError(
+            f"{where}: with zscore_window, {rule.side}={rule.bound:g} counts robust standard deviations from the "
+            "median to that side, and must be above 0"
+        )
+    farther = rule.recover is not None and (
+        rule.recover > rule.bound if rule.side == "above" or rule.zscore_window else rule.recover < rule.bound
+    )
+    if farther:
+        raise ConfigError(f"{where}.recover={rule.recover:g} lies past {rule.side}={rule.bound:g}: it would flicker")
+    if rule.action == "skip" and rule.signal.startswith(LATE) and rule.signal not in NOT_LATE:
+        raise ConfigError(
+            f"{where}: {rule.signal} comes with the update, which can then no longer be skipped; set action to warn, "
+            f"tighten, rollback or stop, or use {PREFIX}.mini_batch"
+        )
+    if rule.action == "tighten" and rule.signal.startswith(OWN_EFFECT):
+        raise ConfigError(f"{where}: a narrower band itself raises {rule.signal}, so the rule would not recover")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

