@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples import some
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,8 +49,10 @@ def test_the_crossing_is_foretold_within_a_fifth_under_noise():
     assert 99 + last.steps == pytest.approx(crossing, rel=0.2)
 
 
-@pytest.mark.parametrize("noise", [0.1, 0.5, 1.0])
-@pytest.mark.parametrize(("dependence", "spikes"), [(0.0, 0.0), (0.0, 0.05), (0.5, 0.05), (0.8, 0.0)])
+NOISE = [(noise, *kind) for noise in (0.1, 0.5, 1.0) for kind in ((0.0, 0.0), (0.0, 0.05), (0.5, 0.05), (0.8, 0.0))]
+
+
+@pytest.mark.parametrize(("noise", "dependence", "spikes"), some(NOISE))
 def test_false_alarms_on_a_stable_series_are_under_one_percent(noise, dependence, spikes):
     """Of the steps, with Gaussian noise in the logarithm that is independent or follows the step before, and spikes."""
     rng = random.Random(7)

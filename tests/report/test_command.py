@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from examples import some
 from made_runs import full, make, write
 from made_trajectories import dump, line
 from running import heeds_ctrl_c
@@ -208,7 +209,7 @@ def watch():
         one.process.wait()
 
 
-@pytest.mark.parametrize("environment", [{}, {"TERM": "dumb", "COLUMNS": "30"}], ids=["plain", "dumb and narrow"])
+@pytest.mark.parametrize("environment", some([{"TERM": "dumb", "COLUMNS": "30"}, {}]), ids=str)
 def test_watch_waits_for_the_run_follows_it_and_draws_at_the_end(environment, watch, tmp_path, out):
     file = tmp_path / "[run].jsonl"
     watching = watch(file, out, **environment)
