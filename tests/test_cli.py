@@ -52,6 +52,7 @@ def test_what_needs_no_engine_imports_none():
         "plan": ["plan", "--json", "recipe=qwen3_30b_a3b", "stability=icepop"],
         "plan on Megatron": ["plan", "--json", "recipe=qwen3_30b_a3b_megatron", "stability=guard"],
         "doctor of a run": ["doctor", "--json", "--gpu=H100", "recipe=qwen3_30b_a3b_megatron", "stability=icepop"],
+        "doctor of a loss": ["doctor", "--json", "--gpu=H100", "recipe=qwen3_30b_a3b", "stability=icepop_loss"],
     }
     pages = ("altair", "vl_convert", "jinja2", "numpy", "matplotlib", "rich")
     code = f"ENGINES, PAGES, COMMANDS = {ENGINES}, {pages}, {commands}\n{IMPORTS}"
@@ -60,7 +61,8 @@ def test_what_needs_no_engine_imports_none():
     assert seen == {name: [] for name in ("the command line", *commands)}
     _, findings = printed.pop("doctor of the installation")
     assert {finding["check"] for finding in json.loads(findings)} >= {"packages", "plugins"}
-    _, findings = printed.pop("doctor of a run")
-    told = {(finding["level"], finding["check"]) for finding in json.loads(findings)}
-    assert told >= {("ok", "hooks"), ("ok", "verl's validation"), ("ok", "sizes")}
+    for name in ("doctor of a run", "doctor of a loss"):
+        _, findings = printed.pop(name)
+        told = {(finding["level"], finding["check"]) for finding in json.loads(findings)}
+        assert told >= {("ok", "hooks"), ("ok", "verl's validation"), ("ok", "sizes")}
     assert all(code == 0 and json.loads(plan)["fits"] for code, plan in printed.values())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verl_ext.doctor.context import MODEL, ROLLOUT, Context
 from verl_ext.doctor.findings import Finding, check
 from verl_ext.doctor.foreign import built_settings, unknown_targets
-from verl_ext.doctor.validation import passes_quickly
+from verl_ext.doctor.validation import loss_settings, passes_quickly
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -110,10 +110,10 @@ def _error(config: "DictConfig", read_model: bool) -> str:
 
     try:
         stability = stability_config(config.stability)
-        if loss_mode(config) in LOSSES:  # which is built
-            import verl_ext.plugin  # noqa: F401 (before verl, as `verl_ext.main_ppo` does)
+        builds = loss_settings() if loss_mode(config) in LOSSES else contextlib.nullcontext()
         if something_to_do(config, stability):
-            check_run(config, stability, read_model=read_model)
+            with builds:
+                check_run(config, stability, read_model=read_model)
     except UserError as error:
         return " ".join(str(error).split())
     except OmegaConfBaseException as error:

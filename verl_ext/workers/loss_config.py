@@ -24,6 +24,8 @@ class ComposedLossConfig(PolicyLossConfig):
     base: str = "vanilla"
 
     def __post_init__(self) -> None:
+        if self.base in RATIO_LOSSES:  # the usual case, and verl's registry takes seconds to import
+            return
         # Not above: importing verl's registry imports our losses, which need this module complete.
         from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
