@@ -20,6 +20,6 @@ mypy
 # One thread for each of the two: what a test computes is small.
 export OMP_NUM_THREADS=1
 if [ "${1:-}" = --fast ]; then export HYPOTHESIS_PROFILE=fast; fi
-pytest -m "not e2e" -rfEs -n 2 --dist worksteal
+pytest -m "not e2e and not gpu" -rfEs -n 2 --dist worksteal
 # One at a time: two runs of verl on one machine would meet in the socket that carries the weights.
-if [ "${1:-}" != --fast ]; then pytest -m e2e -rfEs --durations=20; fi
+if [ "${1:-}" != --fast ]; then pytest -m "e2e or gpu" -rfEs --durations=20; fi

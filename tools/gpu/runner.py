@@ -120,6 +120,7 @@ def _environment(dry: bool, folder: str) -> dict[str, str]:
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "TMPDIR": folder, "HF_HUB_OFFLINE": "1"}
     if dry:
         environment |= {"VERL_PLATFORM": "cpu", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment["OMP_NUM_THREADS"] = "1"  # tiny sizes: more threads wait for each other
     return os.environ | environment
 
 

@@ -49,19 +49,25 @@ class Engines:
     """verl's where it can be built here, else the stand-in of tools/bench_capture.py; the same for all families."""
 
     def __init__(self, record: Record, place: Place):
-        self.device, self.verls = place.device, True
-        try:
-            self._verls(config_of(FAMILIES[0], tiny=True), torch.float32)
-            record.note("through verl's FSDP2 engine, one rank; attention as torch's own among rows of one length")
-        except Exception:
-            record.note(
-                "through the adapter's own entry, for verl's FSDP2 engine cannot be built here:\n"
-                + traceback.format_exc(limit=-3)
-            )
-            self.verls = False
+        self.record, self.device = record, place.device
+        self.verls: bool | None = None  # not tried yet
 
     def __call__(self, config: Any, dtype: torch.dtype) -> Any:
+        if self.verls is None:
+            self._try()
         return self._verls(config, dtype) if self.verls else Engine(build(config, dtype, self.device))
+
+    def _try(self) -> None:
+        """On a tiny model: what fails there has to do with what is installed."""
+        try:
+            self._verls(config_of(FAMILIES[0], tiny=True), torch.float32)
+        except Exception:
+            self.verls = False
+            why = traceback.format_exc(limit=-3)
+            self.record.note(f"through the adapter's own entry, for verl's FSDP2 engine cannot be built here:\n{why}")
+        else:
+            self.verls = True
+            self.record.note("through verl's FSDP2 engine, one rank; attention by torch, among rows of one length")
 
     def _verls(self, config: Any, dtype: torch.dtype) -> Any:
         with tempfile.TemporaryDirectory() as folder:
