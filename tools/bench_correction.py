@@ -77,10 +77,10 @@ class Batch:
             rollout_rs_threshold="0.999_1.001",
         )
 
-    def eager(self) -> tuple[torch.Tensor, dict[str, float]]:
+    def eager(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, dict[str, float]]:
         """The weights and the metrics of `vllm_kl/*` as one writes the formulas down, a tensor for every term."""
-        mask = self.mask.bool()
-        x = torch.where(mask, self.old - self.infer, 0.0)
+        mask, infer, old = self.mask.bool(), self.infer.to(dtype), self.old.to(dtype)
+        x = torch.where(mask, old - infer, 0.0)
         count, lengths = mask.sum(), mask.sum(1).clamp(min=1)
         clamped = x.clamp(-20, 20)
         k = clamped.exp()
@@ -88,7 +88,7 @@ class Batch:
         g = (x.sum(1) / lengths).exp().unsqueeze(1)
         inside = (bounds[0]["alpha"] <= k) & (k <= bounds[0]["beta"])
         weight = torch.where(inside & (bounds[1]["low"] <= g) & (g <= bounds[1]["high"]) & mask, k, 0.0)
-        difference = torch.where(mask, (self.infer.exp() - self.old.exp()).abs(), 0.0)
+        difference = torch.where(mask, (infer.exp() - old.exp()).abs(), 0.0)
         center = difference.sum() / count
         squared = (torch.where(mask, k, 0.0) ** 2).sum()
         metrics = {

@@ -27,6 +27,7 @@ def states(folder):
     return {name: part["state"] for name, part in parts.items()}
 
 
+@pytest.mark.e2e
 def test_the_whole_kit_runs_dry(tmp_path, monkeypatch):
     dry = {"TRITON_INTERPRET": "1", "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tools", ROOT / "tests" / "shared")))

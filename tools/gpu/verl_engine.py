@@ -14,9 +14,11 @@ from gpu.models import build
 
 def start_one_rank(folder: Path) -> None:
     """torch.distributed, which the engine asks about its ranks."""
+    for backend in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")  # a machine without network may not know its own name
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(backend, rank=0, world_size=1, init_method=f"file://{folder}/store")
+    backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backends, rank=0, world_size=1, init_method=f"file://{folder}/store")
 
 
 def verl_engine(config: PretrainedConfig, dtype: torch.dtype, device: str, folder: Path) -> Any:
@@ -51,8 +53,10 @@ def verl_engine(config: PretrainedConfig, dtype: torch.dtype, device: str, folde
     )
 
     def made(*args: Any, config: PretrainedConfig, **settings: Any) -> Any:
+        config._experts_implementation = experts  # which no file of a config holds
         return build(config, dtype, device)
 
+    experts = config._experts_implementation
     with mock.patch.object(AutoModelForCausalLM, "from_pretrained", made):
         engine.initialize()
     return engine

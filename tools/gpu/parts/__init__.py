@@ -24,7 +24,7 @@ PARTS = {
     "overlap": Part("Expert overlap: the Triton kernel", "gpu.parts.overlap", 80, ("torch", "triton")),
     "measure": Part("One pass over the batch: mismatch and weights", "gpu.parts.measure", 70),
     "capture": Part(
-        "Capture and replay of routing", "gpu.parts.capture", 210, ("torch", "transformers", "verl", "tensordict")
+        "Capture and replay of routing", "gpu.parts.capture", 230, ("torch", "transformers", "verl", "tensordict")
     ),
     "numbers": Part("The mismatch between kernels of one model", "gpu.parts.numbers", 70, ("torch", "transformers")),
     "oracles": Part("The mathematics against float64", "gpu.parts.oracles", 60),

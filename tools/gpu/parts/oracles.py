@@ -1,9 +1,11 @@
 """The mathematics on the GPU's tensors against oracles in float64 and plain Python, the ones that the tests use."""
 
 import math
+import tempfile
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,15 +195,13 @@ def check_policy_losses(record: Record, place: Place) -> None:
 
 def check_gate(record: Record, place: Place) -> None:
     """What the gate decides by, on one rank: the sums of a mini-batch in two micro-batches."""
-    import tempfile
-
     import verl_ext.plugin  # noqa: F401  (verl's platform for CPUs)
+    from gpu.verl_engine import start_one_rank
     from verl_ext.guard_settings import MiniBatchGate
     from verl_ext.workers.gate import Gate
 
     with tempfile.TemporaryDirectory() as folder:
-        backend = "gloo" if place.device == "cpu" else "nccl"
-        torch.distributed.init_process_group(backend, rank=0, world_size=1, init_method=f"file://{folder}/store")
+        start_one_rank(Path(folder))
         try:
             for seed in SEEDS:
                 batch = loss_oracles.random_batch(seed)
