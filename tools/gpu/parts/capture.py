@@ -92,10 +92,10 @@ def log_probs(engine: Any, data: Any) -> Any:
 def times(record: Record, place: Place, engines: Engines, family: str) -> None:
     config = config_of(family, tiny=place.tiny)
     engine = engines(config, torch.float32 if place.tiny else torch.bfloat16)
-    billions = sum(parameter.numel() for parameter in engine.module.parameters()) / 1e9
+    millions = sum(parameter.numel() for parameter in engine.module.parameters()) / 1e6
     tokens = TINY_TOKENS if place.tiny else TOKENS
     record.note(
-        f"{billions:.2f} billion parameters, {config.num_hidden_layers} layers, {tokens} tokens in sequences of "
+        f"{millions:,.1f} million parameters, {config.num_hidden_layers} layers, {tokens} tokens in sequences of "
         f"{PROMPT + RESPONSE}; experts by {engine.module.config._experts_implementation}"
     )
     sizes = tokens, config.vocab_size, place.device
