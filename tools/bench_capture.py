@@ -17,13 +17,16 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.setdefault("VERL_PLATFORM", "cpu")  # before anything imports verl
-
 import torch
+
+os.environ.setdefault("VERL_PLATFORM", "nvidia" if torch.cuda.is_available() else "cpu")  # before verl is imported
+
 from tensordict import TensorDict
+from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verl.utils import tensordict_utils as tu
 
@@ -35,66 +38,91 @@ PROMPT, RESPONSE = 128, 384  # tokens of each sequence
 class Engine:
     """verl's forward_step on packed tokens, without what FSDP adds."""
 
-    def __init__(self, options: argparse.Namespace):
-        torch.manual_seed(0)
-        config = Qwen3MoeConfig(
-            vocab_size=options.vocabulary,
-            hidden_size=options.hidden,
-            moe_intermediate_size=options.hidden // 2,
-            num_hidden_layers=options.layers,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=64,
-            num_experts=options.experts,
-            num_experts_per_tok=options.top_k,
-            attn_implementation="sdpa",
-        )
-        self.module = Qwen3MoeForCausalLM(config).to(options.device, torch.bfloat16).eval()
-        self.model_config = SimpleNamespace(hf_config=config)
-        replay = SimpleNamespace(router_replay=SimpleNamespace(mode="disabled"))
-        self.config = SimpleNamespace(engine_config=replay)
+    def __init__(self, module: nn.Module):
+        self.module = module.eval()
+        self.model_config = SimpleNamespace(hf_config=module.config)
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
         ids, positions = (micro_batch[name].values().unsqueeze(0) for name in ("input_ids", "position_ids"))
         logits = self.module(ids, position_ids=positions, use_cache=False).logits[0]
         log_probs = logits.log_softmax(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
-        taken = log_probs.gather(1, ids[0].roll(-1).unsqueeze(1))
-        return 0.0, {"model_output": {"log_probs": taken, "entropy": entropy}, "metrics": {}}
+        taken = log_probs.gather(1, ids[0].roll(-1).unsqueeze(1)).squeeze(1)
+        output = {"log_probs": torch.nested.nested_tensor_from_jagged(taken, micro_batch["input_ids"].offsets())}
+        loss, metrics = 0.0, {}
+        if loss_function is not None:
+            loss, metrics = loss_function(model_output=output, data=micro_batch, dp_group=None)
+        return loss, {"model_output": output | {"entropy": entropy}, "metrics": metrics}
 
 
-def make_batch(options: argparse.Namespace, **settings: Any) -> TensorDict:
-    count, length = options.tokens // (PROMPT + RESPONSE), PROMPT + RESPONSE
+def attach(engine: Any) -> FsdpRouting:
+    """The adapter, its hooks on the engine's routers; `mode` says what it does, R2 or R3 where a batch asks for it."""
+    replay = SimpleNamespace(router_replay=SimpleNamespace(mode="disabled"))
+    adapter = FsdpRouting(SimpleNamespace(engine_config=replay))  # type: ignore[arg-type]
+    adapter.prepare(engine)
+    return adapter
+
+
+def make_batch(tokens: int, vocabulary: int, device: str, **settings: Any) -> TensorDict:
+    """Random sequences of PROMPT + RESPONSE tokens, with all that verl's engine reads of a micro-batch."""
+    count, length = tokens // (PROMPT + RESPONSE), PROMPT + RESPONSE
     generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(vocabulary, (count, length), generator=generator).to(device)
 
-    def nested(rows: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor([row.to(options.device) for row in rows], layout=torch.jagged)
+    def nested(rows: Iterable[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
+    ones = torch.ones(count, RESPONSE, dtype=torch.long, device=device)
     data = TensorDict(
         {
-            "input_ids": nested([torch.randint(options.vocabulary, (length,), generator=generator)] * count),
-            "position_ids": nested([torch.arange(length)] * count),
-            "response_mask": nested([torch.ones(RESPONSE, dtype=torch.long)] * count),
+            "input_ids": nested(rows),
+            "position_ids": nested(torch.arange(length, device=device).expand(count, -1)),
+            "prompts": nested(rows[:, :PROMPT]),
+            "responses": nested(rows[:, PROMPT:]),
+            "response_mask": nested(ones),
+            "loss_mask": nested(ones),
         },
         batch_size=count,
     )
-    tu.assign_non_tensor(data, calculate_entropy=True, use_remove_padding=True, **settings)
+    told = {"calculate_entropy": True, "use_remove_padding": True, "temperature": 1.0, "global_batch_size": count}
+    tu.assign_non_tensor(data, **told | settings)
     return data
 
 
 @torch.no_grad()
-def own_routes(adapter: FsdpRouting, engine: Engine, options: argparse.Namespace) -> torch.Tensor:
-    """The experts that the model chooses, one in a hundred replaced by the next that is not among its token's."""
-    adapter.mode = "R2"
-    data = make_batch(options, enable_routing_replay=True)
+def rollout_routes(adapter: FsdpRouting, engine: Any, data: TensorDict) -> torch.Tensor:
+    """The experts that the model chooses, one in a hundred replaced by the next that is not among its token's.
+
+    Args:
+        data: of `make_batch` with enable_routing_replay=True.
+    """
+    adapter.mode, before = "R2", adapter.mode
     _, output = engine.forward_step(data, loss_function=None, forward_only=True)
+    adapter.mode = before
     routes = output["model_output"]["old_routed_experts"]
     ids = routes.values().long()
-    other = (ids.amax(-1) + 1) % options.experts
-    other += (other.unsqueeze(-1) == ids).any(-1) * options.experts  # none such: left as it is
-    replace = (torch.rand(other.shape, device=ids.device) < options.top_k / 100) & (other < options.experts)
+    other = (ids.amax(-1) + 1) % adapter.experts
+    other += (other.unsqueeze(-1) == ids).any(-1) * adapter.experts  # none such: left as it is
+    replace = (torch.rand(other.shape, device=ids.device) < adapter.top_k / 100) & (other < adapter.experts)
     ids[..., 0] = torch.where(replace, other, ids[..., 0])
     return torch.nested.nested_tensor_from_jagged(ids.to(torch.uint8), routes.offsets())
+
+
+def qwen3_moe(options: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        moe_intermediate_size=options.hidden // 2,
+        num_hidden_layers=options.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=options.experts,
+        num_experts_per_tok=options.top_k,
+        attn_implementation="sdpa",
+    )
+    return Qwen3MoeForCausalLM(config).to(options.device, torch.bfloat16)
 
 
 def main() -> None:
@@ -113,14 +141,14 @@ def main() -> None:
     if options.tokens % (PROMPT + RESPONSE):
         parser.error(f"--tokens must be a multiple of {PROMPT + RESPONSE}")
 
-    engine = Engine(options)
-    adapter = FsdpRouting(engine.config)  # type: ignore[arg-type]
-    adapter.prepare(engine)
-    batches = {"without": make_batch(options)}
-    with_routes = own_routes(adapter, engine, options)
+    engine = Engine(qwen3_moe(options))
+    adapter = attach(engine)
+    sizes = options.tokens, options.vocabulary, options.device
+    batches = {"without": make_batch(*sizes)}
+    routes = rollout_routes(adapter, engine, make_batch(*sizes, enable_routing_replay=True))
     for name, replays in (("with", False), ("replay (R3)", True)):
-        batches[name] = make_batch(options, enable_routing_replay=replays)
-        batches[name]["routed_experts"] = with_routes
+        batches[name] = make_batch(*sizes, enable_routing_replay=replays)
+        batches[name]["routed_experts"] = routes
     adapter.mode = "R3"  # for the batch that says so
     wall: dict[str, list[float]] = {name: [] for name in batches}
     processor: dict[str, list[float]] = {name: [] for name in batches}

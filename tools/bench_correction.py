@@ -25,11 +25,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VERL_PLATFORM", "cpu")  # before anything imports verl; its arithmetic here does not depend on it
-
 import torch
-from measuring import RETURN_FREED, added_bytes, kibibytes, seconds
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+os.environ.setdefault("VERL_PLATFORM", "nvidia" if torch.cuda.is_available() else "cpu")  # before verl is imported
+
+from measuring import RETURN_FREED, added_bytes, alternating, kibibytes
 
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
@@ -64,6 +64,9 @@ class Batch:
         return Tokens(self.packed_infer, self.packed_old, self.packed_mask.bool(), self.offsets)
 
     def verl(self) -> tuple[Any, torch.Tensor, dict[str, float]]:
+        # Here, for an environment without verl has the other calls.
+        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
         return compute_rollout_correction_and_rejection_mask(
             self.old,
             self.infer,
@@ -73,6 +76,33 @@ class Batch:
             rollout_rs="seq_mean_k1",
             rollout_rs_threshold="0.999_1.001",
         )
+
+    def eager(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, dict[str, float]]:
+        """The weights and the metrics of `vllm_kl/*` as one writes the formulas down, a tensor for every term."""
+        mask, infer, old = self.mask.bool(), self.infer.to(dtype), self.old.to(dtype)
+        x = torch.where(mask, old - infer, 0.0)
+        count, lengths = mask.sum(), mask.sum(1).clamp(min=1)
+        clamped = x.clamp(-20, 20)
+        k = clamped.exp()
+        bounds = CORRECTIONS["icepop"], CORRECTIONS["geo_mask"]
+        g = (x.sum(1) / lengths).exp().unsqueeze(1)
+        inside = (bounds[0]["alpha"] <= k) & (k <= bounds[0]["beta"])
+        weight = torch.where(inside & (bounds[1]["low"] <= g) & (g <= bounds[1]["high"]) & mask, k, 0.0)
+        difference = torch.where(mask, (infer.exp() - old.exp()).abs(), 0.0)
+        center = difference.sum() / count
+        squared = (torch.where(mask, k, 0.0) ** 2).sum()
+        metrics = {
+            "k1": -x.sum() / count,
+            "k3": torch.where(mask, torch.expm1(clamped) - clamped, 0.0).sum() / count,
+            "prob_diff_mean": center,
+            "prob_diff_max": difference.max(),
+            "prob_diff_std": torch.where(mask, (difference - center) ** 2, 0.0).sum().div(count).sqrt(),
+            "log_ratio_abs_mean": x.abs().sum() / count,
+            "log_ratio_abs_max": x.abs().max(),
+            "ess": torch.where(mask, k, 0.0).sum() ** 2 / squared / count,
+            "chi2": squared / count - 1,
+        }
+        return weight, {f"vllm_kl/{name}": value.item() for name, value in metrics.items()}
 
     def calls(self) -> dict[str, Callable[[], Any]]:
         return {
@@ -128,13 +158,7 @@ def bench(size: str, arguments: argparse.Namespace) -> None:
     source = batch.packed_infer
     target = torch.empty_like(source)
     calls = batch.calls() | {"copy": lambda: target.copy_(source)}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(arguments.repeats + 1):
-        order = list(calls) if repeat % 2 == 0 else list(calls)[::-1]
-        for name in order:
-            spent = seconds(calls[name], arguments.device)
-            if repeat:  # the first round warms up
-                times[name].append(spent)
+    times = alternating(calls, arguments.repeats, arguments.device)
     median = {name: statistics.median(spent) for name, spent in times.items()}
     print(
         f"\n{size}: {len(source):,} of {batch.elements:,} tokens valid ({len(source) / batch.elements:.0%}); "

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measuring import RETURN_FREED, added_bytes, seconds
+from measuring import RETURN_FREED, added_bytes, alternating
 from torch import Tensor
 
 from verl_ext.core.overlap import blockwise_overlap
@@ -47,8 +47,8 @@ def random_sets(size: str, device: str) -> tuple[Tensor, Tensor]:
     replaced = torch.rand(place.shape, generator=generator) < REPLACED
     other_place = place + replaced * (E // 2)
     repeats = -(-N // TILE)
-    train, infer = (experts[where % E].repeat(repeats, 1, 1)[:N] for where in (place, other_place))
-    return train.to(device), infer.to(device)
+    train, infer = (experts[where % E].to(device).repeat(repeats, 1, 1)[:N] for where in (place, other_place))
+    return train, infer
 
 
 def available(device: str) -> int:
@@ -76,7 +76,10 @@ def one_id_at_a_time(train: Tensor, infer: Tensor) -> Tensor:
     return overlap
 
 
-def overlap_calls(train: Tensor, infer: Tensor, device: str) -> dict[str, Callable[[], Tensor]]:
+def overlap_calls(
+    train: Tensor, infer: Tensor, device: str, *, interpreted: bool = False
+) -> dict[str, Callable[[], Tensor]]:
+    """Every way to the same result, the plain one first; the Triton kernel on a CPU too where it is interpreted."""
     _, L, K = train.shape
     reverse = infer.flip(-1)
     tokens = available(device) // 2 // (L * (K * K + K + 2 * 8))  # bools of both comparisons, int64 sums and result
@@ -86,7 +89,7 @@ def overlap_calls(train: Tensor, infer: Tensor, device: str) -> dict[str, Callab
         "ours": lambda: blockwise_overlap(train, infer),
         "ours, reversed": lambda: blockwise_overlap(train, reverse),
     }
-    if device != "cpu":
+    if device != "cpu" or interpreted:
         from verl_ext.core.overlap_triton import fused_overlap
 
         calls["ours, Triton"] = lambda: fused_overlap(train, infer)
@@ -128,10 +131,7 @@ def bench_overlap(size: str, device: str, arguments: argparse.Namespace) -> None
             raise SystemExit(f"{size} on {device}: {name} and {reference} differ")
     del expected
     calls["copy"] = lambda: target.copy_(train)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(arguments.repeats):
-        for name in list(calls) if repeat % 2 == 0 else list(calls)[::-1]:
-            times[name].append(seconds(calls[name], device))
+    times = alternating(calls, arguments.repeats, device, warm_up=0)
     median = {name: statistics.median(spent) for name, spent in times.items()}
     print(
         f"\n{size}, {str(train.dtype).removeprefix('torch.')}, {device}: {N * L * K / 1e6:,.1f} million ids, "

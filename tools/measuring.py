@@ -1,7 +1,7 @@
 """How the benchmarks take time and memory, on a CPU and on a GPU."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -22,6 +22,19 @@ def seconds(call: Callable[[], object], device: str = "cpu") -> float:
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end) / 1000
+
+
+def alternating(
+    calls: Mapping[str, Callable[[], object]], repeats: int, device: str = "cpu", warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each call, one after another and back, so that a machine that slows down favours none."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(warm_up + repeats):
+        for name in list(calls) if repeat % 2 == 0 else list(calls)[::-1]:
+            spent = seconds(calls[name], device)
+            if repeat >= warm_up:
+                times[name].append(spent)
+    return times
 
 
 def added_bytes(call: Callable[[], object], device: str = "cpu") -> int:

@@ -20,6 +20,6 @@ mypy
 # One thread for each of the two: what a test computes is small.
 export OMP_NUM_THREADS=1
 if [ "${1:-}" = --fast ]; then export HYPOTHESIS_PROFILE=fast; fi
-pytest -m "not e2e" -rfEs -n 2 --dist worksteal
+pytest -m "not e2e and not gpu" -rfEs -n 2 --dist worksteal
 # File by file, for tests of one share their runs; the longest come first as they are.
-if [ "${1:-}" != --fast ]; then pytest -m e2e -rfEs -n 2 --dist loadfile --no-loadscope-reorder --durations=20; fi
+if [ "${1:-}" != --fast ]; then pytest -m "e2e or gpu" -rfEs -n 2 --dist loadfile --no-loadscope-reorder --durations=20; fi

@@ -5,39 +5,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from filter_oracles import (
+    EOS,
+    low_agreement_tokens,
+    low_probability_tokens,
+    make_batch,
+    off_policy_negative_tokens,
+    overlong_rows,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.core.filters import FilterBatch, apply_filters, get_batch_filter
-from verl_ext.core.tokens import Tokens
+from verl_ext.core.filters import apply_filters, get_batch_filter
 from verl_ext.errors import BatchError, ConfigError
 from verl_ext.settings.filters import parse_filters
 
 RELAXED = settings(deadline=None)  # the cores are shared
-
-EOS = 2
-
-
-def make_batch(rows, keys=None, **more):
-    """A batch from rows of tokens, each a dict of what differs from an on-policy token of the model's."""
-    token = {"id": 5, "m": 1, "infer": -1.0, "old": -1.0, "advantage": 1.0, "agreement": 1.0}
-    tokens = [token | given for row in rows for given in row]
-
-    def column(name, dtype=torch.float32):
-        return torch.tensor([t[name] for t in tokens], dtype=dtype)
-
-    offsets = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
-    defaults = {
-        "tokens": Tokens(column("infer"), column("old"), column("m", torch.bool), offsets),
-        "keys": keys or [f"u{i}_0_0" for i in range(len(rows))],
-        "rewards_B": torch.zeros(len(rows)),
-        "advantages_N": column("advantage"),
-        "responses_N": column("id", torch.int64),
-        "max_response_length": 4,
-        "eos_ids": frozenset({EOS}),
-        "agreement_N": column("agreement"),
-    }
-    return FilterBatch(**(defaults | more))
 
 
 def keep(name, batch, **settings):
@@ -76,9 +59,7 @@ ROWS = st.lists(st.lists(TOKEN, max_size=5), min_size=1, max_size=6)
 @RELAXED
 @given(ROWS)
 def test_overlong_drops_full_responses_without_an_end_token_of_the_model(rows):
-    expected = [not (len(row) >= 4 and not (row[-1]["m"] and row[-1]["id"] == EOS)) for row in rows]
-    batch = make_batch(rows)
-    assert kept_rows("overlong", batch) == [ok or not row for ok, row in zip(expected, rows, strict=True)]
+    assert kept_rows("overlong", make_batch(rows)) == overlong_rows(rows)
 
 
 def test_overlong_knows_several_end_tokens_and_none():
@@ -115,9 +96,9 @@ def test_a_reward_that_is_not_finite_names_the_tensor(value):
 @RELAXED
 @given(ROWS, st.sampled_from([0.0, 0.25, 0.3, 1.0]))
 def test_low_agreement_and_low_probability_drop_below_the_threshold(rows, threshold):
-    batch, tokens = make_batch(rows), [token for row in rows for token in row]
-    assert keep("low_agreement", batch, threshold=threshold) == [t["agreement"] >= threshold for t in tokens]
-    assert keep("low_probability", batch, threshold=threshold) == [math.exp(t["infer"]) >= threshold for t in tokens]
+    batch = make_batch(rows)
+    assert keep("low_agreement", batch, threshold=threshold) == low_agreement_tokens(rows, threshold)
+    assert keep("low_probability", batch, threshold=threshold) == low_probability_tokens(rows, threshold)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -133,12 +114,7 @@ def test_low_probability_of_half_precision_is_not_rounded_to_the_threshold(dtype
 @RELAXED
 @given(ROWS, st.sampled_from([0.0, 0.25, 0.3, 1.0]))
 def test_off_policy_negative_is_deepseeks_equation_9_at_l_theta_equal_to_l_old(rows, delta):
-    def off_policy(row):
-        gaps = [t["infer"] - t["old"] for t in row if t["m"]]
-        return bool(gaps) and sum(gaps) / len(gaps) > delta
-
-    expected = [not (off_policy(row) and t["advantage"] < 0) for row in rows for t in row]
-    assert keep("off_policy_negative", make_batch(rows), delta=delta) == expected
+    assert keep("off_policy_negative", make_batch(rows), delta=delta) == off_policy_negative_tokens(rows, delta)
 
 
 def test_the_off_policy_bound_itself_is_kept():

@@ -1,4 +1,4 @@
-"""The loss terms against oracles in plain Python floats, written from the papers token by token."""
+"""The loss terms against the oracles of tests/shared/loss_oracles.py."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch
 from closeness import close
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_oracles import kl_oracle, llds_oracle, mean, opsm_oracle, random_batch, tensors
 
 from verl_ext.core.losses import (
     llds_penalty,
@@ -32,34 +33,6 @@ def batches(draw, rows=4, length=6):
         return [[draw(values) if t < n else 0 for t in range(length)] for n in sizes]
 
     return [table(OF_2_17) for _ in range(3)] + [table(st.sampled_from([-1.5, 0.0, 2.0])), table(st.booleans())]
-
-
-def tensors(batch):
-    *floats, mask = batch
-    return [torch.tensor(table, dtype=torch.float32) for table in floats] + [torch.tensor(mask) == 1]
-
-
-def random_batch(seed, rows=5, length=9, scale=0.3):
-    torch.manual_seed(seed)
-    l_infer = -torch.rand(rows, length) * 3
-    l_old = l_infer + torch.randn(rows, length) * scale
-    l_theta = l_old + torch.randn(rows, length) * scale
-    mask = torch.rand(rows, length) < 0.7
-    mask[0] = False  # a row with nothing to learn from
-    return [table.tolist() for table in (l_infer, l_old, l_theta, torch.randn(rows, length), mask)]
-
-
-def mean(values):
-    return sum(values) / len(values) if values else 0.0
-
-
-def opsm_oracle(l_infer, l_theta, advantages, mask, delta):
-    """DeepSeek-V3.2 eq. 9 with |o_i| the generated tokens."""
-    out = []
-    for infer, theta, adv, m in zip(l_infer, l_theta, advantages, mask, strict=True):
-        divergence = mean([i - t for i, t, on in zip(infer, theta, m, strict=True) if on])
-        out.append([0.0 if a < 0 and divergence > delta else 1.0 for a in adv])
-    return out
 
 
 @given(batches(), st.sampled_from([-0.5, 0.0, 0.1, 30.0]))
@@ -109,29 +82,6 @@ def test_what_stands_outside_the_mask_is_in_no_term_and_no_gradient(batch, odd):
         assert torch.equal(one, other)
 
 
-def llds_oracle(l_theta, l_old, advantages, mask, gate):
-    """(penalty, gradient by l_theta): the paper's sums, written as loops."""
-    penalty = [[0.0] * len(row) for row in l_theta]
-    gradient = [[0.0] * len(row) for row in l_theta]
-    for b, m in enumerate(mask):
-        preserved = [t for t in range(len(m)) if m[t] and advantages[b][t] >= 0]
-        units = [preserved]
-        if gate == "action":
-            units = []
-            for t in preserved:
-                if units and units[-1][-1] == t - 1:
-                    units[-1].append(t)
-                else:
-                    units.append([t])
-        for unit in units:
-            if sum(l_old[b][t] - l_theta[b][t] for t in unit) > 0:
-                for t in unit:
-                    if l_old[b][t] > l_theta[b][t]:
-                        penalty[b][t] = l_old[b][t] - l_theta[b][t]
-                        gradient[b][t] = -1.0
-    return penalty, gradient
-
-
 @pytest.mark.parametrize("gate", ["action", "response"])
 @given(batches())
 @settings(deadline=None)
@@ -166,16 +116,6 @@ def test_llds_gate_is_checked():
     one = torch.ones(1, 1)
     with pytest.raises(ValueError, match="gate=token is not known"):
         llds_penalty(one, one, one, one, "token")
-
-
-def kl_oracle(theta, ref, sampled):
-    """(value, d/d theta) of r' (x - log x - 1), DeepSeek-V3.2 eq. 7, in float64: r' (l_theta - l_ref) is its gradient.
-
-    r' ends at e^20 and e^-20, as any importance weight here, and log x at +-20 in the value alone.
-    """
-    ratio = math.exp(max(-20.0, min(20.0, theta - sampled)))
-    log_x = max(-20.0, min(20.0, ref - theta))
-    return ratio * (math.expm1(log_x) - log_x), ratio * (theta - ref)
 
 
 def kl_and_gradient(theta, ref, sampled):

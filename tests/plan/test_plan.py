@@ -9,8 +9,9 @@ from omegaconf import OmegaConf, open_dict
 from verl_ext.cli import main
 from verl_ext.errors import ConfigError
 from verl_ext.launch.models import SHAPES
+from verl_ext.plan.gpus import GPUS
 from verl_ext.plan.memory import ENGINE_RESERVE, plan_memory
-from verl_ext.plan.sizes import GIB, GPUS, Sizes, read_sizes
+from verl_ext.plan.sizes import GIB, Sizes, read_sizes
 from verl_ext.plan.timing import MFU, plan_timing
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -3,6 +3,13 @@
 import pytest
 import torch
 from closeness import close
+from policy_loss_oracles import (
+    icepop_loss_oracle,
+    llds_loss_oracle,
+    loss_batch,
+    opsm_loss_oracle,
+    router_shift_loss_oracle,
+)
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import ActorConfig, FSDPActorConfig
 
@@ -25,41 +32,15 @@ def actor_config(loss_mode="icepop", **loss) -> ActorConfig:
     )
 
 
-def batch(seed, rows=3, length=7):
-    torch.manual_seed(seed)
-    old = -torch.rand(rows, length) * 3
-    new = (old + torch.randn(rows, length) * 0.3).requires_grad_()
-    mask = torch.rand(rows, length) < 0.8
-    mask[:, 0] = True
-    return old, new, torch.randn(rows, length), mask, torch.exp(torch.randn(rows, length) * 1.5)
-
-
-def clipped(leaf, old, advantages, low=0.2, high=0.28, dual=3.0, factor=1.0):
-    """Per token min(r A, clip(r) A), with PPO's dual clip for A < 0; r times `factor` where RSPO has one."""
-    ratio = torch.exp(leaf - old) * factor
-    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-    return torch.where(advantages < 0, torch.maximum(objective, dual * advantages), objective)
-
-
-def oracle(old, new, advantages, mask, k, alpha, beta):
-    """-1/N sum over tokens of M(k) min(r A, clip(r) A), in float64."""
-    leaf = new.detach().double().requires_grad_()
-    k = k.double()
-    weight = torch.where((k >= alpha) & (k <= beta), k, 0.0)
-    loss = -(clipped(leaf, old.double(), advantages.double()) * weight)[mask].sum() / mask.sum()
-    loss.backward()
-    return loss.item(), leaf.grad
-
-
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("alpha", "beta"), [(0.5, 5.0), (0.9, 1.1)])
 def test_icepop_loss_and_gradient_equal_the_oracle(seed, alpha, beta):
-    old, new, advantages, mask, k = batch(seed)
+    old, new, advantages, mask, k = loss_batch(seed)
     loss, metrics = icepop_loss(
         old, new, advantages, mask, config=actor_config(alpha=alpha, beta=beta), rollout_is_weights=k
     )
     loss.backward()
-    expected, gradient = oracle(old, new, advantages, mask, k, alpha, beta)
+    expected, gradient = icepop_loss_oracle(old, new, advantages, mask, k, alpha, beta)
     close(loss, expected, scale=TERM)
     close(new.grad, gradient)
     n = mask.sum().item()
@@ -68,7 +49,7 @@ def test_icepop_loss_and_gradient_equal_the_oracle(seed, alpha, beta):
 
 
 def test_icepop_loss_with_every_ratio_one_is_verls_vanilla_loss():
-    old, new, advantages, mask, k = batch(0)
+    old, new, advantages, mask, k = loss_batch(0)
     config = actor_config()
     ours, _ = icepop_loss(old, new, advantages, mask, config=config, rollout_is_weights=torch.ones_like(k))
     vanilla, _ = get_policy_loss_fn("vanilla")(old, new, advantages, mask, "token-mean", config, None)
@@ -76,7 +57,7 @@ def test_icepop_loss_with_every_ratio_one_is_verls_vanilla_loss():
 
 
 def test_all_tokens_dropped_gives_a_zero_gradient():
-    old, new, advantages, mask, k = batch(0)
+    old, new, advantages, mask, k = loss_batch(0)
     loss, _ = icepop_loss(
         old, new, advantages, mask, config=actor_config(), rollout_is_weights=torch.full_like(k, 100.0)
     )
@@ -86,7 +67,7 @@ def test_all_tokens_dropped_gives_a_zero_gradient():
 
 
 def test_missing_ratio_explains_itself():
-    old, new, advantages, mask, _ = batch(0)
+    old, new, advantages, mask, _ = loss_batch(0)
     with pytest.raises(ConfigError, match="rollout_is=token"):
         icepop_loss(old, new, advantages, mask, config=actor_config())
 
@@ -119,12 +100,10 @@ def check(loss_mode, expected, leaf, args, **settings):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_opsm_loss_and_gradient_equal_the_oracle(seed):
-    old, new, advantages, mask, _ = batch(seed)
+    old, new, advantages, mask, _ = loss_batch(seed)
     l_infer = old + torch.tensor([[0.6], [-0.6], [0.1]])
     leaf = new.detach().double().requires_grad_()
-    gap = ((l_infer.double() - leaf.detach()) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-    keep = ~((advantages < 0) & (gap > 0.1))
-    expected = -(clipped(leaf, old.double(), advantages.double()) * keep)[mask].sum() / mask.sum()
+    expected, keep, gap = opsm_loss_oracle(leaf, old, advantages, mask, l_infer, 0.1)
     with provide(LossInputs(l_infer=l_infer)):
         metrics = check("opsm", expected, leaf, (old, new, advantages, mask), delta=0.1)
     assert metrics["actor/opsm/dropped"] == pytest.approx((~keep & mask).sum().item() / mask.sum().item())
@@ -134,23 +113,19 @@ def test_opsm_loss_and_gradient_equal_the_oracle(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_llds_loss_and_gradient_equal_the_oracle(seed):
-    old, new, advantages, mask, _ = batch(seed)
+    old, new, advantages, mask, _ = loss_batch(seed)
     leaf = new.detach().double().requires_grad_()
-    fall = (old.double() - leaf) * (mask & (advantages >= 0))
-    gate = fall.detach().sum(1, keepdim=True) > 0
-    penalty = (fall.clamp(min=0) * gate).sum() / mask.sum()
-    expected = -clipped(leaf, old.double(), advantages.double())[mask].sum() / mask.sum() + 0.5 * penalty
+    expected, penalty = llds_loss_oracle(leaf, old, advantages, mask, 0.5)
     metrics = check("llds", expected, leaf, (old, new, advantages, mask), coef=0.5, gate="response")
     close(metrics["actor/llds/penalty"], penalty)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_router_shift_loss_and_gradient_equal_the_oracle(seed):
-    old, new, advantages, mask, _ = batch(seed)
+    old, new, advantages, mask, _ = loss_batch(seed)
     deviation = torch.rand(3, 7) * 0.4
     leaf = new.detach().double().requires_grad_()
-    factor = torch.exp(-deviation.double()).clamp(min=0.8)
-    expected = -clipped(leaf, old.double(), advantages.double(), factor=factor)[mask].sum() / mask.sum()
+    expected, factor = router_shift_loss_oracle(leaf, old, advantages, mask, deviation, 0.8)
     with provide(LossInputs(router_deviation=deviation)):
         metrics = check("router_shift", expected, leaf, (old, new, advantages, mask))
     close(metrics["actor/ppo_kl"], (old - new)[mask].mean(), scale=(old - new).abs().max().item())
@@ -158,7 +133,7 @@ def test_router_shift_loss_and_gradient_equal_the_oracle(seed):
 
 
 def test_a_loss_under_plain_verl_names_the_entry_point_and_the_dataclass():
-    old, new, advantages, mask, _ = batch(0)
+    old, new, advantages, mask, _ = loss_batch(0)
     with pytest.raises(ConfigError, match=r"launch with verl_ext\.main_ppo"):
         check("opsm", new.sum(), new, (old, new, advantages, mask), delta=0.1)
     with pytest.raises(ConfigError, match=r"_target_ must be .*\.LldsLossConfig"):

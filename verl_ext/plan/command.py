@@ -9,9 +9,10 @@ from typing import Any
 
 from verl_ext.doctor import composed
 from verl_ext.errors import ConfigError, UserError
+from verl_ext.plan.gpus import ALIASES, GPUS
 from verl_ext.plan.memory import Memory, plan_memory
 from verl_ext.plan.routing_cost import RoutingShape
-from verl_ext.plan.sizes import ALIASES, GIB, GPUS, Sizes, gpu_name, read_sizes
+from verl_ext.plan.sizes import GIB, Sizes, gpu_name, read_sizes
 from verl_ext.plan.timing import Timing, plan_timing
 from verl_ext.printable import printable
 

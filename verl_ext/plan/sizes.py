@@ -10,30 +10,10 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_ext.errors import ConfigError, UserError
 from verl_ext.launch.models import SHAPES, ModelShape, shape_of
 from verl_ext.launch.sizes import check_recipe, ulysses_size, world_size
+from verl_ext.plan.gpus import ALIASES, GPUS, GpuSpec
 
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "bf16": 2, "fp16": 2, "fp32": 4}
-
-
-@dataclass(frozen=True)
-class GpuSpec:
-    """Of the manufacturer's data sheet: memory, dense bfloat16 arithmetic, memory bandwidth."""
-
-    memory_gib: float
-    tflops: float
-    gb_per_s: float
-
-
-# SXM modules where there are several. Memory is what CUDA reports, a little below the name.
-GPUS = {
-    "A100-80G": GpuSpec(79.3, 312, 2039),
-    "H100": GpuSpec(79.6, 989, 3350),
-    "H200": GpuSpec(139.8, 989, 4800),
-    "H20": GpuSpec(95.6, 148, 4000),
-    "L20": GpuSpec(44.5, 119.5, 864),
-    "B200": GpuSpec(178.4, 2250, 8000),
-}
-ALIASES = {"A100": "A100-80G"}
 LARGEST = 10**12  # of any number that is counted: products of several are still floats
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # What the checks of sizes divide by.

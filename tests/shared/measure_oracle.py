@@ -1,0 +1,172 @@
+"""`measure` in plain Python floats, written from the formulas; and the batches that it is compared on.
+
+A batch is a list of trajectories, a trajectory a list of (l_infer, l_old, m, entropy) that float32 holds exactly.
+"""
+
+import bisect
+import math
+
+import torch
+
+from verl_ext.core.tokens import Tokens
+
+CHOICES = (
+    None,
+    {"tis": {"cap": 2.0}},
+    {"tis_sequence": {"cap": 2.0}},
+    {"icepop": {"alpha": 0.5, "beta": 5.0}},
+    {"kpop": {"phi": 0.1}},
+    {"mis": {"cap": 2.0, "weight": "ratio"}},
+    {"mis": {"cap": 2.0, "weight": "one"}},
+    {"geo_mask": {"low": 0.7, "high": 1.4}},
+    {"icepop": {"alpha": 0.5, "beta": 5.0}, "geo_mask": {"low": 0.7, "high": 1.4}},
+    {"kpop": {"phi": 0.3}, "tis": {"cap": 1.5}, "mis": {"cap": 3.0, "weight": "ratio"}, "tis_sequence": {"cap": 2.5}},
+)
+
+
+def ratio(log_k):
+    return math.exp(max(-20.0, min(20.0, log_k)))
+
+
+def binary_kl(p, q):
+    p, q = (min(max(x, 1e-6), 1 - 1e-6) for x in (p, q))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def bounded(value, low, high, weight):
+    return (weight if low <= value <= high else 0.0), value < low, value > high
+
+
+def kpop(x, infer, old, phi):
+    p, q = math.exp(old), math.exp(infer)
+    out = binary_kl(p, q) > phi or binary_kl(q, p) > phi
+    return (0.0 if out else ratio(x)), out and x < 0, out and x >= 0
+
+
+# Each gives weight, low, high: of (log k, l_infer, l_old) for tokens, of (log rho, log g) for sequences.
+OF_TOKENS = {
+    "tis": lambda x, infer, old, cap: (min(ratio(x), cap), False, ratio(x) > cap),
+    "icepop": lambda x, infer, old, alpha, beta: bounded(ratio(x), alpha, beta, ratio(x)),
+    "kpop": kpop,
+}
+OF_SEQUENCES = {
+    "tis_sequence": lambda rho, g, cap: (min(ratio(rho), cap), False, ratio(rho) > cap),
+    "mis": lambda rho, g, cap, weight: bounded(ratio(rho), 0, cap, ratio(rho) if weight == "ratio" else 1.0),
+    "geo_mask": lambda rho, g, low, high: bounded(ratio(g), low, high, 1.0),
+}
+AXES = {  # lower edges of all buckets but the first, and the names
+    "prob": ((0.01, 0.1, 0.5, 0.9), ("0-0.01", "0.01-0.1", "0.1-0.5", "0.5-0.9", "0.9-")),
+    "entropy": ((0.1, 0.5, 1.0, 2.0), ("0-0.1", "0.1-0.5", "0.5-1", "1-2", "2-")),
+    "position": ((256, 1024, 4096, 16384), ("0-256", "256-1024", "1024-4096", "4096-16384", "16384-")),
+    "turn": (range(1, 8), ("00", "01", "02", "03", "04", "05", "06", "07-")),
+}
+
+
+def mean(values):
+    values = list(values)
+    return math.fsum(values) / len(values)
+
+
+def records(batch, corrections):
+    """One dictionary a counted token, with its place in the packed batch; and per sequence with one, what was found."""
+    found, of_sequences, place = [], [], 0
+    for row, trajectory in enumerate(batch):
+        turn, before, own = -1, False, []
+        for position, (infer, old, m, entropy) in enumerate(trajectory):
+            turn += m and not before
+            before = m
+            if m and math.isfinite(infer) and math.isfinite(old):
+                where = {"prob": math.exp(infer), "entropy": entropy, "position": position, "turn": turn}
+                own.append({"place": place, "row": row, "infer": infer, "old": old, "x": old - infer} | where)
+            place += 1
+        if not own:
+            continue
+        rho = math.fsum(t["x"] for t in own)
+        whole = {n: OF_SEQUENCES[n](rho, rho / len(own), **corrections[n]) for n in corrections if n in OF_SEQUENCES}
+        of_sequences.append(whole)
+        for t in own:
+            values = (t["x"], t["infer"], t["old"])
+            t["by"] = {n: OF_TOKENS[n](*values, **corrections[n]) for n in corrections if n in OF_TOKENS}
+            every = [*t["by"].values(), *whole.values()]
+            t["w"] = math.prod(w for w, _, _ in every)
+            t["low"] = t["w"] == 0 and any(low for _, low, _ in every)
+            t["high"] = t["w"] == 0 and not t["low"]
+        found += own
+    return found, of_sequences
+
+
+def oracle(batch, corrections, with_entropy, breakdown=True):
+    tokens, of_sequences = records(batch, corrections or {})
+    if not tokens:
+        return {}
+    k = [ratio(t["x"]) for t in tokens]
+    difference = [abs(math.exp(t["infer"]) - math.exp(t["old"])) for t in tokens]
+    center = mean(difference)
+    gaps = [abs(mean(-t["x"] for t in tokens if t["row"] == row)) for row in {t["row"] for t in tokens}]
+
+    def k3(t):
+        bound = max(-20.0, min(20.0, t["x"]))
+        return math.expm1(bound) - bound
+
+    metrics = {
+        "vllm_kl/k1": mean(-t["x"] for t in tokens),
+        "vllm_kl/k3": mean(map(k3, tokens)),
+        "vllm_kl/prob_diff_mean": center,
+        "vllm_kl/prob_diff_max": max(difference),
+        "vllm_kl/prob_diff_std": math.sqrt(mean((d - center) ** 2 for d in difference)),
+        "vllm_kl/log_ratio_abs_mean": mean(abs(t["x"]) for t in tokens),
+        "vllm_kl/log_ratio_abs_max": max(abs(t["x"]) for t in tokens),
+        "vllm_kl/ess": math.fsum(k) ** 2 / math.fsum(x * x for x in k) / len(k),
+        "vllm_kl/chi2": mean(math.expm1(2 * math.log(x)) for x in k),
+        "vllm_kl/sequence_gap_mean": mean(gaps),
+        "vllm_kl/sequence_gap_max": max(gaps),
+    }
+    measures = {"vllm_kl/k1": lambda t: -t["x"], "vllm_kl/k3": k3}
+    if corrections:
+        zero = {t["row"] for t in tokens} - {t["row"] for t in tokens if t["w"]}
+        kinds = {"dropped": [t for t in tokens if not t["w"]], "kept": [t for t in tokens if t["w"]]}
+        metrics |= {
+            "correction/dropped": len(kinds["dropped"]) / len(tokens),
+            "correction/dropped_low": mean(t["low"] for t in tokens),
+            "correction/dropped_high": mean(t["high"] for t in tokens),
+            "correction/sequences_dropped": len(zero) / len(gaps),
+            "correction/weight_mean": mean(t["w"] for t in tokens),
+        }
+        for kind, members in kinds.items():
+            if members and with_entropy:
+                metrics[f"correction/entropy_{kind}"] = mean(t["entropy"] for t in members)
+        for name in corrections:
+            every = [t["by"][name] for t in tokens] if name in OF_TOKENS else [found[name] for found in of_sequences]
+            metrics[f"correction/{name}/low"] = mean(low for _, low, _ in every)
+            metrics[f"correction/{name}/high"] = mean(high for _, _, high in every)
+        measures |= {f"correction/dropped_{side}": lambda t, side=side: t[side] for side in ("low", "high")}
+    for axis, (edges, names) in AXES.items():
+        used = {bisect.bisect_right(edges, t[axis]) for t in tokens}
+        if not breakdown or len(used) < 2 or (axis == "entropy" and not with_entropy):
+            continue
+        for bucket in used:
+            inside = [t for t in tokens if bisect.bisect_right(edges, t[axis]) == bucket]
+            metrics[f"vllm_kl/share/{axis}/{names[bucket]}"] = len(inside) / len(tokens)
+            metrics |= {f"{name}/{axis}/{names[bucket]}": mean(map(of, inside)) for name, of in measures.items()}
+    return metrics
+
+
+def pack(batch, with_entropy=True, dtype=torch.float32):
+    tokens = [token for trajectory in batch for token in trajectory]
+    infer, old, entropy = (torch.tensor([token[i] for token in tokens], dtype=dtype) for i in (0, 1, 3))
+    mask = torch.tensor([m for _, _, m, _ in tokens], dtype=torch.bool)
+    offsets = torch.tensor([0, *map(len, batch)]).cumsum(0)
+    return Tokens(infer, old, mask, offsets, entropy if with_entropy else None)
+
+
+def random_batch(rows, longest, seed=0):
+    """Multi-turn trajectories of many lengths, near the policy with a few outliers; entries that float32 holds."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = []
+    for length in torch.randint(0, longest + 1, (rows,), generator=generator).tolist():
+        infer = -torch.empty(length).exponential_(1, generator=generator)
+        old = infer + torch.randn(length, generator=generator) * torch.tensor(0.3)
+        mask = torch.rand(length, generator=generator).sub(0.3).sign().cumsum(0) % 7 > 0
+        entropy = torch.rand(length, generator=generator) * 3
+        batch.append([*zip(infer.tolist(), old.tolist(), mask.tolist(), entropy.tolist(), strict=True)])
+    return batch

@@ -1,0 +1,23 @@
+"""What a time is of the memory's bandwidth."""
+
+from collections.abc import Sequence
+
+import torch
+
+from gpu.record import SHARE, Place, Record
+from verl_ext.launch.gpus import named
+from verl_ext.plan.gpus import ALIASES, GPUS
+
+
+def cache_bytes(place: Place) -> int:
+    """Of the last cache: what fits there is timed from there."""
+    return 0 if place.device == "cpu" else torch.cuda.get_device_properties(0).L2_cache_size
+
+
+def share_of_peak(record: Record, name: str, moved: int, times: Sequence[float]) -> None:
+    """A figure of bytes over seconds: as a share where the data sheet's bandwidth is known, and in GB/s."""
+    speeds = [moved / spent / 1e9 for spent in times]
+    record.figure(name.replace("share of peak ", ""), speeds, "GB/s")
+    gpu = named(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
+    if gpu is not None and (spec := GPUS.get(ALIASES.get(gpu.name, gpu.name))):
+        record.figure(name, [speed / spec.gb_per_s for speed in speeds], SHARE, note=f"of {spec.gb_per_s:,.0f} GB/s")

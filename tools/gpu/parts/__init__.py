@@ -1,0 +1,32 @@
+"""The parts, most valuable first: what each is about, how long it may take, and what it cannot do without."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    """Attributes:
+    title: for the page.
+    module: with `run(record, place)`, imported in a process of its own.
+    seconds: its time limit; a part starts only where so much is left of the budget.
+    needs: packages without which it is not run.
+    on_gpu_alone: whether a dry run leaves it out.
+    """
+
+    title: str
+    module: str
+    seconds: float
+    needs: tuple[str, ...] = ("torch",)
+    on_gpu_alone: bool = False
+
+
+PARTS = {
+    "overlap": Part("Expert overlap: the Triton kernel", "gpu.parts.overlap", 80, ("torch", "triton")),
+    "measure": Part("One pass over the batch: mismatch and weights", "gpu.parts.measure", 70),
+    "capture": Part(
+        "Capture and replay of routing", "gpu.parts.capture", 230, ("torch", "transformers", "verl", "tensordict")
+    ),
+    "numbers": Part("The mismatch between kernels of one model", "gpu.parts.numbers", 70, ("torch", "transformers")),
+    "oracles": Part("The mathematics against float64", "gpu.parts.oracles", 60),
+    "stack": Part("A short run with vLLM", "gpu.parts.stack", 500, ("torch", "verl", "ray", "vllm"), on_gpu_alone=True),
+}

@@ -1,0 +1,210 @@
+"""What capture and replay add to the passes of an MoE of some billions of parameters, and whether gradients are right.
+
+A forward pass for log-probs without capture, with it, and with the rollout's experts forced (R3); an update, forward
+and backward, with and without R3. The rollout's routing is the model's own with one expert in a hundred replaced.
+"""
+
+import gc
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_capture import PROMPT, RESPONSE, Engine, attach, make_batch, rollout_routes
+from measuring import added_bytes, alternating
+from torch import nn
+
+from gpu import attention
+from gpu.models import build, config_of, router_of, weights_by_hand
+from gpu.record import TIMES, Place, Record
+from gpu.verl_engine import start_one_rank, verl_engine
+
+FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+TOKENS, TINY_TOKENS = 8192, 512  # of a micro-batch
+REPLACED = 0.01  # of the experts, by `rollout_routes`
+AIM = 1.03  # of a forward pass with capture, over one without
+
+
+def run(record: Record, place: Place) -> None:
+    import verl_ext.plugin  # noqa: F401  (verl's platform for CPUs; a plugin that is not installed is not found)
+
+    attention.register(PROMPT + RESPONSE)
+    with tempfile.TemporaryDirectory() as folder:
+        start_one_rank(Path(folder))
+        engines = Engines(record, place)
+        for family in FAMILIES:
+            for of_family in (times, gradients):
+                with record.trying(family):
+                    of_family(record, place, engines, family)
+                gc.collect()  # the engine and its hooks hold each other, and gigabytes
+                if place.device != "cpu":
+                    torch.cuda.empty_cache()
+        torch.distributed.destroy_process_group()
+
+
+class Engines:
+    """verl's where it can be built here, else the stand-in of tools/bench_capture.py; the same for all families."""
+
+    def __init__(self, record: Record, place: Place):
+        self.record, self.device = record, place.device
+        self.verls: bool | None = None  # not tried yet
+
+    def __call__(self, config: Any, dtype: torch.dtype) -> Any:
+        if self.verls is None:
+            self._try()
+        return self._verls(config, dtype) if self.verls else Engine(build(config, dtype, self.device))
+
+    def _try(self) -> None:
+        """On a tiny model: what fails there has to do with what is installed."""
+        try:
+            self._verls(config_of(FAMILIES[0], tiny=True), torch.float32)
+        except Exception:
+            self.verls = False
+            why = traceback.format_exc(limit=-3)
+            self.record.note(f"through the adapter's own entry, for verl's FSDP2 engine cannot be built here:\n{why}")
+        else:
+            self.verls = True
+            self.record.note("through verl's FSDP2 engine, one rank; attention by torch, among rows of one length")
+
+    def _verls(self, config: Any, dtype: torch.dtype) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            return verl_engine(config, dtype, self.device, Path(folder))
+
+
+def loss(model_output: Any, data: Any, dp_group: Any = None) -> tuple[torch.Tensor, dict]:
+    return -model_output["log_probs"].values().float().mean(), {}
+
+
+def update(engine: Any, data: Any) -> None:
+    """Forward and backward, without the optimizer's step, to which replay makes no difference."""
+    engine.module.zero_grad()
+    engine.forward_step(data, loss_function=loss, forward_only=False)[0].backward()
+
+
+@torch.no_grad()
+def log_probs(engine: Any, data: Any) -> Any:
+    return engine.forward_step(data, loss_function=None, forward_only=True)[1]["model_output"]
+
+
+def times(record: Record, place: Place, engines: Engines, family: str) -> None:
+    config = config_of(family, tiny=place.tiny)
+    engine = engines(config, torch.float32 if place.tiny else torch.bfloat16)
+    millions = sum(parameter.numel() for parameter in engine.module.parameters()) / 1e6
+    tokens = TINY_TOKENS if place.tiny else TOKENS
+    record.note(
+        f"{millions:,.1f} million parameters, {config.num_hidden_layers} layers, {tokens} tokens in sequences of "
+        f"{PROMPT + RESPONSE}; experts by {engine.module.config._experts_implementation}"
+    )
+    sizes = tokens, config.vocab_size, place.device
+    plain = make_batch(*sizes)
+    reference = log_probs(engine, plain)["log_probs"].values()
+    forward = {"log-probs, before the hooks": lambda: log_probs(engine, plain)}
+    before = alternating(forward, place.repeats, place.device)
+    adapter = attach(engine)
+    asks = make_batch(*sizes, enable_routing_replay=True)
+    asks["routed_experts"] = rollout_routes(adapter, engine, asks)
+    captures = make_batch(*sizes)
+    captures["routed_experts"] = asks["routed_experts"]
+    adapter.mode = "R3"  # for the batch that asks for it
+
+    check_capture(record, place, engine, adapter, (captures, asks), reference)
+    forward = {
+        "log-probs": lambda: log_probs(engine, plain),
+        "log-probs, captured": lambda: log_probs(engine, captures),
+        "log-probs, R3": lambda: log_probs(engine, asks),
+    }
+    updates = {"update": lambda: update(engine, plain), "update, R3": lambda: update(engine, asks)}
+    spent = before | alternating(forward, place.repeats, place.device)
+    spent |= alternating(updates, max(2, place.repeats // 2), place.device)
+    for name, every in spent.items():
+        record.figure(name, [1000 * s for s in every], "ms")
+    for name, base, aim in (
+        ("log-probs, captured", "log-probs", AIM),
+        ("log-probs, R3", "log-probs", None),
+        ("update, R3", "update", None),
+    ):
+        ratios = [a / b for a, b in zip(spent[name], spent[base], strict=True)]
+        record.figure(f"{name} / {base}", ratios, TIMES, at_most=None if place.tiny else aim)
+    if place.device != "cpu":
+        for name, call in (forward | updates).items():
+            record.figure(f"{name}: memory added", [added_bytes(call, place.device) / 1e9], "GB")
+
+
+def check_capture(
+    record: Record, place: Place, engine: Any, adapter: Any, batches: tuple[Any, Any], reference: torch.Tensor
+) -> None:
+    """Of a batch that is compared and one that is replayed, against log-probs from before the hooks."""
+    captures, asks = batches
+    found = log_probs(engine, captures)
+    largest = float((found["log_probs"].values() - reference).abs().max())
+    record.check("log-probs with capture = without", largest <= (1e-5 if place.tiny else 0.1), f"{largest:.2g} apart")
+    agreement = float(found["router_agreement"].values().mean())
+    drawn = found["router_agreement"].values().numel() * len(adapter.points) * adapter.top_k
+    off = abs(1 - agreement - REPLACED)
+    spread = 5 * (REPLACED / drawn) ** 0.5 + 5e-4  # five deviations, and what a kernel rounds otherwise a second time
+    record.check("agreement finds the share that was replaced", off < spread, f"{agreement:.4f}")
+    forced = float(log_probs(engine, asks)["router_agreement"].values().mean())
+    record.check("with R3 all experts are the rollout's", forced == 1.0, f"{forced:.6f}")
+
+
+def gradients(record: Record, place: Place, engines: Engines, family: str) -> None:
+    """Of an update that replays, against one whose experts are handed what was replayed with weights by the paper."""
+    cases = [("float32", torch.float32, "eager", 1e-4)]
+    if place.device != "cpu":
+        cases.append(("bfloat16, grouped", torch.bfloat16, "grouped_mm", 0.05))
+    for name, dtype, experts, tolerance in cases:
+        config = config_of(family, tiny=True, experts=experts)
+        engine = engines(config, dtype)
+        adapter = attach(engine)
+        data = make_batch(TINY_TOKENS, config.vocab_size, place.device, enable_routing_replay=True)
+        data["routed_experts"] = rollout_routes(adapter, engine, data)
+        adapter.mode = "R3"
+        update(engine, data)
+        found = read_gradients(engine)
+        adapter.mode = "disabled"
+        with forced_by_hand(engine, config, data["routed_experts"].values()):
+            update(engine, data)
+        expected = read_gradients(engine)
+        worst, where = max(
+            (float((found[n] - g).abs().max() / g.abs().max().clamp(min=1e-12)), n) for n, g in expected.items()
+        )
+        record.check(f"gradients of R3 = forced by hand, {name}", worst <= tolerance, f"{worst:.2g} apart in {where}")
+        routers = [n for n in found if n.endswith(("gate.weight", "router.weight"))]
+        moved = all(float(found[n].abs().max()) > 0 for n in routers)
+        record.check(f"the routers have gradients, {name}", moved and len(routers) == len(adapter.points))
+
+
+def read_gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """float64, by parameter; without those that no token reached."""
+    grads = {name: parameter.grad for name, parameter in engine.module.named_parameters()}
+    whole = {
+        name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in grads.items() if grad is not None
+    }
+    return {name: grad.double().clone() for name, grad in whole.items()}
+
+
+@contextmanager
+def forced_by_hand(engine: Any, config: Any, routes_TLK: torch.Tensor) -> Iterator[None]:
+    """Every experts module gets these ids, and weights by the paper's formula; its router's answer is thrown away.
+
+    Rows that the routing leaves 0 keep the router's experts.
+    """
+    blocks = [block for block in engine.module.modules() if isinstance(getattr(block, "experts", None), nn.Module)]
+    known_T1 = routes_TLK.flatten(1).any(1).bool().unsqueeze(1)
+    hooks = []
+    for layer, block in enumerate(blocks):
+
+        def hand(module: Any, args: Any, kwargs: Any, layer: int = layer, block: Any = block) -> Any:
+            hidden, ids, weights = (*args, *kwargs.values())
+            forced = torch.where(known_T1, routes_TLK[:, layer].to(ids.dtype), ids)
+            return (hidden, forced, weights_by_hand(config, router_of(block), hidden, forced).to(weights.dtype)), {}
+
+        hooks.append(block.experts.register_forward_pre_hook(hand, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,63 @@
+"""What a part leaves of its run, a line of JSON at a time, so that a part which is stopped keeps what it has found."""
+
+import json
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TextIO
+
+# Unit of a figure that is a ratio of two times, or a share.
+TIMES, SHARE = "x", "share"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part runs.
+
+    Attributes:
+        device: "cuda", or "cpu" for a dry run.
+        tiny: sizes that a CPU, and Triton's interpreter, get through in seconds.
+    """
+
+    device: str
+    tiny: bool
+
+    @property
+    def repeats(self) -> int:
+        """Timed calls of each."""
+        return 2 if self.tiny else 15
+
+
+class Record:
+    """Writes to an open file; `case` names the group of lines that follow, such as a size or a model."""
+
+    def __init__(self, out: TextIO):
+        self._out, self.case = out, ""
+
+    @contextmanager
+    def trying(self, case: str) -> Iterator[None]:
+        """A case by itself: where it raises, that is a check that does not hold, and the next case goes on."""
+        self.case = case
+        try:
+            yield
+        except Exception:
+            self.check("runs to its end", False, traceback.format_exc())
+
+    def check(self, name: str, passed: bool, detail: str = "") -> None:
+        """Something that must hold; a part with one that does not has failed, and goes on."""
+        self._write(kind="check", name=name, passed=bool(passed), detail=detail)
+
+    def figure(
+        self, name: str, repeats: Sequence[float], unit: str, *, at_most: float | None = None, note: str = ""
+    ) -> None:
+        """A measured quantity, with every repeat; `at_most` is the aim, if there is one."""
+        self._write(kind="figure", name=name, repeats=[*repeats], unit=unit, at_most=at_most, note=note)
+
+    def note(self, text: str) -> None:
+        """What a reader of the figures has to know: what stood in for what, what was left out and why."""
+        self._write(kind="note", text=text)
+
+    def _write(self, **line: object) -> None:
+        self._out.write(json.dumps({"case": self.case, **line}) + "\n")
+        self._out.flush()

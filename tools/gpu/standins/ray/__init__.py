@@ -1,0 +1,21 @@
+"""In the place of Ray, which verl imports wherever it is imported, and an engine on one GPU never calls.
+
+Names can be imported, and used as annotations; whatever is called raises.
+"""
+
+from typing import Any, NoReturn
+
+__version__ = "0.0.0"
+
+
+class Absent(type):
+    """A name of Ray's: a class, so that it can stand in an annotation or be derived from."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"ray.{cls.__name__} was called, and Ray is not installed here: this is a stand-in for it")
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Absent(name, (), {})

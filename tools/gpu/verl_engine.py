@@ -1,0 +1,69 @@
+"""verl's FSDP2 engine on one rank, around a model that is made on the device instead of read from a disk."""
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
+
+from gpu.models import build
+
+
+def start_one_rank(folder: Path) -> None:
+    """torch.distributed, which the engine asks about its ranks."""
+    for backend in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")  # a machine without network may not know its own name
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backends, rank=0, world_size=1, init_method=f"file://{folder}/store")
+
+
+def verl_engine(config: PretrainedConfig, dtype: torch.dtype, device: str, folder: Path) -> Any:
+    """An initialized FSDPEngineWithLMHead.
+
+    Args:
+        folder: an empty one, for the config and a tokenizer, which the engine reads.
+    """
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    config.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    name = str(dtype).removeprefix("torch.")
+    engine = FSDPEngineWithLMHead(
+        model_config=HFModelConfig(
+            path=str(folder),
+            use_remove_padding=True,
+            enable_gradient_checkpointing=False,
+            override_config={"attn_implementation": config._attn_implementation},
+        ),
+        engine_config=FSDPEngineConfig(
+            strategy="fsdp2",
+            dtype=name,
+            mixed_precision={"param_dtype": name, "reduce_dtype": name, "buffer_dtype": name},
+            use_torch_compile=False,  # of the entropy: a minute of compiling
+            use_dynamic_bsz=False,
+        ),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-6, total_training_steps=10),
+        checkpoint_config=CheckpointConfig(),
+    )
+
+    def made(*args: Any, config: PretrainedConfig, **settings: Any) -> Any:
+        config._experts_implementation = experts  # which no file of a config holds
+        return build(config, dtype, device)
+
+    experts = config._experts_implementation
+    with mock.patch.object(AutoModelForCausalLM, "from_pretrained", made):
+        engine.initialize()
+    return engine
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Of two words: nothing here is text."""
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "a": 1}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
