@@ -14,6 +14,18 @@ setup(
     description="Stability plugin for large-scale MoE RL with verl: IcePop, router agreement, vllm-kl guard",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["reinforcement learning", "mixture of experts", "verl", "vllm", "GRPO", "IcePop", "routing replay"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     python_requires=">=3.10,<3.13",
     # `configs/` stands at the top of the repository, where people look for it, and is installed as
     # `verl_ext.configs`, where Hydra finds it (pkg://verl_ext.configs).

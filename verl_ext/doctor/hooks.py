@@ -56,9 +56,7 @@ def hooks(context: Context) -> Iterable[Finding]:
     config = _as_launched(context.config)
     stability = stability_config(config.stability)
     if not something_to_do(config, stability):
-        yield Finding(
-            "note", "nothing of stability.* is switched on", "verl runs as it is; see `stability=` in the README"
-        )
+        yield Finding("note", "nothing of stability.* is switched on", "verl runs as it is; see docs/methods.md")
         return
     for name, where in _features(config, stability):
         yield Finding("ok", f"{name}: {where}")
