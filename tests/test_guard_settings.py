@@ -18,6 +18,11 @@ def test_a_rule_is_read_with_its_defaults():
     assert rules(above=1).rules() == [Rule("r", "vllm_kl/k3", 1.0, setting="stability.guard.rules.r.above")]
 
 
+@pytest.mark.parametrize("signal", ["vllm_kl/k3/prob/0-0.01", "critic/vf_loss", "val-core/a/b/c", "mine/k3", "x"])
+def test_a_signal_may_be_of_a_family_or_of_verls_or_the_users_own(signal):
+    assert rules(above=1, signal=signal).rules()[0].signal == signal
+
+
 def test_advice_is_said_with_the_reason():
     (rule,) = rules(above=1, advice="try stability=kpop").rules()
     said = "vllm_kl/k3=2 passes stability.guard.rules.r.above=1"
@@ -55,6 +60,10 @@ def test_batch_skip_is_the_first_rule():
         ({"above": 1, "action": "skip", "signal": "actor/grad_norm"}, "comes with the update"),
         ({"above": 1, "action": "skip", "signal": "response_length/mean"}, "comes with the update"),
         ({"above": 1, "action": "skip", "signal": "val-core/acc"}, "comes with the update"),
+        ({"above": 1, "action": "skip", "signal": "rollout_corr/kl"}, "comes with the update"),
+        ({"above": 1, "signal": "vllm_kl/k33"}, "r.signal=vllm_kl/k33 is not known; near it are: vllm_kl/k3, "),
+        ({"above": 1, "signal": "corrections/dropped"}, "near it are: correction/dropped, "),
+        ({"above": 1, "signal": "guard/x"}, "A metric of your own may have any name"),
         ({"above": 1, "action": "tighten"}, "name icepop in stability.correction"),
         ({"above": 1, "action": "tighten", "signal": "correction/dropped"}, "would not recover"),
         ({"above": 1, "signal": "router/agreement"}, "needs stability.router_agreement=true"),
@@ -75,6 +84,7 @@ def test_what_cannot_work_is_refused(rule, said):
         ({"tighten_factor": 1.0}, "stability.guard.tighten_factor=1 must be between 0 and 1"),
         ({"max_rollbacks": -1}, "stability.guard.max_rollbacks=-1"),
         ({"mini_batch": {"vllm_kl": 0}}, "stability.guard.mini_batch.vllm_kl=0 must be above 0"),
+        ({"boundary": {"signal": "vllm_kl/chi"}}, "stability.guard.boundary.signal=vllm_kl/chi is not known; near it"),
         ({"boundary": {"value": 0}}, "stability.guard.boundary.value=0"),
         ({"boundary": {"window": 4}}, "stability.guard.boundary.window=4 must be at least 8"),
     ],

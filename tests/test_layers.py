@@ -9,19 +9,32 @@ ROOT = Path(__file__).parents[1]
 # Room -> the rooms and modules of verl_ext that it may import beside itself.
 BELOW = {
     "core": {"errors"},
-    "guard": {"errors"},
+    "guard": {"metrics", "errors"},
     "upstream": {"errors"},
     "routing": {"core", "errors"},
-    "settings": {"core", "guard", "errors"},
+    "metrics": set(),
+    "settings": {"core", "guard", "metrics", "errors"},
     "launch": {"core", "guard", "routing", "settings", "upstream", "errors"},
     "workers": {"core", "routing", "settings", "errors"},
-    "trainer": {"core", "guard", "launch", "settings", "upstream", "workers", "errors", "printable", "run_files"},
-    "report": {"core", "guard", "errors", "printable", "run_files", "__version__"},
+    "trainer": {
+        "core",
+        "guard",
+        "launch",
+        "settings",
+        "metrics",
+        "upstream",
+        "workers",
+        "errors",
+        "printable",
+        "run_files",
+    },
+    "report": {"core", "guard", "metrics", "errors", "printable", "run_files", "__version__"},
 }
 ENGINES = {"verl", "ray", "vllm"}
 WITHOUT = {
     "core": ENGINES,
     "guard": {*ENGINES, "torch"},
+    "metrics": {*ENGINES, "torch"},
     "settings": {*ENGINES, "torch"},
     "launch": ENGINES,
     "report": {*ENGINES, "torch"},

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from documented import undocumented
 from forking import Forked
 
 REPO = Path(__file__).parent.parent.parent
@@ -87,6 +88,10 @@ def forked_command(arguments: list[str], stack: Forked) -> list[str]:
 def assert_k1_is_verls(step: dict[str, float]) -> None:
     """verl computes the same mean; the terms of either sign are so much larger than what is left of them."""
     assert abs(step["vllm_kl/k1"] - step["rollout_corr/kl"]) < 1e-4 * step["vllm_kl/log_ratio_abs_mean"]
+
+
+def assert_documented(run: Run) -> None:
+    assert undocumented(name for step in run.steps for name in step) == set()
 
 
 def processes(mark: str) -> list[psutil.Process]:

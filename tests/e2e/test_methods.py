@@ -1,7 +1,7 @@
 """Every method in a real run: two turns with a tool between them, another method each step (switching.py)."""
 
 import pytest
-from running import assert_k1_is_verls
+from running import assert_documented, assert_k1_is_verls
 from switching import LOSS, SCHEDULE
 
 pytestmark = pytest.mark.e2e
@@ -29,6 +29,10 @@ def test_each_method_measures_and_updates(step_of, entry):
     assert step["guard/skipped"] == 0
     assert step["actor/grad_norm"] > 0
     assert step["actor/kl_loss"] >= 0
+
+
+def test_every_metric_of_every_method_is_documented(step_of, switching_run):
+    assert_documented(switching_run)
 
 
 def test_a_tools_output_stands_between_two_turns_and_is_not_measured(step_of):

@@ -4,9 +4,10 @@ import math
 import re
 
 import pytest
-from running import assert_k1_is_verls
+from running import assert_documented, assert_k1_is_verls
 
 from verl_ext import cli
+from verl_ext.metrics import OURS
 from verl_ext.report.trajectories import load_trajectories
 
 pytestmark = pytest.mark.e2e
@@ -21,7 +22,7 @@ def keys(run):
 
 
 def ours(names):
-    return {name for name in names if name.startswith(("vllm_kl/", "correction/", "router/", "guard/", "filter/"))}
+    return {name for name in names if name.startswith(OURS)}
 
 
 def test_icepop_router_agreement_cascade_attention_and_the_report(train):
@@ -33,6 +34,7 @@ def test_icepop_router_agreement_cascade_attention_and_the_report(train):
     assert "routed_experts travels as torch.uint8" in run.console
     assert "should not exceed total physical CPU cores" not in run.console, "TransferQueue, at every call"
     assert len(run.steps) == 3
+    assert_documented(run)
     for step in run.steps:
         assert 0 < step["vllm_kl/k3"] < 0.01
         assert 0 < step["vllm_kl/prob_diff_mean"] <= step["vllm_kl/prob_diff_max"] < 0.1
@@ -74,6 +76,7 @@ def assert_the_report_shows(run):
 
 def assert_updates_near_the_policy(run):
     """Every step updated, on rollouts of weights so near that the two engines mostly agree."""
+    assert_documented(run)
     for step in run.steps:
         assert 0 < step["vllm_kl/k3"] < 0.01
         assert 0.9 < step["router/own_agreement"] < 1
@@ -141,6 +144,7 @@ def test_dapo_on_two_training_ranks_with_dynamic_batches_and_padding_rows(train)
     )
     assert run.code == 0, run.tail
     assert "4 x Qwen3MoeTopKRouter on 2 rank(s)" in run.console
+    assert_documented(run)
     for step in run.steps:
         assert 0.9 < step["router/own_agreement"] < 1
         # Both ranks' tokens, and each once: the same tokens that verl counts.
@@ -174,6 +178,7 @@ def plain_verl(train_in, tmp_path_factory):
 
 def test_icepop_loss_under_plain_verl(plain_verl):
     assert plain_verl.code == 0, plain_verl.tail
+    assert_documented(plain_verl)
     for step in plain_verl.steps:
         assert 0 < step["actor/icepop/dropped_low"] < 1
         assert 0 < step["actor/icepop/dropped_high"] < 1

@@ -281,8 +281,8 @@ def test_nan_log_probs_and_a_nan_reward_skip(train):
 
 
 def test_a_signal_that_is_never_logged_stops_with_what_is_near(train):
-    unknown = {"guard": {"rules": {"r": {"signal": "vllm_kl/k33", "above": 1, "action": "warn"}}}}
-    with pytest.raises(HookError, match=r"rules\.r\.signal=vllm_kl/k33 was not logged in 3 steps.*vllm_kl/k3"):
+    unknown = {"guard": {"rules": {"r": {"signal": "actor/grad_nrm", "above": 1, "action": "warn"}}}}
+    with pytest.raises(HookError, match=r"rules\.r\.signal=actor/grad_nrm was not logged in 3 steps.*actor/grad_norm"):
         train(unknown, [{}] * 5)
     validation = {"guard": {"rules": {"r": {"signal": "val-core/acc", "below": 1, "action": "warn"}}}}
     train(validation, [{}] * 5, default_local_dir="other")

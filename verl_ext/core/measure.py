@@ -62,26 +62,10 @@ def measure(
         breakdown: also give metrics by probability, entropy, position and turn.
         block: tokens taken at a time, in whole trajectories (default: BLOCK on a CPU, GPU_BLOCK on a GPU).
 
-    Metrics (means over tokens with m=1; natural logarithm):
-        vllm_kl/k1: mean(l_infer - l_old), an estimate of KL(pi_infer || pi_train) that can be negative.
-        vllm_kl/k3: mean(k - log k - 1), the same KL, never negative (Schulman, "Approximating KL Divergence", 2020,
-            with x ~ pi_infer and r = pi_train / pi_infer).
-        vllm_kl/prob_diff_{mean,max,std}: of |exp(l_infer) - exp(l_old)| (population std).
-        vllm_kl/log_ratio_abs_{mean,max}: of |l_infer - l_old|.
-        vllm_kl/ess: (sum k)^2 / sum k^2 over the token count; vllm_kl/chi2: mean(k^2) - 1.
-        vllm_kl/sequence_gap_{mean,max}: of |mean over a sequence of (l_infer - l_old)|.
-        correction/dropped, dropped_low, dropped_high: share of tokens at weight 0: in all, of those below the bounds of
-            a correction, and of the others; correction/sequences_dropped: share of sequences that kept no token.
-        correction/weight_mean: over all tokens; correction/entropy_{dropped,kept}: mean entropy of either kind.
-        correction/<name>/low, high: share of tokens outside that correction's bounds (of sequences, for one that
-            works on sequences).
-        router/disagreement_gap_correlation (router/* with `tokens.agreement`, where NaN, an unknown routing, stands for
-            1): Pearson's, of 1 - agreement and |log k|; left out where either is constant.
-        router/gap_equal, router/gap_differs: mean |log k| of tokens with an agreement of 1, of the others; left out
-            where there are none.
-        {vllm_kl/share, vllm_kl/k1, vllm_kl/k3, correction/dropped_low, correction/dropped_high, router/agreement}/
-            {prob,entropy,position,turn}/<bucket>: the same by bucket; share is the bucket's share of the tokens,
-            router/agreement their mean agreement. An axis with a single bucket in use is left out.
+    The metrics are in `verl_ext.metrics.ours`: GAP, CORRECTIONS and, with `tokens.agreement`, ROUTING, where NaN, an
+    unknown routing, stands for 1. Means are over tokens with m = 1; what is a mean over none is left out, as are a
+    correlation with what does not vary and an axis with a single bucket in use. k3: Schulman, "Approximating KL
+    Divergence", 2020, with x ~ pi_infer and r = pi_train / pi_infer.
     """
     size = block or (BLOCK if tokens.mask.device.type == "cpu" else GPU_BLOCK)
     memory = Workspace(tokens.mask.device)

@@ -120,16 +120,8 @@ def agreement(
 def router_metrics(packed_BC: Tensor) -> dict[str, float]:
     """The `router/*` metrics from the trajectories' `RouterSums`, packed; {} when the model generated no token.
 
-    Returns (means over compared tokens, and over layers where no layer is named; XX counts MoE layers from 0):
-        router/agreement, router/agreement/layer_XX: |T and I| / K.
-        router/exact_match, router/exact_match/layer_XX: share with T = I.
-        router/any_layer_differs: share of tokens with at least one layer where T != I.
-        router/first_differing_layer, router/first_differs/layer_XX: mean over the tokens with a differing layer of the
-            first one's number; share of tokens that each layer is the first of.
-        router/margin_equal, router/margin_differs: the router's margin where T = I and where T != I; left out where the
-            engine's adapter does not see it.
-        router/own_agreement: of the experts that the training router would have chosen by itself.
-        router/tokens, router/unknown: tokens compared; share of generated tokens without routing of the rollout.
+    They are in `verl_ext.metrics.ours.ROUTING`; what is a mean over none is left out, and so are margins where the
+    engine's adapter does not see them.
     """
     sums = RouterSums.unpack(packed_BC.double().sum(0, keepdim=True))
     n, unknown = sums.tokens.item(), sums.unknown.item()

@@ -23,11 +23,7 @@ def foresee(
     Args:
         signals: finite values; a step with several updates counts once, with the first.
 
-    guard/growth_rate: slope of log delta, per step; guard/growth_rate_low, _high: its interval; left out while there
-        are too few readings.
-    guard/steps_to_boundary: 0 past the boundary, `boundary.HORIZON` where it is not in sight.
-    guard/mask_blind: 1 while the mask drops fewer tokens although the gap grows; where there is such a mask.
-    guard/collapsed: 1 while the run is dead, as `guard.collapse` has it; where there is a reward.
+    guard/steps_to_boundary is 0 past the boundary, `boundary.HORIZON` where it is not in sight.
     """
     readings = state.growth
     if foresight.signal in signals and (not readings or readings[-1][0] < step):

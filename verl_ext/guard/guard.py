@@ -15,9 +15,8 @@ from verl_ext.errors import ConfigError
 from verl_ext.guard.forecast import foresee, remember
 from verl_ext.guard.rules import REFUSING, Rule, RuleState, describe, read
 from verl_ext.guard.state import Decision, Event, Foresight, read_state
+from verl_ext.metrics import MUST_BE_FINITE
 
-# Checked for NaN and infinity whether or not a rule reads them.
-WATCHED = ("vllm_kl/k1", "vllm_kl/k3", "actor/entropy", "critic/score/mean", "actor/pg_loss", "actor/grad_norm")
 REFUSED = "actor/gate/refused"  # share of a step's mini-batches that the workers refused
 KEPT = 20  # checkpoints remembered as good
 
@@ -206,7 +205,7 @@ class Guard:
         return Event(self.step, rule.name, rule.signal, value, threshold, action, reason)
 
     def _not_finite(self, signals: Mapping[str, float], action: str) -> list[Event]:
-        names = dict.fromkeys((*WATCHED, *(rule.signal for rule in self.rules)))  # once each, in order
+        names = dict.fromkeys((*MUST_BE_FINITE, *(rule.signal for rule in self.rules)))  # once each, in order
         found = {name: value for name in names if (value := _number(signals.get(name))) is not None}
         return [
             Event(self.step, "non_finite", name, value, None, action, f"{name} is {value}")

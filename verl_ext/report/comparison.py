@@ -2,46 +2,33 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from verl_ext.metrics import Metric, find
 from verl_ext.printable import printable
-from verl_ext.report.noise import CAVEAT, LEVEL, Difference, Final, Scale, compare, final, judge
+from verl_ext.report.noise import CAVEAT, LEVEL, Difference, Final, compare, final, judge
 from verl_ext.report.reward import collapse_of
 from verl_ext.report.run import ReportError, Run, Series
-from verl_ext.report.terminal import Unit
 
 MOST_RUNS = 6  # that a table has room for
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A row. `better` is the good direction, None where neither is; `total` sums over the run, without a noise test."""
-
-    label: str
-    name: str
-    scale: Scale = "linear"
-    unit: Unit = "number"
-    better: Literal["higher", "lower"] | None = None
-    total: bool = False
-
-
-REWARD = Metric("reward", "critic/score/mean", better="higher")
-METRICS = (
-    Metric("engine KL, k3", "vllm_kl/k3", "log", "small", "lower"),
-    Metric("engine KL, k1", "vllm_kl/k1", unit="small"),
-    Metric("largest prob. difference", "vllm_kl/prob_diff_max", "log", "small", "lower"),
-    Metric("mean prob. difference", "vllm_kl/prob_diff_mean", "log", "small", "lower"),
-    Metric("tokens dropped", "correction/dropped", unit="share"),
-    Metric("router agreement", "router/agreement", unit="share", better="higher"),
-    Metric("differs in any layer", "router/any_layer_differs", unit="share", better="lower"),
-    Metric("policy entropy", "actor/entropy"),
-    Metric("response length", "response_length/mean", unit="count"),
-    Metric("gradient norm", "actor/grad_norm"),
-    Metric("tokens clipped", "actor/pg_clipfrac", unit="share"),
-    Metric("updates skipped", "guard/skipped", unit="count", better="lower", total=True),
-    Metric("step time", "timing_s/step", unit="seconds", better="lower"),
+REWARD = "critic/score/mean"
+ROWS = (  # behind the reward and the validation
+    "vllm_kl/k3",
+    "vllm_kl/k1",
+    "vllm_kl/prob_diff_max",
+    "vllm_kl/prob_diff_mean",
+    "correction/dropped",
+    "router/agreement",
+    "router/any_layer_differs",
+    "actor/entropy",
+    "response_length/mean",
+    "actor/grad_norm",
+    "actor/pg_clipfrac",
+    "guard/skipped",
+    "timing_s/step",
 )
-LINEAR_DIVERGENCES = ("vllm_kl/k1", "vllm_kl/ess")  # of vllm_kl/*: may be negative, or near 1
+TOTALS = ("guard/skipped",)  # summed over the run, without a noise test
 
 
 @dataclass(frozen=True)
@@ -78,7 +65,7 @@ def compare_runs(
 
     Args:
         runs: two or more.
-        extra: names of further metrics; those called `vllm_kl/*`, but for k1 and ess, are compared by their logarithms.
+        extra: names of further metrics.
         window: steps, as in `noise.final`.
         cut: leave out what comes after the shortest run's last step, so that all windows end at the same one.
 
@@ -106,12 +93,10 @@ def compare_runs(
 def _metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric]:
     """The rows that may come, in their order: reward, validation, the known ones, those the user named."""
     validation = sorted({name for run in runs for name in run.validations()})
-    known = [REWARD, *(Metric("validation", name, better="higher") for name in validation), *METRICS]
-    yield from known
-    for name in dict.fromkeys(extra):
-        if all(name != metric.name for metric in known):
-            divergence = name.startswith("vllm_kl/") and name not in LINEAR_DIVERGENCES
-            yield Metric(name, name, "log" if divergence else "linear", "small" if divergence else "number")
+    known = [REWARD, *validation, *ROWS]
+    for name in dict.fromkeys([*known, *extra]):
+        metric = find(name) or Metric(name, "a metric of the user's own")
+        yield replace(metric, name=name, label=metric.label if name in known else name)
 
 
 def _until(run: Run, step: int) -> Run:
@@ -126,7 +111,7 @@ def _until(run: Run, step: int) -> Run:
 def _cell(run: Run, metric: Metric, window: int | None) -> Cell:
     if (series := run.get(metric.name)) is None:
         return Cell()
-    if metric.total:
+    if metric.name in TOTALS:
         return Cell(total=(float(series.values.sum()), len(series.values)))
     return Cell(final=final(series, window, metric.scale))
 
@@ -150,7 +135,7 @@ def _judged(rows: Sequence[tuple[Metric, list[Cell]]]) -> tuple[tuple[Metric, tu
 
 
 def _word(metric: Metric, difference: Difference, verdict: str) -> str:
-    if verdict != "differs" or metric.better is None:
+    if verdict != "differs" or not metric.better:
         return verdict
     return "better" if (difference.change > 0) == (metric.better == "higher") else "worse"
 

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl_ext.report.comparison import Cell, Comparison, Metric
+from verl_ext.metrics import Metric
+from verl_ext.report.comparison import Cell, Comparison
 from verl_ext.report.noise import FLOOR, ROUNDING
-from verl_ext.report.terminal import Unit, encodable, format_value, indented, wrap_name
+from verl_ext.report.terminal import Unit, encodable, format_of, format_value, indented, wrap_name
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -27,7 +28,7 @@ def comparison_rows(comparison: Comparison) -> list[dict[str, Any]]:
             "label": metric.label,
             "metric": metric.name,
             "scale": metric.scale,
-            "better": metric.better or "",
+            "better": metric.better,
             "cells": [
                 {
                     "run": name,
@@ -96,13 +97,13 @@ def _value(metric: Metric, cell: Cell) -> str:
         return "-"
     if cell.final.scale == "log" and cell.final.mean <= FLOOR * (1 + ROUNDING):
         return f"below {FLOOR:.0e}"
-    mean = format_value(cell.final.mean, metric.unit)
+    mean = format_value(cell.final.mean, format_of(metric))
     if cell.final.error is None:
         return mean
     if cell.final.scale == "log":  # the error is of the logarithm
         return f"{mean} ±{100 * np.expm1(cell.final.error):.0f} %"
     number, _, unit = mean.partition(" ")
-    error = _size(cell.final.error, metric.unit).partition(" ")[0]
+    error = _size(cell.final.error, format_of(metric)).partition(" ")[0]
     return f"{number} ±{error} {unit}".rstrip()
 
 
@@ -123,7 +124,7 @@ def _signed(metric: Metric, change: float) -> str:
     if metric.scale == "log":
         ratio = np.exp(min(change, 700.0))
         return f"×{ratio:.2f}" if 0.01 <= ratio < 1000 else f"×{ratio:.1e}"  # noqa: RUF001
-    return ("+" if change >= 0 else "-") + _size(abs(change), metric.unit).replace(" %", " points")
+    return ("+" if change >= 0 else "-") + _size(abs(change), format_of(metric)).replace(" %", " points")
 
 
 def _size(value: float, unit: Unit) -> str:

@@ -15,9 +15,9 @@ from typing import Literal
 
 import numpy as np
 
+from verl_ext.metrics.metric import Scale
 from verl_ext.report.run import Series
 
-Scale = Literal["linear", "log"]
 Verdict = Literal["differs", "within noise", "too few steps"]
 
 CAVEAT = (

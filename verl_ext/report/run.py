@@ -8,15 +8,8 @@ from typing import TypeGuard
 import numpy as np
 
 from verl_ext.guard.state import Event
+from verl_ext.metrics import METRICS
 from verl_ext.printable import printable
-
-# The plugin's metric, and what verl logs of the same quantity where the plugin is off.
-ALIASES = {
-    "vllm_kl/k1": ("rollout_corr/kl",),
-    "vllm_kl/k3": ("rollout_corr/k3_kl",),
-    "vllm_kl/prob_diff_mean": ("training/rollout_probs_diff_mean",),
-    "vllm_kl/prob_diff_max": ("training/rollout_probs_diff_max",),
-}
 
 LARGEST_STEP = 2**53  # from here on, a page's JavaScript cannot tell steps apart
 LARGEST = 1e100  # a value beyond it is as good as infinite: squares of it, and their sums, would be
@@ -34,6 +27,12 @@ class ReportError(ValueError):
 def is_step(value: object) -> TypeGuard[int]:
     """Whether it can be a step: a whole number with which steps can be counted, here and on a page."""
     return type(value) is int and abs(value) < LARGEST_STEP
+
+
+def names_of(name: str) -> tuple[str, ...]:
+    """A metric, then what verl logs of the same quantity, which stands in for it where the plugin is off."""
+    metric = METRICS.get(name)
+    return (name, metric.verls) if metric and metric.verls else (name,)
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,12 @@ class Run:
 
     def get(self, name: str) -> Series | None:
         """The finite values of a metric, or of what verl itself logs of it."""
-        found = (self.metrics[each].finite() for each in (name, *ALIASES.get(name, ())) if each in self.metrics)
+        found = (self.metrics[each].finite() for each in names_of(name) if each in self.metrics)
         return next((series for series in found if series.steps.size), None)
 
     def logged(self, name: str) -> Series | None:
         """As `get`, with the values that are not finite."""
-        found = (self.metrics.get(each) for each in (name, *ALIASES.get(name, ())))
+        found = (self.metrics.get(each) for each in names_of(name))
         return next((series for series in found if series is not None), None)
 
     def validations(self) -> list[str]:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from verl_ext.metrics import METRICS, Metric, find, ours
 from verl_ext.printable import printable
-from verl_ext.report.run import ALIASES, MOST_MESSAGE, Run, Series
+from verl_ext.report.run import MOST_MESSAGE, Run, Series, names_of
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from verl_ext.report.verdict import Verdict
 
 Unit = Literal["number", "small", "share", "count", "seconds"]
-Worst = Callable[[np.ndarray], float]
 
 WIDTH, LABEL, CELLS = 80, 22, 22  # columns of the whole, of a label and of a sparkline
 WINDOW = 3  # "first" and "last" are means over this many readings, so that one noisy batch does not decide
@@ -40,27 +40,29 @@ def _furthest_from_zero(values: np.ndarray) -> float:
     return values[np.argmax(np.abs(values))]
 
 
-# label, metric, which value is the worst (None where neither side is bad), unit; the order is the order of the table.
-ROWS: list[tuple[str, str, Worst | None, Unit]] = [
-    ("reward", "critic/score/mean", None, "number"),
-    ("engine KL, k3", "vllm_kl/k3", np.max, "small"),
-    ("engine KL, k1", "vllm_kl/k1", _furthest_from_zero, "small"),
-    ("largest prob. diff.", "vllm_kl/prob_diff_max", np.max, "small"),
-    ("tokens dropped", "correction/dropped", np.max, "share"),
-    ("  ratio too low", "correction/dropped_low", np.max, "share"),
-    ("  ratio too high", "correction/dropped_high", np.max, "share"),
-    ("differs in any layer", "router/any_layer_differs", np.max, "share"),
-    ("router agreement", "router/agreement", np.min, "share"),
-    ("policy entropy", "actor/entropy", None, "number"),
-    ("response length", "response_length/mean", None, "count"),
-    ("gradient norm", "actor/grad_norm", np.max, "number"),
-    ("step time", "timing_s/step", np.max, "seconds"),
-]
+WORST: dict[str, Callable[[np.ndarray], float]] = {"highest": np.max, "lowest": np.min, "largest": _furthest_from_zero}
+FORMATS: dict[str, Unit] = {"share": "share", "nats a token": "small", "tokens": "count", "s": "seconds"}
+ROWS = (  # in the order of the table
+    "critic/score/mean",
+    "vllm_kl/k3",
+    "vllm_kl/k1",
+    "vllm_kl/prob_diff_max",
+    "correction/dropped",
+    "correction/dropped_low",
+    "correction/dropped_high",
+    "router/any_layer_differs",
+    "router/agreement",
+    "actor/entropy",
+    "response_length/mean",
+    "actor/grad_norm",
+    "timing_s/step",
+)
+PARTS = ("correction/dropped_low", "correction/dropped_high")  # of the row above them
 # What would make the run log a metric.
 REMEDIES = [
-    ("vllm_kl/k3", "the engines' mismatch", "stability.metrics=true"),
-    ("router/agreement", "router agreement (mixtures of experts)", "stability.router_agreement=true"),
-    ("correction/dropped", "tokens dropped", "a correction, for example stability=icepop"),
+    ("vllm_kl/k3", "the engines' mismatch", ours.GAP.override),
+    ("router/agreement", "router agreement (mixtures of experts)", ours.ROUTING.override),
+    ("correction/dropped", "tokens dropped", f"a correction, for example {ours.CORRECTIONS.override}"),
 ]
 
 
@@ -80,12 +82,12 @@ class Row:
 def rows(run: Run) -> list[Row]:
     """The rows of the table; metrics that the run never logged are left out."""
     found = []
-    for label, metric, worst, unit in ROWS:
-        found.append(_row(run.get(metric), label, metric, worst, unit))
-        if metric == "router/agreement":
+    for name in ROWS:
+        found.append(_row(run.get(name), name, "  " * (name in PARTS) + METRICS[name].label))
+        if name == "router/agreement":
             found.append(_worst_layer(run))
     for name in run.validations()[:MOST_VALIDATIONS]:
-        found.append(_row(run.get(name), "val " + name.removeprefix("val-core/"), name, None, "number"))
+        found.append(_row(run.get(name), name, "val " + name.removeprefix("val-core/")))
     return [row for row in found if row is not None]
 
 
@@ -101,6 +103,11 @@ def dashboard(run: Run, verdict: "Verdict | None") -> "RenderableType":
     divergence is logarithmic.
     """
     return _Dashboard(run, verdict)
+
+
+def format_of(metric: Metric) -> Unit:
+    """How its values are written."""
+    return FORMATS.get(metric.unit, "small" if metric.scale == "log" else "number")
 
 
 def format_value(value: float, unit: Unit) -> str:
@@ -207,18 +214,20 @@ class _Dashboard:
             yield f"try {override.text}: {override.why}", ""
 
 
-def _row(series: Series | None, label: str, metric: str, worst: Worst | None, unit: Unit) -> Row | None:
+def _row(series: Series | None, name: str, label: str) -> Row | None:
     if series is None:
         return None
+    metric = find(name)
+    assert metric is not None, name
     values = series.values
     few = min(WINDOW, max(len(values) // 2, 1))  # the two must not overlap
     return Row(
         label=label,
-        metric=metric,
+        metric=name,
         first=float(values[:few].mean()),
         last=float(values[-few:].mean()),
-        worst=None if worst is None else float(worst(values)),
-        unit=unit,
+        worst=float(WORST[metric.worst](values)) if metric.worst else None,
+        unit=format_of(metric),
         series=series,
     )
 
@@ -230,7 +239,7 @@ def _worst_layer(run: Run) -> Row | None:
         return None
     layer = min(layers, key=lambda number: layers[number].values[-WINDOW:].mean())
     name = f"router/agreement/layer_{layer:02d}"
-    return _row(layers[layer], f"  worst layer {layer}", name, np.min, "share")
+    return _row(layers[layer], name, f"  worst layer {layer}")
 
 
 def _notes(run: Run) -> Iterator[str]:
@@ -264,7 +273,7 @@ def not_finite(run: Run) -> Iterator[str]:
 
 def _shown_first(names: Collection[str]) -> list[str]:
     """The metrics of the table, then the others."""
-    table = [name for _, metric, _, _ in ROWS for name in (metric, *ALIASES.get(metric, ()))]
+    table = [name for metric in ROWS for name in names_of(metric)]
     return [name for name in table if name in names] + sorted(set(names) - set(table))
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from verl_ext.guard.boundary import FEWEST, HORIZON
 from verl_ext.guard.state import Event, Foresight
+from verl_ext.metrics import is_of_the_gap
 from verl_ext.report.advice import STALE, Override, State, advice, measuring, revival, staleness
 from verl_ext.report.growth import K3, LAST, blind_mask, boundary_of, growth_of, now_of
 from verl_ext.report.reward import STRETCHES, broken_reward, collapse_of
@@ -30,7 +31,6 @@ HARMLESS = 0.01  # of the boundary; a rise to below it is not one
 FAR = 1000  # times below the boundary; how many thousands says nothing more
 FAILING_DIFFERENCE = 0.05  # mean |p rollout - p training| past which training was seen to fail (IcePop)
 TOO_MANY_DROPPED = 0.05  # share of tokens; IcePop's authors saw 0.001 to 0.002
-OF_THE_GAP = ("vllm_kl/", "correction/", "router/", "guard/")  # signals of the guard
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def judge(run: Run) -> Verdict:
         sentence = "The engines stay together, and what difference there is does not grow."
     lost = [f"The reward fell from {fell[0]:.3g} to {fell[1]:.3g}."] if fell else []
     evidence = (*past, *gap, *lost, *acts, *_level(run), *around)
-    of_gap = bool(past or gap) or any(event.signal.startswith(OF_THE_GAP) for event in _acted(run))
+    of_gap = bool(past or gap) or any(is_of_the_gap(event.signal) for event in _acted(run))
     return Verdict(state, sentence, evidence, tuple(advice(run, state, of_gap=of_gap, reward_fell=fell is not None)))
 
 

@@ -17,12 +17,10 @@ from typing import Any
 from verl_ext.errors import ConfigError, require_choice
 from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, Rule
 from verl_ext.guard.state import Foresight
+from verl_ext.metrics import OURS, comes_late, find, nearest
 
 PREFIX = "stability.guard"
 SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3")
-# What verl logs with or after the update, but for two that are there before it.
-LATE = ("actor/", "critic/", "filter/", "response", "prompt_length", "val-", "perf/", "timing")
-NOT_LATE = ("actor/entropy", "critic/score/mean")
 OWN_EFFECT = "correction/"  # what tightening itself moves
 
 
@@ -78,6 +76,7 @@ class Boundary:
             raise ConfigError(f"{PREFIX}.boundary.value={self.value:g} must be above 0 and finite")
         if self.window < FEWEST:
             raise ConfigError(f"{PREFIX}.boundary.window={self.window} must be at least {FEWEST} steps")
+        _check_signal(f"{PREFIX}.boundary", self.signal)
 
 
 @dataclass
@@ -158,7 +157,20 @@ def _parse(name: str, given: Any) -> Rule:
     return parsed
 
 
+def _check_signal(where: str, signal: str) -> None:
+    """Refuse what neither this package nor verl logs, but for what may be a metric of the user's own."""
+    if find(signal) is not None:
+        return
+    near = nearest(signal)
+    if near or signal.startswith(OURS):
+        raise ConfigError(
+            f"{where}.signal={signal} is not known; near it are: {', '.join(near) or 'none'}. A metric of your own may "
+            f"have any name that is not like one of these, outside of {', '.join(OURS)}: mine/NAME, for example"
+        )
+
+
 def _check(rule: Rule, where: str) -> None:
+    _check_signal(where, rule.signal)
     if rule.action not in ACTIONS:
         raise ConfigError(f"{where}.action={rule.action} is not known; choose one of: {', '.join(ACTIONS)}")
     if rule.zscore_window is not None and rule.bound <= 0:
@@ -171,7 +183,7 @@ def _check(rule: Rule, where: str) -> None:
     )
     if farther:
         raise ConfigError(f"{where}.recover={rule.recover:g} lies past {rule.side}={rule.bound:g}: it would flicker")
-    if rule.action == "skip" and rule.signal.startswith(LATE) and rule.signal not in NOT_LATE:
+    if rule.action == "skip" and comes_late(rule.signal):
         raise ConfigError(
             f"{where}: {rule.signal} comes with the update, which can then no longer be skipped; set action to warn, "
             f"tighten, rollback or stop, or use {PREFIX}.mini_batch"

@@ -18,12 +18,12 @@ from verl.trainer.ppo.utils import Role
 from verl_ext.errors import GuardStopError, HookError
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.state import Decision, Event, Foresight
+from verl_ext.metrics import is_rare
 from verl_ext.settings.stability import StabilityConfig
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.logs import EventLog, events_path, keep_metrics
 
 UNREAD_AFTER = 3  # steps with an update after which every rule must have had its signal
-RARE = ("val-", "guard/", "training/", "validation/", "rollout/")  # metrics that come when they come
 
 
 def build_guard(stability: StabilityConfig) -> Guard:
@@ -120,7 +120,7 @@ class GuardMixin:
         if self.updated_steps < UNREAD_AFTER or not self.guard.unread:
             return
         for rule in self.guard.rules:
-            if rule.name in self.guard.unread and not rule.signal.startswith(RARE):
+            if rule.name in self.guard.unread and not is_rare(rule.signal):
                 near = difflib.get_close_matches(rule.signal, metrics, n=3) or sorted(metrics)[:3]
                 raise HookError(
                     f"{rule.setting.rpartition('.')[0]}.signal={rule.signal} was not logged in {self.updated_steps} "

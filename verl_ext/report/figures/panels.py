@@ -8,6 +8,7 @@ import altair as alt
 import numpy as np
 
 from verl_ext.core.buckets import NAMES
+from verl_ext.metrics import METRICS, find, ours
 from verl_ext.report.figures import gap, heat, stages
 from verl_ext.report.figures.lines import Line, data, line_chart
 from verl_ext.report.figures.style import BLUE, GREEN, MUTED, ORANGE, ORDERED, SERIES, SKY, VERMILION
@@ -16,8 +17,6 @@ from verl_ext.report.run import Run
 
 HEALTHY_DROPPED = (0.001, 0.002)  # share of tokens; IcePop, "Small Leak Can Sink a Great Ship", figure 10
 NEARLY_ALL = 0.99  # a share above it is told from 1 by a fourth digit
-METRICS = "stability.metrics=true"
-CORRECTION = "stability=icepop"
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Panel:
         chart: of a run, None where it has nothing to draw.
         missing: said instead of the figure; `override` is what would make the run log it, if an override does.
         metric: the one that a comparison of runs draws, and the text below the figure is about.
-        log, percent, zero: of that metric's axis.
+        log, zero: of that metric's axis.
         compared: in place of `reading` where a comparison of runs draws another kind of figure.
     """
 
@@ -42,9 +41,12 @@ class Panel:
     override: str = ""
     metric: str = ""
     log: bool = False
-    percent: bool = False
     zero: bool = False
     compared: str = ""
+
+    @property
+    def percent(self) -> bool:
+        return is_share(self.metric)
 
     def facts(self, run: Run) -> str:
         """This run's numbers, in a sentence; "" where there are none."""
@@ -64,6 +66,11 @@ class Panel:
         return f"{100 * value:.4g} %" if value > NEARLY_ALL else f"{100 * value:.3g} %"
 
 
+def is_share(metric: str) -> bool:
+    found = find(metric)
+    return found is not None and found.unit == "share"
+
+
 def span(run: Run) -> tuple[int, int]:
     return int(run.steps[0]), int(run.steps[-1])
 
@@ -71,11 +78,12 @@ def span(run: Run) -> tuple[int, int]:
 def _lines(
     *of: tuple[str, str, str], under: Callable[[tuple[int, int]], list[alt.Chart]] = lambda steps: [], **axis: Any
 ) -> Callable[[Run], alt.LayerChart | None]:
-    """A chart of (metric, label, colour)s; those that the run has not are left out."""
+    """A chart of (metric, label, colour)s of one unit; those that the run has not are left out."""
+    percent = is_share(of[0][0])
 
     def chart(run: Run) -> alt.LayerChart | None:
         lines = [Line(label, s, colour) for metric, label, colour in of if (s := run.get(metric)) is not None]
-        return line_chart(lines, span(run), under=under(span(run)), **axis) if lines else None
+        return line_chart(lines, span(run), under=under(span(run)), percent=percent, **axis) if lines else None
 
     return chart
 
@@ -134,7 +142,7 @@ PANELS = (
         "ends in collapse: act while the predicted crossing is far.",
         gap.kl_chart,
         "No log-probabilities of the rollout were compared.",
-        METRICS,
+        ours.GAP.override,
         metric=K3,
         log=True,
     ),
@@ -145,7 +153,7 @@ PANELS = (
         "flat, and past 0.05 training was seen to fail.",
         _lines(("vllm_kl/prob_diff_max", "max", VERMILION), ("vllm_kl/prob_diff_mean", "mean", BLUE), log=True),
         "No log-probabilities of the rollout were compared.",
-        METRICS,
+        ours.GAP.override,
         metric="vllm_kl/prob_diff_mean",
         log=True,
     ),
@@ -156,17 +164,15 @@ PANELS = (
         "0.2 %; more than 5 % for many steps means that the gap is the problem, not the band; fewer and fewer while k3 "
         "grows, that the band does not see it: try stability=kpop.",
         _lines(
-            ("correction/dropped_low", "ratio too low", SKY),
-            ("correction/dropped_high", "ratio too high", VERMILION),
+            ("correction/dropped_low", METRICS["correction/dropped_low"].label, SKY),
+            ("correction/dropped_high", METRICS["correction/dropped_high"].label, VERMILION),
             ("correction/dropped", "both", MUTED),
             under=_healthy,
-            percent=True,
             zero=True,
         ),
         "No correction was on.",
-        CORRECTION,
+        ours.CORRECTIONS.override,
         metric="correction/dropped",
-        percent=True,
         zero=True,
     ),
     Panel(
@@ -181,7 +187,7 @@ PANELS = (
             unit="nats",
         ),
         "No correction was on, or it dropped nothing.",
-        CORRECTION,
+        ours.CORRECTIONS.override,
         metric="correction/entropy_dropped",
         zero=True,
     ),
@@ -192,7 +198,7 @@ PANELS = (
         "likely ones climb, the engines compute different functions.",
         _buckets(K3, "prob"),
         "No log-probabilities of the rollout were compared, or stability.breakdown is off.",
-        METRICS,
+        ours.GAP.override,
     ),
     Panel(
         "by_position",
@@ -210,9 +216,8 @@ PANELS = (
         "together.",
         heat.agreement_chart,
         "The experts of the two engines were not compared.",
-        "stability.router_agreement=true",
+        ours.ROUTING.override,
         metric=heat.AGREEMENT,
-        percent=True,
         compared="Share of a token's experts that both engines chose, at the end of each run; lower is worse. Where "
         "one run lies far below, routing replay (stability=r3) holds the engines together.",
     ),
@@ -247,12 +252,10 @@ PANELS = (
             ("actor/pg_clipfrac", "tokens, ratio of the policy", BLUE),
             ("actor/pg_clipfrac_lower", "tokens, dual clip", SKY),
             ("response_length/clip_ratio", "responses of the largest length", ORANGE),
-            percent=True,
             zero=True,
         ),
         "No clip fractions were logged.",
         metric="actor/pg_clipfrac",
-        percent=True,
         zero=True,
     ),
     Panel(

@@ -1,0 +1,13 @@
+"""Which of the metrics that a run logged `verl_ext.metrics` does not know."""
+
+from collections.abc import Iterable
+
+from verl_ext.metrics import OURS, find
+
+OPEN = ("actor/**", "filter/*/*")  # families for verl's other losses and for a user's own filters
+
+
+def undocumented(names: Iterable[str]) -> set[str]:
+    """Of the names that are ours, or the actor's, those that no entry has."""
+    ours = {name for name in names if name.startswith((*OURS, "actor/"))}
+    return {name for name in ours if (metric := find(name)) is None or metric.name in OPEN}

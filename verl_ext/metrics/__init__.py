@@ -1,0 +1,51 @@
+"""Every metric once: name, meaning, unit, which way is better, who logs it and when.
+
+Labels, units and directions in the report come from here, as does what the guard may expect of a signal;
+`python -m verl_ext.metrics > docs/metrics.md` makes the page.
+"""
+
+from difflib import get_close_matches
+from functools import lru_cache
+
+from verl_ext.metrics import ours
+from verl_ext.metrics.metric import Metric, Section
+from verl_ext.metrics.verls import VERL
+
+SECTIONS: tuple[Section, ...] = (*ours.SECTIONS, VERL)
+METRICS = {metric.name: metric for section in SECTIONS for metric in section.metrics}
+MUST_BE_FINITE = tuple(name for name, metric in METRICS.items() if metric.finite)
+
+
+def _prefixes(section: Section) -> list[str]:
+    return [f"{metric.name.split('/')[0]}/" for metric in section.metrics]
+
+
+OURS = tuple(dict.fromkeys(each for section in ours.SECTIONS for each in _prefixes(section) if each != "actor/"))
+
+
+@lru_cache(maxsize=4096)
+def find(name: str) -> Metric | None:
+    """The metric of this name, or the first family that it belongs to."""
+    return METRICS.get(name) or next((each for each in METRICS.values() if each.pattern.fullmatch(name)), None)
+
+
+def comes_late(name: str) -> bool:
+    """Whether it is known to come after the guard has judged the batch."""
+    metric = find(name)
+    return metric is not None and metric.when in ("after", "validation")
+
+
+def is_rare(name: str) -> bool:
+    """Whether it may stay away for many steps."""
+    metric = find(name)
+    return metric is not None and metric.rare
+
+
+def is_of_the_gap(name: str) -> bool:
+    return any(find(name) in section.metrics for section in SECTIONS if section.of_gap)
+
+
+def nearest(name: str) -> list[str]:
+    """Up to three known names near one that is not known; of a name that could be the user's own, very near."""
+    known = [each for each in METRICS if not each.endswith("/**")]
+    return get_close_matches(name, known, n=3, cutoff=0.6 if name.startswith(OURS) else 0.85)
