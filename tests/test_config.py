@@ -1,4 +1,5 @@
 import pytest
+from fixing import assert_fixed
 from omegaconf import OmegaConf
 
 from verl_ext.errors import ConfigError
@@ -51,16 +52,21 @@ def test_everything_is_off_by_default():
         ({"opsm": {"delta": float("inf")}}, "stability.opsm.delta=inf must be a finite number"),
         ({"filters": ["overlonger"]}, "stability.filters.overlonger is not known"),
         ({"filters": {"low_probability": {}}}, "stability.filters.low_probability.threshold must be given"),
-        ({"filters": {"low_agreement": {"threshold": 0.5}}}, "needs stability.router_agreement=true"),
+        ({"filters": {"low_agreement": {"threshold": 0.5}}}, "set stability.router_agreement=true"),
         ({"plugins": ["no_such_module"]}, "stability.plugins: no_such_module cannot be imported"),
         ({"cascade_attention": "maybe"}, "stability.cascade_attention=maybe is not known"),
     ],
 )
 def test_bad_values_name_the_setting(settings, message):
+    def run(*fix):
+        node = OmegaConf.create({"stability": settings})
+        stability_config(OmegaConf.merge(node, OmegaConf.from_dotlist(list(fix))).stability)
+
     with pytest.raises(ConfigError) as error:
-        build(**settings)
+        run()
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+    assert_fixed(error.value, run)
 
 
 def test_yamls_own_reading_of_on_and_off_is_understood():

@@ -2,7 +2,19 @@
 
 
 class UserError(Exception):
-    """A setting or an input that cannot work. The message names it and says what to change."""
+    """A setting or an input that cannot work; its text is `MESSAGE; set FIX, or OTHERWISE`.
+
+    Args:
+        message: names it, and says why it cannot.
+        fix: Hydra overrides that, applied together, make this error go away; () where none are known.
+        otherwise: another way out, in words.
+    """
+
+    def __init__(self, message: str, fix: tuple[str, ...] = (), otherwise: str = "") -> None:
+        told = f"set {' and '.join(fix)}" if fix else ""
+        remedy = ", or ".join(filter(None, (told, otherwise)))
+        super().__init__(f"{message}; {remedy}" if remedy else message)  # the text alone: Ray pickles by `args`
+        self.fix = fix
 
 
 class ConfigError(UserError, ValueError):

@@ -189,7 +189,7 @@ def test_a_loss_of_ours_is_known_by_its_whole_name(look, mark):
         {"stability.correction": "none", LOSS: {"_target_": "evil.IcePopLossConfig", "loss_mode": "icepop"}}, "hooks"
     )
     assert not mark.exists()
-    assert f"needs {LOSS}._target_=verl_ext.workers.loss_config.IcePopLossConfig" in found["hooks"][0]["found"]
+    assert f"set {LOSS}._target_=verl_ext.workers.loss_config.IcePopLossConfig" in found["hooks"][0]["found"]
 
 
 @pytest.mark.parametrize("target", ["os.system", "evil.IcePopLossConfig", "verl.workers.config.PolicyLossConfig", None])
@@ -312,6 +312,9 @@ def test_no_text_of_the_config_is_offered_as_a_fix(look):
     rollout = "actor_rollout_ref.rollout"
     lengths = {f"{rollout}.{name}": "9; touch y" for name in ("max_model_len", "max_num_batched_tokens")}
     assert look(lengths | {f"{rollout}.enable_chunked_prefill": False}, "lengths")["lengths"][0]["fix"] == ()
+    ours = {f"{ACTOR}.policy_loss._target_": "verl_ext.workers.loss_config.LldsLossConfig"}
+    (finding, *_) = look(ours | {f"{ACTOR}.policy_loss.loss_mode": "x; touch y"}, "hooks")["hooks"]
+    assert "touch" in finding["found"] and finding["fix"] == (f"{ACTOR}.policy_loss.loss_mode=llds",)
     for setting in (f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype"):
         found = look({setting: "x; touch y"}, "training dtype", "dtype of both engines")
         assert found and not [check for check, findings in found.items() if "touch" in str(findings[0]["fix"])]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.doctor.findings import CHECKS
-from verl_ext.doctor.hooks import needs_critic, needs_reference, remedies
+from verl_ext.doctor.hooks import needs_critic, needs_reference
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -52,7 +52,10 @@ def test_nothing_switched_on_is_a_note(findings):
         ),
         (["stability.router_agreement=true"], ["stability.router_agreement=false"]),  # of a dense model
         (["stability.icepop.alpha=6"], []),
-        ([f"{LOSS}.loss_mode=llds"], []),
+        ([f"{LOSS}.loss_mode=llds"], [f"{LOSS}._target_=verl_ext.workers.loss_config.LldsLossConfig"]),
+        (["stability.correction=opsm"], ["stability.opsm.delta=0.1"]),
+        (["stability.correction=[icepop,mis]"], ["stability.mis.weight=one"]),
+        (["stability.correction=[icepop,tis]"], []),
     ],
 )
 def test_an_error_of_the_runs_own_checks_and_its_remedy(findings, overrides, fix):
@@ -61,20 +64,6 @@ def test_an_error_of_the_runs_own_checks_and_its_remedy(findings, overrides, fix
     assert [override for finding in found for override in finding.fix] == fix
     if fix:
         assert levels(findings("hooks", "stability=icepop", *overrides, *fix)) == {"ok"}
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("a=1 is wrong; set a.b=2", ["a.b=2"]),
-        ("x; set a.b=1 and a.c=-1", ["a.b=1", "a.c=-1"]),
-        ("x; set a.b=true, or set a.c=false", ["a.b=true"]),
-        ("x; set a.b to 2 or more", []),
-        ("a.b=1 is wrong; leave it out", []),
-    ],
-)
-def test_the_remedy_of_a_message(message, expected):
-    assert remedies(message) == expected
 
 
 def test_verls_own_validation_is_told(findings):

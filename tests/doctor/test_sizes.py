@@ -4,6 +4,7 @@ import pytest
 
 from verl_ext.launch.gpus import named
 
+ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model.path"
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -27,6 +28,14 @@ def test_sizes(findings, overrides, said):
     (finding,) = findings("sizes", *overrides)
     assert finding.level == ("ok" if said is None else "error")
     assert said is None or said in finding.found
+
+
+def test_a_fix_of_the_sizes_is_told(findings):
+    batch, dynamic = f"{ACTOR}.ppo_micro_batch_size_per_gpu=null", f"{ACTOR}.use_dynamic_bsz=true"
+    (finding,) = findings("sizes", batch)
+    assert finding.fix == (dynamic,)
+    (finding,) = findings("sizes", batch, dynamic)
+    assert finding.level == "ok"
 
 
 def test_sizes_of_a_known_model_are_compared_with_it(findings):

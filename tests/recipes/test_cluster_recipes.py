@@ -3,10 +3,12 @@
 import os
 import re
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
 from examples import some
+from fixing import assert_fixed
 from omegaconf import OmegaConf
 
 from verl_ext.errors import ConfigError
@@ -214,8 +216,10 @@ WRONG = [
 
 @pytest.mark.parametrize(("name", "overrides", "message"), WRONG)
 def test_a_wrong_size_is_caught_by_name(compose, name, overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        checked(compose, name, *overrides.split())
+    run = partial(checked, compose, name, *overrides.split())
+    with pytest.raises(ConfigError, match=message) as error:
+        run()
+    assert_fixed(error.value, run)
 
 
 @pytest.mark.parametrize(
@@ -228,14 +232,17 @@ def test_a_wrong_size_is_caught_by_name(compose, name, overrides, message):
             (f"{MEGATRON}.tensor_model_parallel_size=3", "trainer.n_gpus_per_node=24"),
             "attention heads",
         ),
-        ("Qwen3-0.6B", (), "needs experts; set it to 1"),
+        ("Qwen3-0.6B", (), "needs experts; set .*expert_model_parallel_size=1"),
         ("Qwen3-Next-80B-A3B", (), "megatron-core 0.16 refuses"),
     ],
 )
 def test_sizes_that_fit_the_machines_must_fit_the_model_too(compose, model, overrides, message):
-    config = composed(compose, "qwen3_30b_a3b_megatron", *overrides)
-    with pytest.raises(ConfigError, match=message):
-        check_recipe(config, SHAPES[model])
+    def run(*fix):
+        check_recipe(composed(compose, "qwen3_30b_a3b_megatron", *overrides, *fix), SHAPES[model])
+
+    with pytest.raises(ConfigError, match=message) as error:
+        run()
+    assert_fixed(error.value, run)
 
 
 @pytest.mark.parametrize(

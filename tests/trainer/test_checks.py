@@ -1,6 +1,9 @@
 """Settings that cannot work stop with one line before Ray starts."""
 
+from functools import partial
+
 import pytest
+from fixing import assert_fixed
 
 from verl_ext.errors import ConfigError
 from verl_ext.launch.checks import apply_engine_settings, check_run, loss_settings, needs_our_loss, something_to_do
@@ -43,7 +46,7 @@ def rule(action):
         (["stability=icepop", rule("rollback")], "rules.r: action=rollback has no checkpoint to go back to"),
         (
             ["stability=icepop", rule("rollback"), "trainer.save_freq=5", "trainer.max_actor_ckpt_to_keep=1"],
-            "set trainer.max_actor_ckpt_to_keep to 2 or more",
+            "set trainer.max_actor_ckpt_to_keep=2, or more",
         ),
         (
             ["stability=icepop", rule("rollback"), "trainer.save_freq=5", f"{CHECKPOINT}.save_contents=[hf_model]"],
@@ -85,11 +88,11 @@ def rule(action):
         ),
         (
             ["stability=icepop_loss", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
-            "set actor_rollout_ref.actor.policy_loss.base=gspo to build icepop upon it",
+            "loss_mode=icepop and actor_rollout_ref.actor.policy_loss.base=gspo",
         ),
         (
             ["stability=none", "actor_rollout_ref.actor.policy_loss.loss_mode=llds"],
-            "set it, or use stability=llds_loss",
+            "LldsLossConfig, or use stability=llds_loss",
         ),
         (
             ["stability=opsm_loss", "actor_rollout_ref.actor.policy_loss.delta=null"],
@@ -144,11 +147,11 @@ def rule(action):
         ),
         (
             ["stability=router_shift_loss", "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"],
-            "ulysses_sequence_parallel_size=2; set it to 1, or choose another loss_mode",
+            "fsdp_config.ulysses_sequence_parallel_size=1, or choose another loss_mode",
         ),
         (
             ["stability=router_shift_loss", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"],
-            "ulysses_sequence_parallel_size=4; set it to 1, or choose another loss_mode",
+            "actor.ulysses_sequence_parallel_size=1, or choose another loss_mode",
         ),
         (
             [
@@ -177,23 +180,23 @@ def rule(action):
     ],
 )
 def test_a_combination_that_cannot_work_names_the_remedy(compose, models, overrides, message):
+    model = f"actor_rollout_ref.model.path={models}/moe"
+    run = partial(check, compose, model, "actor_rollout_ref.rollout.name=vllm", *overrides)
     with pytest.raises(ConfigError) as error:
-        check(
-            compose,
-            f"actor_rollout_ref.model.path={models}/moe",
-            "actor_rollout_ref.rollout.name=vllm",
-            *overrides,
-        )
+        run()
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+    assert_fixed(error.value, run)
 
 
 ROUTING = ("stability=none", "stability.router_agreement=true", "actor_rollout_ref.rollout.name=vllm")
 
 
 def test_routing_of_a_dense_model_is_refused(compose, models):
-    with pytest.raises(ConfigError, match=r"model.path=.*dense is a dense model; set stability.router_agreement"):
-        check(compose, *ROUTING, f"actor_rollout_ref.model.path={models}/dense")
+    run = partial(check, compose, *ROUTING, f"actor_rollout_ref.model.path={models}/dense")
+    with pytest.raises(ConfigError, match=r"dense is a dense model; set stability.router_agreement=false") as error:
+        run()
+    assert_fixed(error.value, run)
 
 
 def test_a_model_path_that_does_not_exist_is_named(compose):

@@ -1,6 +1,9 @@
 """Settings of the routing: what they turn on, and what cannot work."""
 
+from functools import partial
+
 import pytest
+from fixing import assert_fixed
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
@@ -10,6 +13,8 @@ from verl_ext.launch.routing_checks import replay_mode, replayed_field
 from verl_ext.settings.stability import stability_config
 
 FSDP = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
+
+AGREEMENT = ("stability=none", "stability.router_agreement=true", "model_engine=megatron")
 
 
 @pytest.fixture
@@ -79,12 +84,17 @@ def test_agreement_on_megatron_asks_nothing_of_its_replay(checked):
     [
         ("actor_rollout_ref.actor.megatron.router_replay.mode=R3", "nothing to measure with .*megatron.*=R3"),
         ("actor_rollout_ref.model.use_remove_padding=false", "set actor_rollout_ref.model.use_remove_padding=true"),
-        ("actor_rollout_ref.actor.megatron.pad_to_length=true", "megatron.pad_to_length=true; set it to false"),
+        (
+            "actor_rollout_ref.actor.megatron.pad_to_length=true",
+            "set .*megatron.pad_to_length=false",
+        ),
     ],
 )
 def test_agreement_where_verl_cannot_record_names_the_remedy(checked, override, message):
-    with pytest.raises(ConfigError, match=message):
-        checked("stability=none", "stability.router_agreement=true", "model_engine=megatron", override)
+    run = partial(checked, *AGREEMENT, "stability.metrics=true", override)
+    with pytest.raises(ConfigError, match=message) as error:
+        run()
+    assert_fixed(error.value, run)
 
 
 @pytest.mark.parametrize(
@@ -100,11 +110,14 @@ def test_agreement_where_verl_cannot_record_names_the_remedy(checked, override, 
     ],
 )
 def test_a_replay_that_cannot_work_names_the_remedy(checked, overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        checked("stability.metrics=true", *overrides)
+    run = partial(checked, "stability.metrics=true", *overrides)
+    with pytest.raises(ConfigError, match=message) as error:
+        run()
+    assert_fixed(error.value, run)
 
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_replay_of_a_dense_model_is_refused(checked, mode):
-    with pytest.raises(ConfigError, match=f"mode={mode} needs a mixture of experts.*dense is a dense model"):
+    with pytest.raises(ConfigError, match=f"mode={mode} needs a mixture of experts.*dense is a dense model") as error:
         checked("stability=none", f"{FSDP}={mode}", model="dense")
+    assert error.value.fix == (f"{FSDP}=disabled",)

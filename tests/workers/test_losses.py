@@ -136,5 +136,5 @@ def test_a_loss_under_plain_verl_names_the_entry_point_and_the_dataclass():
     old, new, advantages, mask, _ = loss_batch(0)
     with pytest.raises(ConfigError, match=r"launch with verl_ext\.main_ppo"):
         check("opsm", new.sum(), new, (old, new, advantages, mask), delta=0.1)
-    with pytest.raises(ConfigError, match=r"_target_ must be .*\.LldsLossConfig"):
+    with pytest.raises(ConfigError, match=r"set .*_target_=.*\.LldsLossConfig"):
         get_policy_loss_fn("llds")(old, new, advantages, mask, "token-mean", actor_config())

@@ -3,13 +3,13 @@
 import contextlib
 import copy
 import io
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from verl_ext.doctor.applied import applied
 from verl_ext.doctor.context import MODEL, ROLLOUT, Context
 from verl_ext.doctor.findings import Finding, check
 from verl_ext.doctor.foreign import built_settings, unknown_targets
@@ -17,6 +17,8 @@ from verl_ext.doctor.validation import loss_settings, passes_quickly
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from verl_ext.errors import UserError
 
 NAME = f"{ROLLOUT}.name"
 FSDP_CONFIG = "actor_rollout_ref.actor.fsdp_config"
@@ -41,8 +43,7 @@ def hooks(context: Context) -> Iterable[Finding]:
     """What the start-up table would show, or each error that would come instead.
 
     Source: `stability_config`, `something_to_do` and `check_run` of verl_ext, as `verl_ext.main_ppo.run` calls them;
-    `check_run` also probes the model's routers, where that runs no code of the model's own. A remedy in an error's text
-    becomes a fix where the error is gone once it is applied.
+    `check_run` also probes the model's routers, where that runs no code of the model's own.
     """
     if context.config is None or not context.get(NAME) or context.plugin_modules:
         return
@@ -76,12 +77,12 @@ def _errors(context: Context) -> list[Finding]:
         config = copy.deepcopy(config)
         OmegaConf.update(config, TRUST, False)
     found: list[Finding] = []
-    while len(found) < MOST_ERRORS and (message := _error(config, read_model)):
-        fixed, fix = _remedied(config, message, read_model)
-        found.append(Finding("error", message, "the run would stop with this line before Ray starts", fix))
+    while len(found) < MOST_ERRORS and (error := _error(config, read_model)):
+        config, fix = applied(config, error, lambda fixed: _error(fixed, read_model))
+        said = " ".join(str(error).split())
+        found.append(Finding("error", said, "the run would stop with this line before Ray starts", fix))
         if not fix:
             break
-        config = fixed
     return found
 
 
@@ -97,8 +98,8 @@ def _as_launched(config: "DictConfig") -> "DictConfig":
     return config
 
 
-def _error(config: "DictConfig", read_model: bool) -> str:
-    """The one line that the run would stop with; "" if none."""
+def _error(config: "DictConfig", read_model: bool) -> "UserError | None":
+    """What the run would stop with; None where it would not."""
     from omegaconf.errors import OmegaConfBaseException
 
     from verl_ext.errors import UserError
@@ -113,37 +114,10 @@ def _error(config: "DictConfig", read_model: bool) -> str:
             with builds:
                 check_run(config, stability, read_model=read_model)
     except UserError as error:
-        return " ".join(str(error).split())
+        return error
     except OmegaConfBaseException as error:
-        return f"{error.full_key}: {str(error).splitlines()[0]}"
-    return ""
-
-
-def _remedied(config: "DictConfig", message: str, read_model: bool) -> tuple["DictConfig", tuple[str, ...]]:
-    """The config with the remedy that an error names applied, and the remedy; () where it names none that helps."""
-    from omegaconf import OmegaConf
-
-    fix: list[str] = []
-    fixed = copy.deepcopy(config)
-    for override in remedies(message):
-        key, _, _ = override.partition("=")
-        if OmegaConf.select(config, key, default=fix) is fix:  # not a setting: part of a sentence
-            continue
-        value = OmegaConf.select(OmegaConf.from_dotlist([override]), key)
-        if OmegaConf.select(config, key) == value:  # as it is already
-            continue
-        OmegaConf.update(fixed, key, value)
-        fix.append(override)
-    if not fix or _error(fixed, read_model) == message:
-        return config, ()
-    return fixed, tuple(fix)
-
-
-def remedies(message: str) -> list[str]:
-    """`key=value` that the last "set ..." of an error tells to set; of alternatives, the first."""
-    _, told, remedy = message.rpartition("; set ")
-    first, _, _ = remedy.partition(", or ")
-    return re.findall(r"[a-z]\w*(?:\.\w+)+=[\w.+-]+\b|[a-z]\w*(?:\.\w+)+=-?\d+", first) if told else []
+        return UserError(f"{error.full_key}: {str(error).splitlines()[0]}")
+    return None
 
 
 def _features(config: "DictConfig", stability: Any) -> Iterator[tuple[str, str]]:

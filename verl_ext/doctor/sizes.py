@@ -1,9 +1,17 @@
 """Batches, lengths and ranks against each other, the model and the machines."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
+from verl_ext.doctor.applied import applied
 from verl_ext.doctor.context import MODEL, Context
 from verl_ext.doctor.findings import Finding, check
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from verl_ext.errors import ConfigError
+    from verl_ext.launch.models import ModelShape
 
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
 
@@ -18,19 +26,28 @@ def sizes(context: Context) -> Iterable[Finding]:
         return
     from verl_ext.errors import ConfigError
     from verl_ext.launch.models import shape_of
-    from verl_ext.plan.sizes import check_sizes
 
     try:
         shape = shape_of(str(context.get(f"{MODEL}.path", "")))
     except ConfigError:
         shape = None
-    try:
-        check_sizes(context.config, shape)
-    except ConfigError as error:
-        yield Finding("error", str(error), "the workers would stop with it, or leave part of the machines idle")
+    if error := _refused(context.config, shape):
+        _, fix = applied(context.config, error, lambda fixed: _refused(fixed, shape))
+        yield Finding("error", str(error), "the workers would stop with it, or leave part of the machines idle", fix)
         return
     beside = "" if shape else "; the model's shape is not in verl_ext/launch/models.py, and was left out"
     yield Finding("ok", f"batches, lengths and ranks fit each other{beside}")
+
+
+def _refused(config: "DictConfig", shape: "ModelShape | None") -> "ConfigError | None":
+    from verl_ext.errors import ConfigError
+    from verl_ext.plan.sizes import check_sizes
+
+    try:
+        check_sizes(config, shape)
+    except ConfigError as error:
+        return error
+    return None
 
 
 @check("gpu")

@@ -59,7 +59,7 @@ def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: boo
     trusts it.
     """
     if not config.trainer.use_v1:
-        raise ConfigError("trainer.use_v1=False has no hooks for stability.*; set trainer.use_v1=True")
+        raise ConfigError("trainer.use_v1=False has no hooks for stability.*", fix=("trainer.use_v1=True",))
     if config.algorithm.adv_estimator in ESTIMATOR_SETTINGS:
         estimator_settings(config.algorithm.adv_estimator, config.algorithm)
     if stability.needs_log_probs or loss_mode(config) in LOSSES or uses_unbiased_kl(config):
@@ -91,13 +91,14 @@ def _check_log_probs(config: DictConfig) -> None:
     prefix = "actor_rollout_ref.rollout"
     if not rollout.calculate_log_probs:
         raise ConfigError(
-            f"{prefix}.calculate_log_probs=False leaves stability.* nothing to compare; set "
-            f"{prefix}.calculate_log_probs=True"
+            f"{prefix}.calculate_log_probs=False leaves stability.* nothing to compare",
+            fix=(f"{prefix}.calculate_log_probs=True",),
         )
     if OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
         raise ConfigError(
             "algorithm.rollout_correction.bypass_mode=True takes the rollout's log-probs for the training engine's, so "
-            "no mismatch can be seen; set algorithm.rollout_correction.bypass_mode=False"
+            "no mismatch can be seen",
+            fix=("algorithm.rollout_correction.bypass_mode=False",),
         )
     # With top-p or top-k, processed log-probs are normalised over the kept tokens only; raw ones leave out the
     # temperature. The training engine does neither, and every log-ratio would carry the difference.
@@ -108,14 +109,18 @@ def _check_log_probs(config: DictConfig) -> None:
         if rollout.top_p < 1 or rollout.top_k > 0:
             raise ConfigError(
                 f"{prefix}.top_p={rollout.top_p} and top_k={rollout.top_k} make vLLM's processed_logprobs count the "
-                f"kept tokens only, which the training engine does not; set {prefix}.top_p=1 and {prefix}.top_k=-1"
+                "kept tokens only, which the training engine does not",
+                fix=(f"{prefix}.top_p=1", f"{prefix}.top_k=-1"),
             )
     elif mode != "raw_logprobs":
-        raise ConfigError(f"{setting}={mode} gives no log-probabilities to compare; set {setting}=processed_logprobs")
+        raise ConfigError(
+            f"{setting}={mode} gives no log-probabilities to compare", fix=(f"{setting}=processed_logprobs",)
+        )
     elif rollout.temperature != 1:
         raise ConfigError(
             f"{setting}=raw_logprobs leaves out {prefix}.temperature={rollout.temperature}, which the training engine "
-            f"applies; set {setting}=processed_logprobs"
+            "applies",
+            fix=(f"{setting}=processed_logprobs",),
         )
 
 
@@ -125,7 +130,9 @@ def _check_guard(config: DictConfig, stability: StabilityConfig) -> None:
     if stability.guard.mini_batch.grad_norm is not None and strategy != "fsdp2":
         raise ConfigError(
             "stability.guard.mini_batch.grad_norm reads the gradients of actor.strategy=fsdp2, and this run has "
-            f"{strategy}, whose norm is known only with the step; use a rule on actor/grad_norm, or null"
+            f"{strategy}, whose norm is known only with the step",
+            fix=("stability.guard.mini_batch.grad_norm=null",),
+            otherwise="use a rule on actor/grad_norm",
         )
     for rule in stability.rules():
         where = f"stability.guard.rules.{rule.name}"
@@ -141,12 +148,14 @@ def _check_rollback(config: DictConfig, where: str) -> None:
     for kept in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
         if trainer.get(kept) == 1:
             raise ConfigError(
-                f"{where}: action=rollback needs the checkpoint before the last; set trainer.{kept} to 2 or more"
+                f"{where}: action=rollback needs the checkpoint before the last",
+                fix=(f"trainer.{kept}=2",),
+                otherwise="more",
             )
     if trainer.get("remove_previous_ckpt_in_save"):
         raise ConfigError(
-            f"{where}: action=rollback needs the checkpoint before the last; set "
-            "trainer.remove_previous_ckpt_in_save=false"
+            f"{where}: action=rollback needs the checkpoint before the last",
+            fix=("trainer.remove_previous_ckpt_in_save=false",),
         )
     loaded = OmegaConf.select(config, f"{checkpoint}.load_contents") or []
     if missing := {"model", "optimizer"} - set(loaded):
@@ -156,7 +165,8 @@ def _check_rollback(config: DictConfig, where: str) -> None:
         )
     if OmegaConf.select(config, f"{checkpoint}.async_save"):
         raise ConfigError(
-            f"{where}: action=rollback cannot tell when a checkpoint is complete; set {checkpoint}.async_save=false"
+            f"{where}: action=rollback cannot tell when a checkpoint is complete",
+            fix=(f"{checkpoint}.async_save=false",),
         )
 
 
@@ -170,18 +180,19 @@ def _check_weights(config: DictConfig, stability: StabilityConfig) -> None:
         ours = f"{LOSS}.loss_mode=icepop"
         if corrections:
             raise ConfigError(
-                f"{ours} and stability.correction={stability.correction} both weight the loss; set "
-                "stability.correction=none"
+                f"{ours} and stability.correction={stability.correction} both weight the loss",
+                fix=("stability.correction=none",),
             )
     if verls := OmegaConf.select(config, "algorithm.rollout_correction.rollout_is"):
         raise ConfigError(
-            f"algorithm.rollout_correction.rollout_is={verls} and {ours} both weight the loss; set "
-            "algorithm.rollout_correction.rollout_is=null"
+            f"algorithm.rollout_correction.rollout_is={verls} and {ours} both weight the loss",
+            fix=("algorithm.rollout_correction.rollout_is=null",),
         )
     if loss_mode(config) == "bypass_mode":
         raise ConfigError(
-            f"{ours} cannot weight {LOSS}.loss_mode=bypass_mode, which computes weights of its own; set "
-            "stability.correction=none or another loss_mode"
+            f"{ours} cannot weight {LOSS}.loss_mode=bypass_mode, which computes weights of its own",
+            fix=("stability.correction=none",),
+            otherwise="another loss_mode",
         )
 
 
@@ -192,12 +203,15 @@ def _check_loss(config: DictConfig, read_model: bool) -> None:
     for ours, its_target in LOSSES.items():
         if target == its_target and name != ours:
             raise ConfigError(
-                f"{LOSS}.loss_mode={name} overrides the loss {ours} that {LOSS}._target_={target} stands for; leave it "
-                f"out, and set {LOSS}.base={name} to build {ours} upon it"
+                f"{LOSS}.loss_mode={name} overrides the loss {ours}, which {LOSS}._target_={target} stands for and "
+                f"which builds upon {LOSS}.base",
+                fix=(f"{LOSS}.loss_mode={ours}", *_base(name)),
             )
         if name == ours and target != its_target:
             raise ConfigError(
-                f"{LOSS}.loss_mode={name} needs {LOSS}._target_={its_target}; set it, or use stability={name}_loss"
+                f"{LOSS}.loss_mode={name} needs the class of its settings",
+                fix=(f"{LOSS}._target_={its_target}",),
+                otherwise=f"use stability={name}_loss",
             )
     if name not in LOSSES:
         return
@@ -208,17 +222,22 @@ def _check_loss(config: DictConfig, read_model: bool) -> None:
         check_router_shift(config, read_model)
 
 
+def _base(name: Any) -> tuple[str, ...]:
+    """What builds upon a loss; () where none is, and of what is no name: a config may be somebody else's."""
+    return (f"{LOSS}.base={name}",) if str(name).isidentifier() and name not in (*LOSSES, "bypass_mode") else ()
+
+
 def _check_kl(config: DictConfig, stability: StabilityConfig) -> None:
     actor = config.actor_rollout_ref.actor
     if actor.get("kl_loss_type") == UNBIASED and not actor.get("use_kl_loss"):
         raise ConfigError(
-            f"actor_rollout_ref.actor.kl_loss_type={UNBIASED} does nothing without a KL loss; set "
-            "actor_rollout_ref.actor.use_kl_loss=true"
+            f"actor_rollout_ref.actor.kl_loss_type={UNBIASED} does nothing without a KL loss",
+            fix=("actor_rollout_ref.actor.use_kl_loss=true",),
         )
     if stability.kl_denominator != "infer" and not uses_unbiased_kl(config):
         raise ConfigError(
-            f"stability.kl_denominator={stability.kl_denominator} is of the unbiased KL alone; set "
-            f"actor_rollout_ref.actor.kl_loss_type={UNBIASED} and actor_rollout_ref.actor.use_kl_loss=true"
+            f"stability.kl_denominator={stability.kl_denominator} is of the unbiased KL alone",
+            fix=(f"actor_rollout_ref.actor.kl_loss_type={UNBIASED}", "actor_rollout_ref.actor.use_kl_loss=true"),
         )
 
 
@@ -242,7 +261,8 @@ def _check_cascade(config: DictConfig, stability: StabilityConfig) -> None:
     if rollout.name != "vllm":
         raise ConfigError(
             f"stability.cascade_attention={stability.cascade_attention} is a setting of vLLM, not of "
-            f"actor_rollout_ref.rollout.name={rollout.name}; set stability.cascade_attention=default"
+            f"actor_rollout_ref.rollout.name={rollout.name}",
+            fix=("stability.cascade_attention=default",),
         )
     disabled = OmegaConf.select(rollout, "engine_kwargs.vllm.disable_cascade_attn")
     if disabled is not None and disabled != (stability.cascade_attention == "off"):

@@ -57,14 +57,14 @@ def check_routing(config: DictConfig, agreement: bool, read_model: bool = True) 
     if setting != FSDP_REPLAY and OmegaConf.select(config, FSDP_REPLAY):
         raise ConfigError(f"{FSDP_REPLAY} is for FSDP, and {ACTOR}.strategy={strategy}; leave it out and set {setting}")
     if agreement:
-        asked, off = "stability.router_agreement=true", "set stability.router_agreement=false"
+        asked, off = "stability.router_agreement=true", "stability.router_agreement=false"
     elif replays_here(config):
-        asked, off = f"{setting}={mode}", f"set {setting}=disabled"
+        asked, off = f"{setting}={mode}", f"{setting}=disabled"
     else:
         return
     if strategy not in ENGINES:
         raise ConfigError(
-            f"{asked} has no adapter for {ACTOR}.strategy={strategy} (it has: {', '.join(ENGINES)}); {off}"
+            f"{asked} has no adapter for {ACTOR}.strategy={strategy} (it has: {', '.join(ENGINES)})", fix=(off,)
         )
     if strategy not in TRANSFORMERS:
         _check_recording(config, asked, off)
@@ -93,18 +93,20 @@ def apply_routing(config: DictConfig, agreement: bool) -> None:
 def check_router_shift(config: DictConfig, read_model: bool = True) -> None:
     """The loss router_shift reads the scores of a transformers model's routers, whole sequences at a time."""
     actor = config.actor_rollout_ref.actor
-    asked, off = f"{ACTOR}.policy_loss.loss_mode=router_shift", "choose another loss_mode"
+    asked, otherwise = f"{ACTOR}.policy_loss.loss_mode=router_shift", "choose another loss_mode"
     if actor.strategy not in TRANSFORMERS:
         raise ConfigError(
-            f"{asked} has no adapter for {ACTOR}.strategy={actor.strategy} (it has: {', '.join(TRANSFORMERS)}); {off}"
+            f"{asked} has no adapter for {ACTOR}.strategy={actor.strategy} (it has: {', '.join(TRANSFORMERS)})",
+            otherwise=otherwise,
         )
     # verl reads the size from either place.
     places = ("fsdp_config.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size")
-    ranks = max(OmegaConf.select(actor, place) or 1 for place in places)
-    if ranks > 1:
+    sizes = {f"{ACTOR}.{place}": OmegaConf.select(actor, place) or 1 for place in places}
+    if (ranks := max(sizes.values())) > 1:
         raise ConfigError(
-            f"{asked} cannot gather the routers' scores over {ACTOR}.ulysses_sequence_parallel_size={ranks}; set it to "
-            f"1, or {off}"
+            f"{asked} cannot gather the routers' scores over {ACTOR}.ulysses_sequence_parallel_size={ranks}",
+            fix=tuple(f"{place}=1" for place, size in sizes.items() if size > 1),
+            otherwise=otherwise,
         )
     if read_model and (hf_config := _hf_config(config.actor_rollout_ref.model)) is not None:
         from verl_ext.routing.choices import probe_choices
@@ -118,16 +120,20 @@ def _check_recording(config: DictConfig, asked: str, off: str) -> None:
     if replay_mode(config) == "R3":
         raise ConfigError(
             f"{asked} has nothing to measure with {replay_setting(config)}=R3: verl makes the training engine use the "
-            f"rollout's experts and does not say which it would have chosen; {off}"
+            "rollout's experts and does not say which it would have chosen",
+            fix=(off,),
         )
     if not config.actor_rollout_ref.model.use_remove_padding:
         raise ConfigError(
-            f"{asked} needs packed tokens on {ACTOR}.strategy={_strategy(config)}; set "
-            f"actor_rollout_ref.model.use_remove_padding=true, or {off}"
+            f"{asked} needs packed tokens on {ACTOR}.strategy={_strategy(config)}",
+            fix=("actor_rollout_ref.model.use_remove_padding=true",),
+            otherwise=f"set {off}",
         )
     if OmegaConf.select(config, f"{ENGINES['megatron']}.pad_to_length"):
         raise ConfigError(
-            f"verl cannot record routing with {ENGINES['megatron']}.pad_to_length=true; set it to false, or {off}"
+            f"verl cannot record routing with {ENGINES['megatron']}.pad_to_length=true",
+            fix=(f"{ENGINES['megatron']}.pad_to_length=false",),
+            otherwise=f"set {off}",
         )
 
 
@@ -135,12 +141,16 @@ def _check_rollout(config: DictConfig, asked: str, off: str) -> None:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "vllm":
         raise ConfigError(
-            f"{asked} reads vLLM's routed experts, not {ROLLOUT}.name={rollout.name}; set {ROLLOUT}.name=vllm, or {off}"
+            f"{asked} reads vLLM's routed experts, not {ROLLOUT}.name={rollout.name}",
+            fix=(f"{ROLLOUT}.name=vllm",),
+            otherwise=f"set {off}",
         )
     if rollout.pipeline_model_parallel_size > 1:
         raise ConfigError(
             f"{asked} needs vLLM without pipeline parallelism, and {ROLLOUT}.pipeline_model_parallel_size="
-            f"{rollout.pipeline_model_parallel_size}; set it to 1, or {off}"
+            f"{rollout.pipeline_model_parallel_size}",
+            fix=(f"{ROLLOUT}.pipeline_model_parallel_size=1",),
+            otherwise=f"set {off}",
         )
 
 
@@ -153,7 +163,8 @@ def _check_model(config: DictConfig, asked: str, off: str, read_routers: bool) -
 
     if not any(getattr(hf_config.get_text_config(), name, None) for name in EXPERT_COUNTS):
         raise ConfigError(
-            f"{asked} needs a mixture of experts, and actor_rollout_ref.model.path={model.path} is a dense model; {off}"
+            f"{asked} needs a mixture of experts, and actor_rollout_ref.model.path={model.path} is a dense model",
+            fix=(off,),
         )
     if read_routers:
         probe_choices(hf_config, trust_remote_code=_trusted(model))

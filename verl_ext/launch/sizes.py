@@ -107,7 +107,8 @@ def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
     )
     if interleaved is not None and pipeline == 1:
         raise ConfigError(
-            f"{MEGATRON}.virtual_pipeline_model_parallel_size={interleaved} needs a pipeline; set it null"
+            f"{MEGATRON}.virtual_pipeline_model_parallel_size={interleaved} needs a pipeline",
+            fix=(f"{MEGATRON}.virtual_pipeline_model_parallel_size=null",),
         )
     if shape is None:
         return
@@ -120,10 +121,14 @@ def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
         if tensor > 1 and not _get(config, f"{MEGATRON}.sequence_parallel"):
             raise ConfigError(
                 f"{MEGATRON}.sequence_parallel=false cannot train a mixture of experts at "
-                f"tensor_model_parallel_size={tensor}; set it to true"
+                f"tensor_model_parallel_size={tensor}",
+                fix=(f"{MEGATRON}.sequence_parallel=true",),
             )
     elif expert > 1:
-        raise ConfigError(f"{MEGATRON}.expert_model_parallel_size={expert} needs experts; set it to 1")
+        raise ConfigError(
+            f"{MEGATRON}.expert_model_parallel_size={expert} needs experts",
+            fix=(f"{MEGATRON}.expert_model_parallel_size=1",),
+        )
     stages = pipeline_stages(config, shape.layers)
     for count in stages:
         chunks = f"{MEGATRON}.virtual_pipeline_model_parallel_size={interleaved}"
@@ -131,7 +136,8 @@ def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
     if shape.linear and config.actor_rollout_ref.actor.megatron.use_remove_padding:
         raise ConfigError(  # megatron/core/ssm/gated_delta_net.py raises on packed sequences
             f"{MEGATRON}.use_remove_padding=true packs sequences, which megatron-core 0.16 refuses for linear "
-            "attention; set it to false"
+            "attention",
+            fix=(f"{MEGATRON}.use_remove_padding=false",),
         )
 
 
@@ -144,14 +150,15 @@ def _check_fsdp(config: DictConfig, shape: ModelShape | None) -> None:
         _divide(size, world, f"{ACTOR}.fsdp_config.fsdp_size={size}", f"trainer.nnodes x n_gpus_per_node={world}")
     packed = config.actor_rollout_ref.model.use_remove_padding
     if sequence > 1 and not packed:
-        raise ConfigError(f"{ranks} needs packed sequences; set {ARP}.model.use_remove_padding=true")
+        raise ConfigError(f"{ranks} needs packed sequences", fix=(f"{ARP}.model.use_remove_padding=true",))
     if shape is None:
         return
     _check_heads(shape, sequence, ranks)
     if shape.linear and packed:
         raise ConfigError(  # verl/models/transformers/qwen3_5.py does it for Qwen3.5 alone
             f"{ARP}.model.use_remove_padding=true packs sequences, and verl does not tell this model's linear "
-            "attention where they end, so that one would go on from the state of another; set it to false"
+            "attention where they end, so that one would go on from the state of another",
+            fix=(f"{ARP}.model.use_remove_padding=false",),
         )
 
 
@@ -167,7 +174,7 @@ def _check_batches(config: DictConfig) -> None:
         for where in (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"):
             micro = _get(config, where)
             if not micro:
-                raise ConfigError(f"{where} is not set; set it, or {ACTOR}.use_dynamic_bsz=true")
+                raise ConfigError(f"{where} is not set", fix=(f"{ACTOR}.use_dynamic_bsz=true",), otherwise="set it")
             _divide(micro, trajectories // ranks, f"{where}={micro}", f"{trajectories // ranks} trajectories a rank")
     if config.trainer.v1.trainer_mode != "separate_async":
         return
@@ -179,7 +186,8 @@ def _check_batches(config: DictConfig) -> None:
     if rollout.nnodes < 1:
         raise ConfigError(f"{ROLLOUT}.nnodes={rollout.nnodes} leaves separate_async without GPUs for the rollout")
     if rollout.checkpoint_engine.backend == "naive":
-        raise ConfigError(f"{ROLLOUT}.checkpoint_engine.backend=naive cannot reach other GPUs; set it to nccl")
+        backend = f"{ROLLOUT}.checkpoint_engine.backend"
+        raise ConfigError(f"{backend}=naive cannot reach other GPUs", fix=(f"{backend}=nccl",))
 
 
 def _check_lengths(config: DictConfig) -> None:

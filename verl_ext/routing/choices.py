@@ -22,7 +22,8 @@ from verl_ext.errors import HookError
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_KS = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 ROUTES = "route_tokens_to_experts"  # the method of MoE blocks whose router module returns logits alone
-OFF = "set stability.router_agreement=false and router_replay.mode=disabled"
+REPLAY_OFF = "actor_rollout_ref.actor.fsdp_config.router_replay.mode=disabled"
+OFF = ("stability.router_agreement=false", REPLAY_OFF)
 
 Choose = Callable[[Tensor, Tensor], Tensor]
 """From scores [N, E] and the chosen ids [N, K] int64, the ids to use; the same tensor to leave them as they are."""
@@ -106,8 +107,9 @@ def find_choices(model: nn.Module) -> list[ChoicePoint]:
     ]
     if not found:
         raise HookError(
-            f"no router was found in {type(model).__name__}: a dense model has none ({OFF}), and an MoE has to declare "
-            "its router class in _can_record_outputs['router_logits'], as transformers' own do"
+            f"no router was found in {type(model).__name__}: a dense model has none, and an MoE has to declare its "
+            "router class in _can_record_outputs['router_logits'], as transformers' own do",
+            OFF,
         )
     return sorted(found, key=lambda point: point.layer)
 
@@ -132,7 +134,7 @@ def _within(name: str, points: dict[str, str]) -> bool:
 def _layer(name: str) -> int:
     found = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", name)
     if found is None:
-        raise HookError(f"the decoder layer of router {name} cannot be told from its name; {OFF}")
+        raise HookError(f"the decoder layer of router {name} cannot be told from its name", OFF)
     return int(found[1])
 
 
@@ -148,7 +150,8 @@ def expert_counts(hf_config: Any) -> tuple[int, int]:
     if experts is None or top_k is None:
         raise HookError(
             f"{type(text).__name__} does not say how many experts there are (one of {', '.join(EXPERT_COUNTS)}) and "
-            f"how many a token goes to (one of {', '.join(TOP_KS)}); {OFF}"
+            f"how many a token goes to (one of {', '.join(TOP_KS)})",
+            OFF,
         )
     return experts, top_k
 
@@ -175,7 +178,8 @@ def probe_choices(
         except ValueError as error:
             raise HookError(
                 f"a model of {type(hf_config).__name__} cannot be built here, to look at its routers: transformers has "
-                f"none for text, or it takes code of its own, which model.trust_remote_code allows; {OFF}"
+                "none for text, or it takes code of its own, which model.trust_remote_code allows",
+                OFF,
             ) from error
         for point in {(type(p.module), p.method): p for p in find_choices(model)}.values():
             seen, output = _run_on_meta(point, experts, top_k, hidden, model.dtype)
@@ -209,4 +213,4 @@ def _run_on_meta(point: ChoicePoint, experts: int, top_k: int, hidden: int, dtyp
 
 
 def _unreadable(point: ChoicePoint, why: str) -> HookError:
-    return HookError(f"cannot read router {type(point.module).__name__}, which {why}; {OFF}")
+    return HookError(f"cannot read router {type(point.module).__name__}, which {why}", OFF)

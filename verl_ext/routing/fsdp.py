@@ -24,7 +24,7 @@ from verl.workers.config import TrainingWorkerConfig
 
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.errors import HookError
-from verl_ext.routing.choices import ChoicePoint, Choose, expert_counts, find_choices
+from verl_ext.routing.choices import OFF, REPLAY_OFF, ChoicePoint, Choose, expert_counts, find_choices
 from verl_ext.routing.layout import Layout
 from verl_ext.routing.outputs import ROLLOUT_ROUTES, known_rows, narrow_dtype, routing_outputs
 
@@ -155,8 +155,9 @@ class FsdpRouting:
             if replayed_TLK is None:
                 raise HookError(
                     f"router_replay.mode={self.mode} has nothing to replay: the batch has no "
-                    f"{ROLLOUT_ROUTES if self.mode == 'R3' else OLD_ROUTES}. For R3, check that vLLM runs with "
-                    "enable_return_routed_experts; or set router_replay.mode=disabled"
+                    f"{ROLLOUT_ROUTES if self.mode == 'R3' else OLD_ROUTES}",
+                    fix=(REPLAY_OFF,),
+                    otherwise="for R3 check that vLLM runs with enable_return_routed_experts",
                 )
         compared_TLK = rollout_TLK if old_policy else None
         if compared_TLK is None and not replays:
@@ -206,8 +207,8 @@ class FsdpRouting:
             raise HookError(
                 f"the rollout's {ROLLOUT_ROUTES} is {tuple(routes_TLK.shape)} [tokens, layers, top_k] where the "
                 f"training engine has {tokens} tokens, {self.decoder_layers} decoder layers, {len(self.points)} of "
-                f"them with a router, and top-{self.top_k}: the two engines number this model's layers differently; "
-                "set stability.router_agreement=false and router_replay.mode=disabled"
+                f"them with a router, and top-{self.top_k}: the two engines number this model's layers differently",
+                OFF,
             )
         if layers != len(self.points):
             routes_TLK = routes_TLK[:, [point.layer for point in self.points]]
@@ -222,6 +223,7 @@ class FsdpRouting:
         if len(routes_TLK) and (largest := int(routes_TLK.max())) >= self.experts:
             raise HookError(
                 f"{ROLLOUT_ROUTES} names expert {largest} of a model with {self.experts}: the rollout counts shared or "
-                "redundant experts too; set stability.router_agreement=false and router_replay.mode=disabled"
+                "redundant experts too",
+                OFF,
             )
         return routes_TLK.to(get_device_id(), narrow_dtype(self.experts))

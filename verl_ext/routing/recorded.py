@@ -39,7 +39,7 @@ from verl_ext.routing.choices import expert_counts, find_choices
 from verl_ext.routing.outputs import ROLLOUT_ROUTES, known_rows, narrow_dtype, routing_outputs
 
 ROUTES = ROLLOUT_ROUTES  # one field: jagged [B, n, l, K] from the rollout, [B, n, L, K] from the engine
-OFF = "set stability.router_agreement=false"
+OFF = "stability.router_agreement=false"
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,23 @@ class RecordedRouting:
         if self.mode == "R3":
             raise HookError(
                 f"{setting}.router_replay.mode=R3 makes the training engine use the rollout's experts, and verl "
-                f"records none of its own: there is no agreement to measure; {OFF}, or the mode to R2 or disabled"
+                "records none of its own: there is no agreement to measure",
+                fix=(OFF,),
+                otherwise="the mode to R2 or disabled",
             )
         if not config.model_config.get("use_remove_padding", False):
             raise HookError(
                 "verl finds the recorded routes of a sequence among packed tokens, and "
-                f"actor_rollout_ref.model.use_remove_padding=false leaves them padded; set it to true, or {OFF}"
+                "actor_rollout_ref.model.use_remove_padding=false leaves them padded",
+                fix=("actor_rollout_ref.model.use_remove_padding=true",),
+                otherwise=f"set {OFF}",
             )
         if config.engine_config.strategy == "megatron" and config.engine_config.pad_to_length:
-            raise HookError(f"verl cannot record routing with {setting}.pad_to_length=true; set it to false, or {OFF}")
+            raise HookError(
+                f"verl cannot record routing with {setting}.pad_to_length=true",
+                fix=(f"{setting}.pad_to_length=false",),
+                otherwise=f"set {OFF}",
+            )
         recording = EngineRouterReplayConfig(mode="R2")
         self.config = replace(config, engine_config=replace(config.engine_config, router_replay=recording))
         self.recorders: Recorders
@@ -130,7 +138,7 @@ class RecordedRouting:
             return None
         recorded = output.get(ROUTES, None)
         if recorded is None:
-            raise HookError(f"verl returned no {ROUTES} from compute_log_prob, though its engine was built to; {OFF}")
+            raise HookError(f"verl returned no {ROUTES} from compute_log_prob, though its engine was built to", (OFF,))
         for name, value in compare(recorded, rollout, self.recorders, data).items():
             output[name] = value.cpu()
         return output if self.mode == "R2" else _without_routes(output)
@@ -160,7 +168,8 @@ def compare(
         raise HookError(
             f"the rollout's {ROUTES} is {tuple(infer_TlK.shape)} and the training engine's {tuple(train_TLK.shape)} "
             f"[tokens, layers, top_k], where there are {tokens} tokens and {recorders.decoder_layers} decoder layers, "
-            f"{len(layers)} of them with a router: the two engines number this model's layers differently; {OFF}"
+            f"{len(layers)} of them with a router: the two engines number this model's layers differently",
+            fix=(OFF,),
         )
     columns = torch.tensor(layers if whole else range(shipped), device=device)
     narrow = narrow_dtype(recorders.experts)
@@ -177,7 +186,8 @@ def compare(
     if (number := int(largest_l.max())) >= recorders.experts:
         raise HookError(
             f"the rollout's {ROUTES} names expert {number} of a model with {recorders.experts}: the rollout counts "
-            f"shared or redundant experts too; {OFF}"
+            "shared or redundant experts too",
+            fix=(OFF,),
         )
     _check_layers(largest_l > 0, columns, layers, enough=top_k > 1 and bool(known_T.any()))
     return routing_outputs(overlap_TL, top_k, known_T, data)
@@ -195,7 +205,8 @@ def _check_layers(routed_l: Tensor, columns: Tensor, layers: list[int], enough: 
     if extra or missing:
         raise HookError(
             f"the rollout's {ROUTES} has experts in decoder layers {extra}, where the training engine has no router, "
-            f"and none in {missing}, where it has: the two engines number this model's layers differently; {OFF}"
+            f"and none in {missing}, where it has: the two engines number this model's layers differently",
+            fix=(OFF,),
         )
 
 
@@ -216,7 +227,8 @@ def _megatron(engine: Any) -> Recorders:
     if not layers:
         raise HookError(
             "verl installed no recorder of routing in Megatron: no TopKRouter has a RouterReplay. The model is dense, "
-            f"or this megatron-core ignores moe_enable_routing_replay; {OFF}"
+            "or this megatron-core ignores moe_enable_routing_replay",
+            fix=(OFF,),
         )
     counts = [[len(virtual) for virtual in stage] for stage in stages]
     assumed = counts
@@ -226,8 +238,9 @@ def _megatron(engine: Any) -> Recorders:
     if layers != sorted(set(layers)) or assumed != counts:
         raise HookError(
             "verl would put the routes of Megatron's pipeline stages in the wrong order: the stages, and their virtual "
-            f"ones, hold the layers {stages}, where verl counts {assumed}; set "
-            f"actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=null, or {OFF}"
+            f"ones, hold the layers {stages}, where verl counts {assumed}",
+            fix=("actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=null",),
+            otherwise=f"set {OFF}",
         )
     return Recorders("TopKRouter", layers, config.num_layers, config.num_moe_experts)
 
@@ -235,7 +248,7 @@ def _megatron(engine: Any) -> Recorders:
 def _veomni(engine: Any) -> Recorders:
     """The routers of VeOmni's models, which are transformers' own, with a call to verl's controller after the top-k."""
     if engine._router_replay is None or not engine._router_replay._installed:
-        raise HookError(f"verl installed no recorder of routing in VeOmni; {OFF}")
+        raise HookError("verl installed no recorder of routing in VeOmni", (OFF,))
     hf_config = engine.model_config.hf_config
     points = find_choices(engine.module)
     experts, _ = expert_counts(hf_config)

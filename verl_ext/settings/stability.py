@@ -12,6 +12,7 @@ from verl_ext.settings.corrections import METHODS, GeoMask, IcePop, KPop, Mis, O
 from verl_ext.settings.guard import BatchSkip, GuardSettings
 from verl_ext.settings.trajectories import TrajectoryDump
 
+AGREEMENT = "stability.router_agreement=true"
 CASCADE_ATTENTION = ("default", "on", "off")
 DENOMINATORS = ("full", "kept")
 FSDP_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"  # verl's own name; its FSDP config leaves it out
@@ -77,7 +78,7 @@ class StabilityConfig:
         require_choice("stability.cascade_attention", self.cascade_attention, CASCADE_ATTENTION)
         self._check_corrections()
         if "low_agreement" in dict(self.filter_chain()) and not self.router_agreement:
-            raise ConfigError("stability.filters.low_agreement needs stability.router_agreement=true")
+            raise ConfigError("stability.filters.low_agreement needs the routers' agreement", fix=(AGREEMENT,))
         self._check_guard()
 
     def _check_corrections(self) -> None:
@@ -98,8 +99,10 @@ class StabilityConfig:
         if self.denominator == "kept" and not set(names) - {IN_THE_LOSS}:
             raise ConfigError(
                 "stability.denominator=kept counts what stability.correction keeps before the update, and "
-                f"stability.correction={self.correction} drops nothing there; set stability.denominator=full, or name "
-                "a correction (for opsm, stability.filters.off_policy_negative does the same before the update)"
+                f"stability.correction={self.correction} drops nothing there",
+                fix=("stability.denominator=full",),
+                otherwise="name a correction (for opsm, stability.filters.off_policy_negative does the same before the "
+                "update)",
             )
         by_ratio = [name for name in names if name in ("tis", "tis_sequence", "icepop", "kpop")]
         if "mis" in names and self.mis.weight == "ratio":
@@ -107,17 +110,22 @@ class StabilityConfig:
         if len(by_ratio) > 1:
             raise ConfigError(
                 f"stability.correction={list(names)}: {' and '.join(by_ratio)} each weigh a token by its ratio, which "
-                "would count twice; keep one of them (mis can go with another: stability.mis.weight=one)"
+                "would count twice",
+                fix=("stability.mis.weight=one",) if by_ratio[1:] == ["mis"] else (),
+                otherwise="keep one of them (mis can go with another: stability.mis.weight=one)",
             )
         if IN_THE_LOSS in names:
             if self.opsm.delta is None:
                 raise ConfigError(
-                    "stability.correction=opsm needs stability.opsm.delta, in nats a token (0.1, for example)"
+                    "stability.correction=opsm needs stability.opsm.delta, in nats a token",
+                    fix=("stability.opsm.delta=0.1",),
+                    otherwise="another value",
                 )
             if self.denominator == "kept":
                 raise ConfigError(
-                    "stability.denominator=kept cannot count what opsm drops inside the update; set "
-                    "stability.denominator=full, or use stability.filters.off_policy_negative"
+                    "stability.denominator=kept cannot count what opsm drops inside the update",
+                    fix=("stability.denominator=full",),
+                    otherwise="use stability.filters.off_policy_negative",
                 )
 
     @property
@@ -168,7 +176,7 @@ class StabilityConfig:
                     )
             if rule.signal.startswith("router/") and not self.router_agreement:
                 raise ConfigError(
-                    f"stability.guard.rules.{rule.name}: {rule.signal} needs stability.router_agreement=true"
+                    f"stability.guard.rules.{rule.name}: {rule.signal} needs the routers' agreement", fix=(AGREEMENT,)
                 )
 
     def rules(self) -> list[Rule]:

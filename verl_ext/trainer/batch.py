@@ -26,7 +26,7 @@ def response_tokens(data: TensorDict) -> Tokens:
     """
     if "rollout_log_probs" not in data.keys():  # noqa: SIM118 (a TensorDict)
         raise BatchError(
-            "the rollout returned no rollout_log_probs: set actor_rollout_ref.rollout.calculate_log_probs=True"
+            "the rollout returned no rollout_log_probs", fix=("actor_rollout_ref.rollout.calculate_log_probs=True",)
         )
     packed = packed_like_mask(data, FIELDS)
     if not packed["response_mask"].any():

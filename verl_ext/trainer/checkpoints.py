@@ -136,7 +136,9 @@ def newest_whole(root: str | Path) -> Path | None:
             return folder
         passed_over.append(f"checkpoint {folder} cannot be resumed from: {wrong}")
     raise CheckpointError(
-        f"{'; '.join(passed_over)}; put a whole one there, or set trainer.resume_mode=disable to start anew"
+        "; ".join(passed_over),
+        fix=("trainer.resume_mode=disable",),
+        otherwise="put a whole one there instead of starting anew",
     )
 
 

@@ -128,12 +128,15 @@ def _verify_cascade(trainer: Any) -> Feature:
     servers = [handle for manager in trainer._rollout_server_managers() for handle in manager.server_handles]
     running = [report["cascade_attention"] for server in servers for report in engine_report.fetch(server)]
     if not running:
-        raise HookError("stability.cascade_attention: no vLLM worker answered; set stability.cascade_attention=default")
+        raise HookError(
+            "stability.cascade_attention: no vLLM worker answered", fix=("stability.cascade_attention=default",)
+        )
     if any(value != wanted for value in running):
         state = "on" if running[0] else "off"
         raise HookError(
             f"stability.cascade_attention={trainer.stability.cascade_attention}, but vLLM runs with it {state}: this "
-            "engine or device does not support the setting; set stability.cascade_attention=default"
+            "engine or device does not support the setting",
+            fix=("stability.cascade_attention=default",),
         )
     setting = trainer.stability.cascade_attention
     return Feature("cascade attention", setting, f"confirmed by {len(running)} vLLM worker(s)")

@@ -114,8 +114,9 @@ class StabilityMixin(GuardMixin):
         data = _get(batch, ["router_sums"])
         if "router_sums" not in data.keys():  # noqa: SIM118 (a TensorDict)
             raise HookError(
-                "compute_log_prob returned no routing: the rollout's batch has no routed_experts. Check that vLLM runs "
-                "with enable_return_routed_experts, or set stability.router_agreement=false"
+                "compute_log_prob returned no routing: the rollout's batch has no routed_experts",
+                fix=("stability.router_agreement=false",),
+                otherwise="check that vLLM runs with enable_return_routed_experts",
             )
         if not self.told_dtype:
             self.told_dtype = True

@@ -128,4 +128,8 @@ def build_policy_loss(settings: Mapping[str, Any]) -> PolicyLossConfig:
 def check_delta(delta: float | None, setting: str) -> None:
     """Raise ConfigError unless `delta` is a finite number; any sign works, the divergence can be negative."""
     if delta is None or not math.isfinite(delta):
-        raise ConfigError(f"{setting}={delta} must be given: OPSM's threshold in nats per token, 0.1 for example")
+        raise ConfigError(
+            f"{setting}={delta} must be given: OPSM's threshold in nats per token",
+            fix=(f"{setting}=0.1",),
+            otherwise="another value",
+        )

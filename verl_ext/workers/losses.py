@@ -23,6 +23,7 @@ from verl_ext.workers.loss_config import (
     LldsLossConfig,
     OpsmLossConfig,
     RouterShiftLossConfig,
+    target_of,
 )
 
 
@@ -35,7 +36,7 @@ def apply_base(base: str, rollout_is_weights: Tensor | None, **arguments: Any) -
 def settings_of(config: Any, kind: type[ComposedLossConfig]) -> Any:
     """`config.policy_loss`, which must be of the loss's own dataclass."""
     if not isinstance(config.policy_loss, kind):
-        raise ConfigError(f"{SETTING}._target_ must be {kind.__module__}.{kind.__name__} for this loss_mode")
+        raise ConfigError(f"{SETTING} is not of this loss_mode's class", fix=(f"{SETTING}._target_={target_of(kind)}",))
     return config.policy_loss
 
 
@@ -68,9 +69,12 @@ def icepop_loss(
     """
     if rollout_is_weights is None:
         raise ConfigError(
-            "policy_loss.loss_mode=icepop needs the mismatch ratio in rollout_is_weights: launch with "
-            "verl_ext.main_ppo, or set algorithm.rollout_correction.rollout_is=token and "
-            "algorithm.rollout_correction.rollout_is_threshold=1e6"
+            "policy_loss.loss_mode=icepop needs the mismatch ratio in rollout_is_weights",
+            fix=(
+                "algorithm.rollout_correction.rollout_is=token",
+                "algorithm.rollout_correction.rollout_is_threshold=1e6",
+            ),
+            otherwise="launch with verl_ext.main_ppo",
         )
     settings = config.policy_loss if isinstance(config.policy_loss, IcePopLossConfig) else IcePopLossConfig()
     tokens = icepop(rollout_is_weights, settings.alpha, settings.beta)
