@@ -45,6 +45,7 @@ print(json.dumps([seen, printed]))
 """
 
 
+@pytest.mark.slow
 def test_what_needs_no_engine_imports_none():
     """One interpreter for all, in the order of what they need."""
     commands = {

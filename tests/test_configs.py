@@ -160,6 +160,7 @@ def command_lines(fresh_python, *given):
     return [OmegaConf.create(text) for text in json.loads(result.stdout.splitlines()[-1])]
 
 
+@pytest.mark.slow
 def test_configs_as_launch_scripts_name_them(fresh_python, tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "hydra:\n  searchpath:\n  - pkg://verl.trainer.config\n"

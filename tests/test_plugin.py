@@ -9,6 +9,7 @@ import pytest
 HEAVY = ("transformers.modeling_utils", "vllm", "verl.workers.engine", "verl.trainer.ppo.core_algos")
 
 
+@pytest.mark.slow
 def test_loading_imports_no_engine_no_model_and_no_vllm():
     """In an interpreter that has imported nothing but verl."""
     code = "import sys, verl; before = {*sys.modules}; import verl_ext.plugin; print(*{*sys.modules} - before)"

@@ -6,9 +6,12 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import pytest
+
 REPO = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_a_wheel_from_a_clean_checkout_holds_configs_and_entry_points(tmp_path):
     archive = tmp_path / "source.tar"
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, check=True, capture_output=True, text=True).stdout

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up and run every check: ruff, types, the fast tests, then the end-to-end runs; two at a time.
 #   bash tools/test.sh          everything
-#   bash tools/test.sh --fast   without the end-to-end runs, and with fewer examples of each property
+#   bash tools/test.sh --fast   without the end-to-end runs and other slow tests, and with fewer examples of each property
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash tools/setup_cpu.sh
@@ -19,7 +19,10 @@ ruff format --check .
 mypy
 # One thread for each of the two: what a test computes is small.
 export OMP_NUM_THREADS=1
-if [ "${1:-}" = --fast ]; then export HYPOTHESIS_PROFILE=fast; fi
+if [ "${1:-}" = --fast ]; then
+  HYPOTHESIS_PROFILE=fast pytest -m "not e2e and not gpu and not slow" -rfEs -n 2 --dist worksteal
+  exit
+fi
 pytest -m "not e2e and not gpu" -rfEs -n 2 --dist worksteal
 # File by file, for tests of one share their runs; the longest come first as they are.
-if [ "${1:-}" != --fast ]; then pytest -m "e2e or gpu" -rfEs -n 2 --dist loadfile --no-loadscope-reorder --durations=20; fi
+pytest -m "e2e or gpu" -rfEs -n 2 --dist loadfile --no-loadscope-reorder --durations=20

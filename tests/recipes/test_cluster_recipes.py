@@ -259,6 +259,7 @@ def test_pipeline_stages(compose, overrides, stages):
     assert pipeline_stages(config, 48) == stages
 
 
+@pytest.mark.slow
 def test_vllms_own_parser_takes_the_rollout_arguments(compose):
     """As verl builds them; a value of the wrong kind ends the parser."""
     from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from made_runs import make
 from rich.console import Console
 
@@ -43,6 +44,7 @@ def test_the_terminal():
     assert "try actor_rollout_ref.actor.optim.lr=1e-06" in text
 
 
+@pytest.mark.slow
 def test_the_page(tmp_path):
     page = write_report(DEAD, VERDICT, tmp_path, pictures=False).read_text()
     said = html.unescape(re.sub(r"<[^>]*>", "", page))

@@ -137,6 +137,7 @@ def test_compare_needs_two_runs_and_takes_six(file, capsys):
     assert "run (6)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_compare_writes_a_table_and_a_page(tmp_path, out, capsys):
     for name in ("bf16", "fp16"):
         (tmp_path / name).mkdir()
@@ -209,6 +210,7 @@ def watch():
         one.process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", some([{"TERM": "dumb", "COLUMNS": "30"}, {}]), ids=str)
 def test_watch_waits_for_the_run_follows_it_and_draws_at_the_end(environment, watch, tmp_path, out):
     file = tmp_path / "[run].jsonl"
@@ -227,6 +229,7 @@ def test_watch_waits_for_the_run_follows_it_and_draws_at_the_end(environment, wa
     assert "Traceback" not in said and "page:" in said
 
 
+@pytest.mark.slow
 def test_a_watch_that_saw_nothing_ends_with_one_line(watch, tmp_path, out):
     watching = watch(tmp_path / "never.jsonl", out, PYTHONUNBUFFERED="1")
     time.sleep(3)

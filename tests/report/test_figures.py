@@ -58,6 +58,7 @@ def size(picture: bytes) -> tuple[int, int]:
     return struct.unpack(">II", picture[16:24])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("kind", some(KINDS))
 def test_every_panel_is_valid_and_can_be_drawn(kind):
@@ -73,6 +74,7 @@ def test_every_panel_is_valid_and_can_be_drawn(kind):
         assert "nan" not in facts(panel, run)
 
 
+@pytest.mark.slow
 def test_pictures_of_a_full_run_show_something_and_the_overview_holds_them_all():
     pictures = {key: png(spec_of(chart), "A title") for key, chart in charts(RUN).items()}
     for key, picture in pictures.items():

@@ -226,6 +226,7 @@ def test_a_folder_that_may_not_be_read_says_so(tmp_path, monkeypatch, capsys):
     assert "no metrics in this folder; not read: inner (Permission denied);" in one_line(capsys)
 
 
+@pytest.mark.slow
 def test_nothing_is_written_or_removed_through_a_link(file, out, tmp_path, capsys):
     others = tmp_path / "others"
     others.mkdir()

@@ -151,6 +151,7 @@ def test_text_lists_and_objects_are_no_metrics(tmp_path):
     assert run.steps.tolist() == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_long_file_of_short_lines(tmp_path):
     count = 300_000
     file = tmp_path / "run.jsonl"

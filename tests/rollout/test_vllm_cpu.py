@@ -60,6 +60,7 @@ TARGETS = [
 ]
 
 
+@pytest.mark.slow
 def test_installing_where_the_plugin_waits_for_vllms_runner_patches_once(fresh_python: Callable) -> None:
     code = (
         "from verl_ext.upstream import vllm_cpu, vllm_plugin; vllm_plugin.register(); undo = vllm_cpu.install();"

@@ -35,6 +35,7 @@ def outcome(compose, overrides):
     return OmegaConf.to_yaml(config), flags
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", CASES)
 def test_it_is_hydras(overrides):
     whole = outcome(quick_compose.whole, overrides)

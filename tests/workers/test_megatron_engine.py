@@ -132,6 +132,7 @@ def test_with_r2_the_update_replays_what_compute_log_prob_returned(engine):
     assert (moved - native)[1, outside].abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_the_reference_of_a_lora_in_verls_engine(engine):
     engine.disable_adapter = contextlib.nullcontext
     output = prepared("R2", engine).compute(infer(engine), batch(no_lora_adapter=True, enable_routing_replay=True))
