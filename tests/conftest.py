@@ -3,6 +3,7 @@
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,9 +27,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("tx", None) and not hasattr(config, "workerinput"):
         from forking import LIBRARIES, forked
 
-        libraries = forked("--preload", ",".join(LIBRARIES))
-        config.option.tx = [f"popen//python={libraries.__enter__().export().python}"] * len(config.option.tx)
-        config.add_cleanup(lambda: libraries.__exit__(None, None, None))
+        running = ExitStack()
+        config.add_cleanup(running.close)
+        libraries = running.enter_context(forked("--preload", ",".join(LIBRARIES)))
+        os.environ |= libraries.environment  # of the workers too: see `exported`
+        config.option.tx = [f"popen//python={libraries.python}"] * len(config.option.tx)
 
 
 @pytest.fixture(scope="session", autouse=True)

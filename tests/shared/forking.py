@@ -31,13 +31,9 @@ class Forked:
     def python(self) -> str:
         return self.environment["PREFORK_PYTHON"]
 
-    def export(self) -> "Forked":
-        """Put it into the environment of this process, for those that it starts; see `exported`."""
-        os.environ |= self.environment
-        return self
-
 
 def exported() -> Forked | None:
+    """What is in the environment of this process already."""
     return Forked({name: os.environ[name] for name in VARIABLES}) if VARIABLES[0] in os.environ else None
 
 

@@ -12,8 +12,6 @@ from gpu.runner import run_parts
 EPILOG = "parts, most valuable first:\n" + "\n".join(
     f"  {name:8} {part.title}; at most {part.seconds:.0f} s" for name, part in PARTS.items()
 )
-
-
 DRY_PATIENCE = 10  # a CPU that others use too is no reason to stop a dry run
 
 

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from gpu.parts import Part
 from gpu.record import SHARE
 from gpu.results import DONE, FAILED, TIMEOUT, failed_checks, summary
+from verl_ext.report.files import written_whole
 
 HERE = Path(__file__).parent
 PALETTE = HERE.parents[1] / "verl_ext" / "report" / "templates" / "report.css"  # the report's colours and tables
@@ -27,9 +28,8 @@ def write(results: Mapping[str, Any], parts: Mapping[str, Part], file: Path) -> 
         machine=results["machine"],
         sections=sections,
     )
-    beside = file.with_suffix(".tmp")
-    beside.write_text(page, encoding="utf-8")
-    beside.replace(file)
+    with written_whole(file) as out:
+        out.write(page.encode())
 
 
 def _section(name: str, part: Part, entry: dict[str, Any] | None) -> dict[str, Any]:

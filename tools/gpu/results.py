@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from verl_ext.report.files import written_whole
+
 PACKAGES = ("torch", "triton", "transformers", "verl", "vllm", "ray", "tensordict", "numpy")
 DRY = "none: a dry run"
 # What a part has come to. Done is kept by the next run; all others are run again.
@@ -75,9 +77,8 @@ def load(file: Path, here: dict[str, str]) -> dict[str, Any]:
 def save(results: dict[str, Any], file: Path) -> None:
     """In one step, so that a run which is cut off leaves a whole file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_suffix(".tmp")
-    beside.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    beside.replace(file)
+    with written_whole(file) as out:
+        out.write(json.dumps(results, indent=1).encode())
 
 
 def summary(repeats: list[float]) -> tuple[float, float, int]:

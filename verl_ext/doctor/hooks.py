@@ -109,9 +109,8 @@ def _error(config: "DictConfig", read_model: bool) -> "UserError | None":
 
     try:
         stability = stability_config(config.stability)
-        builds = loss_settings() if loss_mode(config) in LOSSES else contextlib.nullcontext()
         if something_to_do(config, stability):
-            with builds:
+            with loss_settings() if loss_mode(config) in LOSSES else contextlib.nullcontext():
                 check_run(config, stability, read_model=read_model)
     except UserError as error:
         return error
