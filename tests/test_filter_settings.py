@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
+from verl_ext.settings.filters import parse_filters
 
 from verl_ext.core import filters
 from verl_ext.core.filters import FilterBatch, apply_filters, register_batch_filter
 from verl_ext.core.tokens import Tokens
 from verl_ext.errors import ConfigError
-from verl_ext.settings.filters import parse_filters
 
 ALL = {
     "overlong": {},

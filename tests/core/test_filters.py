@@ -15,10 +15,10 @@ from filter_oracles import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from verl_ext.settings.filters import parse_filters
 
 from verl_ext.core.filters import apply_filters, get_batch_filter
 from verl_ext.errors import BatchError, ConfigError
-from verl_ext.settings.filters import parse_filters
 
 RELAXED = settings(deadline=None)  # the cores are shared
 

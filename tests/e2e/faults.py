@@ -29,8 +29,8 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
 
     import torch
     import transfer_queue as tq
-
     from verl_ext.settings.corrections import IcePop
+
     from verl_ext.settings.guard import GuardSettings
     from verl_ext.trainer.batch import nested
     from verl_ext.trainer.trainers import _put
