@@ -9,13 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import filter_oracles
-import loss_oracles
-import measure_oracle
 import torch
 from torch import Tensor
 
 from gpu.record import Place, Record
+from tests.support import filter_oracles, loss_oracles, measure_oracle
 from verl_ext.core import losses
 from verl_ext.core.filters import get_batch_filter
 from verl_ext.core.measure import measure
@@ -144,11 +142,11 @@ def random_rows(seed: int) -> list[list[dict[str, Any]]]:
 
 
 def check_policy_losses(record: Record, place: Place) -> None:
-    import policy_loss_oracles as oracles
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import FSDPActorConfig
 
     import verl_ext.workers.losses  # noqa: F401  (registers them)
+    from tests.support import policy_loss_oracles as oracles
     from verl_ext.workers.inputs import LossInputs, provide
     from verl_ext.workers.loss_config import LOSS_CONFIGS
 
