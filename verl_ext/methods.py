@@ -90,12 +90,12 @@ def _default(value: Any) -> Field:
 
 
 def defaults(kind: type) -> dict[str, Any]:
-    """Name -> default of each setting, of nested dataclasses too; what has none is left out."""
-    found = {}
+    """Name -> default of each setting, of nested dataclasses too; None for what has to be given."""
+    found: dict[str, Any] = {}
     for one in fields(kind):
         value = one.default if one.default_factory is MISSING else one.default_factory()
-        if value is not MISSING:
-            found[one.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        nested = is_dataclass(value) and not isinstance(value, type)
+        found[one.name] = asdict(value) if nested else None if value is MISSING else value  # type: ignore[arg-type]
     return found
 
 
@@ -106,73 +106,46 @@ def build(kind: type, given: Mapping[str, Any] | None, where: str) -> Any:
         ConfigError: a setting is not known, missing, of another type, or refused by the dataclass; it names the
             setting by its place in the config, `where`. A field may say in its metadata what to try, "for example".
     """
-    _check_names(kind, given, where)
-    return _built(kind, _converted(kind, given or {}, where), where)
-
-
-def _check_names(kind: type, given: Any, where: str) -> None:
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"{where}={given} must be a mapping of its settings, {{}} for none")
     hints = get_type_hints(kind)
-    for name, value in (given or {}).items():
+    for name in given or {}:
         if name not in hints:
             raise ConfigError(f"{where}.{name} is not known; its settings are: {', '.join(hints) or 'none'}")
-        if is_dataclass(hints[name]):
-            _check_names(hints[name], value, f"{where}.{name}")
     for one in fields(kind):
         if one.default is MISSING and one.default_factory is MISSING and (given or {}).get(one.name) is None:
             _raise_missing(one, f"{where}.{one.name}")
+    values = {
+        name: build(hints[name], value, f"{where}.{name}")
+        if is_dataclass(hints[name])
+        else _converted(hints[name], value, f"{where}.{name}")
+        for name, value in (given or {}).items()
+    }
+    try:
+        return kind(**values)
+    except SettingError as error:
+        raise error.at(where) from error
+    except (TypeError, ValueError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{where}: {error}") from error
+
+
+def _converted(hint: Any, value: Any, setting: str) -> Any:
+    """Of the type that the dataclass says; OmegaConf converts, as it does for verl's own settings."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    schema = OmegaConf.structured(make_dataclass("Setting", [("value", hint)]))
+    try:
+        return OmegaConf.to_container(OmegaConf.merge(schema, {"value": value}))["value"]
+    except OmegaConfBaseException as error:
+        kinds = [words for one, words in KINDS.items() if hint in (one, one | None)]
+        raise ConfigError(f"{setting}={value} must be {kinds[0] if kinds else f'of type {hint}'}") from error
 
 
 def _raise_missing(one: Field, setting: str) -> NoReturn:
     example = one.metadata.get("for example")
     fix = () if example is None else (f"{setting}={example}",)
     raise ConfigError(f"{setting} must be given: it has no default", fix, "another value" if fix else "")
-
-
-def _converted(kind: type, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """With the types that the dataclass says; OmegaConf converts, as it does for verl's own settings."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        # An empty group, `icepop:`, is one without settings.
-        merged = OmegaConf.merge(
-            OmegaConf.structured(kind), {name: value for name, value in given.items() if not _empty(kind, name, value)}
-        )
-        return OmegaConf.to_container(merged)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{where}.{_what_is_wrong(kind, given, error)}") from error
-
-
-def _empty(kind: type, name: str, value: Any) -> bool:
-    return value is None and is_dataclass(get_type_hints(kind)[name])
-
-
-def _what_is_wrong(kind: Any, given: Any, error: Exception) -> str:
-    path = str(getattr(error, "full_key", "") or "")
-    for name in path.split("."):
-        if not isinstance(given, Mapping) or name not in given or not is_dataclass(kind):
-            break
-        kind, given = get_type_hints(kind)[name], given[name]
-    kinds = [words for one, words in KINDS.items() if kind in (one, one | None)]
-    return f"{path}={given} must be {kinds[0]}" if kinds else f"{path}: {str(error).splitlines()[0]}"
-
-
-def _built(kind: type, values: Mapping[str, Any], where: str) -> Any:
-    hints = get_type_hints(kind)
-    parts = {
-        name: _built(hints[name], value, f"{where}.{name}") if is_dataclass(hints[name]) else value
-        for name, value in values.items()
-    }
-    try:
-        return kind(**parts)
-    except SettingError as error:
-        raise error.at(where) from error
-    except ConfigError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}") from error
 
 
 def require(settings: Any, name: str, holds: bool, rule: str, **remedy: Any) -> None:
