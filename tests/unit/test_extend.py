@@ -17,7 +17,8 @@ from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filtering import BATCH_FILTERS, FilterBatch, apply_filters
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
-from verl_ext.launch.checks import check_run, needs_our_loss
+from verl_ext.launch.checks import check_run
+from verl_ext.launch.features import IN_LOSS, features, uses
 from verl_ext.settings.stability import stability_config
 from verl_ext.workers.inputs import LossInputs, provide
 
@@ -88,7 +89,8 @@ def test_the_loss(launched):
     from verl.workers.config import FSDPActorConfig
 
     config = launched("my_loss")
-    assert needs_our_loss(config, stability_config(config.stability)), "else there are no loss_inputs()"
+    asked = features(config, stability_config(config.stability))
+    assert uses(asked, IN_LOSS), "else there are no loss_inputs()"
     import_module(config.actor_rollout_ref.model.external_lib)  # as verl's model config does in each worker
     loss = get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     l_old = torch.zeros(1, 3)

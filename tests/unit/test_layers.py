@@ -15,7 +15,7 @@ BELOW = {
     "routing": {"core", "errors"},
     "metrics": set(),
     "settings": {"core", "guard", "metrics", "errors", "methods"},
-    "launch": {"core", "guard", "routing", "settings", "upstream", "errors"},
+    "launch": {"core", "guard", "routing", "settings", "upstream", "errors", "methods"},
     "workers": {"core", "routing", "settings", "errors", "methods"},
     "trainer": {
         "core",
