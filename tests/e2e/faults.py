@@ -28,17 +28,14 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
     from dataclasses import replace
 
     import torch
-    import transfer_queue as tq
 
     from verl_ext.settings.corrections import IcePop
     from verl_ext.settings.guard import GuardSettings
-    from verl_ext.trainer.batch import nested
-    from verl_ext.trainer.trainers import _put
+    from verl_ext.trainer.transfer import get_fields, nested, put_fields
 
     def change(batch, field, edit):
         """Put an edited copy of a field's values."""
-        values = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[field])[field]
-        return _put(batch, {field: edit(values)})
+        return put_fields(batch, {field: edit(get_fields(batch, [field])[field])})
 
     def filled(value):
         return lambda values: nested(torch.full_like(values.values(), value), values.offsets())
@@ -61,7 +58,7 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
 
     class FaultyTrainer(trainer_class):
         def _compute_advantage(self, batch, metrics):
-            settings = self.stability
+            run, settings = self.stability_run, self.stability_run.active.stability
             match faults.get(self.global_steps, "").split():
                 case ["nan", "log-probs"]:
                     change(batch, "rollout_log_probs", first_nan)
@@ -70,13 +67,13 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
                 case ["reward", value]:
                     change(batch, "rm_scores", score(float(value)))
                 case ["narrow", "band"]:
-                    self.stability = replace(settings, icepop=IcePop(alpha=3, beta=4), guard=GuardSettings())
+                    run.use(self.config, replace(settings, icepop=IcePop(alpha=3, beta=4), guard=GuardSettings()))
                 case ["filters", *_]:
-                    self.stability = replace(settings, filters={"low_probability": {"threshold": 1.0}})
+                    run.use(self.config, replace(settings, filters={"low_probability": {"threshold": 1.0}}))
             try:
                 batch = super()._compute_advantage(batch, metrics)
             finally:
-                self.stability = settings
+                run.use(self.config, settings)
             if faults.get(self.global_steps) == "nan advantages":
                 batch = change(batch, "advantages", filled(float("nan")))
             return batch
