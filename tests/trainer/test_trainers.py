@@ -11,6 +11,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.core.routing import RouterSums
 from verl_ext.errors import HookError
+from verl_ext.settings.stability import stability_config
 from verl_ext.settings.trajectories import TrajectoryDump
 from verl_ext.trainer import dump, stability_run, trainers, transfer
 from verl_ext.trainer.dump import Dump
@@ -138,15 +139,6 @@ def test_a_dump_that_fails_does_not_end_the_run(step, monkeypatch, capsys, tmp_p
     assert ran(trainer) == ["advantage"]
     writing.write(None, None, None, None, step=8, skipped="")
     assert len(told) == 1
-
-
-def test_of_a_step_with_several_updates_the_first_is_dumped(monkeypatch):
-    told = []
-    monkeypatch.setattr(dump, "write_step", lambda *given, **about: told.append(about["step"]))
-    writing = Dump(object(), TrajectoryDump(1, every=2))
-    for step in (7, 8, 8, 9, 10):
-        writing.write(None, None, None, None, step=step, skipped="")
-    assert told == [8, 10]
 
 
 def test_the_boundary_is_logged_where_it_is_one_of_k3(step):
@@ -296,3 +288,14 @@ def test_nothing_asked_for_changes_nothing(step):
     assert metrics == {}
     assert "rollout_is_weights" not in store.fields
     assert trainer.ran[-1] == ("actor", ["old_log_probs"])
+
+
+def test_settings_are_taken_over_from_the_next_batch_on_and_the_guard_stays_the_runs(step):
+    trainer, _, store = step({"metrics": True, "batch_skip": {"threshold": 9}})
+    run, metrics = trainer.stability_run, {}
+    run.use(trainer.config, stability_config({"correction": "icepop"}))
+    batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=["old_log_probs"])
+    trainer._compute_advantage(batch, metrics)
+    assert rows(store, "rollout_is_weights")[1] == [0.0]
+    assert [rule.name for rule in run.guard.rules] == ["batch_skip"]
+    assert "guard/threshold" not in metrics

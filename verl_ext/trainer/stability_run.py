@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -174,7 +173,8 @@ class StabilityRun:
         return put_fields(batch, {"response_mask": mask, "loss_mask": mask}), Outcome(filter_scale=left.scale)
 
     def for_update(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """The batch as the actor's update is sent it."""
+        """The batch as the actor's update is sent it: a copy."""
+        sent = without_routing(batch, {self.active.replayed, *SHIFT_FIELDS})
         # For the losses that divide by a number of trajectories, dropped ones included: worker_loss.
-        told = {**batch.extra_info, "filter_scale": self.outcome.filter_scale}
-        return replace(without_routing(batch, {self.active.replayed, *SHIFT_FIELDS}), extra_info=told)
+        sent.extra_info["filter_scale"] = self.outcome.filter_scale
+        return sent

@@ -31,7 +31,7 @@ def nested(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 def without_routing(batch: KVBatchMeta, read: Collection[str | None] = ()) -> KVBatchMeta:
-    """The batch without the routing, hundreds of bytes a token, but for the fields of it that a stage reads."""
+    """A copy of the meta without the routing, hundreds of bytes a token, but for what of it a stage reads."""
     if batch.fields is None:
         return replace(batch)
     unread = set(ROUTING_FIELDS) - set(read)
