@@ -31,7 +31,7 @@ def save_state(guard: Guard, config: DictConfig, step: int) -> Path:
 
 
 @contextmanager
-def resuming(guard: Guard, config: DictConfig) -> Iterator[None]:
+def loading(guard: Guard, config: DictConfig) -> Iterator[None]:
     """Around verl's loading: `config` names a checkpoint that is whole, whose state the guard then takes over.
 
     Raises:

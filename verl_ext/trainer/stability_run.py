@@ -81,8 +81,8 @@ class StabilityRun:
     def saving(self, step: int) -> AbstractContextManager[None]:
         return resuming.saving(self.guard, self._config, step)
 
-    def resuming(self) -> AbstractContextManager[None]:
-        return resuming.resuming(self.guard, self._config)
+    def loading(self) -> AbstractContextManager[None]:
+        return resuming.loading(self.guard, self._config)
 
     def end_step(self, metrics: dict[str, float], groups: Mapping[str, Any]) -> None:
         """See `GuardActions.end_step`."""

@@ -44,7 +44,7 @@ class StabilityMixin(VerlTrainer):
         startup.print_table(startup.verify(self.stability_run.active, type(self), engines))
 
     def _load_checkpoint(self) -> None:
-        with self.stability_run.resuming():
+        with self.stability_run.loading():
             super()._load_checkpoint()
 
     def _save_checkpoint(self) -> None:
