@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from verl_ext.launch.checks import needs_our_loss, uses_icepop_loss
 from verl_ext.launch.routing_checks import replayed_field, replays_here
-from verl_ext.settings.stability import StabilityConfig
+from verl_ext.settings.config import StabilityConfig
 
 
 @dataclass(frozen=True)

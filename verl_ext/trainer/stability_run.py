@@ -11,7 +11,7 @@ from transfer_queue import KVBatchMeta
 from verl_ext.core.routing import router_metrics
 from verl_ext.errors import HookError
 from verl_ext.guard.state import Decision
-from verl_ext.settings.stability import StabilityConfig
+from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer import resuming
 from verl_ext.trainer.active import Active, read_active
 from verl_ext.trainer.batch import FIELDS, mean_score, response_tokens

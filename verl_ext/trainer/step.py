@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from verl_ext.core.filters import FilterBatch, FilterOutcome, apply_filters
+from verl_ext.core.filtering import FilterBatch, FilterOutcome, apply_filters
 from verl_ext.core.measure import Measured, measure
 from verl_ext.core.mismatch import mismatch_ratio
 from verl_ext.core.tokens import Tokens
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.state import Decision, Event
-from verl_ext.settings.stability import StabilityConfig
+from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer.batch import non_finite
 
 
@@ -95,8 +95,7 @@ def refusal(step: int, rule: str, reason: str) -> Event:
 
 
 def _measure(tokens: Tokens, stability: StabilityConfig, narrowed: bool) -> Measured:
-    corrections = stability.tightened() if narrowed else stability.corrections()
-    return measure(tokens, corrections, breakdown=stability.breakdown)
+    return measure(tokens, stability.corrections(tightened=narrowed), breakdown=stability.breakdown)
 
 
 def _guard_metrics(stability: StabilityConfig, guard: Guard, narrowed: bool) -> dict[str, float]:

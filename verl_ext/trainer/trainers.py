@@ -13,7 +13,7 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from verl_ext.settings.stability import stability_config
-from verl_ext.trainer import startup
+from verl_ext.trainer import advantages, startup
 from verl_ext.trainer.active import Active
 from verl_ext.trainer.advantages import session_keys
 from verl_ext.trainer.stability_run import StabilityRun
@@ -32,6 +32,7 @@ class StabilityMixin(VerlTrainer):
 
     def __init__(self, config: DictConfig):
         self.stability_run = StabilityRun(config, stability_config(config.stability))
+        advantages.register()  # those of stability.plugins too
         super().__init__(config)
 
     def _init_resource_pool_mgr(self) -> None:
