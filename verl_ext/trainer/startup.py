@@ -1,15 +1,17 @@
 """What is active and how it was hooked, proven on the started engines and printed once."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from verl_ext.errors import HookError
 from verl_ext.guard.rules import Rule
-from verl_ext.launch.checks import needs_our_loss
-from verl_ext.launch.routing_checks import replay_mode, replays_here
+from verl_ext.launch.checks import loss_settings
+from verl_ext.launch.routing_checks import replay_mode
 from verl_ext.methods import described
-from verl_ext.settings.config import UNBIASED
+from verl_ext.settings.config import UNBIASED, StabilityConfig
 from verl_ext.settings.estimators import estimator_of
 from verl_ext.settings.stability import BATCH_SKIP
+from verl_ext.trainer.active import Active
 from verl_ext.trainer.logs import trajectories_path
 from verl_ext.upstream import engine_report
 from verl_ext.workers.loss_config import LOSS_CONFIGS
@@ -34,31 +36,38 @@ class Feature(NamedTuple):
     where: str
 
 
+class Engines(NamedTuple):
+    """What was started: verl's worker group of the actor, and its managers of vLLM's servers."""
+
+    workers: Any
+    server_managers: Sequence[Any]
+
+
 def actor_class(remote_class: Any) -> type:
     """The class behind `ray.remote(cls)`."""
     return remote_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
-def verify(trainer: Any) -> list[Feature]:
-    """Prove on the initialised trainer that each feature asked for is hooked, and describe it.
+def verify(active: Active, trainer_class: type, engines: Engines) -> list[Feature]:
+    """Prove on the started engines that each feature asked for is hooked, and describe it.
 
     Raises:
         HookError: a feature is not hooked.
     """
-    stability = trainer.stability
-    base = next(cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("verl."))
+    config, stability = active.config, active.stability
+    base = next(cls.__name__ for cls in trainer_class.__mro__ if cls.__module__.startswith("verl."))
     features = []
-    if trainer.compares_engines:
+    if active.compares_engines:
         features.append(Feature("mismatch metrics", "vllm_kl/*", f"{base}._compute_advantage"))
-    for chosen in stability.before_update:
-        features.append(Feature("correction", str(chosen), "weights in rollout_is_weights"))
+    for correction in stability.before_update:
+        features.append(Feature("correction", str(correction), "weights in rollout_is_weights"))
     if stability.denominator == "kept":
         features.append(Feature("denominator", "kept tokens", "response_mask and loss_mask"))
-    for chosen in stability.filters:
-        features.append(Feature("batch filter", str(chosen), "response_mask and loss_mask"))
-    if needs_our_loss(trainer.config, stability):
-        features += _verify_loss(trainer)
-    if estimator := estimator_of(trainer.config):
+    for batch_filter in stability.filters:
+        features.append(Feature("batch filter", str(batch_filter), "response_mask and loss_mask"))
+    if active.our_loss:
+        features += _verify_loss(stability, engines)
+    if estimator := estimator_of(config):
         features.append(Feature("advantages", str(estimator), f"{base}._compute_advantage"))
     if stability.batch_skip.threshold is not None:
         skip = f"{stability.batch_skip.metric} > {stability.batch_skip.threshold:g}"
@@ -69,11 +78,11 @@ def verify(trainer: Any) -> list[Feature]:
         features.append(Feature("guard rule", f"{rule.name}: {_bound(rule)}", WHERE[rule.action]))
     if (dump := stability.trajectories).per_step:
         often = "a step" if dump.every == 1 else f"every {dump.every} steps"
-        features.append(Feature("trajectories", f"{dump.per_step} {often}", trajectories_path(trainer.config).name))
-    if stability.router_agreement or replays_here(trainer.config):
-        features += _verify_routing(trainer)
+        features.append(Feature("trajectories", f"{dump.per_step} {often}", trajectories_path(config).name))
+    if active.sees_routing:
+        features += _verify_routing(active, engines)
     if stability.cascade_attention != "default":
-        features.append(_verify_cascade(trainer))
+        features.append(_verify_cascade(stability.cascade_attention, engines))
     return features
 
 
@@ -83,9 +92,9 @@ def _bound(rule: Rule) -> str:
     return f"{rule.action} at {rule.signal} {sign} {rule.bound:g}{unit}"
 
 
-def _verify_loss(trainer: Any) -> list[Feature]:
+def _verify_loss(stability: StabilityConfig, engines: Engines) -> list[Feature]:
     """Install the workers' loss, and describe what of it is ours."""
-    per_rank = trainer.configure_loss()
+    per_rank = engines.workers.configure_loss(loss_settings(stability))
     active = per_rank[0]
     where = f"worker_loss on {len(per_rank)} rank(s)"
     features = []
@@ -105,23 +114,23 @@ def _verify_loss(trainer: Any) -> list[Feature]:
     return features
 
 
-def _verify_routing(trainer: Any) -> list[Feature]:
-    per_rank = trainer.actor_rollout_wg.routing_hooks()
+def _verify_routing(active: Active, engines: Engines) -> list[Feature]:
+    per_rank = engines.workers.routing_hooks()
     if len(set(per_rank)) != 1:
         raise HookError(f"the training ranks hooked different routers: {sorted(set(per_rank))}")
     name, count = per_rank[0]
     where = f"{count} x {name} on {len(per_rank)} rank(s)"
     features = []
-    if trainer.stability.router_agreement:
+    if active.stability.router_agreement:
         features.append(Feature("router agreement", "compute_log_prob", where))
-    if replays_here(trainer.config):
-        features.append(Feature("routing replay", REPLAYS[replay_mode(trainer.config)], where))
+    if active.replays_here:
+        features.append(Feature("routing replay", REPLAYS[replay_mode(active.config)], where))
     return features
 
 
-def _verify_cascade(trainer: Any) -> Feature:
-    wanted = trainer.stability.cascade_attention == "on"
-    servers = [handle for manager in trainer._rollout_server_managers() for handle in manager.server_handles]
+def _verify_cascade(setting: str, engines: Engines) -> Feature:
+    wanted = setting == "on"
+    servers = [handle for manager in engines.server_managers for handle in manager.server_handles]
     running = [report["cascade_attention"] for server in servers for report in engine_report.fetch(server)]
     if not running:
         raise HookError(
@@ -130,11 +139,10 @@ def _verify_cascade(trainer: Any) -> Feature:
     if any(value != wanted for value in running):
         state = "on" if running[0] else "off"
         raise HookError(
-            f"stability.cascade_attention={trainer.stability.cascade_attention}, but vLLM runs with it {state}: this "
+            f"stability.cascade_attention={setting}, but vLLM runs with it {state}: this "
             "engine or device does not support the setting",
             fix=("stability.cascade_attention=default",),
         )
-    setting = trainer.stability.cascade_attention
     return Feature("cascade attention", setting, f"confirmed by {len(running)} vLLM worker(s)")
 
 

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from verl_ext.errors import HookError
-from verl_ext.trainer.startup import Feature, _verify_routing, print_table
+from verl_ext.settings.stability import stability_config
+from verl_ext.trainer.active import read_active
+from verl_ext.trainer.startup import Engines, Feature, _verify_routing, print_table
 
 
 @pytest.mark.parametrize(
@@ -24,8 +26,8 @@ def routing_of(compose):
     def rows(*overrides, hooks=(("Router", 4), ("Router", 4))):
         config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
         workers = SimpleNamespace(routing_hooks=lambda: list(hooks))
-        trainer = SimpleNamespace(config=config, stability=config.stability, actor_rollout_wg=workers)
-        return [(row.name, row.setting) for row in _verify_routing(trainer)]
+        active = read_active(config, stability_config(config.stability))
+        return [(row.name, row.setting) for row in _verify_routing(active, Engines(workers, []))]
 
     return rows
 
