@@ -99,7 +99,7 @@ class StabilityRun:
 
     def compare_routing(self, batch: KVBatchMeta, metrics: dict[str, float]) -> None:
         """Log `router/*`, from the sums that compute_log_prob left in the batch."""
-        if not self.active.stability.router_agreement:
+        if not self.active.compares_routing:
             return
         data = get_fields(batch, ["router_sums"])
         if "router_sums" not in data.keys():  # noqa: SIM118 (a TensorDict)

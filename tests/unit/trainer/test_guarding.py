@@ -124,7 +124,13 @@ def train(monkeypatch, tmp_path):
         }
         parts = {"actor": {"policy_loss": {"loss_mode": "vanilla"}}}
         config = OmegaConf.create(
-            {"stability": stability, "actor_rollout_ref": parts, "trainer": defaults | trainer, "data": {}}
+            {
+                "stability": stability,
+                "actor_rollout_ref": parts,
+                "trainer": defaults | trainer,
+                "data": {},
+                "algorithm": {"adv_estimator": "grpo"},
+            }
         )
         made = Trainer(config)
         trainers_made.append(made)

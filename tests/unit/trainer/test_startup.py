@@ -7,7 +7,8 @@ import pytest
 from verl_ext.errors import HookError
 from verl_ext.settings.stability import stability_config
 from verl_ext.trainer.active import read_active
-from verl_ext.trainer.startup import Engines, Feature, _verify_routing, print_table
+from verl_ext.trainer.startup import Engines, Feature, print_table, verify
+from verl_ext.trainer.trainers import StabilityTrainerSync
 
 
 @pytest.mark.parametrize(
@@ -25,9 +26,10 @@ def routing_of(compose):
 
     def rows(*overrides, hooks=(("Router", 4), ("Router", 4))):
         config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
-        workers = SimpleNamespace(routing_hooks=lambda: list(hooks))
+        told = {"policy_loss": {"loss_mode": "vanilla"}, "kl": None, "mini_batch": {}, "router_shift": None}
+        workers = SimpleNamespace(routing_hooks=lambda: list(hooks), configure_loss=lambda settings: [told, told])
         active = read_active(config, stability_config(config.stability))
-        return [(row.name, row.setting) for row in _verify_routing(active, Engines(workers, []))]
+        return [(row.name, row.setting) for row in verify(active, StabilityTrainerSync, Engines(workers, []))]
 
     return rows
 

@@ -87,7 +87,10 @@ def step(monkeypatch):
         actor = {"policy_loss": {"loss_mode": loss_mode}, "loss_agg_mode": loss_agg_mode} | (actor or {})
         parts = {"actor": actor, "rollout": {"response_length": 1}, "model": {"path": "/no/such/model"}}
         saved = {"default_local_dir": "/no/such/folder"}
-        config = OmegaConf.create({"stability": stability, "actor_rollout_ref": parts, "trainer": saved})
+        algorithm = {"adv_estimator": "grpo"}
+        config = OmegaConf.create(
+            {"stability": stability, "actor_rollout_ref": parts, "trainer": saved, "algorithm": algorithm}
+        )
         trainer, metrics = Trainer(config), {}
         trainer.stability_run.guard.begin(trainer.global_steps)
         fields = ["old_log_probs", "routed_experts", "old_routed_experts", "router_sums"]
