@@ -11,11 +11,11 @@ BELOW = {
     "core": {"errors"},
     "guard": {"metrics", "errors"},
     "upstream": {"errors"},
-    "routing": {"core", "errors"},
+    "routing": {"core", "upstream", "errors"},
     "metrics": set(),
     "settings": {"core", "guard", "metrics", "errors"},
     "launch": {"core", "guard", "routing", "settings", "upstream", "errors"},
-    "workers": {"core", "routing", "settings", "errors"},
+    "workers": {"core", "routing", "settings", "upstream", "errors"},
     "trainer": {
         "core",
         "guard",

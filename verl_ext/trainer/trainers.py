@@ -35,6 +35,7 @@ from verl_ext.trainer.line_file import say
 from verl_ext.trainer.logs import trajectories_path
 from verl_ext.trainer.trajectories import TrajectoryLog, forget_trajectories, write_step
 from verl_ext.upstream import narrow_routing
+from verl_ext.upstream.patching import patch
 
 ACTOR_ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 SHIFT_FIELDS = ("router_experts", "router_scores")  # what the loss router_shift compares the current router with
@@ -82,7 +83,7 @@ class StabilityMixin(GuardMixin):
         for role in ACTOR_ROLES:
             if role in self.role_worker_mapping:
                 verl_worker = startup.actor_class(self.role_worker_mapping[role])
-                self.role_worker_mapping[role] = ray.remote(workers[verl_worker])
+                patch("stability_workers", self.role_worker_mapping, role, ray.remote(workers[verl_worker]))
 
     def init(self) -> None:
         super().init()  # type: ignore[misc]
@@ -280,8 +281,6 @@ def install() -> None:
     verl's `register_trainer` refuses a taken name, and much of its trainer compares the mode's name, so a
     mode of our own would not work.
     """
-    TRAINER_REGISTRY.update(
-        sync=StabilityTrainerSync,
-        colocate_async=StabilityTrainerColocateAsync,
-        separate_async=StabilityTrainerSeparateAsync,
-    )
+    patch("stability_trainers", TRAINER_REGISTRY, "sync", StabilityTrainerSync)
+    patch("stability_trainers", TRAINER_REGISTRY, "colocate_async", StabilityTrainerColocateAsync)
+    patch("stability_trainers", TRAINER_REGISTRY, "separate_async", StabilityTrainerSeparateAsync)
