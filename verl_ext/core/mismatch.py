@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from verl_ext.core.segments import Workspace
-from verl_ext.core.tokens import Tokens
-
-# exp(20) is 4.9e8: beyond any threshold in use, and its square still fits float32.
-LOG_RATIO_BOUND = 20.0
+from verl_ext.core.tokens import LOG_RATIO_BOUND, Tokens
 
 
 def mismatch_ratio(l_infer: Tensor, l_old: Tensor) -> Tensor:

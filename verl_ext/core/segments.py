@@ -3,11 +3,16 @@
 Shape legend: n tokens of a block, C runs, M measures.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from verl_ext.core.lazily import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EXACT = 2**24  # up to here float32 counts, and stops
 
@@ -64,10 +69,10 @@ class Workspace:
         self.device = device
         self.buffers: dict[str, Tensor] = {}
 
-    def take(self, name: str, count: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        """[count], with whatever it held before; a name keeps its dtype."""
+    def take(self, name: str, count: int, dtype: torch.dtype | None = None) -> Tensor:
+        """[count], float64 by default, with whatever it held before; a name keeps its dtype."""
         if name not in self.buffers or len(self.buffers[name]) < count:
-            self.buffers[name] = torch.empty(count, dtype=dtype, device=self.device)
+            self.buffers[name] = torch.empty(count, dtype=dtype or torch.float64, device=self.device)
         return self.buffers[name][:count]
 
 

@@ -5,7 +5,6 @@ import copy
 import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -123,24 +122,22 @@ def _features(config: "DictConfig", stability: Any) -> Iterator[tuple[str, str]]
     """Name, setting and place of what is hooked, in the order of the start-up table."""
     from verl_ext.launch.checks import loss_mode, needs_our_loss
     from verl_ext.launch.routing_checks import replay_mode, replays_here
-    from verl_ext.settings.estimators import ESTIMATOR_SETTINGS
+    from verl_ext.settings.estimators import estimator_of
     from verl_ext.settings.losses import LOSSES
-    from verl_ext.settings.stability import IN_THE_LOSS
 
     if stability.needs_log_probs:
         yield "mismatch metrics", "vllm_kl/* in the trainer's _compute_advantage"
-    for name, settings in stability.corrections().items():
-        yield "correction", f"{_described(name, settings)}, as weights in the trainer"
-    for name, settings in stability.filter_chain():
-        yield "batch filter", f"{_described(name, settings)}, in the trainer"
+    for chosen in stability.before_update:
+        yield "correction", f"{chosen}, as weights in the trainer"
+    for chosen in stability.filters:
+        yield "batch filter", f"{chosen}, in the trainer"
     if needs_our_loss(config, stability):
         inside = [*([loss_mode(config)] if loss_mode(config) in LOSSES else [])]
-        if IN_THE_LOSS in stability.correction_names:
-            inside.append(_described(IN_THE_LOSS, asdict(stability.opsm)))
+        inside += map(str, stability.in_update)
         yield "loss", f"{', '.join(inside) or loss_mode(config)}, in worker_loss on every training rank"
-    if (estimator := config.algorithm.adv_estimator) in ESTIMATOR_SETTINGS:
-        yield "advantages", f"{estimator}, in the trainer's _compute_advantage"
-    for rule in stability.rules():
+    if estimator := estimator_of(config):
+        yield "advantages", f"{estimator.name}, in the trainer's _compute_advantage"
+    for rule in stability.rules:
         yield "guard rule", f"{rule.name}: {rule.action} on {rule.signal}"
     if stability.guard.mini_batch.active:
         yield "mini-batch gate", "optimizer_step on every training rank"
@@ -150,10 +147,6 @@ def _features(config: "DictConfig", stability: Any) -> Iterator[tuple[str, str]]
         yield "routing replay", f"{replay_mode(config)}, routers of the training engine"
     if stability.cascade_attention != "default":
         yield "cascade attention", f"{stability.cascade_attention}, confirmed by vLLM's workers at the start"
-
-
-def _described(name: str, settings: dict[str, Any]) -> str:
-    return ", ".join([name, *(f"{key} {value}" for key, value in settings.items())])
 
 
 @check("verl's validation")

@@ -1,12 +1,14 @@
 """What the guard decides, and what it remembers."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from verl_ext.guard.rules import REFUSING, RuleState
+from verl_ext.guard.rules import FEWEST, REFUSING, RuleState
 from verl_ext.guard.saved import read_saved
+from verl_ext.methods import require
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,16 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Foresight:
-    """Which mismatch is extrapolated, to which boundary, over how many readings; `mask` is the share of tokens that a
-    mask with a fixed band drops, empty where there is none."""
+class Boundary:
+    """What is extrapolated: the steps left until `signal` passes `value`, from its last `window` readings."""
 
     signal: str = "vllm_kl/k3"
-    boundary: float = 0.1
+    value: float = 0.1
     window: int = 32
-    mask: str = ""
+
+    def __post_init__(self) -> None:
+        require(self, "value", 0 < self.value < math.inf, "must be above 0 and finite")
+        require(self, "window", self.window >= FEWEST, f"must be at least {FEWEST} steps")
 
 
 @dataclass

@@ -6,11 +6,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.errors import ConfigError
 from verl_ext.launch.routing_checks import apply_routing, check_router_shift, check_routing, replays_here
-from verl_ext.settings.estimators import ESTIMATOR_SETTINGS, estimator_settings
+from verl_ext.settings.config import UNBIASED, StabilityConfig
+from verl_ext.settings.estimators import estimator_of
 from verl_ext.settings.losses import LOSSES
-from verl_ext.settings.stability import IN_THE_LOSS, UNBIASED, StabilityConfig
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 
@@ -34,21 +35,21 @@ def needs_our_loss(config: DictConfig, stability: StabilityConfig) -> bool:
     Filters and denominator=kept are among the reasons because they can leave a mini-batch without a token, for which
     verl's own divides 0 by 0; corrections, because verl's geo_mean cannot take a weight per token.
     """
-    asked = stability.correction_names or stability.filters or stability.guard.mini_batch.active
+    asked = stability.correction or stability.filters or stability.guard.mini_batch.active
     asked = asked or uses_unbiased_kl(config)
     return bool(asked) or loss_mode(config) in LOSSES
 
 
 def loss_settings(stability: StabilityConfig) -> dict[str, Any]:
     """What the workers' `configure_loss` takes."""
-    opsm = asdict(stability.opsm) if IN_THE_LOSS in stability.correction_names else None
+    opsm = next((asdict(chosen.settings) for chosen in stability.in_update), None)
     gate = asdict(stability.guard.mini_batch)
     return {"opsm": opsm, "kl_denominator": stability.kl_denominator, "mini_batch": gate}
 
 
 def something_to_do(config: DictConfig, stability: StabilityConfig) -> bool:
     """Whether the run differs from verl's own; an estimator or reward of ours does not need our trainer."""
-    ours = config.algorithm.adv_estimator in ESTIMATOR_SETTINGS
+    ours = config.algorithm.adv_estimator in ESTIMATORS
     return stability.active or needs_our_loss(config, stability) or ours or replays_here(config)
 
 
@@ -60,8 +61,7 @@ def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: boo
     """
     if not config.trainer.use_v1:
         raise ConfigError("trainer.use_v1=False has no hooks for stability.*", fix=("trainer.use_v1=True",))
-    if config.algorithm.adv_estimator in ESTIMATOR_SETTINGS:
-        estimator_settings(config.algorithm.adv_estimator, config.algorithm)
+    estimator_of(config)
     if stability.needs_log_probs or loss_mode(config) in LOSSES or uses_unbiased_kl(config):
         _check_log_probs(config)
         _check_weights(config, stability)
@@ -134,7 +134,7 @@ def _check_guard(config: DictConfig, stability: StabilityConfig) -> None:
             fix=("stability.guard.mini_batch.grad_norm=null",),
             otherwise="use a rule on actor/grad_norm",
         )
-    for rule in stability.rules():
+    for rule in stability.rules:
         where = f"stability.guard.rules.{rule.name}"
         if rule.action == "rollback":
             _check_rollback(config, where)
@@ -175,12 +175,12 @@ def _check_weights(config: DictConfig, stability: StabilityConfig) -> None:
     corrections = stability.corrections()
     if not corrections and not uses_icepop_loss(config):
         return
-    ours = f"stability.correction={stability.correction}"
+    ours = f"stability.correction={_written(stability.correction_names)}"
     if uses_icepop_loss(config):
         ours = f"{LOSS}.loss_mode=icepop"
         if corrections:
             raise ConfigError(
-                f"{ours} and stability.correction={stability.correction} both weight the loss",
+                f"{ours} and stability.correction={_written(stability.correction_names)} both weight the loss",
                 fix=("stability.correction=none",),
             )
     if verls := OmegaConf.select(config, "algorithm.rollout_correction.rollout_is"):
@@ -194,6 +194,11 @@ def _check_weights(config: DictConfig, stability: StabilityConfig) -> None:
             fix=("stability.correction=none",),
             otherwise="another loss_mode",
         )
+
+
+def _written(names: tuple[str, ...]) -> str:
+    """As a user writes them on the command line."""
+    return names[0] if len(names) == 1 else f"[{','.join(names)}]"
 
 
 def _check_loss(config: DictConfig, read_model: bool) -> None:

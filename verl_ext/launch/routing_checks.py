@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_ext.errors import ConfigError, require_choice
-from verl_ext.settings.stability import FSDP_REPLAY
+from verl_ext.settings.config import FSDP_REPLAY
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -103,7 +103,7 @@ def _features(config: Any, sizes: Sizes, mean_response: float) -> list[tuple[str
             "weights to the workers",
             f"{weights:.2f} GB through TransferQueue",
         ),
-        (bool(stability.rules()), "guard", f"{GUARD_MS} ms"),
+        (bool(stability.rules), "guard", f"{GUARD_MS} ms"),
     ]
     if sizes.shape.moe_layers:
         shape = sizes.shape

@@ -7,7 +7,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from verl_ext.core.filters import FilterBatch
+from verl_ext.core.filtering import FilterBatch
 from verl_ext.core.tokens import Tokens
 from verl_ext.trainer.batch import packed_like_mask
 

@@ -17,9 +17,9 @@ from verl.trainer.ppo.utils import Role
 
 from verl_ext.errors import GuardStopError, HookError
 from verl_ext.guard.guard import Guard
-from verl_ext.guard.state import Decision, Event, Foresight
+from verl_ext.guard.state import Decision, Event
 from verl_ext.metrics import is_rare
-from verl_ext.settings.stability import StabilityConfig
+from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.logs import EventLog, events_path, keep_metrics
 
@@ -28,14 +28,14 @@ UNREAD_AFTER = 3  # steps with an update after which every rule must have had it
 
 def build_guard(stability: StabilityConfig) -> Guard:
     settings = stability.guard
-    boundary = settings.boundary
     mask = "correction/dropped" if "icepop" in stability.correction_names else ""
     return Guard(
-        stability.rules(),
+        stability.rules,
         stop_after=settings.stop_after,
         max_rollbacks=settings.max_rollbacks,
         cooldown=settings.rollback_cooldown,
-        foresight=Foresight(boundary.signal, boundary.value, boundary.window, mask),
+        boundary=settings.boundary,
+        mask=mask,
     )
 
 

@@ -1,15 +1,15 @@
 """What is active and how it was hooked, proven on the started engines and printed once."""
 
-from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from verl_ext.errors import HookError
 from verl_ext.guard.rules import Rule
 from verl_ext.launch.checks import needs_our_loss
 from verl_ext.launch.routing_checks import replay_mode, replays_here
-from verl_ext.settings.estimators import ESTIMATOR_SETTINGS, estimator_settings
-from verl_ext.settings.stability import UNBIASED
+from verl_ext.methods import described
+from verl_ext.settings.config import UNBIASED
+from verl_ext.settings.estimators import estimator_of
+from verl_ext.settings.stability import BATCH_SKIP
 from verl_ext.trainer.logs import trajectories_path
 from verl_ext.upstream import engine_report
 from verl_ext.workers.loss_config import LOSS_CONFIGS
@@ -50,21 +50,22 @@ def verify(trainer: Any) -> list[Feature]:
     features = []
     if trainer.compares_engines:
         features.append(Feature("mismatch metrics", "vllm_kl/*", f"{base}._compute_advantage"))
-    for name, settings in stability.corrections().items():
-        features.append(Feature("correction", _describe(name, settings), "weights in rollout_is_weights"))
+    for chosen in stability.before_update:
+        features.append(Feature("correction", str(chosen), "weights in rollout_is_weights"))
     if stability.denominator == "kept":
         features.append(Feature("denominator", "kept tokens", "response_mask and loss_mask"))
-    for name, settings in stability.filter_chain():
-        features.append(Feature("batch filter", _describe(name, settings), "response_mask and loss_mask"))
+    for chosen in stability.filters:
+        features.append(Feature("batch filter", str(chosen), "response_mask and loss_mask"))
     if needs_our_loss(trainer.config, stability):
         features += _verify_loss(trainer)
-    if (estimator := trainer.config.algorithm.adv_estimator) in ESTIMATOR_SETTINGS:
-        settings = asdict(estimator_settings(estimator, trainer.config.algorithm))
-        features.append(Feature("advantages", _describe(estimator, settings), f"{base}._compute_advantage"))
+    if estimator := estimator_of(trainer.config):
+        features.append(Feature("advantages", str(estimator), f"{base}._compute_advantage"))
     if stability.batch_skip.threshold is not None:
         skip = f"{stability.batch_skip.metric} > {stability.batch_skip.threshold:g}"
         features.append(Feature("batch skip", skip, f"{base}._update_actor, _update_critic"))
-    for rule in stability.guard.parse_rules():
+    for rule in stability.rules:
+        if rule.name == BATCH_SKIP:
+            continue
         features.append(Feature("guard rule", f"{rule.name}: {_bound(rule)}", WHERE[rule.action]))
     if (dump := stability.trajectories).per_step:
         often = "a step" if dump.every == 1 else f"every {dump.every} steps"
@@ -74,11 +75,6 @@ def verify(trainer: Any) -> list[Feature]:
     if stability.cascade_attention != "default":
         features.append(_verify_cascade(trainer))
     return features
-
-
-def _describe(name: str, settings: Mapping[str, Any]) -> str:
-    shown = [f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in settings.items()]
-    return ", ".join([name, *shown])
 
 
 def _bound(rule: Rule) -> str:
@@ -95,14 +91,14 @@ def _verify_loss(trainer: Any) -> list[Feature]:
     features = []
     if (loss := dict(active["policy_loss"]))["loss_mode"] in LOSS_CONFIGS:
         ours = {name: value for name, value in loss.items() if name in OUR_FIELDS}
-        features.append(Feature("policy loss", _describe(loss["loss_mode"], ours), where))
+        features.append(Feature("policy loss", described(loss["loss_mode"], ours), where))
     if active["opsm"]:
-        features.append(Feature("correction", _describe("opsm", active["opsm"]), where))
+        features.append(Feature("correction", described("opsm", active["opsm"]), where))
     if active["kl"] and active["kl"].startswith(UNBIASED):
         features.append(Feature("KL to the reference", active["kl"], where))
     if active["mini_batch"]:
         features.append(
-            Feature("mini-batch gate", _describe("refuse past", active["mini_batch"]), f"optimizer_step, {where}")
+            Feature("mini-batch gate", described("refuse past", active["mini_batch"]), f"optimizer_step, {where}")
         )
     if active["router_shift"]:
         features.append(Feature("router shift", "compute_log_prob, update_actor", f"{active['router_shift']} routers"))

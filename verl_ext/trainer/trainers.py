@@ -16,7 +16,7 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from verl_ext.core.filters import apply_filters
+from verl_ext.core.filtering import apply_filters
 from verl_ext.core.measure import Measured, measure
 from verl_ext.core.mismatch import mismatch_ratio
 from verl_ext.core.routing import router_metrics
@@ -26,7 +26,7 @@ from verl_ext.guard.state import Decision, Event
 from verl_ext.launch.checks import loss_settings, needs_our_loss, uses_icepop_loss
 from verl_ext.launch.routing_checks import replayed_field, replays_here
 from verl_ext.settings.stability import stability_config
-from verl_ext.trainer import startup
+from verl_ext.trainer import advantages, startup
 from verl_ext.trainer.advantages import session_keys
 from verl_ext.trainer.batch import FIELDS, mean_score, nested, non_finite, response_tokens
 from verl_ext.trainer.filtering import FILTER_FIELDS, filter_batch
@@ -59,6 +59,7 @@ class StabilityMixin(GuardMixin):
 
     def __init__(self, config: DictConfig):
         self.stability = stability_config(config.stability)
+        advantages.register()  # those of stability.plugins too
         self.icepop_loss = uses_icepop_loss(config)
         self.compares_engines = self.stability.needs_log_probs or self.icepop_loss
         self.replayed = replayed_field(config)
@@ -187,7 +188,7 @@ class StabilityMixin(GuardMixin):
         return measured
 
     def _measure(self, tokens: Tokens, metrics: dict, narrowed: bool) -> Measured:
-        corrections = self.stability.tightened() if narrowed else self.stability.corrections()
+        corrections = self.stability.corrections(tightened=narrowed)
         measured = measure(tokens, corrections, breakdown=self.stability.breakdown)
         metrics.update(measured.metrics)
         return measured

