@@ -12,11 +12,11 @@ BELOW = {
     "core": {"errors", "methods"},
     "guard": {"metrics", "errors", "methods"},
     "upstream": {"errors"},
-    "routing": {"core", "errors"},
+    "routing": {"core", "upstream", "errors"},
     "metrics": set(),
     "settings": {"core", "guard", "metrics", "errors", "methods"},
     "launch": {"core", "guard", "routing", "settings", "upstream", "errors", "methods"},
-    "workers": {"core", "routing", "settings", "errors", "methods"},
+    "workers": {"core", "routing", "settings", "upstream", "errors", "methods"},
     "trainer": {
         "core",
         "guard",

@@ -18,6 +18,7 @@ from verl_ext.trainer.active import Active
 from verl_ext.trainer.advantages import session_keys
 from verl_ext.trainer.stability_run import StabilityRun
 from verl_ext.trainer.transfer import without_routing
+from verl_ext.upstream.patching import patch
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer as VerlTrainer
@@ -119,11 +120,9 @@ def install() -> None:
     verl's `register_trainer` refuses a taken name, and much of its trainer compares the mode's name, so a
     mode of our own would not work.
     """
-    TRAINER_REGISTRY.update(
-        sync=StabilityTrainerSync,
-        colocate_async=StabilityTrainerColocateAsync,
-        separate_async=StabilityTrainerSeparateAsync,
-    )
+    patch("stability_trainers", TRAINER_REGISTRY, "sync", StabilityTrainerSync)
+    patch("stability_trainers", TRAINER_REGISTRY, "colocate_async", StabilityTrainerColocateAsync)
+    patch("stability_trainers", TRAINER_REGISTRY, "separate_async", StabilityTrainerSeparateAsync)
 
 
 def replace_workers(role_worker_mapping: dict[Role, Any], active: Active) -> None:
@@ -139,4 +138,5 @@ def replace_workers(role_worker_mapping: dict[Role, Any], active: Active) -> Non
         return
     for role in ACTOR_ROLES:
         if role in role_worker_mapping:
-            role_worker_mapping[role] = ray.remote(workers[startup.actor_class(role_worker_mapping[role])])
+            verl_worker = startup.actor_class(role_worker_mapping[role])
+            patch("stability_workers", role_worker_mapping, role, ray.remote(workers[verl_worker]))
