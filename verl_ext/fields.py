@@ -1,7 +1,7 @@
 """The fields of a batch that cross a process, by the names under which TransferQueue and the workers know them.
 
-Jagged, one row a trajectory, [B, r] over its response tokens unless said otherwise; n of all its tokens, L MoE layers of
-the training engine, L' layers as the rollout ships them, K experts a token.
+Jagged, one row a trajectory, [B, r] over its response tokens unless said otherwise; n of all its tokens, L MoE layers
+of the training engine, L' layers as the rollout ships them, K experts a token.
 """
 
 # Of the rollout, as verl names them.
