@@ -1,5 +1,6 @@
 """Shared fixtures: the CPU platform, and the real composed config."""
 
+import multiprocessing.spawn
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -9,8 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from tests import ROOT
+
 if TYPE_CHECKING:
-    from forking import Forked
+    from tests.support.forking import Forked
 
 # HYPOTHESIS_PROFILE=fast tries fewer. Cores are shared: an example that is slow on a busy machine is no failure.
 settings.register_profile("full", deadline=None)
@@ -20,12 +23,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "full"))
 # Before anything imports verl: its platform is chosen once.
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What the tests start imports as they do.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Fork the workers of `-n` from one process with the libraries imported, instead of each importing them."""
     if config.getoption("tx", None) and not hasattr(config, "workerinput"):
-        from forking import LIBRARIES, forked
+        from tests.support.forking import LIBRARIES, forked
 
         running = ExitStack()
         config.add_cleanup(running.close)
@@ -38,9 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def quick_composition() -> Iterator[None]:
     """Hydra composes the same files once, for the command line too."""
     import hydra
-    import quick_compose
 
     import verl_ext.launch.compose
+    from tests.support import quick_compose
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(hydra, "compose", quick_compose.compose)
@@ -65,7 +70,7 @@ def compose() -> Callable:
 @pytest.fixture(scope="session")
 def libraries() -> Iterator["Forked"]:
     """Where `fresh_python` gets its interpreters from: as the workers of `-n` themselves."""
-    from forking import LIBRARIES, exported, forked
+    from tests.support.forking import LIBRARIES, exported, forked
 
     if found := exported():
         yield found
@@ -93,3 +98,15 @@ def fresh_python(libraries) -> Callable:
         )
 
     return run
+
+
+@pytest.fixture(scope="module")
+def quick_ranks(libraries) -> Iterator[None]:
+    """Processes that are spawned have the libraries imported when they start."""
+    before = multiprocessing.spawn.get_executable()
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in libraries.environment.items():
+            patched.setenv(name, value)
+        multiprocessing.set_executable(libraries.python)
+        yield
+        multiprocessing.set_executable(before)

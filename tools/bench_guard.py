@@ -20,7 +20,7 @@ from verl_ext.core.tokens import Tokens
 from verl_ext.guard.forecast import REMEMBERED
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.rules import Rule
-from verl_ext.guard.state import Event, Foresight
+from verl_ext.guard.state import Boundary, Event
 from verl_ext.trainer.logs import EventLog
 
 
@@ -30,7 +30,7 @@ def build(rules: int) -> Guard:
         Rule(f"r{i}", f"signal/{i}", 8.0, zscore_window=64 if i % 2 else None, setting=f"rules.r{i}.above")
         for i in range(rules)
     ]
-    guard = Guard(chosen, stop_after=10, foresight=Foresight(window=32, mask="correction/dropped"))
+    guard = Guard(chosen, stop_after=10, boundary=Boundary(window=32), mask="correction/dropped")
     for step in range(1, 2 + REMEMBERED):
         one_step(guard, step)
     return guard
@@ -42,7 +42,7 @@ def one_step(guard: Guard, step: int) -> None:
     signals |= {"critic/score/mean": random.gauss(0.5, 0.1), "correction/dropped": random.lognormvariate(-6, 0.3)}
     guard.begin(step)
     foreseen, _ = guard.foresee(signals)
-    guard.count(bool(guard.judge(signals | foreseen).refuses))
+    guard.count(guard.judge(signals | foreseen).refusal is not None)
     guard.judge_late(signals | foreseen | {"actor/grad_norm": 1.0})
     guard.close()
 

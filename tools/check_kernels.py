@@ -2,10 +2,10 @@
 
     python tools/check_kernels.py [--only NAME ...] [--examples 20] [--logs FOLDER] [-- ARGUMENTS OF PYTEST]
 
-The tests are those of every module of tests/core, workers, rollout and trainer that imports torch, but for those marked
-e2e. Each combination runs them in a process of its own; hypothesis draws fewer examples than usual, the same in all
-combinations. The table at the end has beside what was asked for what the libraries said they use: a combination that a
-machine cannot run is seen there (avx512 on a CPU without it is what the first row has). Exit status 1 where one failed.
+The tests are those of every module of FOLDERS that imports torch, but for those marked e2e. Each combination runs them
+in a process of its own; hypothesis draws fewer examples than usual, the same in all combinations. The table at the end
+has beside what was asked for what the libraries said they use: a combination that a machine cannot run is seen there
+(avx512 on a CPU without it is what the first row has). Exit status 1 where one failed.
 
 Where the results of two machines differ though their tests agree here, add a combination to COMBINATIONS.
 """
@@ -27,7 +27,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("shared", "core", "workers", "rollout", "trainer")  # of tests/: what computes with tensors
+FOLDERS = ("core", "routing", "workers", "upstream", "trainer", "support")  # of tests/unit: what computes with tensors
 EXAMPLES = "CHECK_KERNELS_EXAMPLES"  # the environment variable that tells this file, as pytest's plugin, how many
 
 # Axes: the kernels of torch, of oneDNN and of MKL (CBWR picks a code path), and into how many parts a sum is cut. Each
@@ -85,7 +85,7 @@ def pytest_configure() -> None:
 
 def numeric_modules() -> list[str]:
     """Test modules of FOLDERS that import torch."""
-    modules = sorted(module for folder in FOLDERS for module in (ROOT / "tests" / folder).rglob("test_*.py"))
+    modules = sorted(module for folder in FOLDERS for module in (ROOT / "tests" / "unit" / folder).rglob("test_*.py"))
     imports_torch = re.compile(r"^\s*(import torch|from torch)\b", re.MULTILINE)
     return [
         str(module.relative_to(ROOT)) for module in modules if imports_torch.search(module.read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ root="$(cd "$(dirname "$0")/.." && pwd)"
 if [ "${1:-}" = --pack ]; then exec bash "$root/tools/gpu/pack.sh" "${@:2}"; fi
 if [ -z "${PYTHON:-}" ]; then PYTHON="$root/.venv/bin/python"; [ -x "$PYTHON" ] || PYTHON=python3; fi
 
-path="$root:$root/tools:$root/tests/shared"
+path="$root:$root/tools"
 if compgen -G "$root/gpu-wheels/*.whl" >/dev/null &&
   ! "$PYTHON" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("verl") is None)'; then
   site="$(mktemp -d)"

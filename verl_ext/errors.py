@@ -21,6 +21,25 @@ class ConfigError(UserError, ValueError):
     """Found in the configuration, before anything is started."""
 
 
+class SettingError(ConfigError):
+    """Of a dataclass of settings, which does not know its place in the config: `verl_ext.methods.build` does.
+
+    Args:
+        name, said: of the setting; the text is `NAME SAID`.
+        fix, otherwise: as of UserError, the fix without the place.
+    """
+
+    def __init__(self, name: str, said: str = "", fix: tuple[str, ...] = (), otherwise: str = "") -> None:
+        super().__init__(f"{name}{said}", fix, otherwise)
+        self.name, self.said, self.otherwise = name, said, otherwise
+
+    def at(self, where: str) -> ConfigError:
+        """The error as the user sees it, every setting with its place."""
+        return ConfigError(
+            f"{where}.{self.name}{self.said}", tuple(f"{where}.{one}" for one in self.fix), self.otherwise
+        )
+
+
 class HookError(UserError, RuntimeError):
     """Something asked for is not what the started engines run with."""
 

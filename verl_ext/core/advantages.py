@@ -3,14 +3,44 @@
 Shape legend: S sessions, G groups (the sessions of one prompt). Everything runs in float64.
 """
 
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from verl_ext.core.lazily import torch
 from verl_ext.errors import BatchError
+from verl_ext.methods import Method, Registry, require, settings_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EPSILON = 1e-6  # verl's, added to the standard deviation
+
+# `function(rewards_S, group_S, *, norm_by_std, **settings) -> advantages_S`
+ESTIMATORS: Registry[Method] = Registry("estimator")
+
+
+def register_estimator(
+    name: str, settings: type | None = None
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register a function of one reward a session, which becomes `algorithm.adv_estimator=NAME`.
+
+    Args:
+        settings: the dataclass of `algorithm.NAME`, a field a keyword argument of the function; by default the
+            function's keyword-only arguments themselves, but for `norm_by_std`.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        ESTIMATORS.add(Method(name, function, settings or settings_of(function, "norm_by_std")))
+        return function
+
+    return register
 
 
 @dataclass(frozen=True)
@@ -68,6 +98,17 @@ def quantile_baselines(rewards_S: Tensor, group_S: Tensor, k: float) -> Tensor:
     return baseline_G[group_S]
 
 
+@dataclass(frozen=True)
+class Qae:
+    """`algorithm.qae`: the quantile. The paper's default is 0.4; it takes 0.6 where the entropy is low."""
+
+    k: float = 0.4
+
+    def __post_init__(self) -> None:
+        require(self, "k", 0 < self.k < 1, "must be between 0 and 1, both excluded")
+
+
+@register_estimator("qae", Qae)
 def quantile_baseline_advantages(rewards_S: Tensor, group_S: Tensor, *, k: float, norm_by_std: bool = True) -> Tensor:
     """(R - b_K) / (std + 1e-6), with the group's K-quantile as the baseline b_K instead of its mean.
 
@@ -95,6 +136,18 @@ def quantile_baseline_advantages(rewards_S: Tensor, group_S: Tensor, *, k: float
     return advantages / (groups.std + EPSILON) if norm_by_std else advantages
 
 
+@dataclass(frozen=True)
+class GrpoPositive:
+    """`algorithm.grpo_positive`: what a negative advantage is multiplied by; 0 drops it, 1 is GRPO."""
+
+    negative_scale: float = 0.0
+
+    def __post_init__(self) -> None:
+        rule = "must be at least 0 and finite: it multiplies the negative advantages, and 0 drops them"
+        require(self, "negative_scale", 0 <= self.negative_scale < math.inf, rule)
+
+
+@register_estimator("grpo_positive", GrpoPositive)
 def grpo_positive_advantages(
     rewards_S: Tensor, group_S: Tensor, *, negative_scale: float, norm_by_std: bool = True
 ) -> Tensor:

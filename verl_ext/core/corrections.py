@@ -1,8 +1,9 @@
 """Corrections: a weight on the policy-gradient loss, made from the mismatch between the engines.
 
-Each is a pure function of what its registration says it reads; `core.measure` computes those quantities, multiplies
-the weights of all corrections that are asked for, and counts what they did. Weights are detached constants. A token
-weighted 0 leaves the numerator of the loss; what divides is the trainer's choice (`stability.denominator`).
+Each is a pure function of what its registration says it reads, and of its settings; `core.measure` computes those
+quantities, multiplies the weights of all corrections that are asked for, and counts what they did. Weights are detached
+constants. A token weighted 0 leaves the numerator of the loss; what divides is the trainer's choice
+(`stability.denominator`).
 
     k = exp(l_old - l_infer)         training over inference, per token (the log-ratio clamped to +-20)
     p_infer, p_old                   the two probabilities, per token
@@ -10,13 +11,19 @@ weighted 0 leaves the numerator of the loss; what divides is the trainer's choic
     log_g = log_rho / |y|            per sequence, the mean
 """
 
+from __future__ import annotations
+
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from verl_ext.core.lazily import no_grad, torch
+from verl_ext.core.tokens import LOG_RATIO_BOUND
+from verl_ext.methods import Method, Registry, require, require_one_of, settings_of
 
-from verl_ext.core.mismatch import LOG_RATIO_BOUND
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOKEN_QUANTITIES = ("k", "p_infer", "p_old")
 SEQUENCE_QUANTITIES = ("log_rho", "log_g")
@@ -36,31 +43,51 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Correction:
-    """A registered correction: `function(*quantities, **settings) -> Weights`."""
+class Correction(Method):
+    """`function(*quantities, **settings) -> Weights`.
 
-    name: str
-    function: Callable[..., Weights]
-    reads: tuple[str, ...]
+    Attributes:
+        reads: the quantities.
+        by_ratio: whether it weighs a token by its ratio, or a function of the settings that says so: two that do would
+            count it twice.
+        as_mask: the override under its settings with which it does not; empty where there is none.
+        in_update: whether it acts inside each update step, on the policy being updated, and not before the update.
+    """
+
+    reads: tuple[str, ...] = ()
+    by_ratio: bool | Callable[[Any], bool] = False
+    as_mask: str = ""
+    in_update: bool = False
 
     @property
     def per_sequence(self) -> bool:
         return self.reads[0] in SEQUENCE_QUANTITIES
 
+    def weighs_by_ratio(self, settings: Any) -> bool:
+        return self.by_ratio if isinstance(self.by_ratio, bool) else self.by_ratio(settings)
 
-CORRECTIONS: dict[str, Correction] = {}
+
+CORRECTIONS: Registry[Correction] = Registry("correction")
 
 
 def register_correction(
-    name: str, reads: tuple[str, ...]
+    name: str,
+    settings: type | None = None,
+    *,
+    reads: tuple[str, ...],
+    by_ratio: bool | Callable[[Any], bool] = False,
+    as_mask: str = "",
 ) -> Callable[[Callable[..., Weights]], Callable[..., Weights]]:
-    """Register a correction under `name`; `reads` are quantities of tokens only, or of sequences only.
+    """Register a correction that acts before the update; the arguments are attributes of Correction.
+
+    Args:
+        settings: a dataclass, a field a keyword argument of the function; by default the function's keyword-only
+            arguments themselves.
+        reads: quantities of tokens only, or of sequences only.
 
     Raises:
         ValueError: the name is taken, or a quantity is unknown or of the other kind.
     """
-    if name in CORRECTIONS:
-        raise ValueError(f"a correction named {name} is registered already")
     if not reads or not any(set(reads) <= set(kind) for kind in (TOKEN_QUANTITIES, SEQUENCE_QUANTITIES)):
         raise ValueError(
             f"correction {name} reads {reads}; choose from {TOKEN_QUANTITIES} (per token) or {SEQUENCE_QUANTITIES} "
@@ -68,8 +95,9 @@ def register_correction(
         )
 
     def register(function: Callable[..., Weights]) -> Callable[..., Weights]:
-        CORRECTIONS[name] = Correction(name, torch.no_grad()(function), reads)
-        return CORRECTIONS[name].function
+        detached = no_grad(function)
+        CORRECTIONS.add(Correction(name, detached, settings or settings_of(function), reads, by_ratio, as_mask))
+        return detached
 
     return register
 
@@ -89,7 +117,17 @@ def _zero_outside(value: Tensor, low: Tensor, high: Tensor) -> Weights:
     return Weights(((1 - low).sub_(high).mul_(value)).nan_to_num_(0.0), low, high)
 
 
-@register_correction("tis", reads=("k",))
+@dataclass(frozen=True)
+class Tis:
+    """The cap C on the mismatch ratio k."""
+
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        _require_cap(self)
+
+
+@register_correction("tis", Tis, reads=("k",), by_ratio=True)
 def tis(k: Tensor, cap: float) -> Weights:
     """min(k, cap): truncated importance sampling, per token.
 
@@ -98,13 +136,38 @@ def tis(k: Tensor, cap: float) -> Weights:
     return Weights(k.clamp(max=cap).nan_to_num_(0.0), torch.zeros_like(k), above(k, cap))
 
 
-@register_correction("tis_sequence", reads=("log_rho",))
+@dataclass(frozen=True)
+class TisSequence:
+    """The cap C on the product of a sequence's k."""
+
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        _require_cap(self)
+
+
+@register_correction("tis_sequence", TisSequence, reads=("log_rho",), by_ratio=True)
 def tis_sequence(log_rho: Tensor, cap: float) -> Weights:
     """min(rho, cap) on every token of a sequence, rho = the product of its k. The same source as `tis`."""
     return tis(_exp(log_rho), cap)
 
 
-@register_correction("icepop", reads=("k",))
+@dataclass(frozen=True)
+class IcePop:
+    """Bounds of the mismatch ratio k inside which a token keeps its weight, both inclusive."""
+
+    alpha: float = 0.5
+    beta: float = 5.0
+
+    def __post_init__(self) -> None:
+        _require_band(self, "alpha", "beta")
+
+    def narrowed(self, factor: float) -> IcePop:
+        """The band narrowed towards 1, in logarithms."""
+        return IcePop(self.alpha**factor, self.beta**factor)
+
+
+@register_correction("icepop", IcePop, reads=("k",), by_ratio=True)
 def icepop(k: Tensor, alpha: float, beta: float) -> Weights:
     """k where alpha <= k <= beta, else 0.
 
@@ -118,7 +181,17 @@ def icepop(k: Tensor, alpha: float, beta: float) -> Weights:
     return _zero_outside(k, below(k, alpha), above(k, beta))
 
 
-@register_correction("kpop", reads=("k", "p_infer", "p_old"))
+@dataclass(frozen=True)
+class KPop:
+    """The largest binary KL between the engines, in nats, at which a token keeps its weight."""
+
+    phi: float = 0.1
+
+    def __post_init__(self) -> None:
+        require(self, "phi", 0 < self.phi < math.inf, "must be above 0 and finite")
+
+
+@register_correction("kpop", KPop, reads=("k", "p_infer", "p_old"), by_ratio=True)
 def kpop(k: Tensor, p_infer: Tensor, p_old: Tensor, phi: float) -> Weights:
     """k where the binary KL between the engines is at most phi in both directions, else 0.
 
@@ -140,7 +213,21 @@ def kpop(k: Tensor, p_infer: Tensor, p_old: Tensor, phi: float) -> Weights:
     return _zero_outside(k, low, outside - low)
 
 
-@register_correction("mis", reads=("log_rho",))
+@dataclass(frozen=True)
+class Mis:
+    """The product of a sequence's k past which it is dropped; kept tokens weigh the product (`ratio`) or 1 (`one`)."""
+
+    cap: float = 2.0
+    weight: str = "ratio"
+
+    def __post_init__(self) -> None:
+        _require_cap(self)
+        require_one_of(self, "weight", ("ratio", "one"))
+
+
+@register_correction(
+    "mis", Mis, reads=("log_rho",), by_ratio=lambda settings: settings.weight == "ratio", as_mask="weight=one"
+)
 def mis(log_rho: Tensor, cap: float, weight: str) -> Weights:
     """rho <= cap keeps a sequence, else 0; kept tokens weigh rho (`weight="ratio"`) or 1 (`weight="one"`).
 
@@ -152,7 +239,18 @@ def mis(log_rho: Tensor, cap: float, weight: str) -> Weights:
     return _zero_outside(rho if weight == "ratio" else _one(rho), torch.zeros_like(rho), above(rho, cap))
 
 
-@register_correction("geo_mask", reads=("log_g",))
+@dataclass(frozen=True)
+class GeoMask:
+    """Bounds of the geometric mean of a sequence's k, both inclusive (NeMo-RL's seq-mask-tis documents these)."""
+
+    low: float = 0.999
+    high: float = 1.002
+
+    def __post_init__(self) -> None:
+        _require_band(self, "low", "high")
+
+
+@register_correction("geo_mask", GeoMask, reads=("log_g",))
 def geo_mask(log_g: Tensor, low: float, high: float) -> Weights:
     """1 where low <= g <= high, else 0, on every token of a sequence; g = exp(mean log k), its geometric mean.
 
@@ -170,3 +268,13 @@ def _one(value: Tensor) -> Tensor:
 
 def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def _require_cap(settings: Tis | TisSequence | Mis) -> None:
+    require(settings, "cap", 0 < settings.cap < math.inf, "must be above 0 and finite")
+
+
+def _require_band(settings: Any, low: str, high: str) -> None:
+    bounds = getattr(settings, low), getattr(settings, high)
+    require(settings, low, bounds[0] >= 0, "must be at least 0: it bounds a probability ratio")
+    require(settings, low, bounds[0] < bounds[1], f"must be below {high}={bounds[1]:g}")

@@ -7,12 +7,19 @@ What is small is a difference of large numbers here (x - log x - 1 is (log x)^2 
 30,000 tokens loses digits too), so exponents and sums run in float64 whatever comes in; results are float32.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from verl_ext.core.mismatch import LOG_RATIO_BOUND
+from verl_ext.core.corrections import CORRECTIONS, Correction
+from verl_ext.core.lazily import no_grad, torch
+from verl_ext.core.tokens import LOG_RATIO_BOUND
+from verl_ext.methods import require
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class SequenceDivergence:
         return self.mismatch + self.staleness
 
 
-@torch.no_grad()
+@no_grad
 def sequence_divergence(l_infer: Tensor, l_old: Tensor, l_theta: Tensor, mask: Tensor) -> SequenceDivergence:
     """Split the divergence of DeepSeek-V3.2's eq. 9 into engine mismatch and policy staleness.
 
@@ -47,6 +54,20 @@ def sequence_divergence(l_infer: Tensor, l_old: Tensor, l_theta: Tensor, mask: T
     return SequenceDivergence(
         *(torch.where(chosen, gap, 0.0).sum(-1) / n for gap in (l_infer.double() - l_old, l_old.double() - l_theta))
     )
+
+
+@dataclass(frozen=True)
+class Opsm:
+    """Mean of l_infer - l_theta, in nats a token, past which a sequence of negative advantage is dropped.
+
+    The paper gives no value; a report finds 0.05 to 0.2 reasonable (Trinity-RFT PR 420). Any sign works, the divergence
+    can be negative.
+    """
+
+    delta: float = field(metadata={"for example": 0.1})
+
+    def __post_init__(self) -> None:
+        require(self, "delta", math.isfinite(self.delta), "must be a finite number of nats a token")
 
 
 def opsm_mask(divergence: Tensor, advantages: Tensor, delta: float) -> Tensor:
@@ -66,6 +87,9 @@ def opsm_mask(divergence: Tensor, advantages: Tensor, delta: float) -> Tensor:
     """
     near = divergence <= delta  # false for NaN
     return ((advantages >= 0) | near[:, None]).float()
+
+
+CORRECTIONS.add(Correction("opsm", opsm_mask, Opsm, in_update=True))
 
 
 def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tensor, gate: str) -> Tensor:
@@ -141,7 +165,7 @@ def unbiased_kl(l_theta: Tensor, l_ref: Tensor, l_sampled: Tensor, mask: Tensor)
     return (ratio * (torch.expm1(log_x) - log_x) + slope * (theta - fixed)).float()
 
 
-@torch.no_grad()
+@no_grad
 def router_deviation(old_NK: Tensor, current_NK: Tensor) -> Tensor:
     """[N] float32, mean over K of |log r_theta(e) - log r_old(e)| in one layer (RSPO, arXiv 2510.23027).
 
@@ -151,7 +175,7 @@ def router_deviation(old_NK: Tensor, current_NK: Tensor) -> Tensor:
     return (current_NK.float() - old_NK.float()).abs().mean(-1)
 
 
-@torch.no_grad()
+@no_grad
 def router_shift_factor(deviation: Tensor, floor: float) -> Tensor:
     """max(exp(-deviation), floor), float32: the detached factor on a token's importance ratio.
 

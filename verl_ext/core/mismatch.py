@@ -13,9 +13,7 @@ from torch import Tensor
 from verl_ext.core.block import Block
 from verl_ext.core.scratch import Scratch
 from verl_ext.core.segments import segment_sums, total
-
-# exp(20) is 4.9e8: beyond any threshold in use, and its square still fits float32.
-LOG_RATIO_BOUND = 20.0
+from verl_ext.core.tokens import LOG_RATIO_BOUND
 
 
 def mismatch_ratio(l_infer: Tensor, l_old: Tensor) -> Tensor:

@@ -3,11 +3,16 @@
 Shape legend: n tokens of a block.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from verl_ext.core.lazily import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EXACT = 2**24  # up to here float32 counts, and stops
 

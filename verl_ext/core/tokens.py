@@ -3,12 +3,19 @@
 Shape legend: N response tokens of all trajectories, B trajectories, T columns of a padded batch.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from verl_ext.core.lazily import torch
 from verl_ext.core.segments import segment_sums
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# exp(20) is 4.9e8: beyond any threshold in use, and its square still fits float32.
+LOG_RATIO_BOUND = 20.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Tokens:
     @classmethod
     def from_padded(
         cls, l_infer_BT: Tensor, l_old_BT: Tensor, mask_BT: Tensor, entropy_BT: Tensor | None = None
-    ) -> "Tokens":
+    ) -> Tokens:
         """Rows of a padded batch, padding included as tokens that the mask leaves out: views, no copies."""
         B, T = mask_BT.shape
         offsets = torch.arange(0, (B + 1) * T, T, device=mask_BT.device) if T else mask_BT.new_zeros(B + 1).long()

@@ -22,7 +22,7 @@ from verl_ext.guard.rules import spread
 HORIZON = 1000  # steps; further away than this is the same as not in sight
 FLOOR = 1e-12  # a mismatch below this is 0 for the logarithm
 FEWEST = 8  # readings before there is an estimate
-SIGMAS = 4.0  # half-width of Sen's interval in standard deviations; tests/core/test_boundary.py counts false alarms
+SIGMAS = 4.0  # half-width of Sen's interval in standard deviations; test_boundary.py counts false alarms
 SCATTERS, SCATTER_FEWEST = 6.0, 16  # and of the other one in scatters; from so many readings on
 ROUNDING = 1e-9  # residuals below this are the arithmetic's, not the run's
 LARGEST_AUTOCORRELATION = 0.9

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from verl_ext.guard.boundary import HORIZON, Growth, estimate_growth
 from verl_ext.guard.collapse import READ, REWARD, STRETCH, find_collapse
 from verl_ext.guard.rules import spread
-from verl_ext.guard.state import Decision, Event, Foresight, GuardState
+from verl_ext.guard.state import Boundary, Decision, Event, GuardState
 
 GAP = "vllm_kl/log_ratio_abs_mean"  # of all tokens alike, while a single one can move k3
 JUMP = 5.0  # a gap of this many times its median, in one step, is a jump
@@ -16,26 +16,28 @@ REMEMBERED = 512  # readings in which a collapse is looked for
 
 
 def foresee(
-    state: GuardState, foresight: Foresight, step: int, signals: Mapping[str, float]
+    state: GuardState, boundary: Boundary, mask: str, step: int, signals: Mapping[str, float]
 ) -> tuple[dict[str, float], Decision]:
     """Take in what is known before an update, and change `state` by it: `guard/*` metrics, and what has just begun.
 
     Args:
+        mask: the metric that is the share of tokens a mask with a fixed band drops; empty where there is none.
         signals: finite values; a step with several updates counts once, with the first.
 
     guard/steps_to_boundary is 0 past the boundary, `boundary.HORIZON` where it is not in sight.
     """
     readings = state.growth
-    if foresight.signal in signals and (not readings or readings[-1][0] < step):
-        state.growth = [*readings, (step, signals[foresight.signal])][-foresight.window :]
-    growth = estimate_growth(state.growth, foresight.boundary)
+    if boundary.signal in signals and (not readings or readings[-1][0] < step):
+        state.growth = [*readings, (step, signals[boundary.signal])][-boundary.window :]
+    growth = estimate_growth(state.growth, boundary.value)
     metrics = {"guard/steps_to_boundary": float(HORIZON)}
     if growth is not None:
         interval = {"guard/growth_rate_low": growth.low, "guard/growth_rate_high": growth.high}
         metrics = {"guard/steps_to_boundary": growth.steps, "guard/growth_rate": growth.rate}
         metrics |= {name: value for name, value in interval.items() if math.isfinite(value)}
-    if foresight.mask:
-        metrics["guard/mask_blind"] = float(_mask_blind(state, foresight, step, signals, growth))
+    if mask:
+        share = (step, signals[mask]) if mask in signals else None
+        metrics["guard/mask_blind"] = float(_mask_blind(state, share, boundary.window, growth))
     events = _jump(state, step, signals[GAP]) if GAP in signals else ()
     if REWARD in signals:
         remember(state, step, signals)
@@ -52,15 +54,13 @@ def remember(state: GuardState, step: int, signals: Mapping[str, float]) -> None
             state.record[name] = [*readings, (step, signals[name])][-REMEMBERED:]
 
 
-def _mask_blind(
-    state: GuardState, foresight: Foresight, step: int, signals: Mapping[str, float], growth: Growth | None
-) -> bool:
+def _mask_blind(state: GuardState, dropped: tuple[int, float] | None, window: int, growth: Growth | None) -> bool:
     """Whether the gap grows for certain while the mask drops fewer tokens for certain, until either turns.
 
     KPop's authors saw it in IcePop's fixed band, before training became unstable (ringtech.notion.site/kpop, figure 1).
     """
-    if foresight.mask in signals and (not state.dropped or state.dropped[-1][0] < step):
-        state.dropped = [*state.dropped, (step, signals[foresight.mask])][-foresight.window :]
+    if dropped is not None and (not state.dropped or state.dropped[-1][0] < dropped[0]):
+        state.dropped = [*state.dropped, dropped][-window:]
     share = estimate_growth(state.dropped, 1.0)
     if growth is None or share is None:
         state.mask_blind = False

@@ -14,7 +14,7 @@ from typing import Any
 from verl_ext.errors import ConfigError
 from verl_ext.guard.forecast import foresee, remember
 from verl_ext.guard.rules import REFUSING, Rule, RuleState, describe, read
-from verl_ext.guard.state import Decision, Event, Foresight, read_state
+from verl_ext.guard.state import Boundary, Decision, Event, read_state
 from verl_ext.metrics import MUST_BE_FINITE
 
 REFUSED = "actor/gate/refused"  # share of a step's mini-batches that the workers refused
@@ -30,6 +30,8 @@ class Guard:
         max_rollbacks: after so many, a rollback is a stop.
         cooldown: steps after a rollback in which another one is a skip, because what is then trained on may still come
             from the weights that were given up.
+        boundary: what is extrapolated.
+        mask: the share of tokens that a mask with a fixed band drops, a metric's name; empty where there is none.
     """
 
     def __init__(
@@ -39,13 +41,14 @@ class Guard:
         stop_after: int | None = None,
         max_rollbacks: int = 3,
         cooldown: int = 5,
-        foresight: Foresight | None = None,
+        boundary: Boundary | None = None,
+        mask: str = "",
     ):
         self.rules = tuple(rules)
         self.stop_after = stop_after
         self.max_rollbacks = max_rollbacks
         self.cooldown = cooldown
-        self.foresight = foresight or Foresight()
+        self.boundary, self.mask = boundary or Boundary(), mask
         self.unread = {rule.name for rule in rules}  # rules whose signal has not been logged yet
         self.step, self._failed = 0, False
         self._judged: set[str] = set()  # signals
@@ -72,7 +75,7 @@ class Guard:
 
     def foresee(self, signals: Mapping[str, float]) -> tuple[dict[str, float], Decision]:
         """Before `judge`, which may read it: what `guard.forecast` makes of the signals so far."""
-        return foresee(self.state, self.foresight, self.step, _finite(signals))
+        return foresee(self.state, self.boundary, self.mask, self.step, _finite(signals))
 
     def judge(self, signals: Mapping[str, float], non_finite: Mapping[str, int] | None = None) -> Decision:
         """Before an update: whether the batch may make it.
@@ -155,8 +158,8 @@ class Guard:
         for rule in self.rules:
             known = before.get(rule.name)
             state.rules[rule.name] = known if known and known.signal == rule.signal else RuleState(rule.signal)
-        if state.growth_of != self.foresight.signal:
-            state.growth, state.growth_of = [], self.foresight.signal
+        if state.growth_of != self.boundary.signal:
+            state.growth, state.growth_of = [], self.boundary.signal
         self.state = state
 
     def _prove(self, step: int) -> None:

@@ -1,12 +1,14 @@
 """What the guard decides, and what it remembers."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from verl_ext.guard.rules import REFUSING, RuleState
+from verl_ext.guard.rules import FEWEST, REFUSING, RuleState
 from verl_ext.guard.saved import read_saved
+from verl_ext.methods import require
 
 
 @dataclass(frozen=True)
@@ -28,25 +30,27 @@ class Decision:
 
     events: tuple[Event, ...] = ()
 
-    def reason(self, *actions: str) -> str:
-        """Why, of the first event with one of these actions; empty when there is none."""
-        return next((event.reason for event in self.events if event.action in actions), "")
+    def first(self, *actions: str) -> Event | None:
+        """The first event with one of these actions."""
+        return next((event for event in self.events if event.action in actions), None)
 
     @property
-    def refuses(self) -> str:
-        """Why the batch may not update the weights; empty when it may."""
-        return self.reason(*REFUSING)
+    def refusal(self) -> Event | None:
+        """Why the batch may not update the weights; None where it may."""
+        return self.first(*REFUSING)
 
 
 @dataclass(frozen=True)
-class Foresight:
-    """Which mismatch is extrapolated, to which boundary, over how many readings; `mask` is the share of tokens that a
-    mask with a fixed band drops, empty where there is none."""
+class Boundary:
+    """What is extrapolated: the steps left until `signal` passes `value`, from its last `window` readings."""
 
     signal: str = "vllm_kl/k3"
-    boundary: float = 0.1
+    value: float = 0.1
     window: int = 32
-    mask: str = ""
+
+    def __post_init__(self) -> None:
+        require(self, "value", 0 < self.value < math.inf, "must be above 0 and finite")
+        require(self, "window", self.window >= FEWEST, f"must be at least {FEWEST} steps")
 
 
 @dataclass

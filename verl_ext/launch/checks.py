@@ -7,49 +7,25 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import ConfigError
-from verl_ext.launch.routing_checks import apply_routing, check_router_shift, check_routing, replays_here
-from verl_ext.settings.estimators import ESTIMATOR_SETTINGS, estimator_settings
+from verl_ext.launch.features import (
+    LOG_PROBS,
+    LOSS,
+    features,
+    loss_mode,
+    uses,
+    uses_icepop_loss,
+    uses_unbiased_kl,
+)
+from verl_ext.launch.routing_checks import apply_routing, check_router_shift, check_routing
+from verl_ext.settings.config import UNBIASED, StabilityConfig
 from verl_ext.settings.losses import LOSSES
-from verl_ext.settings.stability import IN_THE_LOSS, UNBIASED, StabilityConfig
-
-LOSS = "actor_rollout_ref.actor.policy_loss"
-
-
-def loss_mode(config: DictConfig) -> str:
-    return OmegaConf.select(config, f"{LOSS}.loss_mode") or "vanilla"
-
-
-def uses_icepop_loss(config: DictConfig) -> bool:
-    return loss_mode(config) == "icepop"
-
-
-def uses_unbiased_kl(config: DictConfig) -> bool:
-    actor = config.actor_rollout_ref.actor
-    return bool(actor.get("use_kl_loss")) and actor.get("kl_loss_type") == UNBIASED
-
-
-def needs_our_loss(config: DictConfig, stability: StabilityConfig) -> bool:
-    """Whether the workers have to run our loss around verl's.
-
-    Filters and denominator=kept are among the reasons because they can leave a mini-batch without a token, for which
-    verl's own divides 0 by 0; corrections, because verl's geo_mean cannot take a weight per token.
-    """
-    asked = stability.correction_names or stability.filters or stability.guard.mini_batch.active
-    asked = asked or uses_unbiased_kl(config)
-    return bool(asked) or loss_mode(config) in LOSSES
 
 
 def loss_settings(stability: StabilityConfig) -> dict[str, Any]:
     """What the workers' `configure_loss` takes."""
-    opsm = asdict(stability.opsm) if IN_THE_LOSS in stability.correction_names else None
+    opsm = next((asdict(chosen.settings) for chosen in stability.in_update), None)
     gate = asdict(stability.guard.mini_batch)
     return {"opsm": opsm, "kl_denominator": stability.kl_denominator, "mini_batch": gate}
-
-
-def something_to_do(config: DictConfig, stability: StabilityConfig) -> bool:
-    """Whether the run differs from verl's own; an estimator or reward of ours does not need our trainer."""
-    ours = config.algorithm.adv_estimator in ESTIMATOR_SETTINGS
-    return stability.active or needs_our_loss(config, stability) or ours or replays_here(config)
 
 
 def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: bool = True) -> None:
@@ -60,9 +36,7 @@ def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: boo
     """
     if not config.trainer.use_v1:
         raise ConfigError("trainer.use_v1=False has no hooks for stability.*", fix=("trainer.use_v1=True",))
-    if config.algorithm.adv_estimator in ESTIMATOR_SETTINGS:
-        estimator_settings(config.algorithm.adv_estimator, config.algorithm)
-    if stability.needs_log_probs or loss_mode(config) in LOSSES or uses_unbiased_kl(config):
+    if uses(features(config, stability), LOG_PROBS):
         _check_log_probs(config)
         _check_weights(config, stability)
     _check_loss(config, read_model)
@@ -78,7 +52,7 @@ def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: boo
 
 def apply_engine_settings(config: DictConfig, stability: StabilityConfig) -> None:
     """Set the rollout arguments that the asked-for features consist of; the start-up table shows them."""
-    apply_routing(config, stability.router_agreement)
+    apply_routing(config, stability)
     rollout = "actor_rollout_ref.rollout"
     if stability.cascade_attention != "default":
         disabled = stability.cascade_attention == "off"
@@ -134,7 +108,7 @@ def _check_guard(config: DictConfig, stability: StabilityConfig) -> None:
             fix=("stability.guard.mini_batch.grad_norm=null",),
             otherwise="use a rule on actor/grad_norm",
         )
-    for rule in stability.rules():
+    for rule in stability.rules:
         where = f"stability.guard.rules.{rule.name}"
         if rule.action == "rollback":
             _check_rollback(config, where)
@@ -175,12 +149,12 @@ def _check_weights(config: DictConfig, stability: StabilityConfig) -> None:
     corrections = stability.corrections()
     if not corrections and not uses_icepop_loss(config):
         return
-    ours = f"stability.correction={stability.correction}"
+    ours = f"stability.correction={_written(stability.correction_names)}"
     if uses_icepop_loss(config):
         ours = f"{LOSS}.loss_mode=icepop"
         if corrections:
             raise ConfigError(
-                f"{ours} and stability.correction={stability.correction} both weight the loss",
+                f"{ours} and stability.correction={_written(stability.correction_names)} both weight the loss",
                 fix=("stability.correction=none",),
             )
     if verls := OmegaConf.select(config, "algorithm.rollout_correction.rollout_is"):
@@ -194,6 +168,11 @@ def _check_weights(config: DictConfig, stability: StabilityConfig) -> None:
             fix=("stability.correction=none",),
             otherwise="another loss_mode",
         )
+
+
+def _written(names: tuple[str, ...]) -> str:
+    """As a user writes them on the command line."""
+    return names[0] if len(names) == 1 else f"[{','.join(names)}]"
 
 
 def _check_loss(config: DictConfig, read_model: bool) -> None:

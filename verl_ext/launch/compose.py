@@ -13,7 +13,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from verl_ext.errors import ConfigError, require_choice
 from verl_ext.launch.installed import package_folder
-from verl_ext.settings.stability import FSDP_REPLAY, StabilityConfig
+from verl_ext.settings.config import FSDP_REPLAY
+from verl_ext.settings.stability import default_node
 
 CONFIG_MODULE = "verl_ext.configs"
 if (VERL := package_folder("verl")) is None:
@@ -30,8 +31,9 @@ class OurConfigs(SearchPathPlugin):
         search_path.append(provider="verl_ext", path=f"pkg://{CONFIG_MODULE}")
 
 
-# The schema that every file of the group starts from; the underscore keeps it out of the choices.
-ConfigStore.instance().store(group="stability", name="_schema", node=StabilityConfig)
+# What every file of the group starts from; the underscore keeps it out of the choices. A plain node, into which a
+# method of the user's own brings its settings too: `stability_config` checks names and types.
+ConfigStore.instance().store(group="stability", name="_schema", node=default_node())
 Plugins.instance().register(OurConfigs)
 
 
@@ -45,8 +47,9 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     """The command-line arguments for Hydra, from those that the user gave.
 
     A group that the primary config does not list in its defaults has to be added rather than overridden, which
-    Hydra writes as `+stability=icepop`: the plus is put there, and before FSDP_REPLAY. A relative --config-path is
-    taken as verl's entry point takes it, from the folder where that stands.
+    Hydra writes as `+stability=icepop`: the plus is put there, and before what a node may lack: FSDP_REPLAY, and the
+    settings of `stability`, where a method of one's own has new ones. A relative --config-path is taken as verl's entry
+    point takes it, from the folder where that stands.
 
     Raises:
         ConfigError: `stability=` names no file of the group, or the primary config is no YAML.
@@ -72,7 +75,7 @@ def prepare(arguments: Sequence[str]) -> list[str]:
             require_choice("stability", choice, stability_choices())
         if group in GROUPS and group not in listed:
             arguments[index] = f"+{argument}"
-        if group.lstrip("+") == FSDP_REPLAY:
+        if group.lstrip("+") == FSDP_REPLAY or group.startswith("stability."):
             arguments[index] = f"++{argument.lstrip('+')}"
     if "stability" not in listed and not any(argument.startswith("+stability=") for argument in arguments):
         arguments.insert(0, "+stability=none")  # before any flag, such as `--cfg job`

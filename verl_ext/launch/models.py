@@ -1,8 +1,8 @@
 """Published model shapes, and what follows from them: parameters, active parameters, bytes of KV cache a token.
 
 Numbers are those of the config.json on Hugging Face. That file itself was not at hand for any of them: `source` says
-which copy of its numbers was read instead. tests/recipes/test_cluster_recipes.py compares the parameters that they give
-with those that the publishers name. Norms and biases are left out, below 0.1 %, and so are the layers for
+which copy of its numbers was read instead. tests/unit/recipes/test_cluster_recipes.py compares the parameters that they
+give with those that the publishers name. Norms and biases are left out, below 0.1 %, and so are the layers for
 multi-token prediction, which the recipes do not train.
 """
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from verl_ext.guard.boundary import HORIZON, Growth, estimate_growth
-from verl_ext.guard.state import Foresight
+from verl_ext.guard.state import Boundary
 from verl_ext.report.run import Run, Series
 
 K3, DROPPED = "vllm_kl/k3", "correction/dropped"
@@ -24,7 +24,7 @@ def growth_of(run: Run) -> tuple[Series, Growth] | None:
 def _growth(series: Series | None, boundary: float) -> tuple[Series, Growth] | None:
     if series is None:
         return None
-    window = Series(series.steps[-Foresight.window :], series.values[-Foresight.window :])
+    window = Series(series.steps[-Boundary.window :], series.values[-Boundary.window :])
     readings = zip(window.steps.tolist(), window.values.tolist(), strict=True)
     growth = estimate_growth(readings, boundary)
     return None if growth is None else (window, growth)
@@ -42,7 +42,7 @@ def blind_mask(run: Run) -> tuple[Growth, Growth] | None:
 def boundary_of(run: Run) -> float:
     """The mismatch past which a run is taken to collapse: as the guard logged it, or its default."""
     logged = run.get("guard/boundary")
-    return Foresight.boundary if logged is None or logged.values[-1] <= 0 else float(logged.values[-1])
+    return Boundary.value if logged is None or logged.values[-1] <= 0 else float(logged.values[-1])
 
 
 def growth_sentence(run: Run) -> str:

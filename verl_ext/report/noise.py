@@ -4,8 +4,8 @@ The mean of the last steps has a standard error of its own. Readings of neighbou
 them tell as much as n (1 - rho) / (1 + rho) independent ones, with rho the correlation of neighbours (Bayley and
 Hammersley, 1946; Zieba, 2010, equations 13 and 20 for the variance). rho from a short window comes out too small and
 scatters: it is corrected (Marriott and Pope, 1954) and moved by half of its standard error towards more dependence.
-tests/report/test_noise.py counts the false alarms. Two means are compared by Welch's t, all comparisons of one table by
-Holm's procedure (1979).
+tests/unit/report/test_noise.py counts the false alarms. Two means are compared by Welch's t, all comparisons of one
+table by Holm's procedure (1979).
 """
 
 import math

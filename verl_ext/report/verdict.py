@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from verl_ext.guard.boundary import FEWEST, HORIZON
-from verl_ext.guard.state import Event, Foresight
+from verl_ext.guard.state import Boundary, Event
 from verl_ext.metrics import is_of_the_gap
 from verl_ext.report.advice import STALE, Override, State, advice, measuring, revival, staleness
 from verl_ext.report.growth import K3, LAST, blind_mask, boundary_of, growth_of, now_of
@@ -146,7 +146,7 @@ def _level(run: Run) -> Iterator[str]:
             yield f"k3 was {text}, when it was last a number, in step {k3.steps[-1]}."
         else:
             yield f"k3 is {text}" + (", and shows no growth that would reach it." if steady else ".")
-        if (since := int(run.steps[-1] - k3.steps[-1])) > Foresight.window:
+        if (since := int(run.steps[-1] - k3.steps[-1])) > Boundary.window:
             yield f"k3 was last measured {since} steps ago: all of this is about the time before."
 
 

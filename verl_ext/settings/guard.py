@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.errors import ConfigError, require_choice
+from verl_ext.errors import ConfigError
 from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, Rule
-from verl_ext.guard.state import Foresight
+from verl_ext.guard.state import Boundary
+from verl_ext.methods import require, require_one_of
 from verl_ext.metrics import OURS, comes_late, find, nearest
 
 PREFIX = "stability.guard"
@@ -24,7 +25,7 @@ SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3")
 OWN_EFFECT = "correction/"  # what tightening itself moves
 
 
-@dataclass
+@dataclass(frozen=True)
 class BatchSkip:
     """Skip the update when `metric` passes `threshold`; null never skips for that reason."""
 
@@ -32,14 +33,12 @@ class BatchSkip:
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        require_choice("stability.batch_skip.metric", self.metric, SKIP_METRICS)
-        if self.threshold is not None and not self.threshold >= 0:
-            raise ConfigError(
-                f"stability.batch_skip.threshold={self.threshold:g} must be at least 0, or null to never skip"
-            )
+        require_one_of(self, "metric", SKIP_METRICS)
+        holds = self.threshold is None or self.threshold >= 0
+        require(self, "threshold", holds, "must be at least 0, or null to never skip")
 
 
-@dataclass
+@dataclass(frozen=True)
 class MiniBatchGate:
     """Refuse the optimizer step of a mini-batch past one of these; null does not look at it.
 
@@ -55,42 +54,25 @@ class MiniBatchGate:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{PREFIX}.mini_batch.{name}={value:g} must be above 0 and finite, or null")
+            require(self, name, value is None or 0 < value < math.inf, "must be above 0 and finite, or null")
 
     @property
     def active(self) -> bool:
         return any(value is not None for value in vars(self).values())
 
 
-@dataclass
-class Boundary:
-    """What is extrapolated: the steps left until `signal` passes `value`, from its last `window` readings."""
-
-    signal: str = Foresight.signal
-    value: float = Foresight.boundary
-    window: int = Foresight.window
-
-    def __post_init__(self) -> None:
-        if not 0 < self.value < math.inf:
-            raise ConfigError(f"{PREFIX}.boundary.value={self.value:g} must be above 0 and finite")
-        if self.window < FEWEST:
-            raise ConfigError(f"{PREFIX}.boundary.window={self.window} must be at least {FEWEST} steps")
-        _check_signal(f"{PREFIX}.boundary", self.signal)
-
-
-@dataclass
+@dataclass(frozen=True)
 class GuardSettings:
-    """Attributes:
-    rules: name -> {signal, above or below, action, recover, patience, zscore_window, advice}; see `guard.rules.Rule`.
-    stop_after: steps in a row without an update after which the run stops; null never does.
-    tighten_factor: what IcePop's band is narrowed by, in logarithms, while a rule with action=tighten fires.
-    max_rollbacks, rollback_cooldown: rollbacks after which another is a stop; steps after one without another.
-    mini_batch: refuse single optimizer steps, in the workers.
-    boundary: the mismatch that is extrapolated, and to where.
+    """Besides `rules`, which `parse_rules` reads.
+
+    Attributes:
+        stop_after: steps in a row without an update after which the run stops; null never does.
+        tighten_factor: what IcePop's band is narrowed by, in logarithms, while a rule with action=tighten fires.
+        max_rollbacks, rollback_cooldown: rollbacks after which another is a stop; steps after one without another.
+        mini_batch: refuse single optimizer steps, in the workers.
+        boundary: the mismatch that is extrapolated, and to where.
     """
 
-    rules: Any = None
     stop_after: int | None = 10
     tighten_factor: float = 0.5
     max_rollbacks: int = 3
@@ -99,30 +81,24 @@ class GuardSettings:
     boundary: Boundary = field(default_factory=Boundary)
 
     def __post_init__(self) -> None:
-        if self.stop_after is not None and self.stop_after < 1:
-            raise ConfigError(f"{PREFIX}.stop_after={self.stop_after} must be at least 1, or null to never stop")
-        if not 0 < self.tighten_factor < 1:
-            raise ConfigError(f"{PREFIX}.tighten_factor={self.tighten_factor:g} must be between 0 and 1")
+        holds = self.stop_after is None or self.stop_after >= 1
+        require(self, "stop_after", holds, "must be at least 1, or null to never stop")
+        require(self, "tighten_factor", 0 < self.tighten_factor < 1, "must be between 0 and 1")
         for name in ("max_rollbacks", "rollback_cooldown"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{PREFIX}.{name}={getattr(self, name)} must be at least 0")
-        self.parse_rules()
+            require(self, name, getattr(self, name) >= 0, "must be at least 0")
+        _check_signal(f"{PREFIX}.boundary", self.boundary.signal)
 
-    @property
-    def active(self) -> bool:
-        """Whether anything is asked for that a run does not have anyway."""
-        return bool(self.rules) or self.mini_batch.active
 
-    def parse_rules(self) -> list[Rule]:
-        """The rules, in the order written.
+def parse_rules(given: Any) -> tuple[Rule, ...]:
+    """`stability.guard.rules`, name -> {signal, above or below, action, recover, patience, zscore_window, advice} as of
+    `guard.rules.Rule`, in the order written.
 
-        Raises:
-            ConfigError: a setting is unknown, missing or out of range, or an action cannot follow its signal.
-        """
-        given = self.rules or {}
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"{PREFIX}.rules={given} must be a mapping from a name to a rule")
-        return [_parse(str(name), rule) for name, rule in given.items()]
+    Raises:
+        ConfigError: a setting is unknown, missing or out of range, or an action cannot follow its signal.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"{PREFIX}.rules={given} must be a mapping from a name to a rule")
+    return tuple(_parse(str(name), rule) for name, rule in (given or {}).items())
 
 
 def _parse(name: str, given: Any) -> Rule:

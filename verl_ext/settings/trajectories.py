@@ -3,10 +3,10 @@
 import math
 from dataclasses import dataclass
 
-from verl_ext.errors import ConfigError
+from verl_ext.methods import require
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrajectoryDump:
     """Attributes:
     per_step: trajectories written at a step: half of them (rounded up) those with the largest mean |log k|, the others
@@ -23,7 +23,5 @@ class TrajectoryDump:
 
     def __post_init__(self) -> None:
         for name, least in (("per_step", 0), ("every", 1), ("max_tokens", 2)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"stability.trajectories.{name}={getattr(self, name)} must be at least {least}")
-        if not 0 < self.max_megabytes < math.inf:
-            raise ConfigError(f"stability.trajectories.max_megabytes={self.max_megabytes:g} must be above 0 and finite")
+            require(self, name, getattr(self, name) >= least, f"must be at least {least}")
+        require(self, "max_megabytes", 0 < self.max_megabytes < math.inf, "must be above 0 and finite")

@@ -1,4 +1,4 @@
-"""Advantage estimators, registered under verl's `register_adv_est` (the signature is verl's).
+"""The advantage estimators of `verl_ext.core.advantages` under verl's `register_adv_est` (the signature is verl's).
 
     algorithm.adv_estimator=qae            +algorithm.qae.k=0.4
     algorithm.adv_estimator=grpo_positive  +algorithm.grpo_positive.negative_scale=0.0
@@ -9,15 +9,18 @@ Shape legend: B rows of a batch, T response tokens, S sessions.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from verl.trainer.ppo.core_algos import register_adv_est
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
-from verl_ext.core.advantages import grpo_positive_advantages, quantile_baseline_advantages
+from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.sessions import Sessions, group_ids
 from verl_ext.errors import BatchError
+from verl_ext.methods import Method
 from verl_ext.settings.estimators import estimator_settings
 
 _keys: ContextVar[Sequence[str] | None] = ContextVar("session_keys", default=None)
@@ -71,13 +74,16 @@ def _norm_by_std(config: Any) -> bool:
     return True if config is None else bool(config.get("norm_adv_by_std_in_grpo", True))
 
 
-@register_adv_est("qae")
-def qae(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[object], config: Any = None
+def estimate(
+    method: Method,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence[object],
+    config: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """The reward against the K-quantile of its group (QAE, arXiv 2509.22611): `quantile_baseline_advantages`.
+    """Advantages by a registered estimator, its settings those of `algorithm.NAME`.
 
-    Divided by the group's standard deviation, as in the paper, unless `algorithm.norm_adv_by_std_in_grpo=false`.
+    Divided by the group's standard deviation, as in the papers, unless `algorithm.norm_adv_by_std_in_grpo=false`.
     Under plain verl, without `session_keys`, every row is a session of its own: with agent loops that return several
     outputs, those count several times in their group.
 
@@ -90,29 +96,18 @@ def qae(
 
     Raises:
         BatchError: a reward is NaN or infinite, or the keys of `session_keys` do not fit the batch.
-        ConfigError: a setting of `algorithm.qae`.
+        ConfigError: a setting of `algorithm.NAME`.
     """
-    k, norm = estimator_settings("qae", config).k, _norm_by_std(config)
-    return _outcome_advantages(
-        lambda rewards, groups: quantile_baseline_advantages(rewards, groups, k=k, norm_by_std=norm),
-        token_level_rewards,
-        response_mask,
-        index,
-    )
+    settings = asdict(estimator_settings(method, config))
+    advantages_of = partial(method.function, norm_by_std=_norm_by_std(config), **settings)
+    return _outcome_advantages(advantages_of, token_level_rewards, response_mask, index)
 
 
-@register_adv_est("grpo_positive")
-def grpo_positive(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[object], config: Any = None
-) -> tuple[Tensor, Tensor]:
-    """GRPO with its negative advantages scaled down, to nothing by default: `grpo_positive_advantages`.
+def register() -> None:
+    """Under verl's `register_adv_est`, what is registered with us; again where a plugin has brought more."""
+    for name, method in ESTIMATORS.items():
+        if name not in ADV_ESTIMATOR_REGISTRY:
+            register_adv_est(name)(partial(estimate, method))
 
-    Everything else as for `qae`; its settings are `algorithm.grpo_positive`.
-    """
-    scale, norm = estimator_settings("grpo_positive", config).negative_scale, _norm_by_std(config)
-    return _outcome_advantages(
-        lambda rewards, groups: grpo_positive_advantages(rewards, groups, negative_scale=scale, norm_by_std=norm),
-        token_level_rewards,
-        response_mask,
-        index,
-    )
+
+register()

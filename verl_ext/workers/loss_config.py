@@ -3,15 +3,16 @@
 Named by `actor_rollout_ref.actor.policy_loss._target_`; their fields arrive in `config.policy_loss`.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from verl.workers.config.actor import PolicyLossConfig
 
+from verl_ext.core.corrections import IcePop
+from verl_ext.core.losses import Opsm
 from verl_ext.errors import ConfigError
-from verl_ext.settings.corrections import check_band
+from verl_ext.methods import build
 
 SETTING = "actor_rollout_ref.actor.policy_loss"
 RATIO_LOSSES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov")  # l_old enters by the ratio alone
@@ -45,7 +46,7 @@ class IcePopLossConfig(ComposedLossConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_band(self.alpha, self.beta, SETTING)
+        build(IcePop, {"alpha": self.alpha, "beta": self.beta}, SETTING)
 
 
 @dataclass
@@ -57,7 +58,7 @@ class OpsmLossConfig(ComposedLossConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_delta(self.delta, f"{SETTING}.delta")
+        build(Opsm, {"delta": self.delta}, SETTING)
 
 
 @dataclass
@@ -123,13 +124,3 @@ def build_policy_loss(settings: Mapping[str, Any]) -> PolicyLossConfig:
     except (TypeError, ValueError) as error:
         given.pop("rollout_correction", None)
         raise ConfigError(f"{SETTING}={given} does not fit the loss {name}: {error}") from error
-
-
-def check_delta(delta: float | None, setting: str) -> None:
-    """Raise ConfigError unless `delta` is a finite number; any sign works, the divergence can be negative."""
-    if delta is None or not math.isfinite(delta):
-        raise ConfigError(
-            f"{setting}={delta} must be given: OPSM's threshold in nats per token",
-            fix=(f"{setting}=0.1",),
-            otherwise="another value",
-        )

@@ -21,26 +21,17 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
-from verl_ext.core.losses import unbiased_kl
+from verl_ext.core.losses import Opsm, unbiased_kl
 from verl_ext.errors import ConfigError
+from verl_ext.methods import build
+from verl_ext.settings.config import KL_DENOMINATORS, UNBIASED
 from verl_ext.settings.guard import MiniBatchGate
-from verl_ext.settings.stability import KL_DENOMINATORS, UNBIASED
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.inputs import LossInputs, padded_fields, provide
-from verl_ext.workers.loss_config import LOSS_CONFIGS, check_delta
+from verl_ext.workers.loss_config import LOSS_CONFIGS
 from verl_ext.workers.losses import opsm_weights
 
 VERLS_OWN = ("_target_", "rollout_correction")  # fields of a PolicyLossConfig that are no settings of the loss
-
-
-@dataclass(frozen=True)
-class Opsm:
-    """Off-policy sequence masking as weights on any base loss; `delta` in nats per token."""
-
-    delta: float
-
-    def __post_init__(self) -> None:
-        check_delta(self.delta, "stability.opsm.delta")
 
 
 @dataclass(frozen=True)
@@ -69,8 +60,9 @@ class LossSettings:
         """
         try:
             opsm = settings.get("opsm")
-            limits = MiniBatchGate(**settings.get("mini_batch", {}))
-            built = cls(**{**settings, "opsm": None if opsm is None else Opsm(**opsm), "mini_batch": limits})
+            limits = build(MiniBatchGate, settings.get("mini_batch"), "stability.guard.mini_batch")
+            opsm = None if opsm is None else build(Opsm, opsm, "stability.opsm")
+            built = cls(**{**settings, "opsm": opsm, "mini_batch": limits})
         except TypeError as error:
             raise ConfigError(f"the settings of the workers' loss cannot be read: {error}") from error
         if built.kl_denominator not in KL_DENOMINATORS:

@@ -9,15 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import filter_oracles
-import loss_oracles
-import measure_oracle
 import torch
 from torch import Tensor
 
+import verl_ext.core.filters  # noqa: F401 (registers them)
 from gpu.record import Place, Record
+from tests.support import filter_oracles, loss_oracles, measure_oracle
 from verl_ext.core import losses
-from verl_ext.core.filters import get_batch_filter
+from verl_ext.core.filtering import get_batch_filter
 from verl_ext.core.measure import measure
 
 CLOSE = 1e-5  # of the scale of a tensor: float32, and its sums
@@ -116,11 +115,11 @@ def check_filters(record: Record, place: Place) -> None:
         rows = random_rows(seed)
         batch = on(place.device, filter_oracles.make_batch(rows))
         for name, settings, expected in FILTERS:
-            keep = get_batch_filter(name)(batch, **settings)
+            keep = get_batch_filter(name).function(batch, **settings)
             record.check(f"{name}, batch {seed}", keep.tolist() == expected(rows, **settings))
         of_rows = filter_oracles.overlong_rows(rows)
         expected = [whole for whole, row in zip(of_rows, rows, strict=True) for _ in row]
-        record.check(f"overlong, batch {seed}", get_batch_filter("overlong")(batch).tolist() == expected)
+        record.check(f"overlong, batch {seed}", get_batch_filter("overlong").function(batch).tolist() == expected)
 
 
 def random_rows(seed: int) -> list[list[dict[str, Any]]]:
@@ -144,11 +143,11 @@ def random_rows(seed: int) -> list[list[dict[str, Any]]]:
 
 
 def check_policy_losses(record: Record, place: Place) -> None:
-    import policy_loss_oracles as oracles
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import FSDPActorConfig
 
     import verl_ext.workers.losses  # noqa: F401  (registers them)
+    from tests.support import policy_loss_oracles as oracles
     from verl_ext.workers.inputs import LossInputs, provide
     from verl_ext.workers.loss_config import LOSS_CONFIGS
 
@@ -206,7 +205,7 @@ def check_gate(record: Record, place: Place) -> None:
             for seed in SEEDS:
                 batch = loss_oracles.random_batch(seed)
                 l_infer, l_old, l_theta, _, mask = (t.to(place.device) for t in loss_oracles.tensors(batch))
-                gate = Gate(SimpleNamespace(train_batch=None, optimizer_step=None))
+                gate = Gate(SimpleNamespace(train_batch=lambda data, loss_function: None, optimizer_step=lambda: None))
                 gate.limits = MiniBatchGate(policy_kl=1.0, vllm_kl=1.0)
                 for rows in (slice(0, 2), slice(2, None)):
                     gate.observe(l_theta[rows], l_old[rows], l_infer[rows], mask[rows])

@@ -1,0 +1,107 @@
+"""A run that meets a fault at a step of its own, so that many share one start of Ray, vLLM and the workers.
+
+    python -m tests.stack.faults SCENARIO <overrides of the run>
+
+SCENARIOS names what happens at which step. A fault is put where it would come from: into the batch in TransferQueue, in
+the place of a weight sync, or into the settings of one step.
+"""
+
+import sys
+
+SCENARIOS = {
+    "every action": {
+        3: "nan log-probs",
+        5: "missed sync",  # after the update of step 5; step 6 sees it
+        7: "nan advantages",
+        4: "narrow band",
+        8: "filters drop everything",
+        9: "reward -5",
+        11: "reward 100",
+    },
+    "short log-probs": {2: "short log-probs"},
+    "frozen rollout": dict.fromkeys(range(9, 1000), "missed sync"),
+}
+
+
+def faulty(trainer_class: type, faults: dict[int, str]) -> type:
+    """`trainer_class` with the fault of each step."""
+    import torch
+    from omegaconf import OmegaConf
+
+    from verl_ext.settings.stability import stability_config
+    from verl_ext.trainer.transfer import get_fields, nested, put_fields
+
+    def change(batch, field, edit):
+        """Put an edited copy of a field's values."""
+        return put_fields(batch, {field: edit(get_fields(batch, [field])[field])})
+
+    def filled(value):
+        return lambda values: nested(torch.full_like(values.values(), value), values.offsets())
+
+    def first_nan(values):
+        changed = values.values().clone()
+        changed[0] = float("nan")
+        return nested(changed, values.offsets())
+
+    def without_last(values):
+        return torch.nested.as_nested_tensor([row[:-1] for row in values.unbind()], layout=torch.jagged)
+
+    def score(total):
+        def edit(values):
+            changed = torch.zeros_like(values.values())
+            changed[values.offsets()[1:] - 1] = total
+            return nested(changed, values.offsets())
+
+        return edit
+
+    class FaultyTrainer(trainer_class):
+        def _compute_advantage(self, batch, metrics):
+            changed = {}
+            match faults.get(self.global_steps, "").split():
+                case ["nan", "log-probs"]:
+                    change(batch, "rollout_log_probs", first_nan)
+                case ["short", "log-probs"]:
+                    change(batch, "rollout_log_probs", without_last)
+                case ["reward", value]:
+                    change(batch, "rm_scores", score(float(value)))
+                case ["narrow", "band"]:
+                    changed = {"icepop": {"alpha": 3, "beta": 4}, "guard": {"rules": None}}
+                case ["filters", *_]:
+                    changed = {"filters": {"low_probability": {"threshold": 1.0}}}
+            self.stability_run.use(self.config, stability_config(OmegaConf.merge(self.config.stability, changed)))
+            batch = super()._compute_advantage(batch, metrics)
+            if faults.get(self.global_steps) == "nan advantages":
+                batch = change(batch, "advantages", filled(float("nan")))
+            return batch
+
+        def on_step_end(self):
+            if faults.get(self.global_steps) == "missed sync":
+                manager, self.checkpoint_manager = self.checkpoint_manager, WithoutSync(self.checkpoint_manager)
+                try:
+                    super().on_step_end()
+                finally:
+                    self.checkpoint_manager = manager
+            else:
+                super().on_step_end()
+
+    return FaultyTrainer
+
+
+class WithoutSync:
+    """A checkpoint manager that sends the rollout no weights."""
+
+    def __init__(self, manager):
+        self.manager = manager
+
+    def update_weights(self, global_steps=None):
+        return {}
+
+    def __getattr__(self, name):
+        return getattr(self.manager, name)
+
+
+if __name__ == "__main__":
+    from tests.stack import own_trainer
+
+    faults = SCENARIOS[sys.argv.pop(1)]
+    own_trainer.main(lambda trainer_class: faulty(trainer_class, faults))

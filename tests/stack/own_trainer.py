@@ -1,0 +1,32 @@
+"""A run through our entry point with a trainer class of the test's own, for the modules that change it as it goes."""
+
+from collections.abc import Callable
+
+
+def main(wrap: Callable[[type], type], wrap_worker: Callable[[type], type] = lambda worker: worker) -> None:
+    """`verl_ext.main_ppo` on sys.argv, with `wrap` of our trainer in the place of trainer_mode=sync.
+
+    And `wrap_worker` of the worker that captures routing.
+    """
+    from verl_ext import main_ppo
+
+    class WrappingTaskRunner(main_ppo.StabilityTaskRunner):
+        def run(self, config):
+            from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+            from verl.workers.engine_workers import ActorRolloutRefWorker
+
+            from verl_ext.trainer import trainers
+            from verl_ext.workers.actor import ROUTING_WORKERS
+
+            install = trainers.install
+
+            def install_wrapped():
+                install()
+                TRAINER_REGISTRY["sync"] = wrap(trainers.StabilityTrainerSync)
+                ROUTING_WORKERS[ActorRolloutRefWorker] = wrap_worker(ROUTING_WORKERS[ActorRolloutRefWorker])
+
+            trainers.install = install_wrapped
+            super().run(config)
+
+    main_ppo.StabilityTaskRunner = WrappingTaskRunner
+    main_ppo.main()

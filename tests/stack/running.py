@@ -1,0 +1,152 @@
+"""How the end-to-end tests start a run of the real stack, and find what it left."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests import ROOT
+from tests.support.documented import undocumented
+from tests.support.forking import Forked
+from tests.support.signals import heeds_ctrl_c
+
+CLEAN_EXIT = (sys.executable, str(ROOT / "tools" / "clean_exit.py"))
+SMALL = (
+    "recipe=cpu_smoke",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    f"recipe_folder={ROOT}/recipes/cpu_smoke",
+    f"reward.custom_reward_function.path={ROOT}/tests/stack/dense_reward.py",
+)
+
+CPU = {  # environment, as tools/quickstart.sh sets it
+    "VERL_PLATFORM": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_worker_niceness": "0",  # another test beside a run would leave its workers, at Ray's 15, no time
+}
+PY_EXECUTABLE = "ray_kwargs.ray_init.runtime_env.py_executable"
+MARK = "VERL_EXT_TEST_RUN"  # the environment variable that tells a run's processes from others'
+
+# verl's own entry point finds the recipe through the search path.
+PLAIN_VERL = ("hydra.searchpath=[pkg://verl_ext.configs]", f"+{SMALL[0]}", *SMALL[1:])
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run left: exit code, console, and each step's metrics."""
+
+    code: int
+    console: str
+    folder: Path
+
+    @property
+    def tail(self) -> str:
+        """For a failing assertion: the end of the console."""
+        return self.console[-4000:]
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        files = (self.folder / "verl_ext").glob("*.jsonl")  # the file logger names it after the experiment
+        (file,) = [file for file in files if "." not in file.stem]  # not X.guard.jsonl, X.trajectories.jsonl
+        return [json.loads(line)["data"] for line in file.read_text().splitlines()]
+
+
+def run(arguments: list[str], folder: Path, stack: Forked, timeout: int = 900) -> Run:
+    """Run `python ARGUMENTS` on the real stack in `folder`, and keep its console there."""
+    mark = uuid.uuid4().hex
+    try:
+        finished = subprocess.run(
+            forked_command(arguments, stack),
+            cwd=folder,
+            env=os.environ | CPU | stack.environment | {MARK: mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+        )
+    finally:
+        kill_all(mark)  # the daemons of Ray are not CLEAN_EXIT's: the process that started them is the server's child
+    (folder / "console.log").write_text(finished.stdout)
+    return Run(finished.returncode, finished.stdout, folder)
+
+
+def forked_command(arguments: list[str], stack: Forked) -> list[str]:
+    return [*CLEAN_EXIT, stack.python, *arguments, f"{PY_EXECUTABLE}={stack.python}"]
+
+
+def assert_k1_is_verls(step: dict[str, float]) -> None:
+    """verl computes the same mean; the terms of either sign are so much larger than what is left of them."""
+    assert abs(step["vllm_kl/k1"] - step["rollout_corr/kl"]) < 1e-4 * step["vllm_kl/log_ratio_abs_mean"]
+
+
+def assert_documented(run: Run) -> None:
+    assert undocumented(name for step in run.steps for name in step) == set()
+
+
+def processes(mark: str) -> list[psutil.Process]:
+    """The live processes that a run with this mark in its environment started."""
+    variable = f"{MARK}={mark}".encode()
+    found = []
+    for process in psutil.process_iter():
+        # Not process.environ(): it stops at the hole that Ray's new process titles leave.
+        with contextlib.suppress(OSError):
+            if variable in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                found.append(process)
+    return found
+
+
+def marked(mark: str) -> list[str]:
+    """Their names, as a process list shows them."""
+    found = []
+    for process in processes(mark):
+        try:
+            found.append(" ".join(process.cmdline()) or process.name())
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def start(
+    command: list[str], folder: Path, mark: str, environment: Mapping[str, str] | None = None
+) -> tuple[Path, subprocess.Popen]:
+    """Start a run under this mark; its console's file, and the process."""
+    console = folder / "console.log"
+    with console.open("w") as log:
+        return console, subprocess.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | CPU | (environment or {}) | {MARK: mark},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=heeds_ctrl_c,
+        )
+
+
+def wait_for(condition: Callable[[], bool], started: subprocess.Popen, console: Path, seconds: float = 400) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert started.poll() is None, console.read_text()[-3000:]
+        assert time.monotonic() < deadline, console.read_text()[-3000:]
+        time.sleep(0.2)
+
+
+def kill_all(mark: str) -> None:
+    """SIGKILL, the daemons of Ray too."""
+    while found := processes(mark):
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(found, timeout=5)

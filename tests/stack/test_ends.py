@@ -1,0 +1,140 @@
+"""Runs that somebody ends: nothing is lost that was written, and no process stays behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import psutil
+import pytest
+import torch
+
+from tests import ROOT
+from tests.stack.left import SAVES, events, saved, shards, weights
+from tests.stack.running import (
+    CLEAN_EXIT,
+    MARK,
+    PY_EXECUTABLE,
+    forked_command,
+    kill_all,
+    marked,
+    processes,
+    start,
+    wait_for,
+)
+from tests.support.forking import PREFORK
+
+
+@pytest.mark.e2e
+def test_ctrl_c_leaves_no_process_behind(arguments, tmp_path):
+    """Of a run that starts as the quick start does."""
+    mark = uuid.uuid4().hex
+    train = f'exec "$PREFORK_PYTHON" "$@" {PY_EXECUTABLE}="$PREFORK_PYTHON"'
+    preforked = [*CLEAN_EXIT, sys.executable, str(PREFORK), "--log", os.devnull, "sh", "-c", train, "sh"]
+    console, run = start([*preforked, *arguments("stability=icepop", steps=50)], tmp_path, mark)
+    metrics = tmp_path / "verl_ext" / "cpu_smoke.jsonl"
+    try:
+        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 0, run, console)
+        started = psutil.Process(run.pid).children(recursive=True)
+        assert len(started) > 20, "Ray's, vLLM's and verl's"
+        os.killpg(run.pid, signal.SIGINT)  # what a terminal does
+        assert run.wait(120) == 130
+        assert not [process for process in started if process.is_running()]
+        assert marked(mark) == []
+    finally:
+        kill_all(mark)
+
+
+def test_clean_exit_passes_the_exit_code_on_and_ends_daemons(tmp_path):
+    mark = uuid.uuid4().hex
+    # A daemon in a session of its own, whose parent is gone: as Ray starts its own.
+    script = "setsid sleep 300 & setsid sh -c 'sleep 300 & sleep 300' & exit 7"
+    code = subprocess.run(
+        [sys.executable, os.path.join("tools", "clean_exit.py"), "sh", "-c", script],
+        cwd=ROOT,
+        env=os.environ | {MARK: mark},
+        timeout=60,
+    ).returncode
+    assert code == 7
+    assert marked(mark) == []
+
+
+@pytest.mark.e2e
+def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(arguments, train_in, stack, assets, tmp_path):
+    """Threshold 0 skips every update: counts go on across the restart, weights and optimizer stay what they were."""
+    settings = (
+        "stability=icepop",
+        "stability.batch_skip.threshold=0",
+        "stability.guard.stop_after=6",
+        "trainer.v1.trainer_mode=colocate_async",
+        "trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        *SAVES,
+    )
+    mark = uuid.uuid4().hex
+    command = forked_command(arguments(*settings, steps=50), stack)
+    console, started = start(command, tmp_path, mark, stack.environment)
+    try:
+        wait_for(lambda: saved(tmp_path, 3), started, console)
+    finally:
+        kill_all(mark)
+        started.wait()
+    (metrics,) = [file for file in (tmp_path / "verl_ext").glob("*.jsonl") if ".guard." not in file.name]
+    before = metrics.read_bytes()
+    before = before[: before.rindex(b"\n") + 1]
+    last = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    model = tmp_path / "checkpoints" / f"global_step_{last}" / "actor" / "model_world_size_1_rank_0.pt"
+    model.write_bytes(model.read_bytes()[:1000])
+
+    resumed = train_in(tmp_path, *settings, steps=50)
+    assert resumed.code == 3, resumed.tail
+    assert (
+        f"global_step_{last} cannot be resumed from: actor/model_world_size_1_rank_0.pt has 1000 bytes"
+        in resumed.console
+    )
+    assert f"guard state of step {last - 1}" in resumed.console
+    assert "the guard stopped the run: 6 steps in a row without an update" in resumed.console
+    assert metrics.read_bytes().startswith(before), "metrics already written stay"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["data"]["guard/skips"] for row in rows] == [row["step"] for row in rows]
+    assert all("actor/grad_norm" not in row["data"] for row in rows)
+    assert rows[-1]["step"] == 6
+    stops = [event for event in events(tmp_path) if event["action"] == "stop"]
+    assert [event["step"] for event in stops] == [6]
+
+    initial = weights(assets / "model")
+    for step in (1, 6):
+        found = weights(tmp_path / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface")
+        assert found.keys() == initial.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor.to(initial[name].dtype), initial[name]), name
+    assert not shards(tmp_path, 6, "optim")["state"], "an optimizer that never stepped has no moments"
+    assert shards(tmp_path, 6, "extra_state")["lr_scheduler"]["last_epoch"] == 0
+
+
+@pytest.mark.e2e
+def test_a_worker_killed_in_a_step_ends_the_run_with_one_error_and_no_process(arguments, tmp_path):
+    """Each process by itself and without our wrapper, as on a cluster."""
+    mark = uuid.uuid4().hex
+    command = [sys.executable, *arguments("stability=icepop", *SAVES, steps=50)]
+    console, started = start(command, tmp_path, mark)
+    try:
+        wait_for(lambda: saved(tmp_path, 2), started, console)
+        (worker,) = [process for process in processes(mark) if process.name().startswith("ray::WorkerDict")]
+        worker.kill()
+        assert started.wait(120) == 1
+        deadline = time.monotonic() + 60
+        while marked(mark) and time.monotonic() < deadline:
+            time.sleep(1)
+        assert marked(mark) == []
+    finally:
+        kill_all(mark)
+    text = console.read_text()
+    errors = [line for line in text.splitlines() if line.startswith("verl_ext: error:")]
+    assert len(errors) == 1 and "a worker of the run died" in errors[0], text[-3000:]
+    assert "trainer.resume_mode=auto" in errors[0]
+    last = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert shards(tmp_path, last), "the last checkpoint can be read"

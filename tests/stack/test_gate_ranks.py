@@ -1,0 +1,56 @@
+"""The mini-batch gate on two real data-parallel ranks of verl's FSDP2 engine: both decide alike, and none waits."""
+
+import pytest
+import torch
+
+from recipes.cpu_smoke.make_assets import make_assets
+from tests.stack.gate_ranks import CASES, rank_main
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def ranks(quick_ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gate")
+    make_assets(folder)
+    torch.multiprocessing.spawn(rank_main, (2, str(folder / "model"), f"file://{folder}/store", str(folder)), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("case", "steps", "refused"),
+    [
+        ("no limits", 2, None),
+        ("within", 2, [0.0, 0.0]),
+        ("mismatch", 1, [0.0, 1.0]),
+        ("nan", 1, [0.0, 1.0]),
+        ("infinite", 1, [0.0, 1.0]),
+        ("moved", 0, [1.0, 1.0]),
+        ("steep", 0, [1.0, 1.0]),
+    ],
+)
+def test_every_rank_takes_the_same_steps(ranks, case, steps, refused):
+    """The mismatch and the NaN stand in the second mini-batch of rank 1 alone."""
+    assert [rank[case]["steps"] for rank in ranks] == [steps, steps]
+    assert torch.equal(ranks[0][case]["weights"], ranks[1][case]["weights"])
+    for rank in ranks:
+        metrics = rank[case]["metrics"]
+        assert len(metrics.get("grad_norm", [])) == steps, "of the steps taken alone"
+        assert metrics.get("gate/refused") == (None if refused is None else [*refused[:1] * 2, *refused[1:] * 2])
+
+
+def test_a_refused_step_leaves_the_weights_and_an_allowed_one_is_verls(ranks):
+    found = {case: ranks[0][case]["weights"] for case in CASES}
+    assert torch.equal(found["within"], found["no limits"])
+    assert torch.equal(found["moved"], found["steep"]), "no step at all"
+    assert not torch.equal(found["mismatch"], found["moved"]), "the first step was taken"
+    assert torch.equal(found["mismatch"], found["nan"])
+
+
+def test_what_it_was_decided_by_is_the_same_on_every_rank(ranks):
+    first, second = (rank["within"]["metrics"] for rank in ranks)
+    for name in ("gate/vllm_kl", "gate/policy_kl", "gate/grad_norm"):
+        assert first[name] == second[name] and len(first[name]) == 4
+    assert first["gate/grad_norm"][::2] == pytest.approx(first["grad_norm"], rel=1e-5), "the norm that verl clips by"
+    # Here l_infer is l_old, so both are the same k3.
+    assert first["gate/vllm_kl"] == pytest.approx(first["gate/policy_kl"], rel=1e-5)

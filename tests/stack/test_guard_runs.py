@@ -1,0 +1,138 @@
+"""Every action of the guard, and faults that a run sees by itself, on the real stack."""
+
+import pytest
+import torch
+
+from tests.stack.left import SAVES, events, shards
+from tests.stack.running import SMALL, run
+
+pytestmark = pytest.mark.e2e
+
+RULES = {
+    "gap": "{signal:vllm_kl/k3,above:1.0e-3,action:tighten}",
+    "reward": "{signal:critic/score/mean,below:-1,action:rollback}",
+    "cheat": "{signal:critic/score/mean,above:50,action:stop}",
+    "norm": "{signal:actor/grad_norm,above:1.0e-6,patience:2,action:warn}",
+}
+
+
+def rules(*names):
+    return f"stability.guard.rules={{{','.join(f'{name}:{RULES[name]}' for name in names)}}}"
+
+
+def told(folder):
+    return [(event["step"], event["rule"], event["action"]) for event in events(folder)]
+
+
+@pytest.fixture(scope="session")
+def with_faults(assets, stack, tmp_path_factory):
+    """with_faults(scenario, overrides..., steps=2) -> the finished Run of tests/stack/faults.py."""
+
+    def train(scenario, *overrides, steps=2, prepare=lambda folder: None):
+        folder = tmp_path_factory.mktemp("faults")
+        prepare(folder)
+        settings = (f"assets={assets}", f"trainer.total_training_steps={steps}")
+        return run(["-m", "tests.stack.faults", scenario, *SMALL, *settings, *overrides], folder, stack)
+
+    return train
+
+
+def test_every_action(with_faults):
+    run = with_faults("every action", "stability=icepop", *SAVES, rules(*RULES), steps=14)
+    assert run.code == 3, run.tail
+    assert told(run.folder) == [
+        (2, "norm", "warn"),
+        (3, "non_finite", "skip"),
+        (4, "correction", "skip"),
+        (6, "weight_sync", "warn"),
+        (6, "gap", "tighten"),
+        (7, "gap", "recover"),
+        (7, "non_finite", "warn"),
+        (7, "non_finite", "warn"),
+        (8, "filters", "skip"),
+        (9, "reward", "rollback"),
+        (9, "rollback", "restored"),
+        (11, "cheat", "stop"),
+    ]
+    reasons = {event["step"]: event["reason"] for event in events(run.folder)}
+    assert "did the last weight sync reach every rollout engine?" in run.console
+    assert "rollout_log_probs has 1 non-finite values" in reasons[3]
+    assert "icepop dropped all" in reasons[4]
+    assert run.steps[3]["correction/dropped"] == run.steps[3]["correction/sequences_dropped"] == 1
+    assert "low_probability dropped 100%" in reasons[8]
+    for event in events(run.folder):
+        assert event["reason"] in run.console
+    assert "verl_ext: error: the guard stopped the run: critic/score/mean=100 passes" in run.console
+    assert len(run.steps) == 11, "the metrics of the last step are written"
+    assert [step["guard/skipped"] for step in run.steps] == [0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 1]
+    assert run.steps[5]["guard/tightened"] == 1 and run.steps[6]["guard/tightened"] == 1
+    assert run.steps[7]["guard/tightened"] == 0
+
+    # A skipped update and one with a NaN gradient leave the weights as they were.
+    for before, after in ((2, 3), (6, 7), (7, 8)):
+        assert_same(shards(run.folder, before), shards(run.folder, after))
+    assert not same(shards(run.folder, 1), shards(run.folder, 2))
+    # Step 9 went back to checkpoint 4: that of 5 was not synchronised, those of 6 to 8 came after a jump or no update.
+    assert_same(shards(run.folder, 9), shards(run.folder, 4))
+    assert_same_optimizer(shards(run.folder, 9, "optim"), shards(run.folder, 4, "optim"))
+    assert not same(shards(run.folder, 8), shards(run.folder, 9))
+    # The rollout got the weights back as well: no gap in the step after.
+    assert run.steps[9]["vllm_kl/k3"] < 1e-3
+
+
+def same(one, other):
+    return all(torch.equal(full(one[name]), full(other[name])) for name in one)
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    assert same(one, other)
+
+
+def assert_same_optimizer(one, other):
+    for name, state in one["state"].items():
+        for moment, value in state.items():
+            assert torch.equal(full(value), full(other["state"][name][moment])), (name, moment)
+
+
+def full(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def test_short_log_probs_end_the_run_and_a_full_disk_does_not(with_faults):
+    def full_disk(folder):
+        (folder / "verl_ext").mkdir()
+        (folder / "verl_ext" / "cpu_smoke.jsonl").symlink_to("/dev/full")
+
+    run = with_faults("short log-probs", "stability=icepop", steps=4, prepare=full_disk)
+    assert run.code == 1, run.tail
+    assert "cpu_smoke.jsonl cannot be written (No space left on device)" in run.console
+    errors = [line for line in run.console.splitlines() if line.startswith("verl_ext: error:")]
+    assert len(errors) == 1
+    assert "rollout_log_probs has" in errors[0] and "every response token needs one value" in errors[0]
+    assert events(run.folder) == []
+
+
+def test_mini_batches_past_the_policys_own_change_are_refused_in_fp16_too(train):
+    run = train(
+        "stability=icepop",
+        "precision=fp16",
+        "stability.guard.mini_batch={policy_kl:1.0e-3,vllm_kl:0.1,grad_norm:100}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",  # four updates a step, on two ranks
+        "trainer.n_gpus_per_node=2",
+        "ray_kwargs.ray_init.num_gpus=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        steps=3,
+    )
+    assert run.code == 0, run.tail
+    refused = [step["actor/gate/refused"] for step in run.steps]
+    assert all(0 < share < 1 for share in refused), "the first mini-batch of a step is on-policy, later ones are not"
+    for step in run.steps:
+        assert step["actor/gate/policy_kl"] > 1e-3 / 4
+        # One is the mean of all four, the other of those taken; neither has the loss scale, 65536, in it.
+        assert 0.1 < step["actor/gate/grad_norm"] / step["actor/grad_norm"] < 10
+    assert run.steps[0]["vllm_kl/k3"] < 1e-5, "bf16 has some 5e-5 here"
+    assert [event["action"] for event in events(run.folder)] == ["warn"] * 3
+    assert "mini-batches refused by stability.guard.mini_batch" in run.console

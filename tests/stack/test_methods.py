@@ -1,0 +1,140 @@
+"""Every method in a real run: two turns with a tool between them, another method each step (switching.py)."""
+
+import pytest
+
+from tests.stack.running import assert_documented, assert_k1_is_verls
+from tests.stack.switching import LOSS, SCHEDULE
+
+pytestmark = pytest.mark.e2e
+
+TRAJECTORIES = 8 * 4
+TOOL_TOKENS = 8  # <user>, six characters, <assistant>
+NARROW = ("stability.icepop.alpha=0.999", "stability.icepop.beta=1.001")
+
+
+@pytest.fixture
+def step_of(switching_run):
+    """step_of("stability=tis", ...) -> the metrics of the step whose overrides these are."""
+    assert switching_run.code == 0, switching_run.tail
+    steps = switching_run.steps
+    assert len(steps) == len(SCHEDULE)
+    return lambda *entry: steps[SCHEDULE.index(entry)]
+
+
+@pytest.mark.parametrize("entry", SCHEDULE[:-1], ids=" ".join)
+def test_each_method_measures_and_updates(step_of, entry):
+    step = step_of(*entry)
+    # One token off in the second turn, it would be 0.02 (0.06 over that turn alone).
+    assert 0 < step["vllm_kl/k3"] < 1e-3
+    assert_k1_is_verls(step)
+    assert step["guard/skipped"] == 0
+    assert step["actor/grad_norm"] > 0
+    assert step["actor/kl_loss"] >= 0
+
+
+def test_every_metric_of_every_method_is_documented(step_of, switching_run):
+    assert_documented(switching_run)
+
+
+def test_a_tools_output_stands_between_two_turns_and_is_not_measured(step_of):
+    step = step_of("stability=icepop")
+    # 4: the prompt, a turn, the tool, another turn. 2: no call.
+    assert step["training/num_turns/max"] == 4
+    calls = TRAJECTORIES * (step["training/num_turns/mean"] - 2) / 2
+    assert calls > TRAJECTORIES / 2
+    assert step["router/tokens"] == pytest.approx(TRAJECTORIES * step["response_length/mean"] - calls * TOOL_TOKENS)
+    assert step["vllm_kl/share/turn/00"] + step["vllm_kl/share/turn/01"] == pytest.approx(1)
+    for turn in ("00", "01"):
+        assert 0 < step[f"vllm_kl/k3/turn/{turn}"] < 1e-3
+    assert 0.9 < step["router/agreement"] < 1
+
+
+@pytest.mark.parametrize(
+    ("entry", "low", "high"),
+    [
+        (("stability=icepop", *NARROW), "icepop", "icepop"),
+        (("stability=tis", "stability.tis.cap=1.0"), None, "tis"),
+        (("stability=tis_sequence", "stability.tis_sequence.cap=1.0"), None, "tis_sequence"),
+        (("stability=kpop", "stability.kpop.phi=1e-7"), "kpop", "kpop"),
+        (("stability=mis", "stability.mis.cap=1.0"), None, "mis"),
+        (("stability=geo_mask",), "geo_mask", "geo_mask"),
+        (("stability=seq_mask_tis",), "geo_mask", "geo_mask"),
+    ],
+)
+def test_corrections_act_on_the_sides_they_have(step_of, entry, low, high):
+    step = step_of(*entry)
+    for side, name in (("low", low), ("high", high)):
+        if name is not None:
+            assert 0 < step[f"correction/{name}/{side}"] < 1
+    truncates = high.startswith("tis")
+    assert (step["correction/dropped"] == 0) is truncates
+    assert step["correction/weight_mean"] < 1.01
+    if not truncates:
+        dropped = step["correction/dropped_low"] + step["correction/dropped_high"]
+        assert step["correction/dropped"] == pytest.approx(dropped)
+
+
+def test_denominator_kept_divides_by_what_is_kept(step_of):
+    full = step_of("stability=icepop", *NARROW)
+    kept = step_of("stability=icepop", *NARROW, "stability.denominator=kept")
+    assert kept["filter/kept_tokens"] == pytest.approx(1 - kept["correction/dropped"])
+    # The gradient of a mean over the tokens left is so many times larger; the two steps have other batches.
+    assert kept["actor/grad_norm"] > full["actor/grad_norm"] / kept["filter/kept_tokens"] / 4
+    assert kept["filter/kept_tokens"] < 0.25
+
+
+def test_opsm_drops_inside_the_update_and_splits_its_gap(step_of):
+    for entry in (("stability=opsm", "stability.opsm.delta=0.0"), ("stability=opsm_loss", f"{LOSS}.delta=0.0")):
+        step = step_of(*entry)
+        assert 0 < step["actor/opsm/dropped"] < 1
+        assert step["actor/opsm/mismatch"] != 0
+        assert step["actor/opsm/staleness"] != 0, "the second update is one behind"
+
+
+def test_corrections_compose_with_opsm(step_of):
+    step = step_of("stability=icepop", "stability.correction=[icepop,geo_mask,opsm]", "stability.opsm.delta=0.0")
+    assert {"correction/icepop/low", "correction/geo_mask/low", "actor/opsm/dropped"} <= step.keys()
+    assert step["correction/dropped"] > 0
+    assert step["actor/opsm/dropped"] > 0
+
+
+def test_our_losses_report_what_they_did(step_of):
+    icepop = step_of("stability=icepop_loss", f"{LOSS}.alpha=0.999", f"{LOSS}.beta=1.001")
+    assert 0 < icepop["actor/icepop/dropped_low"] < 1
+    assert 0 < icepop["actor/icepop/dropped_high"] < 1
+    nothing = step_of("stability=icepop_loss", f"{LOSS}.alpha=3", f"{LOSS}.beta=4")
+    assert nothing["actor/icepop/dropped_low"] == 1
+    assert nothing["actor/pg_loss"] == 0 < abs(icepop["actor/pg_loss"])
+    assert 0 < step_of("stability=llds_loss")["actor/llds/penalised"] < 1
+    for base in ((), (f"{LOSS}.base=geo_mean",)):
+        assert 0.9 < step_of("stability=router_shift_loss", *base)["actor/router_shift/factor"] < 1
+
+
+def test_estimators_are_verls_to_call(step_of):
+    # Nothing is below 0 once the negative side is dropped; QAE's baseline is a reward of the group.
+    assert step_of("stability=grpo_positive")["critic/advantages/min"] == 0
+    assert step_of("stability=qae")["critic/advantages/max"] > 0
+
+
+def test_filters_run_in_order_and_name_an_example(step_of, switching_run):
+    step = step_of("stability=filters", "stability.filters.low_probability.threshold=0.005")
+    order = [name.split("/")[1] for name in step if name.startswith("filter/") and name.endswith("/dropped_tokens")]
+    assert order == ["overlong", "zero_variance", "low_probability", "off_policy_negative", "retokenization_drift"]
+    dropped = sum(step[f"filter/{name}/dropped_tokens"] for name in order)
+    assert step["filter/kept_tokens"] == pytest.approx(1 - dropped)
+    assert 0 < step["filter/overlong/dropped_trajectories"] < 1
+    assert step["actor/filter_scale"] == pytest.approx(1 / step["filter/kept_trajectories"])
+    assert "filter overlong dropped tokens of " in switching_run.console
+
+
+def test_low_agreement_drops_tokens_whose_routing_differs(step_of):
+    step = step_of("stability=none", "stability.filters={low_agreement:{threshold:1.0}}")
+    # Every token with a layer that differs: some 5 %.
+    assert 0 < step["filter/low_agreement/dropped_tokens"] < 0.2
+
+
+def test_a_batch_of_which_filters_leave_nothing_is_skipped_with_the_reason(step_of, switching_run):
+    step = step_of(*SCHEDULE[-1])
+    assert step["guard/skipped"] == 1
+    assert "actor/grad_norm" not in step
+    assert "update skipped: the filters left no token: low_probability dropped 100%" in switching_run.console

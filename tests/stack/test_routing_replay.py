@@ -1,0 +1,104 @@
+"""What routing replay does to a real run: without, with R2 and with R3 in turn, on a model whose experts matter.
+
+The recipe's random experts add little to what they are added to. With eight times as large ones, another expert is
+another token, as in a trained model. Training in float32 keeps the rounding of bf16 log-probabilities out of vllm-kl.
+"""
+
+from statistics import mean
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.stack.replaying import SCHEDULE
+from tests.stack.running import SMALL, run
+
+pytestmark = pytest.mark.e2e
+
+SETTINGS = (
+    "stability=none",
+    "stability.metrics=true",
+    "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3",
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=fp32",
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype=fp32",
+    "actor_rollout_ref.actor.optim.lr=1e-5",  # the gap is the engines', not the policy's movement
+)
+
+
+@pytest.fixture(scope="module")
+def model(assets, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("large_experts")
+    for file in (assets / "model").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    down = [name for name in weights if ".experts." in name and name.endswith("down_proj.weight")]
+    assert down
+    save_file(
+        {name: value * 8 if name in down else value for name, value in weights.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(assets, model, stack, tmp_path_factory):
+    where = (f"assets={assets}", f"actor_rollout_ref.model.path={model}")
+    steps = f"trainer.total_training_steps={len(SCHEDULE)}"
+    arguments = ["-m", "tests.stack.replaying", *SMALL, *where, *SETTINGS, steps]
+    return run(arguments, tmp_path_factory.mktemp("replaying"), stack)
+
+
+@pytest.fixture(scope="module")
+def steps(finished):
+    """Mode -> the metrics of its steps."""
+    assert finished.code == 0, finished.tail
+    assert len(finished.steps) == len(SCHEDULE)
+    return {
+        mode: [step for step, now in zip(finished.steps, SCHEDULE, strict=True) if now == mode] for mode in SCHEDULE
+    }
+
+
+def average(steps, name):
+    return mean(step[name] for step in steps)
+
+
+def test_every_step_trains(finished, steps):
+    assert "R3: both as the rollout" in finished.console
+    assert all(step["actor/grad_norm"] > 0 for step in finished.steps)
+    assert all(torch.isfinite(torch.tensor(step["actor/grad_norm"])) for step in finished.steps)
+
+
+def test_r3_uses_the_experts_of_the_rollout(steps):
+    assert average(steps["disabled"], "router/agreement") < 0.995
+    assert average(steps["R2"], "router/agreement") < 0.995
+    for step in steps["R3"]:
+        assert step["router/agreement"] == step["router/exact_match"] == 1.0
+        assert step["router/any_layer_differs"] == step["router/unknown"] == 0
+        # What the training router would have chosen still differs.
+        assert 0.9 < step["router/own_agreement"] < 0.9999
+        assert 0.9 < step["actor/router_own_agreement"] < 0.9999
+
+
+def test_r3_takes_the_experts_share_out_of_vllm_kl(steps):
+    without, with_r3 = (average(steps[mode], "vllm_kl/k3") for mode in ("disabled", "R3"))
+    assert with_r3 < without / 5
+
+
+def test_r2_keeps_the_experts_of_compute_log_prob(steps):
+    """The first update of a step starts from the old policy: its routers would choose the same."""
+    for step in steps["R2"]:
+        assert step["actor/router_own_agreement"] > 0.999
+        assert step["router/own_agreement"] == step["router/agreement"]
+
+
+def test_where_engines_choose_differently_is_reported(steps):
+    for step in steps["disabled"]:
+        assert step["router/margin_differs"] < step["router/margin_equal"]  # near ties are what flips
+        assert step["router/gap_differs"] > step["router/gap_equal"]
+        assert step["router/disagreement_gap_correlation"] > 0.1
+        assert 0 <= step["router/first_differing_layer"] <= 3
+        shares = [step[f"router/first_differs/layer_{layer:02d}"] for layer in range(4)]
+        assert sum(shares) == pytest.approx(step["router/any_layer_differs"])
+        assert any(name.startswith("router/agreement/prob/") for name in step)

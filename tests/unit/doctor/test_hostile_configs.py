@@ -1,0 +1,56 @@
+"""Whatever bytes stand where a config is expected, the outcome is a config or one line."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.examples import at_most
+from verl_ext.doctor.composed import compose
+from verl_ext.errors import ConfigError
+from verl_ext.launch.compose import prepare
+
+words = st.sampled_from(["defaults", "stability", "_self_", "ppo_trainer", "trainer", "recipe"]) | st.text(max_size=5)
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | words
+documents = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3), max_leaves=6
+)
+primaries = st.dictionaries(words, documents, max_size=3) | st.fixed_dictionaries({"defaults": documents})
+configs = st.binary(max_size=30) | primaries.map(lambda config: yaml.safe_dump(config, allow_unicode=True).encode())
+BROKEN = {
+    "no UTF-8": b"a: \xff",
+    "no YAML": b"a: [",
+    "no date": b"a: 2020-13-45",
+    "no list": b"defaults: 5",
+    "deep": b"[" * 100_000,
+    "a NUL": b"a: \0",
+    "a key that is none": b"[1]: {[2]: 3}",
+    "an alias of itself": b"a: &a [*a]",
+}
+
+
+def said_of(content: bytes) -> tuple[str, str]:
+    """What the launch says of a primary config, and what doctor and plan say; "" where they have nothing against it."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "mine.yaml").write_bytes(content)
+        arguments = [f"--config-path={folder}", "--config-name=mine"]
+        try:
+            prepare(arguments)
+        except ConfigError as error:
+            return str(error), compose(arguments)[1]
+        return "", compose(arguments)[1]
+
+
+@at_most(10)  # Hydra takes most of a second to compose one
+@given(configs)
+def test_a_primary_config_of_any_content(content):
+    assert not any("\n" in said for said in said_of(content))
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_a_primary_config_that_is_broken(content):
+    launch, look = said_of(content)
+    assert "\n" not in launch + look and (look or b"*a" in content)

@@ -1,0 +1,165 @@
+"""What the guard sees coming besides the boundary: a mask that is blind to the gap, and a run that is dead."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from tests import ROOT
+from verl_ext.guard.collapse import GRADIENT, K3, REWARD, STAYS, find_collapse
+from verl_ext.guard.guard import Guard
+from verl_ext.guard.rules import Rule
+
+DATA = ROOT / "tests" / "support" / "data"
+DROPPED = "correction/dropped"
+BLIND = Rule(
+    "mask", "guard/mask_blind", 0.5, patience=3, advice="try stability=kpop", setting="stability.guard.rules.mask.above"
+)
+
+
+def walk(guard, signals, first=1):
+    """The metrics and the events of each step; `signals` are lists, or functions of the step."""
+    metrics, events = [], []
+    length = max(len(values) for values in signals.values())
+    for index in range(length):
+        guard.begin(first + index)
+        now = {name: values[index] for name, values in signals.items() if index < len(values)}
+        late = {GRADIENT: now.pop(GRADIENT, 1.0)}
+        seen, decision = guard.foresee(now)
+        early = guard.judge(now | seen)
+        guard.count(early.refusal is not None)
+        metrics.append(seen)
+        events += [*decision.events, *early.events, *guard.judge_late(now | seen | late).events, *guard.close().events]
+    return metrics, events
+
+
+def trend(rate, length, level=1e-3, noise=0.1, seed=0):
+    return (level * np.exp(rate * np.arange(length) + noise * np.random.default_rng(seed).normal(size=length))).tolist()
+
+
+def blind(k3, dropped, mask=DROPPED):
+    metrics, _ = walk(Guard(mask=mask), {K3: k3, DROPPED: dropped})
+    return [step.get("guard/mask_blind") for step in metrics]
+
+
+@pytest.mark.parametrize(
+    ("k3", "dropped", "is_blind"),
+    [
+        (trend(0.05, 60), trend(-0.05, 60, seed=1), True),  # what KPop's authors saw
+        (trend(0.05, 60), trend(0.05, 60, seed=1), False),  # the mask sees the gap
+        (trend(0.05, 60), trend(0.0, 60, seed=1), False),
+        (trend(-0.05, 60), trend(-0.05, 60, seed=1), False),  # the engines come together
+        (trend(0.0, 60), trend(-0.05, 60, seed=1), False),
+        (trend(0.05, 60), [0.0] * 60, False),  # a mask that never dropped anything drops no fewer
+        (trend(0.05, 60), [0.001] * 60, False),
+        (trend(0.05, 7), trend(-0.05, 7), False),
+    ],
+)
+def test_the_mask_is_blind_where_it_drops_fewer_tokens_while_the_gap_grows(k3, dropped, is_blind):
+    found = blind(k3, dropped)
+    assert found[-1] == is_blind and set(found[:7]) == {0.0}
+    assert is_blind or not any(found)
+
+
+def test_it_is_about_masks_with_a_fixed_band_alone():
+    assert set(blind(trend(0.05, 60), trend(-0.05, 60), mask="")) == {None}
+
+
+def test_it_stands_until_one_of_the_two_turns():
+    k3 = [*trend(0.05, 40), *trend(0.0, 20, level=1e-3 * math.exp(2.0), seed=2), *trend(-0.05, 60, level=7e-3, seed=3)]
+    dropped = [*trend(-0.05, 40, seed=1), *trend(0.0, 80, level=1e-3 * math.exp(-2.0), seed=4)]
+    found = blind(k3, dropped)
+    changes = [step for step in range(1, len(found)) if found[step] != found[step - 1]]
+    assert len(changes) == 2 and changes[0] < 40 < changes[1], "not in and out while the intervals touch 0"
+
+
+def test_the_rule_warns_once_and_names_what_to_try():
+    signals = {K3: trend(0.05, 60), DROPPED: trend(-0.05, 60, seed=1)}
+    _, events = walk(Guard([BLIND], mask=DROPPED), signals)
+    (event,) = events
+    assert event.action == "warn" and event.reason == (
+        "guard/mask_blind=1 passes stability.guard.rules.mask.above=0.5 for 3 readings: try stability=kpop"
+    )
+
+
+def test_noise_makes_no_mask_blind():
+    raised = 0
+    for seed in range(4):
+        found = blind(trend(0.0, 60, noise=0.3, seed=seed), trend(0.0, 60, noise=0.3, seed=100 + seed))
+        raised += any(found)
+    assert raised == 0
+
+
+def death(calm=40, dead=STAYS + 20):
+    return {REWARD: [0.5] * calm + [0.02] * dead, GRADIENT: [0.6] * (calm - 10) + [2.5] * (dead + 10)}
+
+
+def test_a_run_that_is_dead_is_said_once_in_the_words_of_the_report():
+    metrics, events = walk(Guard(), death())
+    (event,) = events
+    assert (event.step, event.rule, event.action, event.signal) == (40 + STAYS, "collapse", "warn", REWARD)
+    found = find_collapse({name: list(enumerate(values, 1)) for name, values in death().items()})
+    assert event.reason == f"{found} {found.remedy}"
+    assert "the gradient norm (0.6 to 2.5, from step 31)" in event.reason
+    assert [step["guard/collapsed"] for step in metrics] == [0.0] * (39 + STAYS) + [1.0] * 21
+
+
+def test_it_is_over_when_half_of_what_was_lost_is_back():
+    signals = {REWARD: death()[REWARD] + [0.24] * 20 + [0.4] * 20}
+    _, events = walk(Guard(), signals)
+    assert [event.action for event in events] == ["warn", "recover"]
+    assert events[-1].reason == "critic/score/mean is back at 0.28, half of what it had lost"
+
+
+def test_long_after_its_best_is_forgotten_the_run_is_still_dead():
+    metrics, events = walk(Guard(), {REWARD: [0.5] * 40 + [0.02] * 600})
+    assert len(events) == 1 and metrics[-1]["guard/collapsed"] == 1.0
+
+
+def test_checkpoints_of_the_fall_are_not_good():
+    guard = Guard()
+    signals = death(calm=40, dead=60)
+    for step in range(1, 101):
+        walk(guard, {name: values[step - 1 : step] for name, values in signals.items()}, first=step)
+        if step % 5 == 0:
+            guard.saved(step)
+    assert guard.state.good == [5, 10, 15, 20, 25, 30], (
+        "the gradients of step 31 were the first that spoke against the weights"
+    )
+
+
+def test_after_a_rollback_the_reward_of_what_was_given_up_is_forgotten():
+    guard = Guard()
+    walk(guard, death())
+    guard.rolled_back(20)
+    assert not guard.state.collapsed and guard.state.record[REWARD][-1][0] == 21
+    _, events = walk(guard, {REWARD: [0.5] * 60}, first=100)
+    assert events == []
+
+
+def test_a_resumed_run_says_it_at_the_same_step():
+    whole, first = Guard(), Guard()
+    signals = death()
+    expected = walk(whole, signals)
+    early = walk(first, {name: values[:50] for name, values in signals.items()})
+    second = Guard()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    late = walk(second, {name: values[50:] for name, values in signals.items()}, first=51)
+    assert (early[0] + late[0], early[1] + late[1]) == expected
+
+
+def test_a_recorded_collapse_is_warned_of_in_the_run_and_a_noisy_run_is_not():
+    runs = {name: json.loads((DATA / f"{name}.json").read_text()) for name in ("collapsed_lr_1e-2", "noisy_lr_3e-3")}
+    for run in runs.values():
+        del run["what"]
+    told = {name: [event.rule for event in walk(Guard(), run)[1]] for name, run in runs.items()}
+    assert told == {"collapsed_lr_1e-2": ["collapse"], "noisy_lr_3e-3": []}
+
+
+def test_a_step_without_a_reward_is_no_reading():
+    metrics, _ = walk(Guard(), {K3: [1e-4] * 3})
+    assert "guard/collapsed" not in metrics[-1]
+    guard = Guard()
+    walk(guard, {REWARD: [0.5, math.nan, 0.5]})
+    assert guard.state.record[REWARD] == [(1, 0.5), (3, 0.5)]

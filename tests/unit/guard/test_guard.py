@@ -1,0 +1,321 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_ext.errors import ConfigError
+from verl_ext.guard.boundary import HORIZON
+from verl_ext.guard.forecast import GAP
+from verl_ext.guard.guard import REFUSED, Guard
+from verl_ext.guard.rules import Rule
+from verl_ext.guard.state import Boundary
+
+SKIP = Rule("batch_skip", "vllm_kl/k3", 0.1, action="skip", setting="stability.batch_skip.threshold")
+
+
+def run_step(guard, step, early=None, late=None):
+    """One step as the trainer goes through it; the actions that were decided, in order."""
+    guard.begin(step)
+    early = {"vllm_kl/k3": 1e-4} if early is None else early
+    foreseen, jump = guard.foresee(early)
+    before = guard.judge(early | foreseen)
+    guard.count(before.refusal is not None)
+    after = guard.judge_late(early | foreseen | ({"actor/grad_norm": 1.0} if late is None else late))
+    decisions = (jump, before, after, guard.close())
+    return [event.action for decision in decisions for event in decision.events]
+
+
+@pytest.mark.parametrize(
+    ("k3", "skip"),
+    [(0.01, False), (0.1, False), (0.11, True), (math.nan, True), (math.inf, True)],
+)
+def test_a_batch_past_the_threshold_or_not_finite_is_refused(k3, skip):
+    guard = Guard([SKIP])
+    assert run_step(guard, 1, {"vllm_kl/k3": k3}) == ["skip"] * skip
+    assert guard.state.skips == skip
+
+
+def test_the_reason_names_metric_value_and_setting():
+    guard = Guard([SKIP])
+    guard.begin(1)
+    decision = guard.judge({"vllm_kl/k3": 0.132})
+    assert decision.refusal.reason == "vllm_kl/k3=0.132 passes stability.batch_skip.threshold=0.1"
+
+
+def test_non_finite_log_probs_refuse_without_a_rule_and_name_the_tensor():
+    guard = Guard()
+    guard.begin(1)
+    assert guard.judge({}, {"rollout_log_probs": 3, "old_log_probs": 0}).refusal.reason == (
+        "rollout_log_probs has 3 non-finite values"
+    )
+
+
+@pytest.mark.parametrize("signal", ["vllm_kl/k1", "actor/entropy", "critic/score/mean", "my/own"])
+def test_any_signal_that_is_not_finite_refuses(signal):
+    guard = Guard([Rule("own", "my/own", 1.0)])
+    assert run_step(guard, 1, {signal: math.nan}) == ["skip"]
+
+
+def test_a_gradient_that_is_not_finite_is_told_and_is_no_good_update():
+    guard = Guard(stop_after=2)
+    assert run_step(guard, 1, late={"actor/grad_norm": math.nan}) == ["warn"]
+    assert guard.state.in_a_row == 1
+    assert run_step(guard, 2, late={"actor/grad_norm": math.inf}) == ["warn", "stop"]
+    assert guard.state.skips == 0, "the batch was not refused"
+
+
+def test_mini_batches_that_the_workers_refused_are_told():
+    guard = Guard()
+    assert run_step(guard, 1, late={REFUSED: 0.25}) == ["warn"]
+    assert guard.state.in_a_row == 0
+    assert run_step(guard, 2, late={REFUSED: 1.0}) == ["warn"]
+    assert guard.state.in_a_row == 1, "a step of which no mini-batch was taken"
+
+
+def test_the_run_stops_after_so_many_steps_in_a_row_without_an_update():
+    guard = Guard([SKIP], stop_after=3)
+    bad = {"vllm_kl/k3": 1.0}
+    assert run_step(guard, 1, bad) == run_step(guard, 2, bad) == ["skip"]
+    run_step(guard, 3)
+    assert guard.state.in_a_row == 0
+    actions = [run_step(guard, step, bad) for step in (4, 5, 6)]
+    assert actions[-1] == ["skip", "stop"] and guard.state.skips == 5
+
+
+def test_of_several_updates_in_a_step_one_good_one_is_enough():
+    guard = Guard([SKIP], stop_after=1)
+    guard.begin(1)
+    for k3 in (1.0, 1e-4):
+        guard.count(guard.judge({"vllm_kl/k3": k3}).refusal is not None)
+    assert guard.state.skips == 1
+    assert guard.close().events == ()
+
+
+def test_tighten_lasts_until_the_rule_recovers():
+    rule = Rule("gap", "vllm_kl/k3", 0.01, action="tighten", recover=0.005)
+    guard = Guard([rule])
+    seen = []
+    for step, k3 in enumerate((0.001, 0.02, 0.008, 0.004, 0.008), start=1):
+        run_step(guard, step, {"vllm_kl/k3": k3})
+        seen.append(guard.tightens)
+    assert seen == [False, True, True, False, False]
+    assert run_step(guard, 6, {"vllm_kl/k3": 0.02}) == ["tighten"]
+    assert run_step(guard, 7, {"vllm_kl/k3": 0.02}) == []
+    assert run_step(guard, 8, {"vllm_kl/k3": 0.001}) == ["recover"]
+
+
+def test_a_rule_that_recovers_is_told_once_and_a_skip_each_time():
+    guard = Guard([SKIP, Rule("w", "vllm_kl/k3", 0.05)])
+    bad = {"vllm_kl/k3": 0.2}
+    assert run_step(guard, 1, bad) == ["skip", "warn"]
+    assert run_step(guard, 2, bad) == ["skip"]
+    assert run_step(guard, 3) == ["recover", "recover"]
+
+
+REWARD = Rule("reward", "critic/score/mean", 0.5, side="below", action="rollback")
+GOOD, BAD = {"critic/score/mean": 1.0}, {"critic/score/mean": 0.0}
+
+
+def test_rollback_refuses_the_update_and_then_comes_no_other_for_the_cooldown():
+    guard = Guard([REWARD], cooldown=2)
+    run_step(guard, 1, GOOD)
+    guard.begin(2)
+    decision = guard.judge(BAD)
+    assert decision.first("rollback") and decision.refusal
+    assert guard.rolled_back(to=1).action == "restored"
+    assert guard.state.rollbacks == 1
+    actions = [run_step(guard, step, BAD)[0] for step in (3, 4, 5)]
+    assert actions == ["skip", "skip", "rollback"]
+
+
+def test_after_so_many_rollbacks_the_run_stops():
+    guard = Guard([REWARD], cooldown=0, max_rollbacks=1)
+    run_step(guard, 1, BAD)
+    guard.rolled_back(to=0)
+    assert run_step(guard, 2, BAD) == ["stop"]
+
+
+def test_a_rollback_forgets_what_the_given_up_weights_did():
+    patient = Rule("patient", "critic/score/mean", 0.5, side="below", action="rollback", patience=2)
+    guard = Guard([patient])
+    for step in range(1, 5):
+        run_step(guard, step, {"vllm_kl/k3": 1e-4} | (GOOD if step < 4 else BAD))
+    guard.state.good = [1, 3, 4]
+    guard.rolled_back(to=1)
+    assert guard.state.good == [] and guard.state.unproven == [(1, 4)], "proven anew"
+    assert [step for step, _ in guard.state.growth] == [1, 2], "step 2 measured the weights of checkpoint 1"
+    assert guard.state.rules["patient"].streak == 0
+
+
+def test_a_checkpoint_is_good_once_a_later_step_has_measured_its_weights():
+    guard = Guard([Rule("r", "vllm_kl/k3", 0.05, action="tighten", patience=3), Rule("w", "vllm_kl/k3", 0.0)])
+    run_step(guard, 1)
+    guard.saved(1)
+    run_step(guard, 2, {"vllm_kl/k3": 0.06})
+    guard.saved(2)
+    run_step(guard, 3)
+    guard.saved(3)
+    guard.begin(4)
+    assert guard.state.good == [2], "in step 2, the rule counts towards firing"
+    assert guard.state.unproven == [(3, 3)]
+
+
+def test_what_is_logged_last_in_a_step_still_speaks_against_its_checkpoint():
+    guard = Guard([Rule("length", "response_length/mean", 9.0, action="rollback")])
+    run_step(guard, 1)
+    guard.saved(1)
+    run_step(guard, 2)
+    guard.saved(2)
+    assert guard.judge_late({"response_length/mean": 5.0}).events == ()
+    run_step(guard, 3)
+    assert guard.judge_late({"response_length/mean": 10.0}).first("rollback")
+    guard.begin(4)
+    assert guard.state.good == [1] and guard.state.unproven == []
+
+
+def test_a_step_without_an_update_leaves_the_proof_to_the_next():
+    guard = Guard([SKIP])
+    run_step(guard, 1)
+    guard.saved(1)
+    run_step(guard, 2, {"vllm_kl/k3": 1.0})
+    guard.begin(3)
+    assert guard.state.unproven == [(1, 1)], "its weights are still those of step 1"
+    run_step(guard, 3)
+    guard.begin(4)
+    assert guard.state.good == [1]
+
+
+def test_a_second_rollback_goes_further_back_than_the_first():
+    guard = Guard([REWARD], cooldown=0)
+    guard.state.good = [1, 2, 3]
+    guard.begin(4)
+    guard.rolled_back(to=3)
+    guard.begin(5)
+    guard.judge(BAD)
+    guard.count(True)
+    assert guard.state.good == [1, 2]
+
+
+def test_numpys_scalars_become_pythons():
+    guard = Guard([Rule("v", "val-core/acc", 0.5, side="below")])
+    guard.begin(1)
+    (event,) = guard.judge_late({"val-core/acc": np.float64(0.25), "x": "text"}).events
+    assert type(event.value) is float
+    guard = Guard([Rule("t", "turns", 2.0, zscore_window=8)])
+    for step in range(9):
+        guard.begin(step)
+        guard.judge_late({"turns": np.int64(step % 3)})
+    json.dumps(guard.state_dict())
+
+
+def test_a_signal_that_comes_with_the_update_cannot_skip_it():
+    guard = Guard([Rule("mine", "my/late", 1.0, action="skip")])
+    with pytest.raises(ConfigError, match=r"rules\.mine: my/late comes with the update"):
+        run_step(guard, 1, late={"my/late": 0.0})
+
+
+def test_a_late_signal_is_judged_once_and_an_early_one_not_again():
+    guard = Guard([Rule("early", "vllm_kl/k3", 0.05, patience=2), Rule("late", "actor/grad_norm", 5.0, patience=2)])
+    guard.begin(1)
+    guard.judge({"vllm_kl/k3": 0.06})
+    for _ in range(3):
+        assert guard.judge_late({"vllm_kl/k3": 0.06, "actor/grad_norm": 9.0}).events == ()
+    assert guard.state.rules["early"].streak == guard.state.rules["late"].streak == 1
+    assert guard.unread == set()
+
+
+def test_a_missed_weight_sync_is_suspected_once_at_a_jump():
+    guard = Guard()
+    usual = {GAP: 0.01}
+    for step in range(1, 6):
+        assert run_step(guard, step, {GAP: 0.01 * (1 + 0.1 * step)}) == []
+    guard.begin(6)
+    _, jump = guard.foresee({GAP: 0.08})
+    assert jump.events[0].rule == "weight_sync" and jump.events[0].action == "warn"
+    assert "did the last weight sync reach every rollout engine?" in jump.events[0].reason
+    assert run_step(guard, 7, {GAP: 0.08}) == []
+    assert run_step(guard, 8, usual) == []
+    assert run_step(guard, 9, {GAP: 0.08}) == ["warn"]
+
+
+def test_growth_is_no_jump():
+    guard = Guard()
+    assert not any(run_step(guard, step, {GAP: 1e-4 * 1.3**step}) for step in range(1, 60))
+
+
+def test_a_rule_may_read_the_forecast():
+    rule = Rule("near", "guard/steps_to_boundary", 20, side="below", action="tighten")
+    guard = Guard([rule], boundary=Boundary(value=0.1))
+    first = next(step for step in range(1, 100) if run_step(guard, step, {"vllm_kl/k3": 1e-4 * 1.1**step}))
+    k3 = 1e-4 * 1.1**first
+    assert 0 < math.log(0.1 / k3) / math.log(1.1) <= 20
+    assert guard.tightens
+
+
+def test_before_there_are_enough_readings_no_boundary_is_in_sight():
+    guard = Guard()
+    guard.begin(1)
+    assert guard.foresee({"vllm_kl/k3": 1e-4})[0] == {"guard/steps_to_boundary": HORIZON}
+
+
+RULES = [
+    SKIP,
+    Rule("spike", "actor/grad_norm", 4.0, zscore_window=10),
+    Rule("gap", "vllm_kl/k3", 0.02, action="tighten", recover=0.01, patience=2),
+    REWARD,
+]
+STEP = st.tuples(
+    st.floats(1e-6, 0.5) | st.just(math.nan), st.floats(0, 1), st.floats(0.1, 10) | st.just(math.inf), st.booleans()
+)
+
+
+def play(guard, series, first):
+    """The decisions on a series, with a checkpoint where it says so, and a rollback where one is decided."""
+    told = []
+    for step, (k3, reward, norm, save) in enumerate(series, start=first):
+        actions = run_step(guard, step, {"vllm_kl/k3": k3, "critic/score/mean": reward}, {"actor/grad_norm": norm})
+        if "rollback" in actions and guard.state.good:
+            guard.rolled_back(guard.state.good[-1])
+        if save:
+            guard.saved(step)
+        told.append((actions, guard.tightens, tuple(guard.state.good)))
+    return told
+
+
+def new_guard():
+    return Guard(RULES, stop_after=4, cooldown=3, boundary=Boundary(window=12))
+
+
+@settings(deadline=None)
+@given(st.lists(STEP, min_size=1, max_size=40), st.integers(0, 40))
+def test_a_resumed_run_decides_as_one_that_never_stopped(series, cut):
+    whole = new_guard()
+    expected = play(whole, series, 1)
+    first = new_guard()
+    told = play(first, series[:cut], 1)
+    second = new_guard()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    told += play(second, series[cut:], 1 + len(series[:cut]))
+    assert told == expected
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_state_of_another_set_of_rules_can_be_loaded():
+    old = Guard([SKIP])
+    run_step(old, 1, {"vllm_kl/k3": 1.0})
+    new = Guard([REWARD])
+    new.load_state_dict(json.loads(json.dumps(old.state_dict())))
+    assert new.state.skips == 1 and new.state.rules.keys() == {"reward"}
+    new.load_state_dict({"skips": 3})  # of a version before rules
+    assert new.state.skips == 3
+
+
+def test_a_rule_whose_signal_changed_starts_anew():
+    old = Guard([Rule("r", "a", 0.0, patience=5)], boundary=Boundary(signal="a"))
+    run_step(old, 1, {"a": 1.0})
+    new = Guard([Rule("r", "b", 0.0, patience=5)], boundary=Boundary(signal="b"))
+    new.load_state_dict(json.loads(json.dumps(old.state_dict())))
+    assert new.state.rules["r"].streak == 0 and new.state.growth == []

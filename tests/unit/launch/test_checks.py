@@ -1,0 +1,248 @@
+"""Settings that cannot work stop with one line before Ray starts."""
+
+from functools import partial
+
+import pytest
+
+from tests.support.fixing import assert_fixed
+from verl_ext.errors import ConfigError
+from verl_ext.launch.checks import apply_engine_settings, check_run, loss_settings
+from verl_ext.settings.stability import stability_config
+
+
+def check(compose, *overrides):
+    config = compose(*overrides)
+    check_run(config, stability_config(config.stability))
+    return config
+
+
+CHECKPOINT = "actor_rollout_ref.actor.checkpoint"
+
+
+def rule(action):
+    return f"stability.guard.rules={{r:{{signal:critic/score/mean,below:0,action:{action}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["stability=icepop", "actor_rollout_ref.rollout.calculate_log_probs=False"],
+            "set actor_rollout_ref.rollout.calculate_log_probs=True",
+        ),
+        (
+            ["stability=icepop", "algorithm.rollout_correction.bypass_mode=True"],
+            "set algorithm.rollout_correction.bypass_mode=False",
+        ),
+        (
+            ["stability=icepop", "algorithm.rollout_correction.rollout_is=token"],
+            "algorithm.rollout_correction.rollout_is=token and stability.correction=icepop both weight the loss",
+        ),
+        (
+            ["stability=icepop", "actor_rollout_ref.actor.policy_loss.loss_mode=icepop"],
+            "set stability.correction=none",
+        ),
+        (["stability=icepop", "trainer.use_v1=False"], "set trainer.use_v1=True"),
+        (["stability=icepop", rule("rollback")], "rules.r: action=rollback has no checkpoint to go back to"),
+        (
+            ["stability=icepop", rule("rollback"), "trainer.save_freq=5", "trainer.max_actor_ckpt_to_keep=1"],
+            "set trainer.max_actor_ckpt_to_keep=2, or more",
+        ),
+        (
+            ["stability=icepop", rule("rollback"), "trainer.save_freq=5", f"{CHECKPOINT}.save_contents=[hf_model]"],
+            "action=rollback would not load model and optimizer",
+        ),
+        (
+            ["stability=icepop", rule("rollback"), "trainer.save_freq=5", f"{CHECKPOINT}.async_save=true"],
+            "set actor_rollout_ref.actor.checkpoint.async_save=false",
+        ),
+        (
+            ["stability=icepop", rule("rollback"), "trainer.save_freq=5", "+trainer.remove_previous_ckpt_in_save=true"],
+            "set trainer.remove_previous_ckpt_in_save=false",
+        ),
+        (
+            ["stability=icepop", "stability.guard.mini_batch.grad_norm=1", "actor_rollout_ref.actor.strategy=fsdp"],
+            "stability.guard.mini_batch.grad_norm reads the gradients of actor.strategy=fsdp2, and this run has fsdp",
+        ),
+        (["stability=icepop", "actor_rollout_ref.rollout.top_p=0.9"], "set actor_rollout_ref.rollout.top_p=1"),
+        (["stability=icepop", "actor_rollout_ref.rollout.top_k=50"], "actor_rollout_ref.rollout.top_k=-1"),
+        (
+            [
+                "stability=icepop",
+                "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs",
+                "actor_rollout_ref.rollout.temperature=0.7",
+            ],
+            "leaves out actor_rollout_ref.rollout.temperature=0.7",
+        ),
+        (
+            ["stability=icepop", "+actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=raw_logits"],
+            "set actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=processed_logprobs",
+        ),
+        (
+            ["stability=icepop", "actor_rollout_ref.rollout.logprobs_mode=raw_logits"],
+            "set actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
+        ),
+        (
+            ["stability=icepop", "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode"],
+            "cannot weight actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode",
+        ),
+        (
+            ["stability=icepop_loss", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
+            "loss_mode=icepop and actor_rollout_ref.actor.policy_loss.base=gspo",
+        ),
+        (
+            ["stability=none", "actor_rollout_ref.actor.policy_loss.loss_mode=llds"],
+            "LldsLossConfig, or use stability=llds_loss",
+        ),
+        (
+            ["stability=opsm_loss", "actor_rollout_ref.actor.policy_loss.delta=null"],
+            "actor_rollout_ref.actor.policy_loss.delta must be given",
+        ),
+        (
+            ["stability=llds_loss", "actor_rollout_ref.actor.policy_loss.base=nothing"],
+            "actor_rollout_ref.actor.policy_loss.base=nothing cannot be built upon",
+        ),
+        (
+            ["stability=router_shift_loss", "model_engine=megatron"],
+            "no adapter for actor_rollout_ref.actor.strategy=megatron",
+        ),
+        (
+            [
+                "stability=none",
+                "actor_rollout_ref.actor.use_kl_loss=true",
+                "actor_rollout_ref.actor.kl_loss_type=unbiased",
+                "actor_rollout_ref.rollout.calculate_log_probs=False",
+            ],
+            "set actor_rollout_ref.rollout.calculate_log_probs=True",
+        ),
+        (
+            ["stability=none", "actor_rollout_ref.actor.kl_loss_type=unbiased"],
+            "set actor_rollout_ref.actor.use_kl_loss=true",
+        ),
+        (
+            ["stability=icepop", "stability.kl_denominator=old"],
+            "stability.kl_denominator=old is of the unbiased KL alone",
+        ),
+        (["stability=dapo"], "reward.reward_kwargs.overlong_buffer_cfg.len=4096 must be at most"),
+        (["stability=llds_loss", "actor_rollout_ref.actor.policy_loss.coef=abc"], "does not fit the loss llds"),
+        (["stability=qae", "algorithm.qae=3"], "algorithm.qae=3 must be a mapping"),
+        (
+            ["stability=qae", "algorithm.qae.k=2"],
+            "algorithm.qae.k=2 must be between 0 and 1",
+        ),
+        (
+            [
+                "actor_rollout_ref.actor.policy_loss.loss_mode=icepop",
+                "actor_rollout_ref.rollout.calculate_log_probs=False",
+            ],
+            "set actor_rollout_ref.rollout.calculate_log_probs=True",
+        ),
+        (
+            ["stability=icepop_loss", "algorithm.rollout_correction.rollout_is=sequence"],
+            "set algorithm.rollout_correction.rollout_is=null",
+        ),
+        (
+            ["stability=none", "stability.router_agreement=true", "model_engine=torchtitan"],
+            "no adapter for actor_rollout_ref.actor.strategy=torchtitan",
+        ),
+        (
+            ["stability=router_shift_loss", "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"],
+            "fsdp_config.ulysses_sequence_parallel_size=1, or choose another loss_mode",
+        ),
+        (
+            ["stability=router_shift_loss", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"],
+            "actor.ulysses_sequence_parallel_size=1, or choose another loss_mode",
+        ),
+        (
+            [
+                "stability=none",
+                "stability.router_agreement=true",
+                "actor_rollout_ref.rollout.pipeline_model_parallel_size=2",
+            ],
+            "pipeline_model_parallel_size=2",
+        ),
+        (
+            ["stability=none", "stability.router_agreement=true", "actor_rollout_ref.rollout.name=sglang"],
+            "set actor_rollout_ref.rollout.name=vllm",
+        ),
+        (
+            ["stability=none", "stability.cascade_attention=off", "actor_rollout_ref.rollout.name=sglang"],
+            "set stability.cascade_attention=default",
+        ),
+        (
+            [
+                "stability=none",
+                "stability.cascade_attention=on",
+                "+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
+            ],
+            "contradicts stability.cascade_attention=on",
+        ),
+    ],
+)
+def test_a_combination_that_cannot_work_names_the_remedy(compose, models, overrides, message):
+    model = f"actor_rollout_ref.model.path={models}/moe"
+    run = partial(check, compose, model, "actor_rollout_ref.rollout.name=vllm", *overrides)
+    with pytest.raises(ConfigError) as error:
+        run()
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert_fixed(error.value, run)
+
+
+ROUTING = ("stability=none", "stability.router_agreement=true", "actor_rollout_ref.rollout.name=vllm")
+
+
+def test_routing_of_a_dense_model_is_refused(compose, models):
+    run = partial(check, compose, *ROUTING, f"actor_rollout_ref.model.path={models}/dense")
+    with pytest.raises(ConfigError, match=r"dense is a dense model; set stability.router_agreement=false") as error:
+        run()
+    assert_fixed(error.value, run)
+
+
+def test_a_model_path_that_does_not_exist_is_named(compose):
+    with pytest.raises(ConfigError, match=r"model.path=/no/such/model does not exist"):
+        check(compose, "stability=icepop", "actor_rollout_ref.model.path=/no/such/model")
+
+
+def test_routing_of_an_moe_passes_and_sets_the_rollout_to_return_it(compose, models):
+    config = check(compose, *ROUTING, f"actor_rollout_ref.model.path={models}/moe")
+    assert not config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+    apply_engine_settings(config, stability_config(config.stability))
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+
+
+def test_a_missing_tokenizer_is_named(compose, models):
+    with pytest.raises(ConfigError, match=r"no_tokenizer has no tokenizer.*tokenizer_path"):
+        check(compose, "stability=icepop", f"actor_rollout_ref.model.path={models}/no_tokenizer")
+
+
+@pytest.mark.parametrize(("setting", "disabled"), [("on", False), ("off", True)])
+def test_cascade_attention_becomes_vllms_argument(compose, models, setting, disabled):
+    config = check(
+        compose,
+        f"stability.cascade_attention={setting}",
+        "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.model.path={models}/moe",
+    )
+    apply_engine_settings(config, stability_config(config.stability))
+    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn is disabled
+
+
+def test_the_workers_loss_is_told_of_opsm_and_of_the_kl(compose):
+    config = compose("stability=deepseek_v32", "stability.opsm.delta=0.2", "stability.kl_denominator=old")
+    told = loss_settings(stability_config(config.stability))
+    gate = {"vllm_kl": None, "policy_kl": None, "grad_norm": None}
+    assert told == {"opsm": {"delta": 0.2}, "kl_denominator": "old", "mini_batch": gate}
+
+
+def test_nothing_is_set_where_nothing_is_asked_for(compose):
+    config, untouched = compose("stability=icepop"), compose("stability=icepop")
+    apply_engine_settings(config, stability_config(config.stability))
+    assert config == untouched
+
+
+def test_the_names_of_losses_are_those_of_their_settings():
+    from verl_ext.settings.losses import LOSSES
+    from verl_ext.workers.loss_config import LOSS_CONFIGS, target_of
+
+    assert {name: target_of(kind) for name, kind in LOSS_CONFIGS.items()} == LOSSES

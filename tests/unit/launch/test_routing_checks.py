@@ -1,0 +1,128 @@
+"""Settings of the routing: what they turn on, and what cannot work."""
+
+from functools import partial
+
+import pytest
+from omegaconf import OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+
+from tests.support.fixing import assert_fixed
+from verl_ext.errors import ConfigError
+from verl_ext.launch.checks import apply_engine_settings, check_run
+from verl_ext.launch.features import features
+from verl_ext.launch.routing_checks import compares_routing, replay_mode, replayed_field
+from verl_ext.settings.stability import stability_config
+
+FSDP = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
+
+AGREEMENT = ("stability=none", "stability.router_agreement=true", "model_engine=megatron")
+
+
+def compares(config):
+    return compares_routing(config, stability_config(config.stability))
+
+
+@pytest.fixture
+def checked(compose, models):
+    """checked("stability=none", ...) -> the config after check_run and apply_engine_settings."""
+
+    def run(*overrides, model="moe"):
+        config = compose(
+            f"actor_rollout_ref.model.path={models}/{model}", "actor_rollout_ref.rollout.name=vllm", *overrides
+        )
+        assert features(config, stability_config(config.stability))
+        check_run(config, stability_config(config.stability))
+        apply_engine_settings(config, stability_config(config.stability))
+        return config
+
+    return run
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_r3_under_fsdp_needs_no_other_setting(checked, plus):
+    config = checked("stability=none", f"{plus}{FSDP}=R3")
+    assert replay_mode(config) == "R3"
+    assert replayed_field(config) == "routed_experts"
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+    assert compares(config)
+    engine = omega_conf_to_dataclass(config.actor_rollout_ref.actor.fsdp_config)
+    assert engine.router_replay.mode == "R3"
+
+
+def test_r2_under_fsdp_asks_nothing_of_the_rollout(checked):
+    config = checked("stability=none", f"{FSDP}=R2")
+    assert replayed_field(config) == "old_routed_experts"
+    assert not config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+    assert not compares(config)
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_the_presets_are_these_settings_with_the_metrics(checked, mode):
+    config = checked(f"stability={mode.lower()}")
+    assert replay_mode(config) == mode
+    assert compares(config) and config.stability.metrics
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+
+
+def test_replay_is_off_unless_asked_for(checked):
+    config = checked("stability=icepop")
+    assert replay_mode(config) == "disabled"
+    assert replayed_field(config) is None
+    assert OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.router_replay") is None
+
+
+def test_megatrons_own_replay_is_left_to_verl(checked):
+    setting = "actor_rollout_ref.actor.megatron.router_replay.mode"
+    config = checked("stability=icepop", "model_engine=megatron", f"{setting}=R3")
+    assert replayed_field(config) == "routed_experts"
+    assert not compares(config)
+
+
+def test_agreement_on_megatron_asks_nothing_of_its_replay(checked):
+    config = checked("stability=none", "stability.router_agreement=true", "model_engine=megatron")
+    assert config.actor_rollout_ref.actor.megatron.router_replay.mode == "disabled"  # the worker builds it to record
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_rollout_ref.actor.megatron.router_replay.mode=R3", "nothing to measure with .*megatron.*=R3"),
+        ("actor_rollout_ref.model.use_remove_padding=false", "set actor_rollout_ref.model.use_remove_padding=true"),
+        (
+            "actor_rollout_ref.actor.megatron.pad_to_length=true",
+            "set .*megatron.pad_to_length=false",
+        ),
+    ],
+)
+def test_agreement_where_verl_cannot_record_names_the_remedy(checked, override, message):
+    run = partial(checked, *AGREEMENT, "stability.metrics=true", override)
+    with pytest.raises(ConfigError, match=message) as error:
+        run()
+    assert_fixed(error.value, run)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{FSDP}=R4"], r"router_replay.mode=R4 is not known; choose one of: disabled, R2, R3"),
+        ([f"{FSDP}=R3", "actor_rollout_ref.rollout.name=sglang"], "name=vllm, or set .*router_replay.mode=disabled"),
+        (
+            [f"{FSDP}=R3", "actor_rollout_ref.rollout.pipeline_model_parallel_size=2"],
+            "mode=R3 needs vLLM without pipeline parallelism",
+        ),
+        (["stability=r3", "model_engine=megatron"], r"is for FSDP.*set actor_rollout_ref.actor.megatron.router_replay"),
+    ],
+)
+def test_a_replay_that_cannot_work_names_the_remedy(checked, overrides, message):
+    run = partial(checked, "stability.metrics=true", *overrides)
+    with pytest.raises(ConfigError, match=message) as error:
+        run()
+    assert_fixed(error.value, run)
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_replay_of_a_dense_model_is_refused(checked, mode):
+    with pytest.raises(ConfigError, match=f"mode={mode} needs a mixture of experts.*dense is a dense model") as error:
+        checked("stability=none", f"{FSDP}={mode}", model="dense")
+    assert error.value.fix == (f"{FSDP}=disabled",)

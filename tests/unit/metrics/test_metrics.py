@@ -1,0 +1,118 @@
+"""Every metric is known once: against the source, the names that real runs logged, and the page."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.support.documented import undocumented
+from verl_ext.metrics import METRICS, OURS, comes_late, find, is_of_the_gap, is_rare, nearest, ours
+from verl_ext.metrics.__main__ import page
+
+LOGGED = Path(__file__).with_name("logged_metrics.txt").read_text().split()  # by runs of tests/stack
+GAP = "\0"  # what an f-string computes
+NAME = re.compile(rf"({'|'.join(OURS)}|actor/(gate|icepop|opsm|llds|router_shift)/)[\w./{GAP}-]*[\w{GAP}]")
+
+
+@cache
+def written() -> set[str]:
+    """The names of ours in the source, GAP for what is computed; prefixes of names end in / or _."""
+    found = set()
+    for file in {*(ROOT / "verl_ext").rglob("*.py")} - {*(ROOT / "verl_ext" / "metrics").iterdir()}:
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        strings = [node for node in nodes if isinstance(node, ast.JoinedStr)]
+        parts = {part for string in strings for part in string.values}
+        found |= {
+            "".join(part.value if isinstance(part, ast.Constant) else GAP for part in string.values)
+            for string in strings
+        }
+        found |= {node.value for node in nodes if isinstance(node, ast.Constant) and node not in parts}
+    return {name for name in found if isinstance(name, str) and NAME.fullmatch(name) and not name.endswith("_")}
+
+
+def could_be(name: str) -> set[str]:
+    """The entries that a name in the source can stand for."""
+    if GAP not in name:
+        return {metric.name} if (metric := find(name)) else set()
+    pattern = re.compile(".+".join(map(re.escape, name.split(GAP))))
+    return {metric for metric in METRICS if pattern.fullmatch(metric)}
+
+
+def test_the_page_is_current():
+    assert (ROOT / "docs" / "metrics.md").read_text() == page(), "python -m verl_ext.metrics > docs/metrics.md"
+
+
+def test_every_name_in_the_source_is_documented():
+    names = written()
+    assert len(names) > 50 and "vllm_kl/k3" in names and f"router/{GAP}/layer_{GAP}" in names
+    assert {name for name in names if not could_be(name)} == set()
+
+
+def test_every_name_that_a_run_logged_is_documented():
+    assert undocumented(LOGGED) == set()
+    assert {name for name in LOGGED if find(name) is None} == set()
+
+
+def test_every_entry_of_ours_is_logged_by_something():
+    logged = {find(name).name for name in LOGGED} | {entry for name in written() for entry in could_be(name)}
+    assert {metric.name for section in ours.SECTIONS for metric in section.metrics} <= logged
+
+
+def test_no_entry_hides_another():
+    for name in METRICS:
+        example = re.sub(r"\{[^}]*?([^,}]+)\}|\*+", lambda found: found[1] or "x", name)
+        assert find(example).name == name, example
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("vllm_kl/k3", "vllm_kl/k3"),
+        ("vllm_kl/k3/position/256-1024", "vllm_kl/k3/{prob,entropy,position,turn}/*"),
+        ("router/agreement/layer_93", "router/agreement/layer_*"),
+        ("correction/of_mine/low", "correction/*/low"),
+        ("filter/of_mine/share", "filter/*/*"),
+        ("critic/score/mean", "critic/score/mean"),
+        ("critic/score/max", "critic/{score,rewards,advantages,returns,values}/{mean,max,min}"),
+        ("val-core/openai/gsm8k/reward/mean@1", "val-core/**"),
+        ("vllm_kl/k3/layer/1", None),
+        ("router/agreement/prob/0-0.01/more", None),
+        ("mine/k3", None),
+    ],
+)
+def test_a_name_is_found_by_itself_or_by_its_family(name, entry):
+    found = find(name)
+    assert (found and found.name) == entry
+
+
+@pytest.mark.parametrize(
+    ("name", "late", "rare", "gap"),
+    [
+        ("vllm_kl/k3", False, False, True),
+        ("actor/entropy", False, False, False),
+        ("critic/score/mean", False, False, False),
+        ("critic/score/max", True, False, False),
+        ("actor/grad_norm", True, False, False),
+        ("filter/kept_tokens", True, False, False),
+        ("guard/steps_to_boundary", False, False, True),
+        ("guard/growth_rate", False, True, True),
+        ("guard/skipped", True, False, True),
+        ("rollout_corr/kl", True, False, False),  # verl computes it when the batch has been judged
+        ("training/rollout_probs_diff_mean", False, True, False),
+        ("training/off_policy/trajectory_staleness/mean", True, True, False),
+        ("training/off_policy/evicted_samples", False, True, False),
+        ("val-core/math/acc", True, True, False),
+        ("mine/k3", False, False, False),
+    ],
+)
+def test_what_the_guard_may_expect_of_a_signal(name, late, rare, gap):
+    assert (comes_late(name), is_rare(name), is_of_the_gap(name)) == (late, rare, gap)
+
+
+def test_names_near_a_wrong_one():
+    assert nearest("vllm_kl/k33")[0] == "vllm_kl/k3"
+    assert nearest("corrections/dropped")[0] == "correction/dropped"
+    assert nearest("env/success") == nearest("k3") == []

@@ -1,0 +1,299 @@
+"""Every recipe for GPUs composes, passes verl's own validation, and fits its model and its machines."""
+
+import os
+import re
+from dataclasses import fields
+from functools import partial
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests import ROOT
+from tests.support.examples import some
+from tests.support.fixing import assert_fixed
+from verl_ext.errors import ConfigError
+from verl_ext.launch.installed import vllm_arguments
+from verl_ext.launch.models import SHAPES, shape_of
+from verl_ext.launch.sizes import check_recipe, pipeline_stages, world_size
+from verl_ext.plan.memory import plan_memory
+from verl_ext.plan.sizes import GIB, read_sizes
+
+ON_CPU = ("cpu_smoke", "cpu_tool", "dense_smoke")
+RECIPES = sorted(path.stem for path in (ROOT / "configs" / "recipe").glob("*.yaml") if path.stem not in ON_CPU)
+PRESETS = ("icepop", "dapo")
+
+# Billions: total, active, and which embeddings the publisher counts as active. "none" and "output" are what the
+# arithmetic says: 12.2 for GLM-4.5-Air without embeddings, 3.61 for gpt-oss-20b without the input's. Qwen3-Next's "3B"
+# has one digit, and only without embeddings does it round to that.
+PUBLISHED = {
+    "Qwen3-30B-A3B": (30.5, 3.3, "both"),
+    "Qwen3-235B-A22B": (235, 22, "both"),
+    "Qwen3-Next-80B-A3B": (80, None, "none"),
+    "GLM-4.5-Air": (106, 12, "none"),
+    "DeepSeek-V3": (671, 37, "both"),
+    "Ring-mini-2.0": (16.26, 1.43, "both"),
+    "Moonlight-16B-A3B": (16, 3, "both"),
+    "gpt-oss-20b": (20.9, 3.61, "output"),
+    "Qwen3-0.6B": (0.6, 0.6, "both"),
+}
+LEFT_OUT = {"both": 0, "output": 0.5, "none": 1}
+
+
+def composed(compose, name, *overrides):
+    return compose(f"recipe={name}", "stability=icepop", *overrides)
+
+
+def checked(compose, name, *overrides):
+    config = composed(compose, name, *overrides)
+    check_recipe(config, shape_of(config.actor_rollout_ref.model.path))
+    return config
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_has_the_published_number_of_parameters(name):
+    shape = SHAPES[name]
+    total, active, embeddings = PUBLISHED[name]
+    counted = shape.active_parameters - LEFT_OUT[embeddings] * shape.embedding_parameters
+    assert shape.parameters / 1e9 == pytest.approx(total, rel=0.05)
+    if active is None:
+        assert round(counted / 1e9) == 3
+    else:
+        assert counted / 1e9 == pytest.approx(active, rel=0.05)
+
+
+def test_shapes_are_those_of_transformers_models():
+    """Counted on the meta device, where nothing is allocated; the models whose defaults are the published ones."""
+    import torch
+    from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, GptOssConfig, Qwen3NextConfig
+
+    configs = {
+        "Qwen3-Next-80B-A3B": Qwen3NextConfig(),
+        "GLM-4.5-Air": Glm4MoeConfig(head_dim=128),
+        "DeepSeek-V3": DeepseekV3Config(),
+        "gpt-oss-20b": GptOssConfig(num_hidden_layers=24, num_local_experts=32),
+    }
+    for name, config in configs.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        counted = sum(weight.numel() for weight in model.parameters())
+        assert SHAPES[name].parameters == pytest.approx(counted, rel=1e-3), name
+
+
+def test_cache_bytes_by_hand():
+    assert SHAPES["Qwen3-30B-A3B"].kv_bytes_per_token == 48 * 2 * 4 * 128 * 2
+    assert SHAPES["DeepSeek-V3"].kv_bytes_per_token == 61 * (512 + 64) * 2
+    assert SHAPES["Qwen3-Next-80B-A3B"].kv_bytes_per_token == 12 * 2 * 2 * 256 * 2
+    assert SHAPES["gpt-oss-20b"].kv_bytes_per_token == 12 * 2 * 8 * 64 * 2
+
+
+def test_the_table_of_models_in_the_readme():
+    readme = (ROOT / "recipes" / "README.md").read_text()
+    for name, shape in SHAPES.items():
+        numbers = f"{shape.parameters / 1e9:.1f} B | {shape.active_parameters / 1e9:.1f} B | "
+        numbers += f"{shape.parameters * 2 / 1e9:.0f} GB | {shape.kv_bytes_per_token / 1000:.0f} kB"
+        assert f"| {name} | {numbers} |" in readme
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_80_gb_as_the_table_in_the_readme_says(compose, name):
+    config = composed(compose, name)
+    sizes = read_sizes(config, "A100-80G")
+    memory = plan_memory(sizes)
+    assert memory.fits(sizes) and memory.kv_sequences >= 16
+    gpus = f"{config.trainer.nnodes} x {config.trainer.n_gpus_per_node}"
+    numbers = f"{memory.update.total / GIB:.0f} | {memory.rollout.total / GIB:.0f} | {memory.kv_sequences:.0f}"
+    readme = (ROOT / "recipes" / "README.md").read_text()
+    assert "`verl-ext plan --gpu A100-80G recipe=NAME`" in readme
+    (row,) = re.findall(rf"^\| \[{name}\]\({name}\) \| (.+) \|$", readme, re.MULTILINE)
+    assert row == f"{gpus} | {numbers}"
+
+
+def test_a_model_is_found_by_the_start_of_its_name():
+    assert shape_of("Qwen/Qwen3-30B-A3B-Base") is SHAPES["Qwen3-30B-A3B"]
+    assert shape_of("/models/gpt-oss-20b-bf16/") is SHAPES["gpt-oss-20b"]
+    with pytest.raises(ConfigError, match=r"model\.path=some/model is none of the models"):
+        shape_of("some/model")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("name", some([*RECIPES, "dense_smoke"]))
+def test_a_recipe_passes_our_checks_and_verls_validation(compose, name, preset):
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    from verl_ext.launch.checks import check_run
+    from verl_ext.settings.stability import stability_config
+
+    length = (
+        ["data.max_response_length=4096"] if name == "dense_smoke" else []
+    )  # dapo's stretch of punishment is that long
+    config = compose(f"recipe={name}", f"stability={preset}", *length)
+    check_run(config, stability_config(config.stability))
+    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    assert actor.strategy == ("megatron" if "megatron" in name else "fsdp2")
+    assert (rollout.name, rollout.calculate_log_probs) == ("vllm", True)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_its_model_and_its_machines(compose, name):
+    config = checked(compose, name)
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        layers = shape_of(config.actor_rollout_ref.model.path).layers
+        assert sum(pipeline_stages(config, layers)) == layers
+
+
+def test_the_dense_smoke_test_fits_its_machine(compose):
+    check_recipe(composed(compose, "dense_smoke"), None)
+
+
+def test_qwen3_30b_also_fits_one_node(compose):
+    assert world_size(checked(compose, "qwen3_30b_a3b", "trainer.nnodes=1")) == 8
+
+
+def test_deepseek_v3_also_fits_the_twelve_nodes_of_its_readme(compose):
+    sizes = {"tensor_model": 8, "pipeline_model": 12, "expert_model": 8}
+    parallel = [f"{MEGATRON}.{name}_parallel_size={size}" for name, size in sizes.items()]
+    ends = [f"{STAGES}.num_layers_in_{end}_pipeline_stage={layers}" for end, layers in (("first", "null"), ("last", 6))]
+    config = checked(compose, "deepseek_v3_megatron", "trainer.nnodes=12", *parallel, *ends)
+    assert pipeline_stages(config, 61) == [5] * 11 + [6]
+
+
+@pytest.mark.parametrize("preset", ["r3", "deepseek_v32", "guard"])
+def test_other_presets_go_with_a_recipe_too(compose, preset):
+    from verl_ext.launch.checks import check_run
+    from verl_ext.settings.stability import stability_config
+
+    config = compose("recipe=qwen3_30b_a3b", f"stability={preset}")
+    check_run(config, stability_config(config.stability))
+
+
+MEGATRON = "actor_rollout_ref.actor.megatron"
+STAGES = f"{MEGATRON}.override_transformer_config"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+WRONG = [
+    (
+        "qwen3_30b_a3b_megatron",
+        f"{MEGATRON}.expert_model_parallel_size=3",
+        "expert_tensor_parallel_size x expert_model",
+    ),
+    ("gpt_oss_20b", f"{ROLLOUT}.tensor_model_parallel_size=3", r"rollout\.tensor_model_parallel_size=3"),
+    ("qwen3_30b_a3b_megatron", f"{MEGATRON}.tensor_model_parallel_size=3", "tensor_model_parallel_size x pipeline"),
+    ("qwen3_30b_a3b_megatron", f"{MEGATRON}.sequence_parallel=false", "sequence_parallel=false"),
+    (
+        "qwen3_30b_a3b_megatron",
+        f"{MEGATRON}.virtual_pipeline_model_parallel_size=2",
+        "virtual_pipeline.*needs a pipeline",
+    ),
+    ("qwen3_30b_a3b_megatron", f"{MEGATRON}.expert_tensor_parallel_size=null", "expert_tensor_parallel_size x expert"),
+    (
+        "qwen3_235b_a22b_megatron",
+        f"{STAGES}.num_layers_in_last_pipeline_stage=10",
+        "leaves 73 of 94 layers to 6 stages",
+    ),
+    ("qwen3_235b_a22b_megatron", f"{MEGATRON}.virtual_pipeline_model_parallel_size=5", "must divide 11 layers"),
+    ("glm45_air_megatron", f"{MEGATRON}.pipeline_model_parallel_size=4", "must divide the model's 46 layers"),
+    ("deepseek_v3_megatron", f"{ROLLOUT}.expert_parallel_size=16", "expert_parallel_size=16 must be 1 or"),
+    ("moonlight_16b_a3b_megatron", f"{ROLLOUT}.max_model_len=4096", "max_model_len=4096 is below"),
+    ("qwen3_30b_a3b", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=3", "ulysses_sequence_parallel_size=3"),
+    ("qwen3_30b_a3b", f"{ACTOR}.fsdp_config.fsdp_size=5", "fsdp_size=5"),
+    ("qwen3_30b_a3b", f"{ACTOR}.ppo_max_token_len_per_gpu=8192", r"cannot hold data\.max_prompt_length"),
+    ("qwen3_30b_a3b", f"{ACTOR}.ppo_mini_batch_size=100", "ppo_mini_batch_size=100 must divide"),
+    ("qwen3_30b_a3b", f"{ROLLOUT}.n=1 {ACTOR}.ppo_mini_batch_size=8", "16 data-parallel ranks must divide"),
+    ("qwen3_30b_a3b", f"{ROLLOUT}.data_parallel_size=3", "data_parallel_size=3"),
+    ("qwen3_30b_a3b", f"+{ROLLOUT}.engine_kwargs.vllm.no_such_argument=1", "no_such_argument is no argument of vLLM"),
+    ("gpt_oss_20b", f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5"),
+    ("gpt_oss_20b", f"{ACTOR}.ppo_micro_batch_size_per_gpu=null", "is not set"),
+    ("gpt_oss_20b", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "needs packed sequences"),
+    ("qwen3_next_80b_a3b", "actor_rollout_ref.model.use_remove_padding=true", "use_remove_padding=true packs"),
+    ("qwen3_30b_a3b_async", "trainer.v1.separate_async.parameter_sync_step=2", "parameter_sync_step=2"),
+    ("qwen3_30b_a3b_async", f"{ROLLOUT}.checkpoint_engine.backend=naive", "backend=naive"),
+    ("qwen3_30b_a3b_async", f"{ROLLOUT}.nnodes=0", "nnodes=0 leaves"),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides", "message"), WRONG)
+def test_a_wrong_size_is_caught_by_name(compose, name, overrides, message):
+    run = partial(checked, compose, name, *overrides.split())
+    with pytest.raises(ConfigError, match=message) as error:
+        run()
+    assert_fixed(error.value, run)
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "message"),
+    [
+        ("Qwen3-30B-A3B", (f"{MEGATRON}.expert_model_parallel_size=5", "trainer.n_gpus_per_node=10"), "128 experts"),
+        ("gpt-oss-20b", (f"{MEGATRON}.tensor_model_parallel_size=128", "trainer.n_gpus_per_node=128"), "64 attention"),
+        (
+            "Qwen3-235B-A22B",
+            (f"{MEGATRON}.tensor_model_parallel_size=3", "trainer.n_gpus_per_node=24"),
+            "attention heads",
+        ),
+        ("Qwen3-0.6B", (), "needs experts; set .*expert_model_parallel_size=1"),
+        ("Qwen3-Next-80B-A3B", (), "megatron-core 0.16 refuses"),
+    ],
+)
+def test_sizes_that_fit_the_machines_must_fit_the_model_too(compose, model, overrides, message):
+    def run(*fix):
+        check_recipe(composed(compose, "qwen3_30b_a3b_megatron", *overrides, *fix), SHAPES[model])
+
+    with pytest.raises(ConfigError, match=message) as error:
+        run()
+    assert_fixed(error.value, run)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stages"),
+    [
+        ((), [24, 24]),
+        ((f"+{STAGES}.num_layers_in_first_pipeline_stage=20",), [20, 28]),
+        ((f"+{STAGES}.account_for_embedding_in_pipeline_split=true", f"+{STAGES}.account_for_loss_in_pipeline_split=1"),
+         [24, 24]),
+    ],
+)  # fmt: skip
+def test_pipeline_stages(compose, overrides, stages):
+    config = composed(compose, "qwen3_30b_a3b_megatron", f"{MEGATRON}.pipeline_model_parallel_size=2", *overrides)
+    assert pipeline_stages(config, 48) == stages
+
+
+@pytest.mark.slow
+def test_vllms_own_parser_takes_the_rollout_arguments(compose):
+    """As verl builds them; a value of the wrong kind ends the parser."""
+    from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    assert vllm_arguments() == {field.name for field in fields(AsyncEngineArgs)}, "read from the source"
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    for name in RECIPES:
+        rollout = composed(compose, name).actor_rollout_ref.rollout
+        given = OmegaConf.to_container(rollout.engine_kwargs.vllm, resolve=True)
+        arguments = {"tensor_parallel_size": rollout.tensor_model_parallel_size, **given}
+        parsed = parser.parse_args(build_cli_args_from_config(arguments))
+        assert all(getattr(parsed, key) == value for key, value in arguments.items())
+    with pytest.raises(SystemExit):
+        parser.parse_args(build_cli_args_from_config({"mamba_ssm_cache_dtype": "float128"}))
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "dense_smoke"])
+def test_a_recipe_has_a_launch_script_and_a_readme(name):
+    script = ROOT / "recipes" / name / "run.sh"
+    assert os.access(script, os.X_OK)
+    (command,) = re.findall(r"python -m verl_ext\.main_ppo.*", script.read_text())
+    assert f"recipe={name} stability=" in command and '"$@"' in script.read_text()
+    assert "on gpus" in (ROOT / "recipes" / name / "README.md").read_text().lower() or name == "dense_smoke"
+
+
+def test_the_dense_smoke_tests_model_is_dense_and_has_the_quick_starts_tokenizer(tmp_path):
+    import importlib.util
+
+    from transformers import AutoConfig, AutoTokenizer
+
+    spec = importlib.util.spec_from_file_location("dense_assets", ROOT / "recipes" / "dense_smoke" / "make_assets.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert len(module.quick_start().make_assets(tmp_path)) == 3
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    assert config.model_type == "qwen3" and config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "model"))

@@ -1,0 +1,147 @@
+"""Whatever bytes stand where a run's files are expected, a look at them ends with a page or with one line."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.examples import at_most
+from tests.unit.report.hostile import METRICS, documents, leaves, lines, look, names, numbers, record, steps, words
+from tests.unit.report.made_trajectories import line
+from verl_ext.report.figures.panels import PANELS
+
+metrics = st.fixed_dictionaries({"step": steps, "data": st.dictionaries(names, leaves, max_size=6)})
+events = st.fixed_dictionaries(
+    {"step": steps, "rule": words, "signal": names, "value": numbers, "threshold": numbers | st.none()},
+    optional={"action": st.sampled_from(["skip", "stop", "rollback", "warn"]) | words, "reason": words},
+)
+RUN = "".join(json.dumps({"step": step, "data": {"vllm_kl/k3": step / 100}}) + "\n" for step in range(1, 10)).encode()
+KEYS = sorted(line(1, "a", count=4))
+trajectories = st.builds(
+    lambda key, value, step: line(step % 9, "a", count=4) | {key: value},
+    st.sampled_from(KEYS),
+    documents | st.lists(leaves, min_size=4, max_size=4) | st.lists(numbers, min_size=4, max_size=4),
+    st.integers(0, 9),
+)
+often, seldom = at_most(40), at_most(4)
+
+
+def looked_at(files: dict[str, bytes], **how: Any) -> str:
+    """At the first of these files, with the others beside it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        for name, content in files.items():
+            (path / name).write_bytes(content)
+        return look(path / next(iter(files)), path / "out", **how)
+
+
+@often
+@given(lines(metrics))
+def test_metrics_of_verls_logger(content):
+    looked_at({"run.jsonl": content}, compared=True)
+
+
+series = st.dictionaries(
+    st.sampled_from(METRICS),
+    st.lists(st.one_of(st.just(0.5), numbers), min_size=40, max_size=40),
+    min_size=1,
+    max_size=4,
+)
+
+
+def logged(columns: dict[str, list[float]]) -> bytes:
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return "".join(json.dumps({"step": step, "data": row}) + "\n" for step, row in enumerate(rows, start=1)).encode()
+
+
+@often
+@given(series)
+def test_metrics_of_any_size(columns):
+    assert looked_at({"run.jsonl": logged(columns)}, compared=True) == "page"
+
+
+@seldom
+@given(series)
+def test_figures_of_metrics_of_any_size(columns):
+    assert looked_at({"run.jsonl": logged(columns)}, compared=True, panels=PANELS) == "page"
+
+
+@seldom
+@given(lines(metrics), lines(events), lines(trajectories))
+def test_figures_of_anything(content, decisions, dumped):
+    looked_at(
+        {"run.jsonl": RUN + content, "run.guard.jsonl": decisions, "run.trajectories.jsonl": dumped}, panels=PANELS
+    )
+
+
+@often
+@given(lines(events))
+def test_decisions_of_the_guard_cannot_cost_the_page(content):
+    assert looked_at({"run.jsonl": RUN, "run.guard.jsonl": content}) == "page"
+
+
+@often
+@given(lines(trajectories))
+def test_dumped_trajectories_cannot_cost_the_page(content):
+    assert looked_at({"run.jsonl": RUN, "run.trajectories.jsonl": content}) == "page"
+
+
+cells = st.builds(str, numbers) | words | st.just("")
+headers = st.sampled_from(["Step", "_step", "Name", "State"]) | names | st.builds("{} - {}".format, words, names)
+
+
+@often
+@given(
+    st.lists(st.lists(headers, max_size=5), max_size=1),
+    st.lists(st.lists(cells, max_size=5), max_size=8),
+    st.binary(max_size=9),
+)
+def test_an_export_of_wandb(header, rows, garbage):
+    text = "\n".join(",".join(row) for row in [*([["Step", *each] for each in header]), *rows])
+    looked_at({"run.csv": text.encode("utf-8", "surrogatepass") + garbage})
+
+
+def tensors():
+    from tensorboard.compat.proto import tensor_pb2, tensor_shape_pb2
+
+    shapes = st.lists(st.sampled_from([-1, 0, 1, 2, 2**40, 2**62]), max_size=3).map(
+        lambda sizes: tensor_shape_pb2.TensorShapeProto(
+            dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=size) for size in sizes]
+        )
+    )
+    return st.builds(
+        tensor_pb2.TensorProto,
+        dtype=st.integers(0, 130),
+        tensor_shape=shapes,
+        tensor_content=st.binary(max_size=9),
+        float_val=st.lists(st.floats(width=32), max_size=2),
+        half_val=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=2),
+        int_val=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=2),
+        bool_val=st.lists(st.booleans(), max_size=2),
+    )
+
+
+def summaries():
+    from tensorboard.compat.proto import event_pb2, summary_pb2
+
+    tags = names.filter(lambda name: not any("\ud800" <= each <= "\udfff" for each in name))
+    value = st.builds(summary_pb2.Summary.Value, tag=tags, simple_value=st.floats(width=32)) | st.builds(
+        summary_pb2.Summary.Value, tag=tags, tensor=tensors()
+    )
+    return st.builds(
+        event_pb2.Event,
+        step=st.integers(0, 20) | st.integers(-(2**63), 2**63 - 1),
+        summary=st.builds(summary_pb2.Summary, value=st.lists(value, max_size=3)),
+    ).map(lambda event: record(event.SerializeToString()))
+
+
+@often
+@given(st.data())
+def test_event_files_of_tensorboard(data):
+    content = data.draw(st.lists(summaries() | st.binary(max_size=20).map(record), max_size=12).map(b"".join))
+    garbage, at = data.draw(st.binary(max_size=16)), data.draw(st.integers(0, len(content)))
+    content = data.draw(st.sampled_from([content, content[:at] + garbage + content[at + len(garbage) :]]))
+    looked_at({"events.out.tfevents.1.host": content})

@@ -1,0 +1,214 @@
+"""Final values and their noise, against mpmath, textbook formulas and counted false alarms."""
+
+import json
+import math
+
+import mpmath
+import numpy as np
+import pytest
+
+from tests import ROOT
+from verl_ext.report.noise import (
+    LEVEL,
+    Difference,
+    Final,
+    compare,
+    final,
+    judge,
+    student_p,
+    student_quantile,
+)
+from verl_ext.report.run import Series
+
+DATA = ROOT / "tests" / "support" / "data"
+
+
+def series(values) -> Series:
+    return Series(np.arange(1, len(values) + 1), np.array(values, dtype=np.float64))
+
+
+def known(mean, error, freedom, scale="linear") -> Final:
+    return Final(mean, error, 50, 50.0, freedom, scale=scale)
+
+
+def difference(p) -> Difference:
+    verdict = "too few steps" if p is None else "differs" if p < LEVEL else "within noise"
+    return Difference(1.0, 1.0, 10.0, p, verdict)
+
+
+def autoregressive(rng, runs, steps, rho):
+    """Standard deviation 1, correlation rho between neighbours."""
+    values = rng.normal(size=(runs, steps))
+    for step in range(1, steps):
+        values[:, step] = rho * values[:, step - 1] + math.sqrt(1 - rho**2) * values[:, step]
+    return values
+
+
+def verdicts(first, second, scale="linear"):
+    steps = np.arange(first.shape[1])
+    ends = ([final(Series(steps, row), len(steps), scale) for row in rows] for rows in (first, second))
+    return [compare(a, b).verdict for a, b in zip(*ends, strict=True)]
+
+
+@pytest.mark.parametrize("freedom", [1.0, 1.3, 2.7, 11.5, 150.0, 1e5])
+@pytest.mark.parametrize("t", [0.0, 1e-3, 0.5, 2.0, 10.0, 1000.0])
+def test_student_p_is_the_incomplete_beta_function(t, freedom):
+    with mpmath.workdps(30):
+        oracle = mpmath.betainc(mpmath.mpf(freedom) / 2, 0.5, 0, freedom / (freedom + mpmath.mpf(t) ** 2), True)
+    assert student_p(t, freedom) == pytest.approx(float(oracle), rel=1e-8, abs=1e-300)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"), [(1, 63.6567), (2, 9.9248), (10, 3.1693), (120, 2.6174), (math.inf, 2.5758)]
+)
+def test_student_quantile_is_the_printed_table(freedom, quantile):
+    assert student_quantile(0.99, freedom) == pytest.approx(quantile, abs=1e-4)
+
+
+def test_compare_is_welchs_test():
+    """Snedecor and Cochran's formulas, written out, with p integrated from the density."""
+    a, b = known(3.0, 0.4, 7.0), known(5.0, 0.3, 19.0)
+    result = compare(a, b)
+    freedom = (0.16 + 0.09) ** 2 / (0.16**2 / 7 + 0.09**2 / 19)
+    assert (result.change, result.error, result.freedom) == pytest.approx((2.0, 0.5, freedom))
+    with mpmath.workdps(30):
+        height = mpmath.gamma((freedom + 1) / 2) / mpmath.sqrt(freedom * mpmath.pi) / mpmath.gamma(freedom / 2)
+        tail = mpmath.quad(lambda t: (1 + t * t / freedom) ** (-(freedom + 1) / 2), [4, 10, 100, mpmath.inf])
+    assert result.p == pytest.approx(float(2 * height * tail), rel=1e-6)
+    low, high = result.interval
+    assert (low + high) / 2 == pytest.approx(2.0) and student_p((high - low) / 2 / 0.5, freedom) == pytest.approx(0.01)
+    assert result.verdict == "differs" and low > 0
+    assert compare(b, a).change == -2.0 and compare(b, a).p == pytest.approx(result.p)
+
+
+def test_the_error_of_white_noise_is_near_the_textbook_one():
+    values = np.random.default_rng(0).normal(size=10_000)
+    end = final(series(values), 10_000)
+    assert end.mean == pytest.approx(values.mean())
+    assert end.error == pytest.approx(values.std(ddof=1) / 100, rel=0.03) and end.effective > 9_000
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.8])
+def test_the_error_is_how_far_the_means_of_many_runs_scatter(rho):
+    values = autoregressive(np.random.default_rng(1), 500, 200, rho)
+    errors = [final(series(row), 200).error for row in values]
+    assert 1.0 <= np.median(errors) / values.mean(axis=1).std() < 1.3
+
+
+def test_the_default_window_is_the_last_tenth_within_its_bounds():
+    for steps, readings in [(3, 3), (30, 20), (210, 21), (211, 22), (5000, 100)]:
+        end = final(series(np.arange(steps) % 7.0))
+        assert (end.readings, end.steps) == (readings, (steps - readings + 1, steps))
+
+
+def test_a_window_counts_steps_not_readings():
+    sparse = Series(np.array([10, 20, 30, 40, 50]), np.array([9.0, 9.0, 1.0, 2.0, 3.0]))
+    end = final(sparse, window=21)
+    assert (end.mean, end.readings, end.steps) == (2.0, 3, (30, 50))
+    with pytest.raises(ValueError, match="window=0"):
+        final(sparse, window=0)
+
+
+def test_the_log_scale_gives_the_geometric_mean_and_ratios():
+    noise = np.random.default_rng(2).normal(size=60)
+    a, b = (final(series(np.exp(shift + 0.5 * noise)), 60, "log") for shift in (0.0, 1.0))
+    assert a.mean == pytest.approx(math.exp(0.5 * noise.mean()))
+    assert a.error == pytest.approx(final(series(0.5 * noise), 60).error)
+    assert compare(a, b).change == pytest.approx(1.0)
+    assert final(series([0.0, 1.0, 0.0, 1.0]), 4, "log").mean == pytest.approx(1e-6)  # 0 is FLOOR
+    with pytest.raises(ValueError, match="log scale"):
+        compare(a, final(series([1.0])))
+
+
+def test_values_that_are_not_finite_are_left_out():
+    noise = np.random.default_rng(3).normal(size=30)
+    holes = np.insert(noise, [4, 9, 30], [math.nan, math.inf, math.nan])
+    end, whole = final(series(holes), 33), final(series(noise), 30)
+    assert (end.mean, end.error, end.readings) == (whole.mean, whole.error, 30)
+
+
+@pytest.mark.parametrize("values", [[], [math.nan], [1.0], [1.0, 2.0, 3.0]])
+def test_fewer_than_four_readings_have_no_error(values):
+    end = final(series(values))
+    assert (end.error, end.effective, end.readings) == (None, None, int(np.isfinite(values).sum()))
+    assert math.isnan(end.mean) == (end.readings == 0)
+    for result in (compare(end, known(9.0, 0.1, 10.0)), compare(known(9.0, 0.1, 10.0), end)):
+        assert (result.verdict, result.p, result.interval) == ("too few steps", None, None)
+
+
+@pytest.mark.parametrize("scale", ["linear", "log"])
+@pytest.mark.parametrize(("first", "second"), [(0.1, 0.1), (0.0, 0.0), (0.1, 0.1000001), (0.0, 0.3), (1.0, 1.0)])
+def test_two_constants_differ_exactly_when_they_are_unequal(first, second, scale):
+    a, b = final(series([first] * 10), 10, scale), final(series([second] * 17), 17, scale)
+    assert (a.mean, a.error, a.effective) == (first, 0.0, 10)
+    result = compare(a, b)
+    assert result.verdict == ("within noise" if first == second else "differs")
+    assert result.p == (first == second) and result.interval == (result.change, result.change)
+
+
+def test_a_constant_is_compared_by_the_other_ones_noise():
+    noise = final(series(np.random.default_rng(4).normal(size=40)), 40)
+    assert compare(known(0.0, 0.0, 39.0), noise).freedom == noise.freedom
+    assert compare(known(0.0, 0.0, 39.0), noise).verdict == "within noise"
+    assert compare(known(9.0, 0.0, 39.0), noise).verdict == "differs"
+
+
+@pytest.mark.parametrize("steps", [5, 10, 20, 100])
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.8])
+def test_false_alarms_between_equal_runs_are_at_most_three_percent(steps, rho):
+    """Of all comparisons, at a nominal 1 %. With 1000 of them, a true rate of 2 % passes 3 % once in 80 seeds."""
+    rng = np.random.default_rng(5)
+    found = verdicts(*(autoregressive(rng, 1000, steps, rho) for _ in range(2)))
+    assert found.count("differs") <= 30
+    if steps == 100:
+        assert "too few steps" not in found
+
+
+def test_spikes_of_single_tokens_raise_no_false_alarms():
+    rng = np.random.default_rng(6)
+    runs = [np.exp(0.5 * autoregressive(rng, 500, 30, 0.5) + 2.5 * (rng.random((500, 30)) < 0.05)) for _ in range(2)]
+    assert verdicts(*runs, scale="log").count("differs") <= 15
+    assert verdicts(*runs).count("differs") <= 15
+
+
+@pytest.mark.parametrize(("steps", "rho", "trend", "share"), [(30, 0, 0, 0.99), (100, 0.5, 0, 0.99), (30, 0, 3, 0.9)])
+def test_a_shift_of_three_standard_deviations_is_found(steps, rho, trend, share):
+    """Also where both runs are still rising by as much."""
+    rng = np.random.default_rng(7)
+    rise = np.linspace(0, trend, steps)
+    found = verdicts(*(autoregressive(rng, 300, steps, rho) + rise + shift for shift in (0.0, 3.0)))
+    assert found.count("differs") / 300 >= share
+
+
+def test_drift_is_told_where_it_is_more_than_noise():
+    noise = np.random.default_rng(8).normal(size=40)
+    assert final(series(noise), 40).drift == 0
+    assert final(series(noise + np.linspace(0, 6, 40)), 40).drift == pytest.approx(6, abs=1.5)
+    line = final(series(np.linspace(2, 3, 40)), 40)
+    assert (line.drift, line.error) == (pytest.approx(1.0), 0.0)
+
+
+def test_holm_judges_the_whole_table():
+    # LEVEL / 4, / 3, / 2: 0.0025, 0.0033, 0.005; the last is below LEVEL, but the one before it did not pass.
+    table = [difference(p) for p in (0.0032, None, 0.0001, 0.006, 0.007)]
+    assert judge(table) == ["differs", "too few steps", "differs", "within noise", "within noise"]
+    assert judge([difference(0.009)]) == ["differs"] and judge([]) == []
+    assert judge([difference(None)]) == ["too few steps"]
+
+
+def test_tables_of_thirty_metrics_raise_a_false_alarm_in_at_most_two_percent():
+    rng = np.random.default_rng(9)
+    alarms = 0
+    for _ in range(100):
+        runs = [autoregressive(rng, 30, 40, 0.5) for _ in range(2)]
+        ends = ([final(series(row), 40) for row in rows] for rows in runs)
+        alarms += "differs" in judge([compare(a, b) for a, b in zip(*ends, strict=True)])
+    assert alarms <= 2
+
+
+def test_the_halves_of_a_recorded_stable_run_do_not_differ():
+    """In it, single tokens move k3 by tens of times in one step."""
+    k3 = json.loads((DATA / "stable_lr_1e-3.json").read_text())["vllm_kl/k3"]
+    first, second = (final(series(half), 40, "log") for half in (k3[:40], k3[40:]))
+    assert compare(first, second).verdict == "within noise"
+    assert compare(first, final(series(30 * np.array(k3[40:])), 40, "log")).verdict == "differs"

@@ -1,0 +1,260 @@
+"""The report's pages in a real browser, light and dark."""
+
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.support.browser import launched, lowest_contrast, needs_browser, open_page
+from tests.unit.report.made_runs import NAN, changed, event, full, make
+from verl_ext import __version__
+from verl_ext.report.comparison import compare_runs, unique_names
+from verl_ext.report.figures.panels import PANELS
+from verl_ext.report.page import OVERVIEW, PAGE, PICTURES, write_comparison, write_report
+from verl_ext.report.verdict import judge
+
+pytestmark = needs_browser
+HOSTILE = "<b>run</b> </script><script>alert(1)</script>"
+NOTE = "<i>note</i> & <!-- comment"
+SCHEMES = pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+
+# Scrolls through the page until every figure has been drawn.
+ALL_DRAWN = """async () => {
+  for (const place of document.querySelectorAll("[data-figure]")) {
+    place.scrollIntoView();
+    for (let i = 0; i < 400 && !place.dataset.drawn; i++) await new Promise((done) => setTimeout(done, 20));
+  }
+}"""
+
+# Of every figure: how many different colours its canvas has, and which theme it was drawn in.
+DRAWN = """() => Object.fromEntries([...document.querySelectorAll("[data-figure]")].map((place) => {
+  const canvas = place.querySelector("canvas");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const colours = new Set(new Uint32Array(data.buffer));
+  return [place.dataset.figure, [place.dataset.drawn, colours.size, [...data.slice(0, 3)]]];
+}))"""
+
+# All visible text but that of figures.
+TEXT = """[...document.querySelectorAll("body *:not(script):not(noscript)")].filter((one) => one.checkVisibility()
+  && !one.closest("svg") && [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()))"""
+
+# Where the mark of step 12 stands in the canvas of the KL.
+MARK = """() => {
+  const { view } = drawn.get("vllm_kl");
+  const [left, top] = view.origin(), padding = view.padding();
+  return [view.scale("x")(12) + left + padding.left, 6 + top + padding.top];
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with launched() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def run():
+    made = full(60, layers=4)
+    made.metrics["vllm_kl/k3"].values[40:] *= np.exp(0.15 * np.arange(20))
+    return replace(made, name=HOSTILE, notes=(NOTE,), events=(event(12, "rollback", "<u>why</u>"), *made.events))
+
+
+@pytest.fixture(scope="module")
+def file(run, tmp_path_factory):
+    out = tmp_path_factory.mktemp("report") / "new" / "folder"
+    return write_report(run, judge(run), out, trajectories="trajectories.html", pictures=False)
+
+
+def drawn(page):
+    page.evaluate(ALL_DRAWN)
+    return page.evaluate(DRAWN)
+
+
+@SCHEMES
+def test_every_figure_is_drawn_offline_and_again_when_the_scheme_changes(browser, file, dark):
+    with open_page(file, dark=dark, browser=browser) as (page, errors):
+        for theme, other in (("dark", "light"), ("light", "dark")) if dark else (("light", "dark"),):
+            found = drawn(page)
+            assert found.keys() == {panel.key for panel in PANELS}
+            assert all(is_in == theme for is_in, _, _ in found.values())
+            assert min(colours for _, colours, _ in found.values()) > 20
+            assert {tuple(corner) for _, _, corner in found.values()} == {
+                (27, 30, 34) if theme == "dark" else (255,) * 3
+            }
+            page.emulate_media(color_scheme=other)
+            page.wait_for_function(
+                f"[...document.querySelectorAll('[data-figure]')].every((one) => one.dataset.drawn === '{other}')"
+            )
+        assert errors == []
+
+
+@SCHEMES
+def test_text_is_legible(browser, file, dark):
+    with open_page(file, dark=dark, browser=browser) as (page, _):
+        ratio, text = lowest_contrast(page, TEXT)
+        assert ratio >= 4.5, text
+
+
+def test_the_verdict_its_evidence_and_what_to_try(browser, file, run):
+    verdict = judge(run)
+    assert verdict.state == "drifting"
+    with open_page(file, browser=browser) as (page, errors):
+        assert page.locator("#verdict h2").inner_text() == f"{verdict.state} {verdict.sentence}"
+        assert tuple(page.locator("#verdict li").all_inner_texts()) == verdict.evidence
+        assert page.locator("#verdict code").all_inner_texts() == [override.text for override in verdict.overrides]
+        assert page.locator(".button").get_attribute("href") == "trajectories.html"
+        assert page.locator("meta[http-equiv=refresh]").count() == page.locator("#missing").count() == 0
+        facts = page.locator("#vllm_kl .facts").inner_text()
+        assert "in step 60" in facts and "% a step" in facts
+        links = page.locator("nav a").evaluate_all("all => all.map((one) => one.getAttribute('href'))")
+        assert links == [f"#{panel.key}" for panel in PANELS]
+        assert errors == []
+
+
+def test_names_and_notes_are_text(browser, file):
+    with open_page(file, browser=browser) as (page, errors):
+        assert page.title() == page.locator("h1").inner_text() == HOSTILE
+        assert page.locator("#notes li").all_inner_texts() == [NOTE]
+        assert page.locator("h1 b, #notes i").count() == 0 and errors == []
+
+
+def test_pointing_at_a_line_shows_its_step_and_value(browser, file, run):
+    with open_page(file, browser=browser, height=900) as (page, errors):
+        page.locator("#vllm_kl").scroll_into_view_if_needed()
+        page.wait_for_selector("#vllm_kl [data-drawn] canvas")
+        box = page.locator("#vllm_kl canvas").bounding_box()
+        page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + box["height"] * 0.5)
+        page.mouse.move(box["x"] + box["width"] * 0.5 + 3, box["y"] + box["height"] * 0.5)
+        page.wait_for_selector("#vg-tooltip-element.visible")
+        names, values = (page.locator(f"#vg-tooltip-element .{kind}").all_inner_texts() for kind in ("key", "value"))
+        shown = dict(zip(names, values, strict=True))
+        metric = {"k3": "vllm_kl/k3", "|k1|, hollow: negative": "vllm_kl/k1"}[shown["metric"]]
+        step = int(shown["step"])
+        assert 20 < step < 45
+        assert shown.keys() == {"step", "metric", "value"}
+        assert float(shown["value"]) == pytest.approx(abs(run.metrics[metric].values[step - 1]), rel=1e-3)
+        x, y = page.evaluate(MARK)
+        page.mouse.move(box["x"] + x, box["y"] + y)
+        page.wait_for_selector("#vg-tooltip-element.visible :text('rollback')")
+        assert page.locator("#vg-tooltip-element .value").all_inner_texts() == ["step 12: rollback", "<u>why</u>"]
+        assert errors == []
+
+
+@pytest.mark.parametrize("width", [1366, 390])
+def test_no_horizontal_scrolling(browser, file, width):
+    with open_page(file, width=width, browser=browser) as (page, errors):
+        drawn(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert errors == []
+
+
+def test_a_figure_is_a_group_with_a_name_and_the_footer_names_whose_work_draws_it(browser, file):
+    with open_page(file, browser=browser) as (page, errors):
+        named = page.locator("[data-figure][role=group]")
+        assert named.count() == len(PANELS)
+        assert named.first.get_attribute("aria-label").startswith(f"{PANELS[0].title}. ")
+        footer = page.locator("footer").inner_text()
+        assert f"verl_ext {__version__}" in footer and "BSD 3-Clause, © University of Washington" in footer
+        assert errors == []
+
+
+def test_values_that_are_no_numbers_are_counted_in_the_notes(browser, tmp_path):
+    run = make({"critic/score/mean": [0.1, NAN, 0.3, NAN]}, notes=("another",))
+    with open_page(write_report(run, judge(run), tmp_path, pictures=False), browser=browser) as (page, errors):
+        said = "critic/score/mean was not a finite number in 2 of 4 steps"
+        assert page.locator("#notes li").all_inner_texts() == [said, "another"] and errors == []
+
+
+def test_figures_that_the_run_lacks_are_listed_with_what_to_add(browser, tmp_path):
+    run = make({"critic/score/mean": [0.1, 0.2]})
+    out = write_report(run, judge(run), tmp_path, refresh=30, pictures=False)
+    with open_page(out, browser=browser) as (page, errors):
+        assert drawn(page).keys() == {"reward"}
+        listed = page.locator("#missing dl > div").all_inner_texts()
+        assert len(listed) == len(PANELS) - 1
+        for panel, text in zip(PANELS[1:], listed, strict=True):
+            assert panel.title in text and panel.missing in text and panel.override in text
+        assert page.locator("meta[http-equiv=refresh]").get_attribute("content") == "30"
+        assert page.locator(".button").count() == 0 and errors == []
+        assert page.locator("#verdict").get_attribute("class") == "verdict not-enough-data"
+
+
+def test_a_run_with_no_figure_at_all_has_a_page(browser, tmp_path):
+    run = make({"a/metric/of/my/own": [0.1, 0.2]})
+    with open_page(write_report(run, judge(run), tmp_path), browser=browser) as (page, errors):
+        assert page.locator("#missing dl > div").count() == len(PANELS) and errors == []
+    assert [path.name for path in tmp_path.iterdir()] == [PAGE]
+
+
+def size(file):
+    picture = file.read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n") and picture.endswith(b"IEND\xaeB`\x82")
+    return struct.unpack(">II", picture[16:24])
+
+
+def test_pictures_are_written_when_asked_for(tmp_path):
+    run = make({"critic/score/mean": [0.1, 0.2], "vllm_kl/k3": [1e-4, 2e-4]})
+    told = []
+    write_report(run, judge(run), tmp_path / "with", progress=told.append)
+    assert sorted(path.stem for path in (tmp_path / "with" / PICTURES).iterdir()) == ["reward", "vllm_kl"]
+    for path in (tmp_path / "with" / PICTURES).iterdir():
+        width, height = size(path)
+        assert 1120 <= width <= 1400 and 440 <= height <= 700
+    assert 1120 < size(tmp_path / "with" / OVERVIEW)[0] < 1600
+    assert {"page", "Reward", "KL between the engines"} <= set(told)
+    write_report(run, judge(run), tmp_path / "without", pictures=False)
+    assert [path.name for path in (tmp_path / "without").iterdir()] == [PAGE]
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory):
+    runs = [replace(full(60, layers=2, seed=seed), name=f"run {seed} <&>") for seed in range(6)]
+    better = replace(runs[1], metrics={**runs[1].metrics})
+    better.metrics["critic/score/mean"] = changed(better, lambda values: values + 0.3).metrics["critic/score/mean"]
+    named = {run.name: run for run in [runs[0], better, *runs[2:]]}
+    comparison = compare_runs(list(named.values()))
+    return write_comparison(named, comparison, tmp_path_factory.mktemp("six"), pictures=False), comparison
+
+
+@SCHEMES
+def test_a_comparison_of_six_runs(browser, six, dark):
+    file, comparison = six
+    with open_page(file, dark=dark, browser=browser) as (page, errors):
+        assert page.locator("#comparison thead th").all_inner_texts() == ["metric", *comparison.names]
+        assert page.locator("#comparison tbody tr").count() == len(comparison.rows)
+        assert page.locator("#comparison thead th[scope=col]").count() == 7
+        assert page.locator("#comparison tbody th[scope=row]").count() == len(comparison.rows)
+        assert page.locator("#guard").count() == 0
+        reward = page.locator("#comparison tbody tr").first
+        assert "critic/score/mean" in reward.inner_text()
+        assert reward.locator(".change.better").count() == 1 and reward.locator(".change.within-noise").count() >= 3
+        ratio, text = lowest_contrast(page, TEXT)
+        assert ratio >= 4.5, text
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1366
+        if not dark:
+            found = drawn(page)
+            assert found.keys() == {panel.key for panel in PANELS} and min(n for _, n, _ in found.values()) > 20
+            page.set_viewport_size({"width": 390, "height": 800})
+            page.wait_for_function("document.documentElement.scrollWidth <= 390")  # figures follow a moment later
+        assert errors == []
+
+
+def test_runs_of_one_name_are_called_after_what_tells_them_apart(tmp_path):
+    def named(*files):
+        run = make({"critic/score/mean": [0.1]})
+        return unique_names([replace(run, name=file.split("/")[-1], sources=(tmp_path / file,)) for file in files])
+
+    assert named("a/one", "a/two") == ["one", "two"]
+    assert named("a/x", "b/x") == ["a", "b"] and named("a/same/x", "b/same/x") == ["a", "b"]
+    assert named("a/x", "b/x", "b/y") == ["a/x", "b/x", "b/y"]
+    assert named("a/x", "a/x") == ["x (1)", "x (2)"]
+
+
+def test_pictures_of_an_earlier_report_do_not_stay(tmp_path):
+    more, less = make({"critic/score/mean": [0.1, 0.2], "actor/entropy": [1, 2]}), make({"actor/entropy": [1, 2]})
+    write_report(more, judge(more), tmp_path)
+    write_report(less, judge(less), tmp_path)
+    assert [file.stem for file in (tmp_path / PICTURES).iterdir()] == ["entropy"]
+    write_report(less, judge(less), tmp_path, pictures=False)
+    assert not list((tmp_path / PICTURES).iterdir()) and not (tmp_path / OVERVIEW).exists()

@@ -1,0 +1,56 @@
+"""The random models of these tests choose experts by margins that rounding does not reach.
+
+Their other tests hold two paths through a model to the same expert ids: a sequence by itself and in a packed or padded
+batch, one engine and another. Where a choice hung on the last bits, such a test would hang on the CPU.
+"""
+
+import pytest
+import torch
+
+from tests.support.recorded_routes import LENGTHS
+from tests.support.routing_families import FAMILIES, build, noise
+from tests.support.routing_ranks import routes_alone, sequences
+from tests.unit.routing.test_veomni import transformers_routes, veomni_engine
+from tests.unit.workers.test_router_shift import TOP_K, build_model, micro_batch, scores_alone
+
+SEEDS = range(3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_chooses_by_a_margin(family):
+    model = build(family)
+
+    def routes():
+        return torch.cat(
+            [routes_alone(family, ids, last_token=True, model=model).sort(-1).values for ids in sequences()]
+        )
+
+    expected = routes()
+    for seed in SEEDS:
+        with noise(model, seed=seed):
+            assert torch.equal(routes(), expected)
+
+
+def test_the_model_behind_veomnis_controller_does(monkeypatch):
+    engine = veomni_engine(monkeypatch)
+
+    def routes():
+        return torch.cat([transformers_routes(engine, index).sort(-1).values for index in range(len(LENGTHS))])
+
+    expected = routes()
+    for seed in SEEDS:
+        with noise(engine.module, seed=seed):
+            assert torch.equal(routes(), expected)
+
+
+def test_the_model_of_the_router_shift_does_and_so_do_its_experts_among_each_other():
+    model = build_model()
+
+    def ranked():
+        rows = micro_batch()["input_ids"].unbind()
+        return torch.cat([scores_alone(model, row, prompt=1).topk(TOP_K).indices for row in rows])
+
+    expected = ranked()
+    for seed in SEEDS:
+        with noise(model, seed=seed):
+            assert torch.equal(ranked(), expected)

@@ -1,0 +1,200 @@
+"""What the adapter for engines that record makes of the user's settings, and of the routes that come back."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from tests.support.recorded_routes import (
+    EXPERTS,
+    LAYERS,
+    LENGTHS,
+    MOE,
+    as_rollout,
+    batch,
+    check_planted,
+    nested,
+    plant,
+    some_routes,
+    worker_config,
+)
+from verl_ext.core.routing import RouterSums
+from verl_ext.errors import HookError
+from verl_ext.routing.recorded import RecordedRouting, Recorders, compare
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "veomni"])
+@pytest.mark.parametrize("mode", ["disabled", "R2"])
+def test_the_engine_is_built_to_record_and_the_users_setting_stays(strategy, mode):
+    config = worker_config(mode, strategy, param_offload=True)
+    built = RecordedRouting(config).config
+    assert built.engine_config.router_replay.mode == "R2" and built.engine_config.param_offload
+    assert config.engine_config.router_replay.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (worker_config("R3"), r"actor.megatron.router_replay.mode=R3 makes .* the rollout's experts.*R2 or disabled"),
+        (
+            worker_config("disabled", use_remove_padding=False),
+            r"use_remove_padding=false .* set .*use_remove_padding=true, or set stab",
+        ),
+        (worker_config("R2", pad_to_length=True), r"pad_to_length=true; set .*actor.megatron.pad_to_length=false"),
+    ],
+)
+def test_what_verl_cannot_record_is_refused_before_the_engine_is_built(config, message):
+    with pytest.raises(HookError, match=message):
+        RecordedRouting(config)
+
+
+# --- what the adapter asks of verl's infer_batch and makes of its output
+
+
+class Verl:
+    """TrainingWorker.infer_batch on an engine built with R2, as far as routing goes.
+
+    verl 0.9.1, workers/engine_workers.py:413 pops `no_lora_adapter`, :436 returns None but on one rank of a replica;
+    workers/engine/megatron/transformer_impl.py:923 records if the flag is set and the batch has no routed_experts,
+    and :954 replays what it has otherwise; workers/engine/veomni/transformer_impl.py:437 records whatever it has.
+    """
+
+    def __init__(self, routes, strategy="megatron", collects=True):
+        self.routes, self.strategy, self.collects = routes, strategy, collects
+        self.replayed = None
+
+    def __call__(self, data):
+        tu.pop(data, key="no_lora_adapter", default=False)
+        present = data.get("routed_experts", None)
+        self.replayed = None
+        output = {"log_probs": nested([torch.zeros(sum(pair)) for pair in LENGTHS])}
+        if tu.get_non_tensor_data(data, "enable_routing_replay", default=False):
+            if self.strategy == "veomni" or present is None:
+                output["routed_experts"] = nested(self.routes)
+            else:
+                self.replayed = present
+        return TensorDict(output, batch_size=len(LENGTHS)) if self.collects else None
+
+
+def adapter(mode, strategy="megatron"):
+    routing = RecordedRouting(worker_config(mode, strategy))
+    routing.recorders = Recorders("TopKRouter", MOE, LAYERS, EXPERTS)
+    return routing
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "veomni"])
+@pytest.mark.parametrize("mode", ["disabled", "R2"])
+def test_each_mode_compares_and_only_r2_returns_the_routes(strategy, mode):
+    routes = some_routes()
+    rollout = plant(as_rollout(routes), 1, 3, MOE[2])
+    flag = {"enable_routing_replay": True} if mode == "R2" else {}  # sent by verl's worker, or not
+    data = batch(routed=rollout, **flag)
+    verl = Verl(routes, strategy)
+    output = adapter(mode, strategy).compute(verl, data)
+    check_planted(output, 1, 3, 2)
+    assert verl.replayed is None
+    assert ("routed_experts" in output.keys()) == (mode == "R2")  # noqa: SIM118 (a TensorDict)
+    if mode == "R2":
+        assert all(map(torch.equal, output["routed_experts"].unbind(), routes))
+    assert torch.equal(data["routed_experts"].values(), nested(rollout).values())
+    assert tu.get_non_tensor_data(data, "enable_routing_replay", default=False) == (mode == "R2")
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "veomni"])
+@pytest.mark.parametrize("mode", ["disabled", "R2"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_reference_of_a_lora_never_returns_routes(strategy, mode, kept):
+    """With R2 the batch holds the actor's own routes by then, unless a trainer left them out."""
+    routes = some_routes()
+    flag = {"enable_routing_replay": True} if mode == "R2" else {}
+    data = batch(routed=routes if kept else None, no_lora_adapter=True, **flag)
+    verl = Verl(routes, strategy)
+    output = adapter(mode, strategy).compute(verl, data)
+    assert set(output.keys()) == {"log_probs"}
+    assert (verl.replayed is not None) == (strategy == "megatron" and mode == "R2" and kept)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "R2"])
+def test_a_batch_without_the_rollouts_routing_goes_to_verl_as_it_is(mode):
+    flag = {"enable_routing_replay": True} if mode == "R2" else {}
+    output = adapter(mode).compute(Verl(some_routes()), batch(**flag))
+    assert "router_sums" not in output.keys()  # noqa: SIM118 (a TensorDict)
+    assert ("routed_experts" in output.keys()) == (mode == "R2")  # noqa: SIM118 (a TensorDict)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_rank_without_outputs_returns_none(lora):
+    data = batch(routed=as_rollout(some_routes()), no_lora_adapter=lora)
+    assert adapter("disabled").compute(Verl(some_routes(), collects=False), data) is None
+
+
+def test_an_engine_that_records_nothing_is_an_error():
+    with pytest.raises(HookError, match=r"verl returned no routed_experts from compute_log_prob"):
+        adapter("disabled").compute(
+            lambda data: TensorDict({}, batch_size=len(LENGTHS)), batch(routed=as_rollout(some_routes()))
+        )
+
+
+# --- layers, tokens, experts
+
+
+def compared(routes, rollout, recorders=None, **settings):
+    recorders = recorders or Recorders("TopKRouter", MOE, LAYERS, EXPERTS)
+    return compare(nested(routes), nested(rollout), recorders, batch(), **settings)
+
+
+@pytest.mark.parametrize("block", [1, 7, 1000])
+def test_blocks_give_the_same(block):
+    routes = some_routes()
+    check_planted(compared(routes, plant(as_rollout(routes), 0, 1, MOE[0]), block=block), 0, 1, 0)
+
+
+def test_a_rollout_that_ships_moe_layers_alone_is_compared_as_it_is():
+    routes = some_routes()
+    rollout = plant(as_rollout(routes, range(3), 3), 3, 0, 1)
+    check_planted(compared(routes, rollout), 3, 0, 1)
+
+
+def test_tool_tokens_and_unknown_rows_are_not_compared():
+    routes = some_routes()
+    rollout = as_rollout(routes)
+    rollout[1][LENGTHS[1][0] + 2 - 1] = 0  # response token 2: the rollout lost it
+    data = batch()
+    masks = [torch.ones(response, dtype=torch.long) for _, response in LENGTHS]
+    masks[0][1] = 0
+    data["response_mask"] = nested(masks)
+    found = compare(nested(routes), nested(rollout), Recorders("TopKRouter", MOE, LAYERS, EXPERTS), data)
+    sums = RouterSums.unpack(found["router_sums"])
+    assert sums.tokens.flatten().tolist() == [2, 4, 1, 4] and sums.unknown.flatten().tolist() == [0, 1, 0, 0]
+    assert sums.exact.tolist() == [[n] * 3 for n in (2, 4, 1, 4)]
+    assert found["router_agreement"].values().tolist() == [1.0] * sum(response for _, response in LENGTHS)
+
+
+def test_a_rollout_without_any_routing_is_unknown_throughout():
+    routes = some_routes()
+    found = compared(routes, [torch.zeros_like(rows) for rows in as_rollout(routes)])
+    sums = RouterSums.unpack(found["router_sums"])
+    assert sums.unknown.flatten().tolist() == [response for _, response in LENGTHS] and not sums.tokens.any()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        (lambda routes: as_rollout(routes, MOE, 5), r"\(23, 5, 2\).*\(23, 3, 2\).*4 decoder layers, 3 of them"),
+        (lambda routes: [rows[..., :1] for rows in as_rollout(routes)], r"\(23, 4, 1\).*\(23, 3, 2\)"),
+        (lambda routes: [rows[1:] for rows in as_rollout(routes)], r"\(19, 4, 2\).*there are 23 tokens"),
+        (lambda routes: as_rollout(routes, [0, 1, 2]), r"experts in decoder layers \[0\].*none in \[3\]"),
+        (lambda routes: as_rollout([r[:, :2] for r in routes], [1, 2]), r"decoder layers \[\].*none in \[3\]"),
+        (lambda routes: [rows + 8 * (rows > 0) for rows in as_rollout(routes)], r"names expert 15 of a model with 8"),
+    ],
+)
+def test_routing_of_another_model_is_an_error_with_the_remedy(rollout, message):
+    routes = some_routes()
+    with pytest.raises(HookError, match=f"{message}.*set stability.router_agreement=false"):
+        compared(routes, rollout(routes))
+
+
+def test_top_1_of_one_expert_is_no_reason_to_refuse():
+    routes = [torch.zeros(sum(pair), 1, 1, dtype=torch.int16) for pair in LENGTHS]
+    found = compared(routes, routes, Recorders("TopKRouter", [0], 1, EXPERTS))
+    assert RouterSums.unpack(found["router_sums"]).unknown.sum() == 13

@@ -1,0 +1,84 @@
+"""What the pages name is there: links, files, tests, options, launches, and settings with their defaults."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from verl_ext.settings.stability import default_node
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("*.md")]
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
+ROOMS = "verl_ext|configs|docs|recipes|requirements|tests|tools"
+NAMED = re.compile(rf"`(?!\S*NAME)((?:{ROOMS})/[\w/.-]+\.\w+)(?:::(\w+))?")
+MODULE = re.compile(r"python -m (verl_ext[\w.]*)")
+OPTION = re.compile(r"\b(stability|recipe|precision)=(?!NAME)(\w+)")
+BLOCK = re.compile(r"^```(?:bash|diff)\n.*?^```", flags=re.DOTALL | re.MULTILINE)
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def anchors(page: Path) -> set[str]:
+    """The names under which a page's headings are linked to."""
+    headings = re.findall(r"^#+ (.+)$", read(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def launches(page: Path) -> list[list[str]]:
+    """The overrides of each launch in a block of code, without what the reader has to fill in."""
+    code = "".join(BLOCK.findall(read(page))).replace("\\\n", "")
+    commands = re.findall(r"python -m verl_ext\.main_ppo (.+)", code)
+    return [[word for word in shlex.split(command) if word != "..."] for command in commands]
+
+
+def test_the_front_page_is_read_in_three_minutes():
+    assert len(read(ROOT / "README.md").splitlines()) <= 130
+
+
+@each_page
+def test_files_and_tests_that_a_page_names_exist(page):
+    for link, anchor in LINK.findall(read(page)):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
+    for file, test in NAMED.findall(read(page)):
+        assert (ROOT / file).exists(), file
+        assert not test or f"def {test}(" in read(ROOT / file), f"{file}::{test}"
+
+
+@each_page
+def test_modules_and_options_that_a_page_names_exist(page):
+    for module in MODULE.findall(read(page)):
+        file = ROOT / module.replace(".", "/")
+        assert file.with_suffix(".py").exists() or (file / "__main__.py").exists(), module
+    for group, name in OPTION.findall(read(page)):
+        assert (ROOT / "configs" / group / f"{name}.yaml").exists(), f"{group}={name}"
+
+
+@pytest.mark.parametrize("page", filter(launches, PAGES), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_launches_compose(page, compose):
+    for overrides in launches(page):
+        compose(*overrides)
+
+
+def leaves(node: dict, prefix: str) -> dict[str, str]:
+    """Name -> default, as YAML has it, of every setting."""
+    words = {"None": "null", "True": "true", "False": "false"}
+    found = {}
+    for key, value in node.items():
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        name = f"{prefix}.{key}"
+        found |= leaves(value, name) if isinstance(value, dict) else {name: words.get(shown, shown)}
+    return found
+
+
+def test_the_settings_page_has_every_setting_with_its_default():
+    rows = re.findall(r"^\| `(stability\.[\w.]+)` \| (\S+) \|", read(ROOT / "docs" / "settings.md"), flags=re.MULTILINE)
+    assert dict(rows) == leaves(default_node(), "stability")
+    assert len(rows) == len(dict(rows))

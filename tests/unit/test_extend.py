@@ -1,0 +1,107 @@
+"""The modules that docs/extend.md shows, run as they stand there, by the commands under them."""
+
+import math
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib import import_module
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import ROOT
+from verl_ext.core.corrections import CORRECTIONS
+from verl_ext.core.filtering import BATCH_FILTERS, FilterBatch, apply_filters
+from verl_ext.core.measure import measure
+from verl_ext.core.tokens import Tokens
+from verl_ext.launch.checks import check_run
+from verl_ext.launch.features import IN_LOSS, features, uses
+from verl_ext.settings.stability import stability_config
+from verl_ext.workers.inputs import LossInputs, provide
+
+PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+MODULES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, flags=re.DOTALL))
+COMMANDS = re.findall(r"```bash\n(python -m verl_ext\.main_ppo .*?)```", PAGE, flags=re.DOTALL)
+
+# Three responses of 1, 2 and 3 tokens.
+TOKENS = Tokens(
+    l_infer=torch.full((6,), -3.0),
+    l_old=torch.tensor([0.1, 1.0, 9.0, 0.5, 2.0, 1.0]).log() - 3.0,
+    mask=torch.ones(6, dtype=torch.bool),
+    offsets=torch.tensor([0, 1, 3, 6]),
+)
+
+
+@pytest.fixture
+def launched(tmp_path, monkeypatch, compose) -> Iterator[Callable]:
+    """launched(module) -> the config of the page's command with that module, which passes the checks of a launch."""
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    for name, code in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def launch(module):
+        (command,) = [text for text in COMMANDS if module in text]
+        config = compose(*shlex.split(command.replace("\\\n", ""))[3:-1])  # between main_ppo and the dots
+        check_run(config, stability_config(config.stability), read_model=False)
+        return config
+
+    with ExitStack() as registries:
+        for registry in (CORRECTIONS, BATCH_FILTERS, POLICY_LOSS_REGISTRY):
+            registries.enter_context(mock.patch.dict(registry))
+        yield launch
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def test_the_correction(launched):
+    found = measure(TOKENS, stability_config(launched("my_correction").stability).corrections())
+    torch.testing.assert_close(found.weight, torch.tensor([0.25, 1.0, 4.0, 0.5, 2.0, 1.0]))
+    shares = [found.metrics[f"correction/two_sided/{side}"] for side in ("low", "high")]
+    assert shares == pytest.approx([1 / 6, 1 / 6])
+    assert CORRECTIONS["two_sided"].function(torch.tensor([math.nan])).weight.item() == 0
+
+
+def test_the_filter(launched):
+    config = launched("my_filter")
+    chain = stability_config(config.stability).filter_chain()
+    assert chain == [("at_least", {"length": 8})]
+    batch = FilterBatch(
+        tokens=TOKENS,
+        keys=["u_0_0", "u_1_0", "u_2_0"],
+        rewards_B=torch.zeros(3),
+        advantages_N=torch.zeros(6),
+        responses_N=torch.zeros(6, dtype=torch.int64),
+        max_response_length=4,
+        eos_ids=frozenset({0}),
+    )
+    found = apply_filters(batch, [("at_least", {"length": 2})])
+    assert found.keep_N.tolist() == [False, True, True, True, True, True]
+    assert found.metrics["filter/at_least/dropped_tokens"] == pytest.approx(1 / 6)
+
+
+def test_the_loss(launched):
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.workers.config import FSDPActorConfig
+
+    config = launched("my_loss")
+    asked = features(config, stability_config(config.stability))
+    assert uses(asked, IN_LOSS), "else there are no loss_inputs()"
+    import_module(config.actor_rollout_ref.model.external_lib)  # as verl's model config does in each worker
+    loss = get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    l_old = torch.zeros(1, 3)
+    with provide(LossInputs(l_infer=torch.tensor([[-1.0, -9.0, -2.0]]))):
+        value, _ = loss(
+            old_log_prob=l_old,
+            log_prob=l_old,
+            advantages=torch.tensor([[1.0, 10.0, 100.0]]),
+            response_mask=torch.ones(1, 3),
+            loss_agg_mode="token-mean",
+            config=FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1),
+            rollout_is_weights=torch.tensor([[1.0, 1.0, 0.5]]),
+        )
+    assert value == pytest.approx(-(1 + 0 + 50) / 3)

@@ -1,0 +1,80 @@
+"""Imports point down: what each room of the package imports anywhere in its files, inside functions too."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+
+# Room -> the rooms and modules of verl_ext that it may import beside itself.
+BELOW = {
+    "core": {"errors", "methods"},
+    "guard": {"metrics", "errors", "methods"},
+    "upstream": {"errors"},
+    "routing": {"core", "upstream", "errors"},
+    "metrics": set(),
+    "settings": {"core", "guard", "metrics", "errors", "methods"},
+    "launch": {"core", "guard", "routing", "settings", "upstream", "errors", "methods"},
+    "workers": {"core", "routing", "settings", "upstream", "errors", "methods"},
+    "trainer": {
+        "core",
+        "guard",
+        "launch",
+        "settings",
+        "metrics",
+        "upstream",
+        "workers",
+        "errors",
+        "methods",
+        "printable",
+        "run_files",
+    },
+    "report": {"core", "guard", "metrics", "errors", "printable", "run_files", "__version__"},
+}
+ENGINES = {"verl", "ray", "vllm"}
+WITHOUT = {
+    "core": ENGINES,
+    "guard": {*ENGINES, "torch"},
+    "metrics": {*ENGINES, "torch"},
+    "settings": {*ENGINES, "torch"},
+    "launch": ENGINES,
+    "report": {*ENGINES, "torch"},
+}
+# (file, module) that a room may not import, and why it still does.
+EXCEPTIONS = {
+    ("launch/checks.py", "workers.loss_config"): "it builds the loss's settings to check them: a dataclass of verl's",
+    ("launch/routing_checks.py", "workers.router_shift"): "it probes whether a model's routers return what RSPO reads",
+    ("routing/outputs.py", "workers.inputs"): "jagged_like stands beside the inputs of the loss",
+}
+
+
+def imports(file: Path) -> set[str]:
+    """The modules that a file imports; a name imported from `verl_ext` itself counts as one."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: a relative import, which this test does not read"
+            inside = node.module == "verl_ext"
+            found |= {f"verl_ext.{alias.name}" for alias in node.names} if inside else {node.module or ""}
+    return found
+
+
+def imports_of(room: str) -> set[tuple[str, str]]:
+    """(file, module) of a room, the file relative to the package."""
+    files = sorted((ROOT / "verl_ext" / room).rglob("*.py"))
+    return {(file.relative_to(ROOT / "verl_ext").as_posix(), name) for file in files for name in imports(file)}
+
+
+@pytest.mark.parametrize("room", BELOW)
+def test_a_room_imports_only_what_is_below_it(room):
+    ours = {(file, name.removeprefix("verl_ext.")) for file, name in imports_of(room) if name.startswith("verl_ext.")}
+    above = {(file, name) for file, name in ours if name.split(".")[0] not in BELOW[room] | {room}}
+    assert above == {(file, name) for file, name in EXCEPTIONS if file.startswith(f"{room}/")}
+
+
+@pytest.mark.parametrize("room", WITHOUT)
+def test_a_room_works_without_the_engines_that_it_need_not_know(room):
+    assert not {(file, name) for file, name in imports_of(room) if name.split(".")[0] in WITHOUT[room]}

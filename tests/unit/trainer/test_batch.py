@@ -1,0 +1,60 @@
+import pytest
+import torch
+from tensordict import TensorDict
+
+from verl_ext.trainer.batch import non_finite, response_tokens
+from verl_ext.trainer.transfer import nested as as_nested
+
+
+def nested(*rows):
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+def batch(**fields):
+    defaults = {
+        "rollout_log_probs": nested([-1.0, -2.0], [-3.0]),
+        "old_log_probs": nested([-1.5, -2.0], [-3.0]),
+        "response_mask": nested([1, 0], [1]),
+    }
+    fields = {name: value for name, value in (defaults | fields).items() if value is not None}
+    return TensorDict(fields, batch_size=2)
+
+
+def test_tokens_are_packed_in_order():
+    tokens = response_tokens(batch())
+    assert tokens.l_infer.tolist() == [-1, -2, -3]
+    assert tokens.mask.tolist() == [True, False, True]
+    assert tokens.offsets.tolist() == [0, 2, 3]
+    assert tokens.count == 2
+    assert tokens.entropy is None
+
+
+def test_weights_go_back_in_the_batchs_shape():
+    tokens = response_tokens(batch())
+    assert [row.tolist() for row in as_nested(torch.tensor([1.0, 2.0, 3.0]), tokens.offsets).unbind()] == [[1, 2], [3]]
+
+
+def test_missing_log_probs_name_the_setting():
+    with pytest.raises(ValueError, match=r"rollout\.calculate_log_probs=True"):
+        response_tokens(batch(rollout_log_probs=None))
+
+
+def test_fewer_log_probs_than_tokens_name_the_tensor():
+    with pytest.raises(ValueError, match="rollout_log_probs has 2 tokens and response_mask 3"):
+        response_tokens(batch(rollout_log_probs=nested([-1.0], [-3.0])))
+
+
+def test_as_many_log_probs_divided_differently_are_refused():
+    with pytest.raises(ValueError, match="old_log_probs"):
+        response_tokens(batch(old_log_probs=nested([-1.5], [-2.0, -3.0])))
+
+
+def test_a_batch_without_a_generated_token_names_the_tensor():
+    with pytest.raises(ValueError, match="response_mask is 0 everywhere"):
+        response_tokens(batch(response_mask=nested([0, 0], [0])))
+
+
+def test_non_finite_values_are_counted_on_generated_tokens():
+    nan = float("nan")
+    tokens = response_tokens(batch(rollout_log_probs=nested([nan, nan], [float("-inf")])))
+    assert non_finite(tokens) == {"rollout_log_probs": 2, "old_log_probs": 0}

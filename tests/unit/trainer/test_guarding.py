@@ -1,0 +1,331 @@
+"""The guard in the loop of a trainer of our own, which calls the hooks in the order of verl's `PPOTrainer.fit`."""
+
+import json
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transfer_queue import KVBatchMeta
+from verl.utils import tracking
+
+from verl_ext.errors import GuardStopError, HookError
+from verl_ext.trainer import checkpoints, stability_run, trainers
+from verl_ext.trainer.checkpoints import CheckpointError
+
+
+def nested(*rows):
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+class Workers:
+    """Weights that count the updates, saved to and loaded from a file."""
+
+    def __init__(self):
+        self.weights = 0
+
+    def save(self, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.pt").write_text(f"{self.weights:08d}")
+
+    def load_checkpoint(self, local_path, del_local_after_load):
+        assert not del_local_after_load
+        with open(f"{local_path}/model.pt") as file:
+            self.weights = int(file.read())
+
+
+class VerlTrainer:
+    def __init__(self, config):
+        self.config, self.use_critic, self.tokenizer = config, False, None
+        self.actor_rollout_wg = Workers()
+        self.synchronised = []
+        self._load_checkpoint()
+
+    def fit(self, series):
+        self.logger = tracking.Tracking(self.config.trainer.project_name, self.config.trainer.experiment_name, "file")
+        for values in series:
+            self.global_steps += 1
+            self.values, metrics = values, {}
+            self.on_step_begin()
+            self.step(metrics, {})
+            if self.config.trainer.save_freq > 0 and self.global_steps % self.config.trainer.save_freq == 0:
+                self._save_checkpoint()
+            self.synchronised.append(self.actor_rollout_wg.weights)
+            self._compute_metrics(None, metrics, {}, global_steps=self.global_steps, epoch=0)
+            self.logger.log(metrics, self.global_steps)
+        self.logger.finish()
+
+    def on_step_begin(self):
+        pass
+
+    def step(self, metrics, timing_raw):
+        batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=["old_log_probs"])
+        metrics["actor/entropy"] = 1.0
+        self._compute_advantage(batch, metrics)
+        return self._update_actor(batch, metrics)
+
+    def _compute_advantage(self, batch, metrics):
+        return batch
+
+    def _update_actor(self, batch, metrics):
+        self.actor_rollout_wg.weights += 1
+        metrics["actor/grad_norm"] = self.values.get("grad_norm", 1.0)
+        return batch
+
+    def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
+        metrics["response_length/mean"] = self.values.get("length", 5.0)
+
+    def _save_checkpoint(self):
+        root = checkpoints.folder_of(self.config.trainer.default_local_dir, self.global_steps)
+        self.actor_rollout_wg.save(root / "actor")
+        (root.parent / "latest_checkpointed_iteration.txt").write_text(str(self.global_steps))
+
+    def _load_checkpoint(self):
+        self.global_steps = 0
+        if self.config.trainer.resume_mode == "resume_path":
+            folder = self.config.trainer.resume_from_path
+            self.global_steps = int(folder.split("global_step_")[-1])
+            self.actor_rollout_wg.load_checkpoint(f"{folder}/actor", False)
+
+
+class Trainer(trainers.StabilityMixin, VerlTrainer):
+    pass
+
+
+@pytest.fixture
+def train(monkeypatch, tmp_path):
+    """train(stability, series, **trainer) -> the trainer after a run over `series`, in which `k` is l_old - l_infer."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
+    monkeypatch.delenv("VERL_FILE_LOGGER_ROOT", raising=False)
+    monkeypatch.setattr(tracking, "FileLogger", tracking.FileLogger)  # back to verl's afterwards
+    trainers_made = []
+
+    def get(batch, names):
+        values = trainers_made[-1].values
+        k = values.get("k", 0.001)
+        return {
+            "rollout_log_probs": nested([-1.0, -2.0], [-3.0]),
+            "old_log_probs": nested([-1.0 + k, -2.0 + k], [-3.0 + k]),
+            "response_mask": nested([1, 1], [1]),
+            "rm_scores": nested([0.0, values.get("reward", 1.0)], [values.get("reward", 1.0)]),
+        }
+
+    monkeypatch.setattr(stability_run, "get_fields", get)
+    monkeypatch.setattr(stability_run, "put_fields", lambda batch, fields: batch)
+
+    def run(stability, series, **trainer):
+        defaults = {
+            "default_local_dir": "checkpoints",
+            "resume_mode": "auto",
+            "resume_from_path": None,
+            "save_freq": 1,
+            "project_name": "p",
+            "experiment_name": "e",
+        }
+        parts = {"actor": {"policy_loss": {"loss_mode": "vanilla"}}}
+        config = OmegaConf.create(
+            {
+                "stability": stability,
+                "actor_rollout_ref": parts,
+                "trainer": defaults | trainer,
+                "data": {},
+                "algorithm": {"adv_estimator": "grpo"},
+            }
+        )
+        made = Trainer(config)
+        trainers_made.append(made)
+        made.fit(series)
+        return made
+
+    return run
+
+
+def events(name="p/e.guard.jsonl"):
+    with open(name) as file:
+        return [json.loads(line) for line in file]
+
+
+def rule(action, **settings):
+    return {"guard": {"rules": {"r": {"signal": "critic/score/mean", "below": 0.5, "action": action} | settings}}}
+
+
+GOOD, BAD = {"reward": 1.0}, {"reward": 0.0}
+
+
+def test_warn_writes_one_json_line_and_one_readable_line(train, capsys):
+    train(rule("warn"), [GOOD, BAD, BAD, GOOD])
+    assert events() == [
+        {
+            "step": 2,
+            "rule": "r",
+            "signal": "critic/score/mean",
+            "value": 0.0,
+            "threshold": 0.5,
+            "action": "warn",
+            "reason": "critic/score/mean=0 is below stability.guard.rules.r.below=0.5",
+        },
+        {
+            "step": 4,
+            "rule": "r",
+            "signal": "critic/score/mean",
+            "value": 1.0,
+            "threshold": 0.5,
+            "action": "recover",
+            "reason": "critic/score/mean=1, r recovers",
+        },
+    ]
+    out = capsys.readouterr().out
+    assert "verl_ext: step 2: warn: critic/score/mean=0 is below stability.guard.rules.r.below=0.5\n" in out
+
+
+def test_skip_leaves_the_update_out(train):
+    trainer = train(rule("skip"), [GOOD, BAD, GOOD])
+    assert trainer.synchronised == [1, 1, 2]
+    assert [event["action"] for event in events()] == ["skip", "recover"]
+
+
+def test_rollback_loads_the_last_good_weights_before_they_are_synchronised_and_saved(train):
+    trainer = train(rule("rollback"), [GOOD, GOOD, GOOD, BAD, GOOD, GOOD])
+    # Checkpoint 3 holds three updates, and step 4 finds them bad: those of checkpoint 2 were measured in step 3.
+    assert trainer.synchronised == [1, 2, 3, 2, 3, 4]
+    assert (checkpoints.folder_of("checkpoints", 4) / "actor" / "model.pt").read_text() == "00000002"
+    assert [event["action"] for event in events()][:2] == ["rollback", "restored"]
+    assert trainer.stability_run.guard.state.rollbacks == 1
+
+
+def test_a_rollback_asked_for_after_the_step_comes_with_the_next(train):
+    late = {"guard": {"rules": {"r": {"signal": "response_length/mean", "above": 9, "action": "rollback"}}}}
+    trainer = train(late, [{}, {}, {}, {"length": 10.0}, {}, {}])
+    # Step 5 learns nothing more and goes back to 2: what step 4 logged last spoke against the weights of 3.
+    assert trainer.synchronised == [1, 2, 3, 4, 2, 3]
+
+
+def test_a_rollback_that_is_due_survives_a_restart(train):
+    late = {"guard": {"rules": {"r": {"signal": "response_length/mean", "above": 9, "action": "rollback"}}}}
+    train(late, [{}, {}, {}, {"length": 10.0}])
+    resumed = train(late, [{}, {}])
+    assert resumed.synchronised == [2, 3]
+
+
+def test_a_restart_after_a_rollback_does_not_take_up_what_was_given_up(train, capsys):
+    # Step 5 finds the weights of 4 bad, and goes back to 2; the run is killed before another checkpoint.
+    train(rule("rollback"), [GOOD, GOOD, GOOD, GOOD, BAD], save_freq=2)
+    resumed = train(rule("rollback"), [GOOD, GOOD], save_freq=2)
+    assert "global_step_4 cannot be resumed from: a rollback gave it up" in capsys.readouterr().out
+    assert resumed.global_steps == 4 and resumed.synchronised == [3, 4]
+    assert checkpoints.newest_whole("checkpoints") == checkpoints.folder_of("checkpoints", 4), "saved anew"
+
+
+def test_rollback_without_a_good_checkpoint_stops(train):
+    with pytest.raises(GuardStopError, match="there is no checkpoint to go back to"):
+        train(rule("rollback"), [BAD, GOOD])
+    assert [event["action"] for event in events()] == ["rollback", "stop"]
+
+
+def test_stop_ends_the_run_before_the_next_step_with_its_metrics_written(train):
+    with pytest.raises(
+        GuardStopError, match=r"stopped the run: critic/score/mean=0 is below.*last good checkpoint is .*global_step_1"
+    ):
+        train(rule("stop"), [GOOD, GOOD, BAD, GOOD])
+    with open("p/e.jsonl") as file:
+        assert [json.loads(line)["step"] for line in file] == [1, 2, 3]
+
+
+def test_a_stop_in_the_last_step_is_a_stop(train):
+    with pytest.raises(GuardStopError):
+        train(rule("stop"), [GOOD, BAD])
+
+
+def test_ten_steps_in_a_row_without_an_update_stop_the_run(train):
+    with pytest.raises(GuardStopError, match="10 steps in a row without an update"):
+        train({"batch_skip": {"threshold": 0.1}}, [{"k": 1.0}] * 12)
+    assert [event["action"] for event in events()] == ["skip"] * 10 + ["stop"]
+
+
+def test_tighten_narrows_the_band_of_the_same_batch_until_it_recovers(train):
+    stability = rule("tighten") | {"correction": "icepop", "icepop": {"alpha": 0.5, "beta": 1.44}}
+    # k = exp(0.3) = 1.35 lies in the band, and outside of its square root.
+    trainer = train(stability, [GOOD | {"k": 0.3}, BAD | {"k": 0.3}, BAD | {"k": 0.1}, GOOD | {"k": 0.3}, {"k": 0.3}])
+    assert trainer.synchronised == [1, 1, 2, 2, 3]
+    with open("p/e.jsonl") as file:
+        logged = [json.loads(line)["data"] for line in file]
+    assert [step["guard/tightened"] for step in logged] == [0, 1, 1, 1, 0]
+    assert [step["correction/dropped"] for step in logged] == [0, 1, 0, 1, 0]
+
+
+def logged(name):
+    with open("p/e.jsonl") as file:
+        return [json.loads(line)["data"].get(name) for line in file]
+
+
+@pytest.mark.parametrize(("correction", "watched"), [("icepop", True), (["icepop", "geo_mask"], True), ("kpop", False)])
+def test_a_mask_is_watched_where_its_band_is_fixed(train, correction, watched):
+    train({"correction": correction}, [GOOD] * 3)
+    assert logged("guard/mask_blind") == ([0.0] * 3 if watched else [None] * 3)
+
+
+def test_a_run_that_is_dead_is_told_in_its_log(train, capsys):
+    train({"metrics": True}, [GOOD] * 8 + [BAD | {"grad_norm": 3.0}] * 25, save_freq=100)
+    (event,) = events()
+    assert (event["step"], event["rule"], event["action"]) == (32, "collapse", "warn")
+    assert "step 32: warn: The reward fell from 1 to 0, from step 9 on, and stays there." in capsys.readouterr().out
+    assert logged("guard/collapsed") == [0.0] * 31 + [1.0] * 2
+
+
+def test_a_nan_gradient_is_an_event(train):
+    train({"metrics": True}, [{}, {"grad_norm": float("nan")}, {}])
+    (event,) = events()
+    assert (event["rule"], event["signal"], event["value"]) == ("non_finite", "actor/grad_norm", None)
+    assert event["reason"] == "actor/grad_norm is nan"
+
+
+def test_nan_log_probs_and_a_nan_reward_skip(train):
+    trainer = train({"metrics": True}, [{}, {"k": float("nan")}, {"reward": float("nan")}, {}])
+    assert trainer.synchronised == [1, 1, 1, 2]
+    assert events()[0]["reason"] == "old_log_probs has 3 non-finite values"
+    assert events()[-1]["reason"] == "critic/score/mean is nan"
+
+
+def test_a_signal_that_is_never_logged_stops_with_what_is_near(train):
+    unknown = {"guard": {"rules": {"r": {"signal": "actor/grad_nrm", "above": 1, "action": "warn"}}}}
+    with pytest.raises(HookError, match=r"rules\.r\.signal=actor/grad_nrm was not logged in 3 steps.*actor/grad_norm"):
+        train(unknown, [{}] * 5)
+    validation = {"guard": {"rules": {"r": {"signal": "val-core/acc", "below": 1, "action": "warn"}}}}
+    train(validation, [{}] * 5, default_local_dir="other")
+
+
+SERIES = [
+    {"k": 0.01 * (1 + step % 3), "reward": float(step % 5 > 1), "length": step % 4 + 9.0 * (step == 11)}
+    for step in range(14)
+]
+
+
+def test_a_run_that_is_resumed_decides_and_logs_as_one_that_never_stopped(train):
+    stability = {"batch_skip": {"threshold": 0.0003}} | rule("warn", patience=2)
+    stability["guard"]["rules"]["late"] = {"signal": "response_length/mean", "above": 2, "zscore_window": 8}
+    stability["guard"]["rules"]["late"]["action"] = "warn"
+    whole = train(stability, SERIES, save_freq=3, default_local_dir="whole", experiment_name="whole")
+    train(stability, SERIES[:9], save_freq=3)
+    second = train(stability, SERIES[9:], save_freq=3)
+    assert second.stability_run.guard.state == whole.stability_run.guard.state
+    assert events() == events("p/whole.guard.jsonl") != []
+    with open("p/e.jsonl") as file, open("p/whole.jsonl") as other:
+        assert file.read() == other.read()
+
+
+def test_a_truncated_checkpoint_is_passed_over(train, capsys):
+    train({"metrics": True}, [{}] * 4)
+    (checkpoints.folder_of("checkpoints", 4) / "actor" / "model.pt").write_text("0")
+    trainer = train({"metrics": True}, [{}])
+    assert trainer.global_steps == 4 and trainer.synchronised == [4]
+    out = capsys.readouterr().out
+    assert "global_step_4 cannot be resumed from: actor/model.pt has 1 bytes and was saved with 8" in out
+    (checkpoints.folder_of("checkpoints", 2) / "actor" / "model.pt").write_text("0")
+    with pytest.raises(CheckpointError, match="global_step_2 is damaged"):
+        train({"metrics": True}, [{}], resume_mode="resume_path", resume_from_path="checkpoints/global_step_2")
+
+
+def test_with_nothing_switched_on_there_is_no_event_file(train, tmp_path):
+    trainer = train({}, [{}, BAD])
+    assert trainer.synchronised == [1, 2]
+    assert not (tmp_path / "p" / "e.guard.jsonl").exists()

@@ -1,0 +1,304 @@
+"""The training step's decisions, on a trainer and a store of our own; the real ones run in tests/stack."""
+
+import math
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+
+from recipes.cpu_smoke.make_assets import build_tokenizer
+from verl_ext.core.routing import RouterSums
+from verl_ext.errors import HookError
+from verl_ext.settings.stability import stability_config
+from verl_ext.settings.trajectories import TrajectoryDump
+from verl_ext.trainer import dump, stability_run, trainers, transfer
+from verl_ext.trainer.dump import Dump
+from verl_ext.trainer.trajectories import TrajectoryLog
+
+
+def nested(*rows):
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+class Store:
+    """What the trainer uses of TransferQueue: put and get of a batch's fields."""
+
+    def __init__(self, **fields):
+        self.fields = fields
+
+    def kv_batch_get(self, keys, partition_id, select_fields):
+        found = {name: self.fields[name] for name in select_fields if name in self.fields}
+        return TensorDict(found, batch_size=len(keys))
+
+    def kv_batch_put(self, keys, partition_id, fields):
+        self.fields.update(fields.items())
+        return KVBatchMeta(keys=keys, tags=[{} for _ in keys], partition_id=partition_id, fields=list(self.fields))
+
+
+class VerlTrainer:
+    """Records which of verl's own steps ran, and the fields that were sent along."""
+
+    def __init__(self, config):
+        self.config = config
+        self.global_steps = 7
+        self.ran = []
+        self.tokenizer = build_tokenizer()
+
+    def _compute_old_log_prob(self, batch, metrics):
+        return batch
+
+    def _compute_advantage(self, batch, metrics):
+        self.ran.append(("advantage", None))
+        return batch
+
+    def _update_actor(self, batch, metrics):
+        self.ran.append(("actor", list(batch.fields)))
+        self.told = batch.extra_info
+        return batch
+
+    def _update_critic(self, batch, metrics):
+        self.ran.append(("critic", list(batch.fields)))
+        return batch
+
+
+class Trainer(trainers.StabilityMixin, VerlTrainer):
+    pass
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """step(stability, loss_mode, **fields) -> (trainer, metrics, store) after one step on two responses."""
+
+    def run(stability, loss_mode="vanilla", loss_agg_mode="token-mean", actor=None, **fields):
+        defaults = {
+            "rollout_log_probs": nested([-1.0, -2.0], [-3.0]),
+            "old_log_probs": nested([-1.5, -2.0], [-0.5]),
+            "response_mask": nested([1, 1], [1]),
+            "entropy": nested([1.0, 2.0], [3.0]),
+            "responses": nested([7, 1], [8]),  # 1 is the end token
+            "advantages": nested([1.0, 1.0], [-1.0]),
+            "rm_scores": nested([0.0, 1.0], [0.0]),
+        }
+        store = Store(**(defaults | fields))
+        monkeypatch.setattr(transfer, "tq", store)
+        monkeypatch.setattr(stability_run.narrow_routing, "id_dtype", lambda keys, partition_id: torch.uint8)
+        actor = {"policy_loss": {"loss_mode": loss_mode}, "loss_agg_mode": loss_agg_mode} | (actor or {})
+        parts = {"actor": actor, "rollout": {"response_length": 1}, "model": {"path": "/no/such/model"}}
+        saved = {"default_local_dir": "/no/such/folder"}
+        algorithm = {"adv_estimator": "grpo"}
+        config = OmegaConf.create(
+            {"stability": stability, "actor_rollout_ref": parts, "trainer": saved, "algorithm": algorithm}
+        )
+        trainer, metrics = Trainer(config), {}
+        trainer.stability_run.guard.begin(trainer.global_steps)
+        fields = ["old_log_probs", "routed_experts", "old_routed_experts", "router_sums"]
+        batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=fields)
+        batch = trainer._compute_old_log_prob(batch, metrics)
+        batch = trainer._compute_advantage(batch, metrics)
+        batch = trainer._update_critic(batch, metrics)
+        trainer._update_actor(batch, metrics)
+        return trainer, metrics, store
+
+    return run
+
+
+def ran(trainer):
+    return [name for name, _ in trainer.ran]
+
+
+def test_icepop_weights_go_into_the_batch(step):
+    trainer, metrics, store = step({"correction": "icepop"})
+    weights = [row.tolist() for row in store.fields["rollout_is_weights"].unbind()]
+    assert weights[0] == pytest.approx([math.exp(-0.5), 1.0], rel=1e-5)
+    assert weights[1] == [0.0]  # k = exp(2.5) is past beta
+    assert metrics["correction/dropped"] == metrics["correction/dropped_high"] == pytest.approx(1 / 3)
+    assert metrics["guard/skipped"] == 0
+    assert ran(trainer) == ["advantage", "critic", "actor"]
+
+
+def test_a_dump_that_fails_does_not_end_the_run(step, monkeypatch, capsys, tmp_path):
+    """And each step says what was written, so that the report can show a batch that was skipped too."""
+    told = []
+
+    def write_step(log, settings, batch, tokens, weight, tokenizer, **about):
+        told.append(about)
+        raise KeyError("no such token")
+
+    monkeypatch.setattr(dump, "write_step", write_step)
+    settings = TrajectoryDump(1)
+    writing = Dump(TrajectoryLog(tmp_path / "x.jsonl", settings, resumed=0), settings)  # which fit() opens
+
+    def with_log(trainer, batch, metrics):
+        trainer.stability_run.dump = writing
+        return batch
+
+    monkeypatch.setattr(Trainer, "_compute_old_log_prob", with_log)
+    trainer, _, _ = step({"trajectories": {"per_step": 1}, "batch_skip": {"threshold": 1e-9}})
+    refused = trainer.stability_run.outcome.refused.reason
+    assert told == [{"step": 7, "skipped": refused}] and "vllm_kl/k3" in refused
+    assert "no more trajectories are written, the run goes on: KeyError('no such token')" in capsys.readouterr().out
+    assert ran(trainer) == ["advantage"]
+    writing.write(None, None, None, None, step=8, skipped="")
+    assert len(told) == 1
+
+
+def test_the_boundary_is_logged_where_it_is_one_of_k3(step):
+    _, metrics, _ = step({"metrics": True, "guard": {"boundary": {"value": 0.2}}})
+    assert metrics["guard/boundary"] == 0.2
+    _, metrics, _ = step({"metrics": True, "guard": {"boundary": {"signal": "vllm_kl/chi2"}}})
+    assert "guard/boundary" not in metrics
+
+
+def test_the_loss_icepop_gets_the_raw_ratio(step):
+    _, metrics, store = step({}, loss_mode="icepop")
+    assert store.fields["rollout_is_weights"].unbind()[1].item() == pytest.approx(math.exp(2.5), rel=1e-5)
+    assert "correction/dropped" not in metrics
+    assert metrics["vllm_kl/k3"] > 0
+
+
+def test_metrics_alone_leave_the_batch_as_it_is(step):
+    trainer, metrics, store = step({"metrics": True})
+    assert "rollout_is_weights" not in store.fields
+    assert "vllm_kl/k1" in metrics
+    assert ran(trainer) == ["advantage", "critic", "actor"]
+
+
+def test_a_tools_output_weighs_nothing(step):
+    _, _, store = step({"correction": "icepop"}, response_mask=nested([1, 0], [1]))
+    assert store.fields["rollout_is_weights"].unbind()[0].tolist()[1] == 0
+
+
+def rows(store, field):
+    return [row.tolist() for row in store.fields[field].unbind()]
+
+
+def test_what_a_filter_drops_leaves_both_masks(step, capsys):
+    trainer, metrics, store = step({"filters": ["overlong"]})
+    # Both responses are as long as they may be; the first ends in the end token.
+    assert rows(store, "response_mask") == rows(store, "loss_mask") == [[1, 1], [0]]
+    assert metrics["filter/overlong/dropped_tokens"] == pytest.approx(1 / 3)
+    assert metrics["filter/kept_trajectories"] == 0.5
+    assert "rollout_is_weights" not in store.fields, "token-mean divides by the tokens that are left"
+    assert "verl_ext: step 7: filter overlong dropped tokens of a_1_0" in capsys.readouterr().out
+    assert {"response_mask", "loss_mask"} <= set(dict(trainer.ran)["actor"]), "the workers are sent the new masks"
+
+
+def test_the_workers_are_told_how_many_trajectories_are_left(step):
+    trainer, _, store = step({"filters": ["overlong"], "correction": "icepop"}, loss_agg_mode="seq-mean-token-mean")
+    assert trainer.told["filter_scale"] == 2
+    assert rows(store, "rollout_is_weights")[0] == pytest.approx([math.exp(-0.5), 1.0], rel=1e-5), (
+        "the weights stay what they are"
+    )
+    trainer, _, _ = step({"correction": "icepop"})
+    assert trainer.told["filter_scale"] == 1
+
+
+def test_a_batch_of_which_the_filters_leave_nothing_is_skipped_with_the_reason(step, capsys):
+    trainer, metrics, store = step({"filters": {"low_probability": {"threshold": 1.0}}})
+    assert ran(trainer) == ["advantage"]
+    assert metrics["guard/skipped"] == trainer.stability_run.guard.state.skips == 1
+    assert "update skipped: the filters left no token: low_probability dropped 100%" in capsys.readouterr().out
+    assert rows(store, "response_mask") == [[1, 1], [1]]
+
+
+def test_a_batch_of_which_the_corrections_leave_nothing_is_skipped_with_the_reason(step, capsys):
+    trainer, metrics, _ = step({"correction": "icepop", "icepop": {"alpha": 20.0, "beta": 30.0}})
+    assert ran(trainer) == ["advantage"]
+    assert metrics["guard/skipped"] == 1
+    assert "update skipped: icepop dropped all 3 tokens of the batch" in capsys.readouterr().out
+
+
+def test_denominator_kept_takes_what_a_correction_drops_out_of_both_masks(step):
+    _, metrics, store = step({"correction": "icepop", "denominator": "kept"})
+    assert rows(store, "response_mask") == rows(store, "loss_mask") == [[1, 1], [0]]
+    assert metrics["filter/kept_tokens"] == pytest.approx(2 / 3)
+
+
+def test_denominator_full_leaves_the_masks_alone(step):
+    _, _, store = step({"correction": "icepop"})
+    assert rows(store, "response_mask") == [[1, 1], [1]]
+    assert "loss_mask" not in store.fields
+
+
+def test_router_agreement_reaches_the_filter_of_its_name(step):
+    sums = router_sums(1, 1)
+    settings = {"router_agreement": True, "filters": {"low_agreement": {"threshold": 0.5}}}
+    _, metrics, store = step(settings, router_sums=sums, router_agreement=nested([0.25, 0.75], [0.5]))
+    assert rows(store, "response_mask") == [[0, 1], [1]]
+    assert metrics["filter/low_agreement/dropped_tokens"] == pytest.approx(1 / 3)
+
+
+def test_a_batch_past_the_threshold_updates_neither_actor_nor_critic(step, capsys):
+    trainer, metrics, _ = step({"batch_skip": {"threshold": 0.1}})
+    assert ran(trainer) == ["advantage"]
+    assert metrics["guard/skipped"] == 1
+    assert trainer.stability_run.guard.state.skips == 1
+    assert "verl_ext: step 7: update skipped: vllm_kl/k3=" in capsys.readouterr().out
+
+
+def test_nan_in_the_rollouts_log_probs_skips_without_a_threshold(step, capsys):
+    trainer, _, store = step({"correction": "icepop"}, rollout_log_probs=nested([float("nan"), -2.0], [-3.0]))
+    assert ran(trainer) == ["advantage"]
+    assert "update skipped: rollout_log_probs has 1 non-finite values" in capsys.readouterr().out
+    assert torch.isfinite(store.fields["rollout_is_weights"].values()).all()
+
+
+def router_sums(*differing):
+    """Of one trajectory a row, two layers: two tokens, of which so many differ in one of two experts of layer 1."""
+    n = torch.tensor([[2.0]])
+    rows = []
+    for d in torch.tensor(differing, dtype=torch.float32).view(-1, 1, 1):
+        by_layer = [torch.cat([n, n - share * d], 1) for share in (0.5, 1.0)]
+        first, zero = torch.cat([0 * d, d], 1), torch.zeros(1, 1)
+        rows.append(RouterSums(by_layer[0], by_layer[1], first, by_layer[0], zero, zero, n, zero).pack()[0])
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def test_routing_is_not_sent_to_stages_that_do_not_read_it(step, capsys):
+    trainer, metrics, _ = step({"router_agreement": True}, router_sums=router_sums(1, 1))
+    assert "routed_experts travels as torch.uint8" in capsys.readouterr().out
+    assert metrics["router/agreement/layer_01"] == pytest.approx(3 / 4)
+    assert metrics["router/any_layer_differs"] == pytest.approx(1 / 2)
+    assert metrics["router/tokens"] == 4
+    assert trainer.ran[1:] == [("critic", ["old_log_probs"]), ("actor", ["old_log_probs"])]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "engine", "mode", "sent"),
+    [
+        ("fsdp2", "fsdp_config", "R2", "old_routed_experts"),
+        ("fsdp2", "fsdp_config", "R3", "routed_experts"),
+        ("megatron", "megatron", "R2", "routed_experts"),
+        ("megatron", "megatron", "R3", "routed_experts"),
+        ("veomni", "veomni", "R3", "routed_experts"),
+    ],
+)
+def test_the_update_is_sent_the_routing_that_it_replays(step, strategy, engine, mode, sent):
+    actor = {"strategy": strategy, engine: {"router_replay": {"mode": mode}}}
+    trainer, _, _ = step({"router_agreement": True}, actor=actor, router_sums=router_sums(0, 0))
+    assert trainer.ran[1:] == [("critic", ["old_log_probs"]), ("actor", ["old_log_probs", sent])]
+
+
+def test_a_rollout_that_returns_no_routing_is_an_error_with_the_remedy(step):
+    with pytest.raises(HookError, match=r"set stability.router_agreement=false"):
+        step({"router_agreement": True})
+
+
+def test_nothing_asked_for_changes_nothing(step):
+    trainer, metrics, store = step({})
+    assert metrics == {}
+    assert "rollout_is_weights" not in store.fields
+    assert trainer.ran[-1] == ("actor", ["old_log_probs"])
+
+
+def test_settings_are_taken_over_from_the_next_batch_on_and_the_guard_stays_the_runs(step):
+    trainer, _, store = step({"metrics": True, "batch_skip": {"threshold": 9}})
+    run, metrics = trainer.stability_run, {}
+    run.use(trainer.config, stability_config({"correction": "icepop"}))
+    batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=["old_log_probs"])
+    trainer._compute_advantage(batch, metrics)
+    assert rows(store, "rollout_is_weights")[1] == [0.0]
+    assert [rule.name for rule in run.guard.rules] == ["batch_skip"]
+    assert "guard/threshold" not in metrics

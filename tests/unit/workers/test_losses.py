@@ -1,0 +1,140 @@
+"""The registered losses `icepop`, `opsm`, `llds` and `router_shift`, against the papers written out in float64."""
+
+import pytest
+import torch
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.workers.config import ActorConfig, FSDPActorConfig
+
+from tests.support.closeness import close
+from tests.support.policy_loss_oracles import (
+    icepop_loss_oracle,
+    llds_loss_oracle,
+    loss_batch,
+    opsm_loss_oracle,
+    router_shift_loss_oracle,
+)
+from verl_ext.errors import ConfigError
+from verl_ext.workers.inputs import LossInputs, provide
+from verl_ext.workers.loss_config import LOSS_CONFIGS, IcePopLossConfig
+from verl_ext.workers.losses import icepop_loss
+
+TERM = 1.0  # the size of what the losses here are means of: terms of both signs
+
+
+def actor_config(loss_mode="icepop", **loss) -> ActorConfig:
+    return FSDPActorConfig(
+        strategy="fsdp2",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.28,
+        policy_loss=LOSS_CONFIGS[loss_mode](**loss),
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("alpha", "beta"), [(0.5, 5.0), (0.9, 1.1)])
+def test_icepop_loss_and_gradient_equal_the_oracle(seed, alpha, beta):
+    old, new, advantages, mask, k = loss_batch(seed)
+    loss, metrics = icepop_loss(
+        old, new, advantages, mask, config=actor_config(alpha=alpha, beta=beta), rollout_is_weights=k
+    )
+    loss.backward()
+    expected, gradient = icepop_loss_oracle(old, new, advantages, mask, k, alpha, beta)
+    close(loss, expected, scale=TERM)
+    close(new.grad, gradient)
+    n = mask.sum().item()
+    assert metrics["actor/icepop/dropped_low"] == pytest.approx(((k < alpha) & mask).sum().item() / n)
+    assert metrics["actor/icepop/dropped_high"] == pytest.approx(((k > beta) & mask).sum().item() / n)
+
+
+def test_icepop_loss_with_every_ratio_one_is_verls_vanilla_loss():
+    old, new, advantages, mask, k = loss_batch(0)
+    config = actor_config()
+    ours, _ = icepop_loss(old, new, advantages, mask, config=config, rollout_is_weights=torch.ones_like(k))
+    vanilla, _ = get_policy_loss_fn("vanilla")(old, new, advantages, mask, "token-mean", config, None)
+    close(ours, vanilla, scale=TERM)
+
+
+def test_all_tokens_dropped_gives_a_zero_gradient():
+    old, new, advantages, mask, k = loss_batch(0)
+    loss, _ = icepop_loss(
+        old, new, advantages, mask, config=actor_config(), rollout_is_weights=torch.full_like(k, 100.0)
+    )
+    loss.backward()
+    assert loss.item() == 0
+    assert new.grad.abs().max() == 0
+
+
+def test_missing_ratio_explains_itself():
+    old, new, advantages, mask, _ = loss_batch(0)
+    with pytest.raises(ConfigError, match="rollout_is=token"):
+        icepop_loss(old, new, advantages, mask, config=actor_config())
+
+
+def test_bounds_that_cross_name_the_setting():
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref.actor.policy_loss.alpha=6 must be below"):
+        IcePopLossConfig(alpha=6)
+
+
+def test_the_loss_is_registered_with_verl_by_name():
+    assert get_policy_loss_fn("icepop") is icepop_loss
+
+
+def check(loss_mode, expected, leaf, args, **settings):
+    """The registered loss and its gradient equal the float64 `expected` of `leaf`."""
+    expected.backward()
+    old, new, advantages, mask = args
+    loss, metrics = get_policy_loss_fn(loss_mode)(
+        old_log_prob=old,
+        log_prob=new,
+        advantages=advantages,
+        response_mask=mask,
+        config=actor_config(loss_mode, **settings),
+    )
+    loss.backward()
+    close(loss, expected, scale=TERM)
+    close(new.grad, leaf.grad)
+    return metrics
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_opsm_loss_and_gradient_equal_the_oracle(seed):
+    old, new, advantages, mask, _ = loss_batch(seed)
+    l_infer = old + torch.tensor([[0.6], [-0.6], [0.1]])
+    leaf = new.detach().double().requires_grad_()
+    expected, keep, gap = opsm_loss_oracle(leaf, old, advantages, mask, l_infer, 0.1)
+    with provide(LossInputs(l_infer=l_infer)):
+        metrics = check("opsm", expected, leaf, (old, new, advantages, mask), delta=0.1)
+    assert metrics["actor/opsm/dropped"] == pytest.approx((~keep & mask).sum().item() / mask.sum().item())
+    total = metrics["actor/opsm/mismatch"] + metrics["actor/opsm/staleness"]
+    close(total, gap.mean(), scale=gap.abs().max().item())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_llds_loss_and_gradient_equal_the_oracle(seed):
+    old, new, advantages, mask, _ = loss_batch(seed)
+    leaf = new.detach().double().requires_grad_()
+    expected, penalty = llds_loss_oracle(leaf, old, advantages, mask, 0.5)
+    metrics = check("llds", expected, leaf, (old, new, advantages, mask), coef=0.5, gate="response")
+    close(metrics["actor/llds/penalty"], penalty)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_router_shift_loss_and_gradient_equal_the_oracle(seed):
+    old, new, advantages, mask, _ = loss_batch(seed)
+    deviation = torch.rand(3, 7) * 0.4
+    leaf = new.detach().double().requires_grad_()
+    expected, factor = router_shift_loss_oracle(leaf, old, advantages, mask, deviation, 0.8)
+    with provide(LossInputs(router_deviation=deviation)):
+        metrics = check("router_shift", expected, leaf, (old, new, advantages, mask))
+    close(metrics["actor/ppo_kl"], (old - new)[mask].mean(), scale=(old - new).abs().max().item())
+    close(metrics["actor/router_shift/factor"], factor[mask].mean())
+
+
+def test_a_loss_under_plain_verl_names_the_entry_point_and_the_dataclass():
+    old, new, advantages, mask, _ = loss_batch(0)
+    with pytest.raises(ConfigError, match=r"launch with verl_ext\.main_ppo"):
+        check("opsm", new.sum(), new, (old, new, advantages, mask), delta=0.1)
+    with pytest.raises(ConfigError, match=r"set .*_target_=.*\.LldsLossConfig"):
+        get_policy_loss_fn("llds")(old, new, advantages, mask, "token-mean", actor_config())

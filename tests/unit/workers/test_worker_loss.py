@@ -1,0 +1,311 @@
+"""The workers' loss around verl's real `ppo_loss`: parity where nothing is on, and each feature against an oracle."""
+
+import math
+
+import pytest
+import torch
+from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import PolicyLossConfig
+from verl.workers.utils.losses import ppo_loss
+
+from tests.support.closeness import close
+from verl_ext.errors import ConfigError
+from verl_ext.workers.inputs import loss_inputs
+from verl_ext.workers.losses import apply_base
+from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
+
+BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "dppo_tv", "dppo_kl", "gpg", "dro")
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
+DELTA = 0.05
+TERM = 1.0  # the size of what the losses here are means of: terms of both signs
+
+
+def build(config, **settings):
+    return build_worker_loss(config, LossSettings.from_dict(settings))[0]
+
+
+def run(loss, parts):
+    """Sum of the losses of the parts, each backpropagated, and the metrics of the last."""
+    total = 0.0
+    for model_output, data in parts:
+        value, metrics = loss(model_output=model_output, data=data)
+        value.backward()
+        total += value.item()
+    return total, metrics
+
+
+def kept(batch, delta=DELTA):
+    """OPSM's [B, T] mask in float64, from the definition."""
+    l_infer, l_theta, mask = (batch.padded(name) for name in ("rollout_log_probs", "log_prob", "response_mask"))
+    divergence = ((l_infer.double() - l_theta) * mask).sum(1) / mask.sum(1).clamp(min=1)
+    return ((batch.padded("advantages") >= 0) | (divergence <= delta)[:, None]).float()
+
+
+def with_weights(batch, weights):
+    """`batch` with jagged rollout_is_weights from a padded tensor."""
+    batch.rows["rollout_is_weights"] = [row[: len(leaf)] for row, leaf in zip(weights, batch.leaves, strict=True)]
+    return batch
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kl", [None, "low_var_kl"])
+def test_with_nothing_on_it_is_verls_loss(mode, kl, make_batch, actor_config):
+    batch = make_batch(0)
+    config = actor_config(loss_agg_mode=mode, use_kl_loss=kl is not None, kl_loss_type=kl or "k1")
+    expected, verl_metrics = run(lambda **call: ppo_loss(config=config, **call), [batch.whole()])
+    gradient = batch.take_gradients()
+    found, metrics = run(build(config), [batch.whole()])
+    assert found == expected
+    assert torch.equal(batch.take_gradients(), gradient)
+    assert metrics.keys() == verl_metrics.keys()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("base", BASES)
+def test_opsm_masks_the_gradient_of_every_base_loss(base, weighted, make_batch, actor_config):
+    batch = make_batch(3, lengths=(6, 9, 4, 8), masked_row=None)
+    mask = kept(batch)
+    assert 0 < mask.sum() < mask.numel()
+    torch.manual_seed(0)
+    weights = torch.rand(4, 9) if weighted else torch.ones(4, 9)
+    if weighted:
+        with_weights(batch, weights)
+    config = actor_config(PolicyLossConfig(loss_mode=base, dro_beta=0.1))
+    _, metrics = run(build(config, opsm={"delta": DELTA}), [batch.whole()])
+    found = batch.take_gradients()
+
+    leaf = batch.padded("log_prob").requires_grad_()
+    info = {"dp_size": 1, "batch_num_tokens": int(batch.padded("response_mask").sum()), "global_batch_size": 4}
+    config.global_batch_info.update(info)
+    loss, _ = apply_base(
+        base,
+        mask * weights,
+        old_log_prob=batch.padded("old_log_probs"),
+        log_prob=leaf,
+        advantages=batch.padded("advantages"),
+        response_mask=batch.padded("response_mask").bool(),
+        loss_agg_mode="token-mean",
+        config=config,
+    )
+    loss.backward()
+    expected = torch.cat([row[: len(own)] for row, own in zip(leaf.grad, batch.leaves, strict=True)])
+    close(found, expected)
+    assert metrics["actor/opsm/dropped"].aggregate() == pytest.approx(
+        1 - (mask * batch.padded("response_mask")).sum().item() / info["batch_num_tokens"]
+    )
+
+
+def planted(batch, odd):
+    """`batch` with `odd` in every field where the response mask is 0."""
+    outside = [mask == 0 for mask in batch.rows["response_mask"]]
+    for name in batch.rows.keys() - {"response_mask", "log_prob"}:
+        rows = zip(batch.rows[name], outside, strict=True)
+        batch.rows[name] = [torch.where(masked, odd, row) for row, masked in rows]
+    return batch
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("base", BASES)
+def test_nan_outside_the_mask_leaves_every_base_loss_as_verl_has_it_without(base, mode, make_batch, actor_config):
+    weights = torch.rand(4, 7, generator=torch.Generator().manual_seed(0))
+    plain, changed = (with_weights(make_batch(1), weights) for _ in range(2))
+    verls = "geo_mean_weighted" if base == "geo_mean" else base
+    config, verls_config = (
+        actor_config(PolicyLossConfig(loss_mode=name, dro_beta=0.1), loss_agg_mode=mode) for name in (base, verls)
+    )
+    expected, _ = run(lambda **call: ppo_loss(config=verls_config, **call), [plain.whole()])
+    found, metrics = run(build(config), [planted(changed, math.nan).whole()])
+    assert found == expected
+    assert torch.equal(changed.take_gradients(), plain.take_gradients())
+    assert all(math.isfinite(metric.aggregate()) for metric in metrics.values())
+
+
+def split_cases():
+    """(name, ActorConfig fields, policy loss, settings): whatever has to give the same sum over any split."""
+    return [
+        ("opsm", {}, {"loss_mode": "vanilla"}, {"opsm": {"delta": DELTA}}),
+        ("opsm_seq", {"loss_agg_mode": "seq-mean-token-mean"}, {"loss_mode": "gspo"}, {"opsm": {"delta": DELTA}}),
+        ("geo_mean", {}, {"loss_mode": "geo_mean"}, {"opsm": {"delta": DELTA}}),
+        ("llds", {}, {"loss_mode": "llds", "coef": 2.0}, {}),
+        ("llds_geo_mean", {}, {"loss_mode": "llds", "gate": "response", "base": "geo_mean"}, {}),
+        ("opsm_loss", {}, {"loss_mode": "opsm", "delta": DELTA, "base": "cispo"}, {}),
+        ("kl", {"use_kl_loss": True, "kl_loss_type": "unbiased", "kl_loss_coef": 0.5}, {"loss_mode": "vanilla"}, {}),
+    ]
+
+
+@pytest.mark.parametrize("split", [[[0], [1], [2], [3]], [[0, 3], [1, 2]], [[2], [0, 1, 3]]])
+@pytest.mark.parametrize(
+    ("fields", "policy_loss", "settings"), [c[1:] for c in split_cases()], ids=[c[0] for c in split_cases()]
+)
+def test_the_split_into_micro_batches_does_not_matter(split, fields, policy_loss, settings, make_batch, actor_config):
+    batch = make_batch(3, lengths=(6, 9, 4, 8))
+    loss = build(actor_config(**fields), policy_loss=policy_loss, **settings)
+    whole, _ = run(loss, [batch.whole()])
+    gradient = batch.take_gradients()
+    assert gradient.count_nonzero() > 5
+    total, _ = run(loss, [batch.part(indices) for indices in split])
+    close(total, whole, scale=TERM)
+    close(batch.take_gradients(), gradient)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("fields", "policy_loss", "settings"), [c[1:] for c in split_cases()], ids=[c[0] for c in split_cases()]
+)
+def test_what_stands_outside_the_mask_has_no_effect(odd, fields, policy_loss, settings, make_batch, actor_config):
+    plain, changed = make_batch(3, lengths=(6, 9, 4, 8)), planted(make_batch(3, lengths=(6, 9, 4, 8)), odd)
+    loss = build(actor_config(**fields), policy_loss=policy_loss, **settings)
+    (expected, expected_metrics), (found, metrics) = (run(loss, [batch.whole()]) for batch in (plain, changed))
+    assert found == expected
+    assert torch.equal(changed.take_gradients(), plain.take_gradients())
+    for name, value in expected_metrics.items():
+        assert metrics[name] == value or metrics[name].aggregate() == value.aggregate(), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("denominator", "field"), [("infer", "rollout_log_probs"), ("old", "old_log_probs")])
+def test_unbiased_kl_joins_the_loss_under_verls_names(mode, denominator, field, make_batch, actor_config):
+    batch = make_batch(1)
+    fields = {"use_kl_loss": True, "kl_loss_type": "unbiased", "kl_loss_coef": 0.3, "loss_agg_mode": mode}
+    found, metrics = run(build(actor_config(**fields), kl_denominator=denominator), [batch.whole()])
+    gradient = batch.take_gradients()
+    plain, _ = run(build(actor_config(loss_agg_mode=mode)), [batch.whole()])
+    plain_gradient = batch.take_gradients()
+
+    theta = batch.padded("log_prob").double().requires_grad_()
+    ref, sampled = batch.padded("ref_log_prob").double(), batch.padded(field).double()
+    x = torch.exp(ref - theta)
+    mask = batch.padded("response_mask").bool()
+    info = {"batch_num_tokens": int(mask.sum()), "global_batch_size": 4}
+    term = agg_loss(torch.exp(theta - sampled) * (x - torch.log(x) - 1), mask, mode, **info)
+    (0.3 * term).backward()
+    expected = torch.cat([row[: len(own)] for row, own in zip(theta.grad, batch.leaves, strict=True)])
+    close(metrics["kl_loss"].aggregate(), term)
+    assert metrics["kl_coef"] == 0.3
+    close(found, plain + 0.3 * term.item(), scale=TERM)
+    close(gradient - plain_gradient, expected, scale=gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("base", [*BASES, "clip_cov", "kl_cov"])
+def test_a_mini_batch_without_tokens_has_loss_zero_and_zero_gradients(base, make_batch, actor_config):
+    batch = make_batch(0, lengths=(3, 2))
+    batch.rows["response_mask"] = [mask * 0 for mask in batch.rows["response_mask"]]
+    config = actor_config(
+        PolicyLossConfig(loss_mode=base, dro_beta=0.1), use_kl_loss=True, kl_loss_type="unbiased", entropy_coeff=0.1
+    )
+    loss, metrics = run(build(config, opsm={"delta": DELTA}), [batch.whole()])
+    assert loss == 0
+    assert torch.equal(batch.take_gradients(), torch.zeros(5))
+    assert all(math.isfinite(m.aggregate() if hasattr(m, "aggregate") else m) for m in metrics.values())
+
+
+def test_the_same_in_verl_is_nan(make_batch, actor_config):
+    batch = make_batch(0, lengths=(3, 2))
+    batch.rows["response_mask"] = [mask * 0 for mask in batch.rows["response_mask"]]
+    model_output, data = batch.whole()
+    assert ppo_loss(actor_config(), model_output, data)[0].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_log_probs_enter_in_float32(dtype, make_batch, actor_config):
+    batch = make_batch(2)
+    for leaf in batch.leaves:
+        leaf.data = leaf.data.to(dtype).float()
+    config = actor_config(use_kl_loss=True, kl_loss_type="unbiased")
+    exact, _ = run(build(config, opsm={"delta": DELTA}), [batch.whole()])
+    half, _ = run(build(config, opsm={"delta": DELTA}), [batch.whole(dtype)])
+    assert half == exact
+
+
+@pytest.mark.parametrize("gap", [100.0, -100.0])
+def test_log_ratios_of_a_hundred_stay_finite(gap, make_batch, actor_config):
+    batch = make_batch(2)
+    for leaf in batch.leaves:
+        leaf.data += gap
+    config = actor_config(use_kl_loss=True, kl_loss_type="unbiased")
+    loss, _ = run(build(config, opsm={"delta": DELTA}, policy_loss={"loss_mode": "llds"}), [batch.whole()])
+    assert math.isfinite(loss)
+    assert batch.take_gradients().isfinite().all()
+
+
+def test_the_inputs_reach_a_registered_loss_padded_and_are_gone_afterwards(make_batch, actor_config):
+    seen = []
+
+    @register_policy_loss("test_reader")
+    def reader(**call):
+        seen.append(loss_inputs())
+        return apply_base("vanilla", **call)
+
+    batch = make_batch(0)
+    run(build(actor_config(PolicyLossConfig(loss_mode="test_reader"))), [batch.whole()])
+    mask = batch.padded("response_mask")
+    assert torch.equal(seen[0].l_infer, batch.padded("rollout_log_probs") * mask)
+    assert torch.equal(seen[0].entropy, batch.padded("entropy") * mask)
+    with pytest.raises(ConfigError, match=r"the loss needs router_agreement.*it brings of.*l_infer, entropy"):
+        seen[0].require("router_agreement")
+    with pytest.raises(ConfigError, match=r"launch with verl_ext\.main_ppo"):
+        loss_inputs()
+
+
+def test_a_batch_without_rollout_log_probs_says_so(make_batch, actor_config):
+    batch = make_batch(0)
+    del batch.rows["rollout_log_probs"]
+    model_output, data = batch.whole()
+    with pytest.raises(ConfigError, match="no field rollout_log_probs"):
+        build(actor_config(), opsm={"delta": DELTA})(model_output=model_output, data=data)
+
+
+def test_the_engines_micro_batch_stays_as_it_was(make_batch, actor_config):
+    batch = make_batch(0, batch_num_tokens=0)
+    model_output, data = batch.whole()
+    keys = set(data.keys())
+    build(actor_config(), opsm={"delta": DELTA})(model_output=model_output, data=data)
+    assert set(data.keys()) == keys
+    assert tu.get(data, "batch_num_tokens") == 0
+
+
+def test_what_is_active_is_returned_and_verls_config_left_alone(actor_config):
+    config = actor_config(PolicyLossConfig(loss_mode="geo_mean"), use_kl_loss=True, kl_loss_type="unbiased")
+    _, active = build_worker_loss(config, LossSettings.from_dict({"opsm": {"delta": 0.1}}))
+    assert active["opsm"] == {"delta": 0.1}
+    assert active["kl"] == "unbiased, over l_infer"
+    assert active["policy_loss"]["loss_mode"] == "geo_mean"
+    assert config.use_kl_loss and config.policy_loss.loss_mode == "geo_mean"
+    _, active = build_worker_loss(
+        config, LossSettings.from_dict({"policy_loss": {"loss_mode": "llds", "base": "gspo"}})
+    )
+    assert active["opsm"] is None
+    assert active["policy_loss"].items() >= {"loss_mode": "llds", "base": "gspo", "coef": 0.1, "gate": "action"}.items()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"opsm": {}}, "stability.opsm.delta must be given"),
+        ({"opsm": {"delta": None}}, "stability.opsm.delta must be given"),
+        ({"opms": {"delta": 1}}, "cannot be read.*opms"),
+        ({"kl_denominator": "ref"}, "kl_denominator=ref is not known"),
+        ({"policy_loss": {"loss_mode": "llds", "lambda": 1}}, "policy_loss cannot be built"),
+        ({"policy_loss": {"loss_mode": "llds", "gate": "token"}}, "gate=token is not known"),
+        ({"policy_loss": {"loss_mode": "llds", "base": "llds"}}, "base=llds cannot be built upon"),
+        ({"policy_loss": {"loss_mode": "llds", "base": "bypass_mode"}}, "base=bypass_mode cannot be built upon"),
+        ({"policy_loss": {"loss_mode": "opsm"}}, r"policy_loss.delta must be given"),
+        ({"policy_loss": {"loss_mode": "router_shift", "base": "dro"}}, "base=dro has no ratio"),
+        ({"policy_loss": {"loss_mode": "router_shift", "floor": 2}}, "floor=2 must be between 0 and 1"),
+        ({"policy_loss": {"loss_mode": "bypass_mode"}, "opsm": {"delta": 0.1}}, "cannot act on .*bypass_mode"),
+    ],
+)
+def test_settings_that_cannot_work_name_themselves(settings, message, actor_config):
+    with pytest.raises(ConfigError, match=message):
+        build_worker_loss(actor_config(), LossSettings.from_dict(settings))
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum", "token-mean"])
+@pytest.mark.parametrize("base", ["vanilla", "geo_mean", "sapo"])
+def test_trajectories_that_filters_dropped_leave_the_mean_over_sequences(base, mode, make_batch, actor_config):
+    config = actor_config(PolicyLossConfig(loss_mode=base), loss_agg_mode=mode)
+    whole, scaled = (make_batch(0, **settings) for settings in ({}, {"filter_scale": 2.0}))
+    losses = [run(build(config), [batch.whole()])[0] for batch in (whole, scaled)]
+    by_sequences = base != "vanilla" or mode != "token-mean"
+    close(losses[1], losses[0] * (2 if by_sequences else 1), scale=TERM)

@@ -1,0 +1,163 @@
+"""Methods that users name: a function, the dataclass of its settings, and the traits of its kind.
+
+A method is registered where it is written, by its kind's decorator (`register_correction`, `register_batch_filter`,
+`register_estimator`); whatever knows methods by name reads the kind's registry. A function takes its settings as
+keyword arguments. Torch is not needed to read settings: `verl_ext.core.lazily`.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, make_dataclass
+from typing import Any, Generic, NoReturn, TypeVar, get_type_hints
+
+from verl_ext.errors import ConfigError, SettingError
+
+KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
+
+
+@dataclass(frozen=True)
+class Method:
+    """`function(*data, **settings)`, known by `name`; `settings` is the dataclass that checks them."""
+
+    name: str
+    function: Callable[..., Any]
+    settings: type
+
+
+M = TypeVar("M", bound=Method)
+
+
+class Registry(dict[str, M]):
+    """The methods of one kind by name."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+
+    def add(self, method: M) -> None:
+        if method.name in self:
+            raise ValueError(f"a {self.kind} named {method.name} is registered already")
+        self[method.name] = method
+
+
+@dataclass(frozen=True)
+class Chosen(Generic[M]):
+    """A method with its validated settings, as a run uses it; as text, a line of the start-up table."""
+
+    method: M
+    settings: Any
+
+    @property
+    def name(self) -> str:
+        return self.method.name
+
+    def __str__(self) -> str:
+        return described(self.name, asdict(self.settings))
+
+
+def described(name: str, settings: Mapping[str, Any]) -> str:
+    """`icepop, alpha 0.5, beta 5`"""
+    return ", ".join([name, *(f"{key} {_shown(value)}" for key, value in settings.items())])
+
+
+def choose(method: M, given: Mapping[str, Any] | None, where: str) -> Chosen[M]:
+    """The method with the settings given, which stand at `where` in the config; errors as of `build`."""
+    return Chosen(method, build(method.settings, given, where))
+
+
+def settings_of(function: Callable[..., Any], *besides: str) -> type:
+    """The dataclass of a function that comes without one: its keyword-only arguments, with their types and defaults.
+
+    Args:
+        besides: keyword-only arguments that are no settings.
+    """
+    arguments = inspect.signature(function).parameters.values()
+    kept = [one for one in arguments if one.kind is one.KEYWORD_ONLY and one.name not in besides]
+    return make_dataclass(
+        "".join(part.title() for part in function.__name__.split("_")),
+        [(argument.name, _kind(argument.annotation), _default(argument.default)) for argument in kept],
+        frozen=True,
+        kw_only=True,
+    )
+
+
+def _kind(annotation: Any) -> Any:
+    return annotation if annotation in KINDS else Any
+
+
+def _default(value: Any) -> Field:
+    return field() if value is inspect.Parameter.empty else field(default_factory=lambda: value)
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    """Name -> default of each setting, of nested dataclasses too; None for what has to be given."""
+    found: dict[str, Any] = {}
+    for one in fields(kind):
+        value = one.default if one.default_factory is MISSING else one.default_factory()
+        nested = is_dataclass(value) and not isinstance(value, type)
+        found[one.name] = asdict(value) if nested else None if value is MISSING else value  # type: ignore[arg-type]
+    return found
+
+
+def build(kind: type, given: Mapping[str, Any] | None, where: str) -> Any:
+    """The dataclass `kind` of the settings given, nested ones included.
+
+    Raises:
+        ConfigError: a setting is not known, missing, of another type, or refused by the dataclass; it names the
+            setting by its place in the config, `where`. A field may say in its metadata what to try, "for example".
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"{where}={given} must be a mapping of its settings, {{}} for none")
+    hints = get_type_hints(kind)
+    for name in given or {}:
+        if name not in hints:
+            raise ConfigError(f"{where}.{name} is not known; its settings are: {', '.join(hints) or 'none'}")
+    for one in fields(kind):
+        if one.default is MISSING and one.default_factory is MISSING and (given or {}).get(one.name) is None:
+            _raise_missing(one, f"{where}.{one.name}")
+    values = {
+        name: build(hints[name], value, f"{where}.{name}")
+        if is_dataclass(hints[name])
+        else _converted(hints[name], value, f"{where}.{name}")
+        for name, value in (given or {}).items()
+    }
+    try:
+        return kind(**values)
+    except SettingError as error:
+        raise error.at(where) from error
+    except (TypeError, ValueError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{where}: {error}") from error
+
+
+def _converted(hint: Any, value: Any, setting: str) -> Any:
+    """Of the type that the dataclass says; OmegaConf converts, as it does for verl's own settings."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    schema = OmegaConf.structured(make_dataclass("Setting", [("value", hint)]))
+    try:
+        return OmegaConf.to_container(OmegaConf.merge(schema, {"value": value}))["value"]
+    except OmegaConfBaseException as error:
+        kinds = [words for one, words in KINDS.items() if hint in (one, one | None)]
+        raise ConfigError(f"{setting}={value} must be {kinds[0] if kinds else f'of type {hint}'}") from error
+
+
+def _raise_missing(one: Field, setting: str) -> NoReturn:
+    example = one.metadata.get("for example")
+    fix = () if example is None else (f"{setting}={example}",)
+    raise ConfigError(f"{setting} must be given: it has no default", fix, "another value" if fix else "")
+
+
+def require(settings: Any, name: str, holds: bool, rule: str, **remedy: Any) -> None:
+    """For a `__post_init__`: SettingError, `name=value rule`, unless it holds; remedies are those of ConfigError."""
+    if not holds:
+        raise SettingError(name, f"={_shown(getattr(settings, name))} {rule}", **remedy)
+
+
+def require_one_of(settings: Any, name: str, choices: tuple[str, ...]) -> None:
+    holds = getattr(settings, name) in choices
+    require(settings, name, holds, f"is not known; choose one of: {', '.join(choices)}")
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,160 @@
+"""What a run asks of the plugin, as frozen objects; `verl_ext.settings.stability` makes them from its node."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from verl_ext.core.corrections import Correction
+from verl_ext.core.filtering import BatchFilter
+from verl_ext.errors import ConfigError
+from verl_ext.guard.rules import Rule
+from verl_ext.methods import Chosen, require_one_of
+from verl_ext.settings.guard import BatchSkip, GuardSettings
+from verl_ext.settings.trajectories import TrajectoryDump
+
+AGREEMENT = "stability.router_agreement=true"
+FSDP_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"  # verl's own name; its FSDP config leaves it out
+KL_DENOMINATORS = ("infer", "old")
+UNBIASED = "unbiased"  # our actor.kl_loss_type, beside verl's
+
+
+@dataclass(frozen=True)
+class Switches:
+    """The settings that are no methods.
+
+    Attributes:
+        denominator: `full` keeps tokens of weight 0 in the loss's divisor, as in IcePop's objective; `kept` takes them
+            out of the mask, and so out of every term of the loss and its divisor.
+        plugins: modules to import first, which register methods of your own.
+        metrics: log `vllm_kl/*` each step; whatever reads them turns it on as well (corrections, filters, the guard, a
+            dump of trajectories).
+        breakdown: log them by probability, entropy, position and turn too.
+        batch_skip: when to refuse a batch.
+        guard: what can be done about a batch or a run, besides.
+        kl_denominator: what actor.kl_loss_type=unbiased takes the tokens to be sampled from: `infer`, the rollout
+            engine (the paper's), or `old`, the training engine before the update.
+        router_agreement: compare the experts that training and rollout chose.
+        trajectories: write a few trajectories a step, token by token, for the report.
+        cascade_attention: vLLM's cascade attention; `default` leaves the engine's own choice.
+    """
+
+    denominator: str = "full"
+    plugins: list[str] = field(default_factory=list)
+    metrics: bool = False
+    breakdown: bool = True
+    batch_skip: BatchSkip = field(default_factory=BatchSkip)
+    guard: GuardSettings = field(default_factory=GuardSettings)
+    kl_denominator: str = "infer"
+    router_agreement: bool = False
+    trajectories: TrajectoryDump = field(default_factory=TrajectoryDump)
+    cascade_attention: str = "default"
+
+    def __post_init__(self) -> None:
+        require_one_of(self, "denominator", ("full", "kept"))
+        require_one_of(self, "kl_denominator", KL_DENOMINATORS)
+        require_one_of(self, "cascade_attention", ("default", "on", "off"))
+
+
+@dataclass(frozen=True)
+class StabilityConfig(Switches):
+    """Everything the plugin adds to a run; all of it is off by default.
+
+    Attributes:
+        correction: weights on the policy-gradient loss, which multiply.
+        filters: batch filters, run in this order.
+        rules: of the guard, batch_skip's first.
+    """
+
+    correction: tuple[Chosen[Correction], ...] = ()
+    filters: tuple[Chosen[BatchFilter], ...] = ()
+    rules: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_ratio()
+        self._check_denominator()
+        for chosen in self.filters:
+            if chosen.method.needs_agreement and not self.router_agreement:
+                raise ConfigError(f"stability.filters.{chosen.name} needs the routers' agreement", fix=(AGREEMENT,))
+        for rule in self.rules:
+            self._check_rule(rule)
+
+    def _check_ratio(self) -> None:
+        weigh = [chosen for chosen in self.correction if chosen.method.weighs_by_ratio(chosen.settings)]
+        if len(weigh) < 2:
+            return
+        masks = [f"stability.{one.name}.{one.method.as_mask}" for one in weigh if one.method.as_mask]
+        also = f" ({weigh[-1].name} can go with another: {masks[-1]})" if masks else ""
+        raise ConfigError(
+            f"stability.correction={list(self.correction_names)}: {' and '.join(one.name for one in weigh)} each weigh "
+            "a token by its ratio, which would count twice",
+            fix=tuple(masks) if len(masks) == len(weigh) - 1 else (),
+            otherwise=f"keep one of them{also}",
+        )
+
+    def _check_denominator(self) -> None:
+        if self.denominator == "full":
+            return
+        full = ("stability.denominator=full",)
+        if inside := [chosen.name for chosen in self.in_update]:
+            raise ConfigError(
+                f"stability.denominator=kept cannot count what {' and '.join(inside)} drops inside the update",
+                fix=full,
+                otherwise="use stability.filters.off_policy_negative",
+            )
+        if not self.correction:
+            raise ConfigError(
+                "stability.denominator=kept counts what stability.correction keeps before the update, and "
+                "stability.correction=none drops nothing there",
+                fix=full,
+                otherwise="name a correction",
+            )
+
+    def _check_rule(self, rule: Rule) -> None:
+        where = f"stability.guard.rules.{rule.name}"
+        if rule.action == "tighten":
+            bands = [chosen for chosen in self.correction if hasattr(chosen.settings, "narrowed")]
+            if not bands:
+                raise ConfigError(
+                    f"{where}: action=tighten narrows IcePop's band; name icepop in stability.correction, or choose "
+                    "another action"
+                )
+            for chosen in bands:
+                (low, least), (high, most) = asdict(chosen.settings).items()
+                if not least <= 1 <= most:
+                    raise ConfigError(
+                        f"{where}: action=tighten narrows the band towards 1, which lies outside "
+                        f"stability.{chosen.name}.{low}={least:g} to {high}={most:g}"
+                    )
+        if rule.signal.startswith("router/") and not self.router_agreement:
+            raise ConfigError(f"{where}: {rule.signal} needs the routers' agreement", fix=(AGREEMENT,))
+
+    @property
+    def correction_names(self) -> tuple[str, ...]:
+        return tuple(chosen.name for chosen in self.correction)
+
+    @property
+    def before_update(self) -> tuple[Chosen[Correction], ...]:
+        """The corrections that the trainer applies."""
+        return tuple(chosen for chosen in self.correction if not chosen.method.in_update)
+
+    @property
+    def in_update(self) -> tuple[Chosen[Correction], ...]:
+        """Those that the workers' loss applies."""
+        return tuple(chosen for chosen in self.correction if chosen.method.in_update)
+
+    def corrections(self, *, tightened: bool = False) -> dict[str, dict[str, Any]]:
+        """Name -> settings of `before_update`, for `core.measure`.
+
+        Args:
+            tightened: with bands narrowed, in logarithms, by guard.tighten_factor.
+        """
+        found = {}
+        for chosen in self.before_update:
+            narrows = tightened and hasattr(chosen.settings, "narrowed")
+            settings = chosen.settings.narrowed(self.guard.tighten_factor) if narrows else chosen.settings
+            found[chosen.name] = asdict(settings)
+        return found
+
+    def filter_chain(self) -> list[tuple[str, dict[str, Any]]]:
+        """Name and settings of the batch filters, in order, for `core.filtering`."""
+        return [(chosen.name, asdict(chosen.settings)) for chosen in self.filters]
