@@ -43,7 +43,6 @@ WITHOUT = {
 }
 # (file, module) that a room may not import, and why it still does.
 EXCEPTIONS = {
-    ("launch/checks.py", "workers.loss_config"): "it builds the loss's settings to check them: a dataclass of verl's",
     ("launch/routing_checks.py", "workers.router_shift"): "it probes whether a model's routers return what RSPO reads",
     ("routing/outputs.py", "workers.inputs"): "jagged_like stands beside the inputs of the loss",
 }

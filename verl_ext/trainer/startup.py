@@ -9,10 +9,10 @@ from verl_ext.launch.routing_checks import replay_mode, replays_here
 from verl_ext.methods import described
 from verl_ext.settings.config import UNBIASED
 from verl_ext.settings.estimators import estimator_of
+from verl_ext.settings.losses import LOSSES
 from verl_ext.settings.stability import BATCH_SKIP
 from verl_ext.trainer.logs import trajectories_path
 from verl_ext.upstream import engine_report
-from verl_ext.workers.loss_config import LOSS_CONFIGS
 
 OUR_FIELDS = ("base", "alpha", "beta", "delta", "coef", "gate", "floor")  # of a policy loss, worth a line in the table
 
@@ -89,11 +89,11 @@ def _verify_loss(trainer: Any) -> list[Feature]:
     active = per_rank[0]
     where = f"worker_loss on {len(per_rank)} rank(s)"
     features = []
-    if (loss := dict(active["policy_loss"]))["loss_mode"] in LOSS_CONFIGS:
+    if (loss := dict(active["policy_loss"]))["loss_mode"] in LOSSES:
         ours = {name: value for name, value in loss.items() if name in OUR_FIELDS}
         features.append(Feature("policy loss", described(loss["loss_mode"], ours), where))
-    if active["opsm"]:
-        features.append(Feature("correction", described("opsm", active["opsm"]), where))
+    for name, settings in active["corrections"].items():
+        features.append(Feature("correction", described(name, settings), where))
     if active["kl"] and active["kl"].startswith(UNBIASED):
         features.append(Feature("KL to the reference", active["kl"], where))
     if active["mini_batch"]:
