@@ -122,12 +122,14 @@ def change(chosen: Chosen, batch: LossBatch, gives: Collection[str]) -> LossChan
         ValueError: it gives something besides `gives`, or a tensor that is not [B, T].
     """
     found = chosen.method.function(batch, **asdict(chosen.settings))
+    expected = tuple(batch.mask.shape)
     for name in ("weight", "log_factor", "term"):
-        tensor = getattr(found, name)
-        if tensor is not None and name not in gives:
-            raise ValueError(f"{chosen.name} gives a {name}, and can give: {', '.join(gives)}")
-        if tensor is not None and tensor.shape != batch.mask.shape:
+        if (tensor := getattr(found, name)) is None:
+            continue
+        if name not in gives:
+            raise ValueError(f"{chosen.name} gives a {name}; it is registered to give {' and '.join(gives)}")
+        if tensor.shape != expected:
             raise ValueError(
-                f"{chosen.name} gives a {name} of shape {tuple(tensor.shape)}, not {tuple(batch.mask.shape)}"
+                f"{chosen.name} gives a {name} of shape {tuple(tensor.shape)} where {expected} is expected"
             )
     return found

@@ -45,6 +45,11 @@ def chosen_loss(policy_loss: Mapping[str, Any]) -> Chosen[Loss]:
     return choose(method, own, LOSS)
 
 
+def own_settings() -> list[str]:
+    """The names of all settings that losses have of their own."""
+    return [name for method in LOSSES.values() for name in defaults(method.settings)]
+
+
 def base_of(policy_loss: Mapping[str, Any]) -> str:
     return policy_loss.get("base", "vanilla")
 

@@ -1,6 +1,7 @@
 """The workers' loss around verl's real `ppo_loss`: parity where nothing is on, and each feature against an oracle."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ from verl.workers.config import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 from tests.support.closeness import close
+from verl_ext.core.corrections import CORRECTIONS, register_correction
+from verl_ext.core.policy_loss import LossChange
 from verl_ext.errors import ConfigError
+from verl_ext.launch.checks import loss_settings
+from verl_ext.settings.stability import stability_config
 from verl_ext.workers.inputs import loss_inputs
 from verl_ext.workers.losses import apply_base
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
@@ -95,6 +100,29 @@ def test_opsm_masks_the_gradient_of_every_base_loss(base, weighted, make_batch, 
     assert metrics["actor/opsm/dropped"].aggregate() == pytest.approx(
         1 - (mask * batch.padded("response_mask")).sum().item() / info["batch_num_tokens"]
     )
+
+
+def test_a_correction_of_ones_own_acts_in_the_update(make_batch, actor_config):
+    batch = make_batch(0)
+    with mock.patch.dict(CORRECTIONS):
+
+        @register_correction("likely", reads=("l_infer",), in_update=True)
+        def likely(found, *, least: float):
+            kept = found.require("l_infer") >= math.log(least)
+            return LossChange(weight=kept.float(), metrics={"kept": kept[found.mask].float().mean().item()})
+
+        stability = stability_config({"correction": "likely", "likely": {"least": 0.2}})
+        with pytest.raises(ConfigError, match=r"stability\.likely\.least must be given"):
+            stability_config({"correction": "likely"})
+        loss, active = build_worker_loss(actor_config(), LossSettings.from_dict(loss_settings(stability)))
+    assert active["corrections"] == {"likely": {"least": 0.2}}
+    _, metrics = run(loss, [batch.whole()])
+    kept = torch.cat(batch.rows["rollout_log_probs"]) >= math.log(0.2)
+    mask = torch.cat(batch.rows["response_mask"]).bool()
+    assert 0 < (kept & mask).sum() < mask.sum()
+    assert torch.equal(batch.take_gradients() != 0, kept & mask)
+    share = (kept & mask).sum().item() / mask.sum().item()
+    assert metrics["actor/likely/kept"].aggregate() == pytest.approx(share)
 
 
 def planted(batch, odd):
