@@ -42,7 +42,7 @@ def one_step(guard: Guard, step: int) -> None:
     signals |= {"critic/score/mean": random.gauss(0.5, 0.1), "correction/dropped": random.lognormvariate(-6, 0.3)}
     guard.begin(step)
     foreseen, _ = guard.foresee(signals)
-    guard.count(bool(guard.judge(signals | foreseen).refuses))
+    guard.count(guard.judge(signals | foreseen).refusal is not None)
     guard.judge_late(signals | foreseen | {"actor/grad_norm": 1.0})
     guard.close()
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import hydra
 import ray
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 from verl.trainer import main_ppo as verl_main
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
@@ -20,7 +20,8 @@ from verl.utils.device import auto_set_device
 import verl_ext.plugin  # noqa: F401 (also where VERL_USE_EXTERNAL_PLUGINS leaves it out)
 from verl_ext.errors import GuardStopError, UserError, WorkerDiedError
 from verl_ext.launch import compose
-from verl_ext.launch.checks import apply_engine_settings, check_run, something_to_do
+from verl_ext.launch.checks import apply_engine_settings, check_run
+from verl_ext.launch.features import features
 from verl_ext.settings.stability import stability_config
 from verl_ext.trainer import startup
 
@@ -40,10 +41,7 @@ class StabilityTaskRunner(startup.actor_class(verl_main.TaskRunnerV1)):  # type:
 def run(config: DictConfig) -> None:
     """Check everything that can be checked without a GPU, then train."""
     stability = stability_config(config.stability)
-    with open_dict(config):
-        # A plain node, which any process can read: those that never train need not have verl_ext installed.
-        config.stability = OmegaConf.to_container(config.stability)
-    if not something_to_do(config, stability):
+    if not features(config, stability):
         print("verl_ext: nothing of stability.* is switched on; running verl as it is", flush=True)
         verl_main.main.__wrapped__(config)
         return

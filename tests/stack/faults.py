@@ -25,22 +25,15 @@ SCENARIOS = {
 
 def faulty(trainer_class: type, faults: dict[int, str]) -> type:
     """`trainer_class` with the fault of each step."""
-    from dataclasses import replace
-
     import torch
-    import transfer_queue as tq
+    from omegaconf import OmegaConf
 
-    from verl_ext.core.corrections import CORRECTIONS
-    from verl_ext.core.filtering import BATCH_FILTERS
-    from verl_ext.methods import choose
-    from verl_ext.settings.guard import GuardSettings
-    from verl_ext.trainer.batch import nested
-    from verl_ext.trainer.trainers import _put
+    from verl_ext.settings.stability import stability_config
+    from verl_ext.trainer.transfer import get_fields, nested, put_fields
 
     def change(batch, field, edit):
         """Put an edited copy of a field's values."""
-        values = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[field])[field]
-        return _put(batch, {field: edit(values)})
+        return put_fields(batch, {field: edit(get_fields(batch, [field])[field])})
 
     def filled(value):
         return lambda values: nested(torch.full_like(values.values(), value), values.offsets())
@@ -63,7 +56,7 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
 
     class FaultyTrainer(trainer_class):
         def _compute_advantage(self, batch, metrics):
-            settings = self.stability
+            changed = {}
             match faults.get(self.global_steps, "").split():
                 case ["nan", "log-probs"]:
                     change(batch, "rollout_log_probs", first_nan)
@@ -72,20 +65,11 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
                 case ["reward", value]:
                     change(batch, "rm_scores", score(float(value)))
                 case ["narrow", "band"]:
-                    self.stability = replace(
-                        settings,
-                        correction=(choose(CORRECTIONS["icepop"], {"alpha": 3, "beta": 4}, "stability.icepop"),),
-                        guard=GuardSettings(),
-                        rules=(),
-                    )
+                    changed = {"icepop": {"alpha": 3, "beta": 4}, "guard": {"rules": None}}
                 case ["filters", *_]:
-                    self.stability = replace(
-                        settings, filters=(choose(BATCH_FILTERS["low_probability"], {"threshold": 1.0}, "stability"),)
-                    )
-            try:
-                batch = super()._compute_advantage(batch, metrics)
-            finally:
-                self.stability = settings
+                    changed = {"filters": {"low_probability": {"threshold": 1.0}}}
+            self.stability_run.use(self.config, stability_config(OmegaConf.merge(self.config.stability, changed)))
+            batch = super()._compute_advantage(batch, metrics)
             if faults.get(self.global_steps) == "nan advantages":
                 batch = change(batch, "advantages", filled(float("nan")))
             return batch

@@ -87,14 +87,14 @@ def run(case, rank, folder):
         )
     )
     worker.reset()
+    steps = []
+    verls = worker.engine.optimizer_step
+    worker.engine.optimizer_step = lambda: steps.append(verls()) or steps[-1]
     gate = Gate(worker.engine)
     wanted = LossSettings.from_dict({"mini_batch": limits})
     gate.limits = wanted.mini_batch
     config = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
     worker.set_loss_fn(build_worker_loss(config, wanted, gate)[0])
-    steps = []
-    inner = gate._step
-    gate._step = lambda: steps.append(inner()) or steps[-1]
     output = worker.train_mini_batch(batch(rank, **settings))
     weights = torch.cat([p.detach().full_tensor().flatten() for p in worker.engine.module.parameters()])
     return {"steps": len(steps), "weights": weights, "metrics": dict(tu.get(output, "metrics"))}

@@ -13,13 +13,13 @@ def replaying(trainer_class: type) -> type:
     """`trainer_class`, setting itself and its workers to SCHEDULE's next entry before each step."""
     from omegaconf import OmegaConf
 
-    from verl_ext.launch.routing_checks import replay_setting, replayed_field
+    from verl_ext.launch.routing_checks import replay_setting
 
     class ReplayingTrainer(trainer_class):
         def step(self, metrics, timing_raw):
             mode = SCHEDULE[self.global_steps - 1]
             OmegaConf.update(self.config, replay_setting(self.config), mode)
-            self.replayed = replayed_field(self.config)
+            self.stability_run.use(self.config, self.stability_run.active.stability)
             self.actor_rollout_wg.set_replay(mode)
             return super().step(metrics, timing_raw)
 

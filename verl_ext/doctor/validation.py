@@ -11,9 +11,11 @@ import importlib
 import sys
 import types
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from verl_ext.launch.installed import package_folder
+from verl_ext.upstream.patching import Undo, patch, together
 
 BARE = ("verl", "verl.utils", "verl.utils.profiler", "verl.utils.qat")  # packages without their __init__
 # What the modules of the settings import at their top, and use to load models or tensors alone.
@@ -46,21 +48,24 @@ def passes_quickly(config: Any, **roles: bool) -> bool:
 def _settings_alone() -> Iterator[None]:
     folder = package_folder("verl")
     assert folder is not None
-    hollow = [name for name in HOLLOW if name not in sys.modules]
+    ours = {name: types.ModuleType(name) for name in {*BARE, *HOLLOW} - {*sys.modules}}
+    for name, module in ours.items():
+        vars(module).update(dict.fromkeys(HOLLOW.get(name, ()), _LeftOut))
+    for name in BARE:
+        ours[name].__path__ = [str(folder.joinpath(*name.split(".")[1:]))]
+
+    def stand_in(name: str) -> Undo:
+        return patch("settings_alone", sys.modules, name, ours[name], new=True)
+
+    undo = together(*(partial(stand_in, name) for name in ours))
     try:
-        for name in BARE:
-            module = sys.modules[name] = types.ModuleType(name)
-            module.__path__ = [str(folder.joinpath(*name.split(".")[1:]))]
-        for name in hollow:
-            module = sys.modules.setdefault(name, types.ModuleType(name))
-            for member in HOLLOW[name]:
-                setattr(module, member, _LeftOut)
         for name, (module_name, member) in SETTINGS.items():
-            setattr(sys.modules[name], member, getattr(importlib.import_module(f"{name}.{module_name}"), member))
+            vars(ours[name])[member] = getattr(importlib.import_module(f"{name}.{module_name}"), member)
         yield
     finally:
-        for name in [*hollow, ON_TOP, *(name for name in sys.modules if name.partition(".")[0] == "verl")]:
-            sys.modules.pop(name, None)
+        undo()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "verl" or name == ON_TOP]:
+            del sys.modules[name]
 
 
 class _LeftOut:

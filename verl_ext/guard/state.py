@@ -30,14 +30,14 @@ class Decision:
 
     events: tuple[Event, ...] = ()
 
-    def reason(self, *actions: str) -> str:
-        """Why, of the first event with one of these actions; empty when there is none."""
-        return next((event.reason for event in self.events if event.action in actions), "")
+    def first(self, *actions: str) -> Event | None:
+        """The first event with one of these actions."""
+        return next((event for event in self.events if event.action in actions), None)
 
     @property
-    def refuses(self) -> str:
-        """Why the batch may not update the weights; empty when it may."""
-        return self.reason(*REFUSING)
+    def refusal(self) -> Event | None:
+        """Why the batch may not update the weights; None where it may."""
+        return self.first(*REFUSING)
 
 
 @dataclass(frozen=True)

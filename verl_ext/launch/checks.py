@@ -6,37 +6,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.errors import ConfigError
+from verl_ext.launch.features import LOG_PROBS, features, loss_mode, loss_reads_k, uses, uses_unbiased_kl
 from verl_ext.launch.loss_checks import apply_loss, check_loss
-from verl_ext.launch.routing_checks import apply_routing, check_routing, replays_here
+from verl_ext.launch.routing_checks import apply_routing, check_routing
 from verl_ext.settings.config import UNBIASED, StabilityConfig
-from verl_ext.settings.estimators import estimator_of
-from verl_ext.settings.losses import LOSS, LOSSES
-
-
-def loss_mode(config: DictConfig) -> str:
-    return OmegaConf.select(config, f"{LOSS}.loss_mode") or "vanilla"
-
-
-def uses_icepop_loss(config: DictConfig) -> bool:
-    return loss_mode(config) == "icepop"
-
-
-def uses_unbiased_kl(config: DictConfig) -> bool:
-    actor = config.actor_rollout_ref.actor
-    return bool(actor.get("use_kl_loss")) and actor.get("kl_loss_type") == UNBIASED
-
-
-def needs_our_loss(config: DictConfig, stability: StabilityConfig) -> bool:
-    """Whether the workers have to run our loss around verl's.
-
-    Filters and denominator=kept are among the reasons because they can leave a mini-batch without a token, for which
-    verl's own divides 0 by 0; corrections, because verl's geo_mean cannot take a weight per token.
-    """
-    asked = stability.correction or stability.filters or stability.guard.mini_batch.active
-    asked = asked or uses_unbiased_kl(config)
-    return bool(asked) or loss_mode(config) in LOSSES
+from verl_ext.settings.losses import LOSS
 
 
 def loss_settings(stability: StabilityConfig) -> dict[str, Any]:
@@ -44,12 +19,6 @@ def loss_settings(stability: StabilityConfig) -> dict[str, Any]:
     inside = {chosen.name: asdict(chosen.settings) for chosen in stability.in_update}
     gate = asdict(stability.guard.mini_batch)
     return {"corrections": inside, "kl_denominator": stability.kl_denominator, "mini_batch": gate}
-
-
-def something_to_do(config: DictConfig, stability: StabilityConfig) -> bool:
-    """Whether the run differs from verl's own; an estimator or reward of ours does not need our trainer."""
-    ours = config.algorithm.adv_estimator in ESTIMATORS
-    return stability.active or needs_our_loss(config, stability) or ours or replays_here(config)
 
 
 def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: bool = True) -> None:
@@ -60,8 +29,7 @@ def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: boo
     """
     if not config.trainer.use_v1:
         raise ConfigError("trainer.use_v1=False has no hooks for stability.*", fix=("trainer.use_v1=True",))
-    estimator_of(config)
-    if stability.needs_log_probs or loss_mode(config) in LOSSES or uses_unbiased_kl(config):
+    if uses(features(config, stability), LOG_PROBS):
         _check_log_probs(config)
         _check_weights(config, stability)
     check_loss(config, stability, read_model)
@@ -77,7 +45,7 @@ def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: boo
 
 def apply_engine_settings(config: DictConfig, stability: StabilityConfig) -> None:
     """Set the arguments of the engines that the asked-for features consist of; the start-up table shows them."""
-    apply_routing(config, stability.router_agreement)
+    apply_routing(config, stability)
     apply_loss(config, stability)
     rollout = "actor_rollout_ref.rollout"
     if stability.cascade_attention != "default":
@@ -173,11 +141,11 @@ def _check_rollback(config: DictConfig, where: str) -> None:
 def _check_weights(config: DictConfig, stability: StabilityConfig) -> None:
     """One method only may weight the loss by a ratio, and the loss must use the weight."""
     corrections = stability.corrections()
-    if not corrections and not uses_icepop_loss(config):
+    if not corrections and not loss_reads_k(config):
         return
     ours = f"stability.correction={_written(stability.correction_names)}"
-    if uses_icepop_loss(config):
-        ours = f"{LOSS}.loss_mode=icepop"
+    if loss_reads_k(config):
+        ours = f"{LOSS}.loss_mode={loss_mode(config)}"
         if corrections:
             raise ConfigError(
                 f"{ours} and stability.correction={_written(stability.correction_names)} both weight the loss",

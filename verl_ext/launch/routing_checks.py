@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_ext.errors import ConfigError, require_choice
-from verl_ext.settings.config import FSDP_REPLAY
+from verl_ext.settings.config import FSDP_REPLAY, StabilityConfig
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -38,6 +38,11 @@ def replay_mode(config: DictConfig) -> str:
 def replays_here(config: DictConfig) -> bool:
     """Whether routing is replayed by us; on Megatron and VeOmni verl does it."""
     return _strategy(config) in TRANSFORMERS and replay_mode(config) != "disabled"
+
+
+def compares_routing(config: DictConfig, stability: StabilityConfig) -> bool:
+    """Whether the experts of both engines are compared; with R3 always: 1 wherever the rollout's are really used."""
+    return stability.router_agreement or (replays_here(config) and replay_mode(config) == "R3")
 
 
 def replayed_field(config: DictConfig) -> str | None:
@@ -74,10 +79,9 @@ def check_routing(config: DictConfig, agreement: bool, read_model: bool = True) 
         _check_model(config, asked, off, read_routers=strategy in TRANSFORMERS)
 
 
-def apply_routing(config: DictConfig, agreement: bool) -> None:
+def apply_routing(config: DictConfig, stability: StabilityConfig) -> None:
     """Set what the features consist of."""
-    rollout_replay = replays_here(config) and replay_mode(config) == "R3"
-    if agreement or rollout_replay:
+    if compares_routing(config, stability):
         from verl_ext.upstream import narrow_routing
 
         OmegaConf.update(config, f"{ROLLOUT}.enable_rollout_routing_replay", True)
@@ -86,8 +90,6 @@ def apply_routing(config: DictConfig, agreement: bool) -> None:
         node = OmegaConf.select(config, replay_setting(config).removesuffix(".mode"))
         with open_dict(node):
             node.setdefault("_target_", "verl.workers.config.EngineRouterReplayConfig")
-    if rollout_replay:
-        config.stability.router_agreement = True  # 1 wherever the rollout's experts are really used: the proof of it
 
 
 def check_router_shift(config: DictConfig, loss_mode: str, read_model: bool = True) -> None:

@@ -86,33 +86,32 @@ def _mean_response(given: float | None, sizes: Sizes) -> float:
 
 def _features(config: Any, sizes: Sizes, mean_response: float) -> list[tuple[str, str]]:
     """What each feature costs a step at this size, as name and sentence."""
-    from verl_ext.launch.routing_checks import replays_here
+    from verl_ext.launch.features import GUARD, MEASURE, ROUTERS, WEIGHTS, features, uses
     from verl_ext.settings.stability import stability_config
 
-    stability = stability_config(config.stability)
+    asked = features(config, stability_config(config.stability))
     tokens = sizes.sequences * mean_response
     seconds, weights = tokens * CORRECTION_NS / 1e9, tokens * WEIGHT_BYTES / 1e9
     found = [
         (
-            stability.needs_log_probs,
+            uses(asked, MEASURE),
             "corrections, vllm_kl/*",
             f"{seconds:.2f} s on the controller",
         ),
         (
-            bool(stability.corrections()),
+            uses(asked, WEIGHTS),
             "weights to the workers",
             f"{weights:.2f} GB through TransferQueue",
         ),
-        (bool(stability.rules), "guard", f"{GUARD_MS} ms"),
+        (uses(asked, GUARD), "guard", f"{GUARD_MS} ms"),
     ]
     if sizes.shape.moe_layers:
         shape = sizes.shape
         routing = RoutingShape(shape.layers, shape.moe_layers, shape.routed_experts, shape.top_k)
         ids = routing.ids * routing.engine_id_bytes
         total = ids * sizes.sequences * (sizes.prompt / 2 + mean_response) / 1e9
-        on = bool(stability.router_agreement or replays_here(config))
         cost = f"{total:.1f} GB of expert ids each way, {ids} bytes a token"
-        found.append((on, "router agreement, replay", cost))
+        found.append((uses(asked, ROUTERS), "router agreement, replay", cost))
     return [(name, cost if on else f"{cost}, if switched on") for on, name, cost in found]
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from verl_ext.errors import HookError
+from verl_ext.upstream.patching import wrap
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_KS = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
@@ -46,16 +47,15 @@ class ChoicePoint:
 
     def intercept(self, experts: int, top_k: int, choose: Callable[[], Choose | None]) -> None:
         """Pass every choice through what `choose()` returns at the time; None leaves the method alone."""
-        original = getattr(self.module, self.method)
 
-        def method(*args: Any, **kwargs: Any) -> Any:
+        def method(original: Callable, *args: Any, **kwargs: Any) -> Any:
             active = choose()
             if active is None:
                 return original(*args, **kwargs)
             with ExpertTopK(experts, top_k, active):
                 return original(*args, **kwargs)
 
-        setattr(self.module, self.method, method)
+        wrap("expert_choices", self.module, self.method, method)
 
 
 class ExpertTopK(TorchFunctionMode):

@@ -27,6 +27,7 @@ from verl_ext.errors import HookError
 from verl_ext.routing.choices import OFF, REPLAY_OFF, ChoicePoint, Choose, expert_counts, find_choices
 from verl_ext.routing.layout import Layout
 from verl_ext.routing.outputs import ROLLOUT_ROUTES, known_rows, narrow_dtype, routing_outputs
+from verl_ext.upstream.patching import wrap
 
 OLD_ROUTES = "old_routed_experts"  # jagged [B, n, L, K], what compute_log_prob used, for R2
 OWN_AGREEMENT = "router_own_agreement"  # verl logs it as actor/router_own_agreement
@@ -122,8 +123,7 @@ class FsdpRouting:
         self.current: ForwardPass | None = None
         for index, point in enumerate(self.points):
             point.intercept(self.experts, self.top_k, self._choose(index))
-        self._inner = engine.forward_step
-        engine.forward_step = self.forward_step
+        wrap("fsdp_routing", engine, "forward_step", self.forward_step, "micro_batch, loss_function, forward_only")
 
     def hooks(self) -> tuple[str, int]:
         """(class that chooses, how many are hooked)."""
@@ -141,7 +141,7 @@ class FsdpRouting:
 
         return active
 
-    def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
+    def forward_step(self, verls: Callable, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
         """verl's own, with the routers recorded, compared and told what to use."""
         old_policy = is_old_policy(micro_batch, forward_only)
         replays = self.mode != "disabled" and tu.get_non_tensor_data(
@@ -162,13 +162,13 @@ class FsdpRouting:
         compared_TLK = rollout_TLK if old_policy else None
         if compared_TLK is None and not replays:
             self.current = None
-            return self._inner(micro_batch, loss_function=loss_function, forward_only=forward_only)
+            return verls(micro_batch, loss_function=loss_function, forward_only=forward_only)
 
         layout = Layout.of(micro_batch, get_device_id())
         compares = compared_TLK is not None
         now = ForwardPass(layout, len(self.points), narrow_dtype(self.experts), replayed_TLK, compares)
         self.current = now  # stays until the next forward pass: the backward pass of this one may run the routers again
-        loss, output = self._inner(micro_batch, loss_function=loss_function, forward_only=forward_only)
+        loss, output = verls(micro_batch, loss_function=loss_function, forward_only=forward_only)
         now.end()
         if compared_TLK is not None:
             output["model_output"].update(self._compare(now, compared_TLK, micro_batch))

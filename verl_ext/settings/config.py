@@ -159,13 +159,3 @@ class StabilityConfig(Switches):
     def filter_chain(self) -> list[tuple[str, dict[str, Any]]]:
         """Name and settings of the batch filters, in order, for `core.filtering`."""
         return [(chosen.name, asdict(chosen.settings)) for chosen in self.filters]
-
-    @property
-    def needs_log_probs(self) -> bool:
-        """Whether anything compares the rollout's log-probabilities with the training engine's."""
-        guards = self.rules or self.guard.mini_batch.active
-        return bool(self.metrics or self.correction or self.filters or guards or self.trajectories.per_step)
-
-    @property
-    def active(self) -> bool:
-        return self.needs_log_probs or self.router_agreement or self.cascade_attention != "default"

@@ -1,4 +1,4 @@
-"""What the training step reads of a batch, as packed tokens, and how it writes them back.
+"""What the training step reads of a batch, as packed tokens.
 
 Shape legend: N response tokens of all trajectories, B trajectories.
 """
@@ -74,9 +74,3 @@ def non_finite(tokens: Tokens) -> dict[str, int]:
         "rollout_log_probs": count_non_finite(tokens.l_infer, tokens.mask),
         "old_log_probs": count_non_finite(tokens.l_old, tokens.mask),
     }
-
-
-def nested(values: Tensor, offsets: Tensor) -> Tensor:
-    """[N] values as the nested [B, r] tensor that verl keeps."""
-    # Without max_seqlen, torch 2.13 pads each row to the length of all rows together.
-    return torch.nested.nested_tensor_from_jagged(values, offsets, max_seqlen=int(offsets.diff().max()))

@@ -31,6 +31,11 @@ def folder_of(root: str | Path, step: int) -> Path:
     return Path(root) / f"global_step_{step}"
 
 
+def step_of(folder: Path) -> int:
+    """The step that verl resumes from the folder at."""
+    return int(folder.name.rpartition("global_step_")[2])
+
+
 def save_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Before verl's own files: a checkpoint that verl names the latest has its state."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
+from omegaconf import DictConfig
 from tensordict import TensorDict
 
 from verl_ext.core.filtering import FilterBatch
@@ -14,24 +15,26 @@ from verl_ext.trainer.batch import packed_like_mask
 FILTER_FIELDS = ("response_mask", "responses", "advantages", "rm_scores")
 
 
-def filter_batch(trainer: Any, tokens: Tokens, keys: Sequence[str], data: TensorDict) -> FilterBatch:
+def filter_batch(
+    tokens: Tokens, keys: Sequence[str], data: TensorDict, models: DictConfig, tokenizer: Any
+) -> FilterBatch:
     """The batch as filters see it.
 
     Args:
         tokens: as they were measured.
         keys: trajectory ids in the order of the rows.
         data: FILTER_FIELDS as nested tensors; verl's own rejection may have taken tokens out of response_mask since.
+        models: the config's actor_rollout_ref.
     """
     packed = packed_like_mask(data, FILTER_FIELDS)
-    tokenizer = trainer.tokenizer
     return FilterBatch(
         tokens=replace(tokens, mask=packed["response_mask"].bool()),
         keys=keys,
         rewards_B=tokens.row_sums(packed["rm_scores"]),
         advantages_N=packed["advantages"],
         responses_N=packed["responses"],
-        max_response_length=trainer.config.actor_rollout_ref.rollout.response_length,
-        eos_ids=end_tokens(trainer.config.actor_rollout_ref.model.path) | {tokenizer.eos_token_id},
+        max_response_length=models.rollout.response_length,
+        eos_ids=end_tokens(models.model.path) | {tokenizer.eos_token_id},
         agreement_N=tokens.agreement,
         decode=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         encode=partial(tokenizer.encode, add_special_tokens=False),

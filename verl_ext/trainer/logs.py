@@ -14,7 +14,7 @@ from verl.utils import tracking
 from verl_ext.guard.state import Event
 from verl_ext.run_files import EVENTS, TRAJECTORIES
 from verl_ext.trainer.line_file import LineFile
-from verl_ext.upstream.patching import replace
+from verl_ext.upstream.patching import patch
 
 
 def metrics_path(project: str, experiment: str) -> Path:
@@ -57,4 +57,4 @@ def keep_metrics(*, resume: bool) -> None:
             print(f"verl_ext: metrics go to {self.filepath.absolute()}", flush=True)
             self.fp = LineFile(self.filepath, resume=resume)  # verl's log() writes whole lines
 
-    replace(tracking, "FileLogger", KeepingFileLogger)
+    patch("keep_metrics", tracking, "FileLogger", KeepingFileLogger)

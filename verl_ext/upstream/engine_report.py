@@ -11,6 +11,7 @@ from typing import Any
 from wrapt import register_post_import_hook
 
 from verl_ext.errors import HookError
+from verl_ext.upstream.patching import Undo, expect, patch
 
 METHOD = "verl_ext_engine_report"
 
@@ -22,12 +23,12 @@ def engine_report(worker: Any) -> dict[str, Any]:
 
 
 def install() -> None:
-    """Make `collective_rpc(METHOD)` answer in every vLLM worker of this process (written for 0.24 to 0.28)."""
-
-    def add_method(worker_base: Any) -> None:
-        setattr(worker_base.WorkerBase, METHOD, engine_report)
-
+    """Make `collective_rpc(METHOD)` answer in every vLLM worker of this process."""
     register_post_import_hook(add_method, "vllm.v1.worker.worker_base")
+
+
+def add_method(worker_base: Any) -> Undo:
+    return patch("engine_report", expect("engine_report", worker_base, "WorkerBase"), METHOD, engine_report, new=True)
 
 
 def fetch(server_handle: Any, timeout_s: float = 60.0) -> list[dict[str, Any]]:

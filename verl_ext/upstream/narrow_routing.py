@@ -1,4 +1,4 @@
-"""Expert ids of a byte stay a byte on the way to the training workers. Written for verl 0.9.1 and vLLM 0.27.
+"""Expert ids of a byte stay a byte on the way to the training workers.
 
 vLLM returns the experts of each token in uint8 for models of up to 256 experts (its RoutedExpertsManager). verl makes
 int16 of them before it writes them to TransferQueue (AgentLoopOutput.as_dict): twice the bytes to send, to store, and
@@ -8,9 +8,9 @@ Off in a process unless its environment has VERL_EXT_NARROW_ROUTING=1, so that p
 it into the environment of a run's Ray processes; the agent loop's are those that matter.
 """
 
-import functools
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from wrapt import register_post_import_hook
 
-from verl_ext.upstream.patching import PatchError, Undo, replace
+from verl_ext.upstream.patching import PatchError, Undo, expect, moved, wrap
 
 VARIABLE = "VERL_EXT_NARROW_ROUTING"
 AGENT_LOOP = "verl.experimental.agent_loop.agent_loop"
@@ -53,27 +53,22 @@ def narrow(agent_loop: Any) -> Undo:
     Raises:
         PatchError: as_dict does something else than verl 0.9.1's with the ids.
     """
-    output_class = agent_loop.AgentLoopOutput
-    original = getattr(output_class, "as_dict", None)
-    if getattr(original, "__verl_ext__", False):
-        return lambda: None
-    if original is None:
-        raise _unexpected("it has no as_dict")
+    output_class = expect("narrow_routing", agent_loop, "AgentLoopOutput")
+    verls = inspect.unwrap(expect("narrow_routing", output_class, "as_dict"))  # also where ours is around it already
+    _compare(agent_loop, verls)
+    return wrap("narrow_routing", output_class, "as_dict", as_dict)
 
-    @functools.wraps(original)
-    def as_dict(self: Any) -> dict[str, Any]:
-        ids = self.routed_experts
-        if not isinstance(ids, np.ndarray) or ids.dtype != np.uint8:
-            return original(self)
-        # Hidden from verl's own, which would convert them and then copy them: 44 ms of the agent loop's event loop for
-        # 32k tokens, 48 layers and top-8, instead of 12 in all.
-        fields = original(self.model_copy(update={"routed_experts": None}))
-        fields["routed_experts"] = whole_sequence(ids, len(fields["prompts"]) + len(fields["responses"]))
-        return fields
 
-    as_dict.__verl_ext__ = True  # type: ignore[attr-defined]
-    _compare(agent_loop, original, as_dict)
-    return replace(output_class, "as_dict", as_dict)
+def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, Any]:
+    """The fields of an AgentLoopOutput, as verl's own `as_dict` makes them but for the dtype of ids in uint8."""
+    ids = output.routed_experts
+    if not isinstance(ids, np.ndarray) or ids.dtype != np.uint8:
+        return verls(output)
+    # Hidden from verl's own, which would convert them and then copy them: 44 ms of the agent loop's event loop for
+    # 32k tokens, 48 layers and top-8, instead of 12 in all.
+    fields = verls(output.model_copy(update={"routed_experts": None}))
+    fields["routed_experts"] = whole_sequence(ids, len(fields["prompts"]) + len(fields["responses"]))
+    return fields
 
 
 def whole_sequence(ids_nLK: np.ndarray, tokens: int) -> Tensor:
@@ -93,7 +88,7 @@ def id_dtype(keys: Sequence[str], partition_id: str) -> torch.dtype | None:
     return schema["routed_experts"]["dtype"] if "routed_experts" in schema else None
 
 
-def _compare(agent_loop: Any, original: Any, ours: Any) -> None:
+def _compare(agent_loop: Any, original: Any) -> None:
     """Refuse the patch unless it changes nothing but the dtype, on sequences with too few, enough and too many rows."""
     for rows in (1, 3, 5):
         ids: Any = np.arange(256 - 4 * rows, 256, dtype=np.uint8).reshape(rows, 2, 2)
@@ -105,7 +100,7 @@ def _compare(agent_loop: Any, original: Any, ours: Any) -> None:
                 routed_experts=ids,
                 metrics=agent_loop.AgentLoopMetrics(),
             )
-            verls, mine = original(output), ours(output)
+            verls, mine = original(output), as_dict(original, output)
             same = verls.keys() == mine.keys() and torch.equal(
                 verls["routed_experts"], mine["routed_experts"].to(torch.int16)
             )
@@ -117,7 +112,4 @@ def _compare(agent_loop: Any, original: Any, ours: Any) -> None:
 
 
 def _unexpected(what: str) -> PatchError:
-    return PatchError(
-        f"verl's AgentLoopOutput no longer carries routed_experts as verl 0.9.1 does ({what}); set {VARIABLE}=0, and "
-        "the run does without the narrow dtype"
-    )
+    return moved("narrow_routing", f"AgentLoopOutput.as_dict carries routed_experts in another way ({what})")

@@ -1,21 +1,64 @@
-"""Replace attributes of foreign code so that it can be undone. No import of what gets patched."""
+"""The two ways in which foreign code is changed, each with an undo: `patch` and `wrap`.
 
+`change` is a name in `changes.py`, which says why, and for which versions. No import of what is changed.
+"""
+
+import functools
+import importlib
+import inspect
+import operator
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
+
+from verl_ext.upstream.changes import CHANGES
 
 Undo = Callable[[], None]
 
 
 class PatchError(RuntimeError):
-    """What a patch was to change is not what it was written for."""
+    """What a change was to change is not what it was written for."""
 
 
-def replace(owner: Any, name: str, value: Any) -> Undo:
-    """Set an attribute; the result sets it back, or deletes it where it was inherited."""
-    inherited = name not in vars(owner)
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    return lambda: delattr(owner, name) if inherited else setattr(owner, name, original)
+def patch(change: str, owner: Any, name: str, value: Any, *, new: bool = False) -> Undo:
+    """Put `value` in the place of an attribute of a module or a class, or of an entry of a registry, a dict.
+
+    Args:
+        new: there need not be one.
+
+    Returns what sets it back, or takes it away where there was none, or where it was inherited.
+
+    Raises:
+        PatchError: there is none.
+    """
+    registry = isinstance(owner, dict)
+    members = owner if registry else vars(owner)
+    put, remove = (operator.setitem, operator.delitem) if registry else (setattr, delattr)
+    if not (new or name in members or hasattr(owner, name)):
+        raise moved(change, f"{_called(owner)} has no {name}")
+    own, original = name in members, members.get(name)
+    put(owner, name, value)
+    return lambda: put(owner, name, original) if own else remove(owner, name)
+
+
+def wrap(change: str, owner: Any, method: str, around: Callable[..., Any], parameters: str | None = None) -> Undo:
+    """Call `around(original, *args)` for `owner.method(*args)`, of an instance, a class or a module.
+
+    A second time, with the same `around`, it changes nothing, and its undo undoes nothing.
+
+    Raises:
+        PatchError: as `expect`.
+    """
+    original = expect(change, owner, method, parameters)
+    if getattr(original, "__verl_ext__", None) == around:
+        return lambda: None
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    wrapped.__verl_ext__ = around  # type: ignore[attr-defined]
+    return patch(change, owner, method, wrapped)
 
 
 def together(*patches: Callable[[], Undo]) -> Undo:
@@ -27,9 +70,65 @@ def together(*patches: Callable[[], Undo]) -> Undo:
             undos.pop()()
 
     try:
-        for patch in patches:
-            undos.append(patch())
+        for each in patches:
+            undos.append(each())
     except BaseException:
         undo()
         raise
     return undo
+
+
+def expect(change: str, owner: Any, name: str, parameters: str | None = None) -> Any:
+    """`owner.name`, which must exist and, where they are given, take these parameters.
+
+    Args:
+        owner: an object, or the name of a module.
+        name: may have dots.
+        parameters: "self, layer", or "backend, ..." where more may follow.
+
+    Raises:
+        PatchError: it is missing, or takes others.
+    """
+    called = f"{_called(owner)}.{name}"
+    try:
+        target = importlib.import_module(owner) if isinstance(owner, str) else owner
+        for part in name.split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError) as error:
+        raise moved(change, f"{called} is missing") from error
+    if parameters is not None:
+        found = ", ".join(inspect.signature(target).parameters) if callable(target) else "nothing"
+        fits = f"{found}, ".startswith(parameters[:-3]) if parameters.endswith("...") else found == parameters
+        if not fits:
+            raise moved(change, f"{called} takes ({found}), not ({parameters})")
+    return target
+
+
+def expect_lookup(change: str, function: Any, *names: str) -> None:
+    """`function` must look these names up when it is called, or replacing them would have no effect on it.
+
+    Raises:
+        PatchError: it does not look one of them up.
+    """
+    for name in names:
+        if name not in function.__code__.co_names:
+            raise moved(change, f"{function.__module__}.{function.__qualname__} no longer looks up {name}")
+
+
+def moved(change: str, what: str) -> PatchError:
+    """The error that says which versions a change was written for, which are here, and what differs."""
+    entry = CHANGES[change]
+    found = " and ".join(filter(None, map(_installed, entry.versions))) or "none of it"
+    text = f"patch {change} was written for {entry.written_for}, but {found} is installed: {what}"
+    return PatchError(f"{text}; {entry.without}" if entry.without else text)
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return f"{distribution} {metadata.version(distribution)}"
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _called(owner: Any) -> str:
+    return owner if isinstance(owner, str) else getattr(owner, "__name__", type(owner).__name__)

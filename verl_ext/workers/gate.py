@@ -21,6 +21,7 @@ from verl.utils.device import get_device_id
 
 from verl_ext.core.mismatch import LOG_RATIO_BOUND
 from verl_ext.settings.guard import MiniBatchGate
+from verl_ext.upstream.patching import wrap
 
 
 class Gate:
@@ -34,19 +35,19 @@ class Gate:
     def __init__(self, engine: Any):
         self.engine = engine
         self.limits = MiniBatchGate()
-        self._train, self._step = engine.train_batch, engine.optimizer_step
-        engine.train_batch, engine.optimizer_step = self.train_batch, self.optimizer_step
+        wrap("mini_batch_gate", engine, "train_batch", self.train_batch, "data, loss_function")
+        wrap("mini_batch_gate", engine, "optimizer_step", self.optimizer_step, "")
         self._data: TensorDict | None = None  # of the mini-batch at work
         self._taken = True
         self._sums = torch.zeros(3, dtype=torch.float64)
         self._metrics: dict[str, list[float]] = {}
 
-    def train_batch(self, data: TensorDict, loss_function: Callable) -> Any:
+    def train_batch(self, verls: Callable, data: TensorDict, loss_function: Callable) -> Any:
         """verl's, with gate/refused (0 or 1) and what it was decided by among the metrics, where limits are set."""
         self._data, self._taken, self._metrics = data, True, {}
         self._sums = torch.zeros(3, dtype=torch.float64)
         try:
-            outputs = self._train(data, loss_function)
+            outputs = verls(data, loss_function)
         finally:
             self._data = None
         if self.engine.is_mp_src_rank_with_outputs():
@@ -64,19 +65,19 @@ class Gate:
         sums = torch.stack([tokens, _k3(current - l_old[mask]), _k3(current - l_infer[mask])])
         self._sums = self._sums.to(sums.device) + sums
 
-    def optimizer_step(self) -> float:
+    def optimizer_step(self, verls: Callable[[], float]) -> float:
         """verl's, which returns the gradient's norm; or none, and 0."""
         # verl counts the tokens of the mini-batch over all ranks, those that compute no loss included.
         if self._data is not None and tu.get_non_tensor_data(self._data, "batch_num_tokens", default=None) == 0:
             self._taken = False
             return 0.0
         if self._data is None or not self.limits.active:
-            return self._step()
+            return verls()
         signals = self._agree()
         self._taken = not past(signals, asdict(self.limits))
         told = signals | {"refused": float(not self._taken)}
         self._metrics = {f"gate/{name}": [value] for name, value in told.items()}
-        return self._step() if self._taken else 0.0
+        return verls() if self._taken else 0.0
 
     def _agree(self) -> dict[str, float]:
         """The mini-batch's signals, the same on every rank."""

@@ -23,6 +23,7 @@ from verl_ext.routing.choices import ROUTES, ChoicePoint, find_choices
 from verl_ext.routing.fsdp import is_old_policy
 from verl_ext.routing.layout import Layout
 from verl_ext.routing.outputs import packed_rows
+from verl_ext.upstream.patching import wrap
 from verl_ext.workers.inputs import jagged_like
 
 EXPERTS, SCORES = "router_experts", "router_scores"  # fields of the batch, jagged [B, r, L, K]
@@ -45,8 +46,7 @@ class ShiftRecorder:
         self._checked: set[int] = set()
         for layer, router in enumerate(self.routers):
             router.register_forward_hook(self._hook(layer))
-        self._inner = engine.forward_step
-        engine.forward_step = self.forward_step
+        wrap("shift_recorder", engine, "forward_step", self.forward_step, "micro_batch, loss_function, forward_only")
 
     def _hook(self, layer: int) -> Any:
         def pass_on(module: nn.Module, args: Any, output: Any) -> None:
@@ -64,15 +64,15 @@ class ShiftRecorder:
         finally:
             self._take = None
 
-    def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
+    def forward_step(self, verls: Callable, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
         """verl's own, recording where the old policy's scores are made or compared."""
         if self.enabled and is_old_policy(micro_batch, forward_only):
-            return self._record(micro_batch, loss_function)
+            return self._record(verls, micro_batch, loss_function)
         if self.enabled and not forward_only and SCORES in micro_batch.keys():  # noqa: SIM118 (a TensorDict)
-            return self._compare(micro_batch, loss_function)
-        return self._inner(micro_batch, loss_function=loss_function, forward_only=forward_only)
+            return self._compare(verls, micro_batch, loss_function)
+        return verls(micro_batch, loss_function=loss_function, forward_only=forward_only)
 
-    def _record(self, micro_batch: TensorDict, loss_function: Any) -> Any:
+    def _record(self, verls: Callable, micro_batch: TensorDict, loss_function: Any) -> Any:
         seen: dict[int, tuple[Tensor, Tensor]] = {}
 
         def keep(layer: int, router: nn.Module, output: Any) -> None:
@@ -83,7 +83,7 @@ class ShiftRecorder:
             seen[layer] = ids_NK, logits_NE.float().log_softmax(-1).gather(1, ids_NK.long())
 
         with self._taking(keep):
-            loss, output = self._inner(micro_batch, loss_function=loss_function, forward_only=True)
+            loss, output = verls(micro_batch, loss_function=loss_function, forward_only=True)
         self._expect(len(seen), "compute_log_prob")
         layers = [seen[layer] for layer in range(len(self.routers))]
         rows = ResponseRows(micro_batch, layers[0][0].device)
@@ -93,7 +93,7 @@ class ShiftRecorder:
             output["model_output"][field] = torch.nested.nested_tensor_from_jagged(values_RLK, rows.offsets)
         return loss, output
 
-    def _compare(self, micro_batch: TensorDict, loss_function: Any) -> Any:
+    def _compare(self, verls: Callable, micro_batch: TensorDict, loss_function: Any) -> Any:
         device = get_device_id()  # where verl's forward_step moves the micro-batch
         rows = ResponseRows(micro_batch, device)
         ids_RLK = micro_batch[EXPERTS].values().to(device).long()
@@ -112,7 +112,7 @@ class ShiftRecorder:
             return loss_function(model_output=model_output, data=data, dp_group=dp_group)
 
         with self._taking(add):
-            return self._inner(micro_batch, loss_function=loss_with_deviation, forward_only=False)
+            return verls(micro_batch, loss_function=loss_with_deviation, forward_only=False)
 
     def _expect(self, calls: int, stage: str) -> None:
         if calls != len(self.routers):

@@ -20,9 +20,12 @@ def levels(found):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["stability=icepop"], ["mismatch metrics", "correction: icepop", "loss: vanilla", "guard rule: batch_skip"]),
-        (["stability=opsm"], ["loss: opsm, delta 0.1"]),
-        (["stability=llds_loss"], ["loss: llds"]),
+        (
+            ["stability=icepop"],
+            ["mismatch metrics", "correction: icepop, alpha 0.5, beta 5", "batch skip: vllm_kl/k3 > 0.1"],
+        ),
+        (["stability=opsm"], ["correction: opsm, delta 0.1, in worker_loss"]),
+        (["stability=llds_loss"], ["policy loss: llds, base vanilla, coef 0.1"]),
         (["stability=filters"], ["batch filter"]),
         (["stability=qae", "algorithm.adv_estimator=qae"], ["advantages: qae"]),
         (["stability.guard.mini_batch.policy_kl=0.1"], ["mini-batch gate"]),

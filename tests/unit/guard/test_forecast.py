@@ -28,7 +28,7 @@ def walk(guard, signals, first=1):
         late = {GRADIENT: now.pop(GRADIENT, 1.0)}
         seen, decision = guard.foresee(now)
         early = guard.judge(now | seen)
-        guard.count(bool(early.refuses))
+        guard.count(early.refusal is not None)
         metrics.append(seen)
         events += [*decision.events, *early.events, *guard.judge_late(now | seen | late).events, *guard.close().events]
     return metrics, events

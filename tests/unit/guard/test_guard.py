@@ -22,7 +22,7 @@ def run_step(guard, step, early=None, late=None):
     early = {"vllm_kl/k3": 1e-4} if early is None else early
     foreseen, jump = guard.foresee(early)
     before = guard.judge(early | foreseen)
-    guard.count(bool(before.refuses))
+    guard.count(before.refusal is not None)
     after = guard.judge_late(early | foreseen | ({"actor/grad_norm": 1.0} if late is None else late))
     decisions = (jump, before, after, guard.close())
     return [event.action for decision in decisions for event in decision.events]
@@ -42,13 +42,13 @@ def test_the_reason_names_metric_value_and_setting():
     guard = Guard([SKIP])
     guard.begin(1)
     decision = guard.judge({"vllm_kl/k3": 0.132})
-    assert decision.refuses == "vllm_kl/k3=0.132 passes stability.batch_skip.threshold=0.1"
+    assert decision.refusal.reason == "vllm_kl/k3=0.132 passes stability.batch_skip.threshold=0.1"
 
 
 def test_non_finite_log_probs_refuse_without_a_rule_and_name_the_tensor():
     guard = Guard()
     guard.begin(1)
-    assert guard.judge({}, {"rollout_log_probs": 3, "old_log_probs": 0}).refuses == (
+    assert guard.judge({}, {"rollout_log_probs": 3, "old_log_probs": 0}).refusal.reason == (
         "rollout_log_probs has 3 non-finite values"
     )
 
@@ -89,7 +89,7 @@ def test_of_several_updates_in_a_step_one_good_one_is_enough():
     guard = Guard([SKIP], stop_after=1)
     guard.begin(1)
     for k3 in (1.0, 1e-4):
-        guard.count(bool(guard.judge({"vllm_kl/k3": k3}).refuses))
+        guard.count(guard.judge({"vllm_kl/k3": k3}).refusal is not None)
     assert guard.state.skips == 1
     assert guard.close().events == ()
 
@@ -124,7 +124,7 @@ def test_rollback_refuses_the_update_and_then_comes_no_other_for_the_cooldown():
     run_step(guard, 1, GOOD)
     guard.begin(2)
     decision = guard.judge(BAD)
-    assert decision.reason("rollback") and decision.refuses
+    assert decision.first("rollback") and decision.refusal
     assert guard.rolled_back(to=1).action == "restored"
     assert guard.state.rollbacks == 1
     actions = [run_step(guard, step, BAD)[0] for step in (3, 4, 5)]
@@ -171,7 +171,7 @@ def test_what_is_logged_last_in_a_step_still_speaks_against_its_checkpoint():
     guard.saved(2)
     assert guard.judge_late({"response_length/mean": 5.0}).events == ()
     run_step(guard, 3)
-    assert guard.judge_late({"response_length/mean": 10.0}).reason("rollback")
+    assert guard.judge_late({"response_length/mean": 10.0}).first("rollback")
     guard.begin(4)
     assert guard.state.good == [1] and guard.state.unproven == []
 

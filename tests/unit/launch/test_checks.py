@@ -7,7 +7,7 @@ import pytest
 from tests.support.fixing import assert_fixed
 from verl_ext.core.losses import Llds
 from verl_ext.errors import ConfigError
-from verl_ext.launch.checks import apply_engine_settings, check_run, loss_settings, needs_our_loss, something_to_do
+from verl_ext.launch.checks import apply_engine_settings, check_run, loss_settings
 from verl_ext.settings.stability import stability_config
 
 
@@ -241,35 +241,11 @@ def test_cascade_attention_becomes_vllms_argument(compose, models, setting, disa
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn is disabled
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["stability=none"], False),
-        (["stability=none", "stability.metrics=true"], False),
-        (["stability=icepop"], True),
-        (["stability=filters"], True),
-        (["stability=llds_loss"], True),
-        (["stability=deepseek_v32"], True),
-        (["stability=qae"], False),
-    ],
-)
-def test_the_workers_run_our_loss_where_something_asks_for_it(compose, overrides, expected):
-    config = compose(*overrides)
-    assert needs_our_loss(config, stability_config(config.stability)) is expected
-
-
 def test_the_workers_loss_is_told_of_opsm_and_of_the_kl(compose):
     config = compose("stability=deepseek_v32", "stability.opsm.delta=0.2", "stability.kl_denominator=old")
     told = loss_settings(stability_config(config.stability))
     gate = {"vllm_kl": None, "policy_kl": None, "grad_norm": None}
     assert told == {"corrections": {"opsm": {"delta": 0.2}}, "kl_denominator": "old", "mini_batch": gate}
-
-
-def test_an_estimator_of_ours_alone_goes_through_our_trainer(compose):
-    config = compose("stability=none", "algorithm.adv_estimator=qae")
-    assert something_to_do(config, stability_config(config.stability))
-    config = compose("stability=none")
-    assert not something_to_do(config, stability_config(config.stability))
 
 
 def test_nothing_is_set_where_nothing_is_asked_for(compose):

@@ -8,13 +8,18 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from tests.support.fixing import assert_fixed
 from verl_ext.errors import ConfigError
-from verl_ext.launch.checks import apply_engine_settings, check_run, something_to_do
-from verl_ext.launch.routing_checks import replay_mode, replayed_field
+from verl_ext.launch.checks import apply_engine_settings, check_run
+from verl_ext.launch.features import features
+from verl_ext.launch.routing_checks import compares_routing, replay_mode, replayed_field
 from verl_ext.settings.stability import stability_config
 
 FSDP = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
 
 AGREEMENT = ("stability=none", "stability.router_agreement=true", "model_engine=megatron")
+
+
+def compares(config):
+    return compares_routing(config, stability_config(config.stability))
 
 
 @pytest.fixture
@@ -25,7 +30,7 @@ def checked(compose, models):
         config = compose(
             f"actor_rollout_ref.model.path={models}/{model}", "actor_rollout_ref.rollout.name=vllm", *overrides
         )
-        assert something_to_do(config, stability_config(config.stability))
+        assert features(config, stability_config(config.stability))
         check_run(config, stability_config(config.stability))
         apply_engine_settings(config, stability_config(config.stability))
         return config
@@ -39,7 +44,7 @@ def test_r3_under_fsdp_needs_no_other_setting(checked, plus):
     assert replay_mode(config) == "R3"
     assert replayed_field(config) == "routed_experts"
     assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
-    assert config.stability.router_agreement
+    assert compares(config)
     engine = omega_conf_to_dataclass(config.actor_rollout_ref.actor.fsdp_config)
     assert engine.router_replay.mode == "R3"
 
@@ -48,14 +53,14 @@ def test_r2_under_fsdp_asks_nothing_of_the_rollout(checked):
     config = checked("stability=none", f"{FSDP}=R2")
     assert replayed_field(config) == "old_routed_experts"
     assert not config.actor_rollout_ref.rollout.enable_rollout_routing_replay
-    assert not config.stability.router_agreement
+    assert not compares(config)
 
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_the_presets_are_these_settings_with_the_metrics(checked, mode):
     config = checked(f"stability={mode.lower()}")
     assert replay_mode(config) == mode
-    assert config.stability.router_agreement and config.stability.metrics
+    assert compares(config) and config.stability.metrics
     assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
 
 
@@ -70,7 +75,7 @@ def test_megatrons_own_replay_is_left_to_verl(checked):
     setting = "actor_rollout_ref.actor.megatron.router_replay.mode"
     config = checked("stability=icepop", "model_engine=megatron", f"{setting}=R3")
     assert replayed_field(config) == "routed_experts"
-    assert not config.stability.router_agreement
+    assert not compares(config)
 
 
 def test_agreement_on_megatron_asks_nothing_of_its_replay(checked):

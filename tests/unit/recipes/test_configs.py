@@ -42,7 +42,7 @@ def test_none_is_verls_own_config_and_a_stability_node_that_is_off(compose):
     ours = OmegaConf.to_container(compose("stability=none"))
     with hydra.initialize_config_module("verl.trainer.config", version_base=None):
         verls = OmegaConf.to_container(hydra.compose("ppo_trainer"))
-    assert not stability_config(OmegaConf.create(ours.pop("stability"))).active
+    assert stability_config(OmegaConf.create(ours.pop("stability"))) == StabilityConfig()
     assert ours == verls
 
 

@@ -114,9 +114,3 @@ def test_a_band_that_leaves_one_out_cannot_be_narrowed_towards_it():
     node = {"correction": "icepop", "icepop": {"alpha": 2.0, "beta": 3.0}, "guard": {"rules": rule}}
     with pytest.raises(ConfigError, match=r"lies outside stability\.icepop\.alpha=2 to beta=3"):
         stability_config(OmegaConf.create(node))
-
-
-def test_rules_and_the_gate_turn_the_comparison_on():
-    assert not guard().needs_log_probs
-    assert rules(above=1).needs_log_probs
-    assert guard(mini_batch={"policy_kl": 0.1}).needs_log_probs

@@ -13,7 +13,6 @@ def build(**settings):
 
 def test_everything_is_off_by_default():
     assert build() == StabilityConfig()
-    assert not build().active
 
 
 @pytest.mark.parametrize(
@@ -75,23 +74,6 @@ def test_bad_values_name_the_setting(settings, message):
 def test_yamls_own_reading_of_on_and_off_is_understood():
     assert build(cascade_attention=True).cascade_attention == "on"
     assert stability_config(OmegaConf.create("cascade_attention: off")).cascade_attention == "off"
-
-
-@pytest.mark.parametrize(
-    ("settings", "active", "needs_log_probs"),
-    [
-        ({"correction": "icepop"}, True, True),
-        ({"metrics": True}, True, True),
-        ({"filters": ["overlong"]}, True, True),
-        ({"correction": "opsm", "opsm": {"delta": 0.1}}, True, True),
-        ({"batch_skip": {"threshold": 0.0}}, True, True),
-        ({"router_agreement": True}, True, False),
-        ({"cascade_attention": "off"}, True, False),
-    ],
-)
-def test_what_is_active(settings, active, needs_log_probs):
-    config = build(**settings)
-    assert (config.active, config.needs_log_probs) == (active, needs_log_probs)
 
 
 def test_one_filter_needs_no_list():

@@ -2,8 +2,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from verl_ext.trainer.batch import nested as as_nested
 from verl_ext.trainer.batch import non_finite, response_tokens
+from verl_ext.trainer.transfer import nested as as_nested
 
 
 def nested(*rows):

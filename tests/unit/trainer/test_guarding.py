@@ -9,7 +9,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils import tracking
 
 from verl_ext.errors import GuardStopError, HookError
-from verl_ext.trainer import checkpoints, trainers
+from verl_ext.trainer import checkpoints, stability_run, trainers
 from verl_ext.trainer.checkpoints import CheckpointError
 
 
@@ -100,7 +100,7 @@ def train(monkeypatch, tmp_path):
     monkeypatch.setattr(tracking, "FileLogger", tracking.FileLogger)  # back to verl's afterwards
     trainers_made = []
 
-    def get(keys, partition_id, select_fields):
+    def get(batch, names):
         values = trainers_made[-1].values
         k = values.get("k", 0.001)
         return {
@@ -110,8 +110,8 @@ def train(monkeypatch, tmp_path):
             "rm_scores": nested([0.0, values.get("reward", 1.0)], [values.get("reward", 1.0)]),
         }
 
-    monkeypatch.setattr(trainers, "_get", lambda batch, fields: get(batch.keys, batch.partition_id, fields))
-    monkeypatch.setattr(trainers, "_put", lambda batch, fields: batch)
+    monkeypatch.setattr(stability_run, "get_fields", get)
+    monkeypatch.setattr(stability_run, "put_fields", lambda batch, fields: batch)
 
     def run(stability, series, **trainer):
         defaults = {
@@ -124,7 +124,13 @@ def train(monkeypatch, tmp_path):
         }
         parts = {"actor": {"policy_loss": {"loss_mode": "vanilla"}}}
         config = OmegaConf.create(
-            {"stability": stability, "actor_rollout_ref": parts, "trainer": defaults | trainer, "data": {}}
+            {
+                "stability": stability,
+                "actor_rollout_ref": parts,
+                "trainer": defaults | trainer,
+                "data": {},
+                "algorithm": {"adv_estimator": "grpo"},
+            }
         )
         made = Trainer(config)
         trainers_made.append(made)
@@ -184,7 +190,7 @@ def test_rollback_loads_the_last_good_weights_before_they_are_synchronised_and_s
     assert trainer.synchronised == [1, 2, 3, 2, 3, 4]
     assert (checkpoints.folder_of("checkpoints", 4) / "actor" / "model.pt").read_text() == "00000002"
     assert [event["action"] for event in events()][:2] == ["rollback", "restored"]
-    assert trainer.guard.state.rollbacks == 1
+    assert trainer.stability_run.guard.state.rollbacks == 1
 
 
 def test_a_rollback_asked_for_after_the_step_comes_with_the_next(train):
@@ -301,7 +307,7 @@ def test_a_run_that_is_resumed_decides_and_logs_as_one_that_never_stopped(train)
     whole = train(stability, SERIES, save_freq=3, default_local_dir="whole", experiment_name="whole")
     train(stability, SERIES[:9], save_freq=3)
     second = train(stability, SERIES[9:], save_freq=3)
-    assert second.guard.state == whole.guard.state
+    assert second.stability_run.guard.state == whole.stability_run.guard.state
     assert events() == events("p/whole.guard.jsonl") != []
     with open("p/e.jsonl") as file, open("p/whole.jsonl") as other:
         assert file.read() == other.read()

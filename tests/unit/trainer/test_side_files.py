@@ -47,7 +47,7 @@ def run(guard, step):
     signals = {"vllm_kl/k3": 0.01 * step, "vllm_kl/log_ratio_abs_mean": 0.01, "critic/score/mean": float(step % 3)}
     guard.begin(step)
     guard.foresee(signals)
-    guard.count(bool(guard.judge(signals).refuses))
+    guard.count(guard.judge(signals).refusal is not None)
     guard.judge_late({"actor/grad_norm": 1.0})
     guard.close()
     guard.saved(step)

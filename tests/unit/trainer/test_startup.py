@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from verl_ext.errors import HookError
-from verl_ext.trainer.startup import Feature, _verify_routing, print_table
+from verl_ext.settings.stability import stability_config
+from verl_ext.trainer.active import read_active
+from verl_ext.trainer.startup import Engines, Feature, print_table, verify
+from verl_ext.trainer.trainers import StabilityTrainerSync
 
 
 @pytest.mark.parametrize(
@@ -23,9 +26,10 @@ def routing_of(compose):
 
     def rows(*overrides, hooks=(("Router", 4), ("Router", 4))):
         config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
-        workers = SimpleNamespace(routing_hooks=lambda: list(hooks))
-        trainer = SimpleNamespace(config=config, stability=config.stability, actor_rollout_wg=workers)
-        return [(row.name, row.setting) for row in _verify_routing(trainer)]
+        told = {"policy_loss": {"loss_mode": "vanilla"}, "kl": None, "mini_batch": {}, "router_shift": None}
+        workers = SimpleNamespace(routing_hooks=lambda: list(hooks), configure_loss=lambda settings: [told, told])
+        active = read_active(config, stability_config(config.stability))
+        return [(row.name, row.setting) for row in verify(active, StabilityTrainerSync, Engines(workers, []))]
 
     return rows
 

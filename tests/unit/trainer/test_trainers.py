@@ -1,7 +1,6 @@
 """The training step's decisions, on a trainer and a store of our own; the real ones run in tests/stack."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,10 @@ from transfer_queue import KVBatchMeta
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from verl_ext.core.routing import RouterSums
 from verl_ext.errors import HookError
+from verl_ext.settings.stability import stability_config
 from verl_ext.settings.trajectories import TrajectoryDump
-from verl_ext.trainer import trainers
+from verl_ext.trainer import dump, stability_run, trainers, transfer
+from verl_ext.trainer.dump import Dump
 from verl_ext.trainer.trajectories import TrajectoryLog
 
 
@@ -81,13 +82,17 @@ def step(monkeypatch):
             "rm_scores": nested([0.0, 1.0], [0.0]),
         }
         store = Store(**(defaults | fields))
-        monkeypatch.setattr(trainers, "tq", store)
-        monkeypatch.setattr(trainers.narrow_routing, "id_dtype", lambda keys, partition_id: torch.uint8)
+        monkeypatch.setattr(transfer, "tq", store)
+        monkeypatch.setattr(stability_run.narrow_routing, "id_dtype", lambda keys, partition_id: torch.uint8)
         actor = {"policy_loss": {"loss_mode": loss_mode}, "loss_agg_mode": loss_agg_mode} | (actor or {})
         parts = {"actor": actor, "rollout": {"response_length": 1}, "model": {"path": "/no/such/model"}}
-        config = OmegaConf.create({"stability": stability, "actor_rollout_ref": parts})
+        saved = {"default_local_dir": "/no/such/folder"}
+        algorithm = {"adv_estimator": "grpo"}
+        config = OmegaConf.create(
+            {"stability": stability, "actor_rollout_ref": parts, "trainer": saved, "algorithm": algorithm}
+        )
         trainer, metrics = Trainer(config), {}
-        trainer.guard.begin(trainer.global_steps)
+        trainer.stability_run.guard.begin(trainer.global_steps)
         fields = ["old_log_probs", "routed_experts", "old_routed_experts", "router_sums"]
         batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=fields)
         batch = trainer._compute_old_log_prob(batch, metrics)
@@ -121,29 +126,22 @@ def test_a_dump_that_fails_does_not_end_the_run(step, monkeypatch, capsys, tmp_p
         told.append(about)
         raise KeyError("no such token")
 
-    monkeypatch.setattr(trainers, "write_step", write_step)
-    log = TrajectoryLog(tmp_path / "x.jsonl", TrajectoryDump(1), resumed=0)  # which fit() opens
+    monkeypatch.setattr(dump, "write_step", write_step)
+    settings = TrajectoryDump(1)
+    writing = Dump(TrajectoryLog(tmp_path / "x.jsonl", settings, resumed=0), settings)  # which fit() opens
 
     def with_log(trainer, batch, metrics):
-        trainer.dump = log
+        trainer.stability_run.dump = writing
         return batch
 
     monkeypatch.setattr(Trainer, "_compute_old_log_prob", with_log)
-    settings = {"trajectories": {"per_step": 1}, "batch_skip": {"threshold": 1e-9}}
-    trainer, _, _ = step(settings)
-    assert told == [{"step": 7, "skipped": trainer.refused}] and "vllm_kl/k3" in trainer.refused
+    trainer, _, _ = step({"trajectories": {"per_step": 1}, "batch_skip": {"threshold": 1e-9}})
+    refused = trainer.stability_run.outcome.refused.reason
+    assert told == [{"step": 7, "skipped": refused}] and "vllm_kl/k3" in refused
     assert "no more trajectories are written, the run goes on: KeyError('no such token')" in capsys.readouterr().out
-    assert trainer.dump is None and ran(trainer) == ["advantage"]
-
-
-def test_of_a_step_with_several_updates_the_first_is_dumped(step, monkeypatch):
-    trainer, _, _ = step({"trajectories": {"per_step": 1, "every": 2}})
-    told = []
-    monkeypatch.setattr(trainers, "write_step", lambda *given, **about: told.append(about["step"]))
-    trainer.dump = object()
-    for trainer.global_steps in (7, 8, 8, 9, 10):
-        trainer._dump(None, None, SimpleNamespace(weight=None))
-    assert told == [8, 10]
+    assert ran(trainer) == ["advantage"]
+    writing.write(None, None, None, None, step=8, skipped="")
+    assert len(told) == 1
 
 
 def test_the_boundary_is_logged_where_it_is_one_of_k3(step):
@@ -200,7 +198,7 @@ def test_the_workers_are_told_how_many_trajectories_are_left(step):
 def test_a_batch_of_which_the_filters_leave_nothing_is_skipped_with_the_reason(step, capsys):
     trainer, metrics, store = step({"filters": {"low_probability": {"threshold": 1.0}}})
     assert ran(trainer) == ["advantage"]
-    assert metrics["guard/skipped"] == trainer.guard.state.skips == 1
+    assert metrics["guard/skipped"] == trainer.stability_run.guard.state.skips == 1
     assert "update skipped: the filters left no token: low_probability dropped 100%" in capsys.readouterr().out
     assert rows(store, "response_mask") == [[1, 1], [1]]
 
@@ -236,7 +234,7 @@ def test_a_batch_past_the_threshold_updates_neither_actor_nor_critic(step, capsy
     trainer, metrics, _ = step({"batch_skip": {"threshold": 0.1}})
     assert ran(trainer) == ["advantage"]
     assert metrics["guard/skipped"] == 1
-    assert trainer.guard.state.skips == 1
+    assert trainer.stability_run.guard.state.skips == 1
     assert "verl_ext: step 7: update skipped: vllm_kl/k3=" in capsys.readouterr().out
 
 
@@ -293,3 +291,14 @@ def test_nothing_asked_for_changes_nothing(step):
     assert metrics == {}
     assert "rollout_is_weights" not in store.fields
     assert trainer.ran[-1] == ("actor", ["old_log_probs"])
+
+
+def test_settings_are_taken_over_from_the_next_batch_on_and_the_guard_stays_the_runs(step):
+    trainer, _, store = step({"metrics": True, "batch_skip": {"threshold": 9}})
+    run, metrics = trainer.stability_run, {}
+    run.use(trainer.config, stability_config({"correction": "icepop"}))
+    batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=["old_log_probs"])
+    trainer._compute_advantage(batch, metrics)
+    assert rows(store, "rollout_is_weights")[1] == [0.0]
+    assert [rule.name for rule in run.guard.rules] == ["batch_skip"]
+    assert "guard/threshold" not in metrics

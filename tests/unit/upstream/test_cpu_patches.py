@@ -6,6 +6,7 @@ import torch
 import torch.distributed
 
 from verl_ext.upstream import cpu_patches
+from verl_ext.upstream.patching import PatchError
 
 
 @pytest.fixture
@@ -40,9 +41,20 @@ def test_only_the_duplicate_gloo_is_collapsed(monkeypatch, asked, given):
 
 
 @pytest.mark.usefixtures("undone")
+def test_torch_takes_the_backend_that_verl_asks_for_on_cpu():
+    asked = {"backend": "cpu:gloo,cpu:gloo", "rank": 0, "world_size": 1}
+    with pytest.raises(ValueError, match="cpu:gloo,cpu:gloo"):
+        torch.distributed.init_process_group(store=torch.distributed.HashStore(), **asked)
+    undo = cpu_patches.collapse_duplicate_gloo()
+    torch.distributed.init_process_group(store=torch.distributed.HashStore(), **asked)
+    torch.distributed.destroy_process_group()
+    undo()
+
+
+@pytest.mark.usefixtures("undone")
 def test_a_changed_init_process_group_is_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda device=None: None)
-    with pytest.raises(cpu_patches.PatchError, match=r"written for torch 2.13"):
+    with pytest.raises(PatchError, match=r"written for torch 2.13"):
         cpu_patches.collapse_duplicate_gloo()
 
 
@@ -73,7 +85,7 @@ def test_offloading_needs_no_pinned_memory():
 
 def test_a_changed_offload_policy_is_refused():
     module = SimpleNamespace(CPUOffloadPolicy=lambda: None)
-    with pytest.raises(cpu_patches.PatchError, match=r"verl 0.9.1"):
+    with pytest.raises(PatchError, match=r"verl 0.9.1"):
         cpu_patches.offload_without_pinned_memory(module)
 
 
@@ -90,7 +102,7 @@ def test_missing_engines_are_refused(monkeypatch):
     from verl.workers.engine.base import EngineRegistry
 
     monkeypatch.setattr(EngineRegistry, "_engines", {"language_model": {}})
-    with pytest.raises(cpu_patches.PatchError, match=r"verl 0.9.1"):
+    with pytest.raises(PatchError, match=r"verl 0.9.1"):
         cpu_patches.register_fsdp_engines()
 
 

@@ -116,11 +116,13 @@ def test_a_correction_of_ones_own_acts_in_the_update(make_batch, actor_config):
             stability_config({"correction": "likely"})
         loss, active = build_worker_loss(actor_config(), LossSettings.from_dict(loss_settings(stability)))
     assert active["corrections"] == {"likely": {"least": 0.2}}
+    run(build(actor_config()), [batch.whole()])
+    gradient = batch.take_gradients()
     _, metrics = run(loss, [batch.whole()])
     kept = torch.cat(batch.rows["rollout_log_probs"]) >= math.log(0.2)
     mask = torch.cat(batch.rows["response_mask"]).bool()
     assert 0 < (kept & mask).sum() < mask.sum()
-    assert torch.equal(batch.take_gradients() != 0, kept & mask)
+    assert torch.equal(batch.take_gradients(), gradient * kept)
     share = (kept & mask).sum().item() / mask.sum().item()
     assert metrics["actor/likely/kept"].aggregate() == pytest.approx(share)
 

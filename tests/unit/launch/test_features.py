@@ -1,0 +1,106 @@
+"""What a config turns on, and which parts of the plugin that uses."""
+
+import pytest
+
+from verl_ext.launch.features import GUARD, IN_LOSS, LOG_PROBS, MEASURE, ROUTERS, WEIGHTS, features
+from verl_ext.settings.stability import stability_config
+
+ACTOR = "actor_rollout_ref.actor"
+REPLAY = f"{ACTOR}.fsdp_config.router_replay.mode"
+MEASURED = {LOG_PROBS, MEASURE}
+
+
+@pytest.fixture
+def asked(compose):
+    """asked("stability=icepop", ...) -> the features."""
+
+    def run(*overrides):
+        config = compose(*overrides)
+        return features(config, stability_config(config.stability))
+
+    return run
+
+
+def parts(found):
+    return set().union(*(feature.parts for feature in found))
+
+
+def test_nothing_is_on_by_default(asked):
+    assert asked() == asked("stability=none") == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names", "used"),
+    [
+        (["stability.metrics=true"], ["mismatch metrics"], MEASURED),
+        (["stability.correction=icepop"], ["mismatch metrics", "correction"], {*MEASURED, WEIGHTS, IN_LOSS}),
+        (
+            ["stability.correction=tis", "stability.denominator=kept"],
+            ["mismatch metrics", "correction", "denominator"],
+            {*MEASURED, WEIGHTS, IN_LOSS},
+        ),
+        (["stability.filters=[overlong]"], ["mismatch metrics", "batch filter"], {*MEASURED, IN_LOSS}),
+        (
+            ["stability.correction=opsm", "stability.opsm.delta=0.1"],
+            ["mismatch metrics", "correction"],
+            {*MEASURED, IN_LOSS},
+        ),
+        (["stability.batch_skip.threshold=0"], ["mismatch metrics", "batch skip"], {*MEASURED, GUARD}),
+        (
+            ["stability.guard.rules.r={signal:mine/x,above:1,action:warn}"],
+            ["mismatch metrics", "guard rule"],
+            {*MEASURED, GUARD},
+        ),
+        (["stability.guard.mini_batch.policy_kl=0.1"], ["mismatch metrics", "mini-batch gate"], {*MEASURED, IN_LOSS}),
+        (["stability.trajectories.per_step=2"], ["mismatch metrics", "trajectories"], MEASURED),
+        (["stability.router_agreement=true"], ["router agreement"], {ROUTERS}),
+        ([f"{REPLAY}=R2"], ["routing replay"], {ROUTERS}),
+        ([f"{REPLAY}=R3"], ["router agreement", "routing replay"], {ROUTERS}),
+        (["stability.cascade_attention=off"], ["cascade attention"], set()),
+        (["algorithm.adv_estimator=qae"], ["advantages"], set()),
+        (
+            ["stability=llds_loss", "stability.metrics=false", "stability.batch_skip.threshold=null"],
+            ["policy loss"],
+            {LOG_PROBS, IN_LOSS},
+        ),
+        (
+            ["stability=icepop_loss", "stability.metrics=false", "stability.batch_skip.threshold=null"],
+            ["mismatch metrics", "policy loss"],
+            {*MEASURED, WEIGHTS, IN_LOSS},
+        ),
+        (
+            ["stability=router_shift_loss", "stability.metrics=false", "stability.batch_skip.threshold=null"],
+            ["policy loss", "router shift"],
+            {LOG_PROBS, IN_LOSS},
+        ),
+        (
+            [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=unbiased"],
+            ["KL to the reference"],
+            {LOG_PROBS, IN_LOSS},
+        ),
+    ],
+)
+def test_what_turns_what_on(asked, overrides, names, used):
+    found = asked(*overrides)
+    assert [feature.name for feature in found] == names
+    assert parts(found) == used
+
+
+def test_settings_are_said(asked):
+    rule = "{signal:critic/score/mean,below:8,zscore_window:64,action:rollback}"
+    found = asked(
+        "stability.correction=[geo_mask,mis]",
+        "stability.filters={low_probability:{threshold:0.01}}",
+        f"stability.guard.rules.r={rule}",
+        "stability.guard.mini_batch.vllm_kl=0.1",
+        "stability.trajectories={per_step:2,every:10}",
+    )
+    assert [feature.setting for feature in found] == [
+        "vllm_kl/*",
+        "geo_mask, low 0.999, high 1.002",
+        "mis, cap 2, weight ratio",
+        "low_probability, threshold 0.01",
+        "2 every 10 steps",
+        "refuse past, vllm_kl 0.1",
+        "r: rollback at critic/score/mean < 8 sd of 64",
+    ]

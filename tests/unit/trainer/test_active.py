@@ -1,0 +1,51 @@
+"""What a config switches on: which batches are measured, and which classes the workers are."""
+
+import pytest
+import ray
+from verl.trainer.ppo.utils import Role
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+from verl_ext.settings.stability import stability_config
+from verl_ext.trainer.active import read_active
+from verl_ext.trainer.startup import actor_class
+from verl_ext.trainer.trainers import replace_workers
+from verl_ext.workers.actor import LossActorRolloutRefWorker, RoutingActorRolloutRefWorker
+
+
+@pytest.fixture
+def active(compose):
+    def read(*overrides):
+        config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
+        return read_active(config, stability_config(config.stability))
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["stability=none"], False),
+        (["stability=none", "algorithm.adv_estimator=qae"], False),
+        (["stability=none", "stability.router_agreement=true"], False),
+        (["stability=none", "stability.metrics=true"], True),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=icepop"], True),
+    ],
+)
+def test_batches_are_measured_where_something_reads_that(active, overrides, expected):
+    assert active(*overrides).compares_engines is expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["stability=none", "stability.metrics=true"], ActorRolloutRefWorker),
+        (["stability=icepop"], LossActorRolloutRefWorker),
+        (["stability=icepop", "stability.router_agreement=true"], RoutingActorRolloutRefWorker),
+        (["stability=r2"], RoutingActorRolloutRefWorker),
+    ],
+)
+def test_the_actors_worker_is_ours_where_something_of_ours_runs_in_it(active, overrides, expected):
+    roles = {Role.ActorRollout: ray.remote(ActorRolloutRefWorker), Role.Critic: ray.remote(TrainingWorker)}
+    replace_workers(roles, active(*overrides))
+    assert actor_class(roles[Role.ActorRollout]) is expected
+    assert actor_class(roles[Role.Critic]) is TrainingWorker

@@ -1,0 +1,152 @@
+"""What of the plugin a run uses, told from its config alone.
+
+The start-up table, `verl-ext doctor`, `verl-ext plan` and the hooks themselves are made of this list; at the start of a
+run, `verl_ext.trainer.startup` proves each feature on the running engines and says where it found it.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.guard.rules import Rule
+from verl_ext.launch.routing_checks import compares_routing, replay_mode, replays_here
+from verl_ext.methods import defaults, described
+from verl_ext.settings.config import UNBIASED, StabilityConfig
+from verl_ext.settings.estimators import estimator_of
+from verl_ext.settings.losses import LOSS, LOSSES, base_of
+from verl_ext.settings.stability import BATCH_SKIP
+
+# The parts of the plugin that features use.
+LOG_PROBS = "log-probs"  # the rollout's, in every batch
+MEASURE = "measure"  # the trainer compares the engines before each update
+WEIGHTS = "weights"  # of tokens travel to the workers
+IN_LOSS = "loss"  # the workers run our loss around verl's
+GUARD = "guard"
+ROUTERS = "routers"  # of the training engine are hooked
+
+IN_THE_STEP = "PPOTrainer._compute_advantage"
+MASKS = "response_mask and loss_mask"
+IN_WORKERS = "worker_loss on every training rank"
+AT_ROUTERS = "routers of the training engine"
+REPLAYS = {"R2": "R2: update_actor as compute_log_prob", "R3": "R3: both as the rollout"}
+AFTER_RULE = {
+    "warn": "log and event log",
+    "tighten": "the band of icepop",
+    "skip": "in place of the update",
+    "rollback": "end of the step",
+    "stop": "before the next step",
+}
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A line of the start-up table.
+
+    Attributes:
+        name: what kind of feature.
+        setting: what it is set to.
+        where: the place where it acts.
+        parts: of the plugin, those it uses.
+    """
+
+    name: str
+    setting: str
+    where: str
+    parts: frozenset[str] = frozenset()
+
+
+def features(config: DictConfig, stability: StabilityConfig) -> tuple[Feature, ...]:
+    """Every feature that a run's config turns on, in the order of the table; () where the run is verl's own."""
+    found = [
+        *_of_the_trainer(config, stability),
+        *_of_the_loss(config, stability),
+        *_of_the_guard(stability),
+        *_of_the_routing(config, stability),
+    ]
+    if stability.cascade_attention != "default":
+        found.append(Feature("cascade attention", stability.cascade_attention, "vLLM's workers"))
+    if stability.metrics or uses(found, MEASURE):
+        measuring = Feature("mismatch metrics", "vllm_kl/*", IN_THE_STEP, frozenset({LOG_PROBS, MEASURE}))
+        found.insert(0, measuring)
+    return tuple(found)
+
+
+def uses(found: Iterable[Feature], part: str) -> bool:
+    """Whether any feature uses this part of the plugin."""
+    return any(part in feature.parts for feature in found)
+
+
+def loss_mode(config: DictConfig) -> str:
+    return OmegaConf.select(config, f"{LOSS}.loss_mode") or "vanilla"
+
+
+def loss_reads_k(config: DictConfig) -> bool:
+    """Whether the policy loss makes the tokens' weights itself, of the mismatch ratio, as icepop does."""
+    return (name := loss_mode(config)) in LOSSES and "k" in LOSSES[name].reads
+
+
+def uses_unbiased_kl(config: DictConfig) -> bool:
+    actor = config.actor_rollout_ref.actor
+    return bool(actor.get("use_kl_loss")) and actor.get("kl_loss_type") == UNBIASED
+
+
+def _of_the_trainer(config: DictConfig, stability: StabilityConfig) -> Iterator[Feature]:
+    # All of these have the workers run our loss: filters and denominator=kept can leave a mini-batch without a token,
+    # for which verl's own divides 0 by 0, and verl's geo_mean cannot take a weight per token.
+    parts = frozenset({MEASURE, IN_LOSS})
+    for chosen in stability.before_update:
+        yield Feature("correction", str(chosen), "weights in rollout_is_weights", parts | {WEIGHTS})
+    if stability.denominator == "kept":
+        yield Feature("denominator", "kept tokens", MASKS, parts)
+    for one in stability.filters:
+        yield Feature("batch filter", str(one), MASKS, parts)
+    if estimator := estimator_of(config):
+        yield Feature("advantages", str(estimator), IN_THE_STEP)
+    if (dump := stability.trajectories).per_step:
+        often = "a step" if dump.every == 1 else f"every {dump.every} steps"
+        yield Feature("trajectories", f"{dump.per_step} {often}", "*.trajectories.jsonl", frozenset({MEASURE}))
+
+
+def _of_the_loss(config: DictConfig, stability: StabilityConfig) -> Iterator[Feature]:
+    parts = frozenset({LOG_PROBS, IN_LOSS})
+    if (name := loss_mode(config)) in LOSSES:
+        node, method = OmegaConf.select(config, LOSS), LOSSES[name]
+        settings = {key: node.get(key, usual) for key, usual in defaults(method.settings).items()}
+        settings = {"base": base_of(node), **settings}
+        weighs = frozenset({MEASURE, WEIGHTS}) if loss_reads_k(config) else frozenset()
+        yield Feature("policy loss", described(name, settings), IN_WORKERS, parts | weighs)
+        if "router_deviation" in method.reads:
+            yield Feature("router shift", "compute_log_prob, update_actor", AT_ROUTERS, parts)
+    for chosen in stability.in_update:
+        yield Feature("correction", str(chosen), IN_WORKERS, parts | {MEASURE})
+    if uses_unbiased_kl(config):
+        yield Feature("KL to the reference", f"{UNBIASED}, over l_{stability.kl_denominator}", IN_WORKERS, parts)
+    if stability.guard.mini_batch.active:
+        limits = {name: limit for name, limit in vars(stability.guard.mini_batch).items() if limit is not None}
+        where = f"optimizer_step, {IN_WORKERS}"
+        yield Feature("mini-batch gate", described("refuse past", limits), where, parts | {MEASURE})
+
+
+def _of_the_guard(stability: StabilityConfig) -> Iterator[Feature]:
+    parts = frozenset({MEASURE, GUARD})
+    for rule in stability.rules:
+        if rule.name == BATCH_SKIP:
+            skip = f"{rule.signal} > {rule.bound:g}"
+            yield Feature("batch skip", skip, "PPOTrainer._update_actor, _update_critic", parts)
+        else:
+            yield Feature("guard rule", f"{rule.name}: {_bound(rule)}", AFTER_RULE[rule.action], parts)
+
+
+def _bound(rule: Rule) -> str:
+    sign = ">" if rule.side == "above" else "<"
+    unit = "" if rule.zscore_window is None else f" sd of {rule.zscore_window}"
+    return f"{rule.action} at {rule.signal} {sign} {rule.bound:g}{unit}"
+
+
+def _of_the_routing(config: DictConfig, stability: StabilityConfig) -> Iterator[Feature]:
+    parts = frozenset({ROUTERS})
+    if compares_routing(config, stability):
+        yield Feature("router agreement", "compute_log_prob", AT_ROUTERS, parts)
+    if replays_here(config):
+        yield Feature("routing replay", REPLAYS.get(replay_mode(config), replay_mode(config)), AT_ROUTERS, parts)

@@ -1,0 +1,53 @@
+"""What of ours a run has switched on."""
+
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+from verl_ext.launch.features import IN_LOSS, MEASURE, ROUTERS, Feature, features, loss_reads_k, uses
+from verl_ext.launch.routing_checks import compares_routing, replayed_field
+from verl_ext.settings.config import StabilityConfig
+
+
+@dataclass(frozen=True)
+class Active:
+    """What is asked of a config, asked once.
+
+    Attributes:
+        config, stability: the run's config, and its `stability` node parsed.
+        features: all that is on.
+        compares_engines: every batch is measured: the rollout's log-probabilities beside the training engine's.
+        loss_reads_k: the policy loss takes the ratio k in the place of weights, as icepop does.
+        filters: tokens are taken out of the loss's mask, by filters or by denominator=kept.
+        our_loss: the workers run our loss around verl's.
+        sees_routing: the workers hook their routers.
+        compares_routing: the experts of both engines are compared.
+        replayed: the batch's field whose routing the update replays; None where it replays none.
+    """
+
+    config: DictConfig
+    stability: StabilityConfig
+    features: tuple[Feature, ...]
+    compares_engines: bool
+    loss_reads_k: bool
+    filters: bool
+    our_loss: bool
+    sees_routing: bool
+    compares_routing: bool
+    replayed: str | None
+
+
+def read_active(config: DictConfig, stability: StabilityConfig) -> Active:
+    asked = features(config, stability)
+    return Active(
+        config,
+        stability,
+        asked,
+        compares_engines=uses(asked, MEASURE),
+        loss_reads_k=loss_reads_k(config),
+        filters=bool(stability.filters) or stability.denominator == "kept",
+        our_loss=uses(asked, IN_LOSS),
+        sees_routing=uses(asked, ROUTERS),
+        compares_routing=compares_routing(config, stability),
+        replayed=replayed_field(config),
+    )

@@ -1,0 +1,180 @@
+"""What our trainers hold of a run: its settings, its guard, its files, and what was decided about the batch at hand."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from transfer_queue import KVBatchMeta
+
+from verl_ext.core.routing import router_metrics
+from verl_ext.errors import HookError
+from verl_ext.guard.state import Decision
+from verl_ext.settings.config import StabilityConfig
+from verl_ext.trainer import resuming
+from verl_ext.trainer.active import Active, read_active
+from verl_ext.trainer.batch import FIELDS, mean_score, response_tokens
+from verl_ext.trainer.dump import Dump
+from verl_ext.trainer.filtering import FILTER_FIELDS, filter_batch
+from verl_ext.trainer.guarding import GuardActions, build_guard
+from verl_ext.trainer.logs import EventLog, events_path, keep_metrics, trajectories_path
+from verl_ext.trainer.step import Judged, Outcome, judge, leave_out, loss_weights, refusal
+from verl_ext.trainer.trajectories import TrajectoryLog, forget_trajectories
+from verl_ext.trainer.transfer import SHIFT_FIELDS, get_fields, nested, put_fields, without_routing
+from verl_ext.upstream import narrow_routing
+
+
+class StabilityRun:
+    """A run of training, but for what is verl's.
+
+    Args:
+        config: the run's, the object that verl's trainer has.
+        stability: its `stability` node.
+
+    Attributes:
+        active: what is switched on; `use` replaces it.
+        guard, actions: what decides, with the rules that the run began with, and what carries that out.
+        outcome: of the last batch that has its advantages.
+        dump: where trajectories go, once the run trains.
+    """
+
+    active: Active
+
+    def __init__(self, config: DictConfig, stability: StabilityConfig):
+        self.use(config, stability)
+        self.guard = build_guard(stability)
+        self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
+        self.outcome = Outcome()
+        self.dump: Dump | None = None
+        self._config = config
+        self._routing_dtype_told = False
+
+    def use(self, config: DictConfig, stability: StabilityConfig) -> None:
+        """Take these settings from the next batch on. The guard and the files stay those of the run."""
+        self.active = read_active(config, stability)
+
+    @contextmanager
+    def writing(self, resumed: int) -> Iterator[None]:
+        """The files that a run leaves, while verl trains; at the end, what the guard has still to say.
+
+        Args:
+            resumed: the step that the run goes on after, 0 for a new one. That removes what an earlier run of its name
+                left and this one does not write: it would pass for this one's.
+        """
+        keep_metrics(resume=resumed > 0)
+        with ExitStack() as files:
+            if self.active.compares_engines:
+                events = EventLog(events_path(self._config), resume=resumed > 0)
+                self.actions.events = files.enter_context(closing(events))
+            elif not resumed:
+                events_path(self._config).unlink(missing_ok=True)
+            settings, path = self.active.stability.trajectories, trajectories_path(self._config)
+            if settings.per_step:
+                log = TrajectoryLog(path, settings, resumed=resumed)
+                self.dump = files.enter_context(closing(Dump(log, settings)))
+            elif not resumed:
+                forget_trajectories(path)
+            yield
+        self.actions.end_run()
+
+    def saving(self, step: int) -> AbstractContextManager[None]:
+        return resuming.saving(self.guard, self._config, step)
+
+    def loading(self) -> AbstractContextManager[None]:
+        return resuming.loading(self.guard, self._config)
+
+    def end_step(self, metrics: dict[str, float], groups: Mapping[str, Any]) -> None:
+        """See `GuardActions.end_step`."""
+        if self.active.compares_engines:
+            self.actions.end_step(metrics, groups)
+
+    def judge_logged(self, metrics: Mapping[str, float]) -> None:
+        """Judge what verl logs last, and put that into the checkpoint, if one was saved in this step."""
+        if self.active.compares_engines:
+            self.actions.judge_logged(metrics)
+        now = self.guard.step
+        if (now, now) in self.guard.state.unproven:
+            resuming.save_state(self.guard, self._config, now)
+
+    def compare_routing(self, batch: KVBatchMeta, metrics: dict[str, float]) -> None:
+        """Log `router/*`, from the sums that compute_log_prob left in the batch."""
+        if not self.active.compares_routing:
+            return
+        data = get_fields(batch, ["router_sums"])
+        if "router_sums" not in data.keys():  # noqa: SIM118 (a TensorDict)
+            raise HookError(
+                "compute_log_prob returned no routing: the rollout's batch has no routed_experts",
+                fix=("stability.router_agreement=false",),
+                otherwise="check that vLLM runs with enable_return_routed_experts",
+            )
+        if not self._routing_dtype_told:  # not at the start: there is no routing yet
+            self._routing_dtype_told = True
+            dtype = narrow_routing.id_dtype(batch.keys, batch.partition_id)
+            print(f"verl_ext: routed_experts travels as {dtype}", flush=True)
+        metrics.update(router_metrics(torch.stack(list(data["router_sums"].unbind()))))
+
+    def judge(self, batch: KVBatchMeta, metrics: dict[str, float]) -> Judged | None:
+        """Measure and judge a batch, and put its weights into it; None where nothing asks for that.
+
+        Before verl's own rejection takes the worst tokens out of response_mask: they are what is measured.
+        """
+        if not self.active.compares_engines:
+            return None
+        data = get_fields(batch, (*FIELDS, "rm_scores"))
+        metrics["critic/score/mean"] = mean_score(data, batch.tags)  # verl logs it after the update
+        judged = judge(response_tokens(data), metrics, self.active.stability, self.guard, self.actions.due)
+        metrics.update(judged.metrics)
+        self.actions.carry_out(judged.decision)
+        weights = loss_weights(judged, self.active.loss_reads_k)
+        if weights is not None:
+            # verl's own put, at the end of its _compute_advantage, returns the meta that names this field too; workers
+            # are sent the fields that the meta names.
+            put_fields(batch, {"rollout_is_weights": nested(weights, judged.tokens.offsets)})
+        return judged
+
+    def filter(
+        self, judged: Judged | None, batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any
+    ) -> KVBatchMeta:
+        """Take what is left out of the loss out of its masks, and settle what becomes of the batch.
+
+        After the advantages, because filters may ask for their sign, and because the rewards of what they drop still
+        belong to its group.
+        """
+        self.outcome = Outcome()
+        if judged is None:
+            return batch
+        batch, self.outcome = self._filter(judged, batch, metrics, tokenizer)
+        refused = self.outcome.refused
+        self.guard.count(refused is not None)
+        metrics["guard/skipped"] = int(refused is not None)
+        if self.dump is not None:
+            weight, skipped = judged.measured.weight, refused.reason if refused else ""
+            self.dump.write(batch, judged.tokens, weight, tokenizer, step=self.guard.step, skipped=skipped)
+        return batch
+
+    def _filter(
+        self, judged: Judged, batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any
+    ) -> tuple[KVBatchMeta, Outcome]:
+        if judged.decision.refusal or not self.active.filters:
+            return batch, Outcome(judged.decision.refusal)
+        data = get_fields(batch, FILTER_FIELDS)
+        view = filter_batch(judged.tokens, batch.keys, data, self.active.config.actor_rollout_ref, tokenizer)
+        left = leave_out(view, judged.measured.weight, self.active.stability)
+        metrics.update(left.metrics)
+        for name, key in left.examples.items():
+            print(f"verl_ext: step {self.guard.step}: filter {name} dropped tokens of {key}", flush=True)
+        if left.empty:
+            refused = refusal(self.guard.step, "filters", left.reason)
+            self.actions.carry_out(Decision((refused,)))
+            return batch, Outcome(refused)
+        # verl 0.9.1 divides token-mean by the tokens of loss_mask, a copy made at rollout: both have to change.
+        mask = nested(left.keep_N.long(), judged.tokens.offsets)
+        return put_fields(batch, {"response_mask": mask, "loss_mask": mask}), Outcome(filter_scale=left.scale)
+
+    def for_update(self, batch: KVBatchMeta) -> KVBatchMeta:
+        """The batch as the actor's update is sent it: a copy."""
+        sent = without_routing(batch, {self.active.replayed, *SHIFT_FIELDS})
+        # For the losses that divide by a number of trajectories, dropped ones included: worker_loss.
+        sent.extra_info["filter_scale"] = self.outcome.filter_scale
+        return sent

