@@ -1,23 +1,27 @@
 """The modules that docs/extend.md shows, run as they stand there, by the commands under them."""
 
+import copy
 import math
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from importlib import import_module
+from dataclasses import asdict
 from unittest import mock
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from tests import ROOT
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filtering import BATCH_FILTERS, FilterBatch, apply_filters
 from verl_ext.core.measure import measure
+from verl_ext.core.policy_loss import LOSSES
 from verl_ext.core.tokens import Tokens
-from verl_ext.launch.checks import check_run
+from verl_ext.errors import ConfigError
+from verl_ext.launch.checks import apply_engine_settings, check_run
 from verl_ext.launch.features import IN_LOSS, features, uses
 from verl_ext.settings.stability import stability_config
 from verl_ext.workers.inputs import LossInputs, provide
@@ -51,7 +55,7 @@ def launched(tmp_path, monkeypatch, compose) -> Iterator[Callable]:
         return config
 
     with ExitStack() as registries:
-        for registry in (CORRECTIONS, BATCH_FILTERS, POLICY_LOSS_REGISTRY):
+        for registry in (CORRECTIONS, BATCH_FILTERS, LOSSES, POLICY_LOSS_REGISTRY):
             registries.enter_context(mock.patch.dict(registry))
         yield launch
     for name in MODULES:
@@ -84,24 +88,52 @@ def test_the_filter(launched):
     assert found.metrics["filter/at_least/dropped_tokens"] == pytest.approx(1 / 6)
 
 
-def test_the_loss(launched):
+def launched_loss(config):
+    """The page's loss as the workers have it: (its verl function, verl's ActorConfig)."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
-    from verl.workers.config import FSDPActorConfig
+    from verl.utils.config import omega_conf_to_dataclass
 
-    config = launched("my_loss")
-    asked = features(config, stability_config(config.stability))
-    assert uses(asked, IN_LOSS), "else there are no loss_inputs()"
-    import_module(config.actor_rollout_ref.model.external_lib)  # as verl's model config does in each worker
-    loss = get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    l_old = torch.zeros(1, 3)
-    with provide(LossInputs(l_infer=torch.tensor([[-1.0, -9.0, -2.0]]))):
-        value, _ = loss(
-            old_log_prob=l_old,
-            log_prob=l_old,
-            advantages=torch.tensor([[1.0, 10.0, 100.0]]),
+    from verl_ext.workers.losses import register
+
+    stability = stability_config(config.stability)
+    assert uses(features(config, stability), IN_LOSS), "else the loss finds nothing to read"
+    apply_engine_settings(config, stability)
+    assert config.actor_rollout_ref.model.external_lib == ["my_loss"], "verl imports it in each worker"
+    register()  # as the worker's loss does
+    OmegaConf.update(config, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 1)
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    return get_policy_loss_fn(actor.policy_loss.loss_mode), actor
+
+
+# Of three tokens, the second one is unlikely.
+L_INFER = torch.tensor([[-1.0, -9.0, -2.0]])
+ADVANTAGES = torch.tensor([[1.0, 10.0, 100.0]])
+
+
+def test_the_loss(launched):
+    loss, actor = launched_loss(launched("my_loss"))
+    assert asdict(actor.policy_loss.settings) == {"least": 0.02}
+    with provide(LossInputs(l_infer=L_INFER)):
+        value, metrics = loss(
+            old_log_prob=torch.zeros(1, 3),
+            log_prob=torch.zeros(1, 3),
+            advantages=ADVANTAGES,
             response_mask=torch.ones(1, 3),
             loss_agg_mode="token-mean",
-            config=FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1),
+            config=actor,
             rollout_is_weights=torch.tensor([[1.0, 1.0, 0.5]]),
         )
     assert value == pytest.approx(-(1 + 0 + 50) / 3)
+    assert metrics["actor/likely_tokens/dropped"] == pytest.approx(1 / 3)
+
+
+def test_a_setting_of_the_loss_is_checked_by_name_and_type(compose, launched):
+    config = launched("my_loss")
+    for name, value, message in (
+        ("least", "much", "policy_loss.least=much must be a number"),
+        ("most", 1, "policy_loss.most is not known; its settings are: least"),
+    ):
+        changed = copy.deepcopy(config)
+        OmegaConf.update(changed, f"actor_rollout_ref.actor.policy_loss.{name}", value, force_add=True)
+        with pytest.raises(ConfigError, match=message):
+            check_run(changed, stability_config(changed.stability), read_model=False)

@@ -42,10 +42,6 @@ WITHOUT = {
     "launch": ENGINES,
     "report": {*ENGINES, "torch"},
 }
-# (file, module) that a room may not import, and why it still does.
-EXCEPTIONS = {
-    ("launch/checks.py", "workers.loss_config"): "it builds the loss's settings to check them: a dataclass of verl's",
-}
 
 
 def imports(file: Path) -> set[str]:
@@ -71,7 +67,7 @@ def imports_of(room: str) -> set[tuple[str, str]]:
 def test_a_room_imports_only_what_is_below_it(room):
     ours = {(file, name.removeprefix("verl_ext.")) for file, name in imports_of(room) if name.startswith("verl_ext.")}
     above = {(file, name) for file, name in ours if name.split(".")[0] not in BELOW[room] | {room}}
-    assert above == {(file, name) for file, name in EXCEPTIONS if file.startswith(f"{room}/")}
+    assert above == set()
 
 
 @pytest.mark.parametrize("room", WITHOUT)

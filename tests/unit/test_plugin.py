@@ -25,11 +25,11 @@ def test_loading_imports_no_engine_no_model_and_no_vllm():
     [
         # Under plain verl, once its registry is there.
         (
-            "from verl.trainer.ppo.core_algos import get_policy_loss_fn as f; print(f('icepop').__module__)",
+            "from verl.trainer.ppo.core_algos import get_policy_loss_fn as f; print(f('icepop').func.__module__)",
             "verl_ext.workers.losses",
         ),
         # Before verl's registry, as Hydra does.
-        ("from verl_ext.workers.losses import IcePopLossConfig as c; print(c().loss_mode)", "icepop"),
+        ("from verl_ext.workers.losses import changed_loss as f; print(f.__name__)", "changed_loss"),
         ("from verl_ext.workers.loss_config import IcePopLossConfig as c; print(c().loss_mode)", "icepop"),
     ],
     ids=["registered", "losses first", "settings first"],

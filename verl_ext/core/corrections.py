@@ -3,7 +3,9 @@
 Each is a pure function of what its registration says it reads, and of its settings; `core.measure` computes those
 quantities, multiplies the weights of all corrections that are asked for, and counts what they did. Weights are detached
 constants. A token weighted 0 leaves the numerator of the loss; what divides is the trainer's choice
-(`stability.denominator`).
+(`stability.denominator`). One that acts in the update, on the policy being updated, is a function of a LossBatch that
+gives a LossChange, as a policy loss is (`verl_ext.core.policy_loss`); `opsm` is, and stands beside the loss that it
+also is (`verl_ext.core.losses`).
 
     k = exp(l_old - l_infer)         training over inference, per token (the log-ratio clamped to +-20)
     p_infer, p_old                   the two probabilities, per token
@@ -18,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.core.lazily import no_grad, torch
+from verl_ext.core.lazily import Result, no_grad, torch
 from verl_ext.core.tokens import LOG_RATIO_BOUND
 from verl_ext.methods import Method, Registry, require, require_one_of, settings_of
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 TOKEN_QUANTITIES = ("k", "p_infer", "p_old")
 SEQUENCE_QUANTITIES = ("log_rho", "log_g")
+IN_UPDATE = ("l_infer", "entropy", "router_agreement")  # of a LossBatch, besides what each has
 CLAMP_P = 1e-6
 
 
@@ -44,10 +47,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Correction(Method):
-    """`function(*quantities, **settings) -> Weights`.
+    """`function(*quantities, **settings) -> Weights`, or in the update `function(batch, **settings) -> LossChange`.
 
     Attributes:
-        reads: the quantities.
+        reads: the quantities, or the optional fields of the batch.
         by_ratio: whether it weighs a token by its ratio, or a function of the settings that says so: two that do would
             count it twice.
         as_mask: the override under its settings with which it does not; empty where there is none.
@@ -74,29 +77,33 @@ def register_correction(
     name: str,
     settings: type | None = None,
     *,
-    reads: tuple[str, ...],
+    reads: tuple[str, ...] = (),
     by_ratio: bool | Callable[[Any], bool] = False,
     as_mask: str = "",
-) -> Callable[[Callable[..., Weights]], Callable[..., Weights]]:
-    """Register a correction that acts before the update; the arguments are attributes of Correction.
+    in_update: bool = False,
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Register a correction; the arguments are attributes of Correction.
 
     Args:
         settings: a dataclass, a field a keyword argument of the function; by default the function's keyword-only
             arguments themselves.
-        reads: quantities of tokens only, or of sequences only.
+        reads: quantities of tokens only, or of sequences only; in the update, some of IN_UPDATE or none.
 
     Raises:
         ValueError: the name is taken, or a quantity is unknown or of the other kind.
     """
-    if not reads or not any(set(reads) <= set(kind) for kind in (TOKEN_QUANTITIES, SEQUENCE_QUANTITIES)):
+    if in_update and not set(reads) <= set(IN_UPDATE):
+        raise ValueError(f"correction {name} reads {reads} in the update; choose from {IN_UPDATE}")
+    if not in_update and not (reads and any(set(reads) <= set(k) for k in (TOKEN_QUANTITIES, SEQUENCE_QUANTITIES))):
         raise ValueError(
             f"correction {name} reads {reads}; choose from {TOKEN_QUANTITIES} (per token) or {SEQUENCE_QUANTITIES} "
             "(per sequence), not from both"
         )
 
-    def register(function: Callable[..., Weights]) -> Callable[..., Weights]:
+    def register(function: Callable[..., Result]) -> Callable[..., Result]:
         detached = no_grad(function)
-        CORRECTIONS.add(Correction(name, detached, settings or settings_of(function), reads, by_ratio, as_mask))
+        kind = settings or settings_of(function)
+        CORRECTIONS.add(Correction(name, detached, kind, reads, by_ratio, as_mask, in_update))
         return detached
 
     return register

@@ -1,4 +1,4 @@
-"""Loss terms that need more than a ratio and an advantage: sequence masks, penalties, a KL estimate, router shift.
+"""The policy losses, and what they and the workers' loss are made of: sequence masks, penalties, a KL estimate.
 
 Shape legend: B trajectories, T response tokens (padded), N tokens, L MoE layers, K experts per token.
 Notation of CONTRIBUTING.md; `mask` is m, bool or 0/1. Only what is said to carry a gradient does.
@@ -13,13 +13,27 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from verl_ext.core.corrections import CORRECTIONS, Correction
+from verl_ext.core.corrections import IcePop, icepop, register_correction
 from verl_ext.core.lazily import no_grad, torch
+from verl_ext.core.policy_loss import LossBatch, LossChange, register_loss
 from verl_ext.core.tokens import LOG_RATIO_BOUND
 from verl_ext.methods import require
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+GATES = ("action", "response")
+
+
+@register_loss("icepop", IcePop, reads=("k",))
+def icepop_loss(batch: LossBatch, *, alpha: float, beta: float) -> LossChange:
+    """Each token weighted by IcePop's M(k), the correction `icepop`: a loss of its own for plain verl.
+
+    Metrics: dropped_low, dropped_high, the shares of tokens below and above the band.
+    """
+    tokens = icepop(batch.require("k"), alpha, beta)
+    metrics = {"dropped_low": _share(tokens.low, batch.mask), "dropped_high": _share(tokens.high, batch.mask)}
+    return LossChange(weight=tokens.weight, metrics=metrics)
 
 
 @dataclass(frozen=True)
@@ -89,7 +103,25 @@ def opsm_mask(divergence: Tensor, advantages: Tensor, delta: float) -> Tensor:
     return ((advantages >= 0) | near[:, None]).float()
 
 
-CORRECTIONS.add(Correction("opsm", opsm_mask, Opsm, in_update=True))
+@register_correction("opsm", Opsm, reads=("l_infer",), in_update=True)
+@register_loss("opsm", Opsm, reads=("l_infer",))
+def opsm(batch: LossBatch, *, delta: float) -> LossChange:
+    """Weight 0 on the tokens of stale or mismatched sequences of negative advantage: `opsm_mask`.
+
+    Metrics: dropped and sequences_dropped, shares of the tokens and of the sequences with a token; mismatch and
+    staleness, the two parts of the divergence, means over those sequences.
+    """
+    parts = sequence_divergence(batch.require("l_infer"), batch.l_old, batch.l_theta, batch.mask)
+    keep = opsm_mask(parts.whole, batch.advantages, delta)
+    dropped = (keep == 0) & batch.mask
+    rows = batch.mask.any(-1)
+    metrics = {
+        "dropped": _share(dropped, batch.mask),
+        "sequences_dropped": _share(dropped.any(-1), rows),
+        "mismatch": _mean(parts.mismatch, rows),
+        "staleness": _mean(parts.staleness, rows),
+    }
+    return LossChange(weight=keep, metrics=metrics)
 
 
 def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tensor, gate: str) -> Tensor:
@@ -114,7 +146,7 @@ def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tenso
     Raises:
         ValueError: `gate` is neither of the two.
     """
-    if gate not in ("action", "response"):
+    if gate not in GATES:
         raise ValueError(f"gate={gate} is not known; choose action or response")
     preserved = mask.bool() & (advantages >= 0)
     with torch.no_grad():
@@ -129,6 +161,29 @@ def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tenso
             whole = sums.gather(1, action)
         penalised = preserved & (whole > 0) & (fall > 0)
     return torch.where(penalised, l_old.detach().float() - l_theta.float(), 0.0)
+
+
+@dataclass(frozen=True)
+class Llds:
+    """`coef` is the paper's lambda, `gate` the unit whose likelihood has to fall."""
+
+    coef: float = 0.1
+    gate: str = "action"
+
+    def __post_init__(self) -> None:
+        require(self, "coef", self.coef >= 0, "must be at least 0")
+        require(self, "gate", self.gate in GATES, "is not known; choose action or response")
+
+
+@register_loss("llds", Llds)
+def llds(batch: LossBatch, *, coef: float, gate: str) -> LossChange:
+    """Plus coef times the mean of `llds_penalty` over all response tokens, whatever the weights (arXiv 2512.04220).
+
+    Metrics: penalised, share of the tokens; penalty, its mean.
+    """
+    penalty = llds_penalty(batch.l_theta, batch.l_old, batch.advantages, batch.mask, gate)
+    metrics = {"penalised": _share(penalty > 0, batch.mask), "penalty": _mean(penalty.detach(), batch.mask)}
+    return LossChange(term=coef * penalty, metrics=metrics)
 
 
 def unbiased_kl(l_theta: Tensor, l_ref: Tensor, l_sampled: Tensor, mask: Tensor) -> Tensor:
@@ -188,3 +243,33 @@ def router_shift_factor(deviation: Tensor, floor: float) -> Tensor:
         floor: gamma_min in [0, 1].
     """
     return deviation.float().neg().exp().clamp(min=floor).nan_to_num(nan=floor)
+
+
+@dataclass(frozen=True)
+class RouterShift:
+    """The floor gamma_min of the factor."""
+
+    floor: float = 0.8
+
+    def __post_init__(self) -> None:
+        require(self, "floor", 0 <= self.floor <= 1, "must be between 0 and 1")
+
+
+@register_loss("router_shift", RouterShift, reads=("router_deviation",), rescales=True)
+def router_shift(batch: LossBatch, *, floor: float) -> LossChange:
+    """Each token's ratio multiplied by its `router_shift_factor`; on `geo_mean` it is the paper's own combination.
+
+    Metrics: factor, its mean; floored, the share of tokens at the floor.
+    """
+    factor = router_shift_factor(batch.require("router_deviation"), floor)
+    metrics = {"factor": _mean(factor, batch.mask), "floored": _share(factor <= floor, batch.mask)}
+    # A floor of 0 lets the factor be 0, whose logarithm the base's clamp of the log-ratio then bounds.
+    return LossChange(log_factor=factor.clamp(min=torch.finfo(factor.dtype).tiny).log(), metrics=metrics)
+
+
+def _share(chosen: Tensor, mask: Tensor) -> float:
+    return ((chosen.bool() & mask).sum() / mask.sum().clamp(min=1)).item()
+
+
+def _mean(values: Tensor, mask: Tensor) -> float:
+    return (torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)).item()

@@ -76,13 +76,13 @@ def built_settings(config: Any) -> dict[str, Any]:
 
 
 def settings_classes() -> set[str]:
-    """The classes that verl's own files for actor and critic name, and those of our losses."""
+    """The classes that verl's own files for actor and critic name, and what makes those of our losses."""
     from verl_ext.launch.compose import VERL_CONFIGS
-    from verl_ext.settings.losses import LOSSES
+    from verl_ext.settings import losses
 
     files = (file for folder in FOLDERS for file in (VERL_CONFIGS / folder).glob("*.yaml"))
     verls = {target for file in files for target in TARGET.findall(file.read_text(encoding="utf-8"))}
-    return verls | set(LOSSES.values())
+    return {*verls, losses.TARGET, *losses.OLD_TARGETS}
 
 
 def _unknown_targets(config: Any) -> list[tuple[str, str]]:

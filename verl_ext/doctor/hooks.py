@@ -12,7 +12,7 @@ from verl_ext.doctor.applied import applied
 from verl_ext.doctor.context import MODEL, ROLLOUT, Context
 from verl_ext.doctor.findings import Finding, check
 from verl_ext.doctor.foreign import built_settings, unknown_targets
-from verl_ext.doctor.validation import loss_settings, passes_quickly
+from verl_ext.doctor.validation import passes_quickly
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -102,15 +102,13 @@ def _error(config: "DictConfig", read_model: bool) -> "UserError | None":
 
     from verl_ext.errors import UserError
     from verl_ext.launch.checks import check_run
-    from verl_ext.launch.features import features, loss_mode
-    from verl_ext.settings.losses import LOSSES
+    from verl_ext.launch.features import features
     from verl_ext.settings.stability import stability_config
 
     try:
         stability = stability_config(config.stability)
         if features(config, stability):
-            with loss_settings() if loss_mode(config) in LOSSES else contextlib.nullcontext():
-                check_run(config, stability, read_model=read_model)
+            check_run(config, stability, read_model=read_model)
     except UserError as error:
         return error
     except OmegaConfBaseException as error:

@@ -26,7 +26,7 @@ HOLLOW = {
     "verl.utils": ("hf_processor", "hf_tokenizer"),
     "verl.utils.model": ("get_generation_config", "update_model_config"),
 }
-LOSSES = "verl_ext.workers.loss_config"
+ON_TOP = "verl_ext.workers.loss_config"  # a dataclass of ours on top of one of these
 SETTINGS = {"verl.utils.profiler": ("config", "ProfilerConfig"), "verl.utils.qat": ("core", "QATConfig")}
 
 
@@ -42,23 +42,6 @@ def passes_quickly(config: Any, **roles: bool) -> bool:
     except Exception:  # of a config that verl refuses, or of something that was left out: verl as it is tells
         return False
     return True
-
-
-@contextlib.contextmanager
-def loss_settings() -> Iterator[None]:
-    """Inside, the settings of our losses, dataclasses on top of verl's, can be imported without all of verl."""
-    if "verl" in sys.modules:
-        yield
-        return
-    try:
-        with _settings_alone():
-            importlib.import_module(LOSSES)
-    except Exception:  # another verl than this is written for
-        importlib.import_module("verl_ext.plugin")  # before verl, as `verl_ext.main_ppo` does
-    try:
-        yield
-    finally:
-        sys.modules.pop(LOSSES, None)
 
 
 @contextlib.contextmanager
@@ -81,7 +64,7 @@ def _settings_alone() -> Iterator[None]:
         yield
     finally:
         undo()
-        for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "verl" or name == ON_TOP]:
             del sys.modules[name]
 
 

@@ -7,25 +7,18 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import ConfigError
-from verl_ext.launch.features import (
-    LOG_PROBS,
-    LOSS,
-    features,
-    loss_mode,
-    uses,
-    uses_icepop_loss,
-    uses_unbiased_kl,
-)
-from verl_ext.launch.routing_checks import apply_routing, check_router_shift, check_routing
+from verl_ext.launch.features import LOG_PROBS, features, loss_mode, loss_reads_k, uses, uses_unbiased_kl
+from verl_ext.launch.loss_checks import apply_loss, check_loss
+from verl_ext.launch.routing_checks import apply_routing, check_routing
 from verl_ext.settings.config import UNBIASED, StabilityConfig
-from verl_ext.settings.losses import LOSSES
+from verl_ext.settings.losses import LOSS
 
 
 def loss_settings(stability: StabilityConfig) -> dict[str, Any]:
     """What the workers' `configure_loss` takes."""
-    opsm = next((asdict(chosen.settings) for chosen in stability.in_update), None)
+    inside = {chosen.name: asdict(chosen.settings) for chosen in stability.in_update}
     gate = asdict(stability.guard.mini_batch)
-    return {"opsm": opsm, "kl_denominator": stability.kl_denominator, "mini_batch": gate}
+    return {"corrections": inside, "kl_denominator": stability.kl_denominator, "mini_batch": gate}
 
 
 def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: bool = True) -> None:
@@ -39,7 +32,7 @@ def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: boo
     if uses(features(config, stability), LOG_PROBS):
         _check_log_probs(config)
         _check_weights(config, stability)
-    _check_loss(config, read_model)
+    check_loss(config, stability, read_model)
     _check_kl(config, stability)
     _check_overlong(config)
     check_routing(config, stability.router_agreement, read_model)
@@ -51,8 +44,9 @@ def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: boo
 
 
 def apply_engine_settings(config: DictConfig, stability: StabilityConfig) -> None:
-    """Set the rollout arguments that the asked-for features consist of; the start-up table shows them."""
+    """Set the arguments of the engines that the asked-for features consist of; the start-up table shows them."""
     apply_routing(config, stability)
+    apply_loss(config, stability)
     rollout = "actor_rollout_ref.rollout"
     if stability.cascade_attention != "default":
         disabled = stability.cascade_attention == "off"
@@ -147,11 +141,11 @@ def _check_rollback(config: DictConfig, where: str) -> None:
 def _check_weights(config: DictConfig, stability: StabilityConfig) -> None:
     """One method only may weight the loss by a ratio, and the loss must use the weight."""
     corrections = stability.corrections()
-    if not corrections and not uses_icepop_loss(config):
+    if not corrections and not loss_reads_k(config):
         return
     ours = f"stability.correction={_written(stability.correction_names)}"
-    if uses_icepop_loss(config):
-        ours = f"{LOSS}.loss_mode=icepop"
+    if loss_reads_k(config):
+        ours = f"{LOSS}.loss_mode={loss_mode(config)}"
         if corrections:
             raise ConfigError(
                 f"{ours} and stability.correction={_written(stability.correction_names)} both weight the loss",
@@ -173,37 +167,6 @@ def _check_weights(config: DictConfig, stability: StabilityConfig) -> None:
 def _written(names: tuple[str, ...]) -> str:
     """As a user writes them on the command line."""
     return names[0] if len(names) == 1 else f"[{','.join(names)}]"
-
-
-def _check_loss(config: DictConfig, read_model: bool) -> None:
-    """A loss of ours comes with its own dataclass, which accepts its settings; neither without the other."""
-    name, node = loss_mode(config), OmegaConf.select(config, LOSS)
-    target = str(node.get("_target_", ""))
-    for ours, its_target in LOSSES.items():
-        if target == its_target and name != ours:
-            raise ConfigError(
-                f"{LOSS}.loss_mode={name} overrides the loss {ours}, which {LOSS}._target_={target} stands for and "
-                f"which builds upon {LOSS}.base",
-                fix=(f"{LOSS}.loss_mode={ours}", *_base(name)),
-            )
-        if name == ours and target != its_target:
-            raise ConfigError(
-                f"{LOSS}.loss_mode={name} needs the class of its settings",
-                fix=(f"{LOSS}._target_={its_target}",),
-                otherwise=f"use stability={name}_loss",
-            )
-    if name not in LOSSES:
-        return
-    from verl_ext.workers.loss_config import build_policy_loss  # not above: it needs verl
-
-    build_policy_loss(node)
-    if name == "router_shift":
-        check_router_shift(config, read_model)
-
-
-def _base(name: Any) -> tuple[str, ...]:
-    """What builds upon a loss; () where none is, and of what is no name: a config may be somebody else's."""
-    return (f"{LOSS}.base={name}",) if str(name).isidentifier() and name not in (*LOSSES, "bypass_mode") else ()
 
 
 def _check_kl(config: DictConfig, stability: StabilityConfig) -> None:

@@ -14,6 +14,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from verl_ext.errors import ConfigError, require_choice
 from verl_ext.launch.installed import package_folder
 from verl_ext.settings.config import FSDP_REPLAY
+from verl_ext.settings.losses import LOSS, own_settings
 from verl_ext.settings.stability import default_node
 
 CONFIG_MODULE = "verl_ext.configs"
@@ -22,6 +23,7 @@ if (VERL := package_folder("verl")) is None:
 VERL_CONFIGS = VERL / "trainer" / "config"
 PRIMARY = "ppo_trainer"
 GROUPS = ("stability", "recipe", "precision")
+MAY_LACK = {FSDP_REPLAY, *(f"{LOSS}.{name}" for name in ("base", *own_settings()))}
 
 
 class OurConfigs(SearchPathPlugin):
@@ -47,8 +49,9 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     """The command-line arguments for Hydra, from those that the user gave.
 
     A group that the primary config does not list in its defaults has to be added rather than overridden, which
-    Hydra writes as `+stability=icepop`: the plus is put there, and before what a node may lack: FSDP_REPLAY, and the
-    settings of `stability`, where a method of one's own has new ones. A relative --config-path is taken as verl's entry
+    Hydra writes as `+stability=icepop`: the plus is put there, and before what a node may lack: FSDP_REPLAY, the
+    settings of our policy losses beside verl's, and those of `stability`, where a method of one's own has new ones. A
+    relative --config-path is taken as verl's entry
     point takes it, from the folder where that stands.
 
     Raises:
@@ -75,7 +78,7 @@ def prepare(arguments: Sequence[str]) -> list[str]:
             require_choice("stability", choice, stability_choices())
         if group in GROUPS and group not in listed:
             arguments[index] = f"+{argument}"
-        if group.lstrip("+") == FSDP_REPLAY or group.startswith("stability."):
+        if group.lstrip("+") in MAY_LACK or group.startswith("stability."):
             arguments[index] = f"++{argument.lstrip('+')}"
     if "stability" not in listed and not any(argument.startswith("+stability=") for argument in arguments):
         arguments.insert(0, "+stability=none")  # before any flag, such as `--cfg job`

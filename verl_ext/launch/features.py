@@ -11,13 +11,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.guard.rules import Rule
 from verl_ext.launch.routing_checks import compares_routing, replay_mode, replays_here
-from verl_ext.methods import described
+from verl_ext.methods import defaults, described
 from verl_ext.settings.config import UNBIASED, StabilityConfig
 from verl_ext.settings.estimators import estimator_of
-from verl_ext.settings.losses import LOSSES
+from verl_ext.settings.losses import LOSS, LOSSES, base_of
 from verl_ext.settings.stability import BATCH_SKIP
-
-LOSS = "actor_rollout_ref.actor.policy_loss"
 
 # The parts of the plugin that features use.
 LOG_PROBS = "log-probs"  # the rollout's, in every batch
@@ -39,7 +37,6 @@ AFTER_RULE = {
     "rollback": "end of the step",
     "stop": "before the next step",
 }
-OUR_FIELDS = ("base", "alpha", "beta", "delta", "coef", "gate", "floor")  # of a policy loss, worth a line in the table
 
 
 @dataclass(frozen=True)
@@ -84,8 +81,9 @@ def loss_mode(config: DictConfig) -> str:
     return OmegaConf.select(config, f"{LOSS}.loss_mode") or "vanilla"
 
 
-def uses_icepop_loss(config: DictConfig) -> bool:
-    return loss_mode(config) == "icepop"
+def loss_reads_k(config: DictConfig) -> bool:
+    """Whether the policy loss makes the tokens' weights itself, of the mismatch ratio, as icepop does."""
+    return (name := loss_mode(config)) in LOSSES and "k" in LOSSES[name].reads
 
 
 def uses_unbiased_kl(config: DictConfig) -> bool:
@@ -113,11 +111,12 @@ def _of_the_trainer(config: DictConfig, stability: StabilityConfig) -> Iterator[
 def _of_the_loss(config: DictConfig, stability: StabilityConfig) -> Iterator[Feature]:
     parts = frozenset({LOG_PROBS, IN_LOSS})
     if (name := loss_mode(config)) in LOSSES:
-        node = OmegaConf.select(config, LOSS)
-        settings = {key: node[key] for key in OUR_FIELDS if key in node}
-        weighs = frozenset({MEASURE, WEIGHTS}) if uses_icepop_loss(config) else frozenset()
+        node, method = OmegaConf.select(config, LOSS), LOSSES[name]
+        settings = {key: node.get(key, usual) for key, usual in defaults(method.settings).items()}
+        settings = {"base": base_of(node), **settings}
+        weighs = frozenset({MEASURE, WEIGHTS}) if loss_reads_k(config) else frozenset()
         yield Feature("policy loss", described(name, settings), IN_WORKERS, parts | weighs)
-        if name == "router_shift":
+        if "router_deviation" in method.reads:
             yield Feature("router shift", "compute_log_prob, update_actor", AT_ROUTERS, parts)
     for chosen in stability.in_update:
         yield Feature("correction", str(chosen), IN_WORKERS, parts | {MEASURE})

@@ -90,10 +90,10 @@ def apply_routing(config: DictConfig, stability: StabilityConfig) -> None:
             node.setdefault("_target_", "verl.workers.config.EngineRouterReplayConfig")
 
 
-def check_router_shift(config: DictConfig, read_model: bool = True) -> None:
-    """The loss router_shift reads the scores of a transformers model's routers, whole sequences at a time."""
+def check_router_shift(config: DictConfig, loss_mode: str, read_model: bool = True) -> None:
+    """How routers shift is read from the scores of a transformers model's routers, whole sequences at a time."""
     actor = config.actor_rollout_ref.actor
-    asked, otherwise = f"{ACTOR}.policy_loss.loss_mode=router_shift", "choose another loss_mode"
+    asked, otherwise = f"{ACTOR}.policy_loss.loss_mode={loss_mode}", "choose another loss_mode"
     if actor.strategy not in TRANSFORMERS:
         raise ConfigError(
             f"{asked} has no adapter for {ACTOR}.strategy={actor.strategy} (it has: {', '.join(TRANSFORMERS)})",

@@ -72,9 +72,10 @@ class StabilityConfig(Switches):
         super().__post_init__()
         self._check_ratio()
         self._check_denominator()
-        for chosen in self.filters:
-            if chosen.method.needs_agreement and not self.router_agreement:
-                raise ConfigError(f"stability.filters.{chosen.name} needs the routers' agreement", fix=(AGREEMENT,))
+        needing = [f"correction={one.name}" for one in self.in_update if "router_agreement" in one.method.reads]
+        needing += [f"filters.{one.name}" for one in self.filters if one.method.needs_agreement]
+        if needing and not self.router_agreement:
+            raise ConfigError(f"stability.{needing[0]} needs the routers' agreement", fix=(AGREEMENT,))
         for rule in self.rules:
             self._check_rule(rule)
 

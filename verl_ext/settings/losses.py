@@ -1,9 +1,67 @@
-"""Our policy losses and the `_target_` of their settings, for what asks without building them, which needs verl."""
+"""The settings of a policy loss, flat in verl's `actor.policy_loss`: `loss_mode`, `base`, and beside them its own.
 
-_MODULE = "verl_ext.workers.loss_config"
-LOSSES = {
-    "icepop": f"{_MODULE}.IcePopLossConfig",
-    "opsm": f"{_MODULE}.OpsmLossConfig",
-    "llds": f"{_MODULE}.LldsLossConfig",
-    "router_shift": f"{_MODULE}.RouterShiftLossConfig",
+Nothing of verl is imported: a launch and the doctor check them without it. Written for verl 0.9.1.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import verl_ext.core.losses  # noqa: F401 (to register them)
+from verl_ext.core.policy_loss import LOSSES, Loss
+from verl_ext.errors import ConfigError
+from verl_ext.methods import Chosen, choose, defaults
+
+LOSS = "actor_rollout_ref.actor.policy_loss"
+VERLS_TARGET = "verl.workers.config.PolicyLossConfig"
+VERLS_SETTINGS = (
+    *("_target_", "loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef"),
+    *("dro_beta", "rollout_correction"),
+)
+RATIO_BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov")  # l_old enters by the ratio alone
+BASES = (*RATIO_BASES, "dppo_kl", "dppo_tv", "dro", "geo_mean_weighted", "gpg", "kl_cov")
+
+MODULE = "verl_ext.workers.loss_config"
+TARGET = f"{MODULE}.build_loss_config"  # what verl calls in every process that builds its ActorConfig
+# What a config may still name instead, each for one loss.
+OLD_NAMES = {
+    "IcePopLossConfig": "icepop",
+    "OpsmLossConfig": "opsm",
+    "LldsLossConfig": "llds",
+    "RouterShiftLossConfig": "router_shift",
 }
+OLD_TARGETS = {f"{MODULE}.{name}": loss for name, loss in OLD_NAMES.items()}
+
+
+def chosen_loss(policy_loss: Mapping[str, Any]) -> Chosen[Loss]:
+    """The loss of ours that `loss_mode` names, with its validated settings.
+
+    Raises:
+        ConfigError: a setting is unknown, missing or refused, or the loss cannot build upon `base`.
+    """
+    method, base = LOSSES[policy_loss["loss_mode"]], base_of(policy_loss)
+    if method.rescales and base not in RATIO_BASES:
+        raise ConfigError(f"{LOSS}.base={base} has no ratio to rescale; choose one of: {RATIO_BASES}")
+    own = {name: value for name, value in policy_loss.items() if name not in (*VERLS_SETTINGS, "base")}
+    return choose(method, own, LOSS)
+
+
+def own_settings() -> list[str]:
+    """The names of all settings that losses have of their own."""
+    return [name for method in LOSSES.values() for name in defaults(method.settings)]
+
+
+def base_of(policy_loss: Mapping[str, Any]) -> str:
+    return policy_loss.get("base", "vanilla")
+
+
+def require_base(base: str, known: Collection[str] = BASES) -> None:
+    if base not in known:
+        raise ConfigError(f"{LOSS}.base={base} cannot be built upon; choose one of: {sorted(known)}")
+
+
+def loss_of_settings(policy_loss: Mapping[str, Any]) -> str | None:
+    """The loss whose settings stand there, or which an old `_target_` names: what another `loss_mode` overrides."""
+    if (old := OLD_TARGETS.get(str(policy_loss.get("_target_")))) is not None:
+        return old
+    own = {name: set(defaults(method.settings)) for name, method in LOSSES.items()}
+    return next((name for name, settings in own.items() if settings and settings <= set(policy_loss)), None)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from verl_ext.launch.features import IN_LOSS, MEASURE, ROUTERS, Feature, features, uses, uses_icepop_loss
+from verl_ext.launch.features import IN_LOSS, MEASURE, ROUTERS, Feature, features, loss_reads_k, uses
 from verl_ext.launch.routing_checks import compares_routing, replayed_field
 from verl_ext.settings.config import StabilityConfig
 
@@ -17,7 +17,7 @@ class Active:
         config, stability: the run's config, and its `stability` node parsed.
         features: all that is on.
         compares_engines: every batch is measured: the rollout's log-probabilities beside the training engine's.
-        icepop_loss: the policy loss is icepop, which takes the ratio k for the weight.
+        loss_reads_k: the policy loss takes the ratio k in the place of weights, as icepop does.
         filters: tokens are taken out of the loss's mask, by filters or by denominator=kept.
         our_loss: the workers run our loss around verl's.
         sees_routing: the workers hook their routers.
@@ -29,7 +29,7 @@ class Active:
     stability: StabilityConfig
     features: tuple[Feature, ...]
     compares_engines: bool
-    icepop_loss: bool
+    loss_reads_k: bool
     filters: bool
     our_loss: bool
     sees_routing: bool
@@ -44,7 +44,7 @@ def read_active(config: DictConfig, stability: StabilityConfig) -> Active:
         stability,
         asked,
         compares_engines=uses(asked, MEASURE),
-        icepop_loss=uses_icepop_loss(config),
+        loss_reads_k=loss_reads_k(config),
         filters=bool(stability.filters) or stability.denominator == "kept",
         our_loss=uses(asked, IN_LOSS),
         sees_routing=uses(asked, ROUTERS),

@@ -128,7 +128,7 @@ class StabilityRun:
         judged = judge(response_tokens(data), metrics, self.active.stability, self.guard, self.actions.due)
         metrics.update(judged.metrics)
         self.actions.carry_out(judged.decision)
-        weights = loss_weights(judged, self.active.icepop_loss)
+        weights = loss_weights(judged, self.active.loss_reads_k)
         if weights is not None:
             # verl's own put, at the end of its _compute_advantage, returns the meta that names this field too; workers
             # are sent the fields that the meta names.

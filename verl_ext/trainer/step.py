@@ -74,9 +74,9 @@ def judge(
     return Judged(tokens, measured, Decision(events), metrics)
 
 
-def loss_weights(judged: Judged, icepop_loss: bool) -> Tensor | None:
+def loss_weights(judged: Judged, loss_reads_k: bool) -> Tensor | None:
     """[N] what goes to the loss for each token: the corrections' weights, or the ratio that the loss icepop bounds."""
-    if not icepop_loss:
+    if not loss_reads_k:
         return judged.measured.weight
     tokens = judged.tokens
     return mismatch_ratio(tokens.l_infer, tokens.l_old).nan_to_num_(0.0, 0.0, 0.0) * tokens.mask

@@ -20,6 +20,7 @@ from verl_ext.errors import HookError
 from verl_ext.routing.fsdp import FsdpRouting
 from verl_ext.routing.recorded import RecordedRouting
 from verl_ext.routing.router_shift import ShiftRecorder
+from verl_ext.settings.losses import LOSSES
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
@@ -39,8 +40,8 @@ class LossMixin:
         Args:
             settings: fields of LossSettings; what is left out is off.
 
-        Returns what is active on this rank: `policy_loss`, `opsm`, `kl`, `mini_batch` (see `build_worker_loss`), and
-        `router_shift`, how many routers are hooked, or None.
+        Returns what is active on this rank: `policy_loss`, `corrections`, `kl`, `mini_batch` (see `build_worker_loss`),
+        and `router_shift`, how many routers are hooked, or None.
 
         Raises:
             ConfigError: a setting cannot work.
@@ -55,13 +56,14 @@ class LossMixin:
             self.gate = Gate(self.actor.engine)
         loss, active = build_worker_loss(self.loss_fn.keywords["config"], wanted, self.gate)
         self.gate.limits = wanted.mini_batch
-        rescales = active["policy_loss"]["loss_mode"] == "router_shift"
-        if rescales and self.shift is None:
+        ours = LOSSES.get(active["policy_loss"]["loss_mode"])
+        shifts = ours is not None and "router_deviation" in ours.reads
+        if shifts and self.shift is None:
             self.shift = ShiftRecorder(self.actor.engine)
         if self.shift is not None:
-            self.shift.enabled = rescales
+            self.shift.enabled = shifts
         self.actor.set_loss_fn(loss)
-        return active | {"router_shift": len(self.shift.routers) if rescales and self.shift else None}
+        return active | {"router_shift": len(self.shift.routers) if shifts and self.shift else None}
 
 
 class RoutingAdapter(Protocol):

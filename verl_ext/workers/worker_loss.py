@@ -21,15 +21,17 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
-from verl_ext.core.losses import Opsm, unbiased_kl
-from verl_ext.errors import ConfigError
-from verl_ext.methods import build
+from verl_ext.core.corrections import CORRECTIONS, Correction
+from verl_ext.core.losses import unbiased_kl
+from verl_ext.core.policy_loss import LossBatch, change
+from verl_ext.errors import ConfigError, require_choice
+from verl_ext.methods import Chosen, build, choose
 from verl_ext.settings.config import KL_DENOMINATORS, UNBIASED
 from verl_ext.settings.guard import MiniBatchGate
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.inputs import LossInputs, padded_fields, provide
-from verl_ext.workers.loss_config import LOSS_CONFIGS
-from verl_ext.workers.losses import opsm_weights
+from verl_ext.workers.loss_config import ComposedLossConfig, build_loss_config
+from verl_ext.workers.losses import register
 
 VERLS_OWN = ("_target_", "rollout_correction")  # fields of a PolicyLossConfig that are no settings of the loss
 
@@ -39,30 +41,32 @@ class LossSettings:
     """What the trainer asks of the workers' loss.
 
     Attributes:
-        opsm: mask stale or mismatched sequences of negative advantage, in each update step.
+        corrections: those that act in each update step.
         policy_loss: fields of the policy loss, `loss_mode` among them; None keeps actor.policy_loss.
         kl_denominator: the policy that actor.kl_loss_type=unbiased takes the tokens to be sampled from: "infer", the
             rollout engine, or "old", the training engine before the update.
         mini_batch: which optimizer steps to refuse.
     """
 
-    opsm: Opsm | None = None
+    corrections: tuple[Chosen[Correction], ...] = ()
     policy_loss: Mapping[str, Any] | None = None
     kl_denominator: str = "infer"
     mini_batch: MiniBatchGate = field(default_factory=MiniBatchGate)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "LossSettings":
-        """The settings as they travel to a worker: {"opsm": {"delta": 0.1}, "policy_loss": {...}, ...}.
+        """The settings as they travel to a worker: {"corrections": {"opsm": {"delta": 0.1}}, "mini_batch": {...}, ...}.
 
         Raises:
             ConfigError: a key or a value is not known.
         """
+        chosen = []
+        for name, given in settings.get("corrections", {}).items():
+            require_choice("stability.correction", name, tuple(CORRECTIONS))
+            chosen.append(choose(CORRECTIONS[name], given, f"stability.{name}"))
+        limits = build(MiniBatchGate, settings.get("mini_batch"), "stability.guard.mini_batch")
         try:
-            opsm = settings.get("opsm")
-            limits = build(MiniBatchGate, settings.get("mini_batch"), "stability.guard.mini_batch")
-            opsm = None if opsm is None else build(Opsm, opsm, "stability.opsm")
-            built = cls(**{**settings, "opsm": opsm, "mini_batch": limits})
+            built = cls(**{**settings, "corrections": tuple(chosen), "mini_batch": limits})
         except TypeError as error:
             raise ConfigError(f"the settings of the workers' loss cannot be read: {error}") from error
         if built.kl_denominator not in KL_DENOMINATORS:
@@ -79,17 +83,19 @@ def build_worker_loss(
         config: the worker's ActorConfig, which stays as it is.
         gate: shown every micro-batch, where it has limits.
 
-    Returns the function and {"policy_loss": its fields, "opsm": {"delta": ...} or None, "kl": the estimator or None,
+    Returns the function and {"policy_loss": its settings, "corrections": name -> settings, "kl": the estimator or None,
     "mini_batch": the limits that are set}.
 
     Raises:
-        ConfigError: the policy loss does not exist, or discards the weights that OPSM is.
+        ConfigError: a setting of the policy loss cannot work, or it discards the weights that corrections are.
     """
-    policy_loss = config.policy_loss if settings.policy_loss is None else build_policy_loss(settings.policy_loss)
-    if settings.opsm and policy_loss.loss_mode == "bypass_mode":
+    register()  # those of stability.plugins too
+    policy_loss = config.policy_loss if settings.policy_loss is None else build_loss_config(**settings.policy_loss)
+    if settings.corrections and policy_loss.loss_mode == "bypass_mode":
+        names = " and ".join(f"stability.{chosen.name}" for chosen in settings.corrections)
         raise ConfigError(
-            "stability.opsm cannot act on policy_loss.loss_mode=bypass_mode, which discards the weights of a token; "
-            "unset stability.opsm or algorithm.rollout_correction.bypass_mode"
+            f"{names} cannot act on policy_loss.loss_mode=bypass_mode, which discards the weights of a token; "
+            f"unset {names} or algorithm.rollout_correction.bypass_mode"
         )
     unbiased = config.use_kl_loss and config.kl_loss_type == UNBIASED
     # verl's kl_penalty refuses a name it does not know, in the first update.
@@ -97,30 +103,25 @@ def build_worker_loss(
     loss = partial(
         worker_loss,
         config=_weighted(ours),
-        opsm=settings.opsm,
+        corrections=settings.corrections,
         kl_denominator=settings.kl_denominator if unbiased else None,
         gate=gate if settings.mini_batch.active else None,
     )
     kl = f"{UNBIASED}, over l_{settings.kl_denominator}" if unbiased else config.kl_loss_type
     return loss, {
-        "policy_loss": {name: policy_loss[name] for name in policy_loss if name not in VERLS_OWN},
-        "opsm": settings.opsm and asdict(settings.opsm),
+        "policy_loss": _flat(policy_loss),
+        "corrections": {chosen.name: asdict(chosen.settings) for chosen in settings.corrections},
         "kl": kl if config.use_kl_loss else None,
         "mini_batch": {name: limit for name, limit in asdict(settings.mini_batch).items() if limit is not None},
     }
 
 
-def build_policy_loss(settings: Mapping[str, Any]) -> PolicyLossConfig:
-    """The dataclass of `settings["loss_mode"]`: ours for our losses, verl's for all others.
-
-    Raises:
-        ConfigError: it has no such field, or refuses a value.
-    """
-    kind = LOSS_CONFIGS.get(settings.get("loss_mode", "vanilla"), PolicyLossConfig)
-    try:
-        return kind(**settings)
-    except TypeError as error:
-        raise ConfigError(f"policy_loss cannot be built: {error}") from error
+def _flat(policy_loss: PolicyLossConfig) -> dict[str, Any]:
+    """Its settings as a config has them."""
+    found = {name: policy_loss[name] for name in policy_loss if name not in VERLS_OWN}
+    if isinstance(policy_loss, ComposedLossConfig):
+        found |= asdict(found.pop("settings"))
+    return found
 
 
 def _replaced(config: Any, **values: Any) -> Any:
@@ -144,11 +145,11 @@ def worker_loss(
     dp_group: Any = None,
     *,
     config: ActorConfig,
-    opsm: Opsm | None,
+    corrections: tuple[Chosen[Correction], ...],
     kl_denominator: str | None,
     gate: Gate | None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """verl's `ppo_loss` of one micro-batch, its policy loss with `loss_inputs()`, OPSM's weights and the unbiased KL.
+    """verl's `ppo_loss` of one micro-batch, its policy loss with `loss_inputs()`, our weights and the unbiased KL.
 
     A mini-batch without a token to learn from (batch_num_tokens 0) has loss 0, zero gradients and, by the gate, no
     optimizer step; verl divides 0 by 0. Where filters dropped whole trajectories, the configured number of them that
@@ -159,7 +160,7 @@ def worker_loss(
         model_output: `log_probs` nested [B, prompt + response], `entropy` or none.
         data: the micro-batch, jagged [B, r] fields; LossInputs names those that are read besides verl's.
 
-    Returns the scalar loss, and verl's metrics with actor/opsm/*, kl_loss, kl_coef and filter_scale.
+    Returns the scalar loss, and verl's metrics with actor/<correction>/*, kl_loss, kl_coef and filter_scale.
 
     Raises:
         ConfigError: the batch lacks a field that a feature reads.
@@ -178,10 +179,12 @@ def worker_loss(
     l_old, mask, inputs = padded["old_log_probs"], padded["response_mask"].bool(), LossInputs.of(padded)
     if gate is not None:
         gate.observe(l_theta, l_old, inputs.require("l_infer"), mask)
-    if opsm is not None:
-        l_infer = inputs.require("l_infer")
-        keep, shares = opsm_weights(l_infer, l_old, l_theta, padded["advantages"], mask, opsm.delta)
-        data["rollout_is_weights"] = keep * padded.get("rollout_is_weights", 1)
+    for chosen in corrections:
+        read = {name: inputs.require(name) for name in chosen.method.reads}
+        found = change(chosen, LossBatch(l_theta, l_old, padded["advantages"], mask, **read), gives=("weight",))
+        if found.weight is not None:
+            data["rollout_is_weights"] = found.weight * data.get("rollout_is_weights", 1)
+        shares = {f"actor/{chosen.name}/{metric}": value for metric, value in found.metrics.items()}
         metrics |= Metric.from_dict(shares, aggregation=AggregationType.MEAN)
     with provide(inputs):
         loss, verl_metrics = ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)

@@ -14,8 +14,7 @@ from verl_ext.doctor import foreign
 from verl_ext.doctor.command import print_table
 from verl_ext.doctor.context import Context
 from verl_ext.doctor.findings import Finding, run_checks
-from verl_ext.errors import ConfigError
-from verl_ext.workers.loss_config import build_policy_loss
+from verl_ext.settings.losses import TARGET
 
 ACTOR, CRITIC, MODEL = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.model"
 LOSS = f"{ACTOR}.policy_loss"
@@ -189,14 +188,15 @@ def test_a_loss_of_ours_is_known_by_its_whole_name(look, mark):
         {"stability.correction": "none", LOSS: {"_target_": "evil.IcePopLossConfig", "loss_mode": "icepop"}}, "hooks"
     )
     assert not mark.exists()
-    assert f"set {LOSS}._target_=verl_ext.workers.loss_config.IcePopLossConfig" in found["hooks"][0]["found"]
+    assert f"set {LOSS}._target_={TARGET}" in found["hooks"][0]["found"]
 
 
-@pytest.mark.parametrize("target", ["os.system", "evil.IcePopLossConfig", "verl.workers.config.PolicyLossConfig", None])
-def test_no_other_class_is_built(mark, target):
-    with pytest.raises(ConfigError, match=r"policy_loss\._target_=.* is no loss of verl_ext"):
-        build_policy_loss(OmegaConf.create({"_target_": target, "command": f"touch {mark}"}))
+@pytest.mark.parametrize("target", ["os.system", "evil.IcePopLossConfig", None])
+def test_nothing_but_our_own_builds_the_settings_of_a_loss_of_ours(look, mark, target):
+    loss = {"_target_": target, "loss_mode": "icepop", "command": f"touch {mark}"}
+    (error, *_) = look({"stability.correction": "none", LOSS: loss}, "hooks")["hooks"]
     assert not mark.exists()
+    assert error["level"] == "error" and f"{LOSS}._target_={target} does not; set {LOSS}._target_=" in error["found"]
 
 
 PRIMARY = "hydra:\n  searchpath: [{entry}]\ndefaults: [ppo_trainer, _self_]\n"

@@ -7,6 +7,7 @@ import pytest
 from tests import ROOT
 from verl_ext.doctor.findings import CHECKS
 from verl_ext.doctor.hooks import needs_critic, needs_reference
+from verl_ext.settings.losses import TARGET
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -55,7 +56,7 @@ def test_nothing_switched_on_is_a_note(findings):
         ),
         (["stability.router_agreement=true"], ["stability.router_agreement=false"]),  # of a dense model
         (["stability.icepop.alpha=6"], []),
-        ([f"{LOSS}.loss_mode=llds"], [f"{LOSS}._target_=verl_ext.workers.loss_config.LldsLossConfig"]),
+        ([f"{LOSS}.loss_mode=llds", f"{LOSS}._target_=my.Config"], [f"{LOSS}._target_={TARGET}"]),
         (["stability.correction=opsm"], ["stability.opsm.delta=0.1"]),
         (["stability.correction=[icepop,mis]"], ["stability.mis.weight=one"]),
         (["stability.correction=[icepop,tis]"], []),

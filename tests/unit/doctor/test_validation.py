@@ -13,6 +13,8 @@ ROLLOUT = "actor_rollout_ref.rollout"
 CASES = [
     (["recipe=qwen3_30b_a3b", "stability=icepop"], True),
     (["recipe=qwen3_30b_a3b_megatron", "precision=fp16_megatron"], True),
+    (["recipe=qwen3_30b_a3b", "stability=llds_loss"], True),
+    (["recipe=qwen3_30b_a3b", "stability=llds_loss", f"{ACTOR}.policy_loss.coef=-1"], False),
     (["recipe=cpu_smoke", "algorithm.adv_estimator=gae", "critic.ppo_micro_batch_size_per_gpu=1"], True),
     (["recipe=qwen3_30b_a3b", f"{ACTOR}.loss_agg_mode=nonsense"], False),
     (["recipe=qwen3_30b_a3b", f"{ACTOR}.use_dynamic_bsz=false"], False),
@@ -29,6 +31,7 @@ for config in pickle.load(sys.stdin.buffer):
     roles = {"use_reference_policy": needs_reference(config), "use_critic": needs_critic(config)}
     said.append(passes_quickly(config, **roles))
 left = [name for name in sys.modules if name.partition(".")[0] in ("verl", "torch", "transformers")]
+left += [name for name in sys.modules if name == "verl_ext.workers.loss_config"]
 print(json.dumps([said, left]))
 """
 

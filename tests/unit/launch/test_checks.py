@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 
 from tests.support.fixing import assert_fixed
+from verl_ext.core.losses import Llds
 from verl_ext.errors import ConfigError
 from verl_ext.launch.checks import apply_engine_settings, check_run, loss_settings
 from verl_ext.settings.stability import stability_config
@@ -16,6 +17,7 @@ def check(compose, *overrides):
     return config
 
 
+LOSS = "actor_rollout_ref.actor.policy_loss"
 CHECKPOINT = "actor_rollout_ref.actor.checkpoint"
 
 
@@ -91,8 +93,16 @@ def rule(action):
             "loss_mode=icepop and actor_rollout_ref.actor.policy_loss.base=gspo",
         ),
         (
-            ["stability=none", "actor_rollout_ref.actor.policy_loss.loss_mode=llds"],
-            "LldsLossConfig, or use stability=llds_loss",
+            ["stability=none", "actor_rollout_ref.actor.policy_loss.loss_mode=opsm"],
+            "actor_rollout_ref.actor.policy_loss.delta must be given",
+        ),
+        (
+            ["stability=llds_loss", "actor_rollout_ref.actor.policy_loss.loss_mode=opsm"],
+            "actor_rollout_ref.actor.policy_loss.coef is not known; its settings are: delta",
+        ),
+        (
+            ["stability=llds_loss", "actor_rollout_ref.actor.policy_loss._target_=my.LldsConfig"],
+            "set actor_rollout_ref.actor.policy_loss._target_=verl_ext.workers.loss_config.build_loss_config",
         ),
         (
             ["stability=opsm_loss", "actor_rollout_ref.actor.policy_loss.delta=null"],
@@ -124,7 +134,10 @@ def rule(action):
             "stability.kl_denominator=old is of the unbiased KL alone",
         ),
         (["stability=dapo"], "reward.reward_kwargs.overlong_buffer_cfg.len=4096 must be at most"),
-        (["stability=llds_loss", "actor_rollout_ref.actor.policy_loss.coef=abc"], "does not fit the loss llds"),
+        (
+            ["stability=llds_loss", "actor_rollout_ref.actor.policy_loss.coef=abc"],
+            "actor_rollout_ref.actor.policy_loss.coef=abc must be a number",
+        ),
         (["stability=qae", "algorithm.qae=3"], "algorithm.qae=3 must be a mapping"),
         (
             ["stability=qae", "algorithm.qae.k=2"],
@@ -232,7 +245,7 @@ def test_the_workers_loss_is_told_of_opsm_and_of_the_kl(compose):
     config = compose("stability=deepseek_v32", "stability.opsm.delta=0.2", "stability.kl_denominator=old")
     told = loss_settings(stability_config(config.stability))
     gate = {"vllm_kl": None, "policy_kl": None, "grad_norm": None}
-    assert told == {"opsm": {"delta": 0.2}, "kl_denominator": "old", "mini_batch": gate}
+    assert told == {"corrections": {"opsm": {"delta": 0.2}}, "kl_denominator": "old", "mini_batch": gate}
 
 
 def test_nothing_is_set_where_nothing_is_asked_for(compose):
@@ -241,8 +254,26 @@ def test_nothing_is_set_where_nothing_is_asked_for(compose):
     assert config == untouched
 
 
-def test_the_names_of_losses_are_those_of_their_settings():
-    from verl_ext.settings.losses import LOSSES
-    from verl_ext.workers.loss_config import LOSS_CONFIGS, target_of
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["stability=none", f"{LOSS}.loss_mode=llds", f"{LOSS}.coef=0.5"],
+        ["stability=llds_loss", f"{LOSS}._target_=verl_ext.workers.loss_config.LldsLossConfig", f"{LOSS}.coef=0.5"],
+    ],
+)
+def test_loss_mode_alone_names_the_loss_and_older_names_of_its_settings_stay(compose, given):
+    from verl.utils.config import omega_conf_to_dataclass
 
-    assert {name: target_of(kind) for name, kind in LOSS_CONFIGS.items()} == LOSSES
+    config = compose(*given, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
+    check_run(config, stability_config(config.stability), read_model=False)
+    apply_engine_settings(config, stability_config(config.stability))
+    built = omega_conf_to_dataclass(config.actor_rollout_ref.actor).policy_loss
+    assert (built.loss_mode, built.base, built.settings) == ("llds", "vanilla", Llds(coef=0.5))
+
+
+def test_every_worker_imports_the_plugins_by_verls_own_setting(compose):
+    external = "actor_rollout_ref.model.external_lib"
+    for given, expected in ([], ["json"]), ([f"{external}=csv"], ["csv", "json"]), ([f"{external}=[json]"], ["json"]):
+        config = compose("stability=icepop", "stability.plugins=[json]", *given)
+        apply_engine_settings(config, stability_config(config.stability))
+        assert config.actor_rollout_ref.model.external_lib == expected

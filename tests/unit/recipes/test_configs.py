@@ -92,18 +92,15 @@ def test_fp16_on_megatron_is_megatrons_own(compose):
 def test_icepop_loss_reaches_verls_actor_config(compose):
     from verl.utils.config import omega_conf_to_dataclass
 
+    from verl_ext.core.corrections import IcePop
+
     config = compose(
         "stability=icepop_loss",
         "actor_rollout_ref.actor.policy_loss.beta=3",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
     )
     loss = omega_conf_to_dataclass(config.actor_rollout_ref.actor).policy_loss
-    assert (type(loss).__name__, loss.loss_mode, loss.alpha, loss.beta) == (
-        "IcePopLossConfig",
-        "icepop",
-        0.5,
-        3,
-    )
+    assert (type(loss).__name__, loss.loss_mode, loss.settings) == ("ComposedLossConfig", "icepop", IcePop(0.5, 3))
 
 
 @pytest.mark.parametrize("name", names("recipe"))

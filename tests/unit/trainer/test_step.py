@@ -57,6 +57,6 @@ def test_a_rule_that_fires_narrows_the_band_of_the_batch_that_it_fires_at(judged
 
 def test_the_loss_icepop_weighs_by_the_ratio_and_any_other_by_the_corrections(judged):
     result = judged({"correction": "icepop"}, [2.0, 0.0])
-    assert loss_weights(result, icepop_loss=False).tolist() == [0.0, 1.0]
-    assert loss_weights(result, icepop_loss=True).tolist() == pytest.approx([7.389, 1.0], rel=1e-3)
-    assert loss_weights(judged({"metrics": True}, [2.0]), icepop_loss=False) is None
+    assert loss_weights(result, loss_reads_k=False).tolist() == [0.0, 1.0]
+    assert loss_weights(result, loss_reads_k=True).tolist() == pytest.approx([7.389, 1.0], rel=1e-3)
+    assert loss_weights(judged({"metrics": True}, [2.0]), loss_reads_k=False) is None

@@ -18,7 +18,7 @@ def gradients(batch, rows, dp_size):
     found = []
     for policy_loss, fields in CASES:
         config = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **fields)
-        settings = LossSettings.from_dict({"opsm": {"delta": 0.05}, "policy_loss": policy_loss})
+        settings = LossSettings.from_dict({"corrections": {"opsm": {"delta": 0.05}}, "policy_loss": policy_loss})
         batch.settings["dp_size"] = dp_size
         model_output, data = batch.part(rows)
         build_worker_loss(config, settings)[0](model_output=model_output, data=data)[0].backward()

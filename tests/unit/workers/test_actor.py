@@ -52,13 +52,13 @@ class Worker(LossMixin):
 
 def test_configure_loss_installs_the_loss_and_can_be_called_again(make_batch, actor_config):
     worker = Worker(partial(ppo_loss, config=actor_config()))
-    active = worker.configure_loss({"opsm": {"delta": 0.1}})
-    assert active["opsm"] == {"delta": 0.1} and active["router_shift"] is None
+    active = worker.configure_loss({"corrections": {"opsm": {"delta": 0.1}}})
+    assert active["corrections"] == {"opsm": {"delta": 0.1}} and active["router_shift"] is None
     assert worker.actor.loss_fn.func is worker_loss
     model_output, data = make_batch(0).whole()
     assert "actor/opsm/dropped" in worker.actor.loss_fn(model_output=model_output, data=data)[1]
     active = worker.configure_loss({"policy_loss": {"loss_mode": "llds"}})
-    assert active["opsm"] is None and active["policy_loss"]["loss_mode"] == "llds"
+    assert active["corrections"] == {} and active["policy_loss"]["loss_mode"] == "llds"
     metrics = worker.actor.loss_fn(model_output=model_output, data=data)[1]
     assert "actor/llds/penalty" in metrics and "actor/opsm/dropped" not in metrics
     assert worker.configure_loss({})["policy_loss"]["loss_mode"] == "vanilla"
@@ -67,7 +67,7 @@ def test_configure_loss_installs_the_loss_and_can_be_called_again(make_batch, ac
 def test_a_mini_batch_without_a_token_takes_no_optimizer_step(make_batch, actor_config):
     worker = Worker(partial(ppo_loss, config=actor_config()))
     worker.configure_loss({})
-    worker.configure_loss({"opsm": {"delta": 0.1}})  # again: the engine has one gate
+    worker.configure_loss({"corrections": {"opsm": {"delta": 0.1}}})  # again: the engine has one gate
     engine = worker.actor.engine
     for tokens, metrics, steps in ((0, {}, 0), (7, {"grad_norm": 0.5}, 1), (0, {}, 1)):
         model_output, data = make_batch(0, batch_num_tokens=tokens).whole()

@@ -1,9 +1,12 @@
 """The registered losses `icepop`, `opsm`, `llds` and `router_shift`, against the papers written out in float64."""
 
+from dataclasses import fields
+
 import pytest
 import torch
-from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.workers.config import ActorConfig, FSDPActorConfig
+from hydra.utils import instantiate
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
+from verl.workers.config import ActorConfig, FSDPActorConfig, PolicyLossConfig
 
 from tests.support.closeness import close
 from tests.support.policy_loss_oracles import (
@@ -14,9 +17,9 @@ from tests.support.policy_loss_oracles import (
     router_shift_loss_oracle,
 )
 from verl_ext.errors import ConfigError
+from verl_ext.settings.losses import BASES, LOSSES, OLD_NAMES, VERLS_SETTINGS
 from verl_ext.workers.inputs import LossInputs, provide
-from verl_ext.workers.loss_config import LOSS_CONFIGS, IcePopLossConfig
-from verl_ext.workers.losses import icepop_loss
+from verl_ext.workers.loss_config import build_loss_config
 
 TERM = 1.0  # the size of what the losses here are means of: terms of both signs
 
@@ -28,7 +31,7 @@ def actor_config(loss_mode="icepop", **loss) -> ActorConfig:
         ppo_micro_batch_size_per_gpu=1,
         clip_ratio_low=0.2,
         clip_ratio_high=0.28,
-        policy_loss=LOSS_CONFIGS[loss_mode](**loss),
+        policy_loss=build_loss_config(loss_mode=loss_mode, **loss),
     )
 
 
@@ -36,7 +39,7 @@ def actor_config(loss_mode="icepop", **loss) -> ActorConfig:
 @pytest.mark.parametrize(("alpha", "beta"), [(0.5, 5.0), (0.9, 1.1)])
 def test_icepop_loss_and_gradient_equal_the_oracle(seed, alpha, beta):
     old, new, advantages, mask, k = loss_batch(seed)
-    loss, metrics = icepop_loss(
+    loss, metrics = get_policy_loss_fn("icepop")(
         old, new, advantages, mask, config=actor_config(alpha=alpha, beta=beta), rollout_is_weights=k
     )
     loss.backward()
@@ -51,14 +54,16 @@ def test_icepop_loss_and_gradient_equal_the_oracle(seed, alpha, beta):
 def test_icepop_loss_with_every_ratio_one_is_verls_vanilla_loss():
     old, new, advantages, mask, k = loss_batch(0)
     config = actor_config()
-    ours, _ = icepop_loss(old, new, advantages, mask, config=config, rollout_is_weights=torch.ones_like(k))
+    ours, _ = get_policy_loss_fn("icepop")(
+        old, new, advantages, mask, config=config, rollout_is_weights=torch.ones_like(k)
+    )
     vanilla, _ = get_policy_loss_fn("vanilla")(old, new, advantages, mask, "token-mean", config, None)
     close(ours, vanilla, scale=TERM)
 
 
 def test_all_tokens_dropped_gives_a_zero_gradient():
     old, new, advantages, mask, k = loss_batch(0)
-    loss, _ = icepop_loss(
+    loss, _ = get_policy_loss_fn("icepop")(
         old, new, advantages, mask, config=actor_config(), rollout_is_weights=torch.full_like(k, 100.0)
     )
     loss.backward()
@@ -69,16 +74,12 @@ def test_all_tokens_dropped_gives_a_zero_gradient():
 def test_missing_ratio_explains_itself():
     old, new, advantages, mask, _ = loss_batch(0)
     with pytest.raises(ConfigError, match="rollout_is=token"):
-        icepop_loss(old, new, advantages, mask, config=actor_config())
+        get_policy_loss_fn("icepop")(old, new, advantages, mask, config=actor_config())
 
 
 def test_bounds_that_cross_name_the_setting():
     with pytest.raises(ConfigError, match=r"actor_rollout_ref.actor.policy_loss.alpha=6 must be below"):
-        IcePopLossConfig(alpha=6)
-
-
-def test_the_loss_is_registered_with_verl_by_name():
-    assert get_policy_loss_fn("icepop") is icepop_loss
+        build_loss_config(loss_mode="icepop", alpha=6)
 
 
 def check(loss_mode, expected, leaf, args, **settings):
@@ -132,9 +133,31 @@ def test_router_shift_loss_and_gradient_equal_the_oracle(seed):
     close(metrics["actor/router_shift/factor"], factor[mask].mean())
 
 
-def test_a_loss_under_plain_verl_names_the_entry_point_and_the_dataclass():
+def test_a_loss_under_plain_verl_names_the_entry_point():
     old, new, advantages, mask, _ = loss_batch(0)
     with pytest.raises(ConfigError, match=r"launch with verl_ext\.main_ppo"):
         check("opsm", new.sum(), new, (old, new, advantages, mask), delta=0.1)
-    with pytest.raises(ConfigError, match=r"set .*_target_=.*\.LldsLossConfig"):
-        get_policy_loss_fn("llds")(old, new, advantages, mask, "token-mean", actor_config())
+
+
+def test_under_plain_verl_a_loss_mode_alone_has_the_defaults():
+    old, new, advantages, mask, _ = loss_batch(0)
+    named, whole = actor_config("vanilla"), actor_config("llds", coef=0.1, gate="action", base="vanilla")
+    assert type(named.policy_loss) is PolicyLossConfig
+    losses = [get_policy_loss_fn("llds")(old, new, advantages, mask, "token-mean", it)[0] for it in (named, whole)]
+    assert losses[0] == losses[1]
+    with pytest.raises(ConfigError, match=r"policy_loss\.delta must be given"):
+        get_policy_loss_fn("opsm")(old, new, advantages, mask, "token-mean", named)
+
+
+@pytest.mark.parametrize(("name", "loss"), OLD_NAMES.items())
+def test_what_older_configs_name_builds_the_same(name, loss):
+    given = {"base": "gspo", "clip_cov_ratio": 0.5, **({"delta": 0.3} if loss == "opsm" else {})}
+    for mode in ({}, {"loss_mode": loss}):
+        built = instantiate({"_target_": f"verl_ext.workers.loss_config.{name}", **mode, **given})
+        assert built == build_loss_config(loss_mode=loss, **given)
+        assert (built.loss_mode, built.base, built.clip_cov_ratio) == (loss, "gspo", 0.5)
+
+
+def test_what_is_known_of_verl_without_importing_it():
+    assert set(VERLS_SETTINGS) == {field.name for field in fields(PolicyLossConfig)}
+    assert {*BASES, *LOSSES, "bypass_mode"} == set(POLICY_LOSS_REGISTRY)

@@ -1,6 +1,7 @@
 """The workers' loss around verl's real `ppo_loss`: parity where nothing is on, and each feature against an oracle."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ from verl.workers.config import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 from tests.support.closeness import close
+from verl_ext.core.corrections import CORRECTIONS, register_correction
+from verl_ext.core.policy_loss import LossChange
 from verl_ext.errors import ConfigError
+from verl_ext.launch.checks import loss_settings
+from verl_ext.settings.stability import stability_config
 from verl_ext.workers.inputs import loss_inputs
 from verl_ext.workers.losses import apply_base
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
@@ -18,6 +23,7 @@ from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "dppo_tv", "dppo_kl", "gpg", "dro")
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
 DELTA = 0.05
+OPSM = {"opsm": {"delta": DELTA}}
 TERM = 1.0  # the size of what the losses here are means of: terms of both signs
 
 
@@ -72,7 +78,7 @@ def test_opsm_masks_the_gradient_of_every_base_loss(base, weighted, make_batch, 
     if weighted:
         with_weights(batch, weights)
     config = actor_config(PolicyLossConfig(loss_mode=base, dro_beta=0.1))
-    _, metrics = run(build(config, opsm={"delta": DELTA}), [batch.whole()])
+    _, metrics = run(build(config, corrections=OPSM), [batch.whole()])
     found = batch.take_gradients()
 
     leaf = batch.padded("log_prob").requires_grad_()
@@ -94,6 +100,31 @@ def test_opsm_masks_the_gradient_of_every_base_loss(base, weighted, make_batch, 
     assert metrics["actor/opsm/dropped"].aggregate() == pytest.approx(
         1 - (mask * batch.padded("response_mask")).sum().item() / info["batch_num_tokens"]
     )
+
+
+def test_a_correction_of_ones_own_acts_in_the_update(make_batch, actor_config):
+    batch = make_batch(0)
+    with mock.patch.dict(CORRECTIONS):
+
+        @register_correction("likely", reads=("l_infer",), in_update=True)
+        def likely(found, *, least: float):
+            kept = found.require("l_infer") >= math.log(least)
+            return LossChange(weight=kept.float(), metrics={"kept": kept[found.mask].float().mean().item()})
+
+        stability = stability_config({"correction": "likely", "likely": {"least": 0.2}})
+        with pytest.raises(ConfigError, match=r"stability\.likely\.least must be given"):
+            stability_config({"correction": "likely"})
+        loss, active = build_worker_loss(actor_config(), LossSettings.from_dict(loss_settings(stability)))
+    assert active["corrections"] == {"likely": {"least": 0.2}}
+    run(build(actor_config()), [batch.whole()])
+    gradient = batch.take_gradients()
+    _, metrics = run(loss, [batch.whole()])
+    kept = torch.cat(batch.rows["rollout_log_probs"]) >= math.log(0.2)
+    mask = torch.cat(batch.rows["response_mask"]).bool()
+    assert 0 < (kept & mask).sum() < mask.sum()
+    assert torch.equal(batch.take_gradients(), gradient * kept)
+    share = (kept & mask).sum().item() / mask.sum().item()
+    assert metrics["actor/likely/kept"].aggregate() == pytest.approx(share)
 
 
 def planted(batch, odd):
@@ -124,9 +155,14 @@ def test_nan_outside_the_mask_leaves_every_base_loss_as_verl_has_it_without(base
 def split_cases():
     """(name, ActorConfig fields, policy loss, settings): whatever has to give the same sum over any split."""
     return [
-        ("opsm", {}, {"loss_mode": "vanilla"}, {"opsm": {"delta": DELTA}}),
-        ("opsm_seq", {"loss_agg_mode": "seq-mean-token-mean"}, {"loss_mode": "gspo"}, {"opsm": {"delta": DELTA}}),
-        ("geo_mean", {}, {"loss_mode": "geo_mean"}, {"opsm": {"delta": DELTA}}),
+        ("opsm", {}, {"loss_mode": "vanilla"}, {"corrections": OPSM}),
+        (
+            "opsm_seq",
+            {"loss_agg_mode": "seq-mean-token-mean"},
+            {"loss_mode": "gspo"},
+            {"corrections": OPSM},
+        ),
+        ("geo_mean", {}, {"loss_mode": "geo_mean"}, {"corrections": OPSM}),
         ("llds", {}, {"loss_mode": "llds", "coef": 2.0}, {}),
         ("llds_geo_mean", {}, {"loss_mode": "llds", "gate": "response", "base": "geo_mean"}, {}),
         ("opsm_loss", {}, {"loss_mode": "opsm", "delta": DELTA, "base": "cispo"}, {}),
@@ -194,7 +230,7 @@ def test_a_mini_batch_without_tokens_has_loss_zero_and_zero_gradients(base, make
     config = actor_config(
         PolicyLossConfig(loss_mode=base, dro_beta=0.1), use_kl_loss=True, kl_loss_type="unbiased", entropy_coeff=0.1
     )
-    loss, metrics = run(build(config, opsm={"delta": DELTA}), [batch.whole()])
+    loss, metrics = run(build(config, corrections=OPSM), [batch.whole()])
     assert loss == 0
     assert torch.equal(batch.take_gradients(), torch.zeros(5))
     assert all(math.isfinite(m.aggregate() if hasattr(m, "aggregate") else m) for m in metrics.values())
@@ -213,8 +249,8 @@ def test_half_precision_log_probs_enter_in_float32(dtype, make_batch, actor_conf
     for leaf in batch.leaves:
         leaf.data = leaf.data.to(dtype).float()
     config = actor_config(use_kl_loss=True, kl_loss_type="unbiased")
-    exact, _ = run(build(config, opsm={"delta": DELTA}), [batch.whole()])
-    half, _ = run(build(config, opsm={"delta": DELTA}), [batch.whole(dtype)])
+    exact, _ = run(build(config, corrections=OPSM), [batch.whole()])
+    half, _ = run(build(config, corrections=OPSM), [batch.whole(dtype)])
     assert half == exact
 
 
@@ -224,7 +260,7 @@ def test_log_ratios_of_a_hundred_stay_finite(gap, make_batch, actor_config):
     for leaf in batch.leaves:
         leaf.data += gap
     config = actor_config(use_kl_loss=True, kl_loss_type="unbiased")
-    loss, _ = run(build(config, opsm={"delta": DELTA}, policy_loss={"loss_mode": "llds"}), [batch.whole()])
+    loss, _ = run(build(config, corrections=OPSM, policy_loss={"loss_mode": "llds"}), [batch.whole()])
     assert math.isfinite(loss)
     assert batch.take_gradients().isfinite().all()
 
@@ -253,47 +289,53 @@ def test_a_batch_without_rollout_log_probs_says_so(make_batch, actor_config):
     del batch.rows["rollout_log_probs"]
     model_output, data = batch.whole()
     with pytest.raises(ConfigError, match="no field rollout_log_probs"):
-        build(actor_config(), opsm={"delta": DELTA})(model_output=model_output, data=data)
+        build(actor_config(), corrections=OPSM)(model_output=model_output, data=data)
 
 
 def test_the_engines_micro_batch_stays_as_it_was(make_batch, actor_config):
     batch = make_batch(0, batch_num_tokens=0)
     model_output, data = batch.whole()
     keys = set(data.keys())
-    build(actor_config(), opsm={"delta": DELTA})(model_output=model_output, data=data)
+    build(actor_config(), corrections=OPSM)(model_output=model_output, data=data)
     assert set(data.keys()) == keys
     assert tu.get(data, "batch_num_tokens") == 0
 
 
 def test_what_is_active_is_returned_and_verls_config_left_alone(actor_config):
     config = actor_config(PolicyLossConfig(loss_mode="geo_mean"), use_kl_loss=True, kl_loss_type="unbiased")
-    _, active = build_worker_loss(config, LossSettings.from_dict({"opsm": {"delta": 0.1}}))
-    assert active["opsm"] == {"delta": 0.1}
+    _, active = build_worker_loss(config, LossSettings.from_dict({"corrections": {"opsm": {"delta": 0.1}}}))
+    assert active["corrections"] == {"opsm": {"delta": 0.1}}
     assert active["kl"] == "unbiased, over l_infer"
     assert active["policy_loss"]["loss_mode"] == "geo_mean"
     assert config.use_kl_loss and config.policy_loss.loss_mode == "geo_mean"
     _, active = build_worker_loss(
         config, LossSettings.from_dict({"policy_loss": {"loss_mode": "llds", "base": "gspo"}})
     )
-    assert active["opsm"] is None
+    assert active["corrections"] == {}
     assert active["policy_loss"].items() >= {"loss_mode": "llds", "base": "gspo", "coef": 0.1, "gate": "action"}.items()
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"opsm": {}}, "stability.opsm.delta must be given"),
-        ({"opsm": {"delta": None}}, "stability.opsm.delta must be given"),
+        ({"corrections": {"opsm": {}}}, "stability.opsm.delta must be given"),
+        ({"corrections": {"opsm": {"delta": None}}}, "stability.opsm.delta must be given"),
         ({"opms": {"delta": 1}}, "cannot be read.*opms"),
         ({"kl_denominator": "ref"}, "kl_denominator=ref is not known"),
-        ({"policy_loss": {"loss_mode": "llds", "lambda": 1}}, "policy_loss cannot be built"),
+        (
+            {"policy_loss": {"loss_mode": "llds", "lambda": 1}},
+            "policy_loss.lambda is not known; its settings are: coef, gate",
+        ),
         ({"policy_loss": {"loss_mode": "llds", "gate": "token"}}, "gate=token is not known"),
         ({"policy_loss": {"loss_mode": "llds", "base": "llds"}}, "base=llds cannot be built upon"),
         ({"policy_loss": {"loss_mode": "llds", "base": "bypass_mode"}}, "base=bypass_mode cannot be built upon"),
         ({"policy_loss": {"loss_mode": "opsm"}}, r"policy_loss.delta must be given"),
         ({"policy_loss": {"loss_mode": "router_shift", "base": "dro"}}, "base=dro has no ratio"),
         ({"policy_loss": {"loss_mode": "router_shift", "floor": 2}}, "floor=2 must be between 0 and 1"),
-        ({"policy_loss": {"loss_mode": "bypass_mode"}, "opsm": {"delta": 0.1}}, "cannot act on .*bypass_mode"),
+        (
+            {"policy_loss": {"loss_mode": "bypass_mode"}, "corrections": {"opsm": {"delta": 0.1}}},
+            "cannot act on .*bypass_mode",
+        ),
     ],
 )
 def test_settings_that_cannot_work_name_themselves(settings, message, actor_config):

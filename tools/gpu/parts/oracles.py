@@ -149,12 +149,12 @@ def check_policy_losses(record: Record, place: Place) -> None:
     import verl_ext.workers.losses  # noqa: F401  (registers them)
     from tests.support import policy_loss_oracles as oracles
     from verl_ext.workers.inputs import LossInputs, provide
-    from verl_ext.workers.loss_config import LOSS_CONFIGS
+    from verl_ext.workers.loss_config import build_loss_config
 
     def settings_of(mode: str, **settings: Any) -> Any:
         clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
         sizes = {"strategy": "fsdp2", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
-        return FSDPActorConfig(**sizes, **clip, policy_loss=LOSS_CONFIGS[mode](**settings))
+        return FSDPActorConfig(**sizes, **clip, policy_loss=build_loss_config(loss_mode=mode, **settings))
 
     for seed in SEEDS:
         old, new, advantages, mask, k = oracles.loss_batch(seed)

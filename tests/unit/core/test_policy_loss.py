@@ -1,0 +1,54 @@
+"""What a policy loss may read and give, as its registration says."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from verl_ext.core.corrections import CORRECTIONS, register_correction
+from verl_ext.core.policy_loss import LOSSES, LossBatch, LossChange, change, register_loss
+from verl_ext.methods import choose
+
+BATCH = LossBatch(*torch.zeros(3, 2, 4), mask=torch.ones(2, 4, dtype=torch.bool))
+
+
+@pytest.fixture(autouse=True)
+def registries():
+    with mock.patch.dict(LOSSES), mock.patch.dict(CORRECTIONS):
+        yield
+
+
+def changed(function, **traits):
+    register_loss("mine", **traits)(function)
+    method = LOSSES["mine"]
+    return change(choose(method, None, "policy_loss"), BATCH, method.gives)
+
+
+def test_what_is_not_registered_to_be_read_is_not_there():
+    with pytest.raises(ValueError, match=r"without l_infer: register the function with reads=\('l_infer',\)"):
+        changed(lambda batch: LossChange(weight=batch.require("l_infer")))
+
+
+@pytest.mark.parametrize("name", ["weight", "log_factor", "term"])
+def test_a_tensor_of_another_shape_is_refused(name):
+    with pytest.raises(ValueError, match=rf"mine gives a {name} of shape \(2,\) where \(2, 4\) is expected"):
+        changed(lambda batch: LossChange(**{name: torch.zeros(2)}), rescales=True)
+
+
+def test_a_factor_has_to_be_registered():
+    def scaled(batch):
+        return LossChange(log_factor=torch.zeros(2, 4))
+
+    with pytest.raises(ValueError, match="mine gives a log_factor; it is registered to give weight and term"):
+        changed(scaled)
+    del LOSSES["mine"]
+    assert changed(scaled, rescales=True).log_factor.shape == (2, 4)
+
+
+def test_what_there_is_not_cannot_be_read():
+    with pytest.raises(ValueError, match="the policy loss mine reads"):
+        register_loss("mine", reads=("l_ref",))
+    with pytest.raises(ValueError, match=r"correction mine reads .* in the update"):
+        register_correction("mine", reads=("k",), in_update=True)
+    with pytest.raises(ValueError, match="a policy loss named llds is registered already"):
+        register_loss("llds")(lambda batch: LossChange())
