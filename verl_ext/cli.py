@@ -86,10 +86,10 @@ def _add_doctor(commands) -> None:
 
 
 def _gpu(name: str):
-    from verl_ext.launch.gpus import CAPABILITIES, named
+    from verl_ext.launch.gpus import GPUS, named
 
     if (gpu := named(name)) is None:
-        raise argparse.ArgumentTypeError(f"{name} is not known; choose one of: {', '.join(sorted(CAPABILITIES))}")
+        raise argparse.ArgumentTypeError(f"{name} is not known; choose one of: {', '.join(sorted(GPUS))}")
     return gpu
 
 

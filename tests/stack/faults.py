@@ -28,20 +28,21 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
     import torch
     from omegaconf import OmegaConf
 
+    from verl_ext.core.tokens import jagged
     from verl_ext.settings.stability import stability_config
-    from verl_ext.trainer.transfer import get_fields, nested, put_fields
+    from verl_ext.trainer.transfer import get_fields, put_fields
 
     def change(batch, field, edit):
         """Put an edited copy of a field's values."""
         return put_fields(batch, {field: edit(get_fields(batch, [field])[field])})
 
     def filled(value):
-        return lambda values: nested(torch.full_like(values.values(), value), values.offsets())
+        return lambda values: jagged(torch.full_like(values.values(), value), values.offsets())
 
     def first_nan(values):
         changed = values.values().clone()
         changed[0] = float("nan")
-        return nested(changed, values.offsets())
+        return jagged(changed, values.offsets())
 
     def without_last(values):
         return torch.nested.as_nested_tensor([row[:-1] for row in values.unbind()], layout=torch.jagged)
@@ -50,7 +51,7 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
         def edit(values):
             changed = torch.zeros_like(values.values())
             changed[values.offsets()[1:] - 1] = total
-            return nested(changed, values.offsets())
+            return jagged(changed, values.offsets())
 
         return edit
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.e2e
 SETTINGS = (
     "stability=none",
     "stability.metrics=true",
+    "stability.router_agreement=true",  # R3 brings it by itself, but for its own steps alone
     "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3",
     "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
     "+actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=fp32",

@@ -6,7 +6,6 @@ import torch
 
 from gpu.record import SHARE, Place, Record
 from verl_ext.launch.gpus import named
-from verl_ext.plan.gpus import ALIASES, GPUS
 
 
 def cache_bytes(place: Place) -> int:
@@ -19,5 +18,5 @@ def share_of_peak(record: Record, name: str, moved: int, times: Sequence[float])
     speeds = [moved / spent / 1e9 for spent in times]
     record.figure(name.replace("share of peak ", ""), speeds, "GB/s")
     gpu = named(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
-    if gpu is not None and (spec := GPUS.get(ALIASES.get(gpu.name, gpu.name))):
+    if gpu is not None and (spec := gpu.sheet):
         record.figure(name, [speed / spec.gb_per_s for speed in speeds], SHARE, note=f"of {spec.gb_per_s:,.0f} GB/s")

@@ -1,6 +1,6 @@
 """How far two engines disagree about the same tokens.
 
-Shape legend: N tokens, n tokens of a block.
+Shape legend: n tokens of a block that count, b its trajectories.
 `l_infer` and `l_old` are log-probabilities of the sampled tokens under the same weights: the rollout
 engine's and the training engine's. k = exp(l_old - l_infer), training over inference.
 """
@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_ext.core.segments import Workspace
-from verl_ext.core.tokens import LOG_RATIO_BOUND, Tokens
+from verl_ext.core.block import Block
+from verl_ext.core.scratch import Scratch
+from verl_ext.core.segments import segment_sums, total
+from verl_ext.core.tokens import LOG_RATIO_BOUND
 
 
 def mismatch_ratio(l_infer: Tensor, l_old: Tensor) -> Tensor:
@@ -25,65 +27,121 @@ def count_non_finite(tensor: Tensor, mask: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Gap:
-    """A block of tokens under both engines, [n] each, in the memory of its block until the next one.
+class Mismatch:
+    """Both engines on the tokens of a block that count.
 
-    Log-ratios are float64, so that k - log k - 1 keeps its digits where it is log(k)^2 / 2 of a small log k; what is
-    only compared with bounds or added up is float32.
+    float64 keeps the digits of k - log k - 1 where it is log(k)^2 / 2 of a small log k; what is only compared with
+    bounds or added up is float32. k, k - 1 and k3 are of log k clamped to +-20.
 
     Attributes:
-        counts: float32, 1 on the tokens that count: masked in, and their log-probabilities finite; else 0.
-        clean: whether all of them count.
-        log_k: float64, l_old - l_infer; 0 where a token does not count.
-        log_k_sum: its sum.
-        bounded: float64, log_k clamped to +-20.
-        k_minus_1: float64, exp(bounded) - 1.
-        k: float32, exp(bounded); 1 where a token does not count.
-        p_infer: float32, exp(l_infer), also of tokens that do not count; 0 where it is not finite.
+        log_k: [n] float64, l_old - l_infer.
+        k: [n] float32.
+        k_minus_1: [n] float64.
+        k3: [n] float64, k - log k - 1.
+        p_infer: [n] float32, exp(l_infer).
+        log_rho: [b] float64, the sum of log k over each trajectory.
     """
 
-    counts: Tensor
-    clean: bool
     log_k: Tensor
-    log_k_sum: Tensor
-    bounded: Tensor
-    k_minus_1: Tensor
     k: Tensor
+    k_minus_1: Tensor
+    k3: Tensor
     p_infer: Tensor
+    log_rho: Tensor
 
     @classmethod
-    def of(cls, tokens: Tokens, part: slice, memory: Workspace) -> "Gap":
-        n = part.stop - part.start
-        log_k, counts, total = log_ratio(tokens, part, memory)
-        clean = total is not None
-        bounded = torch.clamp(log_k, -LOG_RATIO_BOUND, LOG_RATIO_BOUND, out=memory.take("bounded", n))
-        k_minus_1 = torch.expm1(bounded, out=memory.take("k_minus_1", n))
-        k = memory.take("k", n, torch.float32).copy_(bounded).exp_()
-        p_infer = memory.take("p_infer", n, torch.float32).copy_(tokens.l_infer[part]).exp_()
-        if not clean:
-            p_infer.nan_to_num_(0.0, 0.0, 0.0)
-        return cls(counts, clean, log_k, log_k.sum() if total is None else total, bounded, k_minus_1, k, p_infer)
+    def of(cls, block: Block, scratch: Scratch) -> "Mismatch":
+        log_k = scratch.copy(block.l_old).sub_(scratch.copy(block.l_infer))
+        bounded = scratch.copy(log_k).clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        k_minus_1 = scratch.copy(bounded).expm1_()
+        return cls(
+            log_k=log_k,
+            k=scratch.copy(bounded, torch.float32).exp_(),
+            k_minus_1=k_minus_1,
+            k3=torch.sub(k_minus_1, bounded, out=bounded),
+            p_infer=scratch.copy(block.l_infer, torch.float32).exp_(),
+            log_rho=segment_sums(log_k, block.lengths),
+        )
 
 
-def log_ratio(tokens: Tokens, part: slice, memory: Workspace) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log k of a block, 0 where a token does not count; 1 where it does, else 0; and the sum, if all do."""
-    mask, n = tokens.mask[part], part.stop - part.start
-    old, infer = memory.take("log_k", n).copy_(tokens.l_old[part]), memory.take("infer", n).copy_(tokens.l_infer[part])
-    log_k = old.sub_(infer)
-    counts = memory.take("counts", n, torch.float32)
-    total = log_k.sum()
-    if bool(total.isfinite()) and int(mask.count_nonzero()) == n:
-        return log_k, counts.fill_(1), total  # most blocks, at half the cost
-    # x - x is 0 for a finite x, else NaN.
-    torch.eq(log_k - log_k, 0, out=counts).mul_(mask)
-    return log_k.nan_to_num_(0.0, 0.0, 0.0).mul_(counts), counts, None
+def probabilities(block: Block) -> tuple[Tensor, Tensor]:
+    """exp(l_infer) and exp(l_old), [n] float64."""
+    return block.l_infer.double().exp(), block.l_old.double().exp()
 
 
-def probabilities(tokens: Tokens, part: slice, memory: Workspace) -> dict[str, Tensor]:
-    """exp(l_infer) and exp(l_old) of a block in float64; 0 where they are not finite."""
-    n = part.stop - part.start
-    fields = {"p_infer": tokens.l_infer, "p_old": tokens.l_old}
+@dataclass(frozen=True)
+class MismatchSums:
+    """Sums over the tokens that count, and over the trajectories that have any."""
+
+    tokens: Tensor
+    log_k: Tensor
+    log_k_abs: Tensor
+    k: Tensor
+    k_squared: Tensor
+    k_minus_1: Tensor
+    k_minus_1_squared: Tensor
+    k3: Tensor
+    difference: Tensor  # |p_old - p_infer|
+    difference_squared: Tensor
+    trajectories: Tensor
+    trajectory_gap: Tensor  # |mean of log k|
+
+
+@dataclass(frozen=True)
+class MismatchMaxima:
+    log_k_abs: Tensor
+    difference: Tensor
+    trajectory_gap: Tensor
+
+
+def mismatch_sums(block: Block, mismatch: Mismatch) -> tuple[MismatchSums, MismatchMaxima]:
+    """Of one block."""
+    k, k_minus_1, log_k_abs = mismatch.k, mismatch.k_minus_1, mismatch.log_k.abs()
+    furthest = log_k_abs.amax()
+    if bool(furthest <= LOG_RATIO_BOUND):
+        difference = (
+            mismatch.p_infer.double().mul_(k_minus_1).abs_()
+        )  # p_old - p_infer, at less cost than an exact p_old
+    else:
+        p_infer, p_old = probabilities(block)
+        difference = (p_old - p_infer).abs_()
+    trajectory_gap = (mismatch.log_rho / block.lengths.clamp(min=1)).abs()
+    sums = MismatchSums(
+        tokens=block.lengths.sum(),
+        log_k=mismatch.log_k.sum(),
+        log_k_abs=log_k_abs.sum(),
+        k=total(k),
+        k_squared=total(k * k),
+        k_minus_1=k_minus_1.sum(),
+        k_minus_1_squared=torch.dot(k_minus_1, k_minus_1),
+        k3=mismatch.k3.sum(),
+        difference=difference.sum(),
+        difference_squared=torch.dot(difference, difference),
+        trajectories=block.lengths.count_nonzero(),
+        trajectory_gap=trajectory_gap.sum(),
+    )
+    return sums, MismatchMaxima(furthest, difference.amax(), trajectory_gap.amax())
+
+
+def mismatch_metrics(sums: MismatchSums, maxima: MismatchMaxima) -> dict[str, Tensor]:
+    """`vllm_kl/*` of a batch.
+
+    k3: Schulman, "Approximating KL Divergence", 2020, with x ~ pi_infer and r = pi_train / pi_infer.
+    """
+    n = sums.tokens
+    difference = sums.difference / n
     return {
-        name: memory.take(f"exact_{name}", n).copy_(values[part]).exp_().nan_to_num_(0.0, 0.0, 0.0)
-        for name, values in fields.items()
+        "vllm_kl/k1": -sums.log_k / n,
+        "vllm_kl/k3": sums.k3 / n,
+        "vllm_kl/prob_diff_mean": difference,
+        "vllm_kl/prob_diff_max": maxima.difference,
+        "vllm_kl/prob_diff_std": (sums.difference_squared / n - difference**2).clamp(min=0).sqrt(),
+        "vllm_kl/log_ratio_abs_mean": sums.log_k_abs / n,
+        "vllm_kl/log_ratio_abs_max": maxima.log_k_abs,
+        # Not from k - 1: n + sum (k - 1) has no digits left of a sum k that is small against n.
+        "vllm_kl/ess": sums.k**2 / sums.k_squared / n,
+        # mean(k^2) - 1, by k^2 - 1 = (k - 1)^2 + 2 (k - 1): it keeps its digits where k is close to 1.
+        "vllm_kl/chi2": (sums.k_minus_1_squared + 2 * sums.k_minus_1) / n,
+        "vllm_kl/sequence_gap_mean": sums.trajectory_gap / sums.trajectories,
+        "vllm_kl/sequence_gap_max": maxima.trajectory_gap,
     }

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from verl_ext.core.segments import Workspace
+from verl_ext.core.scratch import Scratch
 
 PAIRS = 2**20  # of a token and a layer, a block: some 10 MB of temporaries
 COMPARISONS = 2**22  # of ids at a time, a byte each
@@ -46,7 +46,7 @@ def blockwise_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
     N, L, K = train_NLK.shape
     dtype = torch.promote_types(train_NLK.dtype, infer_NLK.dtype)
     overlap_NL = torch.full((N, L), K, dtype=torch.uint8, device=train_NLK.device)
-    tokens, memory = max(1, PAIRS // max(1, L)), Workspace(train_NLK.device)
+    tokens, scratch = max(1, PAIRS // max(1, L)), Scratch(train_NLK.device)
     for start in range(0, N, tokens):
         part = slice(start, start + tokens)
         train_PW, infer_PW = _as_words(
@@ -60,7 +60,8 @@ def blockwise_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
         if 2 * unequal_P.count_nonzero() < len(unequal_P):  # else picking them out costs more than it saves
             chunks = unequal_P.nonzero().squeeze(1).split(size)
         for chunk in chunks:
-            overlap_P[chunk] = _count_common(train_PW[chunk].view(dtype), infer_PW[chunk].view(dtype), memory)
+            scratch.next_block()
+            overlap_P[chunk] = _count_common(train_PW[chunk].view(dtype), infer_PW[chunk].view(dtype), scratch)
     return overlap_NL
 
 
@@ -72,16 +73,15 @@ def _as_words(train_PK: Tensor, infer_PK: Tensor) -> tuple[Tensor, Tensor]:
     return train_PK.view(word), infer_PK.view(word)
 
 
-def _count_common(train_PK: Tensor, infer_PK: Tensor, memory: Workspace) -> Tensor:
+def _count_common(train_PK: Tensor, infer_PK: Tensor, scratch: Scratch) -> Tensor:
     """[P] uint8 by K * K comparisons, the ids of a set K planes apart: both they and their sum are vector instructions
     along contiguous memory."""
     (P, K), dtype = train_PK.shape, train_PK.dtype
     # In three dimensions: torch's copy of a transposed matrix is several times slower.
     train_KP, infer_KP = (
-        memory.take(name, K * P, dtype).view(K, P, 1).copy_(ids.T.unsqueeze(2)).squeeze(2)
-        for name, ids in (("train", train_PK), ("infer", infer_PK))
+        scratch.empty(K, P, 1, dtype=dtype).copy_(ids.T.unsqueeze(2)).squeeze(2) for ids in (train_PK, infer_PK)
     )
     # 0 or 1 in the dtype of the ids: torch compares wider ids into bool one by one.
-    same_KKP = memory.take("same", K * K * P, dtype).view(K, K, P)
+    same_KKP = scratch.empty(K, K, P, dtype=dtype)
     torch.eq(train_KP.unsqueeze(1), infer_KP.unsqueeze(0), out=same_KKP)
     return same_KKP.sum((0, 1), dtype=dtype).to(torch.uint8)

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 LOG_RATIO_BOUND = 20.0
 
 
+def jagged(values: Tensor, offsets: Tensor) -> Tensor:
+    """Packed values, [N, ...], as the nested tensor [B, r, ...] that verl keeps; offsets: [B + 1]."""
+    # Without max_seqlen, torch 2.13 pads each row to the length of all rows together.
+    return torch.nested.nested_tensor_from_jagged(values, offsets, max_seqlen=int(offsets.diff().max()))
+
+
 @dataclass(frozen=True)
 class Tokens:
     """The response tokens of B trajectories, one after another.

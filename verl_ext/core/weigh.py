@@ -1,91 +1,128 @@
-"""The product of several corrections' weights, block by block.
+"""The product of several corrections' weights, and what each of them did.
 
-Shape legend: N response tokens, n tokens of a block, B trajectories.
+Shape legend: n tokens of a block that count, b its trajectories, C corrections.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl_ext.core.corrections import CORRECTIONS, Weights
-from verl_ext.core.mismatch import Gap, probabilities
-from verl_ext.core.segments import Workspace, expand, segment_sums, total
-from verl_ext.core.tokens import Tokens
+from verl_ext.core.block import Block
+from verl_ext.core.corrections import CORRECTIONS
+from verl_ext.core.mismatch import Mismatch, probabilities
+from verl_ext.core.scratch import Scratch
+from verl_ext.core.segments import expand, segment_sums, total
 
 Settings = Mapping[str, Any]
-FEW = 16  # sequences of a block that are weighed one by one, where the others weigh 1
 
 
-class Composition:
-    """Corrections by name with their settings, applied to the tokens of one batch.
+@dataclass(frozen=True)
+class Weighed:
+    """What the corrections make of the tokens of a block that count.
 
     Attributes:
-        outside: per-token correction -> [2] tensors, how many tokens of a block were below and above its bounds.
-        sequences: per-sequence correction -> its Weights, [B] float64 each; 1, 0 and 0 for one without tokens.
+        weight: [n] float32, the product of their weights.
+        dropped: [n] float32, 1 where it is 0, else 0.
+        low: [n] float32, 1 where a token is dropped and any of them found it, or its trajectory, below its bounds.
+        high: [n] float32, 1 where a token is dropped for another reason.
+        outside: [C, 2] how many tokens, or trajectories, each correction found below and above its bounds.
     """
 
-    def __init__(self, tokens: Tokens, corrections: Mapping[str, Settings], memory: Workspace):
-        self.tokens, self.memory = tokens, memory
-        chosen = [(CORRECTIONS[name], settings) for name, settings in corrections.items()]
-        self.of_tokens = [(correction, settings) for correction, settings in chosen if not correction.per_sequence]
-        self.of_sequences = [(correction, settings) for correction, settings in chosen if correction.per_sequence]
-        self.outside: dict[str, list[Tensor]] = {correction.name: [] for correction, _ in self.of_tokens}
-        ones = torch.ones(len(tokens.offsets) - 1, dtype=torch.float64, device=tokens.mask.device)
-        self.sequences = {
-            correction.name: Weights(ones.clone(), torch.zeros_like(ones), torch.zeros_like(ones))
-            for correction, _ in self.of_sequences
-        }
-
-    def weigh(self, part: slice, rows: slice, gap: Gap, log_rho: Tensor | None) -> Weights:
-        """The block's product of weights, [n], and who is outside the bounds of any correction.
-
-        Args:
-            log_rho: sum of log k over each trajectory of the block; None without corrections of sequences.
-        """
-        quantities = {"k": gap.k}
-        if any("p_infer" in correction.reads or "p_old" in correction.reads for correction, _ in self.of_tokens):
-            quantities |= probabilities(self.tokens, part, self.memory)
-        found = []
-        for correction, settings in self.of_tokens:
-            weights = correction.function(*(quantities[name] for name in correction.reads), **settings)
-            sides = (weights.low, weights.high)
-            counted = sides if gap.clean else [side * gap.counts for side in sides]
-            self.outside[correction.name].append(torch.stack([total(side) for side in counted]))
-            found.append(weights)
-        if log_rho is None:
-            return reduce(_times, found)
-        starts = self.tokens.offsets[rows.start : rows.stop + 1] - part.start
-        whole = self._weigh_sequences(rows, starts.diff(), gap, log_rho)
-        fields = (whole.weight, whole.low, whole.high)
-        acted = ((whole.weight != 1) | (whole.low + whole.high != 0)).nonzero().flatten().tolist()
-        if not found or len(acted) > FEW:
-            found.append(Weights(*(expand(values.float(), starts.diff()) for values in fields)))
-            return reduce(_times, found)
-        product = reduce(_times, found)
-        if acted:
-            product = Weights(product.weight.clone(), product.low.clone(), product.high.clone())
-            bounds = starts.tolist()
-            for row in acted:
-                tokens = slice(bounds[row], bounds[row + 1])
-                product.weight[tokens].mul_(whole.weight[row])
-                product.low[tokens].clamp_(min=whole.low[row])
-                product.high[tokens].clamp_(min=whole.high[row])
-        return product
-
-    def _weigh_sequences(self, rows: slice, lengths: Tensor, gap: Gap, log_rho: Tensor) -> Weights:
-        count = lengths.double() if gap.clean else segment_sums(gap.counts, lengths).double()
-        quantities = {"log_rho": log_rho, "log_g": log_rho / count.clamp(min=1)}
-        found = []
-        for correction, settings in self.of_sequences:
-            weights = correction.function(*(quantities[name] for name in correction.reads), **settings)
-            kept = self.sequences[correction.name]
-            kept.weight[rows], kept.low[rows], kept.high[rows] = weights.weight, weights.low, weights.high
-            found.append(weights)
-        return reduce(_times, found)
+    weight: Tensor
+    dropped: Tensor
+    low: Tensor
+    high: Tensor
+    outside: Tensor
 
 
-def _times(a: Weights, b: Weights) -> Weights:
-    return Weights(a.weight * b.weight, torch.maximum(a.low, b.low), torch.maximum(a.high, b.high))
+def weigh(block: Block, mismatch: Mismatch, corrections: Mapping[str, Settings], scratch: Scratch) -> Weighed:
+    """Apply the corrections, of which there is at least one."""
+    quantities = _quantities(block, mismatch, corrections)
+    used = block.lengths > 0
+    weights, lows, outside = [], [], []
+    for name, settings in corrections.items():
+        correction = CORRECTIONS[name]
+        found = correction.function(*(quantities[quantity] for quantity in correction.reads), **settings)
+        weight, low = found.weight.float(), found.low.float()
+        if correction.per_sequence:
+            outside.append(torch.stack([(found.low * used).sum(), (found.high * used).sum()]))
+            if not bool(((weight != 1) | (low != 0)).any()):
+                continue  # a mask keeps most blocks whole
+            weight, low = expand(weight, block.lengths), expand(low, block.lengths)
+        else:
+            outside.append(torch.stack([total(found.low), total(found.high)]))
+        weights.append(weight)
+        lows.append(low)
+    weight = reduce(torch.mul, weights or [torch.ones_like(mismatch.k)])
+    any_low = reduce(torch.maximum, lows or [torch.zeros_like(mismatch.k)])
+    dropped = torch.eq(weight, 0, out=scratch.empty(len(weight), dtype=torch.float32))
+    low = scratch.copy(dropped, torch.float32).mul_(any_low)
+    high = scratch.copy(dropped, torch.float32).sub_(low)
+    return Weighed(weight, dropped, low, high, torch.stack(outside))
+
+
+def _quantities(block: Block, mismatch: Mismatch, corrections: Mapping[str, Settings]) -> dict[str, Tensor]:
+    """What `core.corrections` lets a correction read, [n] of tokens and [b] of trajectories."""
+    quantities = {
+        "k": mismatch.k,
+        "log_rho": mismatch.log_rho,
+        "log_g": mismatch.log_rho / block.lengths.clamp(min=1),
+    }
+    if any({"p_infer", "p_old"} & {*CORRECTIONS[name].reads} for name in corrections):
+        quantities["p_infer"], quantities["p_old"] = probabilities(block)
+    return quantities
+
+
+@dataclass(frozen=True)
+class CorrectionSums:
+    """Sums over the tokens that count, and over the trajectories that have any."""
+
+    weight: Tensor
+    low: Tensor
+    high: Tensor
+    trajectories_dropped: Tensor  # that kept no token
+    outside: Tensor  # [C, 2], as in `Weighed`
+    entropy: Tensor | None
+    entropy_dropped: Tensor | None  # of the tokens dropped
+
+
+def correction_sums(block: Block, weighed: Weighed) -> CorrectionSums:
+    """Of one block."""
+    dropped, entropy = segment_sums(weighed.dropped, block.lengths), block.entropy
+    return CorrectionSums(
+        weight=total(weighed.weight),
+        low=total(weighed.low),
+        high=total(weighed.high),
+        trajectories_dropped=((block.lengths > 0) & (dropped == block.lengths)).sum(),
+        outside=weighed.outside,
+        entropy=None if entropy is None else entropy.sum(),
+        entropy_dropped=None if entropy is None else torch.dot(entropy, weighed.dropped.double()),
+    )
+
+
+def correction_metrics(
+    sums: CorrectionSums, tokens: Tensor, trajectories: Tensor, corrections: Mapping[str, Settings]
+) -> dict[str, Tensor]:
+    """`correction/*` of a batch with so many tokens that count, and trajectories that have any."""
+    dropped = sums.low + sums.high
+    metrics = {
+        "correction/dropped": dropped / tokens,
+        "correction/dropped_low": sums.low / tokens,
+        "correction/dropped_high": sums.high / tokens,
+        "correction/sequences_dropped": sums.trajectories_dropped / trajectories,
+        "correction/weight_mean": sums.weight / tokens,
+    }
+    if sums.entropy is not None and sums.entropy_dropped is not None:
+        if dropped > 0:
+            metrics["correction/entropy_dropped"] = sums.entropy_dropped / dropped
+        if dropped < tokens:
+            metrics["correction/entropy_kept"] = (sums.entropy - sums.entropy_dropped) / (tokens - dropped)
+    for name, (low, high) in zip(corrections, sums.outside, strict=True):
+        whole = trajectories if CORRECTIONS[name].per_sequence else tokens
+        metrics[f"correction/{name}/low"] = low / whole
+        metrics[f"correction/{name}/high"] = high / whole
+    return metrics

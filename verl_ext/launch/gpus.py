@@ -1,35 +1,28 @@
-"""GPUs by name, and which FlashAttention vLLM picks for them."""
+"""GPUs by name: what their data sheets say, and which FlashAttention vLLM picks for them."""
 
 import contextlib
 import re
 from dataclasses import dataclass
 from importlib import metadata
 
-# NVIDIA's compute capabilities.
-CAPABILITIES = {
-    "A100": (8, 0),
-    "A800": (8, 0),
-    "A30": (8, 0),
-    "A10": (8, 6),
-    "A40": (8, 6),
-    "L4": (8, 9),
-    "L20": (8, 9),
-    "L40": (8, 9),
-    "L40S": (8, 9),
-    "H20": (9, 0),
-    "H100": (9, 0),
-    "H200": (9, 0),
-    "H800": (9, 0),
-    "GH200": (9, 0),
-    "B200": (10, 0),
-    "GB200": (10, 0),
-}
+
+@dataclass(frozen=True)
+class DataSheet:
+    """Memory, dense bfloat16 arithmetic, memory bandwidth; of the SXM module where there are several.
+
+    Memory is what CUDA reports, a little below the name.
+    """
+
+    memory_gib: float
+    tflops: float
+    gb_per_s: float
 
 
 @dataclass(frozen=True)
 class Gpu:
     name: str
-    capability: tuple[int, int]
+    capability: tuple[int, int]  # NVIDIA's compute capability
+    sheet: DataSheet | None = None
 
     @property
     def hopper(self) -> bool:
@@ -41,12 +34,33 @@ class Gpu:
         return {9: 3, 10: 4}.get(self.capability[0], 2)
 
 
+A100, H100 = DataSheet(79.3, 312, 2039), DataSheet(79.6, 989, 3350)  # A800 and H800 are these with a slower NVLink
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("A100", (8, 0), A100),
+        Gpu("A800", (8, 0), A100),
+        Gpu("A30", (8, 0)),
+        Gpu("A10", (8, 6)),
+        Gpu("A40", (8, 6)),
+        Gpu("L4", (8, 9)),
+        Gpu("L20", (8, 9), DataSheet(44.5, 119.5, 864)),
+        Gpu("L40", (8, 9)),
+        Gpu("L40S", (8, 9)),
+        Gpu("H20", (9, 0), DataSheet(95.6, 148, 4000)),
+        Gpu("H100", (9, 0), H100),
+        Gpu("H200", (9, 0), DataSheet(139.8, 989, 4800)),
+        Gpu("H800", (9, 0), H100),
+        Gpu("GH200", (9, 0)),
+        Gpu("B200", (10, 0), DataSheet(178.4, 2250, 8000)),
+        Gpu("GB200", (10, 0)),
+    )
+}
+
+
 def named(name: str) -> Gpu | None:
     """The GPU of a name such as `a100` or `NVIDIA A100-SXM4-80GB`; None where it is not in the table."""
-    for word in re.split(r"[\s\-_]+", name.upper()):
-        if word in CAPABILITIES:
-            return Gpu(word, CAPABILITIES[word])
-    return None
+    return next((GPUS[word] for word in re.split(r"[\s\-_]+", name.upper()) if word in GPUS), None)
 
 
 def present() -> Gpu | None:

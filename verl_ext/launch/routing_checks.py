@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_ext.errors import ConfigError, require_choice
+from verl_ext.fields import OLD_ROUTES, ROLLOUT_ROUTES
 from verl_ext.settings.config import FSDP_REPLAY, StabilityConfig
 
 ACTOR = "actor_rollout_ref.actor"
@@ -47,9 +48,6 @@ def compares_routing(config: DictConfig, stability: StabilityConfig) -> bool:
 
 def replayed_field(config: DictConfig) -> str | None:
     """The field of the batch whose routing the update replays."""
-    from verl_ext.routing.fsdp import OLD_ROUTES
-    from verl_ext.routing.outputs import ROLLOUT_ROUTES
-
     if replay_mode(config) == "disabled":
         return None
     return OLD_ROUTES if replays_here(config) and replay_mode(config) == "R2" else ROLLOUT_ROUTES
@@ -112,7 +110,7 @@ def check_router_shift(config: DictConfig, loss_mode: str, read_model: bool = Tr
         )
     if read_model and (hf_config := _hf_config(config.actor_rollout_ref.model)) is not None:
         from verl_ext.routing.choices import probe_choices
-        from verl_ext.workers.router_shift import check_outputs
+        from verl_ext.routing.router_shift import check_outputs
 
         probe_choices(hf_config, check_outputs, trust_remote_code=_trusted(config.actor_rollout_ref.model))
 

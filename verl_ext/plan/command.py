@@ -9,10 +9,9 @@ from typing import Any
 
 from verl_ext.doctor import composed
 from verl_ext.errors import ConfigError, UserError
-from verl_ext.plan.gpus import ALIASES, GPUS
 from verl_ext.plan.memory import Memory, plan_memory
-from verl_ext.plan.routing_cost import RoutingShape
-from verl_ext.plan.sizes import GIB, Sizes, gpu_name, read_sizes
+from verl_ext.plan.routing import RoutingShape
+from verl_ext.plan.sizes import GIB, Sizes, planned_gpu, planned_gpus, read_sizes
 from verl_ext.plan.timing import Timing, plan_timing
 from verl_ext.printable import printable
 
@@ -32,7 +31,7 @@ def add_parser(commands: Any) -> None:
         "fits, 1 it does not, 2 it cannot be planned.",
     )
     composed.add_arguments(parser)
-    known = ", ".join([*GPUS, *ALIASES])
+    known = ", ".join(planned_gpus())
     parser.add_argument("--gpu", default="H100", metavar="NAME", help=f"{known} (default: %(default)s)")
     parser.add_argument("--nodes", type=int, help="default: trainer.nnodes")
     parser.add_argument("--model", help="of the table, where actor_rollout_ref.model.path does not end in its name")
@@ -61,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_as_json(sizes, memory, timing, features), indent=2))
     else:
-        _print(sizes, memory, timing, features, gpu_name(arguments.gpu))
+        _print(sizes, memory, timing, features, planned_gpu(arguments.gpu)[0])
     return 0 if memory.fits(sizes) else 1
 
 

@@ -1,253 +1,28 @@
-"""What it costs to carry the rollout's routing, expert ids of [tokens, layers, top_k], to the training workers.
+"""What it costs to carry the rollout's routing to the training workers: `verl_ext.plan.routing` as a command.
 
-    python -m verl_ext.plan.routing_cost --model Qwen3-30B-A3B --tokens 32768 --trajectories 512
-    python -m verl_ext.plan.routing_cost --model PATH --replay --ranks 8 --get-gb-s 4 --step-seconds 500
-    python -m verl_ext.plan.routing_cost --measure 256       how fast TransferQueue carries such ids here
-
-Written for verl 0.9.1 and vLLM 0.27. The hops, one by one: docs/routing.md. 1 GB is 10^9 bytes.
+python -m verl_ext.plan.routing_cost --model Qwen3-30B-A3B --tokens 32768 --trajectories 512
+python -m verl_ext.plan.routing_cost --model PATH --replay --ranks 8 --get-gb-s 4 --step-seconds 500
+python -m verl_ext.plan.routing_cost --measure 256       how fast TransferQueue carries such ids here
 """
 
 import argparse
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from verl_ext.errors import ConfigError
-from verl_ext.launch.models import SHAPES
-
-# As vLLM looks them up, in this order (model_executor/layers/fused_moe/routed_experts_capturer.py).
-EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-TOP_KS = ("num_experts_per_tok", "top_k_experts")
-BYTE_IDS = 256  # experts up to which vLLM returns uint8; uint16 above
-GB = 1e9
-
-# Bytes a response token of the other fields that verl 0.9.1 puts into TransferQueue, a prompt token having the first
-# three alone; seen in a run of recipes/cpu_smoke. Entropy and log-probabilities are bfloat16 on some engines.
-WITH_THE_IDS = {
-    "input_ids": 8,
-    "position_ids": 8,
-    "prompts or responses": 8,
-    "response_mask": 8,
-    "loss_mask": 8,
-    "rollout_log_probs": 4,
-    "rm_scores": 4,
-}
-FOR_THE_UPDATE = {"log_probs": 4, "entropy": 4, "old_log_probs": 4, "advantages": 4, "returns": 4}
-
-
-@dataclass(frozen=True)
-class RoutingShape:
-    """What of a model its ids take their size from.
-
-    Attributes:
-        layers: all decoder layers, which vLLM returns; rows of dense ones are zeros.
-        moe_layers: those with a router.
-    """
-
-    layers: int
-    moe_layers: int
-    experts: int
-    top_k: int
-
-    def __post_init__(self) -> None:
-        if not (1 <= self.moe_layers <= self.layers and 1 <= self.top_k <= self.experts):
-            raise ConfigError(f"{self} is no mixture of experts: 1 <= moe_layers <= layers and 1 <= top_k <= experts")
-
-    @classmethod
-    def from_config(cls, hf_config: Any) -> "RoutingShape":
-        """From a transformers config.
-
-        Raises:
-            ConfigError: vLLM would find no experts in it.
-        """
-        config = hf_config.get_text_config()
-        experts, top_k = (_first(config, names) for names in (EXPERT_COUNTS, TOP_KS))
-        if not experts or not top_k:
-            raise ConfigError(
-                f"model_type={config.model_type} has none of {', '.join(EXPERT_COUNTS)}, or none of "
-                f"{', '.join(TOP_KS)}: vLLM returns no routing for it; name a mixture of experts"
-            )
-        return cls(config.num_hidden_layers, _moe_layers(config), experts, top_k)
-
-    @property
-    def engine_id_bytes(self) -> int:
-        """Of one id as vLLM returns it."""
-        return 1 if self.experts <= BYTE_IDS else 2
-
-    @property
-    def ids(self) -> int:
-        """Per token."""
-        return self.layers * self.top_k
-
-
-MODELS = {
-    name: RoutingShape(shape.layers, shape.moe_layers, shape.routed_experts, shape.top_k)
-    for name, shape in SHAPES.items()
-    if name in ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3")
-}
-
-
-@dataclass(frozen=True)
-class Hop:
-    """A passage of the ids from one process, or memory, to the next.
-
-    Attributes:
-        rule: what `times` follows from.
-        times: how often the ids of a token pass.
-        bytes_per_token: of all passages.
-        bytes_per_step: of all tokens.
-    """
-
-    source: str
-    target: str
-    id_bytes: int
-    rule: str
-    times: float
-    bytes_per_token: float
-    bytes_per_step: float
-
-    def share(self, gb_per_s: float, step_seconds: float) -> float:
-        """Of the step, at a rate that all who send or read together get."""
-        return self.bytes_per_step / (gb_per_s * GB) / step_seconds
-
-
-def routing_cost(
-    shape: RoutingShape,
-    tokens: int,
-    trajectories: int,
-    *,
-    narrow: bool = True,
-    reads: int = 1,
-    ranks: int = 1,
-    turns: int = 1,
-) -> dict[str, Hop]:
-    """Every hop that carries the ids of all layers, in order.
-
-    Args:
-        tokens: mean of prompt and response together.
-        narrow: ids stay in the dtype of vLLM (upstream/narrow_routing.py); otherwise verl's int16 from `put` on.
-        reads: stages that fetch them: 1 with router agreement (compute_log_prob), 2 with replay (update_actor).
-        ranks: training ranks that share a data-parallel rank (TP x PP x CP); verl has each fetch all its tokens.
-        turns: of equal length; vLLM returns the ids from the first token on, at every turn.
-
-    Returns:
-        capture, engine, agent_loop, put: from vLLM's worker to TransferQueue, while the rollout generates.
-        get, device: on to the training ranks and their devices; the stages that read them wait for it.
-    """
-    given = {"tokens": tokens, "trajectories": trajectories, "reads": reads, "ranks": ranks, "turns": turns}
-    for name, value in given.items():
-        if value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
-    returned = shape.engine_id_bytes
-    queued = returned if narrow else 2
-    again, fetched = ("(turns + 1) / 2", (turns + 1) / 2), ("reads x ranks", reads * ranks)
-    passages: dict[str, tuple[str, str, int, tuple[str, float]]] = {
-        "capture": ("vLLM worker", "scheduler", 4, ("1", 1)),
-        "engine": ("scheduler", "vLLM server", returned, again),
-        "agent_loop": ("vLLM server", "agent loop", returned, again),
-        "put": ("agent loop", "TransferQueue", queued, ("1", 1)),
-        "get": ("TransferQueue", "training ranks", queued, fetched),
-        "device": ("training ranks", "their devices", queued, fetched),
-    }
-    hops = {}
-    for name, (source, target, id_bytes, (rule, times)) in passages.items():
-        per_token = shape.ids * id_bytes * times
-        hops[name] = Hop(source, target, id_bytes, rule, times, per_token, per_token * tokens * trajectories)
-    return hops
-
-
-def models_table(tokens: int, trajectories: int) -> list[list[str]]:
-    """Header and rows for MODELS; "a / b" is vLLM's dtype and verl's int16."""
-    header = ["model", "layers, MoE", "experts, top-k", "a token", f"{tokens:,} tokens", f"{trajectories:,} times that"]
-    rows = [header]
-    for name, shape in MODELS.items():
-        puts = [routing_cost(shape, tokens, trajectories, narrow=narrow)["put"] for narrow in (True, False)]
-        token = " / ".join(f"{hop.bytes_per_token:,.0f}" for hop in puts)
-        trajectory = " / ".join(f"{hop.bytes_per_token * tokens / 1e6:.1f}" for hop in puts)
-        step = " / ".join(f"{hop.bytes_per_step / GB:.1f}" for hop in puts)
-        sizes = [f"{token} B", f"{trajectory} MB", f"{step} GB"]
-        rows.append([name, f"{shape.layers}, {shape.moe_layers}", f"{shape.experts}, {shape.top_k}", *sizes])
-    return rows
-
-
-def hops_table(hops: Mapping[str, Hop], *, rules: bool = False) -> list[list[str]]:
-    """Header and rows; with `rules`, what the number of passages follows from stands in its place."""
-    rows = [["from", "to", "B an id", "times", "B a token", "GB a step"]]
-    for hop in hops.values():
-        times = hop.rule if rules else f"{hop.times:g}"
-        size = [f"{hop.bytes_per_token:,.0f}", f"{hop.bytes_per_step / GB:.1f}"]
-        rows.append([hop.source, hop.target, str(hop.id_bytes), times, *size])
-    return rows
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    header, *body = rows
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *body))
-
-
-def measure(shape: RoutingShape, megabytes: int, tokens: int, units: int, repeats: int) -> dict[str, list[float]]:
-    """GB/s on this machine, one value a repeat. Starts Ray and TransferQueue and ends them.
-
-    Returns:
-        put: one trajectory after another into TransferQueue, as agent loops do.
-        get: all of them at once, as a training rank does.
-        copy: all of them to other memory of the same process, for comparison.
-    """
-    import ray
-    import torch
-    import transfer_queue as tq
-    from omegaconf import OmegaConf
-    from tensordict import TensorDict
-
-    dtype = torch.uint8 if shape.engine_id_bytes == 1 else torch.int16
-    size = (tokens, shape.layers, shape.top_k)
-    count = max(1, round(megabytes * 1e6 / (tokens * shape.ids * dtype.itemsize)))
-    trajectories = [torch.randint(0, shape.experts, (1, *size), dtype=dtype) for _ in range(count)]
-    rates: dict[str, list[float]] = {"put": [], "get": [], "copy": []}
-    ray.init(num_cpus=units + 2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": units}}}))
-        gigabytes = sum(ids.nbytes for ids in trajectories) / GB
-        for repeat in range(repeats):
-            keys = [f"{repeat}_{index}" for index in range(count)]
-            start = time.perf_counter()
-            for key, ids in zip(keys, trajectories, strict=True):
-                tq.kv_batch_put(keys=[key], partition_id="train", fields=TensorDict({"routed_experts": ids}, [1]))
-            middle = time.perf_counter()
-            batch = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=["routed_experts"])
-            end = time.perf_counter()
-            got = batch["routed_experts"].unbind()
-            assert all(torch.equal(a, b[0]) for a, b in zip(got, trajectories, strict=True))
-            tq.kv_clear(keys=keys, partition_id="train")
-            rates["put"].append(gigabytes / (middle - start))
-            rates["get"].append(gigabytes / (end - middle))
-            start = time.perf_counter()
-            copies = [ids.clone() for ids in trajectories]
-            rates["copy"].append(gigabytes / (time.perf_counter() - start))
-            del copies, batch, got
-        tq.close()
-    finally:
-        ray.shutdown()
-    return rates
-
-
-def load_shape(model: str) -> RoutingShape:
-    """Of a name in MODELS, or of a model folder, config file or Hugging Face name."""
-    if model in MODELS:
-        return MODELS[model]
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--model {model} has no config that loads ({type(error).__name__}); name one of {', '.join(MODELS)}, a "
-            "model folder or a config.json"
-        ) from error
-    return RoutingShape.from_config(config)
+from verl_ext.plan.routing import (
+    FOR_THE_UPDATE,
+    GB,
+    MODELS,
+    WITH_THE_IDS,
+    RoutingShape,
+    hops_table,
+    load_shape,
+    routing_cost,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -341,19 +116,50 @@ def _positive(text: str) -> int:
     return value
 
 
-def _first(config: Any, names: Sequence[str]) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+def measure(shape: RoutingShape, megabytes: int, tokens: int, units: int, repeats: int) -> dict[str, list[float]]:
+    """GB/s on this machine, one value a repeat. Starts Ray and TransferQueue and ends them.
 
+    Returns:
+        put: one trajectory after another into TransferQueue, as agent loops do.
+        get: all of them at once, as a training rank does.
+        copy: all of them to other memory of the same process, for comparison.
+    """
+    import ray
+    import torch
+    import transfer_queue as tq
+    from omegaconf import OmegaConf
+    from tensordict import TensorDict
 
-def _moe_layers(config: Any) -> int:
-    """Decoder layers with a router, by the three ways in which transformers configs leave some dense."""
-    layers = range(config.num_hidden_layers)
-    if types := getattr(config, "mlp_layer_types", None):
-        return sum(kind != "dense" for kind in types)
-    if (dense := getattr(config, "first_k_dense_replace", None)) is not None:
-        return len(layers[dense:])
-    step, dense_layers = getattr(config, "decoder_sparse_step", None) or 1, getattr(config, "mlp_only_layers", None)
-    return sum((layer + 1) % step == 0 and layer not in (dense_layers or ()) for layer in layers)
+    dtype = torch.uint8 if shape.engine_id_bytes == 1 else torch.int16
+    size = (tokens, shape.layers, shape.top_k)
+    count = max(1, round(megabytes * 1e6 / (tokens * shape.ids * dtype.itemsize)))
+    trajectories = [torch.randint(0, shape.experts, (1, *size), dtype=dtype) for _ in range(count)]
+    rates: dict[str, list[float]] = {"put": [], "get": [], "copy": []}
+    ray.init(num_cpus=units + 2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": units}}}))
+        gigabytes = sum(ids.nbytes for ids in trajectories) / GB
+        for repeat in range(repeats):
+            keys = [f"{repeat}_{index}" for index in range(count)]
+            start = time.perf_counter()
+            for key, ids in zip(keys, trajectories, strict=True):
+                tq.kv_batch_put(keys=[key], partition_id="train", fields=TensorDict({"routed_experts": ids}, [1]))
+            middle = time.perf_counter()
+            batch = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=["routed_experts"])
+            end = time.perf_counter()
+            got = batch["routed_experts"].unbind()
+            assert all(torch.equal(a, b[0]) for a, b in zip(got, trajectories, strict=True))
+            tq.kv_clear(keys=keys, partition_id="train")
+            rates["put"].append(gigabytes / (middle - start))
+            rates["get"].append(gigabytes / (end - middle))
+            start = time.perf_counter()
+            copies = [ids.clone() for ids in trajectories]
+            rates["copy"].append(gigabytes / (time.perf_counter() - start))
+            del copies, batch, got
+        tq.close()
+    finally:
+        ray.shutdown()
+    return rates
 
 
 if __name__ == "__main__":

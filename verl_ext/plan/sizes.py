@@ -8,9 +8,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.errors import ConfigError, UserError
+from verl_ext.launch.gpus import GPUS, DataSheet, named
 from verl_ext.launch.models import SHAPES, ModelShape, shape_of
 from verl_ext.launch.sizes import check_recipe, ulysses_size, world_size
-from verl_ext.plan.gpus import ALIASES, GPUS, GpuSpec
 
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "bf16": 2, "fp16": 2, "fp32": 4}
@@ -40,7 +40,7 @@ class Sizes:
     """
 
     shape: ModelShape
-    gpu: GpuSpec
+    gpu: DataSheet
     gpus: int
     rollout_gpus: int
     shared: bool
@@ -68,16 +68,21 @@ class Sizes:
     max_num_seqs: int
 
 
-def gpu_name(given: str) -> str:
-    """As the table has it.
+def planned_gpu(given: str) -> tuple[str, DataSheet]:
+    """Name and data sheet of the GPU `given`.
 
     Raises:
-        ConfigError: it has no such GPU.
+        ConfigError: there is no data sheet of it.
     """
-    name = ALIASES.get(given.upper(), given.upper())
-    if name not in GPUS:
-        raise ConfigError(f"--gpu={given} is not known; choose one of: {', '.join(GPUS)}")
-    return name
+    gpu = named(given)
+    if gpu is None or gpu.sheet is None:
+        raise ConfigError(f"--gpu={given} is not known; choose one of: {', '.join(planned_gpus())}")
+    return gpu.name, gpu.sheet
+
+
+def planned_gpus() -> list[str]:
+    """The names of those with a data sheet."""
+    return [name for name, gpu in GPUS.items() if gpu.sheet]
 
 
 def check_sizes(config: DictConfig, shape: ModelShape | None) -> None:
@@ -135,7 +140,7 @@ def read_sizes(config: DictConfig, gpu: str, nodes: int | None = None, model: st
     Raises:
         ConfigError: the GPU or the model is not in the tables, or the sizes contradict each other (`check_recipe`).
     """
-    spec, shape = GPUS[gpu_name(gpu)], _shape(config, model)
+    spec, shape = planned_gpu(gpu)[1], _shape(config, model)
     if nodes is not None:
         if nodes < 1:
             raise ConfigError(f"--nodes={nodes} must be above 0")
@@ -146,7 +151,7 @@ def read_sizes(config: DictConfig, gpu: str, nodes: int | None = None, model: st
         return _read(config, spec, shape)
 
 
-def _read(config: DictConfig, gpu: GpuSpec, shape: ModelShape) -> Sizes:
+def _read(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     megatron = actor.strategy == "megatron"
     engine = actor.megatron if megatron else actor.fsdp_config

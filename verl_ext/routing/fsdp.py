@@ -24,12 +24,12 @@ from verl.workers.config import TrainingWorkerConfig
 
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.errors import HookError
+from verl_ext.fields import OLD_ROUTES, ROLLOUT_ROUTES
 from verl_ext.routing.choices import OFF, REPLAY_OFF, ChoicePoint, Choose, expert_counts, find_choices
 from verl_ext.routing.layout import Layout
-from verl_ext.routing.outputs import ROLLOUT_ROUTES, known_rows, narrow_dtype, routing_outputs
+from verl_ext.routing.outputs import known_rows, narrow_dtype, routing_outputs
 from verl_ext.upstream.patching import wrap
 
-OLD_ROUTES = "old_routed_experts"  # jagged [B, n, L, K], what compute_log_prob used, for R2
 OWN_AGREEMENT = "router_own_agreement"  # verl logs it as actor/router_own_agreement
 
 

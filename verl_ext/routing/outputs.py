@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from verl_ext.core.routing import agreement
-from verl_ext.workers.inputs import jagged_like
-
-ROLLOUT_ROUTES = "routed_experts"  # jagged [B, n, L', K]: of the rollout, L' layers as it ships them
+from verl_ext.core.tokens import jagged
+from verl_ext.fields import AGREEMENT, RESPONSE_MASK, ROUTER_SUMS
 
 
 def narrow_dtype(experts: int) -> torch.dtype:
@@ -72,7 +71,7 @@ def routing_outputs(
     Raises:
         ValueError: a tensor has another number of rows than the batch has tokens.
     """
-    device, mask = overlap_TL.device, batch["response_mask"]
+    device, mask = overlap_TL.device, batch[RESPONSE_MASK]
     offsets = mask.offsets().to(device)
     lengths_B = batch["input_ids"].offsets().diff().to(device)
     tokens = int(lengths_B.sum())
@@ -90,4 +89,4 @@ def routing_outputs(
         margin_NL=None if margin_TL is None else margin_TL[rows_R],
         own_NL=None if own_TL is None else own_TL[rows_R],
     )
-    return {"router_agreement": jagged_like(per_token_R, mask.to(device)), "router_sums": sums.pack()}
+    return {AGREEMENT: jagged(per_token_R, offsets), ROUTER_SUMS: sums.pack()}

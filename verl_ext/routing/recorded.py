@@ -35,8 +35,9 @@ from verl.workers.config import EngineRouterReplayConfig, TrainingWorkerConfig
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.routing import BLOCK
 from verl_ext.errors import HookError
+from verl_ext.fields import ROLLOUT_ROUTES
 from verl_ext.routing.choices import expert_counts, find_choices
-from verl_ext.routing.outputs import ROLLOUT_ROUTES, known_rows, narrow_dtype, routing_outputs
+from verl_ext.routing.outputs import known_rows, narrow_dtype, routing_outputs
 
 ROUTES = ROLLOUT_ROUTES  # one field: jagged [B, n, l, K] from the rollout, [B, n, L, K] from the engine
 OFF = "stability.router_agreement=false"

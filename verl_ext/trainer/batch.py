@@ -13,8 +13,9 @@ from torch import Tensor
 from verl_ext.core.mismatch import count_non_finite
 from verl_ext.core.tokens import Tokens
 from verl_ext.errors import BatchError
+from verl_ext.fields import AGREEMENT, ENTROPY, OLD_LOG_PROBS, RESPONSE_MASK, REWARDS, ROLLOUT_LOG_PROBS
 
-FIELDS = ("rollout_log_probs", "old_log_probs", "response_mask", "entropy", "router_agreement")
+FIELDS = (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, RESPONSE_MASK, ENTROPY, AGREEMENT)
 
 
 def response_tokens(data: TensorDict) -> Tokens:
@@ -24,30 +25,30 @@ def response_tokens(data: TensorDict) -> Tokens:
         BatchError: a field is missing or has another number of tokens than response_mask, or no token of the
             batch is the model's.
     """
-    if "rollout_log_probs" not in data.keys():  # noqa: SIM118 (a TensorDict)
+    if ROLLOUT_LOG_PROBS not in data.keys():  # noqa: SIM118 (a TensorDict)
         raise BatchError(
             "the rollout returned no rollout_log_probs", fix=("actor_rollout_ref.rollout.calculate_log_probs=True",)
         )
     packed = packed_like_mask(data, FIELDS)
-    if not packed["response_mask"].any():
+    if not packed[RESPONSE_MASK].any():
         raise BatchError(
             "response_mask is 0 everywhere: no response of this batch has a token that the model generated; check "
             "the agent loop and data.max_response_length"
         )
     return Tokens(
-        l_infer=packed["rollout_log_probs"],
-        l_old=packed["old_log_probs"],
-        mask=packed["response_mask"].bool(),
-        offsets=data["response_mask"].offsets(),
-        entropy=packed.get("entropy"),
-        agreement=packed.get("router_agreement"),
+        l_infer=packed[ROLLOUT_LOG_PROBS],
+        l_old=packed[OLD_LOG_PROBS],
+        mask=packed[RESPONSE_MASK].bool(),
+        offsets=data[RESPONSE_MASK].offsets(),
+        entropy=packed.get(ENTROPY),
+        agreement=packed.get(AGREEMENT),
     )
 
 
 def mean_score(data: TensorDict, tags: Sequence[Mapping[str, Any]]) -> float:
     """Mean over the trajectories of their scores' sum over tokens, rows that verl added to fill a batch left out."""
     real = torch.tensor([not tag.get("is_padding", False) for tag in tags])
-    scores = torch.stack([row.sum() for row in data["rm_scores"].unbind()])
+    scores = torch.stack([row.sum() for row in data[REWARDS].unbind()])
     return scores[real].double().mean().item()
 
 
@@ -57,7 +58,7 @@ def packed_like_mask(data: TensorDict, names: tuple[str, ...]) -> dict[str, Tens
     Raises:
         BatchError: one is not.
     """
-    mask = data["response_mask"]
+    mask = data[RESPONSE_MASK]
     packed = {name: data[name].values() for name in names if name in data.keys()}  # noqa: SIM118
     for name, values in packed.items():
         if values.shape != mask.values().shape or not torch.equal(data[name].offsets(), mask.offsets()):
@@ -71,6 +72,6 @@ def packed_like_mask(data: TensorDict, names: tuple[str, ...]) -> dict[str, Tens
 def non_finite(tokens: Tokens) -> dict[str, int]:
     """Field -> how many of its values on generated tokens are NaN or infinite."""
     return {
-        "rollout_log_probs": count_non_finite(tokens.l_infer, tokens.mask),
-        "old_log_probs": count_non_finite(tokens.l_old, tokens.mask),
+        ROLLOUT_LOG_PROBS: count_non_finite(tokens.l_infer, tokens.mask),
+        OLD_LOG_PROBS: count_non_finite(tokens.l_old, tokens.mask),
     }

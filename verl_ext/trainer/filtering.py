@@ -10,9 +10,10 @@ from tensordict import TensorDict
 
 from verl_ext.core.filtering import FilterBatch
 from verl_ext.core.tokens import Tokens
+from verl_ext.fields import ADVANTAGES, RESPONSE_MASK, RESPONSES, REWARDS
 from verl_ext.trainer.batch import packed_like_mask
 
-FILTER_FIELDS = ("response_mask", "responses", "advantages", "rm_scores")
+FILTER_FIELDS = (RESPONSE_MASK, RESPONSES, ADVANTAGES, REWARDS)
 
 
 def filter_batch(
@@ -28,11 +29,11 @@ def filter_batch(
     """
     packed = packed_like_mask(data, FILTER_FIELDS)
     return FilterBatch(
-        tokens=replace(tokens, mask=packed["response_mask"].bool()),
+        tokens=replace(tokens, mask=packed[RESPONSE_MASK].bool()),
         keys=keys,
-        rewards_B=tokens.row_sums(packed["rm_scores"]),
-        advantages_N=packed["advantages"],
-        responses_N=packed["responses"],
+        rewards_B=tokens.row_sums(packed[REWARDS]),
+        advantages_N=packed[ADVANTAGES],
+        responses_N=packed[RESPONSES],
         max_response_length=models.rollout.response_length,
         eos_ids=end_tokens(models.model.path) | {tokenizer.eos_token_id},
         agreement_N=tokens.agreement,

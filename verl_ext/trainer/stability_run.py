@@ -9,7 +9,9 @@ from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 
 from verl_ext.core.routing import router_metrics
+from verl_ext.core.tokens import jagged
 from verl_ext.errors import HookError
+from verl_ext.fields import FILTER_SCALE, LOSS_MASK, RESPONSE_MASK, REWARDS, ROUTER_SUMS, WEIGHTS
 from verl_ext.guard.state import Decision
 from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer import resuming
@@ -21,7 +23,7 @@ from verl_ext.trainer.guarding import GuardActions, build_guard
 from verl_ext.trainer.logs import EventLog, events_path, keep_metrics, trajectories_path
 from verl_ext.trainer.step import Judged, Outcome, judge, leave_out, loss_weights, refusal
 from verl_ext.trainer.trajectories import TrajectoryLog, forget_trajectories
-from verl_ext.trainer.transfer import SHIFT_FIELDS, get_fields, nested, put_fields, without_routing
+from verl_ext.trainer.transfer import SHIFT_FIELDS, get_fields, put_fields, without_routing
 from verl_ext.upstream import narrow_routing
 
 
@@ -101,8 +103,8 @@ class StabilityRun:
         """Log `router/*`, from the sums that compute_log_prob left in the batch."""
         if not self.active.compares_routing:
             return
-        data = get_fields(batch, ["router_sums"])
-        if "router_sums" not in data.keys():  # noqa: SIM118 (a TensorDict)
+        data = get_fields(batch, [ROUTER_SUMS])
+        if ROUTER_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
             raise HookError(
                 "compute_log_prob returned no routing: the rollout's batch has no routed_experts",
                 fix=("stability.router_agreement=false",),
@@ -112,7 +114,7 @@ class StabilityRun:
             self._routing_dtype_told = True
             dtype = narrow_routing.id_dtype(batch.keys, batch.partition_id)
             print(f"verl_ext: routed_experts travels as {dtype}", flush=True)
-        metrics.update(router_metrics(torch.stack(list(data["router_sums"].unbind()))))
+        metrics.update(router_metrics(torch.stack(list(data[ROUTER_SUMS].unbind()))))
 
     def judge(self, batch: KVBatchMeta, metrics: dict[str, float]) -> Judged | None:
         """Measure and judge a batch, and put its weights into it; None where nothing asks for that.
@@ -121,7 +123,7 @@ class StabilityRun:
         """
         if not self.active.compares_engines:
             return None
-        data = get_fields(batch, (*FIELDS, "rm_scores"))
+        data = get_fields(batch, (*FIELDS, REWARDS))
         metrics["critic/score/mean"] = mean_score(data, batch.tags)  # verl logs it after the update
         judged = judge(response_tokens(data), metrics, self.active.stability, self.guard, self.actions.due)
         metrics.update(judged.metrics)
@@ -130,7 +132,7 @@ class StabilityRun:
         if weights is not None:
             # verl's own put, at the end of its _compute_advantage, returns the meta that names this field too; workers
             # are sent the fields that the meta names.
-            put_fields(batch, {"rollout_is_weights": nested(weights, judged.tokens.offsets)})
+            put_fields(batch, {WEIGHTS: jagged(weights, judged.tokens.offsets)})
         return judged
 
     def filter(
@@ -169,12 +171,12 @@ class StabilityRun:
             self.actions.carry_out(Decision((refused,)))
             return batch, Outcome(refused)
         # verl 0.9.1 divides token-mean by the tokens of loss_mask, a copy made at rollout: both have to change.
-        mask = nested(left.keep_N.long(), judged.tokens.offsets)
-        return put_fields(batch, {"response_mask": mask, "loss_mask": mask}), Outcome(filter_scale=left.scale)
+        mask = jagged(left.keep_N.long(), judged.tokens.offsets)
+        return put_fields(batch, {RESPONSE_MASK: mask, LOSS_MASK: mask}), Outcome(filter_scale=left.scale)
 
     def for_update(self, batch: KVBatchMeta) -> KVBatchMeta:
         """The batch as the actor's update is sent it: a copy."""
         sent = without_routing(batch, {self.active.replayed, *SHIFT_FIELDS})
         # For the losses that divide by a number of trajectories, dropped ones included: worker_loss.
-        sent.extra_info["filter_scale"] = self.outcome.filter_scale
+        sent.extra_info[FILTER_SCALE] = self.outcome.filter_scale
         return sent

@@ -88,7 +88,7 @@ TABLE = (
         why="the old policy's router scores are recorded, and the current router is compared with them in the update",
         when="`policy_loss.loss_mode=router_shift`",
         versions=VERL,
-        file="workers/router_shift.py",
+        file="routing/router_shift.py",
         test="tests/stack/test_methods.py::test_our_losses_report_what_they_did",
         without="choose another policy_loss.loss_mode",
     ),

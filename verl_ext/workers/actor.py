@@ -19,9 +19,9 @@ from verl.workers.utils.losses import ppo_loss
 from verl_ext.errors import HookError
 from verl_ext.routing.fsdp import FsdpRouting
 from verl_ext.routing.recorded import RecordedRouting
+from verl_ext.routing.router_shift import ShiftRecorder
 from verl_ext.settings.losses import LOSSES
 from verl_ext.workers.gate import Gate
-from verl_ext.workers.router_shift import ShiftRecorder
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 

@@ -9,16 +9,18 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+import verl_ext.fields as names
 from verl_ext.errors import ConfigError
 
 # attribute -> field of the batch, jagged [B, r]
 BATCH_FIELDS = {
-    "l_infer": "rollout_log_probs",
-    "entropy": "entropy",
-    "router_agreement": "router_agreement",
-    "router_deviation": "router_deviation",
+    "l_infer": names.ROLLOUT_LOG_PROBS,
+    "entropy": names.ENTROPY,
+    "router_agreement": names.AGREEMENT,
+    "router_deviation": names.DEVIATION,
 }
-VERLS_FIELDS = ("old_log_probs", "ref_log_prob", "advantages", "rollout_is_weights")  # [B, r] too, where there are any
+# [B, r] too, where there are any.
+VERLS_FIELDS = (names.OLD_LOG_PROBS, names.REF_LOG_PROBS, names.ADVANTAGES, names.WEIGHTS)
 
 
 def padded_fields(data: TensorDict) -> TensorDict:
@@ -27,8 +29,8 @@ def padded_fields(data: TensorDict) -> TensorDict:
     verl masks by multiplying, or by torch.where on the result: a NaN that the rollout returned for a token of a tool's
     output would be a NaN in the loss by the one, in the gradient by both.
     """
-    padded = data.select("response_mask", *VERLS_FIELDS, *BATCH_FIELDS.values(), strict=False).to_padded_tensor()
-    mask = padded["response_mask"].bool()
+    padded = data.select(names.RESPONSE_MASK, *VERLS_FIELDS, *BATCH_FIELDS.values(), strict=False).to_padded_tensor()
+    mask = padded[names.RESPONSE_MASK].bool()
     return padded.apply(lambda values: torch.where(mask, values, 0))
 
 
@@ -67,13 +69,6 @@ class LossInputs:
                 f"what losses read: {', '.join(present) or 'nothing'}"
             )
         return value
-
-
-def jagged_like(values_R: Tensor, like: Tensor) -> Tensor:
-    """[R] values of the response tokens as jagged [B, r], with the lengths of the jagged tensor `like`."""
-    offsets = like.offsets()
-    # Without max_seqlen, torch 2.13 pads each row to the length of all rows together.
-    return torch.nested.nested_tensor_from_jagged(values_R, offsets, max_seqlen=int(offsets.diff().max()))
 
 
 _current: ContextVar[LossInputs] = ContextVar("verl_ext_loss_inputs")

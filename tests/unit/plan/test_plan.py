@@ -8,8 +8,8 @@ from omegaconf import OmegaConf, open_dict
 
 from verl_ext.cli import main
 from verl_ext.errors import ConfigError
+from verl_ext.launch.gpus import GPUS
 from verl_ext.launch.models import SHAPES
-from verl_ext.plan.gpus import GPUS
 from verl_ext.plan.memory import ENGINE_RESERVE, plan_memory
 from verl_ext.plan.sizes import GIB, Sizes, read_sizes
 from verl_ext.plan.timing import MFU, plan_timing
@@ -17,7 +17,7 @@ from verl_ext.plan.timing import MFU, plan_timing
 ROLLOUT = "actor_rollout_ref.rollout"
 FSDP = Sizes(
     shape=SHAPES["Qwen3-30B-A3B"],
-    gpu=GPUS["H100"],
+    gpu=GPUS["H100"].sheet,
     gpus=16,
     rollout_gpus=16,
     shared=True,
@@ -131,7 +131,7 @@ def test_decoding_is_bounded_by_the_cache_and_waits_for_the_longest():
     memory = plan_memory(FSDP)
     few = plan_timing(replace(FSDP, sequences=16), memory, 10)
     assert few.concurrent == 4
-    slower = plan_timing(replace(FSDP, gpu=GPUS["A100-80G"], sequences=16), memory, 10)
+    slower = plan_timing(replace(FSDP, gpu=GPUS["A100"].sheet, sequences=16), memory, 10)
     assert slower.stages["generation"] / few.stages["generation"] == pytest.approx(3350 / 2039)
     many = plan_timing(replace(FSDP, sequences=100_000), memory, 4096)
     assert many.concurrent == int(memory.kv_tokens / (1024 + 4096))
@@ -142,7 +142,7 @@ def test_sizes_come_from_the_composed_config(compose):
     sizes = read_sizes(config, "H100")
     assert (sizes.gpus, sizes.rollout_tensor, sizes.megatron, sizes.param_offload) == (16, 4, False, True)
     assert read_sizes(config, "H100", nodes=4).gpus == 32
-    with pytest.raises(ConfigError, match="--gpu=H1 is not known; choose one of: A100-80G"):
+    with pytest.raises(ConfigError, match="--gpu=H1 is not known; choose one of: A100, A800"):
         read_sizes(config, "H1")
     with pytest.raises(ConfigError, match=r"model\.path=some/other is none of the models"):
         read_sizes(compose("recipe=qwen3_30b_a3b", "actor_rollout_ref.model.path=some/other"), "H100")
@@ -158,7 +158,7 @@ def command():
 def test_the_table_says_whether_it_fits_and_what_is_largest(command, capsys):
     assert command("recipe=qwen3_30b_a3b", "--gpu", "a100") == 0
     printed = capsys.readouterr().out
-    assert "16 x A100-80G train" in printed
+    assert "16 x A100 train" in printed
     assert "fits: the largest part of the update is optimizer; the KV cache of a replica holds" in printed
     assert "sequences of full length\n" in printed
     assert "generation" in printed and "384 bytes a token" in printed

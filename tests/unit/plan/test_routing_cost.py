@@ -8,8 +8,9 @@ from transformers import DeepseekV3Config, Glm4MoeConfig, LlamaConfig, MixtralCo
 
 from tests import ROOT
 from verl_ext.errors import ConfigError
-from verl_ext.plan import routing_cost as cost
-from verl_ext.plan.routing_cost import MODELS, RoutingShape
+from verl_ext.plan import routing as cost
+from verl_ext.plan.routing import MODELS, RoutingShape
+from verl_ext.plan.routing_cost import main
 
 PAGE = (ROOT / "docs" / "routing.md").read_text(encoding="utf-8")
 SMALL = RoutingShape(layers=4, moe_layers=3, experts=16, top_k=2)
@@ -156,7 +157,7 @@ def test_the_page_names_the_other_fields_bytes():
 def test_the_command_line(capsys, tmp_path):
     Qwen3MoeConfig(num_hidden_layers=2, num_experts=8, num_experts_per_tok=2).save_pretrained(tmp_path)
     arguments = ["--model", str(tmp_path), "--tokens", "1000", "--trajectories", "500", "--replay", "--ranks", "2"]
-    assert cost.main([*arguments, "--get-gb-s", "0.004", "--step-seconds", "20"]) == 0
+    assert main([*arguments, "--get-gb-s", "0.004", "--step-seconds", "20"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "2 layers, 8 experts, top-2" in shown and "48 bytes to compute_log_prob" in shown
     assert "get: 2.0 s at 0.004 GB/s, 10.0% of a step of 20 s" in shown
@@ -166,12 +167,12 @@ def test_a_model_folder_with_brackets_in_its_name_is_no_markup(capsys, tmp_path)
     folder = tmp_path / "[" / "exp]"
     Qwen3MoeConfig(num_hidden_layers=2, num_experts=8, num_experts_per_tok=2).save_pretrained(folder)
     arguments = ["--model", str(folder), "--tokens", "1000", "--trajectories", "500"]
-    assert cost.main(arguments) == 0
+    assert main(arguments) == 0
     assert "[/exp]" in "".join(capsys.readouterr().out.split())
 
 
 def test_the_command_line_names_the_remedy(capsys):
-    assert cost.main(["--model", "/nowhere"]) == 2
+    assert main(["--model", "/nowhere"]) == 2
     message = capsys.readouterr().err
     assert message.startswith("routing_cost: --model /nowhere") and "Qwen3-235B-A22B" in message
 
@@ -179,6 +180,6 @@ def test_the_command_line_names_the_remedy(capsys):
 @pytest.mark.e2e
 def test_measuring_carries_ids_through_a_real_transfer_queue(capsys):
     arguments = ["--model", "DeepSeek-V3", "--tokens", "1000", "--measure", "2", "--repeats", "2"]
-    assert cost.main(arguments) == 0
+    assert main(arguments) == 0
     rows = re.findall(r"│ (put|get|copy) +│ +([\d.]+) +│", capsys.readouterr().out)
     assert [name for name, _ in rows] == ["put", "get", "copy"]

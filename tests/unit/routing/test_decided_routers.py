@@ -10,8 +10,8 @@ import torch
 from tests.support.recorded_routes import LENGTHS
 from tests.support.routing_families import FAMILIES, build, noise
 from tests.support.routing_ranks import routes_alone, sequences
+from tests.unit.routing.test_router_shift import TOP_K, build_model, micro_batch, scores_alone
 from tests.unit.routing.test_veomni import transformers_routes, veomni_engine
-from tests.unit.workers.test_router_shift import TOP_K, build_model, micro_batch, scores_alone
 
 SEEDS = range(3)
 

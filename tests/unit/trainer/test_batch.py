@@ -2,8 +2,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from verl_ext.core.tokens import jagged
 from verl_ext.trainer.batch import non_finite, response_tokens
-from verl_ext.trainer.transfer import nested as as_nested
 
 
 def nested(*rows):
@@ -31,7 +31,7 @@ def test_tokens_are_packed_in_order():
 
 def test_weights_go_back_in_the_batchs_shape():
     tokens = response_tokens(batch())
-    assert [row.tolist() for row in as_nested(torch.tensor([1.0, 2.0, 3.0]), tokens.offsets).unbind()] == [[1, 2], [3]]
+    assert [row.tolist() for row in jagged(torch.tensor([1.0, 2.0, 3.0]), tokens.offsets).unbind()] == [[1, 2], [3]]
 
 
 def test_missing_log_probs_name_the_setting():

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 from tests.support.micro_batches import Micro
 
@@ -43,23 +42,3 @@ def make_batch() -> Callable[..., Micro]:
         return Micro(rows, prompts=[1 + index for index in range(len(lengths))], settings=settings)
 
     return make
-
-
-@pytest.fixture
-def actor_config() -> Callable[..., FSDPActorConfig]:
-    """actor_config(policy_loss, **fields of verl's ActorConfig)"""
-
-    def build(policy_loss=None, **settings):
-        return FSDPActorConfig(
-            **{
-                "strategy": "fsdp2",
-                "rollout_n": 1,
-                "ppo_micro_batch_size_per_gpu": 1,
-                "clip_ratio_low": 0.2,
-                "clip_ratio_high": 0.28,
-                "policy_loss": policy_loss or PolicyLossConfig(),
-                **settings,
-            }
-        )
-
-    return build

@@ -18,16 +18,14 @@ from torch import Tensor, nn
 from verl.utils.device import get_device_id
 
 from verl_ext.core.losses import router_deviation
+from verl_ext.core.tokens import jagged
 from verl_ext.errors import HookError
+from verl_ext.fields import DEVIATION, RESPONSE_MASK, SHIFT_EXPERTS, SHIFT_SCORES
 from verl_ext.routing.choices import ROUTES, ChoicePoint, find_choices
 from verl_ext.routing.fsdp import is_old_policy
 from verl_ext.routing.layout import Layout
 from verl_ext.routing.outputs import packed_rows
 from verl_ext.upstream.patching import wrap
-from verl_ext.workers.inputs import jagged_like
-
-EXPERTS, SCORES = "router_experts", "router_scores"  # fields of the batch, jagged [B, r, L, K]
-DEVIATION = "router_deviation"  # jagged [B, r], given to the loss
 
 TakeOutput = Callable[[int, nn.Module, Any], None]
 
@@ -68,7 +66,7 @@ class ShiftRecorder:
         """verl's own, recording where the old policy's scores are made or compared."""
         if self.enabled and is_old_policy(micro_batch, forward_only):
             return self._record(verls, micro_batch, loss_function)
-        if self.enabled and not forward_only and SCORES in micro_batch.keys():  # noqa: SIM118 (a TensorDict)
+        if self.enabled and not forward_only and SHIFT_SCORES in micro_batch.keys():  # noqa: SIM118 (a TensorDict)
             return self._compare(verls, micro_batch, loss_function)
         return verls(micro_batch, loss_function=loss_function, forward_only=forward_only)
 
@@ -88,7 +86,7 @@ class ShiftRecorder:
         layers = [seen[layer] for layer in range(len(self.routers))]
         rows = ResponseRows(micro_batch, layers[0][0].device)
         # Log-probabilities lie in about [-20, 0], where float16 has three bits more than bfloat16.
-        for field, index, dtype in ((EXPERTS, 0, torch.int16), (SCORES, 1, torch.float16)):
+        for field, index, dtype in ((SHIFT_EXPERTS, 0, torch.int16), (SHIFT_SCORES, 1, torch.float16)):
             values_RLK = torch.stack([rows.of(kept[index]).to(dtype) for kept in layers], dim=1)
             output["model_output"][field] = torch.nested.nested_tensor_from_jagged(values_RLK, rows.offsets)
         return loss, output
@@ -96,8 +94,8 @@ class ShiftRecorder:
     def _compare(self, verls: Callable, micro_batch: TensorDict, loss_function: Any) -> Any:
         device = get_device_id()  # where verl's forward_step moves the micro-batch
         rows = ResponseRows(micro_batch, device)
-        ids_RLK = micro_batch[EXPERTS].values().to(device).long()
-        old_RLK = micro_batch[SCORES].values().to(device).float()
+        ids_RLK = micro_batch[SHIFT_EXPERTS].values().to(device).long()
+        old_RLK = micro_batch[SHIFT_SCORES].values().to(device).float()
         deviation_R = torch.zeros(len(ids_RLK), device=device)
         visited: list[int] = []
 
@@ -108,7 +106,7 @@ class ShiftRecorder:
 
         def loss_with_deviation(model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
             self._expect(len(visited), "update_actor")
-            data[DEVIATION] = jagged_like(deviation_R / len(self.routers), data["response_mask"])
+            data[DEVIATION] = jagged(deviation_R / len(self.routers), data[RESPONSE_MASK].offsets())
             return loss_function(model_output=model_output, data=data, dp_group=dp_group)
 
         with self._taking(add):
@@ -126,7 +124,7 @@ class ResponseRows:
 
     def __init__(self, micro_batch: TensorDict, device: torch.device):
         self.layout = Layout.of(micro_batch, device)
-        self.offsets = micro_batch["response_mask"].offsets().to(device)
+        self.offsets = micro_batch[RESPONSE_MASK].offsets().to(device)
         self.rows = packed_rows(self.layout.lengths, self.offsets.diff())
 
     def of(self, values_N: Tensor) -> Tensor:

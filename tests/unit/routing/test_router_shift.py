@@ -13,7 +13,7 @@ from tests.support.micro_batches import nested
 from tests.support.routing_families import FAMILIES, SMALL
 from verl_ext.errors import HookError
 from verl_ext.routing.choices import find_choices, probe_choices
-from verl_ext.workers.router_shift import ShiftRecorder, check_outputs, refuse_probabilities, router_logits
+from verl_ext.routing.router_shift import ShiftRecorder, check_outputs, refuse_probabilities, router_logits
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2

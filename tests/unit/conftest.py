@@ -1,0 +1,26 @@
+"""Fixtures of several rooms' tests."""
+
+from collections.abc import Callable
+
+import pytest
+
+
+@pytest.fixture
+def actor_config() -> Callable:
+    """actor_config(policy_loss, **fields of verl's ActorConfig)"""
+    from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+
+    def build(policy_loss=None, **settings):
+        return FSDPActorConfig(
+            **{
+                "strategy": "fsdp2",
+                "rollout_n": 1,
+                "ppo_micro_batch_size_per_gpu": 1,
+                "clip_ratio_low": 0.2,
+                "clip_ratio_high": 0.28,
+                "policy_loss": policy_loss or PolicyLossConfig(),
+                **settings,
+            }
+        )
+
+    return build

@@ -1,0 +1,31 @@
+"""The fields of a batch that cross a process, by the names under which TransferQueue and the workers know them.
+
+Jagged, one row a trajectory, [B, r] over its response tokens unless said otherwise; n of all its tokens, L MoE layers
+of the training engine, L' layers as the rollout ships them, K experts a token.
+"""
+
+# Of the rollout, as verl names them.
+RESPONSES = "responses"  # token ids
+RESPONSE_MASK = "response_mask"  # 1 on tokens that the model generated
+LOSS_MASK = "loss_mask"  # a copy of it, made at the rollout, whose tokens verl divides token means by
+REWARDS = "rm_scores"
+ROLLOUT_LOG_PROBS = "rollout_log_probs"  # l_infer
+ROLLOUT_ROUTES = "routed_experts"  # [B, n, L', K]
+
+# Of compute_log_prob: verl's, then ours.
+OLD_LOG_PROBS = "old_log_probs"  # l_old
+ENTROPY = "entropy"
+AGREEMENT = "router_agreement"  # share of a token's experts that both engines chose, mean over layers
+ROUTER_SUMS = "router_sums"  # [B, *], a trajectory's sums by layer, for the metrics
+OLD_ROUTES = "old_routed_experts"  # [B, n, L, K], what it used, for R2
+SHIFT_EXPERTS = "router_experts"  # [B, r, L, K], for the loss router_shift: what the router chose,
+SHIFT_SCORES = "router_scores"  # and the log-probabilities that it gave them
+
+# Of the trainer: verl's names.
+ADVANTAGES = "advantages"
+WEIGHTS = "rollout_is_weights"  # on the policy-gradient loss
+REF_LOG_PROBS = "ref_log_prob"
+
+# Within a worker's update.
+DEVIATION = "router_deviation"  # what the loss router_shift is made of
+FILTER_SCALE = "filter_scale"  # a number, no field: trajectories with tokens over trajectories that the filters kept
