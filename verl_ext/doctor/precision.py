@@ -141,7 +141,10 @@ def _corrected(context: Context) -> bool:
     ours = [name for name in ([names] if isinstance(names, str) else names) if name != "none"]
     loss = context.get(f"{ACTOR}.policy_loss.loss_mode")
     verls = "algorithm.rollout_correction"
-    return bool(ours or loss == "icepop" or context.get(f"{verls}.rollout_is") or context.get(f"{verls}.bypass_mode"))
+    from verl_ext.settings.losses import LOSSES
+
+    reads_k = loss in LOSSES and "k" in LOSSES[loss].reads
+    return bool(ours or reads_k or context.get(f"{verls}.rollout_is") or context.get(f"{verls}.bypass_mode"))
 
 
 @check("log-prob precision")

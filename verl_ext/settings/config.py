@@ -113,13 +113,12 @@ class StabilityConfig(Switches):
     def _check_rule(self, rule: Rule) -> None:
         where = f"stability.guard.rules.{rule.name}"
         if rule.action == "tighten":
-            bands = [chosen for chosen in self.correction if hasattr(chosen.settings, "narrowed")]
-            if not bands:
+            if not self.bands:
                 raise ConfigError(
                     f"{where}: action=tighten narrows IcePop's band; name icepop in stability.correction, or choose "
                     "another action"
                 )
-            for chosen in bands:
+            for chosen in self.bands:
                 (low, least), (high, most) = asdict(chosen.settings).items()
                 if not least <= 1 <= most:
                     raise ConfigError(
@@ -143,6 +142,11 @@ class StabilityConfig(Switches):
         """Those that the workers' loss applies."""
         return tuple(chosen for chosen in self.correction if chosen.method.in_update)
 
+    @property
+    def bands(self) -> tuple[Chosen[Correction], ...]:
+        """Those that keep what lies in a fixed band of k, as icepop does: their settings can be `narrowed`."""
+        return tuple(chosen for chosen in self.correction if hasattr(chosen.settings, "narrowed"))
+
     def corrections(self, *, tightened: bool = False) -> dict[str, dict[str, Any]]:
         """Name -> settings of `before_update`, for `core.measure`.
 
@@ -151,7 +155,7 @@ class StabilityConfig(Switches):
         """
         found = {}
         for chosen in self.before_update:
-            narrows = tightened and hasattr(chosen.settings, "narrowed")
+            narrows = tightened and chosen in self.bands
             settings = chosen.settings.narrowed(self.guard.tighten_factor) if narrows else chosen.settings
             found[chosen.name] = asdict(settings)
         return found

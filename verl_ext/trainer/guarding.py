@@ -22,7 +22,7 @@ UNREAD_AFTER = 3  # steps with an update after which every rule must have had it
 
 def build_guard(stability: StabilityConfig) -> Guard:
     settings = stability.guard
-    mask = "correction/dropped" if "icepop" in stability.correction_names else ""
+    mask = "correction/dropped" if stability.bands else ""
     return Guard(
         stability.rules,
         stop_after=settings.stop_after,
