@@ -130,8 +130,8 @@ def test_mini_batches_past_the_policys_own_change_are_refused_in_fp16_too(train)
     refused = [step["actor/gate/refused"] for step in run.steps]
     assert all(0 < share < 1 for share in refused), "the first mini-batch of a step is on-policy, later ones are not"
     assert all(step["actor/gate/policy_kl"] > 1e-3 / 4 for step in run.steps)
-    # One is the mean of all four, the other of those taken; neither has the loss scale in it, 65536 at first. A gradient
-    # that it takes past fp16 is infinite, and halves it: not in every step.
+    # One is the mean of all four, the other of those taken; neither has the loss scale in it, 65536 at first. A
+    # gradient that it takes past fp16 is infinite, and halves it: not in every step.
     norms = [(step["actor/gate/grad_norm"], step["actor/grad_norm"]) for step in run.steps]
     finite = [pair for pair in norms if None not in pair]
     assert finite and all(0.1 < gate / verls < 10 for gate, verls in finite)
