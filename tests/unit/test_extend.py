@@ -15,6 +15,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests import ROOT
+from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filtering import BATCH_FILTERS, FilterBatch, apply_filters
 from verl_ext.core.measure import measure
@@ -42,7 +43,7 @@ TOKENS = Tokens(
 @pytest.fixture
 def launched(tmp_path, monkeypatch, compose) -> Iterator[Callable]:
     """launched(module) -> the config of the page's command with that module, which passes the checks of a launch."""
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
     for name, code in MODULES.items():
         (tmp_path / f"{name}.py").write_text(code)
@@ -55,7 +56,7 @@ def launched(tmp_path, monkeypatch, compose) -> Iterator[Callable]:
         return config
 
     with ExitStack() as registries:
-        for registry in (CORRECTIONS, BATCH_FILTERS, LOSSES, POLICY_LOSS_REGISTRY):
+        for registry in (CORRECTIONS, BATCH_FILTERS, LOSSES, ESTIMATORS, POLICY_LOSS_REGISTRY, ADV_ESTIMATOR_REGISTRY):
             registries.enter_context(mock.patch.dict(registry))
         yield launch
     for name in MODULES:
@@ -137,3 +138,19 @@ def test_a_setting_of_the_loss_is_checked_by_name_and_type(compose, launched):
         OmegaConf.update(changed, f"actor_rollout_ref.actor.policy_loss.{name}", value, force_add=True)
         with pytest.raises(ConfigError, match=message):
             check_run(changed, stability_config(changed.stability), read_model=False)
+
+
+def test_the_estimator(launched):
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    from verl_ext.trainer import advantages
+
+    config = launched("my_estimator")
+    assert [feature.setting for feature in features(config, stability_config(config.stability))] == [
+        "against_the_batch, scale 0.5"
+    ]
+    advantages.register()  # as our trainer does
+    estimate = get_adv_estimator_fn(config.algorithm.adv_estimator)
+    rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 3.0]]), torch.tensor([[1, 1], [1, 0]])
+    found, _ = estimate(token_level_rewards=rewards, response_mask=mask, index=["u", "v"], config=config.algorithm)
+    assert found.tolist() == [[-0.5, -0.5], [0.5, 0.0]]
