@@ -9,17 +9,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_ext.errors import ConfigError, require_choice
 from verl_ext.fields import OLD_ROUTES, ROLLOUT_ROUTES
+from verl_ext.routing.engines import ACTOR, ENGINES, HOOKED
 from verl_ext.settings.config import FSDP_REPLAY, StabilityConfig
 
-ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
-ENGINES = {  # actor.strategy -> where its settings stand
-    "fsdp": f"{ACTOR}.fsdp_config",
-    "fsdp2": f"{ACTOR}.fsdp_config",
-    "megatron": f"{ACTOR}.megatron",
-    "veomni": f"{ACTOR}.veomni",
-}
-TRANSFORMERS = ("fsdp", "fsdp2")
 MODES = ("disabled", "R2", "R3")
 
 
@@ -29,7 +22,7 @@ def _strategy(config: DictConfig) -> str:
 
 def replay_setting(config: DictConfig) -> str:
     """verl's name of the replay mode on this run's engine."""
-    return f"{ENGINES.get(_strategy(config), ENGINES['fsdp'])}.router_replay.mode"
+    return f"{ENGINES.get(_strategy(config), ENGINES['fsdp']).settings}.router_replay.mode"
 
 
 def replay_mode(config: DictConfig) -> str:
@@ -38,7 +31,7 @@ def replay_mode(config: DictConfig) -> str:
 
 def replays_here(config: DictConfig) -> bool:
     """Whether routing is replayed by us; on Megatron and VeOmni verl does it."""
-    return _strategy(config) in TRANSFORMERS and replay_mode(config) != "disabled"
+    return _strategy(config) in HOOKED and replay_mode(config) != "disabled"
 
 
 def compares_routing(config: DictConfig, stability: StabilityConfig) -> bool:
@@ -69,12 +62,12 @@ def check_routing(config: DictConfig, agreement: bool, read_model: bool = True) 
         raise ConfigError(
             f"{asked} has no adapter for {ACTOR}.strategy={strategy} (it has: {', '.join(ENGINES)})", fix=(off,)
         )
-    if strategy not in TRANSFORMERS:
+    if strategy not in HOOKED:
         _check_recording(config, asked, off)
     if agreement or mode == "R3":
         _check_rollout(config, asked, off)
     if read_model:
-        _check_model(config, asked, off, read_routers=strategy in TRANSFORMERS)
+        _check_model(config, asked, off, read_routers=strategy in HOOKED)
 
 
 def apply_routing(config: DictConfig, stability: StabilityConfig) -> None:
@@ -94,9 +87,9 @@ def check_router_shift(config: DictConfig, loss_mode: str, read_model: bool = Tr
     """How routers shift is read from the scores of a transformers model's routers, whole sequences at a time."""
     actor = config.actor_rollout_ref.actor
     asked, otherwise = f"{ACTOR}.policy_loss.loss_mode={loss_mode}", "choose another loss_mode"
-    if actor.strategy not in TRANSFORMERS:
+    if actor.strategy not in HOOKED:
         raise ConfigError(
-            f"{asked} has no adapter for {ACTOR}.strategy={actor.strategy} (it has: {', '.join(TRANSFORMERS)})",
+            f"{asked} has no adapter for {ACTOR}.strategy={actor.strategy} (it has: {', '.join(HOOKED)})",
             otherwise=otherwise,
         )
     # verl reads the size from either place.
@@ -129,10 +122,10 @@ def _check_recording(config: DictConfig, asked: str, off: str) -> None:
             fix=("actor_rollout_ref.model.use_remove_padding=true",),
             otherwise=f"set {off}",
         )
-    if OmegaConf.select(config, f"{ENGINES['megatron']}.pad_to_length"):
+    if OmegaConf.select(config, f"{ACTOR}.megatron.pad_to_length"):
         raise ConfigError(
-            f"verl cannot record routing with {ENGINES['megatron']}.pad_to_length=true",
-            fix=(f"{ENGINES['megatron']}.pad_to_length=false",),
+            f"verl cannot record routing with {ACTOR}.megatron.pad_to_length=true",
+            fix=(f"{ACTOR}.megatron.pad_to_length=false",),
             otherwise=f"set {off}",
         )
 

@@ -4,9 +4,9 @@
 classes until `configure_loss` is called.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from omegaconf import OmegaConf
 from tensordict import TensorDict
@@ -17,8 +17,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
 from verl_ext.errors import HookError
-from verl_ext.routing.fsdp import FsdpRouting
-from verl_ext.routing.recorded import RecordedRouting
+from verl_ext.routing.engines import ENGINES
 from verl_ext.routing.router_shift import ShiftRecorder
 from verl_ext.settings.losses import LOSSES
 from verl_ext.workers.gate import Gate
@@ -66,40 +65,11 @@ class LossMixin:
         return active | {"router_shift": len(self.shift.routers) if shifts and self.shift else None}
 
 
-class RoutingAdapter(Protocol):
-    """How the routing of an engine is seen, and replayed where verl does not.
-
-    Attributes:
-        config: what to build the engine from.
-    """
-
-    config: TrainingWorkerConfig
-
-    def __init__(self, config: TrainingWorkerConfig): ...
-
-    def prepare(self, engine: Any) -> None:
-        """Hook the initialized engine. Raises HookError: it has no routers, or they cannot be hooked."""
-
-    def hooks(self) -> tuple[str, int]:
-        """(class that chooses experts, how many are hooked)."""
-
-    def compute(self, infer: Callable[[TensorDict], TensorDict | None], data: TensorDict) -> TensorDict | None:
-        """`infer(data)`, with `router_agreement` and `router_sums` among its outputs where there is what to compare."""
-
-
-ADAPTERS: dict[str, type[RoutingAdapter]] = {  # by actor.strategy
-    "fsdp": FsdpRouting,
-    "fsdp2": FsdpRouting,
-    "megatron": RecordedRouting,
-    "veomni": RecordedRouting,
-}
-
-
 class RoutingTrainingWorker(TrainingWorker):
     """verl's training worker, with the routing captured in `compute_log_prob` and replayed where asked."""
 
     def __init__(self, config: TrainingWorkerConfig):
-        self.routing = ADAPTERS[config.engine_config.strategy](config)
+        self.routing = ENGINES[config.engine_config.strategy].load_adapter()(config)
         super().__init__(self.routing.config)
 
     def reset(self) -> None:

@@ -98,7 +98,7 @@ def rule(action):
         ),
         (
             ["stability=llds_loss", "actor_rollout_ref.actor.policy_loss.loss_mode=opsm"],
-            "actor_rollout_ref.actor.policy_loss.loss_mode=opsm overrides the loss llds",
+            "actor_rollout_ref.actor.policy_loss.coef is not known; its settings are: delta",
         ),
         (
             ["stability=llds_loss", "actor_rollout_ref.actor.policy_loss._target_=my.LldsConfig"],

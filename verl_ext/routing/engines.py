@@ -1,0 +1,69 @@
+"""The training engines whose routing is seen, by verl's `actor.strategy`.
+
+Neither they nor torch are imported here: a launch, `verl-ext doctor` and `plan` read this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from verl.workers.config import TrainingWorkerConfig
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+class RoutingAdapter(Protocol):
+    """How the routing of an engine is seen, and replayed where verl does not.
+
+    Attributes:
+        config: what to build the engine from.
+    """
+
+    config: TrainingWorkerConfig
+
+    def __init__(self, config: TrainingWorkerConfig): ...
+
+    def prepare(self, engine: Any) -> None:
+        """Hook the initialized engine. Raises HookError: it has no routers, or they cannot be hooked."""
+
+    def hooks(self) -> tuple[str, int]:
+        """(class that chooses experts, how many are hooked)."""
+
+    def compute(self, infer: Callable[[TensorDict], TensorDict | None], data: TensorDict) -> TensorDict | None:
+        """`infer(data)`, with `router_agreement` and `router_sums` among its outputs where there is what to compare."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A training engine of verl.
+
+    Attributes:
+        settings: where a config has those of the engine.
+        adapter: module and class of its RoutingAdapter.
+        hooked: whether it runs models of transformers, whose routers we hook and replay ourselves; verl records and
+            replays on the others.
+    """
+
+    settings: str
+    adapter: str
+    hooked: bool = False
+
+    def load_adapter(self) -> type[RoutingAdapter]:
+        module, name = self.adapter.split(":")
+        return getattr(import_module(module), name)
+
+
+_FSDP = Engine(f"{ACTOR}.fsdp_config", "verl_ext.routing.fsdp:FsdpRouting", hooked=True)
+_RECORDED = "verl_ext.routing.recorded:RecordedRouting"
+ENGINES = {
+    "fsdp": _FSDP,
+    "fsdp2": _FSDP,
+    "megatron": Engine(f"{ACTOR}.megatron", _RECORDED),
+    "veomni": Engine(f"{ACTOR}.veomni", _RECORDED),
+}
+HOOKED = tuple(strategy for strategy, engine in ENGINES.items() if engine.hooked)
