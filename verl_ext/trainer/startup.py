@@ -1,6 +1,6 @@
 """What is active and how it was hooked, proven on the started engines and printed once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,12 +12,13 @@ from verl_ext.trainer.active import Active
 from verl_ext.trainer.logs import trajectories_path
 from verl_ext.upstream import engine_report
 
-# Feature in the loss -> what a worker tells of it.
-TOLD = {
-    "policy loss": "policy_loss",
-    "KL to the reference": "kl",
-    "mini-batch gate": "mini_batch",
-    "router shift": "router_shift",
+# Feature in the loss -> whether what a worker tells of its loss has it: (its name or setting, what is told).
+TOLD: dict[str, Callable[[str, dict[str, Any]], bool]] = {
+    "policy loss": lambda setting, told: _name(setting) == told["policy_loss"]["loss_mode"],
+    "correction": lambda setting, told: _name(setting) in told["corrections"],
+    "KL to the reference": lambda setting, told: setting == told["kl"],
+    "mini-batch gate": lambda setting, told: bool(told["mini_batch"]),
+    "router shift": lambda setting, told: bool(told["router_shift"]),
 }
 
 
@@ -26,6 +27,11 @@ class Engines(NamedTuple):
 
     workers: Any
     server_managers: Sequence[Any]
+
+
+def _name(setting: str) -> str:
+    """Of the method that a feature's setting describes."""
+    return setting.partition(",")[0]
 
 
 def actor_class(remote_class: Any) -> type:
@@ -62,8 +68,9 @@ def _in_the_loss(features: Sequence[Feature], stability: StabilityConfig, engine
     """Install the workers' loss, and see from what they tell that all of it is there."""
     per_rank = engines.workers.configure_loss(loss_settings(stability))
     for feature in features:
-        told = TOLD.get(feature.name)
-        if told and not all(rank[told] for rank in per_rank):
+        in_workers = IN_WORKERS in feature.where or feature.where == AT_ROUTERS
+        proof = TOLD.get(feature.name) if in_workers else None
+        if proof and not all(proof(feature.setting, told) for told in per_rank):
             raise HookError(f"{feature.name} ({feature.setting}) is switched on, and a worker's loss does without it")
     where = f"worker_loss on {len(per_rank)} rank(s)"
     placed = [replace(feature, where=feature.where.replace(IN_WORKERS, where)) for feature in features]

@@ -20,14 +20,50 @@ def test_what_looks_like_markup_is_printed_as_it_stands(capsys, setting):
     assert setting in capsys.readouterr().out
 
 
+# By a worker whose loss has nothing of ours.
+TOLD = {
+    "policy_loss": {"loss_mode": "vanilla"},
+    "corrections": {},
+    "kl": None,
+    "mini_batch": {},
+    "router_shift": None,
+}
+LOSS_ASKED_FOR = [
+    (["stability=opsm"], {"corrections": {"opsm": {"delta": 0.1}}}, "correction (opsm, delta 0.1)"),
+    (["stability=llds_loss"], {"policy_loss": {"loss_mode": "llds"}}, "policy loss (llds, base vanilla"),
+    (["stability.guard.mini_batch.policy_kl=0.1"], {"mini_batch": {"policy_kl": 0.1}}, "mini-batch gate (refuse past"),
+    (
+        ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=unbiased"],
+        {"kl": "unbiased, over l_infer"},
+        "KL to the reference (unbiased, over l_infer)",
+    ),
+    (
+        ["stability=router_shift_loss"],
+        {"policy_loss": {"loss_mode": "router_shift"}, "router_shift": 4},
+        "(router_shift, base vanilla",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "told", "said"), LOSS_ASKED_FOR)
+def test_a_rank_whose_loss_does_without_what_was_asked_for_stops_the_run(compose, overrides, told, said):
+    config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
+    active, ranks = read_active(config, stability_config(config.stability)), [TOLD | told, TOLD | told]
+    engines = Engines(SimpleNamespace(configure_loss=lambda settings: ranks), [])
+    assert verify(active, StabilityTrainerSync, engines)
+    ranks[1] = TOLD
+    with pytest.raises(HookError) as error:
+        verify(active, StabilityTrainerSync, engines)
+    assert said in str(error.value) and "a worker's loss does without it" in str(error.value)
+
+
 @pytest.fixture
 def routing_of(compose):
     """routing_of("stability=r2", ..., hooks=what each rank hooked) -> the table's rows about routing."""
 
     def rows(*overrides, hooks=(("Router", 4), ("Router", 4))):
         config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
-        told = {"policy_loss": {"loss_mode": "vanilla"}, "kl": None, "mini_batch": {}, "router_shift": None}
-        workers = SimpleNamespace(routing_hooks=lambda: list(hooks), configure_loss=lambda settings: [told, told])
+        workers = SimpleNamespace(routing_hooks=lambda: list(hooks), configure_loss=lambda settings: [TOLD, TOLD])
         active = read_active(config, stability_config(config.stability))
         return [(row.name, row.setting) for row in verify(active, StabilityTrainerSync, Engines(workers, []))]
 
