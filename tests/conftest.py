@@ -5,6 +5,8 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,6 +27,14 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What the tests start imports as they do.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def pytest_report_header() -> list[str]:
+    """An editable installation of another checkout lends its configs to this one's code."""
+    installed = Path(str(files("verl_ext.configs").joinpath("")))
+    if installed.resolve() == (ROOT / "configs").resolve():
+        return []
+    return [f"configs: those of {installed}, not of this checkout; `pip install -e .` installs this one"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -49,8 +49,9 @@ SCHEDULE: list[tuple[str, ...]] = [
     ("stability=filters", "stability.filters.low_probability.threshold=0.005"),
     ("stability=none", "stability.filters={low_agreement:{threshold:1.0}}"),
     ("stability=none", "stability.filters=[overlong,zero_variance]", "algorithm.adv_estimator=grpo"),
-    ("stability=none", "stability.filters={low_probability:{threshold:1.0}}"),
 ]
+NOTHING_LEFT = ("stability=none", "stability.filters={low_probability:{threshold:1.0}}")
+SCHEDULE.append(NOTHING_LEFT)
 
 
 def compose(overrides: list[str]):

@@ -1,9 +1,11 @@
 """Every method in a real run: two turns with a tool between them, another method each step (switching.py)."""
 
 import pytest
+from omegaconf import OmegaConf
 
+from tests import ROOT
 from tests.stack.running import assert_documented, assert_k1_is_verls
-from tests.stack.switching import LOSS, SCHEDULE
+from tests.stack.switching import LOSS, NOTHING_LEFT, SCHEDULE
 
 pytestmark = pytest.mark.e2e
 
@@ -21,7 +23,7 @@ def step_of(switching_run):
     return lambda *entry: steps[SCHEDULE.index(entry)]
 
 
-@pytest.mark.parametrize("entry", SCHEDULE[:-1], ids=" ".join)
+@pytest.mark.parametrize("entry", [entry for entry in SCHEDULE if entry != NOTHING_LEFT], ids=" ".join)
 def test_each_method_measures_and_updates(step_of, entry):
     step = step_of(*entry)
     # One token off in the second turn, it would be 0.02 (0.06 over that turn alone).
@@ -119,7 +121,7 @@ def test_estimators_are_verls_to_call(step_of):
 def test_filters_run_in_order_and_name_an_example(step_of, switching_run):
     step = step_of("stability=filters", "stability.filters.low_probability.threshold=0.005")
     order = [name.split("/")[1] for name in step if name.startswith("filter/") and name.endswith("/dropped_tokens")]
-    assert order == ["overlong", "zero_variance", "low_probability", "off_policy_negative", "retokenization_drift"]
+    assert order == list(OmegaConf.load(ROOT / "configs" / "stability" / "filters.yaml").filters)
     dropped = sum(step[f"filter/{name}/dropped_tokens"] for name in order)
     assert step["filter/kept_tokens"] == pytest.approx(1 - dropped)
     assert 0 < step["filter/overlong/dropped_trajectories"] < 1
@@ -134,7 +136,7 @@ def test_low_agreement_drops_tokens_whose_routing_differs(step_of):
 
 
 def test_a_batch_of_which_filters_leave_nothing_is_skipped_with_the_reason(step_of, switching_run):
-    step = step_of(*SCHEDULE[-1])
+    step = step_of(*NOTHING_LEFT)
     assert step["guard/skipped"] == 1
     assert "actor/grad_norm" not in step
     assert "update skipped: the filters left no token: low_probability dropped 100%" in switching_run.console

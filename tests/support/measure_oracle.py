@@ -10,6 +10,11 @@ import torch
 
 from verl_ext.core.tokens import Tokens
 
+# In these two together each correction acts, the same one with different settings in neither.
+EVERY = (
+    {"icepop": {"alpha": 0.5, "beta": 5.0}, "geo_mask": {"low": 0.7, "high": 1.4}},
+    {"kpop": {"phi": 0.3}, "tis": {"cap": 1.5}, "mis": {"cap": 3.0, "weight": "ratio"}, "tis_sequence": {"cap": 2.5}},
+)
 CHOICES = (
     None,
     {"tis": {"cap": 2.0}},
@@ -19,8 +24,7 @@ CHOICES = (
     {"mis": {"cap": 2.0, "weight": "ratio"}},
     {"mis": {"cap": 2.0, "weight": "one"}},
     {"geo_mask": {"low": 0.7, "high": 1.4}},
-    {"icepop": {"alpha": 0.5, "beta": 5.0}, "geo_mask": {"low": 0.7, "high": 1.4}},
-    {"kpop": {"phi": 0.3}, "tis": {"cap": 1.5}, "mis": {"cap": 3.0, "weight": "ratio"}, "tis_sequence": {"cap": 2.5}},
+    *EVERY,
 )
 
 

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from verl_ext.core.corrections import CORRECTIONS
+from verl_ext.core.filtering import BATCH_FILTERS
+from verl_ext.methods import defaults
 from verl_ext.settings.stability import default_node
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("*.md")]
@@ -67,18 +70,25 @@ def test_launches_compose(page, compose):
         compose(*overrides)
 
 
-def leaves(node: dict, prefix: str) -> dict[str, str]:
-    """Name -> default, as YAML has it, of every setting."""
-    words = {"None": "null", "True": "true", "False": "false"}
+def leaves(node: dict, prefix: str, none: str = "null") -> dict[str, str]:
+    """Name -> default, as YAML has it, of every setting; `none` for what has none."""
+    words = {"None": none, "True": "true", "False": "false"}
     found = {}
     for key, value in node.items():
         shown = f"{value:g}" if isinstance(value, float) else str(value)
         name = f"{prefix}.{key}"
-        found |= leaves(value, name) if isinstance(value, dict) else {name: words.get(shown, shown)}
+        found |= leaves(value, name, none) if isinstance(value, dict) else {name: words.get(shown, shown)}
     return found
 
 
 def test_the_settings_page_has_every_setting_with_its_default():
     rows = re.findall(r"^\| `(stability\.[\w.]+)` \| (\S+) \|", read(ROOT / "docs" / "settings.md"), flags=re.MULTILINE)
-    assert dict(rows) == leaves(default_node(), "stability")
+    filters = {name: defaults(method.settings) for name, method in BATCH_FILTERS.items()}
+    settings = leaves(default_node(), "stability") | leaves(filters, "stability.filters", none="-")
+    assert dict(rows) == settings, "docs/settings.md has a row for each setting, with its default"
     assert len(rows) == len(dict(rows))
+
+
+def test_the_front_page_names_every_correction():
+    named = set(re.findall(r"`(?:stability=)?(\w+)`", read(ROOT / "README.md")))
+    assert set(CORRECTIONS) <= named, "in the table of README.md, What you can switch on"

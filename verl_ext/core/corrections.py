@@ -37,7 +37,8 @@ CLAMP_P = 1e-6
 class Weights:
     """What a correction did, each field of the shape and dtype of what it reads.
 
-    A value is outside the bounds on the low side or on the high side, or inside; NaN is on neither and weighs 0.
+    A value is outside the bounds on the low side or on the high side, or inside; NaN is on neither and weighs 0, and an
+    infinite one what the formula tends to. What only bends is outside where it begins to, as of `tis`, or nowhere.
     """
 
     weight: Tensor

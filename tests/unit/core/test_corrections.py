@@ -51,6 +51,21 @@ def test_a_weight_is_its_formula(name, settings, formula, low, high, log_ratios)
     assert is_high == [ratio > high for ratio in ratios]
 
 
+@pytest.mark.parametrize(("name", "settings"), [case[:2] for case in BOUNDED] + [("kpop", {"phi": 0.1})])
+def test_what_weighs_by_the_ratio_says_so(name, settings):
+    """Two of them would count it twice, and are refused together."""
+    correction, small = CORRECTIONS[name], 1e-3  # inside all bounds
+    values = {"k": math.exp(small), "p_infer": 0.5, "p_old": 0.5 * math.exp(small), "log_rho": small, "log_g": small}
+    (weight,), _, _ = weigh(name, *([values[quantity]] for quantity in correction.reads), **settings)
+    kind = correction.settings(**settings)
+    assert correction.weighs_by_ratio(kind) == (weight != 1), "register_correction(..., by_ratio=True)"
+
+
+def test_every_correction_has_a_case():
+    before = {name for name, method in CORRECTIONS.items() if not method.in_update}
+    assert {case[0] for case in BOUNDED} | {"kpop"} == before, "a case in BOUNDED"
+
+
 def test_bounds_are_inclusive():
     assert weigh("icepop", [0.5, 5.0], alpha=0.5, beta=5.0)[0] == [0.5, 5.0]
     assert weigh("tis", [2.0], cap=2.0) == ([2.0], [0.0], [0.0])

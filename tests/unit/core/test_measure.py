@@ -1,4 +1,4 @@
-"""`measure` against plain Python floats, written from formulas.md; and what must not change its result.
+"""`measure` against plain Python floats, written from the formulas; and what must not change its result.
 
 A batch is a list of trajectories, a trajectory a list of (l_infer, l_old, m, entropy) that float32 holds exactly.
 """
@@ -11,8 +11,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.support import measure_oracle
 from tests.support.examples import at_most
 from tests.support.measure_oracle import CHOICES, oracle, pack, random_batch, records
+from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
 
@@ -73,7 +75,13 @@ def test_measure_equals_the_oracle(corrections, batch, with_entropy, breakdown):
     assert found.weight.tolist() == pytest.approx(expected, rel=REL, abs=0)
 
 
-EVERY = CHOICES[-1] | CHOICES[-2]
+EVERY = measure_oracle.EVERY[0] | measure_oracle.EVERY[1]
+
+
+def test_every_correction_is_compared_with_the_oracle():
+    before = {name for name, method in CORRECTIONS.items() if not method.in_update}
+    chosen = {name for choice in CHOICES for name in choice or {}}
+    assert chosen == before, "an entry in CHOICES of tests/support/measure_oracle.py, and its formula there"
 
 
 @pytest.mark.parametrize("block", [None, 1000])
