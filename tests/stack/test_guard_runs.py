@@ -136,5 +136,7 @@ def test_mini_batches_past_the_policys_own_change_are_refused_in_fp16_too(train)
     finite = [pair for pair in norms if None not in pair]
     assert finite and all(0.1 < gate / verls < 10 for gate, verls in finite)
     assert run.steps[0]["vllm_kl/k3"] < 1e-5, "bf16 has some 5e-5 here"
-    assert [event["action"] for event in events(run.folder)] == ["warn"] * 3
+    told = events(run.folder)
+    assert [event["signal"] for event in told if event["rule"] == "mini_batch"] == ["actor/gate/refused"] * 3
+    assert len(told) == 3 + len(norms) - len(finite) and {event["action"] for event in told} == {"warn"}
     assert "mini-batches refused by stability.guard.mini_batch" in run.console
