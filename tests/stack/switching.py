@@ -20,6 +20,7 @@ BASE = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
 )
 LOSS = "actor_rollout_ref.actor.policy_loss"
+NOTHING_LEFT = ("stability=none", "stability.filters={low_probability:{threshold:1.0}}")
 SCHEDULE: list[tuple[str, ...]] = [
     ("stability=icepop",),
     ("stability=icepop", "stability.icepop.alpha=0.999", "stability.icepop.beta=1.001"),
@@ -49,9 +50,8 @@ SCHEDULE: list[tuple[str, ...]] = [
     ("stability=filters", "stability.filters.low_probability.threshold=0.005"),
     ("stability=none", "stability.filters={low_agreement:{threshold:1.0}}"),
     ("stability=none", "stability.filters=[overlong,zero_variance]", "algorithm.adv_estimator=grpo"),
+    NOTHING_LEFT,
 ]
-NOTHING_LEFT = ("stability=none", "stability.filters={low_probability:{threshold:1.0}}")
-SCHEDULE.append(NOTHING_LEFT)
 
 
 def compose(overrides: list[str]):

@@ -57,7 +57,7 @@ def hooks(context: Context) -> Iterable[Finding]:
     if not found:
         yield Finding("note", "nothing of stability.* is switched on", "verl runs as it is; see docs/methods.md")
     for feature in found:
-        yield Finding("ok", f"{feature.name}: {feature.setting}, in {feature.where}")
+        yield Finding("ok", f"{feature.name}: {feature.setting} ({feature.where})")
 
 
 def errors_once(context: Context) -> list[Finding]:

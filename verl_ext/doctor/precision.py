@@ -137,12 +137,12 @@ def quantized_rollout(context: Context) -> Iterable[Finding]:
 
 def _corrected(context: Context) -> bool:
     """Whether any method weights the loss by the ratio of the engines."""
+    from verl_ext.settings.losses import LOSSES
+
     names = context.get("stability.correction", "none")
     ours = [name for name in ([names] if isinstance(names, str) else names) if name != "none"]
     loss = context.get(f"{ACTOR}.policy_loss.loss_mode")
     verls = "algorithm.rollout_correction"
-    from verl_ext.settings.losses import LOSSES
-
     reads_k = loss in LOSSES and "k" in LOSSES[loss].reads
     return bool(ours or reads_k or context.get(f"{verls}.rollout_is") or context.get(f"{verls}.bypass_mode"))
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import verl_ext.core.filters
-import verl_ext.core.losses  # noqa: F401 (to register opsm)
+import verl_ext.core.losses  # noqa: F401 (both to register their methods)
 from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.filtering import BatchFilter, get_batch_filter
 from verl_ext.errors import ConfigError, require_choice
