@@ -87,11 +87,11 @@ class Learner:
         """[B, T], mean over layers of how far the router has moved on the experts that it chose (RSPO)."""
         first = batch.prompts.shape[1] - 1  # the pass that predicts the first response token
         by_layer = []
-        layers = zip(old.routing.experts, old.routing.log_probs, current.routing.log_probs, strict=True)
+        layers = zip(old.routing.experts, old.routing.logits, current.routing.logits, strict=True)
         for experts, before, now in layers:
             chosen = experts[rows, first:].flatten(0, 1)
-            was, is_now = before[rows, first:].flatten(0, 1), now[:, first:].flatten(0, 1)
-            by_layer.append(router_deviation(was.gather(-1, chosen), is_now.gather(-1, chosen)))
+            was, now_is = (x.log_softmax(-1).flatten(0, 1) for x in (before[rows, first:], now[:, first:]))
+            by_layer.append(router_deviation(was.gather(-1, chosen), now_is.gather(-1, chosen)))
         return torch.stack(by_layer).mean(0).view_as(current.log_probs)
 
 

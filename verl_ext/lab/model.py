@@ -70,12 +70,12 @@ class Routing:
     Attributes:
         experts: [B, S, K] int64, in descending order of their scores where the router chose them itself.
         own: [B, S, K], those that it would have chosen: other ones only where `experts` were given to it.
-        log_probs: [B, S, E], of a softmax over all experts, with gradient.
+        logits: [B, S, E] float32, the routers', with gradient.
     """
 
     experts: list[Tensor]
     own: list[Tensor]
-    log_probs: list[Tensor]
+    logits: list[Tensor]
 
     def stacked(self) -> Tensor:
         """[B, S, L, K]"""
@@ -134,7 +134,8 @@ def expert_weights(logits: Tensor, experts: Tensor, model: ModelSettings) -> Ten
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, 1e-6)
+    # Not rms_norm, which is seven kernels on a CPU, and this is one.
+    return F.layer_norm(x, weight.shape, weight)
 
 
 def _attention(weights: Weights, model: ModelSettings, layer: int, x: Tensor, cache: Cache | None) -> Tensor:
@@ -160,7 +161,7 @@ def _experts(
     share = torch.zeros_like(logits).scatter(-1, experts, expert_weights(logits, experts, model)).to(x.dtype)
     routing.experts.append(experts)
     routing.own.append(own)
-    routing.log_probs.append(logits.log_softmax(-1))
+    routing.logits.append(logits)
     up, down = weights[f"{layer}.up"], weights[f"{layer}.down"]
     inner = F.silu(F.linear(x, up.flatten(0, 1))).unflatten(-1, up.shape[:2]) * share.unsqueeze(-1)
     return F.linear(inner.flatten(-2), down.transpose(0, 1).flatten(1))

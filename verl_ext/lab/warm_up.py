@@ -71,8 +71,8 @@ def _train(lab: LabSettings, length: int, generator: torch.Generator) -> dict[st
 def _imbalance(routing: Routing) -> Tensor:
     """Sum over layers of E sum_e f_e p_e, f the share of choices and p the mean probability: 1 a layer at balance."""
     total = torch.zeros(())
-    for experts, log_probs in zip(routing.experts, routing.log_probs, strict=True):
-        E = log_probs.shape[-1]
+    for experts, logits in zip(routing.experts, routing.logits, strict=True):
+        E = logits.shape[-1]
         share = torch.bincount(experts.flatten(), minlength=E) / experts.numel()
-        total = total + E * (share * log_probs.exp().flatten(0, -2).mean(0)).sum()
+        total = total + E * (share * logits.softmax(-1).flatten(0, -2).mean(0)).sum()
     return total

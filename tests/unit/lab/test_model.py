@@ -23,8 +23,8 @@ def tokens_of(rows, length, seed=0):
     return torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def rms(x, weight):
-    return x / (x.pow(2).mean() + 1e-6).sqrt() * weight
+def norm(x, weight):
+    return (x - x.mean()) / (x.var(correction=0) + 1e-5).sqrt() * weight
 
 
 def oracle_experts(logits, model):
@@ -47,7 +47,7 @@ def oracle(weights, model, row):
     xs = [w["embedding"][token] + w["positions"][i] for i, token in enumerate(row)]
     chosen = []
     for layer in range(model.layers):
-        qkv = [w[f"{layer}.qkv"] @ rms(x, w[f"{layer}.norm_attention"]) for x in xs]
+        qkv = [w[f"{layer}.qkv"] @ norm(x, w[f"{layer}.norm_attention"]) for x in xs]
         for i in range(len(xs)):
             heads = []
             for h in range(model.heads):
@@ -59,7 +59,7 @@ def oracle(weights, model, row):
             xs[i] = xs[i] + w[f"{layer}.out"] @ torch.cat(heads)
         chosen.append([])
         for i, x in enumerate(xs):
-            x = rms(x, w[f"{layer}.norm_experts"])
+            x = norm(x, w[f"{layer}.norm_experts"])
             logits = w[f"{layer}.router"] @ x
             experts = oracle_experts(logits, model)
             share = logits[experts].exp() if model.router == "softmax" else logits[experts].sigmoid()
@@ -67,7 +67,7 @@ def oracle(weights, model, row):
                 inner = w[f"{layer}.up"][e] @ x
                 xs[i] = xs[i] + part * (w[f"{layer}.down"][e] @ (inner * inner.sigmoid()))
             chosen[layer].append(set(experts))
-    return torch.stack([w["head"] @ rms(x, w["norm"]) for x in xs]), chosen
+    return torch.stack([w["head"] @ norm(x, w["norm"]) for x in xs]), chosen
 
 
 @MODELS
