@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_ext.core.captured import REASONS
 from verl_ext.core.segments import blocks
 
 BLOCK = 32_768  # tokens taken at a time: 25 MB a temporary for 94 layers
@@ -17,7 +18,7 @@ BLOCK = 32_768  # tokens taken at a time: 25 MB a temporary for 94 layers
 class RouterSums:
     """Sums over the compared tokens of each trajectory, float64: float32 would stop counting at 2^24.
 
-    A token is compared if the model generated it and the rollout's routing of it is known.
+    A token is compared if the model generated it and the rollout's routing of it is known, and not refused.
 
     Attributes:
         agree: [B, L], of |T and I| / K.
@@ -28,6 +29,7 @@ class RouterSums:
         margin_equal, margin_differs: [B, 1], over tokens and layers with T = I and with T != I, of the router's margin:
             the gap between the k-th and the (k+1)-th of the scores that its top-k is taken of.
         tokens, unknown: [B, 1], tokens compared; generated tokens whose routing the rollout did not return.
+        refused: [B, R], generated tokens whose routing cannot be what routers chose, for each of the R REASONS.
     """
 
     agree: Tensor
@@ -38,15 +40,16 @@ class RouterSums:
     margin_differs: Tensor
     tokens: Tensor
     unknown: Tensor
+    refused: Tensor
 
     def pack(self) -> Tensor:
-        """[B, 4 L + 4], as it travels from the workers to the controller."""
+        """[B, 4 L + 4 + R], as it travels from the workers to the controller."""
         return torch.cat(list(vars(self).values()), dim=1)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> "RouterSums":
-        layers = (packed.shape[1] - 4) // 4
-        return cls(*packed.split([layers] * 4 + [1] * 4, dim=1))
+        layers = (packed.shape[1] - 4 - len(REASONS)) // 4
+        return cls(*packed.split([layers] * 4 + [1] * 4 + [len(REASONS)], dim=1))
 
 
 @torch.no_grad()
@@ -57,6 +60,7 @@ def agreement(
     known_N: Tensor,
     offsets: Tensor,
     *,
+    refused_N: Tensor | None = None,
     margin_NL: Tensor | None = None,
     own_NL: Tensor | None = None,
     block: int = BLOCK,
@@ -66,9 +70,10 @@ def agreement(
     Args:
         overlap_NL: integer, |T and I| (`expert_overlap`) with T the experts that the training engine used.
         mask_N: bool, tokens that the model generated.
-        known_N: bool, tokens whose routing the rollout returned; the others count as unknown, and as agreeing in the
-            result per token.
+        known_N: bool, tokens whose routing the rollout returned and is not refused; the others count as unknown, or
+            as refused, and as agreeing in the result per token.
         offsets: [B + 1] int64, where each trajectory starts; the last entry is N.
+        refused_N: uint8, the reason for which a token's routing is refused, as of `refused_rows`; 0 where it is not.
         margin_NL: the router's margin, any float; 0 where it is left out.
         own_NL: the overlap of the experts that the training router would have chosen, where others were replayed.
         block: tokens taken at a time, in whole trajectories.
@@ -78,8 +83,9 @@ def agreement(
     """
     rows, layers = len(offsets) - 1, overlap_NL.shape[1]
     per_token = torch.ones(len(overlap_NL), device=overlap_NL.device)
-    packed = torch.zeros(rows, 4 * layers + 4, dtype=torch.float64, device=overlap_NL.device)
+    packed = torch.zeros(rows, 4 * layers + 4 + len(REASONS), dtype=torch.float64, device=overlap_NL.device)
     sums = RouterSums.unpack(packed)
+    codes_R = torch.arange(1, 1 + len(REASONS), device=packed.device)
     for part, of in blocks(offsets, block):
         lengths = offsets[of.start : of.stop + 1].diff()
         row_n = torch.repeat_interleave(lengths, output_size=part.stop - part.start)
@@ -101,7 +107,12 @@ def agreement(
             add(sums.own, own_NL[part])
         add(sums.exact, exact_nL)
         add(sums.tokens, torch.ones_like(counts_n1))
-        sums.unknown[of].index_add_(0, row_n, (mask_N[part] & ~known_n).double().unsqueeze(1))
+        without_n1 = (mask_N[part] & ~known_n).unsqueeze(1)
+        if refused_N is not None:
+            refused_n1 = refused_N[part].unsqueeze(1)
+            sums.refused[of].index_add_(0, row_n, (without_n1 & (refused_n1 == codes_R)).double())
+            without_n1 &= refused_n1 == 0
+        sums.unknown[of].index_add_(0, row_n, without_n1.double())
         differs_n = counts_n & ~exact_nL.all(1)
         first_n = exact_nL[differs_n].to(torch.uint8).argmin(1)  # of equal values, the first
         ones = packed.new_ones(len(first_n))
@@ -124,10 +135,11 @@ def router_metrics(packed_BC: Tensor) -> dict[str, float]:
     engine's adapter does not see them.
     """
     sums = RouterSums.unpack(packed_BC.double().sum(0, keepdim=True))
-    n, unknown = sums.tokens.item(), sums.unknown.item()
-    if n + unknown == 0:
+    n, unknown, invalid = sums.tokens.item(), sums.unknown.item(), sums.refused.sum().item()
+    generated = n + unknown + invalid
+    if generated == 0:
         return {}
-    metrics = {"router/tokens": n, "router/unknown": unknown / (n + unknown)}
+    metrics = {"router/tokens": n, "router/unknown": unknown / generated, "router/invalid": invalid / generated}
     if n == 0:
         return metrics
     for name, sums_1L in (("agreement", sums.agree), ("exact_match", sums.exact), ("first_differs", sums.first)):

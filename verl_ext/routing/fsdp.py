@@ -9,7 +9,8 @@ R2  compute_log_prob returns the experts that it used, and the update uses the s
 R3  compute_log_prob and the update use the experts of the rollout ("rollout routing replay", arXiv 2510.11370).
 
 In both the weights of the experts come from the training router's own scores. A token whose routing the rollout did
-not return (the last one of a sequence, and padding) is routed by the training router.
+not return (the last one of a sequence, and padding), or whose routing is refused (core/captured.py), is routed by the
+training router.
 """
 
 from collections.abc import Callable
@@ -22,12 +23,13 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.config import TrainingWorkerConfig
 
+from verl_ext.core.captured import known_rows
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.errors import HookError
 from verl_ext.fields import OLD_ROUTES, ROLLOUT_ROUTES
 from verl_ext.routing.choices import OFF, REPLAY_OFF, ChoicePoint, Choose, expert_counts, find_choices
 from verl_ext.routing.layout import Layout
-from verl_ext.routing.outputs import known_rows, narrow_dtype, routing_outputs
+from verl_ext.routing.outputs import believed, narrow_dtype, routing_outputs
 from verl_ext.upstream.patching import wrap
 
 OWN_AGREEMENT = "router_own_agreement"  # verl logs it as actor/router_own_agreement
@@ -148,7 +150,9 @@ class FsdpRouting:
             micro_batch, "enable_routing_replay", default=False
         )
         records = replays and self.mode == "R2" and old_policy
-        rollout_TLK = self._rollout_routes(micro_batch) if old_policy or (replays and self.mode == "R3") else None
+        rollout_TLK = refused_T = None
+        if old_policy or (replays and self.mode == "R3"):
+            rollout_TLK, refused_T = self._rollout_routes(micro_batch)
         replayed_TLK = None
         if replays and not records:
             replayed_TLK = rollout_TLK if self.mode == "R3" else self._old_routes(micro_batch)
@@ -171,7 +175,7 @@ class FsdpRouting:
         loss, output = verls(micro_batch, loss_function=loss_function, forward_only=forward_only)
         now.end()
         if compared_TLK is not None:
-            output["model_output"].update(self._compare(now, compared_TLK, micro_batch))
+            output["model_output"].update(self._compare(now, compared_TLK, refused_T, micro_batch))
         if records:
             offsets = micro_batch["input_ids"].offsets().to(layout.lengths.device)
             output["model_output"][OLD_ROUTES] = torch.nested.nested_tensor_from_jagged(now.packed(now.used), offsets)
@@ -181,7 +185,9 @@ class FsdpRouting:
             output["metrics"][OWN_AGREEMENT] = now.own_agreement()
         return loss, output
 
-    def _compare(self, now: ForwardPass, rollout_TLK: Tensor, micro_batch: TensorDict) -> dict[str, Tensor]:
+    def _compare(
+        self, now: ForwardPass, rollout_TLK: Tensor, refused_T: Tensor | None, micro_batch: TensorDict
+    ) -> dict[str, Tensor]:
         used_TLK, own_TL = now.packed(now.used), None
         if now.replayed_TLK is not None:
             own_TL = expert_overlap(now.packed(now.own), rollout_TLK)
@@ -190,19 +196,21 @@ class FsdpRouting:
             self.top_k,
             known_rows(rollout_TLK),
             micro_batch,
+            refused_T=refused_T,
             margin_TL=now.packed(now.margin),
             own_TL=own_TL,
         )
 
-    def _rollout_routes(self, micro_batch: TensorDict) -> Tensor | None:
-        """[T, L, K] of the rollout, the layers in the order of the routers; None where the batch has none.
+    def _rollout_routes(self, micro_batch: TensorDict) -> tuple[Tensor | None, Tensor | None]:
+        """[T, L, K] of the rollout, the layers in the order of the routers, and [T] why rows of it are refused, see
+        `believed`; None where the batch has none.
 
         vLLM ships a row for each decoder layer, dense ones included; other engines those of the MoE layers alone.
         """
         if (routes := micro_batch.get(ROLLOUT_ROUTES, None)) is None:
-            return None
-        routes_TLK = routes.values()
-        tokens, layers, top_k = int(micro_batch["input_ids"].offsets()[-1]), routes_TLK.shape[1], routes_TLK.shape[2]
+            return None, None
+        routes_TLK, offsets = routes.values(), micro_batch["input_ids"].offsets()
+        tokens, layers, top_k = int(offsets[-1]), routes_TLK.shape[1], routes_TLK.shape[2]
         if layers not in (self.decoder_layers, len(self.points)) or top_k != self.top_k or len(routes_TLK) != tokens:
             raise HookError(
                 f"the rollout's {ROLLOUT_ROUTES} is {tuple(routes_TLK.shape)} [tokens, layers, top_k] where the "
@@ -212,18 +220,10 @@ class FsdpRouting:
             )
         if layers != len(self.points):
             routes_TLK = routes_TLK[:, [point.layer for point in self.points]]
-        return self._checked(routes_TLK)
+        routes_TLK, refused_T = believed(routes_TLK.to(get_device_id()), self.experts, offsets)
+        return routes_TLK.to(narrow_dtype(self.experts)), refused_T
 
     def _old_routes(self, micro_batch: TensorDict) -> Tensor | None:
+        """[T, L, K] as `compute_log_prob` returned them."""
         routes = micro_batch.get(OLD_ROUTES, None)
-        return None if routes is None else self._checked(routes.values())
-
-    def _checked(self, routes_TLK: Tensor) -> Tensor:
-        """On the device, narrow. Raises HookError for an expert that the model has not."""
-        if len(routes_TLK) and (largest := int(routes_TLK.max())) >= self.experts:
-            raise HookError(
-                f"{ROLLOUT_ROUTES} names expert {largest} of a model with {self.experts}: the rollout counts shared or "
-                "redundant experts too",
-                OFF,
-            )
-        return routes_TLK.to(get_device_id(), narrow_dtype(self.experts))
+        return None if routes is None else routes.values().to(get_device_id(), narrow_dtype(self.experts))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from verl_ext.core.captured import refused_rows
 from verl_ext.core.routing import agreement
 from verl_ext.core.tokens import jagged
 from verl_ext.fields import AGREEMENT, RESPONSE_MASK, ROUTER_SUMS
@@ -39,12 +40,13 @@ def packed_rows(lengths_B: Tensor, response_lengths_B: Tensor) -> Tensor:
     return shift_R + torch.arange(count, device=lengths_B.device)
 
 
-def known_rows(infer_TLK: Tensor) -> Tensor:
-    """[T] bool: rows whose routing the rollout returned. It leaves zeros in the others: never forwarded, or lost.
-
-    A row of top-1 experts that are number 0 in every layer counts as unknown too.
-    """
-    return infer_TLK.flatten(1).any(1).bool()  # any() of uint8 is uint8
+def believed(routes_TLK: Tensor, experts: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """A rollout's routing with zeros in the rows that are refused, as it leaves them where it has none; and [T] uint8
+    why, see `core.captured.refused_rows`. Those tokens then route themselves, and count in no agreement."""
+    refused_T = refused_rows(routes_TLK, experts, offsets)
+    if refused_T.any():
+        routes_TLK = routes_TLK.masked_fill((refused_T > 0)[:, None, None], 0)
+    return routes_TLK, refused_T
 
 
 def routing_outputs(
@@ -53,6 +55,7 @@ def routing_outputs(
     known_T: Tensor,
     batch: Mapping[str, Tensor],
     *,
+    refused_T: Tensor | None = None,
     margin_TL: Tensor | None = None,
     own_TL: Tensor | None = None,
 ) -> dict[str, Tensor]:
@@ -60,13 +63,14 @@ def routing_outputs(
 
     Args:
         overlap_TL: integer, |T and I| of each token's forward pass, packed in the order of the batch.
-        known_T: bool, rows whose routing the rollout returned (`known_rows`).
+        known_T: bool, rows whose routing the rollout returned (`core.captured.known_rows`) and is not refused.
         batch: with jagged `input_ids` [B, n] and `response_mask` [B, r], on any device.
+        refused_T: why rows are refused, as of `believed`.
         margin_TL, own_TL: see `core.routing.agreement`.
 
     Returns model outputs, on the device of `overlap_TL`:
         router_agreement: jagged [B, r] float32, per response token the mean over layers of |T and I| / K.
-        router_sums: [B, 4 L + 4] float64, `RouterSums.pack()`.
+        router_sums: [B, *] float64, `RouterSums.pack()`.
 
     Raises:
         ValueError: a tensor has another number of rows than the batch has tokens.
@@ -76,6 +80,7 @@ def routing_outputs(
     lengths_B = batch["input_ids"].offsets().diff().to(device)
     tokens = int(lengths_B.sum())
     given = {"overlap_TL": overlap_TL, "known_T": known_T, "margin_TL": margin_TL, "own_TL": own_TL}
+    given |= {"refused_T": refused_T}
     for name, value in given.items():
         if value is not None and len(value) != tokens:
             raise ValueError(f"{name} has {len(value)} rows where input_ids of the batch has {tokens} tokens")
@@ -86,6 +91,7 @@ def routing_outputs(
         mask.values().to(device).bool(),
         known_T.to(device)[rows_R],
         offsets,
+        refused_N=None if refused_T is None else refused_T.to(device)[rows_R],
         margin_NL=None if margin_TL is None else margin_TL[rows_R],
         own_NL=None if own_TL is None else own_TL[rows_R],
     )

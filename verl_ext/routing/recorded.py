@@ -32,12 +32,14 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.config import EngineRouterReplayConfig, TrainingWorkerConfig
 
+from verl_ext.core.captured import known_rows
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.routing import BLOCK
+from verl_ext.core.segments import blocks
 from verl_ext.errors import HookError
 from verl_ext.fields import ROLLOUT_ROUTES
 from verl_ext.routing.choices import expert_counts, find_choices
-from verl_ext.routing.outputs import known_rows, narrow_dtype, routing_outputs
+from verl_ext.routing.outputs import believed, narrow_dtype, routing_outputs
 
 ROUTES = ROLLOUT_ROUTES  # one field: jagged [B, n, l, K] from the rollout, [B, n, L, K] from the engine
 OFF = "stability.router_agreement=false"
@@ -155,12 +157,14 @@ def compare(
 ) -> dict[str, Tensor]:
     """`routing_outputs` from jagged routes of both engines, [B, n, L, K] and [B, n, l, K], on any device.
 
+    Rows of the rollout's that are refused (core/captured.py) are not compared. What verl itself replays is as it was.
+
     Raises:
-        HookError: they are not of the same tokens, layers and experts.
+        HookError: they are not of the same tokens and layers.
     """
-    device = get_device_id()
+    device, offsets = get_device_id(), data["input_ids"].offsets()
     train_TLK, infer_TlK = recorded.values(), rollout.values()
-    tokens, layers = int(data["input_ids"].offsets()[-1]), recorders.layers
+    tokens, layers = int(offsets[-1]), recorders.layers
     shipped = infer_TlK.shape[1]
     whole = shipped == recorders.decoder_layers
     top_k = train_TLK.shape[2]
@@ -176,22 +180,18 @@ def compare(
     narrow = narrow_dtype(recorders.experts)
     overlap_TL = torch.zeros(tokens, len(layers), dtype=torch.uint8, device=device)
     known_T = torch.zeros(tokens, dtype=torch.bool, device=device)
-    largest_l = torch.zeros(shipped, dtype=torch.int16, device=device)
-    for start in range(0, tokens, block):
-        part = slice(start, start + block)
-        infer_tlK = infer_TlK[part].to(device).to(torch.int16)
-        largest_l = torch.maximum(largest_l, infer_tlK.amax((0, 2)))
-        infer_tLK = infer_tlK[:, columns].to(narrow)
+    refused_T = torch.zeros(tokens, dtype=torch.uint8, device=device)
+    routed_l = torch.zeros(shipped, dtype=torch.bool, device=device)
+    for part, of in blocks(offsets, block):
+        infer_tlK = infer_TlK[part].to(device)
+        routed_l |= infer_tlK.any(0).bool().any(1)  # any() of uint8 is uint8
+        starts = offsets[of.start : of.stop + 1] - part.start
+        infer_tLK, refused_T[part] = believed(infer_tlK[:, columns], recorders.experts, starts)
+        infer_tLK = infer_tLK.to(narrow)
         known_T[part] = known_rows(infer_tLK)
         overlap_TL[part] = expert_overlap(train_TLK[part].to(device).to(narrow), infer_tLK)
-    if (number := int(largest_l.max())) >= recorders.experts:
-        raise HookError(
-            f"the rollout's {ROUTES} names expert {number} of a model with {recorders.experts}: the rollout counts "
-            "shared or redundant experts too",
-            fix=(OFF,),
-        )
-    _check_layers(largest_l > 0, columns, layers, enough=top_k > 1 and bool(known_T.any()))
-    return routing_outputs(overlap_TL, top_k, known_T, data)
+    _check_layers(routed_l, columns, layers, enough=top_k > 1 and bool((known_T | (refused_T > 0)).any()))
+    return routing_outputs(overlap_TL, top_k, known_T, data, refused_T=refused_T)
 
 
 def _check_layers(routed_l: Tensor, columns: Tensor, layers: list[int], enough: bool) -> None:

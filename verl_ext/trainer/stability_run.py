@@ -17,6 +17,7 @@ from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer import resuming
 from verl_ext.trainer.active import Active, read_active
 from verl_ext.trainer.batch import FIELDS, mean_score, response_tokens
+from verl_ext.trainer.captured import CapturedRouting, Counts, sampled_counts
 from verl_ext.trainer.dump import Dump
 from verl_ext.trainer.filtering import FILTER_FIELDS, filter_batch
 from verl_ext.trainer.guarding import GuardActions, build_guard
@@ -51,6 +52,7 @@ class StabilityRun:
         self.dump: Dump | None = None
         self._config = config
         self._routing_dtype_told = False
+        self._captured = CapturedRouting()
 
     def use(self, config: DictConfig, stability: StabilityConfig) -> None:
         """Take these settings from the next batch on. The guard and the files stay those of the run."""
@@ -100,8 +102,14 @@ class StabilityRun:
             resuming.save_state(self.guard, self._config, now)
 
     def compare_routing(self, batch: KVBatchMeta, metrics: dict[str, float]) -> None:
-        """Log `router/*`, from the sums that compute_log_prob left in the batch."""
+        """Log `router/*`, from the sums that compute_log_prob left in the batch; tell what cannot be believed of it.
+
+        Raises:
+            HookError: there is no routing, or none from the start that a replay could use.
+        """
         if not self.active.compares_routing:
+            if (counts := sampled_counts(batch, self.active.config)) is not None:
+                self._judge_routing(counts, counts.metrics, metrics)
             return
         data = get_fields(batch, [ROUTER_SUMS])
         if ROUTER_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
@@ -114,7 +122,12 @@ class StabilityRun:
             self._routing_dtype_told = True
             dtype = narrow_routing.id_dtype(batch.keys, batch.partition_id)
             print(f"verl_ext: routed_experts travels as {dtype}", flush=True)
-        metrics.update(router_metrics(torch.stack(list(data[ROUTER_SUMS].unbind()))))
+        packed = torch.stack(list(data[ROUTER_SUMS].unbind()))
+        self._judge_routing(Counts.of_sums(packed), router_metrics(packed), metrics)
+
+    def _judge_routing(self, counts: Counts, found: dict[str, float], metrics: dict[str, float]) -> None:
+        metrics.update(found)
+        self.actions.carry_out(self._captured.judge(counts, self.active.config, self.guard.step))
 
     def judge(self, batch: KVBatchMeta, metrics: dict[str, float]) -> Judged | None:
         """Measure and judge a batch, and put its weights into it; None where nothing asks for that.

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_ext.core.captured import REASONS
 from verl_ext.core.routing import RouterSums, agreement, router_metrics
 
 
@@ -24,7 +25,8 @@ def draw(lengths, layers, top_k, seed):
         "infer": infer,
         "own": own,
         "mask": torch.rand(n, generator=generator) < 0.8,
-        "known": torch.rand(n, generator=generator) < 0.9,
+        "known": (known := torch.rand(n, generator=generator) < 0.8),
+        "refused": torch.where(known, 0, torch.randint(0, 1 + len(REASONS), (n,), generator=generator)).byte(),
         "margin": torch.rand(n, layers, generator=generator),
         "offsets": torch.tensor([0, *lengths]).cumsum(0),
     }
@@ -44,6 +46,7 @@ def computed(drawn, top_k, **settings):
         drawn["mask"],
         drawn["known"],
         drawn["offsets"],
+        refused_N=drawn["refused"],
         margin_NL=drawn["margin"],
         own_NL=overlap(drawn["own"], drawn["infer"]),
         **settings,
@@ -56,7 +59,12 @@ def expected_metrics(drawn, top_k):
     generated = int(drawn["mask"].sum())
     if not generated:
         return {}
-    found = {"router/tokens": len(counted), "router/unknown": 1 - len(counted) / generated}
+    refused = sum(bool(reason) for reason, m in zip(drawn["refused"], drawn["mask"], strict=True) if m)
+    found = {
+        "router/tokens": len(counted),
+        "router/unknown": (generated - len(counted) - refused) / generated,
+        "router/invalid": refused / generated,
+    }
     if not counted:
         return found
     layers = drawn["train"].shape[1]
@@ -111,11 +119,13 @@ def test_sums_are_of_each_trajectory_and_survive_the_way(lengths, layers, seed):
     drawn = draw(lengths, layers, 2, seed)
     _, sums = computed(drawn, 2)
     packed = sums.pack()
-    assert packed.shape == (len(lengths), 4 * layers + 4)
+    assert packed.shape == (len(lengths), 4 * layers + 4 + len(REASONS))
     for name, value in vars(RouterSums.unpack(packed)).items():
         assert torch.equal(value, getattr(sums, name))
     counted = (drawn["mask"] & drawn["known"]).split(lengths)
     assert sums.tokens[:, 0].tolist() == [int(part.sum()) for part in counted]
+    reasons = torch.where(drawn["mask"], drawn["refused"], 0).split(lengths)
+    assert sums.refused.tolist() == [[int((part == 1 + i).sum()) for i in range(len(REASONS))] for part in reasons]
 
 
 def test_without_replay_the_own_choice_is_what_is_used():
@@ -168,4 +178,4 @@ def test_a_rollout_that_returns_no_routing_is_seen():
     yes = torch.ones(2, dtype=torch.bool)
     per_token, sums = agreement(torch.zeros(2, 3, dtype=torch.uint8), 2, yes, ~yes, torch.tensor([0, 2]))
     assert per_token.tolist() == [1.0, 1.0]
-    assert router_metrics(sums.pack()) == {"router/tokens": 0, "router/unknown": 1.0}
+    assert router_metrics(sums.pack()) == {"router/tokens": 0, "router/unknown": 1.0, "router/invalid": 0.0}

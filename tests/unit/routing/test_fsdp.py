@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.routing_families import EXPERTS, build, moe_layers
 from tests.support.routing_ranks import LENGTHS, Case, batch, rollout_routes
+from verl_ext.core.routing import RouterSums
 from verl_ext.errors import HookError
 from verl_ext.routing.fsdp import OLD_ROUTES, ROLLOUT_ROUTES, FsdpRouting, top_k_margin
 
@@ -72,7 +73,6 @@ def test_rollouts_that_ship_the_moe_layers_alone_are_understood_too():
     [
         (lambda routes: torch.cat([routes, routes], 1), r"6, 2\) \[tokens, layers, top_k\].*3 decoder layers.*top-2"),
         (lambda routes: routes[..., :1], r"3, 1\).*top-2.*router_agreement=false"),
-        (lambda routes: routes + EXPERTS, r"names expert 1\d of a model with 8.*shared or redundant"),
     ],
 )
 def test_routing_that_does_not_fit_the_model_is_an_error_with_the_remedy(change, message):
@@ -84,6 +84,55 @@ def test_routing_that_does_not_fit_the_model_is_an_error_with_the_remedy(change,
     )
     with pytest.raises(HookError, match=message):
         compute_log_prob(engine, data)
+
+
+REFUSED = {(0, 0): [EXPERTS, 1], (1, 2): [3, 3], (3, 3): [0, 0]}
+"""(trajectory, response token) -> what the rollout has there in layer 1."""
+
+
+def refused_batch(mode, **settings):
+    """A rollout that names other experts than the model chooses in every row, and in some what no router chooses."""
+    routes = [(rows + 1) % EXPERTS for rows in rollout_routes(Case())]
+    for rows in routes:
+        rows[-1] = 0  # not returned
+    for (trajectory, token), ids in REFUSED.items():
+        routes[trajectory][LENGTHS[trajectory][0] + token - 1, 1] = torch.tensor(ids)
+    data = micro_batch(Case(mode=mode), **settings)
+    data[ROLLOUT_ROUTES] = torch.nested.as_nested_tensor([rows.to(torch.uint8) for rows in routes], layout=torch.jagged)
+    return data
+
+
+@pytest.mark.parametrize("mode", ["disabled", "R3"])
+def test_refused_routing_is_counted_and_not_compared(mode):
+    engine = Engine(mode=mode)
+    attached(engine)
+    found = compute_log_prob(engine, refused_batch(mode, calculate_entropy=True))
+    sums = RouterSums.unpack(found["router_sums"])
+    assert sums.refused.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 0], [0, 1, 0]]
+    assert sums.tokens.flatten().tolist() == [2, 4, 1, 3] and not sums.unknown.any()
+    agreement = found["router_agreement"].unbind()
+    assert all(agreement[trajectory][token] == 1 for trajectory, token in REFUSED)
+    assert (found["router_agreement"].values().sum() == sum(response for _, response in LENGTHS)) == (mode == "R3")
+
+
+@pytest.mark.parametrize("forward_only", [True, False])
+def test_a_token_whose_routing_is_refused_routes_itself(forward_only):
+    engine = Engine(mode="R3")
+    routing = attached(engine)
+    passes = []
+    routing._compare = lambda now, *rest: passes.append(now) or {}
+    data = refused_batch("R3", calculate_entropy=forward_only)
+    engine.forward_step(data, loss_function=None, forward_only=forward_only)
+    now = passes[0] if forward_only else routing.current
+    rollout = data[ROLLOUT_ROUTES].values()
+    starts = data["input_ids"].offsets()
+    itself = torch.zeros(len(rollout), dtype=torch.bool)
+    itself[starts[1:] - 1] = True
+    for trajectory, token in REFUSED:
+        itself[starts[trajectory] + LENGTHS[trajectory][0] + token - 1] = True
+    own, used = now.packed(now.own), now.packed(now.used)
+    assert torch.equal(used[itself], own[itself]) and torch.equal(used[~itself], rollout[~itself])
+    assert not (own[~itself] == rollout[~itself]).all((1, 2)).any()
 
 
 @pytest.mark.parametrize(("mode", "field"), [("R2", OLD_ROUTES), ("R3", ROLLOUT_ROUTES)])

@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from verl_ext.core.routing import RouterSums
-from verl_ext.routing.outputs import known_rows, packed_rows, routing_outputs
+from verl_ext.routing.outputs import believed, packed_rows, routing_outputs
 
 LAYERS, TOP_K = 3, 4
 LENGTHS = [(4, 3), (2, 5), (1, 1), (3, 0)]  # prompt and response length of each trajectory
@@ -121,20 +121,36 @@ def test_margin_and_own_are_taken_at_the_same_rows():
     assert sums.margin_equal[0].item() == 2.5 and sums.margin_differs[0].item() == 0.25
 
 
-def test_known_rows_are_those_with_any_expert():
-    infer = torch.zeros(3, 2, 2, dtype=torch.uint8)
-    infer[1, 1] = torch.tensor([0, 3])
-    infer[2] = 200
-    assert known_rows(infer).tolist() == [False, True, True]
+def test_refused_rows_count_by_their_reason_and_as_agreeing():
+    overlap, known = full()
+    refused = torch.zeros(TOKENS, dtype=torch.uint8)
+    for row, reason in ((row_of(1, 3), 2), (row_of(1, 4), 1), (row_of(0, 0), 3), (row_of(0, 0) - 1, 3)):
+        overlap[row], known[row], refused[row] = 0, False, reason
+    known[row_of(2, 0)] = False
+    agreement, sums = outputs(overlap, known, refused_T=refused)
+    assert agreement.values().tolist() == [1.0] * 9
+    assert sums.refused.tolist() == [[0, 0, 1], [1, 1, 0], [0, 0, 0], [0, 0, 0]]
+    assert sums.unknown.flatten().tolist() == [0, 0, 1, 0]
+    assert sums.tokens.flatten().tolist() == [2, 3, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["overlap_TL", "known_T", "margin_TL"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_what_is_refused_is_made_zeros_in_a_copy(dtype):
+    routes = torch.tensor([[[1, 2]], [[3, 3]], [[0, 0]], [[4, 9]]], dtype=dtype)
+    given = routes.clone()
+    found, refused = believed(routes, 8, torch.tensor([0, 1, 4]))
+    assert found.tolist() == [[[1, 2]], [[0, 0]], [[0, 0]], [[0, 0]]] and refused.tolist() == [0, 2, 0, 1]
+    assert torch.equal(routes, given)
+    assert believed(routes[:1], 8, torch.tensor([0, 1]))[0].data_ptr() == routes.data_ptr()  # nothing refused: no copy
+
+
+@pytest.mark.parametrize("name", ["overlap_TL", "known_T", "margin_TL", "refused_T"])
 def test_another_number_of_rows_is_an_error_that_names_the_tensor(name):
     overlap, known = full()
-    given = {"overlap_TL": overlap, "known_T": known, "margin_TL": overlap.float()}
+    given = {"overlap_TL": overlap, "known_T": known, "margin_TL": overlap.float(), "refused_T": known.byte()}
     given[name] = given[name][:-1]
     with pytest.raises(ValueError, match=rf"{name} has {TOKENS - 1} rows .* {TOKENS} tokens"):
-        routing_outputs(given["overlap_TL"], TOP_K, given["known_T"], batch(), margin_TL=given["margin_TL"])
+        routing_outputs(given.pop("overlap_TL"), TOP_K, given.pop("known_T"), batch(), **given)
 
 
 def test_the_result_pads_to_its_longest_response():

@@ -185,13 +185,26 @@ def test_a_rollout_without_any_routing_is_unknown_throughout():
         (lambda routes: [rows[1:] for rows in as_rollout(routes)], r"\(19, 4, 2\).*there are 23 tokens"),
         (lambda routes: as_rollout(routes, [0, 1, 2]), r"experts in decoder layers \[0\].*none in \[3\]"),
         (lambda routes: as_rollout([r[:, :2] for r in routes], [1, 2]), r"decoder layers \[\].*none in \[3\]"),
-        (lambda routes: [rows + 8 * (rows > 0) for rows in as_rollout(routes)], r"names expert 15 of a model with 8"),
     ],
 )
 def test_routing_of_another_model_is_an_error_with_the_remedy(rollout, message):
     routes = some_routes()
     with pytest.raises(HookError, match=f"{message}.*set stability.router_agreement=false"):
         compared(routes, rollout(routes))
+
+
+@pytest.mark.parametrize("block", [1, 7, 1000])
+def test_refused_rows_are_counted_by_their_reason_and_not_compared(block):
+    routes = some_routes()
+    rollout = as_rollout(routes)
+    rollout[1][LENGTHS[1][0] + 2 - 1, MOE[1]] = 5  # response token 2
+    rollout[3][LENGTHS[3][0] + 0 - 1, MOE[0]] = torch.tensor([1, EXPERTS], dtype=torch.uint8)
+    found = compared(routes, rollout, block=block)
+    sums = RouterSums.unpack(found["router_sums"])
+    assert sums.refused.tolist() == [[0, 0, 0], [0, 1, 0], [0, 0, 0], [1, 0, 0]]
+    assert sums.tokens.flatten().tolist() == [3, 4, 1, 3] and not sums.unknown.any()
+    assert sums.exact.tolist() == [[n] * 3 for n in (3, 4, 1, 3)]
+    assert found["router_agreement"].values().tolist() == [1.0] * sum(response for _, response in LENGTHS)
 
 
 def test_top_1_of_one_expert_is_no_reason_to_refuse():

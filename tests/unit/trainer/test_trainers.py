@@ -252,7 +252,9 @@ def router_sums(*differing):
     for d in torch.tensor(differing, dtype=torch.float32).view(-1, 1, 1):
         by_layer = [torch.cat([n, n - share * d], 1) for share in (0.5, 1.0)]
         first, zero = torch.cat([0 * d, d], 1), torch.zeros(1, 1)
-        rows.append(RouterSums(by_layer[0], by_layer[1], first, by_layer[0], zero, zero, n, zero).pack()[0])
+        rows.append(
+            RouterSums(by_layer[0], by_layer[1], first, by_layer[0], zero, zero, n, zero, zero.expand(1, 3)).pack()[0]
+        )
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
@@ -284,6 +286,42 @@ def test_the_update_is_sent_the_routing_that_it_replays(step, strategy, engine, 
 def test_a_rollout_that_returns_no_routing_is_an_error_with_the_remedy(step):
     with pytest.raises(HookError, match=r"set stability.router_agreement=false"):
         step({"router_agreement": True})
+
+
+def refused_sums(believed, repeated):
+    n = torch.tensor([[float(believed)]])
+    by_layer, zero, refused = n.expand(1, 2), torch.zeros(1, 1), torch.tensor([[0.0, repeated, 0.0]])
+    row = RouterSums(by_layer, by_layer, 0 * by_layer, by_layer, zero, zero, n, zero, refused).pack()[0]
+    return torch.nested.as_nested_tensor([row, row], layout=torch.jagged)
+
+
+def test_refused_routing_is_told_and_counted_and_a_rule_can_act_on_it(step, capsys):
+    rule = {"signal": "router/invalid", "above": 0.1, "action": "skip"}
+    settings = {"router_agreement": True, "guard": {"rules": {"invalid": rule}}}
+    trainer, metrics, _ = step(settings, router_sums=refused_sums(3, 1))
+    assert metrics["router/invalid"] == 0.25 and metrics["router/unknown"] == 0 and metrics["router/agreement"] == 1
+    assert ran(trainer) == ["advantage"] and metrics["guard/skipped"] == 1
+    said = capsys.readouterr().out
+    assert "step 7: warn: 2 of 8 tokens name an expert twice in a layer" in said
+    assert "update skipped: router/invalid=0.25" in said
+
+
+def test_a_replay_of_nothing_but_refused_routing_stops_the_run(step):
+    actor = {"strategy": "fsdp2", "fsdp_config": {"router_replay": {"mode": "R3"}}}
+    with pytest.raises(HookError, match=r"R3 has nothing to replay: 8 of 8 tokens name an expert twice.*=disabled"):
+        step({"router_agreement": True}, actor=actor, router_sums=refused_sums(0, 4))
+
+
+def test_where_verl_replays_the_rollouts_routing_a_sample_of_it_is_looked_at(step, capsys):
+    actor = {"strategy": "megatron", "megatron": {"router_replay": {"mode": "R3"}}}
+    good = torch.tensor([[[1, 2]], [[3, 4]], [[0, 0]]])
+    bad = torch.tensor([[[5, 5]], [[0, 0]]])
+    _, metrics, _ = step({"metrics": True}, actor=actor, routed_experts=nested(good.tolist(), bad.tolist()))
+    assert metrics["router/invalid"] == pytest.approx(1 / 3) and metrics["router/unknown"] == 0
+    assert "1 of 3 tokens name an expert twice" in (said := capsys.readouterr().out)
+    assert "verl replays them all the same; actor_rollout_ref.actor.megatron.router_replay.mode=disabled" in said
+    with pytest.raises(HookError, match=r"megatron.router_replay.mode=R3 has nothing to replay"):
+        step({"metrics": True}, actor=actor, routed_experts=nested((0 * good).tolist(), (0 * bad).tolist()))
 
 
 def test_nothing_asked_for_changes_nothing(step):

@@ -1,0 +1,151 @@
+"""What no router chooses is refused, row by row, against Python's sets."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_ext.core import captured
+from verl_ext.core.captured import FEWEST, OUT_OF_RANGE, REPEATED, STUCK, known_rows, refused_rows
+
+EXPERTS = 16
+
+
+def expected(routes_TLK, experts, lengths):
+    """From the definitions, row by row."""
+    rows, reasons = routes_TLK.tolist(), []
+    wide_enough = torch.iinfo(routes_TLK.dtype).max >= experts - 1
+    for first, length in zip(torch.tensor([0, *lengths]).cumsum(0).tolist(), lengths, strict=False):
+        known = [row for row in rows[first : first + length] if any(map(any, row))]
+        stuck = len(known) >= FEWEST and len(known[0][0]) < experts
+        stuck &= any(
+            len({frozenset(row[layer]) for row in known}) == 1 for layer in range(len(known[0] if known else []))
+        )
+        for row in rows[first : first + length]:
+            if row not in known:
+                reasons.append(0)
+            elif not wide_enough or any(not 0 <= expert < experts for ids in row for expert in ids):
+                reasons.append(OUT_OF_RANGE)
+            elif any(len(set(ids)) < len(ids) for ids in row):
+                reasons.append(REPEATED)
+            else:
+                reasons.append(STUCK if stuck else 0)
+    return reasons
+
+
+def draw(lengths, layers, top_k, dtype, seed, experts=EXPERTS):
+    """What routers chose, and a few rows of it lost or wrong; whole layers of some trajectories stand still."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def some(share, *shape):
+        return torch.rand(*shape, generator=generator) < share
+
+    T = sum(lengths)
+    routes = torch.rand(T, layers, experts, generator=generator).argsort(-1)[..., :top_k]
+    for part in routes.split(lengths):
+        if len(part) and some(0.5, 1):
+            part[:, 0] = part[0, 0][torch.rand(len(part), top_k, generator=generator).argsort(-1)]  # in any order
+            if some(0.5, 1):
+                part[-1, 0] = (part[0, 0] + 1) % experts  # all but one
+    routes[some(0.1, T)] = 0
+    routes[some(0.02, T, layers)] = 0
+    wrong = experts if dtype == torch.uint8 else -1
+    routes = torch.where(some(0.005, T, layers, top_k), wrong, routes)
+    return routes.to(dtype), torch.tensor([0, *lengths]).cumsum(0)
+
+
+@given(
+    st.lists(st.one_of(st.integers(0, 6), st.integers(FEWEST - 2, FEWEST + 6)), min_size=1, max_size=4),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.sampled_from([torch.uint8, torch.int16, torch.int32]),
+    st.integers(0, 2**31),
+    st.sampled_from([1, 7, 2**16]),
+)
+@settings(deadline=None, max_examples=60)
+def test_each_row_is_refused_for_the_first_reason_that_holds(lengths, layers, top_k, dtype, seed, pairs):
+    routes, offsets = draw(lengths, layers, top_k, dtype, seed)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(captured, "PAIRS", pairs)
+        found = refused_rows(routes, EXPERTS, offsets)
+    assert found.tolist() == expected(routes, EXPERTS, lengths)
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**31))
+@settings(deadline=None, max_examples=20)
+def test_what_a_top_k_returns_is_believed_in_any_order_of_the_trajectories(tokens, layers, top_k, seed):
+    routes = torch.rand(tokens, layers, EXPERTS, generator=torch.Generator().manual_seed(seed)).topk(top_k).indices
+    assert not refused_rows(routes, EXPERTS, torch.tensor([0, tokens])).any()
+    halves = torch.tensor([0, tokens // 2, tokens])
+    assert not refused_rows(routes.to(torch.uint8), EXPERTS, halves).any()
+
+
+def test_a_trajectory_is_judged_alone():
+    """So that the micro-batches of compute_log_prob and of the update, which divide a batch differently, agree."""
+    lengths = [FEWEST, 3, 2 * FEWEST]
+    routes, offsets = draw(lengths, 3, 2, torch.uint8, seed=8)
+    routes[:FEWEST, 1] = torch.tensor([3, 5])
+    alone = [refused_rows(part, EXPERTS, torch.tensor([0, len(part)])) for part in routes.split(lengths)]
+    together = refused_rows(routes, EXPERTS, offsets)
+    assert torch.equal(together, torch.cat(alone)) and (together == STUCK).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_rows_without_routing_are_unknown_and_not_refused(dtype):
+    routes = torch.zeros(3 * FEWEST, 4, 8, dtype=dtype)
+    assert not refused_rows(routes, EXPERTS, torch.tensor([0, 3 * FEWEST])).any() and not known_rows(routes).any()
+
+
+def test_a_layer_of_zeros_among_others_is_refused():
+    """vLLM issue 54730, had it happened in one of the layers."""
+    routes, offsets = draw([5], 3, 2, torch.uint8, seed=0)
+    routes[:] = torch.tensor([4, 9])
+    routes[:, 2] = 0
+    assert refused_rows(routes, EXPERTS, offsets).tolist() == [REPEATED] * 5
+
+
+def test_a_byte_does_not_hold_512_experts():
+    routes, offsets = draw([9], 3, 4, torch.int16, seed=3, experts=200)
+    narrow = routes.to(torch.uint8)
+    known = known_rows(narrow)
+    assert refused_rows(narrow, 512, offsets)[known].tolist() == [OUT_OF_RANGE] * int(known.sum())
+
+
+@pytest.mark.parametrize(("dtype", "experts"), [(torch.uint8, 256), (torch.int16, 2**15)])
+def test_as_many_experts_as_the_dtype_holds(dtype, experts):
+    routes = torch.tensor([[[experts - 1, 0]], [[1, 2]], [[-1, 3]]]).to(dtype)  # -1 is 255 in a byte
+    signed = dtype != torch.uint8
+    assert refused_rows(routes, experts, torch.tensor([0, 3])).tolist() == [0, 0, OUT_OF_RANGE * signed]
+
+
+def test_ids_that_wrapped_name_an_expert_twice():
+    """Of 512 experts in 48 layers, top-10 as Qwen3-Next: what is left of 256 and above lies within range."""
+    routes = torch.rand(64, 48, 512, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :10]
+    offsets = torch.tensor([0, 64])
+    assert not refused_rows(routes.short(), 512, offsets).any()
+    assert (refused_rows((routes % 256).short(), 512, offsets) == REPEATED).float().mean() > 0.95
+
+
+def test_where_every_expert_is_chosen_equal_sets_are_no_reason():
+    routes = torch.arange(4).expand(2 * FEWEST, 3, 4)
+    offsets = torch.tensor([0, 2 * FEWEST])
+    assert not refused_rows(routes, 4, offsets).any()
+    assert refused_rows(routes, 5, offsets).tolist() == [STUCK] * 2 * FEWEST
+
+
+@pytest.mark.parametrize(("tokens", "reason"), [(FEWEST - 1, 0), (FEWEST, STUCK)])
+def test_top_1_that_stands_still(tokens, reason):
+    routes = torch.full((tokens, 2, 1), 3, dtype=torch.uint8)
+    assert refused_rows(routes, 4, torch.tensor([0, tokens])).tolist() == [reason] * tokens
+
+
+def test_no_tokens():
+    assert refused_rows(torch.zeros(0, 3, 2, dtype=torch.uint8), EXPERTS, torch.tensor([0])).tolist() == []
+    assert refused_rows(torch.zeros(0, 3, 2, dtype=torch.uint8), EXPERTS, torch.tensor([0, 0])).tolist() == []
+
+
+def test_known_rows_are_those_with_any_expert():
+    infer = torch.zeros(3, 2, 2, dtype=torch.uint8)
+    infer[1, 1] = torch.tensor([0, 3])
+    infer[2] = 200
+    assert known_rows(infer).tolist() == [False, True, True]

@@ -1,0 +1,101 @@
+"""What is told of routing that cannot be believed, and when a run stops for it."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from verl_ext.core.captured import FEWEST, REASONS
+from verl_ext.errors import HookError
+from verl_ext.trainer.captured import CapturedRouting, Counts
+
+
+def config(mode="disabled", strategy="fsdp2"):
+    engine = "megatron" if strategy == "megatron" else "fsdp_config"
+    actor = {"strategy": strategy, engine: {"router_replay": {"mode": mode}}}
+    return OmegaConf.create({"actor_rollout_ref": {"actor": actor}})
+
+
+def counts(believed=0, unknown=0, **refused):
+    return Counts(believed, unknown, dict.fromkeys(REASONS, 0) | refused)
+
+
+def test_each_reason_is_told_the_first_time():
+    captured, told = CapturedRouting(), []
+    for step, found in enumerate(
+        (counts(9), counts(9, repeated=1), counts(8, repeated=2, stuck=10), counts(7, stuck=3))
+    ):
+        told += captured.judge(found, config(), step).events
+    assert [(event.step, event.signal, event.value, event.action) for event in told] == [
+        (1, "router/invalid", 0.1, "warn"),
+        (2, "router/invalid", 0.6, "warn"),
+    ]
+    assert told[0].reason.startswith("1 of 10 tokens name an expert twice") and "not compared" in told[0].reason
+    assert told[1].reason.startswith("10 of 20 tokens have the experts of every other token")
+
+
+@pytest.mark.parametrize(
+    ("mode", "strategy", "outcome"),
+    [
+        ("R3", "fsdp2", "They route themselves."),
+        ("R3", "megatron", "verl replays them all the same; actor_rollout_ref"),
+    ],
+)
+def test_what_becomes_of_them_depends_on_who_replays(mode, strategy, outcome):
+    (event,) = CapturedRouting().judge(counts(9, out_of_range=1), config(mode, strategy), 1).events
+    assert outcome in event.reason
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (counts(unknown=6), r"6 of 6 tokens came without routing\."),
+        (counts(unknown=1, repeated=5), r"1 of 6 tokens came .* 5 of 6 tokens name an expert twice"),
+        (counts(out_of_range=6), r"6 of 6 tokens name an expert that the model has not"),
+    ],
+)
+def test_a_replay_of_nothing_stops_the_run_with_the_remedy(strategy, found, said):
+    place = "megatron" if strategy == "megatron" else "fsdp_config"
+    setting = rf"actor_rollout_ref.actor.{place}.router_replay.mode"
+    match = rf"{setting}=R3 has nothing to replay: {said}.*set {setting}=disabled, or .*moe_backend=triton"
+    with pytest.raises(HookError, match=match):
+        CapturedRouting().judge(found, config("R3", strategy), 1)
+
+
+def test_once_a_token_was_believed_the_run_goes_on():
+    captured = CapturedRouting()
+    assert captured.judge(counts(1, unknown=5), config("R3"), 1).events == ()
+    (event,) = captured.judge(counts(unknown=6), config("R3"), 2).events
+    assert event.signal == "router/unknown" and event.value == 1
+    assert captured.judge(counts(unknown=6), config("R3"), 3).events == ()
+
+
+def test_agreement_with_nothing_to_compare_is_told_and_goes_on():
+    (event,) = CapturedRouting().judge(counts(unknown=6), config(), 1).events
+    assert event.reason == "6 of 6 tokens came without routing. They are not compared."
+
+
+def test_a_batch_without_generated_tokens_says_nothing():
+    assert CapturedRouting().judge(counts(), config("R3"), 1).events == ()
+    assert counts().metrics == {}
+
+
+def test_a_sample_counts_the_tokens_but_the_last_of_each_trajectory():
+    """Two MoE layers behind a dense one."""
+    generator = torch.Generator().manual_seed(0)
+    scores = [torch.rand(n, 3, 16, generator=generator) for n in (5, FEWEST + 1, 1)]
+    routes = [score.topk(2).indices.to(torch.int16) for score in scores]
+    for rows in routes:
+        rows[:, 0] = 0
+        rows[-1] = 0
+    routes[0][1, 2] = 7
+    routes[0][2] = 0
+    routes[0][3, 1, 0] = -1
+    routes[1][:-1, 1] = torch.tensor([3, 4])
+    found = Counts.of_routes(routes)
+    assert found == Counts(1, 1, {"out_of_range": 1, "repeated": 1, "stuck": FEWEST})
+    assert found.metrics == {"router/unknown": 1 / (FEWEST + 4), "router/invalid": (FEWEST + 2) / (FEWEST + 4)}
+
+
+def test_a_sample_of_zeros_is_unknown():
+    assert Counts.of_routes([torch.zeros(4, 3, 2, dtype=torch.uint8)]) == counts(unknown=3)

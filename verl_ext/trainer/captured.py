@@ -1,0 +1,120 @@
+"""What is said of a rollout's routing that is not there, or cannot be what its routers chose (core/captured.py)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from transfer_queue import KVBatchMeta
+
+from verl_ext.core.captured import REASONS, known_rows, refused_rows
+from verl_ext.core.routing import RouterSums
+from verl_ext.errors import HookError
+from verl_ext.fields import ROLLOUT_ROUTES
+from verl_ext.guard.state import Decision, Event
+from verl_ext.launch.routing_checks import replay_mode, replay_setting, replays_here
+from verl_ext.trainer.transfer import get_fields
+
+SAMPLED = 4  # trajectories a step that are looked at where verl replays them: some 50 MB of 32,768 tokens each
+MODULAR = "++actor_rollout_ref.rollout.engine_kwargs.vllm.moe_backend=triton"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Tokens whose routing is believed, is unknown, and is refused, by reason."""
+
+    believed: int
+    unknown: int
+    refused: Mapping[str, int]
+
+    @property
+    def tokens(self) -> int:
+        return self.believed + self.unknown + sum(self.refused.values())
+
+    @classmethod
+    def of_sums(cls, packed_BC: Tensor) -> "Counts":
+        """From the trajectories' RouterSums, packed: of the tokens that the model generated."""
+        sums = RouterSums.unpack(packed_BC.sum(0, keepdim=True))
+        refused = dict(zip(REASONS, map(int, sums.refused[0].tolist()), strict=True))
+        return cls(int(sums.tokens), int(sums.unknown), refused)
+
+    @classmethod
+    def of_routes(cls, routes: Sequence[Tensor]) -> "Counts":
+        """From a rollout's routes of a few trajectories, [n, l, K] each: of all tokens but their last, which have none.
+
+        A layer that is zeros throughout is taken for a dense one, and every id that is not negative for an expert.
+        """
+        routes = [rows[:-1] for rows in routes]
+        routes_TLK = torch.cat(routes)
+        routes_TLK = routes_TLK[:, routes_TLK.any(0).bool().any(1)]
+        offsets = torch.tensor([0, *map(len, routes)]).cumsum(0)
+        refused_T = refused_rows(routes_TLK, torch.iinfo(routes_TLK.dtype).max + 1, offsets)
+        refused = {name: int((refused_T == 1 + index).sum()) for index, name in enumerate(REASONS)}
+        known = int(known_rows(routes_TLK).sum())
+        return cls(known - sum(refused.values()), len(routes_TLK) - known, refused)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        if not self.tokens:
+            return {}
+        refused = sum(self.refused.values())
+        return {"router/unknown": self.unknown / self.tokens, "router/invalid": refused / self.tokens}
+
+
+def sampled_counts(batch: KVBatchMeta, config: DictConfig) -> Counts | None:
+    """Of a few trajectories, where verl replays the rollout's experts itself; None where it does not."""
+    if replays_here(config) or replay_mode(config) != "R3":
+        return None
+    few = KVBatchMeta(keys=batch.keys[:SAMPLED], tags=batch.tags[:SAMPLED], partition_id=batch.partition_id)
+    data = get_fields(few, [ROLLOUT_ROUTES])
+    if ROLLOUT_ROUTES not in data.keys():  # noqa: SIM118 (a TensorDict)
+        return None
+    return Counts.of_routes(data[ROLLOUT_ROUTES].unbind())
+
+
+class CapturedRouting:
+    """Tells of each thing that was wrong once, and stops a run that would replay nothing from its start."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+        self._believed = False
+
+    def judge(self, counts: Counts, config: DictConfig, step: int) -> Decision:
+        """What is new.
+
+        Raises:
+            HookError: R3, and since the start of this process not one token had routing that can be believed.
+        """
+        self._believed |= counts.believed > 0
+        wrong = _wrong(counts)
+        if replay_mode(config) == "R3" and counts.tokens and not self._believed:
+            raise HookError(
+                f"{replay_setting(config)}=R3 has nothing to replay: {' '.join(wrong.values())}",
+                fix=(f"{replay_setting(config)}=disabled",),
+                otherwise=f"where vLLM's kernel does not return what it chose, take one that does, {MODULAR}",
+            )
+        new = {name: said for name, said in wrong.items() if name not in self._told}
+        if counts.believed and "unknown" in new:  # a few are: router/unknown tells
+            del new["unknown"]
+        self._told |= new.keys()
+        share = sum(counts.refused.values()) / max(1, counts.tokens)
+        return Decision(tuple(_event(step, name, said, share, config) for name, said in new.items()))
+
+
+def _wrong(counts: Counts) -> dict[str, str]:
+    """Reason -> a sentence."""
+    found = {"unknown": (counts.unknown, "came without routing")}
+    found |= {name: (count, REASONS[name]) for name, count in counts.refused.items()}
+    return {name: f"{n:,} of {counts.tokens:,} tokens {said}." for name, (n, said) in found.items() if n}
+
+
+def _event(step: int, name: str, said: str, share: float, config: DictConfig) -> Event:
+    if replay_mode(config) != "R3":
+        outcome = "They are not compared."
+    elif replays_here(config):
+        outcome = "They route themselves."
+    else:
+        outcome = f"verl replays them all the same; {replay_setting(config)}=disabled does not."
+    signal, value = ("router/unknown", 1.0) if name == "unknown" else ("router/invalid", share)
+    return Event(step, "routing", signal, value, None, "warn", f"{said} {outcome}")
