@@ -9,7 +9,8 @@ case of `blockwise_overlap`, which finds sets that are equal in order too: the s
 plain: `(train.unsqueeze(-1) == infer.unsqueeze(-2)).any(-1).sum(-1)`, in blocks of tokens where its temporaries would
 not fit half of the free memory. one id at a time: K comparisons of [tokens, layers, K], what we had before. ours:
 `blockwise_overlap`, plain torch on any device; on a GPU also `fused_overlap`, the Triton kernel. All results are
-checked to be equal before anything is timed. Calls alternate, so that a machine that slows down favours none.
+checked to be equal before anything is timed. Calls alternate, so that a machine that slows down favours none. "refused
+rows" is no comparison but what looks at each id of the rollout before one (core/captured.py).
 
 ratio: median of the plain comparison over this one's. x copy: this one's median over that of one `copy_` of an id
 tensor. memory: the most a call adds, in MB, its result (a byte a token and layer) included: on a CPU the peak resident
@@ -29,11 +30,13 @@ import torch
 from measuring import RETURN_FREED, added_bytes, alternating
 from torch import Tensor
 
+from verl_ext.core.captured import refused_rows
 from verl_ext.core.overlap import blockwise_overlap
 
 SIZES = ("16384x48x128x8", "16384x48x512x10", "131072x94x256x8", "1048576x94x256x8")
 TILE = 4096  # tokens drawn at random; more repeat them
 REPLACED = 0.01  # of the ids
+TRAJECTORY = 4096  # tokens
 
 
 def random_sets(size: str, device: str) -> tuple[Tensor, Tensor]:
@@ -118,7 +121,7 @@ def memory(size: str, name: str, device: str, threads: int) -> float:
 
 
 def bench_overlap(size: str, device: str, arguments: argparse.Namespace) -> None:
-    N, L, _, K = map(int, size.split("x"))
+    N, L, E, K = map(int, size.split("x"))
     ours = ["ours", "ours, reversed"] + ["ours, Triton"] * (device != "cpu")
     added = {name: f"{memory(size, name, device, arguments.threads):.1f}" for name in ours}
     train, infer = random_sets(size, device)
@@ -130,6 +133,8 @@ def bench_overlap(size: str, device: str, arguments: argparse.Namespace) -> None
         if not torch.equal(calls[name]().long(), expected):
             raise SystemExit(f"{size} on {device}: {name} and {reference} differ")
     del expected
+    offsets = torch.tensor([*range(0, N, TRAJECTORY), N], device=device)
+    calls["refused rows"] = lambda: refused_rows(infer, E, offsets)
     calls["copy"] = lambda: target.copy_(train)
     times = alternating(calls, arguments.repeats, device, warm_up=0)
     median = {name: statistics.median(spent) for name, spent in times.items()}

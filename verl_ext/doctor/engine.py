@@ -65,7 +65,7 @@ def cascade_attention(context: Context) -> Iterable[Finding]:
         )
 
 
-def _captures_routing(context: Context) -> bool:
+def captures_routing(context: Context) -> bool:
     from verl_ext.launch.routing_checks import replay_mode, replays_here
 
     if context.get(f"{ROLLOUT}.enable_rollout_routing_replay") or context.get("stability.router_agreement"):
@@ -83,7 +83,7 @@ def routing_capture(context: Context) -> Iterable[Finding]:
     chunked prefill both work (as vLLM PR 28284 and the review of PR 39568 say of prefix caching).
     `VllmConfig.__post_init__` (config/vllm.py) refuses KV connectors, and `Scheduler.__init__` context parallelism.
     """
-    if not context.with_vllm or not _captures_routing(context):
+    if not context.with_vllm or not captures_routing(context):
         return
     ranks = [
         f"{VLLM_ARGUMENTS}.{name}"
