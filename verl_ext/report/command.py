@@ -114,7 +114,7 @@ def _count(text: str) -> int:
 def run_report(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from verl_ext.report.load import load_run
+    from verl_ext.report.load import read_run
     from verl_ext.report.terminal import dashboard
     from verl_ext.report.verdict import judge
 
@@ -122,7 +122,7 @@ def run_report(arguments: argparse.Namespace) -> int:
         if arguments.watch:
             return _watch(arguments, Console())
         console = Console()
-        run = load_run(arguments.path, arguments.which)
+        run = read_run(arguments.path, arguments.which)
         verdict = judge(run)
         console.print(dashboard(run, verdict))
         if not arguments.no_page:
@@ -221,11 +221,11 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
     from verl_ext.report.comparison import compare_runs, unique_names
     from verl_ext.report.comparison_text import comparison_table
-    from verl_ext.report.load import load_run
+    from verl_ext.report.load import read_run
     from verl_ext.report.page import write_comparison
 
     with _errors_are_one_line("compare") as outcome:
-        runs = [load_run(path) for path in arguments.paths]
+        runs = [read_run(path) for path in arguments.paths]
         runs = [replace(run, name=name) for run, name in zip(runs, unique_names(runs), strict=True)]
         extra = [printable(name) for name in arguments.metric]  # as names of metrics are read
         comparison = compare_runs(runs, extra=extra, window=arguments.window, cut=not arguments.full)
