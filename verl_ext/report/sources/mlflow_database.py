@@ -17,17 +17,19 @@ from urllib.parse import quote
 
 from verl_ext.report.files import open_regular
 from verl_ext.report.run import ReportError, is_step
-from verl_ext.report.sources.mlflow_folder import SYSTEM
+from verl_ext.report.sources.mlflow_folder import SYSTEM, verls_name
 from verl_ext.report.sources.store import Process
 from verl_ext.report.sources.table import Table
 
 ENDINGS = (".db", ".sqlite", ".sqlite3")
 NAMES = ("mlruns.db", "mlflow.db")  # verl's default, and MLflow's
 BEGINNING = b"SQLite format 3\0"
-TABLES = {"experiments", "runs", "metrics"}
+TABLES = ("experiments", "runs", "metrics")
 FUNCTIONS = {"min", "like"}
 EVERY = 1000  # instructions of SQLite's machine
 LEAST, PER_BYTE = 1_000_000, 1  # of them; reading every row takes 0.05 a byte
+FOREIGN = f"SELECT name FROM sqlite_master WHERE name IN {TABLES} AND (type != 'table' OR rootpage = 0)"
+MADE = "SELECT name FROM pragma_table_xinfo(?) WHERE hidden != 0"
 FIRST_STEPS_OF_RUNS = f"SELECT run_uuid, min(step) FROM metrics WHERE key NOT LIKE '{SYSTEM}%' GROUP BY run_uuid"
 VALUES = f"SELECT step, key, value, is_nan FROM metrics WHERE run_uuid = ? AND key NOT LIKE '{SYSTEM}%' ORDER BY rowid"
 
@@ -65,11 +67,11 @@ class MlflowDatabase:
         with self._rows() as rows:
             for step, key, value, is_nan in rows(VALUES, run):
                 if is_step(step) and isinstance(key, str):
-                    table.add(step, {key: math.nan if is_nan else value})
+                    table.add(step, {verls_name(key): math.nan if is_nan else value})
                 else:
                     unreadable += 1
         if unreadable:
-            yield f"{unreadable} rows of {self._path.name} have no step, or no name: left out"
+            yield f"rows without a step, or a name: {unreadable}; left out"
 
     @contextmanager
     def _rows(self) -> Iterator[Callable[..., Iterator[tuple]]]:
@@ -84,6 +86,9 @@ class MlflowDatabase:
             try:
                 database.text_factory = _text
                 database.execute("PRAGMA trusted_schema = off")
+                for query, values in ((FOREIGN, ()), *((MADE, (table,)) for table in TABLES)):
+                    if database.execute(query, values).fetchone():
+                        raise ReportError("not MLflow's database: a table of it is computed")
                 database.set_authorizer(_allowed)
                 database.set_progress_handler(lambda: next(steps, None) is None, EVERY)
                 yield lambda query, *values: database.execute(query, values)
@@ -94,7 +99,7 @@ class MlflowDatabase:
 
 
 def _allowed(action: int, name: str | None, function: str | None, _: str | None, inside: str | None) -> int:
-    """Nothing but reading the three tables: no view, no function that a column is made with."""
+    """Nothing but reading the three tables."""
     reading = action == sqlite3.SQLITE_READ and name in TABLES and inside is None
     calling = action == sqlite3.SQLITE_FUNCTION and function in FUNCTIONS
     return sqlite3.SQLITE_OK if reading or calling or action == sqlite3.SQLITE_SELECT else sqlite3.SQLITE_DENY

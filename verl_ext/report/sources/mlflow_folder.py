@@ -21,6 +21,7 @@ SYSTEM = "system/"  # metrics of the machine, which MLflow counts by steps of it
 DEPTH = 10  # folders in the name of a metric
 MOST_LINE = 4096  # bytes
 MOST_META = 1 << 16
+AT = re.compile(r"_at_(?=[0-9])")
 ENTRY = re.compile(r"^(name|run_name|start_time|lifecycle_stage): *(.*?) *$", re.MULTILINE)
 
 
@@ -73,7 +74,7 @@ def _read(run: Path, table: Table) -> Iterable[str]:
         for step, value in _lines(file, broken):
             table.add(step, {name: value})
     if broken:
-        yield f"{len(broken)} lines of {run.name} could not be read and are left out (the first is of {broken[0]})"
+        yield f"lines of {run.name} that could not be read: {len(broken)} (the first is of {broken[0]}); left out"
 
 
 def _metrics(run: Path) -> Iterator[tuple[str, Path]]:
@@ -86,7 +87,12 @@ def _metrics(run: Path) -> Iterator[tuple[str, Path]]:
         for file in sorted(files):
             metric = (here / file).relative_to(root).as_posix()
             if is_regular(here / file) and not metric.startswith(SYSTEM):
-                yield metric, here / file
+                yield verls_name(metric), here / file
+
+
+def verls_name(metric: str) -> str:
+    """MLflow has no `@` in a name: verl logs val-core/gsm8k/acc/mean@1 as mean_at_1 there."""
+    return AT.sub("@", metric)
 
 
 def _lines(file: Path, broken: list[str]) -> Iterator[tuple[int, float]]:

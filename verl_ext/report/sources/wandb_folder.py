@@ -5,6 +5,7 @@ One process of training writes one. A row of its history goes to the file when t
 
 import math
 from collections.abc import Hashable, Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,9 @@ def _read(file: Path, table: Table) -> Iterable[str]:
                     elsewhere += step != own
                     table.add(step, data)
     if unreadable:
-        yield f"{unreadable} records of {file.name} could not be read and are left out"
+        yield f"records of {file.name} that could not be read: {unreadable}; left out"
     if elsewhere:
-        yield f"W&B counted other steps than verl in {elsewhere} rows of {file.name}; verl's {STEP} stands"
+        yield f"rows of {file.name} in which W&B counted other steps than verl: {elsewhere}; {STEP} stands"
 
 
 def _row(history: Any) -> tuple[int | None, object, dict[str, object]]:
@@ -90,8 +91,12 @@ def _row(history: Any) -> tuple[int | None, object, dict[str, object]]:
     media = {key[:-1] for key in keys if key[-1] == b"_type"}  # a table, an image: its size is no metric
     data: dict[str, object] = {}
     for key, value in zip(keys, _values([item.value_json for item in history.item]), strict=True):
-        if len(key) <= MOST_NESTED and not (media and _within(key, media)):
-            data.update(_flat(".".join(map(_text, key)), value))
+        if len(key) > MOST_NESTED or (media and _within(key, media)):
+            continue
+        if isinstance(value, dict):
+            data.update(_flat(_name(key), value))
+        elif not isinstance(value, (str, list)):
+            data[_name(key)] = value
     own = data.pop(WANDB_STEP, None)
     if history.HasField("step"):
         own = history.step.num
@@ -123,17 +128,24 @@ def _value(text: bytes) -> object:
         return ""
 
 
-def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """The numbers, and nulls, in a value."""
-    inside = [(name, value, 1)]
+def _flat(name: str, outer: dict) -> Iterator[tuple[str, object]]:
+    """What is in dictionaries within each other, but for text, lists and media."""
+    inside = [(name, outer, 1)]
     while inside:
-        name, value, depth = inside.pop()
-        if isinstance(value, dict):
-            if depth < MOST_NESTED and "_type" not in value:
-                # The name is cut as it grows: a long one over many others would be copied for each.
-                inside += [(f"{printable(name)}.{key}", each, depth + 1) for key, each in value.items()]
-        elif value is None or isinstance(value, (int, float)):
-            yield name, value
+        name, outer, depth = inside.pop()
+        if depth >= MOST_NESTED or "_type" in outer:
+            continue
+        before = printable(name)  # a long name before many others would be copied for each
+        for key, value in outer.items():
+            if isinstance(value, dict):
+                inside.append((f"{before}.{key}", value, depth + 1))
+            elif not isinstance(value, (str, list)):
+                yield f"{before}.{key}", value
+
+
+@lru_cache(maxsize=4096)
+def _name(key: tuple[bytes, ...]) -> str:
+    return ".".join(map(_text, key))
 
 
 def _text(text: bytes) -> str:
