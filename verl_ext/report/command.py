@@ -26,8 +26,9 @@ LIBRARIES = "altair vl-convert-python jinja2 pillow"  # where they come from
 FAILED = 2  # the status of a command that could not do what was asked
 
 RUN_HELP = (
-    "verl's metrics file (.jsonl), a TensorBoard folder, a CSV export of W&B, or a folder that holds one of these; the "
-    "guard's events and dumped trajectories beside it are read too; PATH:N is the Nth of several runs in it"
+    "verl's metrics file (.jsonl), a local folder of W&B (wandb/), TensorBoard or MLflow (mlruns/, mlruns.db), a CSV "
+    "export of W&B, or a folder that holds one of these; the guard's events and dumped trajectories beside it are read "
+    "too; PATH:N is the Nth of several runs in it"
 )
 REPORT = """\
 Say what a run's metrics mean, and draw them: a verdict and a table here, and a folder with one HTML page that needs no
@@ -59,7 +60,11 @@ def add_parsers(commands) -> None:
     report.add_argument("path", metavar="RUN", type=Path, help=RUN_HELP)
     _add_out(report, "report")
     report.add_argument(
-        "--run", dest="which", type=_count, metavar="N", help="of several runs in one file, the Nth (default: the last)"
+        "--run",
+        dest="which",
+        type=_count,
+        metavar="N",
+        help="of several runs, the Nth (default: the last)",
     )
     report.add_argument(
         "--watch",

@@ -53,7 +53,7 @@ def log(records: Sequence[bytes]) -> bytes:
 
 
 def field(number: int, content: str | bytes) -> bytes:
-    content = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
+    content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
     return varint(number << 3 | 2) + varint(len(content)) + content
 
 

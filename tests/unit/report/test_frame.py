@@ -1,9 +1,12 @@
 import math
+import re
 
 import numpy as np
 import pytest
 
+from tests import ROOT
 from tests.unit.report.made_files import train, write
+from tests.unit.report.made_stores import wandb_run
 from verl_ext.report import frame
 from verl_ext.report.frame import load_run
 from verl_ext.report.run import ReportError
@@ -33,3 +36,18 @@ def test_no_run_and_a_frame_beyond_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(frame, "MOST_CELLS", 5)
     with pytest.raises(ReportError, match="a frame of 3 steps and 2 metrics has too many cells"):
         load_run(write(tmp_path / "run.jsonl", [(1, {"a": 1}), (2, {"b": 1}), (3, {"b": 1})]))
+
+
+def test_the_example_of_the_page(tmp_path, monkeypatch):
+    """All but the picture, for which pandas wants a package more."""
+    page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    metrics = {"critic/score/mean": 0.5, "actor/entropy": 0.1}
+    rows = [(step, {"vllm_kl/k3": step / 100, **metrics}) for step in range(1, 20)]
+    wandb_run(tmp_path / "wandb", rows)
+    monkeypatch.chdir(tmp_path)
+    assert code.count(".plot()") == 1
+    found: dict = {}
+    exec(code.replace(".plot()", ""), found)
+    assert found["run"]["vllm_kl/k3"].rolling(10).median().iloc[-1] == pytest.approx(0.145)
+    assert found["run"].index.tolist() == list(range(1, 20))
