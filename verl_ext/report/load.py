@@ -13,6 +13,7 @@ from verl_ext.report.sources.csv_export import CsvSource
 from verl_ext.report.sources.events import EventLog
 from verl_ext.report.sources.find import Found, find
 from verl_ext.report.sources.jsonl import JsonlSource
+from verl_ext.report.sources.mlflow_database import ENDINGS as DATABASES
 from verl_ext.report.sources.mlflow_database import MlflowDatabase
 from verl_ext.report.sources.mlflow_folder import MlflowFolder
 from verl_ext.report.sources.store import StoreSource
@@ -154,8 +155,8 @@ def _open(found: Found, which: int | None) -> Source:
 
 
 def _events_file(files: tuple[Path, ...]) -> Path | None:
-    """X.guard.jsonl for X.jsonl; beside other kinds of files, the only one that there is."""
-    if not files:  # they have just been removed
+    """X.guard.jsonl for X.jsonl; beside other kinds of files, the only one that there is; none beside a database."""
+    if not files or files[0].suffix in DATABASES:  # they have just been removed; it may lie in /tmp
         return None
     metrics = files[0]
     if metrics.suffix == ".jsonl":

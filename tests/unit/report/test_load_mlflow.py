@@ -174,7 +174,20 @@ def test_rows_of_odd_types(database):
     assert run.notes == ("rows without a step, or a name: 2; left out",)
 
 
+def test_a_run_whose_name_is_not_utf_8(database):
+    change(database, "UPDATE runs SET run_uuid = CAST(x'ff' AS TEXT), name = CAST(x'fe' AS TEXT)")
+    change(database, "UPDATE metrics SET run_uuid = CAST(x'ff' AS TEXT)")
+    run = read_run(database)
+    assert run.name == "\\udcfe" and values(run)[39] == 39
+
+
 def test_nothing_is_written_beside_a_database(database):
     before = database.read_bytes()
     read_run(database)
     assert database.read_bytes() == before and [file.name for file in database.parent.iterdir()] == ["mlruns.db"]
+
+
+def test_a_guards_log_beside_a_database_may_be_anothers(database):
+    beside = database.with_name("some.guard.jsonl")
+    beside.write_text('{"step": 3, "rule": "r", "signal": "a", "action": "skip", "value": 1, "reason": "x"}\n')
+    assert read_run(database).events == () and read_run(database).sources == (database,)

@@ -31,7 +31,11 @@ LEAST, PER_BYTE = 1_000_000, 1  # of them; reading every row takes 0.05 a byte
 FOREIGN = f"SELECT name FROM sqlite_master WHERE name IN {TABLES} AND (type != 'table' OR rootpage = 0)"
 MADE = "SELECT name FROM pragma_table_xinfo(?) WHERE hidden != 0"
 FIRST_STEPS_OF_RUNS = f"SELECT run_uuid, min(step) FROM metrics WHERE key NOT LIKE '{SYSTEM}%' GROUP BY run_uuid"
-VALUES = f"SELECT step, key, value, is_nan FROM metrics WHERE run_uuid = ? AND key NOT LIKE '{SYSTEM}%' ORDER BY rowid"
+RUNS = "SELECT rowid, run_uuid, name, experiment_id, start_time FROM runs WHERE lifecycle_stage != 'deleted'"
+VALUES = f"""
+    SELECT step, key, value, is_nan FROM metrics
+    WHERE run_uuid = (SELECT run_uuid FROM runs WHERE rowid = ?) AND key NOT LIKE '{SYSTEM}%' ORDER BY metrics.rowid
+"""
 
 
 class MlflowDatabase:
@@ -49,7 +53,6 @@ class MlflowDatabase:
         with self._rows() as rows:
             projects = {number: _text(name) for number, name in rows("SELECT experiment_id, name FROM experiments")}
             first = dict(rows(FIRST_STEPS_OF_RUNS))
-            runs = rows("SELECT run_uuid, name, experiment_id, start_time FROM runs WHERE lifecycle_stage != 'deleted'")
             return [
                 Process(
                     name=_text(name) or _text(run),
@@ -57,15 +60,15 @@ class MlflowDatabase:
                     started=(started if is_step(started) else 0, _text(run)),
                     first=first[run] if is_step(first.get(run)) else None,
                     files=(self._path,),
-                    add_to=partial(self._read, run),
+                    add_to=partial(self._read, row),
                 )
-                for run, name, experiment, started in runs
+                for row, run, name, experiment, started in rows(RUNS)
             ]
 
-    def _read(self, run: object, table: Table) -> Iterable[str]:
+    def _read(self, row: int, table: Table) -> Iterable[str]:
         unreadable = 0
         with self._rows() as rows:
-            for step, key, value, is_nan in rows(VALUES, run):
+            for step, key, value, is_nan in rows(VALUES, row):
                 if is_step(step) and isinstance(key, str):
                     table.add(step, {verls_name(key): math.nan if is_nan else value})
                 else:

@@ -22,7 +22,7 @@ DEPTH = 10  # folders in the name of a metric
 MOST_LINE = 4096  # bytes
 MOST_META = 1 << 16
 AT = re.compile(r"_at_(?=[0-9])")
-ENTRY = re.compile(r"^(name|run_name|start_time|lifecycle_stage): *(.*?) *$", re.MULTILINE)
+ENTRY = re.compile(r"^(name|run_name|start_time|lifecycle_stage):(.*)$", re.MULTILINE)
 
 
 class MlflowFolder:
@@ -120,7 +120,7 @@ def _meta(file: Path) -> dict[str, str]:
     """The entries that are needed. A YAML reader would take what an enemy gives it: aliases, depth, time."""
     with open_regular(file) as opened:
         text = opened.read(MOST_META).decode("utf-8", errors="surrogateescape")
-    return {key: _unquoted(value) for key, value in ENTRY.findall(text)}
+    return {key: _unquoted(value.strip()) for key, value in ENTRY.findall(text)}
 
 
 def _unquoted(value: str) -> str:
