@@ -43,6 +43,7 @@ BELOW = {
         "workers",
         "errors",
         "methods",
+        "fields",
         "printable",
         "run_files",
         "__version__",

@@ -1,1 +1,5 @@
-"""Small runs of verl's trainer mathematics beside each other: does a method help against a gap of this kind?"""
+"""`verl-ext lab`: a mixture of experts small enough to collapse, and be saved, on a laptop.
+
+The model, its sampler and what is wrong between the two are the lab's; what measures, weighs, filters, judges and
+trains is the plugin's and verl's own code.
+"""

@@ -11,7 +11,7 @@ from verl_ext.report.files import is_regular, open_regular, written_whole
 if TYPE_CHECKING:
     from verl_ext.lab.arms import Arm
 
-METRICS, DONE, LOG = "metrics.jsonl", "done.json", "log.txt"
+METRICS, DONE, LOG = "metrics.jsonl", "done.json", "errors.log"
 OF_A_RUN = ("metrics.*", DONE, LOG)  # what a run writes, and the next one in its folder takes away
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from verl_ext.lab.cells import Cell
     from verl_ext.lab.follow import Followed
 
-STEPS, SEEDS, VARIANTS = 300, "5", "none,tis,icepop,kpop,mis,geo_mask,r3"
+SEEDS, VARIANTS = "5", "none,tis,icepop,kpop,mis,geo_mask,r3"
 SOME_FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 WIDTH = 100  # where the output is not a terminal
 NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--seeds", type=_seeds, default=_seeds(SEEDS), metavar="N", help=f"so many, or 3-7, or 0,2 (default: {SEEDS})"
     )
-    parser.add_argument("--steps", type=_count, default=STEPS, metavar="N", help="of a run (default: %(default)s)")
+    parser.add_argument("--steps", type=_count, metavar="N", help="of a run (default: 300)")
     parser.add_argument("--jobs", type=_count, metavar="N", help="runs at a time (default: one a core)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: .lab/REGIME")
     parser.add_argument(
@@ -99,15 +99,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from verl_ext.lab.arms import run_arm
+    from verl_ext.lab.arms import run_arm, setup_of
     from verl_ext.lab.cells import Cell, left_to_do
     from verl_ext.lab.follow import follow
     from verl_ext.lab.grid import run_grid
     from verl_ext.report.command import errors_are_one_line
 
     arms = _arms(arguments)
+    steps = setup_of(arms[0], 0).config.trainer.total_training_steps
     out = arguments.out or Path(".lab") / arguments.regime
-    cells = [Cell(arm, seed, arguments.steps) for seed in arguments.seeds for arm in arms]
+    cells = [Cell(arm, seed, steps) for seed in arguments.seeds for arm in arms]
     told = Console(stderr=True)
     with errors_are_one_line("lab") as outcome:
         out.mkdir(parents=True, exist_ok=True)
@@ -118,12 +119,12 @@ def _run(arguments: argparse.Namespace) -> int:
             told.print(f"{done} of {len(cells)} runs are done already, in {out}", highlight=False, markup=False)
         jobs = arguments.jobs or len(os.sched_getaffinity(0))
         with closing(run_grid(left, out, run_arm, jobs)) as events:
-            followed = follow(events, len(left), len(cells), arguments.steps, told)
+            followed = follow(events, len(left), len(cells), steps, told)
         _show(arguments, arms, cells, out, followed)
         if followed.interrupted:
             told.print("interrupted: the same command goes on with what is not done yet")
             return INTERRUPTED
-        return REFUSED if followed.refused else SOME_FAILED if followed.failed else 0
+        return SOME_FAILED if followed.failed else 0
     return outcome.status
 
 
@@ -143,7 +144,7 @@ def _show(
     if not any(variant.runs for variant in variants):
         return
     words = findings(variants)
-    about = {"regime": arguments.regime, "steps": arguments.steps, "seeds": list(arguments.seeds)}
+    about = {"regime": arguments.regime, "steps": cells[0].steps, "seeds": list(arguments.seeds)}
     found = results(about | {"complete": not followed.interrupted}, variants, words)
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     if arguments.json:
@@ -157,7 +158,7 @@ def _show(
         from verl_ext.lab.page import write_lab_page
 
         title = f"The lab: {arguments.regime}"
-        stand = f"{len(variants)} variants, {len(arguments.seeds)} seeds, {arguments.steps} steps each"
+        stand = f"{len(variants)} variants, {len(arguments.seeds)} seeds, {cells[0].steps} steps each"
         with drawing(console) as progress:
             written["page"] = write_lab_page(title, stand, variants, runs, words, out, progress)
     if not arguments.json:
@@ -166,9 +167,7 @@ def _show(
 
 
 def _arms(arguments: argparse.Namespace) -> "list[Arm]":
-    """The exact rollout first, then the variants."""
-    from dataclasses import replace
-
+    """Of the exact rollout, and of the variants; their settings are checked."""
     from verl_ext.lab.arms import arms_of
 
     if not arguments.regime:
@@ -177,16 +176,11 @@ def _arms(arguments: argparse.Namespace) -> "list[Arm]":
     if twice := [name for name in added if name in (*arguments.variants, "exact")]:
         raise ConfigError(f"--add {twice[0]}: there is a variant of this name", otherwise="choose another name")
     plugins = (f"stability.plugins=[{','.join(arguments.plugins)}]",) if arguments.plugins else ()
-    overrides = (*plugins, *arguments.overrides)
-    variants = [name for name in arguments.variants if name != "exact"]
-    arms = arms_of(arguments.regime, variants, added, overrides, arguments.steps)
-    if any(arm.name == "exact" for arm in arms):
-        return arms
-    return [replace(arms_of("exact", ["none"], {}, overrides, arguments.steps)[0], name="exact"), *arms]
+    return arms_of(arguments.regime, arguments.variants, added, (*plugins, *arguments.overrides), arguments.steps)
 
 
 def _list() -> int:
-    from verl_ext.lab.arms import VARIANTS as KNOWN
+    from verl_ext.lab.arms import variants
     from verl_ext.lab.regimes import REGIMES
 
     width = max(map(len, REGIMES))
@@ -194,7 +188,7 @@ def _list() -> int:
     print(f"  {'exact':{width}}  a rollout that differs in nothing; always part of it")
     for name, regime in REGIMES.items():
         print(f"  {name:{width}}  {regime.stands_for}")
-    print(f"variants\n  {', '.join(KNOWN)}")
+    print(f"variants\n  {', '.join(variants())}")
     return 0
 
 

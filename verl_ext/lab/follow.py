@@ -18,12 +18,10 @@ class Followed:
 
     Attributes:
         failed: with an error in a line each.
-        refused: whether settings were the reason for one of them.
         interrupted: by Ctrl-C.
     """
 
     failed: dict[Cell, str] = field(default_factory=dict)
-    refused: bool = False
     interrupted: bool = False
 
 
@@ -71,10 +69,7 @@ def follow(events: Iterator[Step | End], left: int, runs: int, steps: int, conso
 
 def _told(end: End, followed: Followed, count: str, console: "Console") -> None:
     if end.error:
-        known = end.error in followed.failed.values()  # as with every seed of an arm whose settings are refused
         followed.failed[end.cell] = end.error
-        followed.refused |= end.refused
-        if not known:
-            console.print(f"{end.cell} failed: {end.error}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{end.cell} failed: {end.error}", markup=False, highlight=False, soft_wrap=True)
     elif not console.is_terminal:
         console.print(f"{count}: {end.cell}", markup=False, highlight=False, soft_wrap=True)

@@ -21,25 +21,21 @@ FORKS = multiprocessing.get_context("forkserver")
 def run_grid(cells: Iterable[Cell], out: Path, run: RunArm, jobs: int) -> Generator[Step | End, None, None]:
     """Run the cells, `jobs` at a time, and tell of each step and each end as it comes.
 
-    A run that fails does not stop the others; where it was refused, the other seeds of its arm are not tried. Close the
-    iterator (`contextlib.closing`) to stop early: no process is left then. Runs that were cut short are not done.
+    A run that fails does not stop the others. Close the iterator (`contextlib.closing`) to stop early: no process is
+    left then. Runs that were cut short are not done.
 
     Args:
         run: `verl_ext.lab.arms.run_arm`, or another function of a module, with which processes find it.
     """
     waiting, running = deque(cells), dict[Connection, tuple[Cell, ForkServerProcess]]()
-    refused: dict[str, str] = {}
     _prepare(run)
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 cell = waiting.popleft()
-                if said := refused.get(cell.arm.name):
-                    yield End(cell, said, refused=True)
-                    continue
                 events, process = _start(run, cell, out)
                 running[events] = cell, process
-            ready = wait(running) if running else []  # of nothing, it waits for ever
+            ready = wait(running)
             for events in [each for each in running if each in ready]:
                 cell, process = running[events]
                 event = _received(events, cell, process)
@@ -47,8 +43,6 @@ def run_grid(cells: Iterable[Cell], out: Path, run: RunArm, jobs: int) -> Genera
                     del running[events]
                     events.close()
                     process.join()
-                    if event.refused:
-                        refused[cell.arm.name] = event.error
                 yield event
     finally:
         for _, process in running.values():

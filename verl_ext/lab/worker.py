@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_ext.errors import ConfigError
+from verl_ext.errors import UserError
 from verl_ext.lab.cells import LOG, Cell
 from verl_ext.printable import printable
 
@@ -30,11 +30,10 @@ class Step:
 
 @dataclass(frozen=True)
 class End:
-    """A run has ended: well where `error`, a line, is empty; `refused` where its settings cannot work."""
+    """A run has ended: well where `error`, a line, is empty."""
 
     cell: Cell
     error: str = ""
-    refused: bool = False
 
 
 def work(run: RunArm, cell: Cell, out: Path, events: Connection) -> None:
@@ -48,11 +47,10 @@ def work(run: RunArm, cell: Cell, out: Path, events: Connection) -> None:
         _print_to(folder / LOG)
         run(cell.arm, cell.seed, folder, lambda step: events.send(Step(cell, step)))
         cell.mark_done(out, time.monotonic() - start)
-    except ConfigError as error:
-        events.send(End(cell, _line(str(error)), refused=True))
     except Exception as error:
         traceback.print_exc()
-        events.send(End(cell, _line(f"{type(error).__name__}: {error}")))
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        events.send(End(cell, _line(f"{kind}{error}")))
     else:
         events.send(End(cell))
 

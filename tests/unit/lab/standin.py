@@ -16,7 +16,6 @@ import numpy as np
 from verl_ext.errors import ConfigError
 
 REGIMES = {"stale": SimpleNamespace(stands_for="asynchronous RL"), "bf16": SimpleNamespace(stands_for="two kernels")}
-VARIANTS = ("none", "tis", "icepop")
 FINAL = {"exact": 0.9, "none": 0.2, "tis": 0.75, "icepop": 0.6}  # where the reward ends
 
 
@@ -27,21 +26,34 @@ class Arm:
 
 
 def arms_of(
-    regime: str, variants: Sequence[str], added: Mapping[str, str], overrides: Sequence[str], steps: int
+    regime: str, names: Sequence[str], added: Mapping[str, str], overrides: Sequence[str], steps: int | None
 ) -> list[Arm]:
     for name in regime.split("+"):
         if name not in ("exact", *REGIMES):
             raise ConfigError(f"the regime {name} is not known; choose one of: {', '.join(REGIMES)}")
-    settings = {name: f"stability={name}" for name in variants} | dict(added)
-    return [Arm(name, (own, f"lab={regime}", *overrides, f"steps={steps}")) for name, own in settings.items()]
+    common = (*overrides, f"steps={steps or 20}")
+    settings = {name: f"stability={name}" for name in names} | dict(added)
+    if "refused" in settings:
+        raise ConfigError("stability.tis.high=0 must be above 0", fix=("stability.tis.high=2",))
+    arms = [Arm(name, (own, f"lab={regime}", *common)) for name, own in settings.items()]
+    return [Arm("exact", ("stability=none", "lab=exact", *common)), *arms]
+
+
+def variants() -> tuple[str, ...]:
+    return ("none", "tis", "icepop")
+
+
+def setup_of(arm: Arm, seed: int) -> SimpleNamespace:
+    trainer = SimpleNamespace(total_training_steps=_steps(arm))
+    return SimpleNamespace(config=SimpleNamespace(trainer=trainer))
 
 
 def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -> None:
-    steps = next(int(each.removeprefix("steps=")) for each in arm.overrides if each.startswith("steps="))
+    steps = _steps(arm)
     threads = os.environ["OMP_NUM_THREADS"]
     print(f"said by a library with {threads} thread", file=sys.stderr, flush=True)
-    if arm.name == "refused":
-        raise ConfigError("stability.tis.high=0 must be above 0", fix=("stability.tis.high=2",))
+    if arm.name == "cold":
+        raise ConfigError("lab.warm_up.reward=0.9 was not reached")
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:  # as verl's logger, which appends
         for step, data in enumerate(curves(arm.name, seed, steps), start=1):
             file.write(json.dumps({"step": step, "data": data}) + "\n")
@@ -53,6 +65,10 @@ def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -
                 os.kill(os.getpid(), signal.SIGKILL)
             if arm.name == "slow":
                 time.sleep(0.05)
+
+
+def _steps(arm: Arm) -> int:
+    return next(int(each.removeprefix("steps=")) for each in arm.overrides if each.startswith("steps="))
 
 
 def curves(name: str, seed: int, steps: int) -> list[dict[str, float]]:
