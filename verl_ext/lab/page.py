@@ -23,7 +23,10 @@ def write_lab_page(
     order = [variant.name for variant in ranked(variants)]
     named = {name: runs[name] for name in order if runs.get(name)}
     look = looks(order)
-    panels = [replace(panel, reading=READINGS[panel.metric], compared="") for panel in LAB_PANELS]
+    panels = [
+        replace(panel, title=panel.title.removesuffix(" by layer"), reading=READINGS[panel.metric], compared="")
+        for panel in LAB_PANELS
+    ]
     context = {
         "title": title,
         "about": about,
