@@ -67,16 +67,15 @@ def _collapse(variant: Variant) -> str:
 
 
 def _warnings(variants: Sequence[Variant]) -> Iterator[str]:
-    what = f"k3 past {LARGE_K3:g}, or a forecast below {FEW_STEPS} steps,"
     died = sum(len(variant.collapsed) for variant in variants)
     lived = sum(len(variant.runs) for variant in variants) - died
-    leads = [int(step) for variant in variants for step in variant.of("warning").values()]
-    if died:
-        early = [lead for lead in leads if lead > 0]
-        span = f", {min(early)} to {max(early)} steps ahead" if early else ""
-        yield f"A warning ({what} before the reward fell) came in {len(early)} of {died} collapses{span}."
+    early = [int(lead) for variant in variants for lead in variant.of("warning").values() if lead > 0]
+    span = f", {min(early)} to {max(early)} steps ahead of the fall" if early else ""
+    came = [f"in {len(early)} of {died} collapses in time{span}"] if died else []
     if false := sum(len(variant.false_alarms) for variant in variants):
-        yield f"The same came in {false} of the {lived} runs that did not collapse."
+        came.append(f"in {false} of the {lived} runs that did not collapse")
+    if came:
+        yield f"Warnings (k3 past {LARGE_K3:g}, or a forecast below {FEW_STEPS} steps) came {', and '.join(came)}."
 
 
 def _caveats(variants: Sequence[Variant]) -> Iterator[str]:

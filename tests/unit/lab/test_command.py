@@ -211,6 +211,7 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path):
     assert before < done(out) == {f"{name}/seed{seed}" for name in ("exact", "none", "slow") for seed in range(2)}
 
 
+@pytest.mark.slow
 def test_a_worker_ends_by_itself_where_the_command_was_killed(tmp_path):
     words = ["stale", "--variants", "none", "--add", "slow=x", "--seeds", "1", "--steps", "3000", "--jobs", "3"]
     command = subprocess.Popen(

@@ -34,13 +34,17 @@ def test_collapses_have_their_seeds_and_steps_and_warnings_their_leads():
     alarmed = Variant("tis", (), {0: summary(0.7, warned=10), 1: summary(0.7), 2: summary(0.7)})
     text = said(EXACT, NONE, alarmed)
     assert "none in 3 of 3 (seed 0, 1, 2; step 100)" in text
-    assert "came in 3 of 3 collapses, 25 to 25 steps ahead" in text
-    assert "came in 1 of the 6 runs that did not collapse" in text
+    assert (
+        "came in 3 of 3 collapses in time, 25 to 25 steps ahead of the fall, and in 1 of the 6 runs that did not"
+        in text
+    )
 
 
 def test_a_late_warning_is_none():
     late = variant("none", [0.1, 0.1], collapsed=100, warned=120, warning=-15)
-    assert "came in 0 of 2 collapses." in said(late)
+    assert "came in 0 of 2 collapses in time." in said(late)
+    alarmed = Variant("none", (), {0: summary(0.7, warned=10), 1: summary(0.7)})
+    assert "steps) came in 1 of the 2 runs that did not collapse." in said(alarmed)
 
 
 def test_an_exact_arm_that_dies_by_itself_is_told():
