@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from verl_ext.lab.cells import METRICS, Cell
 from verl_ext.lab.seeds import Variant
 from verl_ext.lab.summary import summarise
-from verl_ext.report.load import load_run
+from verl_ext.report.load import read_run
 from verl_ext.report.run import ReportError, Run
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def collect(
             errors[name][cell.seed] = failed[cell]
         elif cell.settings_done(out) == cell.settings:
             try:
-                runs[name][cell.seed] = load_run(cell.folder(out) / METRICS)
+                runs[name][cell.seed] = read_run(cell.folder(out) / METRICS)
             except ReportError as error:
                 errors[name][cell.seed] = str(error)
     variants = [
