@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import ConfigError
 from verl_ext.launch.routing_checks import ROLLOUT, hf_config_of
+from verl_ext.routing.engines import ENGINES
 from verl_ext.settings.config import StabilityConfig
 from verl_ext.settings.fake_quantization import FakeQuantization
 
@@ -24,7 +25,8 @@ def check_fake_quantization(config: DictConfig, stability: StabilityConfig, read
     said = f"{SETTING}.format={asked.format}"
     if (name := config.actor_rollout_ref.rollout.name) != "vllm":
         raise ConfigError(f"{said} rounds the weights of vLLM, not of {ROLLOUT}.name={name}", fix=(OFF,))
-    for setting in (f"{ROLLOUT}.quantization", f"{ROLLOUT}.qat.enable", f"{ARGUMENTS}.quantization"):
+    engine = ENGINES.get(config.actor_rollout_ref.actor.strategy, ENGINES["fsdp"]).settings
+    for setting in (f"{ROLLOUT}.quantization", f"{ARGUMENTS}.quantization", f"{engine}.qat.enable"):
         if real := OmegaConf.select(config, setting):
             without = "false" if real is True else "null"
             raise ConfigError(

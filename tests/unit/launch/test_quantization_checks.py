@@ -63,7 +63,10 @@ def test_a_load_format_of_vllms_own_arguments_goes_over_the_rollouts(check):
         ([f"{ROLLOUT}.name=sglang"], "rounds the weights of vLLM, not of actor_rollout_ref.rollout.name=sglang"),
         ([f"{ROLLOUT}.quantization=fp8"], "quantization=fp8 makes a real one; set stability.fake_quantization.format="),
         ([f"{VLLM}.quantization=fp8"], "engine_kwargs.vllm.quantization=fp8 makes a real one"),
-        ([f"{ROLLOUT}.qat.enable=true"], "or set actor_rollout_ref.rollout.qat.enable=false"),
+        (
+            ["actor_rollout_ref.actor.fsdp_config.qat.enable=true"],
+            "or set actor_rollout_ref.actor.fsdp_config.qat.enable",
+        ),
         ([f"{ROLLOUT}.checkpoint_engine.backend=delta_sharded"], "changes those that are loaded already"),
         ([f"{FAKE}.group=100"], "group=100 does not divide the model's hidden_size=2048; set"),
     ],
