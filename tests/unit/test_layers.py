@@ -31,6 +31,18 @@ BELOW = {
         "printable",
         "run_files",
     },
+    "lab": {
+        "core",
+        "guard",
+        "launch",
+        "settings",
+        "trainer",
+        "workers",
+        "errors",
+        "methods",
+        "fields",
+        "run_files",
+    },
     "report": {"core", "guard", "metrics", "errors", "printable", "run_files", "__version__"},
 }
 ENGINES = {"verl", "ray", "vllm"}
