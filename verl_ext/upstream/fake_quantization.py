@@ -15,7 +15,7 @@ from verl_ext.upstream.patching import Undo, wrap
 
 LOAD_FORMAT = "verl_ext_fake_quantized"  # of `fake_quantized_loader`, as vLLM's argument names it
 OURS = "verl_ext"  # our part of vLLM's model_loader_extra_config
-KINDS = LINEAR, ROUTER, HEAD = "linear", "router", "head"
+LINEAR, ROUTER, HEAD = "linear", "router", "head"
 
 # Parts of the names of weights on Hugging Face, families of mixtures of experts above all.
 MATRIX = re.compile(r"\.weight$|\.experts\.\w+_proj$")  # the latter: of all experts, [E, out, in]
