@@ -26,8 +26,9 @@ LIBRARIES = "altair vl-convert-python jinja2 pillow"  # where they come from
 FAILED = 2  # the status of a command that could not do what was asked
 
 RUN_HELP = (
-    "verl's metrics file (.jsonl), a TensorBoard folder, a CSV export of W&B, or a folder that holds one of these; the "
-    "guard's events and dumped trajectories beside it are read too; PATH:N is the Nth of several runs in it"
+    "verl's metrics file (.jsonl), a local folder of W&B (wandb/), TensorBoard or MLflow (mlruns/, mlruns.db), a CSV "
+    "export of W&B, or a folder that holds one of these; the guard's events and dumped trajectories beside it are read "
+    "too; PATH:N is the Nth of several runs in it"
 )
 REPORT = """\
 Say what a run's metrics mean, and draw them: a verdict and a table here, and a folder with one HTML page that needs no
@@ -59,7 +60,11 @@ def add_parsers(commands) -> None:
     report.add_argument("path", metavar="RUN", type=Path, help=RUN_HELP)
     _add_out(report, "report")
     report.add_argument(
-        "--run", dest="which", type=_count, metavar="N", help="of several runs in one file, the Nth (default: the last)"
+        "--run",
+        dest="which",
+        type=_count,
+        metavar="N",
+        help="of several runs, the Nth (default: the last)",
     )
     report.add_argument(
         "--watch",
@@ -114,7 +119,7 @@ def _count(text: str) -> int:
 def run_report(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from verl_ext.report.load import load_run
+    from verl_ext.report.load import read_run
     from verl_ext.report.terminal import dashboard
     from verl_ext.report.verdict import judge
 
@@ -122,7 +127,7 @@ def run_report(arguments: argparse.Namespace) -> int:
         if arguments.watch:
             return _watch(arguments, Console())
         console = Console()
-        run = load_run(arguments.path, arguments.which)
+        run = read_run(arguments.path, arguments.which)
         verdict = judge(run)
         console.print(dashboard(run, verdict))
         if not arguments.no_page:
@@ -221,11 +226,11 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
     from verl_ext.report.comparison import compare_runs, unique_names
     from verl_ext.report.comparison_text import comparison_table
-    from verl_ext.report.load import load_run
+    from verl_ext.report.load import read_run
     from verl_ext.report.page import write_comparison
 
     with _errors_are_one_line("compare") as outcome:
-        runs = [load_run(path) for path in arguments.paths]
+        runs = [read_run(path) for path in arguments.paths]
         runs = [replace(run, name=name) for run, name in zip(runs, unique_names(runs), strict=True)]
         extra = [printable(name) for name in arguments.metric]  # as names of metrics are read
         comparison = compare_runs(runs, extra=extra, window=arguments.window, cut=not arguments.full)
