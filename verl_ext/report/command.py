@@ -123,7 +123,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     from verl_ext.report.terminal import dashboard
     from verl_ext.report.verdict import judge
 
-    with _errors_are_one_line("report") as outcome:
+    with errors_are_one_line("report") as outcome:
         if arguments.watch:
             return _watch(arguments, Console())
         console = Console()
@@ -205,15 +205,15 @@ def _write(
 ) -> None:
     from verl_ext.report.folder import write_pages
 
-    with _progress(console) as progress:
+    with drawing(console) as progress:
         pages = write_pages(
             run, verdict, arguments.out, pictures=not arguments.no_pictures, tidy=tidy, progress=progress
         )
     for name, page in pages.items():
-        _tell(console, name, page)
+        tell(console, name, page)
 
 
-def _tell(console: "Console", name: str, page: Path) -> None:
+def tell(console: "Console", name: str, page: Path) -> None:
     from verl_ext.report.run import MOST_MESSAGE
     from verl_ext.report.terminal import encodable
 
@@ -229,7 +229,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     from verl_ext.report.load import read_run
     from verl_ext.report.page import write_comparison
 
-    with _errors_are_one_line("compare") as outcome:
+    with errors_are_one_line("compare") as outcome:
         runs = [read_run(path) for path in arguments.paths]
         runs = [replace(run, name=name) for run, name in zip(runs, unique_names(runs), strict=True)]
         extra = [printable(name) for name in arguments.metric]  # as names of metrics are read
@@ -238,11 +238,11 @@ def run_compare(arguments: argparse.Namespace) -> int:
         console.print(comparison_table(comparison))
         if not arguments.no_page:
             named = {run.name: run for run in runs}
-            with _progress(console) as progress:
+            with drawing(console) as progress:
                 page = write_comparison(
                     named, comparison, arguments.out, pictures=not arguments.no_pictures, progress=progress
                 )
-            _tell(console, "page", page)
+            tell(console, "page", page)
     return outcome.status
 
 
@@ -251,7 +251,7 @@ class _Outcome:
 
 
 @contextmanager
-def _errors_are_one_line(command: str) -> Iterator[_Outcome]:
+def errors_are_one_line(command: str) -> Iterator[_Outcome]:
     """What the user can do something about becomes one line and a status."""
     from verl_ext.report.run import MOST_MESSAGE, ReportError
 
@@ -269,7 +269,7 @@ def _errors_are_one_line(command: str) -> Iterator[_Outcome]:
 
 
 @contextmanager
-def _progress(console: "Console") -> Iterator["Progress"]:
+def drawing(console: "Console") -> Iterator["Progress"]:
     """A spinner that names what is being drawn; nothing where the output is not a terminal."""
     with console.status("drawing") as status:
         yield lambda what: status.update(f"drawing: {what}")
