@@ -56,7 +56,7 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "Qwen3MoeForCausalLM":
-    """A Qwen3-MoE of 236,000 parameters with random weights, in float32: what the warm-up and verl's optimizer train.
+    """A Qwen3-MoE of 260,000 parameters with random weights, in float32: what the warm-up and verl's optimizer train.
 
     The vocabulary is exactly the tokenizer's. verl makes vLLM ignore token ids past
     `len(tokenizer)` while the training engine still counts them in its softmax, so one spare row
@@ -73,7 +73,7 @@ def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "Qwen3Mo
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,  # the least that vLLM computes on every CPU
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
