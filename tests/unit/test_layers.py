@@ -32,6 +32,22 @@ BELOW = {
         "run_files",
     },
     "report": {"core", "guard", "metrics", "errors", "printable", "run_files", "__version__"},
+    "lab": {
+        "core",
+        "guard",
+        "launch",
+        "settings",
+        "metrics",
+        "report",
+        "trainer",
+        "workers",
+        "errors",
+        "methods",
+        "fields",
+        "printable",
+        "run_files",
+        "__version__",
+    },
 }
 ENGINES = {"verl", "ray", "vllm"}
 WITHOUT = {
@@ -41,6 +57,7 @@ WITHOUT = {
     "settings": {*ENGINES, "torch"},
     "launch": ENGINES,
     "report": {*ENGINES, "torch"},
+    "lab": {"ray", "vllm"},
 }
 
 

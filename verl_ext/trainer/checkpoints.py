@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
-
 from verl_ext.errors import UserError
 from verl_ext.guard.state import read_state
 from verl_ext.printable import printable
@@ -157,6 +155,9 @@ def newest_of(root: str | Path, steps: Iterable[int]) -> Path | None:
 
 
 def _tracker(root: str | Path) -> Path:
+    # Here, because that package imports every training engine there is.
+    from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
+
     return Path(get_checkpoint_tracker_filename(str(root)))
 
 

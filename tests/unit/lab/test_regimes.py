@@ -1,0 +1,96 @@
+"""What each regime makes of the rollout's engine."""
+
+import pytest
+import torch
+
+from verl_ext.errors import ConfigError
+from verl_ext.lab.regimes import (
+    REGIMES,
+    History,
+    MissedSync,
+    Quantized,
+    Stale,
+    Truncated,
+    WrongTemperature,
+    engine_of,
+    regimes_named,
+)
+from verl_ext.methods import build
+
+
+def history(updates, reach=64):
+    """The weights after update n hold n."""
+    found = History(reach)
+    weights = {"0.up": torch.zeros(2, 4, 4)}
+    for update in range(updates + 1):
+        weights["0.up"].fill_(update)  # as an optimizer does, where they are
+        found.add(weights)
+    return found
+
+
+def seen(regime, updates):
+    """The updates that the rollout's weights hold, part by part."""
+    engine = engine_of({"it": regime}, history(updates, regime.reach))
+    return [int(part["0.up"][0, 0, 0]) for part in engine.parts]
+
+
+def test_without_a_regime_the_rollout_has_the_newest_weights():
+    assert int(engine_of({}, history(7)).parts[0]["0.up"][0, 0, 0]) == 7
+
+
+@pytest.mark.parametrize(
+    ("regime", "by_update"),
+    [
+        (Stale(lag=3), {0: [0], 2: [0], 3: [0], 10: [7]}),
+        (Stale(lag=0, every=4), {0: [0], 3: [0], 4: [4], 7: [4], 8: [8]}),
+        (Stale(lag=1, every=2), {4: [3], 5: [3], 6: [5]}),
+        (Stale(lag=1, span=2), {1: [0, 0, 0], 5: [2, 3, 4]}),
+        (MissedSync(update=5), {5: [5], 6: [5], 300: [5]}),
+        (MissedSync(update=5, count=2), {6: [5], 7: [5], 8: [8]}),
+    ],
+)
+def test_old_weights(regime, by_update):
+    assert {update: seen(regime, update) for update in by_update} == by_update
+
+
+def test_what_is_rounded():
+    generator = torch.Generator().manual_seed(0)
+    names = ("0.qkv", "0.out", "0.up", "0.down", "0.router", "head", "embedding", "norm", "positions")
+    weights = {name: torch.randn(64, 64, generator=generator) for name in names}
+    now = History(0)
+    now.add(weights)
+    for router, head in ((False, False), (True, True)):
+        engine = engine_of({"quantized": Quantized(router=router, head=head)}, now)
+        changed = {name for name in names if not torch.equal(engine.parts[0][name], weights[name])}
+        assert changed == {*names[:4], *(("0.router", "head") if router else ())}
+
+
+def test_a_mixture_is_all_of_them():
+    engine = engine_of({"a": Stale(lag=2), "b": Truncated(top_p=0.5), "c": WrongTemperature(temperature=2)}, history(9))
+    assert (int(engine.parts[0]["0.up"][0, 0, 0]), engine.top_p, engine.temperature) == (7, 0.5, 2)
+
+
+def test_names():
+    assert regimes_named("exact") == []
+    assert regimes_named("stale+bf16") == ["stale", "bf16"]
+    with pytest.raises(ConfigError, match="the regime stael is not known; choose one of: exact, stale"):
+        regimes_named("stael")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("stale", {"lag": -1}, "lab.stale.lag=-1 must be at least 0"),
+        ("quantized", {"format": "fp2"}, "lab.quantized.format=fp2 is not known"),
+        ("quantized", {"group": 0}, "lab.quantized.group=0 must be"),
+        ("truncated", {"top_p": 0}, "lab.truncated.top_p=0 must be above 0"),
+        ("wrong_temperature", {"temperature": 0}, "lab.wrong_temperature.temperature=0 must be above 0"),
+    ],
+)
+def test_bad_settings(name, given, said):
+    with pytest.raises(ConfigError, match=said):
+        build(REGIMES[name], given, f"lab.{name}")
+
+
+def test_each_says_what_it_stands_for():
+    assert all(len(kind.stands_for) > 10 for kind in REGIMES.values())

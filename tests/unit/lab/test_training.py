@@ -1,0 +1,230 @@
+"""The lab's step: the plugin's own functions on the lab's batch, seen by what they do to gradients and weights."""
+
+from dataclasses import replace
+
+import orjson
+import pytest
+import torch
+
+from tests.support import quick_compose
+from tests.support.closeness import close
+from verl_ext.errors import ConfigError
+from verl_ext.lab import arms
+from verl_ext.lab.batch import LossFields, compare_routing, mini_batch, model_output
+from verl_ext.lab.training import Training
+from verl_ext.lab.warm_up import warmed_up
+from verl_ext.launch import compose as ours
+
+SMALL = (
+    "lab.model.hidden=16",
+    "lab.model.expert_hidden=8",
+    "lab.task.digits=4",
+    "lab.warm_up.reward=0.15",
+    "data.max_response_length=6",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+)
+
+
+@pytest.fixture(autouse=True)
+def composed_quickly(monkeypatch):
+    monkeypatch.setattr(arms, "compose", quick_compose.compose)
+    monkeypatch.setattr(ours, "_groups_in_defaults", quick_compose.groups_in_defaults)
+
+
+@pytest.fixture(scope="module")
+def warm_ups(tmp_path_factory):
+    return tmp_path_factory.mktemp("warm-ups")
+
+
+@pytest.fixture
+def training(tmp_path, warm_ups):
+    """Builds a run of a variant."""
+
+    def build(regime="stale", variant="none", *overrides, steps=0):
+        given = (*SMALL, "lab.stale.lag=2", *overrides)
+        arm = arms.arms_of(regime, [variant], {}, given)[-1]
+        setup = arms.setup_of(arm, 0, tmp_path)
+        run = Training(setup, warmed_up(setup.lab, 6, 0, warm_ups))
+        run.metrics = [run.step(step + 1) for step in range(steps)]
+        return run
+
+    return build
+
+
+def of_a_step(run, number=1):
+    """A batch of this run and its reading."""
+    batch = run._rollout(number)
+    return batch, run.learner.score_old(batch)
+
+
+def gradient(run, batch, scored, fields):
+    """Of the workers' loss, with respect to the log-probabilities [B, T]."""
+    l_theta = scored.log_probs.detach().requires_grad_()
+    data = mini_batch(batch, fields, slice(0, len(batch.keys)))
+    run.learner._loss(model_output(l_theta), data)[0].backward()
+    return l_theta.grad
+
+
+def test_the_gradient_is_that_of_the_weighted_clipped_objective(training):
+    """-w A / N at each token where the old policy is the current one: GRPO's token mean (DAPO, eq. 8), corrected."""
+    run = training("stale", "tis", steps=3)
+    batch, scored = of_a_step(run, 4)
+    batch = replace(batch, rewards=torch.rand(64))  # no group of one reward, whose advantages are rounding
+    l_old, mask = scored.log_probs.detach(), batch.sampled.mask
+    weights = torch.rand(mask.shape)
+    advantages = run._advantages(batch)
+    fields = LossFields(l_old, advantages, mask, scored.entropy, {"rollout_is_weights": weights})
+    rewards = batch.rewards.double().view(8, 8)
+    A = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).view(-1, 1)
+    expected = -(weights * A * mask) / mask.sum()
+    close(gradient(run, batch, scored, fields), expected, 1e-5)
+    off = l_old - 1.0  # all ratios are e: clipped where the advantage is positive, and free where it is not
+    clipped = gradient(run, batch, scored, replace(fields, l_old=off))
+    close(clipped, torch.where(A < 0, expected * torch.e, 0.0), 1e-5)
+
+
+def test_the_weights_of_a_step_are_the_corrections(training):
+    run = training("stale", "tis", steps=4)
+    batch, scored = of_a_step(run, 5)
+    k = (scored.log_probs.detach().double() - batch.sampled.l_infer).exp()
+    fields = {}
+
+    def update(batch, old, given):
+        fields["seen"] = given
+        return {}
+
+    run._rollout, run.learner.score_old, run.learner.update = lambda number: batch, lambda batch: scored, update
+    run.step(5)
+    close(fields["seen"].others["rollout_is_weights"], k.clamp(max=2) * batch.sampled.mask, 1e-5)
+
+
+def test_exact_has_no_gap_and_stale_has_one(training):
+    exact = training("exact", "none", steps=4).metrics
+    assert max(metrics["vllm_kl/k3"] for metrics in exact) < 1e-9
+    assert min(metrics["router/agreement"] for metrics in exact) == 1
+    stale = training("stale", "none", steps=4).metrics
+    assert stale[0]["vllm_kl/k3"] < 1e-9 < 1e-6 < stale[-1]["vllm_kl/k3"]
+
+
+def test_runs_of_one_seed_are_the_same_and_of_another_are_not(training):
+    first, second = (training("stale", "icepop", steps=3).metrics for _ in range(2))
+    timed = "timing_s/step"
+    assert [{**m, timed: 0} for m in first] == [{**m, timed: 0} for m in second]
+    run = training("stale", "icepop")
+    other = Training(replace(run.setup, seed=1), run.policy.weights)
+    assert other.step(1)["critic/score/mean"] != first[0]["critic/score/mean"]
+
+
+def test_replay_uses_the_rollouts_experts(training):
+    run = training("stale", "r3", steps=5)
+    told = run.metrics[-1]
+    assert told["router/agreement"] == 1 > told["router/own_agreement"]
+    batch, scored = of_a_step(run, 6)
+    rows = batch.sampled.mask.sum(1) + batch.prompts.shape[1] - 1
+    for row, until in enumerate(rows.tolist()):
+        assert torch.equal(scored.routing.stacked()[row, :until], batch.sampled.experts[row, :until])
+
+
+def test_agreement_is_counted_on_the_passes_that_predict_the_response(training):
+    run = training("stale", "none", steps=5)
+    batch, scored = of_a_step(run, 6)
+    per_token, _ = compare_routing(batch, scored)
+    first, found = batch.prompts.shape[1] - 1, iter(per_token.tolist())
+    for row in range(len(batch.keys)):
+        for t in range(int(batch.sampled.mask[row].sum())):
+            both = zip(scored.routing.stacked()[row, first + t], batch.sampled.experts[row, first + t], strict=True)
+            shares = [len(set(used.tolist()) & set(infer.tolist())) / 2 for used, infer in both]
+            assert next(found) == pytest.approx(sum(shares) / len(shares))
+    assert next(found, None) is None
+
+
+def test_r2_replays_the_first_pass_in_every_update(training):
+    run = training("stale", "r2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", steps=2)
+    batch, scored = of_a_step(run, 3)
+    run.policy.weights["0.router"].data.neg_()
+    now = run.learner._score_now(batch, scored, slice(0, 16))
+    assert torch.equal(now.routing.stacked(), scored.routing.stacked()[:16])
+    assert not torch.equal(now.routing.own[0], scored.routing.own[0][:16])
+
+
+def test_bypass_takes_the_ratio_against_the_rollout(training):
+    run = training("stale", "bypass", steps=4)
+    told = run.step(5)
+    seen = {}
+    run.learner.update = lambda batch, old, fields: seen.update(l_old=fields.l_old, l_infer=batch.sampled.l_infer) or {}
+    run.step(6)
+    assert torch.equal(seen["l_old"], seen["l_infer"])
+    assert told["actor/ppo_kl"] != 0 and told["vllm_kl/k3"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in arms.variants() if name not in ("dapo",)])
+def test_every_variant_of_the_plugin_runs(training, name):
+    overrides = ("lab.quantized.group=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    run = training("stale+quantized", name, *overrides, steps=3)
+    assert all(0 <= metrics["critic/score/mean"] <= 1 for metrics in run.metrics)
+    assert run.metrics[-1]["vllm_kl/k3"] > 0
+
+
+def test_a_rollback_brings_weights_and_optimizer_back(training):
+    rule = "stability.guard.rules.it={signal: vllm_kl/k3, above: 1e-6, action: rollback}"
+    overrides = ("trainer.save_freq=1", "lab.missed_sync.update=4", rule)
+    run = training("missed_sync", "none", *overrides)
+    weights, moments = {}, {}
+    for step in range(1, 8):
+        if run.step(step)["guard/rollbacks"]:
+            break
+        weights[step] = {name: value.detach().clone() for name, value in run.policy.weights.items()}
+        moments[step] = [value["exp_avg"].clone() for value in run.policy.optimizer.state.values()]
+    back = step - 2  # the last whose weights were measured, and found good
+    assert back >= 3
+    assert all(torch.equal(run.policy.weights[name], value) for name, value in weights[back].items())
+    now = [value["exp_avg"] for value in run.policy.optimizer.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(now, moments[back], strict=True))
+
+
+def test_a_run_leaves_the_files_of_a_run(tmp_path):
+    overrides = (*SMALL, "stability.batch_skip.threshold=1e-7", "stability.guard.stop_after=3")
+    arm = arms.arms_of("stale", ["none"], {}, overrides, steps=9)[-1]
+    steps = []
+    folder = tmp_path / "none" / "seed0"
+    arms.run_arm(arm, 0, folder, steps.append)
+    lines = [orjson.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
+    assert [line["step"] for line in lines] == steps and len(steps) < 9  # the guard ended it
+    assert lines[-1]["data"]["guard/skips"] == 3
+    events = [orjson.loads(line) for line in (folder / "metrics.guard.jsonl").read_bytes().splitlines()]
+    assert events[-1]["action"] == "stop"
+    assert "the guard stopped the run" in (folder / "console.log").read_text()
+    assert len(list((tmp_path / "warm-ups").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("regime", "variant", "overrides", "said"),
+    [
+        ("stael", "none", (), "the regime stael is not known"),
+        ("stale", "icepo", (), "--variants=icepo is not known.*icepop"),
+        ("stale", "dapo", (), "algorithm.filter_groups.enable=True is not in the lab"),
+        ("stale", "none", ("lab.model.top_k=9",), "lab.model.top_k=9 must be from 1 to experts=8"),
+        ("stale", "none", ("lab.model.router=tanh",), "lab.model.router=tanh is not known"),
+        ("stale", "none", ("lab.stale.lag=-1",), "lab.stale.lag=-1 must be at least 0"),
+        ("stale", "none", ("lab.stale.lagg=1",), "lagg"),
+        ("stale", "none", ("actor_rollout_ref.rollout.top_p=0.9",), "rollout.top_p=0.9"),
+        ("stale", "tis", ("algorithm.rollout_correction.bypass_mode=true",), "bypass_mode=true has nothing"),
+        ("stale", "none", ("lab.task.name=chess",), "lab.task.name=chess is not known"),
+    ],
+)
+def test_bad_input_is_one_line(regime, variant, overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        arms.arms_of(regime, [variant], {}, overrides)
+
+
+def test_a_warm_up_that_does_not_arrive_says_so(tmp_path):
+    arm = arms.arms_of("stale", [], {}, (*SMALL, "lab.warm_up.most_steps=10", "lab.warm_up.reward=0.9"))[0]
+    with pytest.raises(ConfigError, match=r"lab\.warm_up\.reward=0\.9 was not reached in 10 steps"):
+        arms.run_arm(arm, 0, tmp_path / "exact" / "seed0", lambda step: None)
+
+
+def test_what_is_added_and_composed():
+    found = arms.arms_of("stale", ["icepop+geo_mask"], {"mine": "stability=tis stability.tis.cap=3"}, ())
+    assert [arm.name for arm in found] == ["exact", "icepop+geo_mask", "mine"]
+    assert arms.setup_of(found[1], 0).stability.correction_names == ("icepop", "geo_mask")
+    assert arms.setup_of(found[2], 0).stability.corrections() == {"tis": {"cap": 3.0}}

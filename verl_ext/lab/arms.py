@@ -1,0 +1,202 @@
+"""An arm of an experiment: a whole verl config, named; and one run of it."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_ext.core.corrections import CORRECTIONS
+from verl_ext.errors import ConfigError, GuardStopError, require_choice
+from verl_ext.lab.regimes import REGIMES, regimes_named
+from verl_ext.lab.settings import LabSettings
+from verl_ext.lab.tasks import TASKS
+from verl_ext.lab.training import Setup, Training
+from verl_ext.lab.warm_up import warmed_up
+from verl_ext.launch.checks import apply_engine_settings, check_run
+from verl_ext.launch.compose import PRIMARY, VERL_CONFIGS, prepare, stability_choices
+from verl_ext.methods import build, defaults
+from verl_ext.run_files import EVENTS
+from verl_ext.settings.stability import stability_config
+from verl_ext.trainer.logs import EventLog
+
+WARM_UPS = "warm-ups"  # folder beside the arms'
+MEASURED = ("stability.metrics=true", "stability.breakdown=false", "stability.router_agreement=true")
+BYPASS = "algorithm.rollout_correction.bypass_mode"
+
+# Variants that are no file of configs/stability.
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "none": ("stability=none",),
+    "bypass": ("stability=none", f"{BYPASS}=true"),
+}
+KEEP_SKIP = ("guard",)  # files that are about the guard; the others' batch skip would hide what their method does
+# Settings of verl and of ours that the lab has nothing for -> the value that leaves them out.
+NOT_HERE: dict[str, Any] = {
+    "algorithm.filter_groups.enable": False,
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.rollout_correction.rollout_is": None,
+    "algorithm.rollout_correction.rollout_rs": None,
+    "actor_rollout_ref.actor.entropy_coeff": 0,
+    "actor_rollout_ref.rollout.temperature": 1.0,
+    "actor_rollout_ref.rollout.top_p": 1,
+    "actor_rollout_ref.rollout.top_k": -1,
+    "reward.reward_manager.name": "naive",
+    "stability.guard.mini_batch.policy_kl": None,
+    "stability.guard.mini_batch.vllm_kl": None,
+    "stability.guard.mini_batch.grad_norm": None,
+    "stability.trajectories.per_step": 0,
+    "stability.cascade_attention": "default",
+}
+
+ConfigStore.instance().store(
+    group="lab",
+    name="_schema",
+    node={"regimes": [], **defaults(LabSettings), **{name: defaults(kind) for name, kind in REGIMES.items()}},
+)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the things compared.
+
+    Attributes:
+        name: of its folder, and in tables.
+        overrides: of verl's config, `+lab=grpo` among them.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+def variants() -> tuple[str, ...]:
+    """The names that need no overrides of the user's own."""
+    return (*VARIANTS, *(name for name in stability_choices() if name not in VARIANTS))
+
+
+def arms_of(
+    regime: str,
+    names: Sequence[str],
+    added: Mapping[str, str],
+    overrides: Sequence[str],
+    steps: int | None = None,
+) -> list[Arm]:
+    """The arms of an experiment: `exact`, and each variant under the regime.
+
+    Args:
+        regime: a name of REGIMES, or several with + between them.
+        names: of variants: files of configs/stability, VARIANTS, or corrections with + between them.
+        added: the user's own variants, by name their overrides, blank-separated.
+        overrides: for all arms.
+
+    Raises:
+        ConfigError: a name is not known, or a setting cannot work in the lab.
+    """
+    wrong = ",".join(regimes_named(regime))
+    common = ("+lab=grpo", *overrides, *([f"trainer.total_training_steps={steps}"] if steps else []))
+    arms = [Arm("exact", (*common, *_measured(VARIANTS["none"]), "lab.regimes=[]"))]
+    wanted = {name: _overrides_of(name) for name in names if name != "exact"}
+    wanted |= {name: (*_base(text), *text.split()) for name, text in added.items()}
+    arms += [Arm(name, (*common, *_measured(given), f"lab.regimes=[{wrong}]")) for name, given in wanted.items()]
+    for arm in arms:
+        setup_of(arm, 0)
+    return arms
+
+
+def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
+    """The arm's config, composed and checked as a run's.
+
+    Raises:
+        ConfigError: a setting cannot work.
+    """
+    config = _composed(arm.overrides)
+    with open_dict(config):
+        config.trainer.default_local_dir = str((folder or Path()) / "checkpoints")
+    stability, bypass = stability_config(config.stability), OmegaConf.select(config, BYPASS)
+    if bypass and (stability.correction or stability.rules):
+        raise ConfigError(f"{BYPASS}=true has nothing that stability.correction and the guard could act on in the lab")
+    for setting, value in NOT_HERE.items():
+        if (given := OmegaConf.select(config, setting)) != value:
+            raise ConfigError(f"{setting}={given} is not in the lab", fix=(f"{setting}={_yaml(value)}",))
+    OmegaConf.update(config, BYPASS, False)
+    check_run(config, stability, read_model=False)
+    OmegaConf.update(config, BYPASS, bypass)
+    apply_engine_settings(config, stability)
+    node = OmegaConf.to_container(config.lab, resolve=True)
+    names = regimes_named("+".join(node.pop("regimes")) or "exact")
+    settings = {name: node.pop(name) for name in REGIMES}
+    regimes = {name: build(REGIMES[name], settings[name], f"lab.{name}") for name in names}
+    lab = build(LabSettings, node, "lab")
+    require_choice("lab.task.name", lab.task.name, tuple(TASKS))
+    return Setup(config, stability, lab, regimes, seed)
+
+
+def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -> None:
+    """Train. Leaves metrics.jsonl as verl's file logger writes it, the guard's events beside it, and console.log.
+
+    Args:
+        folder: OUT/<arm>/seed<k>; weights of warm-ups are shared by all arms, in OUT.
+        on_step: told the number of each step that is done.
+
+    Raises:
+        ConfigError: a setting cannot work.
+    """
+    torch.set_num_threads(1)
+    setup = setup_of(arm, seed, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    length = setup.config.data.max_response_length
+    training = Training(setup, warmed_up(setup.lab, length, seed, folder.parents[1] / WARM_UPS))
+    metrics = folder / "metrics.jsonl"
+    with (
+        metrics.open("wb") as file,
+        (folder / "console.log").open("w") as console,
+        contextlib.redirect_stdout(console),
+        contextlib.closing(EventLog(metrics.with_suffix(EVENTS), resume=False)) as events,
+    ):
+        training.actions.events = events
+        try:
+            for step in range(1, setup.config.trainer.total_training_steps + 1):
+                file.write(orjson.dumps({"step": step, "data": training.step(step)}) + b"\n")
+                on_step(step)
+        except GuardStopError as error:
+            print(f"verl_ext: {error}")
+
+
+def _composed(overrides: Sequence[str]) -> DictConfig:
+    try:
+        with initialize_config_dir(str(VERL_CONFIGS), version_base=None):
+            return compose(PRIMARY, prepare(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(" ".join(str(error).partition("\nConfig search path:")[0].split())) from error
+
+
+def _overrides_of(name: str) -> tuple[str, ...]:
+    if name in VARIANTS:
+        return VARIANTS[name]
+    if name in stability_choices():
+        return (f"stability={name}", *(() if name in KEEP_SKIP else ("stability.batch_skip.threshold=null",)))
+    parts = name.split("+")
+    for part in parts:
+        require_choice("--variants", part, (*variants(), *CORRECTIONS) if len(parts) == 1 else tuple(CORRECTIONS))
+    return ("stability=none", f"stability.correction=[{','.join(parts)}]")
+
+
+def _base(text: str) -> tuple[str, ...]:
+    """Of a variant of the user's own, where it names none."""
+    return () if any(word.startswith("stability=") for word in text.split()) else VARIANTS["none"]
+
+
+def _measured(given: Sequence[str]) -> tuple[str, ...]:
+    """With what every arm logs, before what is given, which may say otherwise."""
+    return (given[0], *MEASURED, *given[1:])
+
+
+def _yaml(value: Any) -> str:
+    return "null" if value is None else str(value).lower()

@@ -1,0 +1,99 @@
+"""What the training workers do in a step: old log-probabilities, then the updates, mini-batch by mini-batch.
+
+Shape legend: B trajectories, T columns of padded responses, P tokens of a prompt, L layers, K experts per token.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.metric import Metric
+
+from verl_ext.core.losses import router_deviation
+from verl_ext.fields import DEVIATION
+from verl_ext.lab.batch import Batch, LossFields, mini_batch, model_output
+from verl_ext.lab.policy import Policy, Scored, score
+from verl_ext.lab.settings import ModelSettings
+from verl_ext.launch.checks import loss_settings
+from verl_ext.launch.routing_checks import replay_mode
+from verl_ext.settings.config import StabilityConfig
+from verl_ext.settings.losses import LOSSES
+from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
+
+WHOLE = slice(None)
+
+
+class Learner:
+    """A policy and the loss that the workers of such a run would have.
+
+    Attributes:
+        policy: what is trained.
+    """
+
+    def __init__(
+        self, config: DictConfig, stability: StabilityConfig, model: ModelSettings, weights: Mapping[str, Tensor]
+    ):
+        self._actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+        self._mini_batch = self._actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+        self._loss, told = build_worker_loss(self._actor, LossSettings.from_dict(loss_settings(stability)))
+        ours = LOSSES.get(told["policy_loss"]["loss_mode"])
+        self._shifts = ours is not None and "router_deviation" in ours.reads
+        self._replays = replay_mode(config)
+        self._model = model
+        self._reference = {name: value.detach().clone() for name, value in weights.items()}
+        self.policy = Policy(weights, self._actor.optim)
+
+    def score_old(self, batch: Batch) -> Scored:
+        """Under the weights before the update; with gradient, for a first update on the whole batch starts from it."""
+        replayed = batch.sampled.experts if self._replays == "R3" else None
+        return score(self.policy.weights, self._model, batch.prompts, batch.sampled.responses, replayed)
+
+    def score_reference(self, batch: Batch) -> Tensor:
+        """[B, T] log-probabilities under the weights that training began with."""
+        with torch.no_grad():
+            return score(self._reference, self._model, batch.prompts, batch.sampled.responses).log_probs
+
+    def update(self, batch: Batch, old: Scored, fields: LossFields) -> dict[str, float]:
+        """All updates of a step; means over them of what the loss and the optimizer tell."""
+        told: dict[str, list[float]] = {}
+        for number, rows in enumerate(self._mini_batches(len(batch.keys))):
+            if not fields.mask[rows].any():  # as verl_ext.workers.gate: no step on nothing
+                continue
+            whole = number == 0 and self._mini_batch >= len(batch.keys)
+            current = old if whole else self._score_now(batch, old, rows)
+            data = mini_batch(batch, fields, rows)
+            if self._shifts:
+                data[DEVIATION] = self._deviation(old, current, batch, rows)
+            loss, metrics = self._loss(model_output(current.log_probs), data)
+            norm = self.policy.update(loss)
+            for name, value in {**metrics, "actor/grad_norm": norm}.items():
+                told.setdefault(name, []).append(_number(value))
+        return {name: sum(values) / len(values) for name, values in told.items()}
+
+    def _mini_batches(self, rows: int) -> Iterator[slice]:
+        for _ in range(self._actor.ppo_epochs):
+            for start in range(0, rows, self._mini_batch):
+                yield slice(start, min(start + self._mini_batch, rows))
+
+    def _score_now(self, batch: Batch, old: Scored, rows: slice) -> Scored:
+        replayed = {"R2": old.routing.stacked(), "R3": batch.sampled.experts}.get(self._replays)
+        replayed = None if replayed is None else replayed[rows]
+        return score(self.policy.weights, self._model, batch.prompts[rows], batch.sampled.responses[rows], replayed)
+
+    def _deviation(self, old: Scored, current: Scored, batch: Batch, rows: slice) -> Tensor:
+        """[B, T], mean over layers of how far the router has moved on the experts that it chose (RSPO)."""
+        first = batch.prompts.shape[1] - 1  # the pass that predicts the first response token
+        by_layer = []
+        layers = zip(old.routing.experts, old.routing.logits, current.routing.logits, strict=True)
+        for experts, before, now in layers:
+            chosen = experts[rows, first:].flatten(0, 1)
+            was, now_is = (x.log_softmax(-1).flatten(0, 1) for x in (before[rows, first:], now[:, first:]))
+            by_layer.append(router_deviation(was.gather(-1, chosen), now_is.gather(-1, chosen)))
+        return torch.stack(by_layer).mean(0).view_as(current.log_probs)
+
+
+def _number(value: Any) -> float:
+    return float(value.aggregate() if isinstance(value, Metric) else value)

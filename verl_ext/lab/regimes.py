@@ -1,0 +1,235 @@
+"""What can be wrong between the trained weights and what the rollout samples with, each a change of an Engine.
+
+A regime is a frozen dataclass of its settings, which stand in the config as `lab.NAME`, with a method
+`apply(engine, history)`; several in a row make a mixture.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from verl_ext.core.fake_quant import FORMATS, fake_quantized
+from verl_ext.errors import ConfigError
+from verl_ext.lab.model import ATTENTION, EXPERTS, HEAD, ROUTER, Weights
+from verl_ext.lab.sampling import Engine
+from verl_ext.methods import require, require_one_of
+
+MOST_MISSED = 1000  # updates whose weights are kept
+
+
+class History:
+    """The weights after each update, the newest last, as many as any regime reaches back to."""
+
+    def __init__(self, reach: int):
+        self._versions: deque[Weights] = deque(maxlen=reach + 1)
+        self.updates = -1
+
+    def add(self, weights: Weights) -> None:
+        """Of the start, then after each update; copied, for an optimizer changes them where they are."""
+        self._versions.append({name: value.detach().clone() for name, value in weights.items()})
+        self.updates += 1
+
+    def ago(self, updates: int) -> Weights:
+        """The weights before the last `updates` updates; of what is longer ago, the first there were."""
+        return self._versions[max(len(self._versions) - 1 - updates, 0)]
+
+
+class Regime:
+    """Attributes:
+    stands_for: the real set-up.
+    """
+
+    stands_for: ClassVar[str]
+
+    @property
+    def reach(self) -> int:
+        """How many updates it looks back."""
+        return 0
+
+    def apply(self, engine: Engine, history: History) -> Engine:
+        raise NotImplementedError
+
+
+REGIMES: dict[str, type[Regime]] = {}
+
+
+def register_regime(name: str) -> Callable[[type], type]:
+    """Register a regime's class, which becomes `verl-ext lab NAME`."""
+
+    def register(kind: type) -> type:
+        REGIMES[name] = kind
+        return kind
+
+    return register
+
+
+def engine_of(regimes: Mapping[str, Regime], history: History) -> Engine:
+    """What the rollout samples with under these, in this order."""
+    engine = Engine((history.ago(0),))
+    for regime in regimes.values():
+        engine = regime.apply(engine, history)
+    return engine
+
+
+def regimes_named(text: str) -> list[str]:
+    """`stale+quantized` as names; `exact` is none.
+
+    Raises:
+        ConfigError: one is not known.
+    """
+    names = [name for name in text.split("+") if name != "exact"]
+    for name in names:
+        if name not in REGIMES:
+            known = ", ".join(["exact", *REGIMES])
+            raise ConfigError(f"the regime {name} is not known; choose one of: {known}, or several with + between them")
+    return names
+
+
+@register_regime("stale")
+@dataclass(frozen=True)
+class Stale(Regime):
+    """Weights of before.
+
+    Attributes:
+        lag: updates that the rollout is behind.
+        every: updates from one weight sync to the next, between which the lag grows.
+        span: updates that happen while a response is sampled, whose earlier tokens have the older weights.
+    """
+
+    stands_for: ClassVar[str] = "asynchronous RL: separate_async, partial rollouts, weights updated in flight"
+
+    lag: int = 32
+    every: int = 1
+    span: int = 0
+
+    def __post_init__(self) -> None:
+        require(self, "lag", self.lag >= 0, "must be at least 0")
+        require(self, "every", self.every >= 1, "must be at least 1")
+        require(self, "span", self.span >= 0, "must be at least 0")
+
+    @property
+    def reach(self) -> int:
+        return self.lag + self.every - 1 + self.span
+
+    def apply(self, engine: Engine, history: History) -> Engine:
+        behind = self.lag + history.updates % self.every
+        return replace(engine, parts=tuple(history.ago(behind + ago) for ago in range(self.span, -1, -1)))
+
+
+@register_regime("missed_sync")
+@dataclass(frozen=True)
+class MissedSync(Regime):
+    """The weights stay what they were from one update on.
+
+    Attributes:
+        update: the last one that reached the rollout.
+        count: updates that do not; then they do again. 0: none does any more.
+    """
+
+    stands_for: ClassVar[str] = "a weight sync that does not arrive: a LoRA under the wrong name, a lost replica"
+
+    update: int = 30
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        require(self, "update", self.update >= 0, "must be at least 0")
+        require(self, "count", 0 <= self.count <= MOST_MISSED, f"must be from 0 to {MOST_MISSED}")
+
+    @property
+    def reach(self) -> int:
+        return self.count or MOST_MISSED
+
+    def apply(self, engine: Engine, history: History) -> Engine:
+        missed = history.updates - self.update
+        if missed <= 0 or (self.count and missed > self.count):
+            return engine
+        return replace(engine, parts=(history.ago(missed),))
+
+
+@register_regime("quantized")
+@dataclass(frozen=True)
+class Quantized(Regime):
+    """Weights rounded to a grid.
+
+    Attributes:
+        format, group: see verl_ext.core.fake_quant.
+        router, head: whether theirs are rounded too, beside those of attention and experts.
+    """
+
+    stands_for: ClassVar[str] = "a quantised rollout: FP8, INT8, INT4, NVFP4"
+
+    format: str = "fp4"
+    group: str = "32"
+    router: bool = True
+    head: bool = False
+
+    def __post_init__(self) -> None:
+        require_one_of(self, "format", tuple(FORMATS))
+        named = self.group in ("tensor", "channel") or (self.group.isdecimal() and int(self.group) > 0)
+        require(self, "group", named, "must be tensor, channel, or a number of inputs")
+
+    def apply(self, engine: Engine, history: History) -> Engine:
+        return replace(engine, parts=tuple(self._rounded(part) for part in engine.parts))
+
+    def _rounded(self, weights: Weights) -> Weights:
+        kinds = {*ATTENTION, *EXPERTS} | ({ROUTER} if self.router else set()) | ({HEAD} if self.head else set())
+        group = int(self.group) if self.group.isdecimal() else self.group
+        try:
+            return {
+                name: fake_quantized(value, self.format, group) if name.rpartition(".")[2] in kinds else value
+                for name, value in weights.items()
+            }
+        except ValueError as error:
+            raise ConfigError(f"lab.quantized.group={group}: {error}") from error
+
+
+@register_regime("bf16")
+@dataclass(frozen=True)
+class BFloat16(Regime):
+    """Weights and arithmetic of the rollout in bfloat16, where the training engine has float32."""
+
+    stands_for: ClassVar[str] = "two engines of different kernels and precision"
+
+    def apply(self, engine: Engine, history: History) -> Engine:
+        return replace(engine, dtype=torch.bfloat16)
+
+
+@register_regime("truncated")
+@dataclass(frozen=True)
+class Truncated(Regime):
+    """Sampling from the head of the distribution, log-probabilities normalised over it.
+
+    Attributes:
+        top_p, top_k: as vLLM's; no top_k is 0.
+    """
+
+    stands_for: ClassVar[str] = "top-p or top-k in the rollout, which the training engine does not know of"
+
+    top_p: float = 0.9
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        require(self, "top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1")
+        require(self, "top_k", self.top_k >= 0, "must be at least 0")
+
+    def apply(self, engine: Engine, history: History) -> Engine:
+        return replace(engine, top_p=self.top_p, top_k=self.top_k)
+
+
+@register_regime("wrong_temperature")
+@dataclass(frozen=True)
+class WrongTemperature(Regime):
+    """The rollout samples at another temperature than the training engine computes with, which is 1."""
+
+    stands_for: ClassVar[str] = "a temperature that only one engine applies (raw log-probs, a generation config)"
+
+    temperature: float = 1.3
+
+    def __post_init__(self) -> None:
+        require(self, "temperature", self.temperature > 0, "must be above 0")
+
+    def apply(self, engine: Engine, history: History) -> Engine:
+        return replace(engine, temperature=self.temperature)

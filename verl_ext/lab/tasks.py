@@ -1,0 +1,53 @@
+"""What the lab's models are asked: digits in, digits out, by a rule that can be checked token by token.
+
+Shape legend: B prompts, n digits, T response tokens.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from verl_ext.lab.settings import TaskSettings
+
+BASE = 10
+ASK, END = 10, 11  # tokens after the ten digits
+VOCABULARY = 12
+CHARACTERS = "0123456789:."
+
+# name -> the answer's digits, from the prompt's [B, n].
+TASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "prefix_sums": lambda digits: digits.cumsum(1) % BASE,
+    "reverse": lambda digits: digits.flip(1),
+    "sort": lambda digits: digits.sort(1).values,
+}
+
+
+def draw(task: TaskSettings, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Prompts [count, n + 1], which end with ASK, and their answers [count, n + 1], which end with END."""
+    digits = torch.randint(0, BASE, (count, task.digits), generator=generator)
+    answers = TASKS[task.name](digits)
+    return _closed(digits, ASK), _closed(answers, END)
+
+
+def rewards(responses: Tensor, answers: Tensor) -> Tensor:
+    """[B] float32, the share of the answer before the first wrong token, its end included.
+
+    Args:
+        responses: [B, T] tokens, T at least the answer's length; what follows the answer does not matter.
+    """
+    right = responses[:, : answers.shape[1]] == answers
+    return right.cumprod(1).float().mean(1)
+
+
+def decode(tokens: list[int]) -> str:
+    """As text, for people and for filters that read it."""
+    return "".join(CHARACTERS[token] for token in tokens)
+
+
+def encode(text: str) -> list[int]:
+    return [CHARACTERS.index(character) for character in text]
+
+
+def _closed(digits: Tensor, last: int) -> Tensor:
+    return torch.cat([digits, torch.full_like(digits[:, :1], last)], 1)

@@ -1,0 +1,182 @@
+"""GRPO on a task of the lab: verl's step, by the same functions, without its processes.
+
+Sampling, scoring and updating are the lab's engines. What is measured, judged, weighed, filtered and minimised is what
+`verl_ext.trainer.stability_run` and `verl_ext.workers.actor` do in a run: `judge`, `loss_weights`, `leave_out`,
+`worker_loss`, the guard and its actions.
+
+Shape legend: B trajectories, T columns of padded responses, N response tokens of all of them.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+from verl_ext.core.filtering import FilterBatch
+from verl_ext.core.routing import router_metrics
+from verl_ext.fields import AGREEMENT, REF_LOG_PROBS, WEIGHTS
+from verl_ext.guard.state import Decision
+from verl_ext.lab.batch import Batch, LossFields, compare_routing, response_tokens
+from verl_ext.lab.learner import Learner
+from verl_ext.lab.policy import Scored
+from verl_ext.lab.regimes import History, Regime, engine_of
+from verl_ext.lab.sampling import sample
+from verl_ext.lab.settings import LabSettings
+from verl_ext.lab.tasks import END, decode, draw, encode, rewards
+from verl_ext.settings.config import StabilityConfig
+from verl_ext.trainer import checkpoints, resuming
+from verl_ext.trainer.active import read_active
+from verl_ext.trainer.advantages import session_keys
+from verl_ext.trainer.guarding import GuardActions, build_guard
+from verl_ext.trainer.step import Judged, Outcome, judge, leave_out, loss_weights, refusal
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run of the lab as it was asked for.
+
+    Attributes:
+        config: verl's, composed and checked.
+        stability, lab: nodes of it.
+        regimes: name -> what the rollout differs by, in order.
+        seed: of prompts and samples.
+    """
+
+    config: DictConfig
+    stability: StabilityConfig
+    lab: LabSettings
+    regimes: Mapping[str, Regime]
+    seed: int
+
+
+class Training:
+    """One run.
+
+    Args:
+        weights: where RL begins.
+
+    Attributes:
+        actions: the guard's; their `events` are to be set where they are to be written down.
+    """
+
+    def __init__(self, setup: Setup, weights: Mapping[str, Tensor]):
+        config = setup.config
+        self.setup = setup
+        self.learner = Learner(config, setup.stability, setup.lab.model, weights)
+        self.policy = self.learner.policy
+        self.history = History(max([regime.reach for regime in setup.regimes.values()], default=0))
+        self.history.add(self.policy.weights)
+        self.active = read_active(config, setup.stability)
+        self.guard = build_guard(setup.stability)
+        self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
+        self.bypass = bool(config.algorithm.rollout_correction.get("bypass_mode"))
+        self._prompts, self._samples = (torch.Generator().manual_seed(2 * setup.seed + i) for i in range(2))
+
+    def step(self, number: int) -> dict[str, float]:
+        """Sample, score, judge, update; the step's metrics, under verl's names and ours."""
+        start = time.perf_counter()
+        self.actions.stop_if_asked()
+        self.guard.begin(number)
+        batch = self._rollout(number)
+        metrics: dict[str, float] = {
+            "critic/score/mean": batch.rewards.mean().item(),
+            "response_length/mean": batch.sampled.mask.sum(1).float().mean().item(),
+        }
+        scored = self.learner.score_old(batch)
+        metrics["actor/entropy"] = batch.packed(scored.entropy).mean().item()
+        agreement_N = None
+        if self.active.compares_routing:
+            agreement_N, sums = compare_routing(batch, scored)
+            metrics |= router_metrics(sums)
+        tokens = response_tokens(batch, scored, agreement_N)
+        judged = judge(tokens, metrics, self.setup.stability, self.guard, self.actions.due)
+        metrics |= judged.metrics
+        self.actions.carry_out(judged.decision)
+        fields, outcome = self._fields(batch, scored, judged, metrics)
+        self.guard.count(outcome.refused is not None)
+        metrics["guard/skipped"] = int(outcome.refused is not None)
+        if outcome.refused is None:
+            metrics |= self.learner.update(batch, scored, fields)
+        metrics["actor/lr"] = self.policy.end_step()
+        self.actions.end_step(metrics, {"actor": self.policy})
+        self._save(number)
+        self.history.add(self.policy.weights)
+        metrics["timing_s/step"] = time.perf_counter() - start
+        self.actions.judge_logged(metrics)
+        return metrics
+
+    def _rollout(self, number: int) -> Batch:
+        config = self.setup.config
+        count, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+        prompts, answers = (rows.repeat_interleave(n, 0) for rows in draw(self.setup.lab.task, count, self._prompts))
+        engine = engine_of(self.setup.regimes, self.history)
+        length = config.data.max_response_length
+        sampled = sample(engine, self.setup.lab.model, prompts, length, self._samples)
+        keys = [f"{number}-{row // n}_{row % n}_0" for row in range(len(prompts))]
+        return Batch(prompts, sampled, rewards(sampled.responses, answers), keys)
+
+    def _fields(
+        self, batch: Batch, scored: Scored, judged: Judged, metrics: dict[str, float]
+    ) -> tuple[LossFields, Outcome]:
+        """Weights, advantages, and what filters leave; and whether the batch may update the weights."""
+        sampled, stability = batch.sampled, self.setup.stability
+        advantages = self._advantages(batch)
+        outcome, mask = Outcome(judged.decision.refusal), sampled.mask
+        if outcome.refused is None and self.active.filters:
+            left = leave_out(self._view(batch, judged, advantages), judged.measured.weight, stability)
+            metrics.update(left.metrics)
+            outcome, mask = Outcome(filter_scale=left.scale), batch.padded(left.keep_N)
+            if left.empty:
+                outcome = Outcome(refusal(self.guard.step, "filters", left.reason))
+                self.actions.carry_out(Decision((outcome.refused,)))  # type: ignore[arg-type]
+        others = {}
+        weights = loss_weights(judged, self.active.loss_reads_k)
+        if weights is not None:
+            others[WEIGHTS] = batch.padded(weights)
+        if judged.tokens.agreement is not None:
+            others[AGREEMENT] = batch.padded(judged.tokens.agreement)
+        if self.setup.config.actor_rollout_ref.actor.use_kl_loss:
+            others[REF_LOG_PROBS] = self.learner.score_reference(batch)
+        # In bypass mode the rollout's log-probs stand in the place of the training engine's.
+        l_old = sampled.l_infer if self.bypass else scored.log_probs.detach()
+        return LossFields(l_old, advantages, mask, scored.entropy, others, outcome.filter_scale), outcome
+
+    def _advantages(self, batch: Batch) -> Tensor:
+        """[B, T] by the estimator that verl has registered under algorithm.adv_estimator."""
+        algorithm = self.setup.config.algorithm
+        grpo = {"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo}
+        with session_keys(batch.keys):
+            advantages, _ = get_adv_estimator_fn(algorithm.adv_estimator)(
+                token_level_rewards=batch.token_rewards(),
+                response_mask=batch.sampled.mask.float(),
+                index=np.array(batch.uids, dtype=object),
+                config=algorithm,
+                **(grpo if algorithm.adv_estimator == "grpo" else {}),
+            )
+        return advantages
+
+    def _view(self, batch: Batch, judged: Judged, advantages: Tensor) -> FilterBatch:
+        return FilterBatch(
+            tokens=judged.tokens,
+            keys=batch.keys,
+            rewards_B=batch.rewards.double(),
+            advantages_N=batch.packed(advantages),
+            responses_N=batch.packed(batch.sampled.responses),
+            max_response_length=batch.sampled.mask.shape[1],
+            eos_ids=frozenset({END}),
+            agreement_N=judged.tokens.agreement,
+            decode=decode,
+            encode=encode,
+        )
+
+    def _save(self, number: int) -> None:
+        every = self.setup.config.trainer.save_freq
+        if every > 0 and number % every == 0:
+            with resuming.saving(self.guard, self.setup.config, number):
+                folder = checkpoints.folder_of(self.setup.config.trainer.default_local_dir, number)
+                self.policy.save_checkpoint(folder / "actor")

@@ -1,0 +1,78 @@
+"""Supervised training of random weights on right answers, until the model samples some of them: where RL begins."""
+
+import json
+import os
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from verl_ext.errors import ConfigError
+from verl_ext.lab.model import Routing, forward, init_weights
+from verl_ext.lab.sampling import Engine, sample
+from verl_ext.lab.settings import LabSettings
+from verl_ext.lab.tasks import VOCABULARY, draw, rewards
+
+LOOK_EVERY, SAMPLED = 10, 128  # steps between looks at the reward, and answers that one takes
+
+
+def warmed_up(lab: LabSettings, length: int, seed: int, folder: Path) -> dict[str, Tensor]:
+    """The weights that RL begins with, float32; from a file of `folder`, where an earlier run left them.
+
+    Args:
+        length: most tokens of a response.
+
+    Raises:
+        ConfigError: the reward was not reached.
+    """
+    settings = json.dumps([asdict(lab), length, seed], sort_keys=True)
+    file = folder / f"{zlib.crc32(settings.encode()):08x}-{seed}.pt"
+    if file.exists():
+        return torch.load(file)
+    weights = _train(lab, length, torch.Generator().manual_seed(seed))
+    folder.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")  # several processes may come to the same one
+    torch.save(weights, part)
+    os.replace(part, file)
+    return weights
+
+
+def _train(lab: LabSettings, length: int, generator: torch.Generator) -> dict[str, Tensor]:
+    model, task, warm_up = lab.model, lab.task, lab.warm_up
+    weights = init_weights(model, VOCABULARY, task.digits + 1 + length, generator)
+    for value in weights.values():
+        value.requires_grad_()
+    optimizer = torch.optim.Adam(weights.values(), lr=warm_up.lr, betas=(0.9, 0.98), fused=True)
+    reached = 0.0
+    for step in range(warm_up.most_steps):
+        prompts, answers = draw(task, warm_up.batch, generator)
+        tokens = torch.cat([prompts, answers], 1)[:, :-1]
+        logits, routing = forward(weights, model, tokens, last=answers.shape[1])
+        loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten()) + warm_up.balance * _imbalance(routing)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+        optimizer.step()
+        if step % LOOK_EVERY == LOOK_EVERY - 1:
+            prompts, answers = draw(task, SAMPLED, generator)
+            sampled = sample(Engine((weights,)), model, prompts, length, generator)
+            reached = rewards(sampled.responses, answers).mean().item()
+            if reached >= warm_up.reward:
+                return {name: value.detach() for name, value in weights.items()}
+    raise ConfigError(
+        f"lab.warm_up.reward={warm_up.reward:g} was not reached in {warm_up.most_steps} steps (the last: {reached:.2f})"
+        "; lower it, or make the task easier (lab.task.digits) or the model larger (lab.model.hidden)"
+    )
+
+
+def _imbalance(routing: Routing) -> Tensor:
+    """Sum over layers of E sum_e f_e p_e, f the share of choices and p the mean probability: 1 a layer at balance."""
+    total = torch.zeros(())
+    for experts, logits in zip(routing.experts, routing.logits, strict=True):
+        E = logits.shape[-1]
+        share = torch.bincount(experts.flatten(), minlength=E) / experts.numel()
+        total = total + E * (share * logits.softmax(-1).flatten(0, -2).mean(0)).sum()
+    return total
