@@ -2,26 +2,39 @@
 
     python -m tests.stack.replaying <overrides of the run, router_replay.mode=R3 among them>
 
-It starts with what R3 needs, which is all that any of them needs; SCHEDULE says how each step replays.
+It starts with what R3 needs, which is all that any of them needs; SCHEDULE says how each step replays. In the last one,
+every second token of the rollout comes with an expert that is named twice.
 """
 
 STEPS = 3
-SCHEDULE = [mode for mode in ("disabled", "R2", "R3") for _ in range(STEPS)]
+BROKEN = "R3, broken"
+SCHEDULE = [*(mode for mode in ("disabled", "R2", "R3") for _ in range(STEPS)), BROKEN]
 
 
 def replaying(trainer_class: type) -> type:
     """`trainer_class`, setting itself and its workers to SCHEDULE's next entry before each step."""
     from omegaconf import OmegaConf
 
+    from verl_ext.core.tokens import jagged
+    from verl_ext.fields import ROLLOUT_ROUTES
     from verl_ext.launch.routing_checks import replay_setting
+    from verl_ext.trainer.transfer import get_fields, put_fields
 
     class ReplayingTrainer(trainer_class):
         def step(self, metrics, timing_raw):
-            mode = SCHEDULE[self.global_steps - 1]
+            mode = SCHEDULE[self.global_steps - 1].partition(",")[0]
             OmegaConf.update(self.config, replay_setting(self.config), mode)
             self.stability_run.use(self.config, self.stability_run.active.stability)
             self.actor_rollout_wg.set_replay(mode)
             return super().step(metrics, timing_raw)
+
+        def _compute_old_log_prob(self, batch, metrics):
+            if SCHEDULE[self.global_steps - 1] == BROKEN:
+                routes = get_fields(batch, [ROLLOUT_ROUTES])[ROLLOUT_ROUTES]
+                broken = routes.values().clone()
+                broken[::2, :, 1] = broken[::2, :, 0]
+                put_fields(batch, {ROLLOUT_ROUTES: jagged(broken, routes.offsets())})
+            return super()._compute_old_log_prob(batch, metrics)
 
     return ReplayingTrainer
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.stack.replaying import SCHEDULE
+from tests.stack.replaying import BROKEN, SCHEDULE
 from tests.stack.running import SMALL, run
 
 pytestmark = pytest.mark.e2e
@@ -80,6 +80,14 @@ def test_r3_uses_the_experts_of_the_rollout(steps):
         # What the training router would have chosen still differs.
         assert 0.9 < step["router/own_agreement"] < 0.9999
         assert 0.9 < step["actor/router_own_agreement"] < 0.9999
+
+
+def test_routing_that_no_router_chooses_is_refused_and_told_once(finished, steps):
+    (broken,) = steps[BROKEN]
+    assert 0.3 < broken["router/invalid"] < 0.7
+    assert broken["router/agreement"] == 1.0 and broken["router/unknown"] == 0
+    assert all(step["router/invalid"] == 0 for mode in steps if mode != BROKEN for step in steps[mode])
+    assert finished.console.count("name an expert twice in a layer") == 1
 
 
 def test_r3_takes_the_experts_share_out_of_vllm_kl(steps):
