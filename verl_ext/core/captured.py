@@ -22,7 +22,7 @@ OUT_OF_RANGE, REPEATED, STUCK = range(1, 1 + len(REASONS))
 
 FEWEST = 32  # tokens of a trajectory that must all have the same experts before that is no accident
 WITNESSES = 4  # of these, looked at first
-PAIRS, GPU_PAIRS = 2**16, 2**22  # of a token and a layer, a block: on a CPU it stays near the core
+PAIRS, GPU_PAIRS = 2**16, 2**20  # of a token and a layer, a block: on a CPU it stays near the core
 
 
 def known_rows(routes_TLK: Tensor) -> Tensor:

@@ -98,8 +98,7 @@ class CapturedRouting:
         if counts.believed and "unknown" in new:  # a few are: router/unknown tells
             del new["unknown"]
         self._told |= new.keys()
-        share = sum(counts.refused.values()) / max(1, counts.tokens)
-        return Decision(tuple(_event(step, name, said, share, config) for name, said in new.items()))
+        return Decision(tuple(_event(step, name, said, counts.metrics, config) for name, said in new.items()))
 
 
 def _wrong(counts: Counts) -> dict[str, str]:
@@ -109,12 +108,12 @@ def _wrong(counts: Counts) -> dict[str, str]:
     return {name: f"{n:,} of {counts.tokens:,} tokens {said}." for name, (n, said) in found.items() if n}
 
 
-def _event(step: int, name: str, said: str, share: float, config: DictConfig) -> Event:
+def _event(step: int, name: str, said: str, metrics: Mapping[str, float], config: DictConfig) -> Event:
     if replay_mode(config) != "R3":
         outcome = "They are not compared."
     elif replays_here(config):
         outcome = "They route themselves."
     else:
         outcome = f"verl replays them all the same; {replay_setting(config)}=disabled does not."
-    signal, value = ("router/unknown", 1.0) if name == "unknown" else ("router/invalid", share)
-    return Event(step, "routing", signal, value, None, "warn", f"{said} {outcome}")
+    signal = "router/unknown" if name == "unknown" else "router/invalid"
+    return Event(step, "routing", signal, metrics[signal], None, "warn", f"{said} {outcome}")
