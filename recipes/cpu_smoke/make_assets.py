@@ -205,8 +205,9 @@ def main() -> None:
     folder = Path(".quickstart/assets")
     parser.add_argument("--out", type=Path, default=folder, help="where to write (default: %(default)s)")
     parser.add_argument("--force", action="store_true", help="write again what is already there")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the rows (default: %(default)s)")
     arguments = parser.parse_args()
-    written = make_assets(arguments.out, arguments.force)
+    written = make_assets(arguments.out, arguments.force, arguments.seed)
     for path in written:
         print(f"wrote {path}")
     if not written:
