@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 CPU = (HERE / "requirements" / "cpu.in").read_text(encoding="utf-8").splitlines()
-# verl's own extras of a training and a rollout engine, which hold its pins. pip resolves the first alone: docs/install.md.
+# verl's own extras of a training and a rollout engine, which hold its pins; docs/install.md says how they resolve.
 GPU = {
     "gpu-fsdp": ["verl[fsdp,vllm]==0.9.1"],
     "gpu-megatron": ["verl[megatron,vllm]==0.9.1", "megatron-core==0.18.0"],

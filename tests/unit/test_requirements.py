@@ -110,35 +110,47 @@ def test_what_is_pinned_twice_and_asked_for_otherwise_is_found():
 
 
 @pytest.fixture(scope="module")
-def pip(tmp_path_factory):
-    """A pip whose dry run reads the metadata of a wheel without the wheel."""
-    folder = tmp_path_factory.mktemp("pip")
-    command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(folder), "pip>=25.3"]
-    subprocess.run(command, check=True)
-    return [sys.executable, str(folder / "pip")]
+def described(tmp_path_factory):
+    """described(name -> version) -> name -> pip's report of that package; each is looked up once, a second each.
+
+    By a pip whose dry run reads the metadata of a wheel without the wheel.
+    """
+    folder, known = tmp_path_factory.mktemp("pip"), {}
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--target", folder / "pip", "pip>=25.3"]
+    subprocess.run(pip, check=True)
+    platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
+    target = ["--python-version", "3.12", "--target", folder / "none", *platforms]
+    report = ["--dry-run", "--no-deps", "--use-feature=fast-deps", "--report", folder / "report.json"]
+    command = [sys.executable, folder / "pip" / "pip", "install", "-q", *report, *target, "-r", folder / "pins.txt"]
+
+    def look_up(versions):
+        lines = {name: f"{name}=={version}" for name, version in versions.items()}
+        if new := [line for line in lines.values() if line not in known]:
+            (folder / "pins.txt").write_text("\n".join(new))
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[-2000:]
+            for one in json.loads((folder / "report.json").read_text())["install"]:
+                said = one["metadata"]
+                known[f"{canonicalize_name(said['name'])}=={said['version']}"] = one
+        return {name: known[line] for name, line in lines.items()}
+
+    return look_up
 
 
 @pytest.mark.network
 @each_extra
-def test_every_pin_is_a_wheel_and_asks_for_nothing_else(ours, overrides, pip, tmp_path, extra):
-    """By a dry run of pip, without what stands in verl's wheelhouse, which need not be within reach."""
-    versions, fetched = pins(extra), pins(extra, wheelhouse=False)
-    (tmp_path / "pins.txt").write_text("".join(f"{name}=={version}\n" for name, version in fetched.items()))
-    platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
-    target = ["--python-version", "3.12", "--target", tmp_path / "none", *platforms]
-    report = ["--dry-run", "--no-deps", "--use-feature=fast-deps", "--report", tmp_path / "report.json"]
-    done = subprocess.run(
-        [*pip, "install", "-q", *report, *target, "-r", tmp_path / "pins.txt"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    report = json.loads((tmp_path / "report.json").read_text())["install"]
-    sources = [one["metadata"]["name"] for one in report if not one["download_info"]["url"].endswith(".whl")]
-    assert set(sources) <= SOURCES
-    found = {canonicalize_name(one["metadata"]["name"]): one["metadata"] for one in report}
-    assert {name: one["version"] for name, one in found.items()} == fetched
-    replaced, without = overrides
+def test_every_pin_is_a_wheel_and_asks_for_nothing_else(ours, overrides, described, extra):
+    """Without what stands in verl's wheelhouse, which need not be within reach."""
+    found = described(pins(extra, wheelhouse=False))
+    sources = {name for name, one in found.items() if not one["download_info"]["url"].endswith(".whl")}
+    assert sources <= SOURCES
     asked = [*ours.install_requires, *ours.extras_require[extra]]
-    missing = unmet(asked, versions, lambda name: found.get(name, {}).get("requires_dist"), without)
+
+    def requirements(name):
+        return found[name]["metadata"].get("requires_dist") if name in found else None
+
+    replaced, without = overrides
+    missing = unmet(asked, pins(extra), requirements, without)
     assert {line for line in missing if line.partition(" -> ")[2] not in replaced} == set()
     if extra == "gpu-fsdp":  # the one that pip's own resolver would take
         assert missing == set()
