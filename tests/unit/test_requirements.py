@@ -20,7 +20,7 @@ OPTION = "--extra-index-url"  # of verl's wheelhouse; what stands below it comes
 PYTHON = {"python_version": "3.12", "python_full_version": "3.12.11", "sys_platform": "linux"}
 GLIBC = [f"manylinux_2_{minor}_x86_64" for minor in range(5, 36)]
 PLATFORMS = [*GLIBC, "manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64", "linux_x86_64"]
-SOURCES = {"antlr4-python3-runtime"}  # plain Python that has no wheel
+SOURCES = {"antlr4-python3-runtime", "pylatexenc"}  # plain Python that has no wheel
 
 each_extra = pytest.mark.parametrize("extra", EXTRAS)
 
