@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from verl_ext import __version__
 from verl_ext.doctor import composed
+from verl_ext.lab import command as lab
 from verl_ext.plan import command as plan
 from verl_ext.report import command as report
 from verl_ext.submit import command as submit
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_parser(commands)
     submit.add_parser(commands)
     report.add_parsers(commands)
+    lab.add_parser(commands)
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     arguments, rest = parser.parse_known_args(words[:end])

@@ -1,23 +1,13 @@
-"""The reward of the CPU quick start: shaped, so that a random model sees a difference within a few steps."""
+"""The reward of the CPU quick start: how far an answer is right."""
 
-FOR_A_DIGIT = 0.3
-FOR_BEING_CLOSE = 0.4
-FURTHEST = 9  # the largest distance between two digits
+from itertools import takewhile
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
-    """Score a sum's answer by the response's first character, in verl's custom reward signature.
+    """The share of an answer's places before its first wrong one, in verl's custom reward signature.
 
-    0 where it is not a digit; 1 where it is the answer, whatever follows; otherwise 0.3 for a digit
-    and up to 0.4 for a close one: 0.3 + 0.4 * (1 - |digit - answer| / 9). A random model opens with
-    the right digit once in a hundred responses and with some digit once in ten, so that the first
-    step has rewards to learn from, and closeness then pulls towards the size of the answer.
+    The end token is the last place: verl leaves special tokens out of `solution_str`, so the answer alone earns 1, and
+    the answer with anything behind it one place less.
     """
-    first = solution_str[:1]
-    # isdecimal() alone also accepts the digits of other scripts.
-    if not (first.isascii() and first.isdecimal()):
-        return 0.0
-    distance = abs(int(first) - int(ground_truth))
-    if distance == 0:
-        return 1.0
-    return FOR_A_DIGIT + FOR_BEING_CLOSE * (1 - distance / FURTHEST)
+    right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(solution_str, ground_truth, strict=False)))
+    return (right + (solution_str == ground_truth)) / (len(ground_truth) + 1)

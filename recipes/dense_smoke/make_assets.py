@@ -1,4 +1,4 @@
-"""Write what recipe=dense_smoke trains on: a small dense Qwen3, the tokenizer and the sums of recipes/cpu_smoke."""
+"""Write what recipe=dense_smoke trains on: a small dense Qwen3; warm-up, tokenizer and data of recipes/cpu_smoke."""
 
 import argparse
 import importlib.util
@@ -13,19 +13,20 @@ QUICK_START = Path(__file__).parents[1] / "cpu_smoke" / "make_assets.py"
 
 
 def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "Qwen3ForCausalLM":
-    """About 1.8 M parameters in bfloat16, with random weights; as deep and wide as the quick start's model, and its
-    vocabulary exactly the tokenizer's for the same reason."""
+    """As deep and wide as the quick start's model, and as many parameters to a token, with random weights in float32;
+    its vocabulary exactly the tokenizer's for the same reason."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=1024,
-        num_hidden_layers=4,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=32,  # vLLM's attention on CPUs refuses 16
+        initializer_range=0.1,
         max_position_embeddings=512,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -34,7 +35,7 @@ def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "Qwen3Fo
     )
     with torch.random.fork_rng(devices=[]):  # leave the caller's random state as it was
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config).to(torch.bfloat16)
+        return Qwen3ForCausalLM(config)
 
 
 def quick_start() -> ModuleType:

@@ -1,11 +1,14 @@
-"""Whole verl runs on CPU cores: Ray, vLLM and FSDP2, on the model of recipes/cpu_smoke."""
+"""Whole verl runs on CPU cores: Ray, vLLM and FSDP2, on the random model of recipes/cpu_tool.
+
+Its probabilities spread over every token and every expert: short and long answers, ties of routers, all buckets filled.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from recipes.cpu_smoke.make_assets import make_assets
+from recipes.cpu_tool.make_assets import make_assets
 from tests import ROOT
 from tests.stack.running import CPU, PLAIN_VERL, SMALL, Run, run
 from tests.stack.switching import BASE, SCHEDULE

@@ -24,6 +24,8 @@ SMALL = (
     "data.train_batch_size=8",
     "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "algorithm.norm_adv_by_std_in_grpo=true",
     f"recipe_folder={ROOT}/recipes/cpu_smoke",
     f"reward.custom_reward_function.path={ROOT}/tests/stack/dense_reward.py",
 )

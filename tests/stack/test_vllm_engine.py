@@ -6,6 +6,7 @@ In float32, so that the two may differ by rounding only.
 import copy
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests.support.closeness import close
+from verl_ext.core.fake_quant import fake_quantized
+from verl_ext.upstream import engine_report
 
 vllm = pytest.importorskip("vllm")
 
@@ -71,6 +74,19 @@ class Engine:
         torch.save([(name, w.clone()) for name, w in unfuse_moe_params(model.state_dict().items())], file)
         self.llm.collective_rpc("sync_weights_from", args=(str(file),))
         self.llm.reset_prefix_cache()  # the cached keys and values are those of the old weights
+
+    @contextmanager
+    def rounding(self, settings: dict[str, Any]) -> Iterator[None]:
+        """Round what is synced, as `stability.fake_quantization` has the engine do from its start."""
+        self.llm.collective_rpc("round_while_loading", args=(settings,))
+        try:
+            yield
+        finally:
+            self.llm.collective_rpc("load_as_it_is")
+
+    def report(self) -> dict[str, Any]:
+        (report,) = self.llm.collective_rpc(engine_report.METHOD)
+        return report
 
     def generate(self) -> list[Any]:
         sampling = vllm.SamplingParams(
@@ -173,6 +189,40 @@ def test_logprobs_follow_a_sync_of_one_part(engine: Engine, part: str) -> None:
         actual = engine_logprobs(output)
         close(actual, reference(model, output)[0])
         assert (actual - reference(old, output)[0]).abs().max() > 0.01
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("besides", "rounded"),
+    [({}, ()), ({"router": True}, (".gate.weight",)), ({"head": True}, ("lm_head.weight",))],
+    ids=["linear", "router", "head"],
+)
+def test_logprobs_are_those_of_the_rounded_weights(engine: Engine, besides: dict, rounded: tuple) -> None:
+    """transformers computes with the same weights, rounded in its own modules; a later sync is exact again."""
+    exact = engine.models[1]
+    settings = {"format": "fp4", "group": 16, "router": False, "head": False} | besides
+    model = copy.deepcopy(exact)
+    for name, weight in model.named_parameters():
+        if name.endswith(("_proj.weight", "gate_up_proj", "down_proj", *rounded)):
+            weight.data = fake_quantized(weight.data, "fp4", 16)
+
+    assert engine.report()["fake_quantization"] is None
+    with engine.rounding(settings):
+        engine.sync(exact)
+        assert engine.report()["fake_quantization"] == {
+            "settings": settings,
+            "rounded": {
+                "linear": LAYERS_OF_MODEL * (4 + 3 * EXPERTS),
+                **{kind: count for kind, count in (("router", LAYERS_OF_MODEL), ("head", 1)) if kind in besides},
+            },
+        }
+    for output in engine.generate():
+        actual = engine_logprobs(output)
+        close(actual, reference(model, output)[0])
+        assert (actual - reference(exact, output)[0]).abs().max() > 0.1
+    engine.sync(exact)
+    for output in engine.generate():
+        close(engine_logprobs(output), reference(exact, output)[0])
 
 
 @pytest.mark.e2e

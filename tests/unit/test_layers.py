@@ -11,7 +11,7 @@ from tests import ROOT
 BELOW = {
     "core": {"errors", "methods"},
     "guard": {"metrics", "errors", "methods"},
-    "upstream": {"errors"},
+    "upstream": {"core", "errors"},
     "routing": {"fields", "core", "upstream", "errors"},
     "metrics": set(),
     "settings": {"core", "guard", "metrics", "errors", "methods"},
@@ -31,19 +31,23 @@ BELOW = {
         "printable",
         "run_files",
     },
+    "report": {"core", "guard", "metrics", "errors", "printable", "run_files", "__version__"},
     "lab": {
         "core",
         "guard",
         "launch",
         "settings",
+        "metrics",
+        "report",
         "trainer",
         "workers",
         "errors",
         "methods",
         "fields",
+        "printable",
         "run_files",
+        "__version__",
     },
-    "report": {"core", "guard", "metrics", "errors", "printable", "run_files", "__version__"},
 }
 ENGINES = {"verl", "ray", "vllm"}
 WITHOUT = {
@@ -53,6 +57,7 @@ WITHOUT = {
     "settings": {*ENGINES, "torch"},
     "launch": ENGINES,
     "report": {*ENGINES, "torch"},
+    "lab": {"ray", "vllm"},
 }
 
 

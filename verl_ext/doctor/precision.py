@@ -7,6 +7,7 @@ from verl_ext.doctor.findings import Finding, check
 
 ACTOR = "actor_rollout_ref.actor"
 FSDP = f"{ACTOR}.fsdp_config"
+FAKE = "stability.fake_quantization"
 PARAM_DTYPE = f"{FSDP}.mixed_precision.param_dtype"
 TRANSFORMERS = ("fsdp", "fsdp2")
 DTYPES = BFLOAT16, FLOAT16, FLOAT32 = "bfloat16", "float16", "float32"
@@ -133,6 +134,17 @@ def quantized_rollout(context: Context) -> Iterable[Finding]:
     else:
         why = "the rollout samples from a coarser model than the one trained, and nothing corrects the loss for it"
         yield Finding("warning", found, why, ("stability.correction=tis",))
+
+
+@check("fake quantization")
+def fake_quantization(context: Context) -> Iterable[Finding]:
+    """An experiment's switch, left on.
+
+    Source: `verl_ext.upstream.fake_quantization`; vLLM computes with the rounded weights at its usual cost.
+    """
+    if (asked := context.get(f"{FAKE}.format", "none")) != "none":
+        why = "it plants a gap between the engines on purpose, for an experiment, and saves neither time nor memory"
+        yield Finding("note", f"{FAKE}.format={asked}", why)
 
 
 def _corrected(context: Context) -> bool:

@@ -51,7 +51,8 @@ class Batch:
     @property
     def offsets(self) -> Tensor:
         """[B + 1], where the response of each starts among the N."""
-        return _offsets(self.sampled.mask.sum(1))
+        lengths = self.sampled.mask.sum(1)
+        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
     def packed(self, values: Tensor) -> Tensor:
         """[N, ...] of [B, T, ...]."""
@@ -60,11 +61,6 @@ class Batch:
     def padded(self, values: Tensor) -> Tensor:
         """[B, T] of [N], 0 past the end."""
         return values.new_zeros(self.sampled.mask.shape).masked_scatter(self.sampled.mask, values)
-
-    def jagged(self, values: Tensor, rows: slice) -> Tensor:
-        """[b, r] nested, of [b, T] values of these trajectories."""
-        there = self.sampled.mask[rows]
-        return jagged(values[there], _offsets(there.sum(1)))
 
     def token_rewards(self) -> Tensor:
         """[B, T], each reward on the response's last token, where verl's rewards stand."""
@@ -119,13 +115,14 @@ class LossFields:
 
 
 def mini_batch(batch: Batch, fields: LossFields, rows: slice) -> TensorDict:
-    """These trajectories as verl's engines hand a mini-batch to the loss, one micro-batch of it.
+    """These trajectories as verl's loss reads a mini-batch, one micro-batch of it.
 
-    The prompts have one token: the loss reads of them where the responses start, and no more.
+    What is jagged in a run is padded here, as the loss would pad it first. Of prompts and responses it reads the
+    lengths alone: 1, and T for all, whose tokens past the end are not in the mask.
     """
-    sampled, count = batch.sampled, len(fields.mask[rows])
+    sampled = batch.sampled
+    count, T = sampled.mask[rows].shape
     tensors = {
-        RESPONSES: sampled.responses,
         RESPONSE_MASK: fields.mask.long(),
         ROLLOUT_LOG_PROBS: sampled.l_infer,
         OLD_LOG_PROBS: fields.l_old,
@@ -133,21 +130,16 @@ def mini_batch(batch: Batch, fields: LossFields, rows: slice) -> TensorDict:
         ENTROPY: fields.entropy,
         **fields.others,
     }
-    nested = {name: batch.jagged(values[rows], rows) for name, values in tensors.items()}
-    nested["prompts"] = jagged(batch.prompts[rows, -1], torch.arange(count + 1))
-    data = TensorDict(nested, batch_size=count)
+    there = {name: values[rows] for name, values in tensors.items()}
+    there["prompts"] = jagged(batch.prompts[rows, -1], torch.arange(count + 1))
+    there[RESPONSES] = jagged(sampled.responses[rows].flatten(), torch.arange(0, (count + 1) * T, T))
+    data = TensorDict(there, batch_size=count)
     tokens = int(fields.mask[rows].sum())
     scale = {} if fields.filter_scale == 1 else {FILTER_SCALE: fields.filter_scale}
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=count, **scale)
     return data
 
 
-def model_output(l_theta: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """[B, T] log-probabilities as engines return them: jagged, of every token of a sequence the one that follows it."""
-    rows = torch.cat([torch.ones_like(mask[:, :1]), mask], 1)
-    return {"log_probs": jagged(torch.nn.functional.pad(l_theta, (0, 1))[rows], _offsets(rows.sum(1)))}
-
-
-def _offsets(lengths: Tensor) -> Tensor:
-    """[B + 1] of [B]."""
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+def model_output(l_theta: Tensor) -> dict[str, Tensor]:
+    """[B, T] log-probabilities as engines return them: packed, of every token of a sequence the one that follows it."""
+    return {"log_probs": torch.nn.functional.pad(l_theta, (0, 1)).flatten()}

@@ -66,8 +66,8 @@ class Learner:
             current = old if whole else self._score_now(batch, old, rows)
             data = mini_batch(batch, fields, rows)
             if self._shifts:
-                data[DEVIATION] = batch.jagged(self._deviation(old, current, batch, rows), rows)
-            loss, metrics = self._loss(model_output(current.log_probs, batch.sampled.mask[rows]), data)
+                data[DEVIATION] = self._deviation(old, current, batch, rows)
+            loss, metrics = self._loss(model_output(current.log_probs), data)
             norm = self.policy.update(loss)
             for name, value in {**metrics, "actor/grad_norm": norm}.items():
                 told.setdefault(name, []).append(_number(value))

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.errors import ConfigError
 from verl_ext.launch.features import LOG_PROBS, features, loss_mode, loss_reads_k, uses, uses_unbiased_kl
 from verl_ext.launch.loss_checks import apply_loss, check_loss
+from verl_ext.launch.quantization_checks import apply_fake_quantization, check_fake_quantization
 from verl_ext.launch.routing_checks import apply_routing, check_routing
 from verl_ext.settings.config import UNBIASED, StabilityConfig
 from verl_ext.settings.losses import LOSS
@@ -39,6 +40,7 @@ def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: boo
     _check_guard(config, stability)
     if stability.cascade_attention != "default":
         _check_cascade(config, stability)
+    check_fake_quantization(config, stability, read_model)
     if read_model:
         _check_model_files(config.actor_rollout_ref.model)
 
@@ -47,6 +49,7 @@ def apply_engine_settings(config: DictConfig, stability: StabilityConfig) -> Non
     """Set the arguments of the engines that the asked-for features consist of; the start-up table shows them."""
     apply_routing(config, stability)
     apply_loss(config, stability)
+    apply_fake_quantization(config, stability)
     rollout = "actor_rollout_ref.rollout"
     if stability.cascade_attention != "default":
         disabled = stability.cascade_attention == "off"

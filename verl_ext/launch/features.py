@@ -66,6 +66,8 @@ def features(config: DictConfig, stability: StabilityConfig) -> tuple[Feature, .
     ]
     if stability.cascade_attention != "default":
         found.append(Feature("cascade attention", stability.cascade_attention, "vLLM's workers"))
+    if (fake := stability.fake_quantization).active:
+        found.append(Feature("fake quantization", str(fake), "vLLM's workers"))
     if stability.metrics or uses(found, MEASURE):
         measuring = Feature("mismatch metrics", "vllm_kl/*", IN_THE_STEP, frozenset({LOG_PROBS, MEASURE}))
         found.insert(0, measuring)

@@ -101,7 +101,7 @@ def check_router_shift(config: DictConfig, loss_mode: str, read_model: bool = Tr
             fix=tuple(f"{place}=1" for place, size in sizes.items() if size > 1),
             otherwise=otherwise,
         )
-    if read_model and (hf_config := _hf_config(config.actor_rollout_ref.model)) is not None:
+    if read_model and (hf_config := hf_config_of(config.actor_rollout_ref.model)) is not None:
         from verl_ext.routing.choices import probe_choices
         from verl_ext.routing.router_shift import check_outputs
 
@@ -149,7 +149,7 @@ def _check_rollout(config: DictConfig, asked: str, off: str) -> None:
 
 def _check_model(config: DictConfig, asked: str, off: str, read_routers: bool) -> None:
     model = config.actor_rollout_ref.model
-    hf_config = _hf_config(model)
+    hf_config = hf_config_of(model)
     if hf_config is None:
         return
     from verl_ext.routing.choices import EXPERT_COUNTS, probe_choices
@@ -163,7 +163,7 @@ def _check_model(config: DictConfig, asked: str, off: str, read_routers: bool) -
         probe_choices(hf_config, trust_remote_code=_trusted(model))
 
 
-def _hf_config(model: DictConfig) -> Any:
+def hf_config_of(model: DictConfig) -> Any:
     """The model's transformers config; None where this machine cannot read it (a remote path, or no network)."""
     from transformers import AutoConfig
 

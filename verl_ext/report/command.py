@@ -26,8 +26,9 @@ LIBRARIES = "altair vl-convert-python jinja2 pillow"  # where they come from
 FAILED = 2  # the status of a command that could not do what was asked
 
 RUN_HELP = (
-    "verl's metrics file (.jsonl), a TensorBoard folder, a CSV export of W&B, or a folder that holds one of these; the "
-    "guard's events and dumped trajectories beside it are read too; PATH:N is the Nth of several runs in it"
+    "verl's metrics file (.jsonl), a local folder of W&B (wandb/), TensorBoard or MLflow (mlruns/, mlruns.db), a CSV "
+    "export of W&B, or a folder that holds one of these; the guard's events and dumped trajectories beside it are read "
+    "too; PATH:N is the Nth of several runs in it"
 )
 REPORT = """\
 Say what a run's metrics mean, and draw them: a verdict and a table here, and a folder with one HTML page that needs no
@@ -59,7 +60,11 @@ def add_parsers(commands) -> None:
     report.add_argument("path", metavar="RUN", type=Path, help=RUN_HELP)
     _add_out(report, "report")
     report.add_argument(
-        "--run", dest="which", type=_count, metavar="N", help="of several runs in one file, the Nth (default: the last)"
+        "--run",
+        dest="which",
+        type=_count,
+        metavar="N",
+        help="of several runs, the Nth (default: the last)",
     )
     report.add_argument(
         "--watch",
@@ -114,15 +119,15 @@ def _count(text: str) -> int:
 def run_report(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from verl_ext.report.load import load_run
+    from verl_ext.report.load import read_run
     from verl_ext.report.terminal import dashboard
     from verl_ext.report.verdict import judge
 
-    with _errors_are_one_line("report") as outcome:
+    with errors_are_one_line("report") as outcome:
         if arguments.watch:
             return _watch(arguments, Console())
         console = Console()
-        run = load_run(arguments.path, arguments.which)
+        run = read_run(arguments.path, arguments.which)
         verdict = judge(run)
         console.print(dashboard(run, verdict))
         if not arguments.no_page:
@@ -200,15 +205,15 @@ def _write(
 ) -> None:
     from verl_ext.report.folder import write_pages
 
-    with _progress(console) as progress:
+    with drawing(console) as progress:
         pages = write_pages(
             run, verdict, arguments.out, pictures=not arguments.no_pictures, tidy=tidy, progress=progress
         )
     for name, page in pages.items():
-        _tell(console, name, page)
+        tell(console, name, page)
 
 
-def _tell(console: "Console", name: str, page: Path) -> None:
+def tell(console: "Console", name: str, page: Path) -> None:
     from verl_ext.report.run import MOST_MESSAGE
     from verl_ext.report.terminal import encodable
 
@@ -221,11 +226,11 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
     from verl_ext.report.comparison import compare_runs, unique_names
     from verl_ext.report.comparison_text import comparison_table
-    from verl_ext.report.load import load_run
+    from verl_ext.report.load import read_run
     from verl_ext.report.page import write_comparison
 
-    with _errors_are_one_line("compare") as outcome:
-        runs = [load_run(path) for path in arguments.paths]
+    with errors_are_one_line("compare") as outcome:
+        runs = [read_run(path) for path in arguments.paths]
         runs = [replace(run, name=name) for run, name in zip(runs, unique_names(runs), strict=True)]
         extra = [printable(name) for name in arguments.metric]  # as names of metrics are read
         comparison = compare_runs(runs, extra=extra, window=arguments.window, cut=not arguments.full)
@@ -233,11 +238,11 @@ def run_compare(arguments: argparse.Namespace) -> int:
         console.print(comparison_table(comparison))
         if not arguments.no_page:
             named = {run.name: run for run in runs}
-            with _progress(console) as progress:
+            with drawing(console) as progress:
                 page = write_comparison(
                     named, comparison, arguments.out, pictures=not arguments.no_pictures, progress=progress
                 )
-            _tell(console, "page", page)
+            tell(console, "page", page)
     return outcome.status
 
 
@@ -246,7 +251,7 @@ class _Outcome:
 
 
 @contextmanager
-def _errors_are_one_line(command: str) -> Iterator[_Outcome]:
+def errors_are_one_line(command: str) -> Iterator[_Outcome]:
     """What the user can do something about becomes one line and a status."""
     from verl_ext.report.run import MOST_MESSAGE, ReportError
 
@@ -264,7 +269,7 @@ def _errors_are_one_line(command: str) -> Iterator[_Outcome]:
 
 
 @contextmanager
-def _progress(console: "Console") -> Iterator["Progress"]:
+def drawing(console: "Console") -> Iterator["Progress"]:
     """A spinner that names what is being drawn; nothing where the output is not a terminal."""
     with console.status("drawing") as status:
         yield lambda what: status.update(f"drawing: {what}")

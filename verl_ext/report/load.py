@@ -11,10 +11,15 @@ from verl_ext.report.files import is_regular
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run
 from verl_ext.report.sources.csv_export import CsvSource
 from verl_ext.report.sources.events import EventLog
-from verl_ext.report.sources.find import find
+from verl_ext.report.sources.find import Found, find
 from verl_ext.report.sources.jsonl import JsonlSource
+from verl_ext.report.sources.mlflow_database import ENDINGS as DATABASES
+from verl_ext.report.sources.mlflow_database import MlflowDatabase
+from verl_ext.report.sources.mlflow_folder import MlflowFolder
+from verl_ext.report.sources.store import StoreSource
 from verl_ext.report.sources.table import Part
-from verl_ext.report.sources.tensorboard import EVENT_FILE, TensorBoardSource
+from verl_ext.report.sources.tensorboard import TensorBoardSource
+from verl_ext.report.sources.wandb_folder import WandbFolder
 from verl_ext.run_files import EVENTS
 
 
@@ -38,9 +43,10 @@ class Reader:
     """A run that may still be going on.
 
     Args:
-        path: a metrics file of verl's file logger (.jsonl), a file or folder of TensorBoard's, a CSV export of W&B, or
-            a folder that holds one of these; sources/find.py says which is taken. PATH:N is the Nth run of PATH.
-        which: of several runs in one file, counted from 1; the last by default.
+        path: a metrics file of verl's file logger (.jsonl), a file or folder of TensorBoard's, of W&B's or of MLflow's,
+            a CSV export of W&B, or a folder that holds one of these; sources/find.py says which is taken. PATH:N is
+            the Nth run of PATH.
+        which: of several runs in one place, counted from 1; the last by default.
     """
 
     def __init__(self, path: Path, *, which: int | None = None):
@@ -102,7 +108,7 @@ class Reader:
         )
 
 
-def load_run(path: Path, which: int | None = None) -> Run:
+def read_run(path: Path, which: int | None = None) -> Run:
     """A run as it stands on disk. ReportError, in one line, where there is none."""
     return Reader(path, which=which).refresh()
 
@@ -132,15 +138,25 @@ def _of_steps(events: tuple[Event, ...], last: int) -> tuple[tuple[Event, ...], 
     )
 
 
-def _open(path: Path, which: int | None) -> Source:
-    if path.is_dir() or EVENT_FILE in path.name:
-        return TensorBoardSource(path)
-    return CsvSource(path, which) if path.suffix.lower() == ".csv" else JsonlSource(path)
+def _open(found: Found, which: int | None) -> Source:
+    path = found.path
+    match found.kind:
+        case "tensorboard":
+            return TensorBoardSource(path)
+        case "wandb":
+            return StoreSource(WandbFolder(path), path, which)
+        case "mlflow":
+            return StoreSource(MlflowFolder(path), path, which)
+        case "mlflow database":
+            return StoreSource(MlflowDatabase(path), path, which)
+        case "csv":
+            return CsvSource(path, which)
+    return JsonlSource(path)
 
 
 def _events_file(files: tuple[Path, ...]) -> Path | None:
-    """X.guard.jsonl for X.jsonl; beside other kinds of files, the only one that there is."""
-    if not files:  # they have just been removed
+    """X.guard.jsonl for X.jsonl; beside other kinds of files, the only one that there is; none beside a database."""
+    if not files or files[0].suffix in DATABASES:  # they have just been removed; it may lie in /tmp
         return None
     metrics = files[0]
     if metrics.suffix == ".jsonl":

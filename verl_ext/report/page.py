@@ -24,6 +24,7 @@ from verl_ext.report.verdict import Verdict
 PAGE, OVERVIEW, PICTURES, TRAJECTORIES = "report.html", "report.png", "figures", "trajectories.html"
 GENERATOR, HEAD = b'name="generator" content="verl_ext', 2000  # what tells a page of ours, in so many bytes
 WORDS = DONE | {"recover": "recovered"}
+SECTIONS = ("verdict", "comparison", "variants", "trajectories", "guard")  # of the template, that a page may lack
 MOST_DECISIONS, MOST_OPEN = 100, 10  # on the page; more than the latter are folded
 
 Progress = Callable[[str], None]  # told what is being drawn
@@ -61,7 +62,7 @@ def write_report(
     }
     charts = {panel: panel.chart(run) for panel in PANELS}
     said = {panel.key: facts(panel, run) for panel in PANELS}
-    return _write(out, charts, said, context, refresh, pictures, tidy, progress)
+    return write_page(out, charts, context, said=said, refresh=refresh, pictures=pictures, tidy=tidy, progress=progress)
 
 
 def write_comparison(
@@ -81,25 +82,34 @@ def write_comparison(
         "notes": [*comparison.notes, *(f"{name}: {note}" for name, run in runs.items() for note in run.notes)],
     }
     charts = {panel: overlay(panel, runs) for panel in PANELS}
-    return _write(out, charts, {}, context, None, pictures, None, progress)
+    return write_page(out, charts, context, pictures=pictures, progress=progress)
 
 
-def _write(
+def write_page(
     out: Path,
     charts: Mapping[Panel, alt.LayerChart | None],
-    said: Mapping[str, str],
     context: Mapping[str, Any],
-    refresh: int | None,
-    pictures: bool,
-    tidy: bool | None,
-    progress: Progress,
+    *,
+    said: Mapping[str, str] | None = None,
+    refresh: int | None = None,
+    pictures: bool = True,
+    tidy: bool | None = None,
+    progress: Progress = lambda what: None,
 ) -> Path:
+    """Write a page of these figures, and the figures beside it; as `write_report`.
+
+    Args:
+        charts: None where there is nothing to draw, which the page says.
+        context: what stands above them: `title`, `about`, `notes` and the template's sections.
+        said: below a figure, by the key of its panel.
+    """
+    said = said or {}
     tidy = is_ours(out) if tidy is None else tidy  # before anything is written
     drawn = {panel: render.spec_of(chart) for panel, chart in charts.items() if chart is not None}
     out.mkdir(parents=True, exist_ok=True)
     progress("page")
     page = template("report.html.j2").stream(
-        {"verdict": None, "comparison": None, "trajectories": None, "guard": None, **context},
+        {**dict.fromkeys(SECTIONS), **context},
         panels=[_card(panel, said.get(panel.key, ""), "comparison" in context) for panel in drawn],
         missing=[panel for panel in charts if panel not in drawn],
         figures=script_json({panel.key: spec for panel, spec in drawn.items()}),

@@ -8,6 +8,7 @@ from verl_ext.core.filtering import BatchFilter
 from verl_ext.errors import ConfigError
 from verl_ext.guard.rules import Rule
 from verl_ext.methods import Chosen, require_one_of
+from verl_ext.settings.fake_quantization import FakeQuantization
 from verl_ext.settings.guard import BatchSkip, GuardSettings
 from verl_ext.settings.trajectories import TrajectoryDump
 
@@ -35,6 +36,7 @@ class Switches:
         router_agreement: compare the experts that training and rollout chose.
         trajectories: write a few trajectories a step, token by token, for the report.
         cascade_attention: vLLM's cascade attention; `default` leaves the engine's own choice.
+        fake_quantization: round the rollout's weights as a quantised rollout has them: an experiment's switch.
     """
 
     denominator: str = "full"
@@ -47,6 +49,7 @@ class Switches:
     router_agreement: bool = False
     trajectories: TrajectoryDump = field(default_factory=TrajectoryDump)
     cascade_attention: str = "default"
+    fake_quantization: FakeQuantization = field(default_factory=FakeQuantization)
 
     def __post_init__(self) -> None:
         require_one_of(self, "denominator", ("full", "kept"))

@@ -1,13 +1,14 @@
 """What is active and how it was hooked, proven on the started engines and printed once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from verl_ext.errors import HookError
 from verl_ext.launch.checks import loss_settings
 from verl_ext.launch.features import AT_ROUTERS, IN_WORKERS, Feature
 from verl_ext.settings.config import StabilityConfig
+from verl_ext.settings.fake_quantization import FakeQuantization
 from verl_ext.trainer.active import Active
 from verl_ext.trainer.logs import trajectories_path
 from verl_ext.upstream import engine_report
@@ -56,6 +57,8 @@ def verify(active: Active, trainer_class: type, engines: Engines) -> list[Featur
     places = {"trajectories": trajectories_path(active.config).name}
     if (cascade := active.stability.cascade_attention) != "default":
         places["cascade attention"] = _confirmed_cascade(cascade, engines)
+    if (fake := active.stability.fake_quantization).active:
+        places["fake quantization"] = _confirmed_rounding(fake, engines)
     return _placed(found, places)
 
 
@@ -88,8 +91,7 @@ def _hooked_routers(engines: Engines) -> str:
 def _confirmed_cascade(setting: str, engines: Engines) -> str:
     """By how many of vLLM's workers."""
     wanted = setting == "on"
-    servers = [handle for manager in engines.server_managers for handle in manager.server_handles]
-    running = [report["cascade_attention"] for server in servers for report in engine_report.fetch(server)]
+    running = _reported("cascade_attention", engines)
     if not running:
         raise HookError(
             "stability.cascade_attention: no vLLM worker answered", fix=("stability.cascade_attention=default",)
@@ -102,6 +104,31 @@ def _confirmed_cascade(setting: str, engines: Engines) -> str:
             fix=("stability.cascade_attention=default",),
         )
     return f"confirmed by {len(running)} vLLM worker(s)"
+
+
+def _confirmed_rounding(asked: FakeQuantization, engines: Engines) -> str:
+    """How many weights of each kind each of vLLM's workers has rounded: the first sync is over by now."""
+    told = _reported("fake_quantization", engines)
+    for report in told or [None]:
+        if report is None or report["settings"] != asdict(asked):
+            raise HookError(
+                f"stability.fake_quantization.format={asked.format}, but a vLLM worker loads with {report}",
+                fix=("stability.fake_quantization.format=none",),
+            )
+        for kind, count in report["rounded"].items():
+            if count == 0:
+                raise HookError(
+                    f"stability.fake_quantization rounds {kind} weights, and vLLM was given none that is known as one",
+                    fix=("stability.fake_quantization.format=none",),
+                )
+    counts = ", ".join(f"{count} {kind}" for kind, count in told[0]["rounded"].items())
+    return f"{counts} weights in {len(told)} vLLM worker(s)"
+
+
+def _reported(name: str, engines: Engines) -> list[Any]:
+    """By each of vLLM's workers."""
+    servers = [handle for manager in engines.server_managers for handle in manager.server_handles]
+    return [report[name] for server in servers for report in engine_report.fetch(server)]
 
 
 def print_table(features: list[Feature]) -> None:

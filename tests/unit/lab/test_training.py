@@ -61,7 +61,7 @@ def gradient(run, batch, scored, fields):
     """Of the workers' loss, with respect to the log-probabilities [B, T]."""
     l_theta = scored.log_probs.detach().requires_grad_()
     data = mini_batch(batch, fields, slice(0, len(batch.keys)))
-    run.learner._loss(model_output(l_theta, batch.sampled.mask), data)[0].backward()
+    run.learner._loss(model_output(l_theta), data)[0].backward()
     return l_theta.grad
 
 

@@ -57,6 +57,7 @@ def test_nothing_is_on_by_default(asked):
         ([f"{REPLAY}=R2"], ["routing replay"], {ROUTERS}),
         ([f"{REPLAY}=R3"], ["router agreement", "routing replay"], {ROUTERS}),
         (["stability.cascade_attention=off"], ["cascade attention"], set()),
+        (["stability.fake_quantization.format=fp4"], ["fake quantization"], set()),
         (["algorithm.adv_estimator=qae"], ["advantages"], set()),
         (
             ["stability=llds_loss", "stability.metrics=false", "stability.batch_skip.threshold=null"],

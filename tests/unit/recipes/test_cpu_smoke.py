@@ -18,13 +18,18 @@ def load(name: str):
 
 make_assets = load("make_assets")
 compute_score = load("reward").compute_score
+HARDLY = 0.002  # a mean reward that is reached within a few steps of the warm-up
+
+
+def hardly_warm(out):
+    """The assets after a few steps of the warm-up: what is written, in a moment."""
+    make_assets.make_assets(out, warm=HARDLY)
+    return out
 
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
-    out = tmp_path_factory.mktemp("assets")
-    make_assets.make_assets(out)
-    return out
+    return hardly_warm(tmp_path_factory.mktemp("assets"))
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +70,17 @@ def test_chat_template(tokenizer):
     assert tokenizer.apply_chat_template(answered, tokenize=False) == "<user>1+2=<assistant>3<end>"
 
 
-def test_model_is_the_small_moe_in_bfloat16(assets):
+def test_model_is_the_small_moe_in_float32(assets):
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(assets / "model", dtype="auto")
     config = model.config
     assert config.model_type == "qwen3_moe"
-    assert (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) == (4, 16, 4)
-    assert 3.0e6 < sum(weight.numel() for weight in model.parameters()) < 4.0e6
-    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) == (2, 8, 2)
+    assert not config.output_router_logits, "else the load-balancing loss would be computed in training too"
+    assert 2.0e5 < sum(weight.numel() for weight in model.parameters()) < 3.0e5
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
     with torch.no_grad():
         assert model(torch.tensor([[3, 20, 15]])).logits.isfinite().all()
 
@@ -87,22 +93,69 @@ def test_rows_are_in_the_format_of_verls_dataset(rows):
             assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
             (message,) = row["prompt"]
             assert message["role"] == "user"
-            a, b = message["content"].removesuffix("=").split("+")
-            assert row["reward_model"] == {"style": "rule", "ground_truth": str(int(a) + int(b))}
-            assert len(row["reward_model"]["ground_truth"]) == 1
-    assert len({row["prompt"][0]["content"] for row in rows["train"]}) == 21
+            digits = [int(digit) for digit in message["content"]]
+            assert len(digits) == make_assets.DIGITS
+            sums = "".join(str(sum(digits[: place + 1]) % 10) for place in range(len(digits)))
+            assert row["reward_model"] == {"style": "rule", "ground_truth": sums}
+    prompts = {split: {row["prompt"][0]["content"] for row in rows[split]} for split in rows}
+    assert len(prompts["train"]) == make_assets.TRAIN_ROWS
+    assert not prompts["train"] & prompts["val"]
 
 
-def test_prompts_fit_the_recipe(rows, tokenizer):
+def test_worked_examples_are_prompts_with_their_right_answers_in_the_chat_template(tokenizer):
+    import torch
+
+    examples = make_assets.worked_examples(tokenizer, 3, torch.Generator().manual_seed(0))
+    for ids in examples.tolist():
+        digits, answer = tokenizer.decode(ids).removeprefix("<user>").removesuffix("<end>").split("<assistant>")
+        assert answer == make_assets.prefix_sums(digits)
+        row = [{"role": "user", "content": digits}, {"role": "assistant", "content": answer}]
+        assert tokenizer.apply_chat_template(row, tokenize=True, return_dict=False) == ids
+
+
+class Guessing:
+    """In the model's place: it gives every right token of an answer the probability `right`."""
+
+    def __init__(self, right):
+        import torch
+
+        self.right, self.weight = right, torch.nn.Parameter(torch.zeros(()))
+
+    def parameters(self):
+        return [self.weight]
+
+    def __call__(self, ids, labels, output_router_logits):
+        import math
+        from types import SimpleNamespace
+
+        import torch
+
+        wrong = 10
+        logits = torch.zeros(*ids.shape, wrong + 100)
+        odds = math.log(self.right / (1 - self.right) * (logits.shape[-1] - 1))
+        logits[:, :-1].scatter_(-1, ids[:, 1:, None], odds)
+        return SimpleNamespace(loss=self.weight * 1.0, logits=logits)
+
+
+def test_the_warm_ups_reward_is_what_sampled_answers_would_earn(tokenizer, capsys):
+    right, places = 0.9, make_assets.DIGITS + 1
+    expected = sum(right**place for place in range(1, places + 1)) / places
+    make_assets.warm_up(Guessing(right), tokenizer, seed=0, until=0.999 * expected)
+    assert f"mean reward {expected:.2f}" in capsys.readouterr().out
+
+
+def test_prompts_and_answers_fit_the_recipe(rows, tokenizer, compose):
+    config = compose("recipe=cpu_smoke").data
     lengths = {
         len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False))
         for row in rows["train"]
     }
-    assert max(lengths) <= 16
+    assert max(lengths) <= config.max_prompt_length
+    assert config.max_response_length > make_assets.DIGITS + 1
 
 
 def test_assets_are_deterministic(assets, tmp_path):
-    make_assets.make_assets(tmp_path)
+    hardly_warm(tmp_path)
     files = sorted(file.relative_to(assets) for file in assets.rglob("*") if file.is_file())
     assert Path("model/model.safetensors") in files
     assert files == sorted(file.relative_to(tmp_path) for file in tmp_path.rglob("*") if file.is_file())
@@ -120,7 +173,7 @@ def test_another_seed_gives_other_weights_and_leaves_the_random_state(tokenizer)
 
 
 def test_what_is_there_stays_unless_forced(tmp_path, monkeypatch):
-    monkeypatch.setattr(make_assets, "write_model", lambda folder, seed: folder.mkdir())
+    monkeypatch.setattr(make_assets, "write_model", lambda folder, *_: folder.mkdir())
     assert len(make_assets.make_assets(tmp_path)) == 3
     (tmp_path / "train.parquet").write_text("mine")
     (tmp_path / "val.parquet").unlink()
@@ -131,7 +184,7 @@ def test_what_is_there_stays_unless_forced(tmp_path, monkeypatch):
 
 
 def test_an_interrupted_write_is_made_again(tmp_path, monkeypatch):
-    def interrupted(folder, seed):
+    def interrupted(folder, *_):
         folder.mkdir()
         (folder / "half").touch()
         raise KeyboardInterrupt
@@ -140,7 +193,7 @@ def test_an_interrupted_write_is_made_again(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         make_assets.make_assets(tmp_path)
     assert not (tmp_path / "model").exists()
-    monkeypatch.setattr(make_assets, "write_model", lambda folder, seed: folder.mkdir())
+    monkeypatch.setattr(make_assets, "write_model", lambda folder, *_: folder.mkdir())
     make_assets.make_assets(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"model", "train.parquet", "val.parquet"}
     assert not (tmp_path / "model" / "half").exists()
@@ -149,26 +202,19 @@ def test_an_interrupted_write_is_made_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("response", "answer", "score"),
     [
-        ("3", "3", 1.0),
-        ("3 and more", "3", 1.0),
-        ("4", "3", 0.3 + 0.4 * 8 / 9),
-        ("9", "0", 0.3),
-        ("", "3", 0.0),
-        (" 3", "3", 0.0),
-        ("x3", "3", 0.0),
-        ("²", "2", 0.0),
-        ("٣", "3", 0.0),
+        ("3489", "3489", 1.0),
+        ("34890", "3489", 4 / 5),
+        ("3489 ", "3489", 4 / 5),
+        ("348", "3489", 3 / 5),
+        ("3409", "3489", 2 / 5),
+        ("4489", "3489", 0.0),
+        ("", "3489", 0.0),
+        (" 3489", "3489", 0.0),
     ],
 )
 def test_reward(response, answer, score):
     given = compute_score(make_assets.DATA_SOURCE, response, answer, extra_info={}, reward_router_address=None)
     assert given == pytest.approx(score)
-
-
-def test_reward_prefers_the_closer_digit():
-    scores = [compute_score("", str(digit), "5") for digit in (0, 2, 4, 5)]
-    assert scores == sorted(scores)
-    assert len(set(scores)) == 4
 
 
 def test_transfer_queue_is_given_as_many_threads_as_it_wants(compose, monkeypatch):

@@ -17,7 +17,7 @@ from verl_ext.report import page, render
 from verl_ext.report.comparison import compare_runs
 from verl_ext.report.comparison_text import comparison_table
 from verl_ext.report.folder import write_pages
-from verl_ext.report.load import load_run
+from verl_ext.report.load import read_run
 from verl_ext.report.page import write_comparison
 from verl_ext.report.run import ReportError, Run
 from verl_ext.report.terminal import dashboard
@@ -66,7 +66,7 @@ def look(path: Path, out: Path, *, panels: Sequence[page.Panel] = (), compared: 
         patch.setattr(page, "PANELS", panels)
         patch.setattr(render, "libraries", str)  # Vega
         try:
-            run = load_run(path)
+            run = read_run(path)
             verdict = judge(run)
             _on_screen(dashboard(run, verdict))
             written = list(write_pages(run, verdict, out, pictures=False).values())

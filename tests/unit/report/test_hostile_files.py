@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.examples import at_most
 from tests.unit.report.hostile import METRICS, documents, leaves, lines, look, names, numbers, record, steps, words
+from tests.unit.report.made_stores import field, log, mlflow_database, mlflow_rows, wandb_file, wandb_row
 from tests.unit.report.made_trajectories import line
 from verl_ext.report.figures.panels import PANELS
 
@@ -145,3 +146,63 @@ def test_event_files_of_tensorboard(data):
     garbage, at = data.draw(st.binary(max_size=16)), data.draw(st.integers(0, len(content)))
     content = data.draw(st.sampled_from([content, content[:at] + garbage + content[at + len(garbage) :]]))
     looked_at({"events.out.tfevents.1.host": content})
+
+
+def damaged(data: st.DataObject, content: bytes) -> bytes:
+    """The content, or with other bytes in one place, or cut."""
+    garbage, at = data.draw(st.binary(max_size=16)), data.draw(st.integers(0, len(content)))
+    return data.draw(st.sampled_from([content, content[:at] + garbage + content[at + len(garbage) :], content[:at]]))
+
+
+def wandb_rows():
+    inner = st.dictionaries(words, leaves | st.dictionaries(words, leaves, max_size=2), max_size=3)
+    data = st.dictionaries(
+        names | st.sampled_from(["_type", "_step", "training/global_step"]), leaves | inner, max_size=5
+    )
+    sizes = st.integers(0, 40) | st.integers(-(2**63), 2**63 - 1)
+    return st.builds(lambda *row, old: field(2, wandb_row(*row, old=old)), sizes, data, old=st.booleans())
+
+
+@often
+@given(st.data())
+def test_files_of_wandb(data):
+    who = field(17, field(3, data.draw(words)) + field(8, data.draw(words)))
+    records = data.draw(st.lists(wandb_rows() | st.binary(max_size=20), max_size=8))
+    looked_at({"run-x.wandb": damaged(data, log([who, *records]))})
+
+
+def test_numbers_of_wandb_in_any_json():
+    values = ("[" * 100_000, '{"a":' * 5000 + "1" + "}" * 5000, "1,2", "9" * 5000, "1e999", "\ud800", "", "nul")
+    rows = [field(2, field(1, field(2, f"a{n}") + field(16, each)) + wandb_row(1, {})) for n, each in enumerate(values)]
+    assert looked_at({"run-x.wandb": log([*rows, field(2, wandb_row(2, {"fine": 1}))])}) == "page"
+
+
+@often
+@given(st.data())
+def test_folders_of_mlflow(data):
+    good = b"1700000000000 0.5 1\n1700000000000 0.5 2\n"
+    cell = st.builds(lambda *parts: " ".join(map(str, parts)), st.integers(), numbers, steps) | words
+    rows = data.draw(st.lists(cell, max_size=8).map(lambda cells: "\n".join(cells).encode("utf-8", "surrogatepass")))
+    meta = f"run_name: {data.draw(words)}\nstart_time: {data.draw(st.integers())}\n".encode("utf-8", "surrogatepass")
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "mlruns" / "1" / "abc"
+        (run / "metrics").mkdir(parents=True)
+        (run / "meta.yaml").write_bytes(damaged(data, meta))
+        (run / "metrics" / "a").write_bytes(good)
+        (run / "metrics" / "\x1b]0;x\udc80").write_bytes(rows)
+        assert look(Path(folder) / "mlruns", Path(folder) / "out") == "page"
+
+
+@often
+@given(st.data())
+def test_databases_of_mlflow(data):
+    with tempfile.TemporaryDirectory() as folder:
+        file = mlflow_database(Path(folder) / "mlruns.db")
+        mlflow_rows(file, [(step, {"vllm_kl/k3": step / 100}) for step in range(1, 9)])
+        file.write_bytes(damaged(data, file.read_bytes()))
+        look(file, Path(folder) / "out")
+
+
+def test_a_name_of_wandb_is_not_obeyed():
+    content = wandb_file([(1, {"a\x1b[2J": 1})], name="\x1b]0;x\x07", project="\u202e")
+    assert looked_at({"run-x.wandb": content}) == "page"

@@ -15,7 +15,7 @@ from tests.unit.report.made_runs import event, make, write
 from tests.unit.report.made_trajectories import dump, line
 from verl_ext.cli import main
 from verl_ext.report.figures.panels import PANELS
-from verl_ext.report.load import load_run
+from verl_ext.report.load import read_run
 from verl_ext.report.run import ReportError
 
 REWARD = make({"critic/score/mean": [0.1, 0.2, 0.3]})
@@ -107,7 +107,7 @@ def test_metrics_that_no_run_has(metrics, steps, file, out):
 def test_a_step_that_cannot_be_counted_is_a_line_left_out(step, file, out):
     log(file, [{"step": 1, "data": {"vllm_kl/k3": 1}}, {"step": step, "data": {"vllm_kl/k3": 1}}])
     log(file.with_suffix(".guard.jsonl"), [vars(event(1, "skip")), vars(event(step, "skip"))])
-    run = load_run(file)
+    run = read_run(file)
     assert run.steps.tolist() == [1] and len(run.events) == 1 and len(run.notes) == 2
 
 
@@ -137,10 +137,10 @@ def test_a_line_of_many_beginnings_takes_no_longer_than_others(line, end, file):
     file.write_bytes(line + end + (b'{"step":1,"data":{"a":1}}\n' if end else b""))
     begun = time.monotonic()
     if end:
-        assert load_run(file).notes == ("line 1 of run.jsonl could not be read and is left out",)
+        assert read_run(file).notes == ("line 1 of run.jsonl could not be read and is left out",)
     else:
         with pytest.raises(ReportError, match="no complete step"):
-            load_run(file)
+            read_run(file)
     assert time.monotonic() - begun < 10  # 150 s and more where each beginning is read to the end
 
 
@@ -159,7 +159,7 @@ def test_a_line_that_is_too_long_is_passed_over_while_it_is_written(file, monkey
         more.write('"}}\n{"step":3,"data":{"a":1}}\n{"step":4,"data":{"a":1}}')
     run = reader.refresh()
     assert run.steps.tolist() == [1, 3, 4] and run.notes == ("line 2 of run.jsonl could not be read and is left out",)
-    assert load_run(file).steps.tolist() == [1, 3, 4]
+    assert read_run(file).steps.tolist() == [1, 3, 4]
 
 
 @pytest.mark.parametrize("length", [2**60, 2**64 - 1, 100 << 20])
@@ -167,12 +167,12 @@ def test_a_record_of_any_length_is_not_waited_for_in_memory(length, tmp_path):
     file = tmp_path / "events.out.tfevents.1.host"
     scalar = record(b"\x10\x01\x2a\x0a\x0a\x08\x0a\x01a\x15\x00\x00\x80\x3f")  # a = 1 in step 1
     file.write_bytes(scalar + header(length) + b"x" * 100)
-    assert load_run(file).metrics["a"].values.tolist() == [1]
+    assert read_run(file).metrics["a"].values.tolist() == [1]
     if length < 2**40:  # in a file with a hole
         with file.open("r+b") as opened:
             opened.seek(len(scalar) + 12 + length + 4)
             opened.write(record(b"\x10\x02\x2a\x0a\x0a\x08\x0a\x01a\x15\x00\x00\x80\x3f"))
-        run = load_run(file)
+        run = read_run(file)
         assert run.steps.tolist() == [1, 2] and run.notes == ("1 events could not be read and are left out",)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl_ext.report.load import Reader, load_run
+from verl_ext.report.load import Reader, read_run
 from verl_ext.report.run import ReportError
 
 
@@ -29,7 +29,7 @@ def test_a_history_has_one_column_a_metric(tmp_path, step):
     file = write(
         tmp_path, f'"_runtime",{step},"a","b/c"', "1.5,1,0.5,", "2.5,2.0,,3", "4,4,1e-3,-4", name="history.csv"
     )
-    run = load_run(file)
+    run = read_run(file)
     assert (run.name, run.sources, run.notes) == ("history", (file,), ())
     assert run.steps.tolist() == [1, 2, 4]
     assert values(run, "a") == {1: 0.5, 4: 1e-3}
@@ -38,34 +38,34 @@ def test_a_history_has_one_column_a_metric(tmp_path, step):
 
 
 def test_the_first_of_several_step_columns_counts(tmp_path):
-    run = load_run(write(tmp_path, "training/global_step,_step,a", "7,1,0.5"))
+    run = read_run(write(tmp_path, "training/global_step,_step,a", "7,1,0.5"))
     assert values(run, "a") == {1: 0.5}
     assert values(run, "training/global_step") == {1: 7}
 
 
 def test_cells_that_are_no_finite_number(tmp_path):
     cells = ("NaN", "Infinity", "-Infinity", "true", "False", '"some text"', '"[1, 2]"', "")
-    run = load_run(write(tmp_path, "Step,a", *(f"{step},{cell}" for step, cell in enumerate(cells, start=1)), "9,2"))
+    run = read_run(write(tmp_path, "Step,a", *(f"{step},{cell}" for step, cell in enumerate(cells, start=1)), "9,2"))
     expected = {1: math.nan, 2: math.inf, 3: -math.inf, 4: 1, 5: 0, 9: 2}
     assert values(run, "a") == pytest.approx(expected, nan_ok=True)
     assert run.steps.tolist() == [1, 2, 3, 4, 5, 9]
 
 
 def test_rows_of_one_step_are_merged_and_rows_put_in_order(tmp_path):
-    run = load_run(write(tmp_path, "Step,a,b", "3,3,", "0,0,", "2,2,", "2,,5", "2,9,", "1,1,"))
+    run = read_run(write(tmp_path, "Step,a,b", "3,3,", "0,0,", "2,2,", "2,,5", "2,9,", "1,1,"))
     assert values(run, "a") == {0: 0, 1: 1, 2: 9, 3: 3}
     assert values(run, "b") == {2: 5}
     assert run.notes == ()
 
 
 def test_a_row_without_a_step_and_a_short_one_are_told_but_not_a_cut_last_one(tmp_path):
-    run = load_run(write(tmp_path, "Step,a,b", "1,1,1", ",2,2", "3,3", "x,1,1", "4,4,4", "5,5", end=""))
+    run = read_run(write(tmp_path, "Step,a,b", "1,1,1", ",2,2", "3,3", "x,1,1", "4,4,4", "5,5", end=""))
     assert run.steps.tolist() == [1, 4]
     assert run.notes == ("rows without a step, or cut: 3 (the first is row 3); left out",)
 
 
 def test_a_charts_export_has_the_runs_name_in_its_columns(tmp_path):
-    run = load_run(write(tmp_path, CHART, '"1","0.5","0.4","0.6"', '"2","0.7","0.7","0.7"'))
+    run = read_run(write(tmp_path, CHART, '"1","0.5","0.4","0.6"', '"2","0.7","0.7","0.7"'))
     assert run.name == "lively-1"
     assert list(run.metrics) == ["critic/score/mean"]
     assert values(run, "critic/score/mean") == {1: 0.5, 2: 0.7}
@@ -77,32 +77,32 @@ def test_a_charts_export_of_several_runs_wants_a_choice(tmp_path):
         ReportError,
         match=r"two\.csv: 2 runs in this file; choose one with --run N or FILE:N: 1 = lively-1, 2 = my - exp",
     ):
-        load_run(file)
-    one, two = load_run(file, which=1), load_run(file, which=2)
+        read_run(file)
+    one, two = read_run(file, which=1), read_run(file, which=2)
     assert (one.name, values(one, "critic/score/mean")) == ("lively-1", {1: 0.5})
     assert (two.name, values(two, "critic/score/mean")) == ("my - exp", {2: 0.7})
     with pytest.raises(ReportError, match="there is no run 3: 2 in it"):
-        load_run(file, which=3)
+        read_run(file, which=3)
 
 
 def test_a_chart_over_another_axis_than_the_step(tmp_path):
-    run = load_run(write(tmp_path, "Relative Time (Process),r - _step,r - _step__MIN,r - a,r - a__MIN", "0.5,3,3,1,1"))
+    run = read_run(write(tmp_path, "Relative Time (Process),r - _step,r - _step__MIN,r - a,r - a__MIN", "0.5,3,3,1,1"))
     assert values(run, "a") == {3: 1}
     assert list(run.metrics) == ["a"]
     with pytest.raises(ReportError, match="export the chart with Step"):
-        load_run(write(tmp_path, "Relative Time (Process),r - a,r - a__MIN", "0.5,1,1"))
+        read_run(write(tmp_path, "Relative Time (Process),r - a,r - a__MIN", "0.5,1,1"))
 
 
 def test_metrics_that_only_look_like_a_charts(tmp_path):
-    run = load_run(write(tmp_path, "Step,a - b,c__MIN,c", "1,2,3,4"))
+    run = read_run(write(tmp_path, "Step,a - b,c__MIN,c", "1,2,3,4"))
     assert sorted(run.metrics) == ["a - b", "c", "c__MIN"]
 
 
 def test_which_counts_the_only_run_of_a_history(tmp_path):
     file = write(tmp_path, "Step,a", "1,1")
-    assert values(load_run(file, which=1), "a") == {1: 1}
+    assert values(read_run(file, which=1), "a") == {1: 1}
     with pytest.raises(ReportError, match="no run 2: 1 run is in it"):
-        load_run(file, which=2)
+        read_run(file, which=2)
 
 
 @pytest.mark.parametrize(
@@ -117,17 +117,17 @@ def test_which_counts_the_only_run_of_a_history(tmp_path):
 )
 def test_what_is_no_runs_export_is_refused(tmp_path, lines, says):
     with pytest.raises(ReportError, match=rf"export\.csv: {says}|export\.csv: .*{says}") as error:
-        load_run(write(tmp_path, *lines))
+        read_run(write(tmp_path, *lines))
     assert "\n" not in str(error.value)
 
 
 def test_a_folder_may_hold_an_export_among_other_csv_files(tmp_path):
     write(tmp_path, "name,age", "x,1", name="people.csv")
     export = write(tmp_path, "\ufeffStep,a", "1,1")
-    assert load_run(tmp_path).sources == (export,)
+    assert read_run(tmp_path).sources == (export,)
     write(tmp_path, "_step,a", "1,1", name="second.csv")
     with pytest.raises(ReportError, match=r"name one of export\.csv, second\.csv"):
-        load_run(tmp_path)
+        read_run(tmp_path)
 
 
 def test_refresh_reads_another_export(tmp_path):

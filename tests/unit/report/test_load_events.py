@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.guard.state import Event
-from verl_ext.report.load import Reader, load_run
+from verl_ext.report.load import Reader, read_run
 
 
 def metrics(folder: Path, *steps: int, name: str = "run") -> Path:
@@ -32,7 +32,7 @@ def test_the_guards_log_beside_the_metrics_is_read(tmp_path):
     file = metrics(tmp_path, 1, 2, 3)
     log = guard(tmp_path, event(2), event(2, "non_finite", value=None, threshold=None), event(3))
     guard(tmp_path, event(1), name="other")
-    run = load_run(file)
+    run = read_run(file)
     assert run.sources == (file, log)
     assert run.events[:2] == (
         Event(2, "gap", "vllm_kl/k3", 0.5, 0.1, "skip", "above"),
@@ -44,51 +44,51 @@ def test_the_guards_log_beside_the_metrics_is_read(tmp_path):
 
 def test_no_log_or_an_empty_one_are_no_events(tmp_path):
     file = metrics(tmp_path, 1)
-    assert load_run(file).events == ()
+    assert read_run(file).events == ()
     guard(tmp_path)
-    assert load_run(file).events == ()
+    assert read_run(file).events == ()
 
 
 @pytest.mark.parametrize("broken", ["{oops}\n", '{"rule": "gap"}\n', event(1, value="x"), event(1, reason=5), "[]\n"])
 def test_a_broken_line_is_left_out_and_told_but_not_a_cut_last_one(tmp_path, broken):
     guard(tmp_path, event(1), broken, event(2), event(3)[:-9])
-    run = load_run(metrics(tmp_path, 1, 2))
+    run = read_run(metrics(tmp_path, 1, 2))
     assert steps(run) == [1, 2]
     assert run.notes == ("line 2 of run.guard.jsonl could not be read and is left out",)
 
 
 def test_decisions_that_a_resumed_run_abandoned_are_left_out(tmp_path):
     guard(tmp_path, event(2), event(5), event(6), event(8), event(5), event(7))
-    assert steps(load_run(metrics(tmp_path, *range(1, 9), *range(5, 9)))) == [2, 5, 5, 7]
+    assert steps(read_run(metrics(tmp_path, *range(1, 9), *range(5, 9)))) == [2, 5, 5, 7]
 
 
 def test_decisions_of_steps_whose_metrics_were_abandoned_are_left_out(tmp_path):
     guard(tmp_path, event(2), event(7))
-    assert steps(load_run(metrics(tmp_path, *range(1, 9), 5, 6))) == [2]
+    assert steps(read_run(metrics(tmp_path, *range(1, 9), 5, 6))) == [2]
 
 
 def test_each_run_of_a_file_has_its_part_of_the_log(tmp_path):
     file = metrics(tmp_path, 1, 2, 3, 4, 1, 2, 3)
     guard(tmp_path, event(2), event(4), event(2), event(3))
-    assert steps(load_run(file)) == [2, 3]
-    assert steps(load_run(file, which=1)) == [2, 4]
+    assert steps(read_run(file)) == [2, 3]
+    assert steps(read_run(file, which=1)) == [2, 4]
 
 
 def test_a_log_that_does_not_tell_the_runs_apart_is_the_last_runs(tmp_path):
     file = metrics(tmp_path, 1, 2, 3, 4, 1, 2, 3)
     guard(tmp_path, event(2), event(3))
-    assert steps(load_run(file)) == [2, 3]
-    assert load_run(file, which=1).events == ()
+    assert steps(read_run(file)) == [2, 3]
+    assert read_run(file, which=1).events == ()
 
 
 def test_decisions_of_later_steps_than_the_metrics_are_another_runs(tmp_path):
     file = metrics(tmp_path, 1, 2, 3)
     guard(tmp_path, event(2), event(4), event(5))  # in step 4 the guard may have stopped the run
-    run = load_run(file)
+    run = read_run(file)
     assert steps(run) == [2, 4]
     assert run.notes == ("1 decision of the guard is of a later step than the metrics: left out; it is another run's",)
     guard(tmp_path, event(5), event(9))
-    run = load_run(file)
+    run = read_run(file)
     assert steps(run) == []
     assert run.notes == (
         "2 decisions of the guard are of later steps than the metrics: left out; they are another run's",
@@ -99,9 +99,9 @@ def test_beside_other_files_the_only_log_is_read(tmp_path):
     file = tmp_path / "export.csv"
     file.write_text("Step,a\n1,1\n2,2\n")
     guard(tmp_path, event(2), name="one")
-    assert steps(load_run(file)) == [2]
+    assert steps(read_run(file)) == [2]
     guard(tmp_path, event(1), name="two")
-    assert load_run(file).events == ()
+    assert read_run(file).events == ()
 
 
 def test_refresh_reads_on_and_starts_over(tmp_path):

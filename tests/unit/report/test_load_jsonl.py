@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.examples import at_most
 from tests.unit.report.made_files import train, write
-from verl_ext.report.load import Reader, load_run
+from verl_ext.report.load import Reader, read_run
 from verl_ext.report.run import ReportError
 
 
@@ -41,7 +41,7 @@ def values(run, name: str = "a") -> dict[int, float]:
 
 def test_load_gives_steps_and_values_by_name(tmp_path):
     file = write(tmp_path / "run.jsonl", [(1, {"a": 1, "b": 0.5}), (2, {"a": 2}), (4, {"b": 0.25})])
-    run = load_run(file)
+    run = read_run(file)
     assert run.steps.tolist() == [1, 2, 4]
     assert run.steps.dtype == np.int64
     assert values(run) == {1: 1.0, 2: 2.0}
@@ -52,12 +52,12 @@ def test_load_gives_steps_and_values_by_name(tmp_path):
 
 
 def test_a_file_called_metrics_has_the_name_of_its_folder(tmp_path):
-    assert load_run(write(tmp_path / "icepop" / "metrics.jsonl", train(1))).name == "icepop"
+    assert read_run(write(tmp_path / "icepop" / "metrics.jsonl", train(1))).name == "icepop"
 
 
 @pytest.mark.parametrize("tail", ['{"step": 3, "da', '{"step": 3, "data": {"a": 3', "{", "\n\n"])
 def test_a_last_line_that_was_cut_is_ignored(tmp_path, tail):
-    run = load_run(write(tmp_path / "run.jsonl", train(1, 2), tail))
+    run = read_run(write(tmp_path / "run.jsonl", train(1, 2), tail))
     assert values(run) == {1: 1.0, 2: 2.0}
     assert run.notes == ()
 
@@ -65,11 +65,11 @@ def test_a_last_line_that_was_cut_is_ignored(tmp_path, tail):
 def test_a_last_line_cut_inside_a_character_is_ignored(tmp_path):
     file = write(tmp_path / "run.jsonl", train(1))
     file.write_bytes(file.read_bytes() + '{"step": 2, "data": {"é'.encode()[:-1])
-    assert load_run(file).steps.tolist() == [1]
+    assert read_run(file).steps.tolist() == [1]
 
 
 def test_a_last_line_that_only_lacks_its_newline_is_read(tmp_path):
-    assert values(load_run(write(tmp_path / "run.jsonl", train(1), line(2, a=2).rstrip()))) == {1: 1, 2: 2}
+    assert values(read_run(write(tmp_path / "run.jsonl", train(1), line(2, a=2).rstrip()))) == {1: 1, 2: 2}
 
 
 @pytest.mark.parametrize(
@@ -78,28 +78,28 @@ def test_a_last_line_that_only_lacks_its_newline_is_read(tmp_path):
 def test_a_broken_line_is_left_out_and_told(tmp_path, broken):
     file = tmp_path / "run.jsonl"
     file.write_text(line(1, a=1) + f"\n{broken}\n" + line(2, a=2))
-    run = load_run(file)
+    run = read_run(file)
     assert run.steps.tolist() == [1, 2]
     assert run.notes == ("line 3 of run.jsonl could not be read and is left out",)
     file.write_text(line(1, a=1) + f"{broken}\n" + line(2, a=2) + "{oops}\n")
-    assert load_run(file).notes == ("2 lines of run.jsonl could not be read and are left out (the first is line 2)",)
+    assert read_run(file).notes == ("2 lines of run.jsonl could not be read and are left out (the first is line 2)",)
 
 
 @pytest.mark.parametrize("half", ['{"step": 2, "data": {"a": 2, "tex', '{"step": 2, "data": {"a": 2, "ü', "\0\0\0"])
 def test_the_line_that_a_resumed_run_wrote_behind_half_a_line_is_read(tmp_path, half):
-    run = load_run(write(tmp_path / "run.jsonl", train(1), half + line(2, a=9) + line(3, a=3)))
+    run = read_run(write(tmp_path / "run.jsonl", train(1), half + line(2, a=9) + line(3, a=3)))
     assert values(run) == {1: 1, 2: 9, 3: 3}
     assert len(run.notes) == 1
 
 
 def test_a_record_that_stands_behind_a_whole_one_is_read(tmp_path):
-    run = load_run(write(tmp_path / "run.jsonl", train(1), line(2, a=2).rstrip() + line(3, a=3)))
+    run = read_run(write(tmp_path / "run.jsonl", train(1), line(2, a=2).rstrip() + line(3, a=3)))
     assert values(run) == {1: 1, 2: 2, 3: 3}
     assert run.notes == ()
 
 
 def test_a_step_beyond_64_bits_is_a_broken_line(tmp_path):
-    run = load_run(write(tmp_path / "run.jsonl", [(1, {"a": 1}), (2**63, {"a": 5}), (2, {"a": 2})]))
+    run = read_run(write(tmp_path / "run.jsonl", [(1, {"a": 1}), (2**63, {"a": 5}), (2, {"a": 2})]))
     assert values(run) == {1: 1, 2: 2}
     assert len(run.notes) == 1
 
@@ -109,20 +109,20 @@ def test_a_file_without_a_step_is_refused(tmp_path, content):
     file = tmp_path / "empty.jsonl"
     file.write_text(content)
     with pytest.raises(ReportError, match=r"empty\.jsonl: no complete step"):
-        load_run(file)
+        read_run(file)
 
 
 def test_a_file_of_which_no_line_can_be_read_is_refused(tmp_path):
     file = tmp_path / "other.jsonl"
     file.write_text('{"input": "x"}\n' * 3)
     with pytest.raises(ReportError, match=r"other\.jsonl: no line of it is ") as error:
-        load_run(file)
+        read_run(file)
     assert "\n" not in str(error.value)
 
 
 def test_the_lines_of_one_step_are_merged_and_the_later_value_stands(tmp_path):
     rows = [(1, {"a": 1}), (2, {"val-core/x": 5, "a": 2}), (2, {"b": 5, "a": 3}), (3, {"a": 1})]
-    run = load_run(write(tmp_path / "run.jsonl", rows))
+    run = read_run(write(tmp_path / "run.jsonl", rows))
     assert values(run) == {1: 1, 2: 3, 3: 1}
     assert values(run, "b") == {2: 5}
     assert values(run, "val-core/x") == {2: 5}
@@ -135,7 +135,7 @@ def test_nan_stands_over_an_earlier_finite_value(tmp_path, nan):
     file.write_text(
         f'{{"step":1,"data":{{"a":1,"b":2}}}}\n{{"step":1,"data":{{"a":{nan}}}}}\n{{"step":2,"data":{{"a":3}}}}\n'
     )
-    run = load_run(file)
+    run = read_run(file)
     assert np.isnan(run.metrics["a"].values).tolist() == [True, False]
     assert run.get("a").steps.tolist() == [2]
     assert run.notes == ()
@@ -143,7 +143,7 @@ def test_nan_stands_over_an_earlier_finite_value(tmp_path, nan):
 
 def test_text_lists_and_objects_are_no_metrics(tmp_path):
     data = {"t": "x", "l": [1], "o": {"p": 1}, "yes": True, "huge": 10**30, "more": 10**400, "a": 1, "none": None}
-    run = load_run(write(tmp_path / "run.jsonl", [(1, data), (2, {"t": 5})]))
+    run = read_run(write(tmp_path / "run.jsonl", [(1, data), (2, {"t": 5})]))
     assert {name: value for name in run.metrics for value in run.metrics[name].values.tolist()[:1]} == pytest.approx(
         {"yes": 1.0, "huge": 1e30, "more": math.inf, "a": 1.0, "none": math.nan, "t": 5.0}, nan_ok=True
     )
@@ -156,7 +156,7 @@ def test_a_long_file_of_short_lines(tmp_path):
     count = 300_000
     file = tmp_path / "run.jsonl"
     file.write_text("".join(f'{{"step":{step},"data":{{"a":{step}.5}}}}\n' for step in range(count)))
-    run = load_run(file)
+    run = read_run(file)
     assert np.array_equal(run.steps, np.arange(count))
     assert np.array_equal(run.metrics["a"].values, np.arange(count) + 0.5)
     assert run.metrics["a"].steps is run.steps
@@ -165,7 +165,7 @@ def test_a_long_file_of_short_lines(tmp_path):
 def test_lines_longer_than_a_block_and_names_that_change_every_line(tmp_path):
     rows = [(step, {f"{'x' * 60_000}{step}/{index}": float(index) for index in range(20)}) for step in range(3)]
     rows += [(step, {f"m{step}": 1.0, "a": step}) for step in range(3, 600)]
-    run = load_run(write(tmp_path / "run.jsonl", rows))
+    run = read_run(write(tmp_path / "run.jsonl", rows))
     assert len(run.metrics) == 60 + 597 + 1
     assert values(run, "m599") == {599: 1.0}
     assert list(values(run)) == list(range(3, 600))
@@ -216,12 +216,12 @@ def test_a_file_cut_at_any_byte_gives_its_whole_lines(cut):
         file = Path(folder) / "run.jsonl"
         file.write_bytes(text)
         if whole:
-            run = load_run(file)
+            run = read_run(file)
             assert run.steps.tolist() == list(range(1, whole + 1))
             assert run.notes == ()
         else:
             with pytest.raises(ReportError, match="no complete step"):
-                load_run(file)
+                read_run(file)
 
 
 def test_refresh_reads_only_what_is_new(tmp_path):
@@ -251,13 +251,13 @@ def test_refresh_starts_over_when_the_file_is_another_one(tmp_path):
     reader = Reader(file)
     reader.refresh()
     write(file, train(1, value=0.5))  # emptied, and shorter
-    assert plain(reader.refresh()) == plain(load_run(file))
+    assert plain(reader.refresh()) == plain(read_run(file))
     write(file, train(1, 2, 3, 4, 5, value=0.25))  # emptied, and longer by now
-    assert plain(reader.refresh()) == plain(load_run(file))
+    assert plain(reader.refresh()) == plain(read_run(file))
     other = write(tmp_path / "other", [(1, {"a": 9.99}), *train(2, 3, 4, 5, 6, value=0.25)])
     assert other.read_bytes()[: file.stat().st_size][-64:] == file.read_bytes()[-64:]  # the same where the old one ends
     os.replace(other, file)
-    assert plain(reader.refresh()) == plain(load_run(file))
+    assert plain(reader.refresh()) == plain(read_run(file))
     file.unlink()
     with pytest.raises(ReportError, match=r"run\.jsonl: No such file"):
         reader.refresh()

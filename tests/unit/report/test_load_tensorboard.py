@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl_ext.report.load import Reader, load_run
+from verl_ext.report.load import Reader, read_run
 from verl_ext.report.run import ReportError
 
 
@@ -50,7 +50,7 @@ def values(run, name: str = "a") -> dict[int, float]:
 def test_scalars_by_name_and_step(tmp_path, of):
     folder = tmp_path / "tensorboard_log" / "project" / "experiment"
     file = write(folder, [1, 2, 3], value=0.5)
-    run = load_run({"file": file, "folder": folder, "folder above": tmp_path}[of])
+    run = read_run({"file": file, "folder": folder, "folder above": tmp_path}[of])
     assert (run.name, run.sources, run.notes) == ("experiment", (file,), ())
     assert run.steps.tolist() == [1, 2, 3]
     assert values(run) == {1: 1.5, 2: 2.5, 3: 3.5}
@@ -66,7 +66,7 @@ def test_values_that_are_not_finite_tensors_and_what_is_no_scalar(tmp_path):
         log.add_text("val/generations", "some text", 1)
         log.add_histogram("h", np.arange(5), 1)
         log.add_tensor("t", __import__("torch").arange(3), 1)
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     assert values(run) == pytest.approx({1: math.nan, 2: math.inf, 3: 0.25}, nan_ok=True)
     assert (values(run, "new"), values(run, "double")) == ({1: 1.5}, {1: 0.1})
     assert set(run.metrics) == {"a", "new", "double"}
@@ -76,7 +76,7 @@ def test_a_later_file_is_the_resumed_run(tmp_path):
     validation = {5: {"val-core/x": 0.5}}
     old = write(tmp_path, range(1, 9), time=9)
     new = write(tmp_path, range(6, 8), time=10, value=0.5, first=validation)
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     assert run.sources == (old, new)
     assert values(run) == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6.5, 7: 7.5}
     assert values(run, "val-core/x") == {5: 0.5}
@@ -89,9 +89,9 @@ def test_a_later_file_is_the_resumed_run(tmp_path):
 def test_a_later_file_from_the_start_is_another_run(tmp_path):
     write(tmp_path, [1, 2, 3], time=1)
     write(tmp_path, [1, 2], time=2, value=0.5, first={0: {"val-core/x": 1}})
-    assert values(load_run(tmp_path)) == {1: 1.5, 2: 2.5}
-    assert values(load_run(tmp_path, which=1)) == {1: 1, 2: 2, 3: 3}
-    assert load_run(tmp_path).notes == ("the file holds 2 runs, this is the last; --run 1 (or FILE:1) shows the first",)
+    assert values(read_run(tmp_path)) == {1: 1.5, 2: 2.5}
+    assert values(read_run(tmp_path, which=1)) == {1: 1, 2: 2, 3: 3}
+    assert read_run(tmp_path).notes == ("the file holds 2 runs, this is the last; --run 1 (or FILE:1) shows the first",)
 
 
 def test_a_file_written_metric_by_metric_is_one_run(tmp_path):
@@ -99,14 +99,14 @@ def test_a_file_written_metric_by_metric_is_one_run(tmp_path):
         for name in ("a", "b"):
             for step in (1, 2, 3):
                 log.add_scalar(name, step, step)
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     assert values(run) == values(run, "b") == {1: 1, 2: 2, 3: 3}
     assert run.notes == ()
 
 
 def test_a_file_cut_at_any_byte_gives_its_whole_events_and_is_read_on(tmp_path):
     content = write(tmp_path / "whole", range(1, 6)).read_bytes()
-    whole = values(load_run(tmp_path / "whole"))
+    whole = values(read_run(tmp_path / "whole"))
     file = tmp_path / "cut" / "events.out.tfevents.1.host"
     file.parent.mkdir()
     file.touch()
@@ -117,7 +117,7 @@ def test_a_file_cut_at_any_byte_gives_its_whole_events_and_is_read_on(tmp_path):
             with pytest.raises(ReportError, match="no scalar in these event files"):
                 reader.refresh()
         else:
-            run, once = reader.refresh(), load_run(file)
+            run, once = reader.refresh(), read_run(file)
             assert {name: values(run, name) for name in run.metrics} == {
                 name: values(once, name) for name in once.metrics
             }
@@ -133,7 +133,7 @@ def test_what_follows_damage_is_left_out_and_told(tmp_path):
     file = write(tmp_path, range(1, 6))
     whole = file.read_bytes()
     file.write_bytes(whole + b"\0" * 4096)  # what a machine that lost its power leaves
-    run = load_run(file)
+    run = read_run(file)
     assert list(values(run)) == [1, 2, 3, 4, 5]
     assert run.notes == (f"{file.name} is damaged at byte {len(whole)}; what follows is left out",)
 
@@ -144,7 +144,7 @@ def test_an_event_that_does_not_parse_is_left_out_and_told(tmp_path):
     for start in records(content)[3:5]:  # behind the version, and a and b/c of step 1
         content[start + 12 : start + 16] = b"\xff" * 4
     file.write_bytes(content)
-    run = load_run(file)
+    run = read_run(file)
     assert list(values(run)) == [1, 3, 4, 5]
     assert run.notes == ("2 events could not be read and are left out",)
 
@@ -171,12 +171,12 @@ def test_json_lines_go_before_tensorboard_of_the_same_run(tmp_path):
     lines = tmp_path / "project" / "experiment.jsonl"
     lines.parent.mkdir()
     lines.write_text('{"step":1,"data":{"a":1}}\n')
-    assert load_run(tmp_path).sources == (lines,)
+    assert read_run(tmp_path).sources == (lines,)
     write(tmp_path / "tensorboard_log" / "project" / "other", [1, 2])
     with pytest.raises(
         ReportError, match=r"several runs .*project/experiment\.jsonl, tensorboard_log/project/experiment"
     ):
-        load_run(tmp_path)
+        read_run(tmp_path)
 
 
 def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch):
@@ -184,4 +184,4 @@ def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     with pytest.raises(ReportError, match="pip install tensorboard"):
-        load_run(tmp_path)
+        read_run(tmp_path)

@@ -1,5 +1,6 @@
 """The table that is printed once the engines stand."""
 
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from verl_ext.settings.stability import stability_config
 from verl_ext.trainer.active import read_active
 from verl_ext.trainer.startup import Engines, Feature, print_table, verify
 from verl_ext.trainer.trainers import StabilityTrainerSync
+from verl_ext.upstream import engine_report
 
 
 @pytest.mark.parametrize(
@@ -87,3 +89,45 @@ def test_what_is_replayed_is_said(routing_of, overrides, expected):
 def test_ranks_that_hooked_different_routers_stop_the_run(routing_of):
     with pytest.raises(HookError, match="hooked different routers"):
         routing_of("stability=r2", hooks=(("Router", 4), ("Router", 3)))
+
+
+@pytest.fixture
+def rounding_of(compose, monkeypatch):
+    """rounding_of({"linear": 24}, ...) -> the table's row, where each of vLLM's workers has rounded so many."""
+    config = compose(
+        "actor_rollout_ref.rollout.name=vllm",
+        "stability.fake_quantization.format=fp4",
+        "stability.fake_quantization.router=true",
+    )
+    active = read_active(config, stability_config(config.stability))
+    settings = asdict(active.stability.fake_quantization)
+
+    def row(*rounded, settings=settings):
+        told = [{"fake_quantization": one and {"settings": settings, "rounded": one}} for one in rounded]
+        monkeypatch.setattr(engine_report, "fetch", lambda server: told)
+        engines = Engines(None, [SimpleNamespace(server_handles=["server"])])
+        (found,) = verify(active, StabilityTrainerSync, engines)
+        return found.where
+
+    return row
+
+
+def test_the_rounded_weights_of_vllms_workers_are_counted(rounding_of):
+    row = rounding_of({"linear": 24, "router": 2}, {"linear": 24, "router": 2})
+    assert row == "24 linear, 2 router weights in 2 vLLM worker(s)"
+
+
+@pytest.mark.parametrize(
+    ("rounded", "settings", "said"),
+    [
+        ([], {}, "a vLLM worker loads with None"),
+        ([{"linear": 24, "router": 2}, None], {}, "a vLLM worker loads with None"),
+        ([{"linear": 24, "router": 2}], {"settings": {"format": "fp8"}}, "loads with {'settings': {'format': 'fp8'}"),
+        ([{"linear": 24, "router": 0}], {}, "rounds router weights, and vLLM was given none"),
+        ([{"linear": 24, "router": 2}, {"linear": 0, "router": 0}], {}, "rounds linear weights, and vLLM was given"),
+    ],
+)
+def test_a_worker_that_does_not_round_stops_the_run(rounding_of, rounded, settings, said):
+    with pytest.raises(HookError) as error:
+        rounding_of(*rounded, **settings)
+    assert said in str(error.value) and "set stability.fake_quantization.format=none" in str(error.value)

@@ -58,16 +58,19 @@ def line_chart(
     x, y = step_axis(steps), value_axis(grid=grid, percent=percent, unit=unit, zero=zero)
     legend = alt.Legend(symbolType="stroke") if len(lines) > 1 or lines[0].label else None
     scale = alt.Scale(domain=[line.label for line in lines], range=[line.colour for line in lines])
-    colour = alt.Color("label:N", scale=scale, legend=legend)
+    look = {"color": alt.Color("label:N", scale=scale, legend=legend)}
+    if any(line.dash for line in lines):  # in the legend too
+        dashes = alt.Scale(domain=[line.label for line in lines], range=[list(line.dash) or [1, 0] for line in lines])
+        look["strokeDash"] = alt.StrokeDash("label:N", scale=dashes, legend=legend)
     faint = [line for line in shown if len(line.series.steps) > FAINT_FROM]
     whole = [line for line in shown if len(line.series.steps) <= FAINT_FROM]
     strokes = [
         *(_strokes(line, thin(line.series), 0.35) for line in faint),
         *(_strokes(line, line.series, 1.0) for line in whole),
         *(_strokes(line, medians(line.series), 1.0) for line in faint),
-        _readings(shown),
     ]
-    coloured = [chart.encode(x=x, y=y, color=colour) for chart in strokes]
+    coloured = [chart.encode(x=x, y=y, **look) for chart in strokes]
+    coloured.append(_readings(shown).encode(x=x, y=y, color=look["color"]))
     around = [[chart.encode(x=x, y=y) for chart in charts] for charts in (under, over)]
     marks = [chart.encode(x=x) for chart in edge]
     chart = alt.layer(*around[0], *coloured, *around[1], *marks).properties(width=WIDTH, height=HEIGHT)
@@ -126,14 +129,13 @@ def _drawable(series: Series, log: bool) -> Series:
 
 def _strokes(line: Line, series: Series, opacity: float) -> alt.Chart:
     dots: Any = {"size": 22, "filled": True} if line.dots and len(series.steps) <= DOTS_UP_TO else False
-    dash = list(line.dash) if line.dash else alt.Undefined
     mark: Mapping[str, Any] = {
         "strokeWidth": 2 if opacity == 1 else 1,
         "opacity": opacity,
         "clip": True,
         "strokeJoin": "round",
     }
-    return alt.Chart(data(rows(series, label=line.label))).mark_line(point=dots, strokeDash=dash, **mark)
+    return alt.Chart(data(rows(series, label=line.label))).mark_line(point=dots, **mark)
 
 
 def _readings(lines: Sequence[Line]) -> alt.Chart:

@@ -1,17 +1,23 @@
-"""Which file, or folder of event files, is the run that the user named."""
+"""Which file, or folder, is the run that the user named, and who wrote it."""
 
 import csv
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from verl_ext.report.files import is_regular, not_a_file, open_regular
 from verl_ext.report.run import ReportError
 from verl_ext.report.sources.csv_export import LIMITS, STEP_COLUMNS
+from verl_ext.report.sources.mlflow_database import ENDINGS as DATABASES
+from verl_ext.report.sources.mlflow_database import NAMES
+from verl_ext.report.sources.mlflow_folder import is_run
 from verl_ext.report.sources.tensorboard import EVENT_FILE
+from verl_ext.report.sources.wandb_folder import FILE as WANDB_FILE
 from verl_ext.run_files import EVENTS, TRAJECTORIES, older_part
 
-DEPTH = 3  # tensorboard_log/PROJECT/EXPERIMENT
+DEPTH = 3  # tensorboard_log/PROJECT/EXPERIMENT, mlruns/PROJECT/RUN
 LISTED = 10
 START = 1 << 16  # bytes of a file that tell what it is
 ENDINGS = (".jsonl", ".csv")
@@ -25,17 +31,28 @@ SKIPPED_FOLDERS = re.compile(r"\.|global_step_\d+$|__pycache__$")  # checkpoints
 ADVICE = "trainer.logger=[console,file] gives a .jsonl file (add tensorboard for TensorBoard's)"
 
 
-def find(path: Path) -> Path:
-    """The file to read, or the folder with the event files.
+Kind = Literal["jsonl", "wandb", "mlflow", "mlflow database", "tensorboard", "csv"]
+# One run's numbers may lie in several of these: the first has every digit, the last has seven.
+SAME_RUN: tuple[Kind, ...] = ("jsonl", "wandb", "mlflow", "mlflow database", "tensorboard")
 
-    A folder stands for the only run in it: one that lies in it directly, else one up to three folders below. The
-    metrics file goes before TensorBoard's files, which hold the same numbers with fewer digits.
+
+@dataclass(frozen=True)
+class Found:
+    kind: Kind
+    path: Path
+
+
+def find(path: Path) -> Found:
+    """The file to read, or the folder: of event files, or of runs.
+
+    A folder stands for the only run in it: one that lies in it directly, else one up to three folders below. Of several
+    loggers with one each, the first of SAME_RUN is read.
     """
     if is_regular(path):
         for ending, what in NOT_METRICS.items():
             if path.name.endswith(ending):
                 raise ReportError(f"{path}: this is {what}; name the metrics file beside it")
-        return path
+        return Found(_kind_of_file(path), path)
     if not path.is_dir():
         try:
             mode = os.stat(path).st_mode
@@ -48,21 +65,29 @@ def find(path: Path) -> Path:
     if not candidates:
         also = f"; not read: {', '.join(refused[:LISTED])}" if refused else ""
         raise ReportError(f"{path}: no metrics in this folder{also}; {ADVICE}")
-    lines = [run for run in candidates if run.suffix == ".jsonl"]
-    folders = [run for run in candidates if run.is_dir()]
-    if len(lines) == 1 and len(folders) <= 1:
-        candidates = [run for run in candidates if run not in folders]
+    kinds = [run.kind for run in candidates]
+    if len(set(kinds)) == len(kinds) and "csv" not in kinds:
+        return min(candidates, key=lambda run: SAME_RUN.index(run.kind))
     if len(candidates) > 1:
-        names = [str(run.relative_to(path)) for run in candidates]
+        names = [str(run.path.relative_to(path)) for run in candidates]
         more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
         raise ReportError(f"{path}: several runs in this folder; name one of {', '.join(names[:LISTED])}{more}")
     return candidates[0]
 
 
-def _runs(folder: Path, depth: int) -> tuple[list[Path], list[str]]:
+def _kind_of_file(path: Path) -> Kind:
+    if EVENT_FILE in path.name:
+        return "tensorboard"
+    ending = path.suffix.lower()
+    if ending in DATABASES:
+        return "mlflow database"
+    return {".csv": "csv", WANDB_FILE: "wandb"}.get(ending, "jsonl")  # type: ignore[return-value]
+
+
+def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:
     """What can be a run, and what could not be looked at, with the reason. OSError where that is the folder itself."""
-    found: list[Path] = []
-    empty: list[Path] = []
+    found: list[Found] = []
+    empty: list[Found] = []
     refused: list[str] = []
 
     def refuse(error: OSError) -> None:
@@ -74,8 +99,13 @@ def _runs(folder: Path, depth: int) -> tuple[list[Path], list[str]]:
         here = Path(name)
         level = len(here.relative_to(folder).parts)
         folders[:] = [] if level >= depth else sorted(each for each in folders if not SKIPPED_FOLDERS.match(each))
+        if store := _store(here, files, level):
+            folders[:] = []  # what else a run keeps there: artifacts, tables
+            found += [] if store in found else [store]
+            continue
         if any(EVENT_FILE in file and is_regular(here / file) for file in files):
-            found.append(here)
+            found.append(Found("tensorboard", here))
+        found += [Found("mlflow database", here / file) for file in NAMES if file in files and is_regular(here / file)]
         for file in sorted(each for each in files if each.endswith(ENDINGS) and not each.endswith(tuple(NOT_METRICS))):
             try:
                 with open_regular(here / file) as opened:
@@ -84,12 +114,21 @@ def _runs(folder: Path, depth: int) -> tuple[list[Path], list[str]]:
                 refuse(error)
                 continue
             if file.endswith(".csv"):
-                found += [here / file] if _is_export(start) else []
+                found += [Found("csv", here / file)] if _is_export(start) else []
             elif METRICS_LINE.search(start):
-                found.append(here / file)
+                found.append(Found("jsonl", here / file))
             elif not start.strip():
-                empty.append(here / file)
+                empty.append(Found("jsonl", here / file))
     return found or empty, refused  # an empty one may be of a run that has just begun
+
+
+def _store(here: Path, files: list[str], level: int) -> Found | None:
+    """The folder of all runs, where this is one of W&B's or MLflow's; not above the one that was named."""
+    if any(file.endswith(WANDB_FILE) and is_regular(here / file) for file in files):
+        return Found("wandb", here if level == 0 else here.parent)
+    if is_run(here):
+        return Found("mlflow", [here, *here.parents][min(level, 2)])
+    return None
 
 
 def _is_export(start: bytes) -> bool:

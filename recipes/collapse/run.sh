@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Train the quick start's model with a rollout that differs from the training engine, with and without a remedy: verl, Ray,
+# vLLM and FSDP2 on two CPU cores, some minutes a run.
+#   bash recipes/collapse/run.sh REGIME ARM SEED [override ...]    e.g. quantized none 0
+#   bash recipes/collapse/run.sh all                               every run of results/, hours
+# Runs that are done are left alone. Each leaves .collapse/REGIME/ARM/seedN/metrics.jsonl.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+if [ $# -lt 1 ] || [ "$1" = --help ]; then sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,6p; exit; fi
+
+if [ -z "${PREFORK_PYTHON:-}" ]; then
+  bash tools/setup_cpu.sh
+  export PATH="$(cd "${VENV:-.venv}/bin" && pwd):$PATH" VERL_PLATFORM=cpu HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1
+  export RAY_prestart_worker_first_driver=0 RAY_raylet_start_wait_time_s=300
+  mkdir -p .collapse
+  exec python tools/clean_exit.py python tools/prefork.py --log .collapse/imports.log bash recipes/collapse/run.sh "$@"
+fi
+
+remedy() { # the overrides of an arm
+  case $1 in
+    exact | none) echo stability=none stability.metrics=true ;;
+    guard) echo stability=guard ;;
+    *) echo "stability=$1" stability.batch_skip.threshold=null ;;
+  esac
+}
+
+gap() { # the overrides of a regime, but for the exact arm
+  case $2/$1 in
+    exact/*) ;;
+    */quantized) echo stability.fake_quantization.{format=fp4,group=channel,router=true,head=true} ;;
+    *) echo "collapse: the regime $1 is not known; choose quantized" >&2; exit 2 ;;
+  esac
+}
+
+train() {
+  local regime=$1 arm=$2 seed=$3 out=.collapse/$1/$2/seed$3
+  shift 3
+  [ -e "$out/done" ] && return
+  mkdir -p "$out"
+  python recipes/cpu_smoke/make_assets.py --seed "$seed" --out ".collapse/assets-$seed" >&2
+  echo "collapse: $regime, $arm, seed $seed (everything the run says: $out/console.log)" >&2
+  VERL_FILE_LOGGER_PATH=$PWD/$out/metrics.jsonl "$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke \
+    assets=".collapse/assets-$seed" hydra.run.dir="$out/hydra" data.seed="$seed" trainer.default_local_dir="$out/checkpoints" \
+    ray_kwargs.ray_init.runtime_env.py_executable="$PREFORK_PYTHON" \
+    $(gap "$regime" "$arm") $(remedy "$arm") stability.router_agreement=true trainer.total_training_steps=200 "$@" \
+    > "$out/console.log" 2>&1 || { echo "collapse: it ended with exit code $?; the end of its log:" >&2; tail -n 15 "$out/console.log" >&2; return 1; }
+  touch "$out/done"
+}
+
+train "$@"

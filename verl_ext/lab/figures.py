@@ -1,0 +1,111 @@
+"""The curves of all variants: a line is the mean over the seeds, a band reaches from the lowest to the highest."""
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle, product
+
+import altair as alt
+import numpy as np
+
+from verl_ext.lab.summary import DROPPED, K3, NORM, REWARD
+from verl_ext.lab.words import EXACT, NONE
+from verl_ext.report.figures.lines import Line, data, line_chart, rows
+from verl_ext.report.figures.overlay import DASHES
+from verl_ext.report.figures.panels import PANELS, Panel
+from verl_ext.report.figures.style import INK, SERIES, VERMILION
+from verl_ext.report.figures.thin import means, step_edges
+from verl_ext.report.run import Run, Series
+
+POINTS = 60  # of a line, each the mean of some steps
+MOST_THIN = 15  # lines of single seeds in a figure
+BAND, THIN = 0.12, 0.35  # opacity
+
+Look = tuple[str, tuple[int, ...]]  # colour, dash
+Runs = Mapping[str, Sequence[Run]]  # of each variant
+
+READINGS = {  # by the metric
+    REWARD: "Where a method's line and its band stay above those of none, it helps; what is left to exact is what the "
+    "gap still costs.",
+    K3: "A climb on this axis is the compounding. A method that holds the reward while k3 climbs bears the gap; one "
+    "that holds both closes it.",
+    DROPPED: "Share of tokens at weight 0. Where it falls while k3 climbs, the band does not see what comes apart.",
+    "router/agreement": "Share of a token's experts that both engines chose. Where it is low, and replay (r3) lifts "
+    "the reward, routing is the gap.",
+    "response_length/mean": "A mask that drops whole responses may prefer the short ones: it shows here.",
+    "actor/entropy": "Of the policy. A collapse often begins with a turn of it.",
+    NORM: "Before clipping. A method whose norm is far smaller than the others' also learns more slowly: compare the "
+    "rewards with that in mind.",
+}
+LAB_PANELS = [panel for panel in PANELS if panel.metric in READINGS]
+
+
+def looks(names: Sequence[str]) -> dict[str, Look]:
+    """By variant: the exact one in ink, the uncorrected one in vermilion, the others apart by colour, then by dash."""
+    others = cycle((colour, dash) for dash, colour in product(DASHES, SERIES) if colour != VERMILION)
+    own: dict[str, Look] = {EXACT: (INK, ()), NONE: (VERMILION, ())}
+    return {name: own[name] if name in own else next(others) for name in names}
+
+
+def seeds_chart(panel: Panel, runs: Runs, look: Mapping[str, Look]) -> alt.LayerChart | None:
+    """The panel's metric for every variant that has it; None where none has."""
+    found = {name: [s for run in each if (s := run.get(panel.metric)) is not None] for name, each in runs.items()}
+    found = {name: each for name, each in found.items() if each}
+    if not found:
+        return None
+    steps = np.unique(np.concatenate([run.steps for each in runs.values() for run in each]))
+    edges = step_edges(steps, POINTS)
+    lines, bands, thin = [], [], []
+    for name, each in found.items():
+        colour, dash = look[name]
+        curves = [_curve(series, edges) for series in each]
+        middle, low, high = over_seeds(np.stack([curve.values for curve in curves]), log=panel.log)
+        drawn = Series(curves[0].steps, middle).finite()
+        if not drawn.steps.size:  # a logarithmic axis has no place for zeros
+            continue
+        lines.append(Line(name, drawn, colour, dash, dots=False))
+        if len(each) > 1:
+            bands.append(_band(curves[0].steps, low, high, colour))
+            thin += [_thin(curve.finite(), colour, log=panel.log) for curve in curves]
+    if not lines:
+        return None
+    under = [*bands, *(thin if len(thin) <= MOST_THIN else [])]
+    span = int(steps[0]), int(steps[-1])
+    return line_chart(lines, span, log=panel.log, percent=panel.percent, zero=panel.zero, under=under)
+
+
+def over_seeds(values: np.ndarray, *, log: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean, least and largest of [seeds, points]; on a logarithmic axis of what is above 0, the mean geometric.
+
+    A seed is left out where it is NaN; NaN where all are.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        heights = np.log(np.where(values > 0, values, np.nan)) if log else values
+    there = ~np.isnan(heights)
+    some = there.any(axis=0)
+    count = np.maximum(there.sum(axis=0), 1)
+    found = (
+        np.where(there, heights, 0.0).sum(axis=0) / count,
+        np.where(there, heights, np.inf).min(axis=0),
+        np.where(there, heights, -np.inf).max(axis=0),
+    )
+    middle, low, high = (np.where(some, each, np.nan) for each in found)
+    return (np.exp(middle), np.exp(low), np.exp(high)) if log else (middle, low, high)
+
+
+def _curve(series: Series, edges: np.ndarray) -> Series:
+    """NaN where no step of a stretch was logged."""
+    return Series((edges[:-1] + edges[1:] - 1) // 2, means(series, edges))
+
+
+def _band(steps: np.ndarray, low: np.ndarray, high: np.ndarray, colour: str) -> alt.Chart:
+    inside = np.isfinite(low)
+    ends = [
+        {**row, "high": float(f"{top:.6g}")}
+        for row, top in zip(rows(Series(steps[inside], low[inside])), high[inside], strict=True)
+    ]
+    return alt.Chart(data(ends)).mark_area(color=colour, opacity=BAND, clip=True).encode(y2="high:Q")
+
+
+def _thin(curve: Series, colour: str, *, log: bool) -> alt.Chart:
+    keep = curve.values > 0 if log else np.full(len(curve.values), True)
+    shown = Series(curve.steps[keep], curve.values[keep])
+    return alt.Chart(data(rows(shown))).mark_line(color=colour, opacity=THIN, strokeWidth=1, clip=True)

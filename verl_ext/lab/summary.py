@@ -1,0 +1,117 @@
+"""What a run of the lab came to, in numbers; and the one rule by which a run has collapsed.
+
+A run has collapsed where the mean of the reward over 20 steps is below half of the highest such mean so far. Rewards
+are 0 and above.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_ext.report.run import Run, Series
+
+REWARD, K3, DROPPED, NORM = "critic/score/mean", "vllm_kl/k3", "correction/dropped", "actor/grad_norm"
+FORECAST, SKIPPED, ROLLBACKS = "guard/steps_to_boundary", "guard/skipped", "guard/rollbacks"
+
+WINDOW = 20  # steps of a level
+COLLAPSED, FALLEN = 0.5, 0.8  # of the highest level so far
+START, BEFORE, AHEAD = 5, 10, 10  # steps: of k3 at the start; of k3 before the collapse, and from there to it
+FEW_STEPS, LARGE_K3 = 20, 0.1  # a forecast below, a k3 above: a warning
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run. None is what the run did not log, or was too short for.
+
+    Attributes:
+        steps: the last one.
+        peak, final: the highest level of the reward, and the last.
+        collapsed: the step, or None.
+        k3_start, k3_before: mean over the first steps, and shortly before the collapse, or at the end without one.
+        dropped: mean share of tokens.
+        grad_norm_median, grad_norm_max: over the run.
+        warned: the first step with a warning.
+        warning: steps from there to the one at which the reward began to fall; negative where it came late. None
+            without a collapse, or without a warning.
+        skipped: updates refused.
+    """
+
+    steps: int
+    peak: float | None
+    final: float | None
+    collapsed: int | None
+    k3_start: float | None
+    k3_before: float | None
+    dropped: float | None
+    grad_norm_median: float | None
+    grad_norm_max: float | None
+    warned: int | None
+    warning: int | None
+    skipped: int | None
+    rollbacks: int | None
+
+    @property
+    def false_alarm(self) -> bool:
+        return self.warned is not None and self.collapsed is None
+
+
+def summarise(run: Run) -> Summary:
+    reward = run.get(REWARD)
+    level = None if reward is None else levels(reward)
+    fell, collapsed = (None, None) if level is None else fall(level)
+    warned = first_warning(run.get(FORECAST), run.get(K3))
+    end = int(run.steps[-1])
+    before = end if collapsed is None else collapsed - AHEAD
+    skipped, rollbacks = (run.get(name) for name in (SKIPPED, ROLLBACKS))
+    return Summary(
+        steps=end,
+        peak=None if level is None else float(level.values.max()),
+        final=None if level is None else float(level.values[-1]),
+        collapsed=collapsed,
+        k3_start=_over(run.get(K3), np.mean, last=int(run.steps[0]) + START - 1),
+        k3_before=_over(run.get(K3), np.mean, first=before - BEFORE + 1, last=before),
+        dropped=_over(run.get(DROPPED), np.mean),
+        grad_norm_median=_over(run.get(NORM), np.median),
+        grad_norm_max=_over(run.get(NORM), np.max),
+        warned=warned,
+        warning=None if fell is None or warned is None else fell - warned,
+        skipped=None if skipped is None else int((skipped.values > 0).sum()),
+        rollbacks=None if rollbacks is None else int(rollbacks.values.max()),
+    )
+
+
+def levels(series: Series) -> Series | None:
+    """The mean of the last WINDOW finite readings, from the WINDOWth on; None where there are fewer."""
+    series = series.finite()
+    if len(series.steps) < WINDOW:
+        return None
+    means = np.lib.stride_tricks.sliding_window_view(series.values, WINDOW).mean(axis=1)
+    return Series(series.steps[WINDOW - 1 :], means)
+
+
+def fall(level: Series) -> tuple[int, int] | tuple[None, None]:
+    """Of a run that has collapsed: the step at which the last stretch below FALLEN before it began, and its own."""
+    peaks = np.maximum.accumulate(level.values)
+    below = np.flatnonzero(level.values < COLLAPSED * peaks)
+    if not below.size:
+        return None, None
+    collapsed = int(below[0])
+    sound = np.flatnonzero((level.values >= FALLEN * peaks)[:collapsed])  # the first is: it is its own peak
+    return int(level.steps[sound[-1] + 1]), int(level.steps[collapsed])
+
+
+def first_warning(forecast: Series | None, k3: Series | None) -> int | None:
+    """The first step at which the guard's forecast, or k3 itself, spoke."""
+    spoke = [] if forecast is None else [*forecast.steps[forecast.values < FEW_STEPS]]
+    spoke += [] if k3 is None else [*k3.steps[k3.values > LARGE_K3]]
+    return int(min(spoke)) if spoke else None
+
+
+def _over(
+    series: Series | None, of: Callable[[np.ndarray], float], first: float = -np.inf, last: float = np.inf
+) -> float | None:
+    if series is None:
+        return None
+    inside = series.values[(series.steps >= first) & (series.steps <= last)]
+    return float(of(inside)) if inside.size else None

@@ -1,0 +1,124 @@
+"""Places that keep many runs, W&B's and MLflow's: which processes make up a run, and which run is read.
+
+What one process logged is a unit as of attempts.py. A process that begins at a later step than FIRST_STEPS goes on with
+the run that had its name last (verl was resumed); any other begins a run.
+"""
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from verl_ext.printable import printable
+from verl_ext.report.run import ReportError
+from verl_ext.report.sources.attempts import FIRST_STEPS
+from verl_ext.report.sources.table import Part, Table
+
+LISTED = 10
+SHOWN = 80  # characters of a name
+
+
+@dataclass(frozen=True)
+class Process:
+    """What one process logged.
+
+    Attributes:
+        name: of the experiment, as verl calls it (trainer.experiment_name).
+        project: trainer.project_name.
+        started: orders the processes.
+        first: the first step of which it logged anything; None where there is none yet.
+        files: to be named; the first tells where it is.
+        add_to: puts its rows into a table, and gives notes on what could not be read.
+    """
+
+    name: str
+    project: str
+    started: tuple
+    first: int | None
+    files: tuple[Path, ...]
+    add_to: Callable[[Table], Iterable[str]]
+
+
+class Store(Protocol):
+    what: str  # "folder" or "file", for messages
+
+    def state(self) -> Hashable:
+        """Another one when anything was written to it."""
+
+    def processes(self) -> list[Process]: ...
+
+
+class StoreSource:
+    """
+    Args:
+        which: of the runs, counted from 1 in the order in which their last processes started; the last by default.
+    """
+
+    def __init__(self, store: Store, path: Path, which: int | None):
+        self.files: tuple[Path, ...] = (path,)
+        self.name = path.stem
+        self._store = store
+        self._which = which
+        self._state: Hashable = None
+        self._notes: tuple[str, ...] = ()
+
+    def refresh(self) -> bool:
+        """What has changed is read anew."""
+        state = self._store.state()
+        if state == self._state:
+            return False
+        self._state = None  # stays so when there is an error
+        runs = runs_of(self._store.processes())
+        if not runs:
+            raise ReportError(f"no step in this {self._store.what}; has the run finished its first step?")
+        self._number, self._runs = self._choose(len(runs)), len(runs)
+        chosen = runs[self._number - 1]
+        self.name, self.files = chosen[-1].name, tuple(file for process in chosen for file in process.files)
+        self._table = Table(rows_are_units=False)
+        notes = [] if self._which is not None or len(runs) == 1 else [self._others(runs)]
+        for process in chosen:
+            self._table.begin_unit()
+            notes += process.add_to(self._table)
+        self._notes = tuple(notes)
+        self._state = state
+        return True
+
+    def _choose(self, runs: int) -> int:
+        if self._which is None:
+            return runs
+        if not 1 <= self._which <= runs:
+            raise ReportError(f"there is no run {self._which}: {'1 run is' if runs == 1 else f'{runs} runs are'} in it")
+        return self._which
+
+    def _others(self, runs: list[list[Process]]) -> str:
+        of_each = [printable(f"{run[-1].project}/{run[-1].name}", SHOWN) for run in runs]
+        shown = list(enumerate(of_each, start=1))[-LISTED:]
+        listed = ", ".join(f"{number} = {name}" for number, name in shown)
+        before = f"{len(runs) - LISTED} more, " if len(runs) > LISTED else ""
+        return (
+            f"the {self._store.what} holds {len(runs)} runs, this is the last; --run N (or FILE:N) shows another: "
+            f"{before}{listed}"
+        )
+
+    def run(self, which: int | None) -> Part:
+        """Which one was chosen is settled: `which` is what this source was made with."""
+        if not len(self._table):
+            raise ReportError(f"no step in this {self._store.what}; has the run finished its first step?")
+        return replace(self._table.run(None), number=self._number, runs=self._runs)
+
+    def notes(self) -> tuple[str, ...]:
+        return self._notes
+
+
+def runs_of(processes: Iterable[Process]) -> list[list[Process]]:
+    """The processes of each run by their start; the run whose last process started last is the last."""
+    runs: dict[int, list[Process]] = {}
+    of_name: dict[tuple[str, str], int] = {}
+    for number, process in enumerate(sorted(processes, key=lambda process: process.started)):
+        if process.first is None:
+            continue
+        key = process.project, process.name
+        before = runs.pop(of_name[key]) if key in of_name and process.first > FIRST_STEPS else []
+        runs[number] = [*before, process]
+        of_name[key] = number
+    return list(runs.values())

@@ -1,0 +1,80 @@
+"""The rollout's weights rounded while vLLM loads them: at its start, and at each sync after a training step.
+
+Every way of verl's to bring weights into a running vLLM ends in the `load_weights` of the model, under the names that
+the model has on Hugging Face; so does vLLM's own loading from files. `Rounding` stands around that one method.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from verl_ext.core.fake_quant import fake_quantized
+from verl_ext.upstream.patching import Undo, wrap
+
+LOAD_FORMAT = "verl_ext_fake_quantized"  # of `fake_quantized_loader`, as vLLM's argument names it
+OURS = "verl_ext"  # our part of vLLM's model_loader_extra_config
+LINEAR, ROUTER, HEAD = "linear", "router", "head"
+
+# Parts of the names of weights on Hugging Face, families of mixtures of experts above all.
+MATRIX = re.compile(r"\.weight$|\.experts\.\w+_proj$")  # the latter: of all experts, [E, out, in]
+HEADS = {"lm_head", "shared_head", "embed_out", "output_layer"}
+ROUTERS = {"gate", "router", "shared_expert_gate"}  # gate_proj is none of them
+NEVER = re.compile(r"embed|\bwte\b|\bwpe\b|conv|vision|visual|audio|lora_")
+
+
+def kind_of(name: str, weight: Tensor) -> str | None:
+    """`linear`, `router` or `head`; None for what a quantised rollout keeps: embeddings, norms, biases, convolutions,
+    vision and audio."""
+    if weight.ndim not in (2, 3) or not weight.is_floating_point() or not MATRIX.search(name):
+        return None
+    parts = set(name.split("."))
+    if parts & HEADS:
+        return HEAD
+    if NEVER.search(name):
+        return None
+    return ROUTER if parts & ROUTERS else LINEAR
+
+
+class Rounding:
+    """Around a model's `load_weights`: weights of the kinds asked for go in fake-quantised.
+
+    gpt-oss and Llama 4 keep the weights of all experts as [E, in, out]: there, groups lie along the outputs.
+
+    Args:
+        settings: `format`, `group`, `router`, `head`, as of `stability.fake_quantization`.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]):
+        self.settings = dict(settings)
+        self.names: dict[str, set[str]] = {LINEAR: set()}  # rounded so far
+        self.names |= {kind: set() for kind in (ROUTER, HEAD) if settings[kind]}
+
+    def __call__(
+        self, load_weights: Callable[..., Any], weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any
+    ) -> Any:
+        return load_weights(self.rounded(weights), *args, **kwargs)
+
+    def rounded(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in weights:
+            kind = kind_of(name, weight)
+            if kind in self.names:
+                try:
+                    weight = fake_quantized(weight, self.settings["format"], self.settings["group"])
+                except ValueError as error:
+                    raise ValueError(f"stability.fake_quantization.group: {name}: {error}") from error
+                self.names[kind].add(name)
+            yield name, weight
+
+
+def round_while_loading(model: Any, settings: Mapping[str, Any]) -> Undo:
+    return wrap("fake_quantization", model, "load_weights", Rounding(settings), "weights, ...")
+
+
+def report(model: Any) -> dict[str, Any] | None:
+    """What a model's `load_weights` rounds to, and how many weights of each kind it has; None where it rounds none."""
+    rounding = getattr(getattr(model, "load_weights", None), "__verl_ext__", None)
+    if not isinstance(rounding, Rounding):
+        return None
+    return {"settings": rounding.settings, "rounded": {kind: len(names) for kind, names in rounding.names.items()}}
