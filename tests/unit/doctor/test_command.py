@@ -19,6 +19,8 @@ RUN = [
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
     "algorithm.adv_estimator=grpo",
     "stability=icepop",
+    "trainer.device=cpu",  # a run for this machine, whatever its packages for GPUs are
+    "+actor_rollout_ref.model.override_config.attn_implementation=eager",
 ]
 
 

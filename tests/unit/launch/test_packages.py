@@ -1,0 +1,170 @@
+"""Which packages a config asks for, against what verl's source imports and verl's metadata pins."""
+
+import ast
+import copy
+import re
+from importlib import metadata
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from verl_ext.launch.installed import has_module, package_folder, verl_pins
+from verl_ext.launch.packages import (
+    EXTRAS,
+    FSDP,
+    ROLLOUT,
+    STRATEGY,
+    TABLE,
+    Import,
+    imported,
+    module,
+    pinned,
+    remedy,
+)
+
+VERL = package_folder("verl")
+NOT_BY_VERL = {"apex", "deep_ep", "tensorboard"}  # imported by megatron-core; by torch
+FREE = ("override_config", "override_transformer_config")  # nodes that take any key
+SILENT_LOGGERS = {"console", "file"}
+
+
+def asked(config):
+    return {package for row in imported(config) for package in row.packages}
+
+
+@pytest.fixture(scope="module")
+def verls_imports():
+    """Dotted names that verl's source imports."""
+    written = re.compile(r"^\s*(?:from|import) ([\w.]+)", re.MULTILINE)
+    return {name for file in VERL.rglob("*.py") for name in written.findall(file.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("package", sorted({one for row in TABLE for one in row.packages} - NOT_BY_VERL))
+def test_verl_imports_what_the_table_says(verls_imports, package):
+    name = module(package)
+    assert any(f"{one}.".startswith(f"{name}.") for one in verls_imports)
+
+
+def registered(folder, pattern):
+    return {name for file in (VERL / folder).rglob("*.py") for name in re.findall(pattern, file.read_text())}
+
+
+def values(setting):
+    return {row.value for row in TABLE if row.setting == setting}
+
+
+def test_the_table_has_every_rollout_and_checkpoint_engine_of_verl():
+    assert values(f"{ROLLOUT}.name") == registered("workers/rollout", r'ReplicaRegistry\.register\("(\w+)"')
+    engines = registered("checkpoint_engine", r'EngineRegistry\.register\("(\w+)"')
+    assert values(f"{ROLLOUT}.checkpoint_engine.backend") == engines - {"naive"}
+
+
+def test_the_table_has_every_training_engine_of_verl():
+    said = registered("workers/engine", r"EngineRegistry\.register\((.+)\)")
+    engines = {name for one in said for name in re.findall(r'"(\w+)"', re.search(r"backend=([^=]+)(,|$)", one)[1])}
+    assert engines and engines - {"fsdp_turbo"} <= values(STRATEGY)
+
+
+def test_the_table_has_every_logger_of_verl():
+    tree = ast.parse((VERL / "utils" / "tracking.py").read_text(encoding="utf-8"))
+    (loggers,) = (
+        ast.literal_eval(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "supported_backend"
+    )
+    assert values("trainer.logger") == {*loggers, "tracking"} - SILENT_LOGGERS
+
+
+@pytest.fixture(scope="module")
+def composed(compose):
+    """Whether the engine is Megatron -> verl's config, resolved no further than asked for."""
+    return {False: compose(), True: compose("model_engine=megatron")}
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.setting.rpartition('.')[2]}-{row.value}")
+def test_a_setting_of_the_table_is_verls_and_its_override_does_without(composed, row):
+    config = copy.deepcopy(composed["megatron" in row.engines])
+    node, _, name = row.setting.rpartition(".")
+    assert node.endswith(FREE) or name in OmegaConf.select(config, node).keys()  # noqa: SIM118 (`???` is not `in` it)
+    OmegaConf.update(config, row.setting, row.value, force_add=True)
+    assert row in list(imported(config))
+    for override in row.instead:
+        key, _, value = override.lstrip("+").partition("=")
+        OmegaConf.update(config, key, yaml.safe_load(value), force_add=True)
+    assert not row.instead or row not in list(imported(config))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["trainer.logger=console"], {"peft", "flash-attn"}),
+        (["trainer.logger=[console,wandb]"], {"peft", "flash-attn", "wandb"}),
+        (["trainer.logger=[file]", "+actor_rollout_ref.model.override_config.attn_implementation=eager"], {"peft"}),
+        (
+            ["model_engine=megatron", "trainer.logger=[file]"],
+            {"megatron-core", "transformer-engine", "megatron-bridge", "nvidia-modelopt", "flash-attn"},
+        ),
+        (
+            [
+                "model_engine=megatron",
+                "trainer.logger=[file]",
+                "actor_rollout_ref.actor.megatron.vanilla_mbridge=true",
+                "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=unfused",
+            ],
+            {"megatron-core", "transformer-engine", "mbridge"},
+        ),
+        (
+            ["trainer.logger=[file]", "actor_rollout_ref.model.use_liger=true", f"{ROLLOUT}.name=sglang"],
+            {"peft", "flash-attn", "liger-kernel", "sglang"},
+        ),
+        (
+            ["trainer.logger=[file]", f"{ROLLOUT}.checkpoint_engine.backend=nixl"],
+            {"peft", "flash-attn", "nixl", "cupy-cuda13x"},
+        ),
+    ],
+)
+def test_what_a_config_asks_for(compose, overrides, expected):
+    assert asked(compose("algorithm.adv_estimator=grpo", *overrides)) == expected
+
+
+def test_a_value_head_takes_flash_attention_whatever_the_attention_is(compose):
+    attention = "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
+    assert "flash-attn" in asked(compose("algorithm.adv_estimator=gae", attention))
+
+
+def test_the_pins_are_those_of_verls_metadata():
+    assert pinned("vllm") == "vllm==0.24.0" and pinned("sglang") == "sglang==0.5.12"
+    assert pinned("flash-attn") == "flash-attn==2.8.3" and pinned("megatron-bridge") == "megatron-bridge==0.5.2"
+    assert pinned("mlflow") == "mlflow"
+    named = {line.split("extra ==")[1].strip(" \"'") for line in metadata.requires("verl") if "extra ==" in line}
+    assert named == set(verl_pins())
+    assert verl_pins()["fsdp"].keys() > verl_pins()["flash-attn-cu130torch211"].keys()  # extras within extras
+
+
+@pytest.mark.parametrize(
+    ("package", "overrides", "said"),
+    [
+        ("flash-attn", [], "the extra gpu-fsdp "),
+        ("flash-attn", ["model_engine=megatron"], "the extra gpu-megatron "),
+        ("flash-attn", [f"{ROLLOUT}.name=sglang"], "the extra gpu-sglang "),
+        ("sglang", ["model_engine=megatron"], "the extra gpu-sglang "),
+        ("apex", [], "the extra gpu-megatron "),
+        ("mlflow", [], "pip install mlflow"),
+        ("veomni", [], "pip install veomni==0.1.11"),
+        ("deep_ep", [], "build it"),
+    ],
+)
+def test_where_to_get_a_package(compose, package, overrides, said):
+    assert said in remedy(package, compose(*overrides))
+
+
+def test_rows_of_other_engines_are_not_asked_for(compose):
+    megatron = list(imported(compose("model_engine=megatron")))
+    assert not any(row.engines == FSDP for row in megatron)
+    assert Import(STRATEGY, "megatron", ("megatron-core", "transformer-engine")) in megatron
+    assert set(EXTRAS) == {"gpu-fsdp", "gpu-megatron", "gpu-sglang"}
+
+
+def test_modules_are_found_without_an_error_where_there_is_no_parent():
+    assert has_module("xml.etree") and not has_module("no_such_package.inner") and not has_module("xml.no_such")

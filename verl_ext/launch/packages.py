@@ -1,0 +1,192 @@
+"""Which packages a config has its processes import: the table from a setting to what it needs, and how to do without.
+
+Read in verl 0.9.1, where each import stands; versions and extras are verl's own metadata (`installed.verl_pins`). What
+verl imports only where it is installed (`trl`, `nvtx`) is not here, nor what the data ask for.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from verl_ext.launch.installed import verl_pins
+
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
+STRATEGY = f"{ACTOR}.strategy"
+MEGATRON = f"{ACTOR}.megatron"
+BRIDGE = f"{MEGATRON}.vanilla_mbridge"
+TRANSFORMER = f"{MEGATRON}.override_transformer_config"
+ATTENTION = f"{MODEL}.override_config.attn_implementation"
+
+FSDP = ("fsdp", "fsdp2")
+# Package -> the module that is imported of it, where the names differ.
+MODULES = {
+    "checkpoint-engine": "checkpoint_engine",
+    "cupy-cuda13x": "cupy",
+    "flash-attn": "flash_attn",
+    "liger-kernel": "liger_kernel",
+    "megatron-bridge": "megatron.bridge",
+    "megatron-core": "megatron.core",
+    "mooncake-transfer-engine": "mooncake",
+    "nemo-automodel": "nemo_automodel",
+    "nvidia-modelopt": "modelopt",
+    "rl-insight": "rl_insight",
+    "tensorrt-llm": "tensorrt_llm",
+    "transformer-engine": "transformer_engine",
+    "volcengine-ml-platform": "volcengine_ml_platform",
+}
+BUILT = {"deep_ep": "build it from its repository, deepseek-ai/DeepEP"}  # what pip does not find
+# Our extras, and the extras of verl that each is; the first that has a package is where to get it.
+EXTRAS = {"gpu-fsdp": ("fsdp", "vllm"), "gpu-megatron": ("megatron", "vllm"), "gpu-sglang": ("fsdp", "sglang")}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One row of the table.
+
+    Attributes:
+        value: of the setting, that asks for the packages; of a list, one of its entries.
+        usual: what verl takes where the setting is not there.
+        engines: the values of `actor.strategy` for which the row counts; () for all.
+        instead: overrides that do without; () where there are none.
+        unless: a package with which there is no error; `unless_why` says what happens then.
+    """
+
+    setting: str
+    value: object
+    packages: tuple[str, ...]
+    usual: object = None
+    engines: tuple[str, ...] = ()
+    instead: tuple[str, ...] = ()
+    unless: str = ""
+    unless_why: str = ""
+
+
+TABLE = (
+    # verl/workers/engine/*/transformer_impl.py import these at their top, and verl/workers/engine/__init__.py goes on
+    # without an engine that does not import: the run ends later, with "unknown backend".
+    *(Import(STRATEGY, engine, ("peft",)) for engine in FSDP),
+    # The layers of Megatron-Bridge and mbridge are Transformer Engine's: megatron-core's own take no packed sequences
+    # (assert in its dot_product_attention.py).
+    Import(STRATEGY, "megatron", ("megatron-core", "transformer-engine")),
+    Import(STRATEGY, "veomni", ("veomni",)),
+    Import(STRATEGY, "torchtitan", ("torchtitan",)),
+    Import(STRATEGY, "automodel", ("nemo-automodel",)),
+    # verl/models/mcore/bridge.py, mbridge.py. Megatron-Bridge imports modelopt (verl's pyproject.toml, extra megatron).
+    Import(BRIDGE, False, ("megatron-bridge", "nvidia-modelopt"), usual=False, engines=("megatron",)),
+    Import(BRIDGE, True, ("mbridge",), engines=("megatron",), instead=(f"{BRIDGE}=false",)),
+    # By attention_backend=flash megatron-core leaves Transformer Engine nothing but flash-attn (language_module.py).
+    Import(f"{TRANSFORMER}.attention_backend", "flash", ("flash-attn",), usual="flash", engines=("megatron",)),
+    # ColumnParallelLinear raises without apex's fused_weight_gradient_mlp_cuda (tensor_parallel/layers.py).
+    Import(
+        f"{TRANSFORMER}.gradient_accumulation_fusion",
+        True,
+        ("apex",),
+        engines=("megatron",),
+        instead=(f"++{TRANSFORMER}.gradient_accumulation_fusion=false",),
+    ),
+    Import(
+        f"{TRANSFORMER}.moe_enable_deepep",
+        True,
+        ("deep_ep",),
+        engines=("megatron",),
+        instead=(
+            f"++{TRANSFORMER}.moe_enable_deepep=false",
+            f"++{TRANSFORMER}.moe_token_dispatcher_type=alltoall",
+        ),
+    ),
+    # verl/workers/config/model.py; the error is transformers' (modeling_utils.py), as the model is loaded.
+    Import(
+        ATTENTION,
+        "flash_attention_2",
+        ("flash-attn",),
+        usual="flash_attention_2",
+        engines=FSDP,
+        instead=(f"++{ATTENTION}=sdpa",),
+        unless="kernels",
+        unless_why="transformers fetches a kernel from the Hub in its place, with the package kernels",
+    ),
+    # `load_valuehead_model` of verl/utils/model.py, whatever attn_implementation says.
+    Import("critic.enable", True, ("flash-attn",), engines=FSDP),
+    Import("algorithm.adv_estimator", "gae", ("flash-attn",), engines=FSDP),
+    # verl/workers/engine/fsdp/transformer_impl.py
+    Import(f"{MODEL}.use_liger", True, ("liger-kernel",), engines=FSDP, instead=(f"{MODEL}.use_liger=false",)),
+    # verl/workers/rollout/replica.py
+    Import(f"{ROLLOUT}.name", "vllm", ("vllm",)),
+    Import(f"{ROLLOUT}.name", "sglang", ("sglang",)),
+    Import(f"{ROLLOUT}.name", "trtllm", ("tensorrt-llm",)),
+    # verl/checkpoint_engine/*.py: the weights' way to rollout engines on other GPUs
+    *(
+        Import(f"{ROLLOUT}.checkpoint_engine.backend", backend, packages)
+        for backend, packages in {
+            "nccl": ("cupy-cuda13x",),
+            "delta_sharded": ("cupy-cuda13x",),
+            "nixl": ("nixl", "cupy-cuda13x"),
+            "mooncake": ("mooncake-transfer-engine",),
+            "kimi_ckpt_engine": ("checkpoint-engine",),
+        }.items()
+    ),
+    # verl/utils/tracking.py, verl/utils/rollout_trace.py; tensorboard's SummaryWriter is torch's, which imports it
+    *(
+        Import("trainer.logger", logger, (package,))
+        for logger, package in {
+            "wandb": "wandb",
+            "tracking": "wandb",
+            "mlflow": "mlflow",
+            "swanlab": "swanlab",
+            "trackio": "trackio",
+            "clearml": "clearml",
+            "tensorboard": "tensorboard",
+            "vemlp_wandb": "volcengine-ml-platform",
+            "rl_insight": "rl-insight",
+        }.items()
+    ),
+    *(
+        Import(f"{ROLLOUT}.trace.backend", backend, (backend,), instead=(f"{ROLLOUT}.trace.backend=null",))
+        for backend in ("weave", "mlflow", "trackio")
+    ),
+)
+
+
+def imported(config: DictConfig) -> Iterator[Import]:
+    """The rows of the table that this config asks for."""
+    strategy = OmegaConf.select(config, STRATEGY) or "fsdp"
+    for row in TABLE:
+        if row.engines and strategy not in row.engines:
+            continue
+        value = OmegaConf.select(config, row.setting)
+        asked = value if isinstance(value, ListConfig) else [row.usual if value is None else value]
+        if row.value in asked:
+            yield row
+
+
+def module(package: str) -> str:
+    return MODULES.get(package, package)
+
+
+def pinned(package: str) -> str:
+    """The package with the version that one of verl's extras pins, as pip takes it: `flash-attn==2.8.3`."""
+    pins = verl_pins()
+    return next((pins[extra][package] for extra in pins if package in pins[extra]), package)
+
+
+def remedy(package: str, config: DictConfig) -> str:
+    """How to get a package, for the engines of this config: in one of our extras, where one has it, else by itself."""
+    if package in BUILT:
+        return BUILT[package]
+    extra = _extra_with(package, config)
+    return f"install the extra {extra} (docs/install.md)" if extra else f"pip install {pinned(package)}"
+
+
+def _extra_with(package: str, config: DictConfig) -> str:
+    """That of this config's engines before the others; "" where none has the package."""
+    megatron = OmegaConf.select(config, STRATEGY) == "megatron"
+    sglang = OmegaConf.select(config, f"{ROLLOUT}.name") == "sglang"
+    fitting = "gpu-megatron" if megatron else "gpu-sglang" if sglang else "gpu-fsdp"
+    pins = verl_pins()
+    for ours in (fitting, *EXTRAS):
+        if any(package in pins.get(extra, {}) for extra in EXTRAS[ours]):
+            return ours
+    return ""
