@@ -67,7 +67,17 @@ def revival(run: Run, collapse: Collapse) -> Iterator[Override]:
 
 
 def _closing(run: Run, *, tighten: bool) -> Iterator[Override]:
-    """What brings the engines together, or takes out what they are apart on."""
+    """What brings the engines together, or takes out what they are apart on; which of it, the lab has tried.
+
+    Where rollouts are old, routers disagree because they have moved: replay then helps nothing, and masks of single
+    tokens little. Where routers disagree by themselves, it is replay that helps, and weights go with it better than
+    masks do (docs/lab.md).
+    """
+    if staleness(run) > STALE:
+        yield Override(
+            "stability=opsm", "drops responses that are old and bad, what helps most where rollouts are behind"
+        )
+        return
     corrected, blind = run.get(DROPPED) is not None, blind_mask(run) is not None
     if blind:
         yield Override("stability=kpop", "bounds each token's KL instead, which is tight where tokens are likely")
@@ -76,7 +86,7 @@ def _closing(run: Run, *, tighten: bool) -> Iterator[Override]:
             "stability=icepop", "drops the tokens on which the engines are apart, and skips batches past 0.1"
         )
     if _routing_drives(run):
-        kept = " stability.correction=icepop" if corrected else ""
+        kept = " stability.correction=tis" if corrected else ""
         yield Override(
             f"stability=r3{kept}", "trains with the experts that the rollout chose: routing is part of the gap here"
         )

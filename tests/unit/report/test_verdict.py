@@ -226,13 +226,14 @@ def test_what_to_try_depends_on_what_is_on_and_on_the_cause():
     assert tried(plain) == ["stability=icepop", "precision=fp16"]
     corrected = tried(judge(make(base | {"router/agreement": [0.9] * 40, "correction/dropped": [0.01] * 40})))
     assert (
-        corrected[:2] == ["stability=r3 stability.correction=icepop", "precision=fp16"]
+        corrected[:2] == ["stability=r3 stability.correction=tis", "precision=fp16"]
         and "action:tighten" in corrected[2]
     )
     gaps = {"router/agreement": [0.99], "router/gap_differs": [0.3], "router/gap_equal": [0.1]}
     assert "stability=r3" in tried(judge(make(base | gaps)))
     stale = {"training/off_policy/trajectory_staleness/mean": [3.0] * 40}
-    assert "trainer.v1.trainer_mode=sync" in tried(judge(make(base | stale)))
+    old = tried(judge(make(base | stale | {"router/agreement": [0.9] * 40})))  # the routers' move is the policy's
+    assert old == ["trainer.v1.trainer_mode=sync", "stability=opsm"]
 
 
 def states(metrics, prefixes) -> list[str]:
