@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM was 
 LAYERS = "vllm.model_executor.layers"
 MOE = f"{LAYERS}.fused_moe"
 RUNNER = "vllm.v1.worker.cpu_model_runner"
+LOADERS = "vllm.model_executor.model_loader"  # for the format that rounds weights, on any platform
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_install_applies_all_patches_or_none(cpu: Any, monkeypatch: pytest.Monke
     assert all(new is old for new, old in zip(replaced(), before, strict=True))
 
 
-@pytest.mark.parametrize(("platform", "hooks"), [("cpu", [RUNNER]), ("", []), ("npu", [])])
+@pytest.mark.parametrize(("platform", "hooks"), [("cpu", [LOADERS, RUNNER]), ("", [LOADERS]), ("npu", [LOADERS])])
 def test_register_patches_only_where_verl_runs_on_cpu(
     monkeypatch: pytest.MonkeyPatch, platform: str, hooks: list[str]
 ) -> None:
