@@ -29,7 +29,7 @@ def run(overrides: tuple[str, ...], steps: int, folder: Path) -> list[dict[str, 
     metrics = folder / "metrics.jsonl"
     command = [
         *(sys.executable, "tools/clean_exit.py", sys.executable, "-m", "verl_ext.main_ppo", "recipe=cpu_smoke"),
-        *(f"assets={REPO}/.quickstart/assets", f"trainer.total_training_steps={steps + WARM_UP}"),
+        *(f"assets={REPO}/.quickstart/prefix_sums", f"trainer.total_training_steps={steps + WARM_UP}"),
         "actor_rollout_ref.actor.optim.lr=0",
         *overrides,
     ]
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="runs of either kind (default: %(default)s)")
     arguments = parser.parse_args()
     subprocess.run(
-        [sys.executable, "recipes/cpu_smoke/make_assets.py", "--out", ".quickstart/assets"], cwd=REPO, check=True
+        [sys.executable, "recipes/cpu_smoke/make_assets.py", "--out", ".quickstart/prefix_sums"], cwd=REPO, check=True
     )
     times: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
     for index in range(arguments.rounds):

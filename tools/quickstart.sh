@@ -20,7 +20,7 @@ export VERL_FILE_LOGGER_PATH="$PWD/.quickstart/metrics.jsonl"
 log=.quickstart/console.log
 
 echo "quickstart: starting Ray, vLLM and FSDP2; the first step comes after about 40 s (everything they say: $log)"
-python recipes/cpu_smoke/make_assets.py --out .quickstart/assets
+python recipes/cpu_smoke/make_assets.py --out .quickstart/prefix_sums
 status=0
 "$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke hydra.run.dir=.quickstart/hydra \
   ray_kwargs.ray_init.runtime_env.py_executable="$PREFORK_PYTHON" \

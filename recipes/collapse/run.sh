@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Train the quick start's model with a rollout that differs from the training engine, with and without a remedy: verl, Ray,
 # vLLM and FSDP2 on two CPU cores, some minutes a run.
-#   bash recipes/collapse/run.sh REGIME ARM SEED [override ...]    e.g. quantized none 0
-#   bash recipes/collapse/run.sh all                               every run of results/, hours
-# Runs that are done are left alone. Each leaves .collapse/REGIME/ARM/seedN/metrics.jsonl.
+#   bash recipes/collapse/run.sh quantized ARM SEED [override ...]    e.g. quantized none 0
+# ARM is exact, none, guard, or a preset without its batch skip, such as r3. A run that is done is left alone; each leaves
+# .collapse/quantized/ARM/seedN/metrics.jsonl.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-if [ $# -lt 1 ] || [ "$1" = --help ]; then sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,6p; exit; fi
+if [ $# -lt 3 ] || [ "$1" = --help ]; then sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,6p; exit; fi
 
 if [ -z "${PREFORK_PYTHON:-}" ]; then
   bash tools/setup_cpu.sh

@@ -202,7 +202,7 @@ def _remove(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the CPU quick start's model, tokenizer and data.")
-    folder = Path(".quickstart/assets")
+    folder = Path(".quickstart/prefix_sums")
     parser.add_argument("--out", type=Path, default=folder, help="where to write (default: %(default)s)")
     parser.add_argument("--force", action="store_true", help="write again what is already there")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the rows (default: %(default)s)")

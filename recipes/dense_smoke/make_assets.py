@@ -50,7 +50,7 @@ def quick_start() -> ModuleType:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the dense smoke test's model, tokenizer and data.")
-    folder = Path(".quickstart/dense_assets")
+    folder = Path(".quickstart/dense_prefix_sums")
     parser.add_argument("--out", type=Path, default=folder, help="where to write (default: %(default)s)")
     parser.add_argument("--force", action="store_true", help="write again what is already there")
     arguments = parser.parse_args()
