@@ -39,7 +39,7 @@ train() {
   mkdir -p "$out"
   python recipes/cpu_smoke/make_assets.py --seed "$seed" --out ".collapse/assets-$seed" >&2
   echo "collapse: $regime, $arm, seed $seed (everything the run says: $out/console.log)" >&2
-  VERL_FILE_LOGGER_PATH=$PWD/$out/metrics.jsonl "$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke \
+  VERL_FILE_LOGGER_PATH=$PWD/$out/metrics.jsonl "$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke precision=fp32 \
     assets=".collapse/assets-$seed" hydra.run.dir="$out/hydra" data.seed="$seed" trainer.default_local_dir="$out/checkpoints" \
     ray_kwargs.ray_init.runtime_env.py_executable="$PREFORK_PYTHON" \
     $(gap "$regime" "$arm") $(remedy "$arm") stability.router_agreement=true trainer.total_training_steps=200 "$@" \
