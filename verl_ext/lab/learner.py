@@ -23,8 +23,6 @@ from verl_ext.settings.config import StabilityConfig
 from verl_ext.settings.losses import LOSSES
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
-WHOLE = slice(None)
-
 
 class Learner:
     """A policy and the loss that the workers of such a run would have.

@@ -4,6 +4,7 @@ A regime is a frozen dataclass of its settings, which stand in the config as `la
 `apply(engine, history)`; several in a row make a mixture.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ class History:
         return self._versions[max(len(self._versions) - 1 - updates, 0)]
 
 
-class Regime:
+class Regime(ABC):
     """Attributes:
     stands_for: the real set-up.
     """
@@ -49,8 +50,9 @@ class Regime:
         """How many updates it looks back."""
         return 0
 
+    @abstractmethod
     def apply(self, engine: Engine, history: History) -> Engine:
-        raise NotImplementedError
+        """The engine as this changes it."""
 
 
 REGIMES: dict[str, type[Regime]] = {}
