@@ -53,15 +53,14 @@ def recorded_routing(context: Context) -> Iterable[Finding]:
     from packaging.version import Version
 
     from verl_ext.launch.routing_checks import replay_mode, replay_setting
-    from verl_ext.routing.choices import EXPERT_COUNTS
+    from verl_ext.routing.config_names import EXPERT_COUNTS, first_of
 
     agreement = context.get("stability.router_agreement")
     if context.strategy != "megatron" or context.model_config is None or "verl" not in context.versions:
         return
     if replay_mode(context.config) != "R2" and not agreement:
         return
-    text = context.model_config.get_text_config()
-    experts = next((count for name in EXPERT_COUNTS if (count := getattr(text, name, None))), 0)
+    experts = first_of(context.model_config.get_text_config(), EXPERT_COUNTS)
     if experts <= BYTE:
         return
     if Version(context.versions["verl"]) >= Version(WIDE_VERL):

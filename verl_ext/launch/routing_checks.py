@@ -152,9 +152,10 @@ def _check_model(config: DictConfig, asked: str, off: str, read_routers: bool) -
     hf_config = hf_config_of(model)
     if hf_config is None:
         return
-    from verl_ext.routing.choices import EXPERT_COUNTS, probe_choices
+    from verl_ext.routing.choices import probe_choices
+    from verl_ext.routing.config_names import EXPERT_COUNTS, first_of
 
-    if not any(getattr(hf_config.get_text_config(), name, None) for name in EXPERT_COUNTS):
+    if not first_of(hf_config.get_text_config(), EXPERT_COUNTS):
         raise ConfigError(
             f"{asked} needs a mixture of experts, and actor_rollout_ref.model.path={model.path} is a dense model",
             fix=(off,),

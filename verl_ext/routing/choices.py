@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from verl_ext.errors import HookError
+from verl_ext.routing.config_names import EXPERT_COUNTS, TOP_KS, first_of
 from verl_ext.upstream.patching import wrap
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-TOP_KS = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 ROUTES = "route_tokens_to_experts"  # the method of MoE blocks whose router module returns logits alone
 REPLAY_OFF = "actor_rollout_ref.actor.fsdp_config.router_replay.mode=disabled"
 OFF = ("stability.router_agreement=false", REPLAY_OFF)
@@ -145,9 +144,8 @@ def expert_counts(hf_config: Any) -> tuple[int, int]:
         HookError: it names either in no known way.
     """
     text = hf_config.get_text_config()
-    experts = next((getattr(text, name) for name in EXPERT_COUNTS if getattr(text, name, None)), None)
-    top_k = next((getattr(text, name) for name in TOP_KS if getattr(text, name, None)), None)
-    if experts is None or top_k is None:
+    experts, top_k = first_of(text, EXPERT_COUNTS), first_of(text, TOP_KS)
+    if not experts or not top_k:
         raise HookError(
             f"{type(text).__name__} does not say how many experts there are (one of {', '.join(EXPERT_COUNTS)}) and "
             f"how many a token goes to (one of {', '.join(TOP_KS)})",

@@ -203,6 +203,12 @@ def test_databases_of_mlflow(data):
         look(file, Path(folder) / "out")
 
 
+def test_a_database_of_mlflow_whose_error_is_no_text(tmp_path):
+    file = mlflow_database(tmp_path / "mlruns.db")
+    file.write_bytes(file.read_bytes().replace(b"indexindex_", b"index\x8fndex_"))
+    assert "cannot be read as MLflow's database" in look(file, tmp_path / "out")
+
+
 def test_a_name_of_wandb_is_not_obeyed():
     content = wandb_file([(1, {"a\x1b[2J": 1})], name="\x1b]0;x\x07", project="\u202e")
     assert looked_at({"run-x.wandb": content}) == "page"

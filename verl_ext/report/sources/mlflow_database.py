@@ -97,7 +97,7 @@ class MlflowDatabase:
                 yield lambda query, *values: database.execute(query, values)
             finally:
                 database.close()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the second: of SQLite's own message, naming such a thing
             raise ReportError(f"cannot be read as MLflow's database: {error}") from error
 
 
