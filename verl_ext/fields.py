@@ -28,4 +28,6 @@ REF_LOG_PROBS = "ref_log_prob"
 
 # Within a worker's update.
 DEVIATION = "router_deviation"  # what the loss router_shift is made of
-FILTER_SCALE = "filter_scale"  # a number, no field: trajectories with tokens over trajectories that the filters kept
+# No fields, what the update is told beside them.
+FILTER_SCALE = "filter_scale"  # a number: trajectories with tokens over trajectories that the filters kept
+FIRST_PASS = "first_pass"  # in bypass mode, arguments of the workers' FirstPass.begin_update

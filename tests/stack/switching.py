@@ -89,7 +89,7 @@ def switching(trainer_class: type, base: list[str]) -> type:
             policy_loss = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss)
             policy_loss.pop("_target_", None)
             policy_loss.pop("rollout_correction", None)
-            settings = loss_settings(stability) | {"policy_loss": policy_loss}
+            settings = loss_settings(config, stability) | {"policy_loss": policy_loss}
             active = self.actor_rollout_wg.configure_loss(settings)[0]
             print(f"switching: step {self.global_steps}: {' '.join(entry)}: {active}", flush=True)
             return super().step(metrics, timing_raw)

@@ -54,3 +54,22 @@ def test_what_it_was_decided_by_is_the_same_on_every_rank(ranks):
     assert first["gate/grad_norm"][::2] == pytest.approx(first["grad_norm"], rel=1e-5), "the norm that verl clips by"
     # Here l_infer is l_old, so both are the same k3.
     assert first["gate/vllm_kl"] == pytest.approx(first["gate/policy_kl"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("case", "steps"), [("bypass", 2), ("bypass, a gap", 0), ("bypass, later", 2)])
+def test_in_bypass_mode_the_first_mini_batch_of_any_rank_decides_for_all(ranks, case, steps):
+    """The gap stands in one mini-batch of rank 1 alone; 0.5 is the limit."""
+    assert [rank[case]["steps"] for rank in ranks] == [steps, steps]
+    assert torch.equal(ranks[0][case]["weights"], ranks[1][case]["weights"])
+    told = [{name: values for name, values in rank[case]["metrics"].items() if "/" in name} for rank in ranks]
+    measured = {name: told[0][name] for name in told[0] if name.startswith(("vllm_kl/", "correction/", "first_pass/"))}
+    assert measured == {name: told[1][name] for name in measured}
+    assert all(len(values) == 2 and values[0] == values[1] for values in measured.values()), "once, as of each rank"
+    assert measured["first_pass/refused"] == [float(steps == 0)] * 2
+    assert measured["first_pass/tokens"] == [18.0, 18.0], "of both ranks' first mini-batch"
+    assert (measured["vllm_kl/k3"][0] > 0.5) is (steps == 0)
+
+
+def test_a_batch_refused_in_bypass_mode_leaves_the_weights(ranks):
+    assert torch.equal(ranks[0]["bypass, a gap"]["weights"], ranks[0]["moved"]["weights"])
+    assert not torch.equal(ranks[0]["bypass"]["weights"], ranks[0]["moved"]["weights"])

@@ -55,12 +55,15 @@ class Correction(Method):
         by_ratio: whether it weighs a token by its ratio, or a function of the settings that says so: two that do would
             count it twice.
         as_mask: the override under its settings with which it does not; empty where there is none.
+        drops: whether it drops tokens besides. Where the loss has the ratio k already, in verl's bypass mode, that is
+            what it does; one that weighs by the ratio and drops nothing has nothing to do there.
         in_update: whether it acts inside each update step, on the policy being updated, and not before the update.
     """
 
     reads: tuple[str, ...] = ()
     by_ratio: bool | Callable[[Any], bool] = False
     as_mask: str = ""
+    drops: bool = False
     in_update: bool = False
 
     @property
@@ -81,6 +84,7 @@ def register_correction(
     reads: tuple[str, ...] = (),
     by_ratio: bool | Callable[[Any], bool] = False,
     as_mask: str = "",
+    drops: bool = False,
     in_update: bool = False,
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Register a correction; the arguments are attributes of Correction.
@@ -104,7 +108,7 @@ def register_correction(
     def register(function: Callable[..., Result]) -> Callable[..., Result]:
         detached = no_grad(function)
         kind = settings or settings_of(function)
-        CORRECTIONS.add(Correction(name, detached, kind, reads, by_ratio, as_mask, in_update))
+        CORRECTIONS.add(Correction(name, detached, kind, reads, by_ratio, as_mask, drops, in_update))
         return detached
 
     return register
@@ -175,7 +179,7 @@ class IcePop:
         return IcePop(self.alpha**factor, self.beta**factor)
 
 
-@register_correction("icepop", IcePop, reads=("k",), by_ratio=True)
+@register_correction("icepop", IcePop, reads=("k",), by_ratio=True, drops=True)
 def icepop(k: Tensor, alpha: float, beta: float) -> Weights:
     """k where alpha <= k <= beta, else 0.
 
@@ -199,7 +203,7 @@ class KPop:
         require(self, "phi", 0 < self.phi < math.inf, "must be above 0 and finite")
 
 
-@register_correction("kpop", KPop, reads=("k", "p_infer", "p_old"), by_ratio=True)
+@register_correction("kpop", KPop, reads=("k", "p_infer", "p_old"), by_ratio=True, drops=True)
 def kpop(k: Tensor, p_infer: Tensor, p_old: Tensor, phi: float) -> Weights:
     """k where the binary KL between the engines is at most phi in both directions, else 0.
 

@@ -101,16 +101,18 @@ class BatchFilter(Method):
 
     Attributes:
         needs_agreement: whether it reads `agreement_N`.
+        needs_l_old: whether it reads the tokens' l_old, which in bypass mode is not known before the update.
     """
 
     needs_agreement: bool = False
+    needs_l_old: bool = False
 
 
 BATCH_FILTERS: Registry[BatchFilter] = Registry("batch filter")
 
 
 def register_batch_filter(
-    name: str, settings: type | None = None, *, needs_agreement: bool = False
+    name: str, settings: type | None = None, *, needs_agreement: bool = False, needs_l_old: bool = False
 ) -> Callable[[FilterFunction], FilterFunction]:
     """Register a function of a FilterBatch and settings; see BatchFilter.
 
@@ -123,7 +125,7 @@ def register_batch_filter(
     """
 
     def register(function: FilterFunction) -> FilterFunction:
-        BATCH_FILTERS.add(BatchFilter(name, function, settings or settings_of(function), needs_agreement))
+        BATCH_FILTERS.add(BatchFilter(name, function, settings or settings_of(function), needs_agreement, needs_l_old))
         return function
 
     return register

@@ -113,7 +113,7 @@ class OffPolicyNegative:
         require(self, "delta", 0 <= self.delta < math.inf, "must be at least 0 and finite")
 
 
-@register_batch_filter("off_policy_negative", OffPolicyNegative)
+@register_batch_filter("off_policy_negative", OffPolicyNegative, needs_l_old=True)
 def off_policy_negative(batch: FilterBatch, *, delta: float) -> Tensor:
     """Drop tokens with A < 0 of trajectories whose mean of l_infer - l_old passes `delta` nats a token.
 

@@ -175,7 +175,7 @@ class Llds:
         require(self, "gate", self.gate in GATES, "is not known; choose action or response")
 
 
-@register_loss("llds", Llds)
+@register_loss("llds", Llds, needs_l_old=True)
 def llds(batch: LossBatch, *, coef: float, gate: str) -> LossChange:
     """Plus coef times the mean of `llds_penalty` over all response tokens, whatever the weights (arXiv 2512.04220).
 

@@ -1,5 +1,8 @@
 """One pass over the tokens of a batch: how far the engines are apart, what the corrections make of it.
 
+`measure` takes a batch whole. Where it comes in parts, micro-batch by micro-batch and rank by rank, `gather` is the
+pass over a part, and `put_together` makes the metrics of the whole of what all of them left.
+
 Shape legend: N response tokens, n tokens of a block that count.
 
 The tokens are taken in blocks of whole trajectories that stay near a core. Each block is read, its log-ratios are
@@ -7,7 +10,7 @@ computed, its tokens weighed; what remains of it are its weights and some sums. 
 batch, which go to the host together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +48,6 @@ class Measured:
     non_finite: int
 
 
-@torch.no_grad()
 def measure(
     tokens: Tokens,
     corrections: Mapping[str, Settings] | None = None,
@@ -65,7 +67,38 @@ def measure(
     unknown routing, stands for 1. Means are over tokens with m = 1; what is a mean over none is left out, as are a
     correlation with what does not vary and an axis with a single bucket in use.
     """
-    corrections = corrections or {}
+    weight, gathered = gather(tokens, corrections or {}, breakdown=breakdown, block=block)
+    return put_together([gathered], corrections or {}, weight)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What remains of some tokens once they are measured, on the host.
+
+    Attributes:
+        sums, maxima: None where no token counts.
+        tokens: masked in.
+    """
+
+    sums: "Sums | None"
+    maxima: MismatchMaxima | None
+    tokens: int
+
+
+@torch.no_grad()
+def gather(
+    tokens: Tokens,
+    corrections: Mapping[str, Settings],
+    *,
+    breakdown: bool = True,
+    block: int | None = None,
+    as_mask: bool = False,
+) -> tuple[Tensor | None, Gathered]:
+    """The weights as of `Measured`, and what the metrics are made of; arguments as of `measure`.
+
+    Args:
+        as_mask: what has a weight weighs 1, for a loss that has the ratio already.
+    """
     device = tokens.mask.device
     size = block or (BLOCK if device.type == "cpu" else GPU_BLOCK)
     weight = torch.zeros(len(tokens.mask), device=device) if corrections else None
@@ -75,17 +108,29 @@ def measure(
     for part in read_blocks(tokens, size, scratch):
         mismatch, weighed = Mismatch.of(part, scratch), None
         if weight is not None:
-            weighed = weigh(part, mismatch, corrections, scratch)
+            weighed = weigh(part, mismatch, corrections, scratch, as_mask=as_mask)
             part.put(weighed.weight, into=weight)
         if part.agreement is not None and origin is None:
             origin = part.agreement[0].clone(), mismatch.log_k[0].abs()
         part_sums, part_maxima = _sums(part, mismatch, weighed, origin, breakdown, scratch)
         sums.append(part_sums)
         maxima.append(part_maxima)
-    masked = tokens.count
     if not sums:
+        return weight, Gathered(None, None, tokens.count)
+    return weight, Gathered(*on_host((combined(sums, torch.sum), combined(maxima, torch.amax))), tokens.count)
+
+
+def put_together(
+    parts: Sequence[Gathered], corrections: Mapping[str, Settings], weight: Tensor | None = None
+) -> Measured:
+    """The metrics of all parts as if they had been measured together, with the weights given.
+
+    The correlation of the routers' agreement is that of one part: each takes it relative to a token of its own.
+    """
+    whole = merged(parts)
+    batch, largest, masked = whole.sums, whole.maxima, whole.tokens
+    if batch is None or largest is None:
         return Measured(weight, {}, tokens=masked, kept=0, non_finite=masked)
-    batch, largest = on_host((combined(sums, torch.sum), combined(maxima, torch.amax)))
     n, trajectories = batch.mismatch.tokens, batch.mismatch.trajectories
     metrics, dropped = mismatch_metrics(batch.mismatch, largest), 0.0
     if batch.corrections is not None:
@@ -101,6 +146,16 @@ def measure(
         kept=int(n - dropped),
         non_finite=masked - int(n),
     )
+
+
+def merged(parts: Sequence[Gathered]) -> Gathered:
+    """Of all parts, what the metrics are made of."""
+    sums = [part.sums for part in parts if part.sums is not None]
+    maxima = [part.maxima for part in parts if part.maxima is not None]
+    tokens = sum(part.tokens for part in parts)
+    if not sums:
+        return Gathered(None, None, tokens)
+    return Gathered(combined(sums, torch.sum), combined(maxima, torch.amax), tokens)
 
 
 @dataclass(frozen=True)

@@ -80,10 +80,12 @@ class Loss(Method):
     Attributes:
         reads: optional fields of LossBatch.
         rescales: whether it gives a log_factor, for which the base has to have a ratio.
+        needs_l_old: whether l_old has to be the training engine's own; in bypass mode it is the rollout's.
     """
 
     reads: tuple[str, ...] = ()
     rescales: bool = False
+    needs_l_old: bool = False
 
     @property
     def gives(self) -> tuple[str, ...]:
@@ -94,7 +96,12 @@ LOSSES: Registry[Loss] = Registry("policy loss")
 
 
 def register_loss(
-    name: str, settings: type | None = None, *, reads: tuple[str, ...] = (), rescales: bool = False
+    name: str,
+    settings: type | None = None,
+    *,
+    reads: tuple[str, ...] = (),
+    rescales: bool = False,
+    needs_l_old: bool = False,
 ) -> Callable[[LossFunction], LossFunction]:
     """Register a function of a LossBatch and settings, which becomes `policy_loss.loss_mode=NAME`; see Loss.
 
@@ -109,7 +116,7 @@ def register_loss(
         raise ValueError(f"the policy loss {name} reads {sorted(unknown)}; choose from {READABLE}")
 
     def register(function: LossFunction) -> LossFunction:
-        LOSSES.add(Loss(name, function, settings or settings_of(function), reads, rescales))
+        LOSSES.add(Loss(name, function, settings or settings_of(function), reads, rescales, needs_l_old))
         return function
 
     return register

@@ -39,8 +39,10 @@ class Weighed:
     outside: Tensor
 
 
-def weigh(block: Block, mismatch: Mismatch, corrections: Mapping[str, Settings], scratch: Scratch) -> Weighed:
-    """Apply the corrections, of which there is at least one."""
+def weigh(
+    block: Block, mismatch: Mismatch, corrections: Mapping[str, Settings], scratch: Scratch, as_mask: bool = False
+) -> Weighed:
+    """Apply the corrections, of which there is at least one; as a mask, what they keep weighs 1."""
     quantities = _quantities(block, mismatch, corrections)
     used = block.lengths > 0
     weights, lows, outside = [], [], []
@@ -60,6 +62,8 @@ def weigh(block: Block, mismatch: Mismatch, corrections: Mapping[str, Settings],
     weight = reduce(torch.mul, weights or [torch.ones_like(mismatch.k)])
     any_low = reduce(torch.maximum, lows or [torch.zeros_like(mismatch.k)])
     dropped = torch.eq(weight, 0, out=scratch.empty(len(weight), dtype=torch.float32))
+    if as_mask:
+        weight = 1 - dropped
     low = scratch.copy(dropped, torch.float32).mul_(any_low)
     high = scratch.copy(dropped, torch.float32).sub_(low)
     return Weighed(weight, dropped, low, high, torch.stack(outside))

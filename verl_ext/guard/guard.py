@@ -13,12 +13,14 @@ from typing import Any
 
 from verl_ext.errors import ConfigError
 from verl_ext.guard.forecast import foresee, remember
-from verl_ext.guard.rules import REFUSING, Rule, RuleState, describe, read
+from verl_ext.guard.rules import REFUSING, Rule, RuleState, describe, next_bound, read
 from verl_ext.guard.state import Boundary, Decision, Event, read_state
 from verl_ext.metrics import MUST_BE_FINITE
 
 REFUSED = "actor/gate/refused"  # share of a step's mini-batches that the workers refused
 KEPT = 20  # checkpoints remembered as good
+
+Limit = tuple[str, str, float]  # a signal, the side on which it is bad, and its bound
 
 
 class Guard:
@@ -58,6 +60,13 @@ class Guard:
     def tightens(self) -> bool:
         """Whether a rule asks for a narrower band."""
         return any(rule.action == "tighten" and self.state.rules[rule.name].firing for rule in self.rules)
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """Past which signals the next batch will be refused, for who has to refuse it before `judge` sees them."""
+        refusing = [rule for rule in self.rules if rule.action in REFUSING]
+        bounds = [(rule, next_bound(rule, self.state.rules[rule.name])) for rule in refusing]
+        return tuple((rule.signal, rule.side, bound) for rule, bound in bounds if bound is not None)
 
     @property
     def calm(self) -> bool:

@@ -82,6 +82,15 @@ def read(rule: Rule, state: RuleState, value: float) -> Reading:
     return Reading(threshold, fires=state.firing, began=state.firing)
 
 
+def next_bound(rule: Rule, state: RuleState) -> float | None:
+    """The value past which the next reading has the rule fire, or go on; None where none can."""
+    threshold = _threshold(rule, state.history, rule.bound)
+    back = threshold if rule.recover is None else _threshold(rule, state.history, rule.recover)
+    if state.firing and threshold is not None:
+        return back
+    return threshold if state.streak + 1 >= rule.patience else None
+
+
 def _threshold(rule: Rule, history: Sequence[float], bound: float) -> float | None:
     if rule.zscore_window is None:
         return bound

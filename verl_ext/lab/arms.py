@@ -21,6 +21,7 @@ from verl_ext.lab.settings import LabSettings
 from verl_ext.lab.tasks import TASKS
 from verl_ext.lab.training import Setup, Training
 from verl_ext.lab.warm_up import warmed_up
+from verl_ext.launch.bypass import BYPASS
 from verl_ext.launch.checks import apply_engine_settings, check_run
 from verl_ext.launch.compose import PRIMARY, VERL_CONFIGS, prepare, stability_choices
 from verl_ext.methods import build, defaults
@@ -30,12 +31,11 @@ from verl_ext.trainer.logs import EventLog
 
 WARM_UPS = "warm-ups"  # folder beside the arms'
 MEASURED = ("stability.metrics=true", "stability.breakdown=false", "stability.router_agreement=true")
-BYPASS = "algorithm.rollout_correction.bypass_mode"
 
 # Variants that are no file of configs/stability.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "none": ("stability=none",),
-    "bypass": ("stability=none", f"{BYPASS}=true"),
+    "bypass": ("stability=none", f"{BYPASS}=true", "stability.router_agreement=false"),
 }
 KEEP_SKIP = ("guard",)  # files that are about the guard; the others' batch skip would hide what their method does
 # Settings of verl and of ours that the lab has nothing for -> the value that leaves them out.
@@ -119,15 +119,11 @@ def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
     config = _composed(arm.overrides)
     with open_dict(config):
         config.trainer.default_local_dir = str((folder or Path()) / "checkpoints")
-    stability, bypass = stability_config(config.stability), OmegaConf.select(config, BYPASS)
-    if bypass and (stability.correction or stability.rules):
-        raise ConfigError(f"{BYPASS}=true has nothing that stability.correction and the guard could act on in the lab")
+    stability = stability_config(config.stability)
     for setting, value in NOT_HERE.items():
         if (given := OmegaConf.select(config, setting)) != value:
             raise ConfigError(f"{setting}={given} is not in the lab", fix=(f"{setting}={_yaml(value)}",))
-    OmegaConf.update(config, BYPASS, False)
     check_run(config, stability, read_model=False)
-    OmegaConf.update(config, BYPASS, bypass)
     apply_engine_settings(config, stability)
     node = OmegaConf.to_container(config.lab, resolve=True)
     names = regimes_named("+".join(node.pop("regimes")) or "exact")

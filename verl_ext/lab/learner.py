@@ -21,6 +21,7 @@ from verl_ext.launch.checks import loss_settings
 from verl_ext.launch.routing_checks import replay_mode
 from verl_ext.settings.config import StabilityConfig
 from verl_ext.settings.losses import LOSSES
+from verl_ext.workers.first_pass import FirstPass
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 
@@ -36,7 +37,9 @@ class Learner:
     ):
         self._actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         self._mini_batch = self._actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
-        self._loss, told = build_worker_loss(self._actor, LossSettings.from_dict(loss_settings(stability)))
+        settings = LossSettings.from_dict(loss_settings(config, stability))
+        self._first_pass = FirstPass(settings.first_pass) if settings.first_pass is not None else None
+        self._loss, told = build_worker_loss(self._actor, settings, first_pass=self._first_pass)
         ours = LOSSES.get(told["policy_loss"]["loss_mode"])
         self._shifts = ours is not None and "router_deviation" in ours.reads
         self._replays = replay_mode(config)
@@ -54,9 +57,15 @@ class Learner:
         with torch.no_grad():
             return score(self._reference, self._model, batch.prompts, batch.sampled.responses).log_probs
 
-    def update(self, batch: Batch, old: Scored, fields: LossFields) -> dict[str, float]:
-        """All updates of a step; means over them of what the loss and the optimizer tell."""
+    def update(self, batch: Batch, old: Scored, fields: LossFields, asked: Mapping[str, Any]) -> dict[str, float]:
+        """All updates of a step; means over them of what the loss and the optimizer tell.
+
+        Args:
+            asked: in bypass mode, of `FirstPass.begin_update`.
+        """
         told: dict[str, list[float]] = {}
+        if self._first_pass is not None:
+            self._first_pass.begin_update(**asked)
         for number, rows in enumerate(self._mini_batches(len(batch.keys))):
             if not fields.mask[rows].any():  # as verl_ext.workers.gate: no step on nothing
                 continue
@@ -66,10 +75,20 @@ class Learner:
             if self._shifts:
                 data[DEVIATION] = self._deviation(old, current, batch, rows)
             loss, metrics = self._loss(model_output(current.log_probs), data)
-            norm = self.policy.update(loss)
-            for name, value in {**metrics, "actor/grad_norm": norm}.items():
+            if self._judge(metrics):
+                metrics["actor/grad_norm"] = self.policy.update(loss)
+            for name, value in metrics.items():
                 told.setdefault(name, []).append(_number(value))
         return {name: sum(values) / len(values) for name, values in told.items()}
+
+    def _judge(self, metrics: dict[str, Any]) -> bool:
+        """Whether a mini-batch's step may be taken; in bypass mode it is measured, as in verl_ext.workers.gate."""
+        if self._first_pass is None:
+            return True
+        taken, measured = self._first_pass.judge()
+        self._first_pass.begin_mini_batch()
+        metrics.update({f"actor/{name}": value for name, value in measured.items()})
+        return taken
 
     def _mini_batches(self, rows: int) -> Iterator[slice]:
         for _ in range(self._actor.ppo_epochs):

@@ -2,7 +2,7 @@
 
 Sampling, scoring and updating are the lab's engines. What is measured, judged, weighed, filtered and minimised is what
 `verl_ext.trainer.stability_run` and `verl_ext.workers.actor` do in a run: `judge`, `loss_weights`, `leave_out`,
-`worker_loss`, the guard and its actions.
+`worker_loss`, in bypass mode `FirstPass`, the guard and its actions.
 
 Shape legend: B trajectories, T columns of padded responses, N response tokens of all of them.
 """
@@ -28,12 +28,23 @@ from verl_ext.lab.regimes import History, Regime, engine_of
 from verl_ext.lab.sampling import sample
 from verl_ext.lab.settings import LabSettings
 from verl_ext.lab.tasks import END, decode, draw, encode, rewards
+from verl_ext.launch.bypass import bypasses
 from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer import checkpoints, resuming
 from verl_ext.trainer.active import read_active
 from verl_ext.trainer.advantages import session_keys
 from verl_ext.trainer.guarding import GuardActions, build_guard
-from verl_ext.trainer.step import Judged, Outcome, judge, leave_out, loss_weights, refusal
+from verl_ext.trainer.measured_late import take_measured
+from verl_ext.trainer.step import (
+    Judged,
+    Outcome,
+    judge,
+    judge_before,
+    judge_measured,
+    leave_out,
+    loss_weights,
+    refusal,
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,6 @@ class Training:
         self.active = read_active(config, setup.stability)
         self.guard = build_guard(setup.stability)
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
-        self.bypass = bool(config.algorithm.rollout_correction.get("bypass_mode"))
         self._prompts, self._samples = (torch.Generator().manual_seed(2 * setup.seed + i) for i in range(2))
 
     def step(self, number: int) -> dict[str, float]:
@@ -94,14 +104,24 @@ class Training:
             agreement_N, sums = compare_routing(batch, scored)
             metrics |= router_metrics(sums)
         tokens = response_tokens(batch, scored, agreement_N)
-        judged = judge(tokens, metrics, self.setup.stability, self.guard, self.actions.due)
+        first = judge_before if self.active.measures_in_update else judge
+        judged = first(tokens, metrics, self.setup.stability, self.guard, self.actions.due)
         metrics |= judged.metrics
         self.actions.carry_out(judged.decision)
         fields, outcome = self._fields(batch, scored, judged, metrics)
-        self.guard.count(outcome.refused is not None)
-        metrics["guard/skipped"] = int(outcome.refused is not None)
-        if outcome.refused is None:
-            metrics |= self.learner.update(batch, scored, fields)
+        narrowed, refused = self.guard.tightens, outcome.refused is not None
+        if not refused:
+            asked = {"narrowed": narrowed, "limits": self.guard.limits}
+            metrics |= self.learner.update(batch, scored, fields, asked)
+        if self.active.measures_in_update:
+            measured, by_workers = take_measured(metrics)
+            refused = refused or by_workers
+        self.guard.count(refused)
+        metrics["guard/skipped"] = int(refused)
+        if self.active.measures_in_update:
+            decision, found = judge_measured(measured, metrics, self.setup.stability, self.guard, narrowed)
+            metrics |= found
+            self.actions.carry_out(decision)
         metrics["actor/lr"] = self.policy.end_step()
         self.actions.end_step(metrics, {"actor": self.policy})
         self._save(number)
@@ -135,7 +155,7 @@ class Training:
                 outcome = Outcome(refusal(self.guard.step, "filters", left.reason))
                 self.actions.carry_out(Decision((outcome.refused,)))  # type: ignore[arg-type]
         others = {}
-        weights = loss_weights(judged, self.active.loss_reads_k)
+        weights = None if self.active.measures_in_update else loss_weights(judged, self.active.loss_reads_k)
         if weights is not None:
             others[WEIGHTS] = batch.padded(weights)
         if judged.tokens.agreement is not None:
@@ -143,7 +163,7 @@ class Training:
         if self.setup.config.actor_rollout_ref.actor.use_kl_loss:
             others[REF_LOG_PROBS] = self.learner.score_reference(batch)
         # In bypass mode the rollout's log-probs stand in the place of the training engine's.
-        l_old = sampled.l_infer if self.bypass else scored.log_probs.detach()
+        l_old = sampled.l_infer if bypasses(self.setup.config) else scored.log_probs.detach()
         return LossFields(l_old, advantages, mask, scored.entropy, others, outcome.filter_scale), outcome
 
     def _advantages(self, batch: Batch) -> Tensor:

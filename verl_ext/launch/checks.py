@@ -7,7 +7,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import ConfigError
-from verl_ext.launch.features import LOG_PROBS, features, loss_mode, loss_reads_k, uses, uses_unbiased_kl
+from verl_ext.launch.bypass import bypasses, loss_has_ratio
+from verl_ext.launch.bypass_checks import check_bypass
+from verl_ext.launch.features import LOG_PROBS, MEASURE, features, loss_mode, loss_reads_k, uses, uses_unbiased_kl
 from verl_ext.launch.loss_checks import apply_loss, check_loss
 from verl_ext.launch.quantization_checks import apply_fake_quantization, check_fake_quantization
 from verl_ext.launch.routing_checks import apply_routing, check_routing
@@ -15,11 +17,19 @@ from verl_ext.settings.config import UNBIASED, StabilityConfig
 from verl_ext.settings.losses import LOSS
 
 
-def loss_settings(stability: StabilityConfig) -> dict[str, Any]:
+def loss_settings(config: DictConfig, stability: StabilityConfig) -> dict[str, Any]:
     """What the workers' `configure_loss` takes."""
     inside = {chosen.name: asdict(chosen.settings) for chosen in stability.in_update}
     gate = asdict(stability.guard.mini_batch)
-    return {"corrections": inside, "kl_denominator": stability.kl_denominator, "mini_batch": gate}
+    found = {"corrections": inside, "kl_denominator": stability.kl_denominator, "mini_batch": gate}
+    if bypasses(config) and uses(features(config, stability), MEASURE):
+        found["first_pass"] = {
+            "corrections": stability.corrections(),
+            "narrowed": stability.corrections(tightened=True),
+            "as_mask": loss_has_ratio(config),
+            "breakdown": stability.breakdown,
+        }
+    return found
 
 
 def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: bool = True) -> None:
@@ -34,6 +44,7 @@ def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: boo
         _check_log_probs(config)
         _check_weights(config, stability)
     check_loss(config, stability, read_model)
+    check_bypass(config, stability)
     _check_kl(config, stability)
     _check_overlong(config)
     check_routing(config, stability.router_agreement, read_model)
@@ -64,12 +75,6 @@ def _check_log_probs(config: DictConfig) -> None:
         raise ConfigError(
             f"{prefix}.calculate_log_probs=False leaves stability.* nothing to compare",
             fix=(f"{prefix}.calculate_log_probs=True",),
-        )
-    if OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
-        raise ConfigError(
-            "algorithm.rollout_correction.bypass_mode=True takes the rollout's log-probs for the training engine's, so "
-            "no mismatch can be seen",
-            fix=("algorithm.rollout_correction.bypass_mode=False",),
         )
     # With top-p or top-k, processed log-probs are normalised over the kept tokens only; raw ones leave out the
     # temperature. The training engine does neither, and every log-ratio would carry the difference.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.guard.rules import Rule
+from verl_ext.launch.bypass import bypasses
 from verl_ext.launch.routing_checks import compares_routing, replay_mode, replays_here
 from verl_ext.methods import defaults, described
 from verl_ext.settings.config import UNBIASED, StabilityConfig
@@ -61,7 +62,7 @@ def features(config: DictConfig, stability: StabilityConfig) -> tuple[Feature, .
     found = [
         *_of_the_trainer(config, stability),
         *_of_the_loss(config, stability),
-        *_of_the_guard(stability),
+        *_of_the_guard(config, stability),
         *_of_the_routing(config, stability),
     ]
     if stability.cascade_attention != "default":
@@ -69,8 +70,10 @@ def features(config: DictConfig, stability: StabilityConfig) -> tuple[Feature, .
     if (fake := stability.fake_quantization).active:
         found.append(Feature("fake quantization", str(fake), "vLLM's workers"))
     if stability.metrics or uses(found, MEASURE):
-        measuring = Feature("mismatch metrics", "vllm_kl/*", IN_THE_STEP, frozenset({LOG_PROBS, MEASURE}))
-        found.insert(0, measuring)
+        parts, where = frozenset({LOG_PROBS, MEASURE}), IN_THE_STEP
+        if bypasses(config):
+            parts, where = parts | {IN_LOSS}, f"first mini-batch, {IN_WORKERS}"
+        found.insert(0, Feature("mismatch metrics", "vllm_kl/*", where, parts))
     return tuple(found)
 
 
@@ -98,7 +101,8 @@ def _of_the_trainer(config: DictConfig, stability: StabilityConfig) -> Iterator[
     # for which verl's own divides 0 by 0, and verl's geo_mean cannot take a weight per token.
     parts = frozenset({MEASURE, IN_LOSS})
     for chosen in stability.before_update:
-        yield Feature("correction", str(chosen), "weights in rollout_is_weights", parts | {WEIGHTS})
+        where = IN_WORKERS if bypasses(config) else "weights in rollout_is_weights"
+        yield Feature("correction", str(chosen), where, parts | {WEIGHTS})
     if stability.denominator == "kept":
         yield Feature("denominator", "kept tokens", MASKS, parts)
     for one in stability.filters:
@@ -130,12 +134,13 @@ def _of_the_loss(config: DictConfig, stability: StabilityConfig) -> Iterator[Fea
         yield Feature("mini-batch gate", described("refuse past", limits), where, parts | {MEASURE})
 
 
-def _of_the_guard(stability: StabilityConfig) -> Iterator[Feature]:
+def _of_the_guard(config: DictConfig, stability: StabilityConfig) -> Iterator[Feature]:
+    updates = f"optimizer_step, {IN_WORKERS}" if bypasses(config) else "PPOTrainer._update_actor, _update_critic"
     parts = frozenset({MEASURE, GUARD})
     for rule in stability.rules:
         if rule.name == BATCH_SKIP:
             skip = f"{rule.signal} > {rule.bound:g}"
-            yield Feature("batch skip", skip, "PPOTrainer._update_actor, _update_critic", parts)
+            yield Feature("batch skip", skip, updates, parts)
         else:
             yield Feature("guard rule", f"{rule.name}: {_bound(rule)}", AFTER_RULE[rule.action], parts)
 
@@ -151,4 +156,6 @@ def _of_the_routing(config: DictConfig, stability: StabilityConfig) -> Iterator[
     if compares_routing(config, stability):
         yield Feature("router agreement", "compute_log_prob", AT_ROUTERS, parts)
     if replays_here(config):
-        yield Feature("routing replay", REPLAYS.get(replay_mode(config), replay_mode(config)), AT_ROUTERS, parts)
+        mode = replay_mode(config)
+        says = "R3: update_actor as the rollout" if bypasses(config) else REPLAYS.get(mode, mode)
+        yield Feature("routing replay", says, AT_ROUTERS, parts)

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_ext.errors import ConfigError, require_choice
 from verl_ext.fields import OLD_ROUTES, ROLLOUT_ROUTES
+from verl_ext.launch.bypass import bypasses
 from verl_ext.routing.engines import ACTOR, ENGINES, HOOKED
 from verl_ext.settings.config import FSDP_REPLAY, StabilityConfig
 
@@ -34,9 +35,15 @@ def replays_here(config: DictConfig) -> bool:
     return _strategy(config) in HOOKED and replay_mode(config) != "disabled"
 
 
-def compares_routing(config: DictConfig, stability: StabilityConfig) -> bool:
-    """Whether the experts of both engines are compared; with R3 always: 1 wherever the rollout's are really used."""
+def reads_routes(config: DictConfig, stability: StabilityConfig) -> bool:
+    """Whether we read which experts the rollout chose."""
     return stability.router_agreement or (replays_here(config) and replay_mode(config) == "R3")
+
+
+def compares_routing(config: DictConfig, stability: StabilityConfig) -> bool:
+    """Whether the experts of both engines are compared, in compute_log_prob; with R3 always: 1 wherever the rollout's
+    are really used."""
+    return reads_routes(config, stability) and not bypasses(config)
 
 
 def replayed_field(config: DictConfig) -> str | None:
@@ -72,7 +79,7 @@ def check_routing(config: DictConfig, agreement: bool, read_model: bool = True) 
 
 def apply_routing(config: DictConfig, stability: StabilityConfig) -> None:
     """Set what the features consist of."""
-    if compares_routing(config, stability):
+    if reads_routes(config, stability):
         from verl_ext.upstream import narrow_routing
 
         OmegaConf.update(config, f"{ROLLOUT}.enable_rollout_routing_replay", True)

@@ -14,9 +14,10 @@ GAP = Section(
     "The gap between the engines",
     "With `stability.metrics=true`, or whatever reads them: a correction, a filter, a threshold, a rule, dumped "
     "trajectories. Over the response tokens that the model wrote (m = 1). In the asynchronous modes a rollout may be "
-    "older than the policy it trains; then all of them include what the policy moved in between. By bucket of an axis, "
-    "such as `/prob/0-0.01`, `/entropy/2-`, `/position/0-256`, `/turn/01`: with `stability.breakdown=true`, the "
-    "default, where more than one bucket of the axis is in use.",
+    "older than the policy it trains; then all of them include what the policy moved in between. In bypass mode they "
+    "are of a step's first mini-batch, after batch filters, and come with the update. By bucket of an axis, such as "
+    "`/prob/0-0.01`, `/entropy/2-`, `/position/0-256`, `/turn/01`: with `stability.breakdown=true`, the default, "
+    "where more than one bucket of the axis is in use.",
     (
         Metric(
             "vllm_kl/k1",
@@ -70,9 +71,9 @@ GAP = Section(
 
 CORRECTIONS = Section(
     "Corrections",
-    "With a correction. IcePop's authors saw 1 to 2 per mille of the tokens dropped, rising as training went on "
-    "([their post](https://ringtech.notion.site/icepop), figure 10), and later a share that fell while the gap grew "
-    "([KPop](https://ringtech.notion.site/kpop)).",
+    "With a correction; in bypass mode as the gap. IcePop's authors saw 1 to 2 per mille of the tokens dropped, rising "
+    "as training went on ([their post](https://ringtech.notion.site/icepop), figure 10), and later a share that fell "
+    "while the gap grew ([KPop](https://ringtech.notion.site/kpop)).",
     (
         Metric("correction/dropped", "tokens at weight 0", "share", worst="highest", label="tokens dropped"),
         Metric(
@@ -222,14 +223,14 @@ UPDATE = Section(
     (
         after("actor/gate/refused", "mini-batches whose optimizer step was refused", "share", "lower"),
         after("actor/gate/vllm_kl", "k3 of l_infer against l_theta", LOSS),
-        after("actor/gate/policy_kl", "k3 of l_old against l_theta", LOSS),
+        after("actor/gate/policy_kl", "k3 of l_old against l_theta; not in bypass mode, where it is the other", LOSS),
         after("actor/gate/grad_norm", "the gradient's norm before clipping, where it is bounded"),
         after("actor/icepop/dropped_low", "tokens below the band", "share"),
         after("actor/icepop/dropped_high", "tokens above it", "share"),
         after("actor/opsm/dropped", "tokens dropped", "share"),
         after("actor/opsm/sequences_dropped", "responses dropped", "share"),
-        after("actor/opsm/mismatch", "l_infer - l_old over a response: between the engines", LOSS),
-        after("actor/opsm/staleness", "l_old - l_theta over a response: since the old policy", LOSS),
+        after("actor/opsm/mismatch", "l_infer - l_old over a response: between the engines (bypass: 0)", LOSS),
+        after("actor/opsm/staleness", "l_old - l_theta over a response: since the old policy (bypass: both)", LOSS),
         after("actor/llds/penalised", "tokens penalised", "share"),
         after("actor/llds/penalty", "mean of max(0, l_old - l_theta) over all tokens, 0 where it does not count", LOSS),
         after("actor/router_shift/factor", "mean of RSPO's factor on the ratio"),

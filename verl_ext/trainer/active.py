@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
+from verl_ext.launch.bypass import bypasses
 from verl_ext.launch.features import IN_LOSS, MEASURE, ROUTERS, Feature, features, loss_reads_k, uses
 from verl_ext.launch.routing_checks import compares_routing, replayed_field
 from verl_ext.settings.config import StabilityConfig
@@ -17,6 +18,7 @@ class Active:
         config, stability: the run's config, and its `stability` node parsed.
         features: all that is on.
         compares_engines: every batch is measured: the rollout's log-probabilities beside the training engine's.
+        measures_in_update: in its update, by the workers: in bypass mode there is no compute_log_prob.
         loss_reads_k: the policy loss takes the ratio k in the place of weights, as icepop does.
         filters: tokens are taken out of the loss's mask, by filters or by denominator=kept.
         our_loss: the workers run our loss around verl's.
@@ -29,6 +31,7 @@ class Active:
     stability: StabilityConfig
     features: tuple[Feature, ...]
     compares_engines: bool
+    measures_in_update: bool
     loss_reads_k: bool
     filters: bool
     our_loss: bool
@@ -44,6 +47,7 @@ def read_active(config: DictConfig, stability: StabilityConfig) -> Active:
         stability,
         asked,
         compares_engines=uses(asked, MEASURE),
+        measures_in_update=bypasses(config) and uses(asked, MEASURE),
         loss_reads_k=loss_reads_k(config),
         filters=bool(stability.filters) or stability.denominator == "kept",
         our_loss=uses(asked, IN_LOSS),

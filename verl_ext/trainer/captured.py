@@ -63,8 +63,8 @@ class Counts:
 
 
 def sampled_counts(batch: KVBatchMeta, config: DictConfig) -> Counts | None:
-    """Of a few trajectories, where verl replays the rollout's experts itself; None where it does not."""
-    if replays_here(config) or replay_mode(config) != "R3":
+    """Of a few trajectories, where the rollout's experts are replayed and not compared; None where they are not."""
+    if replay_mode(config) != "R3":
         return None
     few = KVBatchMeta(keys=batch.keys[:SAMPLED], tags=batch.tags[:SAMPLED], partition_id=batch.partition_id)
     data = get_fields(few, [ROLLOUT_ROUTES])

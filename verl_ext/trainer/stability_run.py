@@ -11,7 +11,7 @@ from transfer_queue import KVBatchMeta
 from verl_ext.core.routing import router_metrics
 from verl_ext.core.tokens import jagged
 from verl_ext.errors import HookError
-from verl_ext.fields import FILTER_SCALE, LOSS_MASK, RESPONSE_MASK, REWARDS, ROUTER_SUMS, WEIGHTS
+from verl_ext.fields import FILTER_SCALE, FIRST_PASS, LOSS_MASK, RESPONSE_MASK, REWARDS, ROUTER_SUMS, WEIGHTS
 from verl_ext.guard.state import Decision
 from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer import resuming
@@ -22,7 +22,17 @@ from verl_ext.trainer.dump import Dump
 from verl_ext.trainer.filtering import FILTER_FIELDS, filter_batch
 from verl_ext.trainer.guarding import GuardActions, build_guard
 from verl_ext.trainer.logs import EventLog, events_path, keep_metrics, trajectories_path
-from verl_ext.trainer.step import Judged, Outcome, judge, leave_out, loss_weights, refusal
+from verl_ext.trainer.measured_late import take_measured
+from verl_ext.trainer.step import (
+    Judged,
+    Outcome,
+    judge,
+    judge_before,
+    judge_measured,
+    leave_out,
+    loss_weights,
+    refusal,
+)
 from verl_ext.trainer.trajectories import TrajectoryLog, forget_trajectories
 from verl_ext.trainer.transfer import SHIFT_FIELDS, get_fields, put_fields, without_routing
 from verl_ext.upstream import narrow_routing
@@ -52,6 +62,8 @@ class StabilityRun:
         self.dump: Dump | None = None
         self._config = config
         self._routing_dtype_told = False
+        self._narrowed = False  # the band, for the update at hand
+        self._judges_late = False  # the batch at hand is still to be judged, with its update
         self._captured = CapturedRouting()
 
     def use(self, config: DictConfig, stability: StabilityConfig) -> None:
@@ -90,6 +102,7 @@ class StabilityRun:
 
     def end_step(self, metrics: dict[str, float], groups: Mapping[str, Any]) -> None:
         """See `GuardActions.end_step`."""
+        self.judge_update(metrics)  # where there was none: the critic warms up
         if self.active.compares_engines:
             self.actions.end_step(metrics, groups)
 
@@ -132,16 +145,19 @@ class StabilityRun:
     def judge(self, batch: KVBatchMeta, metrics: dict[str, float]) -> Judged | None:
         """Measure and judge a batch, and put its weights into it; None where nothing asks for that.
 
+        In bypass mode, judge it by what there is, and leave the rest to the update.
+
         Before verl's own rejection takes the worst tokens out of response_mask: they are what is measured.
         """
         if not self.active.compares_engines:
             return None
         data = get_fields(batch, (*FIELDS, REWARDS))
         metrics["critic/score/mean"] = mean_score(data, batch.tags)  # verl logs it after the update
-        judged = judge(response_tokens(data), metrics, self.active.stability, self.guard, self.actions.due)
+        first = judge_before if self.active.measures_in_update else judge
+        judged = first(response_tokens(data), metrics, self.active.stability, self.guard, self.actions.due)
         metrics.update(judged.metrics)
         self.actions.carry_out(judged.decision)
-        weights = loss_weights(judged, self.active.loss_reads_k)
+        weights = None if self.active.measures_in_update else loss_weights(judged, self.active.loss_reads_k)
         if weights is not None:
             # verl's own put, at the end of its _compute_advantage, returns the meta that names this field too; workers
             # are sent the fields that the meta names.
@@ -161,8 +177,11 @@ class StabilityRun:
             return batch
         batch, self.outcome = self._filter(judged, batch, metrics, tokenizer)
         refused = self.outcome.refused
-        self.guard.count(refused is not None)
-        metrics["guard/skipped"] = int(refused is not None)
+        self._narrowed, self._judges_late = self.guard.tightens, self.active.measures_in_update
+        if not self._judges_late:
+            self._count(refused is not None, metrics)
+        elif refused is not None:
+            self.judge_update(metrics)
         if self.dump is not None:
             weight, skipped = judged.measured.weight, refused.reason if refused else ""
             self.dump.write(batch, judged.tokens, weight, tokenizer, step=self.guard.step, skipped=skipped)
@@ -192,4 +211,21 @@ class StabilityRun:
         sent = without_routing(batch, {self.active.replayed, *SHIFT_FIELDS})
         # For the losses that divide by a number of trajectories, dropped ones included: worker_loss.
         sent.extra_info[FILTER_SCALE] = self.outcome.filter_scale
+        if self.active.measures_in_update:
+            sent.extra_info[FIRST_PASS] = {"narrowed": self._narrowed, "limits": self.guard.limits}
         return sent
+
+    def judge_update(self, metrics: dict[str, float]) -> None:
+        """In bypass mode, judge what the workers measured in the update, and refused by it."""
+        if not self._judges_late:
+            return
+        self._judges_late = False
+        measured, refused = take_measured(metrics)
+        self._count(refused or self.outcome.refused is not None, metrics)
+        decision, found = judge_measured(measured, metrics, self.active.stability, self.guard, self._narrowed)
+        metrics.update(found)
+        self.actions.carry_out(decision)
+
+    def _count(self, refused: bool, metrics: dict[str, float]) -> None:
+        self.guard.count(refused)
+        metrics["guard/skipped"] = int(refused)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from verl_ext.errors import HookError
 from verl_ext.launch.checks import loss_settings
 from verl_ext.launch.features import AT_ROUTERS, IN_WORKERS, Feature
-from verl_ext.settings.config import StabilityConfig
 from verl_ext.settings.fake_quantization import FakeQuantization
 from verl_ext.trainer.active import Active
 from verl_ext.trainer.logs import trajectories_path
@@ -19,6 +18,7 @@ TOLD: dict[str, Callable[[str, dict[str, Any]], bool]] = {
     "correction": lambda setting, told: _name(setting) in told["corrections"],
     "KL to the reference": lambda setting, told: setting == told["kl"],
     "mini-batch gate": lambda setting, told: bool(told["mini_batch"]),
+    "mismatch metrics": lambda setting, told: told["first_pass"],
     "router shift": lambda setting, told: bool(told["router_shift"]),
 }
 
@@ -49,7 +49,7 @@ def verify(active: Active, trainer_class: type, engines: Engines) -> list[Featur
     verls = next(cls.__name__ for cls in trainer_class.__mro__ if cls.__module__.startswith("verl."))
     found = [replace(feature, where=feature.where.replace("PPOTrainer", verls)) for feature in active.features]
     if active.our_loss:
-        found = _in_the_loss(found, active.stability, engines)
+        found = _in_the_loss(found, active, engines)
     if active.sees_routing:
         where = _hooked_routers(engines)
         at_routers = {feature.name for feature in found if feature.where == AT_ROUTERS} - TOLD.keys()
@@ -67,9 +67,9 @@ def _placed(features: Sequence[Feature], places: dict[str, str]) -> list[Feature
     return [replace(feature, where=places.get(feature.name, feature.where)) for feature in features]
 
 
-def _in_the_loss(features: Sequence[Feature], stability: StabilityConfig, engines: Engines) -> list[Feature]:
+def _in_the_loss(features: Sequence[Feature], active: Active, engines: Engines) -> list[Feature]:
     """Install the workers' loss, and see from what they tell that all of it is there."""
-    per_rank = engines.workers.configure_loss(loss_settings(stability))
+    per_rank = engines.workers.configure_loss(loss_settings(active.config, active.stability))
     for feature in features:
         in_workers = IN_WORKERS in feature.where or feature.where == AT_ROUTERS
         proof = TOLD.get(feature.name) if in_workers else None

@@ -1,6 +1,7 @@
 """What is decided about a batch: measure -> judge -> weigh, then, on verl's advantages, filter.
 
-Tensors and scalars in, a decision out. Of what is passed in, the guard alone remembers anything.
+Tensors and scalars in, a decision out. Of what is passed in, the guard alone remembers anything. In bypass mode, the
+gap is measured in the update: `judge_before` it, `judge_measured` after.
 
 Shape legend: N response tokens of all trajectories.
 """
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from verl_ext.core.filtering import FilterBatch, FilterOutcome, apply_filters
 from verl_ext.core.measure import Measured, measure
-from verl_ext.core.mismatch import mismatch_ratio
+from verl_ext.core.mismatch import count_non_finite, mismatch_ratio
 from verl_ext.core.tokens import Tokens
+from verl_ext.fields import ROLLOUT_LOG_PROBS
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.state import Decision, Event
 from verl_ext.settings.config import StabilityConfig
@@ -68,10 +70,40 @@ def judge(
         narrowed, measured = True, _measure(tokens, stability, narrowed=True)
         metrics |= measured.metrics
     metrics |= _guard_metrics(stability, guard, narrowed)
-    events = (*jump.events, *found.events)
-    if found.refusal is None and (refused := _refuse_by_itself(measured, stability, guard.step, due)):
-        events = (*events, refused)
-    return Judged(tokens, measured, Decision(events), metrics)
+    decision = _or_by_itself(Decision((*jump.events, *found.events)), measured, stability, guard.step, due)
+    return Judged(tokens, measured, decision, metrics)
+
+
+def judge_before(
+    tokens: Tokens, signals: Mapping[str, float], stability: StabilityConfig, guard: Guard, due: str | None = None
+) -> Judged:
+    """In bypass mode, let the guard judge what there is before the update; l_old of these tokens is l_infer."""
+    count = tokens.count
+    found = guard.judge(signals, {ROLLOUT_LOG_PROBS: count_non_finite(tokens.l_infer, tokens.mask)})
+    unmeasured = Measured(None, {}, tokens=count, kept=count, non_finite=0)
+    decision = _or_by_itself(found, unmeasured, stability, guard.step, due)
+    return Judged(tokens, unmeasured, decision, dict(signals))
+
+
+def judge_measured(
+    measured: Measured, signals: Mapping[str, float], stability: StabilityConfig, guard: Guard, narrowed: bool
+) -> tuple[Decision, dict[str, float]]:
+    """In bypass mode, let the guard judge what was measured in the update; and what it went by.
+
+    What refuses a batch here has refused its steps in the workers, which were given the guard's limits.
+
+    Args:
+        measured: of the first mini-batch, without weights; of no token where the batch was refused before.
+        signals: the step's metrics so far.
+        narrowed: whether the band was.
+    """
+    foreseen, jump = guard.foresee({**signals, **measured.metrics})
+    bad = {"the training engine's log-probs": measured.non_finite} if measured.non_finite else {}
+    found = guard.judge({**measured.metrics, **foreseen}, bad)
+    decision = Decision((*jump.events, *found.events))
+    if measured.tokens:
+        decision = _or_by_itself(decision, measured, stability, guard.step, of="the first mini-batch")
+    return decision, {**measured.metrics, **foreseen, **_guard_metrics(stability, guard, narrowed)}
 
 
 def loss_weights(judged: Judged, loss_reads_k: bool) -> Tensor | None:
@@ -110,10 +142,18 @@ def _guard_metrics(stability: StabilityConfig, guard: Guard, narrowed: bool) -> 
     return metrics
 
 
-def _refuse_by_itself(measured: Measured, stability: StabilityConfig, step: int, due: str | None) -> Event | None:
-    if due:
-        return refusal(step, "due", f"a rollback or stop is due: {due}")
-    if measured.kept == 0:
-        dropped_by = " and ".join(stability.correction_names)
-        return refusal(step, "correction", f"{dropped_by} dropped all {measured.tokens} tokens of the batch")
-    return None
+def _or_by_itself(
+    decision: Decision,
+    measured: Measured,
+    stability: StabilityConfig,
+    step: int,
+    due: str | None = None,
+    of: str = "the batch",
+) -> Decision:
+    """The guard's decision, or where it lets the batch pass, what else refuses it."""
+    if decision.refusal is None and due:
+        return Decision((*decision.events, refusal(step, "due", f"a rollback or stop is due: {due}")))
+    if decision.refusal is None and measured.kept == 0:
+        reason = f"{' and '.join(stability.correction_names)} dropped all {measured.tokens} tokens of {of}"
+        return Decision((*decision.events, refusal(step, "correction", reason)))
+    return decision

@@ -95,6 +95,7 @@ class StabilityMixin(VerlTrainer):
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self.stability_run.outcome.refused is None:
             super()._update_actor(self.stability_run.for_update(batch), metrics)
+            self.stability_run.judge_update(metrics)
         return batch
 
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, *args: Any, **kwargs: Any) -> None:

@@ -75,8 +75,9 @@ TABLE = (
     ),
     Change(
         name="mini_batch_gate",
-        target="`train_batch` and `optimizer_step` of the actor's engine",
-        why="all ranks decide together, between backward pass and optimizer, whether a mini-batch's step is taken",
+        target="`train_mini_batch` of the actor's training worker, `train_batch` and `optimizer_step` of its engine",
+        why="all ranks decide together, between backward pass and optimizer, whether a mini-batch's step is taken; in "
+        "bypass mode the first of an update decides for all of them",
         when="with `stability_workers`",
         versions=VERL,
         file="workers/gate.py",

@@ -20,6 +20,7 @@ from verl_ext.errors import HookError
 from verl_ext.routing.engines import ENGINES
 from verl_ext.routing.router_shift import ShiftRecorder
 from verl_ext.settings.losses import LOSSES
+from verl_ext.workers.first_pass import FirstPass
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
@@ -39,8 +40,8 @@ class LossMixin:
         Args:
             settings: fields of LossSettings; what is left out is off.
 
-        Returns what is active on this rank: `policy_loss`, `corrections`, `kl`, `mini_batch` (see `build_worker_loss`),
-        and `router_shift`, how many routers are hooked, or None.
+        Returns what is active on this rank: `policy_loss`, `corrections`, `kl`, `mini_batch`, `first_pass` (see
+        `build_worker_loss`), and `router_shift`, how many routers are hooked, or None.
 
         Raises:
             ConfigError: a setting cannot work.
@@ -52,9 +53,10 @@ class LossMixin:
             )
         wanted = LossSettings.from_dict(settings)
         if self.gate is None:
-            self.gate = Gate(self.actor.engine)
-        loss, active = build_worker_loss(self.loss_fn.keywords["config"], wanted, self.gate)
-        self.gate.limits = wanted.mini_batch
+            self.gate = Gate(self.actor)
+        first_pass = FirstPass(wanted.first_pass) if wanted.first_pass is not None else None
+        loss, active = build_worker_loss(self.loss_fn.keywords["config"], wanted, self.gate, first_pass)
+        self.gate.limits, self.gate.first_pass = wanted.mini_batch, first_pass
         ours = LOSSES.get(active["policy_loss"]["loss_mode"])
         shifts = ours is not None and "router_deviation" in ours.reads
         if shifts and self.shift is None:

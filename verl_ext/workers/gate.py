@@ -20,21 +20,26 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from verl_ext.core.mismatch import LOG_RATIO_BOUND
+from verl_ext.fields import FIRST_PASS
 from verl_ext.settings.guard import MiniBatchGate
 from verl_ext.upstream.patching import wrap
+from verl_ext.workers.first_pass import FirstPass
 
 
 class Gate:
-    """Stands around an engine's `train_batch` and `optimizer_step`.
+    """Stands around a training worker's `train_mini_batch`, and its engine's `train_batch` and `optimizer_step`.
 
     Attributes:
         limits: what is refused beyond mini-batches without a token, whose gradients are 0 but whose step would still
             move the weights by momentum and weight decay.
+        first_pass: in bypass mode, what judges the batch besides.
     """
 
-    def __init__(self, engine: Any):
-        self.engine = engine
+    def __init__(self, worker: Any):
+        self.engine = engine = worker.engine
         self.limits = MiniBatchGate()
+        self.first_pass: FirstPass | None = None
+        wrap("mini_batch_gate", worker, "train_mini_batch", self.train_mini_batch, "data")
         wrap("mini_batch_gate", engine, "train_batch", self.train_batch, "data, loss_function")
         wrap("mini_batch_gate", engine, "optimizer_step", self.optimizer_step, "")
         self._data: TensorDict | None = None  # of the mini-batch at work
@@ -42,9 +47,19 @@ class Gate:
         self._sums = torch.zeros(3, dtype=torch.float64)
         self._metrics: dict[str, list[float]] = {}
 
+    def train_mini_batch(self, verls: Callable, data: TensorDict) -> Any:
+        """verl's, on one batch and all mini-batches of it."""
+        asked = tu.pop(data, FIRST_PASS)
+        if self.first_pass is not None:
+            self.first_pass.begin_update(**asked)
+        return verls(data)
+
     def train_batch(self, verls: Callable, data: TensorDict, loss_function: Callable) -> Any:
-        """verl's, with gate/refused (0 or 1) and what it was decided by among the metrics, where limits are set."""
+        """verl's, with gate/refused (0 or 1) and what it was decided by among the metrics, where limits are set; of the
+        first in bypass mode, with what was measured."""
         self._data, self._taken, self._metrics = data, True, {}
+        if self.first_pass is not None:
+            self.first_pass.begin_mini_batch()
         self._sums = torch.zeros(3, dtype=torch.float64)
         try:
             outputs = verls(data, loss_function)
@@ -71,12 +86,15 @@ class Gate:
         if self._data is not None and tu.get_non_tensor_data(self._data, "batch_num_tokens", default=None) == 0:
             self._taken = False
             return 0.0
-        if self._data is None or not self.limits.active:
-            return verls()
-        signals = self._agree()
-        self._taken = not past(signals, asdict(self.limits))
-        told = signals | {"refused": float(not self._taken)}
-        self._metrics = {f"gate/{name}": [value] for name, value in told.items()}
+        if self._data is not None and self.limits.active:
+            signals = self._agree()
+            self._taken = not past(signals, asdict(self.limits))
+            told = signals | {"refused": float(not self._taken)}
+            self._metrics = {f"gate/{name}": [value] for name, value in told.items()}
+        if self._data is not None and self.first_pass is not None:
+            taken, measured = self.first_pass.judge(counts=self.engine.is_mp_src_rank_with_outputs())
+            self._taken &= taken
+            self._metrics |= {name: [value] for name, value in measured.items()}
         return verls() if self._taken else 0.0
 
     def _agree(self) -> dict[str, float]:
@@ -87,6 +105,8 @@ class Gate:
         torch.distributed.all_reduce(sums)
         tokens, policy_kl, vllm_kl, norms, ranks = sums.tolist()
         signals = {"policy_kl": policy_kl / max(tokens, 1.0), "vllm_kl": vllm_kl / max(tokens, 1.0)}
+        if self.first_pass is not None:  # l_old is l_infer
+            del signals["policy_kl"]
         if self.limits.grad_norm is not None:
             signals["grad_norm"] = norms / ranks  # which differ in the last digit where groups of ranks reduce apart
         return signals

@@ -28,6 +28,7 @@ from verl_ext.errors import ConfigError, require_choice
 from verl_ext.methods import Chosen, build, choose
 from verl_ext.settings.config import KL_DENOMINATORS, UNBIASED
 from verl_ext.settings.guard import MiniBatchGate
+from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.inputs import LossInputs, padded_fields, provide
 from verl_ext.workers.loss_config import ComposedLossConfig, build_loss_config
@@ -46,12 +47,14 @@ class LossSettings:
         kl_denominator: the policy that actor.kl_loss_type=unbiased takes the tokens to be sampled from: "infer", the
             rollout engine, or "old", the training engine before the update.
         mini_batch: which optimizer steps to refuse.
+        first_pass: in bypass mode, what is measured and weighed here; None where compute_log_prob came first.
     """
 
     corrections: tuple[Chosen[Correction], ...] = ()
     policy_loss: Mapping[str, Any] | None = None
     kl_denominator: str = "infer"
     mini_batch: MiniBatchGate = field(default_factory=MiniBatchGate)
+    first_pass: FirstPassSettings | None = None
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "LossSettings":
@@ -65,8 +68,11 @@ class LossSettings:
             require_choice("stability.correction", name, tuple(CORRECTIONS))
             chosen.append(choose(CORRECTIONS[name], given, f"stability.{name}"))
         limits = build(MiniBatchGate, settings.get("mini_batch"), "stability.guard.mini_batch")
+        own: dict[str, Any] = {"corrections": tuple(chosen), "mini_batch": limits}
+        if (first_pass := settings.get("first_pass")) is not None:
+            own["first_pass"] = FirstPassSettings(**first_pass)
         try:
-            built = cls(**{**settings, "corrections": tuple(chosen), "mini_batch": limits})
+            built = cls(**{**settings, **own})
         except TypeError as error:
             raise ConfigError(f"the settings of the workers' loss cannot be read: {error}") from error
         if built.kl_denominator not in KL_DENOMINATORS:
@@ -75,16 +81,17 @@ class LossSettings:
 
 
 def build_worker_loss(
-    config: ActorConfig, settings: LossSettings, gate: Gate | None = None
+    config: ActorConfig, settings: LossSettings, gate: Gate | None = None, first_pass: FirstPass | None = None
 ) -> tuple[partial, dict[str, Any]]:
     """The loss function for `TrainingWorker.set_loss_fn`, and what is active in it.
 
     Args:
         config: the worker's ActorConfig, which stays as it is.
         gate: shown every micro-batch, where it has limits.
+        first_pass: of settings.first_pass; weighs every micro-batch.
 
     Returns the function and {"policy_loss": its settings, "corrections": name -> settings, "kl": the estimator or None,
-    "mini_batch": the limits that are set}.
+    "mini_batch": the limits that are set, "first_pass": whether it measures}.
 
     Raises:
         ConfigError: a setting of the policy loss cannot work, or it discards the weights that corrections are.
@@ -106,13 +113,16 @@ def build_worker_loss(
         corrections=settings.corrections,
         kl_denominator=settings.kl_denominator if unbiased else None,
         gate=gate if settings.mini_batch.active else None,
+        first_pass=first_pass,
     )
+    before = {} if settings.first_pass is None else settings.first_pass.corrections
     kl = f"{UNBIASED}, over l_{settings.kl_denominator}" if unbiased else config.kl_loss_type
     return loss, {
         "policy_loss": _flat(policy_loss),
-        "corrections": {chosen.name: asdict(chosen.settings) for chosen in settings.corrections},
+        "corrections": {**before, **{chosen.name: asdict(chosen.settings) for chosen in settings.corrections}},
         "kl": kl if config.use_kl_loss else None,
         "mini_batch": {name: limit for name, limit in asdict(settings.mini_batch).items() if limit is not None},
+        "first_pass": first_pass is not None,
     }
 
 
@@ -148,6 +158,7 @@ def worker_loss(
     corrections: tuple[Chosen[Correction], ...],
     kl_denominator: str | None,
     gate: Gate | None,
+    first_pass: FirstPass | None,
 ) -> tuple[Tensor, dict[str, Any]]:
     """verl's `ppo_loss` of one micro-batch, its policy loss with `loss_inputs()`, our weights and the unbiased KL.
 
@@ -179,6 +190,12 @@ def worker_loss(
     l_old, mask, inputs = padded["old_log_probs"], padded["response_mask"].bool(), LossInputs.of(padded)
     if gate is not None:
         gate.observe(l_theta, l_old, inputs.require("l_infer"), mask)
+    if first_pass is not None:
+        entropy = model_output.get("entropy")
+        entropy = None if entropy is None else no_padding_2_padding(entropy.detach().float(), data)
+        weight = first_pass.weigh(l_theta, inputs.require("l_infer"), mask, entropy)
+        if weight is not None:
+            data["rollout_is_weights"] = weight
     for chosen in corrections:
         read = {name: inputs.require(name) for name in chosen.method.reads}
         found = change(chosen, LossBatch(l_theta, l_old, padded["advantages"], mask, **read), gives=("weight",))

@@ -319,3 +319,11 @@ def test_a_rule_whose_signal_changed_starts_anew():
     new = Guard([Rule("r", "b", 0.0, patience=5)], boundary=Boundary(signal="b"))
     new.load_state_dict(json.loads(json.dumps(old.state_dict())))
     assert new.state.rules["r"].streak == 0 and new.state.growth == []
+
+
+def test_the_limits_are_those_of_rules_that_refuse_and_can_fire_at_the_next_reading():
+    rollback = Rule("gap", "vllm_kl/prob_diff_mean", 0.05, action="rollback", patience=2)
+    guard = Guard([SKIP, rollback, Rule("ess", "vllm_kl/ess", 0.5, side="below", action="warn")])
+    assert guard.limits == (("vllm_kl/k3", "above", 0.1),)
+    run_step(guard, 1, {"vllm_kl/k3": 1e-4, "vllm_kl/prob_diff_mean": 0.06})
+    assert guard.limits == (("vllm_kl/k3", "above", 0.1), ("vllm_kl/prob_diff_mean", "above", 0.05))

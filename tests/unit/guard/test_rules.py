@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ext.guard.rules import Rule, RuleState, describe, read
+from verl_ext.guard.rules import Rule, RuleState, describe, next_bound, read
 
 FLOATS = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -44,6 +44,24 @@ def test_began_and_ended_are_told_once():
     state = RuleState()
     told = [(r.began, r.ended) for r in (read(rule(), state, value) for value in (2, 3, 0, 0))]
     assert told == [(True, False), (False, False), (False, True), (False, False)]
+
+
+@given(
+    values=st.lists(st.integers(-3, 3).map(float), max_size=30),
+    side=st.sampled_from(["above", "below"]),
+    patience=st.integers(1, 3),
+    hysteresis=st.booleans(),
+    window=st.sampled_from([None, 8, 12]),
+)
+def test_the_next_bound_is_what_the_next_reading_is_judged_by(values, side, patience, hysteresis, window):
+    recover = {True: 0.5 if side == "above" or window else 1.5, False: None}[hysteresis]
+    one = rule(side=side, patience=patience, recover=recover, zscore_window=window)
+    state = RuleState()
+    for value in values:
+        bound = next_bound(one, state)
+        expected = bound is not None and one.past(value, bound)
+        reading = read(one, state, value)
+        assert (reading.fires and reading.threshold is not None) is expected
 
 
 def oracle(values, window, bound, side):

@@ -89,7 +89,7 @@ def test_the_weights_of_a_step_are_the_corrections(training):
     k = (scored.log_probs.detach().double() - batch.sampled.l_infer).exp()
     fields = {}
 
-    def update(batch, old, given):
+    def update(batch, old, given, asked):
         fields["seen"] = given
         return {}
 
@@ -151,10 +151,34 @@ def test_bypass_takes_the_ratio_against_the_rollout(training):
     run = training("stale", "bypass", steps=4)
     told = run.step(5)
     seen = {}
-    run.learner.update = lambda batch, old, fields: seen.update(l_old=fields.l_old, l_infer=batch.sampled.l_infer) or {}
+    run.learner.update = lambda batch, old, fields, asked: (
+        seen.update(l_old=fields.l_old, l_infer=batch.sampled.l_infer) or {}
+    )
     run.step(6)
     assert torch.equal(seen["l_old"], seen["l_infer"])
     assert told["actor/ppo_kl"] != 0 and told["vllm_kl/k3"] > 0
+
+
+def test_bypass_measures_and_masks_in_the_update_what_the_trainer_would_have(training):
+    given = ("stability.correction=icepop", "stability.icepop.alpha=0.97", "stability.icepop.beta=1.03")
+    masked, decoupled = (training("stale", name, *given, steps=3) for name in ("bypass", "none"))
+    names = [name for name in decoupled.metrics[0] if name.startswith(("vllm_kl/", "correction/"))]
+    # The first step starts from the same weights; what is dropped is the same, and weighs otherwise.
+    same = {name: value for name in names if name != "correction/weight_mean" for value in [decoupled.metrics[0][name]]}
+    assert {name: masked.metrics[0][name] for name in same} == pytest.approx(same, rel=1e-6)
+    assert any(metrics["correction/dropped"] > 0 for metrics in masked.metrics)
+    for metrics in masked.metrics:
+        assert metrics["correction/weight_mean"] == pytest.approx(1 - metrics["correction/dropped"])
+        assert metrics["guard/skipped"] == 0 and "actor/grad_norm" in metrics
+
+
+def test_a_batch_that_bypass_refuses_leaves_the_weights(training):
+    run = training("stale", "bypass", "stability.batch_skip.threshold=1e-7", steps=3)
+    before = {name: value.detach().clone() for name, value in run.policy.weights.items()}
+    told = run.step(4)
+    assert told["vllm_kl/k3"] > 1e-7 and told["guard/skipped"] == 1 and told["guard/skips"] > 0
+    assert "actor/grad_norm" not in told and "actor/pg_loss" in told
+    assert all(torch.equal(run.policy.weights[name], value) for name, value in before.items())
 
 
 @pytest.mark.parametrize("name", [name for name in arms.variants() if name not in ("dapo",)])
@@ -208,7 +232,7 @@ def test_a_run_leaves_the_files_of_a_run(tmp_path):
         ("stale", "none", ("lab.stale.lag=-1",), "lab.stale.lag=-1 must be at least 0"),
         ("stale", "none", ("lab.stale.lagg=1",), "lagg"),
         ("stale", "none", ("actor_rollout_ref.rollout.top_p=0.9",), "rollout.top_p=0.9"),
-        ("stale", "tis", ("algorithm.rollout_correction.bypass_mode=true",), "bypass_mode=true has nothing"),
+        ("stale", "tis", ("algorithm.rollout_correction.bypass_mode=true",), "set stability.router_agreement=false"),
         ("stale", "none", ("lab.task.name=chess",), "lab.task.name=chess is not known"),
     ],
 )

@@ -33,10 +33,6 @@ def rule(action):
             "set actor_rollout_ref.rollout.calculate_log_probs=True",
         ),
         (
-            ["stability=icepop", "algorithm.rollout_correction.bypass_mode=True"],
-            "set algorithm.rollout_correction.bypass_mode=False",
-        ),
-        (
             ["stability=icepop", "algorithm.rollout_correction.rollout_is=token"],
             "algorithm.rollout_correction.rollout_is=token and stability.correction=icepop both weight the loss",
         ),
@@ -243,7 +239,7 @@ def test_cascade_attention_becomes_vllms_argument(compose, models, setting, disa
 
 def test_the_workers_loss_is_told_of_opsm_and_of_the_kl(compose):
     config = compose("stability=deepseek_v32", "stability.opsm.delta=0.2", "stability.kl_denominator=old")
-    told = loss_settings(stability_config(config.stability))
+    told = loss_settings(config, stability_config(config.stability))
     gate = {"vllm_kl": None, "policy_kl": None, "grad_norm": None}
     assert told == {"corrections": {"opsm": {"delta": 0.2}}, "kl_denominator": "old", "mini_batch": gate}
 

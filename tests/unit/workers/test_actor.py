@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import ray
+from tensordict import NonTensorData
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
 from verl.trainer.distillation import distillation_ppo_loss
@@ -40,6 +41,11 @@ class Actor:
     def __init__(self):
         self.engine = Engine()
 
+    def train_mini_batch(self, data):
+        """One after another, of (model_output, data) each."""
+        parts = [(part, partial(self.loss_fn, model_output)) for model_output, part in data["parts"]]
+        return [self.engine.train_batch(*part)["metrics"] for part in parts]
+
     def set_loss_fn(self, loss_fn):
         self.loss_fn = loss_fn
 
@@ -75,6 +81,25 @@ def test_a_mini_batch_without_a_token_takes_no_optimizer_step(make_batch, actor_
         outputs = engine.train_batch(data, loss)
         assert outputs == {"metrics": metrics}
         assert engine.steps == steps
+
+
+@pytest.mark.parametrize(("bound", "steps"), [(1e9, 2), (1e-9, 0)])
+def test_in_bypass_mode_the_first_mini_batch_decides_over_the_steps_of_all(bound, steps, make_batch, actor_config):
+    worker = Worker(partial(ppo_loss, config=actor_config()))
+    worker.configure_loss({"first_pass": {"corrections": {"icepop": {"alpha": 0.5, "beta": 5.0}}}})
+    parts = []
+    for seed in (0, 1):
+        batch = make_batch(seed)
+        batch.rows["old_log_probs"] = batch.rows["rollout_log_probs"]
+        parts.append(batch.whole())
+    for _ in range(2):  # the second update is measured anew
+        taken = worker.actor.engine.steps
+        asked = {"narrowed": False, "limits": (("vllm_kl/k3", "above", bound),)}
+        first, second = worker.actor.train_mini_batch({"first_pass": NonTensorData(asked), "parts": parts})
+        assert worker.actor.engine.steps - taken == steps
+        assert first["first_pass/refused"] == [float(steps == 0)] and first["vllm_kl/k3"][0] > 0
+        assert ("grad_norm" in first) == ("grad_norm" in second) == (steps > 0)
+        assert second.keys() <= {"grad_norm"}
 
 
 def test_a_setting_that_cannot_work_leaves_the_installed_loss(actor_config):

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import PolicyLossConfig
@@ -114,7 +115,9 @@ def test_a_correction_of_ones_own_acts_in_the_update(make_batch, actor_config):
         stability = stability_config({"correction": "likely", "likely": {"least": 0.2}})
         with pytest.raises(ConfigError, match=r"stability\.likely\.least must be given"):
             stability_config({"correction": "likely"})
-        loss, active = build_worker_loss(actor_config(), LossSettings.from_dict(loss_settings(stability)))
+        loss, active = build_worker_loss(
+            actor_config(), LossSettings.from_dict(loss_settings(OmegaConf.create(), stability))
+        )
     assert active["corrections"] == {"likely": {"least": 0.2}}
     run(build(actor_config()), [batch.whole()])
     gradient = batch.take_gradients()

@@ -205,7 +205,8 @@ def check_gate(record: Record, place: Place) -> None:
             for seed in SEEDS:
                 batch = loss_oracles.random_batch(seed)
                 l_infer, l_old, l_theta, _, mask = (t.to(place.device) for t in loss_oracles.tensors(batch))
-                gate = Gate(SimpleNamespace(train_batch=lambda data, loss_function: None, optimizer_step=lambda: None))
+                engine = SimpleNamespace(train_batch=lambda data, loss_function: None, optimizer_step=lambda: None)
+                gate = Gate(SimpleNamespace(engine=engine, train_mini_batch=lambda data: None))
                 gate.limits = MiniBatchGate(policy_kl=1.0, vllm_kl=1.0)
                 for rows in (slice(0, 2), slice(2, None)):
                     gate.observe(l_theta[rows], l_old[rows], l_infer[rows], mask[rows])

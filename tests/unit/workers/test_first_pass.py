@@ -1,0 +1,196 @@
+"""Bypass mode in a worker: what is measured of a mini-batch in parts is what `measure` says of it whole."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.examples import at_most
+from tests.support.measure_oracle import random_batch, ratio
+from verl_ext.core.measure import measure
+from verl_ext.core.tokens import Tokens
+from verl_ext.workers import first_pass
+from verl_ext.workers.first_pass import FirstPass, FirstPassSettings, past
+from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
+
+ICEPOP = {"icepop": {"alpha": 0.8, "beta": 1.25}}
+NARROW = {"icepop": {"alpha": 0.9, "beta": 1.1}}
+EVERY = (
+    ICEPOP,
+    {"kpop": {"phi": 0.01}},
+    {"mis": {"cap": 1.5, "weight": "one"}, "geo_mask": {"low": 0.9, "high": 1.1}},
+)
+
+
+def padded(batch, width=40):
+    """(l_infer, l_theta, mask, entropy) of trajectories, [B, width] each."""
+    columns = [[[float(token[i]) for token in row] + [0.0] * (width - len(row)) for row in batch] for i in range(4)]
+    l_infer, l_theta, mask, entropy = (torch.tensor(column).view(len(batch), width) for column in columns)
+    return l_infer, l_theta, mask.bool(), entropy
+
+
+def weighed(one, batch):
+    l_infer, l_theta, mask, entropy = padded(batch)
+    return one.weigh(l_theta.requires_grad_(), l_infer, mask, entropy)
+
+
+def of(batch, corrections):
+    l_infer, l_theta, mask, entropy = padded(batch)
+    return measure(Tokens.from_padded(l_infer, l_theta, mask, entropy), corrections)
+
+
+@at_most(25)
+@given(corrections=st.sampled_from(EVERY), cuts=st.lists(st.integers(0, 6), max_size=3), seed=st.integers(0, 99))
+def test_parts_are_measured_as_the_whole_is(corrections, cuts, seed):
+    batch = random_batch(rows=6, longest=40, seed=seed)
+    one = FirstPass(FirstPassSettings(corrections, as_mask=False))
+    for low, high in zip([0, *sorted(cuts)], [*sorted(cuts), 6], strict=True):
+        weighed(one, batch[low:high])
+    _, told = one.judge()
+    whole = of(batch, corrections)
+    assert {name for name in told if not name.startswith("first_pass/")} == whole.metrics.keys()
+    for name, value in whole.metrics.items():
+        assert told[name] == pytest.approx(value, rel=1e-6, abs=1e-12), name
+    counted = {"tokens": whole.tokens, "kept": whole.kept, "non_finite": 0, "refused": whole.kept == 0}
+    assert {name: told[f"first_pass/{name}"] for name in counted} == counted
+
+
+@pytest.mark.parametrize("corrections", EVERY, ids=lambda c: "+".join(c))
+def test_as_a_mask_what_has_a_weight_weighs_one_and_the_same_is_dropped(corrections):
+    batch = random_batch(rows=6, longest=40)
+    by_ratio, as_mask = (FirstPass(FirstPassSettings(corrections, as_mask=mask)) for mask in (False, True))
+    weights, mask = weighed(by_ratio, batch), weighed(as_mask, batch)
+    assert 0 < mask.sum() < padded(batch)[2].sum()
+    assert torch.equal(mask, (weights != 0).float()) and not mask.requires_grad
+    told = [one.judge()[1] for one in (by_ratio, as_mask)]
+    assert told[0]["correction/dropped"] == told[1]["correction/dropped"]
+
+
+def test_icepop_as_a_mask_is_its_band():
+    batch = random_batch(rows=6, longest=40)
+    found = weighed(FirstPass(FirstPassSettings(ICEPOP)), batch)
+    for row, weights in zip(batch, found.tolist(), strict=True):
+        kept = [float(m and 0.8 <= ratio(theta - infer) <= 1.25) for infer, theta, m, _ in row]
+        assert weights == kept + [0.0] * (40 - len(row))
+
+
+def test_a_narrow_band_is_that_updates_alone():
+    batch = random_batch(rows=6, longest=40)
+    one = FirstPass(FirstPassSettings(ICEPOP, NARROW))
+    kept = []
+    for narrowed in (False, True, False):
+        one.begin_update(narrowed, ())
+        kept.append(weighed(one, batch).sum())
+    assert kept[1] < kept[0] == kept[2]
+
+
+K3 = ("vllm_kl/k3", "above")
+
+
+@pytest.mark.parametrize(
+    ("limits", "taken"),
+    [([], True), ([(*K3, 1e9)], True), ([(*K3, 1e9), (*K3, 1e-9)], False), ([("mine/x", "above", 0)], True)],
+)
+def test_the_first_mini_batch_decides_for_the_whole_update(limits, taken):
+    batch = random_batch(rows=6, longest=40)
+    one = FirstPass(FirstPassSettings(ICEPOP))
+    one.begin_update(narrowed=False, limits=limits)
+    near = [[(infer, infer, m, entropy) for infer, _, m, entropy in row] for row in batch]
+    for number, rows in enumerate((batch, near, near)):
+        one.begin_mini_batch()
+        weighed(one, rows)
+        found, told = one.judge()
+        assert found is taken
+        assert bool(told) is (number == 0)
+    one.begin_update(narrowed=False, limits=())
+    weighed(one, near)
+    found, told = one.judge()
+    assert found and told["first_pass/refused"] == 0
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("token", "kept", "non_finite"), [((-1.0, 2.0, True, 0.5), 0, 0), ((-1.0, math.nan, True, 0.5), 1, 1)]
+)
+def test_a_mini_batch_with_nothing_to_learn_from_or_what_is_no_number_takes_no_step(token, kept, non_finite, first):
+    fine = (-1.0, -1.0, True, 0.5)
+    one = FirstPass(FirstPassSettings(ICEPOP))
+    if not first:
+        weighed(one, [[fine]])
+        assert one.judge()[0]
+        one.begin_mini_batch()
+    weights = weighed(one, [[token, *[fine] * kept]])
+    assert weights[0, 0] == 0
+    taken, told = one.judge()
+    assert not taken
+    if first:
+        assert (told["first_pass/kept"], told["first_pass/non_finite"]) == (kept, non_finite)
+
+
+def test_ranks_are_told_the_same_and_one_without_tokens_as_well(monkeypatch):
+    batch = random_batch(rows=6, longest=40)
+    ranks = [FirstPass(FirstPassSettings(ICEPOP)) for _ in range(3)]
+    weighed(ranks[0], batch[:2])
+    weighed(ranks[1], batch[2:])
+    weighed(ranks[2], batch[2:])  # a tensor-parallel rank, with the tokens of another
+    sent = []
+    for rank, one in enumerate(ranks):
+        monkeypatch.setattr(first_pass, "over_ranks", lambda own: sent.append(own) or [own])
+        one._measures, keeps = True, one._refused
+        one.judge(counts=rank < 2)
+        one._measures, one._refused = True, keeps
+    monkeypatch.setattr(first_pass, "over_ranks", lambda own: sent)
+    told = [one.judge()[1] for one in ranks]
+    assert told[0] == told[1] == told[2]
+    whole = of(batch, ICEPOP)
+    assert told[0]["vllm_kl/k3"] == pytest.approx(whole.metrics["vllm_kl/k3"], rel=1e-9)
+    assert told[0]["first_pass/tokens"] == whole.tokens
+
+
+@pytest.mark.parametrize(
+    ("value", "side", "expected"),
+    [
+        (0.1, "above", False),
+        (0.2, "above", True),
+        (0.05, "below", True),
+        (math.nan, "above", True),
+        (-math.inf, "above", True),
+    ],
+)
+def test_a_value_at_its_limit_is_not_past_it_and_one_that_is_no_number_is(value, side, expected):
+    assert past({"x": value}, ("x", side, 0.1)) is expected
+
+
+def in_bypass(batch):
+    """`batch` as verl's trainer leaves it there."""
+    batch.rows["old_log_probs"] = batch.rows["rollout_log_probs"]
+    return batch
+
+
+@pytest.mark.parametrize(("mode", "as_mask"), [("vanilla", True), ("gpg", False)])
+def test_in_the_workers_loss_the_ratio_counts_once(mode, as_mask, make_batch, actor_config):
+    """On the clipped objective, unclipped: -M r A grad l_theta / N by the mask; on REINFORCE -k A / N by the weight."""
+    from verl.workers.config import PolicyLossConfig
+
+    batch = in_bypass(make_batch(0, scale=0.2))
+    settings = LossSettings.from_dict({"first_pass": {"corrections": ICEPOP, "as_mask": as_mask}})
+    one = FirstPass(settings.first_pass)
+    config = actor_config(PolicyLossConfig(loss_mode=mode), clip_ratio=0.5, clip_ratio_low=0.5, clip_ratio_high=0.5)
+    loss, active = build_worker_loss(config, settings, first_pass=one)
+    assert active["first_pass"] and active["corrections"] == ICEPOP
+    for rows in ([0, 2], [1, 3]):
+        model_output, data = batch.part(rows)
+        loss(model_output=model_output, data=data)[0].backward()
+    names = ("log_prob", "rollout_log_probs", "advantages", "response_mask")
+    theta, infer, A, m = (
+        torch.cat(batch.leaves if n == "log_prob" else batch.rows[n]).detach().double() for n in names
+    )
+    k = (theta - infer).exp()
+    kept = (k >= 0.8) & (k <= 1.25) & (m > 0)
+    assert 0 < kept.sum() < m.sum()
+    found = batch.take_gradients().double()
+    torch.testing.assert_close(found, -kept * k * A / m.sum(), rtol=1e-4, atol=1e-7)
+    taken, told = one.judge()
+    assert taken and told["correction/dropped"] == pytest.approx(1 - kept.sum().item() / m.sum().item())

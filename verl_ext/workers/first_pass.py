@@ -1,0 +1,106 @@
+"""In verl's bypass mode, the batch is measured, weighed and judged in the update, by the passes that it has anyway.
+
+There is no compute_log_prob in it: what the training engine thinks of a token is first known in the forward pass of the
+update, and in its first mini-batch, by the weights that compute_log_prob would have had. So that mini-batch is measured
+and judged for the whole batch, and every micro-batch is weighed as it comes.
+
+Shape legend: B trajectories of a micro-batch, T response tokens (padded).
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_ext.core.measure import Gathered, gather, merged, put_together
+from verl_ext.core.tokens import Tokens
+
+Corrections = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class FirstPassSettings:
+    """What is asked of all updates.
+
+    Attributes:
+        corrections, narrowed: name -> settings; the same with IcePop's band narrowed.
+        as_mask: the loss has the ratio already, so that what they keep weighs 1.
+        breakdown: measure by probability, entropy, position and turn too.
+    """
+
+    corrections: Corrections = field(default_factory=dict)
+    narrowed: Corrections = field(default_factory=dict)
+    as_mask: bool = True
+    breakdown: bool = True
+
+
+class FirstPass:
+    """Of one training worker."""
+
+    def __init__(self, settings: FirstPassSettings):
+        self._settings = settings
+        self.begin_update(narrowed=False, limits=())
+
+    def begin_update(self, narrowed: bool, limits: Iterable[tuple[str, str, float]]) -> None:
+        """Of a batch; what the trainer asks of this one.
+
+        Args:
+            narrowed: take the narrow band.
+            limits: signal, side and bound: past one of them, no step is taken.
+        """
+        self._corrections = self._settings.narrowed if narrowed else self._settings.corrections
+        self._limits = tuple(limits)
+        self._measures, self._refused = True, False
+        self.begin_mini_batch()
+
+    def begin_mini_batch(self) -> None:
+        self._parts: list[Gathered] = []
+
+    def weigh(self, l_theta: Tensor, l_infer: Tensor, mask: Tensor, entropy: Tensor | None = None) -> Tensor | None:
+        """The weights of a micro-batch by k = exp(l_theta - l_infer), or None without corrections; [B, T] each."""
+        tokens = Tokens.from_padded(l_infer, l_theta.detach(), mask, entropy)
+        breakdown = self._measures and self._settings.breakdown
+        weight, part = gather(tokens, self._corrections, breakdown=breakdown, as_mask=self._settings.as_mask)
+        self._parts.append(part)
+        return None if weight is None else weight.view(mask.shape)
+
+    def judge(self, *, counts: bool = True) -> tuple[bool, dict[str, float]]:
+        """Of a mini-batch, when all of it has been weighed: whether its step may be taken, and what is told of it.
+
+        All ranks enter together, and are told the same. The first mini-batch is told of, and decides for the others; a
+        later one is refused where it has nothing to learn from, or what is not a number.
+
+        Args:
+            counts: false on ranks that hold the tokens of another.
+        """
+        own = merged(self._parts) if counts else Gathered(None, None, 0)
+        measured = put_together(over_ranks(own), self._corrections)
+        unusable = measured.kept == 0 or measured.non_finite > 0
+        if not self._measures:
+            return not (self._refused or unusable), {}
+        self._measures = False
+        self._refused = unusable or any(past(measured.metrics, limit) for limit in self._limits)
+        told = {"tokens": measured.tokens, "kept": measured.kept, "non_finite": measured.non_finite}
+        told["refused"] = self._refused
+        return not self._refused, measured.metrics | {f"first_pass/{name}": float(n) for name, n in told.items()}
+
+
+def past(signals: Mapping[str, float], limit: tuple[str, str, float]) -> bool:
+    """Whether a signal is there, and past its limit or not finite."""
+    name, side, bound = limit
+    if name not in signals:
+        return False
+    value = signals[name]
+    return not math.isfinite(value) or (value > bound if side == "above" else value < bound)
+
+
+def over_ranks(own: Gathered) -> list[Gathered]:
+    """Of all ranks, in their order: one object a rank, some kilobytes, as verl's own metrics are gathered."""
+    if not torch.distributed.is_initialized():
+        return [own]
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, own)
+    return found
