@@ -2,13 +2,14 @@
 
     python -m tests.stack.replaying <overrides of the run, router_replay.mode=R3 among them>
 
-It starts with what R3 needs, which is all that any of them needs; SCHEDULE says how each step replays. In the last one,
-every second token of the rollout comes with an expert that is named twice.
+It starts with what R3 needs, which is all that any of them needs; SCHEDULE says how each step replays. In one, every
+second token of the rollout comes with an expert that is named twice; the last is in verl's bypass mode.
 """
 
 STEPS = 3
 BROKEN = "R3, broken"
-SCHEDULE = [*(mode for mode in ("disabled", "R2", "R3") for _ in range(STEPS)), BROKEN]
+BYPASSED = "R3, bypass"
+SCHEDULE = [*(mode for mode in ("disabled", "R2", "R3") for _ in range(STEPS)), BROKEN, BYPASSED]
 
 
 def replaying(trainer_class: type) -> type:
@@ -17,6 +18,8 @@ def replaying(trainer_class: type) -> type:
 
     from verl_ext.core.tokens import jagged
     from verl_ext.fields import ROLLOUT_ROUTES
+    from verl_ext.launch.bypass import BYPASS
+    from verl_ext.launch.checks import loss_settings
     from verl_ext.launch.routing_checks import replay_setting
     from verl_ext.trainer.transfer import get_fields, put_fields
 
@@ -24,7 +27,11 @@ def replaying(trainer_class: type) -> type:
         def step(self, metrics, timing_raw):
             mode = SCHEDULE[self.global_steps - 1].partition(",")[0]
             OmegaConf.update(self.config, replay_setting(self.config), mode)
-            self.stability_run.use(self.config, self.stability_run.active.stability)
+            stability = self.stability_run.active.stability
+            if SCHEDULE[self.global_steps - 1] == BYPASSED:
+                OmegaConf.update(self.config, BYPASS, True)
+                self.actor_rollout_wg.configure_loss(loss_settings(self.config, stability))
+            self.stability_run.use(self.config, stability)
             self.actor_rollout_wg.set_replay(mode)
             return super().step(metrics, timing_raw)
 

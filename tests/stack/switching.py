@@ -21,7 +21,15 @@ BASE = (
 )
 LOSS = "actor_rollout_ref.actor.policy_loss"
 NOTHING_LEFT = ("stability=none", "stability.filters={low_probability:{threshold:1.0}}")
+BYPASS = ("algorithm.rollout_correction.bypass_mode=true", "stability.router_agreement=false")
+BYPASSED = [
+    ("stability=icepop", *BYPASS, "stability.icepop.alpha=0.999", "stability.icepop.beta=1.001"),
+    ("stability=icepop", *BYPASS, "stability.icepop.alpha=3", "stability.icepop.beta=4"),  # refused by the workers
+    ("stability=opsm", *BYPASS, "stability.opsm.delta=0.0", f"{LOSS}.loss_mode=gspo"),
+    ("stability=tis", *BYPASS, "stability.tis.cap=1.0", f"{LOSS}.loss_mode=gpg"),
+]
 SCHEDULE: list[tuple[str, ...]] = [
+    *BYPASSED,
     ("stability=icepop",),
     ("stability=icepop", "stability.icepop.alpha=0.999", "stability.icepop.beta=1.001"),
     ("stability=icepop", "stability.icepop.alpha=0.999", "stability.icepop.beta=1.001", "stability.denominator=kept"),

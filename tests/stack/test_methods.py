@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 
 from tests import ROOT
 from tests.stack.running import assert_documented, assert_k1_is_verls
-from tests.stack.switching import LOSS, NOTHING_LEFT, SCHEDULE
+from tests.stack.switching import BYPASSED, LOSS, NOTHING_LEFT, SCHEDULE
 
 pytestmark = pytest.mark.e2e
 
@@ -23,7 +23,7 @@ def step_of(switching_run):
     return lambda *entry: steps[SCHEDULE.index(entry)]
 
 
-@pytest.mark.parametrize("entry", [entry for entry in SCHEDULE if entry != NOTHING_LEFT], ids=" ".join)
+@pytest.mark.parametrize("entry", [e for e in SCHEDULE if e not in (NOTHING_LEFT, *BYPASSED)], ids=" ".join)
 def test_each_method_measures_and_updates(step_of, entry):
     step = step_of(*entry)
     # One token off in the second turn, it would be 0.02 (0.06 over that turn alone).
@@ -32,6 +32,26 @@ def test_each_method_measures_and_updates(step_of, entry):
     assert step["guard/skipped"] == 0
     assert step["actor/grad_norm"] > 0
     assert step["actor/kl_loss"] >= 0
+
+
+def test_in_bypass_mode_the_update_is_measured_weighed_and_refused(step_of, switching_run):
+    narrow, refused, opsm, tis = (step_of(*entry) for entry in BYPASSED)
+    for step in (narrow, refused, opsm, tis):
+        # Each is the first mini-batch's, by the weights that compute_log_prob would have had.
+        assert 0 < step["vllm_kl/k3"] < 1e-3
+        assert 0 < step["vllm_kl/k3/turn/01"] < 1e-3
+        assert "actor/entropy" not in step and "router/agreement" not in step, "compute_log_prob does not run"
+        assert not any("first_pass" in name for name in step)
+    for step in (narrow, opsm, tis):
+        assert step["guard/skipped"] == 0 and step["actor/grad_norm"] > 0
+    assert 0 < narrow["correction/dropped_low"] < 1 and 0 < narrow["correction/dropped_high"] < 1
+    assert narrow["correction/weight_mean"] == pytest.approx(1 - narrow["correction/dropped"]), "a mask"
+    assert 0 < opsm["actor/opsm/dropped"] < 1 and opsm["actor/opsm/mismatch"] == 0 != opsm["actor/opsm/staleness"]
+    assert 0.9 < tis["correction/weight_mean"] < 1, "weights, beside REINFORCE"
+    assert refused["guard/skipped"] == 1 and refused["correction/dropped"] == 1
+    assert "actor/grad_norm" not in refused and "actor/pg_loss" in refused
+    assert "update skipped: icepop dropped all" in switching_run.console
+    assert "tokens of the first mini-batch" in switching_run.console
 
 
 def test_every_metric_of_every_method_is_documented(step_of, switching_run):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.stack.replaying import BROKEN, SCHEDULE
+from tests.stack.replaying import BROKEN, BYPASSED, SCHEDULE
 from tests.stack.running import SMALL, run
 
 pytestmark = pytest.mark.e2e
@@ -93,6 +93,14 @@ def test_routing_that_no_router_chooses_is_refused_and_told_once(finished, steps
 def test_r3_takes_the_experts_share_out_of_vllm_kl(steps):
     without, with_r3 = (average(steps[mode], "vllm_kl/k3") for mode in ("disabled", "R3"))
     assert with_r3 < without / 5
+
+
+def test_r3_in_bypass_mode_is_replayed_in_the_update_whose_gap_is_measured(steps):
+    (bypassed,) = steps[BYPASSED]
+    assert 0.9 < bypassed["actor/router_own_agreement"] < 0.9999
+    assert bypassed["vllm_kl/k3"] < average(steps["disabled"], "vllm_kl/k3") / 5
+    assert bypassed["router/unknown"] == bypassed["router/invalid"] == 0
+    assert "router/agreement" not in bypassed, "compute_log_prob does not run"
 
 
 def test_r2_keeps_the_experts_of_compute_log_prob(steps):

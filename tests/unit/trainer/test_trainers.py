@@ -1,6 +1,7 @@
 """The training step's decisions, on a trainer and a store of our own; the real ones run in tests/stack."""
 
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -40,6 +41,8 @@ class Store:
 class VerlTrainer:
     """Records which of verl's own steps ran, and the fields that were sent along."""
 
+    by_workers: ClassVar[dict[str, float]] = {}  # metrics of the update
+
     def __init__(self, config):
         self.config = config
         self.global_steps = 7
@@ -56,6 +59,7 @@ class VerlTrainer:
     def _update_actor(self, batch, metrics):
         self.ran.append(("actor", list(batch.fields)))
         self.told = batch.extra_info
+        metrics.update(self.by_workers)
         return batch
 
     def _update_critic(self, batch, metrics):
@@ -71,7 +75,7 @@ class Trainer(trainers.StabilityMixin, VerlTrainer):
 def step(monkeypatch):
     """step(stability, loss_mode, **fields) -> (trainer, metrics, store) after one step on two responses."""
 
-    def run(stability, loss_mode="vanilla", loss_agg_mode="token-mean", actor=None, **fields):
+    def run(stability, loss_mode="vanilla", loss_agg_mode="token-mean", actor=None, bypass=False, **fields):
         defaults = {
             "rollout_log_probs": nested([-1.0, -2.0], [-3.0]),
             "old_log_probs": nested([-1.5, -2.0], [-0.5]),
@@ -87,7 +91,7 @@ def step(monkeypatch):
         actor = {"policy_loss": {"loss_mode": loss_mode}, "loss_agg_mode": loss_agg_mode} | (actor or {})
         parts = {"actor": actor, "rollout": {"response_length": 1}, "model": {"path": "/no/such/model"}}
         saved = {"default_local_dir": "/no/such/folder"}
-        algorithm = {"adv_estimator": "grpo"}
+        algorithm = {"adv_estimator": "grpo", "rollout_correction": {"bypass_mode": bypass}}
         config = OmegaConf.create(
             {"stability": stability, "actor_rollout_ref": parts, "trainer": saved, "algorithm": algorithm}
         )
@@ -340,3 +344,93 @@ def test_settings_are_taken_over_from_the_next_batch_on_and_the_guard_stays_the_
     assert rows(store, "rollout_is_weights")[1] == [0.0]
     assert [rule.name for rule in run.guard.rules] == ["batch_skip"]
     assert "guard/threshold" not in metrics
+
+
+ROLLED = {name: nested([-1.0, -2.0], [-3.0]) for name in ("rollout_log_probs", "old_log_probs")}
+
+
+def worker_metrics(k3, refused=0.0, tokens=3, kept=3, non_finite=0):
+    """What verl's trainer makes of what the workers tell of a first mini-batch."""
+    told = {"tokens": tokens, "kept": kept, "non_finite": non_finite, "refused": refused}
+    return {
+        "actor/vllm_kl/k3": k3,
+        "actor/correction/dropped": 1 - kept / tokens,
+        **{f"actor/first_pass/{name}": value for name, value in told.items()},
+        "actor/entropy_loss": 0.7,
+    }
+
+
+@pytest.fixture
+def bypassed(step, monkeypatch):
+    """bypassed(stability, by_workers, **fields) -> as `step`, in bypass mode, with these metrics of the update."""
+
+    def run(stability, by_workers, **fields):
+        monkeypatch.setattr(VerlTrainer, "by_workers", by_workers)
+        return step(stability, bypass=True, **(ROLLED | fields))
+
+    return run
+
+
+def test_in_bypass_mode_what_the_workers_measured_is_judged_behind_the_update(bypassed, capsys):
+    settings = {"correction": "icepop", "batch_skip": {"threshold": 0.1}}
+    trainer, metrics, store = bypassed(settings, worker_metrics(0.02, kept=2))
+    assert ran(trainer) == ["advantage", "critic", "actor"] and "rollout_is_weights" not in store.fields
+    limits = (("vllm_kl/k3", "above", 0.1),)
+    assert trainer.told["first_pass"] == {"narrowed": False, "limits": limits}
+    assert metrics["vllm_kl/k3"] == 0.02 and metrics["correction/dropped"] == pytest.approx(1 / 3)
+    assert not any(name.startswith(("actor/vllm_kl", "actor/correction", "actor/first_pass")) for name in metrics)
+    assert metrics["guard/skipped"] == 0 and metrics["guard/steps_to_boundary"] == 1000
+    assert metrics["guard/threshold"] == 0.1 and metrics["actor/entropy"] == 0.7
+    assert trainer.stability_run.guard.state.updated and trainer.stability_run.guard.state.growth == [(7, 0.02)]
+    assert "skipped" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("by_workers", "said"),
+    [
+        (worker_metrics(0.2, refused=1.0), "vllm_kl/k3=0.2 passes stability.batch_skip.threshold=0.1"),
+        (worker_metrics(0.02, refused=1.0, kept=0), "icepop dropped all 3 tokens of the first mini-batch"),
+        (worker_metrics(0.02, refused=1.0, non_finite=1), "the training engine's log-probs has 1 non-finite values"),
+    ],
+)
+def test_in_bypass_mode_a_batch_that_the_workers_refused_counts_as_skipped_with_the_reason(
+    bypassed, capsys, by_workers, said
+):
+    trainer, metrics, _ = bypassed({"correction": "icepop", "batch_skip": {"threshold": 0.1}}, by_workers)
+    assert metrics["guard/skipped"] == trainer.stability_run.guard.state.skips == 1
+    assert not trainer.stability_run.guard.state.updated
+    assert f"verl_ext: step 7: update skipped: {said}" in capsys.readouterr().out
+
+
+def test_in_bypass_mode_what_is_there_before_the_update_refuses_it_there(bypassed, capsys):
+    odd = {"rollout_log_probs": nested([float("nan"), -2.0], [-3.0])}
+    trainer, metrics, _ = bypassed({"correction": "icepop"}, {}, **odd)
+    assert ran(trainer) == ["advantage"] and metrics["guard/skipped"] == 1
+    assert "update skipped: rollout_log_probs has 1 non-finite values" in capsys.readouterr().out
+    assert metrics["guard/steps_to_boundary"] == 1000 and trainer.stability_run.guard.state.skips == 1
+    trainer, metrics, _ = bypassed({"filters": {"low_probability": {"threshold": 1.0}}}, {})
+    assert ran(trainer) == ["advantage"] and metrics["guard/skipped"] == 1
+
+
+def test_in_bypass_mode_a_critic_that_warms_up_is_an_update(bypassed, monkeypatch):
+    monkeypatch.setattr(Trainer, "_update_actor", lambda trainer, batch, metrics: batch)
+    trainer, metrics, _ = bypassed({"correction": "icepop"}, {})
+    assert not trainer.stability_run.guard.state.updated
+    trainer.stability_run.end_step(metrics, {})
+    assert trainer.stability_run.guard.state.updated and metrics["guard/skipped"] == 0
+
+
+def test_in_bypass_mode_a_rule_that_fires_narrows_the_band_of_the_next_batch(bypassed):
+    rule = {"signal": "vllm_kl/k3", "above": 0.01, "action": "tighten"}
+    settings = {"correction": "icepop", "guard": {"rules": {"gap": rule}}}
+    trainer, metrics, _ = bypassed(settings, worker_metrics(0.02))
+    assert trainer.told["first_pass"] == {"narrowed": False, "limits": ()} and metrics["guard/tightened"] == 0
+    assert trainer.stability_run.guard.tightens
+
+
+def test_in_bypass_mode_r3_replays_what_nothing_compares(step):
+    actor = {"strategy": "fsdp2", "fsdp_config": {"router_replay": {"mode": "R3"}}}
+    routes = nested([[[1, 2]], [[3, 4]], [[0, 0]]], [[[5, 5]], [[0, 0]]])
+    trainer, metrics, _ = step({"metrics": True}, actor=actor, bypass=True, routed_experts=routes, **ROLLED)
+    assert trainer.ran[-1] == ("actor", ["old_log_probs", "routed_experts"])
+    assert metrics["router/invalid"] == pytest.approx(1 / 3)

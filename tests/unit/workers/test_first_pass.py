@@ -13,7 +13,6 @@ from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
 from verl_ext.workers import first_pass
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings, past
-from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 ICEPOP = {"icepop": {"alpha": 0.8, "beta": 1.25}}
 NARROW = {"icepop": {"alpha": 0.9, "beta": 1.1}}
@@ -161,36 +160,3 @@ def test_ranks_are_told_the_same_and_one_without_tokens_as_well(monkeypatch):
 )
 def test_a_value_at_its_limit_is_not_past_it_and_one_that_is_no_number_is(value, side, expected):
     assert past({"x": value}, ("x", side, 0.1)) is expected
-
-
-def in_bypass(batch):
-    """`batch` as verl's trainer leaves it there."""
-    batch.rows["old_log_probs"] = batch.rows["rollout_log_probs"]
-    return batch
-
-
-@pytest.mark.parametrize(("mode", "as_mask"), [("vanilla", True), ("gpg", False)])
-def test_in_the_workers_loss_the_ratio_counts_once(mode, as_mask, make_batch, actor_config):
-    """On the clipped objective, unclipped: -M r A grad l_theta / N by the mask; on REINFORCE -k A / N by the weight."""
-    from verl.workers.config import PolicyLossConfig
-
-    batch = in_bypass(make_batch(0, scale=0.2))
-    settings = LossSettings.from_dict({"first_pass": {"corrections": ICEPOP, "as_mask": as_mask}})
-    one = FirstPass(settings.first_pass)
-    config = actor_config(PolicyLossConfig(loss_mode=mode), clip_ratio=0.5, clip_ratio_low=0.5, clip_ratio_high=0.5)
-    loss, active = build_worker_loss(config, settings, first_pass=one)
-    assert active["first_pass"] and active["corrections"] == ICEPOP
-    for rows in ([0, 2], [1, 3]):
-        model_output, data = batch.part(rows)
-        loss(model_output=model_output, data=data)[0].backward()
-    names = ("log_prob", "rollout_log_probs", "advantages", "response_mask")
-    theta, infer, A, m = (
-        torch.cat(batch.leaves if n == "log_prob" else batch.rows[n]).detach().double() for n in names
-    )
-    k = (theta - infer).exp()
-    kept = (k >= 0.8) & (k <= 1.25) & (m > 0)
-    assert 0 < kept.sum() < m.sum()
-    found = batch.take_gradients().double()
-    torch.testing.assert_close(found, -kept * k * A / m.sum(), rtol=1e-4, atol=1e-7)
-    taken, told = one.judge()
-    assert taken and told["correction/dropped"] == pytest.approx(1 - kept.sum().item() / m.sum().item())
