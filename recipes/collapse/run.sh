@@ -53,7 +53,7 @@ train() {
   VERL_FILE_LOGGER_PATH=$PWD/$out/metrics.jsonl "$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke precision=fp32 \
     assets=".collapse/assets-$seed" hydra.run.dir="$out/hydra" data.seed="$seed" trainer.default_local_dir="$out/checkpoints" \
     ray_kwargs.ray_init.runtime_env.py_executable="$PREFORK_PYTHON" \
-    $(learning) $(gap "$regime" "$arm") $(remedy "$arm") stability.router_agreement=true trainer.total_training_steps=200 "$@" \
+    $(learning) $(gap "$regime" "$arm") $(remedy "$arm") stability.router_agreement=true trainer.total_training_steps=120 "$@" \
     > "$out/console.log" 2>&1 || { echo "collapse: it ended with exit code $?; the end of its log:" >&2; tail -n 15 "$out/console.log" >&2; return 1; }
   touch "$out/done"
 }

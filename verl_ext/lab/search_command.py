@@ -33,7 +33,7 @@ examples:
     stability.geo_mask.high=1.05,1.1,1.25
   verl-ext lab search quantized+bf16 --seeds 4 --confirm 10-17 actor_rollout_ref.actor.optim.lr=3e-3
 """
-SPACE = ("stability=none,r3", "stability.correction=null,tis,tis_sequence,mis,opsm,icepop,[icepop,geo_mask]")
+SPACE = ("stability=none,r3", "stability.correction=null,tis,tis_sequence,mis,icepop,[icepop,geo_mask]")
 
 
 def add_parser(commands: Any) -> None:

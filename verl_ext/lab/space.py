@@ -25,10 +25,10 @@ def candidates(overrides: Sequence[str], space: Sequence[str]) -> tuple[dict[str
     """
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
+        if not any(each.is_sweep_override() for each in parsed):
+            parsed = OverridesParser.create().parse_overrides([*space, *overrides])
         common = tuple(each.input_line or "" for each in parsed if not each.is_sweep_override())
         sweeps = [each for each in parsed if each.is_sweep_override()]
-        if not sweeps:
-            sweeps = OverridesParser.create().parse_overrides(list(space))
         [points] = BasicSweeper.split_arguments(sweeps, max_batch_size=None)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(" ".join(str(error).split())) from error

@@ -48,7 +48,8 @@ def test_the_batch_skip_that_is_asked_for_stays():
 
 def test_without_a_sweep_the_space_is_searched():
     points, common = candidates(["lab.stale.lag=8"], SPACE)
-    assert common == ("lab.stale.lag=8",) and len(points) == 14
+    assert common == ("lab.stale.lag=8",) and len(points) == 12
+    assert {"none-null", "r3-tis", "none-icepop+geo_mask"} < set(points)
 
 
 @pytest.mark.parametrize("overrides", [["a=[1"], ["a=1,range(2,4)"], ["stability.tis.high=range(1,1000)"]])
