@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Train the quick start's model with a rollout that differs from the training engine, with and without a remedy: verl, Ray,
 # vLLM and FSDP2 on two CPU cores, some minutes a run.
-#   bash recipes/collapse/run.sh quantized ARM SEED [override ...]    e.g. quantized none 0
-# ARM is exact, none, guard, or a preset without its batch skip, such as r3. A run that is done is left alone; each leaves
-# .collapse/quantized/ARM/seedN/metrics.jsonl.
+#   bash recipes/collapse/run.sh REGIME ARM SEED [override ...]    e.g. stale none 0
+# REGIME is stale or quantized; ARM is exact, none, guard, or a preset without its batch skip, such as tis. A run that is
+# done is left alone; each leaves .collapse/REGIME/ARM/seedN/metrics.jsonl.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [ $# -lt 3 ] || [ "$1" = --help ]; then sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,6p; exit; fi
@@ -27,9 +27,20 @@ remedy() { # the overrides of an arm
 gap() { # the overrides of a regime, but for the exact arm
   case $2/$1 in
     exact/*) ;;
+    # 32 batches are answered before the first update, and each batch is trained on 32 updates after it was answered: by
+    # `wait` and 1, no batch is taken while another is being answered.
+    */stale) echo trainer.v1.trainer_mode=colocate_async trainer.v1.colocate_async.num_warmup_batches=32 \
+      trainer.v1.sampler.{max_off_policy_threshold=1,max_off_policy_strategy=wait} \
+      trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync ;;
     */quantized) echo stability.fake_quantization.{format=fp4,group=channel,router=true,head=true} ;;
-    *) echo "collapse: the regime $1 is not known; choose quantized" >&2; exit 2 ;;
+    *) echo "collapse: the regime $1 is not known; choose stale or quantized" >&2; exit 2 ;;
   esac
+}
+
+# As in the lab (configs/lab/grpo.yaml), where these settings come from.
+learning() {
+  echo data.train_batch_size=8 algorithm.norm_adv_by_std_in_grpo=true \
+    actor_rollout_ref.actor.{ppo_mini_batch_size=8,clip_ratio_high=0.28,optim.lr_warmup_steps=20,optim.weight_decay=0}
 }
 
 train() {
@@ -42,7 +53,7 @@ train() {
   VERL_FILE_LOGGER_PATH=$PWD/$out/metrics.jsonl "$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke precision=fp32 \
     assets=".collapse/assets-$seed" hydra.run.dir="$out/hydra" data.seed="$seed" trainer.default_local_dir="$out/checkpoints" \
     ray_kwargs.ray_init.runtime_env.py_executable="$PREFORK_PYTHON" \
-    $(gap "$regime" "$arm") $(remedy "$arm") stability.router_agreement=true trainer.total_training_steps=200 "$@" \
+    $(learning) $(gap "$regime" "$arm") $(remedy "$arm") stability.router_agreement=true trainer.total_training_steps=120 "$@" \
     > "$out/console.log" 2>&1 || { echo "collapse: it ended with exit code $?; the end of its log:" >&2; tail -n 15 "$out/console.log" >&2; return 1; }
   touch "$out/done"
 }
