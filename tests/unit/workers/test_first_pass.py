@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tests.support.examples import at_most
 from tests.support.measure_oracle import random_batch, ratio
+from tests.unit.workers.first_pass_ranks import RANKS, judged, rank_main
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
-from verl_ext.workers import first_pass
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings, past
 
 ICEPOP = {"icepop": {"alpha": 0.8, "beta": 1.25}}
@@ -128,24 +128,23 @@ def test_a_mini_batch_with_nothing_to_learn_from_or_what_is_no_number_takes_no_s
         assert (told["first_pass/kept"], told["first_pass/non_finite"]) == (kept, non_finite)
 
 
-def test_ranks_are_told_the_same_and_one_without_tokens_as_well(monkeypatch):
+@pytest.mark.timeout(180)
+def test_ranks_decide_alike_by_the_tokens_of_all_each_once(quick_ranks, tmp_path):
     batch = random_batch(rows=6, longest=40)
-    ranks = [FirstPass(FirstPassSettings(ICEPOP)) for _ in range(3)]
-    weighed(ranks[0], batch[:2])
-    weighed(ranks[1], batch[2:])
-    weighed(ranks[2], batch[2:])  # a tensor-parallel rank, with the tokens of another
-    sent = []
-    for rank, one in enumerate(ranks):
-        monkeypatch.setattr(first_pass, "over_ranks", lambda own: sent.append(own) or [own])
-        one._measures, keeps = True, one._refused
-        one.judge(counts=rank < 2)
-        one._measures, one._refused = True, keeps
-    monkeypatch.setattr(first_pass, "over_ranks", lambda own: sent)
-    told = [one.judge()[1] for one in ranks]
-    assert told[0] == told[1] == told[2]
-    whole = of(batch, ICEPOP)
-    assert told[0]["vllm_kl/k3"] == pytest.approx(whole.metrics["vllm_kl/k3"], rel=1e-9)
-    assert told[0]["first_pass/tokens"] == whole.tokens
+    near = [[(infer, infer, m, entropy) for infer, _, m, entropy in row] for row in batch]
+    nothing = [[(-1.0, -1.0, False, 0.5)]]
+    first, second = [padded(batch[:2])], [padded(batch[2:4]), padded(batch[4:])]
+    # In the later mini-batch, the first rank has no token.
+    parts = [[first, [padded(nothing)]], [second, [padded(near)]], [second, [padded(near)]]]
+    torch.multiprocessing.spawn(rank_main, (parts, f"file://{tmp_path}/store", str(tmp_path)), nprocs=RANKS)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    assert ranks[0] == ranks[1] == ranks[2]
+    whole = judged([[padded(batch)], [padded(near)]], ())
+    for name, taken in (("refused", False), ("taken", True)):
+        assert [took for took, _ in ranks[0][name]] == [taken, taken]
+        assert ranks[0][name][1][1] == {}, "the first is told of alone"
+        told, expected = ranks[0][name][0][1], whole[0][1] | {"first_pass/refused": float(not taken)}
+        assert told == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
 @pytest.mark.parametrize(

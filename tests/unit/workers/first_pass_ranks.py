@@ -1,0 +1,30 @@
+"""What a spawned rank of test_first_pass.py runs: two mini-batches, the first of them far from the rollout."""
+
+import torch
+import torch.distributed as dist
+
+from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
+
+RANKS = 3  # the last one holds the tokens of the second, as a tensor-parallel rank does
+LIMITS = {"refused": (("vllm_kl/k3", "above", 1e-6),), "taken": (("vllm_kl/k3", "above", 1e6),)}
+
+
+def judged(parts, limits, counts=True):
+    """(whether its step is taken, what is told) of each mini-batch, a list of micro-batches each."""
+    one = FirstPass(FirstPassSettings({"icepop": {"alpha": 0.8, "beta": 1.25}}))
+    one.begin_update(False, limits)
+    found = []
+    for micro_batches in parts:
+        one.begin_mini_batch()
+        for l_infer, l_theta, mask, entropy in micro_batches:
+            one.weigh(l_theta, l_infer, mask, entropy)
+        found.append(one.judge(counts=counts))
+    return found
+
+
+def rank_main(rank, parts, address, folder):
+    """`parts` of this rank, judged with the limits of each name, into folder/RANK.pt."""
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
+    found = {name: judged(parts[rank], limits, counts=rank < 2) for name, limits in LIMITS.items()}
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
