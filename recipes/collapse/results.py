@@ -1,6 +1,6 @@
 """The runs of run.sh beside each other: a table by the lab's rules, and the picture.
 
-    python recipes/collapse/results.py            print the table of every regime, draw docs/collapse.png
+    python recipes/collapse/results.py            write the tables into README.md, draw docs/collapse.png
     python recipes/collapse/results.py --keep     first take the runs of .collapse over into recipes/collapse/runs
 
 What is kept of a run are the metrics of KEPT, to five digits, and the guard's events.
@@ -22,6 +22,7 @@ from verl_ext.run_files import EVENTS
 HERE = Path(__file__).parent
 MADE, RUNS = Path(".collapse"), HERE / "runs"
 PICTURE = HERE.parents[1] / "docs" / "collapse.png"
+README = HERE / "README.md"
 METRICS = "metrics.jsonl"
 KEPT = (
     *(REWARD, K3, DROPPED, NORM, FORECAST, SKIPPED, ROLLBACKS, "guard/collapsed", "router/agreement", "actor/entropy"),
@@ -103,17 +104,25 @@ def draw(regime: str, folder: Path = RUNS) -> bytes:
     return render.overview(pictures, TITLE.format(what=REGIMES[regime]))
 
 
+def with_tables(page: str, folder: Path = RUNS) -> str:
+    """The page, with each regime's table between its marks."""
+    for regime in REGIMES:
+        mark, end = f"<!-- {regime} -->\n", "<!-- end -->"
+        if mark in page:
+            before, _, rest = page.partition(mark)
+            page = f"{before}{mark}{table(regime, folder)}\n{end}{rest.partition(end)[2]}"
+    return page
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true", help="take over the runs that are done")
     if parser.parse_args().keep:
         for folder in keep(MADE, RUNS):
             print(f"kept {folder.relative_to(HERE)}")
-    for regime in REGIMES:
-        if (RUNS / regime).exists():
-            print(f"\n{table(regime)}")
+    README.write_text(with_tables(README.read_text()))
     PICTURE.write_bytes(draw("stale"))
-    print(f"\ndrew {PICTURE.name}")
+    print(f"wrote {README.name} and {PICTURE.name}")
 
 
 if __name__ == "__main__":
