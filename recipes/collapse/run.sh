@@ -19,7 +19,8 @@ fi
 remedy() { # the overrides of an arm
   case $1 in
     exact | none) echo stability=none stability.metrics=true ;;
-    guard) echo stability=guard ;;
+    # The preset; with 32 batches waiting, what comes for 32 steps after an update is refused may be refused as well.
+    guard) echo stability=guard stability.guard.stop_after=50 ;;
     *) echo "stability=$1" stability.batch_skip.threshold=null ;;
   esac
 }
@@ -37,23 +38,17 @@ gap() { # the overrides of a regime, but for the exact arm
   esac
 }
 
-# As in the lab (configs/lab/grpo.yaml), where these settings come from.
-learning() {
-  echo data.train_batch_size=8 algorithm.norm_adv_by_std_in_grpo=true \
-    actor_rollout_ref.actor.{ppo_mini_batch_size=8,clip_ratio_high=0.28,optim.lr_warmup_steps=20,optim.weight_decay=0}
-}
-
 train() {
   local regime=$1 arm=$2 seed=$3 out=.collapse/$1/$2/seed$3
   shift 3
   [ -e "$out/done" ] && return
-  mkdir -p "$out"
+  mkdir -p "$out" && rm -f "$out"/metrics.*  # of a run that was cut short
   python recipes/cpu_smoke/make_assets.py --seed "$seed" --out ".collapse/assets-$seed" >&2
   echo "collapse: $regime, $arm, seed $seed (everything the run says: $out/console.log)" >&2
   VERL_FILE_LOGGER_PATH=$PWD/$out/metrics.jsonl "$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke precision=fp32 \
     assets=".collapse/assets-$seed" hydra.run.dir="$out/hydra" data.seed="$seed" trainer.default_local_dir="$out/checkpoints" \
     ray_kwargs.ray_init.runtime_env.py_executable="$PREFORK_PYTHON" \
-    $(learning) $(gap "$regime" "$arm") $(remedy "$arm") stability.router_agreement=true trainer.total_training_steps=120 "$@" \
+    $(gap "$regime" "$arm") $(remedy "$arm") stability.router_agreement=true trainer.total_training_steps=120 "$@" \
     > "$out/console.log" 2>&1 || { echo "collapse: it ended with exit code $?; the end of its log:" >&2; tail -n 15 "$out/console.log" >&2; return 1; }
   touch "$out/done"
 }
