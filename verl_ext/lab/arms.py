@@ -52,6 +52,7 @@ NOT_HERE: dict[str, Any] = {
     "stability.guard.mini_batch.policy_kl": None,
     "stability.guard.mini_batch.vllm_kl": None,
     "stability.guard.mini_batch.grad_norm": None,
+    "stability.rescoring.every": 0,
     "stability.trajectories.per_step": 0,
     "stability.cascade_attention": "default",
 }
@@ -122,6 +123,9 @@ def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
     stability, bypass = stability_config(config.stability), OmegaConf.select(config, BYPASS)
     if bypass and (stability.correction or stability.rules):
         raise ConfigError(f"{BYPASS}=true has nothing that stability.correction and the guard could act on in the lab")
+    names = regimes_named("+".join(config.lab.regimes) or "exact")
+    if modes := {REGIMES[name].trainer_mode for name in names} - {"sync"}:
+        (config.trainer.v1.trainer_mode,) = modes
     for setting, value in NOT_HERE.items():
         if (given := OmegaConf.select(config, setting)) != value:
             raise ConfigError(f"{setting}={given} is not in the lab", fix=(f"{setting}={_yaml(value)}",))
@@ -130,7 +134,7 @@ def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
     OmegaConf.update(config, BYPASS, bypass)
     apply_engine_settings(config, stability)
     node = OmegaConf.to_container(config.lab, resolve=True)
-    names = regimes_named("+".join(node.pop("regimes")) or "exact")
+    node.pop("regimes")
     settings = {name: node.pop(name) for name in REGIMES}
     regimes = {name: build(REGIMES[name], settings[name], f"lab.{name}") for name in names}
     lab = build(LabSettings, node, "lab")

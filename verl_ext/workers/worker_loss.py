@@ -180,8 +180,8 @@ def worker_loss(
     if gate is not None:
         gate.observe(l_theta, l_old, inputs.require("l_infer"), mask)
     for chosen in corrections:
-        read = {name: inputs.require(name) for name in chosen.method.reads}
-        found = change(chosen, LossBatch(l_theta, l_old, padded["advantages"], mask, **read), gives=("weight",))
+        seen = LossBatch(l_theta, l_old, padded["advantages"], mask, **inputs.read(chosen.method.reads))
+        found = change(chosen, seen, gives=("weight",))
         if found.weight is not None:
             data["rollout_is_weights"] = found.weight * data.get("rollout_is_weights", 1)
         shares = {f"actor/{chosen.name}/{metric}": value for metric, value in found.metrics.items()}
