@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from verl_ext.guard.alone import BY_LAG, MIXED, alone, is_mixed
+from verl_ext.guard.alone import BY_LAG, MIXED, alone, has_age
 from verl_ext.guard.boundary import FEWEST, HORIZON, Growth, estimate_growth
-from verl_ext.guard.collapse import READ, REWARD, STRETCH, find_collapse
+from verl_ext.guard.collapse import K3, READ, REWARD, STRETCH, find_collapse
 from verl_ext.guard.rules import spread
 from verl_ext.guard.state import Boundary, Decision, Event, GuardState
 
@@ -36,7 +36,7 @@ def foresee(
     if speaks([at for at, _ in state.growth_alone], step, boundary.window):
         growth, mixed = estimate_growth(state.growth_alone, boundary.value), False
     else:
-        mixed = is_mixed(signals)
+        mixed = has_age(boundary.signal, signals)
     if any(name.startswith(BY_LAG) for name in signals):
         metrics[MIXED] = float(mixed)
     if growth is not None:
@@ -49,7 +49,7 @@ def foresee(
     events = _jump(state, step, signals) if GAP in signals else ()
     if REWARD in signals:
         remember(state, step, signals)
-        events += _collapse(state, step, old_rollouts=is_mixed(signals))
+        events += _collapse(state, step, old_rollouts=has_age(K3, signals))
         metrics["guard/collapsed"] = float(state.collapsed)
     return metrics, Decision(events)
 
@@ -126,12 +126,10 @@ def _collapse(state: GuardState, step: int, old_rollouts: bool) -> tuple[Event, 
         state.collapsed, state.recovers_at = True, (found.best + found.now) / 2
         # The weights of these steps were measured, and nothing spoke against them yet.
         state.good = [saved for saved in state.good if saved < found.since]
-        about = (
-            " Rollouts are older than the policy: k3 has its own movement in it."
-            if old_rollouts and found.by_gap
-            else ""
-        )
-        return (Event(step, "collapse", REWARD, found.now, None, "warn", f"{found} {found.remedy}{about}"),)
+        reason = f"{found} {found.remedy}"
+        if found.by_gap and old_rollouts:
+            reason += " Rollouts are older than the policy: k3 has its own movement in it."
+        return (Event(step, "collapse", REWARD, found.now, None, "warn", reason),)
     level = sum(value for _, value in state.record[REWARD][-STRETCH:]) / STRETCH
     if level <= state.recovers_at:
         return ()

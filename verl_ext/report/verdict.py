@@ -193,10 +193,10 @@ def _surroundings(run: Run) -> Iterator[str]:
         often = "once" if len(warned) == 1 else f"{len(warned)} times"
         yield f"The guard warned or narrowed the band {often}, last in step {warned[-1]}."
     stale, gap, whole = staleness(run), gap_of(run), run.get(K3)
-    if gap is not None and gap.alone and whole is not None:
+    if gap is not None and gap.alone and whole is not None and (part := now_of(gap.series)) != now_of(whole):
         yield (
             f"Rollouts are {stale:.1f} versions behind: k3 is {now_of(whole):.2g} with the policy's own movement, "
-            f"{now_of(gap.series):.2g} without."
+            f"{part:.2g} without."
         )
     elif stale > STALE:
         yield f"Rollouts are {stale:.1f} versions behind: part of the gap is the policy's own movement."
