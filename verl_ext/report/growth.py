@@ -45,10 +45,13 @@ def gap_of(run: Run) -> Gap | None:
 
 
 def age_drives(run: Run) -> bool:
-    """Whether k3 is above all what the policy has moved since the rollouts, as far as the run tells."""
+    """Whether it is the rollouts' age that something has to be done about.
+
+    So it is where k3 is past the boundary and the engines' part is not; or rollouts are old and nothing tells that part.
+    """
     gap, whole = gap_of(run), run.get(K3)
     if gap is not None and gap.alone and whole is not None:
-        return now_of(gap.series) < now_of(whole) / 2
+        return now_of(gap.series) <= boundary_of(run) < now_of(whole)
     return staleness(run) > STALE
 
 
