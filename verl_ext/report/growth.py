@@ -47,7 +47,8 @@ def gap_of(run: Run) -> Gap | None:
 def age_drives(run: Run) -> bool:
     """Whether it is the rollouts' age that something has to be done about.
 
-    So it is where k3 is past the boundary and the engines' part is not; or rollouts are old and nothing tells that part.
+    So it is where k3 is past the boundary and the engines' part is not, or where rollouts are old and nothing tells
+    that part.
     """
     gap, whole = gap_of(run), run.get(K3)
     if gap is not None and gap.alone and whole is not None:
