@@ -103,13 +103,13 @@ def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train
         "trainer.v1.separate_async.num_warmup_batches=2",
         "actor_rollout_ref.actor.optim.lr=1e-4",  # so small that old rollouts stay near the policy
         "stability.filters={too_stale:{versions:1}}",
-        "stability.rescoring={every:1,trajectories:5,versions:2}",
+        "stability.rescoring={every:1,trajectories:32,versions:2}",
         steps=3,
     )
     assert run.code == 0, run.tail
     assert "PPOTrainerSeparateAsync._update_actor" in run.console
     assert re.search(
-        r"rescoring +│ 5 trajectories a step, 2 version\(s\) back +│ copies of the weights on 1", run.console
+        r"rescoring +│ 32 trajectories a step, 2 version\(s\) back +│ copies of the weights on 1", run.console
     )
     assert_near_the_policy(run)
     first, second, third = run.steps
@@ -121,11 +121,13 @@ def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train
     dropped = third["filter/too_stale/dropped_tokens"]
     assert 0 < by_lag.get("2", 0) <= dropped <= by_lag.get("2", 0) + by_lag.get("span", 0) + 1e-6
     for step in (second, third):
-        assert 1 <= step["vllm_kl/rescored"] <= 5 and step["timing_s/rescore"] > 0
-        # By the weights that sampled them, these trajectories are as near as all were in the first step.
-        assert step["vllm_kl/engine/k3"] < 5 * first["vllm_kl/k3"] < step["vllm_kl/k3"]
-        parts = step["vllm_kl/engine/k3"] + step["vllm_kl/stale/k3"]
-        assert parts == pytest.approx(step["vllm_kl/k3"], rel=0.9), "of five trajectories, and of all"
+        assert 1 <= step["vllm_kl/rescored"] <= 32 and step["timing_s/rescore"] > 0
+        # Near the weights that sampled them, as all were in the first step, and nearer than to the policy.
+        gap = "vllm_kl/log_ratio_abs_mean"
+        assert step["vllm_kl/engine/log_ratio_abs_mean"] < min(3 * first[gap], step[gap])
+        if "span" not in shares_by_lag(step):  # then all of them were rescored
+            parts = step["vllm_kl/engine/k3"] + step["vllm_kl/stale/k3"]
+            assert step["vllm_kl/rescored"] == 32 and parts == pytest.approx(step["vllm_kl/k3"], rel=1e-3)
         assert step["guard/growth_mixed"] == 1, "two readings of the engines alone are too few for a forecast"
 
 
