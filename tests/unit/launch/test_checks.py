@@ -223,7 +223,7 @@ ROUTING = ("stability=none", "stability.router_agreement=true", "actor_rollout_r
 
 def test_rescoring_where_verl_copies_weights(compose, models):
     separate = ("trainer.v1.trainer_mode=separate_async", "stability.rescoring.every=5")
-    check(compose, f"actor_rollout_ref.model.path={models}/moe", "stability.metrics=true", *separate)
+    check(compose, f"actor_rollout_ref.model.path={models}/moe", "actor_rollout_ref.rollout.name=vllm", *separate)
     config = compose(*separate)
     for setting, value, said in (
         ("algorithm.rollout_correction.bypass_mode", True, "verl copies no weights where algorithm.rollout_correction"),

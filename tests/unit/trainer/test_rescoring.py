@@ -4,7 +4,6 @@ import pytest
 import torch
 from transfer_queue import KVBatchMeta
 
-from tests.unit.trainer.test_trainers import nested
 from verl_ext.core.tokens import jagged
 from verl_ext.settings.rescoring import Rescoring
 from verl_ext.trainer import rescoring
@@ -71,9 +70,9 @@ def rescored(monkeypatch):
         store = {}
 
         def get_fields(batch, names):
-            mask = nested(*([1, 1] for _ in batch.keys))
             values = torch.tensor([float(store[key]) for key in batch.keys]).repeat_interleave(2)
-            return {"response_mask": mask, "log_probs": jagged(values, mask.offsets())}
+            offsets = torch.arange(0, len(values) + 1, 2)
+            return {"response_mask": jagged(torch.ones_like(values), offsets), "log_probs": jagged(values, offsets)}
 
         monkeypatch.setattr(rescoring, "get_fields", get_fields)
         monkeypatch.setattr(rescoring, "response_from_nested", lambda values, mask: values)
