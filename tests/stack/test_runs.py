@@ -74,16 +74,21 @@ def assert_the_report_shows(run):
     assert {file.stem for file in (out / "figures").iterdir()} > {"vllm_kl", "router_agreement", "step_time"}
 
 
-def assert_updates_near_the_policy(run):
-    """Every step updated, on rollouts of weights so near that the two engines mostly agree."""
+def assert_near_the_policy(run):
+    """Every rollout is of weights so near that the two engines mostly agree."""
     assert_documented(run)
     for step in run.steps:
         assert 0 < step["vllm_kl/k3"] < 0.01
         assert 0.9 < step["router/own_agreement"] < 1
-        assert step["actor/grad_norm"] > 0
 
 
-def test_separate_async_with_the_guard_and_routing(train):
+def shares_by_lag(step):
+    start = "vllm_kl/share/lag/"
+    return {name.removeprefix(start): value for name, value in step.items() if name.startswith(start)}
+
+
+def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train):
+    """Three batches are handed out before the first update: the third is two versions old when its turn comes."""
     run = train(
         "stability=icepop",
         ROUTING,
@@ -95,13 +100,35 @@ def test_separate_async_with_the_guard_and_routing(train):
         "actor_rollout_ref.rollout.checkpoint_engine.backend=file",
         "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_ext.upstream.file_weights",
         "ray_kwargs.ray_init.num_gpus=2",
-        # The second step's rollout is one update old: a small one keeps it near the policy.
-        "actor_rollout_ref.actor.optim.lr=1e-6",
-        steps=2,
+        "trainer.v1.separate_async.num_warmup_batches=2",
+        "actor_rollout_ref.actor.optim.lr=1e-4",  # so small that old rollouts stay near the policy
+        "stability.filters={too_stale:{versions:1}}",
+        "stability.rescoring={every:1,trajectories:32,versions:2}",
+        steps=3,
     )
     assert run.code == 0, run.tail
     assert "PPOTrainerSeparateAsync._update_actor" in run.console
-    assert_updates_near_the_policy(run)
+    assert re.search(
+        r"rescoring +│ 32 trajectories a step, 2 version\(s\) back +│ copies of the weights on 1", run.console
+    )
+    assert_near_the_policy(run)
+    first, second, third = run.steps
+    assert shares_by_lag(first) == {"0": 1} and "vllm_kl/rescored" not in first
+    assert first["vllm_kl/k3/lag/0"] == pytest.approx(first["vllm_kl/k3"])
+    for step in (first, second):
+        assert step["actor/grad_norm"] > 0 and step["filter/too_stale/dropped_tokens"] == 0
+    by_lag = shares_by_lag(third)
+    dropped = third["filter/too_stale/dropped_tokens"]
+    assert 0 < by_lag.get("2", 0) <= dropped <= by_lag.get("2", 0) + by_lag.get("span", 0) + 1e-6
+    for step in (second, third):
+        assert 1 <= step["vllm_kl/rescored"] <= 32 and step["timing_s/rescore"] > 0
+        # Near the weights that sampled them, as all were in the first step, and nearer than to the policy.
+        gap = "vllm_kl/log_ratio_abs_mean"
+        assert step["vllm_kl/engine/log_ratio_abs_mean"] < min(3 * first[gap], step[gap])
+        if "span" not in shares_by_lag(step):  # then all of them were rescored
+            parts = step["vllm_kl/engine/k3"] + step["vllm_kl/stale/k3"]
+            assert step["vllm_kl/rescored"] == 32 and parts == pytest.approx(step["vllm_kl/k3"], rel=1e-3)
+        assert step["guard/growth_mixed"] == 1, "two readings of the engines alone are too few for a forecast"
 
 
 def test_deepseeks_preset_in_colocate_async_with_padding_removal_and_kl_in_the_reward_too(train):
@@ -118,12 +145,16 @@ def test_deepseeks_preset_in_colocate_async_with_padding_removal_and_kl_in_the_r
     )
     assert run.code == 0, run.tail
     assert "PPOTrainerColocateAsync._update_actor" in run.console
-    assert_updates_near_the_policy(run)
+    assert_near_the_policy(run)
     assert "unbiased, over l_infer" in run.console
     for step in run.steps:
         assert step["actor/kl_loss"] >= 0
         assert step["router/agreement"] == 1 > step["router/own_agreement"]
+        assert step["actor/grad_norm"] > 0
         assert 0 <= step["actor/opsm/dropped"] <= 1
+        parts = [value for name, value in step.items() if name.startswith("actor/opsm/mismatch/lag/")]
+        assert sum(parts) == pytest.approx(step["actor/opsm/mismatch"])
+        assert sum(shares_by_lag(step).values()) == pytest.approx(1)
         assert "actor/reward_kl_penalty" in step
 
 

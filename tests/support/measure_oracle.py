@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from verl_ext.core.lag import Lag
 from verl_ext.core.tokens import Tokens
 
 # In these two together each correction acts, the same one with different settings in neither.
@@ -99,7 +100,13 @@ def records(batch, corrections):
     return found, of_sequences
 
 
-def oracle(batch, corrections, with_entropy, breakdown=True):
+def bucket_of_lag(newest, oldest):
+    if newest != oldest:
+        return "span"
+    return "8-" if newest > 7 else "4-7" if newest > 3 else str(newest)
+
+
+def oracle(batch, corrections, with_entropy, breakdown=True, lag=None):
     tokens, of_sequences = records(batch, corrections or {})
     if not tokens:
         return {}
@@ -152,15 +159,23 @@ def oracle(batch, corrections, with_entropy, breakdown=True):
             inside = [t for t in tokens if bisect.bisect_right(edges, t[axis]) == bucket]
             metrics[f"vllm_kl/share/{axis}/{names[bucket]}"] = len(inside) / len(tokens)
             metrics |= {f"{name}/{axis}/{names[bucket]}": mean(map(of, inside)) for name, of in measures.items()}
+    by_lag = {}
+    for t in tokens if lag else ():
+        by_lag.setdefault(bucket_of_lag(*lag[t["row"]]), []).append(t)
+    measures["vllm_kl/log_ratio_abs_mean"] = lambda t: abs(t["x"])
+    for bucket, inside in by_lag.items():
+        metrics[f"vllm_kl/share/lag/{bucket}"] = len(inside) / len(tokens)
+        metrics |= {f"{name}/lag/{bucket}": mean(map(of, inside)) for name, of in measures.items()}
     return metrics
 
 
-def pack(batch, with_entropy=True, dtype=torch.float32):
+def pack(batch, with_entropy=True, dtype=torch.float32, lag=None):
     tokens = [token for trajectory in batch for token in trajectory]
     infer, old, entropy = (torch.tensor([token[i] for token in tokens], dtype=dtype) for i in (0, 1, 3))
     mask = torch.tensor([m for _, _, m, _ in tokens], dtype=torch.bool)
     offsets = torch.tensor([0, *map(len, batch)]).cumsum(0)
-    return Tokens(infer, old, mask, offsets, entropy if with_entropy else None)
+    found = Lag(*torch.tensor(lag, dtype=torch.long).reshape(-1, 2).T) if lag is not None else None
+    return Tokens(infer, old, mask, offsets, entropy if with_entropy else None, lag=found)
 
 
 def random_batch(rows, longest, seed=0):

@@ -27,6 +27,7 @@ class Block:
         l_infer, l_old: [n], of the dtype that they came in.
         entropy: [n] float64, NaN as 0; None where it was not computed.
         agreement: [n] float64, NaN, an unknown routing, as 1; None where routing was not compared.
+        lag: [b] int64, each trajectory's bucket of `Lag`; None where no rollout is older than the policy.
     """
 
     span: slice
@@ -38,6 +39,7 @@ class Block:
     l_old: Tensor
     entropy: Tensor | None
     agreement: Tensor | None
+    lag: Tensor | None
 
     def put(self, values: Tensor, into: Tensor) -> None:
         """Write [n] values into [N], each where its token stands."""
@@ -49,6 +51,7 @@ class Block:
 
 def read_blocks(tokens: Tokens, size: int, scratch: Scratch) -> Iterator[Block]:
     """The blocks in which any token counts, of `size` tokens or one trajectory; each is good until the next one."""
+    lag = None if tokens.lag is None else tokens.lag.buckets()
     for span, rows in blocks(tokens.offsets, size):
         scratch.next_block()
         mask, l_infer, l_old = tokens.mask[span], tokens.l_infer[span], tokens.l_old[span]
@@ -71,6 +74,7 @@ def read_blocks(tokens: Tokens, size: int, scratch: Scratch) -> Iterator[Block]:
             l_old=_at(places, l_old),
             entropy=entropy,
             agreement=agreement,
+            lag=None if lag is None else lag[rows],
         )
 
 

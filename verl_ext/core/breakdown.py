@@ -1,9 +1,10 @@
-"""Where in a batch the mismatch sits: by probability, by entropy, by position in the response, by turn.
+"""Where in a batch the mismatch sits: by probability, by entropy, by position in the response, by turn, by
+the age of the weights that sampled it.
 
 Shape legend: p tokens of a block, n of these that count, C runs of tokens, S buckets of one axis, M measures.
 
 Probability and entropy change from token to token: their sums are products with indicators. Position and turn are
-constant over runs of tokens, whose sums serve both.
+constant over runs of tokens, whose sums serve both; age is constant over trajectories.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,15 @@ def bucket_sums(block: Block, p_infer: Tensor, measures: dict[str, Tensor], scra
     return {
         axis: BucketSums(sums[:, 0], dict(zip(measures, sums.T[1:], strict=True))) for axis, sums in sums_SM.items()
     }
+
+
+def lag_sums(block: Block, lag: Tensor, measures: dict[str, Tensor]) -> BucketSums:
+    """Sums of the `measures`, [n] each, of one block, by the trajectories' buckets, [b]."""
+    sums_bM = torch.stack(
+        [block.lengths.double(), *(segment_sums(m, block.lengths).double() for m in measures.values())], 1
+    )
+    sums = sums_bM.new_zeros(len(NAMES["lag"]), 1 + len(measures)).index_add_(0, lag, sums_bM)
+    return BucketSums(sums[:, 0], dict(zip(measures, sums.T[1:], strict=True)))
 
 
 def _indicate(inside_Sn: Tensor, values: Tensor, edges: Sequence[float]) -> Tensor:
@@ -93,11 +103,14 @@ class Runs:
 
 
 def bucket_metrics(sums: Mapping[str, BucketSums]) -> dict[str, Tensor]:
-    """`<measure>/<axis>/<bucket>` and `vllm_kl/share/<axis>/<bucket>`; an axis with one bucket in use is left out."""
+    """`<measure>/<axis>/<bucket>` and `vllm_kl/share/<axis>/<bucket>`.
+
+    An axis with one bucket in use is left out, but for the lag, of which the bucket tells something.
+    """
     metrics = {}
     for axis, by_bucket in sums.items():
         used = by_bucket.tokens.nonzero().flatten().tolist()
-        if len(used) < 2:
+        if len(used) < 2 and axis != "lag":
             continue
         for index in used:
             name, tokens = f"{axis}/{NAMES[axis][index]}", by_bucket.tokens[index]

@@ -4,6 +4,7 @@ PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.5, 0.9)  # of exp(l_infer); the last buck
 ENTROPY_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0)  # of the training policy, in nats
 POSITION_EDGES = (0, 256, 1024, 4096, 16384)  # of the response, tool output counted
 TURNS = 8  # the last bucket holds all later turns
+LAG_EDGES = (0, 1, 2, 3, 4, 8)  # of weight versions behind the policy; trajectories that span versions stand apart
 
 
 def bucket_names(edges: tuple[float, ...]) -> list[str]:
@@ -17,4 +18,5 @@ NAMES = {
     "entropy": bucket_names(ENTROPY_EDGES),
     "position": bucket_names(POSITION_EDGES),
     "turn": [f"{turn:02d}" for turn in range(TURNS - 1)] + [f"{TURNS - 1:02d}-"],
+    "lag": ["0", "1", "2", "3", "4-7", "8-", "span"],
 }

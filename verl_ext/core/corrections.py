@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 TOKEN_QUANTITIES = ("k", "p_infer", "p_old")
 SEQUENCE_QUANTITIES = ("log_rho", "log_g")
-IN_UPDATE = ("l_infer", "entropy", "router_agreement")  # of a LossBatch, besides what each has
+IN_UPDATE = ("l_infer", "entropy", "router_agreement", "lag")  # of a LossBatch, besides what each has
 CLAMP_P = 1e-6
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from verl_ext.core.lag import Lag
 from verl_ext.core.lazily import torch
 from verl_ext.core.tokens import Tokens
 from verl_ext.errors import ConfigError
@@ -26,6 +27,7 @@ PROVIDED_BY = {
     "agreement_N": "stability.router_agreement=true",
     "decode": "the tokenizer of actor_rollout_ref.model.path",
     "encode": "the tokenizer of actor_rollout_ref.model.path",
+    "lag": "an asynchronous trainer.v1.trainer_mode",
 }
 
 
@@ -70,6 +72,11 @@ class FilterBatch:
         if wrong:
             raise ValueError(f"a batch of {rows} trajectories and {tokens} tokens, but of other length: {wrong}")
 
+    @property
+    def lag(self) -> Lag | None:
+        """How much older than the policy the weights are that sampled each trajectory."""
+        return self.tokens.lag
+
     def require(self, name: str, needed_by: str) -> Any:
         """The optional field `name`; ConfigError, naming what provides it, where it is None."""
         value = getattr(self, name)
@@ -102,17 +109,24 @@ class BatchFilter(Method):
     Attributes:
         needs_agreement: whether it reads `agreement_N`.
         needs_l_old: whether it reads the tokens' l_old, which in bypass mode is not known before the update.
+        needs_lag: whether it reads `lag`.
     """
 
     needs_agreement: bool = False
     needs_l_old: bool = False
+    needs_lag: bool = False
 
 
 BATCH_FILTERS: Registry[BatchFilter] = Registry("batch filter")
 
 
 def register_batch_filter(
-    name: str, settings: type | None = None, *, needs_agreement: bool = False, needs_l_old: bool = False
+    name: str,
+    settings: type | None = None,
+    *,
+    needs_agreement: bool = False,
+    needs_l_old: bool = False,
+    needs_lag: bool = False,
 ) -> Callable[[FilterFunction], FilterFunction]:
     """Register a function of a FilterBatch and settings; see BatchFilter.
 
@@ -125,7 +139,8 @@ def register_batch_filter(
     """
 
     def register(function: FilterFunction) -> FilterFunction:
-        BATCH_FILTERS.add(BatchFilter(name, function, settings or settings_of(function), needs_agreement, needs_l_old))
+        given = settings or settings_of(function)
+        BATCH_FILTERS.add(BatchFilter(name, function, given, needs_agreement, needs_l_old, needs_lag))
         return function
 
     return register

@@ -12,7 +12,7 @@ Shape legend: N response tokens of all trajectories, B trajectories, S sessions,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -125,6 +125,26 @@ def off_policy_negative(batch: FilterBatch, *, delta: float) -> Tensor:
     gap = torch.where(batch.kept_N, tokens.l_infer.double() - tokens.l_old.double(), 0.0)
     near_B = tokens.row_sums(gap) <= delta * tokens.row_sums(batch.kept_N)  # false for NaN
     return near_B[tokens.row_of_token()] | ~(batch.advantages_N < 0)
+
+
+@dataclass(frozen=True)
+class TooStale:
+    """How many weight versions a trajectory's oldest token may be behind the policy; what is older is dropped."""
+
+    versions: int = field(metadata={"for example": 4})
+
+    def __post_init__(self) -> None:
+        require(self, "versions", self.versions >= 0, "must be at least 0")
+
+
+@register_batch_filter("too_stale", TooStale, needs_lag=True)
+def too_stale(batch: FilterBatch, *, versions: int) -> Tensor:
+    """Drop trajectories that weights more than `versions` versions behind the policy's began.
+
+    Of one that spans versions, the oldest counts. verl's `trainer.v1.sampler.max_off_policy_threshold` drops whole
+    prompts before the batch is made, by when they were handed out.
+    """
+    return (batch.require("lag", "too_stale").oldest <= versions)[batch.tokens.row_of_token()]
 
 
 @register_batch_filter("retokenization_drift")

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from verl_ext.core.buckets import NAMES
 from verl_ext.core.corrections import IcePop, icepop, register_correction
 from verl_ext.core.lazily import no_grad, torch
 from verl_ext.core.policy_loss import LossBatch, LossChange, register_loss
@@ -103,13 +104,14 @@ def opsm_mask(divergence: Tensor, advantages: Tensor, delta: float) -> Tensor:
     return ((advantages >= 0) | near[:, None]).float()
 
 
-@register_correction("opsm", Opsm, reads=("l_infer",), in_update=True)
-@register_loss("opsm", Opsm, reads=("l_infer",))
+@register_correction("opsm", Opsm, reads=("l_infer", "lag"), in_update=True)
+@register_loss("opsm", Opsm, reads=("l_infer", "lag"))
 def opsm(batch: LossBatch, *, delta: float) -> LossChange:
     """Weight 0 on the tokens of stale or mismatched sequences of negative advantage: `opsm_mask`.
 
     Metrics: dropped and sequences_dropped, shares of the tokens and of the sequences with a token; mismatch and
-    staleness, the two parts of the divergence, means over those sequences.
+    staleness, the two parts of the divergence, means over those sequences. Where rollouts can be older than the policy,
+    `mismatch` has in it what that moved since: sequences_dropped and mismatch come as what each lag brings to them too.
     """
     parts = sequence_divergence(batch.require("l_infer"), batch.l_old, batch.l_theta, batch.mask)
     keep = opsm_mask(parts.whole, batch.advantages, delta)
@@ -121,6 +123,12 @@ def opsm(batch: LossBatch, *, delta: float) -> LossChange:
         "mismatch": _mean(parts.mismatch, rows),
         "staleness": _mean(parts.staleness, rows),
     }
+    if batch.lag is not None:
+        for index, name in enumerate(NAMES["lag"]):
+            # Parts of a mean, not means: verl averages over micro-batches and ranks, all of which must have all names.
+            of_lag = rows & (batch.lag.amax(-1) == index)
+            metrics[f"mismatch/lag/{name}"] = _mean(torch.where(of_lag, parts.mismatch, 0.0), rows)
+            metrics[f"sequences_dropped/lag/{name}"] = _share(dropped.any(-1) & of_lag, rows)
     return LossChange(weight=keep, metrics=metrics)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from verl_ext.core.agreement import AgreementSums, Origin, agreement_metrics, agreement_sums
 from verl_ext.core.block import Block, read_blocks
-from verl_ext.core.breakdown import BucketSums, bucket_metrics, bucket_sums
+from verl_ext.core.breakdown import BucketSums, bucket_metrics, bucket_sums, lag_sums
 from verl_ext.core.mismatch import Mismatch, MismatchMaxima, MismatchSums, mismatch_metrics, mismatch_sums
 from verl_ext.core.scratch import Scratch
 from verl_ext.core.segments import EXACT
@@ -65,7 +65,8 @@ def measure(
 
     The metrics are in `verl_ext.metrics.ours`: GAP, CORRECTIONS and, with `tokens.agreement`, ROUTING, where NaN, an
     unknown routing, stands for 1. Means are over tokens with m = 1; what is a mean over none is left out, as are a
-    correlation with what does not vary and an axis with a single bucket in use.
+    correlation with what does not vary and an axis with a single bucket in use. With `tokens.lag`, they come by lag
+    too, whatever `breakdown` says: the guard goes by it.
     """
     weight, gathered = gather(tokens, corrections or {}, breakdown=breakdown, block=block)
     return put_together([gathered], corrections or {}, weight)
@@ -175,11 +176,15 @@ def _sums(
     of_agreement, buckets = None, {}
     if block.agreement is not None and origin is not None:
         of_agreement = agreement_sums(block.agreement, mismatch.log_k, origin)
-    if breakdown:
+    if breakdown or block.lag is not None:
         measures = {"vllm_kl/k1": -mismatch.log_k, "vllm_kl/k3": mismatch.k3}
         if weighed is not None:
             measures |= {"correction/dropped_low": weighed.low, "correction/dropped_high": weighed.high}
         if block.agreement is not None:
             measures["router/agreement"] = block.agreement
-        buckets = bucket_sums(block, mismatch.p_infer, measures, scratch)
+        if breakdown:
+            buckets = bucket_sums(block, mismatch.p_infer, measures, scratch)
+        if block.lag is not None:
+            measures["vllm_kl/log_ratio_abs_mean"] = mismatch.log_k.abs()
+            buckets["lag"] = lag_sums(block, block.lag, measures)
     return Sums(of_mismatch, correction_sums(block, weighed) if weighed else None, of_agreement, buckets), maxima

@@ -18,7 +18,7 @@ from verl_ext.methods import Chosen, Method, Registry, settings_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-READABLE = ("k", "l_infer", "entropy", "router_agreement", "router_deviation")
+READABLE = ("k", "l_infer", "entropy", "router_agreement", "router_deviation", "lag")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class LossBatch:
         entropy: of the training policy before the update, in nats.
         router_agreement: share of a token's experts that both engines chose, mean over layers.
         router_deviation: |log r_theta - log r_old| of the router, mean over experts and layers.
+        lag: int, the trajectory's bucket of `Lag`; None, though a method reads it, in synchronous training.
     """
 
     l_theta: Tensor
@@ -44,6 +45,7 @@ class LossBatch:
     entropy: Tensor | None = None
     router_agreement: Tensor | None = None
     router_deviation: Tensor | None = None
+    lag: Tensor | None = None
 
     def require(self, name: str) -> Tensor:
         """The optional tensor `name`; ValueError where the registration does not name it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from verl_ext.core.lag import Lag
 from verl_ext.core.lazily import torch
 from verl_ext.core.segments import segment_sums
 
@@ -36,6 +37,7 @@ class Tokens:
         entropy: [N] entropy of the training policy in nats, or None where it was not computed.
         agreement: [N] float, share of a token's experts that both engines chose, mean over layers: 1 where all are the
             same, and where the rollout's routing is unknown. None where routing was not compared.
+        lag: of the trajectories; None where no rollout is older than the policy, as in synchronous training.
     """
 
     l_infer: Tensor
@@ -44,6 +46,7 @@ class Tokens:
     offsets: Tensor
     entropy: Tensor | None = None
     agreement: Tensor | None = None
+    lag: Lag | None = None
 
     def __post_init__(self) -> None:
         shapes = {name: tuple(value.shape) for name, value in self.per_token().items()}
@@ -72,7 +75,7 @@ class Tokens:
 
     def per_token(self) -> dict[str, Tensor]:
         """The [N] tensors by name."""
-        named = {name: value for name, value in vars(self).items() if name != "offsets"}
+        named = {name: value for name, value in vars(self).items() if name not in ("offsets", "lag")}
         return {name: value for name, value in named.items() if value is not None}
 
     def row_of_token(self) -> Tensor:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from verl_ext.errors import ConfigError
+from verl_ext.guard.alone import whose
 from verl_ext.guard.forecast import foresee, remember
 from verl_ext.guard.rules import REFUSING, Rule, RuleState, describe, next_bound, read
 from verl_ext.guard.state import Boundary, Decision, Event, read_state
@@ -168,7 +169,7 @@ class Guard:
             known = before.get(rule.name)
             state.rules[rule.name] = known if known and known.signal == rule.signal else RuleState(rule.signal)
         if state.growth_of != self.boundary.signal:
-            state.growth, state.growth_of = [], self.boundary.signal
+            state.growth, state.growth_alone, state.growth_of = [], [], self.boundary.signal
         self.state = state
 
     def _prove(self, step: int) -> None:
@@ -202,7 +203,8 @@ class Guard:
         again = rule.action in REFUSING  # told each time, because each is a decision about another batch
         if threshold is None or not (reading.began or (reading.fires and again)):
             return []
-        return [self._event(rule, value, threshold, *self._action(rule, describe(rule, value, threshold), early))]
+        reason = describe(rule, value, threshold, whose(rule.signal, signals))
+        return [self._event(rule, value, threshold, *self._action(rule, reason, early))]
 
     def _action(self, rule: Rule, reason: str, early: bool) -> tuple[str, str]:
         if rule.action != "rollback":

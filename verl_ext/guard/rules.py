@@ -108,14 +108,14 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     return middle, NORMAL_MAD * median(abs(value - middle) for value in values)
 
 
-def describe(rule: Rule, value: float, threshold: float) -> str:
-    """Why the rule fires, in one clause."""
+def describe(rule: Rule, value: float, threshold: float, about: str = "") -> str:
+    """Why the rule fires, in one clause; `about` is what else there is to say of the value."""
     verb = "passes" if rule.side == "above" else "is below"
     given = f" for {rule.patience} readings" if rule.patience > 1 else ""
     advice = f": {rule.advice}" if rule.advice else ""
     if rule.zscore_window is None:
-        return f"{rule.signal}={value:.3g} {verb} {rule.setting}={rule.bound:g}{given}{advice}"
+        return f"{rule.signal}={value:.3g}{about} {verb} {rule.setting}={rule.bound:g}{given}{advice}"
     return (
-        f"{rule.signal}={value:.3g} {verb} {threshold:.3g}{given}, {rule.setting}={rule.bound:g} robust standard "
-        f"deviations from its median{advice}"
+        f"{rule.signal}={value:.3g}{about} {verb} {threshold:.3g}{given}, {rule.setting}={rule.bound:g} robust "
+        f"standard deviations from its median{advice}"
     )

@@ -62,10 +62,12 @@ class GuardState:
         rollbacks, calm_from: how many so far; the first step at which another may follow.
         rules: name -> state.
         growth, growth_of: (step, delta), the window of the extrapolation, and the signal that delta is.
+        growth_alone: the same of the engines alone, where rollouts are older than the policy.
         dropped, mask_blind: (step, share) of tokens that the mask drops; whether it drops fewer while delta grows.
         record: name -> (step, value), in which a collapse of the reward is looked for.
         collapsed, recovers_at: whether there was one, and the level of the reward above which it is over.
-        gaps, jumped: the last readings of GAP, and whether it stands above a jump that has been told.
+        gaps, gaps_alone, jumped: the last readings of GAP, those of the engines alone, and whether it stands above a
+            jump that has been told.
         good: steps of checkpoints whose weights have been measured and found good, ascending.
         unproven: (step of a checkpoint, step at whose end the weights were its) until a later step has measured them.
         updated: whether an update of the last step was made.
@@ -79,12 +81,14 @@ class GuardState:
     rules: dict[str, RuleState] = field(default_factory=dict)
     growth: list[tuple[int, float]] = field(default_factory=list)
     growth_of: str = ""
+    growth_alone: list[tuple[int, float]] = field(default_factory=list)
     dropped: list[tuple[int, float]] = field(default_factory=list)
     mask_blind: bool = False
     record: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     collapsed: bool = False
     recovers_at: float = 0.0
     gaps: list[float] = field(default_factory=list)
+    gaps_alone: list[float] = field(default_factory=list)
     jumped: bool = False
     good: list[int] = field(default_factory=list)
     unproven: list[tuple[int, int]] = field(default_factory=list)
@@ -93,7 +97,8 @@ class GuardState:
 
     def forget(self, after: int) -> None:
         """What was measured of weights that were given up: all after this step."""
-        self.growth, self.dropped = _until(after, self.growth), _until(after, self.dropped)
+        for name in ("growth", "growth_alone", "dropped"):
+            setattr(self, name, _until(after, getattr(self, name)))
         self.record = {name: _until(after, readings) for name, readings in self.record.items()}
         self.mask_blind = self.collapsed = False
 
@@ -109,7 +114,7 @@ def read_state(saved: Mapping[str, Any]) -> GuardState:
         ValueError: it is no such state; names the entry.
     """
     state = read_saved(GuardState, saved, "the state")
-    series = {"growth": state.growth, "dropped": state.dropped}
+    series = {name: getattr(state, name) for name in ("growth", "growth_alone", "dropped")}
     for name, readings in (series | {f"record.{name}": each for name, each in state.record.items()}).items():
         if any(earlier >= later for (earlier, _), (later, _) in pairwise(readings)):
             raise ValueError(f"{name} does not ascend in its steps")

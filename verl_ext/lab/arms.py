@@ -52,6 +52,7 @@ NOT_HERE: dict[str, Any] = {
     "stability.guard.mini_batch.policy_kl": None,
     "stability.guard.mini_batch.vllm_kl": None,
     "stability.guard.mini_batch.grad_norm": None,
+    "stability.rescoring.every": 0,
     "stability.trajectories.per_step": 0,
     "stability.cascade_attention": "default",
 }
@@ -120,13 +121,16 @@ def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
     with open_dict(config):
         config.trainer.default_local_dir = str((folder or Path()) / "checkpoints")
     stability = stability_config(config.stability)
+    names = regimes_named("+".join(config.lab.regimes) or "exact")
+    if modes := {REGIMES[name].trainer_mode for name in names} - {"sync"}:
+        (config.trainer.v1.trainer_mode,) = modes
     for setting, value in NOT_HERE.items():
         if (given := OmegaConf.select(config, setting)) != value:
             raise ConfigError(f"{setting}={given} is not in the lab", fix=(f"{setting}={_yaml(value)}",))
     check_run(config, stability, read_model=False)
     apply_engine_settings(config, stability)
     node = OmegaConf.to_container(config.lab, resolve=True)
-    names = regimes_named("+".join(node.pop("regimes")) or "exact")
+    node.pop("regimes")
     settings = {name: node.pop(name) for name in REGIMES}
     regimes = {name: build(REGIMES[name], settings[name], f"lab.{name}") for name in names}
     lab = build(LabSettings, node, "lab")

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
+from verl_ext.core.lag import Lag
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.routing import agreement
 from verl_ext.core.tokens import Tokens, jagged
@@ -37,12 +38,14 @@ class Batch:
         sampled: what the rollout returned.
         rewards: [B].
         keys: verl's ids of trajectories, `{uid}_{session}_{index}`.
+        lag: how old the weights are that sampled them, where the rollout says so.
     """
 
     prompts: Tensor
     sampled: Sampled
     rewards: Tensor
     keys: Sequence[str]
+    lag: Lag | None = None
 
     @property
     def uids(self) -> list[str]:
@@ -93,6 +96,7 @@ def response_tokens(batch: Batch, scored: Scored, agreement_N: Tensor | None) ->
         offsets=batch.offsets,
         entropy=batch.packed(scored.entropy),
         agreement=agreement_N,
+        lag=batch.lag,
     )
 
 

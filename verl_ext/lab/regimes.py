@@ -41,9 +41,11 @@ class History:
 class Regime(ABC):
     """Attributes:
     stands_for: the real set-up.
+    trainer_mode: the one of verl's that it is about.
     """
 
     stands_for: ClassVar[str]
+    trainer_mode: ClassVar[str] = "sync"
 
     @property
     def reach(self) -> int:
@@ -102,6 +104,7 @@ class Stale(Regime):
     """
 
     stands_for: ClassVar[str] = "asynchronous RL: separate_async, partial rollouts, weights updated in flight"
+    trainer_mode: ClassVar[str] = "separate_async"
 
     lag: int = 32
     every: int = 1
@@ -118,7 +121,9 @@ class Stale(Regime):
 
     def apply(self, engine: Engine, history: History) -> Engine:
         behind = self.lag + history.updates % self.every
-        return replace(engine, parts=tuple(history.ago(behind + ago) for ago in range(self.span, -1, -1)))
+        parts = tuple(history.ago(behind + ago) for ago in range(self.span, -1, -1))
+        newest, oldest = (min(ago, history.updates) for ago in (behind, behind + self.span))
+        return replace(engine, parts=parts, lag=(newest, oldest))
 
 
 @register_regime("missed_sync")

@@ -21,6 +21,7 @@ class Engine:
         parts: the weights; of several, a response has its first share of tokens from the first, and so on, while the
             cache stays, as with weights that are updated in flight.
         dtype: of weights and arithmetic.
+        lag: versions behind the policy that it says of the newest and the oldest of them; None where it says nothing.
         temperature, top_k, top_p: of the distribution that is sampled from; no top_k is 0.
     """
 
@@ -29,6 +30,7 @@ class Engine:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    lag: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

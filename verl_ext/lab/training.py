@@ -18,8 +18,9 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 from verl_ext.core.filtering import FilterBatch
+from verl_ext.core.lag import Lag
 from verl_ext.core.routing import router_metrics
-from verl_ext.fields import AGREEMENT, REF_LOG_PROBS, WEIGHTS
+from verl_ext.fields import AGREEMENT, LAG, REF_LOG_PROBS, WEIGHTS
 from verl_ext.guard.state import Decision
 from verl_ext.lab.batch import Batch, LossFields, compare_routing, response_tokens
 from verl_ext.lab.learner import Learner
@@ -138,7 +139,8 @@ class Training:
         length = config.data.max_response_length
         sampled = sample(engine, self.setup.lab.model, prompts, length, self._samples)
         keys = [f"{number}-{row // n}_{row % n}_0" for row in range(len(prompts))]
-        return Batch(prompts, sampled, rewards(sampled.responses, answers), keys)
+        lag = Lag(*(torch.full((len(keys),), ago) for ago in engine.lag)) if engine.lag else None
+        return Batch(prompts, sampled, rewards(sampled.responses, answers), keys, lag)
 
     def _fields(
         self, batch: Batch, scored: Scored, judged: Judged, metrics: dict[str, float]
@@ -160,6 +162,8 @@ class Training:
             others[WEIGHTS] = batch.padded(weights)
         if judged.tokens.agreement is not None:
             others[AGREEMENT] = batch.padded(judged.tokens.agreement)
+        if batch.lag is not None:
+            others[LAG] = batch.lag.buckets().unsqueeze(1).expand_as(sampled.mask)
         if self.setup.config.actor_rollout_ref.actor.use_kl_loss:
             others[REF_LOG_PROBS] = self.learner.score_reference(batch)
         # In bypass mode the rollout's log-probs stand in the place of the training engine's.

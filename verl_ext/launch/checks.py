@@ -10,6 +10,7 @@ from verl_ext.errors import ConfigError
 from verl_ext.launch.bypass import bypasses, loss_has_ratio
 from verl_ext.launch.bypass_checks import check_bypass
 from verl_ext.launch.features import LOG_PROBS, MEASURE, features, loss_mode, loss_reads_k, uses, uses_unbiased_kl
+from verl_ext.launch.lag_checks import check_lag
 from verl_ext.launch.loss_checks import apply_loss, check_loss
 from verl_ext.launch.quantization_checks import apply_fake_quantization, check_fake_quantization
 from verl_ext.launch.routing_checks import apply_routing, check_routing
@@ -47,6 +48,7 @@ def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: boo
     check_bypass(config, stability)
     _check_kl(config, stability)
     _check_overlong(config)
+    check_lag(config, stability)
     check_routing(config, stability.router_agreement, read_model)
     _check_guard(config, stability)
     if stability.cascade_attention != "default":

@@ -24,6 +24,7 @@ MEASURE = "measure"  # the trainer compares the engines before each update
 WEIGHTS = "weights"  # of tokens travel to the workers
 IN_LOSS = "loss"  # the workers run our loss around verl's
 GUARD = "guard"
+VERSIONS = "versions"  # the workers keep weights of earlier steps
 ROUTERS = "routers"  # of the training engine are hooked
 
 IN_THE_STEP = "PPOTrainer._compute_advantage"
@@ -109,6 +110,9 @@ def _of_the_trainer(config: DictConfig, stability: StabilityConfig) -> Iterator[
         yield Feature("batch filter", str(one), MASKS, parts)
     if estimator := estimator_of(config):
         yield Feature("advantages", str(estimator), IN_THE_STEP)
+    if stability.rescoring.every:
+        where = "PPOTrainer._compute_old_log_prob"
+        yield Feature("rescoring", str(stability.rescoring), where, frozenset({MEASURE, VERSIONS}))
     if (dump := stability.trajectories).per_step:
         often = "a step" if dump.every == 1 else f"every {dump.every} steps"
         yield Feature("trajectories", f"{dump.per_step} {often}", "*.trajectories.jsonl", frozenset({MEASURE}))

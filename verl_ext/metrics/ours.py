@@ -9,15 +9,17 @@ LOSS = "nats a token"
 
 after = partial(Metric, when="after")
 divergence = partial(Metric, better="lower", scale="log")
+by_lag = rescored = partial(Metric, rare=True)  # a batch may have no trajectory of a lag; with stability.rescoring
 
 GAP = Section(
     "The gap between the engines",
     "With `stability.metrics=true`, or whatever reads them: a correction, a filter, a threshold, a rule, dumped "
     "trajectories. Over the response tokens that the model wrote (m = 1). In the asynchronous modes a rollout may be "
-    "older than the policy it trains; then all of them include what the policy moved in between. In bypass mode they "
-    "are of a step's first mini-batch, after batch filters, and come with the update. By bucket of an axis, such as "
-    "`/prob/0-0.01`, `/entropy/2-`, `/position/0-256`, `/turn/01`: with `stability.breakdown=true`, the default, "
-    "where more than one bucket of the axis is in use.",
+    "older than the policy it trains; then all of them include what the policy moved in between, and come by lag, the "
+    "number of weight versions: `/lag/0` is the engines' part, `/lag/span` of trajectories that several versions "
+    "sampled. In bypass mode they are of a step's first mini-batch, after batch filters, and come with the update. By "
+    "bucket of an axis, such as `/prob/0-0.01`, `/entropy/2-`, `/position/0-256`, `/turn/01`: with "
+    "`stability.breakdown=true`, the default, where more than one bucket of the axis is in use.",
     (
         Metric(
             "vllm_kl/k1",
@@ -64,6 +66,16 @@ GAP = Section(
         Metric(f"vllm_kl/share/{AXES}/*", "tokens in the bucket", "share"),
         Metric(f"vllm_kl/k1/{AXES}/*", "k1 of the bucket's tokens", LOSS),
         divergence(f"vllm_kl/k3/{AXES}/*", "k3 of the bucket's tokens", LOSS),
+        by_lag("vllm_kl/share/lag/*", "tokens whose trajectory was sampled so many versions ago", "share"),
+        by_lag("vllm_kl/k1/lag/*", "their k1", LOSS),
+        by_lag("vllm_kl/k3/lag/*", "their k3", LOSS, better="lower", scale="log"),
+        by_lag("vllm_kl/log_ratio_abs_mean/lag/*", "their |l_infer - l_old|", LOSS, better="lower", scale="log"),
+        rescored("vllm_kl/engine/k1", "mean of l_infer - l, of l under the weights that sampled a trajectory", LOSS),
+        rescored("vllm_kl/engine/k3", "k3 of these: the engines' part", LOSS, better="lower", scale="log"),
+        rescored("vllm_kl/engine/log_ratio_abs_mean", "their |l_infer - l|", LOSS, better="lower", scale="log"),
+        rescored("vllm_kl/stale/k1", "mean of l - l_old: what the policy has moved since", LOSS),
+        rescored("vllm_kl/stale/k3", "by how much that raises k3; it may lower it", LOSS),
+        rescored("vllm_kl/rescored", "trajectories of these five; engine and stale add up to their k1 and k3"),
     ),
     override="stability.metrics=true",
     of_gap=True,
@@ -85,6 +97,11 @@ CORRECTIONS = Section(
         ),
         Metric("correction/dropped_high", "the others", "share", worst="highest", label="ratio too high"),
         Metric(f"correction/{{dropped_low,dropped_high}}/{AXES}/*", "the same of the bucket's tokens", "share"),
+        by_lag(
+            "correction/{dropped_low,dropped_high}/lag/*",
+            "the same of the tokens sampled so many versions ago",
+            "share",
+        ),
         Metric("correction/sequences_dropped", "responses that kept no token", "share"),
         Metric("correction/weight_mean", "mean weight of a token"),
         Metric("correction/entropy_dropped", "mean entropy of the tokens dropped, where there are any", "nats"),
@@ -116,6 +133,7 @@ ROUTING = Section(
         ),
         Metric("router/agreement/layer_*", "the same in one layer", "share", "higher", worst="lowest"),
         Metric(f"router/agreement/{AXES}/*", "the same of the bucket's tokens", "share", "higher"),
+        by_lag("router/agreement/lag/*", "the same of the tokens sampled so many versions ago", "share", "higher"),
         Metric("router/exact_match", "tokens with T = I", "share", "higher"),
         Metric("router/exact_match/layer_*", "the same in one layer", "share", "higher"),
         Metric(
@@ -201,6 +219,11 @@ GUARD = Section(
             "higher",
         ),
         Metric(
+            "guard/growth_mixed",
+            "0 where that growth is of the engines alone (lag 0, or rescored), 1 where the rollouts' age is in it",
+            rare=True,
+        ),
+        Metric(
             "guard/mask_blind",
             "1 while k3 grows for certain and ever fewer tokens are dropped, where `icepop` is a correction",
             better="lower",
@@ -230,6 +253,9 @@ UPDATE = Section(
         after("actor/opsm/dropped", "tokens dropped", "share"),
         after("actor/opsm/sequences_dropped", "responses dropped", "share"),
         after("actor/opsm/mismatch", "l_infer - l_old over a response: between the engines (bypass: 0)", LOSS),
+        after(
+            "actor/opsm/{mismatch,sequences_dropped}/lag/*", "what responses sampled so many versions ago bring to it"
+        ),
         after("actor/opsm/staleness", "l_old - l_theta over a response: since the old policy (bypass: both)", LOSS),
         after("actor/llds/penalised", "tokens penalised", "share"),
         after("actor/llds/penalty", "mean of max(0, l_old - l_theta) over all tokens, 0 where it does not count", LOSS),

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl_ext.guard.collapse import GRADIENT, Collapse
-from verl_ext.report.growth import DROPPED, K3, blind_mask, now_of
+from verl_ext.report.growth import DROPPED, K3, age_drives, blind_mask, now_of
 from verl_ext.report.run import Run
 
 State = Literal["collapsed", "healthy", "drifting", "past the boundary", "not enough data"]
 
 LOW_AGREEMENT = 0.98
 ROUTED_GAP = 2.0  # times the gap of tokens with the same experts, where routing is what drives it
-STALE = 1.0  # versions that rollouts are behind, on average
 DEFAULT_RATE = 1e-6  # of verl's actor
 
 
@@ -34,7 +33,7 @@ LOST_WEIGHTS = "these weights will not recover by themselves"
 
 def advice(run: Run, state: State, *, of_gap: bool, reward_fell: bool) -> Iterator[Override]:
     """What to try next; `of_gap` where it is the gap of the engines that something has to be done about."""
-    if state != "healthy" and staleness(run) > STALE:
+    if state != "healthy" and age_drives(run):
         yield SYNC
     yield from measuring(run)
     if state == "healthy":
@@ -57,7 +56,7 @@ def revival(run: Run, collapse: Collapse) -> Iterator[Override]:
         yield rate
     yield from measuring(run)
     if collapse.by_gap:
-        if staleness(run) > STALE:
+        if age_drives(run):
             yield SYNC
         yield from _closing(run, tighten=False)
         yield rate
@@ -73,7 +72,7 @@ def _closing(run: Run, *, tighten: bool) -> Iterator[Override]:
     tokens little. Where routers disagree by themselves, it is replay that helps, and weights go with it better than
     masks do (docs/lab.md).
     """
-    if staleness(run) > STALE:
+    if age_drives(run):
         yield Override(
             "stability=opsm", "drops responses that are old and bad, what helps most where rollouts are behind"
         )
@@ -124,8 +123,3 @@ def _routing_drives(run: Run) -> bool:
     if agreement is not None and now_of(agreement) < LOW_AGREEMENT:
         return True
     return differs is not None and equal is not None and now_of(differs) > ROUTED_GAP * now_of(equal)
-
-
-def staleness(run: Run) -> float:
-    series = run.get("training/off_policy/trajectory_staleness/mean")
-    return 0.0 if series is None else now_of(series)

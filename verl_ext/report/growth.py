@@ -1,15 +1,65 @@
 """Where the gap between the engines is going: the guard's forecast, on the last readings of a run."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
+from verl_ext.guard.alone import names_alone
 from verl_ext.guard.boundary import HORIZON, Growth, estimate_growth
+from verl_ext.guard.forecast import speaks
 from verl_ext.guard.state import Boundary
 from verl_ext.report.run import Run, Series
 
 K3, DROPPED = "vllm_kl/k3", "correction/dropped"
 LAST = 5  # readings whose median is "now"
+STALE = 1.0  # versions that rollouts are behind, on average
+
+
+@dataclass(frozen=True)
+class Gap:
+    """k3 as a verdict on the engines reads it.
+
+    Attributes:
+        name: what it is called.
+        alone: whether it is of the engines alone, where rollouts are older than the policy.
+    """
+
+    series: Series
+    name: str = "k3"
+    alone: bool = False
+
+
+def gap_of(run: Run) -> Gap | None:
+    """k3 of trajectories of lag 0, and of rescored ones, where it was lately seen often enough; else k3 as it is."""
+    whole = run.get(K3)
+    alone: dict[int, float] = {}
+    for name in reversed(names_alone(K3)):
+        if (series := run.get(name)) is not None:
+            alone |= dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+    steps = sorted(alone)
+    if speaks(steps, int(run.steps[-1]), Boundary.window):
+        series = Series(np.array(steps), np.array([alone[step] for step in steps]))
+        return Gap(series, "k3 of the engines alone", alone=True)
+    return None if whole is None else Gap(whole)
+
+
+def age_drives(run: Run) -> bool:
+    """Whether it is the rollouts' age that something has to be done about.
+
+    So it is where k3 is past the boundary and the engines' part is not, or where rollouts are old and nothing tells
+    that part.
+    """
+    gap, whole = gap_of(run), run.get(K3)
+    if gap is not None and gap.alone and whole is not None:
+        return now_of(gap.series) <= boundary_of(run) < now_of(whole)
+    return staleness(run) > STALE
+
+
+def staleness(run: Run) -> float:
+    """Versions that rollouts are behind, on average."""
+    series = run.get("training/off_policy/trajectory_staleness/mean")
+    return 0.0 if series is None else now_of(series)
 
 
 def now_of(series: Series) -> float:
@@ -17,8 +67,9 @@ def now_of(series: Series) -> float:
 
 
 def growth_of(run: Run) -> tuple[Series, Growth] | None:
-    """The last readings of k3 and the line through their logarithms; None for too few."""
-    return _growth(run.get(K3), boundary_of(run))
+    """The last readings of k3, as of `gap_of`, and the line through their logarithms; None for too few."""
+    gap = gap_of(run)
+    return None if gap is None else _growth(gap.series, boundary_of(run))
 
 
 def _growth(series: Series | None, boundary: float) -> tuple[Series, Growth] | None:
@@ -33,7 +84,7 @@ def _growth(series: Series | None, boundary: float) -> tuple[Series, Growth] | N
 def blind_mask(run: Run) -> tuple[Growth, Growth] | None:
     """How the share of dropped tokens and k3 move, where the guard has found IcePop's mask blind (`guard.forecast`)."""
     found = run.get("guard/mask_blind")
-    share, gap = _growth(run.get(DROPPED), 1.0), growth_of(run)
+    share, gap = _growth(run.get(DROPPED), 1.0), _growth(run.get(K3), boundary_of(run))  # a mask sees all of k3
     if found is None or not found.values[-1] or share is None or gap is None:
         return None
     return share[1], gap[1]
@@ -57,7 +108,8 @@ def growth_sentence(run: Run) -> str:
     span = f"over the last {len(window.steps)} readings"
     if growth.low <= 0 <= growth.high:
         return f"No certain growth {span}: {percent:+.1f} % a step, and the interval holds 0."
-    text = f"k3 changes by {percent:+.1f} % a step ({low:+.1f} to {high:+.1f}) {span}"
+    gap = gap_of(run)
+    text = f"{gap.name if gap else 'k3'} changes by {percent:+.1f} % a step ({low:+.1f} to {high:+.1f}) {span}"
     if growth.low > 0 and growth.steps == 0:
         return f"{text}, and is past {boundary_of(run):g}."
     if growth.low > 0 and growth.steps < HORIZON:

@@ -20,10 +20,22 @@ import numpy as np
 from verl_ext.guard.boundary import FEWEST, HORIZON
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.metrics import is_of_the_gap
-from verl_ext.report.advice import STALE, Override, State, advice, measuring, revival, staleness
-from verl_ext.report.growth import K3, LAST, blind_mask, boundary_of, growth_of, now_of
+from verl_ext.report.advice import Override, State, advice, measuring, revival
+from verl_ext.report.growth import (
+    K3,
+    LAST,
+    STALE,
+    Gap,
+    age_drives,
+    blind_mask,
+    boundary_of,
+    gap_of,
+    growth_of,
+    now_of,
+    staleness,
+)
 from verl_ext.report.reward import STRETCHES, broken_reward, collapse_of
-from verl_ext.report.run import Run, Series
+from verl_ext.report.run import Run
 
 WINDOW = 10  # steps of which most were skipped, for a run that no longer learns
 RISE = 25.0  # times the k3 of the run's best stretch: 5 times the mean gap of a token, which the guard calls a jump
@@ -43,7 +55,7 @@ class Verdict:
 
 def judge(run: Run) -> Verdict:
     """The verdict on a run as far as it has come."""
-    k3 = run.get(K3)
+    k3 = gap_of(run)
     past, gap, acts = list(_past(run)), list(_gap_moves(run)), list(_acts(run))
     around = tuple(_surroundings(run))
     if collapse := collapse_of(run):
@@ -53,11 +65,13 @@ def judge(run: Run) -> Verdict:
     if past:
         state: State = "past the boundary"
         sentence = "The engines have come apart so far that updates no longer follow the rollouts."
+        if k3 is not None and k3.alone and age_drives(run):
+            sentence = "The rollouts are so much older than the policy that updates no longer follow them."
     elif gap or fell or acts:
         state, sentence = "drifting", "Something moves that should stand still: act before it costs the run."
         if any(event.action == "stop" for event in _acted(run)):
             sentence = "The guard stopped the run: see why before you start it again."
-    elif k3 is None or len(k3.steps) < FEWEST:
+    elif k3 is None or len(k3.series.steps) < FEWEST:
         return Verdict("not enough data", _too_little(k3), around, tuple(measuring(run)))
     else:
         state = "healthy"
@@ -68,17 +82,21 @@ def judge(run: Run) -> Verdict:
     return Verdict(state, sentence, evidence, tuple(advice(run, state, of_gap=of_gap, reward_fell=fell is not None)))
 
 
-def _too_little(k3: Series | None) -> str:
+def _too_little(k3: Gap | None) -> str:
     if k3 is None:
         return "Nothing compares the rollout's log-probabilities with the training engine's."
-    count = len(k3.steps)
+    count = len(k3.series.steps)
     return f"The gap was measured in {count} step{'s' * (count != 1)}; {FEWEST} are needed to see where it goes."
 
 
 def _past(run: Run) -> Iterator[str]:
     boundary = boundary_of(run)
-    if (k3 := run.get(K3)) is not None and (now := now_of(k3)) > boundary:
-        yield f"k3 is {now:.3g}, past the boundary of {boundary:g} (median of the last {min(LAST, len(k3.steps))})."
+    gap, k3 = gap_of(run), run.get(K3)
+    if gap is not None and (now := now_of(gap.series)) > boundary:
+        count = min(LAST, len(gap.series.steps))
+        yield f"{gap.name} is {now:.3g}, past the boundary of {boundary:g} (median of the last {count})."
+    elif k3 is not None and (now := now_of(k3)) > boundary:
+        yield f"k3 is {now:.3g}, past the boundary of {boundary:g}; what the policy moved since the rollouts is in it."
     if (mean := run.get("vllm_kl/prob_diff_mean")) is not None and (now := now_of(mean)) > FAILING_DIFFERENCE:
         yield (f"Probabilities differ by {now:.3g} on average; past {FAILING_DIFFERENCE:g}, training was seen to fail.")
     logged = run.logged(K3)
@@ -96,14 +114,14 @@ def _gap_moves(run: Run) -> Iterator[str]:
     if found and (growth := found[1]).low > 0 and 0 < growth.steps < HORIZON:
         percent = 100 * np.expm1([growth.low, growth.high])
         yield (
-            f"k3 grows by {percent[0]:.1f} to {percent[1]:.1f} % a step; at this pace it passes {boundary_of(run):g} "
-            f"in about {growth.steps:.0f} steps."
+            f"{_name(run)} grows by {percent[0]:.1f} to {percent[1]:.1f} % a step; at this pace it passes "
+            f"{boundary_of(run):g} in about {growth.steps:.0f} steps."
         )
     if rise := _rise(run):
         best, now = rise
         yield (
-            f"k3 is {now / best:.0f} times what it was in the run's best stretch ({best:.2g} to {now:.2g}) and stays "
-            "there: did weight syncs fail, or a setting change?"
+            f"{_name(run)} is {now / best:.0f} times what it was in the run's best stretch ({best:.2g} to {now:.2g}) "
+            "and stays there: did weight syncs fail, or a setting change?"
         )
     if (dropped := run.get("correction/dropped")) is not None and (now := now_of(dropped)) > TOO_MANY_DROPPED:
         yield f"The correction drops {100 * now:.1f} % of the tokens; IcePop's authors saw 0.1 to 0.2 %."
@@ -126,11 +144,17 @@ def _acted(run: Run) -> list[Event]:
     return [e for e in run.events if e.action in ("rollback", "stop") and e.step > run.steps[-1] - WINDOW]
 
 
+def _name(run: Run) -> str:
+    gap = gap_of(run)
+    return gap.name if gap else "k3"
+
+
 def _rise(run: Run) -> tuple[float, float] | None:
     """k3 in the run's best stretch and now, where it has risen far."""
-    k3 = run.get(K3)
-    if k3 is None or len(k3.steps) < 2 * FEWEST:
+    gap = gap_of(run)
+    if gap is None or len(gap.series.steps) < 2 * FEWEST:
         return None
+    k3 = gap.series
     best = min(float(np.median(part)) for part in np.array_split(k3.values, STRETCHES))
     now = now_of(k3)
     return (best, now) if best > 0 and now > max(RISE * best, HARMLESS * boundary_of(run)) else None
@@ -138,16 +162,17 @@ def _rise(run: Run) -> tuple[float, float] | None:
 
 def _level(run: Run) -> Iterator[str]:
     """Where the gap stands, whatever the state."""
-    if (k3 := run.get(K3)) is not None and (now := now_of(k3)) <= (boundary := boundary_of(run)):
+    gap = gap_of(run)
+    if gap is not None and (now := now_of(k3 := gap.series)) <= (boundary := boundary_of(run)):
         text = f"{now:.2g}, {_far_below(now, boundary)} the boundary of {boundary:g}"
         found = growth_of(run)
         steady = found is not None and not (found[1].low > 0 and found[1].steps < HORIZON)
-        if (logged := run.logged(K3)) is not None and logged.steps[-1] > k3.steps[-1]:
+        if not gap.alone and (logged := run.logged(K3)) is not None and logged.steps[-1] > k3.steps[-1]:
             yield f"k3 was {text}, when it was last a number, in step {k3.steps[-1]}."
         else:
-            yield f"k3 is {text}" + (", and shows no growth that would reach it." if steady else ".")
+            yield f"{gap.name} is {text}" + (", and shows no growth that would reach it." if steady else ".")
         if (since := int(run.steps[-1] - k3.steps[-1])) > Boundary.window:
-            yield f"k3 was last measured {since} steps ago: all of this is about the time before."
+            yield f"{gap.name} was last measured {since} steps ago: all of this is about the time before."
 
 
 def _far_below(now: float, boundary: float) -> str:
@@ -167,7 +192,13 @@ def _surroundings(run: Run) -> Iterator[str]:
     if warned := [event.step for event in run.events if event.action in ("warn", "tighten")]:
         often = "once" if len(warned) == 1 else f"{len(warned)} times"
         yield f"The guard warned or narrowed the band {often}, last in step {warned[-1]}."
-    if (stale := staleness(run)) > STALE:
+    stale, gap, whole = staleness(run), gap_of(run), run.get(K3)
+    if gap is not None and gap.alone and whole is not None and (part := now_of(gap.series)) != now_of(whole):
+        yield (
+            f"Rollouts are {stale:.1f} versions behind: k3 is {now_of(whole):.2g} with the policy's own movement, "
+            f"{part:.2g} without."
+        )
+    elif stale > STALE:
         yield f"Rollouts are {stale:.1f} versions behind: part of the gap is the policy's own movement."
     if (norm := run.metrics.get("actor/grad_norm")) is not None and (bad := int((~np.isfinite(norm.values)).sum())):
         yield f"The gradient norm was not a number in {bad} step{'s' * (bad != 1)}."

@@ -10,6 +10,7 @@ from verl_ext.guard.rules import Rule
 from verl_ext.methods import Chosen, require_one_of
 from verl_ext.settings.fake_quantization import FakeQuantization
 from verl_ext.settings.guard import BatchSkip, GuardSettings
+from verl_ext.settings.rescoring import Rescoring
 from verl_ext.settings.trajectories import TrajectoryDump
 
 AGREEMENT = "stability.router_agreement=true"
@@ -34,6 +35,7 @@ class Switches:
         kl_denominator: what actor.kl_loss_type=unbiased takes the tokens to be sampled from: `infer`, the rollout
             engine (the paper's), or `old`, the training engine before the update.
         router_agreement: compare the experts that training and rollout chose.
+        rescoring: score a few trajectories again with the weights that sampled them (`separate_async`).
         trajectories: write a few trajectories a step, token by token, for the report.
         cascade_attention: vLLM's cascade attention; `default` leaves the engine's own choice.
         fake_quantization: round the rollout's weights as a quantised rollout has them: an experiment's switch.
@@ -47,6 +49,7 @@ class Switches:
     guard: GuardSettings = field(default_factory=GuardSettings)
     kl_denominator: str = "infer"
     router_agreement: bool = False
+    rescoring: Rescoring = field(default_factory=Rescoring)
     trajectories: TrajectoryDump = field(default_factory=TrajectoryDump)
     cascade_attention: str = "default"
     fake_quantization: FakeQuantization = field(default_factory=FakeQuantization)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from verl_ext.launch.bypass import bypasses
-from verl_ext.launch.features import IN_LOSS, MEASURE, ROUTERS, Feature, features, loss_reads_k, uses
+from verl_ext.launch.features import IN_LOSS, MEASURE, ROUTERS, VERSIONS, Feature, features, loss_reads_k, uses
+from verl_ext.launch.lag_checks import is_asynchronous
 from verl_ext.launch.routing_checks import compares_routing, replayed_field
 from verl_ext.settings.config import StabilityConfig
 
@@ -17,10 +18,12 @@ class Active:
     Attributes:
         config, stability: the run's config, and its `stability` node parsed.
         features: all that is on.
+        asynchronous: a rollout may be older than the policy.
         compares_engines: every batch is measured: the rollout's log-probabilities beside the training engine's.
         measures_in_update: in its update, by the workers: in bypass mode there is no compute_log_prob.
         loss_reads_k: the policy loss takes the ratio k in the place of weights, as icepop does.
         filters: tokens are taken out of the loss's mask, by filters or by denominator=kept.
+        rescores: the workers keep weights of earlier steps, and score with them.
         our_loss: the workers run our loss around verl's.
         sees_routing: the workers hook their routers.
         compares_routing: the experts of both engines are compared.
@@ -30,10 +33,12 @@ class Active:
     config: DictConfig
     stability: StabilityConfig
     features: tuple[Feature, ...]
+    asynchronous: bool
     compares_engines: bool
     measures_in_update: bool
     loss_reads_k: bool
     filters: bool
+    rescores: bool
     our_loss: bool
     sees_routing: bool
     compares_routing: bool
@@ -46,10 +51,12 @@ def read_active(config: DictConfig, stability: StabilityConfig) -> Active:
         config,
         stability,
         asked,
+        asynchronous=is_asynchronous(config),
         compares_engines=uses(asked, MEASURE),
         measures_in_update=bypasses(config) and uses(asked, MEASURE),
         loss_reads_k=loss_reads_k(config),
         filters=bool(stability.filters) or stability.denominator == "kept",
+        rescores=uses(asked, VERSIONS),
         our_loss=uses(asked, IN_LOSS),
         sees_routing=uses(asked, ROUTERS),
         compares_routing=compares_routing(config, stability),

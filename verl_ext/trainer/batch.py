@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl_ext.core.lag import Lag
 from verl_ext.core.mismatch import count_non_finite
 from verl_ext.core.tokens import Tokens
 from verl_ext.errors import BatchError
@@ -18,7 +19,20 @@ from verl_ext.fields import AGREEMENT, ENTROPY, OLD_LOG_PROBS, RESPONSE_MASK, RE
 FIELDS = (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, RESPONSE_MASK, ENTROPY, AGREEMENT)
 
 
-def response_tokens(data: TensorDict) -> Tokens:
+def lag_of(tags: Sequence[Mapping[str, Any]], step: int) -> Lag:
+    """How old the weights of each trajectory are in this step, by the tags that verl's agent loop gives it.
+
+    A version is the step after which it was synchronised; l_old is of the one before this step, also where a step has
+    several local updates (`separate_async`).
+    """
+    newest, oldest = (
+        torch.tensor([step - 1 - tag[f"{end}_global_steps"] for tag in tags], dtype=torch.long)
+        for end in ("max", "min")
+    )
+    return Lag(newest, oldest)
+
+
+def response_tokens(data: TensorDict, lag: Lag | None = None) -> Tokens:
     """From verl's nested tensors, the FIELDS of `data`; entropy and router_agreement are optional.
 
     Raises:
@@ -42,6 +56,7 @@ def response_tokens(data: TensorDict) -> Tokens:
         offsets=data[RESPONSE_MASK].offsets(),
         entropy=packed.get(ENTROPY),
         agreement=packed.get(AGREEMENT),
+        lag=lag,
     )
 
 

@@ -6,23 +6,26 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from torch import Tensor
 from transfer_queue import KVBatchMeta
 
+from verl_ext.core.rescored import split_gap
 from verl_ext.core.routing import router_metrics
 from verl_ext.core.tokens import jagged
 from verl_ext.errors import HookError
-from verl_ext.fields import FILTER_SCALE, FIRST_PASS, LOSS_MASK, RESPONSE_MASK, REWARDS, ROUTER_SUMS, WEIGHTS
+from verl_ext.fields import FILTER_SCALE, FIRST_PASS, LAG, LOSS_MASK, RESPONSE_MASK, REWARDS, ROUTER_SUMS, WEIGHTS
 from verl_ext.guard.state import Decision
 from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer import resuming
 from verl_ext.trainer.active import Active, read_active
-from verl_ext.trainer.batch import FIELDS, mean_score, response_tokens
+from verl_ext.trainer.batch import FIELDS, lag_of, mean_score, response_tokens
 from verl_ext.trainer.captured import CapturedRouting, Counts, sampled_counts
 from verl_ext.trainer.dump import Dump
 from verl_ext.trainer.filtering import FILTER_FIELDS, filter_batch
 from verl_ext.trainer.guarding import GuardActions, build_guard
 from verl_ext.trainer.logs import EventLog, events_path, keep_metrics, trajectories_path
 from verl_ext.trainer.measured_late import take_measured
+from verl_ext.trainer.rescoring import rescore
 from verl_ext.trainer.step import (
     Judged,
     Outcome,
@@ -65,6 +68,7 @@ class StabilityRun:
         self._narrowed = False  # the band, for the update at hand
         self._judges_late = False  # the batch at hand is still to be judged, with its update
         self._captured = CapturedRouting()
+        self._rescored: dict[str, Tensor] = {}  # key -> l of the response under the weights that sampled it
 
     def use(self, config: DictConfig, stability: StabilityConfig) -> None:
         """Take these settings from the next batch on. The guard and the files stay those of the run."""
@@ -142,6 +146,14 @@ class StabilityRun:
         metrics.update(found)
         self.actions.carry_out(self._captured.judge(counts, self.active.config, self.guard.step))
 
+    def rescore(self, batch: KVBatchMeta, workers: Any) -> None:
+        """See `rescoring.rescore`; `judge` makes metrics of it."""
+        rollout = self.active.config.actor_rollout_ref.rollout
+        ranks = max(workers._dispatch_info["actor"]) + 1  # as verl's _balance_batch reads it, which ran before
+        multiple = ranks * (rollout.log_prob_micro_batch_size_per_gpu or 1)
+        settings = self.active.stability.rescoring
+        self._rescored = rescore(batch, self.guard.step, settings, workers, multiple, rollout.temperature)
+
     def judge(self, batch: KVBatchMeta, metrics: dict[str, float]) -> Judged | None:
         """Measure and judge a batch, and put its weights into it; None where nothing asks for that.
 
@@ -153,15 +165,25 @@ class StabilityRun:
             return None
         data = get_fields(batch, (*FIELDS, REWARDS))
         metrics["critic/score/mean"] = mean_score(data, batch.tags)  # verl logs it after the update
+        lag = lag_of(batch.tags, self.guard.step) if self.active.asynchronous else None
+        tokens = response_tokens(data, lag)
+        if self._rescored:
+            rows = [batch.keys.index(key) for key in self._rescored]
+            metrics.update(split_gap(tokens, rows, list(self._rescored.values())))
+            self._rescored = {}
         first = judge_before if self.active.measures_in_update else judge
-        judged = first(response_tokens(data), metrics, self.active.stability, self.guard, self.actions.due)
+        judged = first(tokens, metrics, self.active.stability, self.guard, self.actions.due)
         metrics.update(judged.metrics)
         self.actions.carry_out(judged.decision)
         weights = None if self.active.measures_in_update else loss_weights(judged, self.active.loss_reads_k)
-        if weights is not None:
-            # verl's own put, at the end of its _compute_advantage, returns the meta that names this field too; workers
-            # are sent the fields that the meta names.
-            put_fields(batch, {WEIGHTS: jagged(weights, judged.tokens.offsets)})
+        fields = {WEIGHTS: weights}
+        if lag is not None and self.active.our_loss:
+            fields[LAG] = lag.buckets()[judged.tokens.row_of_token()]
+        given = {name: jagged(values, judged.tokens.offsets) for name, values in fields.items() if values is not None}
+        if given:
+            # verl's own put, at the end of its _compute_advantage, returns the meta that names these too; workers are
+            # sent the fields that the meta names.
+            put_fields(batch, given)
         return judged
 
     def filter(

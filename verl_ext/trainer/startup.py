@@ -50,6 +50,10 @@ def verify(active: Active, trainer_class: type, engines: Engines) -> list[Featur
     found = [replace(feature, where=feature.where.replace("PPOTrainer", verls)) for feature in active.features]
     if active.our_loss:
         found = _in_the_loss(found, active, engines)
+    if active.rescores:
+        found = _placed(
+            found, {"rescoring": f"copies of the weights on {len(engines.workers.kept_versions())} rank(s)"}
+        )
     if active.sees_routing:
         where = _hooked_routers(engines)
         at_routers = {feature.name for feature in found if feature.where == AT_ROUTERS} - TOLD.keys()

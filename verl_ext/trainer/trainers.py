@@ -11,6 +11,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.debug import marked_timer
 
 from verl_ext.settings.stability import stability_config
 from verl_ext.trainer import advantages, startup
@@ -69,6 +70,9 @@ class StabilityMixin(VerlTrainer):
         return batch
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        if self.stability_run.active.rescores and self.local_trigger_step == 0:
+            with marked_timer("rescore", self.timing_raw):
+                self.stability_run.rescore(batch, self.actor_rollout_wg)
         batch = super()._compute_old_log_prob(batch, metrics)
         self.stability_run.compare_routing(batch, metrics)
         return batch
@@ -133,7 +137,7 @@ def replace_workers(role_worker_mapping: dict[Role, Any], active: Active) -> Non
     workers: Mapping[type, type]
     if active.sees_routing:
         workers = ROUTING_WORKERS
-    elif active.our_loss:
+    elif active.our_loss or active.rescores:
         workers = LOSS_WORKERS
     else:
         return

@@ -22,6 +22,7 @@ from verl_ext.routing.router_shift import ShiftRecorder
 from verl_ext.settings.losses import LOSSES
 from verl_ext.workers.first_pass import FirstPass
 from verl_ext.workers.gate import Gate
+from verl_ext.workers.versions import VersionsMixin
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 
@@ -104,7 +105,7 @@ class LossActorRolloutRefWorker(LossMixin, ActorRolloutRefWorker):
     """For the trainer modes `sync` and `colocate_async`."""
 
 
-class LossDetachActorWorker(LossMixin, DetachActorWorker):
+class LossDetachActorWorker(VersionsMixin, LossMixin, DetachActorWorker):
     """For the trainer mode `separate_async`."""
 
 
@@ -112,7 +113,7 @@ class RoutingActorRolloutRefWorker(RoutingMixin, ActorRolloutRefWorker):
     """For the trainer modes `sync` and `colocate_async`."""
 
 
-class RoutingDetachActorWorker(RoutingMixin, DetachActorWorker):
+class RoutingDetachActorWorker(VersionsMixin, RoutingMixin, DetachActorWorker):
     """For the trainer mode `separate_async`."""
 
 

@@ -1,6 +1,6 @@
 """The tensors of a micro-batch that losses read, and what a policy loss may read of them beyond verl's signature."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
@@ -18,7 +18,9 @@ BATCH_FIELDS = {
     "entropy": names.ENTROPY,
     "router_agreement": names.AGREEMENT,
     "router_deviation": names.DEVIATION,
+    "lag": names.LAG,
 }
+OPTIONAL = ("lag",)  # which a method reads where there is one
 # [B, r] too, where there are any.
 VERLS_FIELDS = (names.OLD_LOG_PROBS, names.REF_LOG_PROBS, names.ADVANTAGES, names.WEIGHTS)
 
@@ -43,17 +45,23 @@ class LossInputs:
         entropy: of the training policy before the update, in nats, from compute_log_prob.
         router_agreement: share of a token's experts that both engines chose, mean over layers.
         router_deviation: |log r_theta - log r_old| of the router, mean over experts and layers (RSPO).
+        lag: the trajectory's bucket of `core.lag.Lag`, where rollouts can be older than the policy.
     """
 
     l_infer: Tensor | None = None
     entropy: Tensor | None = None
     router_agreement: Tensor | None = None
     router_deviation: Tensor | None = None
+    lag: Tensor | None = None
 
     @classmethod
     def of(cls, padded: TensorDict) -> "LossInputs":
         """Of `padded_fields`."""
         return cls(**{name: padded[field] for name, field in BATCH_FIELDS.items() if field in padded.keys()})  # noqa: SIM118
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor | None]:
+        """By name, what a method reads; None for what is OPTIONAL and not there."""
+        return {name: self.lag if name in OPTIONAL else self.require(name) for name in names}
 
     def require(self, name: str) -> Tensor:
         """The tensor `name`.

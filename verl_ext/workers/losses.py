@@ -46,7 +46,8 @@ def changed_loss(
     if not isinstance(ours, loss_config.ComposedLossConfig):
         ours = loss_config.build_loss_config(loss_mode=name)
     method = LOSSES[name]
-    read = {field: loss_inputs().require(field) for field in method.reads if field != "k"}
+    fields = [field for field in method.reads if field != "k"]
+    read = loss_inputs().read(fields) if fields else {}
     weight = rollout_is_weights
     if "k" in method.reads:
         read["k"], weight = _mismatch_ratio(name, rollout_is_weights), None

@@ -197,8 +197,8 @@ def worker_loss(
         if weight is not None:
             data["rollout_is_weights"] = weight
     for chosen in corrections:
-        read = {name: inputs.require(name) for name in chosen.method.reads}
-        found = change(chosen, LossBatch(l_theta, l_old, padded["advantages"], mask, **read), gives=("weight",))
+        seen = LossBatch(l_theta, l_old, padded["advantages"], mask, **inputs.read(chosen.method.reads))
+        found = change(chosen, seen, gives=("weight",))
         if found.weight is not None:
             data["rollout_is_weights"] = found.weight * data.get("rollout_is_weights", 1)
         shares = {f"actor/{chosen.name}/{metric}": value for metric, value in found.metrics.items()}

@@ -18,6 +18,7 @@ from tests.support.filter_oracles import (
     overlong_rows,
 )
 from verl_ext.core.filtering import apply_filters, get_batch_filter
+from verl_ext.core.lag import Lag
 from verl_ext.errors import BatchError, ConfigError
 
 RELAXED = settings(deadline=None)  # the cores are shared
@@ -115,6 +116,23 @@ def test_low_probability_of_half_precision_is_not_rounded_to_the_threshold(dtype
 @given(ROWS, st.sampled_from([0.0, 0.25, 0.3, 1.0]))
 def test_off_policy_negative_is_deepseeks_equation_9_at_l_theta_equal_to_l_old(rows, delta):
     assert keep("off_policy_negative", make_batch(rows), delta=delta) == off_policy_negative_tokens(rows, delta)
+
+
+@RELAXED
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 3)), min_size=1), st.integers(0, 6))
+def test_too_stale_drops_trajectories_whose_oldest_token_is_too_old(rows, versions):
+    batch = make_batch([[{}] * length for _, _, length in rows])
+    newest, oldest = zip(*((age, age + span) for age, span, _ in rows), strict=True)
+    batch = replace(batch, tokens=replace(batch.tokens, lag=Lag(torch.tensor(newest), torch.tensor(oldest))))
+    expected = [oldest[row] <= versions for row, (_, _, length) in enumerate(rows) for _ in range(length)]
+    assert keep("too_stale", batch, versions=versions) == expected
+
+
+def test_too_stale_without_versions_says_what_would_give_them():
+    with pytest.raises(
+        ConfigError, match=r"too_stale needs lag, which an asynchronous trainer.v1.trainer_mode provides"
+    ):
+        keep("too_stale", make_batch([[{}]]), versions=1)
 
 
 def test_the_off_policy_bound_itself_is_kept():

@@ -9,14 +9,17 @@ from hypothesis import strategies as st
 
 from tests.support.closeness import close
 from tests.support.loss_oracles import kl_oracle, llds_oracle, mean, opsm_oracle, random_batch, tensors
+from verl_ext.core.buckets import NAMES
 from verl_ext.core.losses import (
     llds_penalty,
+    opsm,
     opsm_mask,
     router_deviation,
     router_shift_factor,
     sequence_divergence,
     unbiased_kl,
 )
+from verl_ext.core.policy_loss import LossBatch
 
 LOG_PROB = st.floats(-100, 0, width=32, allow_subnormal=False)
 OF_2_17 = st.integers(-100 * 2**17, 0).map(lambda n: n / 2**17)  # float32 holds them, and sums are exact in any order
@@ -56,6 +59,24 @@ def test_opsm_parts_name_their_cause():
     assert (mismatch.mismatch.item(), mismatch.staleness.item()) == (pytest.approx(0.2), 0)
     stale = sequence_divergence(zeros, zeros, zeros - 0.2, mask)
     assert (stale.mismatch.item(), stale.staleness.item()) == (0, pytest.approx(0.2))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_each_lag_brings_to_opsms_metrics_adds_up_to_them(seed):
+    l_infer, l_old, l_theta, advantages, mask = tensors(random_batch(seed))
+    buckets = [0, 1, 1, 4, 6]  # lags 0, 1, 1, 4 to 7, and a span
+    lag = torch.tensor(buckets)[:, None].expand_as(mask) * mask
+    found = opsm(LossBatch(l_theta, l_old, advantages, mask, l_infer=l_infer, lag=lag), delta=0.0).metrics
+    rows = mask.any(-1)
+    for metric in ("mismatch", "sequences_dropped"):
+        parts = {name: found.pop(f"{metric}/lag/{name}") for name in NAMES["lag"]}
+        assert sum(parts.values()) == pytest.approx(found[metric])
+        assert all(value == 0 for name, value in parts.items() if name not in ("0", "1", "4-7", "span"))
+    mean_gap = (l_infer - l_old)[3][mask[3]].double().mean()
+    whole = opsm(LossBatch(l_theta, l_old, advantages, mask, l_infer=l_infer, lag=lag), delta=0.0).metrics
+    assert whole["mismatch/lag/4-7"] == pytest.approx((mean_gap / rows.sum()).item(), rel=1e-5)
+    alone = opsm(LossBatch(l_theta, l_old, advantages, mask, l_infer=l_infer), delta=0.0).metrics
+    assert found == alone, "without a lag, no more than before"
 
 
 def test_opsm_masks_a_sequence_with_nan_only_where_the_advantage_is_negative():

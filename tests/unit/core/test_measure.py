@@ -75,6 +75,20 @@ def test_measure_equals_the_oracle(corrections, batch, with_entropy, breakdown):
     assert found.weight.tolist() == pytest.approx(expected, rel=REL, abs=0)
 
 
+@FEW
+@given(
+    batch=BATCH,
+    ages=st.lists(st.tuples(st.integers(0, 12), st.sampled_from([0, 0, 1])), min_size=5, max_size=5),
+    corrections=st.sampled_from(CHOICES[:4]),
+    breakdown=st.booleans(),
+    block=st.sampled_from([None, 3]),
+)
+def test_by_lag_equals_the_oracle_whatever_else_is_broken_down(batch, ages, corrections, breakdown, block):
+    lag = [(newest, newest + span) for newest, span in ages[: len(batch)]]
+    found = measure(pack(batch, lag=lag), corrections, breakdown=breakdown, block=block)
+    assert_same(found.metrics, oracle(batch, corrections, with_entropy=True, breakdown=breakdown, lag=lag))
+
+
 EVERY = measure_oracle.EVERY[0] | measure_oracle.EVERY[1]
 
 

@@ -53,6 +53,13 @@ def test_old_weights(regime, by_update):
     assert {update: seen(regime, update) for update in by_update} == by_update
 
 
+def test_only_old_weights_on_purpose_say_how_old_they_are():
+    """As the tags of a run do: a sync that was missed says that it was not."""
+    newest_and_oldest = {update: engine_of({"it": Stale(lag=1, span=2)}, history(update)).lag for update in (0, 2, 9)}
+    assert newest_and_oldest == {0: (0, 0), 2: (1, 2), 9: (1, 3)}
+    assert engine_of({"it": MissedSync(update=1)}, history(9)).lag is None
+
+
 def test_what_is_rounded():
     generator = torch.Generator().manual_seed(0)
     names = ("0.qkv", "0.out", "0.up", "0.down", "0.router", "head", "embedding", "norm", "positions")

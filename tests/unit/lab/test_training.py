@@ -106,6 +106,18 @@ def test_exact_has_no_gap_and_stale_has_one(training):
     assert stale[0]["vllm_kl/k3"] < 1e-9 < 1e-6 < stale[-1]["vllm_kl/k3"]
 
 
+def test_stale_rollouts_say_so_as_tags_do_and_too_stale_drops_them(training, warm_ups, tmp_path):
+    fresh = {"fresh": "stability=opsm stability.filters={too_stale:{versions:1}}"}  # of the variant: exact has no lag
+    setup = arms.setup_of(arms.arms_of("stale", [], fresh, (*SMALL, "lab.stale.lag=2"))[-1], 0, tmp_path)
+    run = Training(setup, warmed_up(setup.lab, 6, 0, warm_ups))
+    run.metrics = [run.step(step) for step in (1, 2, 3)]
+    assert [metrics["filter/too_stale/dropped_tokens"] for metrics in run.metrics] == [0, 0, 1]
+    for step, (metrics, bucket) in enumerate(zip(run.metrics, "012", strict=True), 1):
+        assert metrics[f"vllm_kl/share/lag/{bucket}"] == 1 and metrics["guard/skipped"] == int(step == 3)
+    assert run.metrics[1]["actor/opsm/mismatch/lag/1"] == run.metrics[1]["actor/opsm/mismatch"]
+    assert not any("/lag/" in name for name in training("bf16", "opsm", steps=1).metrics[0])
+
+
 def test_runs_of_one_seed_are_the_same_and_of_another_are_not(training):
     first, second = (training("stale", "icepop", steps=3).metrics for _ in range(2))
     timed = "timing_s/step"

@@ -3,11 +3,13 @@
 from functools import partial
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.support.fixing import assert_fixed
 from verl_ext.core.losses import Llds
 from verl_ext.errors import ConfigError
 from verl_ext.launch.checks import apply_engine_settings, check_run, loss_settings
+from verl_ext.launch.lag_checks import check_lag
 from verl_ext.settings.stability import stability_config
 
 
@@ -186,6 +188,20 @@ def rule(action):
             ],
             "contradicts stability.cascade_attention=on",
         ),
+        (
+            ["stability=none", "stability.filters={too_stale:{versions:2}}"],
+            "filters.too_stale drops by the age of the rollouts, and trainer.v1.trainer_mode=sync has none",
+        ),
+        (
+            ["stability=none", "stability.rescoring.every=5"],
+            "stability.rescoring.every=5 scores rollouts again that are older than the policy, and "
+            "trainer.v1.trainer_mode=sync has none older than that",
+        ),
+        (
+            ["stability=none", "stability.rescoring.every=5", "trainer.v1.trainer_mode=colocate_async"],
+            "trainer_mode=colocate_async keeps no copy of the weights that sampled them: verl copies weights in "
+            "separate_async alone; set stability.rescoring.every=0",
+        ),
     ],
 )
 def test_a_combination_that_cannot_work_names_the_remedy(compose, models, overrides, message):
@@ -199,6 +215,20 @@ def test_a_combination_that_cannot_work_names_the_remedy(compose, models, overri
 
 
 ROUTING = ("stability=none", "stability.router_agreement=true", "actor_rollout_ref.rollout.name=vllm")
+
+
+def test_rescoring_where_verl_copies_weights(compose, models):
+    separate = ("trainer.v1.trainer_mode=separate_async", "stability.rescoring.every=5")
+    check(compose, f"actor_rollout_ref.model.path={models}/moe", "actor_rollout_ref.rollout.name=vllm", *separate)
+    config = compose(*separate)
+    for setting, value, said in (
+        ("algorithm.rollout_correction.bypass_mode", True, "verl copies no weights where algorithm.rollout_correction"),
+        ("actor_rollout_ref.actor.strategy", "torchtitan", "verl copies no weights of actor.strategy=torchtitan"),
+    ):
+        changed = config.copy()
+        OmegaConf.update(changed, setting, value)
+        with pytest.raises(ConfigError, match=f"rescoring.every=5: {said}.*; set stability.rescoring.every=0"):
+            check_lag(changed, stability_config(config.stability))
 
 
 def test_routing_of_a_dense_model_is_refused(compose, models):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_ext.launch.features import GUARD, IN_LOSS, LOG_PROBS, MEASURE, ROUTERS, WEIGHTS, features
+from verl_ext.launch.features import GUARD, IN_LOSS, LOG_PROBS, MEASURE, ROUTERS, VERSIONS, WEIGHTS, features
 from verl_ext.settings.stability import stability_config
 
 ACTOR = "actor_rollout_ref.actor"
@@ -52,6 +52,7 @@ def test_nothing_is_on_by_default(asked):
             {*MEASURED, GUARD},
         ),
         (["stability.guard.mini_batch.policy_kl=0.1"], ["mismatch metrics", "mini-batch gate"], {*MEASURED, IN_LOSS}),
+        (["stability.rescoring.every=10"], ["mismatch metrics", "rescoring"], {*MEASURED, VERSIONS}),
         (["stability.trajectories.per_step=2"], ["mismatch metrics", "trajectories"], MEASURED),
         (["stability.router_agreement=true"], ["router agreement"], {ROUTERS}),
         ([f"{REPLAY}=R2"], ["routing replay"], {ROUTERS}),

@@ -72,6 +72,7 @@ def test_no_entry_hides_another():
     [
         ("vllm_kl/k3", "vllm_kl/k3"),
         ("vllm_kl/k3/position/256-1024", "vllm_kl/k3/{prob,entropy,position,turn}/*"),
+        ("vllm_kl/k3/lag/4-7", "vllm_kl/k3/lag/*"),
         ("router/agreement/layer_93", "router/agreement/layer_*"),
         ("correction/of_mine/low", "correction/*/low"),
         ("filter/of_mine/share", "filter/*/*"),
@@ -100,6 +101,8 @@ def test_a_name_is_found_by_itself_or_by_its_family(name, entry):
         ("guard/steps_to_boundary", False, False, True),
         ("guard/growth_rate", False, True, True),
         ("guard/skipped", True, False, True),
+        ("vllm_kl/k3/lag/0", False, True, True),
+        ("vllm_kl/engine/k3", False, True, True),
         ("rollout_corr/kl", True, False, False),  # verl computes it when the batch has been judged
         ("training/rollout_probs_diff_mean", False, True, False),
         ("training/off_policy/trajectory_staleness/mean", True, True, False),

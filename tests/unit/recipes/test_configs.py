@@ -42,9 +42,9 @@ def test_the_filters_option_has_all_that_need_no_extra_capture(compose):
     from verl_ext.core.filtering import BATCH_FILTERS
 
     listed = list(compose("stability=filters").stability.filters)
-    assert set(listed) == {name for name, method in BATCH_FILTERS.items() if not method.needs_agreement}, (
-        "a line in configs/stability/filters.yaml"
-    )
+    assert set(listed) == {
+        name for name, method in BATCH_FILTERS.items() if not (method.needs_agreement or method.needs_lag)
+    }, "a line in configs/stability/filters.yaml"
 
 
 def test_none_is_verls_own_config_and_a_stability_node_that_is_off(compose):

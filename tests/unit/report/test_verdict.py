@@ -236,6 +236,39 @@ def test_what_to_try_depends_on_what_is_on_and_on_the_cause():
     assert old == ["trainer.v1.trainer_mode=sync", "stability=opsm"]
 
 
+STALE = "training/off_policy/trajectory_staleness/mean"
+
+
+def test_what_old_rollouts_add_to_k3_is_not_the_engines():
+    """The verdict is on lag 0, and on what was rescored where there is none; the rest is said beside it."""
+    old = {"vllm_kl/k3": [0.02] * 40, STALE: [2.0] * 40}
+    verdict = judge(make(old | {"vllm_kl/k3/lag/0": QUIET}))
+    assert verdict.state == "healthy"
+    assert "k3 of the engines alone is 0.001, 100 times below the boundary of 0.1" in verdict.evidence[0]
+    assert "Rollouts are 2.0 versions behind: k3 is 0.02 with the policy's own movement, 0.001 without." in (
+        verdict.evidence
+    )
+    assert judge(make(old | {"vllm_kl/engine/k3": QUIET})).evidence == verdict.evidence
+    few = judge(make(old | {"vllm_kl/k3/lag/0": QUIET[:7]}))
+    assert few.evidence[0].startswith("k3 is 0.02, ") and "part of the gap is the policy's own" in few.evidence[1]
+
+
+def test_engines_that_come_apart_are_seen_behind_old_rollouts():
+    """Of all of k3 nothing would be seen: it stands still."""
+    growing = [1e-4 * 1.15**step for step in range(40)]
+    verdict = judge(make({"vllm_kl/k3": [0.08] * 40, STALE: [1.0] * 40, "vllm_kl/k3/lag/0": growing}))
+    assert verdict.state == "drifting" and verdict.evidence[0].startswith("k3 of the engines alone grows by ")
+    assert "stability=icepop" in tried(verdict)
+
+
+def test_rollouts_so_old_that_updates_do_not_follow_them_are_not_taken_for_engines_that_came_apart():
+    verdict = judge(make({"vllm_kl/k3": [0.3] * 40, STALE: [1.0] * 40, "vllm_kl/k3/lag/0": QUIET}))
+    assert verdict.state == "past the boundary"
+    assert verdict.sentence == "The rollouts are so much older than the policy that updates no longer follow them."
+    assert "k3 is 0.3, past the boundary of 0.1; what the policy moved since the rollouts is in it." in verdict.evidence
+    assert tried(verdict)[0] == "trainer.v1.trainer_mode=sync" and "stability=opsm" in tried(verdict)
+
+
 def states(metrics, prefixes) -> list[str]:
     run = make(metrics)
     return [judge(prefix(run, last)).state for last in prefixes]

@@ -2,8 +2,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from verl_ext.core.buckets import NAMES
 from verl_ext.core.tokens import jagged
-from verl_ext.trainer.batch import non_finite, response_tokens
+from verl_ext.trainer.batch import lag_of, non_finite, response_tokens
 
 
 def nested(*rows):
@@ -27,6 +28,14 @@ def test_tokens_are_packed_in_order():
     assert tokens.offsets.tolist() == [0, 2, 3]
     assert tokens.count == 2
     assert tokens.entropy is None
+
+
+def test_a_trajectory_is_as_many_versions_behind_as_steps_have_synchronised_since():
+    tags = [{"min_global_steps": low, "max_global_steps": high} for low, high in ((6, 6), (3, 5))]
+    lag = lag_of(tags, step=7)
+    assert (lag.newest.tolist(), lag.oldest.tolist()) == ([0, 1], [0, 3])
+    assert [NAMES["lag"][bucket] for bucket in lag.buckets()] == ["0", "span"]
+    assert response_tokens(batch(), lag).lag is lag
 
 
 def test_weights_go_back_in_the_batchs_shape():

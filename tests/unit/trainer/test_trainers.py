@@ -75,7 +75,7 @@ class Trainer(trainers.StabilityMixin, VerlTrainer):
 def step(monkeypatch):
     """step(stability, loss_mode, **fields) -> (trainer, metrics, store) after one step on two responses."""
 
-    def run(stability, loss_mode="vanilla", loss_agg_mode="token-mean", actor=None, bypass=False, **fields):
+    def run(stability, loss_mode="vanilla", loss_agg_mode="token-mean", actor=None, bypass=False, tags=None, **fields):
         defaults = {
             "rollout_log_probs": nested([-1.0, -2.0], [-3.0]),
             "old_log_probs": nested([-1.5, -2.0], [-0.5]),
@@ -91,6 +91,7 @@ def step(monkeypatch):
         actor = {"policy_loss": {"loss_mode": loss_mode}, "loss_agg_mode": loss_agg_mode} | (actor or {})
         parts = {"actor": actor, "rollout": {"response_length": 1}, "model": {"path": "/no/such/model"}}
         saved = {"default_local_dir": "/no/such/folder"}
+        saved |= {"v1": {"trainer_mode": "colocate_async"}} if tags else {}
         algorithm = {"adv_estimator": "grpo", "rollout_correction": {"bypass_mode": bypass}}
         config = OmegaConf.create(
             {"stability": stability, "actor_rollout_ref": parts, "trainer": saved, "algorithm": algorithm}
@@ -98,7 +99,7 @@ def step(monkeypatch):
         trainer, metrics = Trainer(config), {}
         trainer.stability_run.guard.begin(trainer.global_steps)
         fields = ["old_log_probs", "routed_experts", "old_routed_experts", "router_sums"]
-        batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=fields)
+        batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=tags or [{}, {}], partition_id="train", fields=fields)
         batch = trainer._compute_old_log_prob(batch, metrics)
         batch = trainer._compute_advantage(batch, metrics)
         batch = trainer._update_critic(batch, metrics)
@@ -326,6 +327,32 @@ def test_where_verl_replays_the_rollouts_routing_a_sample_of_it_is_looked_at(ste
     assert "verl replays them all the same; actor_rollout_ref.actor.megatron.router_replay.mode=disabled" in said
     with pytest.raises(HookError, match=r"megatron.router_replay.mode=R3 has nothing to replay"):
         step({"metrics": True}, actor=actor, routed_experts=nested((0 * good).tolist(), (0 * bad).tolist()))
+
+
+OLD = [{"min_global_steps": 6, "max_global_steps": 6}, {"min_global_steps": 4, "max_global_steps": 4}]  # in step 7
+
+
+def test_asynchronous_batches_are_measured_by_lag_and_the_workers_are_told_it(step):
+    _, metrics, store = step({"metrics": True, "filters": {"too_stale": {"versions": 1}}}, tags=OLD)
+    assert metrics["vllm_kl/k1/lag/0"] == pytest.approx(0.25) and metrics["vllm_kl/k1/lag/2"] == pytest.approx(-2.5)
+    assert metrics["guard/growth_mixed"] == 1
+    assert rows(store, "version_lag") == [[0, 0], [2]]
+    assert rows(store, "response_mask") == [[1, 1], [0]] and metrics["filter/too_stale/dropped_trajectories"] == 0.5
+    _, metrics, store = step({"metrics": True}, tags=OLD)
+    assert "version_lag" not in store.fields, "verl's own loss does not read it"
+
+
+def test_what_was_rescored_becomes_metrics_before_the_guard_judges_and_is_then_forgotten(step, monkeypatch):
+    def with_scores(trainer, batch, metrics):
+        trainer.stability_run._rescored = {"a_1_0": torch.tensor([-2.75])}
+        return batch
+
+    monkeypatch.setattr(Trainer, "_compute_old_log_prob", with_scores)
+    rule = {"signal": "vllm_kl/stale/k1", "below": -2.0, "action": "skip"}
+    trainer, metrics, _ = step({"guard": {"rules": {"old": rule}}}, tags=OLD)
+    assert metrics["vllm_kl/engine/k1"] == pytest.approx(-0.25) and metrics["vllm_kl/stale/k1"] == pytest.approx(-2.25)
+    assert "vllm_kl/stale/k1=-2.25" in trainer.stability_run.outcome.refused.reason
+    assert trainer.stability_run._rescored == {}
 
 
 def test_nothing_asked_for_changes_nothing(step):

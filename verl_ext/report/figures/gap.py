@@ -8,9 +8,9 @@ import numpy as np
 
 from verl_ext.guard.boundary import HORIZON, Growth
 from verl_ext.report.figures.lines import Line, data, line_chart, rows
-from verl_ext.report.figures.style import BLUE, INK, ORANGE, PAPER, VERMILION
+from verl_ext.report.figures.style import BLUE, GREEN, INK, ORANGE, PAPER, VERMILION
 from verl_ext.report.figures.thin import step_edges
-from verl_ext.report.growth import K3, boundary_of, growth_of
+from verl_ext.report.growth import K3, boundary_of, gap_of, growth_of
 from verl_ext.report.run import Run, Series
 
 K1 = "vllm_kl/k1"
@@ -22,7 +22,7 @@ DONE = {"skip": "update skipped", "tighten": "band narrowed", "warn": "warning"}
 
 
 def kl_chart(run: Run) -> alt.LayerChart | None:
-    """k3 and the size of k1, which may be negative: hollow where it is."""
+    """k3, that of the engines alone where rollouts are old, and the size of k1, which may be negative: hollow then."""
     k1, k3 = run.get(K1), run.get(K3)
     if k1 is None and k3 is None:
         return None
@@ -33,6 +33,8 @@ def kl_chart(run: Run) -> alt.LayerChart | None:
         over += _hollow(k1)
     if k3 is not None:
         lines.append(Line("k3", k3, BLUE))
+    if (gap := gap_of(run)) is not None and gap.alone:
+        lines.append(Line(gap.name, gap.series, GREEN))
     if found := growth_of(run):
         fit, ahead, last = _growth(*found, last, boundary_of(run), ahead=math.ceil(AHEAD * len(run.steps)))
         lines.append(fit)

@@ -1,0 +1,63 @@
+"""The two parts of the gap of rescored trajectories, against plain Python floats."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.examples import at_most
+from verl_ext.core.rescored import split_gap
+from verl_ext.core.tokens import Tokens
+
+LOG_PROBS = st.floats(-6, 0, width=32)
+TOKEN = st.tuples(LOG_PROBS, LOG_PROBS, LOG_PROBS | st.just(math.nan), st.booleans())  # l_infer, l of then, l_old, m
+BATCH = st.lists(st.lists(TOKEN, min_size=1, max_size=6), min_size=1, max_size=5)
+
+
+def split(batch, rows):
+    infer, then, old, mask = (torch.tensor([token[i] for row in batch for token in row]) for i in range(4))
+    offsets = torch.tensor([0, *map(len, batch)]).cumsum(0)
+    scored = [then[offsets[row] : offsets[row + 1]] for row in rows]
+    return split_gap(Tokens(infer, old, mask.bool(), offsets), rows, scored)
+
+
+def oracle(batch, rows):
+    tokens = [token for row in rows for token in batch[row] if token[3] and math.isfinite(token[2])]
+    if not tokens:
+        return {}
+
+    def mean(term, first, second):
+        return math.fsum(term(token[second] - token[first]) for token in tokens) / len(tokens)
+
+    def k3(log_k):
+        return math.expm1(log_k) - log_k
+
+    return {
+        "vllm_kl/engine/k1": mean(lambda x: -x, 0, 1),
+        "vllm_kl/engine/k3": mean(k3, 0, 1),
+        "vllm_kl/engine/log_ratio_abs_mean": mean(abs, 0, 1),
+        "vllm_kl/stale/k1": mean(lambda x: -x, 1, 2),
+        "vllm_kl/stale/k3": mean(k3, 0, 2) - mean(k3, 0, 1),
+        "vllm_kl/rescored": len(rows),
+    }
+
+
+@at_most(50)
+@given(batch=BATCH, seed=st.integers(0, 99))
+def test_the_parts_equal_the_oracle(batch, seed):
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
+    rows = order[: 1 + seed % len(batch)]
+    assert split(batch, rows) == pytest.approx(oracle(batch, rows), rel=1e-5, abs=1e-9)
+
+
+def test_weights_that_have_not_moved_leave_all_of_the_gap_to_the_engines():
+    found = split([[(-1.0, -1.25, -1.25, True)] * 3], [0])
+    assert found["vllm_kl/engine/k1"] == 0.25 and found["vllm_kl/stale/k1"] == found["vllm_kl/stale/k3"] == 0
+
+
+def test_engines_that_agree_leave_all_of_it_to_the_policy():
+    found = split([[(-1.0, -1.0, -1.5, True)] * 3], [0])
+    assert found["vllm_kl/engine/k3"] == found["vllm_kl/engine/log_ratio_abs_mean"] == 0
+    assert found["vllm_kl/stale/k1"] == 0.5 and found["vllm_kl/stale/k3"] == pytest.approx(math.expm1(-0.5) + 0.5)

@@ -1,0 +1,73 @@
+"""Scores a few trajectories with the weights that sampled them, where the rollouts are older than the policy.
+
+The workers keep verl's copies of earlier weights (`verl_ext.workers.versions`). On a step that is due they compute with
+one of them after another, by verl's own compute_log_prob, and then with the present weights again. What that leaves in
+the batch, log-probs and routing of old weights, is replaced by verl's own pass, which comes after it.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from transfer_queue import KVBatchMeta
+from verl.workers.utils.padding import response_from_nested
+
+from verl_ext.fields import RESPONSE_MASK
+from verl_ext.settings.rescoring import Rescoring
+from verl_ext.trainer.transfer import get_fields
+
+NOW = "present weights"  # a key of verl's copies
+LOG_PROBS = "log_probs"
+
+
+def rescore(
+    batch: KVBatchMeta, step: int, settings: Rescoring, workers: Any, multiple: int, temperature: float
+) -> dict[str, Tensor]:
+    """Key -> log-probabilities [r] of the response under the weights that sampled it; {} in a step that is not due.
+
+    Once a step, before verl's own pass of its first update.
+
+    Args:
+        workers: verl's worker group of the actor.
+        multiple: of which the workers take a number of trajectories.
+        temperature: of the rollout.
+    """
+    kept = workers.keep_version(step - 2, oldest=step - 1 - settings.versions)[0]
+    chosen = choose(batch.tags, kept, settings.trajectories, seed=step) if step % settings.every == 0 else {}
+    if not chosen:
+        return {}
+    found: dict[str, Tensor] = {}
+    workers.save_model_to_cpu(NOW)
+    for version, rows in chosen.items():
+        workers.use_version(version)
+        sent = batch.select_keys([batch.keys[row] for row in filled(rows, multiple, len(batch))])
+        sent.extra_info |= {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
+        workers.compute_log_prob(sent)
+        asked = batch.select_keys([batch.keys[row] for row in rows])
+        data = get_fields(asked, [LOG_PROBS, RESPONSE_MASK])
+        scored = response_from_nested(data[LOG_PROBS], data[RESPONSE_MASK])
+        found |= dict(zip(asked.keys, scored.unbind(), strict=True))
+    workers.restore_model_from_cpu(NOW)
+    workers.clear_cpu_model(NOW)
+    return found
+
+
+def choose(tags: Sequence[Mapping[str, Any]], kept: Sequence[int], count: int, seed: int) -> dict[int, list[int]]:
+    """Version -> rows: up to `count` at random, of the trajectories that one of the kept versions sampled alone."""
+    able = [
+        row
+        for row, tag in enumerate(tags)
+        if tag["min_global_steps"] == tag["max_global_steps"] in kept and not tag.get("is_padding", False)
+    ]
+    picked = sorted(random.Random(seed).sample(able, min(count, len(able))))
+    by_version: dict[int, list[int]] = {}
+    for row in picked:
+        by_version.setdefault(tags[row]["max_global_steps"], []).append(row)
+    return by_version
+
+
+def filled(rows: Sequence[int], multiple: int, size: int) -> list[int]:
+    """These rows, and others of the batch until there are a multiple: the workers divide them among themselves."""
+    others = (row for row in range(size) if row not in set(rows))
+    return [*rows, *(next(others) for _ in range(-len(rows) % multiple))]
