@@ -5,6 +5,7 @@ of the training engine, L' layers as the rollout ships them, K experts a token.
 """
 
 # Of the rollout, as verl names them.
+PROMPTS = "prompts"  # token ids, of the prompt
 RESPONSES = "responses"  # token ids
 RESPONSE_MASK = "response_mask"  # 1 on tokens that the model generated
 LOSS_MASK = "loss_mask"  # a copy of it, made at the rollout, whose tokens verl divides token means by

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable
 
-from verl_ext.doctor.context import VLLM_ARGUMENTS, Context
+from verl_ext.doctor.context import Context
 from verl_ext.doctor.findings import Finding, check
 
 ACTOR = "actor_rollout_ref.actor"
 FSDP = f"{ACTOR}.fsdp_config"
-FAKE = "stability.fake_quantization"
 PARAM_DTYPE = f"{FSDP}.mixed_precision.param_dtype"
 TRANSFORMERS = ("fsdp", "fsdp2")
 DTYPES = BFLOAT16, FLOAT16, FLOAT32 = "bfloat16", "float16", "float32"
@@ -109,54 +108,6 @@ def loss_scaling(context: Context) -> Iterable[Finding]:
         )
     elif training == FLOAT16:
         yield Finding("ok", "training in fp16, with verl's loss scaling")
-
-
-@check("quantized rollout")
-def quantized_rollout(context: Context) -> Iterable[Finding]:
-    """A rollout in fp8 and the like, and nothing that corrects for it.
-
-    Source: `_apply_quantization` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1); verl PR 4415, where
-    an fp8 rollout follows bf16 with token-level TIS at cap 2.
-    """
-    if not context.with_vllm:
-        return
-    _, weights = context.engine_argument("quantization")
-    cache = context.get(f"{VLLM_ARGUMENTS}.kv_cache_dtype")
-    quantized = [f"quantization={weights}"] if weights else []
-    quantized += [f"kv_cache_dtype={cache}"] if cache and "fp8" in str(cache) else []
-    if not quantized:
-        return
-    found = f"rollout with {' and '.join(quantized)}"
-    if _corrected(context):
-        yield Finding(
-            "note", found, "the gap to training is larger than in bf16; the correction's share dropped shows it"
-        )
-    else:
-        why = "the rollout samples from a coarser model than the one trained, and nothing corrects the loss for it"
-        yield Finding("warning", found, why, ("stability.correction=tis",))
-
-
-@check("fake quantization")
-def fake_quantization(context: Context) -> Iterable[Finding]:
-    """An experiment's switch, left on.
-
-    Source: `verl_ext.upstream.fake_quantization`; vLLM computes with the rounded weights at its usual cost.
-    """
-    if (asked := context.get(f"{FAKE}.format", "none")) != "none":
-        why = "it plants a gap between the engines on purpose, for an experiment, and saves neither time nor memory"
-        yield Finding("note", f"{FAKE}.format={asked}", why)
-
-
-def _corrected(context: Context) -> bool:
-    """Whether any method weights the loss by the ratio of the engines."""
-    from verl_ext.settings.losses import LOSSES
-
-    names = context.get("stability.correction", "none")
-    ours = [name for name in ([names] if isinstance(names, str) else names) if name != "none"]
-    loss = context.get(f"{ACTOR}.policy_loss.loss_mode")
-    verls = "algorithm.rollout_correction"
-    reads_k = loss in LOSSES and "k" in LOSSES[loss].reads
-    return bool(ours or reads_k or context.get(f"{verls}.rollout_is") or context.get(f"{verls}.bypass_mode"))
 
 
 @check("log-prob precision")

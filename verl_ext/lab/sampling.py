@@ -3,6 +3,7 @@
 Shape legend: B prompts, P tokens of a prompt, T of a response, V vocabulary, L layers, K experts per token.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -50,15 +51,28 @@ class Sampled:
     experts: Tensor
 
 
-@torch.no_grad()
 def sample(engine: Engine, model: ModelSettings, prompts: Tensor, length: int, generator: torch.Generator) -> Sampled:
     """Sample up to `length` tokens after [B, P] prompts.
 
     All random numbers are drawn at first: two engines that see the same generator differ by themselves alone.
     """
+    vocabulary = engine.parts[0]["head"].shape[0]
+    noise = torch.empty(length, len(prompts), vocabulary).exponential_(generator=generator).log_()
+    return _decode(engine, model, prompts, length, lambda t, log_probs: (log_probs - noise[t]).argmax(-1))
+
+
+def rescore(engine: Engine, model: ModelSettings, prompts: Tensor, responses: Tensor) -> Tensor:
+    """[B, T] log-probabilities of tokens that are given, 0 past the end."""
+    return _decode(engine, model, prompts, responses.shape[1], lambda t, _: responses[:, t]).l_infer
+
+
+@torch.no_grad()
+def _decode(
+    engine: Engine, model: ModelSettings, prompts: Tensor, length: int, choose: Callable[[int, Tensor], Tensor]
+) -> Sampled:
+    """Token by token, with a cache; `choose` makes [B] ids of the [B, V] log-probabilities for response token t."""
     B, P = prompts.shape
     parts = [{name: value.to(engine.dtype) for name, value in part.items()} for part in engine.parts]
-    noise = torch.empty(length, B, parts[0]["head"].shape[0]).exponential_(generator=generator).log_()
     cache = Cache(model, B, P + length, engine.dtype)
     responses = torch.full((B, length), END)
     l_infer, mask = torch.zeros(B, length), torch.zeros(B, length, dtype=torch.bool)
@@ -69,7 +83,7 @@ def sample(engine: Engine, model: ModelSettings, prompts: Tensor, length: int, g
         logits, routing = forward(parts[t * len(parts) // length], model, tokens, cache=cache)
         experts[:, first : cache.length] = routing.stacked()
         log_probs = truncated(logits[:, -1] / engine.temperature, engine.top_k, engine.top_p).log_softmax(-1)
-        chosen = (log_probs - noise[t]).argmax(-1).where(going, END)
+        chosen = choose(t, log_probs).where(going, END)
         responses[:, t], mask[:, t] = chosen, going
         l_infer[:, t] = log_probs.gather(1, chosen.unsqueeze(1)).squeeze(1).where(going, 0.0)
         going = going & (chosen != END)

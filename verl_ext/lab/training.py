@@ -24,9 +24,9 @@ from verl_ext.fields import AGREEMENT, LAG, REF_LOG_PROBS, WEIGHTS
 from verl_ext.guard.state import Decision
 from verl_ext.lab.batch import Batch, LossFields, compare_routing, response_tokens
 from verl_ext.lab.learner import Learner
-from verl_ext.lab.policy import Scored
+from verl_ext.lab.policy import Scored, score
 from verl_ext.lab.regimes import History, Regime, engine_of
-from verl_ext.lab.sampling import sample
+from verl_ext.lab.sampling import rescore, sample
 from verl_ext.lab.settings import LabSettings
 from verl_ext.lab.tasks import END, decode, draw, encode, rewards
 from verl_ext.launch.bypass import bypasses
@@ -46,6 +46,7 @@ from verl_ext.trainer.step import (
     loss_weights,
     refusal,
 )
+from verl_ext.trainer.sync_canary import SyncCanary
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class Training:
         self.active = read_active(config, setup.stability)
         self.guard = build_guard(setup.stability)
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
+        self.canary = SyncCanary()
+        self._watched: Batch | None = None
         self._prompts, self._samples = (torch.Generator().manual_seed(2 * setup.seed + i) for i in range(2))
 
     def step(self, number: int) -> dict[str, float]:
@@ -94,6 +97,7 @@ class Training:
         self.actions.stop_if_asked()
         self.guard.begin(number)
         batch = self._rollout(number)
+        self._watch(number, batch)
         metrics: dict[str, float] = {
             "critic/score/mean": batch.rewards.mean().item(),
             "response_length/mean": batch.sampled.mask.sum(1).float().mean().item(),
@@ -127,6 +131,7 @@ class Training:
         self.actions.end_step(metrics, {"actor": self.policy})
         self._save(number)
         self.history.add(self.policy.weights)
+        metrics |= self._look_at_sync(number)
         metrics["timing_s/step"] = time.perf_counter() - start
         self.actions.judge_logged(metrics)
         return metrics
@@ -197,6 +202,28 @@ class Training:
             decode=decode,
             encode=encode,
         )
+
+    def _watch(self, number: int, batch: Batch) -> None:
+        """Keep trajectories of the first batch for the sync canary, where it is on."""
+        if self.setup.stability.sync_canary.trajectories and self._watched is None:
+            self._watched = batch
+            self.canary.begin(number - 1, *self._canary_scores(batch))
+
+    def _look_at_sync(self, number: int) -> dict[str, float]:
+        if self._watched is None or number % self.setup.stability.sync_canary.every:
+            return {}
+        metrics, decision = self.canary.check(number, *self._canary_scores(self._watched))
+        self.actions.carry_out(decision)
+        return metrics
+
+    def _canary_scores(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """Of both engines as they are, on the first trajectories of a batch."""
+        rows = slice(self.setup.stability.sync_canary.trajectories)
+        prompts, responses, mask = (x[rows] for x in (batch.prompts, batch.sampled.responses, batch.sampled.mask))
+        model, engine = self.setup.lab.model, engine_of(self.setup.regimes, self.history)
+        with torch.no_grad():
+            train = score(self.policy.weights, model, prompts, responses).log_probs
+        return train[mask], [rescore(engine, model, prompts, responses)[mask]]
 
     def _save(self, number: int) -> None:
         every = self.setup.config.trainer.save_freq

@@ -29,6 +29,7 @@ ROUTERS = "routers"  # of the training engine are hooked
 
 IN_THE_STEP = "PPOTrainer._compute_advantage"
 MASKS = "response_mask and loss_mask"
+CANARY = "sync canary"
 IN_WORKERS = "worker_loss on every training rank"
 AT_ROUTERS = "routers of the training engine"
 REPLAYS = {"R2": "R2: update_actor as compute_log_prob", "R3": "R3: both as the rollout"}
@@ -66,6 +67,10 @@ def features(config: DictConfig, stability: StabilityConfig) -> tuple[Feature, .
         *_of_the_guard(config, stability),
         *_of_the_routing(config, stability),
     ]
+    if (canary := stability.sync_canary).trajectories:
+        often = "each sync" if canary.every == 1 else f"every {canary.every} syncs"
+        setting = f"{canary.trajectories} trajectories, {often}"
+        found.append(Feature(CANARY, setting, "PPOTrainer.on_step_end", frozenset({LOG_PROBS, MEASURE})))
     if stability.cascade_attention != "default":
         found.append(Feature("cascade attention", stability.cascade_attention, "vLLM's workers"))
     if (fake := stability.fake_quantization).active:

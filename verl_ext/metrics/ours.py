@@ -239,6 +239,27 @@ GUARD = Section(
     of_gap=True,
 )
 
+SYNC = Section(
+    "The weight sync",
+    "With `stability.sync_canary.trajectories`, after each sync that is looked at; the worst of the rollout engines. "
+    "The share of what training's log-probabilities moved, since the last sync that arrived, that is in the rollout's "
+    "too ([docs/guard.md](guard.md#a-weight-sync-that-did-not-happen)): 1 but for rounding, 0 where nothing came.",
+    (
+        after("sync/moved", "root mean square of what training moved, on a token", LOSS, rare=True),
+        after("sync/arrived_low", "the lower end of the share's interval", "share", "higher", rare=True),
+        after(
+            "sync/arrived_high",
+            "the upper end, once the updates have moved more than the gap may hide",
+            "share",
+            "higher",
+            worst="lowest",
+            rare=True,
+            label="update arrived, at most",
+        ),
+    ),
+    override="stability.sync_canary.trajectories=8",
+)
+
 UPDATE = Section(
     "In the update",
     "From the workers, with the feature that the name says: the mini-batch gate, a policy loss, OPSM, a filter, "
@@ -266,4 +287,4 @@ UPDATE = Section(
     ),
 )
 
-SECTIONS = (GAP, CORRECTIONS, ROUTING, FILTERS, GUARD, UPDATE)
+SECTIONS = (GAP, CORRECTIONS, ROUTING, FILTERS, GUARD, SYNC, UPDATE)

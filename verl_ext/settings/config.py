@@ -11,6 +11,7 @@ from verl_ext.methods import Chosen, require_one_of
 from verl_ext.settings.fake_quantization import FakeQuantization
 from verl_ext.settings.guard import BatchSkip, GuardSettings
 from verl_ext.settings.rescoring import Rescoring
+from verl_ext.settings.sync_canary import SyncCanarySettings
 from verl_ext.settings.trajectories import TrajectoryDump
 
 AGREEMENT = "stability.router_agreement=true"
@@ -38,6 +39,7 @@ class Switches:
         rescoring: score a few trajectories again with the weights that sampled them (`separate_async`).
         trajectories: write a few trajectories a step, token by token, for the report.
         cascade_attention: vLLM's cascade attention; `default` leaves the engine's own choice.
+        sync_canary: score a few trajectories after each weight sync in both engines: did it reach the rollout?
         fake_quantization: round the rollout's weights as a quantised rollout has them: an experiment's switch.
     """
 
@@ -52,6 +54,7 @@ class Switches:
     rescoring: Rescoring = field(default_factory=Rescoring)
     trajectories: TrajectoryDump = field(default_factory=TrajectoryDump)
     cascade_attention: str = "default"
+    sync_canary: SyncCanarySettings = field(default_factory=SyncCanarySettings)
     fake_quantization: FakeQuantization = field(default_factory=FakeQuantization)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """What our trainers hold of a run: its settings, its guard, its files, and what was decided about the batch at hand."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer import resuming
 from verl_ext.trainer.active import Active, read_active
 from verl_ext.trainer.batch import FIELDS, lag_of, mean_score, response_tokens
+from verl_ext.trainer.canary_scores import CanaryRun
 from verl_ext.trainer.captured import CapturedRouting, Counts, sampled_counts
 from verl_ext.trainer.dump import Dump
 from verl_ext.trainer.filtering import FILTER_FIELDS, filter_batch
@@ -53,6 +54,7 @@ class StabilityRun:
         guard, actions: what decides, with the rules that the run began with, and what carries that out.
         outcome: of the last batch that has its advantages.
         dump: where trajectories go, once the run trains.
+        canary: what looks at the weight syncs, where that is asked for.
     """
 
     active: Active
@@ -63,6 +65,8 @@ class StabilityRun:
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
         self.outcome = Outcome()
         self.dump: Dump | None = None
+        asked = stability.sync_canary
+        self.canary = CanaryRun(asked, _unprocessed(config)) if asked.trajectories else None
         self._config = config
         self._routing_dtype_told = False
         self._narrowed = False  # the band, for the update at hand
@@ -228,6 +232,11 @@ class StabilityRun:
         mask = jagged(left.keep_N.long(), judged.tokens.offsets)
         return put_fields(batch, {RESPONSE_MASK: mask, LOSS_MASK: mask}), Outcome(filter_scale=left.scale)
 
+    def look_at_sync(self, handles: Sequence[Any]) -> None:
+        """After a weight sync: did it reach the servers behind these handles?"""
+        if self.canary is not None:
+            self.actions.carry_out(self.canary.after_sync(self.guard.step, handles))
+
     def for_update(self, batch: KVBatchMeta) -> KVBatchMeta:
         """The batch as the actor's update is sent it: a copy."""
         sent = without_routing(batch, {self.active.replayed, *SHIFT_FIELDS})
@@ -251,3 +260,9 @@ class StabilityRun:
     def _count(self, refused: bool, metrics: dict[str, float]) -> None:
         self.guard.count(refused)
         metrics["guard/skipped"] = int(refused)
+
+
+def _unprocessed(config: DictConfig) -> bool:
+    """Whether the rollout samples from the model's own distribution, and so gives its log-probabilities."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.temperature == 1 and rollout.top_p == 1 and rollout.top_k in (-1, 0)

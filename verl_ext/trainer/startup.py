@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 from verl_ext.errors import HookError
 from verl_ext.launch.checks import loss_settings
-from verl_ext.launch.features import AT_ROUTERS, IN_WORKERS, Feature
+from verl_ext.launch.features import AT_ROUTERS, CANARY, IN_WORKERS, Feature
+from verl_ext.launch.sync_checks import MERGE, sends_adapter
 from verl_ext.settings.fake_quantization import FakeQuantization
 from verl_ext.trainer.active import Active
 from verl_ext.trainer.logs import trajectories_path
 from verl_ext.upstream import engine_report
 
+NAMED = 4  # in an error, of the names that vLLM did not take
 # Feature in the loss -> whether what a worker tells of its loss has it: (its name or setting, what is told).
 TOLD: dict[str, Callable[[str, dict[str, Any]], bool]] = {
     "policy loss": lambda setting, told: _name(setting) == told["policy_loss"]["loss_mode"],
@@ -61,6 +63,9 @@ def verify(active: Active, trainer_class: type, engines: Engines) -> list[Featur
     places = {"trajectories": trajectories_path(active.config).name}
     if (cascade := active.stability.cascade_attention) != "default":
         places["cascade attention"] = _confirmed_cascade(cascade, engines)
+    if active.stability.sync_canary.trajectories and sends_adapter(active.config):
+        where = next(feature.where for feature in found if feature.name == CANARY)
+        places[CANARY] = f"{where}; {_confirmed_adapter(engines)}"
     if (fake := active.stability.fake_quantization).active:
         places["fake quantization"] = _confirmed_rounding(fake, engines)
     return _placed(found, places)
@@ -108,6 +113,22 @@ def _confirmed_cascade(setting: str, engines: Engines) -> str:
             fix=("stability.cascade_attention=default",),
         )
     return f"confirmed by {len(running)} vLLM worker(s)"
+
+
+def _confirmed_adapter(engines: Engines) -> str:
+    """How many modules of the model have weights of the LoRA: the first sync is over by now."""
+    told = _reported("adapter", engines)
+    for report in told or [None]:
+        if not report or not report["adapters"]:
+            raise HookError("the model is trained as a LoRA, and a vLLM worker was sent no adapter", fix=(MERGE,))
+        if unused := report["unused"]:
+            raise HookError(
+                f"vLLM has no modules for {len(unused)} names of the LoRA, such as {', '.join(unused[:NAMED])}: it "
+                "would sample without them",
+                fix=(MERGE,),
+                otherwise="leave them out of actor_rollout_ref.model.target_modules",
+            )
+    return f"{told[0]['used']} modules with the LoRA in {len(told)} vLLM worker(s)"
 
 
 def _confirmed_rounding(asked: FakeQuantization, engines: Engines) -> str:

@@ -67,7 +67,14 @@ class StabilityMixin(VerlTrainer):
         batch = super().step(metrics, timing_raw)
         critic = {str(Role.Critic): self.critic_wg} if self.use_critic else {}
         self.stability_run.end_step(metrics, {"actor": self.actor_rollout_wg, **critic})
+        if canary := self.stability_run.canary:
+            canary.after_update(self.global_steps, self.actor_rollout_wg)
         return batch
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        # The last manager: in separate_async that of the servers that are synchronised, and never asleep.
+        self.stability_run.look_at_sync(self._rollout_server_managers()[-1].server_handles)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self.stability_run.active.rescores and self.local_trigger_step == 0:
@@ -97,6 +104,9 @@ class StabilityMixin(VerlTrainer):
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        if canary := self.stability_run.canary:
+            sent = without_routing(batch, {self.stability_run.active.replayed})
+            canary.before_update(sent, self.actor_rollout_wg)
         if self.stability_run.outcome.refused is None:
             super()._update_actor(self.stability_run.for_update(batch), metrics)
             self.stability_run.judge_update(metrics)
@@ -104,6 +114,8 @@ class StabilityMixin(VerlTrainer):
 
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, *args: Any, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, *args, **kwargs)
+        if canary := self.stability_run.canary:
+            metrics.update(canary.metrics)
         self.stability_run.judge_logged(metrics)
 
 

@@ -18,11 +18,13 @@ METHOD = "verl_ext_engine_report"
 
 def engine_report(worker: Any) -> dict[str, Any]:
     """What one vLLM worker runs with; `worker` is vLLM's Worker, seen from inside."""
-    from verl_ext.upstream import fake_quantization  # imports torch, which a front-end process does without
+    # Both import torch, which a front-end process does without.
+    from verl_ext.upstream import adapter_report, fake_quantization
 
     return {
         # vLLM's second model runner (vllm/v1/worker/gpu, seen in 0.27) has no cascade attention and no such attribute.
         "cascade_attention": bool(getattr(worker.model_runner, "cascade_attn_enabled", False)),
+        "adapter": adapter_report.report(worker.model_runner),
         "fake_quantization": fake_quantization.report(worker.model_runner.model),
     }
 

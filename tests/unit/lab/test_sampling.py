@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.closeness import close
 from verl_ext.lab.model import init_weights
 from verl_ext.lab.policy import score
-from verl_ext.lab.sampling import Engine, sample, truncated
+from verl_ext.lab.sampling import Engine, rescore, sample, truncated
 from verl_ext.lab.settings import ModelSettings, TaskSettings
 from verl_ext.lab.tasks import END, VOCABULARY, draw
 
@@ -33,6 +33,13 @@ def prompts():
 
 def sampled(engine, prompts, seed=2):
     return sample(engine, MODEL, prompts, LENGTH, generator(seed))
+
+
+@pytest.mark.parametrize("engine", [{}, {"dtype": torch.bfloat16}, {"temperature": 1.3}, {"top_p": 0.8}])
+def test_an_engine_says_of_its_own_tokens_what_it_sampled_them_with(weights, prompts, engine):
+    engine = Engine((weights,), **engine)
+    found = sampled(engine, prompts)
+    assert torch.equal(rescore(engine, MODEL, prompts, found.responses), found.l_infer)
 
 
 def test_an_exact_engine_says_what_training_says(weights, prompts):

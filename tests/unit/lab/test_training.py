@@ -201,6 +201,28 @@ def test_every_variant_of_the_plugin_runs(training, name):
     assert run.metrics[-1]["vllm_kl/k3"] > 0
 
 
+def syncs_told(run, steps):
+    """The steps in which the sync canary said something, and what."""
+    told = []
+    run.actions.carry_out = lambda decision: told.extend(decision.events)
+    for step in range(1, steps + 1):
+        run.metrics = run.step(step)
+    return [(event.step, event.action) for event in told if event.signal == "sync/arrived_high"]
+
+
+def test_the_sync_canary_sees_the_first_sync_that_is_missed_and_the_first_that_arrives(training):
+    canary, missed = "stability.sync_canary.trajectories=8", ("lab.missed_sync.update=3", "lab.missed_sync.count=2")
+    assert syncs_told(training("missed_sync", "none", canary, *missed), 8) == [(4, "warn"), (6, "recover")]
+
+
+@pytest.mark.parametrize("regime", ["exact", "bf16", "quantized"])
+def test_the_sync_canary_is_silent_where_syncs_arrive(training, regime):
+    overrides = ("stability.sync_canary.trajectories=8", "lab.quantized.group=8", "lab.quantized.format=fp8")
+    run = training(regime, "none", *overrides)
+    assert syncs_told(run, 12) == []
+    assert regime != "exact" or 0.99 < run.metrics["sync/arrived_low"] <= run.metrics["sync/arrived_high"] < 1.01
+
+
 def test_a_rollback_brings_weights_and_optimizer_back(training):
     rule = "stability.guard.rules.it={signal: vllm_kl/k3, above: 1e-6, action: rollback}"
     overrides = ("trainer.save_freq=1", "lab.missed_sync.update=4", rule)

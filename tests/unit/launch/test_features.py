@@ -57,6 +57,7 @@ def test_nothing_is_on_by_default(asked):
         (["stability.router_agreement=true"], ["router agreement"], {ROUTERS}),
         ([f"{REPLAY}=R2"], ["routing replay"], {ROUTERS}),
         ([f"{REPLAY}=R3"], ["router agreement", "routing replay"], {ROUTERS}),
+        (["stability.sync_canary.trajectories=8"], ["mismatch metrics", "sync canary"], MEASURED),
         (["stability.cascade_attention=off"], ["cascade attention"], set()),
         (["stability.fake_quantization.format=fp4"], ["fake quantization"], set()),
         (["algorithm.adv_estimator=qae"], ["advantages"], set()),

@@ -160,7 +160,7 @@ def test_deepseek_v3_also_fits_the_twelve_nodes_of_its_readme(compose):
     assert pipeline_stages(config, 61) == [5] * 11 + [6]
 
 
-@pytest.mark.parametrize("preset", ["r3", "deepseek_v32", "guard"])
+@pytest.mark.parametrize("preset", ["r3", "deepseek_v32", "guard", "quantized"])
 def test_other_presets_go_with_a_recipe_too(compose, preset):
     from verl_ext.launch.checks import check_run
     from verl_ext.settings.stability import stability_config

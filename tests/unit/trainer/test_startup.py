@@ -134,3 +134,47 @@ def test_a_worker_that_does_not_round_stops_the_run(rounding_of, rounded, settin
     with pytest.raises(HookError) as error:
         rounding_of(*rounded, **settings)
     assert said in str(error.value) and "set stability.fake_quantization.format=none" in str(error.value)
+
+
+@pytest.fixture
+def adapter_of(compose, monkeypatch):
+    """adapter_of(what a worker of vLLM tells of its LoRA, ...) -> where the sync canary acts."""
+    lora, canary = "actor_rollout_ref.model.lora_rank=8", "stability.sync_canary.trajectories=8"
+
+    def where(*told, overrides=(lora, canary)):
+        config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
+        active = read_active(config, stability_config(config.stability))
+        monkeypatch.setattr(engine_report, "fetch", lambda server: [{"adapter": one} for one in told])
+        engines = Engines(None, [SimpleNamespace(server_handles=["server"])])
+        return verify(active, StabilityTrainerSync, engines)[-1].where
+
+    return where
+
+
+TAKEN = {"adapters": 1, "used": 14, "unused": []}
+
+
+def test_the_modules_that_took_a_lora_are_counted(adapter_of):
+    assert adapter_of(TAKEN, TAKEN) == "PPOTrainerSync.on_step_end; 14 modules with the LoRA in 2 vLLM worker(s)"
+
+
+def test_no_worker_is_asked_where_full_weights_are_sent(adapter_of):
+    canary, merged = "stability.sync_canary.trajectories=8", "++actor_rollout_ref.model.lora.merge=true"
+    assert adapter_of(overrides=(canary,)) == "PPOTrainerSync.on_step_end"
+    lora = "actor_rollout_ref.model.lora_rank=8"
+    assert adapter_of(overrides=(canary, lora, merged)) == "PPOTrainerSync.on_step_end"
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ([], "was sent no adapter"),
+        ([TAKEN, None], "was sent no adapter"),
+        ([TAKEN | {"adapters": 0}], "was sent no adapter"),
+        ([TAKEN | {"unused": list("abcdef")}], "no modules for 6 names of the LoRA, such as a, b, c, d: it would"),
+    ],
+)
+def test_a_lora_that_vllm_does_not_take_stops_the_run(adapter_of, told, said):
+    with pytest.raises(HookError) as error:
+        adapter_of(*told)
+    assert said in str(error.value) and error.value.fix == ("++actor_rollout_ref.model.lora.merge=true",)

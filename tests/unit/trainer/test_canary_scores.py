@@ -1,0 +1,146 @@
+"""The canary's tokens on verl: which are kept, and that both engines' scores are of the same ones."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+
+from verl_ext.errors import HookError
+from verl_ext.settings.sync_canary import SyncCanarySettings
+from verl_ext.trainer import canary_scores, transfer
+from verl_ext.trainer.canary_scores import PARTITION, CanaryRun, CanaryScores
+
+PROMPTS = [[7, 8], [9], [5, 6, 7], [4]]
+RESPONSES = [list(range(20)), [4, 5], [6], [8, 9, 10, 11]]
+MASK = [[1] * 20, [1, 1], [1], [1, 0, 1, 1]]  # the last has a tool's token in it
+
+
+def nested(rows):
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+class Store:
+    """TransferQueue: rows by partition and key."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def kv_batch_get(self, keys, partition_id, select_fields):
+        rows = [self.rows[partition_id, key] for key in keys]
+        fields = {name: nested([row[name].tolist() for row in rows]) for name in select_fields if name in rows[0]}
+        return TensorDict(fields, batch_size=len(keys))
+
+    def kv_batch_put(self, keys, partition_id, fields, tags=None):
+        for number, key in enumerate(keys):
+            row = self.rows.setdefault((partition_id, key), {})
+            row.update({name: values.unbind()[number] for name, values in fields.items()})
+        return KVBatchMeta(keys=keys, tags=tags, partition_id=partition_id, fields=list(fields.keys()))
+
+
+def value(ids):
+    """What every engine here says of a token: its id and its place, a hundredth of each."""
+    return [-(token + 0.01 * place) for place, token in enumerate(ids)]
+
+
+class Workers:
+    """The training engine: of each token, at its place, what the next one's is."""
+
+    def __init__(self, store):
+        self._dispatch_info = {"actor": [0]}
+        self.store, self.moved, self.asked = store, 0.0, []
+
+    def compute_log_prob(self, batch):
+        self.asked.append(batch)
+        for key in batch.keys:
+            row = self.store.rows[batch.partition_id, key]
+            ids = [*row["prompts"].tolist(), *row["responses"].tolist()]
+            row["log_probs"] = torch.tensor([*value(ids)[1:], 0.0]) + self.moved * torch.arange(len(ids))
+
+
+class Server:
+    """verl's: the log-probabilities of a prompt's tokens but the first, and a dummy."""
+
+    def __init__(self, moved=0.0):
+        self.moved, self.generate = moved, SimpleNamespace(remote=self.answer)
+
+    def answer(self, prompt_ids, sampling_params, request_id):
+        assert sampling_params == {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        rows = [[each + self.moved * place] for place, each in enumerate(value(prompt_ids)[1:])]
+        return SimpleNamespace(extra_fields={"prompt_logprobs": [*rows, [0.0]]})
+
+
+@pytest.fixture
+def store(monkeypatch):
+    store = Store()
+    monkeypatch.setattr(transfer, "tq", store)
+    monkeypatch.setattr(canary_scores, "tq", store)
+    monkeypatch.setattr("ray.get", lambda answers, timeout: answers)
+    return store
+
+
+@pytest.fixture
+def batch(store):
+    sampled = [value([*prompt, *response])[len(prompt) :] for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    fields = {
+        "prompts": nested(PROMPTS),
+        "responses": nested(RESPONSES),
+        "response_mask": nested(MASK),
+        "rollout_log_probs": nested(sampled),
+    }
+    tags = [{"is_padding": number == 1} for number in range(4)]
+    return store.kv_batch_put([f"k{number}" for number in range(4)], "train", TensorDict(fields, batch_size=4), tags)
+
+
+def test_both_engines_score_the_same_tokens(store, batch):
+    """All but the last of each response, a tool's left out, of rows that are no padding."""
+    scores = CanaryScores(batch, 2, ranks=1)
+    expected = value([*PROMPTS[0], *RESPONSES[0]])[2:-1]  # of the response [6] nothing is left
+    assert scores.sampled_N.tolist() == pytest.approx(expected)
+    workers = Workers(store)
+    assert scores.by_workers(workers).tolist() == pytest.approx(expected)
+    assert [scored.tolist() for scored in scores.by_servers([Server(), Server()])] == [pytest.approx(expected)] * 2
+    (asked,) = workers.asked
+    assert asked.partition_id == PARTITION and asked.keys == ["k0", "k2"]
+    assert not asked.extra_info["calculate_entropy"] and not asked.extra_info["compute_loss"]
+
+
+def test_a_tools_tokens_are_not_scored(store, batch):
+    scores = CanaryScores(batch, 3, ranks=1)
+    assert scores.sampled_N.tolist() == pytest.approx([*value([*PROMPTS[0], *RESPONSES[0]])[2:-1], -8.01, -10.03])
+    assert torch.equal(scores.by_servers([Server()])[0], scores.by_workers(Workers(store)))
+
+
+def test_the_ranks_share_them_evenly_or_the_run_stops(store, batch):
+    with pytest.raises(HookError, match="3 trajectories for 2 ranks") as error:
+        CanaryScores(batch, 3, ranks=2)  # four, and one of the batch's is padding
+    assert error.value.fix == ("stability.sync_canary.trajectories=0",)
+    batch.fields.append("multi_modal_inputs")
+    with pytest.raises(HookError, match="text alone"):
+        CanaryScores(batch, 1, ranks=1)
+
+
+@pytest.mark.parametrize("comparable", [True, False])
+def test_the_first_sync_is_compared_with_the_rollout_itself_where_its_log_probs_are_comparable(
+    store, batch, comparable
+):
+    run, workers = CanaryRun(SyncCanarySettings(2), comparable), Workers(store)
+    found = []
+    for step, (train, rollout) in enumerate([(0.1, 0.0), (0.2, 0.2)], 1):
+        run.before_update(batch, workers)
+        workers.moved = train
+        run.after_update(step, workers)
+        found.append([(event.step, event.action) for event in run.after_sync(step, [Server(rollout)]).events])
+    assert found == ([[(1, "warn")], [(2, "recover")]] if comparable else [[], []])
+    assert run.metrics["sync/moved"] > 0
+
+
+def test_syncs_between_are_not_looked_at(store, batch):
+    run, workers = CanaryRun(SyncCanarySettings(2, every=2), comparable=True), Workers(store)
+    run.before_update(batch, workers)
+    for step in (1, 2, 3):
+        run.after_update(step, workers)
+        run.after_sync(step, [Server()])
+        assert bool(run.metrics) == (step == 2)
+    assert len(workers.asked) == 2

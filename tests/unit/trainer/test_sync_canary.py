@@ -1,0 +1,74 @@
+"""What is said of the weight syncs of a run, from made-up scores."""
+
+import pytest
+import torch
+
+from verl_ext.trainer.sync_canary import SIGNAL, SyncCanary
+
+N = 512
+
+
+def normal(scale, seed):
+    return scale * torch.randn(N, generator=torch.Generator().manual_seed(seed))
+
+
+class Run:
+    """Two rollout engines that get every update but those in `lost`, as (step, engine)."""
+
+    def __init__(self, lost=(), moved=0.05, start=0):
+        self.lost, self.moved = set(lost), moved
+        self.train = normal(1.0, 99)
+        self.engines = [self.train.clone(), self.train.clone()]
+        self.canary, self.events, self.metrics = SyncCanary(), [], []
+        self.canary.begin(start, self.train, self.engines)
+
+    def step(self, number):
+        self.train = self.train + normal(self.moved, number)
+        self.engines = [
+            had if (number, engine) in self.lost else self.train + normal(1e-3, 100 * number + engine)
+            for engine, had in enumerate(self.engines)
+        ]
+        metrics, decision = self.canary.check(number, self.train, self.engines)
+        self.metrics.append(metrics)
+        self.events += decision.events
+
+    def told(self, steps):
+        for number in range(1, steps + 1):
+            self.step(number)
+        return [(event.step, event.action) for event in self.events]
+
+
+def test_a_run_whose_syncs_arrive_is_told_nothing():
+    run = Run()
+    assert run.told(8) == []
+    assert all(0.8 < metrics["sync/arrived_low"] <= 1 for metrics in run.metrics)
+    assert all(metrics[SIGNAL] > 0.9 for metrics in run.metrics)
+    assert all(metrics["sync/moved"] == pytest.approx(0.05, rel=0.2) for metrics in run.metrics)
+
+
+def test_the_first_sync_that_one_engine_misses_is_told_once_and_so_is_its_recovery():
+    run = Run(lost=[(1, 1), (2, 1), (3, 1)])
+    assert run.told(5) == [(1, "warn"), (4, "recover")]
+    assert "since step 0" in run.events[0].reason and "rollout engine 1 of 2" in run.events[0].reason
+    assert run.events[0].rule == "weight_sync" and run.events[0].signal == SIGNAL
+    assert run.events[0].value == run.metrics[0][SIGNAL] < 0.1
+    assert run.metrics[2]["sync/arrived_low"] == 0
+
+
+def test_updates_too_small_to_see_add_up():
+    """Each moves a quarter of the gap's rounding; the engines' scores differ by it from the start."""
+    lost = [(step, engine) for step in range(1, 200) for engine in (0, 1)]
+    run = Run(lost, moved=2.5e-4)
+    run.engines = [engine + normal(1e-3, 7) for engine in run.engines]
+    run.canary.begin(0, run.train, run.engines)
+    told = run.told(60)
+    assert [action for _, action in told] == ["warn", "warn"]
+    assert 10 < told[0][0] < 60, "not before the sum is larger than the gap may hide"
+    assert SIGNAL not in run.metrics[0]
+
+
+def test_a_step_without_an_update_says_nothing():
+    run = Run(moved=0.0)
+    run.engines = [run.train, run.train]
+    metrics, decision = run.canary.check(1, run.train, run.engines)
+    assert metrics == {"sync/moved": 0, "sync/arrived_low": 0} and not decision.events

@@ -1,0 +1,117 @@
+"""What reaches the rollout of a training step, and what it keeps of the steps before."""
+
+from collections.abc import Iterable
+
+from verl_ext.doctor.context import MODEL, ROLLOUT, VLLM_ARGUMENTS, Context
+from verl_ext.doctor.findings import Finding, check
+
+CANARY = "stability.sync_canary.trajectories"
+MODE = "trainer.v1.trainer_mode"
+INTERRUPTED = ("colocate_async", "separate_async")
+KNOWN_VERL = "0.9.1"
+
+
+@check("weight sync")
+def weight_sync(context: Context) -> Iterable[Finding]:
+    """Syncs that do not happen, and what would tell.
+
+    Source: verl issue 7495: of a LoRA, `update_weights` (workers/engine_workers.py, 0.9.1) sends a checkpoint engine
+    what `get_per_tensor_param()` gives by default, the base, and drops the adapter's config; vLLM's list of adapters
+    stays empty, and the gap looks like old rollouts. `lora.merge=true` sends full weights. Names that vLLM has no
+    module for are dropped without a word (vLLM issues 34186 and 48019).
+    """
+    from verl_ext.launch.sync_checks import MERGE, sends_adapter
+
+    if context.config is None:
+        return
+    watched = context.get(CANARY, 0)
+    if sends_adapter(context.config):
+        if context.get(MODE) == "separate_async":
+            why = "verl 0.9.1 sends the servers the base model at each sync and never the LoRA (verl issue 7495)"
+            yield Finding("warning", "a LoRA in separate_async", why, (MERGE,))
+        elif not watched:
+            why = f"names that vLLM has no module for are dropped without a word; {CANARY}=8 tells, at the start too"
+            yield Finding("note", "a LoRA is sent to the rollout as an adapter", why)
+    if watched:
+        yield Finding("ok", f"each weight sync is looked at, on {watched} trajectories")
+        if _drafts(context):
+            why = "vLLM was seen to give wrong prompt log-probs with MTP drafts, of some requests (vLLM issue 53488)"
+            yield Finding("warning", "the sync canary beside speculative decoding", why, (f"{CANARY}=0",))
+
+
+@check("prefix caching")
+def prefix_caching(context: Context) -> Iterable[Finding]:
+    """Keys and values of older weights, found again by their tokens alone.
+
+    Source: NeMo-RL PR 4018 (syncs that left the cache: a gap that grows step by step and is gone after a restart);
+    prime-rl PR 1650. verl 0.9.1 clears it at every sync: `clear_kv_cache` at the end of `update_weights`
+    (workers/rollout/vllm_rollout/vllm_rollout.py), with what a KV connector keeps (`reset_connector=True`).
+    """
+    if not context.with_vllm or not context.engine_argument("enable_prefix_caching")[1]:
+        return
+    if _older_verl(context):
+        why = f"that verl {KNOWN_VERL} clears the cache at every weight sync was read, of older ones it was not"
+        yield Finding("note", f"prefix caching with verl {context.versions['verl']}", why)
+    else:
+        yield Finding("ok", "prefix caching: cleared at every weight sync")
+
+
+@check("speculative decoding")
+def speculative_decoding(context: Context) -> Iterable[Finding]:
+    """Drafts of a model that training leaves behind.
+
+    Source: vLLM issue 48296 (what speculative decoding lacks in RL; of verl issue 6947 it says that an MTP head keeps
+    its weights). verl 0.9.1 loads each sync into the drafter too where its method is `mtp`, and into no other
+    (`_use_mtp_drafter_weight_sync`, workers/rollout/vllm_rollout/utils.py). What is sampled is the target's
+    distribution whatever the draft, and its log-probs are of the target's logits (`RejectionSampler` of
+    v1/sample/rejection_sampler.py, vLLM 0.27): an old draft costs speed.
+    """
+    method = _drafts(context)
+    if not context.with_vllm or not method:
+        return
+    if method != "mtp":
+        why = "verl updates no drafter but MTP's: ever fewer drafts are accepted as training goes on (vLLM issue 48296)"
+        yield Finding("note", f"speculative decoding by {method}", why)
+    elif _older_verl(context):
+        why = f"an MTP head may keep the weights that it began with (verl issue 6947); verl {KNOWN_VERL} updates it"
+        yield Finding("warning", f"speculative decoding by mtp with verl {context.versions['verl']}", why)
+    elif not context.get(f"{MODEL}.mtp.enable_train"):
+        why = "the head is sent to the rollout as it began: ever fewer drafts are accepted as the policy moves"
+        yield Finding("note", "speculative decoding by mtp, whose head is not trained (mtp.enable_train)", why)
+    else:
+        yield Finding("ok", "speculative decoding by mtp: trained, and synchronised")
+
+
+@check("partial rollouts")
+def partial_rollouts(context: Context) -> Iterable[Finding]:
+    """Responses that a weight sync interrupts, and that newer weights go on with.
+
+    Source: verl 0.9.1. `FullyAsyncLLMServerClient.generate` (workers/rollout/llm_server.py) always goes on with them;
+    each token keeps the log-prob and, since PR 6046, the experts of the weights that sampled it. `ToolAgentLoop`
+    (experimental/agent_loop/tool_agent_loop.py) takes a turn's experts for the whole conversation (verl issue 6054):
+    those of earlier turns are then of newer weights than their log-probs.
+    """
+    from verl_ext.doctor.engine import captures_routing
+
+    mode = context.get(MODE)
+    if mode not in INTERRUPTED:
+        return
+    if context.get(f"{ROLLOUT}.multi_turn.enable") and captures_routing(context):
+        why = "a turn's experts replace those of the turns before, also where a sync came between (verl issue 6054)"
+        yield Finding("note", f"routing of several turns in {mode}", why)
+    else:
+        yield Finding("ok", f"partial rollouts in {mode}: each token has the log-prob of the weights that sampled it")
+
+
+def _drafts(context: Context) -> str:
+    """By which method vLLM drafts; "" where it does not."""
+    asked = context.get(f"{VLLM_ARGUMENTS}.speculative_config")
+    mtp = context.get(f"{MODEL}.mtp.enable") and context.get(f"{MODEL}.mtp.enable_rollout")
+    given = asked.get("method") if hasattr(asked, "get") else "a setting in text" if asked else None
+    return str(given or (context.get(f"{MODEL}.mtp.method", "mtp") if mtp else "a draft model" if asked else ""))
+
+
+def _older_verl(context: Context) -> bool:
+    from packaging.version import Version
+
+    return Version(context.versions.get("verl", KNOWN_VERL)) < Version(KNOWN_VERL)
