@@ -27,12 +27,13 @@ class Edited(Source):
 
     def __init__(self, verl, module, old, new):
         super().__init__(verl.folder)
+        self.verl = verl  # which has read most of it
         text = self.folder.joinpath(*module.split(".")[1:]).with_suffix(".py").read_text(encoding="utf-8")
         assert old in text
         self.module, self.edited = module, ast.parse(text.replace(old, new))
 
     def tree(self, module):
-        return self.edited if module == self.module else super().tree(module)
+        return self.edited if module == self.module else self.verl.tree(module)
 
 
 def test_the_installed_verl_has_all_that_every_hook_needs(verl):
@@ -54,7 +55,7 @@ MOVED = [
     (BASE, "def _rollout_server_managers", "def _managers", TRAINERS, "_rollout_server_managers is missing"),
     (WORKERS, "class TrainingWorker(", "class Trainer(", "imports of workers/actor.py", ".TrainingWorker is missing"),
     ("verl.utils.tracking", "FileLogger", "LineLogger", "keep_metrics", "tracking.FileLogger is missing"),
-    ("verl.workers.utils.losses", "rollout_is_weights=", "weights=", LOSS, "no longer names rollout_is_weights"),
+    ("verl.workers.utils.losses", "= get_policy_loss_fn(", "= LOSSES.get(", LOSS, "no longer names get_policy_loss_fn"),
 ]
 
 
