@@ -21,6 +21,7 @@ from verl_ext.doctor import (  # noqa: F401 (as above)
     sampling,
     sizes,
     vllm_versions,
+    waiting,
 )
 from verl_ext.doctor.composed import compose, given
 from verl_ext.doctor.findings import LEVELS, Finding, fixes, run_checks
