@@ -1,7 +1,6 @@
 """A package as its source files tell of it, without importing it: what is defined where, with which parameters."""
 
 import ast
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +12,15 @@ class Source:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._trees: dict[str, ast.Module | None] = {}
 
-    @functools.cache  # noqa: B019 (one reading of one checkout, and then the process ends)
     def tree(self, module: str) -> ast.Module | None:
         """A module's syntax; None where there is no such module."""
+        if module not in self._trees:
+            self._trees[module] = self._parsed(module)
+        return self._trees[module]
+
+    def _parsed(self, module: str) -> ast.Module | None:
         package, *parts = module.split(".")
         if package != self.folder.name:
             return None

@@ -68,7 +68,8 @@ def test_half_precision_is_summed_in_float32_and_comes_back_as_it_was():
     given = arguments(biased=True, dtype=torch.bfloat16)
     actual = plain_experts(*given, "silu", "amx")
     assert actual.dtype == torch.bfloat16
-    torch.testing.assert_close(actual.double(), oracle(*given, "silu", False), rtol=0.05, atol=1.0)
+    expected = oracle(*given, "silu", False)
+    assert (actual.double() - expected).norm() < 0.02 * expected.norm()
 
 
 def test_no_token_and_an_activation_that_vllm_has_and_we_have_not():
@@ -79,6 +80,7 @@ def test_no_token_and_an_activation_that_vllm_has_and_we_have_not():
         plain_experts(x, *rest, weights, ids, "relu2", "vec")
 
 
+@pytest.mark.slow
 def test_torch_compile_does_not_look_into_it():
     given = arguments(biased=False)
     compiled = torch.compile(lambda *of: plain_experts(*of, "silu", "vec"), backend="eager", fullgraph=True)
