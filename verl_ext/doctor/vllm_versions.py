@@ -75,6 +75,9 @@ def routing_delivery(context: Context) -> Iterable[Finding]:
         refused = True
         fix = (f"++{SPECULATIVE}.enable_adaptive_verification=false",)
         yield Finding("error", "routing capture with adaptive verification of drafts", why, fix)
+    if context.get(SPECULATIVE) or _drafts(context):
+        why = "of rejected drafts vLLM drops the experts; those of the layers that draft are not captured"
+        yield Finding("note", "routing capture with speculative decoding", why)
     if not refused:
         yield Finding("ok", f"vLLM {version[0]}.{version[1]} keeps routed experts by block of the prefix cache")
 

@@ -30,6 +30,7 @@ CASES = [
     ("vLLM version", "0.33.0", [f"{CASCADE}=on"], FIRST_RUNNER, ["warning", "error"], [f"{CASCADE}=default"]),
     ("routing delivery", "0.31.0", [], {}, [], []),
     ("routing delivery", "0.31.0", [CAPTURE], {}, ["ok"], []),
+    ("routing delivery", "0.31.0", [CAPTURE, *MTP], {}, ["note", "ok"], []),
     ("routing delivery", "0.30.0", [CAPTURE, f"{ROLLOUT}.enable_prefix_caching=false"], FIRST_RUNNER, [], []),
     (
         "routing delivery",
