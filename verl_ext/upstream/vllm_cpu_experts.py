@@ -18,14 +18,15 @@ import torch.nn.functional as F
 from verl_ext.upstream.patching import Undo, expect, expect_lookup, patch, together
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
-EXPERTS = f"{FUSED_MOE}.experts.cpu_moe"  # since 0.28
+KERNELS = f"{FUSED_MOE}.cpu_fused_moe"  # until 0.27
+EXPERTS = f"{FUSED_MOE}.experts.cpu_moe"  # since 0.28 of unquantized experts too
 CAPTURE = "_verl_ext_capture"  # attribute of a RoutedExperts layer of 0.27: takes the top-k ids of one forward pass
 KERNEL = "input, w13, w2, w13_bias, w2_bias, topk_weights, topk_ids, act, isa, skip_weighted"
 
 
 def keep_moe_weights() -> Undo:
     """Compute unquantized experts from their plain weights; slower than vLLM's packed kernels."""
-    return _in_classes() if find_spec(EXPERTS) else _in_a_kernel()
+    return _in_a_kernel() if find_spec(KERNELS) else _in_classes()
 
 
 def _in_a_kernel() -> Undo:
@@ -38,7 +39,7 @@ def _in_a_kernel() -> Undo:
     The loop is also where a layer's top-k ids are at hand, so a capture function bound to the layer (see
     `vllm_cpu_routing`) is called here, in the thread and at the place of the layer's own forward pass.
     """
-    change, module = "keep_moe_weights", f"{FUSED_MOE}.cpu_fused_moe"
+    change, module = "keep_moe_weights", KERNELS
     original = expect(change, module, "CPUFusedMOE", "layer")
     for name in ("check_grouped_gemm", "_pad_moe_intermediate_for_grouped_gemm", "init_moe_torch"):
         expect(change, module, f"CPUFusedMOE.{name}", "self, layer")

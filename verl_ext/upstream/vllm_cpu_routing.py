@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from verl_ext.upstream.patching import Undo, expect, expect_lookup, patch, together, wrap
-from verl_ext.upstream.vllm_cpu_experts import CAPTURE, EXPERTS, FUSED_MOE
+from verl_ext.upstream.vllm_cpu_experts import CAPTURE, EXPERTS, FUSED_MOE, KERNELS
 
 RUNNER = "vllm.v1.worker.cpu_model_runner"
 CONNECTOR = "vllm.distributed.aux_output_connector.worker"  # since 0.31
@@ -29,7 +29,7 @@ HELD = "_verl_ext_aux_output"  # attribute of the model runner: the connector
 def capture_routed_experts() -> Undo:
     """Make `enable_return_routed_experts` work on CPU."""
     runner = expect("capture_routed_experts", RUNNER, "CPUModelRunner", "vllm_config, device")
-    if find_spec(EXPERTS) is None:
+    if find_spec(KERNELS):
         return _bind_to_layers(runner)
     if find_spec("vllm.distributed.aux_output_connector"):
         return _deliver(runner)

@@ -31,7 +31,7 @@ EXPERTS = f"{MOE}.experts.cpu_moe"
 RUNNER = "vllm.v1.worker.cpu_model_runner"
 CONNECTOR = "vllm.distributed.aux_output_connector.worker"
 CONFIG = "vllm.config.vllm"
-CLASSES = find_spec(EXPERTS) is not None  # since vLLM 0.28
+CLASSES = find_spec(f"{MOE}.cpu_fused_moe") is None  # since vLLM 0.28
 DELIVERS = find_spec("vllm.distributed.aux_output_connector") is not None  # since 0.31
 CHOOSE = CLASSES and hasattr(importlib.import_module(EXPERTS).CPUUnquantizedExperts, "_select_experts")  # until 0.29
 only_a_kernel = pytest.mark.skipif(CLASSES, reason="of vLLM 0.27")
