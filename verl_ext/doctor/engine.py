@@ -8,6 +8,7 @@ from verl_ext.doctor.findings import Finding, check
 DISABLE_CASCADE = f"{VLLM_ARGUMENTS}.disable_cascade_attn"
 CASCADE = "stability.cascade_attention"
 ISSUE = "vLLM issue 22103"
+TO_ANOTHER_ENGINE = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector")
 NEVER_CASCADE = ("TRITON_ATTN", "FLASHINFER")  # values of vLLM's attention_backend
 
 
@@ -77,17 +78,19 @@ def captures_routing(context: Context) -> bool:
 def routing_capture(context: Context) -> Iterable[Finding]:
     """What vLLM's enable_return_routed_experts goes together with.
 
-    Source: vLLM 0.27. `RoutedExpertsManager` (model_executor/layers/fused_moe/routed_experts_capturer.py) keeps the ids
-    by slot of the KV cache, so a prefix hit finds those of the first request, and `Scheduler.update_from_output`
-    (v1/core/sched/scheduler.py) returns a prompt's ids from there once its last chunk is done: prefix caching and
-    chunked prefill both work (as vLLM PR 28284 and the review of PR 39568 say of prefix caching).
-    `VllmConfig.__post_init__` (config/vllm.py) refuses KV connectors, and `Scheduler.__init__` context parallelism.
+    Source: vLLM 0.27 to 0.30. `RoutedExpertsManager` (model_executor/layers/fused_moe/routed_experts_capturer.py) keeps
+    the ids by slot of the KV cache, so a prefix hit finds those of the first request, and
+    `Scheduler.update_from_output` (v1/core/sched/scheduler.py) returns a prompt's ids from there once its last chunk is
+    done: prefix caching and chunked prefill both work (as vLLM PR 28284 and the review of PR 39568 say of prefix
+    caching). `VllmConfig.__post_init__` (config/vllm.py) refuses KV connectors and pipeline parallelism, and
+    `Scheduler.__init__` context parallelism. From 0.31 on (PR 45635) of the connectors only those that hand over to
+    another engine are refused; what is refused besides is told by `routing delivery`.
     """
     if not context.with_vllm or not captures_routing(context):
         return
     ranks = [
         f"{VLLM_ARGUMENTS}.{name}"
-        for name in ("decode_context_parallel_size", "prefill_context_parallel_size")
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size")
         if (context.get(f"{VLLM_ARGUMENTS}.{name}") or 1) > 1
     ]
     connector = f"{VLLM_ARGUMENTS}.kv_transfer_config"
@@ -98,11 +101,13 @@ def routing_capture(context: Context) -> Iterable[Finding]:
         yield Finding(
             "error", f"routing capture with {' and '.join(name.rpartition('.')[2] for name in ranks)} above 1", why, fix
         )
-    if context.get(connector):
+    handed = context.get(f"{connector}.kv_connector") in TO_ANOTHER_ENGINE
+    refused = handed if context.vllm_release >= (0, 31) else context.get(connector)
+    if refused:
         yield Finding("error", "routing capture with a KV connector", why, (f"++{connector}=null",))
     if context.get(split):
         yield Finding("error", "routing capture with prefill and decode apart", why, (f"{split}=false",))
-    if not (ranks or context.get(connector) or context.get(split)):
+    if not (ranks or refused or context.get(split)):
         _, prefix = context.engine_argument("enable_prefix_caching")
         _, chunked = context.engine_argument("enable_chunked_prefill")
         yield Finding(

