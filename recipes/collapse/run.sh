@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Train the quick start's model with a rollout that differs from the training engine, with and without a remedy: verl, Ray,
 # vLLM and FSDP2 on two CPU cores, some minutes a run.
-#   bash recipes/collapse/run.sh quantized ARM SEED [override ...]    e.g. quantized none 0
-# ARM is exact, none, guard, or a preset without its batch skip, such as r3. A run that is done is left alone; each leaves
-# .collapse/quantized/ARM/seedN/metrics.jsonl.
+#   bash recipes/collapse/run.sh REGIME ARM SEED [override ...]    e.g. stale none 0
+# REGIME is stale or quantized; ARM is exact, none, guard, or a preset without its batch skip, such as tis. A run that is
+# done is left alone; each leaves .collapse/REGIME/ARM/seedN/metrics.jsonl.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [ $# -lt 3 ] || [ "$1" = --help ]; then sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,6p; exit; fi
@@ -19,7 +19,8 @@ fi
 remedy() { # the overrides of an arm
   case $1 in
     exact | none) echo stability=none stability.metrics=true ;;
-    guard) echo stability=guard ;;
+    # The preset; with 32 batches waiting, what comes for 32 steps after an update is refused may be refused as well.
+    guard) echo stability=guard stability.guard.stop_after=50 ;;
     *) echo "stability=$1" stability.batch_skip.threshold=null ;;
   esac
 }
@@ -27,8 +28,13 @@ remedy() { # the overrides of an arm
 gap() { # the overrides of a regime, but for the exact arm
   case $2/$1 in
     exact/*) ;;
+    # 32 batches are answered before the first update, and each batch is trained on 32 updates after it was answered: by
+    # `wait` and 1, no batch is taken while another is being answered.
+    */stale) echo trainer.v1.trainer_mode=colocate_async trainer.v1.colocate_async.num_warmup_batches=32 \
+      trainer.v1.sampler.{max_off_policy_threshold=1,max_off_policy_strategy=wait} \
+      trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync ;;
     */quantized) echo stability.fake_quantization.{format=fp4,group=channel,router=true,head=true} ;;
-    *) echo "collapse: the regime $1 is not known; choose quantized" >&2; exit 2 ;;
+    *) echo "collapse: the regime $1 is not known; choose stale or quantized" >&2; exit 2 ;;
   esac
 }
 
@@ -36,13 +42,13 @@ train() {
   local regime=$1 arm=$2 seed=$3 out=.collapse/$1/$2/seed$3
   shift 3
   [ -e "$out/done" ] && return
-  mkdir -p "$out"
+  mkdir -p "$out" && rm -f "$out"/metrics.*  # of a run that was cut short
   python recipes/cpu_smoke/make_assets.py --seed "$seed" --out ".collapse/assets-$seed" >&2
   echo "collapse: $regime, $arm, seed $seed (everything the run says: $out/console.log)" >&2
   VERL_FILE_LOGGER_PATH=$PWD/$out/metrics.jsonl "$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke precision=fp32 \
     assets=".collapse/assets-$seed" hydra.run.dir="$out/hydra" data.seed="$seed" trainer.default_local_dir="$out/checkpoints" \
     ray_kwargs.ray_init.runtime_env.py_executable="$PREFORK_PYTHON" \
-    $(gap "$regime" "$arm") $(remedy "$arm") stability.router_agreement=true trainer.total_training_steps=200 "$@" \
+    $(gap "$regime" "$arm") $(remedy "$arm") stability.router_agreement=true trainer.total_training_steps=120 "$@" \
     > "$out/console.log" 2>&1 || { echo "collapse: it ended with exit code $?; the end of its log:" >&2; tail -n 15 "$out/console.log" >&2; return 1; }
   touch "$out/done"
 }

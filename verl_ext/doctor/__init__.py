@@ -7,6 +7,7 @@ installation.py   packages, imports, plugins          hooks.py      which hooks 
 sampling.py       what the rollout's log-probs mean   precision.py  number formats
 engine.py         vLLM: cascade attention, routing capture, lengths
 routing.py        experts that are returned and were not chosen
+waiting.py        refused updates in an asynchronous run
 model_files.py    what of model and data is here      sizes.py      batches, lengths and ranks
 validation.py     verl's own, without all of verl
 foreign.py        code that a config names, and that is not run without --trust

@@ -11,7 +11,7 @@ from verl_ext.doctor import context as read
 from verl_ext.doctor import installation  # noqa: F401 (registers checks: first in the table)
 
 # isort: split
-from verl_ext.doctor import engine, foreign, hooks, model_files, precision, routing, sampling, sizes  # noqa: F401 (as above)
+from verl_ext.doctor import engine, foreign, hooks, model_files, precision, routing, sampling, sizes, waiting  # noqa: F401 (as above)
 from verl_ext.doctor.composed import compose, given
 from verl_ext.doctor.findings import LEVELS, Finding, fixes, run_checks
 from verl_ext.launch.gpus import Gpu, present

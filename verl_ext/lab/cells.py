@@ -1,6 +1,7 @@
 """One run of the grid: where it lies, and whether it has been done with the settings of today."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,14 @@ class Cell:
     def mark_done(self, out: Path, seconds: float) -> None:
         with written_whole(self.folder(out) / DONE) as file:
             file.write(json.dumps({"settings": self.settings, "seconds": round(seconds, 1)}, indent=2).encode())
+
+
+def cells_of(arms: "Sequence[Arm]", seeds: Sequence[int]) -> list[Cell]:
+    """Every arm with every seed; seed by seed, so that after an interruption the arms can be compared."""
+    from verl_ext.lab.arms import setup_of
+
+    steps = setup_of(arms[0], seeds[0]).config.trainer.total_training_steps
+    return [Cell(arm, seed, steps) for seed in seeds for arm in arms]
 
 
 def left_to_do(cells: list[Cell], out: Path) -> tuple[list[Cell], dict[str, list[str]]]:

@@ -18,6 +18,7 @@ WINDOW = 20  # steps of a level
 COLLAPSED, FALLEN = 0.5, 0.8  # of the highest level so far
 START, BEFORE, AHEAD = 5, 10, 10  # steps: of k3 at the start; of k3 before the collapse, and from there to it
 FEW_STEPS, LARGE_K3 = 20, 0.1  # a forecast below, a k3 above: a warning
+FEW, SMOOTH = 5, 10  # readings of k3 whose mean has to pass it to count as past; of stretches that are compared
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,14 @@ class Summary:
         collapsed: the step, or None.
         k3_start, k3_before: mean over the first steps, and shortly before the collapse, or at the end without one.
         dropped: mean share of tokens.
+        dropped_with_k3: how far the share rises and falls with k3, Spearman's rank correlation over stretches of
+            SMOOTH steps: 1 where a mask drops more the larger the gap, below 0 where it sees less of a larger one.
         grad_norm_median, grad_norm_max: over the run.
         warned: the first step with a warning.
         warning: steps from there to the one at which the reward began to fall; negative where it came late. None
             without a collapse, or without a warning.
+        foretold: steps from the first forecast below FEW_STEPS to the one at which the mean of FEW readings of k3
+            passed LARGE_K3; 0 or negative where it came no earlier. None where either did not happen.
         skipped: updates refused.
     """
 
@@ -44,10 +49,12 @@ class Summary:
     k3_start: float | None
     k3_before: float | None
     dropped: float | None
+    dropped_with_k3: float | None
     grad_norm_median: float | None
     grad_norm_max: float | None
     warned: int | None
     warning: int | None
+    foretold: int | None
     skipped: int | None
     rollbacks: int | None
 
@@ -72,10 +79,12 @@ def summarise(run: Run) -> Summary:
         k3_start=_over(run.get(K3), np.mean, last=int(run.steps[0]) + START - 1),
         k3_before=_over(run.get(K3), np.mean, first=before - BEFORE + 1, last=before),
         dropped=_over(run.get(DROPPED), np.mean),
+        dropped_with_k3=_together(run.get(DROPPED), run.get(K3)),
         grad_norm_median=_over(run.get(NORM), np.median),
         grad_norm_max=_over(run.get(NORM), np.max),
         warned=warned,
         warning=None if fell is None or warned is None else fell - warned,
+        foretold=_foretold(run.get(FORECAST), run.get(K3)),
         skipped=None if skipped is None else int((skipped.values > 0).sum()),
         rollbacks=None if rollbacks is None else int(rollbacks.values.max()),
     )
@@ -106,6 +115,28 @@ def first_warning(forecast: Series | None, k3: Series | None) -> int | None:
     spoke = [] if forecast is None else [*forecast.steps[forecast.values < FEW_STEPS]]
     spoke += [] if k3 is None else [*k3.steps[k3.values > LARGE_K3]]
     return int(min(spoke)) if spoke else None
+
+
+def _foretold(forecast: Series | None, k3: Series | None) -> int | None:
+    if forecast is None or k3 is None or len(k3.steps) < FEW:
+        return None
+    means = np.convolve(k3.values, np.ones(FEW) / FEW, mode="valid")
+    spoke, passed = forecast.steps[forecast.values < FEW_STEPS], k3.steps[FEW - 1 :][means > LARGE_K3]
+    return int(passed[0] - spoke[0]) if len(spoke) and len(passed) else None
+
+
+def _together(one: Series | None, other: Series | None) -> float | None:
+    if one is None or other is None:
+        return None
+    both = np.intersect1d(one.steps, other.steps)
+    whole = len(both) // SMOOTH * SMOOTH
+    ranks = []
+    for series in (one, other):
+        values = series.values[np.isin(series.steps, both[:whole])].reshape(-1, SMOOTH).mean(axis=1)
+        ranks.append(np.unique(values, return_inverse=True)[1])
+    if len(ranks[0]) < FEW or not all(np.ptp(rank) for rank in ranks):
+        return None
+    return float(np.corrcoef(*ranks)[0, 1])
 
 
 def _over(

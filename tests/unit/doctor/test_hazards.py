@@ -13,6 +13,8 @@ RAW = "ray_kwargs.ray_init.runtime_env.env_vars.SGLANG_RETURN_ORIGINAL_LOGPROB"
 FSDP = "actor_rollout_ref.actor.fsdp_config"
 MOE = "actor_rollout_ref.model.path={models}/moe"
 MEGATRON = "model_engine=megatron"
+ASYNCHRONOUS = ["trainer.v1.trainer_mode=colocate_async"]
+WAITING = "trainer.v1.colocate_async.num_warmup_batches"
 
 # (check, overrides, worst level or None for nothing, its overrides that fix)
 CASES = [
@@ -60,6 +62,26 @@ CASES = [
         [f"{VLLM}.logprobs_mode=raw_logits"],
         "warning",
         [f"+{VLLM}.logprobs_mode=processed_logprobs"],
+    ),
+    ("waiting batches", ["stability=guard"], None, []),
+    ("waiting batches", [*ASYNCHRONOUS, f"{WAITING}=32", "stability=none"], None, []),
+    ("waiting batches", [*ASYNCHRONOUS, "stability=guard"], "ok", []),
+    (
+        "waiting batches",
+        [*ASYNCHRONOUS, f"{WAITING}=31.5", "stability=guard"],
+        "warning",
+        ["stability.guard.stop_after=42"],
+    ),
+    (
+        "waiting batches",
+        [
+            *ASYNCHRONOUS,
+            f"{WAITING}=32",
+            "stability=none",
+            "stability.guard.rules={a:{signal:vllm_kl/k3,above:1,action:skip}}",
+        ],
+        "warning",
+        ["stability.guard.stop_after=42"],
     ),
     ("temperature", [], None, []),
     ("temperature", [f"{ROLLOUT}.temperature=0.7"], "warning", [f"{ROLLOUT}.temperature=1"]),

@@ -1,5 +1,6 @@
 """docs/lab.md names every regime with its settings and defaults."""
 
+import importlib.util
 import re
 from dataclasses import asdict
 
@@ -18,3 +19,12 @@ def test_the_table_of_regimes_is_the_codes():
         for name, kind in REGIMES.items()
     }
     assert shown == usual
+
+
+def test_the_tables_of_results_are_those_of_the_files_beside():
+    page = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("lab_tables", ROOT / "tools" / "lab_tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    assert tables.with_tables(page) == page
+    assert {mark[1] for mark in tables.MARKS.finditer(page)} == {"stale", "quantized", "ablations"}

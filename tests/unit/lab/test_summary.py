@@ -128,3 +128,31 @@ def test_levels_of_steps_that_are_missing():
     steps = np.arange(1, 81, 2)
     level = levels(Series(steps, np.ones(40)))
     assert level.steps[0] == 39 and level.steps[-1] == 79 and len(level.steps) == 21
+
+
+def test_a_forecast_is_early_by_the_steps_before_k3_stays_past_its_line():
+    k3 = [0.01] * 30 + [0.3] + [0.01] * 9 + [0.2] * 20  # one outlier alone is not past: (0.3 + 4 * 0.01) / 5 is 0.068
+    forecast = [1000.0] * 24 + [15.0] + [1000.0] * 35
+    found = summarise(make({REWARD: [0.5] * 60, K3: k3, FORECAST: forecast}))
+    assert found.foretold == 43 - 25  # (3 * 0.2 + 2 * 0.01) / 5 is 0.124, at step 43
+    assert summarise(make({REWARD: [0.5] * 60, K3: [0.01] * 60, FORECAST: forecast})).foretold is None
+    assert summarise(make({REWARD: [0.5] * 60, K3: k3})).foretold is None
+
+
+@pytest.mark.parametrize(
+    ("dropped", "wanted"), [(lambda k3: 2 * k3, 1), (lambda k3: 1 - k3, -1), (lambda k3: 0.1, None)]
+)
+def test_whether_a_mask_sees_more_where_the_gap_is_larger(dropped, wanted):
+    k3 = list(np.linspace(0.001, 0.3, 107))
+    found = summarise(make({REWARD: [0.5] * 107, K3: k3, DROPPED: [dropped(value) for value in k3]}))
+    assert found.dropped_with_k3 == (wanted if wanted is None else pytest.approx(wanted))
+
+
+def test_masking_is_compared_in_ranks_of_stretches():
+    dice = np.random.default_rng(0)
+    k3, dropped = dice.random(200), dice.random(200)
+    ranks = [np.argsort(np.argsort(each.reshape(20, 10).mean(axis=1))) for each in (k3, dropped)]
+    found = summarise(make({REWARD: [0.5] * 200, K3: list(k3), DROPPED: list(dropped)}))
+    differences = ranks[0] - ranks[1]
+    assert found.dropped_with_k3 == pytest.approx(1 - 6 * float(differences @ differences) / (20 * (400 - 1)))
+    assert summarise(make({REWARD: [0.5] * 40, K3: list(k3[:40]), DROPPED: list(dropped[:40])})).dropped_with_k3 is None

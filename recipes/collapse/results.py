@@ -1,0 +1,129 @@
+"""The runs of run.sh beside each other: a table by the lab's rules, and the picture.
+
+    python recipes/collapse/results.py            write the tables into README.md, draw docs/collapse.png
+    python recipes/collapse/results.py --keep     first take the runs of .collapse over into recipes/collapse/runs
+
+What is kept of a run are the metrics of KEPT, to five digits, and the guard's events.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from verl_ext.lab.figures import LAB_PANELS, looks, seeds_chart
+from verl_ext.lab.seeds import Interval, Variant, ranked
+from verl_ext.lab.summary import DROPPED, FORECAST, K3, NORM, REWARD, ROLLBACKS, SKIPPED, WINDOW, summarise
+from verl_ext.report import render
+from verl_ext.report.load import read_run
+from verl_ext.report.run import Run
+from verl_ext.run_files import EVENTS
+
+HERE = Path(__file__).parent
+MADE, RUNS = Path(".collapse"), HERE / "runs"
+PICTURE = HERE.parents[1] / "docs" / "collapse.png"
+README = HERE / "README.md"
+METRICS = "metrics.jsonl"
+KEPT = (
+    *(REWARD, K3, DROPPED, NORM, FORECAST, SKIPPED, ROLLBACKS, "guard/collapsed", "router/agreement", "actor/entropy"),
+    *("response_length/mean", "training/off_policy/trajectory_staleness/mean", "vllm_kl/ess", "timing_s/step"),
+)
+DIGITS = 5
+REGIMES = {"stale": "weights 32 updates old", "quantized": "weights in fp4"}
+TITLE = "verl, vLLM and FSDP2 on two CPU cores: {what}, three seeds"
+PANELS = (REWARD, K3)
+
+
+def keep(made: Path, runs: Path) -> list[Path]:
+    """Take over what has come to its end."""
+    taken = []
+    for done in sorted(made.glob("*/*/seed*/done")):
+        to = runs / done.parent.relative_to(made)
+        to.mkdir(parents=True, exist_ok=True)
+        with (done.parent / METRICS).open() as lines, (to / METRICS).open("w") as file:
+            file.writelines(_trimmed(line) for line in lines)
+        events = (done.parent / METRICS).with_suffix(EVENTS)
+        if events.exists():
+            shutil.copyfile(events, to / events.name)
+        taken.append(to)
+    return taken
+
+
+def _trimmed(line: str) -> str:
+    row = json.loads(line)
+    data = {key: float(f"{row['data'][key]:.{DIGITS}g}") for key in KEPT if key in row["data"]}
+    return json.dumps({"step": row["step"], "data": data}) + "\n"
+
+
+def runs_of(regime: str, folder: Path = RUNS) -> dict[str, dict[int, Run]]:
+    """By arm and seed."""
+    found: dict[str, dict[int, Run]] = {}
+    for file in sorted((folder / regime).glob(f"*/seed*/{METRICS}")):
+        arm, seed = file.parent.parent.name, int(file.parent.name.removeprefix("seed"))
+        found.setdefault(arm, {})[seed] = read_run(file)
+    return found
+
+
+def table(regime: str, folder: Path = RUNS) -> str:
+    """In Markdown, the exact rollout first, then by the reward at the end."""
+    runs = runs_of(regime, folder)
+    variants = [Variant(arm, (), {seed: summarise(run) for seed, run in each.items()}) for arm, each in runs.items()]
+    lines = [
+        f"| {REGIMES[regime]} | final reward, by seed | mean | peak | collapsed | k3 at the end | updates refused | "
+        "rolled back |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for variant in ranked(variants):
+        finals = ", ".join(f"{variant.runs[seed].final:.2f}" for seed in sorted(variant.runs))
+        steps = ", ".join(str(step) for step in sorted(variant.collapsed.values()))
+        ends = [run.get(K3).values[-WINDOW:].mean() for run in runs[variant.name].values()]
+        cells = (
+            f"**{variant.name}**" if variant.name == "none" else variant.name,
+            finals,
+            _mean(variant.mean("final")),
+            _mean(variant.mean("peak")),
+            f"{len(variant.collapsed)} of {len(variant.runs)}" + (f" (step {steps})" if steps else ""),
+            f"{sum(ends) / len(ends):.2g}",
+            *(_mean(variant.mean(name), "{:.0f}") for name in ("skipped", "rollbacks")),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _mean(found: Interval | None, how: str = "{:.2f}") -> str:
+    return "" if found is None else how.format(found.mean)
+
+
+def draw(regime: str, folder: Path = RUNS) -> bytes:
+    """The reward and k3 of every arm, as a PNG."""
+    runs = {arm: list(each.values()) for arm, each in runs_of(regime, folder).items()}
+    look = looks(sorted(runs, key=lambda arm: (arm != "exact", arm != "none", arm)))
+    panels = [panel for metric in PANELS for panel in LAB_PANELS if panel.metric == metric]
+    charts = {panel: chart for panel in panels if (chart := seeds_chart(panel, runs, look)) is not None}
+    pictures = {panel.key: render.png(render.spec_of(chart), panel.title) for panel, chart in charts.items()}
+    return render.overview(pictures, TITLE.format(what=REGIMES[regime]))
+
+
+def with_tables(page: str, folder: Path = RUNS) -> str:
+    """The page, with each regime's table between its marks."""
+    for regime in REGIMES:
+        mark, end = f"<!-- {regime} -->\n", "<!-- end -->"
+        if mark in page:
+            before, _, rest = page.partition(mark)
+            page = f"{before}{mark}{table(regime, folder)}\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", action="store_true", help="take over the runs that are done")
+    if parser.parse_args().keep:
+        for folder in keep(MADE, RUNS):
+            print(f"kept {folder.relative_to(HERE)}")
+    README.write_text(with_tables(README.read_text()))
+    PICTURE.write_bytes(draw("stale"))
+    print(f"wrote {README.name} and {PICTURE.name}")
+
+
+if __name__ == "__main__":
+    main()

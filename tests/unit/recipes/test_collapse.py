@@ -1,0 +1,57 @@
+"""The kept runs of recipes/collapse: what its page says of them is what they hold."""
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests import ROOT
+
+RECIPE = ROOT / "recipes" / "collapse"
+
+
+@pytest.fixture(scope="module")
+def results() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("collapse_results", RECIPE / "results.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rewards(file: Path) -> list[float]:
+    return [json.loads(line)["data"]["critic/score/mean"] for line in file.read_text().splitlines()]
+
+
+def test_the_tables_are_of_the_runs_that_are_kept(results):
+    page = (RECIPE / "README.md").read_text()
+    assert results.with_tables(page) == page
+    for regime in results.REGIMES:
+        assert (f"<!-- {regime} -->" in page) == (RECIPE / "runs" / regime).exists()
+
+
+def test_what_the_picture_is_there_to_show():
+    """By the raw numbers: without a remedy every seed falls below half of its peak; with one, none does."""
+    last, lived = {}, {}
+    for file in (RECIPE / "runs" / "stale").glob("*/seed*/metrics.jsonl"):
+        arm, values = file.parts[-3], rewards(file)
+        means = [sum(values[i - 20 : i]) / 20 for i in range(20, len(values) + 1)]
+        last.setdefault(arm, []).append(means[-1])
+        lived.setdefault(arm, []).append(all(m >= 0.5 * max(means[: i + 1]) for i, m in enumerate(means)))
+    assert set(last) == {"exact", "none", "opsm", "guard"} and all(len(each) == 3 for each in last.values())
+    assert not any(lived.pop("none")) and all(map(all, lived.values()))
+    assert max(last["none"]) < min(last["opsm"] + last["guard"]) and max(last["opsm"]) < min(last["exact"])
+
+
+def test_only_runs_that_are_done_are_kept_and_only_what_is_read(results, tmp_path):
+    row = {"step": 1, "data": {"critic/score/mean": 0.123456789, "perf/mfu/actor": 0.0}}
+    for arm in ("none", "tis"):
+        folder = tmp_path / "made" / "stale" / arm / "seed0"
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "made" / "stale" / "none" / "seed0" / "done").touch()
+    assert results.keep(tmp_path / "made", tmp_path / "runs") == [tmp_path / "runs" / "stale" / "none" / "seed0"]
+    kept: Mapping = json.loads((tmp_path / "runs" / "stale" / "none" / "seed0" / "metrics.jsonl").read_text())
+    assert kept == {"step": 1, "data": {"critic/score/mean": 0.12346}}
