@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
 from tests.support.sglang_server import generated, server, verls_server_module
-from verl_ext import plugin
 from verl_ext.errors import HookError
 from verl_ext.upstream.patching import PatchError
 from verl_ext.upstream.sglang_routing import decode_routing, decoded, decodes
@@ -58,12 +57,6 @@ def module():
     with verls_server_module() as found:
         decode_routing(found)
         yield found
-
-
-def test_the_plugin_changes_verls_server_as_it_is_imported():
-    plugin.load()
-    with verls_server_module() as found:
-        assert hasattr(found.set_global_state, "__verl_ext__")
 
 
 def test_verls_server_returns_what_sglang_captured(module):
