@@ -21,6 +21,9 @@ def load() -> None:
     register_post_import_hook(lambda _: import_module("verl_ext.workers.losses"), "verl.trainer.ppo.core_algos")
     register_post_import_hook(lambda _: import_module("verl_ext.trainer.advantages"), "verl.trainer.ppo.core_algos")
     narrow_routing.install()
+    register_post_import_hook(
+        "verl_ext.upstream.sglang_routing:decode_routing", "verl.workers.rollout.sglang_rollout.async_sglang_server"
+    )
     if on_cpu.requested():
         from verl_ext.upstream import cpu_platform
 

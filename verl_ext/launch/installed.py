@@ -60,11 +60,24 @@ def vllm_arguments() -> frozenset[str]:
 
     Source: vllm/engine/arg_utils.py (0.27), two dataclasses.
     """
-    folder = package_folder("vllm")
-    file = folder / "engine" / "arg_utils.py" if folder else None
+    return _fields("vllm", "engine/arg_utils.py", "EngineArgs", "AsyncEngineArgs")
+
+
+@cache
+def sglang_arguments() -> frozenset[str]:
+    """The fields of SGLang's ServerArgs, of `engine_kwargs.sglang`; none where SGLang is not installed.
+
+    Source: sglang/srt/server_args.py (0.5.12), a dataclass, which verl builds of them.
+    """
+    return _fields("sglang", "srt/server_args.py", "ServerArgs")
+
+
+def _fields(package: str, path: str, *dataclasses: str) -> frozenset[str]:
+    folder = package_folder(package)
+    file = folder / path if folder else None
     if file is None or not file.is_file():
         return frozenset()
     classes = (node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
-    bodies = (node.body for node in classes if node.name in ("EngineArgs", "AsyncEngineArgs"))
+    bodies = (node.body for node in classes if node.name in dataclasses)
     fields = (node for body in bodies for node in body if isinstance(node, ast.AnnAssign))
     return frozenset(ast.unparse(field.target) for field in fields)

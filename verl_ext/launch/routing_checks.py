@@ -10,10 +10,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_ext.errors import ConfigError, require_choice
 from verl_ext.fields import OLD_ROUTES, ROLLOUT_ROUTES
 from verl_ext.launch.bypass import bypasses
+from verl_ext.launch.rollouts import ROLLOUTS
+from verl_ext.launch.sglang_checks import check_sglang_model, check_sglang_routing
 from verl_ext.routing.engines import ACTOR, ENGINES, HOOKED
 from verl_ext.settings.config import FSDP_REPLAY, StabilityConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
+RETURNED = f"{ROLLOUT}.enable_rollout_routing_replay"
 MODES = ("disabled", "R2", "R3")
 
 
@@ -64,6 +67,7 @@ def check_routing(config: DictConfig, agreement: bool, read_model: bool = True) 
     elif replays_here(config):
         asked, off = f"{setting}={mode}", f"{setting}=disabled"
     else:
+        _check_verls_own(config)
         return
     if strategy not in ENGINES:
         raise ConfigError(
@@ -82,7 +86,7 @@ def apply_routing(config: DictConfig, stability: StabilityConfig) -> None:
     if reads_routes(config, stability):
         from verl_ext.upstream import narrow_routing
 
-        OmegaConf.update(config, f"{ROLLOUT}.enable_rollout_routing_replay", True)
+        OmegaConf.update(config, RETURNED, True)
         narrow_routing.request(config)
     if replays_here(config):
         node = OmegaConf.select(config, replay_setting(config).removesuffix(".mode"))
@@ -139,19 +143,31 @@ def _check_recording(config: DictConfig, asked: str, off: str) -> None:
 
 def _check_rollout(config: DictConfig, asked: str, off: str) -> None:
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name != "vllm":
+    if (engine := ROLLOUTS.get(rollout.name)) is None:
         raise ConfigError(
-            f"{asked} reads vLLM's routed experts, not {ROLLOUT}.name={rollout.name}",
+            f"{asked} reads the routed experts of vLLM or SGLang, not {ROLLOUT}.name={rollout.name}",
             fix=(f"{ROLLOUT}.name=vllm",),
             otherwise=f"set {off}",
         )
     if rollout.pipeline_model_parallel_size > 1:
         raise ConfigError(
-            f"{asked} needs vLLM without pipeline parallelism, and {ROLLOUT}.pipeline_model_parallel_size="
+            f"{asked} needs {engine} without pipeline parallelism, and {ROLLOUT}.pipeline_model_parallel_size="
             f"{rollout.pipeline_model_parallel_size}",
             fix=(f"{ROLLOUT}.pipeline_model_parallel_size=1",),
             otherwise=f"set {off}",
         )
+    if rollout.name == "sglang":
+        check_sglang_routing(config, asked, off)
+
+
+def sglang_returns_routing(config: DictConfig) -> bool:
+    return OmegaConf.select(config, f"{ROLLOUT}.name") == "sglang" and bool(OmegaConf.select(config, RETURNED))
+
+
+def _check_verls_own(config: DictConfig) -> None:
+    """Where verl alone replays the rollout's experts, or logs them."""
+    if sglang_returns_routing(config):
+        check_sglang_routing(config, f"{RETURNED}=true", f"{RETURNED}=false")
 
 
 def _check_model(config: DictConfig, asked: str, off: str, read_routers: bool) -> None:
@@ -167,6 +183,8 @@ def _check_model(config: DictConfig, asked: str, off: str, read_routers: bool) -
             f"{asked} needs a mixture of experts, and actor_rollout_ref.model.path={model.path} is a dense model",
             fix=(off,),
         )
+    if config.actor_rollout_ref.rollout.name == "sglang":
+        check_sglang_model(hf_config.get_text_config(), model.path, asked, off)
     if read_routers:
         probe_choices(hf_config, trust_remote_code=_trusted(model))
 

@@ -10,8 +10,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import ConfigError
-from verl_ext.launch.installed import vllm_arguments
+from verl_ext.launch.installed import sglang_arguments, vllm_arguments
 from verl_ext.launch.models import ModelShape
+from verl_ext.launch.rollouts import ROLLOUTS
 
 ARP = "actor_rollout_ref"
 ACTOR = f"{ARP}.actor"
@@ -33,7 +34,8 @@ def check_recipe(config: DictConfig, shape: ModelShape | None) -> None:
     _check_batches(config)
     _check_lengths(config)
     _check_rollout(config, shape)
-    check_engine_kwargs(_get(config, f"{ROLLOUT}.engine_kwargs.vllm") or {})
+    engine = name if (name := _get(config, f"{ROLLOUT}.name")) in ROLLOUTS else "vllm"
+    check_engine_kwargs(_get(config, f"{ROLLOUT}.engine_kwargs.{engine}") or {}, engine)
 
 
 def world_size(config: DictConfig) -> int:
@@ -76,12 +78,14 @@ def pipeline_stages(config: DictConfig, layers: int) -> list[int]:
     return [*([first] if first is not None else []), *[left // middle] * middle, *([last] if last is not None else [])]
 
 
-def check_engine_kwargs(given: Iterable[str]) -> None:
-    """vLLM's parser must know every name; where vLLM is not installed, it is not asked."""
-    known = vllm_arguments()
+def check_engine_kwargs(given: Iterable[str], engine: str = "vllm") -> None:
+    """vLLM's parser, or SGLang's ServerArgs, must know every name; where it is not installed, it is not asked."""
+    known = sglang_arguments() if engine == "sglang" else vllm_arguments()
     for name in given:
         if known and name.replace("-", "_") not in known:
-            raise ConfigError(f"{ROLLOUT}.engine_kwargs.vllm.{name} is no argument of vLLM; correct or remove it")
+            raise ConfigError(
+                f"{ROLLOUT}.engine_kwargs.{engine}.{name} is no argument of {ROLLOUTS[engine]}; correct or remove it"
+            )
 
 
 def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:

@@ -18,6 +18,7 @@ from verl_ext.printable import printable
 # Measured on two CPU cores (tools/bench_correction.py, bench_guard.py); a controller is not slower.
 CORRECTION_NS, GUARD_MS = 17.0, 0.5
 WEIGHT_BYTES = 4  # rollout_is_weights, per response token
+VERLS_ID_BYTES = 2  # which are sent where an engine's are wider
 WIDTH = 120  # where the output is not a terminal
 
 
@@ -107,7 +108,7 @@ def _features(config: Any, sizes: Sizes, mean_response: float) -> list[tuple[str
     if sizes.shape.moe_layers:
         shape = sizes.shape
         routing = RoutingShape(shape.layers, shape.moe_layers, shape.routed_experts, shape.top_k)
-        ids = routing.ids * routing.engine_id_bytes
+        ids = routing.ids * (routing.engine_id_bytes if sizes.engine == "vLLM" else VERLS_ID_BYTES)
         total = ids * sizes.sequences * (sizes.prompt / 2 + mean_response) / 1e9
         cost = f"{total:.1f} GB of expert ids each way, {ids} bytes a token"
         found.append((uses(asked, ROUTERS), "router agreement, replay", cost))

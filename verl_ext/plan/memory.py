@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from verl_ext.plan.sizes import GIB, Sizes
 
 RESERVE = 5 * GIB  # contexts of the processes on a GPU, NCCL's buffers, fragmentation, a sleeping vLLM
-ENGINE_RESERVE = 3 * GIB  # vLLM's own activations and graphs, within its share
+ENGINE_RESERVE = 3 * GIB  # the rollout engine's own activations and graphs: within vLLM's share, beside SGLang's
 LAYER_BYTES = (
     34  # activations of a layer per token and hidden unit (Korthikanti et al., 2022, without attention scores)
 )
@@ -57,8 +57,9 @@ def plan_memory(sizes: Sizes) -> Memory:
     shape, share = sizes.shape, sizes.utilization * sizes.gpu.memory_gib * GIB
     experts = shape.expert_parameters / max(sizes.rollout_tensor, sizes.rollout_expert)
     served = sizes.rollout_bytes * (experts + (shape.parameters - shape.expert_parameters) / sizes.rollout_tensor)
-    cache = share - served - ENGINE_RESERVE
-    rollout = {"weights of the rollout": served, "KV cache": max(cache, 0.0), "workspace of vLLM": ENGINE_RESERVE}
+    cache = share - served - (ENGINE_RESERVE if sizes.engine == "vLLM" else 0)
+    rollout = {"weights of the rollout": served, "KV cache": max(cache, 0.0)}
+    rollout[f"workspace of {sizes.engine}"] = ENGINE_RESERVE
     if sizes.shared:
         if not sizes.param_offload:
             rollout["training weights"] = weights

@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_ext.errors import ConfigError, UserError
 from verl_ext.launch.gpus import GPUS, DataSheet, named
 from verl_ext.launch.models import SHAPES, ModelShape, shape_of
+from verl_ext.launch.rollouts import ROLLOUTS
 from verl_ext.launch.sizes import check_recipe, ulysses_size, world_size
 
 GIB = 2**30
@@ -36,6 +37,7 @@ class Sizes:
     """Attributes:
     gpus: that train; rollout_gpus: that generate, the same ones unless the run is separate_async.
     shared: whether they are the same ones.
+    engine: of the rollout, as it calls itself.
     micro_tokens: of one micro-batch on one training rank, at the most.
     """
 
@@ -66,6 +68,7 @@ class Sizes:
     rollout_bytes: int
     utilization: float
     max_num_seqs: int
+    engine: str = "vLLM"
 
 
 def planned_gpu(given: str) -> tuple[str, DataSheet]:
@@ -198,6 +201,7 @@ def _read(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
         rollout_bytes=1 if rollout.get("quantization") == "fp8" else _bytes(rollout.dtype),
         utilization=_share(config, f"{ROLLOUT}.gpu_memory_utilization"),
         max_num_seqs=_whole(config, f"{ROLLOUT}.max_num_seqs"),
+        engine=ROLLOUTS.get(rollout.name, "vLLM"),
     )
 
 

@@ -161,7 +161,7 @@ class FsdpRouting:
                     f"router_replay.mode={self.mode} has nothing to replay: the batch has no "
                     f"{ROLLOUT_ROUTES if self.mode == 'R3' else OLD_ROUTES}",
                     fix=(REPLAY_OFF,),
-                    otherwise="for R3 check that vLLM runs with enable_return_routed_experts",
+                    otherwise="for R3 check that the rollout runs with enable_return_routed_experts",
                 )
         compared_TLK = rollout_TLK if old_policy else None
         if compared_TLK is None and not replays:
@@ -205,7 +205,7 @@ class FsdpRouting:
         """[T, L, K] of the rollout, the layers in the order of the routers, and [T] why rows of it are refused, see
         `believed`; None where the batch has none.
 
-        vLLM ships a row for each decoder layer, dense ones included; other engines those of the MoE layers alone.
+        vLLM and SGLang ship a row for each decoder layer, dense ones included; others those of the MoE layers alone.
         """
         if (routes := micro_batch.get(ROLLOUT_ROUTES, None)) is None:
             return None, None

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
@@ -13,11 +13,13 @@ from verl_ext.core.routing import RouterSums
 from verl_ext.errors import HookError
 from verl_ext.fields import ROLLOUT_ROUTES
 from verl_ext.guard.state import Decision, Event
+from verl_ext.launch.rollouts import ROLLOUTS
 from verl_ext.launch.routing_checks import replay_mode, replay_setting, replays_here
 from verl_ext.trainer.transfer import get_fields
 
 SAMPLED = 4  # trajectories a step that are looked at where verl replays them: some 50 MB of 32,768 tokens each
-MODULAR = "++actor_rollout_ref.rollout.engine_kwargs.vllm.moe_backend=triton"
+ENGINE_KWARGS = "++actor_rollout_ref.rollout.engine_kwargs"
+MODULAR = {"vllm": "moe_backend=triton", "sglang": "moe_runner_backend=triton"}
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,13 @@ class CapturedRouting:
         self._believed |= counts.believed > 0
         wrong = _wrong(counts)
         if replay_mode(config) == "R3" and counts.tokens and not self._believed:
+            name = OmegaConf.select(config, "actor_rollout_ref.rollout.name") or "vllm"
+            kernel = f"{ROLLOUTS[name]}'s kernel"
+            modular = f"{ENGINE_KWARGS}.{name}.{MODULAR[name]}"
             raise HookError(
                 f"{replay_setting(config)}=R3 has nothing to replay: {' '.join(wrong.values())}",
                 fix=(f"{replay_setting(config)}=disabled",),
-                otherwise=f"where vLLM's kernel does not return what it chose, take one that does, {MODULAR}",
+                otherwise=f"where {kernel} does not return what it chose, take one that does, {modular}",
             )
         new = {name: said for name, said in wrong.items() if name not in self._told}
         if counts.believed and "unknown" in new:  # a few are: router/unknown tells

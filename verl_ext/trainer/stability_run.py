@@ -137,7 +137,7 @@ class StabilityRun:
             raise HookError(
                 "compute_log_prob returned no routing: the rollout's batch has no routed_experts",
                 fix=("stability.router_agreement=false",),
-                otherwise="check that vLLM runs with enable_return_routed_experts",
+                otherwise="check that the rollout runs with enable_return_routed_experts",
             )
         if not self._routing_dtype_told:  # not at the start: there is no routing yet
             self._routing_dtype_told = True

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 from verl_ext.errors import HookError
 from verl_ext.launch.checks import loss_settings
 from verl_ext.launch.features import AT_ROUTERS, CANARY, IN_WORKERS, Feature
+from verl_ext.launch.routing_checks import sglang_returns_routing
 from verl_ext.launch.sync_checks import MERGE, sends_adapter
 from verl_ext.settings.fake_quantization import FakeQuantization
 from verl_ext.trainer.active import Active
 from verl_ext.trainer.logs import trajectories_path
-from verl_ext.upstream import engine_report
+from verl_ext.upstream import engine_report, sglang_routing
 
 NAMED = 4  # in an error, of the names that vLLM did not take
 # Feature in the loss -> whether what a worker tells of its loss has it: (its name or setting, what is told).
@@ -60,6 +61,8 @@ def verify(active: Active, trainer_class: type, engines: Engines) -> list[Featur
         where = _hooked_routers(engines)
         at_routers = {feature.name for feature in found if feature.where == AT_ROUTERS} - TOLD.keys()
         found = _placed(found, dict.fromkeys(at_routers, where))
+    if sglang_returns_routing(active.config):
+        _confirm_decoding(engines)
     places = {"trajectories": trajectories_path(active.config).name}
     if (cascade := active.stability.cascade_attention) != "default":
         places["cascade attention"] = _confirmed_cascade(cascade, engines)
@@ -150,10 +153,21 @@ def _confirmed_rounding(asked: FakeQuantization, engines: Engines) -> str:
     return f"{counts} weights in {len(told)} vLLM worker(s)"
 
 
+def _confirm_decoding(engines: Engines) -> None:
+    if not all(sglang_routing.fetch(server) for server in _servers(engines)):
+        raise HookError(
+            "an SGLang server returns routed experts as text, which verl cannot read: VERL_USE_EXTERNAL_PLUGINS, where "
+            "set, has to name verl_ext"
+        )
+
+
 def _reported(name: str, engines: Engines) -> list[Any]:
     """By each of vLLM's workers."""
-    servers = [handle for manager in engines.server_managers for handle in manager.server_handles]
-    return [report[name] for server in servers for report in engine_report.fetch(server)]
+    return [report[name] for server in _servers(engines) for report in engine_report.fetch(server)]
+
+
+def _servers(engines: Engines) -> list[Any]:
+    return [handle for manager in engines.server_managers for handle in manager.server_handles]
 
 
 def print_table(features: list[Feature]) -> None:

@@ -125,6 +125,18 @@ TABLE = (
         without="set VERL_EXT_NARROW_ROUTING=0, and the run does without the narrow dtype",
     ),
     Change(
+        name="sglang_routing",
+        target="`verl.workers.rollout.sglang_rollout.async_sglang_server.set_global_state`, and by it "
+        "`generate_request` of the tokenizer manager that verl asks",
+        why="SGLang returns expert ids as base64, and verl takes them for a tensor: the rollout would end with an "
+        "AttributeError",
+        when="always, in verl's SGLang servers; of use with `rollout.enable_rollout_routing_replay`",
+        versions=VERL | {"sglang": ">=0.5.12,<0.5.13"},
+        file="upstream/sglang_routing.py",
+        test="tests/unit/upstream/test_sglang_routing.py::test_verls_server_returns_what_sglang_captured",
+        without="set actor_rollout_ref.rollout.enable_rollout_routing_replay=false",
+    ),
+    Change(
         name="engine_report",
         target="`vllm.v1.worker.worker_base.WorkerBase`, which gets a method more",
         why="the start-up check asks the running engine what it really runs with",

@@ -195,7 +195,7 @@ def unmet(need: str, verl: Source) -> str:
         if not fits:
             return f"{name} takes ({given}), not ({listed})"
     if names:
-        body = mentioned(found) if found is not None else mentioned(verl.tree(name))
+        body = mentioned(found if found is not None else verl.tree(name))
         if missing := [one for one in names.split(", ") if one not in body]:
             return f"{name} no longer names {', '.join(missing)}"
     return ""

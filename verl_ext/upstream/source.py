@@ -128,7 +128,7 @@ def parameters(definition: Definition) -> str:
     )
 
 
-def mentioned(definition: Definition) -> set[str]:
+def mentioned(definition: "Definition | ast.Module") -> set[str]:
     """Names, attributes and strings in the body of a function or a class."""
     nodes = ast.walk(definition) if definition is not None else ()
     found = set()

@@ -7,6 +7,9 @@ from verl_ext.launch.gpus import named
 
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = f"+{ROLLOUT}.engine_kwargs.vllm"
+SGLANG = f"{ROLLOUT}.name=sglang"
+SGLANGS = f"+{ROLLOUT}.engine_kwargs.sglang"
+RAW = "ray_kwargs.ray_init.runtime_env.env_vars.SGLANG_RETURN_ORIGINAL_LOGPROB"
 FSDP = "actor_rollout_ref.actor.fsdp_config"
 MOE = "actor_rollout_ref.model.path={models}/moe"
 MEGATRON = "model_engine=megatron"
@@ -28,7 +31,21 @@ CASES = [
         "warning",
         [f"{ROLLOUT}.top_p=1", f"{ROLLOUT}.top_k=-1"],
     ),
-    ("truncated sampling", [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.name=sglang"], None, []),
+    ("truncated sampling", [f"{ROLLOUT}.top_p=0.9", SGLANG], "warning", [f"{ROLLOUT}.top_p=1"]),
+    ("truncated sampling", [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.name=trtllm"], None, []),
+    ("log-prob mode", [SGLANG, f"{ROLLOUT}.temperature=0.7"], "ok", []),
+    ("log-prob mode", [SGLANG, f"+{RAW}='1'"], "ok", []),
+    ("log-prob mode", [SGLANG, f"+{RAW}='1'", f"{ROLLOUT}.temperature=0.7"], "warning", [f"++{RAW}='0'"]),
+    ("temperature", [SGLANG, f"{ROLLOUT}.temperature=0.7"], "warning", [f"{ROLLOUT}.temperature=1"]),
+    ("dtype of both engines", [SGLANG, f"{ROLLOUT}.dtype=float16"], "warning", [f"{ROLLOUT}.dtype=bfloat16"]),
+    ("dtype of both engines", [SGLANG, f"{SGLANGS}.dtype=half"], "warning", [f"+{SGLANGS}.dtype=bfloat16"]),
+    ("quantized rollout", [SGLANG, f"{ROLLOUT}.quantization=fp8"], "warning", ["stability.correction=tis"]),
+    ("quantized rollout", [SGLANG, f"{SGLANGS}.kv_cache_dtype=fp8_e4m3"], "warning", ["stability.correction=tis"]),
+    ("quantized rollout", [SGLANG, f"{ROLLOUT}.quantization=torchao"], "error", [f"{ROLLOUT}.quantization=null"]),
+    ("lengths", [SGLANG, f"{ROLLOUT}.max_model_len=2048"], "error", [f"{ROLLOUT}.max_model_len=1024"]),
+    ("lengths", [SGLANG, f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_num_batched_tokens=1"], None, []),
+    ("routing capture", [SGLANG, MOE, "stability.router_agreement=true"], None, []),
+    ("vocabulary", [SGLANG], None, []),
     ("log-prob mode", [], "ok", []),
     ("log-prob mode", [f"{ROLLOUT}.temperature=0.7"], "ok", []),
     ("log-prob mode", [f"{ROLLOUT}.logprobs_mode=raw_logprobs"], "ok", []),

@@ -46,6 +46,8 @@ def worst(found):
         ({"megatron-core": "0.15.0"}, [("warning", "megatron-core 0.15.0")]),
         ({"flash-attn": "2.4.2"}, [("warning", "flash-attn 2.4.2")]),
         ({"flash-attn": "2.8.3"}, []),
+        ({"vllm": None, "sglang": "0.5.12.post1"}, []),
+        ({"sglang": "0.5.11"}, [("warning", "sglang 0.5.11")]),
     ],
 )
 def test_versions_outside_the_supported_range(installed, changed, expected):

@@ -1,7 +1,7 @@
 """What versions, GPU and model tell of routing that would not be what was chosen."""
 
 import pytest
-from transformers import Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen3MoeConfig
 
 from tests.unit.doctor.conftest import VERSIONS
 from verl_ext.launch.gpus import named
@@ -35,6 +35,40 @@ def test_kernels_that_return_zeros(findings, models, version, gpu, overrides, le
     if fix:
         (fixed,) = findings("captured routing", MOE.format(models=models), *overrides, *fix, **fields)
         assert fixed.level == "ok"
+
+
+SGLANG = "actor_rollout_ref.rollout.name=sglang"
+RUNNER = "+actor_rollout_ref.rollout.engine_kwargs.sglang.moe_runner_backend"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "overrides", "level"),
+    [
+        ("H100", [f"{AGREEMENT}=true"], "ok"),
+        ("B200", ["stability=r3"], "warning"),
+        ("H100", [f"{AGREEMENT}=true", f"{RUNNER}=flashinfer_trtllm"], "warning"),
+        ("H100", [f"{AGREEMENT}=true", f"{RUNNER}=triton_kernel"], "warning"),
+        ("B200", [f"{AGREEMENT}=true", f"{RUNNER}=flashinfer_cutlass"], "ok"),
+        (None, [f"{AGREEMENT}=true"], "note"),
+        ("B200", [], None),
+    ],
+)
+def test_kernels_of_sglang_that_return_zeros(findings, models, gpu, overrides, level):
+    given = (MOE.format(models=models), SGLANG, *overrides)
+    found = findings("captured routing", *given, gpu=gpu and named(gpu))
+    assert [finding.level for finding in found] == ([level] if level else [])
+    fix = [override for finding in found for override in finding.fix]
+    assert fix == ([f"+{RUNNER}=triton"] if level == "warning" else [])
+    if fix:
+        (fixed,) = findings("captured routing", *given, *fix, gpu=gpu and named(gpu))
+        assert fixed.level == "ok"
+
+
+def test_gpt_oss_has_such_a_kernel_on_every_gpu(findings, tmp_path):
+    GptOssConfig().save_pretrained(tmp_path)
+    given = (f"actor_rollout_ref.model.path={tmp_path}", SGLANG, f"{AGREEMENT}=true")
+    (found,) = findings("captured routing", *given, gpu=named("H100"))
+    assert (found.level, found.fix) == ("warning", (f"+{RUNNER}=triton",)) and "gpt-oss" in found.found
 
 
 @pytest.fixture(scope="module")

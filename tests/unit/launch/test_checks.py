@@ -173,7 +173,7 @@ def rule(action):
             "pipeline_model_parallel_size=2",
         ),
         (
-            ["stability=none", "stability.router_agreement=true", "actor_rollout_ref.rollout.name=sglang"],
+            ["stability=none", "stability.router_agreement=true", "actor_rollout_ref.rollout.name=trtllm"],
             "set actor_rollout_ref.rollout.name=vllm",
         ),
         (

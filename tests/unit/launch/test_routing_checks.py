@@ -106,10 +106,18 @@ def test_agreement_where_verl_cannot_record_names_the_remedy(checked, override, 
     ("overrides", "message"),
     [
         ([f"{FSDP}=R4"], r"router_replay.mode=R4 is not known; choose one of: disabled, R2, R3"),
-        ([f"{FSDP}=R3", "actor_rollout_ref.rollout.name=sglang"], "name=vllm, or set .*router_replay.mode=disabled"),
+        ([f"{FSDP}=R3", "actor_rollout_ref.rollout.name=trtllm"], "name=vllm, or set .*router_replay.mode=disabled"),
         (
             [f"{FSDP}=R3", "actor_rollout_ref.rollout.pipeline_model_parallel_size=2"],
             "mode=R3 needs vLLM without pipeline parallelism",
+        ),
+        (
+            [
+                f"{FSDP}=R3",
+                "actor_rollout_ref.rollout.name=sglang",
+                "actor_rollout_ref.rollout.pipeline_model_parallel_size=2",
+            ],
+            "mode=R3 needs SGLang without pipeline parallelism",
         ),
         (["stability=r3", "model_engine=megatron"], r"is for FSDP.*set actor_rollout_ref.actor.megatron.router_replay"),
     ],

@@ -258,3 +258,18 @@ def test_what_is_no_number_is_refused_by_its_name(compose):
                 assert key in said or "cannot be read" in said or key == unused or (key == share and value == 0)
             OmegaConf.update(config, key, stands, merge=False)
     assert refusal(config) == ""
+
+
+def test_sglangs_share_is_weights_and_cache_and_its_workspace_stands_beside_it():
+    vllm, sglang = plan_memory(FSDP).rollout, plan_memory(replace(FSDP, engine="SGLang")).rollout
+    share = FSDP.utilization * FSDP.gpu.memory_gib * GIB
+    assert sglang.lines["KV cache"] + sglang.lines["weights of the rollout"] == pytest.approx(share)
+    assert sglang.total - vllm.total == pytest.approx(ENGINE_RESERVE)
+    assert "workspace of SGLang" in sglang.lines and "workspace of vLLM" in vllm.lines
+
+
+def test_a_recipe_is_planned_with_sglang(capsys):
+    assert main(["plan", "--gpu", "H100", "recipe=qwen3_30b_a3b", f"{ROLLOUT}.name=sglang", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sizes"]["engine"] == "SGLang"
+    assert "768 bytes a token" in found["features"]["router agreement, replay"]  # int16, for 48 layers of top-8

@@ -1,5 +1,6 @@
 """The FSDP adapter around an engine's forward_step: what it records, replays and refuses."""
 
+import base64
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,8 @@ from tests.support.routing_ranks import LENGTHS, Case, batch, rollout_routes
 from verl_ext.core.routing import RouterSums
 from verl_ext.errors import HookError
 from verl_ext.routing.fsdp import OLD_ROUTES, ROLLOUT_ROUTES, FsdpRouting, top_k_margin
+from verl_ext.upstream.narrow_routing import whole_sequence
+from verl_ext.upstream.sglang_routing import decoded
 
 
 class Engine:
@@ -66,6 +69,27 @@ def test_rollouts_that_ship_the_moe_layers_alone_are_understood_too():
     moe_alone = compute_log_prob(engine, data)
     assert torch.equal(moe_alone["router_sums"], every_layer["router_sums"])
     assert every_layer["router_agreement"].values().min() == 0.75  # one of two experts in one of two layers
+
+
+def as_sglang_returns(rows):
+    """A trajectory's routes, by SGLang's text and verl's agent loop."""
+    text = base64.b64encode(rows[:-1].int().numpy().tobytes()).decode()
+    return whole_sequence(decoded(text, *rows.shape).numpy(), len(rows))
+
+
+@pytest.mark.parametrize("mode", ["disabled", "R3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])  # this one's first layer is dense
+def test_sglangs_routes_are_compared_and_replayed_as_vllms(family, mode):
+    case, engine = Case(family, mode=mode, planted=[(0, 1, 2)]), Engine(family, mode)
+    attached(engine)
+    data = micro_batch(case, calculate_entropy=True)
+    vllms = compute_log_prob(engine, data)
+    rows = [as_sglang_returns(routes) for routes in rollout_routes(case)]
+    assert rows[0].dtype == torch.int16 and not rows[0][-1].any()
+    data[ROLLOUT_ROUTES] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    sglangs = compute_log_prob(engine, data)
+    assert sglangs.keys() == vllms.keys() and torch.equal(sglangs["router_sums"], vllms["router_sums"])
+    assert torch.equal(sglangs["router_agreement"].values(), vllms["router_agreement"].values())
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,12 @@ def test_a_replay_of_nothing_stops_the_run_with_the_remedy(strategy, found, said
         CapturedRouting().judge(found, config("R3", strategy), 1)
 
 
+def test_the_remedy_is_the_rollout_engines():
+    sglang = OmegaConf.merge(config("R3"), {"actor_rollout_ref": {"rollout": {"name": "sglang"}}})
+    with pytest.raises(HookError, match=r"where SGLang's kernel .*engine_kwargs.sglang.moe_runner_backend=triton"):
+        CapturedRouting().judge(counts(unknown=6), sglang, 1)
+
+
 def test_once_a_token_was_believed_the_run_goes_on():
     captured = CapturedRouting()
     assert captured.judge(counts(1, unknown=5), config("R3"), 1).events == ()

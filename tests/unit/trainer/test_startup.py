@@ -10,7 +10,7 @@ from verl_ext.settings.stability import stability_config
 from verl_ext.trainer.active import read_active
 from verl_ext.trainer.startup import Engines, Feature, print_table, verify
 from verl_ext.trainer.trainers import StabilityTrainerSync
-from verl_ext.upstream import engine_report
+from verl_ext.upstream import engine_report, sglang_routing
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,28 @@ def test_what_is_replayed_is_said(routing_of, overrides, expected):
 def test_ranks_that_hooked_different_routers_stop_the_run(routing_of):
     with pytest.raises(HookError, match="hooked different routers"):
         routing_of("stability=r2", hooks=(("Router", 4), ("Router", 3)))
+
+
+@pytest.fixture
+def servers_of(compose, monkeypatch):
+    """servers_of(True, False, ...) starts a run with SGLang and routing, whose servers decode it or do not."""
+    name = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.enable_rollout_routing_replay=true")
+    config = compose("stability=r3", *name)
+    workers = SimpleNamespace(routing_hooks=lambda: [("Router", 4)], configure_loss=lambda settings: [TOLD])
+
+    def start(*decoding):
+        monkeypatch.setattr(sglang_routing, "fetch", lambda server: server)
+        active = read_active(config, stability_config(config.stability))
+        managers = [SimpleNamespace(server_handles=[server]) for server in decoding]
+        return verify(active, StabilityTrainerSync, Engines(workers, managers))
+
+    return start
+
+
+def test_sglang_servers_that_do_not_decode_their_routing_stop_the_run(servers_of):
+    assert servers_of(True, True)
+    with pytest.raises(HookError, match=r"returns routed experts as text.*VERL_USE_EXTERNAL_PLUGINS"):
+        servers_of(True, False)
 
 
 @pytest.fixture

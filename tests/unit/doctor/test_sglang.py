@@ -1,0 +1,31 @@
+"""What the doctor says of runs whose rollout engine is SGLang."""
+
+import pytest
+
+from tests.support.examples import some
+from tests.unit.doctor.conftest import VERSIONS
+from verl_ext.doctor.findings import run_checks
+from verl_ext.launch.compose import stability_choices
+from verl_ext.launch.gpus import named
+
+ROLLOUT = "actor_rollout_ref.rollout"
+MOE = "actor_rollout_ref.model.path={models}/moe"
+SGLANG = f"{ROLLOUT}.name=sglang"
+INSTALLED = {"versions": VERSIONS | {"sglang": "0.5.12"}, "has": lambda module: True, "gpu": named("H100")}
+
+
+@pytest.mark.parametrize("name", some(stability_choices()))
+def test_no_preset_has_an_error_with_sglang(context, models, name):
+    given = (f"stability={name}", MOE.format(models=models), SGLANG, "data.max_response_length=8192")
+    found = run_checks(context(*given, **INSTALLED))
+    assert [finding for finding in found if finding.level == "error" and finding.check not in ("sizes", "trl")] == []
+    said = {finding.check: finding.found for finding in found}
+    assert said["log-prob mode"].startswith("SGLang's log-probs are of the whole vocabulary")
+    assert "cascade attention" not in said and "vocabulary" not in said  # vLLM's
+
+
+def test_what_is_refused_of_sglangs_routing_is_told_with_its_fix(findings, models):
+    given = (MOE.format(models=models), "stability=r3", SGLANG, f"{ROLLOUT}.skip_tokenizer_init=false")
+    (error,) = (finding for finding in findings("hooks", *given, **INSTALLED) if finding.level == "error")
+    assert f"{ROLLOUT}.skip_tokenizer_init=false" in error.found
+    assert error.fix == (f"{ROLLOUT}.skip_tokenizer_init=true",)
