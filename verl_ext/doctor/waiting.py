@@ -14,8 +14,9 @@ STOP_AFTER = "stability.guard.stop_after"
 def waiting_batches(context: Context) -> Iterable[Finding]:
     """A guard that stops the run before newer rollouts can reach it.
 
-    Batches that were sampled before an update is refused are as far from the policy as the refused one. Seen in
-    recipes/collapse: with 32 batches waiting, stop_after=10 ended a run that went on, and lived, with 50.
+    Batches that were sampled before an update is refused are as far from the policy as the refused one.
+
+    Source: recipes/collapse, where with 32 batches waiting, stop_after=10 ended a run that went on, and lived, with 50.
     """
     mode = context.get("trainer.v1.trainer_mode")
     stop_after = context.get(STOP_AFTER)

@@ -97,8 +97,9 @@ class GuardState:
 
     def forget(self, after: int) -> None:
         """What was measured of weights that were given up: all after this step."""
-        for name in ("growth", "growth_alone", "dropped"):
-            setattr(self, name, _until(after, getattr(self, name)))
+        self.growth = _until(after, self.growth)
+        self.growth_alone = _until(after, self.growth_alone)
+        self.dropped = _until(after, self.dropped)
         self.record = {name: _until(after, readings) for name, readings in self.record.items()}
         self.mask_blind = self.collapsed = False
 

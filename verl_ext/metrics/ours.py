@@ -17,8 +17,8 @@ GAP = Section(
     "trajectories. Over the response tokens that the model wrote (m = 1). In the asynchronous modes a rollout may be "
     "older than the policy it trains; then all of them include what the policy moved in between, and come by lag, the "
     "number of weight versions: `/lag/0` is the engines' part, `/lag/span` of trajectories that several versions "
-    "sampled. In bypass mode they are of a step's first mini-batch, after batch filters, and come with the update. By "
-    "bucket of an axis, such as `/prob/0-0.01`, `/entropy/2-`, `/position/0-256`, `/turn/01`: with "
+    "sampled. In bypass mode they are of a step's first mini-batch, after batch filters, not by lag, and come with the "
+    "update. By bucket of an axis, such as `/prob/0-0.01`, `/entropy/2-`, `/position/0-256`, `/turn/01`: with "
     "`stability.breakdown=true`, the default, where more than one bucket of the axis is in use.",
     (
         Metric(

@@ -1,5 +1,7 @@
 """What the report's pages have in common: one file each, with everything in it."""
 
+import json
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from verl_ext.report.files import written_whole
 from verl_ext.report.run import MOST_MESSAGE
 
 TEMPLATES = Path(__file__).parent / "templates"
+BEYOND_ASCII = re.compile(r"[^\x00-\x7e]")
 
 
 @lru_cache
@@ -34,9 +37,16 @@ def _finalized(value: Any) -> Any:
 
 
 def script_json(value: object) -> Markup:
-    """JSON that can stand in a script element, whatever the strings in it hold: no `</script>`, no `<!--`."""
-    text = orjson.dumps(value).decode()
-    return Markup(text.replace("<", r"\u003c").replace("\u2028", r"\u2028").replace("\u2029", r"\u2029"))
+    """JSON that can stand in a script element, whatever the strings in it hold: no `</script>`, no `<!--`.
+
+    What is not visible stands as its escape, so that the page's source can be read, and shows what is there.
+    """
+    text = orjson.dumps(value).decode().replace("<", r"\u003c")
+    return Markup(text if text.isprintable() else BEYOND_ASCII.sub(_visible, text))
+
+
+def _visible(found: re.Match) -> str:
+    return found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1]
 
 
 def source(name: str) -> Markup:

@@ -67,6 +67,7 @@ HOOKS = (
             f"{TRAINER}._step_once: _compute_old_log_prob, _compute_ref_log_prob, _compute_values, _compute_advantage, "
             "_update_critic, _update_actor",
             f"{TRAINER}.on_step_begin(self)",
+            f"{TRAINER}.on_step_end(self)",
             *(
                 f"{TRAINER}.{name}(self, batch, metrics)"
                 for name in (

@@ -46,7 +46,7 @@ CASES = [
         "0.31.0",
         [CAPTURE, f"{VLLM}.{ADAPTIVE}=true"],
         {},
-        ["error"],
+        ["error", "note"],
         [f"+{VLLM}.{ADAPTIVE}=false"],
     ),
     ("routing capture", "0.30.0", [CAPTURE, OFFLOAD], {}, ["error"], [NO_CONNECTOR]),

@@ -175,6 +175,8 @@ def test_bypass_measures_and_masks_in_the_update_what_the_trainer_would_have(tra
     given = ("stability.correction=icepop", "stability.icepop.alpha=0.97", "stability.icepop.beta=1.03")
     masked, decoupled = (training("stale", name, *given, steps=3) for name in ("bypass", "none"))
     names = [name for name in decoupled.metrics[0] if name.startswith(("vllm_kl/", "correction/"))]
+    # The lab's updates compute no entropy, and no worker knows how old a rollout is.
+    names = [name for name in names if "entropy" not in name and "/lag/" not in name]
     # The first step starts from the same weights; what is dropped is the same, and weighs otherwise.
     same = {name: value for name in names if name != "correction/weight_mean" for value in [decoupled.metrics[0][name]]}
     assert {name: masked.metrics[0][name] for name in same} == pytest.approx(same, rel=1e-6)
@@ -185,9 +187,9 @@ def test_bypass_measures_and_masks_in_the_update_what_the_trainer_would_have(tra
 
 
 def test_a_batch_that_bypass_refuses_leaves_the_weights(training):
-    run = training("stale", "bypass", "stability.batch_skip.threshold=1e-7", steps=3)
+    run = training("stale", "bypass", "stability.batch_skip.threshold=1e-7", steps=1)
     before = {name: value.detach().clone() for name, value in run.policy.weights.items()}
-    told = run.step(4)
+    told = run.step(2)
     assert told["vllm_kl/k3"] > 1e-7 and told["guard/skipped"] == 1 and told["guard/skips"] > 0
     assert "actor/grad_norm" not in told and "actor/pg_loss" in told
     assert all(torch.equal(run.policy.weights[name], value) for name, value in before.items())
@@ -215,10 +217,9 @@ def test_the_sync_canary_sees_the_first_sync_that_is_missed_and_the_first_that_a
     assert syncs_told(training("missed_sync", "none", canary, *missed), 8) == [(4, "warn"), (6, "recover")]
 
 
-@pytest.mark.parametrize("regime", ["exact", "bf16", "quantized"])
+@pytest.mark.parametrize("regime", ["exact", "bf16"])
 def test_the_sync_canary_is_silent_where_syncs_arrive(training, regime):
-    overrides = ("stability.sync_canary.trajectories=8", "lab.quantized.group=8", "lab.quantized.format=fp8")
-    run = training(regime, "none", *overrides)
+    run = training(regime, "none", "stability.sync_canary.trajectories=8")
     assert syncs_told(run, 12) == []
     assert regime != "exact" or 0.99 < run.metrics["sync/arrived_low"] <= run.metrics["sync/arrived_high"] < 1.01
 

@@ -386,6 +386,6 @@ def test_in_the_workers_loss_the_ratio_counts_once(mode, as_mask, make_batch, ac
     kept = (k >= 0.8) & (k <= 1.25) & (m > 0)
     assert 0 < kept.sum() < m.sum()
     found = batch.take_gradients().double()
-    torch.testing.assert_close(found, -kept * k * A / m.sum(), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(found, -(kept * k * A) / m.sum(), rtol=1e-4, atol=1e-7)
     taken, told = one.judge()
     assert taken and told["correction/dropped"] == pytest.approx(1 - kept.sum().item() / m.sum().item())
