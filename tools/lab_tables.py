@@ -3,8 +3,7 @@
     python tools/lab_tables.py                    write them into docs/lab.md
     python tools/lab_tables.py --keep .lab/stale  first take over its results.json as docs/lab/stale.json
 
-Between `<!-- lab/stale -->` and `<!-- end -->` stands the table of stale.json; between `<!-- lab/ablations -->` and its
-end, a row for each file of ablations/.
+Between `<!-- lab/stale -->` and `<!-- end -->` stands the table of stale.json.
 """
 
 import argparse
@@ -25,8 +24,8 @@ Row = dict[str, Any]
 
 def with_tables(page: str) -> str:
     def written(mark: re.Match) -> str:
-        table = ablations() if mark[1] == "ablations" else variants(_read(KEPT / f"{mark[1]}.json"))
-        return f"<!-- lab/{mark[1]} -->\n{table}\n<!-- end -->"
+        found = json.loads((KEPT / f"{mark[1]}.json").read_text(encoding="utf-8"))
+        return f"<!-- lab/{mark[1]} -->\n{variants(found)}\n<!-- end -->"
 
     return MARKS.sub(written, page)
 
@@ -51,41 +50,6 @@ def variants(found: Row) -> str:
     return _markdown(rows)
 
 
-def ablations() -> str:
-    """Conditions below each other, arms beside each other: means of the final reward, and how many collapsed."""
-    found = [_read(file) for file in sorted((KEPT / "ablations").glob("*.json"))]
-    names = list(dict.fromkeys(each["name"] for condition in found for each in condition["variants"]))
-    names.sort(key=lambda name: {"exact": 0, "none": 1}.get(name, 2))
-    rows = [["", *names]]
-    for condition in found:
-        by_name = {each["name"]: each for each in condition["variants"]}
-        rows.append([condition["condition"], *(_ended(by_name.get(name)) for name in names)])
-    return _markdown(rows)
-
-
-def keep(out: Path, name: str) -> None:
-    shutil.copyfile(out / "results.json", KEPT / f"{name}.json")
-
-
-def keep_ablation(out: Path, name: str, condition: str) -> None:
-    """Without what the row does not need."""
-    found = _read(out / "results.json")
-    for each in found["variants"]:
-        each["means"] = {"final": each["means"]["final"]}
-        each["runs"] = {
-            seed: {key: run[key] for key in ("final", "peak", "collapsed")} for seed, run in each["runs"].items()
-        }
-    (KEPT / "ablations").mkdir(exist_ok=True)
-    (KEPT / "ablations" / f"{name}.json").write_text(json.dumps({"condition": condition} | found, indent=1) + "\n")
-
-
-def _ended(each: Row | None) -> str:
-    if each is None:
-        return ""
-    died = len(each["collapsed"]["at"])
-    return f"{each['means']['final']['mean']:.2f}" + (f" ({died} of {len(each['runs'])} collapsed)" if died else "")
-
-
 def _interval(found: Row) -> str:
     half = f" ±{(found['high'] - found['low']) / 2:.2f}" if "low" in found else ""
     return f"{found['mean']:.2f}{half}"
@@ -99,10 +63,6 @@ def _against(found: Row | None) -> str:
     return f"{found['mean']:+.2f}{half}" + (" *" if sure else "")
 
 
-def _read(file: Path) -> Row:
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
 def _markdown(rows: list[list[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
@@ -111,12 +71,9 @@ def _markdown(rows: list[list[str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="of a grid that has come to its end")
-    parser.add_argument("--condition", metavar="TEXT", help="of an ablation: what is different in it")
     arguments = parser.parse_args()
-    if arguments.keep and arguments.condition:
-        keep_ablation(arguments.keep, arguments.keep.name, arguments.condition)
-    elif arguments.keep:
-        keep(arguments.keep, arguments.keep.name)
+    if arguments.keep:
+        shutil.copyfile(arguments.keep / "results.json", KEPT / f"{arguments.keep.name}.json")
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

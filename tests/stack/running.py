@@ -21,7 +21,9 @@ from tests.support.signals import heeds_ctrl_c
 CLEAN_EXIT = (sys.executable, str(ROOT / "tools" / "clean_exit.py"))
 SMALL = (
     "recipe=cpu_smoke",
+    "data.train_batch_size=8",  # of every recipe
     "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
     "actor_rollout_ref.actor.optim.lr_warmup_steps=0",  # few steps: they have to move the weights
     f"recipe_folder={ROOT}/recipes/cpu_smoke",
     f"reward.custom_reward_function.path={ROOT}/tests/stack/dense_reward.py",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transfer_queue as tq
+from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
@@ -23,11 +24,17 @@ from verl_ext.settings.sync_canary import SyncCanarySettings
 from verl_ext.trainer.sync_canary import SyncCanary
 from verl_ext.trainer.transfer import get_fields
 
+OTHERS = "multi_modal_inputs"
 PARTITION = "verl_ext_canary"  # the replay buffer looks into "train"
 OFF = ("stability.sync_canary.trajectories=0",)
 TIMEOUT_S = 600.0
 # One forward pass a trajectory: a batch as small as this need not fit the run's micro-batches.
 ALONE = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0, "micro_batch_size_per_gpu": 1}
+
+
+def has_other_inputs(data: TensorDict) -> bool:
+    """Whether any trajectory has images or the like; verl gives all of them the field, and leaves it empty for text."""
+    return OTHERS in data.keys() and any(data[OTHERS])  # noqa: SIM118 (a TensorDict has no `in`)
 
 
 class CanaryScores:
@@ -42,14 +49,14 @@ class CanaryScores:
     """
 
     def __init__(self, batch: KVBatchMeta, count: int, ranks: int):
-        if "multi_modal_inputs" in (batch.fields or ()):
-            raise HookError("stability.sync_canary scores text alone, and this batch has other inputs", fix=OFF)
         real = (number for number, tag in enumerate(batch.tags) if not tag.get("is_padding", False))
         rows = list(islice(real, -(-count // ranks) * ranks))
         if len(rows) % ranks:
             raise HookError(f"stability.sync_canary: {len(rows)} trajectories for {ranks} ranks", fix=OFF)
         chosen = replace(batch, keys=[batch.keys[row] for row in rows], tags=[batch.tags[row] for row in rows])
         data = get_fields(chosen, batch.fields or ())
+        if has_other_inputs(data):
+            raise HookError("stability.sync_canary scores text alone, and this batch has other inputs", fix=OFF)
         self._batch = tq.kv_batch_put(keys=chosen.keys, partition_id=PARTITION, fields=data, tags=chosen.tags)
         self._mask_N = _scored(data[RESPONSE_MASK], data[RESPONSE_MASK]).bool()
         self._responses = data[RESPONSES]

@@ -27,4 +27,4 @@ def test_the_tables_of_results_are_those_of_the_files_beside():
     tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tables)
     assert tables.with_tables(page) == page
-    assert {mark[1] for mark in tables.MARKS.finditer(page)} == {"stale", "quantized", "ablations"}
+    assert {mark[1] for mark in tables.MARKS.finditer(page)} == {"stale", "quantized"}

@@ -6,11 +6,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_ext.errors import HookError
 from verl_ext.settings.sync_canary import SyncCanarySettings
 from verl_ext.trainer import canary_scores, transfer
-from verl_ext.trainer.canary_scores import PARTITION, CanaryRun, CanaryScores
+from verl_ext.trainer.canary_scores import PARTITION, CanaryRun, CanaryScores, has_other_inputs
 
 PROMPTS = [[7, 8], [9], [5, 6, 7], [4]]
 RESPONSES = [list(range(20)), [4, 5], [6], [8, 9, 10, 11]]
@@ -116,9 +117,14 @@ def test_the_ranks_share_them_evenly_or_the_run_stops(store, batch):
     with pytest.raises(HookError, match="3 trajectories for 2 ranks") as error:
         CanaryScores(batch, 3, ranks=2)  # four, and one of the batch's is padding
     assert error.value.fix == ("stability.sync_canary.trajectories=0",)
-    batch.fields.append("multi_modal_inputs")
-    with pytest.raises(HookError, match="text alone"):
-        CanaryScores(batch, 1, ranks=1)
+
+
+def test_of_text_the_other_inputs_are_empty():
+    def batch(*inputs):
+        return list_of_dict_to_tensordict([{"multi_modal_inputs": each} for each in inputs])
+
+    assert has_other_inputs(batch({}, {"pixel_values": torch.zeros(3)}))
+    assert not has_other_inputs(batch({}, {})) and not has_other_inputs(TensorDict({}, batch_size=2))
 
 
 @pytest.mark.parametrize("comparable", [True, False])
