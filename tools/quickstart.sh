@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train a small mixture of experts on two CPU cores with verl_ext switched on, then show what happened.
-#   bash tools/quickstart.sh [override ...]    e.g. trainer.total_training_steps=40
+#   bash tools/quickstart.sh [override ...]    e.g. trainer.total_training_steps=120
 # The first run installs everything into .venv; the next ones reuse it. Results stand in .quickstart/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
