@@ -51,16 +51,18 @@ def variants(found: Row) -> str:
 
 
 def _interval(found: Row) -> str:
-    half = f" ±{(found['high'] - found['low']) / 2:.2f}" if "low" in found else ""
-    return f"{found['mean']:.2f}{half}"
+    return f"{found['mean']:.2f}{_half(found)}"
 
 
 def _against(found: Row | None) -> str:
     if found is None:
         return ""
     sure = "low" in found and not found["low"] <= 0 <= found["high"]
-    half = f" ±{(found['high'] - found['low']) / 2:.2f}" if "low" in found else ""
-    return f"{found['mean']:+.2f}{half}" + (" *" if sure else "")
+    return f"{found['mean']:+.2f}{_half(found)}" + (" *" if sure else "")
+
+
+def _half(found: Row) -> str:
+    return f" ±{(found['high'] - found['low']) / 2:.2f}" if "low" in found else ""
 
 
 def _markdown(rows: list[list[str]]) -> str:

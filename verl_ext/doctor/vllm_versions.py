@@ -5,7 +5,7 @@ Read in the wheels of vLLM 0.27.1 to 0.33.0, in `VllmConfig` (vllm/config/vllm.p
 
 from collections.abc import Iterable
 
-from verl_ext.doctor.context import ROLLOUT, VLLM_ARGUMENTS, Context
+from verl_ext.doctor.context import VLLM_ARGUMENTS, Context
 from verl_ext.doctor.engine import CASCADE, captures_routing
 from verl_ext.doctor.findings import Finding, check
 
@@ -75,7 +75,7 @@ def routing_delivery(context: Context) -> Iterable[Finding]:
         refused = True
         fix = (f"++{SPECULATIVE}.enable_adaptive_verification=false",)
         yield Finding("error", "routing capture with adaptive verification of drafts", why, fix)
-    if context.get(SPECULATIVE) or _drafts(context):
+    if context.drafter:
         why = "of rejected drafts vLLM drops the experts; those of the layers that draft are not captured"
         yield Finding("note", "routing capture with speculative decoding", why)
     if not refused:
@@ -106,13 +106,8 @@ def sampling_mask(context: Context) -> Iterable[Finding]:
         )
     if first_runner(context):
         yield Finding("error", f"return_sampling_mask with {RUNNER}=0", f"{why}; unset {RUNNER}")
-    if version < (0, 32) and (context.get(SPECULATIVE) or _drafts(context)):
+    if version < (0, 32) and context.drafter:
         yield Finding("error", "return_sampling_mask with speculative decoding", f"{why}; vLLM 0.32 can", off)
     yield Finding(
         "note", "return_sampling_mask", "verl 0.9.1 does not read the mask: it costs, and nothing is corrected"
     )
-
-
-def _drafts(context: Context) -> bool:
-    """Whether verl has the model's own MTP layers draft."""
-    return bool(context.get(f"{ROLLOUT}.mtp.enable") and context.get(f"{ROLLOUT}.mtp.enable_rollout"))

@@ -3,10 +3,9 @@
 from collections.abc import Iterable
 from math import ceil
 
-from verl_ext.doctor.context import Context
+from verl_ext.doctor.context import ASYNCHRONOUS, MODE, Context
 from verl_ext.doctor.findings import Finding, check
 
-ASYNCHRONOUS = ("colocate_async", "separate_async")
 STOP_AFTER = "stability.guard.stop_after"
 
 
@@ -18,7 +17,7 @@ def waiting_batches(context: Context) -> Iterable[Finding]:
 
     Source: recipes/collapse, where with 32 batches waiting, stop_after=10 ended a run that went on, and lived, with 50.
     """
-    mode = context.get("trainer.v1.trainer_mode")
+    mode = context.get(MODE)
     stop_after = context.get(STOP_AFTER)
     if mode not in ASYNCHRONOUS or stop_after is None or not _skips(context):
         return

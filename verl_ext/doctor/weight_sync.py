@@ -2,12 +2,10 @@
 
 from collections.abc import Iterable
 
-from verl_ext.doctor.context import MODEL, ROLLOUT, VLLM_ARGUMENTS, Context
+from verl_ext.doctor.context import ASYNCHRONOUS, MODE, MODEL, ROLLOUT, Context
 from verl_ext.doctor.findings import Finding, check
 
 CANARY = "stability.sync_canary.trajectories"
-MODE = "trainer.v1.trainer_mode"
-INTERRUPTED = ("colocate_async", "separate_async")
 KNOWN_VERL = "0.9.1"
 
 
@@ -34,7 +32,7 @@ def weight_sync(context: Context) -> Iterable[Finding]:
             yield Finding("note", "a LoRA is sent to the rollout as an adapter", why)
     if watched:
         yield Finding("ok", f"each weight sync is looked at, on {watched} trajectories")
-        if _drafts(context):
+        if context.drafter:
             why = "vLLM was seen to give wrong prompt log-probs with MTP drafts, of some requests (vLLM issue 53488)"
             yield Finding("warning", "the sync canary beside speculative decoding", why, (f"{CANARY}=0",))
 
@@ -66,7 +64,7 @@ def speculative_decoding(context: Context) -> Iterable[Finding]:
     distribution whatever the draft, and its log-probs are of the target's logits (`RejectionSampler` of
     v1/sample/rejection_sampler.py, vLLM 0.27): an old draft costs speed.
     """
-    method = _drafts(context)
+    method = context.drafter
     if not context.with_vllm or not method:
         return
     if method != "mtp":
@@ -94,21 +92,13 @@ def partial_rollouts(context: Context) -> Iterable[Finding]:
     from verl_ext.doctor.engine import captures_routing
 
     mode = context.get(MODE)
-    if mode not in INTERRUPTED:
+    if mode not in ASYNCHRONOUS:
         return
     if context.get(f"{ROLLOUT}.multi_turn.enable") and captures_routing(context):
         why = "a turn's experts replace those of the turns before, also where a sync came between (verl issue 6054)"
         yield Finding("note", f"routing of several turns in {mode}", why)
     else:
         yield Finding("ok", f"partial rollouts in {mode}: each token has the log-prob of the weights that sampled it")
-
-
-def _drafts(context: Context) -> str:
-    """By which method vLLM drafts; "" where it does not."""
-    asked = context.get(f"{VLLM_ARGUMENTS}.speculative_config")
-    mtp = context.get(f"{MODEL}.mtp.enable") and context.get(f"{MODEL}.mtp.enable_rollout")
-    given = asked.get("method") if hasattr(asked, "get") else "a setting in text" if asked else None
-    return str(given or (context.get(f"{MODEL}.mtp.method", "mtp") if mtp else "a draft model" if asked else ""))
 
 
 def _older_verl(context: Context) -> bool:

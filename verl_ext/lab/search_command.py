@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SEEDS, CONFIRM = "3", "10-14"
 SHOWN = 12
-NONE, EXACT, WINNER = "none", "exact", "winner"
+NONE, WINNER = "none", "winner"
 
 SEARCH = """\
 Which settings help most against a gap: every combination of the values that are swept runs on one seed, the better half

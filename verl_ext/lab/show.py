@@ -24,7 +24,7 @@ SOME_FAILED = 1
 WIDTH = 100  # where the output is not a terminal
 
 
-def status_of(followed: "Followed") -> int:
+def status_of(followed: Followed) -> int:
     return INTERRUPTED if followed.interrupted else SOME_FAILED if followed.failed else 0
 
 

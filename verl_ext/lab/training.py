@@ -162,7 +162,7 @@ class Training:
                 outcome = Outcome(refusal(self.guard.step, "filters", left.reason))
                 self.actions.carry_out(Decision((outcome.refused,)))  # type: ignore[arg-type]
         others = {}
-        weights = None if self.active.measures_in_update else loss_weights(judged, self.active.loss_reads_k)
+        weights = loss_weights(judged, self.active.loss_reads_k)
         if weights is not None:
             others[WEIGHTS] = batch.padded(weights)
         if judged.tokens.agreement is not None:

@@ -3,10 +3,10 @@
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import ConfigError
+from verl_ext.launch.bypass import BYPASS, bypasses
 from verl_ext.settings.config import StabilityConfig
 
 MODE = "trainer.v1.trainer_mode"
-BYPASS = "algorithm.rollout_correction.bypass_mode"
 COPIED = ("fsdp", "fsdp2", "veomni", "megatron")  # DetachActorWorker._get_strategy_handlers of verl 0.9.1
 
 
@@ -39,7 +39,7 @@ def _check_rescoring(config: DictConfig, stability: StabilityConfig) -> None:
             "weights in separate_async alone",
             fix=never,
         )
-    if OmegaConf.select(config, BYPASS):
+    if bypasses(config):
         raise ConfigError(f"{where}: verl copies no weights where {BYPASS}=True", fix=never)
     if (strategy := config.actor_rollout_ref.actor.strategy) not in COPIED:
         raise ConfigError(f"{where}: verl copies no weights of actor.strategy={strategy}", fix=never)

@@ -69,5 +69,6 @@ def choose(tags: Sequence[Mapping[str, Any]], kept: Sequence[int], count: int, s
 
 def filled(rows: Sequence[int], multiple: int, size: int) -> list[int]:
     """These rows, and others of the batch until there are a multiple: the workers divide them among themselves."""
-    others = (row for row in range(size) if row not in set(rows))
+    taken = set(rows)
+    others = (row for row in range(size) if row not in taken)
     return [*rows, *(next(others) for _ in range(-len(rows) % multiple))]

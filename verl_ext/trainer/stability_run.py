@@ -179,8 +179,7 @@ class StabilityRun:
         judged = first(tokens, metrics, self.active.stability, self.guard, self.actions.due)
         metrics.update(judged.metrics)
         self.actions.carry_out(judged.decision)
-        weights = None if self.active.measures_in_update else loss_weights(judged, self.active.loss_reads_k)
-        fields = {WEIGHTS: weights}
+        fields = {WEIGHTS: loss_weights(judged, self.active.loss_reads_k)}
         if lag is not None and self.active.our_loss:
             fields[LAG] = lag.buckets()[judged.tokens.row_of_token()]
         given = {name: jagged(values, judged.tokens.offsets) for name, values in fields.items() if values is not None}

@@ -11,12 +11,13 @@ from verl_ext.launch.gpus import named
 ROLLOUT = "actor_rollout_ref.rollout"
 MOE = "actor_rollout_ref.model.path={models}/moe"
 SGLANG = f"{ROLLOUT}.name=sglang"
+REFERENCE = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1"  # for the presets with a KL
 INSTALLED = {"versions": VERSIONS | {"sglang": "0.5.12"}, "has": lambda module: True, "gpu": named("H100")}
 
 
 @pytest.mark.parametrize("name", some(stability_choices()))
 def test_no_preset_has_an_error_with_sglang(context, models, name):
-    given = (f"stability={name}", MOE.format(models=models), SGLANG, "data.max_response_length=8192")
+    given = (f"stability={name}", MOE.format(models=models), SGLANG, REFERENCE, "data.max_response_length=8192")
     found = run_checks(context(*given, **INSTALLED))
     assert [finding for finding in found if finding.level == "error" and finding.check not in ("sizes", "trl")] == []
     said = {finding.check: finding.found for finding in found}
