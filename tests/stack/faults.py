@@ -18,6 +18,7 @@ SCENARIOS = {
         9: "reward -5",
         11: "reward 100",
     },
+    "lost adapter": {1: "missed sync"},
     "short log-probs": {2: "short log-probs"},
     "frozen rollout": dict.fromkeys(range(9, 1000), "missed sync"),
 }

@@ -1,10 +1,14 @@
 """Every action of the guard, and faults that a run sees by itself, on the real stack."""
 
+import re
+
 import pytest
 import torch
 
+from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.dense_smoke.make_assets import build_model
 from tests.stack.left import SAVES, events, shards
-from tests.stack.running import SMALL, run
+from tests.stack.running import SMALL, assert_documented, run
 
 pytestmark = pytest.mark.e2e
 
@@ -83,6 +87,21 @@ def test_every_action(with_faults):
     assert not same(shards(run.folder, 8), shards(run.folder, 9))
     # The rollout got the weights back as well: no gap in the step after.
     assert run.steps[9]["vllm_kl/k3"] < 1e-3
+
+
+def test_a_lora_whose_first_weight_sync_is_lost(with_faults, tmp_path):
+    tokenizer = build_tokenizer()
+    build_model(tokenizer).save_pretrained(tmp_path)  # dense: vLLM has no LoRA for the experts of its CPU kernels
+    tokenizer.save_pretrained(tmp_path)
+    model = "actor_rollout_ref.model"
+    lora = (f"{model}.path={tmp_path}", f"{model}.lora_rank=8", f"{model}.lora_alpha=64")
+    run = with_faults("lost adapter", *lora, CANARY, f"{model}.target_modules=all-linear", steps=3)
+    assert run.code == 0, run.tail
+    assert re.search(r"sync canary +│ 8 trajectories, each sync +│ PPOTrainerSync.on_step_end; 8 modules", run.console)
+    assert told(run.folder) == [(1, "weight_sync", "warn"), (2, "weight_sync", "recover")]
+    assert_documented(run)
+    lost, *there = run.steps
+    assert lost["sync/arrived_high"] < 0.5 < min(step["sync/arrived_low"] for step in there)
 
 
 def same(one, other):

@@ -15,7 +15,6 @@ from verl_ext.launch.loss_checks import apply_loss, check_loss
 from verl_ext.launch.quantization_checks import apply_fake_quantization, check_fake_quantization
 from verl_ext.launch.routing_checks import apply_routing, check_routing
 from verl_ext.launch.sglang_checks import check_sglang_log_probs
-from verl_ext.launch.sync_checks import check_canary
 from verl_ext.settings.config import UNBIASED, StabilityConfig
 from verl_ext.settings.losses import LOSS
 
@@ -53,7 +52,6 @@ def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: boo
     check_lag(config, stability)
     check_routing(config, stability.router_agreement, read_model)
     _check_guard(config, stability)
-    check_canary(config, stability)
     if stability.cascade_attention != "default":
         _check_cascade(config, stability)
     check_fake_quantization(config, stability, read_model)

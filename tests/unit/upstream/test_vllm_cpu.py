@@ -26,6 +26,7 @@ from verl_ext.upstream.vllm_cpu_experts import CAPTURE  # noqa: E402
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM was not built for CPU")
 
 LAYERS = "vllm.model_executor.layers"
+PUNICA = "vllm.lora.punica_wrapper"
 MOE = f"{LAYERS}.fused_moe"
 EXPERTS = f"{MOE}.experts.cpu_moe"
 RUNNER = "vllm.v1.worker.cpu_model_runner"
@@ -63,6 +64,7 @@ TARGETS = [
     ("keep_linear_weights", f"{LAYERS}.utils", "", "dispatch_cpu_unquantized_gemm"),
     ("keep_linear_weights", f"{LAYERS}.utils", "", "cpu_unquantized_gemm"),
 ]
+LOGITS = ("score_prompts_of_loras", f"{PUNICA}.punica_cpu", "PunicaWrapperCPU", "add_lora_logits")  # its base has one
 OF_A_KERNEL = [
     ("keep_moe_weights", f"{MOE}.cpu_fused_moe", "", "CPUFusedMOE"),
     ("keep_moe_weights", f"{MOE}.cpu_fused_moe", "CPUFusedMOE", "check_grouped_gemm"),
@@ -112,7 +114,7 @@ def test_patch_refuses_a_missing_target(
         getattr(cpu, patch)()
 
 
-@pytest.mark.parametrize(("patch", "module", "owner", "name"), TARGETS)
+@pytest.mark.parametrize(("patch", "module", "owner", "name"), [*TARGETS, LOGITS])
 def test_patch_refuses_other_parameters(
     cpu: Any, monkeypatch: pytest.MonkeyPatch, patch: str, module: str, owner: str, name: str
 ) -> None:
@@ -203,6 +205,22 @@ def test_linear_layer_follows_its_weight(apply: Callable[[str], None], remove_we
         torch.testing.assert_close(
             utils.cpu_unquantized_gemm(layer, x, layer.weight, layer.bias), expected, rtol=0, atol=0
         )
+
+
+def test_an_adapters_head_is_for_sampled_rows(apply: Callable[[str], None]) -> None:
+    wrapper = importlib.import_module(f"{PUNICA}.punica_cpu").PunicaWrapperCPU(16, 4, "cpu")
+    wrapper._sampler_indices[:2] = torch.tensor([0, 1])
+    wrapper.indices_len[1] = 2
+    a, b = torch.randn(2, 1, 3, 5), torch.randn(2, 1, 7, 3)  # two adapters of rank 3
+    sampled, prompt = torch.randn(2, 5), torch.randn(6, 5)
+    with pytest.raises(RuntimeError):  # which the patch is there for
+        wrapper.add_lora_logits(torch.zeros(6, 7), prompt, a, b, 1.0)
+    apply("score_prompts_of_loras")
+    logits, of_prompt = torch.zeros(2, 7), torch.zeros(6, 7)
+    wrapper.add_lora_logits(logits, sampled, a, b, 1.0)
+    wrapper.add_lora_logits(of_prompt, prompt, a, b, 1.0)
+    close(logits, torch.stack([b[row, 0] @ a[row, 0] @ sampled[row] for row in range(2)]))
+    assert not of_prompt.any()
 
 
 def test_repacked_convolution_is_refused_at_the_second_load(apply: Callable[[str], None]) -> None:
