@@ -9,6 +9,7 @@ engine.py         vLLM: cascade attention, routing capture, lengths
 routing.py        experts that are returned and were not chosen
 vllm_versions.py  what newer versions of vLLM do otherwise
 waiting.py        refused updates in an asynchronous run
+bypass.py         settings that nothing reads in verl's bypass mode
 model_files.py    what of model and data is here      sizes.py      batches, lengths and ranks
 validation.py     verl's own, without all of verl
 foreign.py        code that a config names, and that is not run without --trust

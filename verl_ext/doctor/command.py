@@ -12,6 +12,7 @@ from verl_ext.doctor import installation  # noqa: F401 (registers checks: first 
 
 # isort: split
 from verl_ext.doctor import (  # noqa: F401 (as above)
+    bypass,
     engine,
     foreign,
     hooks,

@@ -20,8 +20,26 @@ MTP = ["actor_rollout_ref.model.mtp.enable=true", "actor_rollout_ref.model.mtp.e
 ASYNCHRONOUS = ["trainer.v1.trainer_mode=colocate_async"]
 WAITING = "trainer.v1.colocate_async.num_warmup_batches"
 
+CORRECTION = "algorithm.rollout_correction"
+BYPASS = f"{CORRECTION}.bypass_mode=true"
+LOSS = "actor_rollout_ref.actor.policy_loss"
+
 # (check, overrides, worst level or None for nothing, its overrides that fix)
 CASES = [
+    ("bypass mode", [], None, []),
+    ("bypass mode", [BYPASS], "ok", []),
+    ("bypass mode", [BYPASS, f"{CORRECTION}.rollout_is=token", f"{LOSS}.loss_mode=bypass_mode"], "ok", []),
+    (
+        "bypass mode",
+        [BYPASS, f"{CORRECTION}.rollout_is=token"],
+        "warning",
+        [
+            f"{CORRECTION}.rollout_is=null",
+            f"{CORRECTION}.rollout_rs=null",
+            f"{CORRECTION}.loss_type=ppo_clip",
+            "stability.correction=icepop",
+        ],
+    ),
     ("truncated sampling", [], "ok", []),
     ("truncated sampling", [f"{ROLLOUT}.top_p=0.9"], "warning", [f"{ROLLOUT}.top_p=1"]),
     ("truncated sampling", [f"{ROLLOUT}.top_k=50"], "warning", [f"{ROLLOUT}.top_k=-1"]),
