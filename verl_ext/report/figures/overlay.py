@@ -50,6 +50,13 @@ def _validation(runs: Runs) -> alt.LayerChart | None:
     return line_chart(lines, _span(runs)) if lines else None
 
 
+AXES = {
+    "prob": "probability of the token",
+    "position": "position in the response",
+    "lag": "weight versions behind the policy",
+}
+
+
 def _by_bucket(axis: str) -> Callable[[Runs], alt.LayerChart | None]:
     def chart(runs: Runs) -> alt.LayerChart | None:
         found = {name: run.parts(K3, f"{axis}/") for name, run in runs.items()}
@@ -59,7 +66,7 @@ def _by_bucket(axis: str) -> Callable[[Runs], alt.LayerChart | None]:
                 for name, parts in found.items()
             },
             NAMES[axis],
-            title="probability of the token" if axis == "prob" else "position in the response",
+            title=AXES[axis],
             scale=alt.Scale(type="log"),
             axis_format="~e",
         )
@@ -83,6 +90,7 @@ OWN: dict[str, Callable[[Runs], alt.LayerChart | None]] = {
     "validation": _validation,
     "by_probability": _by_bucket("prob"),
     "by_position": _by_bucket("position"),
+    "by_lag": _by_bucket("lag"),
     "router_agreement": _by_layer,
     "step_time": _by_stage,
 }

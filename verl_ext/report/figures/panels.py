@@ -1,6 +1,6 @@
 """Which figures a report has, what they say, and what to add to a run where one is empty."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from verl_ext.core.buckets import NAMES
 from verl_ext.metrics import METRICS, find, ours
 from verl_ext.report.figures import gap, heat, stages
 from verl_ext.report.figures.lines import Line, data, line_chart
-from verl_ext.report.figures.style import BLUE, GREEN, MUTED, ORANGE, ORDERED, SERIES, SKY, VERMILION
+from verl_ext.report.figures.style import BLUE, GREEN, INK, MUTED, ORANGE, ORDERED, PURPLE, SERIES, SKY, VERMILION
 from verl_ext.report.growth import K3, LAST, growth_sentence, now_of
 from verl_ext.report.run import Run
 
@@ -98,11 +98,14 @@ def _validation(run: Run) -> alt.LayerChart | None:
     return line_chart(lines, span(run)) if lines else None
 
 
-def _buckets(metric: str, axis: str) -> Callable[[Run], alt.LayerChart | None]:
+def _buckets(axis: str, colours: Sequence[str] = ORDERED, **beside: str) -> Callable[[Run], alt.LayerChart | None]:
+    """k3 of each bucket, and of what stands `beside` them: label=metric."""
+
     def chart(run: Run) -> alt.LayerChart | None:
-        found = run.parts(metric, f"{axis}/")
-        named = [(name, colour) for name, colour in zip(NAMES[axis], ORDERED, strict=True) if name in found]
+        found = run.parts(K3, f"{axis}/")
+        named = [(name, colour) for name, colour in zip(NAMES[axis], colours, strict=True) if name in found]
         lines = [Line(name, found[name], colour) for name, colour in named]
+        lines += [Line(label, s, INK) for label, metric in beside.items() if (s := run.get(metric)) is not None]
         return line_chart(lines, span(run), log=True, unit="nats a token") if lines else None
 
     return chart
@@ -196,7 +199,7 @@ PANELS = (
         "Mismatch by probability of the token",
         "k3 of tokens by the probability that the rollout gave them. Rare tokens disagree most in every run; if the "
         "likely ones climb, the engines compute different functions.",
-        _buckets(K3, "prob"),
+        _buckets("prob"),
         "No log-probabilities of the rollout were compared, or stability.breakdown is off.",
         ours.GAP.override,
     ),
@@ -205,8 +208,16 @@ PANELS = (
         "Mismatch by position in the response",
         "k3 of tokens by how far into the response they are. Lines that fan out upwards say that the gap builds up "
         "along the sequence: shorter responses or a sequence mask (stability=geo_mask) help first.",
-        _buckets(K3, "position"),
+        _buckets("position"),
         "All responses are in one bucket (the first ends at 256 tokens), or stability.metrics was off.",
+    ),
+    Panel(
+        "by_lag",
+        "Mismatch by age of the rollout",
+        "k3 of trajectories by how many weight versions they are behind; 0 is the engines alone, as is `engines`, of "
+        "rescored ones. If only the old ones climb, the policy moves faster than the rollout follows: stability=opsm.",
+        _buckets("lag", (*ORDERED, PURPLE, MUTED), engines="vllm_kl/engine/k3"),
+        "No rollout was older than the policy, or it was not logged: of the asynchronous modes.",
     ),
     Panel(
         "router_agreement",
