@@ -1,4 +1,7 @@
-"""What SGLang's own classes do, on a CPU: nothing of it is a run. Skipped where SGLang does not import."""
+"""What SGLang's own classes do, on a CPU: nothing of it is a run. Skipped where SGLang is not installed.
+
+pip install --no-deps sglang==0.5.12 gguf==0.19.0 scipy==1.17.1 torchao==0.17.0
+"""
 
 import asyncio
 from dataclasses import fields
@@ -9,11 +12,13 @@ import pytest
 import torch
 
 from tests.support.closeness import close
+from tests.support.hollow import let_sglang_import
 from tests.support.sglang_server import generated, verls_server_module
 from verl_ext.core.captured import known_rows, refused_rows
 from verl_ext.doctor.routing import SILENT
 from verl_ext.upstream.sglang_routing import decode_routing
 
+let_sglang_import()
 tokenizer_manager = pytest.importorskip(
     "sglang.srt.managers.tokenizer_manager", reason="SGLang does not import here", exc_type=ImportError
 )
