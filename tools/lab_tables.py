@@ -3,7 +3,8 @@
     python tools/lab_tables.py                    write them into docs/lab.md
     python tools/lab_tables.py --keep .lab/stale  first take over its results.json as docs/lab/stale.json
 
-Between `<!-- lab/stale -->` and `<!-- end -->` stands the table of stale.json.
+Between `<!-- lab/stale -->` and `<!-- end -->` stands the table of stale.json; after `<!-- ablations/stale -->` that
+of a family in ablations.json (tools/lab_ablations.py).
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any
 
 PAGE = Path(__file__).parents[1] / "docs" / "lab.md"
 KEPT = PAGE.parent / "lab"
-MARKS = re.compile(r"<!-- lab/([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+MARKS = re.compile(r"<!-- (lab|ablations)/([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 SOME = 0.005  # a share of dropped tokens that is worth a word
 HEAD = ("final reward", "against none", "collapsed", "tokens dropped", "with k3")
 
@@ -24,8 +25,10 @@ Row = dict[str, Any]
 
 def with_tables(page: str) -> str:
     def written(mark: re.Match) -> str:
-        found = json.loads((KEPT / f"{mark[1]}.json").read_text(encoding="utf-8"))
-        return f"<!-- lab/{mark[1]} -->\n{variants(found)}\n<!-- end -->"
+        kind, name = mark[1], mark[2]
+        found = json.loads((KEPT / f"{name if kind == 'lab' else kind}.json").read_text(encoding="utf-8"))
+        table = variants(found) if kind == "lab" else ablations([each for each in found if each["family"] == name])
+        return f"<!-- {kind}/{name} -->\n{table}\n<!-- end -->"
 
     return MARKS.sub(written, page)
 
@@ -48,6 +51,22 @@ def variants(found: Row) -> str:
             ]
         )
     return _markdown(rows)
+
+
+def ablations(grids: list[Row]) -> str:
+    """A row for each grid, a column for each variant: the mean final reward, and how many runs collapsed."""
+    names = [variant["name"] for variant in grids[0]["variants"]]
+    names.sort(key=lambda name: (name != "exact", name != "none"))
+    rows = [["", *names]]
+    for grid in grids:
+        found = {variant["name"]: variant for variant in grid["variants"]}
+        rows.append([grid["changed"], *(_ended(found[name]) for name in names)])
+    return _markdown(rows)
+
+
+def _ended(variant: Row) -> str:
+    final, fallen = variant["final"].values(), len(variant["collapsed"])
+    return f"{sum(final) / len(final):.2f}" + (f", {fallen} of {len(final)} collapsed" if fallen else "")
 
 
 def _interval(found: Row) -> str:

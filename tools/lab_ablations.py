@@ -1,0 +1,126 @@
+"""What the findings of docs/lab.md hang on: the lab's regimes with one thing changed at a time.
+
+python tools/lab_ablations.py            run what is not done, .lab/ablations, and take over docs/lab/ablations.json
+python tools/lab_ablations.py stale      of these families
+python tools/lab_ablations.py --list     the commands
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+OUT, KEPT = ROOT / ".lab" / "ablations", ROOT / "docs" / "lab" / "ablations.json"
+SEEDS = "20,21"
+LR = "actor_rollout_ref.actor.optim.lr"
+R3_TIS = "r3+tis=stability=r3 stability.correction=tis stability.batch_skip.threshold=null"
+
+
+class Ablation(NamedTuple):
+    """One grid of the lab, which differs from the first of its family in `changed`."""
+
+    family: str
+    changed: str
+    overrides: tuple[str, ...] = ()
+
+
+class Family(NamedTuple):
+    """What all grids of a family have in common."""
+
+    regime: str
+    variants: str
+    add: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    steps: int = 200
+
+
+FAMILIES = {
+    "late": Family("stale", "none,opsm", steps=600),
+    "stale": Family("stale", "none,opsm,tis,icepop"),
+    "quantized": Family("quantized+bf16", "none,r3,tis", (R3_TIS,), (f"{LR}=3e-3",)),
+    "truncated": Family("truncated", "none,tis,icepop,mis"),
+    # Four updates a step: the only ones in which l_theta leaves l_old, which llds_loss, r2 and router_shift look at.
+    "updates": Family(
+        "stale",
+        "none,opsm,r2,r3,llds_loss,router_shift_loss",
+        overrides=("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "lab.stale.lag=4"),
+    ),
+}
+ABLATIONS = (
+    Ablation("late", "8 updates old", ("lab.stale.lag=8",)),
+    Ablation("late", "16 updates old, from a reward of 0.2", ("lab.stale.lag=16", "lab.warm_up.reward=0.2")),
+    Ablation("late", "half the learning rate", (f"{LR}=5e-4",)),
+    Ablation("stale", "32 updates old"),
+    Ablation("stale", "8 updates old", ("lab.stale.lag=8",)),
+    Ablation("stale", "half the learning rate", (f"{LR}=5e-4",)),
+    Ablation("stale", "answers half as long", ("lab.task.digits=8", "data.max_response_length=12")),
+    Ablation("stale", "32 experts, top-8", ("lab.model.experts=32", "lab.model.expert_hidden=8", "lab.model.top_k=8")),
+    Ablation("quantized", "fp4, the routers too"),
+    Ablation("quantized", "fp4, the routers not", ("lab.quantized.router=false",)),
+    Ablation("quantized", "int4", ("lab.quantized.format=int4",)),
+    Ablation("quantized", "fp8", ("lab.quantized.format=fp8",)),
+    Ablation("quantized", "a third of the learning rate", (f"{LR}=1e-3",)),
+    Ablation("truncated", "top_p=0.9", ("lab.truncated.top_p=0.9",)),
+    Ablation("updates", "four updates a step"),
+)
+
+
+def out(each: Ablation) -> Path:
+    return OUT / each.family / "".join(letter if letter.isalnum() else "_" for letter in each.changed)
+
+
+def command(each: Ablation) -> list[str]:
+    family = FAMILIES[each.family]
+    added = [part for text in family.add for part in ("--add", text)]
+    overrides = {text.split("=")[0]: text for text in (*family.overrides, *each.overrides)}
+    given = ["--seeds", SEEDS, "--steps", str(family.steps), "--variants", family.variants, *added]
+    return ["verl-ext", "lab", family.regime, *given, "--out", str(out(each).relative_to(ROOT)), *overrides.values()]
+
+
+def kept(each: Ablation, found: dict[str, Any]) -> dict[str, Any]:
+    """What the page's table needs: of each variant the final rewards by seed, and the steps of its collapses."""
+    return {
+        "family": each.family,
+        "changed": each.changed,
+        "command": shlex.join(command(each)),
+        "steps": found["steps"],
+        "seeds": found["seeds"],
+        "variants": [
+            {
+                "name": variant["name"],
+                "final": {seed: run["final"] for seed, run in variant["runs"].items()},
+                "peak": {seed: run["peak"] for seed, run in variant["runs"].items()},
+                "collapsed": variant["collapsed"]["at"],
+            }
+            for variant in found["variants"]
+        ],
+    }
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", nargs="*", choices=[*FAMILIES, []], help="default: all")
+    parser.add_argument("--list", action="store_true", help="print the commands alone")
+    parser.add_argument("--jobs", help="as of verl-ext lab")
+    given = parser.parse_args(arguments if arguments is None else [*arguments])
+    chosen = [each for each in ABLATIONS if not given.family or each.family in given.family]
+    if given.list:
+        print("\n".join(shlex.join(command(each)) for each in chosen))
+        return
+    tool = Path(sys.executable).with_name("verl-ext")
+    for each in chosen:
+        print(f"lab_ablations: {each.family}, {each.changed}", flush=True)
+        jobs = ["--jobs", given.jobs] if given.jobs else []
+        subprocess.run([tool, *command(each)[1:], "--no-page", "--out", out(each), *jobs], check=True)
+    done = [each for each in ABLATIONS if (out(each) / "results.json").exists()]
+    results = [kept(each, json.loads((out(each) / "results.json").read_text(encoding="utf-8"))) for each in done]
+    KEPT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
