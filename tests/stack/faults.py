@@ -16,6 +16,7 @@ SCENARIOS = {
         4: "narrow band",
         8: "filters drop everything",
         9: "reward -5",
+        10: "wrong experts",
         11: "reward 100",
     },
     "lost adapter": {1: "missed sync"},
@@ -56,7 +57,19 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
 
         return edit
 
+    def wrong(routes):
+        """None of the first trajectory's tokens, twice the same one for the second's."""
+        changed, (_, first, second, *_) = routes.values().clone(), routes.offsets()
+        changed[:first] = 0
+        changed[first:second, :, 1] = changed[first:second, :, 0]
+        return jagged(changed, routes.offsets())
+
     class FaultyTrainer(trainer_class):
+        def _compute_old_log_prob(self, batch, metrics):
+            if faults.get(self.global_steps) == "wrong experts":
+                change(batch, "routed_experts", wrong)
+            return super()._compute_old_log_prob(batch, metrics)
+
         def _compute_advantage(self, batch, metrics):
             changed = {}
             match faults.get(self.global_steps, "").split():

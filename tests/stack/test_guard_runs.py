@@ -21,6 +21,7 @@ RULES = {
 
 
 CANARY = "stability.sync_canary.trajectories=8"
+REPLAY = ("actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3", "stability.router_agreement=true")
 
 
 def rules(*names):
@@ -45,7 +46,8 @@ def with_faults(assets, stack, tmp_path_factory):
 
 
 def test_every_action(with_faults):
-    run = with_faults("every action", "stability=icepop", CANARY, *SAVES, rules(*RULES), steps=14)
+    settings = ("stability=icepop", CANARY, *REPLAY, *SAVES, rules(*RULES))
+    run = with_faults("every action", *settings, steps=14)
     assert run.code == 3, run.tail
     assert told(run.folder) == [
         (2, "norm", "warn"),
@@ -61,9 +63,16 @@ def test_every_action(with_faults):
         (8, "filters", "skip"),
         (9, "reward", "rollback"),
         (9, "rollback", "restored"),
+        (10, "routing", "warn"),
         (11, "cheat", "stop"),
     ]
     reasons = {event["step"]: event["reason"] for event in events(run.folder)}
+    # Of 32 trajectories, one has no experts and another has one twice; their tokens route themselves.
+    wrong = run.steps[9]
+    assert "name an expert twice" in reasons[10] and "They route themselves." in reasons[10]
+    assert 0 < wrong["router/unknown"] < 0.1 and 0 < wrong["router/invalid"] < 0.1
+    assert all(step["router/unknown"] == step["router/invalid"] == 0 for step in (*run.steps[:9], run.steps[10]))
+    assert wrong["router/agreement"] > 0.9
     assert "did the last weight sync reach every rollout engine?" in run.console
     assert "rollout_log_probs has 1 non-finite values" in reasons[3]
     assert "icepop dropped all" in reasons[4]
