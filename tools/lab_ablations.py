@@ -43,6 +43,9 @@ FAMILIES = {
     "late": Family("stale", "none,opsm", steps=600),
     "stale": Family("stale", "none,opsm,tis,icepop"),
     "quantized": Family("quantized+bf16", "none,r3,tis", (R3_TIS,), (f"{LR}=3e-3",)),
+    "others": Family(
+        "stale", "none,geo_mask,seq_mask_tis,deepseek_v32,dapo,filters,grpo_positive,icepop_loss,opsm_loss"
+    ),
     "truncated": Family("truncated", "none,tis,icepop,mis"),
     # Four updates a step: the only ones in which l_theta leaves l_old, which llds_loss, r2 and router_shift look at.
     "updates": Family(
@@ -65,6 +68,7 @@ ABLATIONS = (
     Ablation("quantized", "int4", ("lab.quantized.format=int4",)),
     Ablation("quantized", "fp8", ("lab.quantized.format=fp8",)),
     Ablation("quantized", "a third of the learning rate", (f"{LR}=1e-3",)),
+    Ablation("others", "32 updates old"),
     Ablation("truncated", "top_p=0.9", ("lab.truncated.top_p=0.9",)),
     Ablation("updates", "four updates a step"),
 )
