@@ -57,7 +57,8 @@ FAMILIES = {
 ABLATIONS = (
     Ablation("late", "8 updates old", ("lab.stale.lag=8",)),
     Ablation("late", "16 updates old, from a reward of 0.2", ("lab.stale.lag=16", "lab.warm_up.reward=0.2")),
-    Ablation("late", "half the learning rate", (f"{LR}=5e-4",)),
+    Ablation("updates", "four updates a step"),
+    Ablation("truncated", "top_p=0.9", ("lab.truncated.top_p=0.9",)),
     Ablation("stale", "32 updates old"),
     Ablation("stale", "8 updates old", ("lab.stale.lag=8",)),
     Ablation("stale", "half the learning rate", (f"{LR}=5e-4",)),
@@ -65,12 +66,9 @@ ABLATIONS = (
     Ablation("stale", "32 experts, top-8", ("lab.model.experts=32", "lab.model.expert_hidden=8", "lab.model.top_k=8")),
     Ablation("quantized", "fp4, the routers too"),
     Ablation("quantized", "fp4, the routers not", ("lab.quantized.router=false",)),
-    Ablation("quantized", "int4", ("lab.quantized.format=int4",)),
-    Ablation("quantized", "fp8", ("lab.quantized.format=fp8",)),
     Ablation("quantized", "a third of the learning rate", (f"{LR}=1e-3",)),
+    Ablation("quantized", "fp8", ("lab.quantized.format=fp8",)),
     Ablation("others", "32 updates old"),
-    Ablation("truncated", "top_p=0.9", ("lab.truncated.top_p=0.9",)),
-    Ablation("updates", "four updates a step"),
 )
 
 
