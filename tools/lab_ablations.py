@@ -19,6 +19,8 @@ OUT, KEPT = ROOT / ".lab" / "ablations", ROOT / "docs" / "lab" / "ablations.json
 SEEDS = "20,21"
 LR = "actor_rollout_ref.actor.optim.lr"
 R3_TIS = "r3+tis=stability=r3 stability.correction=tis stability.batch_skip.threshold=null"
+LOW = "low_side=stability=icepop stability.icepop.beta=1e9 stability.batch_skip.threshold=null"
+HIGH = "high_side=stability=icepop stability.icepop.alpha=1e-9 stability.batch_skip.threshold=null"
 
 
 class Ablation(NamedTuple):
@@ -43,6 +45,8 @@ FAMILIES = {
     "late": Family("stale", "none,opsm", steps=600),
     "stale": Family("stale", "none,opsm,tis,icepop"),
     "quantized": Family("quantized+bf16", "none,r3,tis", (R3_TIS,), (f"{LR}=3e-3",)),
+    # Which side of the band it is: tokens that the training engine finds less likely than the rollout, or more.
+    "sides": Family("quantized+bf16", "none,icepop", (LOW, HIGH), (f"{LR}=3e-3",)),
     "others": Family(
         "stale", "none,geo_mask,seq_mask_tis,deepseek_v32,dapo,filters,grpo_positive,icepop_loss,opsm_loss"
     ),
@@ -68,6 +72,7 @@ ABLATIONS = (
     Ablation("quantized", "fp4, the routers not", ("lab.quantized.router=false",)),
     Ablation("quantized", "a third of the learning rate", (f"{LR}=1e-3",)),
     Ablation("quantized", "fp8", ("lab.quantized.format=fp8",)),
+    Ablation("sides", "fp4, the routers too"),
     Ablation("others", "32 updates old"),
 )
 
