@@ -19,6 +19,7 @@ OUT, KEPT = ROOT / ".lab" / "ablations", ROOT / "docs" / "lab" / "ablations.json
 SEEDS = "20,21"
 LR = "actor_rollout_ref.actor.optim.lr"
 R3_TIS = "r3+tis=stability=r3 stability.correction=tis stability.batch_skip.threshold=null"
+R3_SEQUENCE = "r3+tis_sequence=stability=r3 stability.correction=tis_sequence stability.batch_skip.threshold=null"
 LOW = "low_side=stability=icepop stability.icepop.beta=1e9 stability.batch_skip.threshold=null"
 HIGH = "high_side=stability=icepop stability.icepop.alpha=1e-9 stability.batch_skip.threshold=null"
 
@@ -45,6 +46,7 @@ FAMILIES = {
     "late": Family("stale", "none,opsm", steps=600),
     "stale": Family("stale", "none,opsm,tis,icepop"),
     "quantized": Family("quantized+bf16", "none,r3,tis", (R3_TIS,), (f"{LR}=3e-3",)),
+    "both": Family("stale+quantized+bf16", "none,opsm,tis_sequence,r3", (R3_TIS, R3_SEQUENCE)),
     # Which side of the band it is: tokens that the training engine finds less likely than the rollout, or more.
     "sides": Family("quantized+bf16", "none,icepop", (LOW, HIGH), (f"{LR}=3e-3",)),
     "others": Family(
@@ -72,6 +74,7 @@ ABLATIONS = (
     Ablation("quantized", "fp4, the routers not", ("lab.quantized.router=false",)),
     Ablation("quantized", "a third of the learning rate", (f"{LR}=1e-3",)),
     Ablation("quantized", "fp8", ("lab.quantized.format=fp8",)),
+    Ablation("both", "32 updates old and fp4, the routers too"),
     Ablation("sides", "fp4, the routers too"),
     Ablation("others", "32 updates old"),
 )

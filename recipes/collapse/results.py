@@ -56,9 +56,10 @@ def _trimmed(line: str) -> str:
 
 
 def runs_of(regime: str, folder: Path = RUNS) -> dict[str, dict[int, Run]]:
-    """By arm and seed."""
+    """By arm and seed; the exact arm is one and the same in every regime, and kept once."""
     found: dict[str, dict[int, Run]] = {}
-    for file in sorted((folder / regime).glob(f"*/seed*/{METRICS}")):
+    files = {*(folder / regime).glob(f"*/seed*/{METRICS}"), *(folder / "stale" / "exact").glob(f"seed*/{METRICS}")}
+    for file in sorted(files):
         arm, seed = file.parent.parent.name, int(file.parent.name.removeprefix("seed"))
         found.setdefault(arm, {})[seed] = read_run(file)
     return found

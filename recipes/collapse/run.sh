@@ -2,8 +2,8 @@
 # Train the quick start's model with a rollout that differs from the training engine, with and without a remedy: verl, Ray,
 # vLLM and FSDP2 on two CPU cores, some minutes a run.
 #   bash recipes/collapse/run.sh REGIME ARM SEED [override ...]    e.g. stale none 0
-# REGIME is stale or quantized; ARM is exact, none, guard, or a preset without its batch skip, such as tis. A run that is
-# done is left alone; each leaves .collapse/REGIME/ARM/seedN/metrics.jsonl.
+# REGIME is stale or quantized; ARM is exact, none, guard, rollback, or a preset without its batch skip, such as tis. A run
+# that is done is left alone; each leaves .collapse/REGIME/ARM/seedN/metrics.jsonl.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [ $# -lt 3 ] || [ "$1" = --help ]; then sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,6p; exit; fi
@@ -21,6 +21,10 @@ remedy() { # the overrides of an arm
     exact | none) echo stability=none stability.metrics=true ;;
     # The preset; with 32 batches waiting, what comes for 32 steps after an update is refused may be refused as well.
     guard) echo stability=guard stability.guard.stop_after=50 ;;
+    # The same, and past the boundary it goes back to the last good checkpoint; not again before the batches that waited
+    # have gone by.
+    rollback) echo stability=guard stability.guard.{stop_after=50,rollback_cooldown=33} trainer.save_freq=2 \
+      "stability.guard.rules.past={signal:vllm_kl/k3,above:0.1,action:rollback}" ;;
     *) echo "stability=$1" stability.batch_skip.threshold=null ;;
   esac
 }
