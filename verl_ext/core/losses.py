@@ -77,9 +77,13 @@ class Opsm:
 
     The paper gives no value; a report finds 0.05 to 0.2 reasonable (Trinity-RFT PR 420). Any sign works, the divergence
     can be negative.
+
+    Attributes:
+        stale_only: whether sequences that the policy's own weights sampled are left alone.
     """
 
     delta: float = field(metadata={"for example": 0.1})
+    stale_only: bool = False
 
     def __post_init__(self) -> None:
         require(self, "delta", math.isfinite(self.delta), "must be a finite number of nats a token")
@@ -106,8 +110,11 @@ def opsm_mask(divergence: Tensor, advantages: Tensor, delta: float) -> Tensor:
 
 @register_correction("opsm", Opsm, reads=("l_infer", "lag"), in_update=True)
 @register_loss("opsm", Opsm, reads=("l_infer", "lag"))
-def opsm(batch: LossBatch, *, delta: float) -> LossChange:
+def opsm(batch: LossBatch, *, delta: float, stale_only: bool = False) -> LossChange:
     """Weight 0 on the tokens of stale or mismatched sequences of negative advantage: `opsm_mask`.
+
+    `stale_only` is ours: where the engines disagree much, dropping what they disagree on ended every run of the lab
+    (docs/lab.md), and what a rollout's age brings is all that is to be masked. Without lags, nothing is stale.
 
     Metrics: dropped and sequences_dropped, shares of the tokens and of the sequences with a token; mismatch and
     staleness, the two parts of the divergence, means over those sequences. Where rollouts can be older than the policy,
@@ -115,6 +122,9 @@ def opsm(batch: LossBatch, *, delta: float) -> LossChange:
     """
     parts = sequence_divergence(batch.require("l_infer"), batch.l_old, batch.l_theta, batch.mask)
     keep = opsm_mask(parts.whole, batch.advantages, delta)
+    if stale_only:
+        stale = torch.zeros_like(parts.whole, dtype=torch.bool) if batch.lag is None else batch.lag.amax(-1) > 0
+        keep = torch.where(stale[:, None], keep, 1.0)
     dropped = (keep == 0) & batch.mask
     rows = batch.mask.any(-1)
     metrics = {

@@ -79,6 +79,20 @@ def test_what_each_lag_brings_to_opsms_metrics_adds_up_to_them(seed):
     assert found == alone, "without a lag, no more than before"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_opsm_of_what_is_stale_alone_leaves_the_rest(seed):
+    *values, mask = tensors(random_batch(seed))
+    l_infer, l_old, l_theta, advantages = values
+    lag = torch.tensor([0, 1, 0, 4, 6])[:, None].expand_as(mask) * mask
+    batch = LossBatch(l_theta, l_old, advantages, mask, l_infer=l_infer, lag=lag)
+    masked, found = opsm(batch, delta=-1.0).weight, opsm(batch, delta=-1.0, stale_only=True)
+    stale = [1, 3, 4]
+    assert found.weight[[0, 2]].eq(1).all() and torch.equal(found.weight[stale], masked[stale])
+    assert masked[[0, 2]].eq(0).any() and found.metrics["dropped"] == ((found.weight == 0) & mask).sum() / mask.sum()
+    without = LossBatch(l_theta, l_old, advantages, mask, l_infer=l_infer)
+    assert opsm(without, delta=-1.0, stale_only=True).weight.eq(1).all(), "nothing is told to be stale"
+
+
 def test_opsm_masks_a_sequence_with_nan_only_where_the_advantage_is_negative():
     nan = torch.tensor([[math.nan, 0.0], [0.0, 0.0]])
     whole = sequence_divergence(nan, nan * 0, torch.zeros(2, 2), torch.ones(2, 2)).whole
