@@ -90,8 +90,7 @@ def shares_by_lag(step):
 def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train):
     """Three batches are handed out before the first update: the third is two versions old when its turn comes."""
     run = train(
-        "stability=icepop",
-        ROUTING,
+        "stability=moe",
         "trainer.v1.trainer_mode=separate_async",
         "trainer.v1.separate_async.parameter_sync_step=1",
         ASYNC_BUFFER,
@@ -115,6 +114,7 @@ def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train
     assert first["vllm_kl/k3/lag/0"] == pytest.approx(first["vllm_kl/k3"])
     for step in (first, second):
         assert step["actor/grad_norm"] > 0 and step["filter/too_stale/dropped_tokens"] == 0
+        assert step["actor/opsm/sequences_dropped/lag/0"] == 0, "of what is older alone"
     by_lag = shares_by_lag(third)
     dropped = third["filter/too_stale/dropped_tokens"]
     assert 0 < by_lag.get("2", 0) <= dropped <= by_lag.get("2", 0) + by_lag.get("span", 0) + 1e-6
