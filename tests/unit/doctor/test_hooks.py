@@ -24,7 +24,7 @@ def levels(found):
             ["stability=icepop"],
             ["mismatch metrics", "correction: icepop, alpha 0.5, beta 5", "batch skip: vllm_kl/k3 > 0.1"],
         ),
-        (["stability=opsm"], ["correction: opsm, delta 0.1 (worker_loss"]),
+        (["stability=opsm"], ["correction: opsm, delta 0.1, stale_only False (worker_loss"]),
         (["stability=llds_loss"], ["policy loss: llds, base vanilla, coef 0.1"]),
         (["stability=filters"], ["batch filter"]),
         (["stability=qae", "algorithm.adv_estimator=qae"], ["advantages: qae"]),

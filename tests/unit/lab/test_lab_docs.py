@@ -1,6 +1,7 @@
 """docs/lab.md names every regime with its settings and defaults."""
 
 import importlib.util
+import json
 import re
 from dataclasses import asdict
 
@@ -27,4 +28,6 @@ def test_the_tables_of_results_are_those_of_the_files_beside():
     tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tables)
     assert tables.with_tables(page) == page
-    assert {mark[1] for mark in tables.MARKS.finditer(page)} == {"stale", "quantized"}
+    kept = json.loads((ROOT / "docs" / "lab" / "ablations.json").read_text(encoding="utf-8"))
+    expected = {("lab", "stale"), ("lab", "quantized"), *(("ablations", grid["family"]) for grid in kept)}
+    assert {mark.groups() for mark in tables.MARKS.finditer(page)} == expected

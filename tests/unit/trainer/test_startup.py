@@ -34,7 +34,7 @@ TOLD = {
 BYPASS = ("stability=icepop", "algorithm.rollout_correction.bypass_mode=true")
 LOSS_ASKED_FOR = [
     (BYPASS, {"first_pass": True, "corrections": {"icepop": {}}}, "mismatch metrics (vllm_kl/*)"),
-    (["stability=opsm"], {"corrections": {"opsm": {"delta": 0.1}}}, "correction (opsm, delta 0.1)"),
+    (["stability=opsm"], {"corrections": {"opsm": {"delta": 0.1}}}, "correction (opsm, delta 0.1, stale_only False)"),
     (["stability=llds_loss"], {"policy_loss": {"loss_mode": "llds"}}, "policy loss (llds, base vanilla"),
     (["stability.guard.mini_batch.policy_kl=0.1"], {"mini_batch": {"policy_kl": 0.1}}, "mini-batch gate (refuse past"),
     (

@@ -308,7 +308,7 @@ def test_the_engines_micro_batch_stays_as_it_was(make_batch, actor_config):
 def test_what_is_active_is_returned_and_verls_config_left_alone(actor_config):
     config = actor_config(PolicyLossConfig(loss_mode="geo_mean"), use_kl_loss=True, kl_loss_type="unbiased")
     _, active = build_worker_loss(config, LossSettings.from_dict({"corrections": {"opsm": {"delta": 0.1}}}))
-    assert active["corrections"] == {"opsm": {"delta": 0.1}}
+    assert active["corrections"] == {"opsm": {"delta": 0.1, "stale_only": False}}
     assert active["kl"] == "unbiased, over l_infer"
     assert active["policy_loss"]["loss_mode"] == "geo_mean"
     assert config.use_kl_loss and config.policy_loss.loss_mode == "geo_mean"
