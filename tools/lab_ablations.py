@@ -10,7 +10,6 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,7 +103,6 @@ def kept(each: Ablation, found: dict[str, Any]) -> dict[str, Any]:
             {
                 "name": variant["name"],
                 "final": {seed: run["final"] for seed, run in variant["runs"].items()},
-                "peak": {seed: run["peak"] for seed, run in variant["runs"].items()},
                 "collapsed": variant["collapsed"]["at"],
             }
             for variant in found["variants"]
@@ -112,12 +110,14 @@ def kept(each: Ablation, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(arguments: Iterable[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", nargs="*", choices=[*FAMILIES, []], help="default: all")
+    parser.add_argument("family", nargs="*", help=f"of {', '.join(FAMILIES)} (default: all)")
     parser.add_argument("--list", action="store_true", help="print the commands alone")
     parser.add_argument("--jobs", help="as of verl-ext lab")
-    given = parser.parse_args(arguments if arguments is None else [*arguments])
+    given = parser.parse_args()
+    if unknown := {*given.family} - {*FAMILIES}:
+        parser.error(f"{', '.join(unknown)}: choose from {', '.join(FAMILIES)}")
     chosen = [each for each in ABLATIONS if not given.family or each.family in given.family]
     if given.list:
         print("\n".join(shlex.join(command(each)) for each in chosen))
@@ -126,7 +126,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     for each in chosen:
         print(f"lab_ablations: {each.family}, {each.changed}", flush=True)
         jobs = ["--jobs", given.jobs] if given.jobs else []
-        subprocess.run([tool, *command(each)[1:], "--no-page", "--out", out(each), *jobs], check=True)
+        subprocess.run([tool, *command(each)[1:], "--no-page", *jobs], cwd=ROOT, check=True)
     done = [each for each in ABLATIONS if (out(each) / "results.json").exists()]
     results = [kept(each, json.loads((out(each) / "results.json").read_text(encoding="utf-8"))) for each in done]
     KEPT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

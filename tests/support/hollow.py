@@ -8,8 +8,10 @@ from types import ModuleType
 from typing import ClassVar
 from unittest import mock
 
-PACKAGES = {"sgl_kernel", "flashinfer", "torch_memory_saver", "torchvision", "IPython", "blobfile", "outlines", "timm"}
-PACKAGES |= {"soundfile"}
+PACKAGES = {
+    *("sgl_kernel", "flashinfer", "torch_memory_saver", "torchvision", "IPython"),
+    *("blobfile", "outlines", "timm", "soundfile"),
+}
 
 
 class _Hollow(ModuleType):

@@ -1,8 +1,9 @@
 """Changes to vLLM's CPU backend that a rollout engine needs.
 
-verl loads new weights into a running engine after every training step, and asks it which experts each
-token was routed to. The CPU backend can do neither as it is. Each function is one change of `changes.py`: it
-checks that what it changes is what it expects, raises a `PatchError` if not, and returns a function that undoes it.
+verl loads new weights into a running engine after every training step, and asks it which experts each token was routed
+to; the sync canary asks it for log-probs of prompts. The CPU backend can do none of it as it is. Each function is one
+change of `changes.py`: it checks that what it changes is what it expects, raises a `PatchError` if not, and returns a
+function that undoes it.
 
 keep_linear_weights     here
 score_prompts_of_loras  here
