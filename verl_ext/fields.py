@@ -1,7 +1,7 @@
 """The fields of a batch that cross a process, by the names under which TransferQueue and the workers know them.
 
 Jagged, one row a trajectory, [B, r] over its response tokens unless said otherwise; n of all its tokens, L MoE layers
-of the training engine, L' layers as the rollout ships them, K experts a token.
+of the training engine, L' layers as the rollout ships them, K experts a token, H tokens of the sampler's head.
 """
 
 # Of the rollout, as verl names them.
@@ -13,11 +13,16 @@ REWARDS = "rm_scores"
 ROLLOUT_LOG_PROBS = "rollout_log_probs"  # l_infer
 ROLLOUT_ROUTES = "routed_experts"  # [B, n, L', K]
 
+# Of the rollout: ours.
+HEAD_IDS = "sampler_head_ids"  # [B, r, H] int32, the most likely tokens at each place
+HEAD_LOG_PROBS = "sampler_head_log_probs"  # [B, r, H] float32; -inf where there is no such token
+
 # Of compute_log_prob: verl's, then ours.
 OLD_LOG_PROBS = "old_log_probs"  # l_old
 ENTROPY = "entropy"
 AGREEMENT = "router_agreement"  # share of a token's experts that both engines chose, mean over layers
 ROUTER_SUMS = "router_sums"  # [B, *], a trajectory's sums by layer, for the metrics
+HEAD_SUMS = "sampler_head_sums"  # [B, *], a trajectory's sums over the heads, for the metrics
 OLD_ROUTES = "old_routed_experts"  # [B, n, L, K], what it used, for R2
 SHIFT_EXPERTS = "router_experts"  # [B, r, L, K], for the loss router_shift: what the router chose,
 SHIFT_SCORES = "router_scores"  # and the log-probabilities that it gave them

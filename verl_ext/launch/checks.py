@@ -9,7 +9,18 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.errors import ConfigError
 from verl_ext.launch.bypass import bypasses, loss_has_ratio
 from verl_ext.launch.bypass_checks import check_bypass
-from verl_ext.launch.features import LOG_PROBS, MEASURE, features, loss_mode, loss_reads_k, uses, uses_unbiased_kl
+from verl_ext.launch.features import (
+    HEAD,
+    LOG_PROBS,
+    MEASURE,
+    features,
+    loss_mode,
+    loss_reads_k,
+    uses,
+    uses_unbiased_kl,
+)
+from verl_ext.launch.head import head_k, head_use, logprobs_mode
+from verl_ext.launch.head_checks import apply_head, check_head
 from verl_ext.launch.lag_checks import check_lag
 from verl_ext.launch.loss_checks import apply_loss, check_loss
 from verl_ext.launch.quantization_checks import apply_fake_quantization, check_fake_quantization
@@ -24,7 +35,10 @@ def loss_settings(config: DictConfig, stability: StabilityConfig) -> dict[str, A
     inside = {chosen.name: asdict(chosen.settings) for chosen in stability.in_update}
     gate = asdict(stability.guard.mini_batch)
     found = {"corrections": inside, "kl_denominator": stability.kl_denominator, "mini_batch": gate}
-    if bypasses(config) and uses(features(config, stability), MEASURE):
+    asked = features(config, stability)
+    if uses(asked, HEAD):
+        found["head"] = head_use(config, stability)
+    if bypasses(config) and uses(asked, MEASURE):
         found["first_pass"] = {
             "corrections": stability.corrections(),
             "narrowed": stability.corrections(tightened=True),
@@ -45,6 +59,7 @@ def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: boo
     if uses(features(config, stability), LOG_PROBS):
         _check_log_probs(config)
         _check_weights(config, stability)
+        check_head(config, stability, _head_k(config, stability), read_model)
     check_loss(config, stability, read_model)
     check_bypass(config, stability)
     _check_kl(config, stability)
@@ -64,10 +79,15 @@ def apply_engine_settings(config: DictConfig, stability: StabilityConfig) -> Non
     apply_routing(config, stability)
     apply_loss(config, stability)
     apply_fake_quantization(config, stability)
+    apply_head(config, _head_k(config, stability))
     rollout = "actor_rollout_ref.rollout"
     if stability.cascade_attention != "default":
         disabled = stability.cascade_attention == "off"
         OmegaConf.update(config, f"{rollout}.engine_kwargs.vllm.disable_cascade_attn", disabled, force_add=True)
+
+
+def _head_k(config: DictConfig, stability: StabilityConfig) -> int:
+    return head_k(config, stability, compares=uses(features(config, stability), LOG_PROBS))
 
 
 def _check_log_probs(config: DictConfig) -> None:
@@ -82,23 +102,14 @@ def _check_log_probs(config: DictConfig) -> None:
     if OmegaConf.select(config, f"{prefix}.name") == "sglang":
         check_sglang_log_probs(config)
         return
-    # Of vLLM. With top-p or top-k, processed log-probs are normalised over the kept tokens only; raw ones leave out the
-    # temperature. The training engine does neither, and every log-ratio would carry the difference.
-    setting, mode = f"{prefix}.logprobs_mode", rollout.logprobs_mode
-    if above := OmegaConf.select(config, f"{prefix}.engine_kwargs.vllm.logprobs_mode"):  # goes over rollout's own
-        setting, mode = f"{prefix}.engine_kwargs.vllm.logprobs_mode", above
-    if mode == "processed_logprobs":
-        if rollout.top_p < 1 or rollout.top_k > 0:
-            raise ConfigError(
-                f"{prefix}.top_p={rollout.top_p} and top_k={rollout.top_k} make vLLM's processed_logprobs count the "
-                "kept tokens only, which the training engine does not",
-                fix=(f"{prefix}.top_p=1", f"{prefix}.top_k=-1"),
-            )
-    elif mode != "raw_logprobs":
+    mode, setting = logprobs_mode(config)
+    if mode == "processed_logprobs":  # of the kept tokens, where there is top-k: check_head
+        return
+    if mode != "raw_logprobs":
         raise ConfigError(
             f"{setting}={mode} gives no log-probabilities to compare", fix=(f"{setting}=processed_logprobs",)
         )
-    elif rollout.temperature != 1:
+    if rollout.temperature != 1:
         raise ConfigError(
             f"{setting}=raw_logprobs leaves out {prefix}.temperature={rollout.temperature}, which the training engine "
             "applies",

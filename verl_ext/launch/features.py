@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.guard.rules import Rule
 from verl_ext.launch.bypass import bypasses
+from verl_ext.launch.head import head_k, truncates
 from verl_ext.launch.routing_checks import compares_routing, replay_mode, replays_here
 from verl_ext.methods import defaults, described
 from verl_ext.settings.config import UNBIASED, StabilityConfig
@@ -26,6 +27,7 @@ IN_LOSS = "loss"  # the workers run our loss around verl's
 GUARD = "guard"
 VERSIONS = "versions"  # the workers keep weights of earlier steps
 ROUTERS = "routers"  # of the training engine are hooked
+HEAD = "head"  # the rollout returns the most likely tokens of each place, and the workers read them
 
 IN_THE_STEP = "PPOTrainer._compute_advantage"
 MASKS = "response_mask and loss_mask"
@@ -80,6 +82,10 @@ def features(config: DictConfig, stability: StabilityConfig) -> tuple[Feature, .
         if bypasses(config):
             parts, where = parts | {IN_LOSS}, f"first mini-batch, {IN_WORKERS}"
         found.insert(0, Feature("mismatch metrics", "vllm_kl/*", where, parts))
+    if k := head_k(config, stability, compares=uses(found, LOG_PROBS)):
+        over = "; l_old and l_theta over what is kept" if truncates(config) else ""
+        parts = frozenset({LOG_PROBS, MEASURE, IN_LOSS, HEAD})
+        found.append(Feature("sampler's head", f"{k} tokens{over}", IN_WORKERS, parts))
     return tuple(found)
 
 
@@ -135,6 +141,11 @@ def _of_the_loss(config: DictConfig, stability: StabilityConfig) -> Iterator[Fea
             yield Feature("router shift", "compute_log_prob, update_actor", AT_ROUTERS, parts)
     for chosen in stability.in_update:
         yield Feature("correction", str(chosen), IN_WORKERS, parts | {MEASURE})
+    if stability.score_centering:
+        where = ", ".join(chosen.name for chosen in stability.before_update if not chosen.method.per_sequence)
+        yield Feature(
+            "score centering", f"weights of {where}" if where else "no weights", IN_WORKERS, parts | {MEASURE}
+        )
     if uses_unbiased_kl(config):
         yield Feature("KL to the reference", f"{UNBIASED}, over l_{stability.kl_denominator}", IN_WORKERS, parts)
     if stability.guard.mini_batch.active:

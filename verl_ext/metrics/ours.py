@@ -81,6 +81,31 @@ GAP = Section(
     of_gap=True,
 )
 
+HEAD = Section(
+    "The sampler's head",
+    "With `stability.head.k`, or what asks for it: truncated sampling, score centering. From the most likely tokens of "
+    "each place, which the rollout returns with the sampled one, and the training engine's log-probabilities of the "
+    "same: they do not hang on which token was drawn. Not in bypass mode, which has no compute_log_prob.",
+    (
+        divergence(
+            "vllm_kl/head",
+            "KL(rollout || training) over the head, all other tokens as one: what k1 and k3 estimate, or a little "
+            "less, without their noise; with truncated sampling over the kept tokens",
+            LOSS,
+            worst="highest",
+            label="engine KL, head",
+        ),
+        Metric("vllm_kl/head_mass", "what the rollout gives to the head", "share"),
+        Metric(
+            "vllm_kl/head_differs", "tokens whose most likely one is another in the training engine", "share", "lower"
+        ),
+        Metric("vllm_kl/head_missing", "tokens of the model that came without a head", "share", "lower"),
+        after("actor/score_centering", "the term that centers the score, in the loss"),
+    ),
+    override="stability.head.k=32",
+    of_gap=True,
+)
+
 CORRECTIONS = Section(
     "Corrections",
     "With a correction; in bypass mode as the gap. IcePop's authors saw 1 to 2 per mille of the tokens dropped, rising "
@@ -287,4 +312,4 @@ UPDATE = Section(
     ),
 )
 
-SECTIONS = (GAP, CORRECTIONS, ROUTING, FILTERS, GUARD, SYNC, UPDATE)
+SECTIONS = (GAP, HEAD, CORRECTIONS, ROUTING, FILTERS, GUARD, SYNC, UPDATE)

@@ -10,6 +10,7 @@ from verl_ext.guard.rules import Rule
 from verl_ext.methods import Chosen, require_one_of
 from verl_ext.settings.fake_quantization import FakeQuantization
 from verl_ext.settings.guard import BatchSkip, GuardSettings
+from verl_ext.settings.head import HeadSettings
 from verl_ext.settings.rescoring import Rescoring
 from verl_ext.settings.sync_canary import SyncCanarySettings
 from verl_ext.settings.trajectories import TrajectoryDump
@@ -36,6 +37,8 @@ class Switches:
         kl_denominator: what actor.kl_loss_type=unbiased takes the tokens to be sampled from: `infer`, the rollout
             engine (the paper's), or `old`, the training engine before the update.
         router_agreement: compare the experts that training and rollout chose.
+        head: with each token, the rollout's most likely ones and their log-probabilities.
+        score_centering: subtract from each token's score what the sampler expects of it, weighted as it is.
         rescoring: score a few trajectories again with the weights that sampled them (`separate_async`).
         trajectories: write a few trajectories a step, token by token, for the report.
         cascade_attention: vLLM's cascade attention; `default` leaves the engine's own choice.
@@ -51,6 +54,8 @@ class Switches:
     guard: GuardSettings = field(default_factory=GuardSettings)
     kl_denominator: str = "infer"
     router_agreement: bool = False
+    head: HeadSettings = field(default_factory=HeadSettings)
+    score_centering: bool = False
     rescoring: Rescoring = field(default_factory=Rescoring)
     trajectories: TrajectoryDump = field(default_factory=TrajectoryDump)
     cascade_attention: str = "default"

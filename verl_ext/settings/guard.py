@@ -21,7 +21,7 @@ from verl_ext.methods import require, require_one_of
 from verl_ext.metrics import OURS, comes_late, find, nearest
 
 PREFIX = "stability.guard"
-SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3")
+SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3", "vllm_kl/head")
 OWN_EFFECT = "correction/"  # what tightening itself moves
 
 

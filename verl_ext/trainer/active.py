@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from verl_ext.launch.bypass import bypasses
-from verl_ext.launch.features import IN_LOSS, MEASURE, ROUTERS, VERSIONS, Feature, features, loss_reads_k, uses
+from verl_ext.launch.features import HEAD, IN_LOSS, MEASURE, ROUTERS, VERSIONS, Feature, features, loss_reads_k, uses
+from verl_ext.launch.head import reads_in_update
 from verl_ext.launch.lag_checks import is_asynchronous
 from verl_ext.launch.routing_checks import compares_routing, replayed_field
 from verl_ext.settings.config import StabilityConfig
@@ -28,6 +29,8 @@ class Active:
         sees_routing: the workers hook their routers.
         compares_routing: the experts of both engines are compared.
         replayed: the batch's field whose routing the update replays; None where it replays none.
+        has_heads: the rollout returns the most likely tokens of each place.
+        update_reads_heads: and the update reads them too.
     """
 
     config: DictConfig
@@ -43,6 +46,8 @@ class Active:
     sees_routing: bool
     compares_routing: bool
     replayed: str | None
+    has_heads: bool
+    update_reads_heads: bool
 
 
 def read_active(config: DictConfig, stability: StabilityConfig) -> Active:
@@ -61,4 +66,6 @@ def read_active(config: DictConfig, stability: StabilityConfig) -> Active:
         sees_routing=uses(asked, ROUTERS),
         compares_routing=compares_routing(config, stability),
         replayed=replayed_field(config),
+        has_heads=uses(asked, HEAD),
+        update_reads_heads=uses(asked, HEAD) and reads_in_update(config, stability),
     )

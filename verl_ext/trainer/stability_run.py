@@ -9,11 +9,22 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
+from verl_ext.core.head_sums import head_metrics
 from verl_ext.core.rescored import split_gap
 from verl_ext.core.routing import router_metrics
 from verl_ext.core.tokens import jagged
 from verl_ext.errors import HookError
-from verl_ext.fields import FILTER_SCALE, FIRST_PASS, LAG, LOSS_MASK, RESPONSE_MASK, REWARDS, ROUTER_SUMS, WEIGHTS
+from verl_ext.fields import (
+    FILTER_SCALE,
+    FIRST_PASS,
+    HEAD_SUMS,
+    LAG,
+    LOSS_MASK,
+    RESPONSE_MASK,
+    REWARDS,
+    ROUTER_SUMS,
+    WEIGHTS,
+)
 from verl_ext.guard.state import Decision
 from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer import resuming
@@ -38,7 +49,7 @@ from verl_ext.trainer.step import (
     refusal,
 )
 from verl_ext.trainer.trajectories import TrajectoryLog, forget_trajectories
-from verl_ext.trainer.transfer import SHIFT_FIELDS, get_fields, put_fields, without_routing
+from verl_ext.trainer.transfer import HEAD_FIELDS, SHIFT_FIELDS, get_fields, put_fields, without_heavy
 from verl_ext.upstream import narrow_routing
 
 
@@ -146,6 +157,22 @@ class StabilityRun:
         packed = torch.stack(list(data[ROUTER_SUMS].unbind()))
         self._judge_routing(Counts.of_sums(packed), router_metrics(packed), metrics)
 
+    def compare_heads(self, batch: KVBatchMeta, metrics: dict[str, float]) -> None:
+        """Log `vllm_kl/head*`, from the sums that compute_log_prob left in the batch.
+
+        Raises:
+            HookError: there are none.
+        """
+        if not self.active.has_heads or self.active.measures_in_update:
+            return
+        data = get_fields(batch, [HEAD_SUMS])
+        if HEAD_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
+            raise HookError(
+                "compute_log_prob read no heads: the rollout's batch has no sampler_head_ids",
+                otherwise="check that VERL_USE_EXTERNAL_PLUGINS, where set, names verl_ext on all nodes",
+            )
+        metrics.update(head_metrics(torch.stack(list(data[HEAD_SUMS].unbind()))))
+
     def _judge_routing(self, counts: Counts, found: dict[str, float], metrics: dict[str, float]) -> None:
         metrics.update(found)
         self.actions.carry_out(self._captured.judge(counts, self.active.config, self.guard.step))
@@ -238,7 +265,8 @@ class StabilityRun:
 
     def for_update(self, batch: KVBatchMeta) -> KVBatchMeta:
         """The batch as the actor's update is sent it: a copy."""
-        sent = without_routing(batch, {self.active.replayed, *SHIFT_FIELDS})
+        heads = HEAD_FIELDS if self.active.update_reads_heads else ()
+        sent = without_heavy(batch, {self.active.replayed, *SHIFT_FIELDS, *heads})
         # For the losses that divide by a number of trajectories, dropped ones included: worker_loss.
         sent.extra_info[FILTER_SCALE] = self.outcome.filter_scale
         if self.active.measures_in_update:

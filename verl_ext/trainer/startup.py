@@ -19,6 +19,8 @@ NAMED = 4  # in an error, of the names that vLLM did not take
 TOLD: dict[str, Callable[[str, dict[str, Any]], bool]] = {
     "policy loss": lambda setting, told: _name(setting) == told["policy_loss"]["loss_mode"],
     "correction": lambda setting, told: _name(setting) in told["corrections"],
+    "score centering": lambda setting, told: told["centers"],
+    "sampler's head": lambda setting, told: told["head"],
     "KL to the reference": lambda setting, told: setting == told["kl"],
     "mini-batch gate": lambda setting, told: bool(told["mini_batch"]),
     "mismatch metrics": lambda setting, told: told["first_pass"],

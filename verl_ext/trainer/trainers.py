@@ -18,7 +18,7 @@ from verl_ext.trainer import advantages, startup
 from verl_ext.trainer.active import Active
 from verl_ext.trainer.advantages import session_keys
 from verl_ext.trainer.stability_run import StabilityRun
-from verl_ext.trainer.transfer import without_routing
+from verl_ext.trainer.transfer import without_heavy
 from verl_ext.upstream.patching import patch
 
 if TYPE_CHECKING:
@@ -82,15 +82,16 @@ class StabilityMixin(VerlTrainer):
                 self.stability_run.rescore(batch, self.actor_rollout_wg)
         batch = super()._compute_old_log_prob(batch, metrics)
         self.stability_run.compare_routing(batch, metrics)
+        self.stability_run.compare_heads(batch, metrics)
         return batch
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         # A LoRA's reference is the actor without its adapter, and is routed as the actor is.
         read = {self.stability_run.active.replayed} if self.ref_in_actor else set()
-        return super()._compute_ref_log_prob(without_routing(batch, read), metrics)
+        return super()._compute_ref_log_prob(without_heavy(batch, read), metrics)
 
     def _compute_values(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        return super()._compute_values(without_routing(batch), metrics)
+        return super()._compute_values(without_heavy(batch), metrics)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         judged = self.stability_run.judge(batch, metrics)
@@ -100,12 +101,12 @@ class StabilityMixin(VerlTrainer):
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self.stability_run.outcome.refused is None:
-            super()._update_critic(without_routing(batch), metrics)
+            super()._update_critic(without_heavy(batch), metrics)
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if canary := self.stability_run.canary:
-            sent = without_routing(batch, {self.stability_run.active.replayed})
+            sent = without_heavy(batch, {self.stability_run.active.replayed})
             canary.before_update(sent, self.actor_rollout_wg)
         if self.stability_run.outcome.refused is None:
             super()._update_actor(self.stability_run.for_update(batch), metrics)

@@ -8,10 +8,20 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
-from verl_ext.fields import OLD_ROUTES, ROLLOUT_ROUTES, ROUTER_SUMS, SHIFT_EXPERTS, SHIFT_SCORES
+from verl_ext.fields import (
+    HEAD_IDS,
+    HEAD_LOG_PROBS,
+    HEAD_SUMS,
+    OLD_ROUTES,
+    ROLLOUT_ROUTES,
+    ROUTER_SUMS,
+    SHIFT_EXPERTS,
+    SHIFT_SCORES,
+)
 
 SHIFT_FIELDS = (SHIFT_EXPERTS, SHIFT_SCORES)  # what the loss router_shift compares the current router with
-ROUTING_FIELDS = (ROLLOUT_ROUTES, OLD_ROUTES, ROUTER_SUMS, *SHIFT_FIELDS)
+HEAD_FIELDS = (HEAD_IDS, HEAD_LOG_PROBS)
+HEAVY_FIELDS = (ROLLOUT_ROUTES, OLD_ROUTES, ROUTER_SUMS, *SHIFT_FIELDS, *HEAD_FIELDS, HEAD_SUMS)
 
 
 def get_fields(batch: KVBatchMeta, names: Sequence[str]) -> TensorDict:
@@ -25,9 +35,9 @@ def put_fields(batch: KVBatchMeta, fields: Mapping[str, Tensor]) -> KVBatchMeta:
     return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data)
 
 
-def without_routing(batch: KVBatchMeta, read: Collection[str | None] = ()) -> KVBatchMeta:
-    """A copy of the meta without the routing, hundreds of bytes a token, but for what of it a stage reads."""
+def without_heavy(batch: KVBatchMeta, read: Collection[str | None] = ()) -> KVBatchMeta:
+    """A copy of the meta without routing and heads, hundreds of bytes a token each, but for what a stage reads."""
     if batch.fields is None:
         return replace(batch)
-    unread = set(ROUTING_FIELDS) - set(read)
+    unread = set(HEAVY_FIELDS) - set(read)
     return replace(batch, fields=[field for field in batch.fields if field not in unread])

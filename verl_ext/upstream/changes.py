@@ -125,6 +125,30 @@ TABLE = (
         without="set VERL_EXT_NARROW_ROUTING=0, and the run does without the narrow dtype",
     ),
     Change(
+        name="sampler_head",
+        target="`SamplingParams` and `extract_prompt_logprobs` of "
+        "`verl.workers.rollout.vllm_rollout.vllm_async_server`; `LLMServerClient.generate` of "
+        "`verl.workers.rollout.llm_server`; `AgentLoopWorker._run_agent_loop` and `AgentLoopOutput.as_dict` of "
+        "`verl.experimental.agent_loop.agent_loop`",
+        why="vLLM returns the most likely tokens of each place, and they come into the batch with all turns of a "
+        "trajectory; verl asks for the sampled token's log-probability alone",
+        when="`stability.head.k`, truncated sampling, score centering: `VERL_EXT_SAMPLER_HEAD`, which the launch sets",
+        versions=VERL | VLLM,
+        file="upstream/sampler_head.py",
+        test="tests/unit/upstream/test_sampler_head.py::test_verls_server_client_and_agent_loop_bring_the_heads",
+        without="set stability.head.k=0 and stability.score_centering=false, and sample with top_p=1 and top_k=-1",
+    ),
+    Change(
+        name="sampler_head_reader",
+        target="`forward_backward_batch` of the actor's training engine",
+        why="the heads are read where the logits are, by what verl calls there for distillation",
+        when="with `sampler_head`",
+        versions=VERL,
+        file="workers/head.py",
+        test="tests/stack/test_routing_engine.py::test_heads_are_read_in_every_layout",
+        without="set stability.head.k=0 and stability.score_centering=false, and sample with top_p=1 and top_k=-1",
+    ),
+    Change(
         name="sglang_routing",
         target="`verl.workers.rollout.sglang_rollout.async_sglang_server.set_global_state`, and by it "
         "`generate_request` of the tokenizer manager that verl asks",

@@ -22,6 +22,7 @@ from verl_ext.routing.router_shift import ShiftRecorder
 from verl_ext.settings.losses import LOSSES
 from verl_ext.workers.first_pass import FirstPass
 from verl_ext.workers.gate import Gate
+from verl_ext.workers.head import HeadReader
 from verl_ext.workers.versions import VersionsMixin
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
@@ -33,6 +34,7 @@ class LossMixin:
     loss_fn: partial
     shift: ShiftRecorder | None = None
     gate: Gate | None = None
+    head: HeadReader | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def configure_loss(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,8 +43,9 @@ class LossMixin:
         Args:
             settings: fields of LossSettings; what is left out is off.
 
-        Returns what is active on this rank: `policy_loss`, `corrections`, `kl`, `mini_batch`, `first_pass` (see
-        `build_worker_loss`), and `router_shift`, how many routers are hooked, or None.
+        Returns what is active on this rank: `policy_loss`, `corrections`, `kl`, `mini_batch`, `first_pass`, `centers`
+        (see `build_worker_loss`); `router_shift`, how many routers are hooked, or None; and `head`, whether the
+        sampler's heads are read.
 
         Raises:
             ConfigError: a setting cannot work.
@@ -64,8 +67,13 @@ class LossMixin:
             self.shift = ShiftRecorder(self.actor.engine)
         if self.shift is not None:
             self.shift.enabled = shifts
+        if wanted.head is not None:
+            if self.head is None:
+                self.head = HeadReader(self.actor.engine, wanted.head)
+            self.head.use = wanted.head
         self.actor.set_loss_fn(loss)
-        return active | {"router_shift": len(self.shift.routers) if shifts and self.shift else None}
+        routers = len(self.shift.routers) if shifts and self.shift else None
+        return active | {"router_shift": routers, "head": self.head is not None}
 
 
 class RoutingTrainingWorker(TrainingWorker):

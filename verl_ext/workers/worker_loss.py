@@ -23,13 +23,16 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.losses import unbiased_kl
+from verl_ext.core.measure import gather
 from verl_ext.core.policy_loss import LossBatch, change
+from verl_ext.core.tokens import Tokens
 from verl_ext.errors import ConfigError, require_choice
 from verl_ext.methods import Chosen, build, choose
 from verl_ext.settings.config import KL_DENOMINATORS, UNBIASED
 from verl_ext.settings.guard import MiniBatchGate
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
 from verl_ext.workers.gate import Gate
+from verl_ext.workers.head import CENTERING, HeadUse
 from verl_ext.workers.inputs import LossInputs, padded_fields, provide
 from verl_ext.workers.loss_config import ComposedLossConfig, build_loss_config
 from verl_ext.workers.losses import register
@@ -48,6 +51,7 @@ class LossSettings:
             rollout engine, or "old", the training engine before the update.
         mini_batch: which optimizer steps to refuse.
         first_pass: in bypass mode, what is measured and weighed here; None where compute_log_prob came first.
+        head: what is made of the sampler's heads; None where the rollout returns none.
     """
 
     corrections: tuple[Chosen[Correction], ...] = ()
@@ -55,6 +59,7 @@ class LossSettings:
     kl_denominator: str = "infer"
     mini_batch: MiniBatchGate = field(default_factory=MiniBatchGate)
     first_pass: FirstPassSettings | None = None
+    head: HeadUse | None = None
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "LossSettings":
@@ -71,6 +76,8 @@ class LossSettings:
         own: dict[str, Any] = {"corrections": tuple(chosen), "mini_batch": limits}
         if (first_pass := settings.get("first_pass")) is not None:
             own["first_pass"] = FirstPassSettings(**first_pass)
+        if (head := settings.get("head")) is not None:
+            own["head"] = HeadUse(**head)
         try:
             built = cls(**{**settings, **own})
         except TypeError as error:
@@ -91,7 +98,7 @@ def build_worker_loss(
         first_pass: of settings.first_pass; weighs every micro-batch.
 
     Returns the function and {"policy_loss": its settings, "corrections": name -> settings, "kl": the estimator or None,
-    "mini_batch": the limits that are set, "first_pass": whether it measures}.
+    "mini_batch": the limits that are set, "first_pass": whether it measures, "centers": whether it centers scores}.
 
     Raises:
         ConfigError: a setting of the policy loss cannot work, or it discards the weights that corrections are.
@@ -114,6 +121,7 @@ def build_worker_loss(
         kl_denominator=settings.kl_denominator if unbiased else None,
         gate=gate if settings.mini_batch.active else None,
         first_pass=first_pass,
+        centered=settings.head if settings.head is not None and settings.head.centers else None,
     )
     before = {} if settings.first_pass is None else settings.first_pass.corrections
     kl = f"{UNBIASED}, over l_{settings.kl_denominator}" if unbiased else config.kl_loss_type
@@ -123,6 +131,7 @@ def build_worker_loss(
         "kl": kl if config.use_kl_loss else None,
         "mini_batch": {name: limit for name, limit in asdict(settings.mini_batch).items() if limit is not None},
         "first_pass": first_pass is not None,
+        "centers": loss.keywords["centered"] is not None,
     }
 
 
@@ -159,8 +168,10 @@ def worker_loss(
     kl_denominator: str | None,
     gate: Gate | None,
     first_pass: FirstPass | None,
+    centered: HeadUse | None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """verl's `ppo_loss` of one micro-batch, its policy loss with `loss_inputs()`, our weights and the unbiased KL.
+    """verl's `ppo_loss` of one micro-batch, its policy loss with `loss_inputs()`, our weights, and our terms: the
+    unbiased KL, and what centers the score.
 
     A mini-batch without a token to learn from (batch_num_tokens 0) has loss 0, zero gradients and, by the gate, no
     optimizer step; verl divides 0 by 0. Where filters dropped whole trajectories, the configured number of them that
@@ -168,10 +179,12 @@ def worker_loss(
     Half-precision log-probabilities enter in float32; what the fields hold outside the response mask, not at all.
 
     Args:
-        model_output: `log_probs` nested [B, prompt + response], `entropy` or none.
+        model_output: `log_probs` nested [B, prompt + response], `entropy` or none; where scores are centered, of each
+            token the term of `core.head.centering`.
         data: the micro-batch, jagged [B, r] fields; LossInputs names those that are read besides verl's.
 
-    Returns the scalar loss, and verl's metrics with actor/<correction>/*, kl_loss, kl_coef and filter_scale.
+    Returns the scalar loss, and verl's metrics with actor/<correction>/*, kl_loss, kl_coef, filter_scale and
+    score_centering.
 
     Raises:
         ConfigError: the batch lacks a field that a feature reads.
@@ -196,16 +209,31 @@ def worker_loss(
         weight = first_pass.weigh(l_theta, inputs.require("l_infer"), mask, entropy)
         if weight is not None:
             data["rollout_is_weights"] = weight
+    of_trajectories: Tensor | float = 1.0
     for chosen in corrections:
         seen = LossBatch(l_theta, l_old, padded["advantages"], mask, **inputs.read(chosen.method.reads))
         found = change(chosen, seen, gives=("weight",))
         if found.weight is not None:
             data["rollout_is_weights"] = found.weight * data.get("rollout_is_weights", 1)
+            of_trajectories = found.weight * of_trajectories
         shares = {f"actor/{chosen.name}/{metric}": value for metric, value in found.metrics.items()}
         metrics |= Metric.from_dict(shares, aggregation=AggregationType.MEAN)
     with provide(inputs):
         loss, verl_metrics = ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
     metrics |= verl_metrics
+    if centered is not None:
+        if centered.sequences:
+            weight, _ = gather(Tokens.from_padded(inputs.require("l_infer"), l_old, mask), centered.sequences)
+            of_trajectories = weight.view(mask.shape) * of_trajectories
+        expected = no_padding_2_padding(model_output[CENTERING], data)
+        term = agg_loss(
+            loss_mat=padded["advantages"] * expected * of_trajectories,
+            loss_mask=mask,
+            loss_agg_mode=config.loss_agg_mode,
+            **config.global_batch_info,
+        )
+        loss = loss + term
+        metrics["score_centering"] = Metric(value=term, aggregation=verl_metrics["actor/pg_loss"].aggregation)
     if kl_denominator is not None:
         sampled = inputs.require("l_infer") if kl_denominator == "infer" else l_old
         term = agg_loss(

@@ -1,0 +1,221 @@
+"""Heads on their way through verl's own client, agent loop worker and AgentLoopOutput; vLLM's: test_vllm_engine.py."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop import agent_loop
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.workers.rollout import llm_server
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from verl_ext.errors import HookError
+from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS
+from verl_ext.upstream import sampler_head
+from verl_ext.upstream.patching import PatchError
+
+K = 3
+PROMPT = [7, 8]
+
+
+def head(token):
+    """Of a token, so that it is known again."""
+    return [token, token + 100, token + 200], [-0.1 * token, -1.0, -np.inf]
+
+
+def answer(ids, stop="completed", k=K):
+    ids_of, log_q_of = zip(*(head(token) for token in ids), strict=True) if ids else ((), ())
+    extra = {"global_steps": 1}
+    if k:
+        extra |= {
+            HEAD_IDS: np.array(ids_of, np.int32).reshape(-1, K),
+            HEAD_LOG_PROBS: np.array(log_q_of, np.float32).reshape(-1, K),
+        }
+    return TokenOutput(
+        token_ids=list(ids), log_probs=[-1.0] * len(ids), stop_reason=stop, num_preempted=0, extra_fields=extra
+    )
+
+
+class Server:
+    """What verl's client calls: an actor's handle. Answers as vLLM's server does where it is asked for heads."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = iter(answers), []
+        self.generate = SimpleNamespace(remote=self._generate)
+
+    async def _generate(self, request_id, *, prompt_ids, sampling_params, **_):
+        self.asked.append((list(prompt_ids), dict(sampling_params)))
+        ids, stop = next(self.answers)
+        return answer(ids, stop, sampling_params.get("extra_args", {}).get(sampler_head.ASKED, 0))
+
+
+def client_of(server, kind=LLMServerClient):
+    made = object.__new__(kind)
+    rollout = {"name": "vllm", "response_length": 16, "full_determinism": False}
+    made.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+
+    async def acquire(*_, **__):
+        return "one", server
+
+    made._acquire_server, made._release_server = acquire, lambda *_, **__: None
+    return made
+
+
+@pytest.fixture
+def heads():
+    undos = [sampler_head.in_client(llm_server, K), sampler_head.in_agent_loop(agent_loop, K)]
+    yield
+    for undo in undos:
+        undo()
+
+
+def run(loop, *, validate=False):
+    """An agent loop in verl's worker, up to what it would write: the fields of its outputs."""
+    worker = object.__new__(agent_loop.AgentLoopWorker)
+    for name in ("config", "llm_client", "tokenizer", "processor", "hf_model_type", "dataset_cls", "tools"):
+        setattr(worker, name, None)
+    worker.config = OmegaConf.create({"data": {}})
+
+    async def written(outputs, *_, **__):
+        return [output.as_dict() for output in outputs]
+
+    worker._agent_loop_postprocess = written
+    trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
+
+    async def whole():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(agent_loop._agent_loop_registry, "test", {})
+            patch.setattr(agent_loop.hydra.utils, "instantiate", lambda **_: SimpleNamespace(run=loop))
+            return await worker._run_agent_loop({"temperature": 1.0}, trajectory, agent_name="test", trace=False)
+
+    return asyncio.run(whole())
+
+
+def output(response, mask, prompt=PROMPT):
+    return AgentLoopOutput(
+        prompt_ids=prompt, response_ids=response, response_mask=mask, metrics=AgentLoopMetrics(), num_turns=2
+    )
+
+
+def assert_heads(fields, tokens):
+    """Of the response: a token whose head it has, or None where it has none."""
+    ids, log_q = fields[HEAD_IDS], fields[HEAD_LOG_PROBS]
+    assert (ids.dtype, log_q.dtype) == (torch.int32, torch.float32)
+    assert len(ids) == len(log_q) == len(tokens) == len(fields["responses"])
+    for row, token in enumerate(tokens):
+        if token is None:
+            assert (log_q[row] == -torch.inf).all()
+        else:
+            assert ids[row].tolist() == head(token)[0]
+            assert log_q[row].tolist() == torch.tensor(head(token)[1]).tolist()
+
+
+def test_verls_server_client_and_agent_loop_bring_the_heads(heads):
+    """Two turns with a tool's answer between them, of which the loop cuts the last token."""
+    server = Server(((1, 2), "completed"), ((3, 4, 5), "completed"))
+    client = client_of(server)
+
+    async def loop(sampling_params, **_):
+        await client.generate("a", prompt_ids=PROMPT, sampling_params=sampling_params)
+        await client.generate("a", prompt_ids=[*PROMPT, 1, 2, 50, 51], sampling_params=sampling_params)
+        return [output([1, 2, 50, 51, 3, 4], [1, 1, 0, 0, 1, 1])]
+
+    (fields,) = run(loop)
+    assert_heads(fields, [1, 2, None, None, 3, 4])
+    assert HEAD_IDS not in fields["extra_fields"]
+    assert [asked[1]["extra_args"] for asked in server.asked] == [{sampler_head.ASKED: K}] * 2
+
+
+def test_a_response_that_a_weight_sync_interrupts_has_the_heads_of_both_parts(heads):
+    async def at_once(seconds):
+        pass
+
+    server = Server(((1, 2), "aborted"), ((3,), "completed"))
+    client = client_of(server, FullyAsyncLLMServerClient)
+
+    async def loop(sampling_params, **_):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(asyncio, "sleep", at_once)
+            found = await client.generate("a", prompt_ids=PROMPT, sampling_params=sampling_params)
+        return [output(found.token_ids, [1, 1, 1])]
+
+    assert_heads(run(loop)[0], [1, 2, 3])
+
+
+def test_each_of_several_trajectories_has_its_own(heads):
+    client = client_of(Server(((1, 2), "completed"), ((1, 2), "completed")))
+
+    async def loop(sampling_params, **_):
+        await client.generate("a", prompt_ids=PROMPT, sampling_params=sampling_params)
+        await client.generate("b", prompt_ids=[9], sampling_params=sampling_params)
+        return [output([1, 2], [1, 1], prompt=[9]), output([1, 3], [1, 1]), output([1], [1], prompt=[5])]
+
+    first, second, third = run(loop)
+    assert_heads(first, [1, 2])
+    assert_heads(second, [1, None])  # another token stands there than was sampled
+    assert_heads(third, [None])
+
+
+def test_validation_asks_for_none_and_has_no_such_fields(heads):
+    server = Server(((1,), "completed"))
+    client = client_of(server)
+
+    async def loop(sampling_params, **_):
+        await client.generate("a", prompt_ids=PROMPT, sampling_params=sampling_params)
+        return [output([1], [1])]
+
+    (fields,) = run(loop, validate=True)
+    assert HEAD_IDS not in fields and "extra_args" not in server.asked[0][1]
+
+
+def test_a_trajectory_without_a_call_has_fields_all_the_same(heads):
+    """A batch's rows have to have the same fields."""
+
+    async def loop(sampling_params, **_):
+        return [output([1, 2], [1, 1])]
+
+    assert_heads(run(loop)[0], [None, None])
+
+
+def test_it_is_off_unless_the_environment_asks(monkeypatch):
+    asked = []
+    monkeypatch.setattr(sampler_head, "register_post_import_hook", lambda hook, module: asked.append(module))
+    monkeypatch.delenv(sampler_head.VARIABLE, raising=False)
+    sampler_head.install()
+    assert asked == []
+    monkeypatch.setenv(sampler_head.VARIABLE, "8")
+    sampler_head.install()
+    assert asked == [sampler_head.SERVER, sampler_head.CLIENT, sampler_head.AGENT_LOOP]
+
+
+def flat(n, width):
+    values = [-float(i) for i in range(n * width)]
+    starts = [i * width for i in range(n)]
+
+    class Flat(SimpleNamespace):
+        def __len__(self):
+            return len(self.start_indices)
+
+    return Flat(start_indices=starts, logprobs=values, token_ids=list(range(n * width)))
+
+
+def test_what_vllm_returns_flat_becomes_two_arrays_and_the_sampled_tokens_values():
+    sampled, ids, log_q = sampler_head.unpacked(flat(2, 1 + K), [0, 4])
+    assert [value.logprob for value in sampled] == [0, -4]
+    assert ids.tolist() == [[1, 2, 3], [5, 6, 7]] and log_q.tolist() == [[-1, -2, -3], [-5, -6, -7]]
+
+
+@pytest.mark.parametrize(("answered", "tokens"), [(flat(2, 4), 3), (flat(2, 1), 2)])
+def test_heads_of_another_number_than_tokens_are_an_error(answered, tokens):
+    with pytest.raises(HookError, match=r"stability\.head\.k=0"):
+        sampler_head.unpacked(answered, list(range(tokens)))
+
+
+def test_another_client_is_told(monkeypatch):
+    monkeypatch.setattr(LLMServerClient, "generate", lambda self, prompt: None)
+    with pytest.raises(PatchError, match="sampler_head"):
+        sampler_head.in_client(llm_server, K)

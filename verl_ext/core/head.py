@@ -1,0 +1,226 @@
+"""The head of the sampler's distribution, and what the training engine makes of the same tokens.
+
+With a token, the rollout returns the K most likely ones of its place, and their log-probabilities log q. From the
+training engine's log-probabilities of the same tokens come: l_theta over the tokens that the sampler could take, a KL
+between the engines that no sampling disturbs, and score centering.
+
+Shape legend: N places, K tokens of a head, V tokens of the vocabulary, or this rank's part of it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_rank
+
+from verl_ext.core.corrections import CORRECTIONS
+from verl_ext.core.tokens import LOG_RATIO_BOUND
+
+CHUNK = 2**24  # logits that are in float32 at once: 64 MB
+TAIL = 1e-6  # the least mass outside the head that is told from rounding (score centering's appendix A.3)
+
+# The weight of tokens by (k, p_infer, p_old), as a correction's; of the tail, which has no tokens, both are 0.
+WeightOf = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the sampler returned.
+
+    Attributes:
+        ids: [N, K] int64.
+        log_q: [N, K] float32, normalised over all that the sampler could take; -inf where there is no token, in all K
+            of a place without a head.
+    """
+
+    ids: Tensor
+    log_q: Tensor
+
+    @property
+    def taken(self) -> Tensor:
+        """[N, K] bool: what the sampler could take."""
+        return self.log_q > -torch.inf
+
+    @property
+    def known(self) -> Tensor:
+        """[N] bool: places that have a head."""
+        return self.taken.any(1)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The training engine's log-probabilities, float32, with gradient where the logits have one.
+
+    Attributes:
+        l_own: [N], of the token that was sampled.
+        l_head: [N, K], of the head's tokens.
+        entropy: [N], of the distribution over the tokens that the sampler could take, in nats; None where that is the
+            whole vocabulary.
+    """
+
+    l_own: Tensor
+    l_head: Tensor
+    entropy: Tensor | None = None
+
+
+class _LogProbsAt(torch.autograd.Function):
+    """log_softmax(logits).gather(ids) by blocks of rows; kept for the backward pass are the logits themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, group: ProcessGroup | None) -> Tensor:
+        first = 0 if group is None else get_rank(group) * logits.shape[1]
+        here = (ids >= first) & (ids < first + logits.shape[1])
+        local = (ids - first).masked_fill(~here, 0)
+        top, total = (torch.empty(len(logits), device=logits.device) for _ in range(2))
+        picked = torch.empty(ids.shape, device=logits.device)
+        for rows in _blocks(logits):
+            block = logits[rows].float()
+            top[rows] = block.amax(1)
+            total[rows] = (block - top[rows, None]).exp_().sum(1)
+            picked[rows] = block.gather(1, local[rows])
+        picked.masked_fill_(~here, 0)
+        if group is not None:
+            highest = top.clone()
+            all_reduce(highest, ReduceOp.MAX, group)
+            total *= (top - highest).exp()
+            all_reduce(total, group=group)
+            all_reduce(picked, group=group)
+            top = highest
+        log_z = top + total.log()
+        ctx.save_for_backward(logits, local, here, log_z)
+        return picked - log_z[:, None]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        logits, local, here, log_z = ctx.saved_tensors
+        (of_picked,) = gradients
+        found = torch.empty_like(logits)
+        for rows in _blocks(logits):
+            block = (logits[rows].float() - log_z[rows, None]).exp_()
+            block *= -of_picked[rows].sum(1, keepdim=True)
+            block.scatter_add_(1, local[rows], of_picked[rows] * here[rows])
+            found[rows] = block
+        return found, None, None
+
+
+def log_probs_at(logits: Tensor, ids: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """[N, K] float32 log-probabilities of the tokens `ids` [N, K], a token may come twice; with gradient.
+
+    In float32 by blocks of rows, so that no second copy of the logits is made; their gradient is one.
+
+    Args:
+        logits: [N, V], of any float dtype, not to be changed before the backward pass.
+        group: the ranks that have the other parts of the vocabulary, in the order of the ranks; all must enter.
+    """
+    return _LogProbsAt.apply(logits, ids, group)
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    size = max(1, CHUNK // max(1, logits.shape[1]))
+    return [slice(start, start + size) for start in range(0, len(logits), size)]
+
+
+def read(logits: Tensor, sampled: Tensor, head: Head, *, truncated: bool, group: ProcessGroup | None = None) -> Reading:
+    """What the training engine makes of the sampled tokens [N] and of the head.
+
+    Args:
+        truncated: the sampler took from the head alone (top-k, top-p), and log q is normalised over it. Then so are the
+            log-probabilities here: without that, every ratio carries the mass of what was cut ("keep sampling mask",
+            DeepSeek-V3.2, arXiv 2512.02556, section 3.1). A sampled token that the head lacks, because it ties with its
+            last, counts to it. At places without a head it is the whole vocabulary.
+    """
+    l_all = log_probs_at(logits, torch.cat([sampled[:, None], head.ids], 1), group)
+    l_own, l_head = l_all[:, 0], l_all[:, 1:]
+    if not truncated:
+        return Reading(l_own, l_head)
+    taken = head.taken
+    own_again = (taken & (head.ids == sampled[:, None])).any(1, keepdim=True)
+    support = torch.cat([~own_again, taken], 1)
+    log_z = l_all.masked_fill(~support, -torch.inf).logsumexp(1)
+    log_z = torch.where(head.known, log_z, 0.0)
+    l_support = (l_all - log_z[:, None]).masked_fill(~support, -torch.inf)
+    entropy = -(l_support.exp() * l_support.masked_fill(~support, 0.0)).sum(1)
+    return Reading(l_own - log_z, l_head - log_z[:, None], entropy)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Of two distributions at N places, float64; 0 where there is no head.
+
+    Attributes:
+        kl: KL(q || p) in nats, with all tokens outside the head as one: a lower bound of the KL over the vocabulary,
+            and all of it where the head holds the mass. Without sampling noise: it does not look at the sampled token.
+        mass: what the sampler gives to the head.
+        differs: 1.0 where p and q have another most likely token among the head's.
+    """
+
+    kl: Tensor
+    mass: Tensor
+    differs: Tensor
+
+
+@torch.no_grad()
+def divergence(reading: Reading, head: Head, *, truncated: bool) -> Divergence:
+    """How far the training engine is from the sampler."""
+    known, taken = head.known, head.taken
+    log_q = head.log_q.double()
+    log_p = reading.l_head.double()
+    q = log_q.exp()
+    terms = torch.where(taken, q * (log_q - log_p), 0.0)
+    kl = terms.sum(1)
+    mass = q.sum(1)
+    if not truncated:
+        q_tail, p_tail = (1 - mass).clamp(min=TAIL), (1 - _mass(log_p, taken)).clamp(min=TAIL)
+        kl = kl + q_tail * (q_tail / p_tail).log()
+    differs = log_q.argmax(1) != log_p.masked_fill(~taken, -torch.inf).argmax(1)
+    return Divergence(*(torch.where(known, value.double(), 0.0) for value in (kl, mass, differs)))
+
+
+def centering(reading: Reading, head: Head, weight_of: WeightOf, *, truncated: bool) -> Tensor:
+    """[N] float32, whose gradient is the score that the sampler expects, weighted as the sampled token's is:
+
+        sum over v of q(v) w(v) grad log p(v),   w(v) = weight_of(p(v) / q(v), ...)
+
+    Subtracted from w(y) grad log p(y) it leaves a mean of 0 under the sampler, so that the drift E_q[A] E_q[w grad log
+    p] of a policy gradient vanishes: "Score Centering Stabilizes Off-policy Reinforcement Learning" (Marek and
+    Ryabinin, arXiv 2609.20807). Outside the head, q is taken to be p times rho = (1 - Q) / (1 - P), with Q and P the
+    mass of the head; by sum p grad log p = 0 that tail is a term of the head's tokens too, and what is left is
+
+        sum over the head of [q w(p / q) - rho w(1 / rho) p] grad log p
+
+    in which the brackets are constants. It is exact where the head is all that the sampler could take, and where the
+    tails are proportional. 0 where there is no head.
+    """
+    with torch.no_grad():
+        taken = head.taken
+        log_p = reading.l_head.detach().masked_fill(~taken, -torch.inf)
+        p, q = log_p.exp(), head.log_q.exp()
+        k = (reading.l_head - head.log_q).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        coefficient = q * weight_of(k, q.double(), p.double())
+        if not truncated:
+            rho = (1 - _mass(head.log_q.double(), taken)).clamp(min=TAIL)
+            rho = (rho / (1 - _mass(log_p.double(), taken)).clamp(min=TAIL))[:, None]
+            nothing = torch.zeros_like(rho)
+            coefficient = coefficient - (rho * weight_of(1 / rho, nothing, nothing)).float() * p
+        coefficient = torch.where(taken, coefficient, 0.0)
+    return (coefficient * reading.l_head.masked_fill(~taken, 0.0)).sum(1)
+
+
+def weights_of(corrections: Mapping[str, Mapping[str, Any]]) -> WeightOf:
+    """The product of corrections of single tokens, by name and settings; 1 without any."""
+
+    def weight(k: Tensor, p_infer: Tensor, p_old: Tensor) -> Tensor:
+        quantities = {"k": k, "p_infer": p_infer, "p_old": p_old}
+        found = torch.ones_like(k)
+        for name, settings in corrections.items():
+            method = CORRECTIONS[name]
+            found = found * method.function(*(quantities[one] for one in method.reads), **settings).weight.to(k.dtype)
+        return found
+
+    return weight
+
+
+def _mass(log_probs: Tensor, taken: Tensor) -> Tensor:
+    return log_probs.masked_fill(~taken, -torch.inf).exp().sum(1)

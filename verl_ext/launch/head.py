@@ -1,0 +1,58 @@
+"""The sampler's head, as a run's config asks for it. Nothing of torch or verl is imported."""
+
+from dataclasses import asdict
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.settings.config import StabilityConfig
+from verl_ext.settings.head import FOR_CENTERING
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def logprobs_mode(config: DictConfig) -> tuple[str, str]:
+    """vLLM's, and the setting that decides it."""
+    setting = f"{ROLLOUT}.engine_kwargs.vllm.logprobs_mode"  # goes over rollout's own
+    if above := OmegaConf.select(config, setting):
+        return above, setting
+    return OmegaConf.select(config, f"{ROLLOUT}.logprobs_mode") or "", f"{ROLLOUT}.logprobs_mode"
+
+
+def cuts(config: DictConfig) -> bool:
+    """Whether the rollout takes from a part of the vocabulary."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.top_p < 1 or rollout.top_k > 0
+
+
+def truncates(config: DictConfig) -> bool:
+    """Whether its log-probabilities are normalised over that part, so that the training engine's have to be."""
+    vllm = OmegaConf.select(config, f"{ROLLOUT}.name") == "vllm"
+    return vllm and cuts(config) and logprobs_mode(config)[0] == "processed_logprobs"
+
+
+def head_k(config: DictConfig, stability: StabilityConfig, *, compares: bool) -> int:
+    """How many tokens of each place the rollout is asked for.
+
+    Args:
+        compares: something else compares the engines' log-probabilities, which truncated sampling then concerns.
+    """
+    if stability.head.k:
+        return stability.head.k
+    if truncates(config) and (compares or stability.score_centering):
+        return max(config.actor_rollout_ref.rollout.top_k, 0)
+    return FOR_CENTERING if stability.score_centering else 0
+
+
+def reads_in_update(config: DictConfig, stability: StabilityConfig) -> bool:
+    """Whether the update reads the heads, and not compute_log_prob alone."""
+    return stability.score_centering or truncates(config)
+
+
+def head_use(config: DictConfig, stability: StabilityConfig) -> dict[str, Any]:
+    """The fields of the workers' HeadUse."""
+    found: dict[str, Any] = {"truncated": truncates(config), "centers": stability.score_centering}
+    for name, per_sequence in (("corrections", False), ("sequences", True)):
+        chosen = [one for one in stability.before_update if one.method.per_sequence == per_sequence]
+        found[name] = {one.name: asdict(one.settings) for one in chosen}
+    return found

@@ -1,0 +1,188 @@
+"""Reads the sampler's head in the training engine, where its logits are.
+
+verl calls a function on the logits of a micro-batch for distillation: `logits_processor_func`, on FSDP, VeOmni and
+Megatron, packed and padded, before it gathers over the ranks of a sequence. It takes [1, n] tensors, one value a token,
+and gives them back with the log-probabilities. Ours gives those itself, over the tokens that the sampler could take
+where it took from its head alone. verl then computes none (`distillation_only`), so that logits have one gradient.
+
+Shape legend: T tokens of a micro-batch (prompt and response, packed), n rows of its logits on this rank, R response
+tokens, V its part of the vocabulary, K tokens of a head.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
+
+from verl_ext.core.head import Divergence, Head, centering, divergence, read, weights_of
+from verl_ext.core.head_sums import head_sums
+from verl_ext.errors import BatchError
+from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS, HEAD_SUMS, RESPONSE_MASK
+from verl_ext.routing.outputs import packed_rows
+from verl_ext.upstream.patching import wrap
+
+CENTERING = "sampler_head_centering"  # model output, [B, T] with gradient
+ENTROPY = "sampler_head_entropy"
+KNOWN = "sampler_head_known"
+OF_DIVERGENCE = {name: f"sampler_head_{name}" for name in ("kl", "mass", "differs")}
+
+Corrections = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class HeadUse:
+    """What is made of the heads.
+
+    Attributes:
+        truncated: the sampler took from them alone: log-probabilities and entropy are of the same tokens.
+        centers: score centering.
+        corrections: name -> settings of those that weigh a single token: the score is centered as they weigh it.
+        sequences: the others, which weigh the trajectory.
+    """
+
+    truncated: bool = False
+    centers: bool = False
+    corrections: Corrections = field(default_factory=dict)
+    sequences: Corrections = field(default_factory=dict)
+
+
+class HeadReader:
+    """Stands around a training engine's `forward_backward_batch`.
+
+    Attributes:
+        use: of the heads, from the next batch on.
+    """
+
+    def __init__(self, engine: Any, use: HeadUse):
+        self.use = use
+        wrap(
+            "sampler_head_reader",
+            engine,
+            "forward_backward_batch",
+            self.forward_backward_batch,
+            "data, loss_function, forward_only",
+        )
+
+    def forward_backward_batch(
+        self, verls: Callable, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
+    ) -> Any:
+        """verl's, with what is read of the heads that the batch brings."""
+        old_policy = forward_only and tu.get_non_tensor_data(data, "calculate_entropy", default=False)
+        wanted = self.use.truncated or (old_policy if forward_only else self.use.centers)
+        if HEAD_IDS not in data.keys() or not wanted:  # noqa: SIM118 (a TensorDict)
+            return verls(data, loss_function, forward_only)
+        tu.assign_non_tensor(data, distillation_use_topk=True, distillation_only=True)
+        ours = partial(self._called, loss_function, compares=old_policy, centers=self.use.centers and not forward_only)
+        return verls(data, ours, forward_only)
+
+    def _called(
+        self, loss_function: Callable | None, *, compares: bool, centers: bool, data: TensorDict, **given: Any
+    ) -> Any:
+        """By verl twice a micro-batch: with its logits, and with all that came of them."""
+        if "student_logits" in given:
+            return self._read(given["student_logits"], data, given.get("data_format"), compares, centers)
+        output = given["model_output"]
+        if "entropy" in output and ENTROPY in output:
+            output["entropy"] = output.pop(ENTROPY)
+        output.pop(ENTROPY, None)
+        if compares:
+            output[HEAD_SUMS] = _sums(output, data)
+        if loss_function is None:
+            return torch.ones((), device=output["log_probs"].device), {}
+        return loss_function(model_output=output, data=data, dp_group=given.get("dp_group"))
+
+    def _read(
+        self, logits: Tensor, data: TensorDict, data_format: str | None, compares: bool, centers: bool
+    ) -> dict[str, Tensor]:
+        """[1, n] each."""
+        layout = _packed if data_format is None else partial(_megatron, data_format=data_format)
+        sampled, head = layout(data, device=logits.device)
+        group = None if data_format is None else _tensor_group()
+        rows, truncated = logits.flatten(0, 1), self.use.truncated
+        _check_ids(head.ids, rows.shape[1], group)
+        reading = read(rows, sampled, head, truncated=truncated, group=group)
+        found = {"log_probs": reading.l_own}
+        if reading.entropy is not None:
+            found[ENTROPY] = reading.entropy
+        if centers:
+            found[CENTERING] = centering(reading, head, weights_of(self.use.corrections), truncated=truncated)
+        if compares:
+            apart = divergence(reading, head, truncated=truncated)
+            found |= {key: getattr(apart, name).float() for name, key in OF_DIVERGENCE.items()}
+            found[KNOWN] = head.known.float()
+        return {name: value.view(logits.shape[:2]) for name, value in found.items()}
+
+
+def _sums(output: dict[str, Tensor], data: TensorDict) -> Tensor:
+    """[B, *], from the values of each token, which stay here."""
+    mask = data[RESPONSE_MASK]
+    offsets = mask.offsets()
+    rows_R = packed_rows(data["input_ids"].offsets().diff(), offsets.diff())
+    known_R = output.pop(KNOWN).values()[rows_R].bool()
+    found = Divergence(**{name: output.pop(key).values()[rows_R].double() for name, key in OF_DIVERGENCE.items()})
+    return head_sums(found, known_R, mask.values().to(known_R.device).bool(), offsets.to(known_R.device))
+
+
+def _whole(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]:
+    """[T] of each row the token that follows it, and its head: of the response tokens alone."""
+    input_ids, mask = data["input_ids"], data[RESPONSE_MASK]
+    ids_RK, log_q_RK = data[HEAD_IDS].values().to(device), data[HEAD_LOG_PROBS].values().to(device)
+    tokens = input_ids.values().to(device)
+    rows_R = packed_rows(input_ids.offsets().diff(), mask.offsets().diff()).to(device)
+    if len(ids_RK) != len(rows_R) or ids_RK.shape != log_q_RK.shape:
+        raise BatchError(
+            f"{HEAD_IDS} is {tuple(ids_RK.shape)} and {HEAD_LOG_PROBS} {tuple(log_q_RK.shape)} where the batch has "
+            f"{len(rows_R)} response tokens: the rollout's heads belong to other tokens"
+        )
+    ids_TK = ids_RK.new_zeros(len(tokens), ids_RK.shape[1], dtype=torch.long)
+    log_q_TK = log_q_RK.new_full(ids_TK.shape, -torch.inf)
+    ids_TK[rows_R], log_q_TK[rows_R] = ids_RK.long(), log_q_RK
+    return tokens.roll(-1), Head(ids_TK, log_q_TK)
+
+
+def _packed(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]:
+    """[n] as verl's FSDP and VeOmni engines lay them out: whole, or this rank's share under Ulysses."""
+    sampled, head = _whole(data, device)
+    if get_ulysses_sequence_parallel_world_size() == 1:
+        return sampled, head
+    parts = (slice_input_tensor(value[None], dim=1)[0] for value in (sampled, head.ids, head.log_q))
+    sampled, ids, log_q = parts
+    return sampled, Head(ids, log_q)
+
+
+def _megatron(data: TensorDict, device: torch.device, data_format: str) -> tuple[Tensor, Head]:
+    """[n] as Megatron lays them out, by verl's own functions."""
+    from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
+
+    arrange = preprocess_thd_engine if data_format == "thd" else preprocess_bshd_engine
+    sampled, head = _whole(data, device)
+    offsets = data["input_ids"].offsets().to(device)
+    parts = (
+        arrange(torch.nested.nested_tensor_from_jagged(value, offsets), pre_process=True)[0].flatten(0, 1)
+        for value in (sampled, head.ids, head.log_q)
+    )
+    sampled, ids, log_q = parts
+    return sampled, Head(ids, log_q)
+
+
+def _tensor_group() -> Any:
+    """The ranks that share the vocabulary; None for one alone."""
+    from megatron.core import parallel_state as mpu
+
+    group = mpu.get_tensor_model_parallel_group()
+    return group if group.size() > 1 else None
+
+
+def _check_ids(ids: Tensor, part: int, group: Any) -> None:
+    vocabulary = part * (1 if group is None else group.size())
+    if ids.numel() and int(ids.max()) >= vocabulary:
+        raise BatchError(
+            f"{HEAD_IDS} names token {int(ids.max())}, and the training engine's vocabulary has {vocabulary}: the "
+            "rollout runs another model"
+        )
