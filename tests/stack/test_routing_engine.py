@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
+from tests.support.closeness import close
+from tests.support.head_ranks import alone, logits_alone, response_values, sampler_heads
 from tests.support.routing_families import FAMILIES, TOP_K, build, moe_layers
 from tests.support.routing_ranks import LENGTHS, Case, rank_main, rollout_routes, routes_alone, sequences
 from verl_ext.core.routing import RouterSums
+from verl_ext.fields import HEAD_SUMS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -34,6 +37,12 @@ ULYSSES = {
     "ulysses R2": Case(ranks=2, mode="R2", planted=PLANTED),
     "ulysses R3": Case(ranks=2, mode="R3", checkpointing=True, planted=PLANTED),
 }
+HEADS = {
+    "heads": Case(heads=True),
+    "heads padded": Case(heads=True, packed=False),
+    "heads checkpointing": Case("deepseek_v3", heads=True, checkpointing=True),
+}
+HEADS_ULYSSES = {"heads ulysses": Case(heads=True, ranks=2)}
 MICRO_BATCHES = [(0, 1), (2, 3)]
 
 
@@ -56,8 +65,8 @@ def spawned(cases, ranks, folders, folder):
 @pytest.fixture(scope="module")
 def ran(quick_ranks, folders, tmp_path_factory):
     """Case -> what each rank found."""
-    one = spawned(CASES, 1, folders, tmp_path_factory.mktemp("one"))
-    two = spawned(ULYSSES, 2, folders, tmp_path_factory.mktemp("two"))
+    one = spawned(CASES | HEADS, 1, folders, tmp_path_factory.mktemp("one"))
+    two = spawned(ULYSSES | HEADS_ULYSSES, 2, folders, tmp_path_factory.mktemp("two"))
     return {name: [rank[name] for rank in ranks] for ranks in (one, two) for name in ranks[0]}
 
 
@@ -168,3 +177,22 @@ def test_a_loras_reference_replays_and_records_nothing(ran):
         known = torch.cat(rollout_routes(case)).flatten(1).any(1)
         assert torch.equal(sets(in_order(case, found, "reference_experts"))[known], sets(expected)[known])
         assert found[0]["reference_outputs"] == ["log_probs", "metrics"]
+
+
+@pytest.mark.parametrize("truncated", [True, False])
+@pytest.mark.parametrize("name", HEADS | HEADS_ULYSSES)
+def test_heads_are_read_in_every_layout(ran, name, truncated):
+    """As of each sequence by itself; the gradient of the LM head up to how ranks share a loss."""
+    case = (HEADS | HEADS_ULYSSES)[name]
+    found = ran[name][0][truncated]
+    assert found["names"] == ["entropy", "log_probs", "router_agreement", "router_sums", HEAD_SUMS]
+    model = build(case.family)
+    heads = list(sampler_heads(logits_alone(model)))
+    l_own, term, sums = alone(logits_alone(model), heads, truncated)
+    close(response_values(found["log_probs"]), l_own)
+    close(torch.stack(list(found[HEAD_SUMS].unbind())), sums)
+    (l_own.sum() + term.sum()).backward()
+    expected, gradient = model.lm_head.weight.grad, found["gradient"]
+    close(gradient / gradient.norm(), expected / expected.norm(), rtol=1e-4)
+    whole = response_values(ran[name][0][False]["entropy"])
+    assert (response_values(ran[name][0][True]["entropy"]) < whole).sum() >= len(whole) - 1  # of few tokens, of all

@@ -21,6 +21,7 @@ class Case:
 
     Attributes:
         mode: router_replay.mode.
+        heads: the sampler's heads are read, see head_ranks.py, and nothing else is done.
         planted: (trajectory, response token, decoder layer) whose first expert the rollout has differently.
     """
 
@@ -31,6 +32,7 @@ class Case:
     checkpointing: bool = False
     lora: str | list[str] | None = None  # its target modules
     bucket: int = 0  # of pad_to_length
+    heads: bool = False
     planted: list[tuple[int, int, int]] = field(default_factory=list)
 
 
@@ -139,7 +141,10 @@ def rank_main(rank, ranks, cases, folders, address, results):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"DIST_INIT_METHOD": address, "MASTER_ADDR": "unused", "MASTER_PORT": "0"}
     torch.set_num_threads(1)
-    torch.save({name: run(case, folders[case.family]) for name, case in cases.items()}, f"{results}/{rank}.pt")
+    from tests.support.head_ranks import run_heads
+
+    runs = {name: run_heads if case.heads else run for name, case in cases.items()}
+    torch.save({name: runs[name](case, folders[case.family]) for name, case in cases.items()}, f"{results}/{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -1,0 +1,97 @@
+"""The sampler's head in verl's training engines: what is given to them, and what the model makes of it alone."""
+
+import torch
+
+from tests.support.routing_families import build
+from tests.support.routing_ranks import LENGTHS, batch, make_worker, sequences
+from verl_ext.core.head import Head, centering, divergence, read, weights_of
+from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS, HEAD_SUMS
+
+K = 4
+WITHOUT = (1, 2)  # trajectory and response token that came without a head
+CORRECTIONS = {"tis": {"cap": 1.1}}
+
+
+@torch.no_grad()
+def sampler_heads(logits_of):
+    """Ids [r, K] and log q [r, K] of each trajectory, from a sampler whose logits are other than the model's."""
+    generator = torch.Generator().manual_seed(5)
+    for index, (ids, (prompt, response)) in enumerate(zip(sequences(), LENGTHS, strict=True)):
+        logits = logits_of(ids)[prompt - 1 : prompt - 1 + response]
+        logits = 3 * logits + torch.randn(logits.shape, generator=generator)
+        values, tokens = logits.topk(K, 1)
+        log_q = values.log_softmax(1)
+        if index == WITHOUT[0]:
+            log_q[WITHOUT[1]], tokens[WITHOUT[1]] = -torch.inf, 0
+        yield tokens.int(), log_q
+
+
+def give(data, heads):
+    for name, rows in zip((HEAD_IDS, HEAD_LOG_PROBS), zip(*heads, strict=True), strict=True):
+        data[name] = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+    return data
+
+
+def logits_alone(model):
+    return lambda ids: model(ids.unsqueeze(0)).logits[0]
+
+
+def alone(logits_of, heads, truncated):
+    """l_theta [R] and centering term [R] of the response tokens with gradient, and sums [B, 5] by trajectory."""
+    l_own, terms, sums = [], [], []
+    for ids, (prompt, response), (tokens, log_q) in zip(sequences(), LENGTHS, heads, strict=True):
+        logits, head = logits_of(ids)[prompt - 1 : prompt - 1 + response], Head(tokens.long(), log_q)
+        reading = read(logits, ids[prompt:], head, truncated=truncated)
+        apart = divergence(reading, head, truncated=truncated)
+        counts = torch.tensor([response, int((~head.known).sum())], dtype=torch.float64)
+        sums.append(torch.cat([counts, *(value.sum()[None] for value in (apart.kl, apart.mass, apart.differs))]))
+        l_own.append(reading.l_own)
+        terms.append(centering(reading, head, weights_of(CORRECTIONS), truncated=truncated))
+    return torch.cat(l_own), torch.cat(terms), torch.stack(sums)
+
+
+def response_values(nested):
+    """[R] of the response tokens, from [B, n] over all tokens, as engines return it."""
+    rows = zip(nested.unbind(), LENGTHS, strict=True)
+    return torch.cat([row[prompt - 1 : prompt - 1 + response] for row, (prompt, response) in rows])
+
+
+def loss(model_output, data, dp_group=None):
+    """Of both values that have a gradient; over the micro-batches' tokens, as a sum."""
+    from verl_ext.workers.head import CENTERING
+
+    rows = [
+        (ids.shape[0], mask.shape[0])
+        for ids, mask in zip(data["input_ids"].unbind(), data["response_mask"].unbind(), strict=True)
+    ]
+    total = 0.0
+    for name in ("log_probs", CENTERING):
+        for row, (n, r) in zip(model_output[name].unbind(), rows, strict=True):
+            total = total + row[n - r - 1 : n - 1].sum()
+    return total, {}
+
+
+def run_heads(case, folder):
+    """compute_log_prob and an update with heads, over the kept tokens and over all: what the first returns, and the
+    gradient of the LM head in the second."""
+    from verl.utils import tensordict_utils as tu
+
+    from verl_ext.workers.head import HeadReader, HeadUse
+
+    worker, found = make_worker(case, folder), {}
+    reader = HeadReader(worker.engine, HeadUse())
+    heads = list(sampler_heads(logits_alone(build(case.family))))
+    worker.set_loss_fn(loss)
+    weight = worker.engine.module.lm_head.weight
+    gradients = []
+    worker.engine.optimizer_step = lambda: gradients.append(weight.grad.full_tensor().clone()) or 0.0
+    for truncated in (True, False):
+        reader.use = HeadUse(truncated=truncated, centers=True, corrections=CORRECTIONS)
+        output = worker.infer_batch(give(batch(case, calculate_entropy=True, compute_loss=False), heads))
+        settings = {"calculate_entropy": False, "global_token_num": [sum(pair) for pair in LENGTHS]}
+        worker.train_batch(give(batch(case, **settings), heads))
+        if output is not None:
+            kept = {name: tu.get(output, name) for name in output.keys() if name != "metrics"}  # noqa: SIM118
+            found[truncated] = {name: kept[name] for name in ("log_probs", "entropy", HEAD_SUMS)}
+            found[truncated] |= {"names": sorted(kept), "gradient": gradients[-1]}
+    return found
