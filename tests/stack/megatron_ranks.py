@@ -5,7 +5,10 @@ import sys
 import pytest
 import torch
 
-from tests.support.megatron_cpu import build_engine, infer, put_on_cpu, route_alone, verls_patch
+from tests.support.closeness import close
+from tests.support.head_ranks import alone as read_alone
+from tests.support.head_ranks import give, response_values, sampler_heads
+from tests.support.megatron_cpu import build_engine, infer, logits_alone, put_on_cpu, route_alone, verls_patch
 from tests.support.recorded_routes import (
     EXPERTS,
     LAYERS,
@@ -15,9 +18,13 @@ from tests.support.recorded_routes import (
     batch,
     check_planted,
     plant,
+    sequences,
     worker_config,
 )
+from verl_ext.core.head import log_probs_at
+from verl_ext.fields import HEAD_SUMS
 from verl_ext.routing.recorded import RecordedRouting, Recorders
+from verl_ext.workers.head import HeadReader, HeadUse
 
 PARALLEL = {
     "tensor and sequence": {"tensor_model_parallel_size": 2},
@@ -27,7 +34,7 @@ PARALLEL = {
 
 
 def rank_main(rank, store):
-    """Under each kind of parallelism, the routes are in order, and a planted disagreement is found."""
+    """Under each kind of parallelism, the routes are in order, a planted disagreement is found, and heads are read."""
     from megatron.core import parallel_state as mpu
 
     torch.set_num_threads(1)
@@ -39,6 +46,8 @@ def rank_main(rank, store):
         alone = build_engine("disabled")
         rollout = as_rollout([route_alone(alone, index) for index in range(len(LENGTHS))])
         weights = alone.module[0].state_dict()
+        heads = list(sampler_heads(logits_alone(alone), sequences(), LENGTHS))
+        read = {cut: read_alone(logits_alone(alone), heads, cut, sequences(), LENGTHS) for cut in (True, False)}
         mpu.destroy_model_parallel()
         for name, parallel in PARALLEL.items():
             engine = build_engine("disabled", parallel)
@@ -50,9 +59,33 @@ def rank_main(rank, store):
             assert (output is not None) == engine.is_mp_src_rank_with_outputs()
             if output is not None:
                 check_planted(output, 1, 2, MOE.index(3))
+            reader = HeadReader(engine, HeadUse())
+            for truncated, (l_own, _, sums) in read.items():
+                reader.use = HeadUse(truncated=truncated)
+                output = infer(engine)(give(batch(calculate_entropy=True), heads))
+                if output is not None:
+                    close(response_values(output["log_probs"], LENGTHS), l_own)
+                    close(torch.stack(list(output[HEAD_SUMS].unbind())), sums)
+            if engine.is_mp_src_rank_with_outputs():
                 print(f"checked: {name}", flush=True)
             torch.distributed.barrier()
             mpu.destroy_model_parallel()
+        check_vocabulary_in_parts(rank)
+
+
+def check_vocabulary_in_parts(rank):
+    """log_probs_at of this rank's half of the vocabulary, and its gradient, are those of all of it."""
+    generator = torch.Generator().manual_seed(1)
+    whole = (5 * torch.randn(6, 10, generator=generator)).requires_grad_()
+    ids = torch.randint(0, 10, (6, 4), generator=generator)
+    factors = torch.randn(6, 4, generator=generator)
+    part = whole.detach()[:, 5 * rank : 5 * rank + 5].clone().requires_grad_()
+    found = log_probs_at(part, ids, torch.distributed.group.WORLD)
+    (found * factors).sum().backward()
+    expected = whole.double().log_softmax(1).gather(1, ids)
+    (expected * factors).sum().backward()
+    close(found, expected, scale=20.0)
+    close(part.grad, whole.grad[:, 5 * rank : 5 * rank + 5], scale=float(whole.grad.abs().max()))
 
 
 def load(engine, weights, rank):

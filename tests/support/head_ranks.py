@@ -13,10 +13,10 @@ CORRECTIONS = {"tis": {"cap": 1.1}}
 
 
 @torch.no_grad()
-def sampler_heads(logits_of):
+def sampler_heads(logits_of, rows=None, lengths=LENGTHS):
     """Ids [r, K] and log q [r, K] of each trajectory, from a sampler whose logits are other than the model's."""
     generator = torch.Generator().manual_seed(5)
-    for index, (ids, (prompt, response)) in enumerate(zip(sequences(), LENGTHS, strict=True)):
+    for index, (ids, (prompt, response)) in enumerate(zip(rows or sequences(), lengths, strict=True)):
         logits = logits_of(ids)[prompt - 1 : prompt - 1 + response]
         logits = 3 * logits + torch.randn(logits.shape, generator=generator)
         values, tokens = logits.topk(K, 1)
@@ -36,10 +36,10 @@ def logits_alone(model):
     return lambda ids: model(ids.unsqueeze(0)).logits[0]
 
 
-def alone(logits_of, heads, truncated):
+def alone(logits_of, heads, truncated, rows=None, lengths=LENGTHS):
     """l_theta [R] and centering term [R] of the response tokens with gradient, and sums [B, 5] by trajectory."""
     l_own, terms, sums = [], [], []
-    for ids, (prompt, response), (tokens, log_q) in zip(sequences(), LENGTHS, heads, strict=True):
+    for ids, (prompt, response), (tokens, log_q) in zip(rows or sequences(), lengths, heads, strict=True):
         logits, head = logits_of(ids)[prompt - 1 : prompt - 1 + response], Head(tokens.long(), log_q)
         reading = read(logits, ids[prompt:], head, truncated=truncated)
         apart = divergence(reading, head, truncated=truncated)
@@ -50,9 +50,9 @@ def alone(logits_of, heads, truncated):
     return torch.cat(l_own), torch.cat(terms), torch.stack(sums)
 
 
-def response_values(nested):
+def response_values(nested, lengths=LENGTHS):
     """[R] of the response tokens, from [B, n] over all tokens, as engines return it."""
-    rows = zip(nested.unbind(), LENGTHS, strict=True)
+    rows = zip(nested.unbind(), lengths, strict=True)
     return torch.cat([row[prompt - 1 : prompt - 1 + response] for row, (prompt, response) in rows])
 
 

@@ -18,6 +18,7 @@ from tests.support.recorded_routes import (
     LAYERS,
     TOP_K,
     batch,
+    sequences,
     worker_config,
 )
 from verl_ext.routing.recorded import RecordedRouting
@@ -235,6 +236,23 @@ def route_alone(engine, index):
     for handle in handles:
         handle.remove()
     return torch.stack([seen[layer] for layer in sorted(seen)], dim=1)
+
+
+def logits_alone(engine):
+    """A sequence's ids -> [n, V] logits of it by itself, from the model's LM head."""
+
+    def logits(ids):
+        index = next(i for i, row in enumerate(sequences()) if torch.equal(row, ids))
+        seen = []
+        keep = engine.module[0].output_layer.register_forward_hook(
+            lambda module, args, output: seen.append(output[0].detach().transpose(0, 1).flatten(0, 1).clone())
+        )
+        with OnCPU(), engine.eval_mode():
+            engine.infer_batch(batch([index]))
+        keep.remove()
+        return seen[0][: len(ids)]
+
+    return logits
 
 
 def prepared(mode, engine):
