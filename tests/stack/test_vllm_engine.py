@@ -16,7 +16,8 @@ import torch
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests.support.closeness import close
 from verl_ext.core.fake_quant import fake_quantized
-from verl_ext.upstream import engine_report
+from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS
+from verl_ext.upstream import engine_report, sampler_head
 
 vllm = pytest.importorskip("vllm")
 
@@ -32,6 +33,7 @@ PROMPTS = [
     "7+8=15; 9+9=18",
 ]
 NEW_TOKENS = 6
+HEAD = 8
 
 
 def build_model(vocab_size: int, seed: int) -> Any:
@@ -116,6 +118,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
             max_num_batched_tokens=32,  # shorter than a prompt, which is then forwarded in parts
             enable_chunked_prefill=True,
             enable_return_routed_experts=True,
+            logprobs_mode="processed_logprobs",
+            max_logprobs=HEAD,
             worker_extension_cls="tests.stack.sync_worker.SyncWorker",
         )
         yield Engine(llm, folder, models)
@@ -241,3 +245,46 @@ def test_routed_experts_are_those_of_the_routers(engine: Engine, index: int) -> 
         same = (routed.sort(-1).values == logits.topk(TOP_K).indices.sort(-1).values).all(-1)
         assert same[decided].all()
         assert decided.float().mean() > 0.99
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("sampling", [{}, {"top_k": HEAD - 2, "top_p": 0.6, "temperature": 0.8}], ids=["all", "kept"])
+def test_the_head_is_that_of_what_the_sampler_takes_from(engine: Engine, sampling: dict) -> None:
+    """Asked and answered as in verl's server; transformers' logits cut by the definitions of top-k and top-p."""
+    model = engine.models[0]
+    engine.sync(model)
+    asked = sampler_head.ask(
+        vllm.SamplingParams,
+        max_tokens=NEW_TOKENS,
+        ignore_eos=True,
+        logprobs=0,
+        extra_args={sampler_head.ASKED: HEAD},
+        **{"temperature": 1.0, **sampling},
+    )
+    assert (asked.logprobs, asked.detokenize, asked.extra_args) == (HEAD, False, {})
+    for output in engine.llm.generate(PROMPTS, asked, use_tqdm=False):
+        answer, found = output.outputs[0], {}
+        sampler_head.take(lambda **_: None, output=output, num_prompt_logprobs=None, result_dict=found)
+        ids, log_q = (torch.from_numpy(found[name]) for name in (HEAD_IDS, HEAD_LOG_PROBS))
+        tokens = torch.tensor([[*output.prompt_token_ids, *answer.token_ids]])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(output.prompt_token_ids) - 1 : -1]
+        expected = kept(logits.double(), **sampling)
+        values, _ = expected.topk(HEAD, 1)
+        close(log_q, values)
+        close(log_q[log_q.isfinite()], expected.gather(1, ids.long())[log_q.isfinite()])
+        own = [step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+        close(own, expected.gather(1, tokens[:, -NEW_TOKENS:].T)[:, 0])
+        if sampling:
+            close(log_q.exp().sum(1), torch.ones(NEW_TOKENS))
+
+
+def kept(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+    """[n, V] log-probabilities over the fewest tokens of the top k that hold top_p of their mass."""
+    logits = logits / temperature
+    ranks = logits.argsort(1, descending=True).argsort(1)
+    logits = logits.masked_fill(ranks >= (top_k or logits.shape[1]), -torch.inf)
+    probs, order = logits.softmax(1).sort(1, descending=True)
+    before = probs.cumsum(1) - probs
+    cut = torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before >= top_p)
+    return logits.masked_fill(cut, -torch.inf).log_softmax(1)
