@@ -19,6 +19,10 @@ def logprobs_mode(config: DictConfig) -> tuple[str, str]:
     return OmegaConf.select(config, f"{ROLLOUT}.logprobs_mode") or "", f"{ROLLOUT}.logprobs_mode"
 
 
+def rollout_name(config: DictConfig) -> str:
+    return OmegaConf.select(config, f"{ROLLOUT}.name", throw_on_missing=False) or "vllm"
+
+
 def cuts(config: DictConfig) -> bool:
     """Whether the rollout takes from a part of the vocabulary."""
     rollout = config.actor_rollout_ref.rollout
@@ -27,8 +31,7 @@ def cuts(config: DictConfig) -> bool:
 
 def truncates(config: DictConfig) -> bool:
     """Whether its log-probabilities are normalised over that part, so that the training engine's have to be."""
-    vllm = OmegaConf.select(config, f"{ROLLOUT}.name") == "vllm"
-    return vllm and cuts(config) and logprobs_mode(config)[0] == "processed_logprobs"
+    return rollout_name(config) == "vllm" and cuts(config) and logprobs_mode(config)[0] == "processed_logprobs"
 
 
 def head_k(config: DictConfig, stability: StabilityConfig, *, compares: bool) -> int:

@@ -6,7 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import ConfigError
 from verl_ext.launch.bypass import BYPASS, bypasses
-from verl_ext.launch.head import ROLLOUT, cuts, truncates
+from verl_ext.launch.head import ROLLOUT, cuts, rollout_name, truncates
 from verl_ext.settings.config import StabilityConfig
 
 ACTOR = "actor_rollout_ref.actor"
@@ -31,7 +31,7 @@ def check_head(config: DictConfig, stability: StabilityConfig, k: int, read_mode
     if not k:
         return
     asked = f"the {k} most likely tokens ({_asking(config, stability)})"
-    if (name := OmegaConf.select(config, f"{ROLLOUT}.name")) != "vllm":
+    if (name := rollout_name(config)) != "vllm":
         raise ConfigError(f"{asked}: {ROLLOUT}.name={name} returns none through verl", fix=(f"{ROLLOUT}.name=vllm",))
     most = OmegaConf.select(config, MAX)
     if most is not None and -1 != most < k:

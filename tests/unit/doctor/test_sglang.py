@@ -15,7 +15,8 @@ REFERENCE = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1"  # for t
 INSTALLED = {"versions": VERSIONS | {"sglang": "0.5.12"}, "has": lambda module: True, "gpu": named("H100")}
 
 
-@pytest.mark.parametrize("name", some(stability_choices()))
+# Heads come from vLLM alone.
+@pytest.mark.parametrize("name", some(sorted(set(stability_choices()) - {"score_centering"})))
 def test_no_preset_has_an_error_with_sglang(context, models, name):
     given = (f"stability={name}", MOE.format(models=models), SGLANG, REFERENCE, "data.max_response_length=8192")
     found = run_checks(context(*given, **INSTALLED))

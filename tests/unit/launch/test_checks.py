@@ -65,8 +65,6 @@ def rule(action):
             ["stability=icepop", "stability.guard.mini_batch.grad_norm=1", "actor_rollout_ref.actor.strategy=fsdp"],
             "stability.guard.mini_batch.grad_norm reads the gradients of actor.strategy=fsdp2, and this run has fsdp",
         ),
-        (["stability=icepop", "actor_rollout_ref.rollout.top_p=0.9"], "set actor_rollout_ref.rollout.top_p=1"),
-        (["stability=icepop", "actor_rollout_ref.rollout.top_k=50"], "actor_rollout_ref.rollout.top_k=-1"),
         (
             [
                 "stability=icepop",

@@ -36,7 +36,8 @@ def checked(compose, models):
     return run
 
 
-@pytest.mark.parametrize("name", some(stability_choices()))
+# Heads come from vLLM alone.
+@pytest.mark.parametrize("name", some(sorted(set(stability_choices()) - {"score_centering"})))
 def test_every_preset_runs_with_sglang(compose, models, name):
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
