@@ -26,9 +26,12 @@ def ours(names):
 
 
 def test_icepop_router_agreement_cascade_attention_and_the_report(train):
+    """And the score centered, with IcePop's weights and a head of 8 tokens."""
     dump = "stability.trajectories.per_step=2"
-    run = train("stability=icepop", ROUTING, "stability.cascade_attention=off", dump, steps=3)
+    centered = ("stability.score_centering=true", "stability.head.k=8")
+    run = train("stability=icepop", ROUTING, "stability.cascade_attention=off", dump, *centered, steps=3)
     assert run.code == 0, run.tail
+    assert re.search(r"score centering +│ weights of icepop +│ worker_loss on 1 rank", run.console)
     assert "confirmed by 1 vLLM worker(s)" in run.console
     assert "4 x Qwen3MoeTopKRouter" in run.console
     assert "routed_experts travels as torch.uint8" in run.console
@@ -48,7 +51,16 @@ def test_icepop_router_agreement_cascade_attention_and_the_report(train):
         assert step["router/tokens"] > 100
         assert step["guard/skipped"] == 0
         assert step["actor/grad_norm"] > 0
+        assert_heads(step)
+        assert step["vllm_kl/head_mass"] < 1 and step["actor/score_centering"] != 0
     assert_the_report_shows(run)
+
+
+def assert_heads(step):
+    """Every token has one, and their KL is the size of what k3 estimates from single tokens."""
+    assert step["vllm_kl/head_missing"] == 0
+    assert 0 < step["vllm_kl/head"] < 0.01
+    assert 0.1 < step["vllm_kl/head"] / step["vllm_kl/k3"] < 10
 
 
 def assert_the_report_shows(run):
@@ -88,9 +100,14 @@ def shares_by_lag(step):
 
 
 def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train):
-    """Three batches are handed out before the first update: the third is two versions old when its turn comes."""
+    """Three batches are handed out before the first update: the third is two versions old when its turn comes.
+
+    And tokens are sampled from the likely ones alone, of which both engines know.
+    """
     run = train(
         "stability=moe",
+        "actor_rollout_ref.rollout.top_p=0.9",
+        "actor_rollout_ref.rollout.top_k=32",
         "trainer.v1.trainer_mode=separate_async",
         "trainer.v1.separate_async.parameter_sync_step=1",
         ASYNC_BUFFER,
@@ -108,7 +125,11 @@ def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train
     assert run.code == 0, run.tail
     assert "PPOTrainerSeparateAsync." in run.console
     assert re.search(r"rescoring +│ 32 trajectories a step", run.console)
+    assert "32 tokens; l_old and l_theta over what is kept" in re.sub(r"\s*│?\n[^│]*│[^│]*│ ", " ", run.console)
     assert_near_the_policy(run)
+    for step in run.steps:
+        assert_heads(step)
+        assert step["vllm_kl/head_mass"] == pytest.approx(1, abs=1e-5)
     first, second, third = run.steps
     assert shares_by_lag(first) == {"0": 1} and "vllm_kl/rescored" not in first
     assert first["vllm_kl/k3/lag/0"] == pytest.approx(first["vllm_kl/k3"])

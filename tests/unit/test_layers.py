@@ -11,7 +11,7 @@ from tests import ROOT
 BELOW = {
     "core": {"errors", "methods"},
     "guard": {"metrics", "errors", "methods"},
-    "upstream": {"core", "errors"},
+    "upstream": {"fields", "core", "errors"},
     "routing": {"fields", "core", "upstream", "errors"},
     "metrics": set(),
     "settings": {"core", "guard", "metrics", "errors", "methods"},

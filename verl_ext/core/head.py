@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_rank
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.tokens import LOG_RATIO_BOUND
 
-CHUNK = 2**24  # logits that are in float32 at once: 64 MB
+CHUNK = 2**22  # logits that are in float32 at once: 16 MB
 TAIL = 1e-6  # the least mass outside the head that is told from rounding (score centering's appendix A.3)
 
 # The weight of tokens by (k, p_infer, p_old), as a correction's; of the tail, which has no tokens, both are 0.

@@ -10,12 +10,13 @@ from verl_ext.doctor.precision import FLOAT32, TRANSFORMERS, training_dtype
 
 @check("truncated sampling")
 def truncated_sampling(context: Context) -> Iterable[Finding]:
-    """top-p and top-k, which the training engine does not know of.
+    """top-p and top-k, which the training engine knows of by the sampler's head alone.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, "Keep Sampling Mask"; verl issue 6240; prime-rl PR 2979, by
     which such runs collapse. `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27): processed log-probs are taken
     after top-p and top-k, raw ones before; SGLang's are taken before (srt/layers/sampler.py, 0.5.12). verl 0.9.1 passes
-    rollout.top_p and top_k on (verl/trainer/ppo/v1/agent_loop_tq.py), and its training engines know neither.
+    rollout.top_p and top_k on (verl/trainer/ppo/v1/agent_loop_tq.py), and its training engines know neither. With
+    `stability.head` the kept tokens come with each token, and log-probs of both engines are of them (TRL issue 7269).
     """
     if context.engine is None:
         return
@@ -25,14 +26,30 @@ def truncated_sampling(context: Context) -> Iterable[Finding]:
     if top_p >= 1 and top_k <= 0:
         yield Finding("ok", "sampling from the whole vocabulary (top_p=1, no top_k)")
         return
+    if _told_of_kept(context):
+        yield Finding("ok", f"rollout.top_p={top_p}, top_k={top_k}: l_old and l_theta are over the kept tokens too")
+        return
     _, mode = context.engine_argument("logprobs_mode")
     if context.with_vllm and mode == "processed_logprobs":
         why = "vLLM's log-probs count the kept tokens only and the training engine's all, so every ratio is biased"
+        if top_k > 0:
+            yield Finding("warning", f"rollout.top_p={top_p}, top_k={top_k}", why, (f"stability.head.k={top_k}",))
+            return
     else:
         why = "tokens are drawn from the kept ones only, and no log-prob of either engine says so, so ratios are biased"
     fix = [f"{ROLLOUT}.top_p=1"] if top_p < 1 else []
     fix += [f"{ROLLOUT}.top_k=-1"] if top_k > 0 else []
     yield Finding("warning", f"rollout.top_p={top_p}, top_k={top_k}", why, tuple(fix))
+
+
+def _told_of_kept(context: Context) -> bool:
+    from verl_ext.launch.features import HEAD, features, uses
+    from verl_ext.launch.head import truncates
+    from verl_ext.settings.stability import stability_config
+
+    if context.config is None or context.plugin_modules or not truncates(context.config):
+        return False
+    return uses(features(context.config, stability_config(context.config.stability)), HEAD)
 
 
 @check("log-prob mode")

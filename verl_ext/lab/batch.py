@@ -144,6 +144,7 @@ def mini_batch(batch: Batch, fields: LossFields, rows: slice) -> TensorDict:
     return data
 
 
-def model_output(l_theta: Tensor) -> dict[str, Tensor]:
-    """[B, T] log-probabilities as engines return them: packed, of every token of a sequence the one that follows it."""
-    return {"log_probs": torch.nn.functional.pad(l_theta, (0, 1)).flatten()}
+def model_output(l_theta: Tensor, **others: Tensor) -> dict[str, Tensor]:
+    """[B, T] log-probabilities as engines return them: packed, of every token of a sequence the one that follows it;
+    and others of the kind."""
+    return {name: torch.nn.functional.pad(x, (0, 1)).flatten() for name, x in {"log_probs": l_theta, **others}.items()}

@@ -4,6 +4,7 @@ Shape legend: B trajectories, T columns of padded responses, P tokens of a promp
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,35 +13,49 @@ from torch import Tensor
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import Metric
 
+from verl_ext.core.head import centering, divergence, weights_of
+from verl_ext.core.head_sums import head_metrics, head_sums
 from verl_ext.core.losses import router_deviation
 from verl_ext.fields import DEVIATION
 from verl_ext.lab.batch import Batch, LossFields, mini_batch, model_output
 from verl_ext.lab.policy import Policy, Scored, score
+from verl_ext.lab.sampling import head_of
 from verl_ext.lab.settings import ModelSettings
 from verl_ext.launch.checks import loss_settings
 from verl_ext.launch.routing_checks import replay_mode
 from verl_ext.settings.config import StabilityConfig
 from verl_ext.settings.losses import LOSSES
 from verl_ext.workers.first_pass import FirstPass
+from verl_ext.workers.head import CENTERING, HeadUse
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 
 class Learner:
     """A policy and the loss that the workers of such a run would have.
 
+    Args:
+        told: of the tokens that the rollout could take, where those are not all.
+
     Attributes:
         policy: what is trained.
+        use: what is made of the sampler's heads; None where the rollout need not return them.
     """
 
     def __init__(
-        self, config: DictConfig, stability: StabilityConfig, model: ModelSettings, weights: Mapping[str, Tensor]
+        self,
+        config: DictConfig,
+        stability: StabilityConfig,
+        model: ModelSettings,
+        weights: Mapping[str, Tensor],
+        told: bool = False,
     ):
         self._actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         self._mini_batch = self._actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
         settings = LossSettings.from_dict(loss_settings(config, stability))
+        self.use = replace(settings.head or HeadUse(), truncated=True) if told else settings.head
         self._first_pass = FirstPass(settings.first_pass) if settings.first_pass is not None else None
-        self._loss, told = build_worker_loss(self._actor, settings, first_pass=self._first_pass)
-        ours = LOSSES.get(told["policy_loss"]["loss_mode"])
+        self._loss, active = build_worker_loss(self._actor, settings, first_pass=self._first_pass)
+        ours = LOSSES.get(active["policy_loss"]["loss_mode"])
         self._shifts = ours is not None and "router_deviation" in ours.reads
         self._replays = replay_mode(config)
         self._model = model
@@ -49,8 +64,7 @@ class Learner:
 
     def score_old(self, batch: Batch) -> Scored:
         """Under the weights before the update; with gradient, for a first update on the whole batch starts from it."""
-        replayed = batch.sampled.experts if self._replays == "R3" else None
-        return score(self.policy.weights, self._model, batch.prompts, batch.sampled.responses, replayed)
+        return self._score(batch, slice(None), batch.sampled.experts if self._replays == "R3" else None)
 
     def score_reference(self, batch: Batch) -> Tensor:
         """[B, T] log-probabilities under the weights that training began with."""
@@ -74,7 +88,7 @@ class Learner:
             data = mini_batch(batch, fields, rows)
             if self._shifts:
                 data[DEVIATION] = self._deviation(old, current, batch, rows)
-            loss, metrics = self._loss(model_output(current.log_probs), data)
+            loss, metrics = self._loss(self._model_output(batch, current, rows), data)
             if self._judge(metrics):
                 metrics["actor/grad_norm"] = self.policy.update(loss)
             for name, value in metrics.items():
@@ -97,8 +111,34 @@ class Learner:
 
     def _score_now(self, batch: Batch, old: Scored, rows: slice) -> Scored:
         replayed = {"R2": old.routing.stacked(), "R3": batch.sampled.experts}.get(self._replays)
-        replayed = None if replayed is None else replayed[rows]
-        return score(self.policy.weights, self._model, batch.prompts[rows], batch.sampled.responses[rows], replayed)
+        return self._score(batch, rows, None if replayed is None else replayed[rows])
+
+    def _score(self, batch: Batch, rows: slice, replayed: Tensor | None) -> Scored:
+        prompts, responses = batch.prompts[rows], batch.sampled.responses[rows]
+        truncated = self.use is not None and self.use.truncated
+        return score(
+            self.policy.weights, self._model, prompts, responses, replayed, head_of(batch.sampled, rows), truncated
+        )
+
+    def _model_output(self, batch: Batch, current: Scored, rows: slice) -> dict[str, Tensor]:
+        """As the workers' HeadReader makes it."""
+        terms = {}
+        head = head_of(batch.sampled, rows)
+        if self.use is not None and self.use.centers and current.reading is not None and head is not None:
+            weight_of = weights_of(self.use.corrections)
+            term = centering(current.reading, head, weight_of, truncated=self.use.truncated)
+            terms[CENTERING] = term.view_as(current.log_probs)
+        return model_output(current.log_probs, **terms)
+
+    def head_metrics(self, batch: Batch, scored: Scored) -> dict[str, float]:
+        """`vllm_kl/head*`; none where the rollout returns no heads."""
+        head = batch.sampled.head
+        if self.use is None or head is None or scored.reading is None:
+            return {}
+        apart = divergence(scored.reading, head, truncated=self.use.truncated)
+        mask = batch.sampled.mask.flatten()
+        places = torch.arange(0, len(mask) + 1, batch.sampled.mask.shape[1])
+        return head_metrics(head_sums(apart, head.known, mask, places))
 
     def _deviation(self, old: Scored, current: Scored, batch: Batch, rows: slice) -> Tensor:
         """[B, T], mean over layers of how far the router has moved on the experts that it chose (RSPO)."""

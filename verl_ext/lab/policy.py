@@ -12,6 +12,7 @@ from verl.utils.torch_functional import get_constant_schedule_with_warmup
 from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.config.optimizer import build_optimizer
 
+from verl_ext.core.head import Head, Reading, read
 from verl_ext.lab.model import Routing, Weights, forward
 from verl_ext.lab.settings import ModelSettings
 
@@ -25,28 +26,43 @@ class Scored:
     Attributes:
         log_probs: [B, T], with gradient where one was asked for.
         entropy: [B, T] in nats, without.
+        reading: of the sampler's head, at all B T places; None where there is none.
         routing: of each token's forward pass, the one that predicted response token t at P - 1 + t.
     """
 
     log_probs: Tensor
     entropy: Tensor
     routing: Routing
+    reading: Reading | None = None
 
 
 def score(
-    weights: Weights, model: ModelSettings, prompts: Tensor, responses: Tensor, replayed: Tensor | None = None
+    weights: Weights,
+    model: ModelSettings,
+    prompts: Tensor,
+    responses: Tensor,
+    replayed: Tensor | None = None,
+    head: Head | None = None,
+    truncated: bool = False,
 ) -> Scored:
     """Log-probabilities of [B, T] response tokens after [B, P] prompts, at temperature 1.
 
     Args:
         replayed: [B, P + T - 1, L, K] experts to use.
+        head: the sampler's, of the B T places; `truncated`: over what it could take alone.
     """
     tokens = torch.cat([prompts, responses], 1)[:, :-1]
     logits, routing = forward(weights, model, tokens, last=responses.shape[1], replayed=replayed)
+    if head is not None:
+        reading = read(logits.flatten(0, 1), responses.flatten(), head, truncated=truncated)
+        if reading.entropy is not None:
+            own, entropy = (value.view_as(responses) for value in (reading.l_own, reading.entropy.detach()))
+            return Scored(own, entropy, routing, reading)
     all_log_probs = logits.log_softmax(-1)
     with torch.no_grad():
         entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
-    return Scored(all_log_probs.gather(-1, responses.unsqueeze(-1)).squeeze(-1), entropy, routing)
+    own = all_log_probs.gather(-1, responses.unsqueeze(-1)).squeeze(-1)
+    return Scored(own, entropy, routing, reading if head is not None else None)
 
 
 class Policy:

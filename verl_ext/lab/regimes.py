@@ -52,6 +52,11 @@ class Regime(ABC):
         """How many updates it looks back."""
         return 0
 
+    @property
+    def tells(self) -> bool:
+        """Whether the training engine is told which tokens the rollout could take, and those were not all."""
+        return False
+
     @abstractmethod
     def apply(self, engine: Engine, history: History) -> Engine:
         """The engine as this changes it."""
@@ -211,16 +216,22 @@ class Truncated(Regime):
 
     Attributes:
         top_p, top_k: as vLLM's; no top_k is 0.
+        told: the training engine computes over the same tokens, as a run with verl_ext does.
     """
 
     stands_for: ClassVar[str] = "top-p or top-k in the rollout, which the training engine does not know of"
 
     top_p: float = 0.9
     top_k: int = 0
+    told: bool = False
 
     def __post_init__(self) -> None:
         require(self, "top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1")
         require(self, "top_k", self.top_k >= 0, "must be at least 0")
+
+    @property
+    def tells(self) -> bool:
+        return self.told
 
     def apply(self, engine: Engine, history: History) -> Engine:
         return replace(engine, top_p=self.top_p, top_k=self.top_k)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_ext.core.head import Head
 from verl_ext.lab.model import Cache, Weights, forward
 from verl_ext.lab.settings import ModelSettings
 from verl_ext.lab.tasks import END
@@ -43,22 +44,36 @@ class Sampled:
         l_infer: [B, T] float32, under the distribution that was sampled from; 0 past the end.
         mask: [B, T] bool, true up to the END that was sampled.
         experts: [B, P + T - 1, L, K] int64, of every token but the last, as vLLM returns them.
+        head: of all B T places, none past the end; None where none was asked for.
     """
 
     responses: Tensor
     l_infer: Tensor
     mask: Tensor
     experts: Tensor
+    head: Head | None = None
 
 
-def sample(engine: Engine, model: ModelSettings, prompts: Tensor, length: int, generator: torch.Generator) -> Sampled:
-    """Sample up to `length` tokens after [B, P] prompts.
+def sample(
+    engine: Engine, model: ModelSettings, prompts: Tensor, length: int, generator: torch.Generator, head: int = 0
+) -> Sampled:
+    """Sample up to `length` tokens after [B, P] prompts, and return the `head` most likely ones of each place, or all
+    of a smaller vocabulary.
 
     All random numbers are drawn at first: two engines that see the same generator differ by themselves alone.
     """
     vocabulary = engine.parts[0]["head"].shape[0]
     noise = torch.empty(length, len(prompts), vocabulary).exponential_(generator=generator).log_()
-    return _decode(engine, model, prompts, length, lambda t, log_probs: (log_probs - noise[t]).argmax(-1))
+    return _decode(engine, model, prompts, length, lambda t, log_probs: (log_probs - noise[t]).argmax(-1), head)
+
+
+def head_of(sampled: Sampled, rows: slice) -> Head | None:
+    """Of these trajectories."""
+    if sampled.head is None:
+        return None
+    B, T = sampled.mask.shape
+    ids, log_q = (value.view(B, T, -1)[rows].flatten(0, 1) for value in (sampled.head.ids, sampled.head.log_q))
+    return Head(ids, log_q)
 
 
 def rescore(engine: Engine, model: ModelSettings, prompts: Tensor, responses: Tensor) -> Tensor:
@@ -68,7 +83,12 @@ def rescore(engine: Engine, model: ModelSettings, prompts: Tensor, responses: Te
 
 @torch.no_grad()
 def _decode(
-    engine: Engine, model: ModelSettings, prompts: Tensor, length: int, choose: Callable[[int, Tensor], Tensor]
+    engine: Engine,
+    model: ModelSettings,
+    prompts: Tensor,
+    length: int,
+    choose: Callable[[int, Tensor], Tensor],
+    head: int = 0,
 ) -> Sampled:
     """Token by token, with a cache; `choose` makes [B] ids of the [B, V] log-probabilities for response token t."""
     B, P = prompts.shape
@@ -78,6 +98,7 @@ def _decode(
     l_infer, mask = torch.zeros(B, length), torch.zeros(B, length, dtype=torch.bool)
     experts = torch.arange(model.top_k).expand(B, P + length - 1, model.layers, model.top_k).clone()
     going, tokens = torch.ones(B, dtype=torch.bool), prompts
+    places = torch.full((B, length, engine.parts[0]["head"].shape[0] if head else 0), -torch.inf)
     for t in range(length):
         first = cache.length
         logits, routing = forward(parts[t * len(parts) // length], model, tokens, cache=cache)
@@ -86,11 +107,16 @@ def _decode(
         chosen = choose(t, log_probs).where(going, END)
         responses[:, t], mask[:, t] = chosen, going
         l_infer[:, t] = log_probs.gather(1, chosen.unsqueeze(1)).squeeze(1).where(going, 0.0)
+        if head:
+            places[going, t] = log_probs[going].float()
         going = going & (chosen != END)
         if not going.any():
             break
         tokens = chosen.unsqueeze(1)
-    return Sampled(responses, l_infer, mask, experts)
+    if not head:
+        return Sampled(responses, l_infer, mask, experts)
+    log_q, ids = places.flatten(0, 1).topk(min(head, places.shape[-1]), -1)
+    return Sampled(responses, l_infer, mask, experts, Head(ids, log_q))
 
 
 def truncated(logits: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -48,6 +48,8 @@ from verl_ext.trainer.step import (
 )
 from verl_ext.trainer.sync_canary import SyncCanary
 
+MOST = 128  # tokens of a head: more than the tasks have
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -80,7 +82,8 @@ class Training:
     def __init__(self, setup: Setup, weights: Mapping[str, Tensor]):
         config = setup.config
         self.setup = setup
-        self.learner = Learner(config, setup.stability, setup.lab.model, weights)
+        told = any(regime.tells for regime in setup.regimes.values())
+        self.learner = Learner(config, setup.stability, setup.lab.model, weights, told)
         self.policy = self.learner.policy
         self.history = History(max([regime.reach for regime in setup.regimes.values()], default=0))
         self.history.add(self.policy.weights)
@@ -108,6 +111,7 @@ class Training:
         if self.active.compares_routing:
             agreement_N, sums = compare_routing(batch, scored)
             metrics |= router_metrics(sums)
+        metrics |= self.learner.head_metrics(batch, scored)
         tokens = response_tokens(batch, scored, agreement_N)
         first = judge_before if self.active.measures_in_update else judge
         judged = first(tokens, metrics, self.setup.stability, self.guard, self.actions.due)
@@ -142,7 +146,8 @@ class Training:
         prompts, answers = (rows.repeat_interleave(n, 0) for rows in draw(self.setup.lab.task, count, self._prompts))
         engine = engine_of(self.setup.regimes, self.history)
         length = config.data.max_response_length
-        sampled = sample(engine, self.setup.lab.model, prompts, length, self._samples)
+        head = (self.setup.stability.head.k or MOST) if self.learner.use is not None else 0
+        sampled = sample(engine, self.setup.lab.model, prompts, length, self._samples, head)
         keys = [f"{number}-{row // n}_{row % n}_0" for row in range(len(prompts))]
         lag = Lag(*(torch.full((len(keys),), ago) for ago in engine.lag)) if engine.lag else None
         return Batch(prompts, sampled, rewards(sampled.responses, answers), keys, lag)

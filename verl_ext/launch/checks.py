@@ -19,7 +19,7 @@ from verl_ext.launch.features import (
     uses,
     uses_unbiased_kl,
 )
-from verl_ext.launch.head import head_k, head_use, logprobs_mode
+from verl_ext.launch.head import head_k, head_use, logprobs_mode, truncates
 from verl_ext.launch.head_checks import apply_head, check_head
 from verl_ext.launch.lag_checks import check_lag
 from verl_ext.launch.loss_checks import apply_loss, check_loss
@@ -35,10 +35,10 @@ def loss_settings(config: DictConfig, stability: StabilityConfig) -> dict[str, A
     inside = {chosen.name: asdict(chosen.settings) for chosen in stability.in_update}
     gate = asdict(stability.guard.mini_batch)
     found = {"corrections": inside, "kl_denominator": stability.kl_denominator, "mini_batch": gate}
-    asked = features(config, stability)
-    if uses(asked, HEAD):
+    heads = stability.head.k or stability.score_centering or truncates(config)
+    if heads and uses(features(config, stability), HEAD):
         found["head"] = head_use(config, stability)
-    if bypasses(config) and uses(asked, MEASURE):
+    if bypasses(config) and uses(features(config, stability), MEASURE):
         found["first_pass"] = {
             "corrections": stability.corrections(),
             "narrowed": stability.corrections(tightened=True),

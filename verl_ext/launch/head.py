@@ -23,10 +23,14 @@ def rollout_name(config: DictConfig) -> str:
     return OmegaConf.select(config, f"{ROLLOUT}.name", throw_on_missing=False) or "vllm"
 
 
+def top_k(config: DictConfig) -> int:
+    """0 for none."""
+    return max(OmegaConf.select(config, f"{ROLLOUT}.top_k") or 0, 0)
+
+
 def cuts(config: DictConfig) -> bool:
     """Whether the rollout takes from a part of the vocabulary."""
-    rollout = config.actor_rollout_ref.rollout
-    return rollout.top_p < 1 or rollout.top_k > 0
+    return (OmegaConf.select(config, f"{ROLLOUT}.top_p") or 1) < 1 or top_k(config) > 0
 
 
 def truncates(config: DictConfig) -> bool:
@@ -43,7 +47,7 @@ def head_k(config: DictConfig, stability: StabilityConfig, *, compares: bool) ->
     if stability.head.k:
         return stability.head.k
     if truncates(config) and (compares or stability.score_centering):
-        return max(config.actor_rollout_ref.rollout.top_k, 0)
+        return top_k(config)
     return FOR_CENTERING if stability.score_centering else 0
 
 

@@ -46,7 +46,7 @@ def check_head(config: DictConfig, stability: StabilityConfig, k: int, read_mode
     if OmegaConf.select(config, setting := f"{ACTOR}.megatron.dynamic_context_parallel"):
         raise ConfigError(f"{asked}: verl puts nothing beside logits with {setting}=True", fix=(f"{setting}=False",))
     if read_model:
-        _check_vocabulary(config, asked, k)
+        _check_vocabulary(config, stability, asked, k)
 
 
 def apply_head(config: DictConfig, k: int) -> None:
@@ -147,11 +147,13 @@ def _check_signals(config: DictConfig, stability: StabilityConfig, k: int) -> No
             )
 
 
-def _check_vocabulary(config: DictConfig, asked: str, k: int) -> None:
+def _check_vocabulary(config: DictConfig, stability: StabilityConfig, asked: str, k: int) -> None:
     from verl_ext.launch.routing_checks import hf_config_of
 
     model: Any = hf_config_of(config.actor_rollout_ref.model)
     text = getattr(model, "text_config", None) or model
     vocabulary = getattr(text, "vocab_size", None)
     if vocabulary is not None and k > vocabulary:
-        raise ConfigError(f"{asked} of a vocabulary of {vocabulary}", fix=(f"stability.head.k={vocabulary}",))
+        by_top_k = truncates(config) and not stability.head.k
+        fix = f"{ROLLOUT}.top_k" if by_top_k else "stability.head.k"
+        raise ConfigError(f"{asked} of a vocabulary of {vocabulary}", fix=(f"{fix}={vocabulary}",))

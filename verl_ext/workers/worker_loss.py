@@ -184,7 +184,7 @@ def worker_loss(
         data: the micro-batch, jagged [B, r] fields; LossInputs names those that are read besides verl's.
 
     Returns the scalar loss, and verl's metrics with actor/<correction>/*, kl_loss, kl_coef, filter_scale and
-    score_centering.
+    actor/score_centering.
 
     Raises:
         ConfigError: the batch lacks a field that a feature reads.
@@ -233,7 +233,7 @@ def worker_loss(
             **config.global_batch_info,
         )
         loss = loss + term
-        metrics["score_centering"] = Metric(value=term, aggregation=verl_metrics["actor/pg_loss"].aggregation)
+        metrics["actor/score_centering"] = Metric(value=term, aggregation=verl_metrics["actor/pg_loss"].aggregation)
     if kl_denominator is not None:
         sampled = inputs.require("l_infer") if kl_denominator == "infer" else l_old
         term = agg_loss(

@@ -48,7 +48,7 @@ def test_nothing_switched_on_is_a_note(findings):
     [
         ([f"{ROLLOUT}.calculate_log_probs=False"], [f"{ROLLOUT}.calculate_log_probs=True"]),
         (["trainer.use_v1=False"], ["trainer.use_v1=True"]),
-        ([f"{ROLLOUT}.top_p=0.9"], [f"{ROLLOUT}.top_p=1"]),
+        ([f"{ROLLOUT}.top_p=0.9"], [f"{ROLLOUT}.top_k=512", f"{ROLLOUT}.top_k=101"]),  # a small vocabulary
         (["algorithm.rollout_correction.rollout_is=token"], ["algorithm.rollout_correction.rollout_is=null"]),
         (
             ["trainer.use_v1=False", f"{ROLLOUT}.calculate_log_probs=False"],

@@ -121,3 +121,21 @@ def test_what_is_truncated_is_normalised_over_what_is_kept(weights, prompts):
     read = score(weights, MODEL, prompts, found.responses)
     assert (found.l_infer > read.log_probs)[found.mask].all()
     assert (found.l_infer[found.mask] <= 0).all()
+
+
+@pytest.mark.parametrize("engine", [{}, {"top_p": 0.8}, {"top_k": 4}])
+def test_the_head_is_of_the_distribution_that_was_sampled_from(weights, prompts, engine):
+    found = sample(Engine((weights,), **engine), MODEL, prompts, LENGTH, generator(2), head=128)
+    mask = found.mask.flatten()
+    log_q = torch.empty_like(found.head.log_q).scatter(1, found.head.ids, found.head.log_q)  # by token
+    assert torch.equal(found.head.known, mask)
+    close(log_q[mask].exp().sum(1), torch.ones(int(mask.sum())))
+    close(log_q.gather(1, found.responses.flatten()[:, None])[mask, 0], found.l_infer.flatten()[mask])
+    few = sample(Engine((weights,), **engine), MODEL, prompts, LENGTH, generator(2), head=3).head
+    close(few.log_q[mask], log_q[mask].topk(3, 1).values)
+
+
+def test_told_of_the_kept_tokens_training_says_what_an_exact_engine_says(weights, prompts):
+    found = sample(Engine((weights,), top_p=0.8), MODEL, prompts, LENGTH, generator(2), head=128)
+    read = score(weights, MODEL, prompts, found.responses, head=found.head, truncated=True)
+    close(found.l_infer, read.log_probs * found.mask, 1e-5)

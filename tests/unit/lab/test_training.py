@@ -197,8 +197,8 @@ def test_a_batch_that_bypass_refuses_leaves_the_weights(training):
 
 @pytest.mark.parametrize("name", [name for name in arms.variants() if name not in ("dapo",)])
 def test_every_variant_of_the_plugin_runs(training, name):
-    overrides = ("lab.quantized.group=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
-    run = training("stale+quantized", name, *overrides, steps=3)
+    updates = () if name == "score_centering" else ("actor_rollout_ref.actor.ppo_mini_batch_size=4",)
+    run = training("stale+quantized", name, "lab.quantized.group=8", *updates, steps=3)
     assert all(0 <= metrics["critic/score/mean"] <= 1 for metrics in run.metrics)
     assert run.metrics[-1]["vllm_kl/k3"] > 0
 
@@ -287,3 +287,40 @@ def test_what_is_added_and_composed():
     assert [arm.name for arm in found] == ["exact", "icepop+geo_mask", "mine"]
     assert arms.setup_of(found[1], 0).stability.correction_names == ("icepop", "geo_mask")
     assert arms.setup_of(found[2], 0).stability.corrections() == {"tis": {"cap": 3.0}}
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_truncated_sampling_is_no_gap_where_the_training_engine_is_told(training, told):
+    run = training("truncated", "none", f"lab.truncated.told={told}", steps=1)
+    (metrics,) = run.metrics
+    assert (metrics["vllm_kl/k3"] < 1e-9) == told
+    assert ("vllm_kl/head" in metrics) == told
+    if told:
+        assert metrics["vllm_kl/head"] < 1e-9 and metrics["vllm_kl/head_missing"] == 0
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_the_head_kl_is_what_k3_estimates(training, k):
+    """Of old weights and a large step, over some 60 tokens: the same size."""
+    run = training("stale", "none", f"stability.head.k={k or 128}", "actor_rollout_ref.actor.optim.lr=1e-2", steps=4)
+    metrics = run.metrics[-1]
+    assert metrics["vllm_kl/head_mass"] < 1 - 1e-3 if k else metrics["vllm_kl/head_mass"] > 1 - 1e-5
+    assert 0.2 < metrics["vllm_kl/head"] / metrics["vllm_kl/k3"] < 5
+
+
+def test_a_centered_score_has_no_drift(training):
+    """Of a constant advantage, E_q[A grad log p] is drift and nothing else: with it subtracted, noise is left."""
+    large = ("actor_rollout_ref.actor.optim.lr=1e-2", "data.train_batch_size=256")
+    large += ("actor_rollout_ref.actor.ppo_mini_batch_size=256",)
+    run = training("stale", "score_centering", *large, steps=4)
+    batch, scored = of_a_step(run, 5)
+    ones = torch.ones_like(scored.log_probs)
+    fields = LossFields(scored.log_probs.detach(), ones, batch.sampled.mask, scored.entropy)
+    rows = slice(0, len(batch.keys))
+    data, found = mini_batch(batch, fields, rows), {}
+    for centered in (True, False):
+        run.learner._loss.keywords["centered"] = run.learner.use if centered else None
+        loss, _ = run.learner._loss(run.learner._model_output(batch, scored, rows), data)
+        gradients = torch.autograd.grad(loss, list(run.policy.weights.values()), retain_graph=True)
+        found[centered] = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    assert found[True] < found[False] / 2

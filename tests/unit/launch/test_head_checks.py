@@ -65,7 +65,10 @@ def check(compose, models):
         ([*CENTERED, f"{ACTOR}.policy_loss.loss_mode=gspo"], "loss_mode=gspo; set"),
         ([*CENTERED, "algorithm.rollout_correction.bypass_mode=true"], "rollout_correction.bypass_mode=False"),
         ([*CENTERED, "stability.correction=mis"], "not of each response: stability.correction=mis; set stability.mis"),
-        ([*CENTERED, "stability.correction=tis_sequence"], "stability.correction=tis_sequence; take tis, icepop or kpop"),
+        (
+            [*CENTERED, "stability.correction=tis_sequence"],
+            "stability.correction=tis_sequence; take tis, icepop or kpop",
+        ),
         (
             [*CENTERED, f"{ROLLOUT}.top_k=50", f"{ROLLOUT}.logprobs_mode=raw_logprobs"],
             f"set {ROLLOUT}.logprobs_mode=processed_logprobs",

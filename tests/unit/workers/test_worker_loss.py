@@ -18,6 +18,7 @@ from verl_ext.errors import ConfigError
 from verl_ext.launch.checks import loss_settings
 from verl_ext.settings.stability import stability_config
 from verl_ext.workers.first_pass import FirstPass
+from verl_ext.workers.head import CENTERING
 from verl_ext.workers.inputs import loss_inputs
 from verl_ext.workers.losses import apply_base
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
@@ -67,6 +68,61 @@ def test_with_nothing_on_it_is_verls_loss(mode, kl, make_batch, actor_config):
     assert found == expected
     assert torch.equal(batch.take_gradients(), gradient)
     assert metrics.keys() == verl_metrics.keys()
+
+
+CENTERS = {"centers": True, "truncated": False, "corrections": {}}
+
+
+def with_terms(part, terms):
+    """The micro-batch with a term of each response token, where the engine's head reader puts it."""
+    model_output, data = part
+    prompts = [len(row) for row in data["prompts"].unbind()]
+    rows = [
+        torch.cat([torch.zeros(prompt - 1), term, torch.zeros(1)]) for prompt, term in zip(prompts, terms, strict=True)
+    ]
+    return model_output | {CENTERING: torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, data
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("settings", "head"),
+    [
+        ({}, CENTERS),
+        ({"corrections": OPSM}, CENTERS),
+        ({}, CENTERS | {"sequences": {"geo_mask": {"low": 0.8, "high": 1.3}}}),
+    ],
+    ids=["alone", "opsm", "geo_mask"],
+)
+def test_what_centers_the_score_is_added_with_the_advantage(mode, settings, head, make_batch, actor_config):
+    """loss = verl's + aggregate of A * w of the response * term; no token's own weight, which the term has in it."""
+    batch = make_batch(3, lengths=(6, 9, 4, 8), masked_row=None)
+    config = actor_config(PolicyLossConfig(loss_mode="gpg"), loss_agg_mode=mode)
+    plain, _ = run(build(config, **settings), [batch.whole()])
+    batch.take_gradients()
+    terms = [torch.randn(len(leaf), generator=torch.Generator().manual_seed(len(leaf))) for leaf in batch.leaves]
+    for term in terms:
+        term.requires_grad_()
+    found, metrics = run(build(config, head=head, **settings), [with_terms(batch.whole(), terms)])
+
+    mask = batch.padded("response_mask").double()
+    of_response = torch.ones(4, 9, dtype=torch.float64)
+    if settings:
+        of_response = kept(batch).double()
+    if "sequences" in head:
+        log_k = (batch.padded("old_log_probs").double() - batch.padded("rollout_log_probs")) * mask
+        g = (log_k.sum(1) / mask.sum(1)).exp()
+        assert 0 < ((g >= 0.8) & (g <= 1.3)).sum() < 4
+        of_response = ((g >= 0.8) & (g <= 1.3)).double()[:, None].expand(4, 9)
+    padded = torch.nn.utils.rnn.pad_sequence([term.detach() for term in terms], batch_first=True).double()
+    factor = batch.padded("advantages").double() * of_response
+    info = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": 4}
+    expected = agg_loss(loss_mat=factor * padded, loss_mask=mask, loss_agg_mode=mode, **info)
+    close(found - plain, expected, scale=TERM)
+    close(metrics["actor/score_centering"].aggregate(), expected, scale=TERM)
+    leaf = padded.clone().requires_grad_()
+    agg_loss(loss_mat=factor * leaf, loss_mask=mask, loss_agg_mode=mode, **info).backward()
+    gradient = torch.nn.utils.rnn.pad_sequence([term.grad for term in terms], batch_first=True)
+    close(gradient, leaf.grad, scale=float(leaf.grad.abs().max()))
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -1,0 +1,147 @@
+"""What the sampler's head costs: the rollout that returns it, and the training engine that reads it.
+
+    python tools/bench_head.py rollout [--prompts 64] [--tokens 32] [--hidden 64] [--vocabulary 4096] [--repeats 5]
+    python tools/bench_head.py read [--rows 512] [--vocabulary 32768] [--repeats 7] [--threads 2] [--device cuda]
+
+`rollout`: vLLM's engine generates for the same prompts as verl asks it (logprobs=0), with heads as this package asks
+(flat, without text), and with the same number as vLLM returns them otherwise, a dictionary a token. Ratios are of
+medians, to the first. A model this small shows the most that heads can cost: a large one takes as long for them, and
+longer for the rest.
+
+`read`: log-probabilities of the sampled token and of K more from logits [rows, vocabulary], forward and backward,
+against verl's `logprobs_from_logits` of the sampled token alone, and against log_softmax and gather; time, and memory
+that is added to that of the logits.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measuring import added_bytes, alternating
+
+KS = (32, 128)
+
+
+def bench_rollout(arguments: argparse.Namespace) -> None:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import vllm
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from verl_ext.upstream.sampler_head import ASKED, ask, take
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = Qwen3MoeConfig(
+            vocab_size=arguments.vocabulary,
+            hidden_size=arguments.hidden,
+            intermediate_size=96,
+            moe_intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_experts=8,
+            num_experts_per_tok=2,
+            max_position_embeddings=1024,
+        )
+        Qwen3MoeForCausalLM(config).save_pretrained(folder)
+        llm = vllm.LLM(
+            folder,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=512,
+            max_logprobs=max(KS),
+            logprobs_mode="processed_logprobs",
+        )
+        prompts: list[Any] = [
+            {"prompt_token_ids": torch.randint(0, arguments.vocabulary, (16,)).tolist()}
+            for _ in range(arguments.prompts)
+        ]
+
+        def generate(k: int, heads: bool) -> None:
+            extra = {"extra_args": {ASKED: k}} if heads else {}
+            sampling = ask(
+                vllm.SamplingParams,
+                max_tokens=arguments.tokens,
+                ignore_eos=True,
+                logprobs=0 if heads else k,
+                detokenize=False,
+                **extra,
+            )
+            for output in llm.generate(prompts, sampling, use_tqdm=False):
+                if heads:
+                    take(lambda **_: None, output=output, num_prompt_logprobs=None, result_dict={})
+                answer = output.outputs[0]
+                [step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+
+        calls = {"logprobs=0, as verl": lambda: generate(0, False)}
+        for k in KS:
+            calls[f"heads of {k}"] = lambda k=k: generate(k, True)  # type: ignore[misc]
+        calls[f"logprobs={KS[0]}, dictionaries"] = lambda: generate(KS[0], False)
+        times = {name: statistics.median(spent) for name, spent in alternating(calls, arguments.repeats).items()}
+    first = next(iter(times.values()))
+    tokens = arguments.prompts * arguments.tokens
+    print(f"{arguments.prompts} prompts x {arguments.tokens} tokens, vocabulary {arguments.vocabulary}")
+    for name, spent in times.items():
+        more = (spent - first) / tokens * 1e6
+        print(f"{name:28s} {spent:7.3f} s   ratio {spent / first:5.2f}   {more:+7.1f} us a token")
+
+
+def bench_read(arguments: argparse.Namespace) -> None:
+    from verl.utils.torch_functional import logprobs_from_logits
+
+    from verl_ext.core.head import log_probs_at
+
+    torch.set_num_threads(arguments.threads)
+    rows, vocabulary, device = arguments.rows, arguments.vocabulary, arguments.device
+    logits = torch.randn(rows, vocabulary, device=device).requires_grad_()
+    ids = torch.randint(0, vocabulary, (rows, 1 + max(KS)), device=device)
+
+    def backward(values: Any) -> None:
+        logits.grad = None
+        values.sum().backward()
+
+    def plain(k: int) -> Any:
+        return logits.log_softmax(-1).gather(1, ids[:, : 1 + k])
+
+    calls = {"verl, the sampled token": lambda: backward(logprobs_from_logits(logits, ids[:, 0]))}
+    for k in KS:
+        calls[f"heads of {k}"] = lambda k=k: backward(log_probs_at(logits, ids[:, : 1 + k]))  # type: ignore[misc]
+        calls[f"log_softmax, {k}"] = lambda k=k: backward(plain(k))  # type: ignore[misc]
+    times = {name: statistics.median(spent) for name, spent in alternating(calls, arguments.repeats, device).items()}
+    first, size = next(iter(times.values())), logits.nbytes
+    print(f"logits [{rows}, {vocabulary}] in float32, forward and backward, {device}")
+    for name, spent in times.items():
+        logits.grad = None
+        added = added_bytes(calls[name], device) / size
+        print(f"{name:28s} {spent * 1e3:8.1f} ms   ratio {spent / first:5.2f}   {added:5.2f} x the logits added")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for name, run, settings in (
+        ("rollout", bench_rollout, {"prompts": 64, "tokens": 32, "hidden": 64, "vocabulary": 4096, "repeats": 5}),
+        ("read", bench_read, {"rows": 512, "vocabulary": 32768, "repeats": 7, "threads": 2}),
+    ):
+        one = commands.add_parser(name)
+        for setting, usual in settings.items():
+            one.add_argument(f"--{setting}", type=int, default=usual)
+        if name == "read":
+            one.add_argument("--device", default="cpu")
+        one.set_defaults(run=run)
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()
