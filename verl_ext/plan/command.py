@@ -18,6 +18,7 @@ from verl_ext.printable import printable
 # Measured on two CPU cores (tools/bench_correction.py, bench_guard.py); a controller is not slower.
 CORRECTION_NS, GUARD_MS = 17.0, 0.5
 WEIGHT_BYTES = 4  # rollout_is_weights, per response token
+HEAD_BYTES, USUAL_HEAD = 8, 32  # an id in int32 and a log-probability in float32; tokens of a head
 VERLS_ID_BYTES = 2  # which are sent where an engine's are wider
 WIDTH = 120  # where the output is not a terminal
 
@@ -86,10 +87,12 @@ def _mean_response(given: float | None, sizes: Sizes) -> float:
 
 def _features(config: Any, sizes: Sizes, mean_response: float) -> list[tuple[str, str]]:
     """What each feature costs a step at this size, as name and sentence."""
-    from verl_ext.launch.features import GUARD, MEASURE, ROUTERS, WEIGHTS, features, uses
+    from verl_ext.launch.features import GUARD, HEAD, LOG_PROBS, MEASURE, ROUTERS, WEIGHTS, features, uses
+    from verl_ext.launch.head import head_k, reads_in_update
     from verl_ext.settings.stability import stability_config
 
-    asked = features(config, stability_config(config.stability))
+    stability = stability_config(config.stability)
+    asked = features(config, stability)
     tokens = sizes.sequences * mean_response
     seconds, weights = tokens * CORRECTION_NS / 1e9, tokens * WEIGHT_BYTES / 1e9
     found = [
@@ -105,6 +108,10 @@ def _features(config: Any, sizes: Sizes, mean_response: float) -> list[tuple[str
         ),
         (uses(asked, GUARD), "guard", f"{GUARD_MS} ms"),
     ]
+    k = head_k(config, stability, compares=uses(asked, LOG_PROBS)) or USUAL_HEAD
+    heads, reads = tokens * k * HEAD_BYTES / 1e9, "twice" if reads_in_update(config, stability) else "once"
+    cost = f"{heads:.1f} GB of {k} tokens a place, written once and read {reads}"
+    found.append((uses(asked, HEAD), "sampler's head", cost))
     if sizes.shape.moe_layers:
         shape = sizes.shape
         routing = RoutingShape(shape.layers, shape.moe_layers, shape.routed_experts, shape.top_k)
