@@ -160,8 +160,9 @@ def renew() -> None:
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
-    if narrow_routing := sys.modules.get("verl_ext.upstream.narrow_routing"):
-        narrow_routing.install()  # asked for by the environment
+    for name in ("narrow_routing", "sampler_head"):
+        if asked_for := sys.modules.get(f"verl_ext.upstream.{name}"):
+            asked_for.install()  # where the environment says so
     if ray := sys.modules.get("ray"):
         ray._raylet.Config.initialize("")  # RAY_* once more: whether the cluster wants a token, for example
         ray._private.state.next_job_id = lambda: ray.JobID(bytes.fromhex(JOB))  # which every cluster counts from 1

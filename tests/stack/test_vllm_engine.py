@@ -16,6 +16,7 @@ import torch
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests.support.closeness import close
 from verl_ext.core.fake_quant import fake_quantized
+from verl_ext.errors import HookError
 from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.upstream import engine_report, sampler_head
 
@@ -277,6 +278,14 @@ def test_the_head_is_that_of_what_the_sampler_takes_from(engine: Engine, samplin
         close(own, expected.gather(1, tokens[:, -NEW_TOKENS:].T)[:, 0])
         if sampling:
             close(log_q.exp().sum(1), torch.ones(NEW_TOKENS))
+
+
+@pytest.mark.parametrize("unknown", [{"repetition_penalty": 1.1}, {"min_p": 0.1}, {"logit_bias": {1: 2.0}}])
+def test_a_head_of_another_distribution_is_refused(unknown: dict) -> None:
+    (name,) = unknown
+    with pytest.raises(HookError, match=f"a request has {name}="):
+        sampler_head.ask(vllm.SamplingParams, extra_args={sampler_head.ASKED: HEAD}, **unknown)
+    sampler_head.ask(vllm.SamplingParams, **unknown)
 
 
 def kept(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:

@@ -29,6 +29,17 @@ SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 CLIENT = "verl.workers.rollout.llm_server"
 AGENT_LOOP = "verl.experimental.agent_loop.agent_loop"
 
+# Of a request, what changes the distribution beside temperature, top-k and top-p -> the value that does not.
+UNKNOWN = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_p": 0,
+    "logit_bias": None,
+    "bad_words": None,
+    "allowed_token_ids": None,
+}
+
 # Of the trajectory that an agent loop is at work on; None where no heads are wanted.
 _calls: ContextVar[list[Call] | None] = ContextVar("verl_ext_head_calls", default=None)
 
@@ -65,9 +76,20 @@ def in_server(server: Any) -> Undo:
 
 def ask(vllms: Callable[..., Any], **arguments: Any) -> Any:
     """vLLM's SamplingParams, with the head where it is asked for: flat, without a dictionary a token, and without the
-    text of each of its tokens, which verl reads for stop strings alone."""
+    text of each of its tokens, which verl reads for stop strings alone.
+
+    Raises:
+        HookError: the agent loop asks for what the training engine cannot know of.
+    """
     found = vllms(**arguments)
     if found.extra_args and (k := found.extra_args.pop(ASKED, 0)):
+        for name, usual in UNKNOWN.items():
+            if (value := getattr(found, name, usual)) and value != usual:
+                raise HookError(
+                    f"a request has {name}={value}, by which the sampler's head is of another distribution than the "
+                    "training engine's",
+                    otherwise=f"leave {name} out of the agent loop's sampling parameters, or set stability.head.k=0",
+                )
         found.logprobs, found.flat_logprobs = k, True
         if not found.stop:
             found.detokenize = False

@@ -8,12 +8,12 @@ import numpy as np
 
 from verl_ext.guard.boundary import HORIZON, Growth
 from verl_ext.report.figures.lines import Line, data, line_chart, rows
-from verl_ext.report.figures.style import BLUE, GREEN, INK, ORANGE, PAPER, VERMILION
+from verl_ext.report.figures.style import BLUE, GREEN, INK, ORANGE, PAPER, PURPLE, VERMILION
 from verl_ext.report.figures.thin import step_edges
 from verl_ext.report.growth import K3, boundary_of, gap_of, growth_of
 from verl_ext.report.run import Run, Series
 
-K1 = "vllm_kl/k1"
+K1, HEAD = "vllm_kl/k1", "vllm_kl/head"
 MARKS = 150  # stretches of steps that a mark of the guard stands for
 AHEAD = 0.35  # of the run's steps, how far the figure follows the growth into the future
 CROSS = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"
@@ -22,7 +22,8 @@ DONE = {"skip": "update skipped", "tighten": "band narrowed", "warn": "warning"}
 
 
 def kl_chart(run: Run) -> alt.LayerChart | None:
-    """k3, that of the engines alone where rollouts are old, and the size of k1, which may be negative: hollow then."""
+    """k3, that of the engines alone where rollouts are old, the KL over the sampler's head, and the size of k1, which may
+    be negative: hollow then."""
     k1, k3 = run.get(K1), run.get(K3)
     if k1 is None and k3 is None:
         return None
@@ -33,6 +34,8 @@ def kl_chart(run: Run) -> alt.LayerChart | None:
         over += _hollow(k1)
     if k3 is not None:
         lines.append(Line("k3", k3, BLUE))
+    if (head := run.get(HEAD)) is not None:
+        lines.append(Line("over the sampler's head", head, PURPLE))
     if (gap := gap_of(run)) is not None and gap.alone:
         lines.append(Line(gap.name, gap.series, GREEN))
     if found := growth_of(run):
