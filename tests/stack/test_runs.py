@@ -130,6 +130,7 @@ def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train
     for step in run.steps:
         assert_heads(step)
         assert step["vllm_kl/head_mass"] == pytest.approx(1, abs=1e-5)
+        assert abs(step["vllm_kl/k1"]) < 0.02, "-log of the mass that is kept, 0.1, where one engine counts all tokens"
     first, second, third = run.steps
     assert shares_by_lag(first) == {"0": 1} and "vllm_kl/rescored" not in first
     assert first["vllm_kl/k3/lag/0"] == pytest.approx(first["vllm_kl/k3"])

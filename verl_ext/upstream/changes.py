@@ -128,7 +128,7 @@ TABLE = (
         name="sampler_head",
         target="`SamplingParams` and `extract_prompt_logprobs` of "
         "`verl.workers.rollout.vllm_rollout.vllm_async_server`; `LLMServerClient.generate` of "
-        "`verl.workers.rollout.llm_server`; `AgentLoopWorker._run_agent_loop` and `AgentLoopOutput.as_dict` of "
+        "`verl.workers.rollout.llm_server`; `rollout_trace_attr` and `AgentLoopOutput.as_dict` of "
         "`verl.experimental.agent_loop.agent_loop`",
         why="vLLM returns the most likely tokens of each place, and they come into the batch with all turns of a "
         "trajectory; verl asks for the sampled token's log-probability alone",

@@ -9,7 +9,8 @@ Ray processes.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from wrapt import register_post_import_hook
 from verl_ext.core.head_turns import Call, heads_of
 from verl_ext.errors import HookError
 from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS
-from verl_ext.upstream.patching import Undo, expect, together, wrap
+from verl_ext.upstream.patching import Undo, expect, expect_lookup, together, wrap
 
 VARIABLE = "VERL_EXT_SAMPLER_HEAD"
 CHANGE = "sampler_head"
@@ -168,23 +169,28 @@ def in_client(client: Any, k: int) -> Undo:
 def in_agent_loop(agent_loop: Any, k: int) -> Undo:
     """Let a trajectory that is not for validation have the fields of its heads.
 
+    Not by methods of the worker: Ray has copied those into its own class when that was defined.
+
     Raises:
         PatchError: the worker or what an agent loop returns is another.
     """
     worker = expect(CHANGE, agent_loop, "AgentLoopWorker")
-    expect(CHANGE, worker, "_run_agent_loop", "self, sampling_params, trajectory, ...")
+    expect_lookup(CHANGE, expect(CHANGE, worker, "_run_agent_loop"), "rollout_trace_attr")
     output = expect(CHANGE, agent_loop, "AgentLoopOutput")
     return together(
-        partial(wrap, CHANGE, worker, "_run_agent_loop", run_agent_loop),
+        partial(wrap, CHANGE, agent_loop, "rollout_trace_attr", trajectory),
         partial(wrap, CHANGE, output, "as_dict", partial(as_dict, k=k)),
     )
 
 
-async def run_agent_loop(verls: Callable, self: Any, sampling_params: Any, trajectory: Any, **arguments: Any) -> Any:
-    """verl's, which runs an agent loop and writes its output, with the calls of both remembered in this task."""
-    token = _calls.set(None if trajectory["validate"] else [])
+@contextmanager
+def trajectory(verls: Callable, *arguments: Any, validate: bool, **settings: Any) -> Iterator[None]:
+    """verl's `rollout_trace_attr`, inside which a worker runs an agent loop and writes its output; the calls of both
+    are remembered in its task."""
+    token = _calls.set(None if validate else [])
     try:
-        return await verls(self, sampling_params, trajectory, **arguments)
+        with verls(*arguments, validate=validate, **settings):
+            yield
     finally:
         _calls.reset(token)
 

@@ -87,6 +87,10 @@ def test_over_the_kept_tokens_ratios_average_1_where_over_all_they_average_the_m
         close(found.l_own[can], log_q[can, token], scale=10.0)
     whole = read(logits, head.ids[:, 0], head, truncated=False)
     close(whole.l_head, logits.double().log_softmax(1).gather(1, head.ids), scale=10.0)
+    mass = logits.double().softmax(1).gather(1, head.ids).sum(1)
+    for reading, mean in ((read(logits, head.ids[:, 0], head, truncated=True), 1), (whole, mass)):
+        ratios = (reading.l_head - head.log_q).double().exp()
+        close((head.log_q.double().exp() * ratios).sum(1), mean * torch.ones(len(logits)))
     entropy = -(log_q.exp() * log_q.masked_fill(log_q == -torch.inf, 0)).sum(1)
     close(found.entropy[can], entropy[can], scale=3.0)
 

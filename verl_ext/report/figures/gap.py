@@ -22,8 +22,8 @@ DONE = {"skip": "update skipped", "tighten": "band narrowed", "warn": "warning"}
 
 
 def kl_chart(run: Run) -> alt.LayerChart | None:
-    """k3, that of the engines alone where rollouts are old, the KL over the sampler's head, and the size of k1, which may
-    be negative: hollow then."""
+    """k3, that of the engines alone where rollouts are old, the KL over the sampler's head, and the size of k1, which
+    may be negative: hollow then."""
     k1, k3 = run.get(K1), run.get(K3)
     if k1 is None and k3 is None:
         return None
