@@ -48,9 +48,7 @@ FAMILIES = {
     "both": Family("stale+quantized+bf16", "none,opsm,tis_sequence,r3,moe", (R3_TIS, R3_SEQUENCE)),
     # Which side of the band it is: tokens that the training engine finds less likely than the rollout, or more.
     "sides": Family("quantized+bf16", "none,icepop", (LOW, HIGH), (f"{LR}=3e-3",)),
-    "others": Family(
-        "stale", "none,geo_mask,seq_mask_tis,deepseek_v32,dapo,filters,grpo_positive,icepop_loss,opsm_loss"
-    ),
+    "others": Family("stale", "none,geo_mask,seq_mask_tis,deepseek_v32,filters,grpo_positive,icepop_loss,opsm_loss"),
     "truncated": Family("truncated", "none,tis,icepop,mis"),
     # Four updates a step: the only ones in which l_theta leaves l_old, which llds_loss, r2 and router_shift look at.
     "updates": Family(

@@ -11,6 +11,7 @@ import pytest
 from tests import ROOT
 
 RECIPE = ROOT / "recipes" / "collapse"
+FP4, FP4_REPLAYED = ("quantized", "none"), ("quantized", "r3")
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,17 @@ def results() -> ModuleType:
 
 
 def rewards(file: Path) -> list[float]:
-    return [json.loads(line)["data"]["critic/score/mean"] for line in file.read_text().splitlines()]
+    return values(file, "critic/score/mean")
+
+
+def values(file: Path, key: str) -> list[float]:
+    return [json.loads(line)["data"][key] for line in file.read_text().splitlines()]
+
+
+def ends(regime: str, arm: str, key: str) -> list[float]:
+    """By seed: the mean of the last 20 steps."""
+    files = sorted((RECIPE / "runs" / regime / arm).glob("seed*/metrics.jsonl"))
+    return [sum(values(file, key)[-20:]) / 20 for file in files]
 
 
 def test_the_tables_are_of_the_runs_that_are_kept(results):
@@ -36,14 +47,23 @@ def test_what_the_picture_is_there_to_show():
     """By the raw numbers: without a remedy every seed falls below half of its peak; with one, none does."""
     last, lived = {}, {}
     for file in (RECIPE / "runs" / "stale").glob("*/seed*/metrics.jsonl"):
-        arm, values = file.parts[-3], rewards(file)
-        means = [sum(values[i - 20 : i]) / 20 for i in range(20, len(values) + 1)]
+        arm, earned = file.parts[-3], rewards(file)
+        means = [sum(earned[i - 20 : i]) / 20 for i in range(20, len(earned) + 1)]
         last.setdefault(arm, []).append(means[-1])
         lived.setdefault(arm, []).append(all(m >= 0.5 * max(means[: i + 1]) for i, m in enumerate(means)))
-    last.pop("rollback")  # a fifth arm, of fewer seeds; it has to live as well
-    assert set(last) == {"exact", "none", "opsm", "guard"} and all(len(each) == 3 for each in last.values())
+    assert set(last) == {"exact", "none", "opsm", "guard", "rollback"} and all(len(each) == 3 for each in last.values())
     assert not any(lived.pop("none")) and all(map(all, lived.values()))
-    assert max(last["none"]) < min(last["opsm"] + last["guard"]) and max(last["opsm"]) < min(last["exact"])
+    assert max(last["none"]) < min(last["opsm"] + last["guard"] + last["rollback"])
+    assert max(last["opsm"]) < min(last["exact"])
+
+
+def test_what_rounding_costs_and_what_replay_does_to_the_gap():
+    """On each of the three seeds; of the reward, replay decides nothing."""
+    exact, none, replay = (ends(*arm, "critic/score/mean") for arm in (("stale", "exact"), FP4, FP4_REPLAYED))
+    assert len(exact) == len(none) == len(replay) == 3
+    assert all(a > max(b, c) for a, b, c in zip(exact, none, replay, strict=True))
+    gaps = zip(ends(*FP4, "vllm_kl/k3"), ends(*FP4_REPLAYED, "vllm_kl/k3"), strict=True)
+    assert all(plain > replayed for plain, replayed in gaps)
 
 
 def test_only_runs_that_are_done_are_kept_and_only_what_is_read(results, tmp_path):
