@@ -110,12 +110,14 @@ def _run(arguments: argparse.Namespace) -> int:
 def _table(standings: "Sequence[Standing]", points: dict[str, str]) -> "RenderableType":
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     drawn = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for title, side in (("final reward", "right"), ("seeds", "right"), (" settings", "left")):
         drawn.add_column(title, justify=side, overflow="fold")
     for each in standings[:SHOWN]:
-        drawn.add_row(f"{each.mean:.2f}", str(len(each.rewards)), f" {points[each.name]}")
+        settings = Text(f" {points[each.name]}")  # in which brackets are no markup
+        drawn.add_row(f"{each.mean:.2f}", str(len(each.rewards)), settings)
     if len(standings) > SHOWN:
         drawn.caption = f"and {len(standings) - SHOWN} more: results.json"
     return drawn

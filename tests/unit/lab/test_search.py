@@ -11,11 +11,19 @@ from tests.unit.lab import standin
 from tests.unit.lab.test_command import the_standin  # noqa: F401
 from verl_ext.cli import main
 from verl_ext.errors import ConfigError
-from verl_ext.lab.search import FEWEST, halving
-from verl_ext.lab.search_command import SPACE
+from verl_ext.lab.search import FEWEST, Standing, halving
+from verl_ext.lab.search_command import SPACE, _table
 from verl_ext.lab.space import candidates
 
 SHORT = ["--steps", "25", "--jobs", "2", "--no-page"]
+
+
+def test_the_table_shows_settings_with_brackets(capsys):
+    from rich.console import Console
+
+    settings = "stability.correction=[icepop,geo_mask]"
+    Console(width=200).print(_table([Standing("one", (0.5,))], {"one": settings}))
+    assert settings in capsys.readouterr().out
 
 
 def test_the_product_of_what_is_swept_named_by_its_values():
