@@ -17,6 +17,7 @@ from gpu.record import Place, Record
 from tests.support import filter_oracles, loss_oracles, measure_oracle
 from verl_ext.core import losses
 from verl_ext.core.filtering import get_batch_filter
+from verl_ext.core.head import log_probs_at
 from verl_ext.core.measure import measure
 
 CLOSE = 1e-5  # of the scale of a tensor: float32, and its sums
@@ -33,6 +34,7 @@ def run(record: Record, place: Place) -> None:
         "measure and the corrections": check_measure,
         "loss terms": check_loss_terms,
         "batch filters": check_filters,
+        "the sampler's head": check_heads,
     }
     if find_spec("verl") and find_spec("tensordict"):
         cases |= {"policy losses": check_policy_losses, "gate": check_gate}
@@ -79,6 +81,24 @@ def check_measure(record: Record, place: Place) -> None:
             for token in measure_oracle.records(batch, corrections)[0]:
                 weights[token["place"]] = token["w"]
             close(record, f"{name}: weights", found.weight, weights)
+
+
+def check_heads(record: Record, place: Place) -> None:
+    """Log-probabilities at given tokens, and their gradient, against log_softmax in float64."""
+    rows, vocabulary = (7, 50) if place.tiny else (300, 150_000)
+    for seed in SEEDS:
+        generator = torch.Generator().manual_seed(seed)
+        logits = 4 * torch.randn(rows, vocabulary, generator=generator)
+        ids = torch.randint(0, vocabulary, (rows, 33), generator=generator)
+        factors = torch.randn(rows, 33, generator=generator)
+        here = logits.clone().to(place.device).requires_grad_()
+        found = log_probs_at(here, ids.to(place.device))
+        (found * factors.to(place.device)).sum().backward()
+        exact = logits.double().requires_grad_()
+        expected = exact.log_softmax(1).gather(1, ids)
+        (expected * factors).sum().backward()
+        close(record, f"log-probabilities of heads, batch {seed}", found, expected)
+        close(record, f"their gradient, batch {seed}", here.grad, exact.grad)
 
 
 def check_loss_terms(record: Record, place: Place) -> None:
