@@ -59,7 +59,7 @@ def rank_main(rank, store):
             assert (output is not None) == engine.is_mp_src_rank_with_outputs()
             if output is not None:
                 check_planted(output, 1, 2, MOE.index(3))
-            reader = HeadReader(engine, HeadUse())
+            reader = HeadReader(engine)
             for truncated, (l_own, _, sums) in read.items():
                 reader.use = HeadUse(truncated=truncated)
                 output = infer(engine)(give(batch(calculate_entropy=True), heads))

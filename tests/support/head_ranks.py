@@ -79,7 +79,7 @@ def run_heads(case, folder):
     from verl_ext.workers.head import HeadReader, HeadUse
 
     worker, found = make_worker(case, folder), {}
-    reader = HeadReader(worker.engine, HeadUse())
+    reader = HeadReader(worker.engine)
     heads = list(sampler_heads(logits_alone(build(case.family))))
     worker.set_loss_fn(loss)
     weight = worker.engine.module.lm_head.weight

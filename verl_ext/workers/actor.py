@@ -22,7 +22,7 @@ from verl_ext.routing.router_shift import ShiftRecorder
 from verl_ext.settings.losses import LOSSES
 from verl_ext.workers.first_pass import FirstPass
 from verl_ext.workers.gate import Gate
-from verl_ext.workers.head import HeadReader
+from verl_ext.workers.head import HeadReader, HeadUse
 from verl_ext.workers.versions import VersionsMixin
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
@@ -67,13 +67,13 @@ class LossMixin:
             self.shift = ShiftRecorder(self.actor.engine)
         if self.shift is not None:
             self.shift.enabled = shifts
-        if wanted.head is not None:
-            if self.head is None:
-                self.head = HeadReader(self.actor.engine, wanted.head)
-            self.head.use = wanted.head
+        if wanted.head is not None and self.head is None:
+            self.head = HeadReader(self.actor.engine)
+        if self.head is not None:
+            self.head.use = wanted.head or HeadUse()
         self.actor.set_loss_fn(loss)
         routers = len(self.shift.routers) if shifts and self.shift else None
-        return active | {"router_shift": routers, "head": self.head is not None}
+        return active | {"router_shift": routers, "head": wanted.head is not None}
 
 
 class RoutingTrainingWorker(TrainingWorker):

@@ -56,11 +56,11 @@ class HeadReader:
     """Stands around a training engine's `forward_backward_batch`.
 
     Attributes:
-        use: of the heads, from the next batch on.
+        use: of the heads, from the next batch on; nothing but their KL at first.
     """
 
-    def __init__(self, engine: Any, use: HeadUse):
-        self.use = use
+    def __init__(self, engine: Any):
+        self.use = HeadUse()
         wrap(
             "sampler_head_reader",
             engine,
