@@ -19,6 +19,11 @@ SEEDS = "20,21"
 LR = "actor_rollout_ref.actor.optim.lr"
 R3_TIS = "r3+tis=stability=r3 stability.correction=tis stability.batch_skip.threshold=null"
 R3_SEQUENCE = "r3+tis_sequence=stability=r3 stability.correction=tis_sequence stability.batch_skip.threshold=null"
+CENTERED = "stability.score_centering=true stability.batch_skip.threshold=null"
+TIS_C, ICEPOP_C, OPSM_C, R3_C = (
+    f"{name}+centering=stability={name} {CENTERED}" for name in ("tis", "icepop", "opsm", "r3")
+)
+R3_TIS_C = f"r3+tis+centering=stability=r3 stability.correction=tis {CENTERED}"
 LOW = "low_side=stability=icepop stability.icepop.beta=1e9 stability.batch_skip.threshold=null"
 HIGH = "high_side=stability=icepop stability.icepop.alpha=1e-9 stability.batch_skip.threshold=null"
 
@@ -39,6 +44,7 @@ class Family(NamedTuple):
     add: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     steps: int = 200
+    seeds: str = SEEDS
 
 
 FAMILIES = {
@@ -49,6 +55,16 @@ FAMILIES = {
     # Which side of the band it is: tokens that the training engine finds less likely than the rollout, or more.
     "sides": Family("quantized+bf16", "none,icepop", (LOW, HIGH), (f"{LR}=3e-3",)),
     "others": Family("stale", "none,geo_mask,seq_mask_tis,deepseek_v32,filters,grpo_positive,icepop_loss,opsm_loss"),
+    "centering": Family(
+        "stale", "none,opsm,tis,icepop,score_centering", (TIS_C, ICEPOP_C, OPSM_C), seeds="30,31,32,33"
+    ),
+    "centering_fp4": Family(
+        "quantized+bf16",
+        "none,r3,tis,icepop,score_centering",
+        (TIS_C, R3_C, R3_TIS_C),
+        (f"{LR}=3e-3",),
+        seeds="30,31",
+    ),
     "truncated": Family("truncated", "none,tis,icepop,mis"),
     # Four updates a step: the only ones in which l_theta leaves l_old, which llds_loss, r2 and router_shift look at.
     "updates": Family(
@@ -62,6 +78,9 @@ ABLATIONS = (
     Ablation("late", "16 updates old, from a reward of 0.2", ("lab.stale.lag=16", "lab.warm_up.reward=0.2")),
     Ablation("updates", "four updates a step"),
     Ablation("truncated", "top_p=0.9", ("lab.truncated.top_p=0.9",)),
+    Ablation("truncated", "top_p=0.9, told", ("lab.truncated.top_p=0.9", "lab.truncated.told=true")),
+    Ablation("centering", "32 updates old"),
+    Ablation("centering_fp4", "fp4, the routers too"),
     Ablation("stale", "32 updates old"),
     Ablation("stale", "8 updates old", ("lab.stale.lag=8",)),
     Ablation("stale", "half the learning rate", (f"{LR}=5e-4",)),
@@ -85,7 +104,7 @@ def command(each: Ablation) -> list[str]:
     family = FAMILIES[each.family]
     added = [part for text in family.add for part in ("--add", text)]
     overrides = {text.split("=")[0]: text for text in (*family.overrides, *each.overrides)}
-    given = ["--seeds", SEEDS, "--steps", str(family.steps), "--variants", family.variants, *added]
+    given = ["--seeds", family.seeds, "--steps", str(family.steps), "--variants", family.variants, *added]
     return ["verl-ext", "lab", family.regime, *given, "--out", str(out(each).relative_to(ROOT)), *overrides.values()]
 
 
