@@ -61,7 +61,7 @@ def rank_main(rank, store):
                 check_planted(output, 1, 2, MOE.index(3))
             reader = HeadReader(engine)
             for truncated, (l_own, _, sums) in read.items():
-                reader.use = HeadUse(truncated=truncated)
+                reader.use = HeadUse(truncated=truncated, centers=True)
                 output = infer(engine)(give(batch(calculate_entropy=True), heads))
                 if output is not None:
                     close(response_values(output["log_probs"], LENGTHS), l_own)

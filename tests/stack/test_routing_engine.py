@@ -184,6 +184,7 @@ def test_a_loras_reference_replays_and_records_nothing(ran):
 def test_heads_are_read_in_every_layout(ran, name, truncated):
     """As of each sequence by itself; the gradient of the LM head up to how ranks share a loss."""
     case = (HEADS | HEADS_ULYSSES)[name]
+    assert ran[name][0]["verls"], "where the KL alone is asked for, log-probs are verl's"
     found = ran[name][0][truncated]
     assert found["names"] == ["entropy", "log_probs", "router_agreement", "router_sums", HEAD_SUMS]
     model = build(case.family)

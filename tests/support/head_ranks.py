@@ -85,6 +85,11 @@ def run_heads(case, folder):
     weight = worker.engine.module.lm_head.weight
     gradients = []
     worker.engine.optimizer_step = lambda: gradients.append(weight.grad.full_tensor().clone()) or 0.0
+    asked = {"calculate_entropy": True, "compute_loss": False}
+    plain, measured = (worker.infer_batch(data) for data in (batch(case, **asked), give(batch(case, **asked), heads)))
+    if plain is not None:  # where the KL alone is asked for
+        without, beside = (tu.get(output, "log_probs").values() for output in (plain, measured))
+        found["verls"] = torch.equal(without, beside) and HEAD_SUMS in measured.keys()  # noqa: SIM118
     for truncated in (True, False):
         reader.use = HeadUse(truncated=truncated, centers=True, corrections=CORRECTIONS)
         output = worker.infer_batch(give(batch(case, calculate_entropy=True, compute_loss=False), heads))

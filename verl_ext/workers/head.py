@@ -2,8 +2,9 @@
 
 verl calls a function on the logits of a micro-batch for distillation: `logits_processor_func`, on FSDP, VeOmni and
 Megatron, packed and padded, before it gathers over the ranks of a sequence. It takes [1, n] tensors, one value a token,
-and gives them back with the log-probabilities. Ours gives those itself, over the tokens that the sampler could take
-where it took from its head alone. verl then computes none (`distillation_only`), so that logits have one gradient.
+and gives them back with the log-probabilities. With truncated sampling or score centering ours gives those itself, in
+compute_log_prob and in the update alike, and verl computes none (`distillation_only`), so that logits have one gradient.
+Where the KL alone is asked for, verl's stay as they are.
 
 Shape legend: T tokens of a micro-batch (prompt and response, packed), n rows of its logits on this rank, R response
 tokens, V its part of the vocabulary, K tokens of a head.
@@ -51,6 +52,11 @@ class HeadUse:
     corrections: Corrections = field(default_factory=dict)
     sequences: Corrections = field(default_factory=dict)
 
+    @property
+    def replaces(self) -> bool:
+        """Whether verl's log-probabilities give way to those read here."""
+        return self.truncated or self.centers
+
 
 class HeadReader:
     """Stands around a training engine's `forward_backward_batch`.
@@ -74,10 +80,9 @@ class HeadReader:
     ) -> Any:
         """verl's, with what is read of the heads that the batch brings."""
         old_policy = forward_only and tu.get_non_tensor_data(data, "calculate_entropy", default=False)
-        wanted = self.use.truncated or (old_policy if forward_only else self.use.centers)
-        if HEAD_IDS not in data.keys() or not wanted:  # noqa: SIM118 (a TensorDict)
+        if HEAD_IDS not in data.keys() or not (self.use.replaces or old_policy):  # noqa: SIM118 (a TensorDict)
             return verls(data, loss_function, forward_only)
-        tu.assign_non_tensor(data, distillation_use_topk=True, distillation_only=True)
+        tu.assign_non_tensor(data, distillation_use_topk=True, distillation_only=self.use.replaces)
         ours = partial(self._called, loss_function, compares=old_policy, centers=self.use.centers and not forward_only)
         return verls(data, ours, forward_only)
 
@@ -107,7 +112,7 @@ class HeadReader:
         rows, truncated = logits.flatten(0, 1), self.use.truncated
         _check_ids(head.ids, rows.shape[1], group)
         reading = read(rows, sampled, head, truncated=truncated, group=group)
-        found = {"log_probs": reading.l_own}
+        found = {"log_probs": reading.l_own} if self.use.replaces else {}
         if reading.entropy is not None:
             found[ENTROPY] = reading.entropy
         if centers:
