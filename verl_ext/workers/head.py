@@ -3,8 +3,8 @@
 verl calls a function on the logits of a micro-batch for distillation: `logits_processor_func`, on FSDP, VeOmni and
 Megatron, packed and padded, before it gathers over the ranks of a sequence. It takes [1, n] tensors, one value a token,
 and gives them back with the log-probabilities. With truncated sampling or score centering ours gives those itself, in
-compute_log_prob and in the update alike, and verl computes none (`distillation_only`), so that logits have one gradient.
-Where the KL alone is asked for, verl's stay as they are.
+compute_log_prob and in the update alike, and verl computes none (`distillation_only`), so that logits have one
+gradient. Where the KL alone is asked for, verl's stay as they are.
 
 Shape legend: T tokens of a micro-batch (prompt and response, packed), n rows of its logits on this rank, R response
 tokens, V its part of the vocabulary, K tokens of a head.
