@@ -293,6 +293,21 @@ def test_a_rollout_that_returns_no_routing_is_an_error_with_the_remedy(step):
         step({"router_agreement": True})
 
 
+def test_heads_become_metrics_before_the_guard_judges(step):
+    sums = torch.nested.as_nested_tensor([torch.tensor([3.0, 1, 0.4, 1.8, 1])] * 2, layout=torch.jagged)
+    settings = {"head": {"k": 8}, "batch_skip": {"metric": "vllm_kl/head", "threshold": 0.1}}
+    _trainer, metrics, _ = step(settings, sampler_head_sums=sums)
+    assert metrics["vllm_kl/head"] == pytest.approx(0.2) and metrics["vllm_kl/head_mass"] == pytest.approx(0.9)
+    assert metrics["vllm_kl/head_differs"] == pytest.approx(0.5)
+    assert metrics["vllm_kl/head_missing"] == pytest.approx(1 / 3)
+    assert metrics["guard/skipped"] == 1
+
+
+def test_a_rollout_that_returns_no_heads_is_an_error(step):
+    with pytest.raises(HookError, match="compute_log_prob read no heads"):
+        step({"head": {"k": 8}})
+
+
 def refused_sums(believed, repeated):
     n = torch.tensor([[float(believed)]])
     by_layer, zero, refused = n.expand(1, 2), torch.zeros(1, 1), torch.tensor([[0.0, repeated, 0.0]])

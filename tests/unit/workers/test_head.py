@@ -1,0 +1,97 @@
+"""What the workers refuse of a batch's heads, and where they stand among a micro-batch's tokens."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from tests.support.micro_batches import nested
+from verl_ext.errors import BatchError
+from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS
+from verl_ext.workers.head import HeadReader, HeadUse
+
+CPU = torch.device("cpu")
+LENGTHS = [(2, 3), (1, 2)]  # prompt and response of each trajectory
+V, K = 7, 2
+VERLS = torch.zeros(())
+
+
+class Engine:
+    """Calls as verl's: with the logits of each token, and with what came of them."""
+
+    def __init__(self, logits):
+        self.logits, self.given = logits, []
+
+    def forward_backward_batch(self, data, loss_function, forward_only=False):
+        names = ("distillation_use_topk", "distillation_only")
+        self.given.append([tu.get_non_tensor_data(data, name, default=None) for name in names])
+        if not self.given[-1][0]:
+            return None
+        found = loss_function(student_logits=self.logits[None], data=data)
+        offsets = data["input_ids"].offsets()
+        output = {name: torch.nested.nested_tensor_from_jagged(value[0], offsets) for name, value in found.items()}
+        if not self.given[-1][1]:
+            output["log_probs"] = VERLS
+        loss_function(model_output=output, data=data, dp_group=None)
+        return output
+
+
+def batch(**changed):
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, V, (sum(pair),), generator=generator) for pair in LENGTHS]
+    log_q = [torch.randn(response, K, generator=generator).log_softmax(1) for _, response in LENGTHS]
+    fields = {
+        "input_ids": rows,
+        "response_mask": [torch.ones(response, dtype=torch.long) for _, response in LENGTHS],
+        HEAD_IDS: [torch.stack([torch.randperm(V, generator=generator)[:K] for _ in row]).int() for row in log_q],
+        HEAD_LOG_PROBS: log_q,
+    }
+    data = TensorDict({name: nested(value) for name, value in (fields | changed).items()}, batch_size=len(LENGTHS))
+    tu.assign_non_tensor(data, calculate_entropy=True)
+    return data
+
+
+def run(data, use, forward_only=True):
+    engine = Engine(torch.randn(sum(map(sum, LENGTHS)), V, generator=torch.Generator().manual_seed(1)))
+    reader = HeadReader(engine)
+    reader.use = use
+    return engine, engine.forward_backward_batch(data, None, forward_only)
+
+
+def test_a_head_stands_at_the_token_before_its_own():
+    data = batch()
+    engine, output = run(data, HeadUse(truncated=True))
+    l_own = output["log_probs"].values()
+    start = 0
+    for ids, tokens, log_q in zip(
+        data["input_ids"].unbind(), data[HEAD_IDS].unbind(), data[HEAD_LOG_PROBS].unbind(), strict=True
+    ):
+        response = len(tokens)
+        for j in range(response):
+            row = start + len(ids) - response + j - 1
+            token = ids[row - start + 1]
+            kept = sorted({*tokens[j].tolist(), int(token)})
+            expected = engine.logits[row, kept].log_softmax(0)[kept.index(int(token))]
+            assert l_own[row].item() == pytest.approx(expected.item(), abs=1e-5)
+        assert log_q.isfinite().all()
+        start += len(ids)
+
+
+def test_for_the_kl_alone_verl_computes_its_own_log_probs():
+    engine, output = run(batch(), HeadUse())
+    assert engine.given == [[True, False]]
+    assert sorted(output) == ["log_probs", "sampler_head_sums"] and output["log_probs"] is VERLS
+    engine, _ = run(batch(), HeadUse(), forward_only=False)  # an update, which reads none
+    assert engine.given == [[None, None]]
+
+
+def test_a_token_outside_the_vocabulary_is_named():
+    ids = [torch.full((response, K), V).int() for _, response in LENGTHS]
+    with pytest.raises(BatchError, match=f"names token {V}, and the training engine's vocabulary has {V}"):
+        run(batch(**{HEAD_IDS: ids}), HeadUse())
+
+
+def test_heads_of_other_tokens_are_named():
+    short = [torch.zeros(response - 1, K).int() for _, response in LENGTHS]
+    with pytest.raises(BatchError, match=r"sampler_head_ids is \(3, 2\).*5 response tokens"):
+        run(batch(**{HEAD_IDS: short}), HeadUse())
