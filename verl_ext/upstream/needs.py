@@ -46,6 +46,25 @@ class Hook:
 
 HOOKS = (
     Hook(
+        "sampler_head",
+        "upstream/sampler_head.py",
+        (
+            f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer.generate: SamplingParams",
+            f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer.generate: extract_prompt_logprobs",
+            f"{ROLLOUT}.llm_server.LLMServerClient.generate(self, request_id, *, prompt_ids, sampling_params, ...)",
+            "verl.experimental.agent_loop.agent_loop.AgentLoopWorker._run_agent_loop: rollout_trace_attr",
+            "verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict(self)",
+        ),
+    ),
+    Hook(
+        "sampler_head_reader",
+        "workers/head.py",
+        (
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.forward_backward_batch(self, data, loss_function, ...)",
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngineWithLMHead.prepare_model_outputs: logits_processor_func",
+        ),
+    ),
+    Hook(
         "the entry point",
         "main_ppo.py",
         (

@@ -163,7 +163,7 @@ def in_client(client: Any, k: int) -> Undo:
             calls.append(Call(list(arguments["prompt_ids"]), list(output.token_ids), ids, log_q))
         return output
 
-    return wrap(CHANGE, client.LLMServerClient, "generate", generate)
+    return wrap("sampler_head", client.LLMServerClient, "generate", generate)
 
 
 def in_agent_loop(agent_loop: Any, k: int) -> Undo:
