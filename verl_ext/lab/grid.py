@@ -14,7 +14,13 @@ from pathlib import Path
 from verl_ext.lab.cells import Cell
 from verl_ext.lab.worker import End, RunArm, Step, work
 
-THREADS = "OMP_NUM_THREADS"  # read by torch as it is imported
+# Read by torch as it is imported, and by glibc, which asks the kernel anew for each tensor of 128 KiB and clears it: of
+# a step, a tenth.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+}
 FORKS = multiprocessing.get_context("forkserver")
 
 
@@ -79,14 +85,15 @@ def _prepare(run: RunArm) -> None:
 
 @contextmanager
 def _inherited() -> Iterator[None]:
-    """What is started now is deaf to Ctrl-C: the command alone decides what ends. And its torch has one thread."""
-    heeding, threads = signal.signal(signal.SIGINT, signal.SIG_IGN), os.environ.get(THREADS)
-    os.environ[THREADS] = "1"
+    """What is started now is deaf to Ctrl-C: the command alone decides what ends. And it has ENVIRONMENT."""
+    heeding, before = signal.signal(signal.SIGINT, signal.SIG_IGN), {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, heeding)
-        if threads is None:
-            del os.environ[THREADS]
-        else:
-            os.environ[THREADS] = threads
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -296,7 +296,8 @@ def test_truncated_sampling_is_no_gap_where_the_training_engine_is_told(training
     assert (metrics["vllm_kl/k3"] < 1e-9) == told
     assert ("vllm_kl/head" in metrics) == told
     if told:
-        assert metrics["vllm_kl/head"] < 1e-9 and metrics["vllm_kl/head_missing"] == 0
+        # Of q (log q - log p) a rounding of float32 is left, of first order where that of k3 is of second.
+        assert abs(metrics["vllm_kl/head"]) < 1e-6 and metrics["vllm_kl/head_missing"] == 0
 
 
 @pytest.mark.parametrize("k", [0, 4])
