@@ -39,4 +39,5 @@ LAG = "version_lag"  # [B, r] int64, a trajectory's bucket of `core.lag.Lag` on 
 DEVIATION = "router_deviation"  # what the loss router_shift is made of
 # No fields, what the update is told beside them.
 FILTER_SCALE = "filter_scale"  # a number: trajectories with tokens over trajectories that the filters kept
+UPDATE = "guarded_update"  # arguments of the workers' Gate.begin_update
 FIRST_PASS = "first_pass"  # in bypass mode, arguments of the workers' FirstPass.begin_update

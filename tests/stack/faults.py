@@ -17,7 +17,9 @@ SCENARIOS = {
         8: "filters drop everything",
         9: "reward -5",
         10: "wrong experts",
-        11: "reward 100",
+        11: "reward 45",
+        12: "huge advantages",
+        13: "reward 100",
     },
     "lost adapter": {1: "missed sync"},
     "short log-probs": {2: "short log-probs"},
@@ -85,8 +87,9 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
                     changed = {"filters": {"low_probability": {"threshold": 1.0}}}
             self.stability_run.use(self.config, stability_config(OmegaConf.merge(self.config.stability, changed)))
             batch = super()._compute_advantage(batch, metrics)
-            if faults.get(self.global_steps) == "nan advantages":
-                batch = change(batch, "advantages", filled(float("nan")))
+            if (fault := faults.get(self.global_steps, "")).endswith(" advantages"):
+                value = {"nan": float("nan"), "huge": 1e9}[fault.split()[0]]
+                batch = change(batch, "advantages", filled(value))
             return batch
 
         def on_step_end(self):

@@ -52,28 +52,14 @@ def batch(rank, gap=0.0, first=False):
     return data
 
 
-def run(case, rank, folder):
-    """The weights' change in the update, and what the update reported on this rank."""
-    from tensordict import NonTensorData
+def build_worker(folder, **engine):
+    """verl's training worker on its FSDP2 engine, in float32."""
     from verl.trainer.config import CheckpointConfig
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.config import (
-        FSDPActorConfig,
-        FSDPEngineConfig,
-        FSDPOptimizerConfig,
-        HFModelConfig,
-        TrainingWorkerConfig,
-    )
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
-    from verl_ext.workers.first_pass import FirstPass
-    from verl_ext.workers.gate import Gate
-    from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
-
-    bypasses = case in BYPASS_CASES
-    limits, settings = ({}, BYPASS_CASES[case]) if bypasses else CASES[case]
     torch.manual_seed(0)
-    engine = {
+    settings = {
         "strategy": "fsdp2",
         "dtype": "float32",
         "mixed_precision": {"param_dtype": "float32", "reduce_dtype": "float32", "buffer_dtype": "float32"},
@@ -88,12 +74,40 @@ def run(case, rank, folder):
             model_config=HFModelConfig(
                 path=folder, use_remove_padding=False, override_config={"attn_implementation": "eager"}
             ),
-            engine_config=FSDPEngineConfig(**engine),
+            engine_config=FSDPEngineConfig(**settings | engine),
             optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
             checkpoint_config=CheckpointConfig(),
         )
     )
     worker.reset()
+    return worker
+
+
+def set_loss(worker, gate, wanted):
+    from verl.workers.config import FSDPActorConfig
+
+    from verl_ext.workers.worker_loss import build_worker_loss
+
+    config = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+    worker.set_loss_fn(build_worker_loss(config, wanted, gate, gate.first_pass)[0])
+
+
+def weights_of(worker):
+    return torch.cat([p.detach().full_tensor().flatten().cpu() for p in worker.engine.module.parameters()])
+
+
+def run(case, rank, folder):
+    """The weights' change in the update, and what the update reported on this rank."""
+    from tensordict import NonTensorData
+    from verl.utils import tensordict_utils as tu
+
+    from verl_ext.workers.first_pass import FirstPass
+    from verl_ext.workers.gate import Gate
+    from verl_ext.workers.worker_loss import LossSettings
+
+    bypasses = case in BYPASS_CASES
+    limits, settings = ({}, BYPASS_CASES[case]) if bypasses else CASES[case]
+    worker = build_worker(folder)
     steps = []
     verls = worker.engine.optimizer_step
     worker.engine.optimizer_step = lambda: steps.append(verls()) or steps[-1]
@@ -102,19 +116,110 @@ def run(case, rank, folder):
     gate.limits = wanted.mini_batch
     if wanted.first_pass is not None:
         gate.first_pass = FirstPass(wanted.first_pass)
-    config = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-    worker.set_loss_fn(build_worker_loss(config, wanted, gate, gate.first_pass)[0])
+    set_loss(worker, gate, wanted)
     data = batch(rank, **settings)
     if bypasses:  # as the trainer sends it, through TransferQueue
         data["first_pass"] = NonTensorData({"narrowed": False, "limits": (("vllm_kl/k3", "above", 0.5),)})
     output = worker.train_mini_batch(data=data)
-    weights = torch.cat([p.detach().full_tensor().flatten() for p in worker.engine.module.parameters()])
-    return {"steps": len(steps), "weights": weights, "metrics": dict(tu.get(output, "metrics"))}
+    return {"steps": len(steps), "weights": weights_of(worker), "metrics": dict(tu.get(output, "metrics"))}
+
+
+def everything(worker):
+    """What a step changes, bit for bit: weights, the optimizer's moments, its settings, the schedule."""
+    import copy
+
+    engine = worker.engine
+    shards = [p.detach().to_local().clone() for p in engine.module.parameters()]
+    moments = [
+        value.to_local().clone() if hasattr(value, "to_local") else copy.copy(value)
+        for p in engine.module.parameters()
+        for _, value in sorted(engine.optimizer.state.get(p, {}).items())
+    ]
+    groups = [{name: value for name, value in g.items() if name != "params"} for g in engine.optimizer.param_groups]
+    return copy.deepcopy((shards, moments, groups, engine.lr_scheduler.state_dict()))
+
+
+def equal(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+UNDO_CASES = {
+    "undo": {},
+    "undo, offloaded": {"param_offload": True, "optimizer_offload": True},
+    "undo, offload_policy": {"offload_policy": True},
+}
+
+
+def undo(case, rank, folder):
+    """Updates of two mini-batches each, taken back and made again."""
+    from tensordict import NonTensorData
+    from verl.utils import tensordict_utils as tu
+
+    from verl_ext.workers.gate import Gate
+    from verl_ext.workers.undo import of_engine
+    from verl_ext.workers.worker_loss import LossSettings
+
+    worker = build_worker(folder, **UNDO_CASES[case])
+    gate = Gate(worker)
+    gate.undo, gate.after_update = of_engine(worker.engine), 4  # two of each rank
+    set_loss(worker, gate, LossSettings())
+
+    def update(step, lr_scale=1.0):
+        data = batch(rank)
+        data["guarded_update"] = NonTensorData({"step": step, "lr_scale": lr_scale})
+        return dict(tu.get(worker.train_mini_batch(data=data), "metrics"))
+
+    def restored(before, step):
+        return gate.undo.take_back(step - 1) == step and equal(everything(worker), before)
+
+    found, start = {}, everything(worker)
+    first = update(1)
+    found["the first, before which the optimizer held nothing"] = restored(start, 1)
+    found["made again, it is the same"] = same_metrics(update(2), first)
+    before, weights = everything(worker), weights_of(worker)
+    second = update(3)
+    moved = weights_of(worker) - weights
+    found["after_update"] = second["after_update/policy_kl"], second["after_update/vllm_kl"]
+    found["independently"] = scored_again(worker, rank)  # after a forward pass, the root's parameters are gathered
+    found["one with moments"] = restored(before, 3)
+    update(4, lr_scale=0.5)
+    found["moved at half the rate"] = float((weights_of(worker) - weights).norm() / moved.norm())
+    found["rate"] = worker.engine.optimizer.param_groups[0]["lr"]
+    found["given up before"] = gate.undo.take_back(4) is None
+    found["nothing is kept"] = gate.undo.take_back(0) is None
+    return found
+
+
+def same_metrics(one, other):
+    return all(one[name] == other[name] for name in ("grad_norm", "after_update/policy_kl", "actor/pg_loss"))
+
+
+def scored_again(worker, rank):
+    """Sum of k3 of l_old against the policy as it is, over the first two trajectories; and their tokens."""
+    from verl.utils import tensordict_utils as tu
+
+    rows = tu.index_select_tensor_dict(batch(rank), [0, 1])
+    tu.assign_non_tensor(rows, compute_loss=False)
+    log_probs = worker.infer_batch(rows)["log_probs"]
+    total = tokens = 0
+    for scored, (prompt, response) in zip(log_probs.unbind(), LENGTHS[:2], strict=True):
+        x = scored[prompt - 1 : prompt + response - 1].double() + 4.5
+        total += float((x.exp() - 1 - x).sum())
+        tokens += response
+    return total, tokens
 
 
 def rank_main(rank, ranks, folder, address, results):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"DIST_INIT_METHOD": address, "MASTER_ADDR": "unused", "MASTER_PORT": "0"}
     torch.set_num_threads(1)
-    torch.save({case: run(case, rank, folder) for case in (*CASES, *BYPASS_CASES)}, f"{results}/{rank}.pt")
+    found = {case: run(case, rank, folder) for case in (*CASES, *BYPASS_CASES)}
+    found |= {case: undo(case, rank, folder) for case in UNDO_CASES}
+    torch.save(found, f"{results}/{rank}.pt")
     dist.destroy_process_group()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recipes.cpu_tool.make_assets import make_assets
-from tests.stack.gate_ranks import CASES, rank_main
+from tests.stack.gate_ranks import CASES, UNDO_CASES, rank_main
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -73,3 +73,20 @@ def test_in_bypass_mode_the_first_mini_batch_of_any_rank_decides_for_all(ranks, 
 def test_a_batch_refused_in_bypass_mode_leaves_the_weights(ranks):
     assert torch.equal(ranks[0]["bypass, a gap"]["weights"], ranks[0]["moved"]["weights"])
     assert not torch.equal(ranks[0]["bypass"]["weights"], ranks[0]["moved"]["weights"])
+
+
+@pytest.mark.parametrize("case", UNDO_CASES)
+def test_an_update_is_taken_back_bit_for_bit_on_every_rank(ranks, case):
+    for rank in ranks:
+        found = rank[case]
+        assert all(holds for holds in found.values() if isinstance(holds, bool)), found
+        assert found["moved at half the rate"] == pytest.approx(0.5, rel=0.02) and found["rate"] == 1e-2
+
+
+@pytest.mark.parametrize("case", UNDO_CASES)
+def test_what_an_update_moved_is_scored_again_over_all_ranks(ranks, case):
+    told = [rank[case]["after_update"] for rank in ranks]
+    assert told[0] == told[1]
+    total, tokens = (sum(rank[case]["independently"][i] for rank in ranks) for i in range(2))
+    policy_kl, vllm_kl = told[0]
+    assert policy_kl == pytest.approx([total / tokens], rel=1e-5) == vllm_kl, "here l_infer is l_old"

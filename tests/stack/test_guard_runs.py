@@ -15,7 +15,10 @@ pytestmark = pytest.mark.e2e
 RULES = {
     "gap": "{signal:vllm_kl/k3,above:1.0e-3,action:tighten}",
     "reward": "{signal:critic/score/mean,below:-1,action:rollback}",
+    "purse": "{signal:critic/score/mean,above:40,action:undo}",
     "cheat": "{signal:critic/score/mean,above:50,action:stop}",
+    "rate": "{signal:vllm_kl/k3,above:1.0e-3,action:lower_lr}",
+    "burst": "{signal:actor/grad_norm,above:1.0e+6,action:undo}",
     "norm": "{signal:actor/grad_norm,above:1.0e-6,patience:2,action:warn}",
 }
 
@@ -46,7 +49,8 @@ def with_faults(assets, stack, tmp_path_factory):
 
 
 def test_every_action(with_faults):
-    settings = ("stability=icepop", CANARY, *REPLAY, *SAVES, rules(*RULES))
+    guard = ("after_update.trajectories=8", "lower_lr.hold=2", "rollback_cooldown=1")
+    settings = ("stability=icepop", CANARY, *REPLAY, *SAVES, rules(*RULES), *(f"stability.guard.{x}" for x in guard))
     run = with_faults("every action", *settings, steps=14)
     assert run.code == 3, run.tail
     assert told(run.folder) == [
@@ -56,22 +60,31 @@ def test_every_action(with_faults):
         (5, "weight_sync", "warn"),  # by the sync canary, then by the jump that step 6 sees
         (6, "weight_sync", "warn"),
         (6, "gap", "tighten"),
+        (6, "rate", "lower_lr"),
         (6, "weight_sync", "recover"),
         (7, "gap", "recover"),
+        (7, "rate", "recover"),
         (7, "non_finite", "warn"),
-        (7, "non_finite", "warn"),
+        (7, "non_finite", "undo"),  # of the gradient's norm, which a rule undoes by
+        (7, "undo", "restored"),
         (8, "filters", "skip"),
         (9, "reward", "rollback"),
+        (9, "lower_lr", "recover"),
         (9, "rollback", "restored"),
         (10, "routing", "warn"),
-        (11, "cheat", "stop"),
+        (11, "purse", "undo"),
+        (11, "undo", "restored"),
+        (12, "burst", "undo"),
+        (12, "undo", "restored"),
+        (13, "purse", "undo"),
+        (13, "cheat", "stop"),
     ]
     reasons = {event["step"]: event["reason"] for event in events(run.folder)}
     # Of 32 trajectories, one has no experts and another has one twice; their tokens route themselves.
     wrong = run.steps[9]
     assert "name an expert twice" in reasons[10] and "They route themselves." in reasons[10]
     assert 0 < wrong["router/unknown"] < 0.1 and 0 < wrong["router/invalid"] < 0.1
-    assert all(step["router/unknown"] == step["router/invalid"] == 0 for step in (*run.steps[:9], run.steps[10]))
+    assert all(step["router/unknown"] == step["router/invalid"] == 0 for step in (*run.steps[:9], *run.steps[10:]))
     assert wrong["router/agreement"] > 0.9
     assert "did the last weight sync reach every rollout engine?" in run.console
     assert "rollout_log_probs has 1 non-finite values" in reasons[3]
@@ -81,8 +94,8 @@ def test_every_action(with_faults):
     for event in events(run.folder):
         assert event["reason"] in run.console
     assert "verl_ext: error: the guard stopped the run: critic/score/mean=100 passes" in run.console
-    assert len(run.steps) == 11, "the metrics of the last step are written"
-    assert [step["guard/skipped"] for step in run.steps] == [0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 1]
+    assert len(run.steps) == 13, "the metrics of the last step are written"
+    assert [step["guard/skipped"] for step in run.steps] == [0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 1, 0, 1]
     assert run.steps[5]["guard/tightened"] == 1 and run.steps[6]["guard/tightened"] == 1
     assert run.steps[7]["guard/tightened"] == 0
 
@@ -96,6 +109,17 @@ def test_every_action(with_faults):
     assert not same(shards(run.folder, 8), shards(run.folder, 9))
     # The rollout got the weights back as well: no gap in the step after.
     assert run.steps[9]["vllm_kl/k3"] < 1e-3
+
+    # Step 11 took back the update of step 10, which the rollout had had; step 12 its own.
+    for after in (11, 12):
+        assert_same(shards(run.folder, after), shards(run.folder, 9))
+        assert_same_optimizer(shards(run.folder, after, "optim"), shards(run.folder, 9, "optim"))
+    assert not same(shards(run.folder, 10), shards(run.folder, 9))
+    assert run.steps[11]["vllm_kl/k3"] < 1e-3
+    assert [step["guard/undos"] for step in run.steps] == [0] * 6 + [1] * 4 + [2, 3, 3]
+    assert [step["guard/lr_scale"] for step in run.steps] == [1] * 5 + [0.5] * 3 + [1] * 5
+    moved = [step["actor/after_update/policy_kl"] for step in run.steps if "actor/after_update/policy_kl" in step]
+    assert len(moved) == 7 and all(0 < value < 1 for value in moved[:4]), "as many as there were updates"
 
 
 def test_a_lora_whose_first_weight_sync_is_lost(with_faults, tmp_path):

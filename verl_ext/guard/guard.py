@@ -8,16 +8,18 @@ signals in the same order give the same decisions, also across `state_dict` and 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from verl_ext.errors import ConfigError
 from verl_ext.guard.alone import whose
 from verl_ext.guard.forecast import foresee, remember
+from verl_ext.guard.learning_rate import LowerLr, go_on, lower, scale
 from verl_ext.guard.rules import REFUSING, Rule, RuleState, describe, next_bound, read
 from verl_ext.guard.state import Boundary, Decision, Event, read_state
 from verl_ext.metrics import MUST_BE_FINITE
 
+LR_SCALE = "guard/lr_scale"
 REFUSED = "actor/gate/refused"  # share of a step's mini-batches that the workers refused
 KEPT = 20  # checkpoints remembered as good
 
@@ -32,7 +34,8 @@ class Guard:
         stop_after: steps in a row without a good update after which the run stops; None never stops for that reason.
         max_rollbacks: after so many, a rollback is a stop.
         cooldown: steps after a rollback in which another one is a skip, because what is then trained on may still come
-            from the weights that were given up.
+            from the weights that were given up; the same after an undo by what was measured before the update.
+        lower_lr: by how much the learning rate is lowered, where a rule asks for that.
         boundary: what is extrapolated.
         mask: the share of tokens that a mask with a fixed band drops, a metric's name; empty where there is none.
     """
@@ -44,6 +47,7 @@ class Guard:
         stop_after: int | None = None,
         max_rollbacks: int = 3,
         cooldown: int = 5,
+        lower_lr: LowerLr | None = None,
         boundary: Boundary | None = None,
         mask: str = "",
     ):
@@ -51,6 +55,7 @@ class Guard:
         self.stop_after = stop_after
         self.max_rollbacks = max_rollbacks
         self.cooldown = cooldown
+        self.lower_lr = lower_lr or LowerLr()
         self.boundary, self.mask = boundary or Boundary(), mask
         self.unread = {rule.name for rule in rules}  # rules whose signal has not been logged yet
         self.step, self._failed = 0, False
@@ -60,7 +65,12 @@ class Guard:
     @property
     def tightens(self) -> bool:
         """Whether a rule asks for a narrower band."""
-        return any(rule.action == "tighten" and self.state.rules[rule.name].firing for rule in self.rules)
+        return self._fires("tighten")
+
+    @property
+    def lr_scale(self) -> float:
+        """What the schedule's learning rate is multiplied by."""
+        return scale(self.lower_lr, self.state.lr)
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -116,6 +126,8 @@ class Guard:
         new = {name: value for name, value in signals.items() if name not in self._judged}
         remember(self.state, self.step, _finite(new))
         events = self._not_finite(new, "warn")
+        undoing = {rule.signal for rule in self.rules if rule.action == "undo"}
+        events = [replace(event, action="undo") if event.signal in undoing else event for event in events]
         refused = new.get(REFUSED, 0.0)
         if refused > 0:
             reason = f"{refused:.0%} of the mini-batches refused by stability.guard.mini_batch"
@@ -123,17 +135,24 @@ class Guard:
         self._failed |= bool(events) and (refused == 1 or "actor/grad_norm" in {event.signal for event in events})
         for rule in self.rules:
             events += self._read(rule, new, early=False)
+        self._failed |= any(event.action == "undo" for event in events)
         self._judged |= new.keys()
         return Decision(tuple(events))
 
     def close(self) -> Decision:
         """After the updates of a step and what came with them: whether the run goes on as it is."""
         self.state.in_a_row = 0 if self.state.updated and not self._failed else self.state.in_a_row + 1
-        if self.stop_after is None or self.state.in_a_row < self.stop_after:
-            return Decision()
-        reason = f"{self.state.in_a_row} steps in a row without an update (stability.guard.stop_after)"
-        value, limit = float(self.state.in_a_row), float(self.stop_after)
-        return Decision((Event(self.step, "stop_after", "guard/skipped", value, limit, "stop", reason),))
+        events = []
+        firing = self._fires("lower_lr")
+        if go_on(self.lower_lr, self.state.lr, self.step, firing):
+            why = "a rule still fires" if firing else "no rule asks for less"
+            action = "lower_lr" if firing else "recover"
+            events.append(Event(self.step, "lower_lr", LR_SCALE, self.lr_scale, None, action, f"{why}: {self._rate()}"))
+        if self.stop_after is not None and self.state.in_a_row >= self.stop_after:
+            reason = f"{self.state.in_a_row} steps in a row without an update (stability.guard.stop_after)"
+            value, limit = float(self.state.in_a_row), float(self.stop_after)
+            events.append(Event(self.step, "stop_after", "guard/skipped", value, limit, "stop", reason))
+        return Decision(tuple(events))
 
     def saved(self, step: int) -> None:
         """A checkpoint was written. Its weights are measured in the next step, and proven good or not at its end."""
@@ -142,16 +161,28 @@ class Guard:
     def rolled_back(self, to: int) -> Event:
         """The weights are those of the checkpoint of step `to` again."""
         self.state.rollbacks += 1
-        self.state.calm_from = self.step + 1 + self.cooldown
         # Proven anew: another rollback goes further back if it was not good after all.
         self.state.good = [step for step in self.state.good if step < to]
         self.state.unproven = [(to, self.step)]
-        self.state.rollback_due = ""
-        self.state.forget(after=to + 1)
-        for state in self.state.rules.values():
-            state.streak, state.firing = 0, False
+        self.state.rollback_due = self.state.undo_due = ""
+        self._give_up(after=to + 1)
         reason = f"weights and optimizer of step {to} restored; the data goes on"
         return Event(self.step, "rollback", "", None, None, "restored", reason)
+
+    def undone(self, of: int | None) -> Event:
+        """The weights are again what they were before the updates of step `of`; None where none was kept."""
+        self.state.undo_due = ""
+        if of is None:
+            reason = "no update was kept that could be taken back: none since the start, a rollback or an undo"
+            return Event(self.step, "undo", "", None, None, "warn", reason)
+        self.state.undos += 1
+        self.state.good = [step for step in self.state.good if step < of]
+        self.state.unproven = [saved for saved in self.state.unproven if saved[0] < of]
+        if of < self.step:  # the rollout has had these weights
+            self._give_up(after=of)
+        self.state.given_up = self.step
+        reason = f"the update of step {of} taken back, weights and optimizer; the data goes on"
+        return Event(self.step, "undo", "", None, None, "restored", reason)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts: JSON gives back the same floats."""
@@ -172,6 +203,19 @@ class Guard:
             state.growth, state.growth_alone, state.growth_of = [], [], self.boundary.signal
         self.state = state
 
+    def _fires(self, action: str) -> bool:
+        return any(rule.action == action and self.state.rules[rule.name].firing for rule in self.rules)
+
+    def _give_up(self, after: int) -> None:
+        """What was measured after this step was of weights that are gone; rules judge anew."""
+        self.state.calm_from, self.state.given_up = self.step + 1 + self.cooldown, self.step
+        self.state.forget(after)
+        for state in self.state.rules.values():
+            state.streak, state.firing = 0, False
+
+    def _rate(self) -> str:
+        return f"the learning rate is {self.lr_scale:.3g} of the schedule's"
+
     def _prove(self, step: int) -> None:
         """Of the checkpoints whose weights the last step has measured, keep those that nothing spoke against.
 
@@ -191,13 +235,16 @@ class Guard:
         if not early and rule.action == "skip":
             raise ConfigError(
                 f"stability.guard.rules.{rule.name}: {rule.signal} comes with the update, which can then no longer be "
-                "skipped; set action to warn, tighten, rollback or stop, or use stability.guard.mini_batch"
+                "skipped; set action to warn, tighten, lower_lr, undo, rollback or stop, or use "
+                "stability.guard.mini_batch"
             )
         self.unread.discard(rule.name)
         if not math.isfinite(value):
             return []  # told by `_not_finite`
         reading = read(rule, self.state.rules[rule.name], value)
         threshold = reading.threshold
+        if reading.ended and rule.action == "lower_lr":
+            self.state.lr.since = self.step
         if reading.ended:
             return [self._event(rule, value, threshold, "recover", f"{rule.signal}={value:.3g}, {rule.name} recovers")]
         again = rule.action in REFUSING  # told each time, because each is a decision about another batch
@@ -207,6 +254,11 @@ class Guard:
         return [self._event(rule, value, threshold, *self._action(rule, reason, early))]
 
     def _action(self, rule: Rule, reason: str, early: bool) -> tuple[str, str]:
+        if rule.action == "lower_lr":
+            lower(self.lower_lr, self.state.lr, self.step)
+            return rule.action, f"{reason}: {self._rate()}"
+        if rule.action == "undo" and early and self.step < self.state.calm_from:
+            return "skip", f"{reason} (soon after weights were given up: no undo yet)"
         if rule.action != "rollback":
             return rule.action, reason
         if self.step < self.state.calm_from:

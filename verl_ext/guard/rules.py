@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-ACTIONS = ("warn", "tighten", "skip", "rollback", "stop")  # the mildest first
-REFUSING = ("skip", "rollback", "stop")  # the update of the same batch is not made
+ACTIONS = ("warn", "tighten", "lower_lr", "skip", "undo", "rollback", "stop")  # the mildest first
+REFUSING = ("skip", "undo", "rollback", "stop")  # the update of the same batch is not made
 SIDES = ("above", "below")
 FEWEST = 8  # readings before an adaptive rule judges
 NORMAL_MAD = 1.4826  # standard deviations of a normal distribution in one median absolute deviation

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from verl_ext.guard.learning_rate import LrState
 from verl_ext.guard.rules import FEWEST, REFUSING, RuleState
 from verl_ext.guard.saved import read_saved
 from verl_ext.methods import require
@@ -59,7 +60,10 @@ class GuardState:
 
     Attributes:
         skips, in_a_row: updates skipped so far, and how many steps just now went without a good update.
-        rollbacks, calm_from: how many so far; the first step at which another may follow.
+        rollbacks, undos: how many so far.
+        calm_from: the first step at which another may follow.
+        given_up: the last step at whose end weights were given up by one of them.
+        lr: what is done to the learning rate.
         rules: name -> state.
         growth, growth_of: (step, delta), the window of the extrapolation, and the signal that delta is.
         growth_alone: the same of the engines alone, where rollouts are older than the policy.
@@ -71,13 +75,16 @@ class GuardState:
         good: steps of checkpoints whose weights have been measured and found good, ascending.
         unproven: (step of a checkpoint, step at whose end the weights were its) until a later step has measured them.
         updated: whether an update of the last step was made.
-        rollback_due: why a rollback was asked for that has not been carried out yet; else empty.
+        rollback_due, undo_due: why one was asked for that has not been carried out yet; else empty.
     """
 
     skips: int = 0
     in_a_row: int = 0
     rollbacks: int = 0
+    undos: int = 0
     calm_from: int = 0
+    given_up: int = 0
+    lr: LrState = field(default_factory=LrState)
     rules: dict[str, RuleState] = field(default_factory=dict)
     growth: list[tuple[int, float]] = field(default_factory=list)
     growth_of: str = ""
@@ -94,6 +101,7 @@ class GuardState:
     unproven: list[tuple[int, int]] = field(default_factory=list)
     updated: bool = False
     rollback_due: str = ""
+    undo_due: str = ""
 
     def forget(self, after: int) -> None:
         """What was measured of weights that were given up: all after this step."""

@@ -101,11 +101,14 @@ def arms_of(
         ConfigError: a name is not known, or a setting cannot work in the lab.
     """
     wrong = ",".join(regimes_named(regime))
-    common = ("+lab=grpo", *overrides, *([f"trainer.total_training_steps={steps}"] if steps else []))
-    arms = [Arm("exact", (*common, *_measured(VARIANTS["none"]), "lab.regimes=[]"))]
+    common = (*MEASURED, *overrides, *([f"trainer.total_training_steps={steps}"] if steps else []))
+    arms = [Arm("exact", ("+lab=grpo", *VARIANTS["none"], *common, "lab.regimes=[]"))]
     wanted = {name: _overrides_of(name) for name in names if name != "exact"}
     wanted |= {name: (*_base(text), *text.split()) for name, text in added.items()}
-    arms += [Arm(name, (*common, *_measured(given), f"lab.regimes=[{wrong}]")) for name, given in wanted.items()]
+    arms += [
+        Arm(name, ("+lab=grpo", given[0], *common, *given[1:], f"lab.regimes=[{wrong}]"))
+        for name, given in wanted.items()
+    ]
     for arm in arms:
         setup_of(arm, 0)
     return arms
@@ -191,11 +194,6 @@ def _overrides_of(name: str) -> tuple[str, ...]:
 def _base(text: str) -> tuple[str, ...]:
     """Of a variant of the user's own, where it names none."""
     return () if any(word.startswith("stability=") for word in text.split()) else VARIANTS["none"]
-
-
-def _measured(given: Sequence[str]) -> tuple[str, ...]:
-    """With what every arm logs, before what is given, which may say otherwise."""
-    return (given[0], *MEASURED, *given[1:])
 
 
 def _yaml(value: Any) -> str:

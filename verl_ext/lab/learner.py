@@ -16,6 +16,7 @@ from verl.utils.metric import Metric
 from verl_ext.core.head import centering, divergence, weights_of
 from verl_ext.core.head_sums import head_metrics, head_sums
 from verl_ext.core.losses import router_deviation
+from verl_ext.core.mismatch import k3_sum
 from verl_ext.fields import DEVIATION
 from verl_ext.lab.batch import Batch, LossFields, mini_batch, model_output
 from verl_ext.lab.policy import Policy, Scored, score
@@ -25,6 +26,7 @@ from verl_ext.launch.checks import loss_settings
 from verl_ext.launch.routing_checks import replay_mode
 from verl_ext.settings.config import StabilityConfig
 from verl_ext.settings.losses import LOSSES
+from verl_ext.workers.after_update import PREFIX
 from verl_ext.workers.first_pass import FirstPass
 from verl_ext.workers.head import CENTERING, HeadUse
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
@@ -52,6 +54,7 @@ class Learner:
         self._actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         self._mini_batch = self._actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
         settings = LossSettings.from_dict(loss_settings(config, stability))
+        self._again, self._undoes = settings.after_update, settings.undo
         self.use = replace(settings.head or HeadUse(), truncated=True) if told else settings.head
         self._first_pass = FirstPass(settings.first_pass) if settings.first_pass is not None else None
         self._loss, active = build_worker_loss(self._actor, settings, first_pass=self._first_pass)
@@ -71,13 +74,18 @@ class Learner:
         with torch.no_grad():
             return score(self._reference, self._model, batch.prompts, batch.sampled.responses).log_probs
 
-    def update(self, batch: Batch, old: Scored, fields: LossFields, asked: Mapping[str, Any]) -> dict[str, float]:
-        """All updates of a step; means over them of what the loss and the optimizer tell.
+    def update(
+        self, batch: Batch, old: Scored, fields: LossFields, *, step: int, lr_scale: float, asked: Mapping[str, Any]
+    ) -> dict[str, float]:
+        """All updates of a step; means over them of what the loss and the optimizer tell, and what is seen after them.
 
         Args:
+            step, lr_scale: as of `verl_ext.workers.gate.Gate.begin_update`.
             asked: in bypass mode, of `FirstPass.begin_update`.
         """
         told: dict[str, list[float]] = {}
+        if self._undoes:
+            self.policy.undo.keep(step)
         if self._first_pass is not None:
             self._first_pass.begin_update(**asked)
         for number, rows in enumerate(self._mini_batches(len(batch.keys))):
@@ -90,10 +98,24 @@ class Learner:
                 data[DEVIATION] = self._deviation(old, current, batch, rows)
             loss, metrics = self._loss(self._model_output(batch, current, rows), data)
             if self._judge(metrics):
-                metrics["actor/grad_norm"] = self.policy.update(loss)
+                metrics["actor/grad_norm"] = self.policy.update(loss, lr_scale)
             for name, value in metrics.items():
                 told.setdefault(name, []).append(_number(value))
-        return {name: sum(values) / len(values) for name, values in told.items()}
+        found = {name: sum(values) / len(values) for name, values in told.items()}
+        return found | (self._score_again(batch, fields) if self._again else {})
+
+    def _score_again(self, batch: Batch, fields: LossFields) -> dict[str, float]:
+        """As verl_ext.workers.after_update."""
+        rows = slice(self._again)
+        mask = fields.mask[rows]
+        with torch.no_grad():
+            l_new = self._score(batch, rows, batch.sampled.experts[rows] if self._replays == "R3" else None).log_probs
+        before = {"policy_kl": fields.l_old, "vllm_kl": batch.sampled.l_infer}
+        tokens = max(int(mask.sum()), 1)
+        return {
+            f"actor/{PREFIX}/{name}": float(k3_sum((l_new.double() - log_probs[rows])[mask])) / tokens
+            for name, log_probs in before.items()
+        }
 
     def _judge(self, metrics: dict[str, Any]) -> bool:
         """Whether a mini-batch's step may be taken; in bypass mode it is measured, as in verl_ext.workers.gate."""

@@ -15,6 +15,8 @@ from verl.workers.config.optimizer import build_optimizer
 from verl_ext.core.head import Head, Reading, read
 from verl_ext.lab.model import Routing, Weights, forward
 from verl_ext.lab.settings import ModelSettings
+from verl_ext.workers.gate import scaled_lr
+from verl_ext.workers.undo import Undo
 
 FILE = "model.pt"
 
@@ -77,16 +79,26 @@ class Policy:
         self._clip = settings.clip_grad
         self.optimizer = build_optimizer(list(self.weights.values()), settings)
         self._schedule = get_constant_schedule_with_warmup(self.optimizer, max(settings.lr_warmup_steps, 0))
+        self.undo = Undo(lambda: self.weights, self.optimizer, self._schedule)
 
-    def update(self, loss: Tensor) -> float:
+    def update(self, loss: Tensor, lr_scale: float = 1.0) -> float:
         """One step; the gradient's norm before it is clipped. As in verl's engines, one that is not finite changes
-        nothing."""
+        nothing.
+
+        Args:
+            lr_scale: what the schedule's learning rate is multiplied by.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self._clip)
         if norm.isfinite():
-            self.optimizer.step()
+            with scaled_lr(self.optimizer, lr_scale):
+                self.optimizer.step()
         return norm.item()
+
+    def take_back(self, after: int) -> list[int | None]:
+        """As the workers of a run, which are one here."""
+        return [self.undo.take_back(after)]
 
     def end_step(self) -> float:
         """The learning rate of this step's updates; the schedule moves on, once a step, as verl's does."""

@@ -41,6 +41,7 @@ from verl_ext.trainer.step import (
     Outcome,
     judge,
     judge_before,
+    judge_by_advantage,
     judge_measured,
     leave_out,
     loss_weights,
@@ -121,7 +122,9 @@ class Training:
         narrowed, refused = self.guard.tightens, outcome.refused is not None
         if not refused:
             asked = {"narrowed": narrowed, "limits": self.guard.limits}
-            metrics |= self.learner.update(batch, scored, fields, asked)
+            metrics |= self.learner.update(
+                batch, scored, fields, step=number, lr_scale=self.guard.lr_scale, asked=asked
+            )
         if self.active.measures_in_update:
             measured, by_workers = take_measured(metrics)
             refused = refused or by_workers
@@ -158,6 +161,9 @@ class Training:
         """Weights, advantages, and what filters leave; and whether the batch may update the weights."""
         sampled, stability = batch.sampled, self.setup.stability
         advantages = self._advantages(batch)
+        if not self.active.measures_in_update:
+            judged, found = judge_by_advantage(judged, batch.packed(advantages), metrics, stability, self.guard)
+            self.actions.carry_out(found)
         outcome, mask = Outcome(judged.decision.refusal), sampled.mask
         if outcome.refused is None and self.active.filters:
             left = leave_out(self._view(batch, judged, advantages), judged.measured.weight, stability)

@@ -109,9 +109,11 @@ def _check_rules(config: DictConfig, stability: StabilityConfig) -> None:
         where, late = f"stability.guard.rules.{rule.name}", rule.signal.startswith("guard/")
         if rule.signal == "actor/entropy" and not OmegaConf.select(config, ENTROPY):
             _refuse(f"{where}: actor/entropy", f"needs {ENTROPY}=true", f"{ENTROPY}=true")
+        if "/advantage" in rule.signal:
+            _refuse(f"{where}: {rule.signal}", "is measured before the update", otherwise="take vllm_kl/k3")
         if rule.action == "skip" and (late or rule.signal == "actor/entropy"):
             _refuse(
                 f"{where}: action=skip",
                 f"comes too late: {rule.signal} is known when the update is made",
-                otherwise="set action to warn, tighten, rollback or stop",
+                otherwise="set action to warn, tighten, lower_lr, undo, rollback or stop",
             )

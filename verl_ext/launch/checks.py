@@ -34,7 +34,9 @@ def loss_settings(config: DictConfig, stability: StabilityConfig) -> dict[str, A
     """What the workers' `configure_loss` takes."""
     inside = {chosen.name: asdict(chosen.settings) for chosen in stability.in_update}
     gate = asdict(stability.guard.mini_batch)
-    found = {"corrections": inside, "kl_denominator": stability.kl_denominator, "mini_batch": gate}
+    found: dict[str, Any] = {"corrections": inside, "kl_denominator": stability.kl_denominator, "mini_batch": gate}
+    found["undo"] = any(rule.action == "undo" for rule in stability.rules)
+    found["after_update"] = stability.guard.after_update.trajectories
     heads = stability.head.k or stability.score_centering or truncates(config)
     if heads and uses(features(config, stability), HEAD):
         found["head"] = head_use(config, stability)
@@ -127,10 +129,23 @@ def _check_guard(config: DictConfig, stability: StabilityConfig) -> None:
             fix=("stability.guard.mini_batch.grad_norm=null",),
             otherwise="use a rule on actor/grad_norm",
         )
+    again = "stability.guard.after_update.trajectories"
+    if stability.guard.after_update.trajectories and strategy != "fsdp2":
+        raise ConfigError(
+            f"{again} is known to work with actor.strategy=fsdp2 alone, and this run has {strategy}",
+            fix=(f"{again}=0",),
+        )
     for rule in stability.rules:
         where = f"stability.guard.rules.{rule.name}"
         if rule.action == "rollback":
             _check_rollback(config, where)
+        if rule.action == "undo" and strategy != "fsdp2":
+            raise ConfigError(
+                f"{where}: action=undo keeps the shards of actor.strategy=fsdp2, and this run has {strategy}",
+                otherwise="set action to rollback, skip or lower_lr",
+            )
+        if rule.signal.startswith("actor/after_update/") and not stability.guard.after_update.trajectories:
+            raise ConfigError(f"{where}: {rule.signal} needs trajectories that are scored again", fix=(f"{again}=16",))
 
 
 def _check_rollback(config: DictConfig, where: str) -> None:

@@ -38,10 +38,13 @@ REPLAYS = {"R2": "R2: update_actor as compute_log_prob", "R3": "R3: both as the 
 AFTER_RULE = {
     "warn": "log and event log",
     "tighten": "the band of icepop",
+    "lower_lr": f"optimizer_step, {IN_WORKERS}",
     "skip": "in place of the update",
+    "undo": "end of the step",
     "rollback": "end of the step",
     "stop": "before the next step",
 }
+IN_GATE = ("lower_lr", "undo")  # actions that the workers carry out, around the optimizer's step
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,13 @@ def _of_the_guard(config: DictConfig, stability: StabilityConfig) -> Iterator[Fe
             skip = f"{rule.signal} > {rule.bound:g}"
             yield Feature("batch skip", skip, updates, parts)
         else:
-            yield Feature("guard rule", f"{rule.name}: {_bound(rule)}", AFTER_RULE[rule.action], parts)
+            hooked = frozenset({IN_LOSS}) if rule.action in IN_GATE else frozenset()
+            yield Feature("guard rule", f"{rule.name}: {_bound(rule)}", AFTER_RULE[rule.action], parts | hooked)
+    if any(rule.action == "undo" for rule in stability.rules):
+        where = f"before optimizer_step, {IN_WORKERS}"
+        yield Feature("undo", "weights and optimizer are kept", where, parts | {IN_LOSS})
+    if again := stability.guard.after_update.trajectories:
+        yield Feature("after the update", f"{again} trajectories scored again", IN_WORKERS, parts | {IN_LOSS})
 
 
 def _bound(rule: Rule) -> str:

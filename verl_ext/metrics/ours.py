@@ -9,6 +9,7 @@ LOSS = "nats a token"
 
 after = partial(Metric, when="after")
 divergence = partial(Metric, better="lower", scale="log")
+by_sign = partial(Metric, rare=True)  # a batch may have none of a sign
 by_lag = rescored = partial(Metric, rare=True)  # a batch may have no trajectory of a lag; with stability.rescoring
 
 GAP = Section(
@@ -19,7 +20,8 @@ GAP = Section(
     "number of weight versions: `/lag/0` is the engines' part, `/lag/span` of trajectories that several versions "
     "sampled. In bypass mode they are of a step's first mini-batch, after batch filters, not by lag, and come with the "
     "update. By bucket of an axis, such as `/prob/0-0.01`, `/entropy/2-`, `/position/0-256`, `/turn/01`: with "
-    "`stability.breakdown=true`, the default, where more than one bucket of the axis is in use.",
+    "`stability.breakdown=true`, the default, where more than one bucket of the axis is in use; and by the sign of the "
+    "advantage, but not in bypass mode.",
     (
         Metric(
             "vllm_kl/k1",
@@ -66,6 +68,10 @@ GAP = Section(
         Metric(f"vllm_kl/share/{AXES}/*", "tokens in the bucket", "share"),
         Metric(f"vllm_kl/k1/{AXES}/*", "k1 of the bucket's tokens", LOSS),
         divergence(f"vllm_kl/k3/{AXES}/*", "k3 of the bucket's tokens", LOSS),
+        by_sign("vllm_kl/share/advantage/{positive,negative}", "tokens with an advantage of this sign", "share"),
+        by_sign("vllm_kl/k1/advantage/{positive,negative}", "their k1", LOSS),
+        by_sign("vllm_kl/k3/advantage/{positive,negative}", "their k3", LOSS, better="lower", scale="log"),
+        by_sign("vllm_kl/advantage_skew", "k1 of positive advantages less k1 of negative ones", LOSS, worst="largest"),
         by_lag("vllm_kl/share/lag/*", "tokens whose trajectory was sampled so many versions ago", "share"),
         by_lag("vllm_kl/k1/lag/*", "their k1", LOSS),
         by_lag("vllm_kl/k3/lag/*", "their k3", LOSS, better="lower", scale="log"),
@@ -229,6 +235,16 @@ GUARD = Section(
         ),
         after("guard/skips", "updates skipped so far, over restarts", "updates", "lower"),
         after("guard/rollbacks", "rollbacks so far, over restarts", "rollbacks", "lower"),
+        after(
+            "guard/undos",
+            "updates taken back so far, over restarts, where a rule can do that",
+            "updates",
+            "lower",
+            rare=True,
+        ),
+        after(
+            "guard/lr_scale", "what the schedule's learning rate is multiplied by, where a rule can lower it", rare=True
+        ),
         after("guard/threshold", "`stability.batch_skip.threshold`", rare=True),
         after("guard/boundary", "`stability.guard.boundary.value`, where the growth is that of k3", LOSS, rare=True),
         after("guard/tightened", "1 while IcePop's band is narrowed, where a rule can do that", rare=True),
@@ -293,6 +309,10 @@ UPDATE = Section(
         after("actor/gate/refused", "mini-batches whose optimizer step was refused", "share", "lower"),
         after("actor/gate/vllm_kl", "k3 of l_infer against l_theta", LOSS),
         after("actor/gate/policy_kl", "k3 of l_old against l_theta; not in bypass mode, where it is the other", LOSS),
+        after("actor/after_update/policy_kl", "k3 of l_old against the policy that the update made", LOSS),
+        after(
+            "actor/after_update/vllm_kl", "k3 of l_infer against it; both over a few trajectories of the batch", LOSS
+        ),
         after("actor/gate/grad_norm", "the gradient's norm before clipping, where it is bounded"),
         after("actor/icepop/dropped_low", "tokens below the band", "share"),
         after("actor/icepop/dropped_high", "tokens above it", "share"),

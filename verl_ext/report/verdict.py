@@ -133,15 +133,17 @@ def _gap_moves(run: Run) -> Iterator[str]:
         )
 
 
+ACTED = {"undo": "took an update back", "rollback": "rolled back", "stop": "stopped the run"}
+
+
 def _acts(run: Run) -> Iterator[str]:
     for event in _acted(run):
-        done = "rolled back" if event.action == "rollback" else "stopped the run"
-        yield f"The guard {done} in step {event.step}: {event.reason}."
+        yield f"The guard {ACTED[event.action]} in step {event.step}: {event.reason}."
 
 
 def _acted(run: Run) -> list[Event]:
     """What the guard lately did that ends a run, or goes back in it."""
-    return [e for e in run.events if e.action in ("rollback", "stop") and e.step > run.steps[-1] - WINDOW]
+    return [e for e in run.events if e.action in ACTED and e.step > run.steps[-1] - WINDOW]
 
 
 def _name(run: Run) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_ext.errors import ConfigError
+from verl_ext.guard.learning_rate import LowerLr
 from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, Rule
 from verl_ext.guard.state import Boundary
 from verl_ext.methods import require, require_one_of
@@ -62,6 +63,20 @@ class MiniBatchGate:
 
 
 @dataclass(frozen=True)
+class AfterUpdate:
+    """Score trajectories of a batch again when it has updated the policy, for rules that undo the update by that.
+
+    Attributes:
+        trajectories: so many of a batch; 0 for none. Each costs a forward pass.
+    """
+
+    trajectories: int = 0
+
+    def __post_init__(self) -> None:
+        require(self, "trajectories", self.trajectories >= 0, "must be a number of trajectories, or 0")
+
+
+@dataclass(frozen=True)
 class GuardSettings:
     """Besides `rules`, which `parse_rules` reads.
 
@@ -69,6 +84,8 @@ class GuardSettings:
         stop_after: steps in a row without an update after which the run stops; null never does.
         tighten_factor: what IcePop's band is narrowed by, in logarithms, while a rule with action=tighten fires.
         max_rollbacks, rollback_cooldown: rollbacks after which another is a stop; steps after one without another.
+        lower_lr: what a rule with action=lower_lr does to the learning rate.
+        after_update: look at a few trajectories of each batch again, after its update.
         mini_batch: refuse single optimizer steps, in the workers.
         boundary: the mismatch that is extrapolated, and to where.
     """
@@ -77,6 +94,8 @@ class GuardSettings:
     tighten_factor: float = 0.5
     max_rollbacks: int = 3
     rollback_cooldown: int = 5
+    lower_lr: LowerLr = field(default_factory=LowerLr)
+    after_update: AfterUpdate = field(default_factory=AfterUpdate)
     mini_batch: MiniBatchGate = field(default_factory=MiniBatchGate)
     boundary: Boundary = field(default_factory=Boundary)
 
@@ -162,7 +181,7 @@ def _check(rule: Rule, where: str) -> None:
     if rule.action == "skip" and comes_late(rule.signal):
         raise ConfigError(
             f"{where}: {rule.signal} comes with the update, which can then no longer be skipped; set action to warn, "
-            f"tighten, rollback or stop, or use {PREFIX}.mini_batch"
+            f"tighten, lower_lr, undo, rollback or stop, or use {PREFIX}.mini_batch"
         )
     if rule.action == "tighten" and rule.signal.startswith(OWN_EFFECT):
         raise ConfigError(f"{where}: a narrower band itself raises {rule.signal}, so the rule would not recover")

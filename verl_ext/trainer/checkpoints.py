@@ -65,7 +65,7 @@ def save_sizes(folder: Path) -> None:
 
 
 def give_up(root: str | Path, after: int) -> None:
-    """A rollback went back to step `after`: a restart must not go on from what came later."""
+    """The weights are again those of step `after`: a restart must not go on from what came later."""
     for step in _steps(Path(root)):
         if step > after:
             (folder_of(root, step) / GIVEN_UP_FILE).touch()
@@ -82,7 +82,7 @@ def damage(folder: Path) -> str:
     if not folder.is_dir():
         return "the folder is missing"
     if (folder / GIVEN_UP_FILE).exists():
-        return "a rollback gave it up"
+        return "the guard gave it up"
     try:
         load_state(folder)
     except CheckpointError as error:

@@ -1,7 +1,7 @@
 """What the guard decides, written down and carried out in verl's training loop.
 
-Where each action happens: a skip in place of the update; a rollback at the end of the step, before verl saves a
-checkpoint and synchronises the weights; a stop before the next step, when the metrics of this one are written.
+Where each action happens: a skip in place of the update; an undo and a rollback at the end of the step, before verl
+saves a checkpoint and synchronises the weights; a stop before the next step, when the metrics of this one are written.
 """
 
 import difflib
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_ext.errors import GuardStopError, HookError
-from verl_ext.guard.guard import Guard
+from verl_ext.guard.guard import LR_SCALE, Guard
 from verl_ext.guard.state import Decision, Event
 from verl_ext.metrics import is_rare
 from verl_ext.settings.config import StabilityConfig
@@ -28,6 +28,7 @@ def build_guard(stability: StabilityConfig) -> Guard:
         stop_after=settings.stop_after,
         max_rollbacks=settings.max_rollbacks,
         cooldown=settings.rollback_cooldown,
+        lower_lr=settings.lower_lr,
         boundary=settings.boundary,
         mask=mask,
     )
@@ -53,30 +54,43 @@ class GuardActions:
 
     @property
     def due(self) -> str | None:
-        """Why no batch may update the weights until the step ends, if a rollback or a stop is to come then."""
-        return self._guard.state.rollback_due or (self.stop.reason if self.stop else None)
+        """Why no batch may update the weights until the step ends, if they are given up or the run stops then."""
+        state = self._guard.state
+        return state.rollback_due or state.undo_due or (self.stop.reason if self.stop else None)
 
     def carry_out(self, decision: Decision) -> None:
         """Write down what was decided, and note what is to be done later in the step."""
         for event in decision.events:
             self._tell(event)
-        if (rollback := decision.first("rollback")) and not self._guard.state.rollback_due:
-            self._guard.state.rollback_due = rollback.reason
+        state = self._guard.state
+        if rollback := decision.first("rollback"):
+            state.rollback_due = state.rollback_due or rollback.reason
+        if undo := decision.first("undo"):
+            state.undo_due = state.undo_due or undo.reason
         self.stop = self.stop or decision.first("stop")
 
     def end_step(self, metrics: dict[str, float], groups: Mapping[str, Any]) -> None:
-        """Judge what came with the updates, and roll back where that is due.
+        """Judge what came with the updates, and give the weights up where that is due.
 
         Args:
             metrics: of the step, verl's average over its local updates.
-            groups: folder in a checkpoint -> the workers whose weights and optimizer it holds.
+            groups: folder in a checkpoint -> the workers whose weights and optimizer it holds; of these, an undo is of
+                `actor` alone.
         """
         self.carry_out(self._guard.judge_late(metrics))
         self.carry_out(self._guard.close())
-        if self._guard.state.rollback_due and self.stop is None:
+        state = self._guard.state
+        if state.rollback_due and self.stop is None:
             self._roll_back(groups)
-        metrics["guard/skips"] = self._guard.state.skips  # here, because a running count must not be averaged
-        metrics["guard/rollbacks"] = self._guard.state.rollbacks
+        elif state.undo_due and self.stop is None:
+            self._take_back(groups["actor"])
+        metrics["guard/skips"] = state.skips  # here, because a running count must not be averaged
+        metrics["guard/rollbacks"] = state.rollbacks
+        actions = {rule.action for rule in self._guard.rules}
+        if "undo" in actions:
+            metrics["guard/undos"] = state.undos
+        if "lower_lr" in actions:
+            metrics[LR_SCALE] = self._guard.lr_scale
 
     def judge_logged(self, metrics: Mapping[str, float]) -> None:
         """Judge what verl logs last, after it has saved a checkpoint."""
@@ -126,6 +140,14 @@ class GuardActions:
         to = checkpoints.step_of(folder)
         checkpoints.give_up(root, after=to)
         self._tell(self._guard.rolled_back(to))
+
+    def _take_back(self, workers: Any) -> None:
+        """Undo the last update, of which the workers keep what it changed; where the rollout has had it, the weights
+        are synchronised after the step."""
+        (of,) = set(workers.take_back(after=self._guard.state.given_up))
+        if of is not None:
+            checkpoints.give_up(os.path.abspath(self._root), after=of - 1)
+        self._tell(self._guard.undone(of))
 
     def _good_checkpoint(self) -> str:
         good = checkpoints.newest_of(self._root, self._guard.state.good)

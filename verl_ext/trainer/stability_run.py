@@ -15,6 +15,7 @@ from verl_ext.core.routing import router_metrics
 from verl_ext.core.tokens import jagged
 from verl_ext.errors import HookError
 from verl_ext.fields import (
+    ADVANTAGES,
     FILTER_SCALE,
     FIRST_PASS,
     HEAD_SUMS,
@@ -23,6 +24,7 @@ from verl_ext.fields import (
     RESPONSE_MASK,
     REWARDS,
     ROUTER_SUMS,
+    UPDATE,
     WEIGHTS,
 )
 from verl_ext.guard.state import Decision
@@ -43,6 +45,7 @@ from verl_ext.trainer.step import (
     Outcome,
     judge,
     judge_before,
+    judge_by_advantage,
     judge_measured,
     leave_out,
     loss_weights,
@@ -227,6 +230,10 @@ class StabilityRun:
         self.outcome = Outcome()
         if judged is None:
             return batch
+        if not self.active.measures_in_update and self.active.stability.breakdown:
+            advantages = get_fields(batch, [ADVANTAGES])[ADVANTAGES].values()
+            judged, found = judge_by_advantage(judged, advantages, metrics, self.active.stability, self.guard)
+            self.actions.carry_out(found)
         batch, self.outcome = self._filter(judged, batch, metrics, tokenizer)
         refused = self.outcome.refused
         self._narrowed, self._judges_late = self.guard.tightens, self.active.measures_in_update
@@ -269,6 +276,7 @@ class StabilityRun:
         sent = without_heavy(batch, {self.active.replayed, *SHIFT_FIELDS, *heads})
         # For the losses that divide by a number of trajectories, dropped ones included: worker_loss.
         sent.extra_info[FILTER_SCALE] = self.outcome.filter_scale
+        sent.extra_info[UPDATE] = {"step": self.guard.step, "lr_scale": self.guard.lr_scale}
         if self.active.measures_in_update:
             sent.extra_info[FIRST_PASS] = {"narrowed": self._narrowed, "limits": self.guard.limits}
         return sent

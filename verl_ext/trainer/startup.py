@@ -22,6 +22,8 @@ TOLD: dict[str, Callable[[str, dict[str, Any]], bool]] = {
     "score centering": lambda setting, told: told["centers"],
     "sampler's head": lambda setting, told: told["head"],
     "KL to the reference": lambda setting, told: setting == told["kl"],
+    "undo": lambda setting, told: told["undo"],
+    "after the update": lambda setting, told: bool(told["after_update"]),
     "mini-batch gate": lambda setting, told: bool(told["mini_batch"]),
     "mismatch metrics": lambda setting, told: told["first_pass"],
     "router shift": lambda setting, told: bool(told["router_shift"]),

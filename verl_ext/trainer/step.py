@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from verl_ext.core.by_advantage import advantage_metrics
 from verl_ext.core.filtering import FilterBatch, FilterOutcome, apply_filters
 from verl_ext.core.measure import Measured, measure
 from verl_ext.core.mismatch import count_non_finite, mismatch_ratio
@@ -72,6 +73,18 @@ def judge(
     metrics |= _guard_metrics(stability, guard, narrowed)
     decision = _or_by_itself(Decision((*jump.events, *found.events)), measured, stability, guard.step, due)
     return Judged(tokens, measured, decision, metrics)
+
+
+def judge_by_advantage(
+    judged: Judged, advantages_N: Tensor, metrics: dict[str, float], stability: StabilityConfig, guard: Guard
+) -> tuple[Judged, Decision]:
+    """Once there are advantages, log the gap by their sign, and let the guard judge that; and what it adds."""
+    if not stability.breakdown:
+        return judged, Decision()
+    found = advantage_metrics(judged.tokens, advantages_N)
+    metrics.update(found)
+    decision = guard.judge(found)
+    return replace(judged, decision=Decision((*judged.decision.events, *decision.events))), decision
 
 
 def judge_before(

@@ -8,7 +8,8 @@ Shape legend: B trajectories of a micro-batch, T response tokens (padded).
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -19,11 +20,13 @@ from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
-from verl_ext.core.mismatch import LOG_RATIO_BOUND
-from verl_ext.fields import FIRST_PASS
+from verl_ext.core.mismatch import k3_sum
+from verl_ext.fields import FIRST_PASS, UPDATE
 from verl_ext.settings.guard import MiniBatchGate
 from verl_ext.upstream.patching import wrap
+from verl_ext.workers.after_update import score_again
 from verl_ext.workers.first_pass import FirstPass
+from verl_ext.workers.undo import Undo
 
 
 class Gate:
@@ -33,12 +36,17 @@ class Gate:
         limits: what is refused beyond mini-batches without a token, whose gradients are 0 but whose step would still
             move the weights by momentum and weight decay.
         first_pass: in bypass mode, what judges the batch besides.
+        undo: keeps what the first optimizer step of an update changes, where a rule may take that back.
+        after_update: trajectories of a batch that are scored again after its update.
     """
 
     def __init__(self, worker: Any):
-        self.engine = engine = worker.engine
+        self._worker, self.engine = worker, (engine := worker.engine)
         self.limits = MiniBatchGate()
         self.first_pass: FirstPass | None = None
+        self.undo: Undo | None = None
+        self.after_update = 0
+        self.begin_update(step=0, lr_scale=1.0)
         wrap("mini_batch_gate", worker, "train_mini_batch", self.train_mini_batch, "data")
         wrap("mini_batch_gate", engine, "train_batch", self.train_batch, "data, loss_function")
         wrap("mini_batch_gate", engine, "optimizer_step", self.optimizer_step, "")
@@ -47,12 +55,28 @@ class Gate:
         self._sums = torch.zeros(3, dtype=torch.float64)
         self._metrics: dict[str, list[float]] = {}
 
+    def begin_update(self, step: int, lr_scale: float) -> None:
+        """Of a batch; what the trainer asks of this one.
+
+        Args:
+            step: the run's; of its updates, the first begins what an undo takes back.
+            lr_scale: what the schedule's learning rate is multiplied by.
+        """
+        self._step, self._lr_scale = step, lr_scale
+
     def train_mini_batch(self, verls: Callable, data: TensorDict) -> Any:
         """verl's, on one batch and all mini-batches of it."""
+        if (update := tu.pop(data, UPDATE)) is not None:
+            self.begin_update(**update)
         asked = tu.pop(data, FIRST_PASS)
         if self.first_pass is not None:
             self.first_pass.begin_update(**asked)
-        return verls(data)
+        outputs = verls(data)
+        if self.after_update:
+            metrics = score_again(self._worker, data, self.after_update)
+            if outputs is not None:
+                tu.get(outputs, "metrics").update({name: [value] for name, value in metrics.items()})
+        return outputs
 
     def train_batch(self, verls: Callable, data: TensorDict, loss_function: Callable) -> Any:
         """verl's, with gate/refused (0 or 1) and what it was decided by among the metrics, where limits are set; of the
@@ -77,7 +101,7 @@ class Gate:
         mask = mask.bool()
         current = l_theta[mask].double()
         tokens = current.new_tensor(len(current))
-        sums = torch.stack([tokens, _k3(current - l_old[mask]), _k3(current - l_infer[mask])])
+        sums = torch.stack([tokens, k3_sum(current - l_old[mask]), k3_sum(current - l_infer[mask])])
         self._sums = self._sums.to(sums.device) + sums
 
     def optimizer_step(self, verls: Callable[[], float]) -> float:
@@ -95,7 +119,12 @@ class Gate:
             taken, measured = self.first_pass.judge(counts=self.engine.is_mp_src_rank_with_outputs())
             self._taken &= taken
             self._metrics |= {name: [value] for name, value in measured.items()}
-        return verls() if self._taken else 0.0
+        if not self._taken:
+            return 0.0
+        if self.undo is not None and self.undo.of != self._step:
+            self.undo.keep(self._step)
+        with scaled_lr(self.engine.optimizer, self._lr_scale):
+            return verls()
 
     def _agree(self) -> dict[str, float]:
         """The mini-batch's signals, the same on every rank."""
@@ -110,6 +139,19 @@ class Gate:
         if self.limits.grad_norm is not None:
             signals["grad_norm"] = norms / ranks  # which differ in the last digit where groups of ranks reduce apart
         return signals
+
+
+@contextmanager
+def scaled_lr(optimizer: Any, scale: float) -> Iterator[None]:
+    """The schedule's learning rates times `scale`, for one step: the schedule itself stays as it is."""
+    rates = [(group, group["lr"]) for group in optimizer.param_groups]
+    for group, rate in rates:
+        group["lr"] = rate * scale
+    try:
+        yield
+    finally:
+        for group, rate in rates:
+            group["lr"] = rate
 
 
 def past(signals: Mapping[str, float], limits: Mapping[str, float | None]) -> bool:
@@ -136,9 +178,3 @@ def gradient_norm(engine: Any) -> float:
         norm = norm.full_tensor()
     scaler = getattr(engine, "scaler", None)
     return norm.item() / (scaler.get_scale() if scaler is not None else 1.0)
-
-
-def _k3(log_ratio: Tensor) -> Tensor:
-    """Sum of r - log r - 1 over [n] log-ratios, clamped to +-20; NaN where one is not finite."""
-    x = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return torch.where(log_ratio.isfinite(), torch.expm1(x) - x, math.nan).sum()

@@ -52,6 +52,8 @@ class LossSettings:
         mini_batch: which optimizer steps to refuse.
         first_pass: in bypass mode, what is measured and weighed here; None where compute_log_prob came first.
         head: what is made of the sampler's heads; None where the rollout returns none.
+        undo: keep what an update changes, so that it can be taken back.
+        after_update: trajectories of a batch to score again after its update.
     """
 
     corrections: tuple[Chosen[Correction], ...] = ()
@@ -60,6 +62,8 @@ class LossSettings:
     mini_batch: MiniBatchGate = field(default_factory=MiniBatchGate)
     first_pass: FirstPassSettings | None = None
     head: HeadUse | None = None
+    undo: bool = False
+    after_update: int = 0
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "LossSettings":
@@ -199,7 +203,9 @@ def worker_loss(
         tu.assign_non_tensor(data, global_batch_size=data["global_batch_size"] / scale)
         metrics["filter_scale"] = scale
     model_output = {**model_output, "log_probs": model_output["log_probs"].float()}
-    l_theta = no_padding_2_padding(model_output["log_probs"], data)
+    # A loop over the rows, which verl goes through as well: only for what reads it.
+    read = gate is not None or first_pass is not None or corrections or kl_denominator is not None
+    l_theta = no_padding_2_padding(model_output["log_probs"], data) if read else None
     l_old, mask, inputs = padded["old_log_probs"], padded["response_mask"].bool(), LossInputs.of(padded)
     if gate is not None:
         gate.observe(l_theta, l_old, inputs.require("l_infer"), mask)

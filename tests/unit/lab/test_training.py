@@ -89,7 +89,7 @@ def test_the_weights_of_a_step_are_the_corrections(training):
     k = (scored.log_probs.detach().double() - batch.sampled.l_infer).exp()
     fields = {}
 
-    def update(batch, old, given, asked):
+    def update(batch, old, given, **asked):
         fields["seen"] = given
         return {}
 
@@ -163,7 +163,7 @@ def test_bypass_takes_the_ratio_against_the_rollout(training):
     run = training("stale", "bypass", steps=4)
     told = run.step(5)
     seen = {}
-    run.learner.update = lambda batch, old, fields, asked: (
+    run.learner.update = lambda batch, old, fields, **asked: (
         seen.update(l_old=fields.l_old, l_infer=batch.sampled.l_infer) or {}
     )
     run.step(6)
@@ -325,3 +325,29 @@ def test_a_centered_score_has_no_drift(training):
         gradients = torch.autograd.grad(loss, list(run.policy.weights.values()), retain_graph=True)
         found[centered] = torch.cat([gradient.flatten() for gradient in gradients]).norm()
     assert found[True] < found[False] / 2
+
+
+def test_the_guard_takes_an_update_back_and_lowers_the_learning_rate(training):
+    rules = (
+        "{moved:{signal:actor/after_update/policy_kl,above:0,action:undo},"
+        "late:{signal:response_length/mean,above:0,action:lower_lr}}"
+    )
+    again = "stability.guard.after_update.trajectories=8"
+    run = training("stale", "none", f"stability.guard.rules={rules}", again)
+    before = {name: value.detach().clone() for name, value in run.policy.weights.items()}
+    run.metrics = [run.step(number) for number in range(1, 4)]
+    assert [step["guard/undos"] for step in run.metrics] == [1, 2, 3], "no step leaves the policy as it was"
+    assert [step["guard/lr_scale"] for step in run.metrics] == [0.5] * 3
+    moved = [step["actor/after_update/policy_kl"] for step in run.metrics]
+    assert all(0 < value < 1 for value in moved)
+    assert all(torch.equal(run.policy.weights[name], before[name]) for name in before)
+
+
+def test_the_gap_is_told_by_the_sign_of_the_advantage_and_can_be_judged_by_it(training):
+    rule = "{skew:{signal:vllm_kl/k3/advantage/positive,above:-1,action:skip}}"
+    run = training("stale", "none", f"stability.guard.rules={rule}", "stability.breakdown=true", steps=2)
+    for step in run.metrics:
+        shares = [step[f"vllm_kl/share/advantage/{sign}"] for sign in ("positive", "negative")]
+        assert 0 < sum(shares) <= 1 and step["guard/skipped"] == 1
+        parts = [step[f"vllm_kl/k1/advantage/{sign}"] for sign in ("positive", "negative")]
+        assert step["vllm_kl/advantage_skew"] == parts[0] - parts[1]

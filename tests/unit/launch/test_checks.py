@@ -271,7 +271,8 @@ def test_the_workers_loss_is_told_of_opsm_and_of_the_kl(compose):
     told = loss_settings(config, stability_config(config.stability))
     gate = {"vllm_kl": None, "policy_kl": None, "grad_norm": None}
     opsm = {"delta": 0.2, "stale_only": False}
-    assert told == {"corrections": {"opsm": opsm}, "kl_denominator": "old", "mini_batch": gate}
+    nothing = {"undo": False, "after_update": 0}
+    assert told == {"corrections": {"opsm": opsm}, "kl_denominator": "old", "mini_batch": gate} | nothing
 
 
 def test_nothing_is_set_where_nothing_is_asked_for(compose):

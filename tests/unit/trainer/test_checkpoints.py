@@ -96,7 +96,7 @@ def test_one_that_the_tracker_names_and_is_gone_is_told(root, capsys):
 def test_what_a_rollback_gave_up_is_not_resumed_from_until_it_is_saved_anew(root, capsys):
     give_up(root, after=2)
     assert newest_whole(root) == folder_of(root, 2)
-    assert "global_step_6 cannot be resumed from: a rollback gave it up" in capsys.readouterr().out
+    assert "global_step_6 cannot be resumed from: the guard gave it up" in capsys.readouterr().out
     assert newest_of(root, [2, 4, 6]) == folder_of(root, 2)
     forget(folder_of(root, 6))
     assert newest_whole(root) == folder_of(root, 6)

@@ -21,7 +21,20 @@ class Workers:
     """Weights that count the updates, saved to and loaded from a file."""
 
     def __init__(self):
-        self.weights = 0
+        self.weights, self.kept, self.rates = 0, None, []
+
+    def update(self, step, lr_scale):
+        if self.kept is None or self.kept[0] != step:
+            self.kept = (step, self.weights)
+        self.weights += 1
+        self.rates.append(lr_scale)
+
+    def take_back(self, after):
+        """On two ranks."""
+        if (kept := self.kept) is None or kept[0] <= after:
+            return [None, None]
+        self.kept, self.weights = None, kept[1]
+        return [kept[0]] * 2
 
     def save(self, folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +80,7 @@ class VerlTrainer:
         return batch
 
     def _update_actor(self, batch, metrics):
-        self.actor_rollout_wg.weights += 1
+        self.actor_rollout_wg.update(**batch.extra_info["guarded_update"])
         metrics["actor/grad_norm"] = self.values.get("grad_norm", 1.0)
         return batch
 
@@ -107,6 +120,7 @@ def train(monkeypatch, tmp_path):
             "rollout_log_probs": nested([-1.0, -2.0], [-3.0]),
             "old_log_probs": nested([-1.0 + k, -2.0 + k], [-3.0 + k]),
             "response_mask": nested([1, 1], [1]),
+            "advantages": nested([1.0, 1.0], [-1.0]),
             "rm_scores": nested([0.0, values.get("reward", 1.0)], [values.get("reward", 1.0)]),
         }
 
@@ -211,9 +225,51 @@ def test_a_restart_after_a_rollback_does_not_take_up_what_was_given_up(train, ca
     # Step 5 finds the weights of 4 bad, and goes back to 2; the run is killed before another checkpoint.
     train(rule("rollback"), [GOOD, GOOD, GOOD, GOOD, BAD], save_freq=2)
     resumed = train(rule("rollback"), [GOOD, GOOD], save_freq=2)
-    assert "global_step_4 cannot be resumed from: a rollback gave it up" in capsys.readouterr().out
+    assert "global_step_4 cannot be resumed from: the guard gave it up" in capsys.readouterr().out
     assert resumed.global_steps == 4 and resumed.synchronised == [3, 4]
     assert checkpoints.newest_whole("checkpoints") == checkpoints.folder_of("checkpoints", 4), "saved anew"
+
+
+def test_an_undo_takes_back_the_update_that_the_batch_finds_bad(train, capsys):
+    trainer = train(rule("undo"), [GOOD, GOOD, GOOD, BAD, BAD, GOOD, GOOD])
+    # Step 4 finds the weights of step 3 bad, and takes that update back; so soon after, step 5 is a skip.
+    assert trainer.synchronised == [1, 2, 3, 2, 2, 3, 4]
+    assert [(event["step"], event["action"]) for event in events()] == [
+        (4, "undo"), (4, "restored"), (5, "skip"), (6, "recover"),
+    ]  # fmt: skip
+    assert logged("guard/undos") == [0, 0, 0, 1, 1, 1, 1]
+    resumed = train(rule("undo"), [GOOD])
+    assert resumed.synchronised == [5], "the checkpoints since are good"
+
+
+def test_a_restart_after_an_undo_does_not_take_up_what_was_given_up(train, capsys):
+    train(rule("undo"), [GOOD, GOOD, GOOD, GOOD, BAD], save_freq=2)  # step 5 takes back what checkpoint 4 has
+    resumed = train(rule("undo"), [GOOD], save_freq=2)
+    assert "global_step_4 cannot be resumed from: the guard gave it up" in capsys.readouterr().out
+    assert resumed.synchronised == [3]
+
+
+def test_an_undo_by_what_comes_with_the_update_never_reaches_the_rollout(train):
+    late = {"guard": {"rules": {"r": {"signal": "actor/grad_norm", "above": 9, "action": "undo"}}}}
+    trainer = train(late, [{}, {"grad_norm": 10.0}, {"grad_norm": float("nan")}, {}])
+    assert trainer.synchronised == [1, 1, 1, 2]
+    assert [event["action"] for event in events()] == ["undo", "restored"] * 2 + ["recover"]
+    assert trainer.stability_run.guard.state.in_a_row == 0
+    assert (checkpoints.folder_of("checkpoints", 3) / "actor" / "model.pt").read_text() == "00000001"
+
+
+def test_an_undo_without_an_update_that_is_kept_says_so(train):
+    trainer = train(rule("undo"), [BAD, GOOD])
+    assert trainer.synchronised == [0, 1]
+    assert [event["action"] for event in events()] == ["undo", "warn", "recover"]
+
+
+def test_the_learning_rate_is_lowered_for_the_batch_that_asks_for_it(train):
+    lowered = rule("lower_lr")
+    lowered["guard"]["lower_lr"] = {"hold": 2}
+    trainer = train(lowered, [GOOD, BAD, BAD, BAD, GOOD, GOOD, GOOD, GOOD])
+    assert trainer.actor_rollout_wg.rates == [1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.5]
+    assert logged("guard/lr_scale") == [1, 0.5, 0.5, 0.25, 0.25, 0.25, 0.5, 0.5]
 
 
 def test_rollback_without_a_good_checkpoint_stops(train):

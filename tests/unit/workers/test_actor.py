@@ -1,6 +1,7 @@
 """The worker's `configure_loss`, on the parts of verl's workers that it touches."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -19,7 +20,7 @@ from verl_ext.workers.worker_loss import worker_loss
 class Engine:
     """Counts its optimizer steps."""
 
-    steps = 0
+    steps, optimizer = 0, SimpleNamespace(param_groups=[])
 
     def train_batch(self, data, loss_function):
         loss_function(data)

@@ -17,8 +17,22 @@ K1, HEAD = "vllm_kl/k1", "vllm_kl/head"
 MARKS = 150  # stretches of steps that a mark of the guard stands for
 AHEAD = 0.35  # of the run's steps, how far the figure follows the growth into the future
 CROSS = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"
-SHAPES = {"skip": CROSS, "rollback": "triangle-left", "stop": "square", "tighten": "diamond", "warn": "circle"}
-DONE = {"skip": "update skipped", "tighten": "band narrowed", "warn": "warning"}
+SHAPES = {
+    "skip": CROSS,
+    "undo": "triangle-down",
+    "rollback": "triangle-left",
+    "stop": "square",
+    "lower_lr": "triangle-up",
+    "tighten": "diamond",
+    "warn": "circle",
+}
+DONE = {
+    "skip": "update skipped",
+    "undo": "update taken back",
+    "lower_lr": "learning rate lowered",
+    "tighten": "band narrowed",
+    "warn": "warning",
+}
 
 
 def kl_chart(run: Run) -> alt.LayerChart | None:

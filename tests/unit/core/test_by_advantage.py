@@ -1,0 +1,62 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_ext.core import by_advantage
+from verl_ext.core.by_advantage import advantage_metrics
+from verl_ext.core.tokens import Tokens
+
+
+def oracle(l_infer, l_old, mask, advantages):
+    """In float64, sign by sign, token by token."""
+    finite = [m and math.isfinite(a) and math.isfinite(b) for m, a, b in zip(mask, l_infer, l_old, strict=True)]
+    total = sum(finite)
+    found, k1_of = {}, {}
+    for name, has in (("positive", lambda a: a > 0), ("negative", lambda a: a < 0)):
+        rows = [
+            (float(i), float(o)) for i, o, f, a in zip(l_infer, l_old, finite, advantages, strict=True) if f and has(a)
+        ]
+        if total:
+            found[f"vllm_kl/share/advantage/{name}"] = len(rows) / total
+        if rows:
+            k1_of[name] = math.fsum(i - o for i, o in rows) / len(rows)
+            bounded = [min(max(o - i, -20.0), 20.0) for i, o in rows]
+            found[f"vllm_kl/k1/advantage/{name}"] = k1_of[name]
+            found[f"vllm_kl/k3/advantage/{name}"] = math.fsum(math.expm1(x) - x for x in bounded) / len(rows)
+    if len(k1_of) == 2:
+        found["vllm_kl/advantage_skew"] = k1_of["positive"] - k1_of["negative"]
+    return found
+
+
+def tokens_of(l_infer, l_old, mask):
+    offsets = torch.tensor([0, len(mask)])
+    return Tokens(torch.tensor(l_infer), torch.tensor(l_old), torch.tensor(mask, dtype=torch.bool), offsets)
+
+
+log_probs = st.one_of(st.floats(-60, 0, width=32), st.sampled_from([math.nan, -math.inf]))
+row = st.tuples(log_probs, log_probs, st.booleans(), st.sampled_from([-1.5, -0.0, 0.0, 1e-30, 2.0]))
+
+
+@given(st.lists(row, min_size=1, max_size=40), st.integers(1, 50))
+def test_against_the_oracle_whatever_the_block(rows, block):
+    l_infer, l_old, mask, advantages = (list(column) for column in zip(*rows, strict=True))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(by_advantage, "BLOCK", block)
+        found = advantage_metrics(tokens_of(l_infer, l_old, mask), torch.tensor(advantages, dtype=torch.float64))
+    wanted = oracle(np.float32(l_infer), np.float32(l_old), mask, advantages)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
+
+
+def test_a_gap_that_k1_and_k3_do_not_see():
+    even = [-1.0] * 4
+    sheared = [-1.01, -1.01, -0.99, -0.99]
+    found = advantage_metrics(tokens_of(even, sheared, [1] * 4), torch.tensor([1.0, 1.0, -1.0, -1.0]))
+    assert found["vllm_kl/advantage_skew"] == pytest.approx(0.02, rel=1e-5)
+    mixed = advantage_metrics(tokens_of(even, sheared, [1] * 4), torch.tensor([1.0, -1.0, 1.0, -1.0]))
+    assert mixed["vllm_kl/advantage_skew"] == pytest.approx(0, abs=1e-7)
