@@ -10,6 +10,7 @@ from verl_ext.doctor import composed
 from verl_ext.lab import command as lab
 from verl_ext.lab import search_command as lab_search
 from verl_ext.plan import command as plan
+from verl_ext.probe import command as probe
 from verl_ext.report import command as report
 from verl_ext.submit import command as submit
 
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_doctor(commands)
     plan.add_parser(commands)
+    probe.add_parser(commands)
     submit.add_parser(commands)
     report.add_parsers(commands)
     lab.add_parser(commands)

@@ -38,6 +38,7 @@ LAG = "version_lag"  # [B, r] int64, a trajectory's bucket of `core.lag.Lag` on 
 # Within a worker's update.
 DEVIATION = "router_deviation"  # what the loss router_shift is made of
 # No fields, what the update is told beside them.
+OWN_ROUTES = "own_routes"  # true: a run that replays routing leaves this pass to its routers
 FILTER_SCALE = "filter_scale"  # a number: trajectories with tokens over trajectories that the filters kept
 UPDATE = "guarded_update"  # arguments of the workers' Gate.begin_update
 FIRST_PASS = "first_pass"  # in bypass mode, arguments of the workers' FirstPass.begin_update

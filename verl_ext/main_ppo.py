@@ -32,13 +32,16 @@ class StabilityTaskRunner(startup.actor_class(verl_main.TaskRunnerV1)):  # type:
     """verl's task runner, with our trainers in the place of verl's."""
 
     def run(self, config: DictConfig) -> None:
+        self.install()
+        super().run(config)
+
+    def install(self) -> None:
         from verl_ext.trainer import trainers
 
         trainers.install()
-        super().run(config)
 
 
-def run(config: DictConfig) -> None:
+def run(config: DictConfig, task_runner: type) -> None:
     """Check everything that can be checked without a GPU, then train."""
     stability = stability_config(config.stability)
     if not features(config, stability):
@@ -49,13 +52,18 @@ def run(config: DictConfig) -> None:
     apply_engine_settings(config, stability)
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
-    verl_main.run_ppo(config, task_runner_class=ray.remote(StabilityTaskRunner))
+    verl_main.run_ppo(config, task_runner_class=ray.remote(task_runner))
 
 
 @hydra.main(version_base=None, config_path=str(compose.VERL_CONFIGS), config_name=compose.PRIMARY)
 def hydra_main(config: DictConfig) -> None:
+    run_or_stop(config, StabilityTaskRunner)
+
+
+def run_or_stop(config: DictConfig, task_runner: type) -> None:
+    """`run`, which ends with one line where the user has to act."""
     try:
-        run(config)
+        run(config, task_runner)
     except (ray.exceptions.RayTaskError, ray.exceptions.RayActorError) as error:
         cause = error
         while isinstance(cause, ray.exceptions.RayTaskError):  # raised in a worker, passed on by the trainer

@@ -32,6 +32,17 @@ BELOW = {
         "run_files",
     },
     "report": {"core", "guard", "metrics", "errors", "printable", "run_files", "__version__"},
+    "probe": {
+        "core",
+        "doctor",
+        "launch",
+        "routing",
+        "trainer",
+        "upstream",
+        "errors",
+        "printable",
+        "main_ppo",
+    },
     "lab": {
         "core",
         "guard",

@@ -26,7 +26,7 @@ from verl.workers.config import TrainingWorkerConfig
 from verl_ext.core.captured import known_rows
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.errors import HookError
-from verl_ext.fields import OLD_ROUTES, ROLLOUT_ROUTES
+from verl_ext.fields import OLD_ROUTES, OWN_ROUTES, ROLLOUT_ROUTES
 from verl_ext.routing.choices import OFF, REPLAY_OFF, ChoicePoint, Choose, expert_counts, find_choices
 from verl_ext.routing.layout import Layout
 from verl_ext.routing.outputs import believed, narrow_dtype, routing_outputs
@@ -149,6 +149,7 @@ class FsdpRouting:
         replays = self.mode != "disabled" and tu.get_non_tensor_data(
             micro_batch, "enable_routing_replay", default=False
         )
+        replays = replays and not tu.get_non_tensor_data(micro_batch, OWN_ROUTES, default=False)
         records = replays and self.mode == "R2" and old_policy
         rollout_TLK = refused_T = None
         if old_policy or (replays and self.mode == "R3"):

@@ -18,7 +18,7 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from verl_ext.errors import HookError
-from verl_ext.fields import PROMPTS, RESPONSE_MASK, RESPONSES, ROLLOUT_LOG_PROBS
+from verl_ext.fields import OWN_ROUTES, PROMPTS, RESPONSE_MASK, RESPONSES, ROLLOUT_LOG_PROBS
 from verl_ext.guard.state import Decision
 from verl_ext.settings.sync_canary import SyncCanarySettings
 from verl_ext.trainer.sync_canary import SyncCanary
@@ -40,6 +40,11 @@ def has_other_inputs(data: TensorDict) -> bool:
 class CanaryScores:
     """Some trajectories of a batch, and what either engine makes of them.
 
+    Attributes:
+        ids: of each trajectory, but for its last token.
+        sampled_N: the log-probabilities that the rollout returned.
+        positions_N: of each of these tokens in its response, from 0.
+
     Args:
         batch: with the fields that compute_log_prob is to be sent.
         count: of trajectories; rounded up so that `ranks`, which share them, have the same number each.
@@ -54,24 +59,30 @@ class CanaryScores:
         if len(rows) % ranks:
             raise HookError(f"stability.sync_canary: {len(rows)} trajectories for {ranks} ranks", fix=OFF)
         chosen = replace(batch, keys=[batch.keys[row] for row in rows], tags=[batch.tags[row] for row in rows])
-        data = get_fields(chosen, batch.fields or ())
+        data = get_fields(chosen, batch.fields)
         if has_other_inputs(data):
             raise HookError("stability.sync_canary scores text alone, and this batch has other inputs", fix=OFF)
         self._batch = tq.kv_batch_put(keys=chosen.keys, partition_id=PARTITION, fields=data, tags=chosen.tags)
         self._mask_N = _scored(data[RESPONSE_MASK], data[RESPONSE_MASK]).bool()
         self._responses = data[RESPONSES]
         # Not their last tokens: a server generates one more, and a full one has no room for it.
-        self._ids = [
+        self.ids = [
             torch.cat([prompt, response[:-1]]).tolist()
             for prompt, response in zip(data[PROMPTS].unbind(), data[RESPONSES].unbind(), strict=True)
         ]
         self.sampled_N = self._packed(data[ROLLOUT_LOG_PROBS])
+        positions = [torch.arange(len(response) - 1) for response in self._responses.unbind()]
+        self.positions_N = torch.cat(positions)[self._mask_N]
 
-    def by_workers(self, workers: Any) -> Tensor:
-        """[N] from the training engine as it is."""
+    def by_workers(self, workers: Any, *, replays: bool = True) -> Tensor:
+        """[N] from the training engine as it is.
+
+        Args:
+            replays: routing, where the run does.
+        """
         from verl.workers.utils.padding import response_from_nested
 
-        self._batch.extra_info = dict(ALONE)
+        self._batch.extra_info = ALONE | ({} if replays else {OWN_ROUTES: True})
         workers.compute_log_prob(self._batch)
         data = get_fields(self._batch, ("log_probs", RESPONSE_MASK))
         return self._packed(response_from_nested(data["log_probs"], data[RESPONSE_MASK]))
@@ -84,12 +95,19 @@ class CanaryScores:
         """
         import ray
 
-        asked = [[_ask(handle, ids) for ids in self._ids] for handle in handles]
+        asked = [[_ask(handle, ids) for ids in self.ids] for handle in handles]
         try:
             return [self._of_answers(ray.get(each, timeout=TIMEOUT_S)) for each in asked]
         except ray.exceptions.RayError as error:
-            said = f"stability.sync_canary: a rollout engine did not score {len(self._ids)} trajectories ({error!r})"
+            said = f"stability.sync_canary: a rollout engine did not score {len(self.ids)} trajectories ({error!r})"
             raise HookError(said, fix=OFF) from error
+
+    def by_turns(self, handle: Any) -> None:
+        """Have a rollout engine score one trajectory after another, in their order."""
+        import ray
+
+        for ids in self.ids:
+            ray.get(_ask(handle, ids), timeout=TIMEOUT_S)
 
     def _of_answers(self, answers: Sequence[Any]) -> Tensor:
         scored = []

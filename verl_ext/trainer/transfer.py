@@ -24,9 +24,10 @@ HEAD_FIELDS = (HEAD_IDS, HEAD_LOG_PROBS)
 HEAVY_FIELDS = (ROLLOUT_ROUTES, OLD_ROUTES, ROUTER_SUMS, *SHIFT_FIELDS, *HEAD_FIELDS, HEAD_SUMS)
 
 
-def get_fields(batch: KVBatchMeta, names: Sequence[str]) -> TensorDict:
-    """Those of the fields that the batch has."""
-    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(names))
+def get_fields(batch: KVBatchMeta, names: Sequence[str] | None) -> TensorDict:
+    """Those of the fields that the batch has; all of its fields for None."""
+    asked = None if names is None else list(names)
+    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=asked)
 
 
 def put_fields(batch: KVBatchMeta, fields: Mapping[str, Tensor]) -> KVBatchMeta:

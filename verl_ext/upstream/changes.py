@@ -170,6 +170,15 @@ TABLE = (
         test="tests/stack/test_runs.py::test_cascade_attention_that_the_engine_does_not_run_stops_the_run",
     ),
     Change(
+        name="engine_states",
+        target="`vllm.v1.worker.worker_base.WorkerBase`, which gets a method more",
+        why="`verl-ext probe` compares the hidden states of the rollout engine with the training engine's",
+        when="always, in vLLM's workers; it does something where the probe asks it",
+        versions=VLLM,
+        file="upstream/engine_states.py",
+        test="tests/stack/test_probe.py::test_engines_that_compute_the_same_agree",
+    ),
+    Change(
         name="fake_quantization",
         target="`load_weights` of vLLM's model",
         why="the weights of the rollout are rounded as they come in; vLLM offers the load format in which that is done",

@@ -38,8 +38,13 @@ def add_method(worker_base: Any) -> Undo:
     return patch("engine_report", expect("engine_report", worker_base, "WorkerBase"), METHOD, engine_report, new=True)
 
 
-def fetch(server_handle: Any, timeout_s: float = 60.0) -> list[dict[str, Any]]:
-    """The reports of all workers behind one of verl's vLLM server actors.
+def fetch(server_handle: Any) -> list[dict[str, Any]]:
+    """The reports of all workers behind one of verl's vLLM server actors; HookError as of `call`."""
+    return call(server_handle, METHOD)
+
+
+def call(server_handle: Any, method: str, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+    """What a method that this package adds to vLLM's workers returns, on each behind one of verl's server actors.
 
     Raises:
         HookError: no answer in time, or the engine does not know the method (the vLLM plugin is not loaded).
@@ -47,18 +52,18 @@ def fetch(server_handle: Any, timeout_s: float = 60.0) -> list[dict[str, Any]]:
     import ray
 
     try:
-        return ray.get(server_handle.__ray_call__.remote(_ask, timeout_s))
+        return ray.get(server_handle.__ray_call__.remote(_ask, method, arguments, timeout_s))
     except ray.exceptions.RayTaskError as error:
         raise HookError(
-            f"vLLM does not answer {METHOD} ({error.cause!r}): is verl_ext installed on the rollout's nodes, and does "
+            f"vLLM does not answer {method} ({error.cause!r}): is verl_ext installed on the rollout's nodes, and does "
             "VLLM_PLUGINS, where set, name verl_ext?"
         ) from error
 
 
-def _ask(server: Any, timeout_s: float) -> list[dict[str, Any]]:
+def _ask(server: Any, method: str, arguments: tuple[Any, ...], timeout_s: float) -> list[Any]:
     """Runs inside verl 0.9.1's vLLMHttpServer, whose own `collective_rpc` throws the answers away.
 
     Ray runs this beside the actor's event loop, not on it; verl's HTTP server task knows the loop.
     """
-    call = server.engine.collective_rpc(METHOD)
-    return asyncio.run_coroutine_threadsafe(call, server._server_task.get_loop()).result(timeout_s)
+    answers = server.engine.collective_rpc(method, args=arguments)
+    return asyncio.run_coroutine_threadsafe(answers, server._server_task.get_loop()).result(timeout_s)

@@ -185,6 +185,26 @@ HOOKS = (
             f"{ROLLOUT}.llm_server.LLMServerManager: server_handles",
         ),
     ),
+    Hook(
+        "engine_states",
+        "upstream/engine_states.py",
+        (f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer: _server_task, engine",),
+    ),
+    Hook(
+        "the probe",
+        "probe/trainer.py",
+        (
+            f"{TRAINER}.fit: step, on_step_end, _compute_metrics",
+            f"{TRAINER}.step(self, metrics, timing_raw)",
+            f"{TRAINER}._step_once: replay_buffer, sample, on_sample_end, _balance_batch",
+            f"{TRAINER}.prepare_step(self)",
+        ),
+    ),
+    Hook(
+        "undo",
+        "workers/undo.py",
+        (f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.optimizer_step: optimizer, scaler, module",),
+    ),
     Hook("settings_alone", "doctor/validation.py", ("verl.workers.config", "verl.utils.config.validate_config")),
     Hook("the plugin", "plugin.py", ("verl: verl.plugins",)),
     Hook(

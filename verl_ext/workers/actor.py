@@ -10,12 +10,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from tensordict import TensorDict
+from torch import Tensor
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
+from verl_ext.core.recorder import Recorder
 from verl_ext.errors import HookError
 from verl_ext.routing.engines import ENGINES
 from verl_ext.routing.router_shift import ShiftRecorder
@@ -83,6 +85,14 @@ class LossMixin:
     def take_back(self, after: int) -> int | None:
         """See `verl_ext.workers.undo.Undo.take_back`."""
         return self.gate.undo.take_back(after) if self.gate is not None and self.gate.undo is not None else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def record_states(self, begin: bool) -> dict[str, Tensor]:
+        """Begin to record this rank's hidden states, or end it; see `verl_ext.core.recorder`."""
+        if begin:
+            self.recorder = Recorder(self.actor.engine.module)
+            return {}
+        return self.recorder.close()
 
 
 class RoutingTrainingWorker(TrainingWorker):

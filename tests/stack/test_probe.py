@@ -1,0 +1,43 @@
+"""The probe on the real stack: one start, several looks, each with a cause planted in the training engine."""
+
+import json
+
+import pytest
+
+from tests.stack.probing import CAUSES
+from tests.stack.running import SMALL, run
+from verl_ext.doctor.composed import compose
+from verl_ext.probe.command import probe_overrides
+from verl_ext.probe.show import conclude
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def found(assets, stack, tmp_path_factory):
+    """Name of the planted cause -> what the probe found."""
+    folder = tmp_path_factory.mktemp("probe")
+    own = [*SMALL, "precision=fp32", f"assets={assets}", "stability=none"]
+    overrides = [*own, *probe_overrides(compose(own)[0], 8, folder), f"+probe_out={folder}/probe.json"]
+    finished = run(["-m", "tests.stack.probing", *overrides], folder, stack)
+    assert finished.code == 0, finished.tail
+    return json.loads((folder / "probe.json").read_text())
+
+
+def test_engines_that_compute_the_same_agree(found):
+    told = conclude(found["nothing"])
+    assert (told.cause, told.start) == ("none", "")
+    pairs = {(pair["one"], pair["other"]): pair for pair in found["nothing"]["pairs"]}
+    assert set(pairs) == {("decode", "train"), ("decode", "prefill"), ("prefill", "train"), ("decode", "replayed")}
+    assert all(pair["k3"] < 1e-9 for pair in pairs.values())
+    places = found["nothing"]["places"]
+    assert (places[0]["point"], places[-1]["point"], len(places)) == ("embedding", "norm", 2 + 4 * 4)
+    assert all(place["error"] < 1e-5 for place in places)
+
+
+@pytest.mark.parametrize("cause", [cause for cause in CAUSES if cause != "nothing"])
+def test_a_planted_cause_is_found_at_its_place(found, cause):
+    told = conclude(found[cause])
+    assert told.start == CAUSES[cause][1]
+    if cause != "router in bf16":  # which is routing, where it takes another expert for any token
+        assert told.cause == "arithmetic", told.sentence

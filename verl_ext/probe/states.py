@@ -1,0 +1,64 @@
+"""Where on the way from tokens to logits two engines come apart.
+
+Shape legend: n tokens of a sequence, E experts, K of them chosen, d width.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_ext.core.overlap import expert_overlap
+from verl_ext.core.recorder import order_of
+from verl_ext.errors import HookError
+
+ROUTER = ".router"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of both engines at one point of the computation.
+
+    Attributes:
+        point: see `recorder.point_of`.
+        error: relative: the norm of the difference over that of the training engine's.
+        differs: share of the tokens whose experts differ, at a router; else None.
+        weight_gap: total variation between the weights of the chosen experts, a mean over the tokens, at a softmax
+            router; else None.
+    """
+
+    point: str
+    error: float
+    differs: float | None = None
+    weight_gap: float | None = None
+
+
+def compare_states(rollout: Mapping[str, Tensor], train: Mapping[str, Tensor], top_k: int = 0) -> list[Place]:
+    """Every place that both have, in the order of the computation.
+
+    Args:
+        rollout, train: point -> [n, d], or [n, E] logits at routers.
+        top_k: experts of a token; 0 for a dense model.
+
+    Raises:
+        HookError: the engines did not record the same tokens, or the same width.
+    """
+    found: list[Place] = []
+    for point in sorted(rollout.keys() & train.keys(), key=order_of):
+        ours, theirs = rollout[point].double(), train[point].double()
+        if ours.shape != theirs.shape:
+            raise HookError(f"{point} is {tuple(ours.shape)} in the rollout and {tuple(theirs.shape)} in training")
+        error = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-300))
+        differs, weight_gap = _routing(ours, theirs, top_k) if point.endswith(ROUTER) and top_k else (None, None)
+        found.append(Place(point, error, differs, weight_gap))
+    return found
+
+
+def _routing(ours_nE: Tensor, theirs_nE: Tensor, top_k: int) -> tuple[float, float]:
+    """By the logits: which experts are the largest, and what they weigh by a softmax over them."""
+    chosen = [logits.topk(top_k, -1) for logits in (ours_nE, theirs_nE)]
+    overlap = expert_overlap(*(one.indices.unsqueeze(1) for one in chosen)).squeeze(1)
+    weights = [torch.zeros_like(ours_nE).scatter(1, one.indices, one.values.softmax(-1)) for one in chosen]
+    apart = (weights[0] - weights[1]).abs().sum(1) / 2
+    return float((overlap < top_k).double().mean()), float(apart.mean())

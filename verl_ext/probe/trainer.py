@@ -1,0 +1,102 @@
+"""The probe on verl's stack: one batch is sampled, scored three times and thrown away. No weight changes."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+from omegaconf import DictConfig
+from torch import Tensor
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+from verl_ext.main_ppo import StabilityTaskRunner
+from verl_ext.probe.command import experts_of
+from verl_ext.probe.readings import DECODE, PREFILL, REPLAYED, TRAIN, compare
+from verl_ext.probe.states import compare_states
+from verl_ext.trainer.canary_scores import CanaryScores
+from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync
+from verl_ext.upstream import engine_states
+from verl_ext.upstream.patching import patch
+
+OUT = "probe_out"  # a setting of the run's config: the file for what is found
+SEQUENCES = 4  # whose hidden states are compared
+
+
+class ProbeTrainer(StabilityTrainerSync):
+    """verl's trainer up to its first batch."""
+
+    def __init__(self, config: DictConfig):
+        super().__init__(config)
+        self.stability_run.active = replace(self.stability_run.active, our_loss=True)  # for workers of ours
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        super(StabilityMixin, self).fit(agent_loop_manager)  # without the files of a run
+
+    def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+        say("sampling")
+        self.prepare_step()
+        batch, _ = self.replay_buffer.sample(
+            global_steps=self.global_steps, partition_id="train", batch_size=self.config.data.train_batch_size
+        )
+        batch.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
+        batch = self._balance_batch(batch, metrics=metrics)
+        Path(self.config[OUT]).write_bytes(orjson.dumps(self.probe(batch), option=orjson.OPT_INDENT_2))
+        return batch
+
+    def on_step_end(self) -> None:
+        pass
+
+    def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def probe(self, batch: KVBatchMeta) -> dict[str, Any]:
+        """What the readings and the hidden states of a batch say, as JSON has it."""
+        workers, server = self.actor_rollout_wg, self._rollout_server_managers()[-1].server_handles[0]
+        ranks = max(workers._dispatch_info["actor"]) + 1  # which verl has asked for, to balance the batch
+        scores = CanaryScores(batch, len(batch), ranks)
+        compared = CanaryScores(batch, min(SEQUENCES, len(batch) // ranks) * ranks, ranks)
+        say(f"the rollout engine scores {len(scores.sampled_N)} tokens")
+        readings: dict[str, Tensor] = {DECODE: scores.sampled_N, PREFILL: scores.by_servers([server])[0]}
+        engine_states.begin(server)
+        compared.by_turns(server)  # each a pass by itself, however many the engine would take at once
+        rollout = engine_states.end(server)
+        self.on_sample_end()
+        say("the training engine scores them")
+        readings[TRAIN] = scores.by_workers(workers, replays=False)
+        if self.stability_run.active.replayed is not None:
+            say("and with the experts of the rollout")
+            readings[REPLAYED] = scores.by_workers(workers)
+        workers.record_states(True)
+        compared.by_workers(workers, replays=False)
+        train = workers.record_states(False)[0]
+        lengths = [len(ids) for ids in compared.ids[: len(compared.ids) // ranks]]  # of the first rank
+        places = compare_states(first_rows(rollout, lengths, 0), first_rows(train, lengths, 1), experts_of(self.config))
+        return {
+            "tokens": len(scores.sampled_N),
+            "dtype": self.config.actor_rollout_ref.rollout.dtype,
+            "pairs": [asdict(pair) for pair in compare(readings, scores.positions_N)],
+            "places": [asdict(place) for place in places],
+        }
+
+
+class ProbeTaskRunner(StabilityTaskRunner):
+    """verl's task runner, with the probe in the place of its trainer."""
+
+    def install(self) -> None:
+        super().install()
+        patch("stability_trainers", TRAINER_REGISTRY, "sync", ProbeTrainer)
+
+
+def first_rows(states: dict[str, Tensor], lengths: list[int], extra: int) -> dict[str, Tensor]:
+    """Of sequences one after another, each with so many `extra` tokens at its end, the rows of the others."""
+    rows: list[int] = []
+    start = 0
+    for length in lengths:
+        rows += range(start, start + length)
+        start += length + extra
+    return {point: values[rows] for point, values in states.items()}
+
+
+def say(what: str) -> None:
+    print(f"verl_ext: probe: {what}", flush=True)
