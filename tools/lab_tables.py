@@ -4,19 +4,28 @@
     python tools/lab_tables.py --keep .lab/stale  first take over its results.json as docs/lab/stale.json
 
 Between `<!-- lab/stale -->` and `<!-- end -->` stands the table of stale.json; after `<!-- ablations/stale -->` that
-of a family in ablations.json (tools/lab_ablations.py).
+of a family in ablations.json (tools/lab_ablations.py); after `<!-- forecast/all -->` what the guard's warnings were
+worth in all of these runs, and in those of recipes/collapse.
 """
 
 import argparse
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from verl_ext.lab.summary import summarise
+from verl_ext.report.load import read_run
+
 PAGE = Path(__file__).parents[1] / "docs" / "lab.md"
 KEPT = PAGE.parent / "lab"
-MARKS = re.compile(r"<!-- (lab|ablations)/([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+RECORDED = PAGE.parents[1] / "recipes" / "collapse" / "runs"
+EXACT = "exact"
+EARLY = 20  # steps ahead of a fall that a warning should come
+MARKS = re.compile(r"<!-- (lab|ablations|forecast)/([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 SOME = 0.005  # a share of dropped tokens that is worth a word
 HEAD = ("final reward", "against none", "collapsed", "tokens dropped", "with k3")
 
@@ -26,6 +35,8 @@ Row = dict[str, Any]
 def with_tables(page: str) -> str:
     def written(mark: re.Match) -> str:
         kind, name = mark[1], mark[2]
+        if kind == "forecast":
+            return f"<!-- {kind}/{name} -->\n{forecasts()}\n<!-- end -->"
         found = json.loads((KEPT / f"{name if kind == 'lab' else kind}.json").read_text(encoding="utf-8"))
         table = variants(found) if kind == "lab" else ablations([each for each in found if each["family"] == name])
         return f"<!-- {kind}/{name} -->\n{table}\n<!-- end -->"
@@ -62,6 +73,36 @@ def ablations(grids: list[Row]) -> str:
         found = {variant["name"]: variant for variant in grid["variants"]}
         rows.append([grid["changed"], *(_ended(found[name]) for name in names)])
     return _markdown(rows)
+
+
+def forecasts() -> str:
+    """A row for the runs of each regime: how early the collapsed ones were warned of, and how often the others were."""
+    rows = [["runs", "collapsed", f"warned {EARLY} steps or more before the fall", "1 to 19", "not before it"]]
+    rows[0] += ["exact: warnings in steps", "others that lived", "of them warned"]
+    for title, runs in _forecast_runs():
+        fallen = [run["warning"] for name, run in runs if run["collapsed"] is not None]
+        early = sum(warning is not None and warning >= EARLY for warning in fallen)
+        late = sum(warning is not None and 0 < warning < EARLY for warning in fallen)
+        exact = [run for name, run in runs if name == EXACT]
+        lived = [run for name, run in runs if name != EXACT and run["collapsed"] is None]
+        alarms = sum(run["warned"] is not None for run in exact)
+        numbers = (len(fallen), early, late, len(fallen) - early - late)
+        told = f"{alarms} in {sum(run['steps'] for run in exact):,}" if exact else ""
+        warned = sum(run["warned"] is not None for run in lived)
+        rows.append([title, *map(str, numbers), told, str(len(lived)), str(warned)])
+    return _markdown(rows)
+
+
+def _forecast_runs() -> Iterator[tuple[str, list[tuple[str, Row]]]]:
+    """Title, and of each run its variant and its summary."""
+    for name, what in (("stale", "old weights"), ("quantized", "fp4 with the routers")):
+        found = json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))
+        runs = [(each["name"], run) for each in found["variants"] for run in each["runs"].values()]
+        yield f"the lab, {what}", runs
+    for name, what in (("stale", "old weights"), ("quantized", "fp4")):
+        files = sorted((RECORDED / name).glob("*/seed*/metrics.jsonl"))
+        runs = [(file.parts[-3], asdict(summarise(read_run(file)))) for file in files]
+        yield f"verl's stack, {what}", runs
 
 
 def _ended(variant: Row) -> str:

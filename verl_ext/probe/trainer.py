@@ -85,7 +85,7 @@ class ProbeTaskRunner(StabilityTaskRunner):
 
     def install(self) -> None:
         super().install()
-        patch("stability_trainers", TRAINER_REGISTRY, "sync", ProbeTrainer)
+        patch("probe_trainer", TRAINER_REGISTRY, "sync", ProbeTrainer)
 
 
 def first_rows(states: dict[str, Tensor], lengths: list[int], extra: int) -> dict[str, Tensor]:

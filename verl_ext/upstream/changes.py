@@ -57,6 +57,15 @@ TABLE = (
         test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
     ),
     Change(
+        name="probe_trainer",
+        target="`sync` in `verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY`",
+        why="a trainer that scores one batch and trains nothing takes the place of ours",
+        when="`verl-ext probe`",
+        versions=VERL,
+        file="probe/trainer.py",
+        test="tests/stack/test_probe.py::test_engines_that_compute_the_same_agree",
+    ),
+    Change(
         name="stability_workers",
         target="the actor's roles in `role_worker_mapping` of verl's PPOTrainer",
         why="the training workers compute our loss, and capture and replay routing",

@@ -191,7 +191,7 @@ HOOKS = (
         (f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer: _server_task, engine",),
     ),
     Hook(
-        "the probe",
+        "probe_trainer",
         "probe/trainer.py",
         (
             f"{TRAINER}.fit: step, on_step_end, _compute_metrics",
