@@ -60,11 +60,16 @@ class Cell:
 
 
 def cells_of(arms: "Sequence[Arm]", seeds: Sequence[int]) -> list[Cell]:
-    """Every arm with every seed; seed by seed, so that after an interruption the arms can be compared."""
+    """Every arm with every seed: the first one's, which warm up the seeds' models beside each other, then seed by seed,
+    so that after an interruption the arms can be compared."""
     from verl_ext.lab.arms import setup_of
 
     steps = setup_of(arms[0], seeds[0]).config.trainer.total_training_steps
-    return [Cell(arm, seed, steps) for seed in seeds for arm in arms]
+    first, *others = arms
+    return [
+        *(Cell(first, seed, steps) for seed in seeds),
+        *(Cell(arm, seed, steps) for seed in seeds for arm in others),
+    ]
 
 
 def left_to_do(cells: list[Cell], out: Path) -> tuple[list[Cell], dict[str, list[str]]]:

@@ -81,7 +81,6 @@ def rescore(engine: Engine, model: ModelSettings, prompts: Tensor, responses: Te
     return _decode(engine, model, prompts, responses.shape[1], lambda t, _: responses[:, t]).l_infer
 
 
-@torch.no_grad()
 def _decode(
     engine: Engine,
     model: ModelSettings,
@@ -92,27 +91,29 @@ def _decode(
 ) -> Sampled:
     """Token by token, with a cache; `choose` makes [B] ids of the [B, V] log-probabilities for response token t."""
     B, P = prompts.shape
-    parts = [{name: value.to(engine.dtype) for name, value in part.items()} for part in engine.parts]
-    cache = Cache(model, B, P + length, engine.dtype)
+    # Made out here: what inference_mode makes cannot be trained on.
     responses = torch.full((B, length), END)
     l_infer, mask = torch.zeros(B, length), torch.zeros(B, length, dtype=torch.bool)
     experts = torch.arange(model.top_k).expand(B, P + length - 1, model.layers, model.top_k).clone()
-    going, tokens = torch.ones(B, dtype=torch.bool), prompts
     places = torch.full((B, length, engine.parts[0]["head"].shape[0] if head else 0), -torch.inf)
-    for t in range(length):
-        first = cache.length
-        logits, routing = forward(parts[t * len(parts) // length], model, tokens, cache=cache)
-        experts[:, first : cache.length] = routing.stacked()
-        log_probs = truncated(logits[:, -1] / engine.temperature, engine.top_k, engine.top_p).log_softmax(-1)
-        chosen = choose(t, log_probs).where(going, END)
-        responses[:, t], mask[:, t] = chosen, going
-        l_infer[:, t] = log_probs.gather(1, chosen.unsqueeze(1)).squeeze(1).where(going, 0.0)
-        if head:
-            places[going, t] = log_probs[going].float()
-        going = going & (chosen != END)
-        if not going.any():
-            break
-        tokens = chosen.unsqueeze(1)
+    with torch.inference_mode():
+        parts = [{name: value.to(engine.dtype) for name, value in part.items()} for part in engine.parts]
+        cache = Cache(model, B, P + length, engine.dtype)
+        going, tokens = torch.ones(B, dtype=torch.bool), prompts
+        for t in range(length):
+            first = cache.length
+            logits, routing = forward(parts[t * len(parts) // length], model, tokens, cache=cache)
+            experts[:, first : cache.length] = routing.stacked()
+            log_probs = truncated(logits[:, -1] / engine.temperature, engine.top_k, engine.top_p).log_softmax(-1)
+            chosen = choose(t, log_probs).where(going, END)
+            responses[:, t], mask[:, t] = chosen, going
+            l_infer[:, t] = log_probs.gather(1, chosen.unsqueeze(1)).squeeze(1).where(going, 0.0)
+            if head:
+                places[going, t] = log_probs[going].float()
+            going = going & (chosen != END)
+            if not going.any():
+                break
+            tokens = chosen.unsqueeze(1)
     if not head:
         return Sampled(responses, l_infer, mask, experts)
     log_q, ids = places.flatten(0, 1).topk(min(head, places.shape[-1]), -1)

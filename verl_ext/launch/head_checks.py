@@ -6,7 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import ConfigError
 from verl_ext.launch.bypass import BYPASS, bypasses
-from verl_ext.launch.head import ROLLOUT, cuts, rollout_name, truncates
+from verl_ext.launch.head import ROLLOUT, cuts, rollout_name, top_k, truncates
 from verl_ext.settings.config import StabilityConfig
 
 ACTOR = "actor_rollout_ref.actor"
@@ -38,13 +38,11 @@ def check_head(config: DictConfig, stability: StabilityConfig, k: int, read_mode
         raise ConfigError(f"{asked}: {MAX}={most} allows fewer", fix=(f"{MAX}={k}",))
     if OmegaConf.select(config, FUSED):
         raise ConfigError(f"{asked} are read from logits, and {FUSED}=True makes none", fix=(f"{FUSED}=False",))
-    for setting in (f"{ACTOR}.fsdp_config.pad_to_length", f"{ACTOR}.megatron.pad_to_length"):
-        if OmegaConf.select(config, setting):
+    for name in ("fsdp_config.pad_to_length", "megatron.pad_to_length", "megatron.dynamic_context_parallel"):
+        if OmegaConf.select(config, setting := f"{ACTOR}.{name}"):
             raise ConfigError(
                 f"{asked}: verl puts nothing beside logits with {setting}=True", fix=(f"{setting}=False",)
             )
-    if OmegaConf.select(config, setting := f"{ACTOR}.megatron.dynamic_context_parallel"):
-        raise ConfigError(f"{asked}: verl puts nothing beside logits with {setting}=True", fix=(f"{setting}=False",))
     if read_model:
         _check_vocabulary(config, stability, asked, k)
 
@@ -64,7 +62,7 @@ def _asking(config: DictConfig, stability: StabilityConfig) -> str:
     if stability.head.k:
         return f"stability.head.k={stability.head.k}"
     if truncates(config):
-        return f"{ROLLOUT}.top_k={config.actor_rollout_ref.rollout.top_k}"
+        return f"{ROLLOUT}.top_k={top_k(config)}"
     return CENTERED
 
 

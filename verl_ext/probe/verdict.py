@@ -84,5 +84,8 @@ def _look_at(start: str, dtype: str) -> str:
     if not start:
         return f"nothing stands out: this is what {dtype} leaves, layer by layer; precision=fp16 leaves less"
     if start == HEAD:
-        return "look behind the last norm: the head's weights, the temperature, the logits' dtype"
+        return (
+            "look behind the last norm: the head's weights, the temperature, the logits' dtype, and the ids past the "
+            "tokenizer's, which verl masks in the rollout alone"
+        )
     return f"look at {start} in both engines: weights that did not arrive, a bias, a scale, a dtype"

@@ -67,8 +67,7 @@ def in_server(server: Any) -> Undo:
     Raises:
         PatchError: it makes the request, or reads the answer, in another way.
     """
-    reads = partial(expect, CHANGE, server, "extract_prompt_logprobs", "output, num_prompt_logprobs, result_dict")
-    reads()
+    expect(CHANGE, server, "extract_prompt_logprobs", "output, num_prompt_logprobs, result_dict")
     return together(
         partial(wrap, CHANGE, server, "SamplingParams", ask),
         partial(wrap, CHANGE, server, "extract_prompt_logprobs", take),
