@@ -7,6 +7,7 @@ With nothing of `stability` switched on, it runs verl's own entry point unchange
 
 import re
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 import hydra
@@ -96,12 +97,17 @@ def stop(error: UserError) -> NoReturn:
     raise SystemExit(STOPPED if isinstance(error, GuardStopError) else 1)
 
 
-def main() -> None:
+def start(entry: Callable[[], None]) -> None:
+    """Call Hydra's entry point with the arguments that it is to see."""
     try:
         sys.argv[1:] = compose.prepare(sys.argv[1:])
     except UserError as error:
         stop(error)
-    hydra_main()
+    entry()
+
+
+def main() -> None:
+    start(hydra_main)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ Shape legend: N response tokens of all trajectories, n of a block.
 import torch
 from torch import Tensor
 
-from verl_ext.core.tokens import LOG_RATIO_BOUND, Tokens
+from verl_ext.core.mismatch import k3_sum
+from verl_ext.core.tokens import Tokens
 
 SIGNS = {"positive": 1, "negative": -1}
 BLOCK = 1 << 20
@@ -33,8 +34,7 @@ def advantage_metrics(tokens: Tokens, advantages_N: Tensor) -> dict[str, float]:
         counted += int(counts_n.sum())
         for row, sign in zip(sums, SIGNS.values(), strict=True):
             log_k = log_k_n[counts_n & (advantages_N[block] * sign > 0)]
-            bounded = log_k.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-            row += torch.stack([log_k.new_tensor(len(log_k)), -log_k.sum(), (bounded.expm1() - bounded).sum()]).cpu()
+            row += torch.stack([log_k.new_tensor(len(log_k)), -log_k.sum(), k3_sum(log_k)]).cpu()
     metrics: dict[str, float] = {}
     for name, (count, k1, k3) in zip(SIGNS, sums.tolist(), strict=True):
         if counted:

@@ -1,11 +1,14 @@
 """The config of a run from its command line, as `verl_ext.main_ppo` would compose it; `plan` uses it too."""
 
 import argparse
+import contextlib
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_ext.errors import ConfigError
 from verl_ext.printable import printable
 
 if TYPE_CHECKING:
@@ -65,6 +68,21 @@ def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple["DictConf
     except Exception as error:  # of a broken config, Hydra and OmegaConf raise nearly any
         said = str(error).partition("\nConfig search path:")[0] or type(error).__name__
         return None, printable(" ".join(said.split()), MOST_SAID)
+
+
+def required(arguments: argparse.Namespace) -> "DictConfig":
+    """The config of a run that these describe, for a command that can do nothing without.
+
+    Raises:
+        ConfigError: there is none, or it has modules imported without --trust.
+    """
+    with contextlib.redirect_stdout(sys.stderr):  # what --trust imports may print
+        config, failure = compose(given(arguments), trust=arguments.trust)
+    if config is None:
+        raise ConfigError(failure)
+    if not arguments.trust and (named := plugins(config)):
+        raise ConfigError(f"stability.plugins={named} would be imported; --trust imports it, or leave it out here")
+    return config
 
 
 def plugins(config: "DictConfig | None") -> list[str]:

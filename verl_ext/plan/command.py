@@ -1,7 +1,6 @@
 """The table and the JSON of `verl-ext plan`."""
 
 import argparse
-import contextlib
 import json
 import sys
 from dataclasses import asdict
@@ -67,12 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(arguments: argparse.Namespace) -> tuple[Any, Sizes]:
-    with contextlib.redirect_stdout(sys.stderr):  # what --trust imports may print
-        config, failure = composed.compose(composed.given(arguments), trust=arguments.trust)
-    if config is None:
-        raise ConfigError(failure)
-    if not arguments.trust and (plugins := composed.plugins(config)):
-        raise ConfigError(f"stability.plugins={plugins} would be imported; --trust imports it, or leave it out here")
+    config = composed.required(arguments)
     return config, read_sizes(config, arguments.gpu, arguments.nodes, arguments.model)
 
 

@@ -1,7 +1,6 @@
 """`verl-ext probe`: start the run's engines, have them score the same tokens, and say where they come apart."""
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -68,19 +67,20 @@ def run(arguments: argparse.Namespace) -> int:
 def _probe(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.prompts < 1:
         raise ConfigError(f"--prompts={arguments.prompts} must be at least 1")
-    given = composed.given(arguments)
-    with contextlib.redirect_stdout(sys.stderr):  # what --trust imports may print
-        config, failure = composed.compose(given, trust=arguments.trust)
-    if config is None:
-        raise ConfigError(failure)
-    if not arguments.trust and (plugins := composed.plugins(config)):
-        raise ConfigError(f"stability.plugins={plugins} would be imported; --trust imports it, or leave it out here")
+    config = composed.required(arguments)
     out = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     file, console = out / "probe.json", out / "console.log"
     file.unlink(missing_ok=True)
     overrides = probe_overrides(config, arguments.prompts, out)
-    command = [sys.executable, "-m", "verl_ext.probe.main", *given, *overrides, f"+probe_out={file}"]
+    command = [
+        sys.executable,
+        "-m",
+        "verl_ext.probe.main",
+        *composed.given(arguments),
+        *overrides,
+        f"+probe_out={file}",
+    ]
     error = _follow(command, console)
     if not file.exists():
         raise ConfigError(error or f"the engines ended before anything was found; everything they said: {console}")

@@ -230,11 +230,14 @@ class StabilityRun:
         self.outcome = Outcome()
         if judged is None:
             return batch
-        if not self.active.measures_in_update and self.active.stability.breakdown:
-            advantages = get_fields(batch, [ADVANTAGES])[ADVANTAGES].values()
+        by_sign = self.active.stability.breakdown and not self.active.measures_in_update
+        names = FILTER_FIELDS if self.active.filters else (ADVANTAGES,) if by_sign else ()
+        data = get_fields(batch, names) if names else None
+        if data is not None and by_sign:
+            advantages = data[ADVANTAGES].values()
             judged, found = judge_by_advantage(judged, advantages, metrics, self.active.stability, self.guard)
             self.actions.carry_out(found)
-        batch, self.outcome = self._filter(judged, batch, metrics, tokenizer)
+        batch, self.outcome = self._filter(judged, batch, data, metrics, tokenizer)
         refused = self.outcome.refused
         self._narrowed, self._judges_late = self.guard.tightens, self.active.measures_in_update
         if not self._judges_late:
@@ -247,11 +250,10 @@ class StabilityRun:
         return batch
 
     def _filter(
-        self, judged: Judged, batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any
+        self, judged: Judged, batch: KVBatchMeta, data: Any, metrics: dict[str, float], tokenizer: Any
     ) -> tuple[KVBatchMeta, Outcome]:
         if judged.decision.refusal or not self.active.filters:
             return batch, Outcome(judged.decision.refusal)
-        data = get_fields(batch, FILTER_FIELDS)
         view = filter_batch(judged.tokens, batch.keys, data, self.active.config.actor_rollout_ref, tokenizer)
         left = leave_out(view, judged.measured.weight, self.active.stability)
         metrics.update(left.metrics)
