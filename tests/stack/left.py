@@ -28,3 +28,12 @@ def weights(folder):
     files = sorted(folder.glob("*.safetensors"))
     assert files
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def same(one, other):
+    """Whether the tensors of two of `shards` are equal bit for bit."""
+    return all(torch.equal(full(one[name]), full(other[name])) for name in one)
+
+
+def full(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -84,6 +84,9 @@ def looking_often(trainer_class: type) -> type:
                 self.actor_rollout_wg.plant(name)
                 canary_scores.ALONE["temperature"] = WRONG_TEMPERATURE if name == "wrong temperature" else 1.0
                 found[name] = super().probe(batch)
+            self.actor_rollout_wg.plant("nothing")
+            canary_scores.ALONE["temperature"] = 1.0
+            super().probe(batch)
             return found
 
     return PlantingTrainer

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 
 import psutil
@@ -21,7 +20,6 @@ from tests.stack.running import (
     forked_command,
     kill_all,
     marked,
-    processes,
     start,
     wait_for,
 )
@@ -113,28 +111,3 @@ def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(arguments,
             assert torch.equal(tensor.to(initial[name].dtype), initial[name]), name
     assert not shards(tmp_path, 6, "optim")["state"], "an optimizer that never stepped has no moments"
     assert shards(tmp_path, 6, "extra_state")["lr_scheduler"]["last_epoch"] == 0
-
-
-@pytest.mark.e2e
-def test_a_worker_killed_in_a_step_ends_the_run_with_one_error_and_no_process(arguments, tmp_path):
-    """Each process by itself and without our wrapper, as on a cluster."""
-    mark = uuid.uuid4().hex
-    command = [sys.executable, *arguments("stability=icepop", *SAVES, steps=50)]
-    console, started = start(command, tmp_path, mark)
-    try:
-        wait_for(lambda: saved(tmp_path, 2), started, console)
-        (worker,) = [process for process in processes(mark) if process.name().startswith("ray::WorkerDict")]
-        worker.kill()
-        assert started.wait(120) == 1
-        deadline = time.monotonic() + 60
-        while marked(mark) and time.monotonic() < deadline:
-            time.sleep(1)
-        assert marked(mark) == []
-    finally:
-        kill_all(mark)
-    text = console.read_text()
-    errors = [line for line in text.splitlines() if line.startswith("verl_ext: error:")]
-    assert len(errors) == 1 and "a worker of the run died" in errors[0], text[-3000:]
-    assert "trainer.resume_mode=auto" in errors[0]
-    last = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-    assert shards(tmp_path, last), "the last checkpoint can be read"

@@ -7,7 +7,7 @@ import torch
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from recipes.dense_smoke.make_assets import build_model
-from tests.stack.left import SAVES, events, shards
+from tests.stack.left import SAVES, events, full, same, shards
 from tests.stack.running import SMALL, assert_documented, run
 
 pytestmark = pytest.mark.e2e
@@ -137,10 +137,6 @@ def test_a_lora_whose_first_weight_sync_is_lost(with_faults, tmp_path):
     assert lost["sync/arrived_high"] < 0.5 < min(step["sync/arrived_low"] for step in there)
 
 
-def same(one, other):
-    return all(torch.equal(full(one[name]), full(other[name])) for name in one)
-
-
 def assert_same(one, other):
     assert one.keys() == other.keys()
     assert same(one, other)
@@ -150,10 +146,6 @@ def assert_same_optimizer(one, other):
     for name, state in one["state"].items():
         for moment, value in state.items():
             assert torch.equal(full(value), full(other["state"][name][moment])), (name, moment)
-
-
-def full(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def test_short_log_probs_end_the_run_and_a_full_disk_does_not(with_faults):

@@ -9,6 +9,7 @@ from tests.stack.running import SMALL, run
 from verl_ext.doctor.composed import compose
 from verl_ext.probe.command import probe_overrides
 from verl_ext.probe.show import conclude
+from verl_ext.probe.stages import Stage
 
 pytestmark = pytest.mark.e2e
 
@@ -41,3 +42,13 @@ def test_a_planted_cause_is_found_at_its_place(found, cause):
     assert told.start == CAUSES[cause][1]
     if cause != "router in bf16":  # which is routing, where it takes another expert for any token
         assert told.cause == "arithmetic", told.sentence
+
+
+def test_a_sync_of_the_same_weights_changes_nothing_and_an_update_arrives(found):
+    sync, update = (Stage(**one) for one in found["stages"])
+    assert (sync.name, sync.train_moved) == ("sync", 0.0)
+    assert sync.rollout_moved < 1e-6  # a batch of another make-up, in float32
+    assert (update.name, update.before) == ("update", sync.after)
+    assert update.train_moved > 1e-4
+    assert update.rollout_moved == pytest.approx(update.train_moved, rel=1e-2)
+    assert max(sync.after, update.after) < 1e-9

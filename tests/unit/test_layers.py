@@ -15,7 +15,7 @@ BELOW = {
     "routing": {"fields", "core", "upstream", "errors"},
     "metrics": set(),
     "settings": {"core", "guard", "metrics", "errors", "methods"},
-    "launch": {"fields", "core", "guard", "routing", "settings", "upstream", "errors", "methods"},
+    "launch": {"fields", "core", "guard", "routing", "settings", "upstream", "errors", "methods", "printable"},
     "workers": {"fields", "core", "routing", "settings", "upstream", "errors", "methods"},
     "trainer": {
         "core",
@@ -39,7 +39,9 @@ BELOW = {
         "routing",
         "trainer",
         "upstream",
+        "report",
         "errors",
+        "fields",
         "printable",
         "main_ppo",
     },

@@ -21,10 +21,15 @@ def mismatch_ratio(l_infer: Tensor, l_old: Tensor) -> Tensor:
     return (l_old.float() - l_infer.float()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def k3_sum(log_ratio: Tensor) -> Tensor:
-    """Sum of r - log r - 1 over [n] log-ratios, clamped to +-20; NaN where one is not finite."""
+def k3_of(log_ratio: Tensor) -> Tensor:
+    """r - log r - 1 of [n] log-ratios, clamped to +-20; NaN where one is not finite."""
     x = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return torch.where(log_ratio.isfinite(), torch.expm1(x) - x, torch.nan).sum()
+    return torch.where(log_ratio.isfinite(), torch.expm1(x) - x, torch.nan)
+
+
+def k3_sum(log_ratio: Tensor) -> Tensor:
+    """Sum of `k3_of`."""
+    return k3_of(log_ratio).sum()
 
 
 def count_non_finite(tensor: Tensor, mask: Tensor) -> int:

@@ -8,10 +8,8 @@ from importlib import import_module
 from pathlib import Path
 
 from verl_ext.errors import ConfigError, UserError
+from verl_ext.launch.arguments import INTERRUPTED, REFUSED, names
 from verl_ext.printable import printable
-
-REFUSED, INTERRUPTED = 2, 130
-NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
 
 def add_common(parser: argparse.ArgumentParser, out: str) -> None:
@@ -52,20 +50,6 @@ def _import(modules: Sequence[str]) -> None:
             import_module(module)
         except ImportError as error:
             raise ConfigError(f"--plugins: {module} cannot be imported ({error})") from error
-
-
-def names(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(text.split(",")))
-    if wrong := [name for name in names if not NAME.fullmatch(name)]:
-        raise argparse.ArgumentTypeError(f"{printable(wrong[0])!r} is no name; names are parted by commas")
-    return names
-
-
-def added(text: str) -> tuple[str, str]:
-    name, equals, overrides = text.partition("=")
-    if not equals or not NAME.fullmatch(name):
-        raise argparse.ArgumentTypeError(f"{printable(text)} is not NAME='OVERRIDES'")
-    return name, overrides
 
 
 def seeds(text: str) -> tuple[int, ...]:

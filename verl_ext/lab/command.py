@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.errors import ConfigError
-from verl_ext.lab.arguments import add_common, added, answered, names, plugin_overrides, seeds
+from verl_ext.lab.arguments import add_common, answered, plugin_overrides, seeds
+from verl_ext.launch.arguments import add_own, names
 
 if TYPE_CHECKING:
     from verl_ext.lab.arms import Arm
@@ -51,14 +52,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--seeds", type=seeds, default=seeds(SEEDS), metavar="N", help=f"so many, or 3-7, or 0,2 (default: {SEEDS})"
     )
-    parser.add_argument(
-        "--add",
-        type=added,
-        action="append",
-        default=[],
-        metavar="NAME='OVERRIDES'",
-        help="a variant of your own; may be repeated",
-    )
+    add_own(parser, "a variant")
     parser.add_argument("--list", action="store_true", help="print the regimes and the variants")
     add_common(parser, out=".lab/REGIME")
     parser.set_defaults(run=partial(answered, "lab", _run))

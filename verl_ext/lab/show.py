@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from verl_ext.lab.arguments import INTERRUPTED
 from verl_ext.lab.cells import Cell
 from verl_ext.lab.collect import collect
 from verl_ext.lab.follow import Followed
 from verl_ext.lab.results import as_text, results, write_results
 from verl_ext.lab.table import table
 from verl_ext.lab.words import findings
+from verl_ext.launch.arguments import INTERRUPTED
 from verl_ext.report.command import drawing, tell
 
 if TYPE_CHECKING:

@@ -1,21 +1,27 @@
-"""The probe on verl's stack: one batch is sampled, scored three times and thrown away. No weight changes."""
+"""The probe on verl's stack: one batch is sampled, scored three times, again after a sync and after an update."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
+import torch
 from omegaconf import DictConfig
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
+from verl_ext.fields import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
 from verl_ext.main_ppo import StabilityTaskRunner
 from verl_ext.probe.command import experts_of
 from verl_ext.probe.readings import DECODE, PREFILL, REPLAYED, TRAIN, compare
+from verl_ext.probe.stages import SYNC, UPDATE, stage
 from verl_ext.probe.states import compare_states
 from verl_ext.trainer.canary_scores import CanaryScores
 from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync
+from verl_ext.trainer.transfer import get_fields, put_fields
+from verl_ext.trainer.watch import watch_of
 from verl_ext.upstream import engine_states
 from verl_ext.upstream.patching import patch
 
@@ -31,7 +37,8 @@ class ProbeTrainer(StabilityTrainerSync):
         self.stability_run.active = replace(self.stability_run.active, our_loss=True)  # for workers of ours
 
     def fit(self, agent_loop_manager: Any) -> None:
-        super(StabilityMixin, self).fit(agent_loop_manager)  # without the files of a run
+        with watch_of(self, agent_loop_manager):
+            super(StabilityMixin, self).fit(agent_loop_manager)  # without the files of a run
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         say("sampling")
@@ -41,8 +48,18 @@ class ProbeTrainer(StabilityTrainerSync):
         )
         batch.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         batch = self._balance_batch(batch, metrics=metrics)
-        Path(self.config[OUT]).write_bytes(orjson.dumps(self.probe(batch), option=orjson.OPT_INDENT_2))
+        out = Path(self.config[OUT])
+        for found in self.looks(batch):  # what is found stays found, whatever the next look ends with
+            out.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2))
         return batch
+
+    def looks(self, batch: KVBatchMeta) -> Iterator[dict[str, Any]]:
+        """What is found, more of it each time."""
+        found = self.probe(batch)
+        yield found
+        for stages in self.stages(batch):
+            found["stages"] = stages
+            yield found
 
     def on_step_end(self) -> None:
         pass
@@ -54,7 +71,7 @@ class ProbeTrainer(StabilityTrainerSync):
         """What the readings and the hidden states of a batch say, as JSON has it."""
         workers, server = self.actor_rollout_wg, self._rollout_server_managers()[-1].server_handles[0]
         ranks = max(workers._dispatch_info["actor"]) + 1  # which verl has asked for, to balance the batch
-        scores = CanaryScores(batch, len(batch), ranks)
+        self.scores = scores = CanaryScores(batch, len(batch), ranks)
         compared = CanaryScores(batch, min(SEQUENCES, len(batch) // ranks) * ranks, ranks)
         say(f"the rollout engine scores {len(scores.sampled_N)} tokens")
         readings: dict[str, Tensor] = {DECODE: scores.sampled_N, PREFILL: scores.by_servers([server])[0]}
@@ -72,12 +89,45 @@ class ProbeTrainer(StabilityTrainerSync):
         train = workers.record_states(False)[0]
         lengths = [len(ids) for ids in compared.ids[: len(compared.ids) // ranks]]  # of the first rank
         places = compare_states(first_rows(rollout, lengths, 0), first_rows(train, lengths, 1), experts_of(self.config))
+        self.now = readings[PREFILL], readings[TRAIN]
         return {
             "tokens": len(scores.sampled_N),
             "dtype": self.config.actor_rollout_ref.rollout.dtype,
             "pairs": [asdict(pair) for pair in compare(readings, scores.positions_N)],
             "places": [asdict(place) for place in places],
         }
+
+    def stages(self, batch: KVBatchMeta) -> Iterator[list[dict[str, Any]]]:
+        """The same tokens after a sync of the same weights, and after an update and the sync that follows it."""
+        found: list[dict[str, Any]] = []
+        for name in (SYNC, UPDATE):
+            say(f"after one {name}")
+            before = self.now
+            if name == UPDATE:
+                self.update(batch)
+            self.now = self.synced()
+            found.append(asdict(stage(name, before, self.now)))
+            yield found
+
+    def synced(self) -> tuple[Tensor, Tensor]:
+        """What the rollout engine and the training engine say after a weight sync."""
+        self.checkpoint_manager.update_weights(self.global_steps)
+        rollout = self.scores.by_servers([self._rollout_server_managers()[-1].server_handles[0]])[0]
+        self.on_sample_end()
+        return rollout, self.scores.by_workers(self.actor_rollout_wg, replays=False)
+
+    def update(self, batch: KVBatchMeta) -> None:
+        """One, by advantages of 1 and -1 in turn: a few answers may all have earned the same."""
+        verls: Any = super(StabilityMixin, self)
+        metrics: dict[str, Any] = {}
+        log_probs = get_fields(batch, [ROLLOUT_LOG_PROBS])[ROLLOUT_LOG_PROBS]
+        signs = [torch.full((len(row),), 1.0 - 2 * (number % 2)) for number, row in enumerate(log_probs.unbind())]
+        made_up = {OLD_LOG_PROBS: log_probs, ADVANTAGES: torch.nested.as_nested_tensor(signs, layout=torch.jagged)}
+        batch = put_fields(batch, made_up)
+        if self.use_reference_policy:
+            batch = verls._compute_ref_log_prob(batch, metrics)
+        batch.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
+        verls._update_actor(batch, metrics)
 
 
 class ProbeTaskRunner(StabilityTaskRunner):

@@ -1,12 +1,16 @@
-"""A file of lines that loses none of them: to a crash in the middle of one, to a resumed run, to a full disk."""
+"""A file of lines that loses none of them: to a crash in the middle of one, a resumed run, a full disk, a removal."""
 
 import contextlib
 import os
+import shutil
+import stat
 from pathlib import Path
 
 
 class LineFile:
     """Appends whole lines, each written at once. What a full disk refuses is kept and tried again with the next line.
+
+    A file that is removed meanwhile is written again, whole, as long as this one is open.
 
     Args:
         path: opened, and created with its folder.
@@ -27,6 +31,7 @@ class LineFile:
         """Add text that ends with a newline. Raises nothing for a write that fails: the first one is printed."""
         self._pending.append(lines)
         try:
+            self._put_back()
             while self._pending:
                 self._append(self._pending[0])
                 self._pending.pop(0)
@@ -54,6 +59,26 @@ class LineFile:
         file, self._file = self._file, -1
         with contextlib.suppress(OSError):  # a network file system tells of a full disk here; the line above told it
             os.close(file)
+
+    def _put_back(self) -> None:
+        """Where somebody has removed the file, write what it held to its place; the open one still has it."""
+        if os.path.lexists(self.path) or not stat.S_ISREG(os.fstat(self._file).st_mode):
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        again = self.path.with_name(f".{self.path.name}.again")
+        file = os.open(again, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            with open(self._file, "rb", closefd=False) as held, open(file, "wb", closefd=False) as copy:
+                held.seek(0)
+                shutil.copyfileobj(held, copy)
+            os.replace(again, self.path)
+        except OSError:
+            os.close(file)
+            again.unlink(missing_ok=True)
+            raise
+        os.close(self._file)
+        self._file = file
+        say(f"{self.path} was removed while the run writes to it: it is there again, with all its lines")
 
     def _append(self, lines: bytes) -> None:
         written = 0

@@ -19,6 +19,7 @@ from verl_ext.trainer.active import Active
 from verl_ext.trainer.advantages import session_keys
 from verl_ext.trainer.stability_run import StabilityRun
 from verl_ext.trainer.transfer import without_heavy
+from verl_ext.trainer.watch import watch_of
 from verl_ext.upstream.patching import patch
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class StabilityMixin(VerlTrainer):
             super()._save_checkpoint()
 
     def fit(self, agent_loop_manager: Any) -> None:
-        with self.stability_run.writing(resumed=self.global_steps):
+        with self.stability_run.writing(resumed=self.global_steps), watch_of(self, agent_loop_manager):
             super().fit(agent_loop_manager)
 
     def on_step_begin(self) -> None:

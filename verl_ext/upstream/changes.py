@@ -59,7 +59,7 @@ TABLE = (
     Change(
         name="probe_trainer",
         target="`sync` in `verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY`",
-        why="a trainer that scores one batch and trains nothing takes the place of ours",
+        why="a trainer that scores one batch and keeps nothing takes the place of ours",
         when="`verl-ext probe`",
         versions=VERL,
         file="probe/trainer.py",

@@ -186,6 +186,15 @@ HOOKS = (
         ),
     ),
     Hook(
+        "the watch on the rollout",
+        "trainer/watch.py",
+        (
+            f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer: engine",
+            "verl.experimental.agent_loop.agent_loop.AgentLoopManager: agent_loop_workers",
+            f"{ROLLOUT}.llm_server.LLMServerManager: server_handles",
+        ),
+    ),
+    Hook(
         "engine_states",
         "upstream/engine_states.py",
         (f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer: _server_task, engine",),

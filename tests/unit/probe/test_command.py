@@ -8,12 +8,14 @@ import pytest
 
 from tests.unit.probe.test_readings import PLACES, pairs_of
 from verl_ext import cli
-from verl_ext.probe import command
+from verl_ext.probe import process
 
 FOUND = {
     "tokens": 193,
     "dtype": "float32",
-    "pairs": [{**asdict(pair), "by_probability": {"0-0.01": 1e-3}} for pair in pairs_of(1e-3, 1e-9, 1e-3, 1e-5)],
+    "pairs": [
+        {**asdict(pair), "by_probability": {"0-0.01": 1e-3, "0.9-": 1e-5}} for pair in pairs_of(1e-3, 1e-9, 1e-3, 1e-5)
+    ],
     "places": [asdict(place) for place in PLACES],
 }
 
@@ -27,14 +29,14 @@ def probe(tmp_path, monkeypatch):
         written = "" if found is None else f"open({str(tmp_path / 'probe.json')!r}, 'w').write({json.dumps(found)!r})"
         script = "\n".join([*(f"print({line!r}, flush=True)" for line in says), written])
 
-        def follow(given, console):
+        def follow(given, console, tell):
             ran.append(given)
-            return followed([sys.executable, "-c", script], console)
+            return followed([sys.executable, "-c", script], console, tell)
 
-        monkeypatch.setattr(command, "_follow", follow)
+        monkeypatch.setattr(process, "follow", follow)
         return cli.main(["probe", "--out", str(tmp_path), *arguments])
 
-    followed = command._follow
+    followed = process.follow
     run.ran = ran
     return run
 
@@ -48,6 +50,16 @@ def test_it_shows_which_pair_holds_the_gap_and_what_to_try(probe, capsys, tmp_pa
     (given,) = probe.ran
     assert given[1:3] == ["-m", "verl_ext.probe.main"] and "recipe=cpu_smoke" in given
     assert given.index("recipe=cpu_smoke") < given.index("actor_rollout_ref.rollout.n=1")
+
+
+def test_its_page_holds_tables_words_and_figures(probe, tmp_path):
+    stages = [{"name": "update", "before": 1e-3, "after": 2e-2, "rollout_moved": 1e-6, "train_moved": 0.1}]
+    assert probe("recipe=cpu_smoke", found=FOUND | {"stages": stages}) == 0
+    page = (tmp_path / "report.html").read_text()
+    for said in ("99% of the gap is routing", "Next: stability=r3", "The update does not arrive", "1.00e-03 ± 1e-04"):
+        assert said in page
+    figures = {file.stem for file in (tmp_path / "figures").iterdir()}
+    assert figures == {"states", "probability"}  # no position in FOUND, no sweep
 
 
 @pytest.mark.parametrize(("limit", "code"), [("1e-2", 0), ("1e-4", 1)])
@@ -89,7 +101,8 @@ def test_a_dense_model_is_probed_without_its_routing(tmp_path):
     from transformers import Qwen3Config
 
     from verl_ext.doctor.composed import compose
+    from verl_ext.probe.command import probe_overrides
 
     Qwen3Config().save_pretrained(tmp_path)
     dense = compose(["recipe=cpu_smoke", f"actor_rollout_ref.model.path={tmp_path}"])[0]
-    assert not any("router" in override for override in command.probe_overrides(dense, 8, tmp_path))
+    assert not any("router" in override for override in probe_overrides(dense, 8, tmp_path))

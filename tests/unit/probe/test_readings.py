@@ -59,7 +59,7 @@ def pairs_of(whole, sampling, rest, replayed=None):
     found = {(DECODE, TRAIN): whole, (DECODE, PREFILL): sampling, (PREFILL, TRAIN): rest}
     if replayed is not None:
         found[DECODE, REPLAYED] = replayed
-    return [Pair(one, other, k3, 0.1, 0.0, {}, {}) for (one, other), k3 in found.items()]
+    return [Pair(one, other, k3, k3 / 10, 0.1, 0.0, {}, {}) for (one, other), k3 in found.items()]
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,9 @@ def test_a_run_folder_that_would_become_another_is_refused(run_dir):
 
 
 @pytest.fixture
-def command():
+def command(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "")  # what the command writes there is taken back with this
+    monkeypatch.delenv("RAY_AUTH_MODE")
     return lambda *arguments: main(["submit", *arguments])
 
 

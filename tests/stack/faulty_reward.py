@@ -1,0 +1,18 @@
+"""`dense_reward`, until a file says otherwise: what a reward of somebody's own does on a bad day."""
+
+import os
+from pathlib import Path
+
+from tests.stack import dense_reward
+
+FILE = "VERL_EXT_TEST_REWARD"  # environment: a file that holds `nan` or `raise`
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
+    file = Path(os.environ[FILE])
+    match file.read_text() if file.exists() else "":
+        case "nan":
+            return float("nan")
+        case "raise":
+            raise ValueError("the judge does not answer")
+    return dense_reward.compute_score(data_source, solution_str, ground_truth)

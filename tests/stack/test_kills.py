@@ -1,0 +1,73 @@
+"""A process of a run is killed, or its reward breaks down: what the run does, and what it leaves."""
+
+import sys
+import time
+import uuid
+
+import pytest
+
+from tests import ROOT
+from tests.stack.faulty_reward import FILE
+from tests.stack.left import SAVES, events, same, saved, shards
+from tests.stack.running import kill_all, marked, processes, start, wait_for
+
+pytestmark = pytest.mark.e2e
+
+# Who is killed, by the beginning of its title -> what the run's own error names.
+KILLED = {
+    "ray::WorkerDict": "a worker of the run died",
+    "raylet": "a worker of the run died",
+    "VLLM::EngineCor": "the engine of rollout server 0 has died",
+    "ray::AgentLoopW": "agent loop worker 0 has died",
+    "ray::SimpleStor": "TransferQueue's storage unit 0 has died",
+}
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_it_ends_with_one_error_and_the_last_checkpoint_can_be_read(arguments, tmp_path, name):
+    """Each process by itself and without our wrapper, as on a cluster."""
+    mark = uuid.uuid4().hex
+    command = [sys.executable, *arguments("stability=icepop", *SAVES, steps=50)]
+    console, started = start(command, tmp_path, mark)
+    try:
+        wait_for(lambda: saved(tmp_path, 2), started, console)
+        victims = [process for process in processes(mark) if process.name().startswith(name)]
+        assert victims, sorted({process.name() for process in processes(mark)})
+        victims[0].kill()
+        assert started.wait(150) == 1
+        deadline = time.monotonic() + 60
+        while marked(mark) and time.monotonic() < deadline:
+            time.sleep(1)
+        assert marked(mark) == []
+    finally:
+        kill_all(mark)
+    text = console.read_text()
+    errors = [line for line in text.splitlines() if line.startswith("verl_ext: error:")]
+    assert len(errors) == 1 and KILLED[name] in errors[0], text[-3000:]
+    assert "trainer.resume_mode=auto" in errors[0]
+    last = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert shards(tmp_path, last), "the last checkpoint can be read"
+
+
+def test_a_reward_that_is_no_number_and_then_raises(arguments, tmp_path):
+    mark, word = uuid.uuid4().hex, tmp_path / "reward"
+    reward = f"reward.custom_reward_function.path={ROOT}/tests/stack/faulty_reward.py"
+    command = [sys.executable, *arguments("stability=icepop", *SAVES, reward, steps=50)]
+    console, started = start(command, tmp_path, mark, {FILE: str(word), "PYTHONPATH": str(ROOT)})
+    guard = tmp_path / "verl_ext" / "cpu_smoke.guard.jsonl"
+    try:
+        wait_for(lambda: saved(tmp_path, 2), started, console)
+        word.write_text("nan")
+        wait_for(lambda: guard.read_text().count("\n") >= 2, started, console)
+        word.write_text("raise")
+        assert started.wait(150) == 1
+    finally:
+        kill_all(mark)
+    skips = events(tmp_path)
+    assert {(skip["rule"], skip["action"], skip["reason"]) for skip in skips} == {
+        ("non_finite", "skip", "critic/score/mean is nan")
+    }
+    text = console.read_text()
+    assert "the judge does not answer" in text and "no materializable trajectories" in text
+    first = skips[0]["step"]
+    assert same(shards(tmp_path, first - 1), shards(tmp_path, first)), "a skipped update changes nothing"

@@ -1,0 +1,122 @@
+"""`verl-ext probe --sweep`, with a stand-in for the process that starts the engines."""
+
+import json
+import signal
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from tests.unit.probe.test_command import FOUND
+from verl_ext import cli
+from verl_ext.doctor.composed import compose
+from verl_ext.errors import ConfigError
+from verl_ext.probe import process
+from verl_ext.probe.sweep import CHANGES, Swept, changed, changes_of, ranked, said_of
+
+LAUNCH = ["recipe=cpu_smoke", "precision=bf16"]
+K3 = {"rollout.max_num_seqs=1": 2e-3, "precision=fp32": 1e-8}
+SCRIPT = """
+import json, pathlib, signal, sys
+overrides = sys.argv[1:]
+found, k3 = json.loads({found!r}), {k3!r}
+found["pairs"][0] |= {{"k3": next((v for key, v in k3.items() if any(key in o for o in overrides)), 1e-3)}}
+if any("prefix" in o for o in overrides) and {fails}:
+    print("verl_ext: error: prefix caching cannot be off", flush=True)
+    sys.exit(1)
+out = next(o for o in overrides if o.startswith("+probe_out="))
+pathlib.Path(out.partition("=")[2]).write_text(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    """sweep(*arguments, fails=False) -> exit code; the overrides of each process that was started in sweep.ran."""
+    ran = []
+    real = process.follow
+
+    def run(*arguments, fails=False, interrupted=None):
+        script = SCRIPT.format(found=json.dumps(FOUND), k3=K3, fails=fails)
+
+        def follow(command, console, tell):
+            ran.append(command[3:])
+            if len(ran) == interrupted:
+                signal.raise_signal(signal.SIGINT)
+            tell("sampling")
+            return real([sys.executable, "-c", script, *command[3:]], console, tell)
+
+        monkeypatch.setattr(process, "follow", follow)
+        return cli.main(["probe", "--out", str(tmp_path), "--no-page", *arguments])
+
+    run.ran = ran
+    return run
+
+
+def test_settings_are_ranked_by_the_gap_that_they_leave(sweep, capsys, tmp_path):
+    assert sweep("--sweep", "fp32,one_at_a_time", "--json", *LAUNCH) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["name"], one["k3"]) for one in found["sweep"]] == [("", 1e-3), ("fp32", 1e-8), ("one_at_a_time", 2e-3)]
+    assert "precision=fp32" in sweep.ran[1] and "precision=bf16" not in sweep.ran[1]
+    assert (tmp_path / "sweep" / "fp32" / "probe.json").exists()
+
+
+def test_what_is_done_is_not_done_again_and_what_was_cut_short_is(sweep, capsys):
+    arguments = ("--sweep", "fp32,one_at_a_time", *LAUNCH)
+    assert sweep(*arguments, interrupted=2) == 130
+    assert "goes on" in capsys.readouterr().err
+    assert sweep(*arguments) == 0
+    assert len(sweep.ran) == 4  # the launch, fp32 cut short; fp32, one_at_a_time
+    captured = capsys.readouterr()
+    assert "done already" in captured.err and "fp32 leaves 0% of the gap" in captured.out
+    assert sweep("--prompts", "4", *arguments) == 0
+    assert len(sweep.ran) == 7  # another number of prompts is another measurement
+
+
+def test_a_setting_that_the_engines_refuse_does_not_stop_the_others(sweep, capsys):
+    assert sweep("--sweep", "no_prefix_cache", "--add", "mine=data.seed=3", *LAUNCH, fails=True) == 0
+    out = capsys.readouterr().out
+    assert "no_prefix_cache could not be measured: prefix caching cannot be off" in out
+    assert "data.seed=3" in sweep.ran[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--sweep", "bf61"), "--sweep=bf61"),
+        (("--sweep", "no_quantization"), "--sweep no_quantization: this run has it so already"),
+        (("--add", "fp32=a=b"), "--add fp32: there is a setting of this name"),
+    ],
+)
+def test_a_setting_that_cannot_be_swept_is_one_line(sweep, capsys, arguments, said):
+    assert sweep(*arguments, *LAUNCH) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.err.count("\n") == 1 and not sweep.ran
+
+
+def test_all_takes_what_fits_the_launch():
+    cpu = {change.name for change in changes_of(compose(["recipe=cpu_smoke"])[0], ["all"], {})}
+    gpu = {change.name for change in changes_of(compose(["recipe=qwen3_30b_a3b"])[0], ["all"], {})}
+    assert {"fp32", "one_at_a_time", "no_prefix_cache"} <= cpu & gpu
+    assert not cpu & {"graphs", "no_cascade", "attention_flashinfer", "tensor_parallel_1"}
+    assert {"eager", "attention_flashinfer", "tensor_parallel_1"} <= gpu
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
+def test_each_change_composes_and_then_fits_no_more(change):
+    given = ["recipe=qwen3_30b_a3b", "precision=bf16"]
+    config, failure = compose(changed(given, change))
+    assert config is not None, failure
+    with pytest.raises(ConfigError, match="so already"):
+        changes_of(config, [change.name], {})
+
+
+def test_a_sweep_says_what_matters_more_than_its_error():
+    base = Swept("", k3=1e-3, k3_error=1e-4)
+    same, less, more = (Swept(name, k3=k3, k3_error=1e-4) for name, k3 in (("a", 1.1e-3), ("b", 1e-4), ("c", 4e-3)))
+    failed = Swept("d", error="no")
+    assert said_of([base, same, failed]) == "No setting tried changes the gap by more than its error."
+    assert said_of([base, same, less, more]) == (
+        "Of the settings tried: b leaves 10% of the gap, c makes it 4.0 times as large."
+    )
+    assert [one.name for one in ranked([base, failed, more, less])] == ["b", "", "c", "d"]
+    assert asdict(base)["overrides"] == ()

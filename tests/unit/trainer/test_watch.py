@@ -1,0 +1,125 @@
+"""The watch on the rollout's actors, with Ray's own actors in a local Ray."""
+
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+import ray
+
+from verl_ext.errors import WorkerDiedError
+from verl_ext.trainer import watch
+from verl_ext.trainer.watch import Watch
+
+
+class Engine:
+    errored = False
+
+
+class Strange:
+    @property
+    def errored(self):
+        raise RuntimeError("of another vLLM")
+
+
+@ray.remote(num_cpus=0)
+class Server:
+    def __init__(self):
+        self.engine = Engine()
+
+    def break_engine(self):
+        self.engine.errored = True
+
+    def change_engine(self):
+        self.engine = Strange()
+
+    def busy(self, seconds):
+        time.sleep(seconds)
+
+
+def slept(seconds):
+    for _ in range(10 * seconds):
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray chooses the mode itself, then its own cache agrees; what it writes to the environment goes with the test.
+        patch.setenv("RAY_AUTH_MODE", "")
+        patch.delenv("RAY_AUTH_MODE")
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+        yield
+        ray.shutdown()
+
+
+pytestmark = pytest.mark.slow
+
+
+def test_what_lives_is_left_alone(cluster):
+    server = Server.remote()
+    with Watch(lambda: {"rollout server": [server]}, "checkpoints", every_s=0.1):
+        ray.get(server.busy.remote(1.0))
+    assert not [thread for thread in threading.enumerate() if thread.name == "verl_ext watch"]
+
+
+def test_an_engine_that_cannot_be_asked_is_left_alone(cluster):
+    server = Server.remote()
+    ray.get(server.change_engine.remote())
+    with Watch(lambda: {"rollout server": [server]}, "checkpoints", every_s=0.1):
+        ray.get(server.busy.remote(1.0))
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ray.exceptions.OutOfMemoryError("95 %"), "rollout server 0 has been killed by Ray: the node's memory ran out"),
+        (ray.exceptions.ActorUnavailableError("for now", None), ""),
+        (ray.exceptions.ActorDiedError(), "rollout server 0 has died"),
+    ],
+)
+def test_what_ray_says_of_an_actor_in_words(cluster, monkeypatch, error, said):
+    def get(ref):
+        raise error
+
+    server = Server.remote()
+    monkeypatch.setattr(watch.ray, "get", get)
+    assert watch._died({"rollout server": [server]}, 30.0) == said
+
+
+def test_an_engine_that_has_died_ends_a_wait_in_ray_get(cluster):
+    server, other = Server.remote(), Server.remote()
+    ray.get(server.break_engine.remote())
+    with (
+        pytest.raises(WorkerDiedError, match=r"the engine of rollout server 1 has died.*resume_mode=auto"),
+        Watch(lambda: {"rollout server": [other, server]}, "checkpoints", every_s=0.1),
+    ):
+        ray.get(other.busy.remote(60))
+    ray.kill(other)
+
+
+@pytest.mark.parametrize("wait", [slept, Future().result], ids=["a loop of Python's own", "a lock, as TransferQueue's"])
+def test_an_actor_that_has_died_ends_any_wait(cluster, wait):
+    worker = Server.remote()
+    ray.get(worker.busy.remote(0))
+    ray.kill(worker)
+    with (
+        pytest.raises(WorkerDiedError, match="agent loop worker 0 has died"),
+        Watch(lambda: {"agent loop worker": [worker]}, "checkpoints", every_s=0.1),
+    ):
+        wait(60)
+
+
+def test_what_a_death_has_led_to_is_told_as_the_death(cluster):
+    server = Server.remote()
+    ray.get(server.break_engine.remote())
+    with (
+        pytest.raises(WorkerDiedError, match="the engine of rollout server 0"),
+        Watch(lambda: {"rollout server": [server]}, "checkpoints"),
+    ):
+        raise RuntimeError("no trajectories")
+
+
+def test_a_trainer_that_fails_by_itself_fails_by_that(cluster):
+    with pytest.raises(KeyError), Watch(dict, "checkpoints", every_s=0.1):
+        raise KeyError

@@ -1,0 +1,157 @@
+"""What the gap may depend on: settings of the engines, changed one at a time."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl_ext.errors import ConfigError, require_choice
+
+ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ARGUMENTS = f"++{ROLLOUT}.engine_kwargs.vllm"
+CHUNKED, CACHED = f"{ROLLOUT}.enable_chunked_prefill", f"{ROLLOUT}.enable_prefix_caching"
+ATTENTION = f"{MODEL}.override_config.attn_implementation"
+ALL = "all"
+
+Fits = Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Attributes:
+    name: of it, in tables and folders.
+    overrides: after the launch's own.
+    fits: whether the launch does not have it so already, and its engine knows it.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    fits: Fits = lambda config: True
+
+
+def _is(setting: str, *values: Any) -> Fits:
+    return lambda config: OmegaConf.select(config, setting) in values
+
+
+def _on_gpu(fits: Fits) -> Fits:
+    return lambda config: config.trainer.device != "cpu" and fits(config)
+
+
+def _backend(name: str) -> Change:
+    setting = f"{ROLLOUT}.engine_kwargs.vllm.attention_backend"
+    fits = _on_gpu(lambda config: OmegaConf.select(config, setting) != name)
+    return Change(f"attention_{name.lower()}", (f"{ARGUMENTS}.attention_backend={name}",), fits)
+
+
+CHANGES = (
+    Change("fp32", ("precision=fp32",), lambda config: config.actor_rollout_ref.rollout.dtype != "float32"),
+    Change("fp16", ("precision=fp16",), lambda config: config.actor_rollout_ref.rollout.dtype != "float16"),
+    Change("eager", (f"{ROLLOUT}.enforce_eager=true",), _is(f"{ROLLOUT}.enforce_eager", False)),
+    Change("graphs", (f"{ROLLOUT}.enforce_eager=false",), _on_gpu(_is(f"{ROLLOUT}.enforce_eager", True))),
+    Change(
+        "whole_prefill", (f"{ROLLOUT}.enable_chunked_prefill=false",), _is(f"{ROLLOUT}.enable_chunked_prefill", True)
+    ),
+    Change(
+        "no_prefix_cache", (f"{ROLLOUT}.enable_prefix_caching=false",), _is(f"{ROLLOUT}.enable_prefix_caching", True)
+    ),
+    Change(
+        "no_cascade",
+        ("stability.cascade_attention=off",),
+        _on_gpu(lambda config: config.stability.cascade_attention != "off"),
+    ),
+    Change(
+        "one_at_a_time",
+        (f"{ROLLOUT}.max_num_seqs=1",),
+        lambda config: config.actor_rollout_ref.rollout.max_num_seqs > 1,
+    ),
+    Change(
+        "tensor_parallel_1",
+        (f"{ROLLOUT}.tensor_model_parallel_size=1",),
+        lambda config: config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1,
+    ),
+    Change(
+        "tensor_parallel_2",
+        (f"{ROLLOUT}.tensor_model_parallel_size=2",),
+        lambda config: (
+            config.actor_rollout_ref.rollout.tensor_model_parallel_size == 1 and config.trainer.n_gpus_per_node % 2 == 0
+        ),
+    ),
+    Change(
+        "no_quantization",
+        (f"{ROLLOUT}.quantization=null",),
+        lambda config: config.actor_rollout_ref.rollout.quantization is not None,
+    ),
+    Change("no_speculation", (f"{MODEL}.mtp.enable_rollout=false",), _is(f"{MODEL}.mtp.enable_rollout", True)),
+    *(_backend(name) for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")),
+    Change("training_sdpa", (f"++{ATTENTION}=sdpa",), lambda config: OmegaConf.select(config, ATTENTION) != "sdpa"),
+    Change("training_eager", (f"++{ATTENTION}=eager",), lambda config: OmegaConf.select(config, ATTENTION) != "eager"),
+)
+NAMES = tuple(change.name for change in CHANGES)
+
+
+def changes_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> list[Change]:
+    """Those named that fit, all that fit for ALL, and the user's own.
+
+    Raises:
+        ConfigError: a name is not known, is one already, or does not fit.
+    """
+    for name in names:
+        require_choice("--sweep", name, (ALL, *NAMES))
+    found = [change for change in CHANGES if change.name in names or ALL in names]
+    if wrong := [change.name for change in found if change.name in names and not change.fits(config)]:
+        raise ConfigError(f"--sweep {wrong[0]}: this run has it so already, or its engine does not know it")
+    if twice := [name for name in added if name in NAMES]:
+        raise ConfigError(f"--add {twice[0]}: there is a setting of this name", otherwise="choose another name")
+    found = [change for change in found if change.fits(config)]
+    return [*found, *(Change(name, tuple(text.split())) for name, text in added.items())]
+
+
+def changed(given: Sequence[str], change: Change) -> list[str]:
+    """The launch's overrides, with the change after them and in the place of a group's other choice."""
+    groups = {override.partition("=")[0] for override in change.overrides} & {"precision"}
+    kept = [override for override in given if override.partition("=")[0].lstrip("+") not in groups]
+    return [*kept, *change.overrides]
+
+
+@dataclass(frozen=True)
+class Swept:
+    """Attributes:
+    name: of the change; "" for the launch as it is.
+    k3, k3_error: between sampling and training.
+    sampling, rest: k3 of the rollout engine against itself, and of its prefill against training.
+    seconds: that it took.
+    error: a line, where it could not be measured.
+    """
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    k3: float = 0.0
+    k3_error: float = 0.0
+    sampling: float = 0.0
+    rest: float = 0.0
+    seconds: float = 0.0
+    error: str = ""
+
+
+def ranked(swept: Sequence[Swept]) -> list[Swept]:
+    """The least gap first, those that could not be measured last."""
+    return sorted(swept, key=lambda one: (bool(one.error), one.k3))
+
+
+def matters(one: Swept, base: Swept) -> bool:
+    """Whether it changes the gap by more than twice the error of the difference, and by a tenth of it."""
+    error = (one.k3_error**2 + base.k3_error**2) ** 0.5
+    return not one.error and abs(one.k3 - base.k3) > max(2 * error, 0.1 * base.k3)
+
+
+def said_of(swept: Sequence[Swept]) -> str:
+    """What a sweep says, a sentence: the first of `swept` is the launch as it is."""
+    base, *others = swept
+    less = [one for one in ranked(others) if matters(one, base) and one.k3 < base.k3]
+    more = [one for one in ranked(others) if matters(one, base) and one.k3 > base.k3]
+    if not less and not more:
+        return "No setting tried changes the gap by more than its error."
+    words = [f"{one.name} leaves {one.k3 / base.k3:.0%} of the gap" for one in less]
+    words += [f"{one.name} makes it {one.k3 / max(base.k3, 1e-300):.1f} times as large" for one in more]
+    return f"Of the settings tried: {', '.join(words)}."

@@ -1,0 +1,114 @@
+"""End a run part of which has died: verl 0.9.1 waits for its answers, and all GPUs with it, for good."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+
+from verl_ext.errors import UserError, WorkerDiedError
+
+EVERY_S, TIMEOUT_S, SOON_S = 10.0, 60.0, 5.0
+SIGNAL = signal.SIGUSR2
+STORAGE = "TransferQueueStorageUnit#"  # begins the names of its actors
+
+
+def engine_died(actor: Any) -> bool:
+    """Inside an actor of verl: whether it has a vLLM engine that has ended. `AsyncLLM.errored` of vLLM."""
+    return bool(getattr(getattr(actor, "engine", None), "errored", False))
+
+
+def watch_of(trainer: Any, agent_loop_manager: Any) -> "Watch":
+    """On the actors that a trainer of verl waits for."""
+    storage: list[Any] = []
+
+    def watched() -> dict[str, list[Any]]:
+        if not storage:
+            storage.extend(ray.get_actor(name) for name in ray.util.list_named_actors() if name.startswith(STORAGE))
+        servers = [handle for manager in trainer._rollout_server_managers() for handle in manager.server_handles]
+        workers = agent_loop_manager.agent_loop_workers
+        return {"rollout server": servers, "agent loop worker": workers, "TransferQueue's storage unit": storage}
+
+    return Watch(watched, trainer.config.trainer.default_local_dir)
+
+
+class Watch:
+    """Asks these actors again and again, from a thread, while the training runs in the main one.
+
+    What has died interrupts that, and leaves the context as a WorkerDiedError. An actor that does not answer in time is
+    busy, and is asked again.
+
+    Args:
+        actors: role -> handles; called at each look, for verl makes some of them late.
+        folder: of the checkpoints, for what is told.
+    """
+
+    def __init__(self, actors: Callable[[], Mapping[str, Iterable[Any]]], folder: str, every_s: float = EVERY_S):
+        self._actors, self._folder, self._every_s = actors, folder, every_s
+        self._ended = threading.Event()
+        self._died = ""
+        self._before: Any = None
+        self._main = threading.main_thread().ident or 0
+        self._thread = threading.Thread(target=self._look_on, name="verl_ext watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(SIGNAL, _interrupt)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(self._every_s)
+        signal.signal(SIGNAL, self._before)
+        if isinstance(error, Exception) and not isinstance(error, UserError):  # it may be what a death has led to
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._died = _died(self._actors(), SOON_S)
+        elif not isinstance(error, KeyboardInterrupt):
+            return
+        if self._died:
+            raise WorkerDiedError(
+                f"{self._died}, and verl would wait for its answers without end. Checkpoints stand in {self._folder}: "
+                "with trainer.resume_mode=auto, the same command goes on from the last whole one"
+            ) from (error if isinstance(error, Exception) else None)
+
+    def _look_on(self) -> None:
+        while not self._ended.wait(self._every_s):
+            self._died = _died(self._actors(), TIMEOUT_S)
+            if self._died and not self._ended.is_set():
+                signal.pthread_kill(self._main, SIGNAL)  # a signal indeed: it ends a wait for a lock as well
+                return
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    """The one exception that `check_signals` of Ray's _raylet.pyx lets out of a wait."""
+    raise KeyboardInterrupt
+
+
+def _died(actors: Mapping[str, Iterable[Any]], timeout_s: float) -> str:
+    """Who has died, in words; "" for nobody. All are asked at once: one that is busy keeps no other waiting."""
+    asked = {
+        actor.__ray_call__.remote(engine_died): f"{role} {number}"
+        for role, those in actors.items()
+        for number, actor in enumerate(those)
+    }
+    left, deadline = list(asked), time.monotonic() + timeout_s
+    while left:
+        answered, left = ray.wait(left, timeout=max(deadline - time.monotonic(), 0))
+        if not answered:  # in time
+            return ""
+        try:
+            if ray.get(answered[0]):
+                return f"the engine of {asked[answered[0]]} has died"
+        except (ray.exceptions.ActorUnavailableError, ray.exceptions.RayTaskError):
+            continue  # out of reach for now, or not an actor as we know it
+        except ray.exceptions.OutOfMemoryError:
+            return f"{asked[answered[0]]} has been killed by Ray: the node's memory ran out"
+        except ray.exceptions.RayError:
+            return f"{asked[answered[0]]} has died"
+    return ""
