@@ -19,8 +19,9 @@ class LineFile:
 
     def __init__(self, path: str | os.PathLike, *, resume: bool):
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | (0 if resume else os.O_TRUNC), 0o644)
+        self._place = self.path.absolute()  # wherever the process goes
+        self._place.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self._place, os.O_RDWR | os.O_CREAT | (0 if resume else os.O_TRUNC), 0o644)
         self._pending: list[bytes] = []
         self._told = False
         self._end = _end_of_whole_lines(self._file) if resume else 0
@@ -62,16 +63,16 @@ class LineFile:
 
     def _put_back(self) -> None:
         """Where somebody has removed the file, write what it held to its place; the open one still has it."""
-        if os.path.lexists(self.path) or not stat.S_ISREG(os.fstat(self._file).st_mode):
+        if os.path.lexists(self._place) or not stat.S_ISREG(os.fstat(self._file).st_mode):
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        again = self.path.with_name(f".{self.path.name}.again")
+        self._place.parent.mkdir(parents=True, exist_ok=True)
+        again = self._place.with_name(f".{self.path.name}.again")
         file = os.open(again, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             with open(self._file, "rb", closefd=False) as held, open(file, "wb", closefd=False) as copy:
                 held.seek(0)
                 shutil.copyfileobj(held, copy)
-            os.replace(again, self.path)
+            os.replace(again, self._place)
         except OSError:
             os.close(file)
             again.unlink(missing_ok=True)

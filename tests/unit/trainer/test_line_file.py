@@ -53,6 +53,19 @@ def test_a_file_that_is_removed_meanwhile_is_there_again_with_all_its_lines(tmp_
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
+def test_a_process_that_changes_its_folder_takes_no_file_with_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file = LineFile("metrics.jsonl", resume=False)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    file.write(b"1\n")
+    file.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"1\n"
+    assert not list(elsewhere.iterdir())
+    assert not capsys.readouterr().out
+
+
 def test_a_folder_that_is_gone_and_cannot_be_made_ends_nothing(tmp_path, capsys):
     path = tmp_path / "run" / "metrics.jsonl"
     file = LineFile(path, resume=False)
