@@ -19,9 +19,15 @@ def shards(folder, step, kind="model"):
     )
 
 
-def saved(folder, step):
+def last_saved(folder):
+    """The step of the last checkpoint, 0 without one."""
     tracker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
-    return tracker.exists() and tracker.read_text().isdigit() and int(tracker.read_text()) >= step
+    text = tracker.read_text() if tracker.exists() else ""
+    return int(text) if text.isdigit() else 0
+
+
+def saved(folder, step):
+    return last_saved(folder) >= step
 
 
 def weights(folder):

@@ -9,10 +9,14 @@ at the start, stays as BASE has it: the reward manager, the engines, the clip ra
 
 import sys
 
+from tests import ROOT
+
 BASE = (
     "stability=icepop",
     "stability.router_agreement=true",
     "stability.head.k=8",
+    f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ROOT}/tests/stack/hanging_tool.py",
+    "stability.guard.slow_step_s=5",
     "actor_rollout_ref.actor.use_kl_loss=true",
     "actor_rollout_ref.actor.kl_loss_type=unbiased",
     "actor_rollout_ref.actor.optim.lr=1e-4",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests import ROOT
-from tests.stack.left import SAVES, events, saved, shards, weights
+from tests.stack.left import SAVES, events, last_saved, saved, shards, weights
 from tests.stack.running import (
     CLEAN_EXIT,
     MARK,
@@ -83,7 +83,7 @@ def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(arguments,
     (metrics,) = [file for file in (tmp_path / "verl_ext").glob("*.jsonl") if ".guard." not in file.name]
     before = metrics.read_bytes()
     before = before[: before.rindex(b"\n") + 1]
-    last = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    last = last_saved(tmp_path)
     model = tmp_path / "checkpoints" / f"global_step_{last}" / "actor" / "model_world_size_1_rank_0.pt"
     model.write_bytes(model.read_bytes()[:1000])
 

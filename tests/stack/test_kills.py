@@ -1,5 +1,6 @@
 """A process of a run is killed, or its reward breaks down: what the run does, and what it leaves."""
 
+import re
 import sys
 import time
 import uuid
@@ -8,7 +9,7 @@ import pytest
 
 from tests import ROOT
 from tests.stack.faulty_reward import FILE
-from tests.stack.left import SAVES, events, same, saved, shards
+from tests.stack.left import SAVES, events, last_saved, same, saved, shards
 from tests.stack.running import kill_all, marked, processes, start, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -45,20 +46,26 @@ def test_it_ends_with_one_error_and_the_last_checkpoint_can_be_read(arguments, t
     errors = [line for line in text.splitlines() if line.startswith("verl_ext: error:")]
     assert len(errors) == 1 and KILLED[name] in errors[0], text[-3000:]
     assert "trainer.resume_mode=auto" in errors[0]
-    last = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-    assert shards(tmp_path, last), "the last checkpoint can be read"
+    assert shards(tmp_path, last_saved(tmp_path)), "the last checkpoint can be read"
 
 
-def test_a_reward_that_is_no_number_and_then_raises(arguments, tmp_path):
+def test_a_reward_that_is_no_number_then_hangs_and_then_raises(arguments, tmp_path):
     mark, word = uuid.uuid4().hex, tmp_path / "reward"
     reward = f"reward.custom_reward_function.path={ROOT}/tests/stack/faulty_reward.py"
-    command = [sys.executable, *arguments("stability=icepop", *SAVES, reward, steps=50)]
+    slow = "stability.guard.slow_step_s=5"
+    command = [sys.executable, *arguments("stability=icepop", *SAVES, reward, slow, steps=50)]
     console, started = start(command, tmp_path, mark, {FILE: str(word), "PYTHONPATH": str(ROOT)})
     guard = tmp_path / "verl_ext" / "cpu_smoke.guard.jsonl"
     try:
         wait_for(lambda: saved(tmp_path, 2), started, console)
         word.write_text("nan")
         wait_for(lambda: guard.read_text().count("\n") >= 2, started, console)
+        word.write_text("hang")
+        hangs = re.compile(r"step \d+ has been going for \d+ s .*reward: \d+ x compute_score \(faulty_reward\.py:\d+\)")
+        wait_for(lambda: hangs.search(console.read_text()), started, console, 60)
+        last = last_saved(tmp_path)
+        word.unlink()
+        wait_for(lambda: saved(tmp_path, last + 1), started, console)
         word.write_text("raise")
         assert started.wait(150) == 1
     finally:

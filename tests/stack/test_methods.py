@@ -1,5 +1,7 @@
 """Every method in a real run: two turns with a tool between them, another method each step (switching.py)."""
 
+import re
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -71,6 +73,11 @@ def test_a_tools_output_stands_between_two_turns_and_is_not_measured(step_of):
     assert 0.9 < step["router/agreement"] < 1
     # Every token of both turns has the head of its own call.
     assert step["vllm_kl/head_missing"] == 0 and 0 < step["vllm_kl/head"] < 1e-3
+
+
+def test_a_tool_that_hangs_is_told_with_its_line(switching_run):
+    told = r"step \d+ has been going for \d+ s .*agent loop: [^;]*1 x hanging_double \(hanging_tool\.py:\d+\)"
+    assert re.search(told, switching_run.console), switching_run.tail
 
 
 @pytest.mark.parametrize(

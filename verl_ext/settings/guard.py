@@ -82,6 +82,8 @@ class GuardSettings:
 
     Attributes:
         stop_after: steps in a row without an update after which the run stops; null never does.
+        slow_step_s: seconds after which a step, three times as long as usual, is told with what it waits
+            for; null never tells.
         tighten_factor: what IcePop's band is narrowed by, in logarithms, while a rule with action=tighten fires.
         max_rollbacks, rollback_cooldown: rollbacks after which another is a stop; steps after one without another.
         lower_lr: what a rule with action=lower_lr does to the learning rate.
@@ -91,6 +93,7 @@ class GuardSettings:
     """
 
     stop_after: int | None = 10
+    slow_step_s: float | None = 600.0
     tighten_factor: float = 0.5
     max_rollbacks: int = 3
     rollback_cooldown: int = 5
@@ -102,6 +105,8 @@ class GuardSettings:
     def __post_init__(self) -> None:
         holds = self.stop_after is None or self.stop_after >= 1
         require(self, "stop_after", holds, "must be at least 1, or null to never stop")
+        holds = self.slow_step_s is None or self.slow_step_s > 0
+        require(self, "slow_step_s", holds, "must be above 0 seconds, or null to never tell")
         require(self, "tighten_factor", 0 < self.tighten_factor < 1, "must be between 0 and 1")
         for name in ("max_rollbacks", "rollback_cooldown"):
             require(self, name, getattr(self, name) >= 0, "must be at least 0")

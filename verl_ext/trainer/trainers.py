@@ -56,7 +56,8 @@ class StabilityMixin(VerlTrainer):
             super()._save_checkpoint()
 
     def fit(self, agent_loop_manager: Any) -> None:
-        with self.stability_run.writing(resumed=self.global_steps), watch_of(self, agent_loop_manager):
+        slow_step_s = self.stability_run.active.stability.guard.slow_step_s
+        with self.stability_run.writing(resumed=self.global_steps), watch_of(self, agent_loop_manager, slow_step_s):
             super().fit(agent_loop_manager)
 
     def on_step_begin(self) -> None:

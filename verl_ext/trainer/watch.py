@@ -11,6 +11,8 @@ from typing import Any, Self
 import ray
 
 from verl_ext.errors import UserError, WorkerDiedError
+from verl_ext.trainer.line_file import say
+from verl_ext.trainer.slow_step import SlowStep
 
 EVERY_S, TIMEOUT_S, SOON_S = 10.0, 60.0, 5.0
 SIGNAL = signal.SIGUSR2
@@ -22,8 +24,8 @@ def engine_died(actor: Any) -> bool:
     return bool(getattr(getattr(actor, "engine", None), "errored", False))
 
 
-def watch_of(trainer: Any, agent_loop_manager: Any) -> "Watch":
-    """On the actors that a trainer of verl waits for."""
+def watch_of(trainer: Any, agent_loop_manager: Any, slow_step_s: float | None = None) -> "Watch":
+    """On the actors that a trainer of verl waits for; `slow_step_s` as SlowStep's `after_s`."""
     storage: list[Any] = []
 
     def watched() -> dict[str, list[Any]]:
@@ -33,7 +35,12 @@ def watch_of(trainer: Any, agent_loop_manager: Any) -> "Watch":
         workers = agent_loop_manager.agent_loop_workers
         return {"rollout server": servers, "agent loop worker": workers, "TransferQueue's storage unit": storage}
 
-    return Watch(watched, trainer.config.trainer.default_local_dir)
+    def running_the_users_code() -> dict[str, list[Any]]:
+        rewards = trainer.reward_loop_manager.reward_loop_workers
+        return {"agent loop": agent_loop_manager.agent_loop_workers, "reward": rewards}
+
+    slow_step = SlowStep(lambda: trainer.global_steps, running_the_users_code, slow_step_s)
+    return Watch(watched, trainer.config.trainer.default_local_dir, slow_step)
 
 
 class Watch:
@@ -45,10 +52,17 @@ class Watch:
     Args:
         actors: role -> handles; called at each look, for verl makes some of them late.
         folder: of the checkpoints, for what is told.
+        slow_step: looked at as often; what it tells is printed.
     """
 
-    def __init__(self, actors: Callable[[], Mapping[str, Iterable[Any]]], folder: str, every_s: float = EVERY_S):
-        self._actors, self._folder, self._every_s = actors, folder, every_s
+    def __init__(
+        self,
+        actors: Callable[[], Mapping[str, Iterable[Any]]],
+        folder: str,
+        slow_step: SlowStep | None = None,
+        every_s: float = EVERY_S,
+    ):
+        self._actors, self._folder, self._slow_step, self._every_s = actors, folder, slow_step, every_s
         self._ended = threading.Event()
         self._died = ""
         self._before: Any = None
@@ -83,6 +97,8 @@ class Watch:
             if self._died and not self._ended.is_set():
                 signal.pthread_kill(self._main, SIGNAL)  # a signal indeed: it ends a wait for a lock as well
                 return
+            if self._slow_step and (said := self._slow_step.look(time.monotonic())):
+                say(said)
 
 
 def _interrupt(number: int, frame: Any) -> None:

@@ -191,6 +191,7 @@ HOOKS = (
         (
             f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer: engine",
             "verl.experimental.agent_loop.agent_loop.AgentLoopManager: agent_loop_workers",
+            "verl.experimental.reward_loop.reward_loop.RewardLoopManager: reward_loop_workers",
             f"{ROLLOUT}.llm_server.LLMServerManager: server_handles",
         ),
     ),

@@ -81,6 +81,7 @@ def test_what_cannot_work_is_refused(rule, said):
         ({"rules": ["a"]}, "stability.guard.rules=['a'] must be a mapping"),
         ({"rules": {"r": 3}}, "stability.guard.rules.r=3 must be a mapping"),
         ({"stop_after": 0}, "stability.guard.stop_after=0 must be at least 1"),
+        ({"slow_step_s": 0}, "stability.guard.slow_step_s=0 must be above 0 seconds"),
         ({"tighten_factor": 1.0}, "stability.guard.tighten_factor=1 must be between 0 and 1"),
         ({"max_rollbacks": -1}, "stability.guard.max_rollbacks=-1"),
         ({"mini_batch": {"vllm_kl": 0}}, "stability.guard.mini_batch.vllm_kl=0 must be above 0"),

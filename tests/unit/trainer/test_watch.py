@@ -1,5 +1,6 @@
 """The watch on the rollout's actors, with Ray's own actors in a local Ray."""
 
+import asyncio
 import threading
 import time
 from concurrent.futures import Future
@@ -9,6 +10,7 @@ import ray
 
 from verl_ext.errors import WorkerDiedError
 from verl_ext.trainer import watch
+from verl_ext.trainer.slow_step import SlowStep
 from verl_ext.trainer.watch import Watch
 
 
@@ -34,6 +36,26 @@ class Server:
         self.engine = Strange()
 
     def busy(self, seconds):
+        time.sleep(seconds)
+
+
+async def judge(seconds):
+    await asyncio.sleep(seconds)
+
+
+def tool(seconds):
+    time.sleep(seconds)
+
+
+@ray.remote(num_cpus=0)
+class AgentLoop:
+    """As verl's: each trajectory a task, its tools in threads where they do not await."""
+
+    async def run(self, rewarded, called, seconds):
+        calls = [asyncio.to_thread(tool, seconds) for _ in range(called)]
+        await asyncio.gather(*(judge(seconds) for _ in range(rewarded)), *calls)
+
+    async def block(self, seconds):
         time.sleep(seconds)
 
 
@@ -123,3 +145,18 @@ def test_what_a_death_has_led_to_is_told_as_the_death(cluster):
 def test_a_trainer_that_fails_by_itself_fails_by_that(cluster):
     with pytest.raises(KeyError), Watch(dict, "checkpoints", every_s=0.1):
         raise KeyError
+
+
+def test_a_slow_step_is_told_with_the_lines_that_its_trajectories_stand_at(cluster, capsys):
+    busy, idle, blocked = (AgentLoop.remote() for _ in range(3))
+    ray.get([actor.run.remote(0, 0, 0) for actor in (busy, idle, blocked)])
+    blocking = blocked.block.remote(3)
+    workers = {"agent loop": [busy, idle], "reward": [blocked]}
+    slow_step = SlowStep(lambda: 7, lambda: workers, after_s=0.5)
+    with pytest.MonkeyPatch.context() as patch, Watch(dict, "checkpoints", slow_step, every_s=0.2):
+        patch.setattr("verl_ext.trainer.slow_step.TIMEOUT_S", 1.0)
+        ray.get([busy.run.remote(3, 2, 2.0), blocking])
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said.startswith("verl_ext: step 7 has been going for 1 s; agent loop: 3 x judge (test_watch.py:")
+    assert ", 2 x tool (test_watch.py:" in said
+    assert said.endswith("reward: 1 of 1 do not answer, so something that does not await blocks their event loop")
