@@ -7,7 +7,7 @@ from verl.tools.function_tool import get_function_tool
 
 from recipes.cpu_tool.tool import double
 
-CALL, SECONDS = 60, 25  # in the first steps of a run; longer than a look at a slow step takes to come
+CALL, SECONDS = 250, 35  # some ten steps into a run; longer than it takes until a slow step is looked at
 
 _calls = itertools.count()
 

@@ -57,7 +57,7 @@ class SlowStep:
         """What there is to say at `now`, seconds of a clock that only goes forward; "" for nothing."""
         if (number := self._step()) != self._number:
             if self._number >= 0:
-                self._taken.append(now - self._began)
+                self._taken.append((now - self._began) / (number - self._number))
             self._number, self._began, self._told = number, now, 0.0
         taken, usual = now - self._began, median(self._taken) if self._taken else 0.0
         if self._after_s is None or taken <= max(self._after_s, TIMES * usual, 2 * self._told):
