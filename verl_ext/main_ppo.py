@@ -86,7 +86,7 @@ def _who_died(said: str) -> str:
     """Name, process and node, and the cause as far as Ray knows it, from its long message."""
     properties = dict(re.findall(r"^\t(\w+): (.+)$", said, flags=re.MULTILINE))
     who = ", ".join(f"{key} {properties[key]}" for key in ("name", "pid", "ip") if key in properties)
-    cause = said.splitlines()[-1].partition(" Some common causes")[0].rstrip(".")
+    cause = said.splitlines()[-1].partition(" Some common causes")[0].strip(" .")
     return f"{who} ({cause})" if who else cause
 
 

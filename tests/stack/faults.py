@@ -7,9 +7,11 @@ the place of a weight sync, or into the settings of one step.
 """
 
 import sys
+import time
 
 SCENARIOS = {
     "every action": {
+        2: "clock set back",
         3: "nan log-probs",
         5: "missed sync",  # after the update of step 5; step 6 sees it
         7: "nan advantages",
@@ -66,7 +68,14 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
         changed[first:second, :, 1] = changed[first:second, :, 0]
         return jagged(changed, routes.offsets())
 
+    now = time.time
+
     class FaultyTrainer(trainer_class):
+        def on_step_begin(self):
+            if faults.get(self.global_steps) == "clock set back":
+                time.time = lambda: now() - 3600  # of the controller, for good
+            super().on_step_begin()
+
         def _compute_old_log_prob(self, batch, metrics):
             if faults.get(self.global_steps) == "wrong experts":
                 change(batch, "routed_experts", wrong)

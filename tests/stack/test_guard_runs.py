@@ -95,6 +95,8 @@ def test_every_action(with_faults):
         assert event["reason"] in run.console
     assert "verl_ext: error: the guard stopped the run: critic/score/mean=100 passes" in run.console
     assert len(run.steps) == 13, "the metrics of the last step are written"
+    times = [value for step in run.steps for name, value in step.items() if name.startswith("timing_s/")]
+    assert all(0 <= value < 600 for value in times), "the clock was set back by an hour in step 2"
     assert [step["guard/skipped"] for step in run.steps] == [0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 1, 0, 1]
     assert run.steps[5]["guard/tightened"] == 1 and run.steps[6]["guard/tightened"] == 1
     assert run.steps[7]["guard/tightened"] == 0

@@ -1,10 +1,12 @@
 """A process of a run is killed, or its reward breaks down: what the run does, and what it leaves."""
 
 import re
+import subprocess
 import sys
 import time
 import uuid
 
+import psutil
 import pytest
 
 from tests import ROOT
@@ -24,6 +26,25 @@ KILLED = {
 }
 
 
+def wait_for_nobody(mark):
+    deadline = time.monotonic() + 60
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(1)
+    assert marked(mark) == []
+
+
+@pytest.fixture
+def file_system(tmp_path):
+    """The checkpoints' folder is a file system of its own."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", str(folder)], stderr=subprocess.PIPE)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    yield
+    subprocess.run(["umount", str(folder)], check=True)
+
+
 @pytest.mark.parametrize("name", KILLED)
 def test_it_ends_with_one_error_and_the_last_checkpoint_can_be_read(arguments, tmp_path, name):
     """Each process by itself and without our wrapper, as on a cluster."""
@@ -36,16 +57,46 @@ def test_it_ends_with_one_error_and_the_last_checkpoint_can_be_read(arguments, t
         assert victims, sorted({process.name() for process in processes(mark)})
         victims[0].kill()
         assert started.wait(150) == 1
-        deadline = time.monotonic() + 60
-        while marked(mark) and time.monotonic() < deadline:
-            time.sleep(1)
-        assert marked(mark) == []
+        wait_for_nobody(mark)
     finally:
         kill_all(mark)
     text = console.read_text()
     errors = [line for line in text.splitlines() if line.startswith("verl_ext: error:")]
     assert len(errors) == 1 and KILLED[name] in errors[0], text[-3000:]
     assert "trainer.resume_mode=auto" in errors[0]
+    assert shards(tmp_path, last_saved(tmp_path)), "the last checkpoint can be read"
+
+
+def read_only(folder, victims):
+    """The checkpoints' file system, as one that has met an error."""
+    subprocess.run(["mount", "-o", "remount,ro", str(folder / "checkpoints")], check=True)
+
+
+def out_of_memory(folder, victims):
+    """The training worker gets no more address space than it has."""
+    (worker,) = (process for process in victims if process.name().startswith("ray::WorkerDict"))
+    worker.rlimit(psutil.RLIMIT_AS, (worker.memory_info().vms, -1))
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (read_only, r"verl_ext: error: the checkpoint \S+/global_step_\d+ cannot be written \(OSError: .*Read-only"),
+        # As whatever was about to allocate takes it: torch raises, and Ray's threads abort.
+        (out_of_memory, r"verl_ext: error: a worker of the run died: name \S*WorkerDict|allocate memory|MemoryError"),
+    ],
+)
+def test_what_a_run_is_denied_ends_it(arguments, file_system, tmp_path, fault, said):
+    mark = uuid.uuid4().hex
+    console, started = start([sys.executable, *arguments("stability=icepop", *SAVES, steps=500)], tmp_path, mark)
+    try:
+        wait_for(lambda: saved(tmp_path, 2), started, console)
+        fault(tmp_path, processes(mark))
+        assert started.wait(150) == 1
+        wait_for_nobody(mark)
+    finally:
+        kill_all(mark)
+    assert re.search(said, console.read_text()), console.read_text()[-3000:]
     assert shards(tmp_path, last_saved(tmp_path)), "the last checkpoint can be read"
 
 

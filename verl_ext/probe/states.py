@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl_ext.core.overlap import expert_overlap
-from verl_ext.core.recorder import order_of
+from verl_ext.core.recorder import INDEXER, order_of
 from verl_ext.errors import HookError
 
 ROUTER = ".router"
@@ -22,8 +22,9 @@ class Place:
 
     Attributes:
         point: see `recorder.point_of`.
-        error: relative: the norm of the difference over that of the training engine's.
-        differs: share of the tokens whose experts differ, at a router; else None.
+        error: relative: the norm of the difference over that of the training engine's. At an indexer, the share of the
+            training engine's positions that the rollout did not choose.
+        differs: share of the tokens whose experts differ, at a router, or whose positions do, at an indexer; else None.
         weight_gap: total variation between the weights of the chosen experts, a mean over the tokens, at a softmax
             router; else None.
     """
@@ -38,7 +39,7 @@ def compare_states(rollout: Mapping[str, Tensor], train: Mapping[str, Tensor], t
     """Every place that both have, in the order of the computation.
 
     Args:
-        rollout, train: point -> [n, d], or [n, E] logits at routers.
+        rollout, train: point -> [n, d], [n, E] logits at routers, or [n, P] positions at indexers (-1 for none).
         top_k: experts of a token; 0 for a dense model.
 
     Raises:
@@ -47,12 +48,33 @@ def compare_states(rollout: Mapping[str, Tensor], train: Mapping[str, Tensor], t
     found: list[Place] = []
     for point in sorted(rollout.keys() & train.keys(), key=order_of):
         ours, theirs = rollout[point].double(), train[point].double()
+        if point.endswith(INDEXER) and len(ours) == len(theirs):
+            found.append(Place(point, *_attended(ours.long(), theirs.long())))
+            continue
         if ours.shape != theirs.shape:
             raise HookError(f"{point} is {tuple(ours.shape)} in the rollout and {tuple(theirs.shape)} in training")
         error = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-300))
         differs, weight_gap = _routing(ours, theirs, top_k) if point.endswith(ROUTER) and top_k else (None, None)
         found.append(Place(point, error, differs, weight_gap))
     return found
+
+
+def _attended(ours_nP: Tensor, theirs_nP: Tensor) -> tuple[float, float]:
+    """Share of their positions that ours lack, and of the tokens of which that holds; of tokens that had a choice."""
+    most = int(max(ours_nP.max(), theirs_nP.max())) + 1
+    ours, theirs = (_marked(one, most) for one in (ours_nP, theirs_nP))
+    count_n = theirs.sum(1)
+    chose_n = (count_n == count_n.max()) & (ours.sum(1) > 0)  # earlier tokens have fewer positions than K, and took all
+    lacking_n = (theirs & ~ours).sum(1)[chose_n] / count_n.max().clamp(min=1)
+    if not len(lacking_n):
+        return 0.0, 0.0
+    return float(lacking_n.double().mean()), float((lacking_n > 0).double().mean())
+
+
+def _marked(positions_nP: Tensor, most: int) -> Tensor:
+    """[n, most] bool: which positions are among each token's."""
+    marked = torch.zeros(len(positions_nP), most + 1, dtype=torch.bool)
+    return marked.scatter(1, positions_nP % (most + 1), True)[:, :most]  # -1 is the last column, which goes
 
 
 def _routing(ours_nE: Tensor, theirs_nE: Tensor, top_k: int) -> tuple[float, float]:

@@ -69,7 +69,7 @@ def _states(places: Sequence[Mapping[str, Any]], start: str) -> Table:
         (place["point"], f"{place['error']:.1e}", share(place["differs"]), share(place["weight_gap"]))
         for place in places
     )
-    columns = ("at", "relative error", "tokens with other experts", "gap of their weights")
+    columns = ("at", "relative error", "tokens with other experts, or positions", "gap of their weights")
     marked = next((row for row, place in enumerate(places) if place["point"] == start), None)
     return Table("hidden states, rollout against training", columns, rows, marked=marked)
 

@@ -22,7 +22,7 @@ STEP = r"0|[1-9][0-9]{0,17}"  # as verl writes it
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint that cannot be resumed from."""
+    """A checkpoint that cannot be resumed from, or not be written."""
 
 
 def folder_of(root: str | Path, step: int) -> Path:

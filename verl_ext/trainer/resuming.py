@@ -7,27 +7,50 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, open_dict
+from ray.exceptions import RayTaskError
 
+from verl_ext.errors import UserError
 from verl_ext.guard.guard import Guard
 from verl_ext.trainer import checkpoints
 
 
 @contextmanager
 def saving(guard: Guard, config: DictConfig, step: int) -> Iterator[None]:
-    """Around verl's saving: the guard's state before its files, their sizes after them."""
+    """Around verl's saving: the guard's state before its files, their sizes after them.
+
+    Raises:
+        CheckpointError: one of them, or of verl's, cannot be written.
+    """
     guard.saved(step)
     folder = save_state(guard, config, step)
-    checkpoints.forget(folder)  # what was known of an older checkpoint of this step
-    yield
-    if not config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False):
-        checkpoints.save_sizes(folder)
+    with _written(folder):
+        checkpoints.forget(folder)  # what was known of an older checkpoint of this step
+        yield
+        if not config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False):
+            checkpoints.save_sizes(folder)
 
 
 def save_state(guard: Guard, config: DictConfig, step: int) -> Path:
-    """The guard's state into the checkpoint of a step; its folder."""
+    """The guard's state into the checkpoint of a step; its folder. Raises CheckpointError."""
     folder = checkpoints.folder_of(config.trainer.default_local_dir, step)
-    checkpoints.save_state(folder, guard.state_dict())
+    with _written(folder):
+        checkpoints.save_state(folder, guard.state_dict())
     return folder
+
+
+@contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """Around what is written to a checkpoint, here or in the workers, all of which have to write their part of it."""
+    try:
+        yield
+    except (OSError, RayTaskError) as error:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, UserError):
+            raise
+        raise checkpoints.CheckpointError(
+            f"the checkpoint {folder} cannot be written ({type(cause).__name__}: {str(cause).splitlines()[0]}). Those "
+            "before it stand: with trainer.resume_mode=auto, the same command goes on from the last whole one"
+        ) from error
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from verl_ext.core.recorder import Recorder, point_of, state_of
+from verl_ext.core.recorder import Recorder, own_positions, point_of, positions, state_of
 from verl_ext.errors import HookError
 
 
@@ -16,6 +16,8 @@ def test_a_model_of_unknown_names_is_an_error():
         ("model.embed_tokens", "embedding"),
         ("model.layers.11.self_attn", "11.attention"),
         ("base_model.model.model.layers.0.mlp.gate", "0.router"),
+        ("model.layers.3.self_attn.indexer", "3.indexer"),
+        ("model.layers.3.self_attn.indexer.k_norm", None),
         ("model.layers.3.block_sparse_moe", "3.experts"),
         ("language_model.model.norm", "norm"),
         ("model.layers.3.self_attn.q_norm", None),
@@ -32,3 +34,20 @@ def test_the_residual_that_vllm_hands_on_belongs_to_a_layers_states():
     assert torch.equal(state_of("0.layer", (hidden, residual)), hidden + residual)
     assert torch.equal(state_of("norm", (hidden, residual)), hidden)
     assert torch.equal(state_of("0.router", (hidden, None)), hidden)
+
+
+def test_the_positions_of_vllms_buffer_are_those_of_its_tokens():
+    """As `Indexer` of vLLM 0.27 is called and returns: (hidden states, q, positions, rotary), a buffer of more rows."""
+    buffer = torch.tensor([[0, -1], [1, 0], [7, 0], [9, 9]], dtype=torch.int32)
+    hidden, q = torch.zeros(3, 8), torch.zeros(3, 4)
+    own = own_positions((hidden, q, torch.tensor([4, 5, 6]), None))
+    assert own.tolist() == [4, 5, 6]
+    assert positions(buffer, own).tolist() == [[0, -1], [1, 0], [-1, 0]], "no token attends to a later one"
+
+
+def test_the_positions_of_transformers_are_those_of_whole_sequences():
+    own = own_positions(
+        (torch.zeros(1, 3, 8), torch.zeros(1, 3, 4), (torch.zeros(1, 3, 2), torch.zeros(1, 3, 2)), None)
+    )
+    assert own.tolist() == [0, 1, 2]
+    assert positions(torch.tensor([[[2, 1], [1, 0], [0, 2]]]), own).tolist() == [[[-1, -1], [1, 0], [0, 2]]]

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verl_ext.core.fake_quant import fake_quantized
 from verl_ext.core.recorder import Recorder, order_of
@@ -104,3 +104,41 @@ def test_experts_that_differ_are_told_with_the_gap_of_their_weights():
 def test_other_tokens_are_an_error():
     with pytest.raises(HookError, match=r"norm is \(3, 2\) in the rollout and \(4, 2\) in training"):
         compare_states({"norm": torch.zeros(3, 2)}, {"norm": torch.zeros(4, 2)})
+
+
+@pytest.fixture(scope="module")
+def sparse_model():
+    """GLM-5's architecture: an indexer chooses four positions for each token to attend to."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8, "n_routed_experts": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 8}
+    widths = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "index_head_dim": 8, "index_n_heads": 2, "index_topk": 4}
+    layers = {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"], "indexer_types": ["full"] * 3}
+    config = GlmMoeDsaConfig(vocab_size=64, num_experts_per_tok=TOP_K, **sizes, **heads, **widths, **layers)
+    return GlmMoeDsaForCausalLM(config).eval()
+
+
+def indexer_in_bf16(model):
+    def rounded(module, inputs):
+        return (inputs[0].bfloat16().float() + 0.1, *inputs[1:])
+
+    model.layers[1].self_attn.indexer.register_forward_pre_hook(rounded)
+
+
+def test_an_indexer_that_chooses_other_positions_is_where_it_starts(sparse_model):
+    places = compared(sparse_model, indexer_in_bf16)
+    assert start_of(places) == "1.indexer"
+    by_point = {place.point: place for place in places}
+    assert by_point["0.indexer"].error == by_point["0.indexer"].differs == 0
+    found = by_point["1.indexer"]
+    assert 0 < found.error < found.differs <= 1, "of four positions, some are other ones"
+    assert by_point["1.attention"].error > 0 and found.weight_gap is None
+
+
+def test_positions_that_both_had_to_take_are_no_choice():
+    ours = torch.tensor([[0, -1], [1, 0], [2, 0], [3, 1], [-1, -1]]).float()  # the last: vLLM did not score a short one
+    theirs = torch.tensor([[0, -1], [0, 1], [2, 1], [3, 1], [0, 1]]).float()
+    (place,) = compare_states({"0.indexer": ours}, {"0.indexer": theirs})
+    assert (place.error, place.differs) == (pytest.approx(1 / 6), pytest.approx(1 / 3))
+    (place,) = compare_states({"0.indexer": torch.full((2, 4), -1.0)}, {"0.indexer": theirs[:2]})
+    assert (place.error, place.differs) == (0, 0)
