@@ -13,10 +13,9 @@ def events(folder):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def shards(folder, step, kind="model"):
-    return torch.load(
-        folder / "checkpoints" / f"global_step_{step}" / "actor" / f"{kind}_world_size_1_rank_0.pt", weights_only=False
-    )
+def shards(folder, step, kind="model", rank=0, of=1):
+    actor = folder / "checkpoints" / f"global_step_{step}" / "actor"
+    return torch.load(actor / f"{kind}_world_size_{of}_rank_{rank}.pt", weights_only=False)
 
 
 def last_saved(folder):

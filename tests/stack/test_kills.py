@@ -85,6 +85,7 @@ def out_of_memory(folder, victims):
         # As whatever was about to allocate takes it: torch raises, and Ray's threads abort.
         (out_of_memory, r"verl_ext: error: a worker of the run died: name \S*WorkerDict|allocate memory|MemoryError"),
     ],
+    ids=["read_only", "out_of_memory"],
 )
 def test_what_a_run_is_denied_ends_it(arguments, file_system, tmp_path, fault, said):
     mark = uuid.uuid4().hex

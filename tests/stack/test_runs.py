@@ -29,7 +29,8 @@ def test_icepop_router_agreement_cascade_attention_and_the_report(train):
     """And the score centered, with IcePop's weights and a head of 8 tokens."""
     dump = "stability.trajectories.per_step=2"
     centered = ("stability.score_centering=true", "stability.head.k=8")
-    run = train("stability=icepop", ROUTING, "stability.cascade_attention=off", dump, *centered, steps=3)
+    weights = "stability.router_weights=true"
+    run = train("stability=icepop", ROUTING, weights, "stability.cascade_attention=off", dump, *centered, steps=3)
     assert run.code == 0, run.tail
     assert re.search(r"score centering +│ weights of icepop +│ worker_loss on 1 rank", run.console)
     assert "confirmed by 1 vLLM worker(s)" in run.console
@@ -49,6 +50,8 @@ def test_icepop_router_agreement_cascade_attention_and_the_report(train):
         assert sum(layers) / 4 == pytest.approx(step["router/agreement"])
         assert 0 < step["router/any_layer_differs"] < 0.5
         assert step["router/tokens"] > 100
+        # Mostly the same experts, whose shares differ by less than one that is exchanged does.
+        assert 0 < step["router/weight_gap"] < 2 * (1 - step["router/agreement"]) + 0.01
         assert step["guard/skipped"] == 0
         assert step["actor/grad_norm"] > 0
         assert_heads(step)

@@ -184,6 +184,8 @@ def _of_the_routing(config: DictConfig, stability: StabilityConfig) -> Iterator[
     parts = frozenset({ROUTERS})
     if compares_routing(config, stability):
         yield Feature("router agreement", "compute_log_prob", AT_ROUTERS, parts)
+    if stability.router_weights:
+        yield Feature("router weights", "compared in compute_log_prob", AT_ROUTERS, parts)
     if replays_here(config):
         mode = replay_mode(config)
         says = "R3: update_actor as the rollout" if bypasses(config) else REPLAYS.get(mode, mode)

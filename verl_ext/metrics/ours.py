@@ -189,6 +189,14 @@ ROUTING = Section(
             "share",
             "higher",
         ),
+        Metric(
+            "router/weight_gap",
+            "with `stability.router_weights=true`: total variation between the shares that the two engines give their "
+            "experts",
+            "share",
+            "lower",
+            worst="highest",
+        ),
         Metric("router/tokens", "tokens compared", "tokens"),
         Metric("router/unknown", "tokens whose routing the rollout did not return", "share", "lower"),
         Metric(

@@ -44,17 +44,46 @@ class ChoicePoint:
     module: nn.Module
     method: str
 
-    def intercept(self, experts: int, top_k: int, choose: Callable[[], Choose | None]) -> None:
-        """Pass every choice through what `choose()` returns at the time; None leaves the method alone."""
+    def intercept(
+        self,
+        experts: int,
+        top_k: int,
+        choose: Callable[[], Choose | None],
+        returned: Callable[[Any], None] = lambda output: None,
+    ) -> None:
+        """Pass every choice through what `choose()` returns at the time; None leaves the method alone.
+
+        Args:
+            returned: called with what the method returned, wherever its choice was passed on.
+        """
 
         def method(original: Callable, *args: Any, **kwargs: Any) -> Any:
             active = choose()
             if active is None:
                 return original(*args, **kwargs)
             with ExpertTopK(experts, top_k, active):
-                return original(*args, **kwargs)
+                output = original(*args, **kwargs)
+            returned(output)
+            return output
 
         wrap("expert_choices", self.module, self.method, method)
+
+
+def combine_weights(point: ChoicePoint, output: Any, top_k: int) -> Tensor:
+    """[N, K], what the experts' outputs are multiplied by: the one float tensor of K columns that a router returns.
+
+    Raises:
+        HookError: it returns none, or several.
+    """
+    outputs = output if isinstance(output, tuple | list) else (output,)
+    found = [one for one in outputs if isinstance(one, Tensor) and one.is_floating_point() and one.shape[-1] == top_k]
+    if len(found) != 1:
+        raise HookError(
+            f"router {type(point.module).__name__} returns {len(found)} tensors of {top_k} weights a token, where "
+            "one is to be compared with the rollout's",
+            fix=("stability.router_weights=false",),
+        )
+    return found[0].flatten(0, -2)
 
 
 class ExpertTopK(TorchFunctionMode):

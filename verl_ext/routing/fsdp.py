@@ -24,10 +24,11 @@ from verl.utils.device import get_device_id
 from verl.workers.config import TrainingWorkerConfig
 
 from verl_ext.core.captured import known_rows
+from verl_ext.core.combine import weight_gap
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.errors import HookError
-from verl_ext.fields import OLD_ROUTES, OWN_ROUTES, ROLLOUT_ROUTES
-from verl_ext.routing.choices import OFF, REPLAY_OFF, ChoicePoint, Choose, expert_counts, find_choices
+from verl_ext.fields import OLD_ROUTES, OWN_ROUTES, ROLLOUT_ROUTES, ROLLOUT_WEIGHTS
+from verl_ext.routing.choices import OFF, REPLAY_OFF, ChoicePoint, Choose, combine_weights, expert_counts, find_choices
 from verl_ext.routing.layout import Layout
 from verl_ext.routing.outputs import believed, narrow_dtype, routing_outputs
 from verl_ext.upstream.patching import wrap
@@ -44,14 +45,23 @@ def is_old_policy(micro_batch: TensorDict, forward_only: bool) -> bool:
 class ForwardPass:
     """One micro-batch in one forward pass: what the routers choose, and what they are to use in its place."""
 
-    def __init__(self, layout: Layout, layers: int, dtype: torch.dtype, replayed_TLK: Tensor | None, compares: bool):
-        self.layout, self.layers, self.dtype, self.compares = layout, layers, dtype, compares
+    def __init__(
+        self,
+        layout: Layout,
+        layers: int,
+        dtype: torch.dtype,
+        replayed_TLK: Tensor | None,
+        compares: bool,
+        weighs: bool = False,
+    ):
+        self.layout, self.layers, self.dtype, self.compares, self.weighs = layout, layers, dtype, compares, weighs
         self.replayed_TLK = replayed_TLK
         self.replayed_nLK: Tensor | None = None
         self.known_n1: Tensor | None = None
         self.own: dict[int, Tensor] = {}  # layer -> [n, K], by the router itself
         self.used: dict[int, Tensor] = {}
         self.margin: dict[int, Tensor] = {}  # layer -> [n]
+        self.weights: dict[int, Tensor] = {}  # layer -> [n, K] float32, of those used
         self.over = False
 
     def choose(self, layer: int, scores_nE: Tensor, ids_nK: Tensor) -> Tensor:
@@ -70,6 +80,11 @@ class ForwardPass:
             if self.compares:
                 self.margin[layer] = top_k_margin(scores_nE, ids_nK)
         return used_nK
+
+    def weigh(self, layer: int, weights_nK: Tensor) -> None:
+        """What router `layer` weighs the experts with that it used."""
+        if not self.over:
+            self.weights[layer] = weights_nK.detach().half().float()  # as the rollout's travel
 
     def end(self) -> None:
         """Nothing is recorded from here on; replay goes on. Raises HookError unless every router ran."""
@@ -124,7 +139,7 @@ class FsdpRouting:
         self.decoder_layers = hf_config.get_text_config().num_hidden_layers
         self.current: ForwardPass | None = None
         for index, point in enumerate(self.points):
-            point.intercept(self.experts, self.top_k, self._choose(index))
+            point.intercept(self.experts, self.top_k, self._choose(index), self._weigh(index, point))
         wrap("fsdp_routing", engine, "forward_step", self.forward_step, "micro_batch, loss_function, forward_only")
 
     def hooks(self) -> tuple[str, int]:
@@ -142,6 +157,13 @@ class FsdpRouting:
             return lambda scores_nE, ids_nK: current.choose(layer, scores_nE, ids_nK)
 
         return active
+
+    def _weigh(self, layer: int, point: ChoicePoint) -> Callable[[Any], None]:
+        def returned(output: Any) -> None:
+            if self.current is not None and self.current.weighs:
+                self.current.weigh(layer, combine_weights(point, output, self.top_k))
+
+        return returned
 
     def forward_step(self, verls: Callable, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
         """verl's own, with the routers recorded, compared and told what to use."""
@@ -171,7 +193,8 @@ class FsdpRouting:
 
         layout = Layout.of(micro_batch, get_device_id())
         compares = compared_TLK is not None
-        now = ForwardPass(layout, len(self.points), narrow_dtype(self.experts), replayed_TLK, compares)
+        weighs = compares and ROLLOUT_WEIGHTS in micro_batch
+        now = ForwardPass(layout, len(self.points), narrow_dtype(self.experts), replayed_TLK, compares, weighs)
         self.current = now  # stays until the next forward pass: the backward pass of this one may run the routers again
         loss, output = verls(micro_batch, loss_function=loss_function, forward_only=forward_only)
         now.end()
@@ -189,9 +212,12 @@ class FsdpRouting:
     def _compare(
         self, now: ForwardPass, rollout_TLK: Tensor, refused_T: Tensor | None, micro_batch: TensorDict
     ) -> dict[str, Tensor]:
-        used_TLK, own_TL = now.packed(now.used), None
+        used_TLK, own_TL, gap_TL = now.packed(now.used), None, None
         if now.replayed_TLK is not None:
             own_TL = expert_overlap(now.packed(now.own), rollout_TLK)
+        if now.weighs:
+            weights_TLK = self._of_routers(micro_batch[ROLLOUT_WEIGHTS].values().to(rollout_TLK.device))
+            gap_TL = weight_gap(used_TLK, now.packed(now.weights), rollout_TLK, weights_TLK)
         return routing_outputs(
             expert_overlap(used_TLK, rollout_TLK),
             self.top_k,
@@ -200,6 +226,7 @@ class FsdpRouting:
             refused_T=refused_T,
             margin_TL=now.packed(now.margin),
             own_TL=own_TL,
+            weight_gap_TL=gap_TL,
         )
 
     def _rollout_routes(self, micro_batch: TensorDict) -> tuple[Tensor | None, Tensor | None]:
@@ -219,10 +246,14 @@ class FsdpRouting:
                 f"them with a router, and top-{self.top_k}: the two engines number this model's layers differently",
                 OFF,
             )
-        if layers != len(self.points):
-            routes_TLK = routes_TLK[:, [point.layer for point in self.points]]
-        routes_TLK, refused_T = believed(routes_TLK.to(get_device_id()), self.experts, offsets)
+        routes_TLK, refused_T = believed(self._of_routers(routes_TLK).to(get_device_id()), self.experts, offsets)
         return routes_TLK.to(narrow_dtype(self.experts)), refused_T
+
+    def _of_routers(self, shipped: Tensor) -> Tensor:
+        """The layers that have a router, of [T, L', K]."""
+        if shipped.shape[1] == len(self.points):
+            return shipped
+        return shipped[:, [point.layer for point in self.points]]
 
     def _old_routes(self, micro_batch: TensorDict) -> Tensor | None:
         """[T, L, K] as `compute_log_prob` returned them."""

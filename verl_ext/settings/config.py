@@ -37,6 +37,7 @@ class Switches:
         kl_denominator: what actor.kl_loss_type=unbiased takes the tokens to be sampled from: `infer`, the rollout
             engine (the paper's), or `old`, the training engine before the update.
         router_agreement: compare the experts that training and rollout chose.
+        router_weights: and the weights that they give them.
         head: with each token, the rollout's most likely ones and their log-probabilities.
         score_centering: subtract from each token's score what the sampler expects of it, weighted as it is.
         rescoring: score a few trajectories again with the weights that sampled them (`separate_async`).
@@ -54,6 +55,7 @@ class Switches:
     guard: GuardSettings = field(default_factory=GuardSettings)
     kl_denominator: str = "infer"
     router_agreement: bool = False
+    router_weights: bool = False
     head: HeadSettings = field(default_factory=HeadSettings)
     score_centering: bool = False
     rescoring: Rescoring = field(default_factory=Rescoring)
@@ -90,6 +92,8 @@ class StabilityConfig(Switches):
         needing += [f"filters.{one.name}" for one in self.filters if one.method.needs_agreement]
         if needing and not self.router_agreement:
             raise ConfigError(f"stability.{needing[0]} needs the routers' agreement", fix=(AGREEMENT,))
+        if self.router_weights and not self.router_agreement:
+            raise ConfigError("stability.router_weights needs the routers' agreement", fix=(AGREEMENT,))
         for rule in self.rules:
             self._check_rule(rule)
 

@@ -14,7 +14,9 @@ from verl_ext.errors import UserError, WorkerDiedError
 from verl_ext.trainer.line_file import say
 from verl_ext.trainer.slow_step import SlowStep
 
-EVERY_S, TIMEOUT_S, SOON_S = 10.0, 60.0, 5.0
+EVERY_S, TIMEOUT_S = 10.0, 60.0
+LATE_S = 30.0  # an error of a collective comes before Ray knows of the node that has died
+AGAIN_S = 0.5
 SIGNAL = signal.SIGUSR2
 STORAGE = "TransferQueueStorageUnit#"  # begins the names of its actors
 
@@ -39,8 +41,11 @@ def watch_of(trainer: Any, agent_loop_manager: Any, slow_step_s: float | None = 
         rewards = trainer.reward_loop_manager.reward_loop_workers
         return {"agent loop": agent_loop_manager.agent_loop_workers, "reward": rewards}
 
+    def answerable() -> dict[str, list[Any]]:
+        return watched() | {"training worker": trainer.actor_rollout_wg.workers}
+
     slow_step = SlowStep(lambda: trainer.global_steps, running_the_users_code, slow_step_s)
-    return Watch(watched, trainer.config.trainer.default_local_dir, slow_step)
+    return Watch(watched, trainer.config.trainer.default_local_dir, slow_step, answerable)
 
 
 class Watch:
@@ -53,6 +58,7 @@ class Watch:
         actors: role -> handles; called at each look, for verl makes some of them late.
         folder: of the checkpoints, for what is told.
         slow_step: looked at as often; what it tells is printed.
+        answerable: role -> handles, of those too that are busy for long; asked when an error has come: is it theirs?
     """
 
     def __init__(
@@ -60,9 +66,11 @@ class Watch:
         actors: Callable[[], Mapping[str, Iterable[Any]]],
         folder: str,
         slow_step: SlowStep | None = None,
+        answerable: Callable[[], Mapping[str, Iterable[Any]]] | None = None,
         every_s: float = EVERY_S,
     ):
         self._actors, self._folder, self._slow_step, self._every_s = actors, folder, slow_step, every_s
+        self._answerable = answerable or actors
         self._ended = threading.Event()
         self._died = ""
         self._before: Any = None
@@ -82,13 +90,14 @@ class Watch:
         signal.signal(SIGNAL, self._before)
         if isinstance(error, Exception) and not isinstance(error, UserError):  # it may be what a death has led to
             with contextlib.suppress(ray.exceptions.RayError):
-                self._died = _died(self._actors(), SOON_S)
+                self._died = _died(self._answerable(), LATE_S)
         elif not isinstance(error, KeyboardInterrupt):
             return
         if self._died:
+            waits = "" if isinstance(error, Exception) else ", and verl would wait for its answers without end"
             raise WorkerDiedError(
-                f"{self._died}, and verl would wait for its answers without end. Checkpoints stand in {self._folder}: "
-                "with trainer.resume_mode=auto, the same command goes on from the last whole one"
+                f"{self._died}{waits}. Checkpoints stand in {self._folder}: with trainer.resume_mode=auto, the same "
+                "command goes on from the last whole one"
             ) from (error if isinstance(error, Exception) else None)
 
     def _look_on(self) -> None:
@@ -109,22 +118,26 @@ def _interrupt(number: int, frame: Any) -> None:
 def _died(actors: Mapping[str, Iterable[Any]], timeout_s: float) -> str:
     """Who has died, in words; "" for nobody. All are asked at once: one that is busy keeps no other waiting."""
     asked = {
-        actor.__ray_call__.remote(engine_died): f"{role} {number}"
+        actor.__ray_call__.remote(engine_died): (actor, f"{role} {number}")
         for role, those in actors.items()
         for number, actor in enumerate(those)
     }
-    left, deadline = list(asked), time.monotonic() + timeout_s
-    while left:
-        answered, left = ray.wait(left, timeout=max(deadline - time.monotonic(), 0))
+    deadline = time.monotonic() + timeout_s
+    while asked and time.monotonic() < deadline:
+        answered, _ = ray.wait(list(asked), timeout=max(deadline - time.monotonic(), 0))
         if not answered:  # in time
             return ""
+        actor, name = asked.pop(answered[0])
         try:
             if ray.get(answered[0]):
-                return f"the engine of {asked[answered[0]]} has died"
-        except (ray.exceptions.ActorUnavailableError, ray.exceptions.RayTaskError):
-            continue  # out of reach for now, or not an actor as we know it
+                return f"the engine of {name} has died"
+        except ray.exceptions.ActorUnavailableError:  # out of reach for now, or for good
+            time.sleep(AGAIN_S)
+            asked[actor.__ray_call__.remote(engine_died)] = actor, name
+        except ray.exceptions.RayTaskError:
+            continue  # not an actor as we know it
         except ray.exceptions.OutOfMemoryError:
-            return f"{asked[answered[0]]} has been killed by Ray: the node's memory ran out"
+            return f"{name} has been killed by Ray: the node's memory ran out"
         except ray.exceptions.RayError:
-            return f"{asked[answered[0]]} has died"
+            return f"{name} has died"
     return ""

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from verl_ext.upstream.patching import Undo, expect, expect_lookup, patch, together
+from verl_ext.upstream.routed_weights import maybe_with_weights
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 KERNELS = f"{FUSED_MOE}.cpu_fused_moe"  # until 0.27
@@ -87,7 +88,7 @@ def _in_a_kernel() -> Undo:
         ) -> torch.Tensor:
             capture = getattr(layer, CAPTURE, None)
             if capture is not None:
-                capture(topk_ids)
+                capture(maybe_with_weights(topk_ids, topk_weights))
             return super().forward_torch(layer, input, topk_weights, topk_ids, *args, **kwargs)
 
     def refuse_sgl(layer: torch.nn.Module) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from verl_ext.upstream.patching import Undo, expect, expect_lookup, patch, together, wrap
+from verl_ext.upstream.routed_weights import maybe_with_weights
 from verl_ext.upstream.vllm_cpu_experts import CAPTURE, EXPERTS, FUSED_MOE, KERNELS
 
 RUNNER = "vllm.v1.worker.cpu_model_runner"
@@ -56,7 +57,7 @@ def _eagerly(init: Callable[[Any], None], runner: Any) -> None:
 def _hand_out(select: Callable[..., tuple[Any, Any]], experts: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     topk_weights, topk_ids = select(experts, *args, **kwargs)
     if experts.routing_replay_capture_fn is not None:
-        experts.routing_replay_capture_fn(topk_ids)
+        experts.routing_replay_capture_fn(maybe_with_weights(topk_ids, topk_weights))
     return topk_weights, topk_ids
 
 

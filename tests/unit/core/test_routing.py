@@ -119,7 +119,7 @@ def test_sums_are_of_each_trajectory_and_survive_the_way(lengths, layers, seed):
     drawn = draw(lengths, layers, 2, seed)
     _, sums = computed(drawn, 2)
     packed = sums.pack()
-    assert packed.shape == (len(lengths), 4 * layers + 4 + len(REASONS))
+    assert packed.shape == (len(lengths), 4 * layers + 6 + len(REASONS))
     for name, value in vars(RouterSums.unpack(packed)).items():
         assert torch.equal(value, getattr(sums, name))
     counted = (drawn["mask"] & drawn["known"]).split(lengths)

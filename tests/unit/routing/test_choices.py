@@ -8,7 +8,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from tests.support.closeness import close
 from tests.support.routing_families import EXPERTS, FAMILIES, SMALL, TOP_K, build, experts_inputs, moe_layers
 from verl_ext.errors import HookError
-from verl_ext.routing.choices import expert_counts, find_choices, probe_choices
+from verl_ext.routing.choices import combine_weights, expert_counts, find_choices, probe_choices
 
 IDS = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(3))
 
@@ -134,6 +134,28 @@ def test_weights_of_replayed_experts_come_from_the_routers_own_scores(family):
     last = len(tap.points) - 1
     expected = weights_by_formula(family, model, tap.points[-1], hidden[0], tap.forced[last])
     close(given[-1][1], expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_weights_that_a_router_returns_are_those_that_reach_the_experts(family):
+    model, seen = build(family), []
+    for point in find_choices(model):
+        point.intercept(
+            *expert_counts(model.config),
+            lambda: lambda scores, ids: ids,
+            lambda output, point=point: seen.append(combine_weights(point, output, TOP_K)),
+        )
+    with torch.no_grad(), experts_inputs(model) as given:
+        model(IDS)
+    assert len(seen) == len(given) > 0
+    for found, (_, weights) in zip(seen, given, strict=True):
+        assert torch.equal(found, weights)
+
+
+def test_a_router_without_weights_is_an_error_that_names_the_setting():
+    (point, *_) = find_choices(build("qwen3_moe"))
+    with pytest.raises(HookError, match=r"returns 0 tensors of 2 weights a token.*router_weights=false"):
+        combine_weights(point, torch.zeros(3, EXPERTS), TOP_K)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.routing_families import EXPERTS, build, moe_layers
-from tests.support.routing_ranks import LENGTHS, Case, batch, rollout_routes
-from verl_ext.core.routing import RouterSums
+from tests.support.routing_families import EXPERTS, TOP_K, build, experts_inputs, moe_layers
+from tests.support.routing_ranks import LAYERS, LENGTHS, Case, batch, rollout_routes, sequences
+from verl_ext.core.routing import RouterSums, router_metrics
 from verl_ext.errors import HookError
+from verl_ext.fields import ROLLOUT_WEIGHTS
 from verl_ext.routing.fsdp import OLD_ROUTES, ROLLOUT_ROUTES, FsdpRouting, top_k_margin
 from verl_ext.upstream.narrow_routing import whole_sequence
 from verl_ext.upstream.sglang_routing import decoded
@@ -69,6 +70,40 @@ def test_rollouts_that_ship_the_moe_layers_alone_are_understood_too():
     moe_alone = compute_log_prob(engine, data)
     assert torch.equal(moe_alone["router_sums"], every_layer["router_sums"])
     assert every_layer["router_agreement"].values().min() == 0.75  # one of two experts in one of two layers
+
+
+def shipped_weights(family, factor):
+    """[B, n, L', K] float16 of the same routers, the first expert's multiplied; zeros where routes_alone has them."""
+    rows = []
+    for ids in sequences():
+        weights = torch.zeros(len(ids), LAYERS, TOP_K)
+        with torch.no_grad(), experts_inputs(model := build(family)) as given:
+            model(ids.unsqueeze(0))
+        for layer, (_, of_layer) in zip(moe_layers(family), given, strict=True):
+            weights[:, layer] = of_layer
+        weights[..., 0] *= factor
+        weights[-1] = 0
+        rows.append(weights.half())
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_the_gap_of_the_weights_is_measured_where_the_rollout_ships_them(family):
+    case, engine = Case(family), Engine(family)
+    attached(engine)
+    data = micro_batch(case, calculate_entropy=True)
+    assert "router/weight_gap" not in router_metrics(compute_log_prob(engine, data)["router_sums"])
+    data[ROLLOUT_WEIGHTS] = shipped_weights(family, 1)
+    assert router_metrics(compute_log_prob(engine, data)["router_sums"])["router/weight_gap"] < 1e-6
+    data[ROLLOUT_WEIGHTS] = shipped_weights(family, 2)
+    doubled = router_metrics(compute_log_prob(engine, data)["router_sums"])["router/weight_gap"]
+
+    gaps = []
+    for row, (prompt, response) in zip(shipped_weights(family, 1).unbind(), LENGTHS, strict=True):
+        weights = row[prompt - 1 : prompt + response - 1, moe_layers(family)].double()
+        share = weights[..., 0] / weights.sum(-1)
+        gaps += (2 * share / (1 + share) - share).mean(1).tolist()  # of two experts, what the first gains
+    assert doubled == pytest.approx(sum(gaps) / len(gaps), rel=1e-3)
 
 
 def as_sglang_returns(rows):

@@ -106,7 +106,27 @@ def test_what_ray_says_of_an_actor_in_words(cluster, monkeypatch, error, said):
 
     server = Server.remote()
     monkeypatch.setattr(watch.ray, "get", get)
-    assert watch._died({"rollout server": [server]}, 30.0) == said
+    monkeypatch.setattr(watch, "AGAIN_S", 0.01)
+    assert watch._died({"rollout server": [server]}, 2.0) == said
+
+
+def test_an_actor_that_cannot_be_reached_is_asked_again(cluster, monkeypatch):
+    answers = iter([ray.exceptions.ActorUnavailableError("for now", None), ray.exceptions.ActorDiedError()])
+
+    def get(ref):
+        raise next(answers)
+
+    monkeypatch.setattr(watch.ray, "get", get)
+    assert watch._died({"training worker": [Server.remote()]}, 30.0) == "training worker 0 has died"
+
+
+def test_an_error_is_blamed_on_who_does_not_need_to_be_asked_before(cluster):
+    worker = Server.remote()
+    ray.get(worker.busy.remote(0))
+    ray.kill(worker)
+    watched = Watch(dict, "checkpoints", answerable=lambda: {"training worker": [worker]}, every_s=0.1)
+    with pytest.raises(WorkerDiedError, match=r"^training worker 0 has died\. Checkpoints"), watched:
+        raise RuntimeError("gloo: connection reset by peer")
 
 
 def test_an_engine_that_has_died_ends_a_wait_in_ray_get(cluster):
