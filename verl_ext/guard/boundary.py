@@ -12,6 +12,7 @@ spiked step in four cannot move. Two intervals tell whether it is more than nois
 """
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -21,6 +22,7 @@ from verl_ext.guard.rules import spread
 
 HORIZON = 1000  # steps; further away than this is the same as not in sight
 FLOOR = 1e-12  # a mismatch below this is 0 for the logarithm
+HIGHEST = math.log(sys.float_info.max)  # what the line passes there is no number any more
 FEWEST = 8  # readings before there is an estimate
 SIGMAS = 4.0  # half-width of Sen's interval in standard deviations; test_boundary.py counts false alarms
 SCATTERS, SCATTER_FEWEST = 6.0, 16  # and of the other one in scatters; from so many readings on
@@ -78,7 +80,7 @@ def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> G
         steps = float(HORIZON)
     else:
         steps = min(left / rate, float(HORIZON))
-    return Growth(rate, low, high, math.exp(level), steps)
+    return Growth(rate, low, high, math.exp(min(level, HIGHEST)), steps)
 
 
 def _variance_of_s(n: int) -> float:

@@ -70,20 +70,19 @@ class ChoicePoint:
 
 
 def combine_weights(point: ChoicePoint, output: Any, top_k: int) -> Tensor:
-    """[N, K], what the experts' outputs are multiplied by: the one float tensor of K columns that a router returns.
+    """[N, K], what the experts' outputs are multiplied by: the last float tensor of K columns that a router returns.
 
-    Raises:
-        HookError: it returns none, or several.
+    Logits come first, in transformers, and have as many where all experts are chosen. Raises HookError for none.
     """
     outputs = output if isinstance(output, tuple | list) else (output,)
     found = [one for one in outputs if isinstance(one, Tensor) and one.is_floating_point() and one.shape[-1] == top_k]
-    if len(found) != 1:
+    if not found:
         raise HookError(
-            f"router {type(point.module).__name__} returns {len(found)} tensors of {top_k} weights a token, where "
-            "one is to be compared with the rollout's",
+            f"router {type(point.module).__name__} does not return {top_k} weights a token, to compare the rollout's "
+            "with",
             fix=("stability.router_weights=false",),
         )
-    return found[0].flatten(0, -2)
+    return found[-1].flatten(0, -2)
 
 
 class ExpertTopK(TorchFunctionMode):

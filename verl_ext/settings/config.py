@@ -145,6 +145,8 @@ class StabilityConfig(Switches):
                     )
         if rule.signal.startswith("router/") and not self.router_agreement:
             raise ConfigError(f"{where}: {rule.signal} needs the routers' agreement", fix=(AGREEMENT,))
+        if rule.signal == "router/weight_gap" and not self.router_weights:
+            raise ConfigError(f"{where}: {rule.signal} needs their weights", fix=("stability.router_weights=true",))
 
     @property
     def correction_names(self) -> tuple[str, ...]:

@@ -150,3 +150,9 @@ def suspicions(run):
         _, decision = guard.foresee({name: values[step - 1] for name, values in run.items() if name != "what"})
         found += [event.step for event in decision.events]
     return found
+
+
+def test_a_mismatch_that_grows_past_all_numbers_is_past_the_boundary():
+    readings = [(step, 10.0 ** min(30 * step, 308)) for step in range(1, 21)]
+    growth = estimate_growth(readings, 0.1)
+    assert growth is not None and growth.steps == 0 and math.isfinite(growth.level)

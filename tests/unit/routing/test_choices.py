@@ -154,7 +154,7 @@ def test_the_weights_that_a_router_returns_are_those_that_reach_the_experts(fami
 
 def test_a_router_without_weights_is_an_error_that_names_the_setting():
     (point, *_) = find_choices(build("qwen3_moe"))
-    with pytest.raises(HookError, match=r"returns 0 tensors of 2 weights a token.*router_weights=false"):
+    with pytest.raises(HookError, match=r"does not return 2 weights a token.*router_weights=false"):
         combine_weights(point, torch.zeros(3, EXPERTS), TOP_K)
 
 

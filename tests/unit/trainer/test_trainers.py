@@ -258,7 +258,19 @@ def router_sums(*differing):
         by_layer = [torch.cat([n, n - share * d], 1) for share in (0.5, 1.0)]
         first, zero = torch.cat([0 * d, d], 1), torch.zeros(1, 1)
         rows.append(
-            RouterSums(by_layer[0], by_layer[1], first, by_layer[0], zero, zero, n, zero, zero.expand(1, 3)).pack()[0]
+            RouterSums(
+                agree=by_layer[0],
+                exact=by_layer[1],
+                first=first,
+                own=by_layer[0],
+                margin_equal=zero,
+                margin_differs=zero,
+                tokens=n,
+                unknown=zero,
+                weight_gap=d / 4,
+                weighed=n,
+                refused=zero.expand(1, 3),
+            ).pack()[0]
         )
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
@@ -268,6 +280,7 @@ def test_routing_is_not_sent_to_stages_that_do_not_read_it(step, capsys):
     assert "routed_experts travels as torch.uint8" in capsys.readouterr().out
     assert metrics["router/agreement/layer_01"] == pytest.approx(3 / 4)
     assert metrics["router/any_layer_differs"] == pytest.approx(1 / 2)
+    assert metrics["router/weight_gap"] == pytest.approx(1 / 8)
     assert metrics["router/tokens"] == 4
     assert trainer.ran[1:] == [("critic", ["old_log_probs"]), ("actor", ["old_log_probs"])]
 
@@ -311,7 +324,8 @@ def test_a_rollout_that_returns_no_heads_is_an_error(step):
 def refused_sums(believed, repeated):
     n = torch.tensor([[float(believed)]])
     by_layer, zero, refused = n.expand(1, 2), torch.zeros(1, 1), torch.tensor([[0.0, repeated, 0.0]])
-    row = RouterSums(by_layer, by_layer, 0 * by_layer, by_layer, zero, zero, n, zero, refused).pack()[0]
+    sums = RouterSums(by_layer, by_layer, 0 * by_layer, by_layer, zero, zero, n, zero, zero, zero, refused)
+    row = sums.pack()[0]
     return torch.nested.as_nested_tensor([row, row], layout=torch.jagged)
 
 
