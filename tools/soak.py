@@ -1,8 +1,9 @@
 """Does a long run stay as it began? Memory and handles of every process, and the run's files, over hundreds of steps.
 
-    python tools/soak.py [--steps 300] [--out .soak]
+    python tools/soak.py [--steps 300] [--out .soak] [--plain]
 
-Needs the environment of tools/setup_cpu.sh. The CPU recipe with the plugin's parts on, sampled every few seconds.
+Needs the environment of tools/setup_cpu.sh. The CPU recipe with the plugin's parts on, or verl as it is, sampled every
+few seconds.
 Prints, for the processes of one title, growth per 100 steps with its standard error, without the first quarter of the
 steps; and what the run left on disk. Neighbouring samples hang together: the errors are those of means over ten steps.
 """
@@ -44,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path(".soak"), help="default: %(default)s")
+    parser.add_argument("--plain", action="store_true", help="verl as it is, to compare with")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="more of the run")
     arguments = parser.parse_args()
     out = arguments.out.absolute()
@@ -51,7 +53,8 @@ def main() -> None:
     subprocess.run(
         [sys.executable, "recipes/cpu_smoke/make_assets.py", "--out", str(out / "assets")], cwd=REPO, check=True
     )
-    samples = watched(command_of(arguments.steps, arguments.overrides, out), out, arguments.steps)
+    overrides = (*(() if arguments.plain else ON), *arguments.overrides)
+    samples = watched(command_of(arguments.steps, overrides, out), out, arguments.steps)
     (out / "samples.json").write_text(json.dumps(samples))
     for line in lines_of(samples):
         print(line)
@@ -64,7 +67,6 @@ def command_of(steps: int, overrides: Sequence[str], out: Path) -> list[str]:
         *(sys.executable, "tools/clean_exit.py", sys.executable, "-m", "verl_ext.main_ppo", "recipe=cpu_smoke"),
         *(f"assets={out}/assets", f"trainer.total_training_steps={steps}", f"hydra.run.dir={out}/hydra"),
         *("trainer.save_freq=25", "trainer.max_actor_ckpt_to_keep=2", f"trainer.default_local_dir={out}/checkpoints"),
-        *ON,
         *overrides,
     ]
 

@@ -1,5 +1,6 @@
 """A process of a run is killed, or its reward breaks down: what the run does, and what it leaves."""
 
+import json
 import re
 import subprocess
 import sys
@@ -107,9 +108,10 @@ def test_a_reward_that_is_no_number_then_hangs_and_then_raises(arguments, tmp_pa
     slow = "stability.guard.slow_step_s=5"
     command = [sys.executable, *arguments("stability=icepop", *SAVES, reward, slow, steps=50)]
     console, started = start(command, tmp_path, mark, {FILE: str(word), "PYTHONPATH": str(ROOT)})
-    guard = tmp_path / "verl_ext" / "cpu_smoke.guard.jsonl"
+    guard, metrics = (tmp_path / "verl_ext" / f"cpu_smoke{kind}.jsonl" for kind in (".guard", ""))
     try:
         wait_for(lambda: saved(tmp_path, 2), started, console)
+        metrics.unlink()
         word.write_text("nan")
         wait_for(lambda: guard.read_text().count("\n") >= 2, started, console)
         word.write_text("hang")
@@ -127,6 +129,9 @@ def test_a_reward_that_is_no_number_then_hangs_and_then_raises(arguments, tmp_pa
         ("non_finite", "skip", "critic/score/mean is nan")
     }
     text = console.read_text()
+    assert "cpu_smoke.jsonl was removed while the run writes to it" in text
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > 2, "the metrics are there again, from the first"
     assert "the judge does not answer" in text and "no materializable trajectories" in text
     first = skips[0]["step"]
     assert same(shards(tmp_path, first - 1), shards(tmp_path, first)), "a skipped update changes nothing"
