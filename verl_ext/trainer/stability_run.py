@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
@@ -136,17 +137,23 @@ class StabilityRun:
         if (now, now) in self.guard.state.unproven:
             resuming.save_state(self.guard, self._config, now)
 
-    def compare_routing(self, batch: KVBatchMeta, metrics: dict[str, float]) -> None:
+    def _read(self, batch: KVBatchMeta) -> TensorDict | None:
+        """All that the step reads before the advantages, at once: a read is a round trip through TransferQueue."""
+        names: tuple[str, ...] = (*FIELDS, REWARDS) if self.active.compares_engines else ()
+        names += (ROUTER_SUMS,) if self.active.compares_routing else ()
+        names += (HEAD_SUMS,) if self.active.has_heads and not self.active.measures_in_update else ()
+        return get_fields(batch, names) if names else None
+
+    def _compare_routing(self, batch: KVBatchMeta, data: TensorDict | None, metrics: dict[str, float]) -> None:
         """Log `router/*`, from the sums that compute_log_prob left in the batch; tell what cannot be believed of it.
 
         Raises:
             HookError: there is no routing, or none from the start that a replay could use.
         """
-        if not self.active.compares_routing:
+        if data is None or not self.active.compares_routing:
             if (counts := sampled_counts(batch, self.active.config)) is not None:
                 self._judge_routing(counts, counts.metrics, metrics)
             return
-        data = get_fields(batch, [ROUTER_SUMS])
         if ROUTER_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
             raise HookError(
                 "compute_log_prob returned no routing: the rollout's batch has no routed_experts",
@@ -160,15 +167,14 @@ class StabilityRun:
         packed = torch.stack(list(data[ROUTER_SUMS].unbind()))
         self._judge_routing(Counts.of_sums(packed), router_metrics(packed), metrics)
 
-    def compare_heads(self, batch: KVBatchMeta, metrics: dict[str, float]) -> None:
+    def _compare_heads(self, data: TensorDict | None, metrics: dict[str, float]) -> None:
         """Log `vllm_kl/head*`, from the sums that compute_log_prob left in the batch.
 
         Raises:
             HookError: there are none.
         """
-        if not self.active.has_heads or self.active.measures_in_update:
+        if data is None or not self.active.has_heads or self.active.measures_in_update:
             return
-        data = get_fields(batch, [HEAD_SUMS])
         if HEAD_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
             raise HookError(
                 "compute_log_prob read no heads: the rollout's batch has no sampler_head_ids",
@@ -189,15 +195,18 @@ class StabilityRun:
         self._rescored = rescore(batch, self.guard.step, settings, workers, multiple, rollout.temperature)
 
     def judge(self, batch: KVBatchMeta, metrics: dict[str, float]) -> Judged | None:
-        """Measure and judge a batch, and put its weights into it; None where nothing asks for that.
+        """Compare routing and heads, measure and judge a batch, and put its weights into it; None where nothing asks
+        for weights or a judgement.
 
         In bypass mode, judge it by what there is, and leave the rest to the update.
 
         Before verl's own rejection takes the worst tokens out of response_mask: they are what is measured.
         """
-        if not self.active.compares_engines:
+        data = self._read(batch)
+        self._compare_routing(batch, data, metrics)
+        self._compare_heads(data, metrics)
+        if data is None or not self.active.compares_engines:
             return None
-        data = get_fields(batch, (*FIELDS, REWARDS))
         metrics["critic/score/mean"] = mean_score(data, batch.tags)  # verl logs it after the update
         lag = lag_of(batch.tags, self.guard.step) if self.active.asynchronous else None
         tokens = response_tokens(data, lag)

@@ -82,10 +82,7 @@ class StabilityMixin(VerlTrainer):
         if self.stability_run.active.rescores and self.local_trigger_step == 0:
             with marked_timer("rescore", self.timing_raw):
                 self.stability_run.rescore(batch, self.actor_rollout_wg)
-        batch = super()._compute_old_log_prob(batch, metrics)
-        self.stability_run.compare_routing(batch, metrics)
-        self.stability_run.compare_heads(batch, metrics)
-        return batch
+        return super()._compute_old_log_prob(batch, metrics)
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         # A LoRA's reference is the actor without its adapter, and is routed as the actor is.

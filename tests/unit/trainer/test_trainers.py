@@ -27,9 +27,10 @@ class Store:
     """What the trainer uses of TransferQueue: put and get of a batch's fields."""
 
     def __init__(self, **fields):
-        self.fields = fields
+        self.fields, self.read = fields, []
 
     def kv_batch_get(self, keys, partition_id, select_fields):
+        self.read.append(set(select_fields))
         found = {name: self.fields[name] for name in select_fields if name in self.fields}
         return TensorDict(found, batch_size=len(keys))
 
@@ -273,6 +274,15 @@ def router_sums(*differing):
             ).pack()[0]
         )
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def test_what_the_step_reads_it_reads_at_once(step):
+    settings = {"correction": "icepop", "router_agreement": True, "breakdown": False}
+    _, _, store = step(settings, router_sums=router_sums(1, 1))
+    (read,) = store.read
+    assert read > {"router_sums", "rollout_log_probs", "old_log_probs", "rm_scores"}
+    _, metrics, store = step({"router_agreement": True}, router_sums=router_sums(1, 1))
+    assert store.read == [{"router_sums"}] and metrics["router/tokens"] == 4
 
 
 def test_routing_is_not_sent_to_stages_that_do_not_read_it(step, capsys):
