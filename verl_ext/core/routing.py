@@ -114,7 +114,8 @@ def agreement(
         add(sums.exact, exact_nL)
         add(sums.tokens, torch.ones_like(counts_n1))
         if weight_gap_NL is not None:
-            add(sums.weight_gap, weight_gap_NL[part].mean(1, keepdim=True))
+            gap_n1 = torch.where(counts_n1, weight_gap_NL[part].double().mean(1, keepdim=True), 0.0)  # NaN * 0 is NaN
+            add(sums.weight_gap, gap_n1)
             add(sums.weighed, torch.ones_like(counts_n1))
         without_n1 = (mask_N[part] & ~known_n).unsqueeze(1)
         if refused_N is not None:
@@ -127,7 +128,7 @@ def agreement(
         ones = packed.new_ones(len(first_n))
         sums.first[of].index_put_((row_n[differs_n], first_n), ones, accumulate=True)
         if margin_NL is not None:
-            margin_nL = torch.where(counts_n1, margin_NL[part].double(), 0.0)  # NaN * 0 is NaN
+            margin_nL = torch.where(counts_n1, margin_NL[part].double(), 0.0)  # as above
             add(sums.margin_equal, (margin_nL * exact_nL).sum(1, keepdim=True))
             add(sums.margin_differs, (margin_nL * ~exact_nL).sum(1, keepdim=True))
     if own_NL is None:

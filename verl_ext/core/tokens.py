@@ -25,6 +25,26 @@ def jagged(values: Tensor, offsets: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets, max_seqlen=int(offsets.diff().max()))
 
 
+def filled(field: Tensor, lengths: Tensor, generated: Tensor) -> Tensor:
+    """[N, ...] of a nested field [B, n, ...], with zeros in the rows that verl has added to fill a batch.
+
+    Such a row is a copy of a trajectory in which verl shortens the fields that it knows, and takes the mask away; of a
+    field of ours it keeps the length of what it copied (padding_utils.py of verl 0.9.1).
+
+    Args:
+        lengths: [B] int64, of the rows as they ought to be; one of a trajectory that has another length stays.
+        generated: nested [B, r], 1 on tokens that the model generated: nowhere in a row that verl has added.
+    """
+    if torch.equal(field.offsets().diff().cpu(), lengths.cpu()):
+        return field.values()
+    return torch.cat(
+        [
+            row if len(row) == length or mask.any() else row.new_zeros(length, *row.shape[1:])
+            for row, length, mask in zip(field.unbind(), lengths.tolist(), generated.unbind(), strict=True)
+        ]
+    )
+
+
 @dataclass(frozen=True)
 class Tokens:
     """The response tokens of B trajectories, one after another.

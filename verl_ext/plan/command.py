@@ -19,7 +19,7 @@ CORRECTION_NS, GUARD_MS = 17.0, 0.5
 WEIGHT_BYTES = 4  # rollout_is_weights, per response token
 HEAD_BYTES, USUAL_HEAD = 8, 32  # an id in int32 and a log-probability in float32; tokens of a head
 VERLS_ID_BYTES = 2  # which are sent where an engine's are wider
-WEIGHT_BYTES = 2  # of an expert, in float16
+EXPERT_WEIGHT_BYTES = 2  # in float16
 WIDTH = 120  # where the output is not a terminal
 
 
@@ -115,8 +115,10 @@ def _features(config: Any, sizes: Sizes, mean_response: float) -> list[tuple[str
         cost = f"{ids * routed:.1f} GB of expert ids each way, {ids} bytes a token"
         found.append((uses(asked, ROUTERS), "router agreement, replay", cost))
         if stability.router_weights:
-            weights = WEIGHT_BYTES * routing.ids
-            found.append((True, "router weights", f"{weights * routed:.1f} GB each way, {weights} bytes a token"))
+            weights = EXPERT_WEIGHT_BYTES * routing.ids
+            found.append(
+                (True, "router weights", f"{weights * routed:.1f} GB more to the workers, {weights} bytes a token")
+            )
     return [(name, cost if on else f"{cost}, if switched on") for on, name, cost in found]
 
 

@@ -26,8 +26,9 @@ from verl.workers.config import TrainingWorkerConfig
 from verl_ext.core.captured import known_rows
 from verl_ext.core.combine import weight_gap
 from verl_ext.core.overlap import expert_overlap
+from verl_ext.core.tokens import filled
 from verl_ext.errors import HookError
-from verl_ext.fields import OLD_ROUTES, OWN_ROUTES, ROLLOUT_ROUTES, ROLLOUT_WEIGHTS
+from verl_ext.fields import OLD_ROUTES, OWN_ROUTES, RESPONSE_MASK, ROLLOUT_ROUTES, ROLLOUT_WEIGHTS
 from verl_ext.routing.choices import OFF, REPLAY_OFF, ChoicePoint, Choose, combine_weights, expert_counts, find_choices
 from verl_ext.routing.layout import Layout
 from verl_ext.routing.outputs import believed, narrow_dtype, routing_outputs
@@ -216,8 +217,7 @@ class FsdpRouting:
         if now.replayed_TLK is not None:
             own_TL = expert_overlap(now.packed(now.own), rollout_TLK)
         if now.weighs:
-            weights_TLK = self._of_routers(micro_batch[ROLLOUT_WEIGHTS].values().to(rollout_TLK.device))
-            gap_TL = weight_gap(used_TLK, now.packed(now.weights), rollout_TLK, weights_TLK)
+            gap_TL = weight_gap(used_TLK, now.packed(now.weights), rollout_TLK, self._rollout_weights(micro_batch))
         return routing_outputs(
             expert_overlap(used_TLK, rollout_TLK),
             self.top_k,
@@ -243,11 +243,28 @@ class FsdpRouting:
             raise HookError(
                 f"the rollout's {ROLLOUT_ROUTES} is {tuple(routes_TLK.shape)} [tokens, layers, top_k] where the "
                 f"training engine has {tokens} tokens, {self.decoder_layers} decoder layers, {len(self.points)} of "
-                f"them with a router, and top-{self.top_k}: the two engines number this model's layers differently",
+                f"them with a router, and top-{self.top_k}: "
+                + (
+                    "it holds weights beside the ids, which this run's agent loops did not take apart"
+                    if top_k == 2 * self.top_k
+                    else "the two engines number this model's layers differently"
+                ),
                 OFF,
             )
         routes_TLK, refused_T = believed(self._of_routers(routes_TLK).to(get_device_id()), self.experts, offsets)
         return routes_TLK.to(narrow_dtype(self.experts)), refused_T
+
+    def _rollout_weights(self, micro_batch: TensorDict) -> Tensor:
+        """[T, L, K] of the rollout, as `_rollout_routes`."""
+        lengths_B = micro_batch["input_ids"].offsets().diff()
+        weights_TLK = filled(micro_batch[ROLLOUT_WEIGHTS], lengths_B, micro_batch[RESPONSE_MASK])
+        if weights_TLK.shape != micro_batch[ROLLOUT_ROUTES].values().shape:
+            raise HookError(
+                f"the rollout's {ROLLOUT_WEIGHTS} is {tuple(weights_TLK.shape)} where its {ROLLOUT_ROUTES} is "
+                f"{tuple(micro_batch[ROLLOUT_ROUTES].values().shape)} [tokens, layers, top_k]",
+                fix=("stability.router_weights=false",),
+            )
+        return self._of_routers(weights_TLK.to(get_device_id()))
 
     def _of_routers(self, shipped: Tensor) -> Tensor:
         """The layers that have a router, of [T, L', K]."""

@@ -9,9 +9,10 @@ from typing import Any
 from omegaconf import DictConfig, open_dict
 from ray.exceptions import RayTaskError
 
-from verl_ext.errors import UserError
 from verl_ext.guard.guard import Guard
 from verl_ext.trainer import checkpoints
+
+TORCHS = ("PytorchStreamWriter", "inline_container")  # in what torch.save says where it cannot write
 
 
 @contextmanager
@@ -45,11 +46,12 @@ def _written(folder: Path) -> Iterator[None]:
         yield
     except (OSError, RayTaskError) as error:
         cause = error.cause if isinstance(error, RayTaskError) else error
-        if isinstance(cause, UserError):
+        said = str(cause).partition("\n")[0]
+        if not isinstance(cause, OSError) and not any(sign in str(cause) for sign in TORCHS):
             raise
         raise checkpoints.CheckpointError(
-            f"the checkpoint {folder} cannot be written ({type(cause).__name__}: {str(cause).splitlines()[0]}). Those "
-            "before it stand: with trainer.resume_mode=auto, the same command goes on from the last whole one"
+            f"the checkpoint {folder} cannot be written ({type(cause).__name__}: {said}). Those before it stand: with "
+            "trainer.resume_mode=auto, the same command goes on from the last whole one"
         ) from error
 
 

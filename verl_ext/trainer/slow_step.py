@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -17,7 +18,7 @@ import ray
 TIMES = 3  # as long as steps usually take
 MOST = 4  # places that are told of each role
 TIMEOUT_S = 20.0
-VERL = f"{os.sep}verl{os.sep}"
+VERL = str(Path(getattr(find_spec("verl"), "origin", None) or "/no verl").parent) + os.sep
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -29,7 +30,8 @@ def places(actor: Any) -> list[str]:
     the innermost one in verl's. What is in neither is left out.
     """
     # Ray calls this beside the thread of the actor's event loop, for which all_tasks would ask.
-    tasks = [each for each in gc.get_objects() if isinstance(each, asyncio.Task) and not each.done()]
+    # By type: to isinstance, a weak proxy is what it stands for, and raises where that is gone.
+    tasks = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Task) and not each.done()]
     found = [_place(list(_awaited(task.get_coro())), (_of_the_user, _of_verl)) for task in tasks]
     found += [_place(list(_called(frame))[::-1], (_of_the_user,)) for frame in sys._current_frames().values()]
     return [place for place in found if place]
@@ -78,16 +80,19 @@ def _waits(workers: Mapping[str, Iterable[Any]]) -> str:
 def _stands(role: str, refs: list[Any]) -> str:
     counted: Counter[str] = Counter()
     answered, silent = ray.wait(refs, num_returns=len(refs), timeout=0)
+    failed = []
     for ref in answered:
         try:
             counted.update(ray.get(ref))
-        except ray.exceptions.RayError:
-            silent.append(ref)
+        except ray.exceptions.RayError as error:
+            failed.append(type(error).__name__)
     said = [f"{count} x {place}" for place, count in counted.most_common(MOST)]
     if silent:
         said.append(
             f"{len(silent)} of {len(refs)} do not answer, so something that does not await blocks their event loop"
         )
+    if failed:
+        said.append(f"{len(failed)} of {len(refs)} could not be asked ({failed[0]})")
     return f"{role}: {', '.join(said) or 'nothing to wait for'}"
 
 
@@ -119,13 +124,11 @@ def _place(frames: list[FrameType], whose: tuple[Callable[[str], bool], ...]) ->
 
 
 def _of_verl(file: str) -> bool:
-    return VERL in file
+    return file.startswith(VERL)
 
 
 def _of_the_user(file: str) -> bool:
-    return (
-        Path(file).is_absolute() and not file.startswith(INSTALLED) and VERL not in file and not file.startswith(OURS)
-    )
+    return Path(file).is_absolute() and not file.startswith((*INSTALLED, VERL, OURS))
 
 
 def _duration(seconds: float) -> str:

@@ -165,7 +165,16 @@ class StabilityRun:
             dtype = narrow_routing.id_dtype(batch.keys, batch.partition_id)
             print(f"verl_ext: routed_experts travels as {dtype}", flush=True)
         packed = torch.stack(list(data[ROUTER_SUMS].unbind()))
-        self._judge_routing(Counts.of_sums(packed), router_metrics(packed), metrics)
+        found = router_metrics(packed)
+        if self.active.stability.router_weights and found.get("router/tokens") and "router/weight_gap" not in found:
+            raise HookError(
+                "stability.router_weights=true, and the batch has no routed_weights: VERL_EXT_ROUTED_WEIGHTS did not "
+                "reach the run's processes",
+                fix=("stability.router_weights=false",),
+                otherwise="start the run outside a Ray session that is open, and name verl_ext in "
+                "VERL_USE_EXTERNAL_PLUGINS where that is set",
+            )
+        self._judge_routing(Counts.of_sums(packed), found, metrics)
 
     def _compare_heads(self, data: TensorDict | None, metrics: dict[str, float]) -> None:
         """Log `vllm_kl/head*`, from the sums that compute_log_prob left in the batch.

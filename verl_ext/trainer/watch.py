@@ -106,8 +106,16 @@ class Watch:
             if self._died and not self._ended.is_set():
                 signal.pthread_kill(self._main, SIGNAL)  # a signal indeed: it ends a wait for a lock as well
                 return
-            if self._slow_step and (said := self._slow_step.look(time.monotonic())):
+            if self._slow_step:
+                self._tell(self._slow_step)
+
+    def _tell(self, slow_step: SlowStep) -> None:
+        try:
+            if said := slow_step.look(time.monotonic()):
                 say(said)
+        except Exception as error:  # the look at who lives must go on
+            self._slow_step = None
+            say(f"what a slow step waits for cannot be told: {type(error).__name__}: {error}")
 
 
 def _interrupt(number: int, frame: Any) -> None:

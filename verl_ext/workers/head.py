@@ -23,6 +23,7 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_i
 
 from verl_ext.core.head import Divergence, Head, centering, divergence, read, weights_of
 from verl_ext.core.head_sums import head_sums
+from verl_ext.core.tokens import filled
 from verl_ext.errors import BatchError
 from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS, HEAD_SUMS, RESPONSE_MASK
 from verl_ext.routing.outputs import packed_rows
@@ -137,9 +138,10 @@ def _sums(output: dict[str, Tensor], data: TensorDict) -> Tensor:
 def _whole(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]:
     """[T] of each row the token that follows it, and its head: of the response tokens alone."""
     input_ids, mask = data["input_ids"], data[RESPONSE_MASK]
-    ids_RK, log_q_RK = data[HEAD_IDS].values().to(device), data[HEAD_LOG_PROBS].values().to(device)
+    lengths_B = mask.offsets().diff()
+    ids_RK, log_q_RK = (filled(data[name], lengths_B, mask).to(device) for name in (HEAD_IDS, HEAD_LOG_PROBS))
     tokens = input_ids.values().to(device)
-    rows_R = packed_rows(input_ids.offsets().diff(), mask.offsets().diff()).to(device)
+    rows_R = packed_rows(input_ids.offsets().diff(), lengths_B).to(device)
     if len(ids_RK) != len(rows_R) or ids_RK.shape != log_q_RK.shape:
         raise BatchError(
             f"{HEAD_IDS} is {tuple(ids_RK.shape)} and {HEAD_LOG_PROBS} {tuple(log_q_RK.shape)} where the batch has "

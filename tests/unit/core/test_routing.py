@@ -53,6 +53,16 @@ def computed(drawn, top_k, **settings):
     )
 
 
+def test_a_gap_of_weights_counts_where_a_token_does():
+    drawn = draw([3, 2], 2, 2, 0) | {"mask": torch.tensor([True, False, True, True, True])}
+    drawn["known"] = torch.tensor([True, True, False, True, True])
+    gap = torch.tensor([[0.1, 0.3], [math.nan] * 2, [math.nan] * 2, [0.5, 0.5], [0.0, 0.2]])
+    _, sums = computed(drawn, 2, weight_gap_NL=gap)
+    assert sums.weighed.flatten().tolist() == [1, 2]
+    assert router_metrics(sums.pack())["router/weight_gap"] == pytest.approx((0.2 + 0.5 + 0.1) / 3)
+    assert "router/weight_gap" not in router_metrics(computed(drawn, 2)[1].pack())
+
+
 def expected_metrics(drawn, top_k):
     """From the definitions, token by token."""
     counted = (drawn["mask"] & drawn["known"]).nonzero()[:, 0].tolist()

@@ -106,6 +106,30 @@ def test_the_gap_of_the_weights_is_measured_where_the_rollout_ships_them(family)
     assert doubled == pytest.approx(sum(gaps) / len(gaps), rel=1e-3)
 
 
+def test_weights_of_a_row_that_verl_has_added_are_zeros_and_others_of_another_length_an_error():
+    case, engine = Case(), Engine()
+    attached(engine)
+    data = micro_batch(case, calculate_entropy=True)
+    rows = list(shipped_weights(case.family, 1).unbind())
+    data[ROLLOUT_WEIGHTS] = torch.nested.as_nested_tensor([*rows[:-1], rows[0]], layout=torch.jagged)
+    with pytest.raises(HookError, match=r"routed_weights is \(25, 3, 2\) where its routed_experts is \(23, 3, 2\)"):
+        compute_log_prob(engine, data)
+    masks = [*data["response_mask"].unbind()]
+    data["response_mask"] = torch.nested.as_nested_tensor([*masks[:-1], 0 * masks[-1]], layout=torch.jagged)
+    found = router_metrics(compute_log_prob(engine, data)["router_sums"])
+    assert found["router/weight_gap"] < 1e-6 and found["router/tokens"] == sum(len(mask) for mask in masks[:-1])
+
+
+def test_ids_and_weights_that_were_not_taken_apart_are_told_as_that():
+    engine = Engine()
+    attached(engine)
+    data = micro_batch(Case(), calculate_entropy=True)
+    wide = [torch.cat([routes, routes], -1) for routes in rollout_routes(Case())]
+    data[ROLLOUT_ROUTES] = torch.nested.as_nested_tensor(wide, layout=torch.jagged)
+    with pytest.raises(HookError, match="weights beside the ids, which this run's agent loops did not take apart"):
+        compute_log_prob(engine, data)
+
+
 def as_sglang_returns(rows):
     """A trajectory's routes, by SGLang's text and verl's agent loop."""
     text = base64.b64encode(rows[:-1].int().numpy().tobytes()).decode()

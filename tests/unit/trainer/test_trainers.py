@@ -285,6 +285,14 @@ def test_what_the_step_reads_it_reads_at_once(step):
     assert store.read == [{"router_sums"}] and metrics["router/tokens"] == 4
 
 
+def test_weights_that_never_arrive_are_an_error(step):
+    settings = {"router_agreement": True, "router_weights": True}
+    _, metrics, _ = step(settings, router_sums=router_sums(1, 1))
+    assert metrics["router/weight_gap"] > 0
+    with pytest.raises(HookError, match=r"has no routed_weights.*router_weights=false, or start the run outside"):
+        step(settings, router_sums=refused_sums(3, 1))
+
+
 def test_routing_is_not_sent_to_stages_that_do_not_read_it(step, capsys):
     trainer, metrics, _ = step({"router_agreement": True}, router_sums=router_sums(1, 1))
     assert "routed_experts travels as torch.uint8" in capsys.readouterr().out

@@ -180,3 +180,21 @@ def test_a_slow_step_is_told_with_the_lines_that_its_trajectories_stand_at(clust
     assert said.startswith("verl_ext: step 7 has been going for 1 s; agent loop: 3 x judge (test_watch.py:")
     assert ", 2 x tool (test_watch.py:" in said
     assert said.endswith("reward: 1 of 1 do not answer, so something that does not await blocks their event loop")
+
+
+def test_a_look_at_a_slow_step_that_fails_leaves_the_look_at_who_lives(cluster, capsys):
+    server = Server.remote()
+    ray.get(server.break_engine.remote())
+    looks = []
+
+    def actors():
+        looks.append(len(looks))
+        return {"rollout server": [server]} if len(looks) > 3 else {}
+
+    slow_step = SlowStep(lambda: looks["no such step"], dict, after_s=0.1)
+    with (
+        pytest.raises(WorkerDiedError, match="the engine of rollout server 0"),
+        Watch(actors, "checkpoints", slow_step, every_s=0.1),
+    ):
+        slept(60)
+    assert capsys.readouterr().out.count("cannot be told: TypeError") == 1

@@ -8,7 +8,7 @@ from verl.utils import tensordict_utils as tu
 from tests.support.micro_batches import nested
 from verl_ext.errors import BatchError
 from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS
-from verl_ext.workers.head import HeadReader, HeadUse
+from verl_ext.workers.head import HeadReader, HeadUse, _whole
 
 CPU = torch.device("cpu")
 LENGTHS = [(2, 3), (1, 2)]  # prompt and response of each trajectory
@@ -89,6 +89,23 @@ def test_a_token_outside_the_vocabulary_is_named():
     ids = [torch.full((response, K), V).int() for _, response in LENGTHS]
     with pytest.raises(BatchError, match=f"names token {V}, and the training engine's vocabulary has {V}"):
         run(batch(**{HEAD_IDS: ids}), HeadUse())
+
+
+def test_a_row_that_verl_has_added_needs_no_heads_of_its_length():
+    """A copy of a trajectory with fields of one response token, but for those that verl does not know."""
+    whole = batch()
+    mask = [torch.ones(LENGTHS[0][1], dtype=torch.long), torch.zeros(1, dtype=torch.long)]
+    input_ids = [whole["input_ids"].unbind()[0], torch.zeros(3, dtype=torch.long)]
+    added = batch(response_mask=mask, input_ids=input_ids)
+    expected = batch(
+        response_mask=mask,
+        input_ids=input_ids,
+        **{name: [whole[name].unbind()[0], whole[name].unbind()[1][:1] * 0] for name in (HEAD_IDS, HEAD_LOG_PROBS)},
+    )
+    sampled, head = _whole(added, CPU)
+    _, wanted = _whole(expected, CPU)
+    assert len(sampled) == 8
+    assert torch.equal(head.ids, wanted.ids) and torch.equal(head.log_q, wanted.log_q)
 
 
 def test_heads_of_other_tokens_are_named():
