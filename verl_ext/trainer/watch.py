@@ -88,7 +88,9 @@ class Watch:
         self._ended.set()
         self._thread.join(self._every_s)
         signal.signal(SIGNAL, self._before)
-        if isinstance(error, Exception) and not isinstance(error, UserError):  # it may be what a death has led to
+        if isinstance(error, UserError | ray.exceptions.RayActorError):  # which says itself who, and Ray's why
+            return
+        if isinstance(error, Exception):  # it may be what a death has led to
             with contextlib.suppress(ray.exceptions.RayError):
                 self._died = _died(self._answerable(), LATE_S)
         elif not isinstance(error, KeyboardInterrupt):

@@ -107,7 +107,8 @@ def test_what_ray_says_of_an_actor_in_words(cluster, monkeypatch, error, said):
     server = Server.remote()
     monkeypatch.setattr(watch.ray, "get", get)
     monkeypatch.setattr(watch, "AGAIN_S", 0.01)
-    assert watch._died({"rollout server": [server]}, 2.0) == said
+    seconds = 30.0 if said else 2.0  # an actor that cannot be reached is asked to the end
+    assert watch._died({"rollout server": [server]}, seconds) == said
 
 
 def test_an_actor_that_cannot_be_reached_is_asked_again(cluster, monkeypatch):
@@ -162,6 +163,14 @@ def test_what_a_death_has_led_to_is_told_as_the_death(cluster):
         raise RuntimeError("no trajectories")
 
 
+def test_rays_own_word_for_a_death_is_kept(cluster):
+    worker = Server.remote()
+    ray.get(worker.busy.remote(0))
+    ray.kill(worker)
+    with pytest.raises(ray.exceptions.ActorDiedError), Watch(lambda: {"agent loop worker": [worker]}, "checkpoints"):
+        ray.get(worker.busy.remote(0))
+
+
 def test_a_trainer_that_fails_by_itself_fails_by_that(cluster):
     with pytest.raises(KeyError), Watch(dict, "checkpoints", every_s=0.1):
         raise KeyError
@@ -170,12 +179,12 @@ def test_a_trainer_that_fails_by_itself_fails_by_that(cluster):
 def test_a_slow_step_is_told_with_the_lines_that_its_trajectories_stand_at(cluster, capsys):
     busy, idle, blocked = (AgentLoop.remote() for _ in range(3))
     ray.get([actor.run.remote(0, 0, 0) for actor in (busy, idle, blocked)])
-    blocking = blocked.block.remote(3)
+    blocking = blocked.block.remote(9)  # longer than it is waited for
     workers = {"agent loop": [busy, idle], "reward": [blocked]}
     slow_step = SlowStep(lambda: 7, lambda: workers, after_s=0.5)
     with pytest.MonkeyPatch.context() as patch, Watch(dict, "checkpoints", slow_step, every_s=0.2):
-        patch.setattr("verl_ext.trainer.slow_step.TIMEOUT_S", 1.0)
-        ray.get([busy.run.remote(3, 2, 2.0), blocking])
+        patch.setattr("verl_ext.trainer.slow_step.TIMEOUT_S", 4.0)
+        ray.get([busy.run.remote(3, 2, 9.0), blocking])
     said = capsys.readouterr().out.splitlines()[0]
     assert said.startswith("verl_ext: step 7 has been going for 1 s; agent loop: 3 x judge (test_watch.py:")
     assert ", 2 x tool (test_watch.py:" in said
