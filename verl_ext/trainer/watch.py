@@ -103,6 +103,8 @@ class Watch:
             ) from (error if isinstance(error, Exception) else None)
 
     def _look_on(self) -> None:
+        if ray.is_initialized():
+            self._actors()  # at once: what is found by its name is found while it lives
         while not self._ended.wait(self._every_s):
             self._died = _died(self._actors(), TIMEOUT_S)
             if self._died and not self._ended.is_set():
