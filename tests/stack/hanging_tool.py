@@ -7,7 +7,10 @@ from verl.tools.function_tool import get_function_tool
 
 from recipes.cpu_tool.tool import double
 
-CALL, SECONDS = 250, 35  # some ten steps into a run; longer than it takes until a slow step is looked at
+CALL, SECONDS = (
+    250,
+    60,
+)  # some ten steps into a run; longer than it takes until a slow step is told, on a slow machine too
 
 _calls = itertools.count()
 
