@@ -24,15 +24,8 @@ from verl_ext.report.verdict import Verdict
 PAGE, OVERVIEW, PICTURES, TRAJECTORIES = "report.html", "report.png", "figures", "trajectories.html"
 GENERATOR, HEAD = b'name="generator" content="verl_ext', 2000  # what tells a page of ours, in so many bytes
 WORDS = DONE | {"recover": "recovered"}
-SECTIONS = (
-    "verdict",
-    "comparison",
-    "variants",
-    "trajectories",
-    "guard",
-    "said",
-    "tables",
-)  # of the template, that a page may lack
+# Of the template, that a page may lack.
+SECTIONS = ("verdict", "comparison", "variants", "trajectories", "guard", "said", "tables")
 MOST_DECISIONS, MOST_OPEN = 100, 10  # on the page; more than the latter are folded
 
 Progress = Callable[[str], None]  # told what is being drawn

@@ -90,10 +90,9 @@ class StabilityConfig(Switches):
         self._check_denominator()
         needing = [f"correction={one.name}" for one in self.in_update if "router_agreement" in one.method.reads]
         needing += [f"filters.{one.name}" for one in self.filters if one.method.needs_agreement]
+        needing += ["router_weights"] * self.router_weights
         if needing and not self.router_agreement:
             raise ConfigError(f"stability.{needing[0]} needs the routers' agreement", fix=(AGREEMENT,))
-        if self.router_weights and not self.router_agreement:
-            raise ConfigError("stability.router_weights needs the routers' agreement", fix=(AGREEMENT,))
         for rule in self.rules:
             self._check_rule(rule)
 
