@@ -39,8 +39,9 @@ def run_grid(cells: Iterable[Cell], out: Path, run: RunArm, jobs: int) -> Genera
         while waiting or running:
             while waiting and len(running) < jobs:
                 cell = waiting.popleft()
-                events, process = _start(run, cell, out)
-                running[events] = cell, process
+                with _ctrl_c_waits():
+                    events, process = _start(run, cell, out)
+                    running[events] = cell, process
             ready = wait(running)
             for events in [each for each in running if each in ready]:
                 cell, process = running[events]
@@ -81,6 +82,19 @@ def _prepare(run: RunArm) -> None:
     FORKS.set_forkserver_preload([run.__module__, work.__module__])
     with _inherited():
         forkserver.ensure_running()
+
+
+@contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """One that comes meanwhile is heard afterwards: half a start leaves a process of which nobody knows."""
+    heard = list[int]()
+    heeding = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, heeding)
+        for number in heard[:1]:
+            signal.raise_signal(number)
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 import json
 import multiprocessing
+import signal
 import time
 from contextlib import closing
+from multiprocessing import forkserver
 
 import pytest
 
@@ -74,6 +76,29 @@ def test_closing_it_early_leaves_no_process_and_no_half_run_done(tmp_path):
         assert len(processes) == 2
     assert not any(process.is_alive() for process in processes) and multiprocessing.active_children() == []
     assert left_to_do(grid, tmp_path)[0] == grid
+
+
+def test_ctrl_c_while_a_run_starts_waits_for_the_start_and_leaves_no_process(tmp_path, monkeypatch, capfd):
+    asked = forkserver.connect_to_new_process
+    started = []
+
+    def interrupted(fds):
+        ends = asked(fds)  # the process is there; what it is to do was not sent yet
+        if started:
+            signal.raise_signal(signal.SIGINT)
+        started.append(ends)
+        return ends
+
+    monkeypatch.setattr(forkserver, "connect_to_new_process", interrupted)
+    grid = cells("slow", seeds=range(3), steps=1000)
+    heeding = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(run_grid(grid, tmp_path, run_arm, 2))
+    finally:
+        assert signal.signal(signal.SIGINT, heeding) is signal.default_int_handler
+    assert len(started) == 2 and multiprocessing.active_children() == []
+    assert "Traceback" not in capfd.readouterr().err and left_to_do(grid, tmp_path)[0] == grid
 
 
 def test_a_run_that_was_cut_short_begins_anew(tmp_path):
