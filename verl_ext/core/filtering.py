@@ -154,31 +154,91 @@ def get_batch_filter(name: str) -> BatchFilter:
 
 
 @dataclass(frozen=True)
-class FilterOutcome:
-    """What all filters together did.
+class FilterTally:
+    """What all filters together did to a batch, or to a part of it; tallies of parts are `put_together`.
 
     Attributes:
-        keep_N: [N] bool, the generated tokens that stay: the new mask of the loss.
-        scale: trajectories with tokens over trajectories kept. A loss that divides by the tokens of its mask
-            (`token-mean`) is the mean over what is left; one that divides by a configured number of trajectories
-            (`seq-mean-*`) becomes it when that number is divided by this. 1 where nothing is left.
-        metrics: shares of the batch's generated tokens and of its trajectories that have one:
-            filter/kept_tokens, filter/kept_trajectories: left in the end.
-            filter/<name>/dropped_tokens: taken by this filter from what the former ones kept.
-            filter/<name>/dropped_trajectories: that lost all they had left to this filter.
+        tokens, trajectories: generated tokens, and trajectories that have one; `kept_*` of them, what is left.
+        dropped: filter -> tokens that it took from what the former ones kept, and trajectories that lost all they had
+            left to it.
+        own: `filter/<name>/<metric>`, what the filters tell themselves.
         examples: filter -> id of the first trajectory that lost a token to it.
-        reason: why there is nothing to train on; empty where there is.
     """
 
-    keep_N: Tensor
-    scale: float
-    metrics: dict[str, float]
-    examples: dict[str, str]
-    reason: str = ""
+    tokens: int
+    trajectories: int
+    kept_tokens: int
+    kept_trajectories: int
+    dropped: Mapping[str, tuple[int, int]]
+    own: Mapping[str, float]
+    examples: Mapping[str, str]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`filter/*`: shares of the tokens and of the trajectories."""
+        if not self.tokens:
+            return {}
+        metrics = dict[str, float]()
+        for name, (tokens, trajectories) in self.dropped.items():
+            metrics[f"filter/{name}/dropped_tokens"] = tokens / self.tokens
+            metrics[f"filter/{name}/dropped_trajectories"] = trajectories / self.trajectories
+        return metrics | {
+            **self.own,
+            "filter/kept_tokens": self.kept_tokens / self.tokens,
+            "filter/kept_trajectories": self.kept_trajectories / self.trajectories,
+        }
+
+    @property
+    def scale(self) -> float:
+        """Trajectories with tokens over trajectories kept. A loss that divides by the tokens of its mask (`token-mean`)
+        is the mean over what is left; one that divides by a configured number of trajectories (`seq-mean-*`) becomes it
+        when that number is divided by this. 1 where nothing is left."""
+        return self.trajectories / self.kept_trajectories if self.kept_trajectories else 1.0
+
+    @property
+    def reason(self) -> str:
+        """Why there is nothing to train on; empty where there is."""
+        if not self.tokens:
+            return "no trajectory has a token that the model generated"
+        if self.kept_trajectories:
+            return ""
+        shares = [f"{name} dropped {self.dropped[name][0] / self.tokens:.0%}" for name in self.examples]
+        return f"the filters left no token: {', '.join(shares)}"
 
     @property
     def empty(self) -> bool:
         return bool(self.reason)
+
+
+@dataclass(frozen=True)
+class FilterOutcome(FilterTally):
+    """And to each token.
+
+    Attributes:
+        keep_N: [N] bool, the generated tokens that stay: the new mask of the loss.
+    """
+
+    keep_N: Tensor
+
+
+def put_together(parts: Sequence[FilterTally]) -> FilterTally:
+    """Of a batch in parts; of what a filter tells itself, the mean over them, weighted by their trajectories."""
+
+    def mean(name: str) -> float:
+        told = [(part.own[name], part.trajectories) for part in parts if name in part.own]
+        return sum(value * weight for value, weight in told) / max(sum(weight for _, weight in told), 1)
+
+    names = dict.fromkeys(name for part in parts for name in part.dropped)
+    of_filter = {name: [part.dropped[name] for part in parts if name in part.dropped] for name in names}
+    return FilterTally(
+        tokens=sum(part.tokens for part in parts),
+        trajectories=sum(part.trajectories for part in parts),
+        kept_tokens=sum(part.kept_tokens for part in parts),
+        kept_trajectories=sum(part.kept_trajectories for part in parts),
+        dropped={name: (sum(n for n, _ in found), sum(n for _, n in found)) for name, found in of_filter.items()},
+        own={name: mean(name) for name in dict.fromkeys(name for part in parts for name in part.own)},
+        examples={name: example for part in reversed(parts) for name, example in part.examples.items()},
+    )
 
 
 def apply_filters(batch: FilterBatch, filters: Iterable[tuple[str, Mapping[str, Any]]]) -> FilterOutcome:
@@ -193,14 +253,11 @@ def apply_filters(batch: FilterBatch, filters: Iterable[tuple[str, Mapping[str, 
         ValueError: a filter returned something else than a bool a token.
     """
     tokens, kept = batch.tokens, batch.kept_N
-    count = tokens.count
-    if count == 0:
-        return FilterOutcome(kept, 1.0, {}, {}, "no trajectory has a token that the model generated")
-    trajectories = int((tokens.row_sums(tokens.mask) > 0).sum())
-    left_B = tokens.row_sums(kept) > 0
-    metrics: dict[str, float] = {}
+    has_B, left_B = tokens.row_sums(tokens.mask) > 0, tokens.row_sums(kept) > 0
+    dropped: dict[str, tuple[int, int]] = {}
+    own: dict[str, float] = {}
     examples = {}
-    for name, settings in filters:
+    for name, settings in filters if tokens.count else ():
         result = get_batch_filter(name).function(replace(batch, kept_N=kept), **settings)
         if isinstance(result, torch.Tensor):
             result = FilterResult(result)
@@ -209,18 +266,20 @@ def apply_filters(batch: FilterBatch, filters: Iterable[tuple[str, Mapping[str, 
                 f"the batch filter {name} returned {result.keep_N.dtype} {tuple(result.keep_N.shape)}, where "
                 f"torch.bool {tuple(kept.shape)} is expected: one entry a token, true = keep"
             )
-        dropped = kept & ~result.keep_N
+        dropped_N = kept & ~result.keep_N
         kept = kept & result.keep_N
         before_B, left_B = left_B, tokens.row_sums(kept) > 0
-        metrics[f"filter/{name}/dropped_tokens"] = int(dropped.sum()) / count
-        metrics[f"filter/{name}/dropped_trajectories"] = int((before_B & ~left_B).sum()) / trajectories
-        metrics |= {f"filter/{name}/{metric}": value for metric, value in result.metrics.items()}
-        if dropped.any():
-            examples[name] = batch.keys[int(tokens.row_of_token()[int(dropped.byte().argmax())])]
-    kept_trajectories = int(left_B.sum())
-    metrics["filter/kept_tokens"] = int(kept.sum()) / count
-    metrics["filter/kept_trajectories"] = kept_trajectories / trajectories
-    if kept_trajectories == 0:
-        shares = [f"{name} dropped {metrics[f'filter/{name}/dropped_tokens']:.0%}" for name in examples]
-        return FilterOutcome(kept, 1.0, metrics, examples, f"the filters left no token: {', '.join(shares)}")
-    return FilterOutcome(kept, trajectories / kept_trajectories, metrics, examples)
+        dropped[name] = int(dropped_N.sum()), int((before_B & ~left_B).sum())
+        own |= {f"filter/{name}/{metric}": value for metric, value in result.metrics.items()}
+        if dropped_N.any():
+            examples[name] = batch.keys[int(tokens.row_of_token()[int(dropped_N.byte().argmax())])]
+    return FilterOutcome(
+        tokens=tokens.count,
+        trajectories=int(has_B.sum()),
+        kept_tokens=int(kept.sum()),
+        kept_trajectories=int(left_B.sum()),
+        dropped=dropped,
+        own=own,
+        examples=examples,
+        keep_N=kept,
+    )

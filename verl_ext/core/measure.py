@@ -1,7 +1,8 @@
 """One pass over the tokens of a batch: how far the engines are apart, what the corrections make of it.
 
-`measure` takes a batch whole. Where it comes in parts, micro-batch by micro-batch and rank by rank, `gather` is the
-pass over a part, and `put_together` makes the metrics of the whole of what all of them left.
+`measure` takes a batch whole. Where it comes in parts, because it is large or because it is measured micro-batch by
+micro-batch and rank by rank, `gather` is the pass over a part, and `put_together` makes the metrics of the whole of
+what all of them left.
 
 Shape legend: N response tokens, n tokens of a block that count.
 
@@ -79,11 +80,13 @@ class Gathered:
     Attributes:
         sums, maxima: None where no token counts.
         tokens: masked in.
+        origin: what the sums of the routers' agreement are relative to; None where there are none.
     """
 
     sums: "Sums | None"
     maxima: MismatchMaxima | None
     tokens: int
+    origin: Origin | None = None
 
 
 @torch.no_grad()
@@ -94,16 +97,18 @@ def gather(
     breakdown: bool = True,
     block: int | None = None,
     as_mask: bool = False,
+    origin: Origin | None = None,
 ) -> tuple[Tensor | None, Gathered]:
     """The weights as of `Measured`, and what the metrics are made of; arguments as of `measure`.
 
     Args:
         as_mask: what has a weight weighs 1, for a loss that has the ratio already.
+        origin: of an earlier part, where the routers' agreement was compared.
     """
     device = tokens.mask.device
     size = block or (BLOCK if device.type == "cpu" else GPU_BLOCK)
     weight = torch.zeros(len(tokens.mask), device=device) if corrections else None
-    scratch, origin = Scratch(device), None
+    scratch = Scratch(device)
     sums: list[Sums] = []
     maxima: list[MismatchMaxima] = []
     for part in read_blocks(tokens, size, scratch):
@@ -117,8 +122,8 @@ def gather(
         sums.append(part_sums)
         maxima.append(part_maxima)
     if not sums:
-        return weight, Gathered(None, None, tokens.count)
-    return weight, Gathered(*on_host((combined(sums, torch.sum), combined(maxima, torch.amax))), tokens.count)
+        return weight, Gathered(None, None, tokens.count, origin)
+    return weight, Gathered(*on_host((combined(sums, torch.sum), combined(maxima, torch.amax))), tokens.count, origin)
 
 
 def put_together(
@@ -126,7 +131,7 @@ def put_together(
 ) -> Measured:
     """The metrics of all parts as if they had been measured together, with the weights given.
 
-    The correlation of the routers' agreement is that of one part: each takes it relative to a token of its own.
+    Parts with the routers' agreement have one `origin`.
     """
     whole = merged(parts)
     batch, largest, masked = whole.sums, whole.maxima, whole.tokens

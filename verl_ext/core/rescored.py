@@ -1,6 +1,6 @@
 """The gap of rescored trajectories in two parts: the engines', and what the policy has moved since.
 
-Shape legend: N response tokens of all trajectories, R rescored trajectories, n their tokens.
+Shape legend: r response tokens of a trajectory.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from verl_ext.core.tokens import Tokens
 PARTED = ("vllm_kl/k1", "vllm_kl/k3")
 
 
-def split_gap(tokens: Tokens, rows: Sequence[int], l_version: Sequence[Tensor]) -> dict[str, float]:
+def split_gap(tokens: Tokens, l_version: Sequence[Tensor]) -> dict[str, float]:
     """`vllm_kl/engine/*` and `vllm_kl/stale/*`, which add up to the gap of these trajectories.
 
     With l_version, what the training engine gives the tokens under the weights that sampled them, the engines' part is
@@ -22,21 +22,18 @@ def split_gap(tokens: Tokens, rows: Sequence[int], l_version: Sequence[Tensor]) 
     mean(l_version - l_old); of k3, by how much the movement raises the estimate, which it may lower.
 
     Args:
-        rows: [R], where the trajectories stand.
+        tokens: of the rescored trajectories, in their order.
         l_version: of each its response tokens, [r].
 
     Returns {} where no token counts: not masked in, or one of the three not finite.
     """
-    starts = tokens.offsets.tolist()
-    places = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows])
-    l_infer, l_old, then = tokens.l_infer[places], tokens.l_old[places], torch.cat(list(l_version))
-    lengths = torch.tensor([0, *(len(one) for one in l_version)])
-    mask = tokens.mask[places] & l_infer.isfinite() & l_old.isfinite() & then.isfinite()
-    whole = measure(Tokens(l_infer, l_old, mask, lengths.cumsum(0)), breakdown=False).metrics
-    engine = measure(Tokens(l_infer, then, mask, lengths.cumsum(0)), breakdown=False).metrics
+    then = torch.cat(list(l_version))
+    mask = tokens.mask & tokens.l_infer.isfinite() & tokens.l_old.isfinite() & then.isfinite()
+    whole = measure(Tokens(tokens.l_infer, tokens.l_old, mask, tokens.offsets), breakdown=False).metrics
+    engine = measure(Tokens(tokens.l_infer, then, mask, tokens.offsets), breakdown=False).metrics
     if not whole:
         return {}
     of_engines = {name: engine[name] for name in (*PARTED, "vllm_kl/log_ratio_abs_mean")}
     split = {f"vllm_kl/engine/{name.removeprefix('vllm_kl/')}": value for name, value in of_engines.items()}
     split |= {f"vllm_kl/stale/{name.removeprefix('vllm_kl/')}": whole[name] - engine[name] for name in PARTED}
-    return split | {"vllm_kl/rescored": float(len(rows))}
+    return split | {"vllm_kl/rescored": float(len(l_version))}

@@ -17,9 +17,11 @@ from omegaconf import DictConfig
 from torch import Tensor
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
+from verl_ext.core.by_advantage import sums_by_sign
 from verl_ext.core.filtering import FilterBatch
 from verl_ext.core.lag import Lag
 from verl_ext.core.routing import router_metrics
+from verl_ext.core.tokens import Tokens
 from verl_ext.fields import AGREEMENT, LAG, REF_LOG_PROBS, WEIGHTS
 from verl_ext.guard.state import Decision
 from verl_ext.lab.batch import Batch, LossFields, compare_routing, response_tokens
@@ -39,6 +41,7 @@ from verl_ext.trainer.measured_late import take_measured
 from verl_ext.trainer.step import (
     Judged,
     Outcome,
+    Whole,
     judge,
     judge_before,
     judge_by_advantage,
@@ -115,10 +118,10 @@ class Training:
         metrics |= self.learner.head_metrics(batch, scored)
         tokens = response_tokens(batch, scored, agreement_N)
         first = judge_before if self.active.measures_in_update else judge
-        judged = first(tokens, metrics, self.setup.stability, self.guard, self.actions.due)
+        judged = first(Whole(tokens), metrics, self.setup.stability, self.guard, self.actions.due)
         metrics |= judged.metrics
         self.actions.carry_out(judged.decision)
-        fields, outcome = self._fields(batch, scored, judged, metrics)
+        fields, outcome = self._fields(batch, scored, tokens, judged, metrics)
         narrowed, refused = self.guard.tightens, outcome.refused is not None
         if not refused:
             asked = {"narrowed": narrowed, "limits": self.guard.limits}
@@ -156,28 +159,29 @@ class Training:
         return Batch(prompts, sampled, rewards(sampled.responses, answers), keys, lag)
 
     def _fields(
-        self, batch: Batch, scored: Scored, judged: Judged, metrics: dict[str, float]
+        self, batch: Batch, scored: Scored, tokens: Tokens, judged: Judged, metrics: dict[str, float]
     ) -> tuple[LossFields, Outcome]:
         """Weights, advantages, and what filters leave; and whether the batch may update the weights."""
         sampled, stability = batch.sampled, self.setup.stability
         advantages = self._advantages(batch)
-        if not self.active.measures_in_update:
-            judged, found = judge_by_advantage(judged, batch.packed(advantages), metrics, stability, self.guard)
+        if stability.breakdown and not self.active.measures_in_update:
+            sums = sums_by_sign(tokens, batch.packed(advantages))
+            judged, found = judge_by_advantage(judged, sums, metrics, stability, self.guard)
             self.actions.carry_out(found)
         outcome, mask = Outcome(judged.decision.refusal), sampled.mask
         if outcome.refused is None and self.active.filters:
-            left = leave_out(self._view(batch, judged, advantages), judged.measured.weight, stability)
+            left = leave_out(self._view(batch, tokens, advantages), judged.measured.weight, stability)
             metrics.update(left.metrics)
             outcome, mask = Outcome(filter_scale=left.scale), batch.padded(left.keep_N)
             if left.empty:
                 outcome = Outcome(refusal(self.guard.step, "filters", left.reason))
                 self.actions.carry_out(Decision((outcome.refused,)))  # type: ignore[arg-type]
         others = {}
-        weights = loss_weights(judged, self.active.loss_reads_k)
+        weights = loss_weights(tokens, judged.measured.weight, self.active.loss_reads_k)
         if weights is not None:
             others[WEIGHTS] = batch.padded(weights)
-        if judged.tokens.agreement is not None:
-            others[AGREEMENT] = batch.padded(judged.tokens.agreement)
+        if tokens.agreement is not None:
+            others[AGREEMENT] = batch.padded(tokens.agreement)
         if batch.lag is not None:
             others[LAG] = batch.lag.buckets().unsqueeze(1).expand_as(sampled.mask)
         if self.setup.config.actor_rollout_ref.actor.use_kl_loss:
@@ -200,16 +204,16 @@ class Training:
             )
         return advantages
 
-    def _view(self, batch: Batch, judged: Judged, advantages: Tensor) -> FilterBatch:
+    def _view(self, batch: Batch, tokens: Tokens, advantages: Tensor) -> FilterBatch:
         return FilterBatch(
-            tokens=judged.tokens,
+            tokens=tokens,
             keys=batch.keys,
             rewards_B=batch.rewards.double(),
             advantages_N=batch.packed(advantages),
             responses_N=batch.packed(batch.sampled.responses),
             max_response_length=batch.sampled.mask.shape[1],
             eos_ids=frozenset({END}),
-            agreement_N=judged.tokens.agreement,
+            agreement_N=tokens.agreement,
             decode=decode,
             encode=encode,
         )

@@ -14,7 +14,7 @@ from verl_ext.core.lag import Lag
 from verl_ext.core.mismatch import count_non_finite
 from verl_ext.core.tokens import Tokens
 from verl_ext.errors import BatchError
-from verl_ext.fields import AGREEMENT, ENTROPY, OLD_LOG_PROBS, RESPONSE_MASK, REWARDS, ROLLOUT_LOG_PROBS
+from verl_ext.fields import AGREEMENT, ENTROPY, OLD_LOG_PROBS, RESPONSE_MASK, ROLLOUT_LOG_PROBS
 
 FIELDS = (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, RESPONSE_MASK, ENTROPY, AGREEMENT)
 
@@ -36,19 +36,13 @@ def response_tokens(data: TensorDict, lag: Lag | None = None) -> Tokens:
     """From verl's nested tensors, the FIELDS of `data`; entropy and router_agreement are optional.
 
     Raises:
-        BatchError: a field is missing or has another number of tokens than response_mask, or no token of the
-            batch is the model's.
+        BatchError: a field is missing or has another number of tokens than response_mask.
     """
     if ROLLOUT_LOG_PROBS not in data.keys():  # noqa: SIM118 (a TensorDict)
         raise BatchError(
             "the rollout returned no rollout_log_probs", fix=("actor_rollout_ref.rollout.calculate_log_probs=True",)
         )
     packed = packed_like_mask(data, FIELDS)
-    if not packed[RESPONSE_MASK].any():
-        raise BatchError(
-            "response_mask is 0 everywhere: no response of this batch has a token that the model generated; check "
-            "the agent loop and data.max_response_length"
-        )
     return Tokens(
         l_infer=packed[ROLLOUT_LOG_PROBS],
         l_old=packed[OLD_LOG_PROBS],
@@ -60,11 +54,13 @@ def response_tokens(data: TensorDict, lag: Lag | None = None) -> Tokens:
     )
 
 
-def mean_score(data: TensorDict, tags: Sequence[Mapping[str, Any]]) -> float:
-    """Mean over the trajectories of their scores' sum over tokens, rows that verl added to fill a batch left out."""
-    real = torch.tensor([not tag.get("is_padding", False) for tag in tags])
-    scores = torch.stack([row.sum() for row in data[REWARDS].unbind()])
-    return scores[real].double().mean().item()
+def require_generated(count: int) -> None:
+    """Raise BatchError unless the model generated any token of the batch."""
+    if not count:
+        raise BatchError(
+            "response_mask is 0 everywhere: no response of this batch has a token that the model generated; check "
+            "the agent loop and data.max_response_length"
+        )
 
 
 def packed_like_mask(data: TensorDict, names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -82,6 +78,13 @@ def packed_like_mask(data: TensorDict, names: tuple[str, ...]) -> dict[str, Tens
                 "differently over the trajectories: every response token needs one value"
             )
     return packed
+
+
+def gaps(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """[B] float64 each: the sum of |log k| over a trajectory's generated tokens, inf where one is not a number; and how
+    many there are."""
+    log_k = (tokens.l_old.double() - tokens.l_infer.double()).abs_().nan_to_num_(torch.inf)
+    return tokens.row_sums(log_k.masked_fill_(~tokens.mask, 0.0)), tokens.row_sums(tokens.mask)
 
 
 def non_finite(tokens: Tokens) -> dict[str, int]:

@@ -10,50 +10,23 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
-from verl_ext.core.head_sums import head_metrics
-from verl_ext.core.rescored import split_gap
 from verl_ext.core.routing import router_metrics
-from verl_ext.core.tokens import jagged
 from verl_ext.errors import HookError
-from verl_ext.fields import (
-    ADVANTAGES,
-    FILTER_SCALE,
-    FIRST_PASS,
-    HEAD_SUMS,
-    LAG,
-    LOSS_MASK,
-    RESPONSE_MASK,
-    REWARDS,
-    ROUTER_SUMS,
-    UPDATE,
-    WEIGHTS,
-)
-from verl_ext.guard.state import Decision
+from verl_ext.fields import FILTER_SCALE, FIRST_PASS, ROUTER_SUMS, UPDATE
 from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer import resuming
 from verl_ext.trainer.active import Active, read_active
-from verl_ext.trainer.batch import FIELDS, lag_of, mean_score, response_tokens
+from verl_ext.trainer.batch_step import BatchStep
 from verl_ext.trainer.canary_scores import CanaryRun
-from verl_ext.trainer.captured import CapturedRouting, Counts, sampled_counts
+from verl_ext.trainer.captured import CapturedRouting, Counts
 from verl_ext.trainer.dump import Dump
-from verl_ext.trainer.filtering import FILTER_FIELDS, filter_batch
 from verl_ext.trainer.guarding import GuardActions, build_guard
 from verl_ext.trainer.logs import EventLog, events_path, keep_metrics, trajectories_path
 from verl_ext.trainer.measured_late import take_measured
 from verl_ext.trainer.rescoring import rescore
-from verl_ext.trainer.step import (
-    Judged,
-    Outcome,
-    judge,
-    judge_before,
-    judge_by_advantage,
-    judge_measured,
-    leave_out,
-    loss_weights,
-    refusal,
-)
+from verl_ext.trainer.step import Outcome, judge_measured
 from verl_ext.trainer.trajectories import TrajectoryLog, forget_trajectories
-from verl_ext.trainer.transfer import HEAD_FIELDS, SHIFT_FIELDS, get_fields, put_fields, without_heavy
+from verl_ext.trainer.transfer import HEAD_FIELDS, SHIFT_FIELDS, without_heavy
 from verl_ext.upstream import narrow_routing
 
 
@@ -137,23 +110,12 @@ class StabilityRun:
         if (now, now) in self.guard.state.unproven:
             resuming.save_state(self.guard, self._config, now)
 
-    def _read(self, batch: KVBatchMeta) -> TensorDict | None:
-        """All that the step reads before the advantages, at once: a read is a round trip through TransferQueue."""
-        names: tuple[str, ...] = (*FIELDS, REWARDS) if self.active.compares_engines else ()
-        names += (ROUTER_SUMS,) if self.active.compares_routing else ()
-        names += (HEAD_SUMS,) if self.active.has_heads and not self.active.measures_in_update else ()
-        return get_fields(batch, names) if names else None
-
-    def _compare_routing(self, batch: KVBatchMeta, data: TensorDict | None, metrics: dict[str, float]) -> None:
+    def compare_routing(self, batch: KVBatchMeta, data: TensorDict, metrics: dict[str, float]) -> None:
         """Log `router/*`, from the sums that compute_log_prob left in the batch; tell what cannot be believed of it.
 
         Raises:
             HookError: there is no routing, or none from the start that a replay could use.
         """
-        if data is None or not self.active.compares_routing:
-            if (counts := sampled_counts(batch, self.active.config)) is not None:
-                self._judge_routing(counts, counts.metrics, metrics)
-            return
         if ROUTER_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
             raise HookError(
                 "compute_log_prob returned no routing: the rollout's batch has no routed_experts",
@@ -174,24 +136,9 @@ class StabilityRun:
                 otherwise="start the run outside a Ray session that is open, and name verl_ext in "
                 "VERL_USE_EXTERNAL_PLUGINS where that is set",
             )
-        self._judge_routing(Counts.of_sums(packed), found, metrics)
+        self.judge_routing(Counts.of_sums(packed), found, metrics)
 
-    def _compare_heads(self, data: TensorDict | None, metrics: dict[str, float]) -> None:
-        """Log `vllm_kl/head*`, from the sums that compute_log_prob left in the batch.
-
-        Raises:
-            HookError: there are none.
-        """
-        if data is None or not self.active.has_heads or self.active.measures_in_update:
-            return
-        if HEAD_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
-            raise HookError(
-                "compute_log_prob read no heads: the rollout's batch has no sampler_head_ids",
-                otherwise="check that VERL_USE_EXTERNAL_PLUGINS, where set, names verl_ext on all nodes",
-            )
-        metrics.update(head_metrics(torch.stack(list(data[HEAD_SUMS].unbind()))))
-
-    def _judge_routing(self, counts: Counts, found: dict[str, float], metrics: dict[str, float]) -> None:
+    def judge_routing(self, counts: Counts, found: dict[str, float], metrics: dict[str, float]) -> None:
         metrics.update(found)
         self.actions.carry_out(self._captured.judge(counts, self.active.config, self.guard.step))
 
@@ -203,87 +150,24 @@ class StabilityRun:
         settings = self.active.stability.rescoring
         self._rescored = rescore(batch, self.guard.step, settings, workers, multiple, rollout.temperature)
 
-    def judge(self, batch: KVBatchMeta, metrics: dict[str, float]) -> Judged | None:
-        """Compare routing and heads, measure and judge a batch, and put its weights into it; None where nothing asks
-        for weights or a judgement.
+    def take_rescored(self) -> dict[str, Tensor]:
+        """What was rescored of the batch at hand: key -> l of its response under the weights that sampled it."""
+        found, self._rescored = self._rescored, {}
+        return found
 
-        In bypass mode, judge it by what there is, and leave the rest to the update.
-
-        Before verl's own rejection takes the worst tokens out of response_mask: they are what is measured.
-        """
-        data = self._read(batch)
-        self._compare_routing(batch, data, metrics)
-        self._compare_heads(data, metrics)
-        if data is None or not self.active.compares_engines:
-            return None
-        metrics["critic/score/mean"] = mean_score(data, batch.tags)  # verl logs it after the update
-        lag = lag_of(batch.tags, self.guard.step) if self.active.asynchronous else None
-        tokens = response_tokens(data, lag)
-        if self._rescored:
-            rows = [batch.keys.index(key) for key in self._rescored]
-            metrics.update(split_gap(tokens, rows, list(self._rescored.values())))
-            self._rescored = {}
-        first = judge_before if self.active.measures_in_update else judge
-        judged = first(tokens, metrics, self.active.stability, self.guard, self.actions.due)
-        metrics.update(judged.metrics)
-        self.actions.carry_out(judged.decision)
-        fields = {WEIGHTS: loss_weights(judged, self.active.loss_reads_k)}
-        if lag is not None and self.active.our_loss:
-            fields[LAG] = lag.buckets()[judged.tokens.row_of_token()]
-        given = {name: jagged(values, judged.tokens.offsets) for name, values in fields.items() if values is not None}
-        if given:
-            # verl's own put, at the end of its _compute_advantage, returns the meta that names these too; workers are
-            # sent the fields that the meta names.
-            put_fields(batch, given)
-        return judged
-
-    def filter(
-        self, judged: Judged | None, batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any
-    ) -> KVBatchMeta:
-        """Take what is left out of the loss out of its masks, and settle what becomes of the batch.
-
-        After the advantages, because filters may ask for their sign, and because the rewards of what they drop still
-        belong to its group.
-        """
+    def batch_step(self, batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any) -> BatchStep:
+        """What is to be done around the advantages of the next batch."""
         self.outcome = Outcome()
-        if judged is None:
-            return batch
-        by_sign = self.active.stability.breakdown and not self.active.measures_in_update
-        names = FILTER_FIELDS if self.active.filters else (ADVANTAGES,) if by_sign else ()
-        data = get_fields(batch, names) if names else None
-        if data is not None and by_sign:
-            advantages = data[ADVANTAGES].values()
-            judged, found = judge_by_advantage(judged, advantages, metrics, self.active.stability, self.guard)
-            self.actions.carry_out(found)
-        batch, self.outcome = self._filter(judged, batch, data, metrics, tokenizer)
-        refused = self.outcome.refused
+        return BatchStep(self, batch, metrics, tokenizer)
+
+    def settle(self, outcome: Outcome, metrics: dict[str, float]) -> None:
+        """What the batch at hand may do to the weights; in bypass mode that is not all yet."""
+        self.outcome = outcome
         self._narrowed, self._judges_late = self.guard.tightens, self.active.measures_in_update
         if not self._judges_late:
-            self._count(refused is not None, metrics)
-        elif refused is not None:
+            self._count(outcome.refused is not None, metrics)
+        elif outcome.refused is not None:
             self.judge_update(metrics)
-        if self.dump is not None:
-            weight, skipped = judged.measured.weight, refused.reason if refused else ""
-            self.dump.write(batch, judged.tokens, weight, tokenizer, step=self.guard.step, skipped=skipped)
-        return batch
-
-    def _filter(
-        self, judged: Judged, batch: KVBatchMeta, data: Any, metrics: dict[str, float], tokenizer: Any
-    ) -> tuple[KVBatchMeta, Outcome]:
-        if judged.decision.refusal or not self.active.filters:
-            return batch, Outcome(judged.decision.refusal)
-        view = filter_batch(judged.tokens, batch.keys, data, self.active.config.actor_rollout_ref, tokenizer)
-        left = leave_out(view, judged.measured.weight, self.active.stability)
-        metrics.update(left.metrics)
-        for name, key in left.examples.items():
-            print(f"verl_ext: step {self.guard.step}: filter {name} dropped tokens of {key}", flush=True)
-        if left.empty:
-            refused = refusal(self.guard.step, "filters", left.reason)
-            self.actions.carry_out(Decision((refused,)))
-            return batch, Outcome(refused)
-        # verl 0.9.1 divides token-mean by the tokens of loss_mask, a copy made at rollout: both have to change.
-        mask = jagged(left.keep_N.long(), judged.tokens.offsets)
-        return put_fields(batch, {RESPONSE_MASK: mask, LOSS_MASK: mask}), Outcome(filter_scale=left.scale)
 
     def look_at_sync(self, handles: Sequence[Any]) -> None:
         """After a weight sync: did it reach the servers behind these handles?"""

@@ -1,21 +1,23 @@
 """What is decided about a batch: measure -> judge -> weigh, then, on verl's advantages, filter.
 
-Tensors and scalars in, a decision out. Of what is passed in, the guard alone remembers anything. In bypass mode, the
+A batch and scalars in, a decision out. Of what is passed in, the guard alone remembers anything. In bypass mode, the
 gap is measured in the update: `judge_before` it, `judge_measured` after.
 
-Shape legend: N response tokens of all trajectories.
+Shape legend: N response tokens, of a batch or of a part of it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from torch import Tensor
 
 from verl_ext.core.by_advantage import advantage_metrics
 from verl_ext.core.filtering import FilterBatch, FilterOutcome, apply_filters
 from verl_ext.core.measure import Measured, measure
-from verl_ext.core.mismatch import count_non_finite, mismatch_ratio
+from verl_ext.core.mismatch import mismatch_ratio
 from verl_ext.core.tokens import Tokens
+from verl_ext.core.weigh import Settings
 from verl_ext.fields import ROLLOUT_LOG_PROBS
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.state import Decision, Event
@@ -23,17 +25,47 @@ from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer.batch import non_finite
 
 
+class Batch(Protocol):
+    """What is judged: its tokens are at hand, or come in parts."""
+
+    @property
+    def count(self) -> int:
+        """Generated tokens."""
+
+    def measure(self, corrections: Mapping[str, Settings], *, breakdown: bool) -> Measured:
+        """As `core.measure.measure`; the last one's weights are the batch's."""
+
+    def non_finite(self) -> dict[str, int]:
+        """Field -> how many of its values on generated tokens are NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A batch whose tokens are at hand."""
+
+    tokens: Tokens
+
+    @property
+    def count(self) -> int:
+        return self.tokens.count
+
+    def measure(self, corrections: Mapping[str, Settings], *, breakdown: bool) -> Measured:
+        return measure(self.tokens, corrections, breakdown=breakdown)
+
+    def non_finite(self) -> dict[str, int]:
+        return non_finite(self.tokens)
+
+
 @dataclass(frozen=True)
 class Judged:
     """A batch before its advantages.
 
     Attributes:
-        tokens, measured: what was measured, and what came of it.
+        measured: what it was measured to be.
         decision: the guard's, and what else refuses the batch.
         metrics: the step's so far, those of this judgement among them.
     """
 
-    tokens: Tokens
     measured: Measured
     decision: Decision
     metrics: dict[str, float]
@@ -53,7 +85,7 @@ class Outcome:
 
 
 def judge(
-    tokens: Tokens, signals: Mapping[str, float], stability: StabilityConfig, guard: Guard, due: str | None = None
+    batch: Batch, signals: Mapping[str, float], stability: StabilityConfig, guard: Guard, due: str | None = None
 ) -> Judged:
     """Measure, let the guard judge, and measure again where it has just narrowed the band.
 
@@ -62,40 +94,39 @@ def judge(
         due: why a rollback or a stop that an earlier update caused is still to come, if one is.
     """
     narrowed = guard.tightens
-    measured = _measure(tokens, stability, narrowed)
+    measured = _measure(batch, stability, narrowed)
     metrics = {**signals, **measured.metrics}
     foreseen, jump = guard.foresee(metrics)
     metrics |= foreseen
-    found = guard.judge(metrics, non_finite(tokens) if measured.non_finite else {})
+    found = guard.judge(metrics, batch.non_finite() if measured.non_finite else {})
     if guard.tightens and not narrowed:
-        narrowed, measured = True, _measure(tokens, stability, narrowed=True)
+        narrowed, measured = True, _measure(batch, stability, narrowed=True)
         metrics |= measured.metrics
     metrics |= _guard_metrics(stability, guard, narrowed)
     decision = _or_by_itself(Decision((*jump.events, *found.events)), measured, stability, guard.step, due)
-    return Judged(tokens, measured, decision, metrics)
+    return Judged(measured, decision, metrics)
 
 
 def judge_by_advantage(
-    judged: Judged, advantages_N: Tensor, metrics: dict[str, float], stability: StabilityConfig, guard: Guard
+    judged: Judged, sums: Tensor, metrics: dict[str, float], stability: StabilityConfig, guard: Guard
 ) -> tuple[Judged, Decision]:
-    """Once there are advantages, log the gap by their sign, and let the guard judge that; and what it adds."""
-    if not stability.breakdown:
-        return judged, Decision()
-    found = advantage_metrics(judged.tokens, advantages_N)
+    """Once there are advantages, log the gap by their sign (`sums_by_sign`), and let the guard judge that; and what it
+    adds."""
+    found = advantage_metrics(sums)
     metrics.update(found)
     decision = guard.judge(found)
     return replace(judged, decision=Decision((*judged.decision.events, *decision.events))), decision
 
 
 def judge_before(
-    tokens: Tokens, signals: Mapping[str, float], stability: StabilityConfig, guard: Guard, due: str | None = None
+    batch: Batch, signals: Mapping[str, float], stability: StabilityConfig, guard: Guard, due: str | None = None
 ) -> Judged:
     """In bypass mode, let the guard judge what there is before the update; l_old of these tokens is l_infer."""
-    count = tokens.count
-    found = guard.judge(signals, {ROLLOUT_LOG_PROBS: count_non_finite(tokens.l_infer, tokens.mask)})
+    count, bad = batch.count, batch.non_finite()[ROLLOUT_LOG_PROBS]
+    found = guard.judge(signals, {ROLLOUT_LOG_PROBS: bad})
     unmeasured = Measured(None, {}, tokens=count, kept=count, non_finite=0)
     decision = _or_by_itself(found, unmeasured, stability, guard.step, due)
-    return Judged(tokens, unmeasured, decision, dict(signals))
+    return Judged(unmeasured, decision, dict(signals))
 
 
 def judge_measured(
@@ -119,11 +150,10 @@ def judge_measured(
     return decision, {**measured.metrics, **foreseen, **_guard_metrics(stability, guard, narrowed)}
 
 
-def loss_weights(judged: Judged, loss_reads_k: bool) -> Tensor | None:
-    """[N] what goes to the loss for each token: the corrections' weights, or the ratio that the loss icepop bounds."""
+def loss_weights(tokens: Tokens, weight: Tensor | None, loss_reads_k: bool) -> Tensor | None:
+    """[N] what goes to the loss for each token: the corrections' weight, or the ratio that the loss icepop bounds."""
     if not loss_reads_k:
-        return judged.measured.weight
-    tokens = judged.tokens
+        return weight
     return mismatch_ratio(tokens.l_infer, tokens.l_old).nan_to_num_(0.0, 0.0, 0.0) * tokens.mask
 
 
@@ -139,8 +169,8 @@ def refusal(step: int, rule: str, reason: str) -> Event:
     return Event(step, rule, "", None, None, "skip", reason)
 
 
-def _measure(tokens: Tokens, stability: StabilityConfig, narrowed: bool) -> Measured:
-    return measure(tokens, stability.corrections(tightened=narrowed), breakdown=stability.breakdown)
+def _measure(batch: Batch, stability: StabilityConfig, narrowed: bool) -> Measured:
+    return batch.measure(stability.corrections(tightened=narrowed), breakdown=stability.breakdown)
 
 
 def _guard_metrics(stability: StabilityConfig, guard: Guard, narrowed: bool) -> dict[str, float]:

@@ -93,10 +93,10 @@ class StabilityMixin(VerlTrainer):
         return super()._compute_values(without_heavy(batch), metrics)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        judged = self.stability_run.judge(batch, metrics)
-        with session_keys(batch.keys):
+        ours = self.stability_run.batch_step(batch, metrics, self.tokenizer)
+        with session_keys(batch.keys), ours.beside_advantages():
             batch = super()._compute_advantage(batch, metrics)
-        return self.stability_run.filter(judged, batch, metrics, self.tokenizer)
+        return ours.finish(batch)
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self.stability_run.outcome.refused is None:

@@ -6,6 +6,8 @@ Shape legend: N response tokens of all trajectories, n tokens of one.
 import random
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,10 @@ import transfer_queue as tq
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
-from verl_ext.core.measure import BLOCK
-from verl_ext.core.segments import blocks, segment_sums
 from verl_ext.core.tokens import Tokens
 from verl_ext.run_files import older_part
 from verl_ext.settings.trajectories import TrajectoryDump
+from verl_ext.trainer.in_blocks import InBlocks
 from verl_ext.trainer.line_file import LineFile
 
 FIELDS = ("prompts", "responses", "response_mask", "advantages", "rm_scores")
@@ -82,19 +83,41 @@ def _cut(file: Path, after: int) -> None:
                 return
 
 
-def choose(tokens: Tokens, count: int, step: int, never: Collection[int] = ()) -> dict[int, str]:
+@dataclass(frozen=True)
+class Chosen:
+    """A trajectory to write: where it stands in the batch and why it was chosen, its tokens, the corrections' weight
+    [n] of each, or None."""
+
+    row: int
+    why: str
+    tokens: Tokens
+    weight: Tensor | None
+
+
+def choose(batch: InBlocks, count: int, step: int) -> list[Chosen]:
+    """Of a batch that was measured."""
+    rows = choose_rows(*batch.gaps(), count, step, batch.added)
+    if not rows:
+        return []
+    tokens = batch.tokens_of(list(rows))
+    weight, ends = batch.weight(tokens), tokens.offsets.tolist()
+    parts = [slice(*span) for span in pairwise(ends)]
+    return [
+        Chosen(row, why, _of(tokens, part), None if weight is None else weight[part])
+        for (row, why), part in zip(rows.items(), parts, strict=True)
+    ]
+
+
+def choose_rows(gap_B: Tensor, counts_B: Tensor, count: int, step: int, never: Collection[int] = ()) -> dict[int, str]:
     """Row -> why it was chosen: the largest mean |log k| of its generated tokens, or chance, the same in a rerun.
 
-    A gap that is not a number counts as the largest. Rows without generated tokens, and `never`, are left out.
+    Rows without generated tokens, and `never`, are left out.
+
+    Args:
+        gap_B, counts_B: of `batch.gaps`.
     """
-    counts = segment_sums(tokens.mask.double(), tokens.offsets.diff())
-    gap = torch.zeros_like(counts)
-    for part, rows_here in blocks(tokens.offsets, BLOCK):
-        log_k = (tokens.l_old[part].double() - tokens.l_infer[part].double()).abs_().nan_to_num_(torch.inf)
-        log_k.masked_fill_(~tokens.mask[part], 0.0)
-        gap[rows_here] = segment_sums(log_k, tokens.offsets[rows_here.start : rows_here.stop + 1].diff())
-    gap /= counts
-    rows = [row for row in gap.argsort(descending=True, stable=True).tolist() if counts[row] and row not in never]
+    mean_B, counts = gap_B / counts_B, counts_B.tolist()
+    rows = [row for row in mean_B.argsort(descending=True, stable=True).tolist() if counts[row] and row not in never]
     largest = rows[: (count + 1) // 2]
     others = sorted(rows[len(largest) :])
     by_chance = random.Random(step).sample(others, min(count - len(largest), len(others)))
@@ -105,8 +128,7 @@ def write_step(
     log: TrajectoryLog,
     settings: TrajectoryDump,
     batch: KVBatchMeta,
-    tokens: Tokens,
-    weight: Tensor | None,
+    chosen: Sequence[Chosen],
     tokenizer: Any,
     **about: Any,
 ) -> None:
@@ -114,16 +136,15 @@ def write_step(
 
     Args:
         batch: verl's, with FIELDS; filters have cleared response_mask where they drop.
-        tokens, weight: of the same trajectories, as measured; weight [N] is the corrections', or None.
         about: `step` and `skipped`, the reason, "" for an update that takes place.
     """
-    padding = {row for row, tag in enumerate(batch.tags) if tag.get("is_padding", False)}
-    for row, why in choose(tokens, settings.per_step, about["step"], padding).items():
-        data = tq.kv_batch_get(keys=[batch.keys[row]], partition_id=batch.partition_id, select_fields=list(FIELDS))
-        fields = {name: next(iter(data[name].unbind())).cpu() for name in FIELDS}
-        part = slice(int(tokens.offsets[row]), int(tokens.offsets[row + 1]))
-        line = record(fields, _of(tokens, part), None if weight is None else weight[part], settings, tokenizer)
-        log.write({**about, "key": batch.keys[row], "why": why, **line})
+    keys = [batch.keys[one.row] for one in chosen]
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(FIELDS))
+    rows = {name: data[name].unbind() for name in FIELDS}
+    for place, one in enumerate(chosen):
+        fields = {name: rows[name][place].cpu() for name in FIELDS}
+        line = record(fields, one.tokens, one.weight, settings, tokenizer)
+        log.write({**about, "key": keys[place], "why": one.why, **line})
 
 
 def record(
@@ -158,7 +179,7 @@ def record(
 
 
 def _of(tokens: Tokens, part: slice) -> Tokens:
-    """One trajectory of the batch."""
+    """One trajectory."""
     own = {name: values[part] for name, values in tokens.per_token().items()}
     return Tokens(**own, offsets=torch.tensor([0, part.stop - part.start]))
 

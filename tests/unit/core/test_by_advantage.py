@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_ext.core import by_advantage
-from verl_ext.core.by_advantage import advantage_metrics
+from verl_ext.core.by_advantage import advantage_metrics, sums_by_sign
 from verl_ext.core.tokens import Tokens
 
 
@@ -46,7 +46,8 @@ def test_against_the_oracle_whatever_the_block(rows, block):
     l_infer, l_old, mask, advantages = (list(column) for column in zip(*rows, strict=True))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(by_advantage, "BLOCK", block)
-        found = advantage_metrics(tokens_of(l_infer, l_old, mask), torch.tensor(advantages, dtype=torch.float64))
+        signs = torch.tensor(advantages, dtype=torch.float64)
+        found = advantage_metrics(sums_by_sign(tokens_of(l_infer, l_old, mask), signs))
     wanted = oracle(np.float32(l_infer), np.float32(l_old), mask, advantages)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -56,7 +57,7 @@ def test_against_the_oracle_whatever_the_block(rows, block):
 def test_a_gap_that_k1_and_k3_do_not_see():
     even = [-1.0] * 4
     sheared = [-1.01, -1.01, -0.99, -0.99]
-    found = advantage_metrics(tokens_of(even, sheared, [1] * 4), torch.tensor([1.0, 1.0, -1.0, -1.0]))
+    found = advantage_metrics(sums_by_sign(tokens_of(even, sheared, [1] * 4), torch.tensor([1.0, 1.0, -1.0, -1.0])))
     assert found["vllm_kl/advantage_skew"] == pytest.approx(0.02, rel=1e-5)
-    mixed = advantage_metrics(tokens_of(even, sheared, [1] * 4), torch.tensor([1.0, -1.0, 1.0, -1.0]))
+    mixed = advantage_metrics(sums_by_sign(tokens_of(even, sheared, [1] * 4), torch.tensor([1.0, -1.0, 1.0, -1.0])))
     assert mixed["vllm_kl/advantage_skew"] == pytest.approx(0, abs=1e-7)

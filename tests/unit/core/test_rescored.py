@@ -17,10 +17,10 @@ BATCH = st.lists(st.lists(TOKEN, min_size=1, max_size=6), min_size=1, max_size=5
 
 
 def split(batch, rows):
+    batch = [batch[row] for row in rows]
     infer, then, old, mask = (torch.tensor([token[i] for row in batch for token in row]) for i in range(4))
     offsets = torch.tensor([0, *map(len, batch)]).cumsum(0)
-    scored = [then[offsets[row] : offsets[row + 1]] for row in rows]
-    return split_gap(Tokens(infer, old, mask.bool(), offsets), rows, scored)
+    return split_gap(Tokens(infer, old, mask.bool(), offsets), then.split(offsets.diff().tolist()))
 
 
 def oracle(batch, rows):

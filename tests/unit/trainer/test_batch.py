@@ -58,11 +58,6 @@ def test_as_many_log_probs_divided_differently_are_refused():
         response_tokens(batch(old_log_probs=nested([-1.5], [-2.0, -3.0])))
 
 
-def test_a_batch_without_a_generated_token_names_the_tensor():
-    with pytest.raises(ValueError, match="response_mask is 0 everywhere"):
-        response_tokens(batch(response_mask=nested([0, 0], [0])))
-
-
 def test_non_finite_values_are_counted_on_generated_tokens():
     nan = float("nan")
     tokens = response_tokens(batch(rollout_log_probs=nested([nan, nan], [float("-inf")])))

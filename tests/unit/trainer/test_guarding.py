@@ -3,18 +3,14 @@
 import json
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.utils import tracking
 
+from tests.support.store import Store, compute_advantage, nested
 from verl_ext.errors import GuardStopError, HookError
-from verl_ext.trainer import checkpoints, stability_run, trainers
+from verl_ext.trainer import checkpoints, trainers
 from verl_ext.trainer.checkpoints import CheckpointError
-
-
-def nested(*rows):
-    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
 
 
 class Workers:
@@ -77,6 +73,7 @@ class VerlTrainer:
         return self._update_actor(batch, metrics)
 
     def _compute_advantage(self, batch, metrics):
+        compute_advantage(batch, nested([1.0, 1.0], [-1.0]))
         return batch
 
     def _update_actor(self, batch, metrics):
@@ -113,19 +110,19 @@ def train(monkeypatch, tmp_path):
     monkeypatch.setattr(tracking, "FileLogger", tracking.FileLogger)  # back to verl's afterwards
     trainers_made = []
 
-    def get(batch, names):
-        values = trainers_made[-1].values
-        k = values.get("k", 0.001)
-        return {
-            "rollout_log_probs": nested([-1.0, -2.0], [-3.0]),
-            "old_log_probs": nested([-1.0 + k, -2.0 + k], [-3.0 + k]),
-            "response_mask": nested([1, 1], [1]),
-            "advantages": nested([1.0, 1.0], [-1.0]),
-            "rm_scores": nested([0.0, values.get("reward", 1.0)], [values.get("reward", 1.0)]),
-        }
+    class Now(Store):
+        def kv_batch_get(self, keys, partition_id, select_fields):
+            values = trainers_made[-1].values
+            k, reward = values.get("k", 0.001), values.get("reward", 1.0)
+            self.fields |= {
+                "rollout_log_probs": nested([-1.0, -2.0], [-3.0]),
+                "old_log_probs": nested([-1.0 + k, -2.0 + k], [-3.0 + k]),
+                "response_mask": nested([1, 1], [1]),
+                "rm_scores": nested([0.0, reward], [reward]),
+            }
+            return super().kv_batch_get(keys, partition_id, select_fields)
 
-    monkeypatch.setattr(stability_run, "get_fields", get)
-    monkeypatch.setattr(stability_run, "put_fields", lambda batch, fields: batch)
+    Now().install(monkeypatch)
 
     def run(stability, series, **trainer):
         defaults = {

@@ -6,7 +6,7 @@ import torch
 from verl_ext.core.tokens import Tokens
 from verl_ext.settings.stability import stability_config
 from verl_ext.trainer.guarding import build_guard
-from verl_ext.trainer.step import judge, loss_weights
+from verl_ext.trainer.step import Whole, judge, loss_weights
 
 SIGNALS = {"critic/score/mean": 1.0}
 
@@ -21,7 +21,8 @@ def judged():
         guard.begin(7)
         l_infer = torch.full((len(log_k),), -2.0)
         mask, offsets = torch.ones(len(log_k), dtype=torch.bool), torch.tensor([0, len(log_k)])
-        return judge(Tokens(l_infer, l_infer + torch.tensor(log_k), mask, offsets), SIGNALS, stability, guard, **due)
+        tokens = Tokens(l_infer, l_infer + torch.tensor(log_k), mask, offsets)
+        return judge(Whole(tokens), SIGNALS, stability, guard, **due)
 
     return run
 
@@ -55,8 +56,9 @@ def test_a_rule_that_fires_narrows_the_band_of_the_batch_that_it_fires_at(judged
     assert result.metrics["guard/tightened"] == 1
 
 
-def test_the_loss_icepop_weighs_by_the_ratio_and_any_other_by_the_corrections(judged):
-    result = judged({"correction": "icepop"}, [2.0, 0.0])
-    assert loss_weights(result, loss_reads_k=False).tolist() == [0.0, 1.0]
-    assert loss_weights(result, loss_reads_k=True).tolist() == pytest.approx([7.389, 1.0], rel=1e-3)
-    assert loss_weights(judged({"metrics": True}, [2.0]), loss_reads_k=False) is None
+def test_the_loss_icepop_weighs_by_the_ratio_and_any_other_by_the_corrections():
+    tokens = Tokens(torch.tensor([-2.0, -2.0]), torch.tensor([0.0, -2.0]), torch.ones(2).bool(), torch.tensor([0, 2]))
+    weight = torch.tensor([0.0, 1.0])
+    assert loss_weights(tokens, weight, loss_reads_k=False) is weight
+    assert loss_weights(tokens, None, loss_reads_k=True).tolist() == pytest.approx([7.389, 1.0], rel=1e-3)
+    assert loss_weights(tokens, None, loss_reads_k=False) is None

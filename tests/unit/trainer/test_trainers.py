@@ -6,37 +6,17 @@ from typing import ClassVar
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
+from tests.support.store import VERLS, Store, compute_advantage, nested
 from verl_ext.core.routing import RouterSums
 from verl_ext.errors import HookError
 from verl_ext.settings.stability import stability_config
 from verl_ext.settings.trajectories import TrajectoryDump
-from verl_ext.trainer import dump, stability_run, trainers, transfer
+from verl_ext.trainer import dump, stability_run, trainers
 from verl_ext.trainer.dump import Dump
 from verl_ext.trainer.trajectories import TrajectoryLog
-
-
-def nested(*rows):
-    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
-
-
-class Store:
-    """What the trainer uses of TransferQueue: put and get of a batch's fields."""
-
-    def __init__(self, **fields):
-        self.fields, self.read = fields, []
-
-    def kv_batch_get(self, keys, partition_id, select_fields):
-        self.read.append(set(select_fields))
-        found = {name: self.fields[name] for name in select_fields if name in self.fields}
-        return TensorDict(found, batch_size=len(keys))
-
-    def kv_batch_put(self, keys, partition_id, fields):
-        self.fields.update(fields.items())
-        return KVBatchMeta(keys=keys, tags=[{} for _ in keys], partition_id=partition_id, fields=list(self.fields))
 
 
 class VerlTrainer:
@@ -55,6 +35,7 @@ class VerlTrainer:
 
     def _compute_advantage(self, batch, metrics):
         self.ran.append(("advantage", None))
+        compute_advantage(batch, self.advantages)
         return batch
 
     def _update_actor(self, batch, metrics):
@@ -86,8 +67,7 @@ def step(monkeypatch):
             "advantages": nested([1.0, 1.0], [-1.0]),
             "rm_scores": nested([0.0, 1.0], [0.0]),
         }
-        store = Store(**(defaults | fields))
-        monkeypatch.setattr(transfer, "tq", store)
+        store = Store(**(defaults | fields)).install(monkeypatch)
         monkeypatch.setattr(stability_run.narrow_routing, "id_dtype", lambda keys, partition_id: torch.uint8)
         actor = {"policy_loss": {"loss_mode": loss_mode}, "loss_agg_mode": loss_agg_mode} | (actor or {})
         parts = {"actor": actor, "rollout": {"response_length": 1}, "model": {"path": "/no/such/model"}}
@@ -98,6 +78,7 @@ def step(monkeypatch):
             {"stability": stability, "actor_rollout_ref": parts, "trainer": saved, "algorithm": algorithm}
         )
         trainer, metrics = Trainer(config), {}
+        trainer.advantages = store.fields["advantages"]
         trainer.stability_run.guard.begin(trainer.global_steps)
         fields = ["old_log_probs", "routed_experts", "old_routed_experts", "router_sums"]
         batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=tags or [{}, {}], partition_id="train", fields=fields)
@@ -128,7 +109,7 @@ def test_a_dump_that_fails_does_not_end_the_run(step, monkeypatch, capsys, tmp_p
     """And each step says what was written, so that the report can show a batch that was skipped too."""
     told = []
 
-    def write_step(log, settings, batch, tokens, weight, tokenizer, **about):
+    def write_step(log, settings, batch, chosen, tokenizer, **about):
         told.append(about)
         raise KeyError("no such token")
 
@@ -146,7 +127,8 @@ def test_a_dump_that_fails_does_not_end_the_run(step, monkeypatch, capsys, tmp_p
     assert told == [{"step": 7, "skipped": refused}] and "vllm_kl/k3" in refused
     assert "no more trajectories are written, the run goes on: KeyError('no such token')" in capsys.readouterr().out
     assert ran(trainer) == ["advantage"]
-    writing.write(None, None, None, None, step=8, skipped="")
+    writing.look_at(None, step=8)
+    writing.write(None, None, skipped="")
     assert len(told) == 1
 
 
@@ -181,14 +163,13 @@ def rows(store, field):
 
 
 def test_what_a_filter_drops_leaves_both_masks(step, capsys):
-    trainer, metrics, store = step({"filters": ["overlong"]})
+    _, metrics, store = step({"filters": ["overlong"]})
     # Both responses are as long as they may be; the first ends in the end token.
     assert rows(store, "response_mask") == rows(store, "loss_mask") == [[1, 1], [0]]
     assert metrics["filter/overlong/dropped_tokens"] == pytest.approx(1 / 3)
     assert metrics["filter/kept_trajectories"] == 0.5
     assert "rollout_is_weights" not in store.fields, "token-mean divides by the tokens that are left"
     assert "verl_ext: step 7: filter overlong dropped tokens of a_1_0" in capsys.readouterr().out
-    assert {"response_mask", "loss_mask"} <= set(dict(trainer.ran)["actor"]), "the workers are sent the new masks"
 
 
 def test_the_workers_are_told_how_many_trajectories_are_left(step):
@@ -276,13 +257,18 @@ def router_sums(*differing):
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def test_what_the_step_reads_it_reads_at_once(step):
-    settings = {"correction": "icepop", "router_agreement": True, "breakdown": False}
-    _, _, store = step(settings, router_sums=router_sums(1, 1))
-    (read,) = store.read
-    assert read > {"router_sums", "rollout_log_probs", "old_log_probs", "rm_scores"}
+def test_what_the_step_reads_and_writes_goes_with_verls_own(step):
+    settings = {"correction": "icepop", "router_agreement": True}
+    _, metrics, store = step(settings, router_sums=router_sums(1, 1))
+    (read,), (written,) = store.read, store.written
+    assert read > {*VERLS, "router_sums", "rollout_log_probs", "old_log_probs"}
+    assert written == {"advantages", "rollout_is_weights"} and "vllm_kl/advantage_skew" in metrics
     _, metrics, store = step({"router_agreement": True}, router_sums=router_sums(1, 1))
-    assert store.read == [{"router_sums"}] and metrics["router/tokens"] == 4
+    assert store.read == [{*VERLS, "router_sums"}] and metrics["router/tokens"] == 4
+    _, _, store = step({"filters": ["overlong"]})
+    assert len(store.read) == 1 and store.written == [{"advantages", "response_mask", "loss_mask"}]
+    _, _, store = step({})
+    assert store.read == [VERLS] and store.written == [{"advantages"}]
 
 
 def test_weights_that_never_arrive_are_an_error(step):

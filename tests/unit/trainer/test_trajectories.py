@@ -15,9 +15,11 @@ from verl_ext.run_files import older_part
 from verl_ext.settings.stability import stability_config
 from verl_ext.settings.trajectories import TrajectoryDump
 from verl_ext.trainer import trajectories
+from verl_ext.trainer.batch import gaps
 from verl_ext.trainer.trajectories import (
+    Chosen,
     TrajectoryLog,
-    choose,
+    choose_rows,
     decode_pieces,
     forget_trajectories,
     kept_stretches,
@@ -35,6 +37,10 @@ def tokens_of(*gaps, mask=None, **more):
     return Tokens(l_infer=torch.full_like(flat, -1.0), l_old=flat - 1.0, mask=mask, offsets=offsets, **more)
 
 
+def choose(tokens, count, step, never=()):
+    return choose_rows(*gaps(tokens), count, step, never)
+
+
 def test_the_largest_gap_is_chosen_and_others_at_random():
     tokens = tokens_of([0.1, 0.1], [0.0, 3.0], [0.2], [0.5])
     assert choose(tokens, 1, step=1) == {1: "largest gap"}
@@ -45,8 +51,7 @@ def test_the_largest_gap_is_chosen_and_others_at_random():
     assert by_chance == {0, 2}
 
 
-def test_trajectories_without_tokens_are_passed_over_in_every_block(monkeypatch):
-    monkeypatch.setattr(trajectories, "BLOCK", 2)
+def test_trajectories_without_tokens_are_passed_over():
     tokens = tokens_of([], [0.1], [0.2, 0.2], [], [3.0], [])
     assert list(choose(tokens, 6, step=1)) == [4, 2, 1]
 
@@ -147,7 +152,14 @@ def written(tmp_path, monkeypatch):
         batch = KVBatchMeta(keys=list(stored), tags=tags or [{}] * rows, partition_id="train", fields=[])
         log = TrajectoryLog(tmp_path / "run.trajectories.jsonl", settings, resumed=0)
         about = {"step": 3, "skipped": ""} | about
-        write_step(log, settings, batch, tokens, weight, build_tokenizer(), **about)
+        added = {row for row, tag in enumerate(batch.tags) if tag.get("is_padding")}
+        chosen = []
+        for row, why in choose(tokens, settings.per_step, about["step"], added).items():
+            part = parts[row]
+            of_row = {name: values[part] for name, values in tokens.per_token().items()}
+            one = Tokens(**of_row, offsets=torch.tensor([0, part.stop - part.start]))
+            chosen.append(Chosen(row, why, one, None if weight is None else weight[part]))
+        write_step(log, settings, batch, chosen, build_tokenizer(), **about)
         log.close()
         return [json.loads(line) for line in (tmp_path / "run.trajectories.jsonl").read_text().splitlines()]
 

@@ -1,0 +1,99 @@
+"""A batch that is taken in blocks goes to the update as it would whole."""
+
+import json
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from recipes.cpu_smoke.make_assets import build_tokenizer
+from tests.support.store import compute_advantage, made_batch
+from verl_ext.settings.trajectories import TrajectoryDump
+from verl_ext.trainer import in_blocks, trainers
+from verl_ext.trainer.dump import Dump
+from verl_ext.trainer.trajectories import TrajectoryLog
+
+LENGTHS = [5, 1, 9, 3, 3, 4, 8, 2, 1, 6, 6, 7]
+SETTINGS = {
+    "weights": {"correction": ["icepop", "geo_mask"], "geo_mask": {"low": 0.7, "high": 1.4}},
+    "filters": {"filters": {"zero_variance": {}, "off_policy_negative": {"delta": 0.01}, "retokenization_drift": {}}},
+    "kept": {"correction": "icepop", "denominator": "kept"},
+    "tightened": {
+        "correction": "icepop",
+        "guard": {"rules": {"r": {"signal": "vllm_kl/k3", "above": 1e-6, "action": "tighten"}}},
+    },
+    "nothing left": {"filters": {"low_probability": {"threshold": 1.0}}},
+    "metrics": {"metrics": True},
+}
+
+
+class VerlTrainer:
+    def __init__(self, config):
+        self.config, self.global_steps, self.tokenizer = config, 7, build_tokenizer()
+
+    def _compute_advantage(self, batch, metrics):
+        compute_advantage(batch, self.advantages)
+        return batch
+
+
+class Trainer(trainers.StabilityMixin, VerlTrainer):
+    pass
+
+
+@pytest.fixture
+def after(monkeypatch, tmp_path):
+    """after(settings, at_once) -> what a batch of LENGTHS becomes: metrics, store, trainer, lines of the dump."""
+
+    def run(settings, at_once):
+        monkeypatch.setattr(in_blocks, "AT_ONCE", at_once)
+        batch, store = made_batch(LENGTHS, 3, seed=1, added={2})
+        for row in store.rows.values():
+            row["old_log_probs"].nan_to_num_(-1.0)
+        store.install(monkeypatch)
+        parts = {
+            "actor": {"policy_loss": {"loss_mode": "vanilla"}},
+            "rollout": {"response_length": 9},
+            "model": {"path": "/no/such/model"},
+        }
+        config = {"stability": settings, "actor_rollout_ref": parts, "algorithm": {"adv_estimator": "grpo"}}
+        trainer = Trainer(OmegaConf.create(config | {"trainer": {"default_local_dir": "/no/such/folder"}}))
+        trainer.advantages = torch.nested.as_nested_tensor(
+            [row["advantages"] for row in store.rows.values()], layout=torch.jagged
+        )
+        path, asked = tmp_path / f"{at_once}.jsonl", TrajectoryDump(4)
+        trainer.stability_run.dump = Dump(TrajectoryLog(path, asked, resumed=0), asked)
+        trainer.stability_run.guard.begin(7)
+        metrics = {}
+        trainer._compute_advantage(batch, metrics)
+        trainer.stability_run.dump.close()
+        return metrics, store, trainer, [json.loads(line) for line in path.read_text().splitlines()]
+
+    return run
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_in_blocks_as_whole(after, name):
+    metrics, store, trainer, lines = after(SETTINGS[name], 1000)
+    in_parts, parts, other, other_lines = after(SETTINGS[name], 16)
+    assert store.most == sum(LENGTHS) and parts.most <= sum(sorted(LENGTHS)[-4:]), "the dump's four are the most"
+    assert in_parts == pytest.approx(metrics, rel=1e-5, abs=1e-7) and len(metrics) > 10
+    written = {"rollout_is_weights", "response_mask", "loss_mask"}
+    for key, row in store.rows.items():
+        assert row.keys() == parts.rows[key].keys()
+        for field in written & row.keys():
+            torch.testing.assert_close(row[field], parts.rows[key][field], rtol=1e-6, atol=0)
+    refused, also = trainer.stability_run.outcome.refused, other.stability_run.outcome.refused
+    assert (refused and refused.reason) == (also and also.reason)
+    assert bool(refused) == (name == "nothing left")
+    assert trainer.stability_run.outcome.filter_scale == other.stability_run.outcome.filter_scale
+    assert lines == other_lines and len(lines) == 4
+
+
+def test_what_is_written_is_not_the_batch_as_it_was(after):
+    _, store, *_ = after(SETTINGS["weights"], 16)
+    assert any((row["rollout_is_weights"] != 1).any() for row in store.rows.values())
+    _, store, *_ = after(SETTINGS["filters"], 16)
+    assert all(torch.equal(row["response_mask"], row["loss_mask"]) for row in store.rows.values())
+    assert any(not row["response_mask"].any() for row in store.rows.values())
+    _, store, *_ = after(SETTINGS["nothing left"], 16)
+    assert all(row["response_mask"].any() for row in store.rows.values() if len(row["response_mask"]) > 2)

@@ -1,0 +1,111 @@
+"""A batch in blocks is measured, weighed and filtered as it would be whole, and never held at once."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transfer_queue import KVBatchMeta
+
+from tests.support.examples import at_most
+from tests.support.store import made_batch
+from verl_ext.core.by_advantage import sums_by_sign
+from verl_ext.core.measure import measure
+from verl_ext.core.tokens import Tokens
+from verl_ext.errors import BatchError
+from verl_ext.trainer import in_blocks, transfer
+from verl_ext.trainer.batch import gaps
+from verl_ext.trainer.in_blocks import InBlocks, parts_of
+
+CORRECTIONS = {"icepop": {"alpha": 0.5, "beta": 2.0}, "geo_mask": {"low": 0.5, "high": 2.0}}
+
+
+def made(lengths, group, seed):
+    """And all its tokens one after another."""
+    batch, store = made_batch(lengths, group, seed, added={1})
+    first = next(iter(store.rows.values()))
+    whole = {name: torch.cat([one[name] for one in store.rows.values()]) for name in first}
+    offsets = torch.tensor([0, *(tag["response_len"] for tag in batch.tags)]).cumsum(0)
+    tokens = Tokens(
+        whole["rollout_log_probs"],
+        whole["old_log_probs"],
+        whole["response_mask"].bool(),
+        offsets,
+        whole["entropy"],
+        whole["router_agreement"],
+    )
+    return batch, store, tokens, whole
+
+
+@at_most(60)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=2, max_size=14),
+    group=st.integers(1, 4),
+    at_once=st.integers(1, 40),
+    seed=st.integers(0, 999),
+)
+def test_in_blocks_as_whole(lengths, group, at_once, seed):
+    batch, store, tokens, whole = made(lengths, group, seed)
+    if not tokens.mask.any():
+        return
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(in_blocks, "AT_ONCE", at_once)
+        patched.setattr(transfer, "tq", store)
+        blocks = InBlocks(batch, None, lambda tokens, weight: {"rollout_is_weights": weight})
+        if blocks.whole:
+            blocks.take(store.kv_batch_get(batch.keys, "train", list(next(iter(store.rows.values())))))
+        wanted, found = measure(tokens, CORRECTIONS), blocks.measure(CORRECTIONS, breakdown=True)
+        assert (found.tokens, found.kept, found.non_finite) == (wanted.tokens, wanted.kept, wanted.non_finite)
+        assert found.metrics.keys() == wanted.metrics.keys()
+        for name, value in wanted.metrics.items():
+            # k is added up in float32, block by block; a correlation is what is left of two sums of squares.
+            assert found.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-7), name
+        written = blocks.written.get("rollout_is_weights")
+        weights = written.unbind() if blocks.whole else [one["rollout_is_weights"] for one in store.rows.values()]
+        assert torch.equal(torch.cat(list(weights)), wanted.weight)
+        by_sign = sums_by_sign(tokens, whole["advantages"])
+        torch.testing.assert_close(blocks.sums_by_sign(), by_sign, rtol=1e-9, atol=1e-12)
+        assert blocks.count == tokens.count and blocks.added == {1}
+        bad = (~whole["old_log_probs"].isfinite() & tokens.mask).sum()
+        assert blocks.non_finite() == {"rollout_log_probs": 0, "old_log_probs": int(bad)}
+        for mine, theirs in zip(blocks.gaps(), gaps(tokens), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0)
+        scores = [float(one["rm_scores"].double().sum()) for one in store.rows.values()]
+        real = [score for place, score in enumerate(scores) if place != 1]
+        assert blocks.mean_score() == pytest.approx(sum(real) / len(real), rel=1e-6)
+        largest = max(sum(n for row, n in enumerate(lengths) if row // group == one) for one in range(len(lengths)))
+        assert blocks.whole or store.most <= max(at_once, largest)
+        some = [len(lengths) - 1, 0]
+        picked = blocks.tokens_of(some)
+        assert [len(row) for row in picked.offsets.diff().split(1)] == [1, 1]
+        last, first = (slice(*tokens.offsets[row : row + 2].tolist()) for row in some)
+        assert torch.equal(picked.l_infer, torch.cat([tokens.l_infer[last], tokens.l_infer[first]]))
+        assert torch.equal(blocks.weight(picked), torch.cat([wanted.weight[last], wanted.weight[first]]))
+
+
+def test_a_prompts_trajectories_are_never_divided(monkeypatch):
+    monkeypatch.setattr(in_blocks, "AT_ONCE", 10)
+    batch, *_ = made([4, 4, 4, 4, 4, 4, 1, 1], 2, 0)
+    parts = parts_of(batch)
+    prompts = [{batch.keys[row].split("_")[0] for row in part.rows} for part in parts]
+    assert sum(map(len, prompts)) == len(set.union(*prompts)) == 4 and len(parts) == 3
+    assert sorted(row for part in parts for row in part.rows) == list(range(8))
+    assert all(part.batch.keys == [batch.keys[row] for row in part.rows] for part in parts)
+
+
+def test_lengths_that_nobody_tells_make_one_block(monkeypatch):
+    monkeypatch.setattr(in_blocks, "AT_ONCE", 1)
+    batch = KVBatchMeta(keys=["a_0_0", "b_0_0"], tags=[{}, {}], partition_id="train")
+    assert [part.rows for part in parts_of(batch)] == [[0, 1]]
+
+
+@pytest.mark.parametrize("at_once", [1, 99])
+def test_a_batch_without_a_generated_token_names_the_tensor(monkeypatch, at_once):
+    batch, store, *_ = made([2, 3, 2], 1, 0)
+    for row in store.rows.values():
+        row["response_mask"].zero_()
+    monkeypatch.setattr(in_blocks, "AT_ONCE", at_once)
+    monkeypatch.setattr(transfer, "tq", store)
+    blocks = InBlocks(batch, None)
+    for look in (lambda: blocks.measure({}, breakdown=True), lambda: blocks.count):
+        with pytest.raises(BatchError, match="response_mask is 0 everywhere"):
+            look()

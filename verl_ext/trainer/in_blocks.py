@@ -1,0 +1,184 @@
+"""A step's batch in TransferQueue, of which the controller holds so many tokens at a time.
+
+Up to AT_ONCE tokens are one block, which comes with verl's own read (`trainer.exchange`), and what is made of it goes
+with verl's own write. A larger batch is read block by block, once for each thing that is done with it.
+
+Shape legend: N response tokens of a block, B trajectories of the batch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from transfer_queue import KVBatchMeta
+
+from verl_ext.core.by_advantage import sums_by_sign
+from verl_ext.core.lag import Lag
+from verl_ext.core.measure import Gathered, Measured, gather, put_together
+from verl_ext.core.sessions import Sessions
+from verl_ext.core.tokens import Tokens, jagged
+from verl_ext.core.weigh import Settings
+from verl_ext.fields import ADVANTAGES, OLD_LOG_PROBS, RESPONSE_MASK, REWARDS, ROLLOUT_LOG_PROBS
+from verl_ext.trainer.batch import FIELDS, gaps, non_finite, require_generated, response_tokens
+from verl_ext.trainer.transfer import get_fields, put_fields
+
+AT_ONCE = 2**22  # response tokens: of a step's fields 120 MB, and as much again on their way
+ENGINES = (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, RESPONSE_MASK)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Whole groups of trajectories: of one prompt, all are in one part.
+
+    Attributes:
+        rows: where they stand in the batch.
+        batch: of these rows.
+    """
+
+    rows: list[int]
+    batch: KVBatchMeta
+
+
+def parts_of(batch: KVBatchMeta) -> list[Part]:
+    """In blocks of AT_ONCE tokens, or of one group; one part where that is all, or where lengths are not known."""
+    lengths = [tag.get("response_len") for tag in batch.tags]
+    if None in lengths or sum(lengths) <= AT_ONCE:
+        return [Part(list(range(len(batch.keys))), batch)]
+    sessions, groups = Sessions.from_keys(batch.keys), dict[object, list[int]]()
+    for row, session in enumerate(sessions.session_B):
+        groups.setdefault(sessions.uid_S[session], []).append(row)
+    blocks, room = list[list[int]](), 0
+    for rows in groups.values():
+        tokens = sum(lengths[row] for row in rows)
+        if not blocks or tokens > room:
+            blocks.append([])
+            room = AT_ONCE
+        blocks[-1] += rows
+        room -= tokens
+    return [Part(rows, part_of(batch, rows)) for rows in blocks]
+
+
+def part_of(batch: KVBatchMeta, rows: Sequence[int]) -> KVBatchMeta:
+    keys, tags = ([values[row] for row in rows] for values in (batch.keys, batch.tags))
+    return replace(batch, keys=keys, tags=tags)
+
+
+class InBlocks:
+    """A batch to judge (`trainer.step.Batch`), and what is done with its tokens.
+
+    Args:
+        lag: of its trajectories; None where no rollout is older than the policy.
+        to_loss: of a block's tokens, and their weight, the fields that go to the loss.
+
+    Attributes:
+        whole: it is one block. Then its fields are at hand once `take` has brought them, and `written` holds what is to
+            be written.
+    """
+
+    def __init__(
+        self,
+        batch: KVBatchMeta,
+        lag: Lag | None,
+        to_loss: Callable[[Tokens, Tensor | None], Mapping[str, Tensor]] = lambda tokens, weight: {},
+    ):
+        self.written: dict[str, Tensor] = {}
+        self._batch, self._lag, self._to_loss = batch, lag, to_loss
+        self._parts = parts_of(batch)
+        self.whole = len(self._parts) == 1
+        self._at_hand: TensorDict | None = None
+        self._corrections: Mapping[str, Settings] = {}
+
+    def take(self, data: TensorDict) -> None:
+        """Fields of the whole batch; a second time, those that have changed."""
+        self._at_hand = data if self._at_hand is None else self._at_hand.copy().update(data)
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[Part, TensorDict]]:
+        for part in self._parts:
+            yield part, get_fields(part.batch, names) if self._at_hand is None else self._at_hand
+
+    def write(self, part: Part, fields: Mapping[str, Tensor]) -> None:
+        if self.whole:
+            self.written |= fields
+        elif fields:
+            put_fields(part.batch, fields)
+
+    def tokens(self, part: Part, data: TensorDict) -> Tokens:
+        lag = self._lag
+        if lag is not None and not self.whole:
+            lag = Lag(lag.newest[part.rows], lag.oldest[part.rows])
+        return response_tokens(data, lag)
+
+    @property
+    def added(self) -> set[int]:
+        """Rows that verl has added to fill the batch."""
+        return {row for row, tag in enumerate(self._batch.tags) if tag.get("is_padding", False)}
+
+    @property
+    def count(self) -> int:
+        """Raises BatchError where there is none."""
+        found = sum(int(data[RESPONSE_MASK].values().count_nonzero()) for _, data in self.read((RESPONSE_MASK,)))
+        require_generated(found)
+        return found
+
+    def non_finite(self) -> dict[str, int]:
+        """Field -> how many of its values on generated tokens are NaN or infinite."""
+        found = [non_finite(self.tokens(part, data)) for part, data in self.read(ENGINES)]
+        return {name: sum(counts[name] for counts in found) for name in found[0]}
+
+    def mean_score(self) -> float:
+        """Mean over the trajectories of their scores' sum over tokens, rows `added` left out."""
+        scores = torch.zeros(len(self._batch.keys), dtype=torch.float64)
+        for part, data in self.read((REWARDS,)):
+            scores[part.rows] = torch.stack([row.sum() for row in data[REWARDS].unbind()]).double()
+        scores[list(self.added)] = 0.0
+        return scores.sum().item() / (len(scores) - len(self.added))
+
+    def measure(self, corrections: Mapping[str, Settings], *, breakdown: bool) -> Measured:
+        """As `core.measure.measure`; weights are written, none is returned.
+
+        Raises:
+            BatchError: no token of the batch is the model's.
+        """
+        self._corrections = corrections
+        gathered: list[Gathered] = []
+        for part, data in self.read(FIELDS):
+            tokens, origin = self.tokens(part, data), gathered[-1].origin if gathered else None
+            weight, one = gather(tokens, corrections, breakdown=breakdown, origin=origin)
+            gathered.append(one)
+            fields = self._to_loss(tokens, weight)
+            self.write(part, {name: jagged(values, tokens.offsets) for name, values in fields.items()})
+        require_generated(sum(one.tokens for one in gathered))
+        return put_together(gathered, corrections)
+
+    def weight(self, tokens: Tokens) -> Tensor | None:
+        """[N], what the batch was measured with gives these; None without corrections."""
+        return gather(tokens, self._corrections, breakdown=False)[0] if self._corrections else None
+
+    def sums_by_sign(self) -> Tensor:
+        """Of `core.by_advantage`, once there are advantages."""
+        found = torch.zeros(3, 3, dtype=torch.float64)
+        for part, data in self.read((*ENGINES, ADVANTAGES)):
+            found += sums_by_sign(self.tokens(part, data), data[ADVANTAGES].values())
+        return found
+
+    def gaps(self) -> tuple[Tensor, Tensor]:
+        """[B] each, of `trainer.batch.gaps`."""
+        gap, counts = torch.zeros(2, len(self._batch.keys), dtype=torch.float64).unbind()
+        for part, data in self.read(ENGINES):
+            gap[part.rows], counts[part.rows] = gaps(self.tokens(part, data))
+        return gap, counts
+
+    def tokens_of(self, rows: Sequence[int]) -> Tokens:
+        """Of some trajectories."""
+        data = self._at_hand
+        if data is None:
+            data = get_fields(part_of(self._batch, rows), FIELDS)
+        else:
+            there = [name for name in FIELDS if name in data.keys()]  # noqa: SIM118 (a TensorDict)
+            some = {name: [data[name].unbind()[row] for row in rows] for name in there}
+            nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in some.items()}
+            data = TensorDict(nested, batch_size=len(rows))
+        lag = self._lag
+        return response_tokens(data, None if lag is None else Lag(lag.newest[list(rows)], lag.oldest[list(rows)]))
