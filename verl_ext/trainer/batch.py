@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from verl_ext.core.lag import Lag
@@ -32,13 +31,13 @@ def lag_of(tags: Sequence[Mapping[str, Any]], step: int) -> Lag:
     return Lag(newest, oldest)
 
 
-def response_tokens(data: TensorDict, lag: Lag | None = None) -> Tokens:
+def response_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Tokens:
     """From verl's nested tensors, the FIELDS of `data`; entropy and router_agreement are optional.
 
     Raises:
         BatchError: a field is missing or has another number of tokens than response_mask.
     """
-    if ROLLOUT_LOG_PROBS not in data.keys():  # noqa: SIM118 (a TensorDict)
+    if ROLLOUT_LOG_PROBS not in data:
         raise BatchError(
             "the rollout returned no rollout_log_probs", fix=("actor_rollout_ref.rollout.calculate_log_probs=True",)
         )
@@ -63,14 +62,14 @@ def require_generated(count: int) -> None:
         )
 
 
-def packed_like_mask(data: TensorDict, names: tuple[str, ...]) -> dict[str, Tensor]:
+def packed_like_mask(data: Mapping[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]:
     """Name -> [N] values of the nested fields that `data` has, which must be divided as response_mask is.
 
     Raises:
         BatchError: one is not.
     """
     mask = data[RESPONSE_MASK]
-    packed = {name: data[name].values() for name in names if name in data.keys()}  # noqa: SIM118
+    packed = {name: data[name].values() for name in names if name in data}
     for name, values in packed.items():
         if values.shape != mask.values().shape or not torch.equal(data[name].offsets(), mask.offsets()):
             raise BatchError(

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
@@ -31,6 +30,7 @@ from verl_ext.trainer.step import (
     loss_weights,
     refusal,
 )
+from verl_ext.trainer.transfer import of_rows
 
 if TYPE_CHECKING:
     from verl_ext.trainer.stability_run import StabilityRun
@@ -173,4 +173,4 @@ def _compared_heads(data: TensorDict) -> dict[str, float]:
             "compute_log_prob read no heads: the rollout's batch has no sampler_head_ids",
             otherwise="check that VERL_USE_EXTERNAL_PLUGINS, where set, names verl_ext on all nodes",
         )
-    return head_metrics(torch.stack(list(data[HEAD_SUMS].unbind())))
+    return head_metrics(of_rows(data[HEAD_SUMS]))

@@ -15,7 +15,7 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import trainer_base
 
-from verl_ext.upstream.patching import expect_lookup, moved, patch
+from verl_ext.upstream.patching import moved, patch
 
 CHANGE = "one_exchange"
 
@@ -62,7 +62,6 @@ def one_exchange(
     Raises:
         PatchError: verl does not read and write once here.
     """
-    expect_lookup(CHANGE, trainer_base.PPOTrainer._compute_advantage, "tq", "kv_batch_get", "kv_batch_put")
     exchange: Any = _Exchange(names, on_read, on_write)
     undo = patch("one_exchange", trainer_base, "tq", exchange)
     try:

@@ -1,12 +1,12 @@
 """What the batch filters see of verl's batch and of its tokenizer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 from omegaconf import DictConfig
-from tensordict import TensorDict
+from torch import Tensor
 
 from verl_ext.core.filtering import FilterBatch
 from verl_ext.core.tokens import Tokens
@@ -17,7 +17,7 @@ FILTER_FIELDS = (RESPONSE_MASK, RESPONSES, ADVANTAGES, REWARDS)
 
 
 def filter_batch(
-    tokens: Tokens, keys: Sequence[str], data: TensorDict, models: DictConfig, tokenizer: Any
+    tokens: Tokens, keys: Sequence[str], data: Mapping[str, Tensor], models: DictConfig, tokenizer: Any
 ) -> FilterBatch:
     """The batch as filters see it.
 

@@ -17,6 +17,7 @@ from transfer_queue import KVBatchMeta
 from verl_ext.core.by_advantage import sums_by_sign
 from verl_ext.core.lag import Lag
 from verl_ext.core.measure import Gathered, Measured, gather, put_together
+from verl_ext.core.segments import segment_sums
 from verl_ext.core.sessions import Sessions
 from verl_ext.core.tokens import Tokens, jagged
 from verl_ext.core.weigh import Settings
@@ -87,16 +88,16 @@ class InBlocks:
         self._batch, self._lag, self._to_loss = batch, lag, to_loss
         self._parts = parts_of(batch)
         self.whole = len(self._parts) == 1
-        self._at_hand: TensorDict | None = None
+        self._at_hand: dict[str, Tensor] | None = None
         self._corrections: Mapping[str, Settings] = {}
 
     def take(self, data: TensorDict) -> None:
         """Fields of the whole batch; a second time, those that have changed."""
-        self._at_hand = data if self._at_hand is None else self._at_hand.copy().update(data)
+        self._at_hand = (self._at_hand or {}) | dict(data.items())
 
-    def read(self, names: Sequence[str]) -> Iterator[tuple[Part, TensorDict]]:
+    def read(self, names: Sequence[str]) -> Iterator[tuple[Part, Mapping[str, Tensor]]]:
         for part in self._parts:
-            yield part, get_fields(part.batch, names) if self._at_hand is None else self._at_hand
+            yield part, dict(get_fields(part.batch, names).items()) if self._at_hand is None else self._at_hand
 
     def write(self, part: Part, fields: Mapping[str, Tensor]) -> None:
         if self.whole:
@@ -104,7 +105,7 @@ class InBlocks:
         elif fields:
             put_fields(part.batch, fields)
 
-    def tokens(self, part: Part, data: TensorDict) -> Tokens:
+    def tokens(self, part: Part, data: Mapping[str, Tensor]) -> Tokens:
         lag = self._lag
         if lag is not None and not self.whole:
             lag = Lag(lag.newest[part.rows], lag.oldest[part.rows])
@@ -131,7 +132,8 @@ class InBlocks:
         """Mean over the trajectories of their scores' sum over tokens, rows `added` left out."""
         scores = torch.zeros(len(self._batch.keys), dtype=torch.float64)
         for part, data in self.read((REWARDS,)):
-            scores[part.rows] = torch.stack([row.sum() for row in data[REWARDS].unbind()]).double()
+            rewards = data[REWARDS]
+            scores[part.rows] = segment_sums(rewards.values().double(), rewards.offsets().diff())
         scores[list(self.added)] = 0.0
         return scores.sum().item() / (len(scores) - len(self.added))
 
@@ -172,13 +174,11 @@ class InBlocks:
 
     def tokens_of(self, rows: Sequence[int]) -> Tokens:
         """Of some trajectories."""
-        data = self._at_hand
-        if data is None:
-            data = get_fields(part_of(self._batch, rows), FIELDS)
+        if self._at_hand is None:
+            data = dict(get_fields(part_of(self._batch, rows), FIELDS).items())
         else:
-            there = [name for name in FIELDS if name in data.keys()]  # noqa: SIM118 (a TensorDict)
-            some = {name: [data[name].unbind()[row] for row in rows] for name in there}
-            nested = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in some.items()}
-            data = TensorDict(nested, batch_size=len(rows))
+            all_rows = {name: self._at_hand[name].unbind() for name in FIELDS if name in self._at_hand}
+            some = {name: [found[row] for row in rows] for name, found in all_rows.items()}
+            data = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in some.items()}
         lag = self._lag
         return response_tokens(data, None if lag is None else Lag(lag.newest[list(rows)], lag.oldest[list(rows)]))

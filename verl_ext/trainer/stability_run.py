@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
@@ -26,7 +25,7 @@ from verl_ext.trainer.measured_late import take_measured
 from verl_ext.trainer.rescoring import rescore
 from verl_ext.trainer.step import Outcome, judge_measured
 from verl_ext.trainer.trajectories import TrajectoryLog, forget_trajectories
-from verl_ext.trainer.transfer import HEAD_FIELDS, SHIFT_FIELDS, without_heavy
+from verl_ext.trainer.transfer import HEAD_FIELDS, SHIFT_FIELDS, of_rows, without_heavy
 from verl_ext.upstream import narrow_routing
 
 
@@ -126,7 +125,7 @@ class StabilityRun:
             self._routing_dtype_told = True
             dtype = narrow_routing.id_dtype(batch.keys, batch.partition_id)
             print(f"verl_ext: routed_experts travels as {dtype}", flush=True)
-        packed = torch.stack(list(data[ROUTER_SUMS].unbind()))
+        packed = of_rows(data[ROUTER_SUMS])
         found = router_metrics(packed)
         if self.active.stability.router_weights and found.get("router/tokens") and "router/weight_gap" not in found:
             raise HookError(

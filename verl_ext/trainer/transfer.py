@@ -37,6 +37,11 @@ def put_fields(batch: KVBatchMeta, fields: Mapping[str, Tensor]) -> KVBatchMeta:
     return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data)
 
 
+def of_rows(field: Tensor) -> Tensor:
+    """[B, n] of a field whose rows have as many numbers each, in whatever way TransferQueue has put them together."""
+    return field.values().view(len(field), -1) if field.is_nested else field
+
+
 def without_heavy(batch: KVBatchMeta, read: Collection[str | None] = ()) -> KVBatchMeta:
     """A copy of the meta without routing and heads, hundreds of bytes a token each, but for what a stage reads."""
     if batch.fields is None:

@@ -1,0 +1,234 @@
+"""What a batch costs the controller, by its size: time, and memory of this process, with and without blocks.
+
+    python tools/bench_controller.py [--millions 1,4,16,64,128,256,512] [--whole-up-to 64] [--filters]
+
+Through Ray, TransferQueue and the training step's own code: trajectories of 32,768 response tokens with
+log-probabilities of both engines, entropy, router agreement, rewards and advantages are measured, weighed by IcePop,
+judged, split by the sign of the advantage, and, with --filters, filtered. A batch is taken in blocks of
+`in_blocks.AT_ONCE` tokens; beside that, up to --whole-up-to million tokens, at once. verl's own reading of the batch is
+left out: it pads it whole.
+
+TransferQueue holds --stored trajectories; a larger batch has each of them several times, under keys of its own.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import transfer_queue as tq
+from measuring import added_bytes, kibibytes
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+
+from verl_ext.core.routing import RouterSums
+from verl_ext.core.tokens import jagged
+from verl_ext.settings.stability import stability_config
+from verl_ext.trainer import exchange, in_blocks, transfer
+from verl_ext.trainer.stability_run import StabilityRun
+
+LENGTH, GROUP = 32_768, 16  # response tokens of a trajectory; trajectories of a prompt
+LAYERS = 48
+AT_A_TIME = 16  # trajectories put at once
+NEVER = 2**62
+
+
+class Copies:
+    """TransferQueue, in which a trajectory is what is stored under its number modulo `stored`."""
+
+    def __init__(self, stored: int):
+        self.stored = stored
+
+    def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
+        parts = [
+            tq.kv_batch_get(keys=self._there(some), partition_id=partition_id, select_fields=select_fields)
+            for some in batched(keys, self.stored)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        fields = {field: nested([row for part in parts for row in part[field].unbind()]) for field in select_fields}
+        return TensorDict(fields, batch_size=len(keys))
+
+    def kv_batch_put(self, keys: list[str], partition_id: str, fields: TensorDict) -> KVBatchMeta:
+        some = keys[: self.stored]
+        tq.kv_batch_put(
+            keys=self._there(some),
+            partition_id=partition_id,
+            fields=fields if len(some) == len(keys) else fields[: len(some)],
+        )
+        return KVBatchMeta(keys=keys, tags=[{}] * len(keys), partition_id=partition_id)
+
+    def _there(self, keys: list[str]) -> list[str]:
+        return [name(number_of(key) % self.stored) for key in keys]
+
+
+def batched(keys: list[str], size: int) -> list[list[str]]:
+    return [keys[first : first + size] for first in range(0, len(keys), size)]
+
+
+def name(number: int) -> str:
+    return f"{number // GROUP}_{number % GROUP}_0"
+
+
+def number_of(key: str) -> int:
+    group, session, _ = key.split("_")
+    return int(group) * GROUP + int(session)
+
+
+def nested(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def fill(count: int) -> None:
+    """Put so many trajectories."""
+    for first in range(0, count, AT_A_TIME):
+        rows = min(AT_A_TIME, count - first)
+        offsets = torch.arange(0, (rows + 1) * LENGTH, LENGTH)
+        tokens = rows * LENGTH
+        l_infer = -torch.rand(tokens).square() * 5
+        fields = {
+            "rollout_log_probs": l_infer,
+            "old_log_probs": l_infer + 0.02 * torch.randn(tokens),
+            "response_mask": torch.ones(tokens, dtype=torch.long),
+            "entropy": torch.rand(tokens),
+            "router_agreement": 1 - (torch.rand(tokens) < 0.2) / (8 * LAYERS),
+            "rm_scores": torch.zeros(tokens),
+            "advantages": torch.randn(rows).repeat_interleave(LENGTH),
+            "responses": torch.randint(0, 150_000, (tokens,)),
+        }
+        data = {field: jagged(values, offsets) for field, values in fields.items()}
+        sums = RouterSums(*(torch.ones(rows, n) for n in [LAYERS] * 4 + [1] * 6 + [3])).pack()
+        data["router_sums"] = nested(list(sums.double()))
+        keys = [name(first + row) for row in range(rows)]
+        tq.kv_batch_put(keys=keys, partition_id="train", fields=TensorDict(data, batch_size=rows))
+
+
+def run_of(filters: bool) -> StabilityRun:
+    settings: dict[str, Any] = {"correction": "icepop", "router_agreement": True, "batch_skip": {"threshold": 1.0}}
+    if filters:
+        settings["filters"] = {"overlong": {}, "off_policy_negative": {"delta": 0.1}}
+    parts = {
+        "actor": {"policy_loss": {"loss_mode": "vanilla"}},
+        "rollout": {"response_length": LENGTH + 1},
+        "model": {"path": "/no/such/model"},
+    }
+    config = {"stability": settings, "actor_rollout_ref": parts, "algorithm": {"adv_estimator": "grpo"}}
+    config["trainer"] = {"default_local_dir": "/no/such/folder"}
+    run = StabilityRun(OmegaConf.create(config), stability_config(settings))
+    run._routing_dtype_told = True  # it asks TransferQueue for the dtype of ids, which there are none of
+    return run
+
+
+class NoTokenizer:
+    eos_token_id = 1
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        raise NotImplementedError
+
+    encode = decode
+
+
+def one_batch(run: StabilityRun, batch: KVBatchMeta) -> dict[str, float]:
+    """The step's metrics of a batch, judged beside an exchange of next to nothing."""
+    metrics: dict[str, float] = {}
+    run.guard.begin(run.guard.step + 1)
+    step = run.batch_step(batch, metrics, NoTokenizer())
+    with step.beside_advantages():
+        queue, where = exchange.trainer_base.tq, {"keys": batch.keys, "partition_id": "train"}
+        queue.kv_batch_get(**where, select_fields=["router_sums"])
+        told = TensorDict({"told": torch.zeros(len(batch), 1)}, batch_size=len(batch))
+        if run_whole(batch):
+            data = exchange.tq.kv_batch_get(**where, select_fields=["advantages"])
+            told = TensorDict({"advantages": data["advantages"]}, batch_size=len(batch))
+        queue.kv_batch_put(**where, fields=told)
+    step.finish(batch)
+    assert metrics["guard/skipped"] == 0
+    return metrics
+
+
+def run_whole(batch: KVBatchMeta) -> bool:
+    return len(in_blocks.parts_of(batch)) == 1
+
+
+def measured(run: StabilityRun, trajectories: int, at_once: int) -> tuple[float, int, dict[str, float]]:
+    """Seconds, bytes added at the peak, and metrics."""
+    in_blocks.AT_ONCE = at_once
+    tags = [{"response_len": LENGTH}] * trajectories
+    batch = KVBatchMeta(keys=[name(i) for i in range(trajectories)], tags=tags, partition_id="train")
+    found: list[Any] = []
+
+    def call() -> None:
+        start = time.perf_counter()
+        metrics = one_batch(run, batch)
+        found.extend((time.perf_counter() - start, metrics))
+
+    added = added_bytes(call)
+    return found[0], added, found[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", default="1,4,16,64,128,256,512", help="of tokens (default: %(default)s)")
+    parser.add_argument("--whole-up-to", type=int, default=64, help="million tokens (default: %(default)s)")
+    parser.add_argument("--stored", type=int, default=2048, help="trajectories (default: %(default)s)")
+    parser.add_argument("--units", type=int, default=2, help="storage units of TransferQueue (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="of sizes up to 64 million (default: %(default)s)")
+    parser.add_argument("--filters", action="store_true", help="filter the batch too")
+    arguments = parser.parse_args()
+    sizes = [int(size) for size in arguments.millions.split(",")]
+    stored = min(arguments.stored, max(sizes) * 2**20 // LENGTH)
+    torch.manual_seed(0)
+    ray.init(num_cpus=arguments.units + 2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": arguments.units}}}))
+        print(f"storing {stored:,} trajectories of {LENGTH:,} tokens", file=sys.stderr, flush=True)
+        fill(stored)
+        for module in (transfer, exchange, exchange.trainer_base):
+            module.tq = Copies(stored)
+        run, block = run_of(arguments.filters), in_blocks.AT_ONCE
+        measured(run, min(32, stored), block)  # first allocations
+        columns = (
+            "tokens, M",
+            "trajectories",
+            "s",
+            "ns a token",
+            "MB added",
+            "MB in all",
+            "at once: s",
+            "MB added",
+            "ratio, s",
+        )
+        table = Table(*columns, title=f"the controller, in blocks of {block:,} tokens", title_justify="left")
+        for size in sizes:
+            trajectories = size * 2**20 // LENGTH
+            repeats = arguments.repeats if size <= 64 else 1
+            both = size <= arguments.whole_up_to
+            ours, others = [], []
+            for _ in range(repeats):
+                ours.append(measured(run, trajectories, block))
+                resident = kibibytes(Path("/proc/self/status"), "VmHWM") / 1e3
+                if both:
+                    others.append(measured(run, trajectories, NEVER))
+            seconds, added = statistics.median(one[0] for one in ours), max(one[1] for one in ours)
+            cells = [f"{size}", f"{trajectories:,}", f"{seconds:.2f}", f"{seconds * 1e9 / size / 2**20:.0f}"]
+            cells += [f"{added / 1e6:,.0f}", f"{resident:,.0f}"]
+            if both:
+                other = statistics.median(one[0] for one in others)
+                cells += [f"{other:.2f}", f"{max(one[1] for one in others) / 1e6:,.0f}", f"{seconds / other:.2f}"]
+            table.add_row(*cells)
+            print(f"{size} M tokens: {seconds:.2f} s, {added / 1e6:,.0f} MB added", file=sys.stderr, flush=True)
+        Console(width=140).print(table)
+        tq.close()
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
