@@ -33,7 +33,7 @@ PROVIDED_BY = {
 
 @dataclass(frozen=True)
 class FilterBatch:
-    """What a filter may look at.
+    """What a filter may look at: a batch, or a block of a large one with all trajectories of its prompts.
 
     Attributes:
         tokens: the response tokens, packed without padding: a trajectory's length is what the offsets say.
