@@ -45,6 +45,24 @@ def filled(field: Tensor, lengths: Tensor, generated: Tensor) -> Tensor:
     )
 
 
+def left_out(field: Tensor, lengths: Tensor) -> Tensor:
+    """[B] bool: the rows of a nested field [B, n, ...] that came empty where they ought to have `lengths`, [B] int64.
+
+    A trajectory whose routing did not travel (upstream/routing_share.py).
+    """
+    return (field.offsets().diff().to(lengths.device) == 0) & (lengths > 0)
+
+
+def with_gaps(values: Tensor, lengths: Tensor, left_out_B: Tensor) -> Tensor:
+    """[N, ...] of the packed values of the rows that are there: zeros on the tokens of those that are left out."""
+    if not left_out_B.any():
+        return values
+    there = (~left_out_B).repeat_interleave(lengths)
+    whole = values.new_zeros(len(there), *values.shape[1:])
+    whole[there.to(values.device)] = values
+    return whole
+
+
 @dataclass(frozen=True)
 class Tokens:
     """The response tokens of B trajectories, one after another.
@@ -56,7 +74,8 @@ class Tokens:
         offsets: [B + 1] int64, where each trajectory starts; the last entry is N.
         entropy: [N] entropy of the training policy in nats, or None where it was not computed.
         agreement: [N] float, share of a token's experts that both engines chose, mean over layers: 1 where all are the
-            same, and where the rollout's routing is unknown. None where routing was not compared.
+            same, and where the rollout's routing is unknown; NaN in a trajectory whose routing was not compared. None
+            where that of none was.
         lag: of the trajectories; None where no rollout is older than the policy, as in synchronous training.
     """
 
