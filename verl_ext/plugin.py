@@ -16,7 +16,7 @@ logger = logging.getLogger("verl_ext")
 
 
 def load() -> None:
-    """Install the hooks; narrow routing, weights, a share of both, heads and the CPU platform where the environment asks for them."""
+    """Install the hooks; those on routing and heads, and the CPU platform, where the environment asks for them."""
     # Importing these registers them; they may be on their way in themselves, having imported verl's registry.
     register_post_import_hook(lambda _: import_module("verl_ext.workers.losses"), "verl.trainer.ppo.core_algos")
     register_post_import_hook(lambda _: import_module("verl_ext.trainer.advantages"), "verl.trainer.ppo.core_algos")

@@ -31,7 +31,7 @@ class BucketSums:
 def bucket_sums(
     block: Block, p_infer: Tensor, measures: dict[str, Tensor], partial: dict[str, Tensor], scratch: Scratch
 ) -> dict[str, BucketSums]:
-    """Axis -> sums of the `measures`, [n] each, of one block; and of the `partial` ones, NaN where they are not known."""
+    """Axis -> sums of the `measures`, [n] each, of one block; the `partial` ones are NaN where they are not known."""
     n = len(p_infer)
     values_Mn = scratch.empty(1 + len(measures) + 2 * len(partial), n)
     values_Mn[0] = 1  # its sums are numbers of tokens

@@ -184,8 +184,8 @@ def _of_the_routing(config: DictConfig, stability: StabilityConfig) -> Iterator[
     parts = frozenset({ROUTERS})
     if compares_routing(config, stability):
         share = stability.router_agreement_share
-        of = f", {100 * share:g}% of the trajectories" if share < 1 else ""
-        yield Feature("router agreement", f"compute_log_prob{of}", AT_ROUTERS, parts)
+        setting = described("compute_log_prob", {"share": share} if share < 1 else {})
+        yield Feature("router agreement", setting, AT_ROUTERS, parts)
     if stability.router_weights:
         yield Feature("router weights", "compared in compute_log_prob", AT_ROUTERS, parts)
     if replays_here(config):

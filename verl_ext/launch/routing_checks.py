@@ -108,8 +108,8 @@ def check_share(config: DictConfig, share: float) -> None:
         )
     if (interval := OmegaConf.select(config, LOAD_BALANCE) or 0) > 0:
         raise ConfigError(
-            f"{SHARE}={share:g} leaves trajectories without routing, and {LOAD_BALANCE}={interval} would count them for "
-            "expert 0",
+            f"{SHARE}={share:g} leaves trajectories without routing, and {LOAD_BALANCE}={interval} would count them "
+            "for expert 0",
             fix=(f"{LOAD_BALANCE}=0",),
             otherwise=f"set {whole[0]}",
         )

@@ -176,7 +176,8 @@ def compare(
         raise HookError(
             f"the rollout's {ROUTES} is {tuple(infer_TlK.shape)} and the training engine's {tuple(train_TLK.shape)} "
             f"[tokens, layers, top_k], where there are {expected[0]} tokens to compare and {recorders.decoder_layers} "
-            f"decoder layers, {len(layers)} of them with a router: the two engines number this model's layers differently",
+            f"decoder layers, {len(layers)} of them with a router: the two engines number this model's layers "
+            "differently",
             fix=(OFF,),
         )
     columns = torch.tensor(layers if whole else range(shipped), device=device)

@@ -67,8 +67,8 @@ def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any, sampling: Syste
     rows = output.routed_experts
     if rows is None or sampling.take():
         return verls(output)
-    one_token = {"prompt_ids": [0], "response_ids": [0], "response_mask": [0], "routed_experts": rows[:0]}
-    bare = {"response_logprobs": None, "multi_modal_data": None, "extra_fields": {}}
-    alike = verls(output.model_copy(update=one_token | bare))  # whatever becomes of the others' ids
+    one_token: dict[str, Any] = {"prompt_ids": [0], "response_ids": [0], "response_mask": [0]}
+    one_token |= {"response_logprobs": None, "multi_modal_data": None, "extra_fields": {}, "routed_experts": rows[:0]}
+    alike = verls(output.model_copy(update=one_token))  # whatever becomes of the others' ids
     empty = {name: alike[name][:0].clone() for name in (ROLLOUT_ROUTES, ROLLOUT_WEIGHTS) if name in alike}
     return verls(output.model_copy(update={"routed_experts": None})) | empty

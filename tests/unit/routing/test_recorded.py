@@ -218,16 +218,15 @@ def test_the_rest_of_a_batch_is_compared_as_if_it_were_alone(left_out, block):
     shipped = [rows[:0] if gone else rows for rows, gone in zip(rollout, left_out, strict=True)]
     found = compared(routes, shipped, block=block)
     sums = RouterSums.unpack(found["router_sums"])
-    assert sums.left_out.flatten().tolist() == [gone * response for gone, (_, response) in zip(left_out, LENGTHS)]
-    gone = torch.tensor(left_out).bool()
+    gone, agreement = torch.tensor(left_out).bool(), found["router_agreement"].unbind()
+    assert torch.equal(sums.left_out[:, 0], gone * torch.tensor(LENGTHS)[:, 1])
     assert found["router_sums"][gone].sum() == sums.left_out.sum()
-    assert all(row.isnan().all() for row, away in zip(found["router_agreement"].unbind(), left_out) if away)
+    assert all(agreement[row].isnan().all() for row in gone.nonzero()[:, 0])
     if kept:
         alone = compare(
             nested([routes[row] for row in kept]), nested([rollout[row] for row in kept]), recorders, batch(which=kept)
         )
         assert torch.equal(found["router_sums"][kept], alone["router_sums"])
-        agreement = found["router_agreement"].unbind()
         assert torch.equal(torch.cat([agreement[row] for row in kept]), alone["router_agreement"].values())
 
 

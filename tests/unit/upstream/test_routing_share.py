@@ -103,7 +103,7 @@ def test_a_trajectory_without_routing_has_no_field_and_does_not_count(hooked):
     assert half.take()
 
 
-@given(share=st.floats(0.01, 1), start=st.floats(0, 1, exclude_max=True), n=st.integers(1, 300), skip=st.integers(0, 99))
+@given(st.floats(0.01, 1), st.floats(0, 1, exclude_max=True), st.integers(1, 300), st.integers(0, 99))
 def test_of_any_in_a_row_the_share_is_taken_to_within_one(share, start, n, skip):
     sampling = Systematic(share, start)
     taken = [sampling.take() for _ in range(skip + n)][skip:]
