@@ -36,7 +36,7 @@ def some_rows(dtype, weights=False):
     rows = np.arange((PROMPT + RESPONSE) * LAYERS * TOP_K * (1 + weights), dtype=dtype)
     rows = rows.reshape(PROMPT + RESPONSE, LAYERS, -1)
     rows.flags.writeable = False  # as Ray hands it out
-    return rows
+    return torch.tensor(rows) if dtype is np.int32 else rows  # as SGLang's are decoded
 
 
 @pytest.fixture
