@@ -104,7 +104,7 @@ def fill(count: int) -> None:
             "responses": torch.randint(0, 150_000, (tokens,)),
         }
         data = {field: jagged(values, offsets) for field, values in fields.items()}
-        sums = RouterSums(*(torch.ones(rows, n) for n in [LAYERS] * 4 + [1] * 6 + [3])).pack()
+        sums = RouterSums(*(torch.ones(rows, n) for n in [LAYERS] * 4 + [1] * 7 + [3])).pack()
         data["router_sums"] = nested(list(sums.double()))
         keys = [name(first + row) for row in range(rows)]
         tq.kv_batch_put(keys=keys, partition_id="train", fields=TensorDict(data, batch_size=rows))

@@ -23,6 +23,7 @@ class Case:
         mode: router_replay.mode.
         heads: the sampler's heads are read, see head_ranks.py, and nothing else is done.
         planted: (trajectory, response token, decoder layer) whose first expert the rollout has differently.
+        left_out: trajectories whose routing did not travel.
     """
 
     family: str = "qwen3_moe"
@@ -34,6 +35,7 @@ class Case:
     bucket: int = 0  # of pad_to_length
     heads: bool = False
     planted: list[tuple[int, int, int]] = field(default_factory=list)
+    left_out: tuple[int, ...] = ()
 
 
 def sequences():
@@ -81,7 +83,9 @@ def batch(case, **settings):
             "responses": nested(row[prompt:] for row, (prompt, _) in zip(rows, LENGTHS, strict=True)),
             "response_mask": nested(torch.ones(response, dtype=torch.long) for _, response in LENGTHS),
             "loss_mask": nested(torch.ones(response, dtype=torch.long) for _, response in LENGTHS),
-            "routed_experts": nested(rollout_routes(case)),
+            "routed_experts": nested(
+                routes[: 0 if row in case.left_out else None] for row, routes in enumerate(rollout_routes(case))
+            ),
         },
         batch_size=len(rows),
     )

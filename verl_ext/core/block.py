@@ -26,7 +26,7 @@ class Block:
         places: [n] int64, where in `span` the tokens that count stand; None where all of them count.
         l_infer, l_old: [n], of the dtype that they came in.
         entropy: [n] float64, NaN as 0; None where it was not computed.
-        agreement: [n] float64, NaN, an unknown routing, as 1; None where routing was not compared.
+        agreement: [n] float64, NaN where it was not compared; None where it was not for any token.
         lag: [b] int64, each trajectory's bucket of `Lag`; None where no rollout is older than the policy.
     """
 
@@ -63,7 +63,7 @@ def read_blocks(tokens: Tokens, size: int, scratch: Scratch) -> Iterator[Block]:
         if tokens.entropy is not None:
             entropy = scratch.copy(_at(places, tokens.entropy[span])).nan_to_num_(0.0)
         if tokens.agreement is not None:
-            agreement = scratch.copy(_at(places, tokens.agreement[span])).nan_to_num_(1.0, 1.0, 1.0)
+            agreement = scratch.copy(_at(places, tokens.agreement[span]))
         yield Block(
             span=span,
             mask=mask,

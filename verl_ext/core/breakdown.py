@@ -25,14 +25,17 @@ class BucketSums:
 
     tokens: Tensor  # [S]
     measures: dict[str, Tensor]  # metric -> [S]
+    known: dict[str, Tensor]  # metric -> [S], the tokens that it is known of, where that need not be all
 
 
-def bucket_sums(block: Block, p_infer: Tensor, measures: dict[str, Tensor], scratch: Scratch) -> dict[str, BucketSums]:
-    """Axis -> sums of the `measures`, [n] each, of one block."""
+def bucket_sums(
+    block: Block, p_infer: Tensor, measures: dict[str, Tensor], partial: dict[str, Tensor], scratch: Scratch
+) -> dict[str, BucketSums]:
+    """Axis -> sums of the `measures`, [n] each, of one block; the `partial` ones are NaN where they are not known."""
     n = len(p_infer)
-    values_Mn = scratch.empty(1 + len(measures), n)
+    values_Mn = scratch.empty(1 + len(measures) + 2 * len(partial), n)
     values_Mn[0] = 1  # its sums are numbers of tokens
-    for row, values in zip(values_Mn[1:], measures.values(), strict=True):
+    for row, values in zip(values_Mn[1:], _rows(measures, partial), strict=True):
         row.copy_(values)
     sums_SM = {}
     inside_Sn = scratch.empty(len(PROBABILITY_EDGES), n)
@@ -43,19 +46,29 @@ def bucket_sums(block: Block, p_infer: Tensor, measures: dict[str, Tensor], scra
     lengths = lengths_between(runs.starts, block.places)
     sums_CM = torch.stack([lengths.double(), *(segment_sums(row, lengths) for row in values_Mn[1:])], dim=1)
     for axis, bucket in (("position", runs.position), ("turn", runs.turn)):
-        sums_SM[axis] = sums_CM.new_zeros(len(NAMES[axis]), 1 + len(measures)).index_add_(0, bucket, sums_CM)
-    return {
-        axis: BucketSums(sums[:, 0], dict(zip(measures, sums.T[1:], strict=True))) for axis, sums in sums_SM.items()
-    }
+        sums_SM[axis] = sums_CM.new_zeros(len(NAMES[axis]), len(values_Mn)).index_add_(0, bucket, sums_CM)
+    return {axis: _of_bucket(sums, measures, partial) for axis, sums in sums_SM.items()}
 
 
-def lag_sums(block: Block, lag: Tensor, measures: dict[str, Tensor]) -> BucketSums:
-    """Sums of the `measures`, [n] each, of one block, by the trajectories' buckets, [b]."""
-    sums_bM = torch.stack(
-        [block.lengths.double(), *(segment_sums(m, block.lengths).double() for m in measures.values())], 1
-    )
-    sums = sums_bM.new_zeros(len(NAMES["lag"]), 1 + len(measures)).index_add_(0, lag, sums_bM)
-    return BucketSums(sums[:, 0], dict(zip(measures, sums.T[1:], strict=True)))
+def lag_sums(block: Block, lag: Tensor, measures: dict[str, Tensor], partial: dict[str, Tensor]) -> BucketSums:
+    """As `bucket_sums`, by the trajectories' buckets, [b]."""
+    rows = (segment_sums(row, block.lengths).double() for row in _rows(measures, partial))
+    sums_bM = torch.stack([block.lengths.double(), *rows], 1)
+    sums_SM = sums_bM.new_zeros(len(NAMES["lag"]), sums_bM.shape[1]).index_add_(0, lag, sums_bM)
+    return _of_bucket(sums_SM, measures, partial)
+
+
+def _rows(measures: dict[str, Tensor], partial: dict[str, Tensor]) -> list[Tensor]:
+    """Of each measure its values, and of the partial ones, after those, where they are known."""
+    known = [values.isfinite() for values in partial.values()]
+    there = [torch.where(where, values, 0.0) for where, values in zip(known, partial.values(), strict=True)]
+    return [*measures.values(), *there, *(where.double() for where in known)]
+
+
+def _of_bucket(sums_SM: Tensor, measures: dict[str, Tensor], partial: dict[str, Tensor]) -> BucketSums:
+    tokens, *columns = sums_SM.T
+    named = dict(zip([*measures, *partial], columns, strict=False))
+    return BucketSums(tokens, named, dict(zip(partial, columns[len(named) :], strict=True)))
 
 
 def _indicate(inside_Sn: Tensor, values: Tensor, edges: Sequence[float]) -> Tensor:
@@ -116,5 +129,7 @@ def bucket_metrics(sums: Mapping[str, BucketSums]) -> dict[str, Tensor]:
             name, tokens = f"{axis}/{NAMES[axis][index]}", by_bucket.tokens[index]
             metrics[f"vllm_kl/share/{name}"] = tokens / by_bucket.tokens.sum()
             for measure, values in by_bucket.measures.items():
-                metrics[f"{measure}/{name}"] = values[index] / tokens
+                of = by_bucket.known[measure][index] if measure in by_bucket.known else tokens
+                if of > 0:
+                    metrics[f"{measure}/{name}"] = values[index] / of
     return metrics

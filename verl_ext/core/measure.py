@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_ext.core.agreement import AgreementSums, Origin, agreement_metrics, agreement_sums
+from verl_ext.core.agreement import AgreementSums, Origin, agreement_metrics, agreement_sums, origin_of
 from verl_ext.core.block import Block, read_blocks
 from verl_ext.core.breakdown import BucketSums, bucket_metrics, bucket_sums, lag_sums
 from verl_ext.core.mismatch import Mismatch, MismatchMaxima, MismatchSums, mismatch_metrics, mismatch_sums
@@ -64,10 +64,10 @@ def measure(
         breakdown: also give metrics by probability, entropy, position and turn.
         block: tokens taken at a time, in whole trajectories (default: BLOCK on a CPU, GPU_BLOCK on a GPU).
 
-    The metrics are in `verl_ext.metrics.ours`: GAP, CORRECTIONS and, with `tokens.agreement`, ROUTING, where NaN, an
-    unknown routing, stands for 1. Means are over tokens with m = 1; what is a mean over none is left out, as are a
-    correlation with what does not vary and an axis with a single bucket in use. With `tokens.lag`, they come by lag
-    too, whatever `breakdown` says: the guard goes by it.
+    The metrics are in `verl_ext.metrics.ours`: GAP, CORRECTIONS and, with `tokens.agreement`, ROUTING, of the tokens
+    where that is not NaN: which were compared. Means are over tokens with m = 1; what is a mean over none is left out,
+    as are a correlation with what does not vary and an axis with a single bucket in use. With `tokens.lag`, they come
+    by lag too, whatever `breakdown` says: the guard goes by it.
     """
     weight, gathered = gather(tokens, corrections or {}, breakdown=breakdown, block=block)
     return put_together([gathered], corrections or {}, weight)
@@ -117,7 +117,7 @@ def gather(
             weighed = weigh(part, mismatch, corrections, scratch, as_mask=as_mask)
             part.put(weighed.weight, into=weight)
         if part.agreement is not None and origin is None:
-            origin = part.agreement[0].clone(), mismatch.log_k[0].abs()
+            origin = origin_of(part.agreement, mismatch.log_k)
         part_sums, part_maxima = _sums(part, mismatch, weighed, origin, breakdown, scratch)
         sums.append(part_sums)
         maxima.append(part_maxima)
@@ -143,7 +143,7 @@ def put_together(
         metrics |= correction_metrics(batch.corrections, n, trajectories, corrections)
         dropped = batch.corrections.low + batch.corrections.high
     if batch.agreement is not None:
-        metrics |= agreement_metrics(batch.agreement, n)
+        metrics |= agreement_metrics(batch.agreement)
     metrics |= bucket_metrics(batch.buckets)
     return Measured(
         weight=weight,
@@ -179,17 +179,18 @@ def _sums(
 ) -> tuple[Sums, MismatchMaxima]:
     of_mismatch, maxima = mismatch_sums(block, mismatch)
     of_agreement, buckets = None, {}
-    if block.agreement is not None and origin is not None:
+    partial: dict[str, Tensor] = {}
+    if block.agreement is not None:
         of_agreement = agreement_sums(block.agreement, mismatch.log_k, origin)
     if breakdown or block.lag is not None:
         measures = {"vllm_kl/k1": -mismatch.log_k, "vllm_kl/k3": mismatch.k3}
         if weighed is not None:
             measures |= {"correction/dropped_low": weighed.low, "correction/dropped_high": weighed.high}
         if block.agreement is not None:
-            measures["router/agreement"] = block.agreement
+            partial["router/agreement"] = block.agreement
         if breakdown:
-            buckets = bucket_sums(block, mismatch.p_infer, measures, scratch)
+            buckets = bucket_sums(block, mismatch.p_infer, measures, partial, scratch)
         if block.lag is not None:
             measures["vllm_kl/log_ratio_abs_mean"] = mismatch.log_k.abs()
-            buckets["lag"] = lag_sums(block, block.lag, measures)
+            buckets["lag"] = lag_sums(block, block.lag, measures, partial)
     return Sums(of_mismatch, correction_sums(block, weighed) if weighed else None, of_agreement, buckets), maxima

@@ -18,7 +18,9 @@ BLOCK = 32_768  # tokens taken at a time: 25 MB a temporary for 94 layers
 class RouterSums:
     """Sums over the compared tokens of each trajectory, float64: float32 would stop counting at 2^24.
 
-    A token is compared if the model generated it and the rollout's routing of it is known, and not refused.
+    A token is compared if the model generated it and the rollout's routing of it is known, and not refused. The
+    trajectories whose routing was left out on the way have `left_out` alone, as those without generated tokens have
+    nothing.
 
     Attributes:
         agree: [B, L], of |T and I| / K.
@@ -31,6 +33,7 @@ class RouterSums:
         tokens, unknown: [B, 1], tokens compared; generated tokens whose routing the rollout did not return.
         weight_gap, weighed: [B, 1], of the gap of the weights (`core.combine.weight_gap`, mean over layers), and the
             tokens that have one.
+        left_out: [B, 1], generated tokens of a trajectory that was not to be compared.
         refused: [B, R], generated tokens whose routing cannot be what routers chose, for each of the R REASONS.
     """
 
@@ -44,16 +47,17 @@ class RouterSums:
     unknown: Tensor
     weight_gap: Tensor
     weighed: Tensor
+    left_out: Tensor
     refused: Tensor
 
     def pack(self) -> Tensor:
-        """[B, 4 L + 6 + R], as it travels from the workers to the controller."""
+        """[B, 4 L + 7 + R], as it travels from the workers to the controller."""
         return torch.cat(list(vars(self).values()), dim=1)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> "RouterSums":
-        layers = (packed.shape[1] - 6 - len(REASONS)) // 4
-        return cls(*packed.split([layers] * 4 + [1] * 6 + [len(REASONS)], dim=1))
+        layers = (packed.shape[1] - 7 - len(REASONS)) // 4
+        return cls(*packed.split([layers] * 4 + [1] * 7 + [len(REASONS)], dim=1))
 
 
 @torch.no_grad()
@@ -64,6 +68,7 @@ def agreement(
     known_N: Tensor,
     offsets: Tensor,
     *,
+    left_out_B: Tensor | None = None,
     refused_N: Tensor | None = None,
     margin_NL: Tensor | None = None,
     own_NL: Tensor | None = None,
@@ -78,6 +83,8 @@ def agreement(
         known_N: bool, tokens whose routing the rollout returned and is not refused; the others count as unknown, or
             as refused, and as agreeing in the result per token.
         offsets: [B + 1] int64, where each trajectory starts; the last entry is N.
+        left_out_B: bool, trajectories that are not to be compared: their tokens are neither known nor unknown, and NaN
+            in the result per token.
         refused_N: uint8, the reason for which a token's routing is refused, as of `refused_rows`; 0 where it is not.
         margin_NL: the router's margin, any float; 0 where it is left out.
         own_NL: the overlap of the experts that the training router would have chosen, where others were replayed.
@@ -89,19 +96,25 @@ def agreement(
     """
     rows, layers = len(offsets) - 1, overlap_NL.shape[1]
     per_token = torch.ones(len(overlap_NL), device=overlap_NL.device)
-    packed = torch.zeros(rows, 4 * layers + 6 + len(REASONS), dtype=torch.float64, device=overlap_NL.device)
+    packed = torch.zeros(rows, 4 * layers + 7 + len(REASONS), dtype=torch.float64, device=overlap_NL.device)
     sums = RouterSums.unpack(packed)
     codes_R = torch.arange(1, 1 + len(REASONS), device=packed.device)
     for part, of in blocks(offsets, block):
         lengths = offsets[of.start : of.stop + 1].diff()
         row_n = torch.repeat_interleave(lengths, output_size=part.stop - part.start)
-        known_n = known_N[part]
-        counts_n = mask_N[part] & known_n
+        known_n, mask_n = known_N[part], mask_N[part]
+        if left_out_B is not None:
+            left_out_n = left_out_B[of][row_n]
+            sums.left_out[of].index_add_(0, row_n, (mask_n & left_out_n).unsqueeze(1).double())
+            mask_n = mask_n & ~left_out_n
+        counts_n = mask_n & known_n
         counts_n1 = counts_n.unsqueeze(1)
         overlap_nL = overlap_NL[part]
         exact_nL = overlap_nL == top_k
         mean_n = overlap_nL.float().mean(1) / top_k
         per_token[part] = torch.where(known_n, mean_n, 1.0)
+        if left_out_B is not None:
+            per_token[part].masked_fill_(left_out_n, torch.nan)
 
         def add(
             to: Tensor, values: Tensor, of: slice = of, row_n: Tensor = row_n, counts_n1: Tensor = counts_n1
@@ -117,7 +130,7 @@ def agreement(
             gap_n1 = torch.where(counts_n1, weight_gap_NL[part].double().mean(1, keepdim=True), 0.0)  # NaN * 0 is NaN
             add(sums.weight_gap, gap_n1)
             add(sums.weighed, torch.ones_like(counts_n1))
-        without_n1 = (mask_N[part] & ~known_n).unsqueeze(1)
+        without_n1 = (mask_n & ~known_n).unsqueeze(1)
         if refused_N is not None:
             refused_n1 = refused_N[part].unsqueeze(1)
             sums.refused[of].index_add_(0, row_n, (without_n1 & (refused_n1 == codes_R)).double())
@@ -142,14 +155,16 @@ def router_metrics(packed_BC: Tensor) -> dict[str, float]:
     """The `router/*` metrics from the trajectories' `RouterSums`, packed; {} when the model generated no token.
 
     They are in `verl_ext.metrics.ours.ROUTING`; what is a mean over none is left out, and so are margins where the
-    engine's adapter does not see them.
+    engine's adapter does not see them, and the error of a share where all trajectories were compared.
     """
-    sums = RouterSums.unpack(packed_BC.double().sum(0, keepdim=True))
+    packed_BC = packed_BC.double()
+    sampled, sums = _sampled(RouterSums.unpack(packed_BC)), RouterSums.unpack(packed_BC.sum(0, keepdim=True))
     n, unknown, invalid = sums.tokens.item(), sums.unknown.item(), sums.refused.sum().item()
     generated = n + unknown + invalid
     if generated == 0:
-        return {}
+        return sampled
     metrics = {"router/tokens": n, "router/unknown": unknown / generated, "router/invalid": invalid / generated}
+    metrics |= sampled
     if n == 0:
         return metrics
     for name, sums_1L in (("agreement", sums.agree), ("exact_match", sums.exact), ("first_differs", sums.first)):
@@ -173,4 +188,29 @@ def router_metrics(packed_BC: Tensor) -> dict[str, float]:
             metrics["router/margin_equal"] = margins[0] / equal
         if differs:
             metrics["router/margin_differs"] = margins[1] / differs
+    return metrics
+
+
+def _sampled(sums: RouterSums) -> dict[str, float]:
+    """What it means for `router/agreement` that m of M trajectories with generated tokens were compared; {} for all.
+
+    The agreement is a ratio, R = sum a / sum n of the m compared: of a trajectory, a is the sum over its tokens of the
+    mean over layers, n its tokens. Its standard error, where those m were drawn at random:
+
+        sqrt((1 - m / M) m / (m - 1) sum (a - R n)^2) / sum n
+
+    Cochran, Sampling Techniques, 3rd ed., ch. 6: the ratio is taken as linear around the batch's, so that it is too
+    small for few trajectories. A systematic sample along what matters, as in upstream/routing_share.py, errs less.
+    """
+    compared_B = (sums.tokens + sums.unknown + sums.refused.sum(1, keepdim=True))[:, 0] > 0
+    m = int(compared_B.sum())
+    M = m + int((sums.left_out > 0).sum())
+    if m == M:
+        return {}
+    metrics = {"router/sampled": m / M}
+    n_m, a_m = sums.tokens[compared_B, 0], sums.agree[compared_B].mean(1)
+    if m > 1 and (n := n_m.sum()) > 0:
+        residual_m = a_m - a_m.sum() / n * n_m
+        variance = (1 - m / M) * m / (m - 1) * residual_m.square().sum() / n**2
+        metrics["router/agreement/error"] = variance.sqrt().item()
     return metrics

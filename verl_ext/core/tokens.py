@@ -25,8 +25,9 @@ def jagged(values: Tensor, offsets: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets, max_seqlen=int(offsets.diff().max()))
 
 
-def filled(field: Tensor, lengths: Tensor, generated: Tensor) -> Tensor:
-    """[N, ...] of a nested field [B, n, ...], with zeros in the rows that verl has added to fill a batch.
+def filled(field: Tensor, lengths: Tensor, generated: Tensor, left_out_B: Tensor | None = None) -> Tensor:
+    """[N, ...] of a nested field [B, n, ...], with zeros in the rows that verl has added to fill a batch, and in those
+    that were left out.
 
     Such a row is a copy of a trajectory in which verl shortens the fields that it knows, and takes the mask away; of a
     field of ours it keeps the length of what it copied (padding_utils.py of verl 0.9.1).
@@ -34,15 +35,37 @@ def filled(field: Tensor, lengths: Tensor, generated: Tensor) -> Tensor:
     Args:
         lengths: [B] int64, of the rows as they ought to be; one of a trajectory that has another length stays.
         generated: nested [B, r], 1 on tokens that the model generated: nowhere in a row that verl has added.
+        left_out_B: bool, rows of trajectories that ought to have come empty.
     """
     if torch.equal(field.offsets().diff().cpu(), lengths.cpu()):
         return field.values()
+    read_B = torch.stack([mask.any() for mask in generated.unbind()]).cpu()
+    if left_out_B is not None:
+        read_B &= ~left_out_B.cpu()
     return torch.cat(
         [
-            row if len(row) == length or mask.any() else row.new_zeros(length, *row.shape[1:])
-            for row, length, mask in zip(field.unbind(), lengths.tolist(), generated.unbind(), strict=True)
+            row if len(row) == length or read else row.new_zeros(length, *row.shape[1:])
+            for row, length, read in zip(field.unbind(), lengths.tolist(), read_B.tolist(), strict=True)
         ]
     )
+
+
+def left_out(field: Tensor, lengths: Tensor) -> Tensor:
+    """[B] bool: the rows of a nested field [B, n, ...] that came empty where they ought to have `lengths`, [B] int64.
+
+    A trajectory whose routing did not travel (upstream/routing_share.py).
+    """
+    return (field.offsets().diff().to(lengths.device) == 0) & (lengths > 0)
+
+
+def with_gaps(values: Tensor, lengths: Tensor, left_out_B: Tensor) -> Tensor:
+    """[N, ...] of the packed values of the rows that are there: zeros on the tokens of those that are left out."""
+    if not left_out_B.any():
+        return values
+    there = (~left_out_B).repeat_interleave(lengths)
+    whole = values.new_zeros(len(there), *values.shape[1:])
+    whole[there.to(values.device)] = values
+    return whole
 
 
 @dataclass(frozen=True)
@@ -56,7 +79,8 @@ class Tokens:
         offsets: [B + 1] int64, where each trajectory starts; the last entry is N.
         entropy: [N] entropy of the training policy in nats, or None where it was not computed.
         agreement: [N] float, share of a token's experts that both engines chose, mean over layers: 1 where all are the
-            same, and where the rollout's routing is unknown. None where routing was not compared.
+            same, and where the rollout's routing is unknown; NaN in a trajectory whose routing was not compared. None
+            where that of none was.
         lag: of the trajectories; None where no rollout is older than the policy, as in synchronous training.
     """
 

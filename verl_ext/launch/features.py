@@ -183,7 +183,9 @@ def _bound(rule: Rule) -> str:
 def _of_the_routing(config: DictConfig, stability: StabilityConfig) -> Iterator[Feature]:
     parts = frozenset({ROUTERS})
     if compares_routing(config, stability):
-        yield Feature("router agreement", "compute_log_prob", AT_ROUTERS, parts)
+        share = stability.router_agreement_share
+        setting = described("compute_log_prob", {"share": share} if share < 1 else {})
+        yield Feature("router agreement", setting, AT_ROUTERS, parts)
     if stability.router_weights:
         yield Feature("router weights", "compared in compute_log_prob", AT_ROUTERS, parts)
     if replays_here(config):

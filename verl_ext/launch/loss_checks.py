@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.errors import ConfigError
 from verl_ext.launch.routing_checks import check_router_shift
-from verl_ext.settings.config import AGREEMENT, StabilityConfig
+from verl_ext.settings.config import AGREEMENT, EVERY_AGREEMENT, StabilityConfig
 from verl_ext.settings.losses import (
     LOSS,
     LOSSES,
@@ -41,6 +41,8 @@ def check_loss(config: DictConfig, stability: StabilityConfig, read_model: bool)
         require_base(base_of(node))
     if "router_agreement" in reads and not stability.router_agreement:
         raise ConfigError(f"{LOSS}.loss_mode={name} needs the routers' agreement", fix=(AGREEMENT,))
+    if "router_agreement" in reads and stability.router_agreement_share < 1:
+        raise ConfigError(f"{LOSS}.loss_mode={name} {stability.needs_every_agreement}", fix=(EVERY_AGREEMENT,))
     if "router_deviation" in reads:
         check_router_shift(config, name, read_model)
 

@@ -17,6 +17,8 @@ from verl_ext.settings.config import FSDP_REPLAY, StabilityConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
 RETURNED = f"{ROLLOUT}.enable_rollout_routing_replay"
+SHARE = "stability.router_agreement_share"
+LOAD_BALANCE = f"{ROLLOUT}.moe_load_balance_metrics_interval"
 MODES = ("disabled", "R2", "R3")
 
 
@@ -96,6 +98,23 @@ def check_weights(config: DictConfig, read_model: bool = True) -> None:
         probe_choices(hf_config, lambda point, output: combine_weights(point, output, top_k), trust_remote_code=trusted)
 
 
+def check_share(config: DictConfig, share: float) -> None:
+    """What reads the routing of all trajectories, where only that of a share travels."""
+    whole = (f"{SHARE}=1",)
+    if (mode := replay_mode(config)) != "disabled":
+        raise ConfigError(
+            f"{SHARE}={share:g} leaves trajectories without routing, which {replay_setting(config)}={mode} replays",
+            fix=whole,
+        )
+    if (interval := OmegaConf.select(config, LOAD_BALANCE) or 0) > 0:
+        raise ConfigError(
+            f"{SHARE}={share:g} leaves trajectories without routing, and {LOAD_BALANCE}={interval} would count them "
+            "for expert 0",
+            fix=(f"{LOAD_BALANCE}=0",),
+            otherwise=f"set {whole[0]}",
+        )
+
+
 def apply_weights(config: DictConfig) -> None:
     """Every process learns that the weights are wanted, and of how many experts the ids are."""
     from verl_ext.routing.choices import expert_counts
@@ -114,6 +133,10 @@ def apply_routing(config: DictConfig, stability: StabilityConfig) -> None:
         narrow_routing.request(config)
     if stability.router_weights:
         apply_weights(config)
+    if stability.router_agreement_share < 1:
+        from verl_ext.upstream import routing_share
+
+        routing_share.request(config, stability.router_agreement_share)
     if replays_here(config):
         node = OmegaConf.select(config, replay_setting(config).removesuffix(".mode"))
         with open_dict(node):

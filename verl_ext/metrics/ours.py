@@ -162,6 +162,15 @@ ROUTING = Section(
             worst="lowest",
             label="router agreement",
         ),
+        Metric(
+            "router/agreement/error",
+            "with `stability.router_agreement_share` below 1: its standard error as the agreement of the whole batch, "
+            "which lies within two of them in about 95% of steps",
+            "share",
+            "lower",
+            label="standard error",
+        ),
+        Metric("router/sampled", "with it, the trajectories compared, of those with generated tokens", "share"),
         Metric("router/agreement/layer_*", "the same in one layer", "share", "higher", worst="lowest"),
         Metric(f"router/agreement/{AXES}/*", "the same of the bucket's tokens", "share", "higher"),
         by_lag("router/agreement/lag/*", "the same of the tokens sampled so many versions ago", "share", "higher"),
@@ -198,7 +207,7 @@ ROUTING = Section(
             worst="highest",
         ),
         Metric("router/tokens", "tokens compared", "tokens"),
-        Metric("router/unknown", "tokens whose routing the rollout did not return", "share", "lower"),
+        Metric("router/unknown", "tokens to be compared whose routing the rollout did not return", "share", "lower"),
         Metric(
             "router/invalid",
             "tokens whose routing was refused, for no router chooses like that; they route themselves",

@@ -52,12 +52,13 @@ ROWS = (  # in the order of the table
     "correction/dropped_high",
     "router/any_layer_differs",
     "router/agreement",
+    "router/agreement/error",
     "actor/entropy",
     "response_length/mean",
     "actor/grad_norm",
     "timing_s/step",
 )
-PARTS = ("correction/dropped_low", "correction/dropped_high")  # of the row above them
+PARTS = ("correction/dropped_low", "correction/dropped_high", "router/agreement/error")  # of a row above them
 # What would make the run log a metric.
 REMEDIES = [
     ("vllm_kl/k3", "the engines' mismatch", ours.GAP.override),
@@ -84,7 +85,7 @@ def rows(run: Run) -> list[Row]:
     found = []
     for name in ROWS:
         found.append(_row(run.get(name), name, "  " * (name in PARTS) + METRICS[name].label))
-        if name == "router/agreement":
+        if name == "router/agreement/error":
             found.append(_worst_layer(run))
     for name in run.validations()[:MOST_VALIDATIONS]:
         found.append(_row(run.get(name), name, "val " + name.removeprefix("val-core/")))

@@ -46,7 +46,8 @@ class Trajectory:
         generated: 0 for text that the model did not write; it has no numbers.
         weight: of the correction, 0 where it dropped the token; None without a correction.
         kept: 1 where the token takes part in the loss after the filters.
-        agreement: share of the experts that both engines chose; None where the run did not compare them.
+        agreement: share of the experts that both engines chose; None where the run did not compare them, and of each
+            token where it did not in this trajectory.
     """
 
     step: int

@@ -188,7 +188,9 @@ def _surroundings(run: Run) -> Iterator[str]:
     if (dropped := run.get("correction/dropped")) is not None and (now := now_of(dropped)) <= TOO_MANY_DROPPED:
         yield f"The correction drops {100 * now:.2g} % of the tokens."
     if (agreement := run.get("router/agreement")) is not None:
-        yield f"The engines choose {100 * now_of(agreement):.2f} % of the experts alike."
+        error = run.get("router/agreement/error")
+        within = "" if error is None else f" (by a share of the trajectories: +- {200 * now_of(error):.2g} % a step)"
+        yield f"The engines choose {100 * now_of(agreement):.2f} % of the experts alike{within}."
     if (skipped := run.get("guard/skipped")) is not None and (count := int((skipped.values > 0).sum())):
         yield f"{count} of {len(skipped.values)} updates were skipped."
     if warned := [event.step for event in run.events if event.action in ("warn", "tighten")]:

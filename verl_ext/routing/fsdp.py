@@ -26,7 +26,7 @@ from verl.workers.config import TrainingWorkerConfig
 from verl_ext.core.captured import known_rows
 from verl_ext.core.combine import weight_gap
 from verl_ext.core.overlap import expert_overlap
-from verl_ext.core.tokens import filled
+from verl_ext.core.tokens import filled, left_out, with_gaps
 from verl_ext.errors import HookError
 from verl_ext.fields import OLD_ROUTES, OWN_ROUTES, RESPONSE_MASK, ROLLOUT_ROUTES, ROLLOUT_WEIGHTS
 from verl_ext.routing.choices import OFF, REPLAY_OFF, ChoicePoint, Choose, combine_weights, expert_counts, find_choices
@@ -223,6 +223,7 @@ class FsdpRouting:
             self.top_k,
             known_rows(rollout_TLK),
             micro_batch,
+            left_out_B=left_out(micro_batch[ROLLOUT_ROUTES], micro_batch["input_ids"].offsets().diff()),
             refused_T=refused_T,
             margin_TL=now.packed(now.margin),
             own_TL=own_TL,
@@ -231,14 +232,15 @@ class FsdpRouting:
 
     def _rollout_routes(self, micro_batch: TensorDict) -> tuple[Tensor | None, Tensor | None]:
         """[T, L, K] of the rollout, the layers in the order of the routers, and [T] why rows of it are refused, see
-        `believed`; None where the batch has none.
+        `believed`; None where the batch has none. Trajectories that were left out are zeros.
 
         vLLM and SGLang ship a row for each decoder layer, dense ones included; others those of the MoE layers alone.
         """
         if (routes := micro_batch.get(ROLLOUT_ROUTES, None)) is None:
             return None, None
         routes_TLK, offsets = routes.values(), micro_batch["input_ids"].offsets()
-        tokens, layers, top_k = int(offsets[-1]), routes_TLK.shape[1], routes_TLK.shape[2]
+        left_out_B = left_out(routes, lengths_B := offsets.diff())
+        tokens, layers, top_k = int(lengths_B[~left_out_B].sum()), routes_TLK.shape[1], routes_TLK.shape[2]
         if layers not in (self.decoder_layers, len(self.points)) or top_k != self.top_k or len(routes_TLK) != tokens:
             raise HookError(
                 f"the rollout's {ROLLOUT_ROUTES} is {tuple(routes_TLK.shape)} [tokens, layers, top_k] where the "
@@ -251,17 +253,20 @@ class FsdpRouting:
                 ),
                 OFF,
             )
-        routes_TLK, refused_T = believed(self._of_routers(routes_TLK).to(get_device_id()), self.experts, offsets)
+        routes_TLK = with_gaps(self._of_routers(routes_TLK).to(get_device_id()), lengths_B, left_out_B)
+        routes_TLK, refused_T = believed(routes_TLK, self.experts, offsets)
         return routes_TLK.to(narrow_dtype(self.experts)), refused_T
 
     def _rollout_weights(self, micro_batch: TensorDict) -> Tensor:
         """[T, L, K] of the rollout, as `_rollout_routes`."""
-        lengths_B = micro_batch["input_ids"].offsets().diff()
-        weights_TLK = filled(micro_batch[ROLLOUT_WEIGHTS], lengths_B, micro_batch[RESPONSE_MASK])
-        if weights_TLK.shape != micro_batch[ROLLOUT_ROUTES].values().shape:
+        lengths_B, routes = micro_batch["input_ids"].offsets().diff(), micro_batch[ROLLOUT_ROUTES]
+        left_out_B = left_out(routes, lengths_B)
+        weights_TLK = filled(micro_batch[ROLLOUT_WEIGHTS], lengths_B, micro_batch[RESPONSE_MASK], left_out_B)
+        expected = (int(lengths_B.sum()), *routes.values().shape[1:])
+        if weights_TLK.shape != expected:
             raise HookError(
                 f"the rollout's {ROLLOUT_WEIGHTS} is {tuple(weights_TLK.shape)} where its {ROLLOUT_ROUTES} is "
-                f"{tuple(micro_batch[ROLLOUT_ROUTES].values().shape)} [tokens, layers, top_k]",
+                f"{expected} [tokens, layers, top_k]",
                 fix=("stability.router_weights=false",),
             )
         return self._of_routers(weights_TLK.to(get_device_id()))

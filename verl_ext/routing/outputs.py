@@ -55,6 +55,7 @@ def routing_outputs(
     known_T: Tensor,
     batch: Mapping[str, Tensor],
     *,
+    left_out_B: Tensor | None = None,
     refused_T: Tensor | None = None,
     margin_TL: Tensor | None = None,
     own_TL: Tensor | None = None,
@@ -66,11 +67,13 @@ def routing_outputs(
         overlap_TL: integer, |T and I| of each token's forward pass, packed in the order of the batch.
         known_T: bool, rows whose routing the rollout returned (`core.captured.known_rows`) and is not refused.
         batch: with jagged `input_ids` [B, n] and `response_mask` [B, r], on any device.
+        left_out_B: bool, trajectories whose routing did not travel (`core.tokens.left_out`).
         refused_T: why rows are refused, as of `believed`.
         margin_TL, own_TL, weight_gap_TL: see `core.routing.agreement`.
 
     Returns model outputs, on the device of `overlap_TL`:
-        router_agreement: jagged [B, r] float32, per response token the mean over layers of |T and I| / K.
+        router_agreement: jagged [B, r] float32, per response token the mean over layers of |T and I| / K; NaN in the
+            trajectories that are left out.
         router_sums: [B, *] float64, `RouterSums.pack()`.
 
     Raises:
@@ -92,6 +95,7 @@ def routing_outputs(
         mask.values().to(device).bool(),
         known_T.to(device)[rows_R],
         offsets,
+        left_out_B=None if left_out_B is None else left_out_B.to(device),
         refused_N=None if refused_T is None else refused_T.to(device)[rows_R],
         margin_NL=None if margin_TL is None else margin_TL[rows_R],
         own_NL=None if own_TL is None else own_TL[rows_R],

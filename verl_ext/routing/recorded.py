@@ -36,6 +36,7 @@ from verl_ext.core.captured import known_rows
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.routing import BLOCK
 from verl_ext.core.segments import blocks
+from verl_ext.core.tokens import left_out, with_gaps
 from verl_ext.errors import HookError
 from verl_ext.fields import ROLLOUT_ROUTES
 from verl_ext.routing.choices import expert_counts, find_choices
@@ -155,7 +156,8 @@ def _without_routes(output: TensorDict | None) -> TensorDict | None:
 def compare(
     recorded: Tensor, rollout: Tensor, recorders: Recorders, data: TensorDict, *, block: int = BLOCK
 ) -> dict[str, Tensor]:
-    """`routing_outputs` from jagged routes of both engines, [B, n, L, K] and [B, n, l, K], on any device.
+    """`routing_outputs` from jagged routes of both engines, [B, n, L, K] and [B, n, l, K], on any device; trajectories
+    that were left out are empty in the rollout's.
 
     Rows of the rollout's that are refused (core/captured.py) are not compared. What verl itself replays is as it was.
 
@@ -164,16 +166,18 @@ def compare(
     """
     device, offsets = get_device_id(), data["input_ids"].offsets()
     train_TLK, infer_TlK = recorded.values(), rollout.values()
+    left_out_B, starts = left_out(rollout, lengths_B := offsets.diff()), rollout.offsets().tolist()
     tokens, layers = int(offsets[-1]), recorders.layers
     shipped = infer_TlK.shape[1]
     whole = shipped == recorders.decoder_layers
     top_k = train_TLK.shape[2]
-    expected = (tokens, shipped if whole else len(layers), top_k)
+    expected = (int(lengths_B[~left_out_B].sum()), shipped if whole else len(layers), top_k)
     if train_TLK.shape != (tokens, len(layers), top_k) or infer_TlK.shape != expected:
         raise HookError(
             f"the rollout's {ROUTES} is {tuple(infer_TlK.shape)} and the training engine's {tuple(train_TLK.shape)} "
-            f"[tokens, layers, top_k], where there are {tokens} tokens and {recorders.decoder_layers} decoder layers, "
-            f"{len(layers)} of them with a router: the two engines number this model's layers differently",
+            f"[tokens, layers, top_k], where there are {expected[0]} tokens to compare and {recorders.decoder_layers} "
+            f"decoder layers, {len(layers)} of them with a router: the two engines number this model's layers "
+            "differently",
             fix=(OFF,),
         )
     columns = torch.tensor(layers if whole else range(shipped), device=device)
@@ -183,15 +187,16 @@ def compare(
     refused_T = torch.zeros(tokens, dtype=torch.uint8, device=device)
     routed_l = torch.zeros(shipped, dtype=torch.bool, device=device)
     for part, of in blocks(offsets, block):
-        infer_tlK = infer_TlK[part].to(device)
+        infer_tlK = infer_TlK[starts[of.start] : starts[of.stop]].to(device)
         routed_l |= infer_tlK.any(0).bool().any(1)  # any() of uint8 is uint8
-        starts = offsets[of.start : of.stop + 1] - part.start
-        infer_tLK, refused_T[part] = believed(infer_tlK[:, columns], recorders.experts, starts)
+        infer_tLK = with_gaps(infer_tlK[:, columns], lengths_B[of], left_out_B[of])
+        here = offsets[of.start : of.stop + 1] - part.start
+        infer_tLK, refused_T[part] = believed(infer_tLK, recorders.experts, here)
         infer_tLK = infer_tLK.to(narrow)
         known_T[part] = known_rows(infer_tLK)
         overlap_TL[part] = expert_overlap(train_TLK[part].to(device).to(narrow), infer_tLK)
     _check_layers(routed_l, columns, layers, enough=top_k > 1 and bool((known_T | (refused_T > 0)).any()))
-    return routing_outputs(overlap_TL, top_k, known_T, data, refused_T=refused_T)
+    return routing_outputs(overlap_TL, top_k, known_T, data, left_out_B=left_out_B, refused_T=refused_T)
 
 
 def _check_layers(routed_l: Tensor, columns: Tensor, layers: list[int], enough: bool) -> None:

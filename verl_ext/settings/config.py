@@ -7,7 +7,7 @@ from verl_ext.core.corrections import Correction
 from verl_ext.core.filtering import BatchFilter
 from verl_ext.errors import ConfigError
 from verl_ext.guard.rules import Rule
-from verl_ext.methods import Chosen, require_one_of
+from verl_ext.methods import Chosen, require, require_one_of
 from verl_ext.settings.fake_quantization import FakeQuantization
 from verl_ext.settings.guard import BatchSkip, GuardSettings
 from verl_ext.settings.head import HeadSettings
@@ -16,6 +16,7 @@ from verl_ext.settings.sync_canary import SyncCanarySettings
 from verl_ext.settings.trajectories import TrajectoryDump
 
 AGREEMENT = "stability.router_agreement=true"
+EVERY_AGREEMENT = "stability.router_agreement_share=1"
 FSDP_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"  # verl's own name; its FSDP config leaves it out
 KL_DENOMINATORS = ("infer", "old")
 UNBIASED = "unbiased"  # our actor.kl_loss_type, beside verl's
@@ -37,6 +38,7 @@ class Switches:
         kl_denominator: what actor.kl_loss_type=unbiased takes the tokens to be sampled from: `infer`, the rollout
             engine (the paper's), or `old`, the training engine before the update.
         router_agreement: compare the experts that training and rollout chose.
+        router_agreement_share: in this share of the trajectories, above 0; those of the others do not travel.
         router_weights: and the weights that they give them.
         head: with each token, the rollout's most likely ones and their log-probabilities.
         score_centering: subtract from each token's score what the sampler expects of it, weighted as it is.
@@ -55,6 +57,7 @@ class Switches:
     guard: GuardSettings = field(default_factory=GuardSettings)
     kl_denominator: str = "infer"
     router_agreement: bool = False
+    router_agreement_share: float = 1.0
     router_weights: bool = False
     head: HeadSettings = field(default_factory=HeadSettings)
     score_centering: bool = False
@@ -68,6 +71,8 @@ class Switches:
         require_one_of(self, "denominator", ("full", "kept"))
         require_one_of(self, "kl_denominator", KL_DENOMINATORS)
         require_one_of(self, "cascade_attention", ("default", "on", "off"))
+        share = self.router_agreement_share
+        require(self, "router_agreement_share", 0 < share <= 1, "must be above 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,10 @@ class StabilityConfig(Switches):
         self._check_denominator()
         needing = [f"correction={one.name}" for one in self.in_update if "router_agreement" in one.method.reads]
         needing += [f"filters.{one.name}" for one in self.filters if one.method.needs_agreement]
+        if needing and self.router_agreement_share < 1:
+            raise ConfigError(f"stability.{needing[0]} {self.needs_every_agreement}", fix=(EVERY_AGREEMENT,))
         needing += ["router_weights"] * self.router_weights
+        needing += [f"router_agreement_share={self.router_agreement_share:g}"] * (self.router_agreement_share < 1)
         if needing and not self.router_agreement:
             raise ConfigError(f"stability.{needing[0]} needs the routers' agreement", fix=(AGREEMENT,))
         for rule in self.rules:
@@ -146,6 +154,14 @@ class StabilityConfig(Switches):
             raise ConfigError(f"{where}: {rule.signal} needs the routers' agreement", fix=(AGREEMENT,))
         if rule.signal == "router/weight_gap" and not self.router_weights:
             raise ConfigError(f"{where}: {rule.signal} needs their weights", fix=("stability.router_weights=true",))
+
+    @property
+    def needs_every_agreement(self) -> str:
+        """What an error says of something that reads the agreement token by token."""
+        return (
+            "reads the routers' agreement of every token, and "
+            f"stability.router_agreement_share={self.router_agreement_share:g} compares some trajectories alone"
+        )
 
     @property
     def correction_names(self) -> tuple[str, ...]:

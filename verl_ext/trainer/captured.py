@@ -14,21 +14,28 @@ from verl_ext.errors import HookError
 from verl_ext.fields import ROLLOUT_ROUTES
 from verl_ext.guard.state import Decision, Event
 from verl_ext.launch.rollouts import ROLLOUTS
-from verl_ext.launch.routing_checks import replay_mode, replay_setting, replays_here
+from verl_ext.launch.routing_checks import SHARE, replay_mode, replay_setting, replays_here
 from verl_ext.trainer.transfer import get_fields
 
 SAMPLED = 4  # trajectories a step that are looked at where verl replays them: some 50 MB of 32,768 tokens each
 ENGINE_KWARGS = "++actor_rollout_ref.rollout.engine_kwargs"
+SURELY = 10  # trajectories for each agent loop's process that ought to have come without routing
 MODULAR = {"vllm": "moe_backend=triton", "sglang": "moe_runner_backend=triton"}
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Tokens whose routing is believed, is unknown, and is refused, by reason."""
+    """Tokens whose routing is believed, is unknown, and is refused, by reason.
+
+    Attributes:
+        compared, left_out: trajectories, of a batch of which a share was to be compared.
+    """
 
     believed: int
     unknown: int
     refused: Mapping[str, int]
+    compared: int = 0
+    left_out: int = 0
 
     @property
     def tokens(self) -> int:
@@ -37,9 +44,10 @@ class Counts:
     @classmethod
     def of_sums(cls, packed_BC: Tensor) -> "Counts":
         """From the trajectories' RouterSums, packed: of the tokens that the model generated."""
+        left_out = int((RouterSums.unpack(packed_BC).left_out > 0).sum())
         sums = RouterSums.unpack(packed_BC.sum(0, keepdim=True))
         refused = dict(zip(REASONS, map(int, sums.refused[0].tolist()), strict=True))
-        return cls(int(sums.tokens), int(sums.unknown), refused)
+        return cls(int(sums.tokens), int(sums.unknown), refused, len(packed_BC) - left_out, left_out)
 
     @classmethod
     def of_routes(cls, routes: Sequence[Tensor]) -> "Counts":
@@ -81,14 +89,17 @@ class CapturedRouting:
     def __init__(self) -> None:
         self._told: set[str] = set()
         self._believed = False
+        self._compared = self._left_out = 0
 
     def judge(self, counts: Counts, config: DictConfig, step: int) -> Decision:
         """What is new.
 
         Raises:
-            HookError: R3, and since the start of this process not one token had routing that can be believed.
+            HookError: R3, and since the start of this process not one token had routing that can be believed; or of a
+                share of the trajectories, and all of them had routing.
         """
         self._believed |= counts.believed > 0
+        self._expect_left_out(counts, config)
         wrong = _wrong(counts)
         if replay_mode(config) == "R3" and counts.tokens and not self._believed:
             name = OmegaConf.select(config, "actor_rollout_ref.rollout.name") or "vllm"
@@ -104,6 +115,21 @@ class CapturedRouting:
             del new["unknown"]
         self._told |= new.keys()
         return Decision(tuple(_event(step, name, said, counts.metrics, config) for name, said in new.items()))
+
+    def _expect_left_out(self, counts: Counts, config: DictConfig) -> None:
+        """Each agent loop's process leaves out its part, to within one trajectory (upstream/routing_share.py)."""
+        share = OmegaConf.select(config, SHARE, default=1.0)
+        self._compared += counts.compared
+        self._left_out += counts.left_out
+        processes = OmegaConf.select(config, "actor_rollout_ref.rollout.agent.num_workers", default=1)
+        if not self._left_out and self._compared * (1 - share) > SURELY * processes:
+            raise HookError(
+                f"{SHARE}={share:g}, and each of {self._compared} trajectories came with routing: "
+                "VERL_EXT_ROUTING_SHARE did not reach the run's processes",
+                fix=(f"{SHARE}=1",),
+                otherwise="start the run outside a Ray session that is open, and name verl_ext in "
+                "VERL_USE_EXTERNAL_PLUGINS where that is set",
+            )
 
 
 def _wrong(counts: Counts) -> dict[str, str]:

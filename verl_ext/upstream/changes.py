@@ -157,6 +157,16 @@ TABLE = (
         without="set stability.router_weights=false",
     ),
     Change(
+        name="routing_share",
+        target="`verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict`",
+        why="the experts of a share of the trajectories alone go to the workers; verl sends those of all",
+        when="`stability.router_agreement_share` below 1: `VERL_EXT_ROUTING_SHARE`, which the launch sets",
+        versions=VERL,
+        file="upstream/routing_share.py",
+        test="tests/unit/upstream/test_routing_share.py::test_what_is_left_out_is_empty_and_all_else_is_verls",
+        without="set stability.router_agreement_share=1",
+    ),
+    Change(
         name="sampler_head",
         target="`SamplingParams` and `extract_prompt_logprobs` of "
         "`verl.workers.rollout.vllm_rollout.vllm_async_server`; `LLMServerClient.generate` of "

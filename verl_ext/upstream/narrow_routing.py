@@ -19,6 +19,7 @@ from torch import Tensor
 from wrapt import register_post_import_hook
 
 from verl_ext.upstream.patching import PatchError, Undo, expect, moved, wrap
+from verl_ext.upstream.runtime_env import ask
 
 VARIABLE = "VERL_EXT_NARROW_ROUTING"
 AGENT_LOOP = "verl.experimental.agent_loop.agent_loop"
@@ -29,16 +30,8 @@ def requested() -> bool:
 
 
 def request(config: Any) -> None:
-    """Ask for it in all Ray processes of a run, unless the run's own runtime_env or the launching shell decides.
-
-    Ray takes it when it starts or when the run connects to it; a session that this process has open already keeps its
-    environment, and with it verl's int16.
-    """
-    from omegaconf import OmegaConf
-
-    place = f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}"
-    if OmegaConf.select(config, place) is None:
-        OmegaConf.update(config, place, os.environ.get(VARIABLE, "1"), force_add=True)
+    """Ask for it in all Ray processes of a run, unless the run's own runtime_env or the launching shell decides."""
+    ask(config, VARIABLE, os.environ.get(VARIABLE, "1"), keep=True)
 
 
 def install() -> None:

@@ -185,6 +185,11 @@ HOOKS = (
         ),
     ),
     Hook(
+        "routing_share",
+        "upstream/routing_share.py",
+        ("verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict(self): routed_experts",),
+    ),
+    Hook(
         "keep_metrics",
         "trainer/logs.py",
         (

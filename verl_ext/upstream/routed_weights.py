@@ -22,6 +22,7 @@ from verl_ext.errors import HookError
 from verl_ext.fields import ROLLOUT_WEIGHTS
 from verl_ext.upstream.narrow_routing import AGENT_LOOP, whole_sequence
 from verl_ext.upstream.patching import Undo, expect, moved, patch, together, wrap
+from verl_ext.upstream.runtime_env import ask
 
 VARIABLE = "VERL_EXT_ROUTED_WEIGHTS"
 OFF = "stability.router_weights=false"
@@ -38,10 +39,7 @@ def requested() -> bool:
 
 def request(config: Any, experts: int) -> None:
     """Ask for them in all Ray processes of a run."""
-    from omegaconf import OmegaConf
-
-    place = f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}"
-    OmegaConf.update(config, place, str(experts), force_add=True)
+    ask(config, VARIABLE, str(experts))
 
 
 def install() -> None:

@@ -21,6 +21,7 @@ from wrapt import register_post_import_hook
 from verl_ext.core.head_turns import Call, heads_of
 from verl_ext.errors import HookError
 from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS
+from verl_ext.upstream import runtime_env
 from verl_ext.upstream.patching import Undo, expect, expect_lookup, together, wrap
 
 VARIABLE = "VERL_EXT_SAMPLER_HEAD"
@@ -47,10 +48,7 @@ _calls: ContextVar[list[Call] | None] = ContextVar("verl_ext_head_calls", defaul
 
 def request(config: Any, k: int) -> None:
     """Ask for K tokens in all Ray processes of a run."""
-    from omegaconf import OmegaConf
-
-    place = f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}"
-    OmegaConf.update(config, place, str(k), force_add=True)
+    runtime_env.ask(config, VARIABLE, str(k))
 
 
 def install() -> None:

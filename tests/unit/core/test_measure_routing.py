@@ -1,7 +1,7 @@
 """The router's part of `measure` against plain Python floats.
 
 A batch is a list of trajectories, a trajectory a list of (l_infer, l_old, m, entropy, agreement) that float32 holds
-exactly; so does float64 every 1 - agreement.
+exactly; so does float64 every 1 - agreement. An agreement of NaN is that of a token which was not compared.
 """
 
 import bisect
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.support.examples import at_most
 from verl_ext.core import measure as module
 from verl_ext.core.buckets import ENTROPY_EDGES, NAMES, POSITION_EDGES, PROBABILITY_EDGES
+from verl_ext.core.lag import Lag
 from verl_ext.core.measure import measure
 from verl_ext.core.scratch import Scratch
 from verl_ext.core.tokens import Tokens
@@ -62,13 +63,13 @@ def counted(batch):
             before = m
             if m and math.isfinite(infer) and math.isfinite(old):
                 where = {"prob": math.exp(infer), "entropy": entropy, "position": position, "turn": turn}
-                agreement = 1.0 if math.isnan(agreement) else agreement
                 found.append({"agreement": agreement, "gap": abs(old - infer)} | where)
     return found
 
 
 def oracle(batch, breakdown=True):
-    tokens, metrics = counted(batch), {}
+    everything, metrics = counted(batch), {}
+    tokens = [t for t in everything if not math.isnan(t["agreement"])]
     correlation = pearson([1 - t["agreement"] for t in tokens], [t["gap"] for t in tokens])
     if correlation is not None:
         metrics[CORRELATION] = correlation
@@ -79,10 +80,10 @@ def oracle(batch, breakdown=True):
         if inside:
             metrics[f"router/gap_{name}"] = mean(inside)
     for axis, edges in EDGES.items():
-        bucket_of = [bisect.bisect_right(edges, t[axis]) - 1 for t in tokens]
-        if breakdown and len(set(bucket_of)) > 1:
-            for bucket in set(bucket_of):
-                inside = [t["agreement"] for t, of in zip(tokens, bucket_of, strict=True) if of == bucket]
+        buckets = {bisect.bisect_right(edges, t[axis]) - 1 for t in everything}
+        for bucket in buckets if breakdown and len(buckets) > 1 else ():
+            inside = [t["agreement"] for t in tokens if bisect.bisect_right(edges, t[axis]) - 1 == bucket]
+            if inside:
                 metrics[f"router/agreement/{axis}/{NAMES[axis][bucket]}"] = mean(inside)
     return metrics
 
@@ -181,14 +182,39 @@ def test_agreement_counts_only_where_tokens_do(batch, odd):
     assert measure(pack(changed)).metrics == measure(pack(batch)).metrics
 
 
+def less(batch, left_out):
+    """These trajectories were not compared."""
+    return [
+        [(*token[:4], math.nan) for token in row] if gone else row for row, gone in zip(batch, left_out, strict=True)
+    ]
+
+
 @FEW
-@given(batch=BATCH)
-def test_unknown_routing_counts_as_agreeing(batch):
-    tokens = pack(batch)
-    known = replace(tokens, agreement=tokens.agreement.nan_to_num(1.0))
-    assert measure(tokens).metrics == measure(known).metrics
-    unknown = replace(tokens, agreement=torch.full_like(tokens.agreement, math.nan))
-    assert not {CORRELATION, "router/gap_differs"} & measure(unknown).metrics.keys()
+@given(batch=BATCH, seed=st.integers(0, 2**31), block=st.sampled_from([None, 1, 3, 7]))
+def test_trajectories_that_were_not_compared_count_in_all_but_the_agreement(batch, seed, block):
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.rand(len(batch), generator=generator) < 0.5
+    tokens, lag = pack(less(batch, ~kept)), Lag(*torch.randint(0, 9, (2, len(batch)), generator=generator))
+    found = measure(replace(tokens, lag=lag), CHOICES[1], block=block)
+    whole = measure(replace(pack(batch), lag=lag), CHOICES[1], block=block)
+    assert_same(
+        {name: value for name, value in found.metrics.items() if not name.startswith("router/")},
+        {name: value for name, value in whole.metrics.items() if not name.startswith("router/")},
+    )
+    compared = [row for row, stays in zip(batch, kept, strict=True) if stays]
+    alone = measure(replace(pack(compared), lag=Lag(lag.newest[kept], lag.oldest[kept])), CHOICES[1], block=block)
+    of_compared = of_router(alone.metrics)
+    for name, value in of_compared.items():  # an axis that they alone would leave out may be there
+        assert found.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-12), name
+    axes = tuple(f"router/agreement/{axis}/" for axis in EDGES)
+    assert {name for name in of_router(found.metrics) if not name.startswith(axes)} == {
+        name for name in of_compared if not name.startswith(axes)
+    }
+
+
+def test_where_no_trajectory_was_compared_there_is_no_agreement():
+    batch = random_batch(rows=6, longest=40)
+    assert not of_router(measure(pack(less(batch, [True] * 6)), block=20).metrics)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

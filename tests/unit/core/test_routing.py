@@ -1,5 +1,6 @@
 """Agreement per token and the router metrics, against loops over Python's sets."""
 
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from verl_ext.core.captured import REASONS
 from verl_ext.core.routing import RouterSums, agreement, router_metrics
 
 
-def draw(lengths, layers, top_k, seed):
+def draw(lengths, layers, top_k, seed, share=1.0):
     """Overlaps, masks and margins of random routings, and the sets themselves."""
     generator = torch.Generator().manual_seed(seed)
     n = sum(lengths)
@@ -29,6 +30,7 @@ def draw(lengths, layers, top_k, seed):
         "refused": torch.where(known, 0, torch.randint(0, 1 + len(REASONS), (n,), generator=generator)).byte(),
         "margin": torch.rand(n, layers, generator=generator),
         "offsets": torch.tensor([0, *lengths]).cumsum(0),
+        "left_out": torch.rand(len(lengths), generator=generator) >= share,
     }
 
 
@@ -46,6 +48,7 @@ def computed(drawn, top_k, **settings):
         drawn["mask"],
         drawn["known"],
         drawn["offsets"],
+        left_out_B=drawn["left_out"],
         refused_N=drawn["refused"],
         margin_NL=drawn["margin"],
         own_NL=overlap(drawn["own"], drawn["infer"]),
@@ -63,14 +66,26 @@ def test_a_gap_of_weights_counts_where_a_token_does():
     assert "router/weight_gap" not in router_metrics(computed(drawn, 2)[1].pack())
 
 
+def ratio_error(pairs, M):
+    """Standard error of sum a / sum n of m pairs (a, n) out of M, in float64 (Cochran, ch. 6)."""
+    m, n = len(pairs), math.fsum(n for _, n in pairs)
+    ratio = math.fsum(a for a, _ in pairs) / n
+    return math.sqrt((1 - m / M) * m / (m - 1) * math.fsum((a - ratio * n_b) ** 2 for a, n_b in pairs)) / n
+
+
 def expected_metrics(drawn, top_k):
     """From the definitions, token by token."""
-    counted = (drawn["mask"] & drawn["known"]).nonzero()[:, 0].tolist()
-    generated = int(drawn["mask"].sum())
+    rows = torch.repeat_interleave(drawn["offsets"].diff()).tolist()
+    asked = drawn["mask"] & ~drawn["left_out"][rows]
+    counted = (asked & drawn["known"]).nonzero()[:, 0].tolist()
+    generated = int(asked.sum())
+    written = {row for row, m in zip(rows, drawn["mask"], strict=True) if m}
+    compared = [row for row in sorted(written) if not drawn["left_out"][row]]
+    part = {} if len(compared) == len(written) else {"router/sampled": len(compared) / len(written)}
     if not generated:
-        return {}
-    refused = sum(bool(reason) for reason, m in zip(drawn["refused"], drawn["mask"], strict=True) if m)
-    found = {
+        return part
+    refused = sum(bool(reason) for reason, m in zip(drawn["refused"], asked, strict=True) if m)
+    found = part | {
         "router/tokens": len(counted),
         "router/unknown": (generated - len(counted) - refused) / generated,
         "router/invalid": refused / generated,
@@ -92,6 +107,11 @@ def expected_metrics(drawn, top_k):
         found[f"router/first_differs/layer_{layer:02d}"] = first.count(layer) / len(counted)
     flat = [(x, margin[t][layer]) for t, row in zip(counted, agree, strict=True) for layer, x in enumerate(row)]
     found["router/agreement"] = sum(x for x, _ in flat) / len(flat)
+    if part and len(compared) > 1:
+        means = [sum(row) / layers for row in agree]
+        of_row = [[x for x, t in zip(means, counted, strict=True) if rows[t] == row] for row in compared]
+        pairs = [(sum(values), len(values)) for values in of_row]
+        found["router/agreement/error"] = ratio_error(pairs, len(written))
     found["router/own_agreement"] = sum(map(sum, own)) / len(flat)
     found["router/exact_match"] = sum(x == 1 for x, _ in flat) / len(flat)
     differing = [layer for layer in first if layer is not None]
@@ -111,16 +131,18 @@ lengths = st.lists(st.integers(0, 6), min_size=1, max_size=5)
 seeds = st.integers(0, 2**31)
 
 
-@given(lengths, st.integers(1, 4), st.integers(1, 4), seeds, st.integers(1, 20))
+@given(lengths, st.integers(1, 4), st.integers(1, 4), seeds, st.integers(1, 20), st.sampled_from([1.0, 0.6, 0.3]))
 @settings(deadline=None)
-def test_metrics_equal_their_definitions_whatever_the_block(lengths, layers, top_k, seed, block):
-    drawn = draw(lengths, layers, top_k, seed)
+def test_metrics_equal_their_definitions_whatever_the_block(lengths, layers, top_k, seed, block, share):
+    drawn = draw(lengths, layers, top_k, seed, share)
     per_token, sums = computed(drawn, top_k, block=block)
     assert router_metrics(sums.pack()) == pytest.approx(expected_metrics(drawn, top_k), rel=1e-6, abs=1e-7)
     for t in range(sum(lengths)):
         a, b = drawn["train"][t].tolist(), drawn["infer"][t].tolist()
         mean = math.fsum(len(set(x) & set(y)) / top_k for x, y in zip(a, b, strict=True)) / layers
-        assert per_token[t].item() == pytest.approx(mean if drawn["known"][t] else 1.0, rel=1e-6)
+        row = int((drawn["offsets"] <= t).sum()) - 1
+        expected = math.nan if drawn["left_out"][row] else mean if drawn["known"][t] else 1.0
+        assert per_token[t].item() == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
 @given(lengths, st.integers(1, 3), seeds)
@@ -129,7 +151,7 @@ def test_sums_are_of_each_trajectory_and_survive_the_way(lengths, layers, seed):
     drawn = draw(lengths, layers, 2, seed)
     _, sums = computed(drawn, 2)
     packed = sums.pack()
-    assert packed.shape == (len(lengths), 4 * layers + 6 + len(REASONS))
+    assert packed.shape == (len(lengths), 4 * layers + 7 + len(REASONS))
     for name, value in vars(RouterSums.unpack(packed)).items():
         assert torch.equal(value, getattr(sums, name))
     counted = (drawn["mask"] & drawn["known"]).split(lengths)
@@ -189,3 +211,62 @@ def test_a_rollout_that_returns_no_routing_is_seen():
     per_token, sums = agreement(torch.zeros(2, 3, dtype=torch.uint8), 2, yes, ~yes, torch.tensor([0, 2]))
     assert per_token.tolist() == [1.0, 1.0]
     assert router_metrics(sums.pack()) == {"router/tokens": 0, "router/unknown": 1.0, "router/invalid": 0.0}
+
+
+def sums_of(agree, tokens, left_out):
+    """Packed, of trajectories with these sums over two layers, some of them left out."""
+    agree, tokens = (torch.tensor(values, dtype=torch.float64).unsqueeze(1) for values in (agree, tokens))
+    here = ~torch.tensor(left_out).unsqueeze(1)
+    by_layer = torch.cat([agree - 0.25, agree + 0.25], 1) * here
+    zero = torch.zeros_like(tokens)
+    rest = {"margin_equal": zero, "margin_differs": zero, "unknown": zero, "weight_gap": zero, "weighed": zero}
+    sums = RouterSums(
+        agree=by_layer,
+        exact=by_layer,
+        first=0 * by_layer,
+        own=by_layer,
+        tokens=tokens * here,
+        left_out=tokens * ~here,
+        refused=zero.expand(-1, len(REASONS)),
+        **rest,
+    )
+    return sums.pack()
+
+
+def every_sample(agree, tokens, m):
+    """(agreement, its error) of each way to draw m of the trajectories."""
+    for kept in itertools.combinations(range(len(agree)), m):
+        found = router_metrics(sums_of(agree, tokens, [row not in kept for row in range(len(agree))]))
+        assert found["router/sampled"] == m / len(agree)
+        yield found["router/agreement"], found["router/agreement/error"]
+
+
+def spread_and_mean_error(samples):
+    agreements, errors = zip(*samples, strict=True)
+    mean = math.fsum(agreements) / len(agreements)
+    spread = math.fsum((x - mean) ** 2 for x in agreements) / len(agreements)
+    return spread, math.fsum(error**2 for error in errors) / len(errors)
+
+
+@pytest.mark.parametrize("m", [2, 3, 5])
+def test_of_trajectories_of_one_length_the_error_is_the_spread_of_all_samples(m):
+    """Then the ratio is a mean, of whose variance the square of the error is an unbiased estimate."""
+    spread, squares = spread_and_mean_error(every_sample([9.0, 8.0, 6.5, 9.5, 7.0, 9.9], [10.0] * 6, m))
+    assert squares == pytest.approx(spread, rel=1e-9)
+
+
+def test_of_ragged_trajectories_it_is_close_to_it():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(20, 60, (14,), generator=generator).double()
+    agree = tokens * (1 - 0.1 * torch.rand(14, dtype=torch.float64, generator=generator))
+    spread, squares = spread_and_mean_error(every_sample(agree.tolist(), tokens.tolist(), 7))
+    assert squares == pytest.approx(spread, rel=0.1)
+
+
+def test_the_error_says_nothing_of_a_single_trajectory_or_of_none_left_out():
+    agree, tokens = [9.0, 8.0, 6.5], [10.0, 10.0, 0.0]  # the last has no generated token
+    one = router_metrics(sums_of(agree, tokens, [True, False, False]))
+    assert one["router/sampled"] == 0.5 and "router/agreement/error" not in one
+    every = router_metrics(sums_of(agree, tokens, [False] * 3))
+    assert not {"router/sampled", "router/agreement/error"} & every.keys()
+    assert router_metrics(sums_of(agree, tokens, [True] * 3)) == {"router/sampled": 0.0}

@@ -1,17 +1,22 @@
 """Settings of the routing: what they turn on, and what cannot work."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from tests.support.fixing import assert_fixed
+from verl_ext.core.corrections import CORRECTIONS, register_correction
+from verl_ext.core.policy_loss import LossChange, register_loss
 from verl_ext.errors import ConfigError
 from verl_ext.launch.checks import apply_engine_settings, check_run
 from verl_ext.launch.features import features
 from verl_ext.launch.routing_checks import compares_routing, replay_mode, replayed_field
+from verl_ext.settings.losses import LOSS, LOSSES
 from verl_ext.settings.stability import stability_config
+from verl_ext.upstream import routing_share
 
 FSDP = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
 
@@ -82,6 +87,47 @@ def test_agreement_on_megatron_asks_nothing_of_its_replay(checked):
     config = checked("stability=none", "stability.router_agreement=true", "model_engine=megatron")
     assert config.actor_rollout_ref.actor.megatron.router_replay.mode == "disabled"  # the worker builds it to record
     assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+
+
+SHARE = ("stability=none", "stability.router_agreement=true", "stability.router_agreement_share=0.25")
+LOAD_BALANCE = "actor_rollout_ref.rollout.moe_load_balance_metrics_interval"
+
+
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+def test_a_share_is_asked_for_in_every_process_and_named(checked, engine):
+    config = checked(*SHARE, f"model_engine={engine}")
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars[routing_share.VARIABLE] == "0.25"
+    (feature,) = features(config, stability_config(config.stability))
+    assert feature.setting == "compute_log_prob, share 0.25"
+    assert routing_share.VARIABLE not in checked(*SHARE[:2]).ray_kwargs.ray_init.runtime_env.env_vars
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{FSDP}=R2"], f"without routing, which {FSDP}=R2 replays; set stability.router_agreement_share=1"),
+        ([f"{FSDP}=R3"], f"without routing, which {FSDP}=R3 replays"),
+        (["model_engine=megatron", "actor_rollout_ref.actor.megatron.router_replay.mode=R2"], "mode=R2 replays"),
+        ([f"{LOAD_BALANCE}=10"], f"{LOAD_BALANCE}=10 would count them for expert 0; set {LOAD_BALANCE}=0, or set stab"),
+    ],
+)
+def test_what_reads_the_routing_of_all_trajectories_does_not_go_with_a_share(checked, overrides, message):
+    run = partial(checked, *SHARE, *overrides)
+    with pytest.raises(ConfigError) as error:
+        run()
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert_fixed(error.value, run)
+
+
+def test_methods_that_read_the_agreement_of_every_token_do_not_go_with_a_share(checked):
+    with mock.patch.dict(CORRECTIONS), mock.patch.dict(LOSSES):
+        register_correction("by_agreement", reads=("router_agreement",), in_update=True)(lambda batch: LossChange())
+        register_loss("of_agreement", reads=("router_agreement",))(lambda batch: LossChange())
+        for override in ("stability.correction=by_agreement", f"{LOSS}.loss_mode=of_agreement"):
+            with pytest.raises(ConfigError, match=f"{override} reads the routers' agreement of every token") as error:
+                checked(*SHARE, override)
+            assert error.value.fix == ("stability.router_agreement_share=1",)
+            checked(*SHARE, override, *error.value.fix)
 
 
 @pytest.mark.parametrize(

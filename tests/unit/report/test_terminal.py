@@ -80,6 +80,13 @@ def test_only_the_layer_that_agrees_least_is_shown():
     assert layer.worst == pytest.approx(0.97 - 8e-4)
 
 
+def test_the_error_of_a_share_stands_under_the_agreement():
+    run = full()
+    run.metrics["router/agreement/error"] = run.metrics["router/any_layer_differs"]
+    labels = [row.label.strip() for row in rows(run)]
+    assert labels[labels.index("router agreement") :][:3] == ["router agreement", "standard error", "worst layer 17"]
+
+
 def test_verls_own_names_stand_in_where_the_plugin_is_off():
     (row,) = rows(make({"rollout_corr/k3_kl": [1e-4, 2e-4, NAN]}))
     assert (row.metric, row.first, row.last) == ("vllm_kl/k3", 1e-4, 2e-4)

@@ -219,6 +219,12 @@ def test_without_k3_the_run_is_told_how_to_measure_it():
     assert tried(verdict) == ["stability.metrics=true"]
 
 
+def test_the_agreement_of_a_share_is_told_with_its_error():
+    verdict = judge(make({"router/agreement": [0.99] * 3, "router/agreement/error": [0.0005, 0.0006, 0.0007]}))
+    (said,) = verdict.evidence
+    assert said == "The engines choose 99.00 % of the experts alike (by a share of the trajectories: +- 0.12 % a step)."
+
+
 def test_what_to_try_depends_on_what_is_on_and_on_the_cause():
     growing = 1e-4 * np.exp(0.1 * np.arange(1, 41))
     base = {"vllm_kl/k3": growing, "vllm_kl/log_ratio_abs_mean": growing}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from verl.utils import tensordict_utils as tu
 
 from tests.support.routing_families import EXPERTS, TOP_K, build, experts_inputs, moe_layers
 from tests.support.routing_ranks import LAYERS, LENGTHS, Case, batch, rollout_routes, sequences
@@ -118,6 +119,69 @@ def test_weights_of_a_row_that_verl_has_added_are_zeros_and_others_of_another_le
     data["response_mask"] = torch.nested.as_nested_tensor([*masks[:-1], 0 * masks[-1]], layout=torch.jagged)
     found = router_metrics(compute_log_prob(engine, data)["router_sums"])
     assert found["router/weight_gap"] < 1e-6 and found["router/tokens"] == sum(len(mask) for mask in masks[:-1])
+
+
+def emptied(field, left_out):
+    """What upstream/routing_share.py makes of these rows."""
+    rows = [row[:0] if gone else row for row, gone in zip(field.unbind(), left_out, strict=True)]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.parametrize("left_out", [(1, 0, 0, 1), (0, 1, 1, 0), (1, 1, 1, 1), (0, 0, 0, 1)])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_the_rest_of_a_batch_is_compared_as_if_it_were_alone(family, left_out):
+    case, engine = Case(family, planted=[(0, 1, 2), (2, 0, 1)]), Engine(family)
+    attached(engine)
+    data = micro_batch(case, calculate_entropy=True)
+    data[ROLLOUT_WEIGHTS] = shipped_weights(family, 2)
+    kept = [row for row, gone in enumerate(left_out) if not gone]
+    whole = compute_log_prob(engine, data)
+    alone = compute_log_prob(engine, tu.index_select_tensor_dict(data, kept)) if kept else None
+    for name in (ROLLOUT_ROUTES, ROLLOUT_WEIGHTS):
+        data[name] = emptied(data[name], left_out)
+    found = compute_log_prob(engine, data)
+    assert torch.equal(found["router_sums"][kept], whole["router_sums"][kept])
+    rest = RouterSums.unpack(found["router_sums"][[row for row, gone in enumerate(left_out) if gone]])
+    assert rest.left_out.flatten().tolist() == [LENGTHS[row][1] for row, gone in enumerate(left_out) if gone]
+    assert not any(values.any() for name, values in vars(rest).items() if name != "left_out")
+    for row, (ours, of_all) in enumerate(
+        zip(found["router_agreement"].unbind(), whole["router_agreement"].unbind(), strict=True)
+    ):
+        assert ours.isnan().all() if left_out[row] else torch.equal(ours, of_all)
+    metrics = router_metrics(found["router_sums"])
+    assert metrics.pop("router/sampled") == len(kept) / 4
+    metrics.pop("router/agreement/error", None)
+    assert metrics == pytest.approx(router_metrics(alone["router_sums"]) if kept else {}, rel=1e-5)
+
+
+@pytest.mark.parametrize("copied_from_one_left_out", [True, False])
+def test_a_row_that_verl_has_added_is_neither_compared_nor_left_out(copied_from_one_left_out):
+    """Its routing is zeros of its own length, its weights are those of what it was copied from: any length, or none."""
+    case, engine = Case(), Engine()
+    attached(engine)
+    data = micro_batch(case, calculate_entropy=True)
+    routes, weights = list(data[ROLLOUT_ROUTES].unbind()), list(shipped_weights(case.family, 1).unbind())
+    masks = list(data["response_mask"].unbind())
+    routes[0], weights[0] = routes[0][:0], weights[0][:0]
+    routes[3], weights[3] = 0 * routes[3], weights[0 if copied_from_one_left_out else 2]
+    masks[3] = 0 * masks[3]
+    for name, rows in ((ROLLOUT_ROUTES, routes), (ROLLOUT_WEIGHTS, weights), ("response_mask", masks)):
+        data[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    found = compute_log_prob(engine, data)
+    sums = RouterSums.unpack(found["router_sums"])
+    assert sums.left_out.flatten().tolist() == [LENGTHS[0][1], 0, 0, 0] and not sums.unknown.any()
+    assert sums.tokens.flatten().tolist() == [0, LENGTHS[1][1], LENGTHS[2][1], 0]
+    assert torch.equal(sums.weighed, sums.tokens) and router_metrics(found["router_sums"])["router/sampled"] == 2 / 3
+
+
+def test_routing_that_came_for_a_part_of_a_trajectory_is_an_error():
+    engine = Engine()
+    attached(engine)
+    data = micro_batch(Case(), calculate_entropy=True)
+    rows = [row[:1] if index == 1 else row for index, row in enumerate(data[ROLLOUT_ROUTES].unbind())]
+    data[ROLLOUT_ROUTES] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    with pytest.raises(HookError, match="the training engine has 23 tokens"):
+        compute_log_prob(engine, data)
 
 
 def test_ids_and_weights_that_were_not_taken_apart_are_told_as_that():

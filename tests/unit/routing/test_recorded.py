@@ -207,6 +207,29 @@ def test_refused_rows_are_counted_by_their_reason_and_not_compared(block):
     assert found["router_agreement"].values().tolist() == [1.0] * sum(response for _, response in LENGTHS)
 
 
+@pytest.mark.parametrize("left_out", [(1, 0, 0, 1), (0, 1, 1, 0), (1, 1, 1, 1), (0, 0, 0, 1)])
+@pytest.mark.parametrize("block", [1, 7, 1000])
+def test_the_rest_of_a_batch_is_compared_as_if_it_were_alone(left_out, block):
+    routes, recorders = some_routes(), Recorders("TopKRouter", MOE, LAYERS, EXPERTS)
+    rollout = plant(plant(as_rollout(routes), 1, 3, MOE[2]), 3, 0, MOE[0])
+    rollout[1][LENGTHS[1][0] - 1] = 0  # unknown
+    rollout[0][LENGTHS[0][0], MOE[1]] = 5  # refused
+    kept = [row for row, gone in enumerate(left_out) if not gone]
+    shipped = [rows[:0] if gone else rows for rows, gone in zip(rollout, left_out, strict=True)]
+    found = compared(routes, shipped, block=block)
+    sums = RouterSums.unpack(found["router_sums"])
+    gone, agreement = torch.tensor(left_out).bool(), found["router_agreement"].unbind()
+    assert torch.equal(sums.left_out[:, 0], gone * torch.tensor(LENGTHS)[:, 1])
+    assert found["router_sums"][gone].sum() == sums.left_out.sum()
+    assert all(agreement[row].isnan().all() for row in gone.nonzero()[:, 0])
+    if kept:
+        alone = compare(
+            nested([routes[row] for row in kept]), nested([rollout[row] for row in kept]), recorders, batch(which=kept)
+        )
+        assert torch.equal(found["router_sums"][kept], alone["router_sums"])
+        assert torch.equal(torch.cat([agreement[row] for row in kept]), alone["router_agreement"].values())
+
+
 def test_top_1_of_one_expert_is_no_reason_to_refuse():
     routes = [torch.zeros(sum(pair), 1, 1, dtype=torch.int16) for pair in LENGTHS]
     found = compared(routes, routes, Recorders("TopKRouter", [0], 1, EXPERTS))

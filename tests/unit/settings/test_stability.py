@@ -55,6 +55,19 @@ def test_everything_is_off_by_default():
         ({"filters": {"low_agreement": {"threshold": 0.5}}}, "set stability.router_agreement=true"),
         ({"router_weights": True}, "set stability.router_agreement=true"),
         (
+            {"router_agreement_share": 0.5},
+            "stability.router_agreement_share=0.5 needs the routers' agreement; set stability.router_agreement=true",
+        ),
+        ({"router_agreement": True, "router_agreement_share": 0}, "_share=0 must be above 0 and at most 1"),
+        ({"router_agreement": True, "router_agreement_share": 1.5}, "_share=1.5 must be above 0 and at most 1"),
+        ({"router_agreement": True, "router_agreement_share": float("nan")}, "_share=nan must be above 0"),
+        (
+            {"router_agreement": True, "router_agreement_share": 0.5, "filters": {"low_agreement": {"threshold": 0.5}}},
+            "stability.filters.low_agreement reads the routers' agreement of every token, and "
+            "stability.router_agreement_share=0.5 compares some trajectories alone; set "
+            "stability.router_agreement_share=1",
+        ),
+        (
             {
                 "router_agreement": True,
                 "guard": {"rules": {"r": {"signal": "router/weight_gap", "above": 0.1, "action": "warn"}}},

@@ -15,6 +15,25 @@ def config(mode="disabled", strategy="fsdp2"):
     return OmegaConf.create({"actor_rollout_ref": {"actor": actor}})
 
 
+def of_a_share(share, processes):
+    asked = {"stability": {"router_agreement_share": share}}
+    agents = {"actor_rollout_ref": {"rollout": {"agent": {"num_workers": processes}}}}
+    return OmegaConf.merge(config(), asked, agents)
+
+
+@pytest.mark.parametrize(("share", "processes", "trajectories"), [(0.5, 1, 20), (0.9, 1, 100), (0.5, 4, 80)])
+def test_a_share_of_which_nothing_is_left_out_stops_the_run(share, processes, trajectories):
+    asked, enough, one = of_a_share(share, processes), Counts(9, 0, {}, compared=trajectories + 1), Counts(9, 0, {}, 1)
+    captured = CapturedRouting()
+    captured.judge(Counts(9, 0, {}, compared=trajectories - 1), asked, 1)  # chance, or none for this process
+    with pytest.raises(HookError, match=rf"_share={share:g}, and each of \d+ trajectories .*; set stability.*=1, or"):
+        [captured.judge(one, asked, step) for step in (2, 3)]
+    captured = CapturedRouting()
+    captured.judge(Counts(9, 0, {}, compared=1, left_out=1), asked, 1)
+    captured.judge(enough, asked, 2)
+    CapturedRouting().judge(enough, of_a_share(1.0, processes), 1)
+
+
 def counts(believed=0, unknown=0, **refused):
     return Counts(believed, unknown, dict.fromkeys(REASONS, 0) | refused)
 

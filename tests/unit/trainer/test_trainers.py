@@ -251,6 +251,7 @@ def router_sums(*differing):
                 unknown=zero,
                 weight_gap=d / 4,
                 weighed=n,
+                left_out=zero,
                 refused=zero.expand(1, 3),
             ).pack()[0]
         )
@@ -328,7 +329,7 @@ def test_a_rollout_that_returns_no_heads_is_an_error(step):
 def refused_sums(believed, repeated):
     n = torch.tensor([[float(believed)]])
     by_layer, zero, refused = n.expand(1, 2), torch.zeros(1, 1), torch.tensor([[0.0, repeated, 0.0]])
-    sums = RouterSums(by_layer, by_layer, 0 * by_layer, by_layer, zero, zero, n, zero, zero, zero, refused)
+    sums = RouterSums(by_layer, by_layer, 0 * by_layer, by_layer, zero, zero, n, zero, zero, zero, zero, refused)
     row = sums.pack()[0]
     return torch.nested.as_nested_tensor([row, row], layout=torch.jagged)
 

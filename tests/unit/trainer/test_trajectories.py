@@ -191,6 +191,12 @@ def test_a_line_holds_what_the_view_shows(written):
     assert line["entropy"] == pytest.approx([0.2, 0.3, None])
 
 
+def test_a_trajectory_that_was_not_compared_has_no_agreement(written):
+    agreement = torch.tensor([NAN, NAN, 1.0, 0.5])
+    lines = written(TrajectoryDump(per_step=2), tokens_of([9.0, 9.0], [0.1, 0.1], agreement=agreement))
+    assert [line["agreement"] for line in lines] == [[None, None], [1.0, 0.5]]
+
+
 def test_a_long_response_keeps_its_ends(written):
     tokens = tokens_of([float(i) for i in range(10)])
     (line,) = written(TrajectoryDump(per_step=2, max_tokens=5), tokens)

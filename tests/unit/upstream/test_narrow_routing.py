@@ -156,8 +156,9 @@ def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, dt
 
 
 @pytest.mark.usefixtures("narrowed")
+@pytest.mark.parametrize("left_out", [(), (1,), (0, 2), (0, 1, 2, 3)])  # routing_share.py
 @pytest.mark.parametrize("lengths", [(5, 3, 8, 4), (5, 5, 5, 5)], ids=["jagged", "equal"])
-def test_bytes_pass_transfer_queues_codec_and_verls_batches(lengths):
+def test_bytes_pass_transfer_queues_codec_and_verls_batches(lengths, left_out):
     """What stands between as_dict and a training worker's micro-batch, but for the sockets."""
     from tensordict import TensorDict
     from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager as Manager
@@ -175,7 +176,7 @@ def test_bytes_pass_transfer_queues_codec_and_verls_batches(lengths):
         ).as_dict()
         for length in lengths
     ]
-    sent = [fields["routed_experts"] for fields in outputs]
+    sent = [fields["routed_experts"][: 0 if row in left_out else None] for row, fields in enumerate(outputs)]
     put = tu.list_of_dict_to_tensordict([{"routed_experts": ids} for ids in sent])["routed_experts"]
     frames = encode({"ids": Manager._select_by_positions(put, list(range(len(lengths))))})
     got = Manager._pack_field_values(list(decode([memoryview(frame) for frame in frames])["ids"]))

@@ -1,0 +1,155 @@
+"""A share of the trajectories keeps its routing, on verl's own AgentLoopOutput."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop import agent_loop
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+from verl_ext.fields import ROLLOUT_ROUTES, ROLLOUT_WEIGHTS
+from verl_ext.upstream import narrow_routing, routed_weights, routing_share
+from verl_ext.upstream.routing_share import Systematic
+
+PROMPT, RESPONSE, LAYERS, TOP_K = 4, 5, 3, 2
+
+
+def output(rows):
+    return AgentLoopOutput(
+        prompt_ids=list(range(PROMPT)),
+        response_ids=list(range(RESPONSE)),
+        response_mask=[1] * RESPONSE,
+        response_logprobs=[-0.5] * RESPONSE,
+        routed_experts=rows,
+        reward_score=1.0,
+        metrics=AgentLoopMetrics(),
+        extra_fields={"teacher_ids": torch.arange(3), "other": 1},
+    )
+
+
+def some_rows(dtype, weights=False):
+    rows = np.arange((PROMPT + RESPONSE) * LAYERS * TOP_K * (1 + weights), dtype=dtype)
+    rows = rows.reshape(PROMPT + RESPONSE, LAYERS, -1)
+    rows.flags.writeable = False  # as Ray hands it out
+    return torch.tensor(rows) if dtype is np.int32 else rows  # as SGLang's are decoded
+
+
+@pytest.fixture
+def hooked(monkeypatch):
+    """hooked(take, weights): as in a process of a run, of which no trajectory is sampled, or every one."""
+    undo = []
+
+    def hook(take, weights=False):
+        undo.append(narrow_routing.narrow(agent_loop))
+        if weights:
+            monkeypatch.setenv(routed_weights.VARIABLE, "8")
+            undo.append(routed_weights.in_agent_loop(agent_loop))
+        undo.append(routing_share.in_agent_loop(agent_loop, Systematic(float(take), 0.0)))
+
+    yield hook
+    for each in reversed(undo):
+        each()
+
+
+CARRIED = [(np.uint8, False), (np.uint16, False), (np.int32, False), (np.uint16, True)]
+
+
+@pytest.mark.parametrize(("dtype", "weights"), CARRIED, ids=["uint8", "uint16", "int32", "weights"])
+def test_what_is_left_out_is_empty_and_all_else_is_verls(hooked, dtype, weights):
+    hooked(False, weights)
+    found = output(some_rows(dtype, weights)).as_dict()
+    whole = agent_loop.AgentLoopOutput.as_dict.__wrapped__(output(some_rows(dtype, weights)))
+    assert found.keys() == whole.keys()
+    for name, value in whole.items():
+        if name in (ROLLOUT_ROUTES, ROLLOUT_WEIGHTS):
+            assert found[name].shape == (0, LAYERS, TOP_K) and found[name].dtype == value.dtype
+            assert found[name].untyped_storage().nbytes() == 0, "of a larger tensor, which would stay"
+        elif torch.is_tensor(value):
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+        else:
+            assert found[name] == value, name
+    assert (ROLLOUT_WEIGHTS in found) == weights
+
+
+def test_the_rows_of_what_is_left_out_are_handed_to_nobody():
+    handed = []
+
+    def verls(output):
+        handed.append(output.routed_experts)
+        return AgentLoopOutput.as_dict(output)
+
+    routing_share.as_dict(verls, output(some_rows(np.uint8)), Systematic(0.0, 0.0))
+    assert [None if rows is None else len(rows) for rows in handed] == [0, None]
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_what_is_sampled_is_as_without_a_share(hooked, weights):
+    hooked(True, weights)
+    found = output(some_rows(np.uint16, weights)).as_dict()
+    whole = agent_loop.AgentLoopOutput.as_dict.__wrapped__(output(some_rows(np.uint16, weights)))
+    assert torch.equal(found[ROLLOUT_ROUTES], whole[ROLLOUT_ROUTES]) and len(found[ROLLOUT_ROUTES]) == PROMPT + RESPONSE
+
+
+def test_a_trajectory_without_routing_has_no_field_and_does_not_count(hooked):
+    hooked(False)
+    assert ROLLOUT_ROUTES not in output(None).as_dict()
+    half = Systematic(0.5, 0.5)
+    routing_share.as_dict(lambda output: {}, output(None), half)
+    assert half.take()
+
+
+@given(st.floats(0.01, 1), st.floats(0, 1, exclude_max=True), st.integers(1, 300), st.integers(0, 99))
+def test_of_any_in_a_row_the_share_is_taken_to_within_one(share, start, n, skip):
+    sampling = Systematic(share, start)
+    taken = [sampling.take() for _ in range(skip + n)][skip:]
+    assert math.floor(n * share - 1e-9) <= sum(taken) <= math.ceil(n * share + 1e-9)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
+def test_starts_are_even_so_that_each_trajectory_is_taken_as_often(share):
+    starts, places = 1000, 20
+    taken = np.zeros(places)
+    for start in range(starts):
+        sampling = Systematic(share, (start + 0.5) / starts)
+        taken += [sampling.take() for _ in range(places)]
+    assert np.abs(taken / starts - share).max() <= 1 / starts
+
+
+def test_pythons_own_random_state_is_left_alone(monkeypatch):
+    monkeypatch.setenv(routing_share.VARIABLE, "0.5")
+    hooks = []
+    monkeypatch.setattr(routing_share, "register_post_import_hook", lambda hook, module: hooks.append((hook, module)))
+    random.seed(1)
+    before = random.getstate()
+    for _ in range(2):
+        routing_share.install()
+    assert random.getstate() == before
+    starts = [hook.keywords["sampling"]._due for hook, module in hooks if module == routing_share.AGENT_LOOP]
+    assert len(set(starts)) == 2 and all(0 <= start < 1 for start in starts)
+
+
+def test_it_is_asked_for_in_the_environment_of_rays_processes():
+    config = OmegaConf.create({"ray_kwargs": {"ray_init": {"runtime_env": {"env_vars": {"MINE": "1"}}}}})
+    routing_share.request(config, 0.25)
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars == {"MINE": "1", routing_share.VARIABLE: "0.25"}
+
+
+@pytest.mark.parametrize(("value", "lengths"), [("1e-9", [0, 0]), (None, [2, 2])])
+def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, lengths):
+    """By the plugin, with narrow routing and weights in their order."""
+    code = (
+        "import verl_ext.plugin, numpy as np\n"
+        "from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput\n"
+        "output = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], metrics=AgentLoopMetrics(),\n"
+        "                         routed_experts=np.ones((2, 1, 2), np.uint16))\n"
+        "fields = output.as_dict()\n"
+        "print([len(fields[name]) for name in ('routed_experts', 'routed_weights')])"
+    )
+    asked = {routing_share.VARIABLE: value, routed_weights.VARIABLE: "8", narrow_routing.VARIABLE: "1"}
+    done = fresh_python(code, **asked)
+    assert done.stdout.splitlines()[-1:] == [str(lengths)], done.stderr
