@@ -75,6 +75,15 @@ TABLE = (
         test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
     ),
     Change(
+        name="replica_fetch",
+        target="`_meta_to_realdata` of `verl.utils.transferqueue_utils`",
+        why="the ranks of a model replica fetch a part of the routing each and gather the rest; in verl each fetches all",
+        when="with `stability_workers`, where a replica of the actor has several ranks and a batch has routing",
+        versions=VERL,
+        file="workers/replica_fetch.py",
+        test="tests/stack/test_replica_fetch.py::test_routing_is_fetched_once_for_a_replica_and_all_else_by_each_rank",
+    ),
+    Change(
         name="keep_metrics",
         target="`verl.utils.tracking.FileLogger`",
         why="verl's empties its file whenever it is opened; a resumed run goes on in it",

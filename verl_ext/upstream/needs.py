@@ -177,6 +177,19 @@ HOOKS = (
         ),
     ),
     Hook(
+        "replica_fetch",
+        "workers/replica_fetch.py",
+        (
+            "verl.utils.transferqueue_utils._meta_to_realdata(meta)",
+            "verl.utils.transferqueue_utils.tqbridge: _meta_to_realdata",
+            "verl.utils.transferqueue_utils.kv_batch_meta2batch_meta(meta)",
+            f"{WORKER}.TrainingWorker.__init__: get_data_parallel_rank",
+            f"{WORKER}.ActorRolloutRefWorker.init_model: actor_worker_cls, get_dispatch_collect",
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngine._init_device_mesh: ulysses_parallel_group",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.get_model_parallel_group(self)",
+        ),
+    ),
+    Hook(
         "keep_metrics",
         "trainer/logs.py",
         (

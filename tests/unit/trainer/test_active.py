@@ -42,6 +42,10 @@ def test_batches_are_measured_where_something_reads_that(active, overrides, expe
         (["stability=icepop"], LossActorRolloutRefWorker),
         (["stability=icepop", "stability.router_agreement=true"], RoutingActorRolloutRefWorker),
         (["stability=r2"], RoutingActorRolloutRefWorker),
+        (
+            ["stability=none", "model_engine=megatron", "actor_rollout_ref.actor.megatron.router_replay.mode=R3"],
+            LossActorRolloutRefWorker,
+        ),
     ],
 )
 def test_the_actors_worker_is_ours_where_something_of_ours_runs_in_it(active, overrides, expected):
