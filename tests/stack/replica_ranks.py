@@ -1,11 +1,13 @@
-"""What a spawned rank of test_replica_fetch.py runs: verl's tqbridge on a real TransferQueue, with and without sharing."""
+"""What a spawned rank of test_replica_fetch.py runs: verl's tqbridge on a real TransferQueue, shared and not."""
 
+import os
 from types import SimpleNamespace
 
 import ray
 import torch
 import torch.distributed as dist
 import transfer_queue as tq
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
@@ -90,15 +92,31 @@ def same(one, other):
     return one == other
 
 
-def rank_main(rank, store, cluster, results):
+def join_cluster(rank):
+    """The first rank starts Ray and a TransferQueue, and writes the batches into it."""
+    cluster = [None]
+    if rank == 0:
+        quick = {"py_executable": os.environ["PREFORK_PYTHON"]}
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=quick)
+        tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 2}}}))
+        for name in BATCHES:
+            put(name)
+        cluster = [ray.get_runtime_context().gcs_address]
+    dist.broadcast_object_list(cluster)
+    if rank > 0:
+        # Processes of tools/prefork.py are all of one job, of which there cannot be two drivers.
+        ray._private.state.next_job_id = lambda: ray.JobID.from_int(rank)
+        ray.init(address=cluster[0], log_to_driver=False, logging_level="ERROR")
+        tq.init()
+
+
+def rank_main(rank, store, results):
     """Fetch every batch plainly and shared, and leave in results/RANK.pt what differed and what was fetched."""
     from verl_ext.workers import replica_fetch
 
     torch.set_num_threads(1)
-    ray._private.state.next_job_id = lambda: ray.JobID.from_int(101 + rank)  # processes of tools/prefork.py have one
-    ray.init(address=cluster, log_to_driver=False, logging_level="ERROR")
-    tq.init()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    join_cluster(rank)
     replica_fetch.CHUNK = 64  # bytes: several chunks
     fetch, found = Rank(), {}
     plain = {name: flat(fetch(meta(name))[0]) for name in BATCHES}
@@ -131,5 +149,8 @@ def rank_main(rank, store, cluster, results):
     replica_fetch.share_fetches(engine(rank // 2))
     shared("two replicas", meta("ragged", only=[1, 3, 5] if rank == 2 else [0, 2, 4, 6]), parts["split"])
     torch.save(found, f"{results}/{rank}.pt")
+    dist.barrier()  # the cluster ends with the first
     dist.destroy_process_group()
+    if rank == 0:
+        tq.close()
     ray.shutdown()

@@ -1,12 +1,9 @@
 """Ranks of a replica that fetch routing together, from a real TransferQueue, against verl's plain fetch."""
 
 import pytest
-import ray
 import torch
-import transfer_queue as tq
-from omegaconf import OmegaConf
 
-from tests.stack.replica_ranks import BATCHES, RANKS, ROUTING, put, rank_main
+from tests.stack.replica_ranks import BATCHES, RANKS, ROUTING, rank_main
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -15,16 +12,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 def ranks(quick_ranks, tmp_path_factory):
     """What each rank found."""
     folder = tmp_path_factory.mktemp("replica")
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 2}}}))
-        for name in BATCHES:
-            put(name)
-        arguments = (f"file://{folder}/store", ray.get_runtime_context().gcs_address, str(folder))
-        torch.multiprocessing.spawn(rank_main, arguments, nprocs=RANKS)
-        tq.close()
-    finally:
-        ray.shutdown()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_AUTH_MODE", "disabled")  # one rank's cluster, which the others join
+        torch.multiprocessing.spawn(rank_main, (f"file://{folder}/store", str(folder)), nprocs=RANKS)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 

@@ -77,7 +77,7 @@ TABLE = (
     Change(
         name="replica_fetch",
         target="`_meta_to_realdata` of `verl.utils.transferqueue_utils`",
-        why="the ranks of a model replica fetch a part of the routing each and gather the rest; in verl each fetches all",
+        why="the ranks of a model replica fetch a part of the routing each and gather the rest; verl's fetch it all",
         when="with `stability_workers`, where a replica of the actor has several ranks and a batch has routing",
         versions=VERL,
         file="workers/replica_fetch.py",

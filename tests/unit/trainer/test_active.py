@@ -11,6 +11,8 @@ from verl_ext.trainer.startup import actor_class
 from verl_ext.trainer.trainers import replace_workers
 from verl_ext.workers.actor import LossActorRolloutRefWorker, RoutingActorRolloutRefWorker
 
+MEGATRON = "actor_rollout_ref.actor.megatron"
+
 
 @pytest.fixture
 def active(compose):

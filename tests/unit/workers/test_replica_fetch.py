@@ -1,6 +1,7 @@
 """How the rows of a batch are divided among the ranks of a replica, and when they cannot be."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ def test_every_row_has_one_rank_and_no_rank_a_row_too_much(sizes, ranks):
     starts = divide(sizes, ranks)
     assert starts[0] == 0 and starts[-1] == len(sizes) and len(starts) == ranks + 1
     assert starts == sorted(starts)
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in pairwise(starts):
         assert sum(sizes[start:end]) <= sum(sizes) / ranks + max(sizes)
 
 
