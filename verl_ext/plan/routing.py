@@ -122,7 +122,8 @@ def routing_cost(
         tokens: mean of prompt and response together.
         narrow: ids stay in the dtype of vLLM (upstream/narrow_routing.py); otherwise verl's int16 from `put` on.
         reads: stages that fetch them: 1 with router agreement (compute_log_prob), 2 with replay (update_actor).
-        ranks: training ranks that share a data-parallel rank (TP x PP x CP); verl has each fetch all its tokens.
+        ranks: training ranks that share a data-parallel rank (TP x PP x CP). Each has all of its tokens on its device;
+            they are fetched once for all of them (workers/replica_fetch.py).
         turns: of equal length; vLLM returns the ids from the first token on, at every turn.
 
     Returns:
@@ -135,14 +136,14 @@ def routing_cost(
             raise ConfigError(f"{name}={value} must be at least 1")
     returned = shape.engine_id_bytes
     queued = returned if narrow else 2
-    again, fetched = ("(turns + 1) / 2", (turns + 1) / 2), ("reads x ranks", reads * ranks)
+    again = ("(turns + 1) / 2", (turns + 1) / 2)
     passages: dict[str, tuple[str, str, int, tuple[str, float]]] = {
         "capture": ("vLLM worker", "scheduler", 4, ("1", 1)),
         "engine": ("scheduler", "vLLM server", returned, again),
         "agent_loop": ("vLLM server", "agent loop", returned, again),
         "put": ("agent loop", "TransferQueue", queued, ("1", 1)),
-        "get": ("TransferQueue", "training ranks", queued, fetched),
-        "device": ("training ranks", "their devices", queued, fetched),
+        "get": ("TransferQueue", "training ranks", queued, ("reads", reads)),
+        "device": ("training ranks", "their devices", queued, ("reads x ranks", reads * ranks)),
     }
     hops = {}
     for name, (source, target, id_bytes, (rule, times)) in passages.items():
