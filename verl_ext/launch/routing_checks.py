@@ -108,10 +108,13 @@ def apply_weights(config: DictConfig) -> None:
 def apply_routing(config: DictConfig, stability: StabilityConfig) -> None:
     """Set what the features consist of."""
     if reads_routes(config, stability):
-        from verl_ext.upstream import narrow_routing
+        from verl_ext.upstream import narrow_routing, turn_routes
 
         OmegaConf.update(config, RETURNED, True)
         narrow_routing.request(config)
+        rollout = config.actor_rollout_ref.rollout
+        if rollout.name == "vllm" and rollout.multi_turn.enable:
+            turn_routes.request(config)
     if stability.router_weights:
         apply_weights(config)
     if replays_here(config):

@@ -156,6 +156,19 @@ TABLE = (
         without="set stability.router_weights=false",
     ),
     Change(
+        name="turn_routes",
+        target="`generate` of `vLLMHttpServer` in `verl.workers.rollout.vllm_rollout.vllm_async_server` and of "
+        "`LLMServerClient` in `verl.workers.rollout.llm_server`; `rollout_trace_attr` of "
+        "`verl.experimental.agent_loop.agent_loop`",
+        why="of a turn's expert ids, those of the turns before it are not sent again; vLLM returns all of them",
+        when="router agreement or R3, with vLLM and `rollout.multi_turn.enable`: `VERL_EXT_TURN_ROUTES=1`, which the "
+        "launch sets",
+        versions=VERL,
+        file="upstream/turn_routes.py",
+        test="tests/stack/test_methods.py::test_a_second_turn_brings_the_ids_of_its_own_tokens_alone",
+        without="set VERL_EXT_TURN_ROUTES=0, and each turn brings all",
+    ),
+    Change(
         name="sampler_head",
         target="`SamplingParams` and `extract_prompt_logprobs` of "
         "`verl.workers.rollout.vllm_rollout.vllm_async_server`; `LLMServerClient.generate` of "

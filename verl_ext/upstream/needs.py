@@ -177,6 +177,18 @@ HOOKS = (
         ),
     ),
     Hook(
+        "turn_routes",
+        "upstream/turn_routes.py",
+        (
+            f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer.generate"
+            "(self, prompt_ids, sampling_params, ...): routed_experts, extra_fields",
+            f"{ROLLOUT}.llm_server.LLMServerClient.generate(self, request_id, *, prompt_ids, sampling_params, ...)",
+            "verl.experimental.agent_loop.agent_loop.AgentLoopWorker._run_agent_loop: rollout_trace_attr",
+            "verl.experimental.agent_loop.tool_agent_loop.ToolAgentLoop._handle_generating_state: request_id, "
+            "routed_experts",
+        ),
+    ),
+    Hook(
         "replica_fetch",
         "workers/replica_fetch.py",
         (
