@@ -108,13 +108,15 @@ def apply_weights(config: DictConfig) -> None:
 def apply_routing(config: DictConfig, stability: StabilityConfig) -> None:
     """Set what the features consist of."""
     if reads_routes(config, stability):
-        from verl_ext.upstream import narrow_routing, turn_routes
+        from verl_ext.upstream import narrow_routing
 
         OmegaConf.update(config, RETURNED, True)
         narrow_routing.request(config)
-        rollout = config.actor_rollout_ref.rollout
-        if rollout.name == "vllm" and rollout.multi_turn.enable:
-            turn_routes.request(config)
+    rollout = config.actor_rollout_ref.rollout
+    if OmegaConf.select(config, RETURNED) and rollout.name == "vllm" and rollout.multi_turn.enable:
+        from verl_ext.upstream import turn_routes
+
+        turn_routes.request(config)
     if stability.router_weights:
         apply_weights(config)
     if replays_here(config):

@@ -161,8 +161,7 @@ TABLE = (
         "`LLMServerClient` in `verl.workers.rollout.llm_server`; `rollout_trace_attr` of "
         "`verl.experimental.agent_loop.agent_loop`",
         why="of a turn's expert ids, those of the turns before it are not sent again; vLLM returns all of them",
-        when="router agreement or R3, with vLLM and `rollout.multi_turn.enable`: `VERL_EXT_TURN_ROUTES=1`, which the "
-        "launch sets",
+        when="vLLM returns routing, with `rollout.multi_turn.enable`: `VERL_EXT_TURN_ROUTES=1`, which the launch sets",
         versions=VERL,
         file="upstream/turn_routes.py",
         test="tests/stack/test_methods.py::test_a_second_turn_brings_the_ids_of_its_own_tokens_alone",

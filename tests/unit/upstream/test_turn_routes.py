@@ -247,6 +247,7 @@ def test_it_is_off_unless_the_environment_asks(monkeypatch):
         (["recipe=cpu_tool", "stability.router_agreement=true"], "1"),
         (["recipe=cpu_smoke", "stability.router_agreement=true"], None),
         (["recipe=cpu_tool", "stability.router_agreement=false"], None),
+        (["recipe=cpu_tool", "actor_rollout_ref.rollout.enable_rollout_routing_replay=true"], "1"),
     ],
 )
 def test_a_launch_asks_for_it_where_a_loop_of_turns_returns_routing(compose, overrides, expected):
