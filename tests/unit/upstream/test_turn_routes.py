@@ -39,6 +39,8 @@ class vLLMHttpServer:  # noqa: N801 (verl's name)
         assert sampling_params.get("extra_args") in (None, {"another": 1})
         self.asked.append(sampling_params)
         tokens, stop = next(self.answers)
+        for _ in range(3):  # another call may come between
+            await asyncio.get_running_loop().run_in_executor(None, int)
         rows = rows_of([*prompt_ids, *tokens]) if tokens else None
         return TokenOutput(token_ids=list(tokens), routed_experts=rows, stop_reason=stop, extra_fields={"a": 1})
 
@@ -204,6 +206,11 @@ def test_memory_is_taken_anew_at_doubled_length_alone():
         taken += memory is not before
         turn = Turn([*turn.tokens, 3], rows, memory)
     assert len(turn.rows_mLK) == 201 and taken <= 8
+
+
+def test_the_last_token_has_no_row_whatever_the_engine_returned():
+    turn = Turn([1, 2, 3], np.zeros((4, LAYERS, TOP_K), np.uint8))
+    assert turn.held([1, 2, 3, 4]) == 2 and turn.held([1, 2]) == 2 and turn.held([1, 5]) == 1 and turn.held([]) == 0
 
 
 @given(tokens, tokens)
