@@ -10,13 +10,13 @@ from importlib import import_module
 
 from wrapt import register_post_import_hook
 
-from verl_ext.upstream import narrow_routing, on_cpu, routed_weights, routing_share, sampler_head
+from verl_ext.upstream import narrow_routing, on_cpu, routed_weights, routing_share, sampler_head, turn_routes
 
 logger = logging.getLogger("verl_ext")
 
 
 def load() -> None:
-    """Install the hooks; those on routing and heads, and the CPU platform, where the environment asks for them."""
+    """Install the hooks; those of routing, of heads and of the CPU platform where the environment asks for them."""
     # Importing these registers them; they may be on their way in themselves, having imported verl's registry.
     register_post_import_hook(lambda _: import_module("verl_ext.workers.losses"), "verl.trainer.ppo.core_algos")
     register_post_import_hook(lambda _: import_module("verl_ext.trainer.advantages"), "verl.trainer.ppo.core_algos")
@@ -24,6 +24,7 @@ def load() -> None:
     routed_weights.install()  # around it: it hands on ids alone
     routing_share.install()  # around both: what it leaves out is not read
     sampler_head.install()
+    turn_routes.install()
     register_post_import_hook(
         "verl_ext.upstream.sglang_routing:decode_routing", "verl.workers.rollout.sglang_rollout.async_sglang_server"
     )

@@ -1,4 +1,7 @@
-"""The tool of recipes/cpu_tool, one call of which hangs for a while."""
+"""The tool of recipes/cpu_tool, one call of which hangs for a while.
+
+Agent loops run in the process that imports it: it tells there, too, how much of a second turn's routing came.
+"""
 
 import itertools
 import time
@@ -6,6 +9,7 @@ import time
 from verl.tools.function_tool import get_function_tool
 
 from recipes.cpu_tool.tool import double
+from verl_ext.upstream.turn_routes import Turn
 
 CALL, SECONDS = (
     250,
@@ -13,6 +17,16 @@ CALL, SECONDS = (
 )  # some ten steps into a run; longer than it takes until a slow step is told, on a slow machine too
 
 _calls = itertools.count()
+joined = Turn.joined
+
+
+def telling(turn, held, new):
+    rows, memory = joined(turn, held, new)
+    print(f"turn_routes: {held} rows were held and {len(new)} came, after {len(turn.tokens)} tokens", flush=True)
+    return rows, memory
+
+
+Turn.joined = telling
 
 
 def hanging_double(digit: int) -> str:

@@ -25,6 +25,7 @@ from verl_ext.core.head import log_probs_at
 from verl_ext.fields import HEAD_SUMS
 from verl_ext.routing.recorded import RecordedRouting, Recorders
 from verl_ext.workers.head import HeadReader, HeadUse
+from verl_ext.workers.replica_fetch import replica_group
 
 PARALLEL = {
     "tensor and sequence": {"tensor_model_parallel_size": 2},
@@ -52,6 +53,7 @@ def rank_main(rank, store):
         for name, parallel in PARALLEL.items():
             engine = build_engine("disabled", parallel)
             load(engine, weights, rank)
+            assert replica_group(engine) is mpu.get_model_parallel_group(), "they fetch together"
             routing = RecordedRouting(worker_config("disabled", forward_only=True, **parallel))
             routing.prepare(engine)
             assert routing.recorders == Recorders("TopKRouter", MOE, LAYERS, EXPERTS), routing.recorders

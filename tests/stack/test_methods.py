@@ -75,6 +75,14 @@ def test_a_tools_output_stands_between_two_turns_and_is_not_measured(step_of):
     assert step["vllm_kl/head_missing"] == 0 and 0 < step["vllm_kl/head"] < 1e-3
 
 
+def test_a_second_turn_brings_the_ids_of_its_own_tokens_alone(switching_run):
+    """From the last token of the first turn on, which had not been forwarded; but where the loop cuts that turn."""
+    told = re.findall(r"turn_routes: (\d+) rows were held and (\d+) came, after (\d+) tokens", switching_run.console)
+    assert len(told) > TRAJECTORIES
+    assert all(0 < int(held) < int(tokens) and int(came) > 0 for held, came, tokens in told)
+    assert any(int(held) == int(tokens) - 1 for held, _, tokens in told)
+
+
 def test_a_tool_that_hangs_is_told_with_its_line(switching_run):
     told = r"step \d+ has been going for \d+ s .*agent loop: [^;]*1 x hanging_double \(hanging_tool\.py:\d+\)"
     assert re.search(told, switching_run.console), switching_run.tail

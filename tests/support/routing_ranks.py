@@ -160,8 +160,10 @@ def run(case, folder):
     """
     from verl.utils import tensordict_utils as tu
 
+    from verl_ext.workers.replica_fetch import FETCH
+
     worker = make_worker(case, folder)
-    model, found = worker.engine.module, {}
+    model, found = worker.engine.module, {"shares": FETCH.group and dist.get_process_group_ranks(FETCH.group)}
 
     with experts_inputs(model) as given:
         output = worker.infer_batch(batch(case, calculate_entropy=True, compute_loss=False))

@@ -87,14 +87,16 @@ def partial_rollouts(context: Context) -> Iterable[Finding]:
     Source: verl 0.9.1. `FullyAsyncLLMServerClient.generate` (workers/rollout/llm_server.py) always goes on with them;
     each token keeps the log-prob and, since PR 6046, the experts of the weights that sampled it. `ToolAgentLoop`
     (experimental/agent_loop/tool_agent_loop.py) takes a turn's experts for the whole conversation (verl issue 6054):
-    those of earlier turns are then of newer weights than their log-probs.
+    those of earlier turns are then of newer weights than their log-probs. Not with vLLM, where upstream/turn_routes.py
+    keeps those of earlier turns, unless there are images, audio or video.
     """
     from verl_ext.doctor.engine import captures_routing
 
     mode = context.get(MODE)
     if mode not in ASYNCHRONOUS:
         return
-    if context.get(f"{ROLLOUT}.multi_turn.enable") and captures_routing(context):
+    kept = context.get(f"{ROLLOUT}.name") == "vllm"
+    if context.get(f"{ROLLOUT}.multi_turn.enable") and captures_routing(context) and not kept:
         why = "a turn's experts replace those of the turns before, also where a sync came between (verl issue 6054)"
         yield Finding("note", f"routing of several turns in {mode}", why)
     else:

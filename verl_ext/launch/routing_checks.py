@@ -131,6 +131,11 @@ def apply_routing(config: DictConfig, stability: StabilityConfig) -> None:
 
         OmegaConf.update(config, RETURNED, True)
         narrow_routing.request(config)
+    rollout = config.actor_rollout_ref.rollout
+    if OmegaConf.select(config, RETURNED) and rollout.name == "vllm" and rollout.multi_turn.enable:
+        from verl_ext.upstream import turn_routes
+
+        turn_routes.request(config)
     if stability.router_weights:
         apply_weights(config)
     if stability.router_agreement_share < 1:

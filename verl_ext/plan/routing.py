@@ -122,8 +122,10 @@ def routing_cost(
         tokens: mean of prompt and response together.
         narrow: ids stay in the dtype of vLLM (upstream/narrow_routing.py); otherwise verl's int16 from `put` on.
         reads: stages that fetch them: 1 with router agreement (compute_log_prob), 2 with replay (update_actor).
-        ranks: training ranks that share a data-parallel rank (TP x PP x CP); verl has each fetch all its tokens.
-        turns: of equal length; vLLM returns the ids from the first token on, at every turn.
+        ranks: training ranks that share a data-parallel rank (TP x PP x CP). Each has all of its tokens on its device;
+            they are fetched once for all of them (workers/replica_fetch.py).
+        turns: of equal length; vLLM's scheduler sends the ids from the first token on, at every turn, and its server
+            those that the agent loop's process has not (upstream/turn_routes.py).
 
     Returns:
         capture, engine, agent_loop, put: from vLLM's worker to TransferQueue, while the rollout generates.
@@ -135,14 +137,14 @@ def routing_cost(
             raise ConfigError(f"{name}={value} must be at least 1")
     returned = shape.engine_id_bytes
     queued = returned if narrow else 2
-    again, fetched = ("(turns + 1) / 2", (turns + 1) / 2), ("reads x ranks", reads * ranks)
+    again, once = ("(turns + 1) / 2", (turns + 1) / 2), ("1", 1.0)
     passages: dict[str, tuple[str, str, int, tuple[str, float]]] = {
-        "capture": ("vLLM worker", "scheduler", 4, ("1", 1)),
+        "capture": ("vLLM worker", "scheduler", 4, once),
         "engine": ("scheduler", "vLLM server", returned, again),
-        "agent_loop": ("vLLM server", "agent loop", returned, again),
-        "put": ("agent loop", "TransferQueue", queued, ("1", 1)),
-        "get": ("TransferQueue", "training ranks", queued, fetched),
-        "device": ("training ranks", "their devices", queued, fetched),
+        "agent_loop": ("vLLM server", "agent loop", returned, once),
+        "put": ("agent loop", "TransferQueue", queued, once),
+        "get": ("TransferQueue", "training ranks", queued, ("reads", reads)),
+        "device": ("training ranks", "their devices", queued, ("reads x ranks", reads * ranks)),
     }
     hops = {}
     for name, (source, target, id_bytes, (rule, times)) in passages.items():

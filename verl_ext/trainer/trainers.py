@@ -149,7 +149,7 @@ def replace_workers(role_worker_mapping: dict[Role, Any], active: Active) -> Non
     workers: Mapping[type, type]
     if active.sees_routing:
         workers = ROUTING_WORKERS
-    elif active.our_loss or active.rescores:
+    elif active.our_loss or active.rescores or active.replayed:
         workers = LOSS_WORKERS
     else:
         return

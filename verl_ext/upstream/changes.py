@@ -85,6 +85,15 @@ TABLE = (
         test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
     ),
     Change(
+        name="replica_fetch",
+        target="`_meta_to_realdata` of `verl.utils.transferqueue_utils`",
+        why="the ranks of a model replica fetch a part of the routing each and gather the rest; verl's fetch it all",
+        when="with `stability_workers`, where a replica of the actor has several ranks and a batch has routing",
+        versions=VERL,
+        file="workers/replica_fetch.py",
+        test="tests/stack/test_replica_fetch.py::test_routing_is_fetched_once_for_a_replica_and_all_else_by_each_rank",
+    ),
+    Change(
         name="keep_metrics",
         target="`verl.utils.tracking.FileLogger`",
         why="verl's empties its file whenever it is opened; a resumed run goes on in it",
@@ -165,6 +174,18 @@ TABLE = (
         file="upstream/routing_share.py",
         test="tests/unit/upstream/test_routing_share.py::test_what_is_left_out_is_empty_and_all_else_is_verls",
         without="set stability.router_agreement_share=1",
+    ),
+    Change(
+        name="turn_routes",
+        target="`generate` of `vLLMHttpServer` in `verl.workers.rollout.vllm_rollout.vllm_async_server` and of "
+        "`LLMServerClient` in `verl.workers.rollout.llm_server`; `rollout_trace_attr` of "
+        "`verl.experimental.agent_loop.agent_loop`",
+        why="of a turn's expert ids, those of the turns before it are not sent again; vLLM returns all of them",
+        when="vLLM returns routing, with `rollout.multi_turn.enable`: `VERL_EXT_TURN_ROUTES=1`, which the launch sets",
+        versions=VERL,
+        file="upstream/turn_routes.py",
+        test="tests/stack/test_methods.py::test_a_second_turn_brings_the_ids_of_its_own_tokens_alone",
+        without="set VERL_EXT_TURN_ROUTES=0, and each turn brings all",
     ),
     Change(
         name="sampler_head",

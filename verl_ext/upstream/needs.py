@@ -190,6 +190,31 @@ HOOKS = (
         ("verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict(self): routed_experts",),
     ),
     Hook(
+        "turn_routes",
+        "upstream/turn_routes.py",
+        (
+            f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer.generate"
+            "(self, prompt_ids, sampling_params, ...): routed_experts, extra_fields",
+            f"{ROLLOUT}.llm_server.LLMServerClient.generate(self, request_id, *, prompt_ids, sampling_params, ...)",
+            "verl.experimental.agent_loop.agent_loop.AgentLoopWorker._run_agent_loop: rollout_trace_attr",
+            "verl.experimental.agent_loop.tool_agent_loop.ToolAgentLoop._handle_generating_state: request_id, "
+            "routed_experts",
+        ),
+    ),
+    Hook(
+        "replica_fetch",
+        "workers/replica_fetch.py",
+        (
+            "verl.utils.transferqueue_utils._meta_to_realdata(meta)",
+            "verl.utils.transferqueue_utils.tqbridge: _meta_to_realdata",
+            "verl.utils.transferqueue_utils.kv_batch_meta2batch_meta(meta)",
+            f"{WORKER}.TrainingWorker.__init__: get_data_parallel_rank",
+            f"{WORKER}.ActorRolloutRefWorker.init_model: actor_worker_cls, get_dispatch_collect",
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngine._init_device_mesh: ulysses_parallel_group",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.get_model_parallel_group(self)",
+        ),
+    ),
+    Hook(
         "keep_metrics",
         "trainer/logs.py",
         (

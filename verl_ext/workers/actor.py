@@ -1,7 +1,7 @@
 """The worker classes that the trainer puts in its role mapping when a worker-stage feature is on.
 
 `LOSS_WORKERS` take our loss; `ROUTING_WORKERS` capture the routing of compute_log_prob as well. Both are verl's worker
-classes until `configure_loss` is called.
+classes until `configure_loss` is called, but that the ranks of a model replica share what routing they fetch.
 """
 
 from collections.abc import Mapping
@@ -25,14 +25,24 @@ from verl_ext.settings.losses import LOSSES
 from verl_ext.workers.first_pass import FirstPass
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.head import HeadReader, HeadUse
+from verl_ext.workers.replica_fetch import share_fetches
 from verl_ext.workers.undo import of_engine as undo_of
 from verl_ext.workers.versions import VersionsMixin
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 
+class SharingTrainingWorker(TrainingWorker):
+    """verl's training worker, whose ranks share what they fetch."""
+
+    def __init__(self, config: TrainingWorkerConfig):
+        super().__init__(config)
+        share_fetches(self.engine)
+
+
 class LossMixin:
     """Puts our loss in the place of verl's."""
 
+    actor_worker_cls: type[TrainingWorker] = SharingTrainingWorker
     actor: Any
     loss_fn: partial
     shift: ShiftRecorder | None = None
@@ -95,7 +105,7 @@ class LossMixin:
         return self.recorder.close()
 
 
-class RoutingTrainingWorker(TrainingWorker):
+class RoutingTrainingWorker(SharingTrainingWorker):
     """verl's training worker, with the routing captured in `compute_log_prob` and replayed where asked."""
 
     def __init__(self, config: TrainingWorkerConfig):

@@ -203,6 +203,17 @@ CASES = [
             f"{ROLLOUT}.multi_turn.enable=true",
             "stability.router_agreement=true",
         ],
+        "ok",
+        [],
+    ),
+    (
+        "partial rollouts",
+        [
+            "trainer.v1.trainer_mode=separate_async",
+            f"{ROLLOUT}.name=sglang",
+            f"{ROLLOUT}.multi_turn.enable=true",
+            "stability.router_agreement=true",
+        ],
         "note",
         [],
     ),

@@ -43,14 +43,14 @@ def test_above_256_experts_both_dtypes_have_two_bytes():
         assert [hops[name].id_bytes for name in ("capture", "engine", "put", "get")] == [4, 2, 2, 2]
 
 
-def test_each_reading_stage_and_rank_fetches_all_and_each_turn_returns_its_whole_prefix():
+def test_each_reading_stage_fetches_all_for_every_rank_and_vllm_sends_the_whole_prefix_of_each_turn():
     tokens, turns = 12, 3
     hops = cost.routing_cost(SMALL, tokens, 1, reads=2, ranks=4, turns=turns)
     one = SMALL.ids
     returned = sum(one * tokens * turn // turns for turn in range(1, turns + 1))
-    assert hops["engine"].bytes_per_step == hops["agent_loop"].bytes_per_step == returned
+    assert hops["engine"].bytes_per_step == returned and hops["agent_loop"].bytes_per_token == one
     assert hops["put"].bytes_per_token == one and hops["capture"].bytes_per_token == 4 * one
-    assert hops["get"].bytes_per_token == hops["device"].bytes_per_token == 8 * one
+    assert hops["get"].bytes_per_token == 2 * one and hops["device"].bytes_per_token == 8 * one
 
 
 def test_a_share_is_bytes_over_rate_over_time():
@@ -157,10 +157,10 @@ def test_the_page_names_the_other_fields_bytes():
 def test_the_command_line(capsys, tmp_path):
     Qwen3MoeConfig(num_hidden_layers=2, num_experts=8, num_experts_per_tok=2).save_pretrained(tmp_path)
     arguments = ["--model", str(tmp_path), "--tokens", "1000", "--trajectories", "500", "--replay", "--ranks", "2"]
-    assert main([*arguments, "--get-gb-s", "0.004", "--step-seconds", "20"]) == 0
+    assert main([*arguments, "--get-gb-s", "0.002", "--step-seconds", "20"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "2 layers, 8 experts, top-2" in shown and "48 bytes to compute_log_prob" in shown
-    assert "get: 2.0 s at 0.004 GB/s, 10.0% of a step of 20 s" in shown
+    assert "get: 2.0 s at 0.002 GB/s, 10.0% of a step of 20 s" in shown
 
 
 def test_a_model_folder_with_brackets_in_its_name_is_no_markup(capsys, tmp_path):

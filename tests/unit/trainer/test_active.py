@@ -11,6 +11,8 @@ from verl_ext.trainer.startup import actor_class
 from verl_ext.trainer.trainers import replace_workers
 from verl_ext.workers.actor import LossActorRolloutRefWorker, RoutingActorRolloutRefWorker
 
+MEGATRON = "actor_rollout_ref.actor.megatron"
+
 
 @pytest.fixture
 def active(compose):
@@ -42,6 +44,10 @@ def test_batches_are_measured_where_something_reads_that(active, overrides, expe
         (["stability=icepop"], LossActorRolloutRefWorker),
         (["stability=icepop", "stability.router_agreement=true"], RoutingActorRolloutRefWorker),
         (["stability=r2"], RoutingActorRolloutRefWorker),
+        (
+            ["stability=none", "model_engine=megatron", "actor_rollout_ref.actor.megatron.router_replay.mode=R3"],
+            LossActorRolloutRefWorker,
+        ),
     ],
 )
 def test_the_actors_worker_is_ours_where_something_of_ours_runs_in_it(active, overrides, expected):

@@ -13,7 +13,13 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import ppo_loss
 
 from verl_ext.errors import ConfigError, HookError
-from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS, LossMixin
+from verl_ext.workers.actor import (
+    LOSS_WORKERS,
+    ROUTING_WORKERS,
+    LossMixin,
+    RoutingTrainingWorker,
+    SharingTrainingWorker,
+)
 from verl_ext.workers.worker_loss import worker_loss
 
 
@@ -124,5 +130,5 @@ def test_every_worker_class_is_verls_with_configure_loss_on_all_ranks(workers, v
     worker = workers[verl_worker]
     assert issubclass(worker, verl_worker)
     assert getattr(worker.configure_loss, MAGIC_ATTR)["dispatch_mode"] is Dispatch.ONE_TO_ALL
-    assert (worker.actor_worker_cls is verl_worker.actor_worker_cls) == (workers is LOSS_WORKERS)
+    assert worker.actor_worker_cls is (SharingTrainingWorker if workers is LOSS_WORKERS else RoutingTrainingWorker)
     ray.remote(worker)  # verl's trainer wraps it so

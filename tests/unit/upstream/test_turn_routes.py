@@ -1,0 +1,267 @@
+"""Rows of earlier turns that are held, through verl's own client and agent loop worker; vLLM's: tests/stack."""
+
+import asyncio
+import inspect
+import zlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop import agent_loop
+from verl.workers.rollout import llm_server
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from verl_ext.upstream import turn_routes
+from verl_ext.upstream.patching import PatchError
+from verl_ext.upstream.turn_routes import Turn, common
+
+LAYERS, TOP_K = 2, 3
+
+
+def rows_of(tokens):
+    """[tokens - 1, L, K], each of the tokens up to its own, as a causal model's are; the last is not forwarded."""
+    seeds = [zlib.crc32(bytes(tokens[: end + 1])) for end in range(len(tokens) - 1)]
+    rows = [np.random.default_rng(seed).integers(0, 256, (LAYERS, TOP_K), np.uint8) for seed in seeds]
+    return np.array(rows, np.uint8).reshape(-1, LAYERS, TOP_K)
+
+
+class vLLMHttpServer:  # noqa: N801 (verl's name)
+    """Answers as verl's server does, one (tokens, stop reason) after another, through an actor's handle."""
+
+    def __init__(self, *answers):
+        self.answers, self.sent, self.asked = iter(answers), [], []
+
+    async def generate(self, prompt_ids, sampling_params, request_id, **_):
+        assert sampling_params.get("extra_args") in (None, {"another": 1})
+        self.asked.append(sampling_params)
+        tokens, stop = next(self.answers)
+        for _ in range(3):  # another call may come between
+            await asyncio.get_running_loop().run_in_executor(None, int)
+        rows = rows_of([*prompt_ids, *tokens]) if tokens else None
+        return TokenOutput(token_ids=list(tokens), routed_experts=rows, stop_reason=stop, extra_fields={"a": 1})
+
+    def handle(self):
+        async def remote(**arguments):
+            output = await self.generate(**arguments)
+            self.sent.append(0 if output.routed_experts is None else len(output.routed_experts))
+            return output
+
+        return SimpleNamespace(generate=SimpleNamespace(remote=remote))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def held():
+    verls = vLLMHttpServer.generate
+    undos = [
+        turn_routes.in_server(SimpleNamespace(vLLMHttpServer=vLLMHttpServer)),
+        turn_routes.in_client(llm_server),
+        turn_routes.in_agent_loop(agent_loop),
+    ]
+    yield
+    for undo in undos:
+        undo()
+    assert vLLMHttpServer.generate is verls
+
+
+def client_of(server, kind=LLMServerClient):
+    made = object.__new__(kind)
+    rollout = {"name": "vllm", "response_length": 16, "full_determinism": False}
+    made.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+
+    async def acquire(*_, **__):
+        return "one", server.handle()
+
+    made._acquire_server, made._release_server = acquire, lambda *_, **__: None
+    return made
+
+
+def run(loop):
+    """What an agent loop returns in verl's worker."""
+    worker = object.__new__(agent_loop.AgentLoopWorker)
+    for name in ("llm_client", "tokenizer", "processor", "hf_model_type", "dataset_cls", "tools"):
+        setattr(worker, name, None)
+    worker.config = OmegaConf.create({"data": {}})
+
+    async def as_it_is(output, *_, **__):
+        return output
+
+    worker._agent_loop_postprocess = as_it_is
+    trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False}
+
+    async def whole():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(agent_loop._agent_loop_registry, "test", {})
+            patch.setattr(agent_loop.hydra.utils, "instantiate", lambda **_: SimpleNamespace(run=loop))
+            found = await worker._run_agent_loop({}, trajectory, agent_name="test", trace=False)
+        assert turn_routes._turns.get() is None, "what was remembered is given up"
+        return found
+
+    return asyncio.run(whole())
+
+
+def calls(server, *prompts, kind=LLMServerClient, **arguments):
+    """The rows that one trajectory's calls return, with these prompts."""
+
+    async def loop(sampling_params, **_):
+        client = client_of(server, kind)
+        return [
+            await client.generate("a", prompt_ids=prompt, sampling_params=sampling_params, **arguments)
+            for prompt in prompts
+        ]
+
+    return [output.routed_experts for output in run(loop)]
+
+
+def done(*tokens):
+    return tokens, "completed"
+
+
+tokens = st.lists(st.integers(0, 3), max_size=6)
+
+
+@given(st.lists(st.tuples(tokens, tokens, st.integers(0, 4)), min_size=1, max_size=5))
+def test_every_turn_returns_what_it_would_have_and_earlier_arrays_stay(turns):
+    """Each turn: what is generated, what is put behind it, and how many tokens the loop cuts from the end before."""
+    prompt, prompts = [7, 8], []
+    for generated, added, cut in turns:
+        prompts.append(prompt)
+        prompt = [*prompt, *generated]
+        prompt = [*prompt[: max(1, len(prompt) - cut)], *added]
+    server = vLLMHttpServer(*(done(*generated) for generated, _, _ in turns))
+    found = calls(server, *prompts)
+    for rows, before, (generated, _, _) in zip(found, prompts, turns, strict=True):
+        if generated:
+            assert rows.dtype == np.uint8 and np.array_equal(rows, rows_of([*before, *generated]))
+        else:
+            assert rows is None
+
+
+def test_rows_that_are_held_do_not_travel():
+    server = vLLMHttpServer(done(1, 2), done(3), done(4, 5))
+    calls(server, [7, 8, 9], [7, 8, 9, 1, 2, 50, 51], [7, 8, 9, 1, 60])
+    # 4 rows of 5 tokens; 3 more of 8, with that of the token 2; of the third prompt, the first 4 tokens are known.
+    assert server.sent == [4, 3, 2]
+
+
+def test_a_response_that_a_weight_sync_interrupts_has_all_rows_once(monkeypatch):
+    async def at_once(seconds):
+        pass
+
+    monkeypatch.setattr(asyncio, "sleep", at_once)
+    server = vLLMHttpServer(((1, 2), "aborted"), ((), "aborted"), done(3, 4), done(5))
+    found = calls(server, [7, 8], [7, 8, 1, 2, 3, 4, 9], kind=FullyAsyncLLMServerClient)
+    assert np.array_equal(found[0], rows_of([7, 8, 1, 2, 3, 4]))
+    assert np.array_equal(found[1], rows_of([7, 8, 1, 2, 3, 4, 9, 5]))
+    assert server.sent == [3, 0, 2, 2]
+
+
+def test_calls_that_go_on_from_the_same_turn_do_not_write_over_each_other():
+    server = vLLMHttpServer(done(1), done(2), done(3), done(4))
+
+    async def loop(sampling_params, **_):
+        client = client_of(server)
+        for prompt in ([7, 8], [7, 8, 1]):  # from the second on there is memory behind the rows
+            await client.generate("a", prompt_ids=prompt, sampling_params=sampling_params)
+        both = ([7, 8, 1, 2, 30], [7, 8, 1, 2, 40])
+        return await asyncio.gather(
+            *(client.generate("a", prompt_ids=prompt, sampling_params=sampling_params) for prompt in both)
+        )
+
+    one, other = run(loop)
+    assert np.array_equal(one.routed_experts, rows_of([7, 8, 1, 2, 30, *one.token_ids]))
+    assert np.array_equal(other.routed_experts, rows_of([7, 8, 1, 2, 40, *other.token_ids]))
+
+
+def test_another_trajectory_holds_nothing_and_images_hold_nothing():
+    server = vLLMHttpServer(done(1), done(2), done(3), done(4))
+    calls(server, [7, 8])
+    calls(server, [7, 8, 1])
+    calls(server, [7, 8], [7, 8, 1], image_data=["an image"])
+    assert server.sent == [2, 3, 2, 3]
+
+
+def test_what_the_agent_loop_passes_on_is_left_and_the_mark_is_taken_away():
+    server = vLLMHttpServer(done(1), done(2))
+
+    async def loop(sampling_params, **_):
+        client, sampling = client_of(server), {"temperature": 1.0, "extra_args": {"another": 1}}
+        for prompt in ([7, 8], [7, 8, 1]):
+            output = await client.generate("a", prompt_ids=prompt, sampling_params=sampling)
+        return sampling, output.extra_fields
+
+    sampling, extra_fields = run(loop)
+    assert sampling == {"temperature": 1.0, "extra_args": {"another": 1}}
+    assert extra_fields == {"a": 1, "min_global_steps": None, "max_global_steps": None}
+
+
+def test_memory_is_taken_anew_at_doubled_length_alone():
+    turn, taken = Turn([1, 2], np.zeros((1, LAYERS, TOP_K), np.uint8)), 0
+    for _ in range(200):
+        before = turn.memory
+        rows, memory = turn.joined(len(turn.rows_mLK), np.ones((1, LAYERS, TOP_K), np.uint8))
+        taken += memory is not before
+        turn = Turn([*turn.tokens, 3], rows, memory)
+    assert len(turn.rows_mLK) == 201 and taken <= 8
+
+
+def test_the_last_token_has_no_row_whatever_the_engine_returned():
+    turn = Turn([1, 2, 3], np.zeros((4, LAYERS, TOP_K), np.uint8))
+    assert turn.held([1, 2, 3, 4]) == 2 and turn.held([1, 2]) == 2 and turn.held([1, 5]) == 1 and turn.held([]) == 0
+
+
+@given(tokens, tokens)
+def test_common_is_where_they_first_differ(one, other):
+    same = common(one, other)
+    assert one[:same] == other[:same]
+    assert same == min(len(one), len(other)) or one[same] != other[same]
+
+
+def test_ray_sees_a_coroutine_function_with_verls_parameters():
+    assert inspect.iscoroutinefunction(vLLMHttpServer.generate)
+    assert [*inspect.signature(vLLMHttpServer.generate).parameters][:4] == [
+        "self",
+        "prompt_ids",
+        "sampling_params",
+        "request_id",
+    ]
+
+
+def test_a_server_that_takes_other_arguments_is_refused():
+    class Other:
+        async def generate(self, prompt):
+            pass
+
+    with pytest.raises(PatchError, match="VERL_EXT_TURN_ROUTES=0"):
+        turn_routes.in_server(SimpleNamespace(vLLMHttpServer=Other))
+
+
+def test_it_is_off_unless_the_environment_asks(monkeypatch):
+    asked = []
+    monkeypatch.setattr(turn_routes, "register_post_import_hook", lambda hook, module: asked.append(module))
+    for value, expected in (("0", 0), ("1", 3)):
+        monkeypatch.setenv(turn_routes.VARIABLE, value)
+        turn_routes.install()
+        assert len(asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["recipe=cpu_tool", "stability.router_agreement=true"], "1"),
+        (["recipe=cpu_smoke", "stability.router_agreement=true"], None),
+        (["recipe=cpu_tool", "stability.router_agreement=false"], None),
+        (["recipe=cpu_tool", "actor_rollout_ref.rollout.enable_rollout_routing_replay=true"], "1"),
+    ],
+)
+def test_a_launch_asks_for_it_where_a_loop_of_turns_returns_routing(compose, overrides, expected):
+    from verl_ext.launch.routing_checks import apply_routing
+    from verl_ext.settings.stability import stability_config
+
+    config = compose("stability=icepop", *overrides)
+    apply_routing(config, stability_config(config.stability))
+    place = f"ray_kwargs.ray_init.runtime_env.env_vars.{turn_routes.VARIABLE}"
+    assert OmegaConf.select(config, place) == expected

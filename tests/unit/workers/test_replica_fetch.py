@@ -1,0 +1,68 @@
+"""How the rows of a batch are divided among the ranks of a replica, and when they cannot be."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_ext.workers.replica_fetch import Layout, Part, divide, layout_of, of_all_ranks
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(2, 6))
+def test_every_row_has_one_rank_and_no_rank_a_row_too_much(sizes, ranks):
+    starts = divide(sizes, ranks)
+    assert starts[0] == 0 and starts[-1] == len(sizes) and len(starts) == ranks + 1
+    assert starts == sorted(starts)
+    for start, end in pairwise(starts):
+        assert sum(sizes[start:end]) <= sum(sizes) / ranks + max(sizes)
+
+
+def test_rows_of_one_size_are_divided_evenly():
+    assert divide([7] * 12, 4) == [0, 3, 6, 9, 12]
+
+
+def jagged(*shapes, layout=torch.jagged, dtype=torch.int16):
+    return torch.nested.as_nested_tensor([torch.zeros(shape, dtype=dtype) for shape in shapes], layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (jagged((3, 2, 4), (0, 2, 4)), Layout((3, 0), (2, 4), torch.int16)),
+        (jagged((3, 2, 4)), Layout((3,), (2, 4), torch.int16)),
+        (jagged((3,), (1,), dtype=torch.uint8), Layout((3, 1), (), torch.uint8)),
+        (jagged((3, 2), (3, 4)), None),
+        (jagged((3, 2), (2, 4), layout=torch.strided), None),
+        (torch.zeros(2, 3), None),
+        ([1, 2], None),
+    ],
+)
+def test_a_layout_is_of_a_jagged_tensor_whose_rows_differ_in_length(value, expected):
+    assert layout_of(value) == expected
+
+
+WHOLE = ((1, 2, 3), ("input_ids", "routed_experts"), (0, 2, 3, 3))
+TWO, ONE = Layout((5, 6), (2, 4), torch.uint8), Layout((7,), (2, 4), torch.uint8)
+PARTS = [Part(WHOLE, {"routed_experts": TWO}), Part(WHOLE, {"routed_experts": ONE}), Part(WHOLE)]
+
+
+def test_rows_are_joined_and_a_rank_may_have_none():
+    assert of_all_ranks(PARTS) == {"routed_experts": [TWO, ONE, replace(ONE, lengths=())]}
+    assert of_all_ranks([Part(), Part()]) == {}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Part(((1, 2, 4), *WHOLE[1:]), {"routed_experts": ONE}),
+        Part(WHOLE, {"routed_experts": None}),
+        Part(WHOLE, {"routed_experts": replace(ONE, tail=(3, 4))}),
+        Part(WHOLE, {"routed_experts": replace(ONE, dtype=torch.int16)}),
+    ],
+    ids=["trajectories", "not jagged", "layers", "dtype"],
+)
+def test_parts_of_different_wholes_are_not_joined(other):
+    assert of_all_ranks([PARTS[0], other, PARTS[2]]) is None
