@@ -9,7 +9,7 @@ from typing import Any
 
 from verl_ext.doctor import composed
 from verl_ext.errors import ConfigError, UserError
-from verl_ext.plan.costs import AGREEMENT, HEAD, REPLAY, Cost, id_bytes
+from verl_ext.plan.costs import AGREEMENT, HEAD, LOOPS, REPLAY, Cost, id_bytes
 from verl_ext.plan.host import host_memory
 from verl_ext.plan.memory import Memory
 from verl_ext.plan.scale import Plan, at_nodes, read_plan, scale_table, units_line
@@ -198,9 +198,9 @@ def _note(cost: Cost, plan: Plan) -> str:
     said = []
     if cost.hidden:
         said.append("while the rollout generates" if not cost.waited else "beyond the generation")
-    if cost.how == "writes" and cost.feature in (AGREEMENT, REPLAY):
+    if cost.who == LOOPS and cost.feature in (AGREEMENT, REPLAY):
         said.append(f"{id_bytes(plan.sizes)} bytes a token")
-    if cost.how == "writes" and cost.feature == HEAD:
+    if cost.who == LOOPS and cost.feature == HEAD:
         said.append(f"{plan.asked.head} tokens a place")
     if not cost.on:
         said.append("if switched on")

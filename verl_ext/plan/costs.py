@@ -20,6 +20,7 @@ SUM_BYTES = 8
 # stability_run.py, filtering.py): log-probabilities of both engines, entropy, mask and reward; and so on.
 READ, READ_AGREEMENT, READ_ADVANTAGES, READ_FILTERS = (24, 5), (4, 1), (4, 1), (24, 4)
 WRITTEN_WEIGHTS, WRITTEN_LAG, WRITTEN_MASKS = (4, 1), (8, 1), (16, 2)
+AGREEMENT_BYTES = 4  # router_agreement, a response token, beside a trajectory's sums
 
 MEASURE, WEIGHTS, GUARD = "corrections, vllm_kl/*", "weights to the workers", "guard"
 HEAD, AGREEMENT, REPLAY, ROUTER_WEIGHTS = "sampler's head", "router agreement", "routing replay", "router weights"
@@ -96,9 +97,8 @@ def plan_costs(sizes: Sizes, asked: Asked, mean_response: float, generation: flo
     read = [READ, *[READ_AGREEMENT] * asked.compares]
     read.append(READ_FILTERS if asked.filters else (READ_ADVANTAGES if asked.breakdown else (0, 0)))
     gb, values = fields(*read)
-    if asked.compares:
-        gb += rows * (4 * sizes.shape.moe_layers + 9) * SUM_BYTES / GB
-    passes(MEASURE, CONTROLLER, "reads", asked.measures, gb, values + rows * asked.compares)
+    sums = asked.compares * rows * (4 * sizes.shape.moe_layers + 9) * SUM_BYTES / GB
+    passes(MEASURE, CONTROLLER, "reads", asked.measures, gb + sums, values + rows * asked.compares)
     if asked.filters:
         passes(MEASURE, CONTROLLER, "writes", asked.measures, *fields(WRITTEN_MASKS))
     gb, values = fields(WRITTEN_WEIGHTS, *[WRITTEN_LAG] * asked.lag)
@@ -160,9 +160,11 @@ def _routing(sizes: Sizes, asked: Asked, mean_response: float) -> list[tuple[str
     weights = EXPERT_WEIGHT_BYTES / (shape.engine_id_bytes if narrow else VERLS_ID_BYTES) * share
     used = rows * length * shape.moe_layers * shape.top_k * shape.engine_id_bytes / GB  # R2's
     agrees = 0.0 if r3 else share
+    result = rows * (AGREEMENT_BYTES * mean_response + (4 * shape.moe_layers + 9) * SUM_BYTES) / GB
     found = [
         (AGREEMENT, LOOPS, "writes", compares and not r3, agrees * put, agrees * rows),
         (AGREEMENT, RANKS, "reads", compares and not r3, agrees * get, agrees * rows * ranks),
+        (AGREEMENT, RANKS, "writes", compares, result, 2 * rows),
         (ROUTER_WEIGHTS, LOOPS, "writes", asked.router_weights, weights * put, share * rows),
         (ROUTER_WEIGHTS, RANKS, "reads", asked.router_weights, weights * get, share * rows * ranks),
     ]

@@ -17,7 +17,6 @@ from verl_ext.plan.routing import (
     GB,
     MODELS,
     WITH_THE_IDS,
-    RoutingShape,
     hops_table,
     load_shape,
     routing_cost,
