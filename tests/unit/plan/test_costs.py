@@ -14,7 +14,7 @@ from verl_ext.plan.asked import Asked
 from verl_ext.plan.costs import plan_costs, transfer_seconds, units_wanted
 from verl_ext.plan.host import CACHED, UNDO, VERSIONS, host_memory
 from verl_ext.plan.memory import plan_memory
-from verl_ext.plan.routing import WITH_THE_IDS, FOR_THE_UPDATE
+from verl_ext.plan.routing import FOR_THE_UPDATE, WITH_THE_IDS
 
 ALL = Asked(measures=True, weighs=True, guards=True, compares=True, has_heads=True, router_weights=True, head_reads=2)
 MEAN = 4096.0
@@ -66,10 +66,10 @@ def test_the_controller_reads_what_the_trainer_asks_for():
         return sum(BYTES[name] for name in names), len(names)
 
     first = bytes_of(*(name for name in FIELDS if name != "router_agreement"), REWARDS)
-    assert (module.READ, module.READ_FILTERS) == (first, bytes_of(*FILTER_FIELDS))
-    assert (module.READ_AGREEMENT, module.READ_ADVANTAGES) == (bytes_of("router_agreement"), bytes_of("advantages"))
-    assert module.WRITTEN_WEIGHTS == bytes_of("rollout_is_weights")
-    assert module.WRITTEN_MASKS == bytes_of("response_mask", "loss_mask")
+    assert (first, bytes_of(*FILTER_FIELDS)) == (module.READ, module.READ_FILTERS)
+    assert (bytes_of("router_agreement"), bytes_of("advantages")) == (module.READ_AGREEMENT, module.READ_ADVANTAGES)
+    assert bytes_of("rollout_is_weights") == module.WRITTEN_WEIGHTS
+    assert bytes_of("response_mask", "loss_mask") == module.WRITTEN_MASKS
 
     reads = "corrections, vllm_kl/*", "controller", "reads"
     plain = Asked(measures=True, breakdown=False)
@@ -93,9 +93,7 @@ def test_each_feature_carries_what_the_page_says():
     assert gigabytes(FSDP, replace(ALL, lag=True), "weights to the workers", ranks, "reads") == pytest.approx(
         12 * TOKENS
     )
-    assert found(FSDP, ALL)["corrections, vllm_kl/*", "controller", "computes"].seconds == pytest.approx(
-        17e-9 * TOKENS
-    )
+    assert found(FSDP, ALL)["corrections, vllm_kl/*", "controller", "computes"].seconds == pytest.approx(17e-9 * TOKENS)
     sglang = replace(FSDP, engine="SGLang")
     assert gigabytes(sglang, ALL, "router agreement", loops, "writes") == pytest.approx(2 * ids * LENGTHS)
     assert gigabytes(sglang, ALL, "router weights", loops, "writes") == pytest.approx(2 * ids * LENGTHS)
@@ -127,18 +125,14 @@ def test_a_share_of_the_trajectories_sends_a_share_of_the_ids_and_replay_sends_a
 
 def test_what_the_agent_loops_write_hides_behind_the_generation():
     key = "router agreement", "agent loops", "writes"
-    hidden, late = found(FSDP, ALL)[key], found(FSDP, ALL, generation=0.25)[key]
-    assert hidden.seconds == late.seconds > 0.25
-    assert hidden.waited == 0 and late.waited == pytest.approx(late.seconds - 0.25)
+    hidden, late = found(FSDP, ALL)[key], found(FSDP, ALL, generation=0.1)[key]
+    assert hidden.seconds == late.seconds > 0.1
+    assert hidden.waited == 0 and late.waited == pytest.approx(late.seconds - 0.1)
 
 
 def test_a_dense_model_has_no_routing():
-    dense = replace(FSDP, shape=SHAPES["Qwen3-8B"] if "Qwen3-8B" in SHAPES else _dense())
+    dense = replace(FSDP, shape=SHAPES["Qwen3-0.6B"])
     assert not [key for key in found(dense, ALL) if key[0].startswith("rout")]
-
-
-def _dense():
-    return replace(FSDP.shape, dense_layers=FSDP.shape.layers)
 
 
 runs = st.builds(
@@ -187,7 +181,7 @@ def test_the_units_wanted_are_enough_and_no_more_than_the_ranks_can_keep_busy(as
     assert by_units <= max(0.005 * step, by_others) * (1 + 1e-9)
     if wanted > 2 * 32:  # with one fewer, something waits longer than it may
         written = sum(cost.gb for cost in with_them if cost.who == "agent loops")
-        too_long = read / ((wanted - 1) * rates.UNIT_GET) > min(0.005 * step, 1e9) * (1 - 1e-9)
+        too_long = read / ((wanted - 1) * rates.UNIT_GET) > 0.005 * step * (1 - 1e-9)
         assert too_long or written / ((wanted - 1) * rates.UNIT_PUT) > generation * (1 - 1e-9)
 
 

@@ -10,6 +10,7 @@ from verl_ext.cli import main
 from verl_ext.errors import ConfigError
 from verl_ext.launch.gpus import GPUS
 from verl_ext.launch.models import SHAPES
+from verl_ext.plan.asked import UNITS, WORKERS
 from verl_ext.plan.memory import ENGINE_RESERVE, plan_memory
 from verl_ext.plan.sizes import GIB, Sizes, read_sizes
 from verl_ext.plan.timing import MFU, plan_timing
@@ -174,12 +175,11 @@ def test_where_it_does_not_fit_every_phase_that_fails_is_named_and_no_time(comma
 def test_what_is_switched_off_is_marked(command, capsys):
     def features(*overrides):
         command("recipe=qwen3_30b_a3b", "--json", *overrides)
-        costs = json.loads(capsys.readouterr().out)["features"]
-        return {name for name, cost in costs.items() if not cost.endswith("if switched on")}
+        return {cost["feature"] for cost in json.loads(capsys.readouterr().out)["features"] if cost["on"]}
 
     assert features("stability=none") == set()
     assert features("stability=tis") >= {"corrections, vllm_kl/*", "weights to the workers"}
-    assert "router agreement, replay" in features("stability=r3")
+    assert "routing replay" in features("stability=r3")
     assert "guard" in features("stability=guard")
     assert "sampler's head" in features("stability=tis", "stability.head.k=8")
     assert "router weights" not in features("stability=r3")
@@ -218,6 +218,11 @@ KNOWN = ("recipe=qwen3_30b_a3b",)
         ([*KNOWN, "--gpu", "abacus"], "--gpu=abacus is not known; choose one of"),
         ([*KNOWN, "--nodes", "0"], "--nodes=0 must be above 0"),
         ([*KNOWN, "--nodes", "-1"], "--nodes=-1 must be above 0"),
+        ([*KNOWN, "--nodes", "8,x"], "--nodes=8,x must be whole numbers, with commas between them"),
+        ([*KNOWN, "--nodes", "2,0"], "--nodes=0 must be above 0"),
+        ([*KNOWN, "--nodes", "3", "--scale-batch", "data.train_batch_size=511"], "--scale-batch: train_batch_size=511"),
+        ([*KNOWN, f"{UNITS}=0"], f"{UNITS}=0 must be a whole number above 0"),
+        ([*KNOWN, f"{WORKERS}=few"], f"{WORKERS}=few must be a whole number above 0"),
         ([*KNOWN, "trainer.n_gpus_per_node=0"], "trainer.n_gpus_per_node=0 must be a whole number above 0"),
         ([*KNOWN, f"{ROLLOUT}.gpu_memory_utilization=abc"], f"{ROLLOUT}.gpu_memory_utilization=abc must be a number"),
         ([*KNOWN, f"{ROLLOUT}.dtype=auto"], "dtype=auto cannot be planned"),
@@ -276,4 +281,6 @@ def test_a_recipe_is_planned_with_sglang(capsys):
     assert main(["plan", "--gpu", "H100", "recipe=qwen3_30b_a3b", f"{ROLLOUT}.name=sglang", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["sizes"]["engine"] == "SGLang"
-    assert "768 bytes a token" in found["features"]["router agreement, replay"]  # int16, for 48 layers of top-8
+    trajectories, tokens = 512 * 16, 1024 + 4096
+    gigabytes = {cost["who"]: cost["gb"] for cost in found["features"] if cost["feature"] == "routing replay"}
+    assert gigabytes["agent loops"] == pytest.approx(768 * trajectories * tokens / 1e9)  # int16, 48 layers of top-8
