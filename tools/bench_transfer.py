@@ -251,7 +251,8 @@ def main() -> None:
     add("--repeats", type=int, default=4, help="of a cell in a round (default: %(default)s)")
     arguments = parser.parse_args()
     bench = Bench(load_shape(arguments.model), arguments)
-    ray.init(num_cpus=max(arguments.units) + 2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    ray.init("local", num_cpus=max(arguments.units) + 2, **quiet)  # whatever else runs here
     try:
         bench.run()
     finally:

@@ -107,7 +107,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
     if plan.fits:
         found["plugin"] = {
             "seconds": plan.seconds,
-            "share": plan.seconds / plan.step,
+            "share": plan.share(plan.seconds),
             "largest": plan.largest.name if plan.largest else None,
             "helps": [asdict(remedy) for remedy in plan.remedies()],
         }
@@ -176,7 +176,7 @@ def _print(plan: Plan, gpu: str) -> None:
         gb = f"{cost.gb:.2f}" if cost.gb else ""
         table.add_row(cost.feature, f"{cost.who}, {cost.how}", gb, *_seconds(cost, plan), _note(cost, plan))
     table.add_section()
-    table.add_row("all that is on", "", "", f"{plan.seconds:.2f}", f"{plan.seconds / plan.step:.2%}", "")
+    table.add_row("all that is on", "", "", f"{plan.seconds:.2f}", f"{plan.share(plan.seconds):.2%}", "")
     console.print(table)
     if host := _host(plan):
         table = Table("kept in the host's memory", "GiB a machine")
@@ -184,14 +184,14 @@ def _print(plan: Plan, gpu: str) -> None:
             table.add_row(name, f"{value / GIB:.1f}")
         console.print(table)
     for remedy in plan.remedies():
-        share = f"{remedy.seconds / plan.step:.2%}"
+        share = f"{plan.share(remedy.seconds):.2%}"
         console.print(f"helps: {remedy.setting}: {remedy.seconds:.2f} s, {share} of the step", soft_wrap=True)
     if line := units_line(plan):
         console.print(line, soft_wrap=True)
 
 
 def _seconds(cost: Cost, plan: Plan) -> tuple[str, str]:
-    return f"{cost.seconds:.2f}" if cost.seconds >= 0.005 else f"{cost.seconds:.4f}", f"{cost.waited / plan.step:.2%}"
+    return f"{cost.seconds:.2f}" if cost.seconds >= 0.005 else f"{cost.seconds:.4f}", f"{plan.share(cost.waited):.2%}"
 
 
 def _note(cost: Cost, plan: Plan) -> str:

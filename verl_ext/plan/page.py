@@ -38,7 +38,7 @@ def agreement_table(found: dict[str, list[Plan]]) -> list[list[str]]:
                 cells = []
                 for share in (1.0, SMALL_SHARE):
                     seconds = with_units.but(agreement_share=share).seconds_of(AGREEMENT)
-                    cells.append(f"{seconds:.2f} s, {seconds / plan.step:.2%}")
+                    cells.append(f"{seconds:.2f} s, {plan.share(seconds):.2%}")
                 rows.append([model, f"{plan.sizes.gpus:,}", f"{plan.step:,.0f}", str(units), *cells])
     return rows
 

@@ -12,7 +12,7 @@ from verl_ext.plan import rates
 from verl_ext.plan.asked import UNITS, WORKERS, Asked, read_asked
 from verl_ext.plan.costs import AGREEMENT, Cost, plan_costs, units_wanted
 from verl_ext.plan.memory import Memory, plan_memory
-from verl_ext.plan.sizes import Sizes, read_sizes
+from verl_ext.plan.sizes import Sizes, read_sizes, readable
 from verl_ext.plan.timing import Timing, plan_timing
 
 SMALL_SHARE = 0.05  # of the trajectories, enough to see the routers drift
@@ -71,6 +71,10 @@ class Plan:
     @property
     def units_wanted(self) -> int:
         return units_wanted(self.sizes, self.asked, self.costs, self.generation, self.step)
+
+    def share(self, seconds: float) -> float:
+        """Of the step without the plugin."""
+        return seconds / self.step if self.step else 0.0
 
     def seconds_of(self, feature: str) -> float:
         return sum(cost.waited for cost in self.on if cost.feature == feature)
@@ -132,8 +136,10 @@ def at_nodes(config: DictConfig, nodes: int, *, scale_batch: bool) -> DictConfig
         ConfigError: that is no whole number of prompts.
     """
     config = copy.deepcopy(config)
-    before = config.trainer.nnodes
-    if scale_batch and nodes > 0:
+    if not scale_batch or nodes < 1:
+        return config
+    with readable():
+        before = config.trainer.nnodes
         for node, name in ((config.data, "train_batch_size"), (config.actor_rollout_ref.actor, "ppo_mini_batch_size")):
             given = node[name]
             if type(given) is not int or type(before) is not int or before < 1 or given * nodes % before:
@@ -163,9 +169,9 @@ def scale_table(plans: Sequence[Plan]) -> list[list[str]]:
             continue
         largest = f"{plan.largest.name}, {plan.largest.waited:.1f} s" if plan.largest else ""
         helps = "; ".join(
-            f"{one.setting}: {one.seconds:.1f} s ({one.seconds / plan.step:.1%})" for one in plan.remedies()
+            f"{one.setting}: {one.seconds:.1f} s ({plan.share(one.seconds):.1%})" for one in plan.remedies()
         )
-        numbers = [f"{plan.step:,.0f}", f"{plan.seconds:.1f}", f"{plan.seconds / plan.step:.1%}"]
+        numbers = [f"{plan.step:,.0f}", f"{plan.seconds:.1f}", f"{plan.share(plan.seconds):.1%}"]
         rows.append([gpus, *numbers, f"{plan.seconds_of(AGREEMENT):.1f}", largest, helps])
     return rows
 

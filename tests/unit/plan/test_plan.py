@@ -12,6 +12,7 @@ from verl_ext.launch.gpus import GPUS
 from verl_ext.launch.models import SHAPES
 from verl_ext.plan.asked import UNITS, WORKERS
 from verl_ext.plan.memory import ENGINE_RESERVE, plan_memory
+from verl_ext.plan.scale import read_plan
 from verl_ext.plan.sizes import GIB, Sizes, read_sizes
 from verl_ext.plan.timing import MFU, plan_timing
 
@@ -242,14 +243,15 @@ COUNTED = (
     *("data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "trainer.nnodes"),
     *(f"{ROLLOUT}.{name}" for name in ("n", "max_num_seqs", "expert_parallel_size", "tensor_model_parallel_size")),
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    *(UNITS, WORKERS),
 )
 
 
 def refusal(config) -> str:
     """Why this config cannot be planned; "" where it can."""
     try:
-        sizes = read_sizes(config, "H100")
-        plan_timing(sizes, plan_memory(sizes), sizes.response / 2)
+        plan = read_plan(config, "H100")
+        assert plan.share(plan.seconds) >= 0 and plan.units_wanted >= plan.sizes.nodes
     except ConfigError as error:
         return str(error)
     return ""
@@ -264,7 +266,8 @@ def test_what_is_no_number_is_refused_by_its_name(compose):
             for value in ("abc", "", None, True, 0, -1, 1.5, float("nan"), [1], {"a": 1}, 10**30, 10**400):
                 OmegaConf.update(config, key, value, merge=False)
                 said = refusal(config)
-                assert key in said or "cannot be read" in said or key == unused or (key == share and value == 0)
+                usual = (key == share and value == 0) or (key in (UNITS, WORKERS) and value is None)
+                assert key in said or "cannot be read" in said or key == unused or usual
             OmegaConf.update(config, key, stands, merge=False)
     assert refusal(config) == ""
 
