@@ -7,6 +7,7 @@ trajectories one after another, as verl's agent loops do, and gets its whole sha
 what another client put. Clients start together, at a moment that all are told; the rate is the bytes of all of them
 over the time from then to the last one's end. What arrives is compared with what was sent. Units and clients come in a
 random order, anew in each round; a cell's first repeat in a round, into memory that no process has used, is left out.
+On a machine that is too slow for all rounds, the tables show what --minutes were enough for.
 
 GB/s: median, least and most over all rounds. Beside it, by the same clients at the same time and without TransferQueue:
 a copy to other memory, pickle there and back, and the same bytes to Ray's object store and back as a copy. "x ray" is
@@ -154,7 +155,7 @@ class Bench:
     """The rates of every cell, (units, clients, what) -> GB/s, one a repeat; CPU seconds a GB by whose; us a value."""
 
     def __init__(self, shape: RoutingShape, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
+        self.arguments, self.until = arguments, time.monotonic() + 60 * arguments.minutes
         size = (arguments.tokens, shape.layers, shape.top_k)
         bytes_each = arguments.tokens * shape.ids * shape.engine_id_bytes
         self.count = max(1, round(arguments.megabytes * 1e6 / bytes_each))
@@ -170,6 +171,8 @@ class Bench:
         total, done = self.arguments.rounds * len(self.arguments.units) * len(self.arguments.clients), 0
         for number in range(self.arguments.rounds):
             for units in random.sample(self.arguments.units, len(self.arguments.units)):
+                if time.monotonic() > self.until:
+                    return
                 with transfer_queue(units):
                     for clients in random.sample(self.arguments.clients, len(self.arguments.clients)):
                         self._cell(units, actors[:clients], f"{number}_{clients}")
@@ -206,30 +209,28 @@ class Bench:
         from rich.console import Console
         from rich.table import Table
 
-        console = Console(width=None if sys.stdout.isatty() else 150)
+        console = Console(width=None if sys.stdout.isatty() else 180)
         size = f"{self.count} trajectories of {self.arguments.tokens:,} tokens, {self.gigabytes * 1e3:.0f} MB a client"
-        repeats = self.arguments.rounds * max(1, self.arguments.repeats - 1)
-        title = f"GB/s, {model}: {size}; median (least to most) of {repeats}; {psutil.cpu_count()} CPUs"
+        repeats = min(map(len, self.rates.values()))
+        title = f"GB/s, {model}: {size}; median (least to most) of {repeats} or more; {psutil.cpu_count()} CPUs"
         table = Table(
             "units", "clients", "put", "get", *ALONE, "put x ray", "get x ray", title=title, title_justify="left"
         )
-        for units in self.arguments.units:
-            for clients in self.arguments.clients:
-                of = {what: self.rates[units, clients, what] for what in ("put", "get", *ALONE)}
-                ray_ = statistics.median(of["ray"])
-                ratios = (f"{statistics.median(of[what]) / ray_:.2f}" for what in ("put", "get"))
-                table.add_row(str(units), str(clients), *map(_spread, of.values()), *ratios)
+        cells = sorted({(units, clients) for units, clients, _ in self.rates})
+        for units, clients in cells:
+            of = {what: self.rates[units, clients, what] for what in ("put", "get", *ALONE)}
+            ratios = (f"{statistics.median(of[what]) / statistics.median(of['ray']):.2f}" for what in ("put", "get"))
+            table.add_row(str(units), str(clients), *map(_spread, of.values()), *ratios)
         console.print(table)
         table = Table("units", "clients", title="CPU seconds a GB", title_justify="left")
         whose = [f"{what}, {who}" for what in ("put", "get") for who in ("clients", "units")]
         for name in whose:
             table.add_column(name)
-        for units in self.arguments.units:
-            for clients in self.arguments.clients:
-                table.add_row(str(units), str(clients), *(_spread(self.cpu[units, clients, name]) for name in whose))
+        for units, clients in cells:
+            table.add_row(str(units), str(clients), *(_spread(self.cpu[units, clients, name]) for name in whose))
         console.print(table)
         table = Table("units", "put", "get", title="us a value (a row of a field), short rows", title_justify="left")
-        for units in self.arguments.units:
+        for units in sorted({units for units, _ in cells}):
             table.add_row(str(units), *(_spread(self.small[units, what], 1) for what in ("put", "get")))
         console.print(table)
 
@@ -249,6 +250,7 @@ def main() -> None:
     add("--model", default="Qwen3-30B-A3B", help="of verl_ext/plan/routing.py, or a path (default: %(default)s)")
     add("--rounds", type=int, default=2, help="over all units and clients, in random order (default: %(default)s)")
     add("--repeats", type=int, default=4, help="of a cell in a round (default: %(default)s)")
+    add("--minutes", type=float, default=6, help="after which no TransferQueue is started (default: %(default)s)")
     arguments = parser.parse_args()
     bench = Bench(load_shape(arguments.model), arguments)
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
