@@ -87,7 +87,10 @@ def plan_costs(sizes: Sizes, asked: Asked, mean_response: float, generation: flo
         clients = {CONTROLLER: 1, LOOPS: asked.workers, RANKS: sizes.gpus if how == "reads" else writing}[who]
         nodes = min(clients, sizes.nodes)
         seconds = transfer_seconds(how, gb, values, clients, asked.units, nodes)
-        found.append(Cost(feature, who, how, on, gb, seconds, min(seconds, generation) if who == LOOPS else 0.0))
+        # All of a trajectory is written at once: what is on takes from the same time.
+        before = sum(cost.hidden for cost in found if cost.on)
+        hidden = min(seconds, max(generation - before, 0.0)) if who == LOOPS else 0.0
+        found.append(Cost(feature, who, how, on, gb, seconds, hidden))
 
     def fields(*sizes_and_counts: tuple[int, int]) -> tuple[float, float]:
         size, count = (sum(column) for column in zip(*sizes_and_counts, strict=True))

@@ -125,9 +125,13 @@ def test_a_share_of_the_trajectories_sends_a_share_of_the_ids_and_replay_sends_a
 
 def test_what_the_agent_loops_write_hides_behind_the_generation():
     key = "router agreement", "agent loops", "writes"
-    hidden, late = found(FSDP, ALL)[key], found(FSDP, ALL, generation=0.1)[key]
+    alone = replace(ALL, has_heads=False, router_weights=False)
+    hidden, late = found(FSDP, alone)[key], found(FSDP, alone, generation=0.1)[key]
     assert hidden.seconds == late.seconds > 0.1
     assert hidden.waited == 0 and late.waited == pytest.approx(late.seconds - 0.1)
+    together = [cost for cost in plan_costs(FSDP, ALL, MEAN, 0.3) if cost.on and cost.who == "agent loops"]
+    assert len(together) == 3 and sum(cost.seconds for cost in together) > 0.3
+    assert sum(cost.hidden for cost in together) == pytest.approx(0.3), "they write one after another"
 
 
 def test_a_dense_model_has_no_routing():
