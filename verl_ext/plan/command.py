@@ -3,24 +3,21 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from verl_ext.doctor import composed
 from verl_ext.errors import ConfigError, UserError
-from verl_ext.plan.memory import Memory, plan_memory
-from verl_ext.plan.routing import RoutingShape
-from verl_ext.plan.sizes import GIB, Sizes, planned_gpu, planned_gpus, read_sizes
-from verl_ext.plan.timing import Timing, plan_timing
+from verl_ext.plan.costs import AGREEMENT, HEAD, LOOPS, REPLAY, Cost, id_bytes
+from verl_ext.plan.host import host_memory
+from verl_ext.plan.memory import Memory
+from verl_ext.plan.scale import Plan, at_nodes, read_plan, scale_table, units_line
+from verl_ext.plan.sizes import GIB, Sizes, planned_gpu, planned_gpus
 from verl_ext.printable import printable
 
-# Measured on two CPU cores (tools/bench_correction.py, bench_guard.py); a controller is not slower.
-CORRECTION_NS, GUARD_MS = 17.0, 0.5
-WEIGHT_BYTES = 4  # rollout_is_weights, per response token
-HEAD_BYTES, USUAL_HEAD = 8, 32  # an id in int32 and a log-probability in float32; tokens of a head
-VERLS_ID_BYTES = 2  # which are sent where an engine's are wider
-EXPERT_WEIGHT_BYTES = 2  # in float16
 WIDTH = 120  # where the output is not a terminal
+ROUGH = "rough: a roofline, and rates of two CPU cores; no weight sync, rewards, tools"
 
 
 def add_parser(commands: Any) -> None:
@@ -35,7 +32,14 @@ def add_parser(commands: Any) -> None:
     composed.add_arguments(parser)
     known = ", ".join(planned_gpus())
     parser.add_argument("--gpu", default="H100", metavar="NAME", help=f"{known} (default: %(default)s)")
-    parser.add_argument("--nodes", type=int, help="default: trainer.nnodes")
+    parser.add_argument(
+        "--nodes", metavar="N[,N...]", help="machines; several: a table over sizes (default: trainer.nnodes)"
+    )
+    parser.add_argument(
+        "--scale-batch",
+        action="store_true",
+        help="with --nodes: as many trajectories a GPU as the config has (default: as many in all)",
+    )
     parser.add_argument("--model", help="of the table, where actor_rollout_ref.model.path does not end in its name")
     parser.add_argument(
         "--mean-response",
@@ -48,101 +52,98 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when it fits, 1 when it does not, 2 when the config cannot be planned."""
+    """0 when it fits, 1 when it does not, at any of the sizes, 2 when the config cannot be planned."""
     try:
-        config, sizes = _read(arguments)
-        mean_response = _mean_response(arguments.mean_response, sizes)
-        features = _features(config, sizes, mean_response)
+        config, nodes = composed.required(arguments), _nodes(arguments.nodes)
+        plans = [
+            read_plan(
+                config if number is None else at_nodes(config, number, scale_batch=arguments.scale_batch),
+                arguments.gpu,
+                number,
+                arguments.model,
+                arguments.mean_response,
+            )
+            for number in nodes
+        ]
     except UserError as error:
         line = " ".join(str(error).split())
         print(f"verl-ext plan: {printable(line, most=len(line))}", file=sys.stderr)
         return 2
-    memory = plan_memory(sizes)
-    timing = plan_timing(sizes, memory, mean_response)
     if arguments.json:
-        print(json.dumps(_as_json(sizes, memory, timing, features), indent=2))
+        found = [_as_json(plan) for plan in plans]
+        print(json.dumps(found if len(found) > 1 else found[0], indent=2))
+    elif len(plans) > 1:
+        _print_sizes(plans, planned_gpu(arguments.gpu)[0])
     else:
-        _print(sizes, memory, timing, features, planned_gpu(arguments.gpu)[0])
-    return 0 if memory.fits(sizes) else 1
+        _print(plans[0], planned_gpu(arguments.gpu)[0])
+    return 0 if all(plan.fits for plan in plans) else 1
 
 
-def _read(arguments: argparse.Namespace) -> tuple[Any, Sizes]:
-    config = composed.required(arguments)
-    return config, read_sizes(config, arguments.gpu, arguments.nodes, arguments.model)
-
-
-def _mean_response(given: float | None, sizes: Sizes) -> float:
+def _nodes(given: str | None) -> list[int | None]:
     if given is None:
-        return sizes.response / 2
-    if not 0 < given <= sizes.response:
-        limit = f"data.max_response_length={sizes.response}"
-        raise ConfigError(f"--mean-response={given:g} must be above 0 and at most {limit}")
-    return given
+        return [None]
+    try:
+        return [int(number) for number in given.split(",")]
+    except ValueError:
+        raise ConfigError(f"--nodes={given} must be whole numbers, with commas between them") from None
 
 
-def _features(config: Any, sizes: Sizes, mean_response: float) -> list[tuple[str, str]]:
-    """What each feature costs a step at this size, as name and sentence."""
-    from verl_ext.launch.features import GUARD, HEAD, LOG_PROBS, MEASURE, ROUTERS, WEIGHTS, features, uses
-    from verl_ext.launch.head import head_k, reads_in_update
-    from verl_ext.settings.stability import stability_config
-
-    stability = stability_config(config.stability)
-    asked = features(config, stability)
-    tokens = sizes.sequences * mean_response
-    seconds, weights = tokens * CORRECTION_NS / 1e9, tokens * WEIGHT_BYTES / 1e9
-    found = [
-        (
-            uses(asked, MEASURE),
-            "corrections, vllm_kl/*",
-            f"{seconds:.2f} s on the controller",
-        ),
-        (
-            uses(asked, WEIGHTS),
-            "weights to the workers",
-            f"{weights:.2f} GB through TransferQueue",
-        ),
-        (uses(asked, GUARD), "guard", f"{GUARD_MS} ms"),
-    ]
-    k = head_k(config, stability, compares=uses(asked, LOG_PROBS)) or USUAL_HEAD
-    heads, reads = tokens * k * HEAD_BYTES / 1e9, "twice" if reads_in_update(config, stability) else "once"
-    cost = f"{heads:.1f} GB of {k} tokens a place, written once and read {reads}"
-    found.append((uses(asked, HEAD), "sampler's head", cost))
-    if sizes.shape.moe_layers:
-        shape = sizes.shape
-        routing = RoutingShape(shape.layers, shape.moe_layers, shape.routed_experts, shape.top_k)
-        ids = routing.ids * (routing.engine_id_bytes if sizes.engine == "vLLM" else VERLS_ID_BYTES)
-        routed = sizes.sequences * (sizes.prompt / 2 + mean_response) / 1e9
-        cost = f"{ids * routed:.1f} GB of expert ids each way, {ids} bytes a token"
-        found.append((uses(asked, ROUTERS), "router agreement, replay", cost))
-        if stability.router_weights:
-            weights = EXPERT_WEIGHT_BYTES * routing.ids
-            found.append(
-                (True, "router weights", f"{weights * routed:.1f} GB more to the workers, {weights} bytes a token")
-            )
-    return [(name, cost if on else f"{cost}, if switched on") for on, name, cost in found]
-
-
-def _as_json(sizes: Sizes, memory: Memory, timing: Timing, features: list[tuple[str, str]]) -> dict[str, Any]:
-    return {
-        "fits": memory.fits(sizes),
+def _as_json(plan: Plan) -> dict[str, Any]:
+    sizes, memory = plan.sizes, plan.memory
+    found: dict[str, Any] = {
+        "fits": plan.fits,
         "gpu_gib": sizes.gpu.memory_gib,
         "update_gib": {name: value / GIB for name, value in memory.update.lines.items()},
         "rollout_gib": {name: value / GIB for name, value in memory.rollout.lines.items()},
+        "host_gib": {name: value / GIB for name, value in _host(plan).items()},
         "kv_tokens": memory.kv_tokens,
         "kv_sequences": memory.kv_sequences,
-        "seconds": timing.stages if memory.fits(sizes) else {},
-        "concurrent_sequences": timing.concurrent,
-        "features": dict(features),
+        "seconds": plan.timing.stages if plan.fits else {},
+        "concurrent_sequences": plan.timing.concurrent,
+        "features": [{**asdict(cost), "waited": cost.waited} for cost in plan.costs],
+        "storage_units": {"has": plan.asked.units, "wanted": plan.units_wanted},
         "sizes": {name: value for name, value in asdict(sizes).items() if name not in ("shape", "gpu")},
     }
+    if plan.fits:
+        found["plugin"] = {
+            "seconds": plan.seconds,
+            "share": plan.share(plan.seconds),
+            "largest": plan.largest.name if plan.largest else None,
+            "helps": [asdict(remedy) for remedy in plan.remedies()],
+        }
+    return found
 
 
-def _print(sizes: Sizes, memory: Memory, timing: Timing, features: list[tuple[str, str]], gpu: str) -> None:
+def _host(plan: Plan) -> dict[str, float]:
+    return host_memory(plan.sizes, plan.asked, plan.memory, plan.costs)
+
+
+def _print_sizes(plans: Sequence[Plan], gpu: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
-    shape = sizes.shape
+    first = plans[0].sizes
+    console.print(f"{first.shape.parameters / 1e9:.1f} B parameters, {gpu}", soft_wrap=True)
+    header, *rows = scale_table(plans)
+    table = Table(*header[:-1])
+    for row in rows:
+        table.add_row(*row[:-1])
+    console.print(table)
+    for plan, row in zip(plans, rows, strict=True):
+        if row[-1]:
+            console.print(f"{plan.sizes.gpus:,} GPUs, what helps, one on top of the other: {row[-1]}", soft_wrap=True)
+        if line := units_line(plan):
+            console.print(line, soft_wrap=True)
+    console.print(ROUGH, soft_wrap=True)
+
+
+def _print(plan: Plan, gpu: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    sizes, memory, timing, shape = plan.sizes, plan.memory, plan.timing, plan.sizes.shape
     console.print(
         f"{shape.parameters / 1e9:.1f} B parameters, {shape.active_parameters / 1e9:.1f} B active; "
         f"{sizes.gpus} x {gpu} train, {sizes.rollout_gpus} generate"
@@ -166,13 +167,44 @@ def _print(sizes: Sizes, memory: Memory, timing: Timing, features: list[tuple[st
     for stage, seconds in timing.stages.items():
         table.add_row(stage, f"{seconds:.0f}", f"{timing.share(stage):.0%}")
     console.print(table)
-    rough = f"rough: a roofline, {timing.concurrent} sequences at once a replica; no weight sync, rewards, tools"
-    console.print(rough, soft_wrap=True)
+    console.print(f"{ROUGH}; {timing.concurrent} sequences at once a replica", soft_wrap=True)
 
-    table = Table("feature of the plugin", "cost a step")
-    for row in features:
-        table.add_row(*row)
+    table = Table("feature of the plugin", "who", "GB a step", "seconds", "of the step", "")
+    for column in table.columns[2:5]:
+        column.justify = "right"
+    for cost in plan.costs:
+        gb = f"{cost.gb:.2f}" if cost.gb else ""
+        table.add_row(cost.feature, f"{cost.who}, {cost.how}", gb, *_seconds(cost, plan), _note(cost, plan))
+    table.add_section()
+    table.add_row("all that is on", "", "", f"{plan.seconds:.2f}", f"{plan.share(plan.seconds):.2%}", "")
     console.print(table)
+    if host := _host(plan):
+        table = Table("kept in the host's memory", "GiB a machine")
+        for name, value in host.items():
+            table.add_row(name, f"{value / GIB:.1f}")
+        console.print(table)
+    for remedy in plan.remedies():
+        share = f"{plan.share(remedy.seconds):.2%}"
+        console.print(f"helps: {remedy.setting}: {remedy.seconds:.2f} s, {share} of the step", soft_wrap=True)
+    if line := units_line(plan):
+        console.print(line, soft_wrap=True)
+
+
+def _seconds(cost: Cost, plan: Plan) -> tuple[str, str]:
+    return f"{cost.seconds:.2f}" if cost.seconds >= 0.005 else f"{cost.seconds:.4f}", f"{plan.share(cost.waited):.2%}"
+
+
+def _note(cost: Cost, plan: Plan) -> str:
+    said = []
+    if cost.hidden:
+        said.append("while the rollout generates" if not cost.waited else "beyond the generation")
+    if cost.who == LOOPS and cost.feature in (AGREEMENT, REPLAY):
+        said.append(f"{id_bytes(plan.sizes)} bytes a token")
+    if cost.who == LOOPS and cost.feature == HEAD:
+        said.append(f"{plan.asked.head} tokens a place")
+    if not cost.on:
+        said.append("if switched on")
+    return ", ".join(said)
 
 
 def verdict(sizes: Sizes, memory: Memory) -> list[str]:

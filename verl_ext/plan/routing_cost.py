@@ -2,13 +2,12 @@
 
 python -m verl_ext.plan.routing_cost --model Qwen3-30B-A3B --tokens 32768 --trajectories 512
 python -m verl_ext.plan.routing_cost --model PATH --replay --ranks 8 --get-gb-s 4 --step-seconds 500
-python -m verl_ext.plan.routing_cost --measure 256       how fast TransferQueue carries such ids here
+
+How fast TransferQueue carries such ids here: tools/bench_transfer.py.
 """
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from verl_ext.plan.routing import (
     GB,
     MODELS,
     WITH_THE_IDS,
-    RoutingShape,
     hops_table,
     load_shape,
     routing_cost,
@@ -41,15 +39,6 @@ def _run(arguments: argparse.Namespace) -> None:
 
     console = Console()
     shape = load_shape(arguments.model)
-    if arguments.measure:
-        rates = measure(shape, arguments.measure, arguments.tokens, arguments.units, arguments.repeats)
-        rows = [["GB/s", "first", "median of the others", "least", "most"]]
-        for name, values in rates.items():
-            others = values[1:] or values
-            numbers = (values[0], statistics.median(others), min(others), max(others))
-            rows.append([name, *(f"{number:.2f}" for number in numbers)])
-        console.print(_rich(f"TransferQueue, {arguments.units} storage unit(s), {arguments.repeats} repeats", rows))
-        return
     hops = routing_cost(
         shape,
         arguments.tokens,
@@ -93,9 +82,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--put-gb-s", **rate, help="rate of writes to TransferQueue, all agent loops together")
     add("--get-gb-s", **rate, help="rate of reads from TransferQueue, all training ranks together")
     add("--step-seconds", type=float, metavar="S", help="of a step: the share is shown too")
-    add("--measure", **positive, help="instead, carry N MB through TransferQueue on this machine and show the rates")
-    add("--units", default=1, **positive, help="with --measure: storage units (default: 1)")
-    add("--repeats", default=7, **positive, help="with --measure (default: %(default)s)")
     return parser
 
 
@@ -114,52 +100,6 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
     return value
-
-
-def measure(shape: RoutingShape, megabytes: int, tokens: int, units: int, repeats: int) -> dict[str, list[float]]:
-    """GB/s on this machine, one value a repeat. Starts Ray and TransferQueue and ends them.
-
-    Returns:
-        put: one trajectory after another into TransferQueue, as agent loops do.
-        get: all of them at once, as a training rank does.
-        copy: all of them to other memory of the same process, for comparison.
-    """
-    import ray
-    import torch
-    import transfer_queue as tq
-    from omegaconf import OmegaConf
-    from tensordict import TensorDict
-
-    dtype = torch.uint8 if shape.engine_id_bytes == 1 else torch.int16
-    size = (tokens, shape.layers, shape.top_k)
-    count = max(1, round(megabytes * 1e6 / (tokens * shape.ids * dtype.itemsize)))
-    trajectories = [torch.randint(0, shape.experts, (1, *size), dtype=dtype) for _ in range(count)]
-    rates: dict[str, list[float]] = {"put": [], "get": [], "copy": []}
-    ray.init(num_cpus=units + 2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": units}}}))
-        gigabytes = sum(ids.nbytes for ids in trajectories) / GB
-        for repeat in range(repeats):
-            keys = [f"{repeat}_{index}" for index in range(count)]
-            start = time.perf_counter()
-            for key, ids in zip(keys, trajectories, strict=True):
-                tq.kv_batch_put(keys=[key], partition_id="train", fields=TensorDict({"routed_experts": ids}, [1]))
-            middle = time.perf_counter()
-            batch = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=["routed_experts"])
-            end = time.perf_counter()
-            got = batch["routed_experts"].unbind()
-            assert all(torch.equal(a, b[0]) for a, b in zip(got, trajectories, strict=True))
-            tq.kv_clear(keys=keys, partition_id="train")
-            rates["put"].append(gigabytes / (middle - start))
-            rates["get"].append(gigabytes / (end - middle))
-            start = time.perf_counter()
-            copies = [ids.clone() for ids in trajectories]
-            rates["copy"].append(gigabytes / (time.perf_counter() - start))
-            del copies, batch, got
-        tq.close()
-    finally:
-        ray.shutdown()
-    return rates
 
 
 if __name__ == "__main__":

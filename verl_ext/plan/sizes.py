@@ -39,6 +39,7 @@ class Sizes:
     shared: whether they are the same ones.
     engine: of the rollout, as it calls itself.
     micro_tokens: of one micro-batch on one training rank, at the most.
+    per_node: GPUs of a machine.
     """
 
     shape: ModelShape
@@ -69,6 +70,17 @@ class Sizes:
     utilization: float
     max_num_seqs: int
     engine: str = "vLLM"
+    per_node: int = 8
+
+    @property
+    def nodes(self) -> int:
+        """Machines, those that generate alone among them."""
+        return -(-(self.gpus if self.shared else self.gpus + self.rollout_gpus) // self.per_node)
+
+    @property
+    def replica_ranks(self) -> int:
+        """Training ranks that work on the same trajectories, each of which fetches them."""
+        return self.tensor * self.pipeline * self.context if self.megatron else self.ulysses
 
 
 def planned_gpu(given: str) -> tuple[str, DataSheet]:
@@ -94,13 +106,18 @@ def check_sizes(config: DictConfig, shape: ModelShape | None) -> None:
     Raises:
         ConfigError: the sizes contradict each other, or cannot be read.
     """
-    with _readable():
+    with readable():
         for key in COUNTED:
-            _whole(config, key)
+            whole(config, key)
         check_recipe(config, shape)
 
 
-def _whole(config: DictConfig, key: str) -> int:
+def whole(config: DictConfig, key: str) -> int:
+    """The number at `key`.
+
+    Raises:
+        ConfigError: it is none, or none to plan with.
+    """
     value = OmegaConf.select(config, key)
     if type(value) is not int or value < 1:
         raise ConfigError(f"{key}={value} must be a whole number above 0")
@@ -117,7 +134,8 @@ def _share(config: DictConfig, key: str) -> float:
 
 
 @contextlib.contextmanager
-def _readable() -> Iterator[None]:
+def readable() -> Iterator[None]:
+    """What a config of which nothing is known may raise becomes a ConfigError of one line."""
     try:
         yield
     except UserError:
@@ -150,7 +168,7 @@ def read_sizes(config: DictConfig, gpu: str, nodes: int | None = None, model: st
         with open_dict(config):
             config.trainer.nnodes = nodes
     check_sizes(config, shape)
-    with _readable():
+    with readable():
         return _read(config, spec, shape)
 
 
@@ -160,14 +178,14 @@ def _read(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
     engine = actor.megatron if megatron else actor.fsdp_config
 
     def of(key: str, default: int) -> int:
-        return default if not megatron or engine.get(key) is None else _whole(config, f"{ACTOR}.megatron.{key}")
+        return default if not megatron or engine.get(key) is None else whole(config, f"{ACTOR}.megatron.{key}")
 
     tensor = of("tensor_model_parallel_size", 1)
     count = world_size(config)
     shared = config.trainer.v1.trainer_mode != "separate_async"
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     micro = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
-    rows = 1 if actor.get(micro) is None else _whole(config, f"{ACTOR}.{micro}")
+    rows = 1 if actor.get(micro) is None else whole(config, f"{ACTOR}.{micro}")
     fraction = "optim.override_optimizer_config.optimizer_offload_fraction"
     offloads = megatron and OmegaConf.select(actor, fraction) is not None
     mixed = None if megatron else OmegaConf.select(engine, "mixed_precision.param_dtype")
@@ -177,7 +195,7 @@ def _read(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
         gpus=count,
         rollout_gpus=count
         if shared
-        else _whole(config, f"{ROLLOUT}.nnodes") * _whole(config, f"{ROLLOUT}.n_gpus_per_node"),
+        else whole(config, f"{ROLLOUT}.nnodes") * whole(config, f"{ROLLOUT}.n_gpus_per_node"),
         shared=shared,
         megatron=megatron,
         tensor=tensor,
@@ -200,8 +218,9 @@ def _read(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
         rollout_expert=rollout.expert_parallel_size,
         rollout_bytes=1 if rollout.get("quantization") == "fp8" else _bytes(rollout.dtype),
         utilization=_share(config, f"{ROLLOUT}.gpu_memory_utilization"),
-        max_num_seqs=_whole(config, f"{ROLLOUT}.max_num_seqs"),
+        max_num_seqs=whole(config, f"{ROLLOUT}.max_num_seqs"),
         engine=ROLLOUTS.get(rollout.name, "vLLM"),
+        per_node=config.trainer.n_gpus_per_node,
     )
 
 

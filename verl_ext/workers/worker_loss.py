@@ -194,7 +194,8 @@ def worker_loss(
         ConfigError: the batch lacks a field that a feature reads.
     """
     padded = padded_fields(data)
-    data = data.clone(recurse=False).update(padded)  # the engine's micro-batch stays as it is
+    # The engine's micro-batch stays as it is. Not by `clone`, which copies the fields without numbers row by row.
+    data = TensorDict(dict(data.items()) | dict(padded.items()), batch_size=data.batch_size)
     if data["batch_num_tokens"] == 0:
         tu.assign_non_tensor(data, batch_num_tokens=1)
     metrics: dict[str, Any] = {}

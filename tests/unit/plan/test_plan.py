@@ -10,7 +10,9 @@ from verl_ext.cli import main
 from verl_ext.errors import ConfigError
 from verl_ext.launch.gpus import GPUS
 from verl_ext.launch.models import SHAPES
+from verl_ext.plan.asked import UNITS, WORKERS
 from verl_ext.plan.memory import ENGINE_RESERVE, plan_memory
+from verl_ext.plan.scale import read_plan
 from verl_ext.plan.sizes import GIB, Sizes, read_sizes
 from verl_ext.plan.timing import MFU, plan_timing
 
@@ -174,12 +176,11 @@ def test_where_it_does_not_fit_every_phase_that_fails_is_named_and_no_time(comma
 def test_what_is_switched_off_is_marked(command, capsys):
     def features(*overrides):
         command("recipe=qwen3_30b_a3b", "--json", *overrides)
-        costs = json.loads(capsys.readouterr().out)["features"]
-        return {name for name, cost in costs.items() if not cost.endswith("if switched on")}
+        return {cost["feature"] for cost in json.loads(capsys.readouterr().out)["features"] if cost["on"]}
 
     assert features("stability=none") == set()
     assert features("stability=tis") >= {"corrections, vllm_kl/*", "weights to the workers"}
-    assert "router agreement, replay" in features("stability=r3")
+    assert "routing replay" in features("stability=r3")
     assert "guard" in features("stability=guard")
     assert "sampler's head" in features("stability=tis", "stability.head.k=8")
     assert "router weights" not in features("stability=r3")
@@ -218,6 +219,11 @@ KNOWN = ("recipe=qwen3_30b_a3b",)
         ([*KNOWN, "--gpu", "abacus"], "--gpu=abacus is not known; choose one of"),
         ([*KNOWN, "--nodes", "0"], "--nodes=0 must be above 0"),
         ([*KNOWN, "--nodes", "-1"], "--nodes=-1 must be above 0"),
+        ([*KNOWN, "--nodes", "8,x"], "--nodes=8,x must be whole numbers, with commas between them"),
+        ([*KNOWN, "--nodes", "2,0"], "--nodes=0 must be above 0"),
+        ([*KNOWN, "--nodes", "3", "--scale-batch", "data.train_batch_size=511"], "--scale-batch: train_batch_size=511"),
+        ([*KNOWN, f"{UNITS}=0"], f"{UNITS}=0 must be a whole number above 0"),
+        ([*KNOWN, f"{WORKERS}=few"], f"{WORKERS}=few must be a whole number above 0"),
         ([*KNOWN, "trainer.n_gpus_per_node=0"], "trainer.n_gpus_per_node=0 must be a whole number above 0"),
         ([*KNOWN, f"{ROLLOUT}.gpu_memory_utilization=abc"], f"{ROLLOUT}.gpu_memory_utilization=abc must be a number"),
         ([*KNOWN, f"{ROLLOUT}.dtype=auto"], "dtype=auto cannot be planned"),
@@ -237,14 +243,15 @@ COUNTED = (
     *("data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "trainer.nnodes"),
     *(f"{ROLLOUT}.{name}" for name in ("n", "max_num_seqs", "expert_parallel_size", "tensor_model_parallel_size")),
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    *(UNITS, WORKERS),
 )
 
 
 def refusal(config) -> str:
     """Why this config cannot be planned; "" where it can."""
     try:
-        sizes = read_sizes(config, "H100")
-        plan_timing(sizes, plan_memory(sizes), sizes.response / 2)
+        plan = read_plan(config, "H100")
+        assert plan.share(plan.seconds) >= 0 and plan.units_wanted >= plan.sizes.nodes
     except ConfigError as error:
         return str(error)
     return ""
@@ -259,7 +266,8 @@ def test_what_is_no_number_is_refused_by_its_name(compose):
             for value in ("abc", "", None, True, 0, -1, 1.5, float("nan"), [1], {"a": 1}, 10**30, 10**400):
                 OmegaConf.update(config, key, value, merge=False)
                 said = refusal(config)
-                assert key in said or "cannot be read" in said or key == unused or (key == share and value == 0)
+                usual = (key == share and value == 0) or (key in (UNITS, WORKERS) and value is None)
+                assert key in said or "cannot be read" in said or key == unused or usual
             OmegaConf.update(config, key, stands, merge=False)
     assert refusal(config) == ""
 
@@ -276,4 +284,6 @@ def test_a_recipe_is_planned_with_sglang(capsys):
     assert main(["plan", "--gpu", "H100", "recipe=qwen3_30b_a3b", f"{ROLLOUT}.name=sglang", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["sizes"]["engine"] == "SGLang"
-    assert "768 bytes a token" in found["features"]["router agreement, replay"]  # int16, for 48 layers of top-8
+    trajectories, tokens = 512 * 16, 1024 + 4096
+    gigabytes = {cost["who"]: cost["gb"] for cost in found["features"] if cost["feature"] == "routing replay"}
+    assert gigabytes["agent loops"] == pytest.approx(768 * trajectories * tokens / 1e9)  # int16, 48 layers of top-8

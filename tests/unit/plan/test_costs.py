@@ -1,0 +1,217 @@
+"""What the plugin costs a step: the formulas of docs/plan.md written once more, and what must hold of any run."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.plan.test_plan import FSDP, MEGATRON
+from verl_ext.launch.models import SHAPES
+from verl_ext.plan import costs as module
+from verl_ext.plan import rates
+from verl_ext.plan.asked import Asked
+from verl_ext.plan.costs import plan_costs, transfer_seconds, units_wanted
+from verl_ext.plan.host import CACHED, UNDO, VERSIONS, host_memory
+from verl_ext.plan.memory import plan_memory
+from verl_ext.plan.routing import FOR_THE_UPDATE, WITH_THE_IDS
+
+ALL = Asked(measures=True, weighs=True, guards=True, compares=True, has_heads=True, router_weights=True, head_reads=2)
+MEAN = 4096.0
+TOKENS, LENGTHS = 1024 * 4096, 1024 * (1024 + 4096)  # FSDP: response tokens; with half of the prompts' limit
+BYTES = {**WITH_THE_IDS, **FOR_THE_UPDATE, "responses": 8, "router_agreement": 4, "rollout_is_weights": 4}
+
+
+def found(sizes, asked, generation=1e9):
+    """(feature, who, how) -> Cost."""
+    costs = plan_costs(sizes, asked, MEAN, generation)
+    assert len({(cost.feature, cost.who, cost.how) for cost in costs}) == len(costs)
+    return {(cost.feature, cost.who, cost.how): cost for cost in costs}
+
+
+def gigabytes(sizes, asked, *key):
+    return found(sizes, asked)[key].gb * 1e9
+
+
+@pytest.mark.parametrize("how", ["reads", "writes"])
+def test_the_slowest_end_decides(how):
+    client, unit, each = {
+        "reads": (rates.CLIENT_GET, rates.UNIT_GET, rates.VALUE_GET_US),
+        "writes": (rates.CLIENT_PUT, rates.UNIT_PUT, rates.VALUE_PUT_US),
+    }[how]
+    assert transfer_seconds(how, 60, 0, clients=4, units=1000, nodes=1000) == pytest.approx(60 / 4 / client)
+    assert transfer_seconds(how, 60, 0, clients=1000, units=3, nodes=1000) == pytest.approx(20 / unit)
+    assert transfer_seconds(how, 60, 0, clients=1000, units=1000, nodes=2) == pytest.approx(30 / 12.5)
+    assert transfer_seconds(how, 0, 3e6, clients=3, units=1, nodes=1) == pytest.approx(each)
+
+
+numbers = st.integers(1, 5000)
+
+
+@given(st.sampled_from(["reads", "writes"]), st.floats(0, 1e5), st.floats(0, 1e7), numbers, numbers, numbers, numbers)
+def test_more_of_anything_that_carries_is_never_slower(how, gb, values, clients, units, nodes, more):
+    now = transfer_seconds(how, gb, values, clients, units, nodes)
+    for then in ((clients + more, units, nodes), (clients, units + more, nodes), (clients, units, nodes + more)):
+        assert transfer_seconds(how, gb, values, *then) <= now
+    assert transfer_seconds(how, gb * 2, values, clients, units, nodes) >= now
+
+
+def test_the_controller_reads_what_the_trainer_asks_for():
+    from verl_ext.core.routing import REASONS
+    from verl_ext.fields import REWARDS
+    from verl_ext.trainer.batch import FIELDS
+    from verl_ext.trainer.filtering import FILTER_FIELDS
+
+    def bytes_of(*names):
+        return sum(BYTES[name] for name in names), len(names)
+
+    first = bytes_of(*(name for name in FIELDS if name != "router_agreement"), REWARDS)
+    assert (first, bytes_of(*FILTER_FIELDS)) == (module.READ, module.READ_FILTERS)
+    assert (bytes_of("router_agreement"), bytes_of("advantages")) == (module.READ_AGREEMENT, module.READ_ADVANTAGES)
+    assert bytes_of("rollout_is_weights") == module.WRITTEN_WEIGHTS
+    assert bytes_of("response_mask", "loss_mask") == module.WRITTEN_MASKS
+
+    reads = "corrections, vllm_kl/*", "controller", "reads"
+    plain = Asked(measures=True, breakdown=False)
+    assert gigabytes(FSDP, plain, *reads) == pytest.approx(24 * TOKENS)
+    assert gigabytes(FSDP, replace(plain, breakdown=True), *reads) == pytest.approx(28 * TOKENS)
+    assert gigabytes(FSDP, replace(plain, filters=True), *reads) == pytest.approx(48 * TOKENS)
+    sums = 1024 * 8 * (4 * 48 + 6 + len(REASONS))
+    assert gigabytes(FSDP, replace(plain, compares=True), *reads) == pytest.approx(28 * TOKENS + sums)
+    seconds = 24 * TOKENS / 1e9 / rates.CLIENT_GET + 5 * 1024 * rates.VALUE_GET_US / 1e6
+    assert found(FSDP, plain)[reads].seconds == pytest.approx(seconds)
+
+
+def test_each_feature_carries_what_the_page_says():
+    ids, loops, ranks = 48 * 8, "agent loops", "training ranks"
+    assert gigabytes(FSDP, ALL, "router agreement", loops, "writes") == pytest.approx(ids * LENGTHS)
+    assert gigabytes(FSDP, ALL, "router agreement", ranks, "reads") == pytest.approx(ids * LENGTHS)
+    assert gigabytes(FSDP, ALL, "router weights", ranks, "reads") == pytest.approx(2 * ids * LENGTHS)
+    assert gigabytes(FSDP, ALL, "sampler's head", loops, "writes") == pytest.approx(8 * 32 * TOKENS)
+    assert gigabytes(FSDP, ALL, "sampler's head", ranks, "reads") == pytest.approx(2 * 8 * 32 * TOKENS)
+    assert gigabytes(FSDP, ALL, "weights to the workers", "controller", "writes") == pytest.approx(4 * TOKENS)
+    assert gigabytes(FSDP, replace(ALL, lag=True), "weights to the workers", ranks, "reads") == pytest.approx(
+        12 * TOKENS
+    )
+    assert found(FSDP, ALL)["corrections, vllm_kl/*", "controller", "computes"].seconds == pytest.approx(17e-9 * TOKENS)
+    sglang = replace(FSDP, engine="SGLang")
+    assert gigabytes(sglang, ALL, "router agreement", loops, "writes") == pytest.approx(2 * ids * LENGTHS)
+    assert gigabytes(sglang, ALL, "router weights", loops, "writes") == pytest.approx(2 * ids * LENGTHS)
+
+
+def test_ranks_of_a_replica_each_read_weights_and_heads():
+    for key in (("weights to the workers", "training ranks", "reads"), ("sampler's head", "training ranks", "reads")):
+        one, many = (gigabytes(replace(FSDP, ulysses=ulysses), ALL, *key) for ulysses in (1, 4))
+        assert many == pytest.approx(4 * one)
+        megatron = (gigabytes(replace(MEGATRON, tensor=tensor, pipeline=2), ALL, *key) for tensor in (1, 8))
+        one, many = megatron
+        assert many == pytest.approx(8 * one)
+
+
+def test_a_share_of_the_trajectories_sends_a_share_of_the_ids_and_replay_sends_all():
+    few, loops, ranks = replace(ALL, agreement_share=0.05), "agent loops", "training ranks"
+    for key in (("router agreement", loops, "writes"), ("router agreement", ranks, "reads")):
+        assert gigabytes(FSDP, few, *key) == pytest.approx(gigabytes(FSDP, ALL, *key) / 20)
+    assert gigabytes(FSDP, few, "router weights", loops, "writes") == pytest.approx(2 * 48 * 8 * LENGTHS / 20)
+    for share in (1.0, 0.05):
+        replays = found(FSDP, replace(ALL, agreement_share=share, replay="R3"))
+        assert replays["routing replay", loops, "writes"].gb * 1e9 == pytest.approx(48 * 8 * LENGTHS)
+        assert replays["routing replay", ranks, "reads"].gb * 1e9 == pytest.approx(2 * 48 * 8 * LENGTHS)
+        assert not replays["router agreement", loops, "writes"].on  # it takes part in the replay's first read
+    second = found(FSDP, replace(ALL, replay="R2"))
+    assert second["router agreement", loops, "writes"].on and second["routing replay", ranks, "writes"].on
+    assert second["routing replay", ranks, "writes"].gb * 1e9 == pytest.approx(48 * 8 * LENGTHS)
+
+
+def test_what_the_agent_loops_write_hides_behind_the_generation():
+    key = "router agreement", "agent loops", "writes"
+    alone = replace(ALL, has_heads=False, router_weights=False)
+    hidden, late = found(FSDP, alone)[key], found(FSDP, alone, generation=0.1)[key]
+    assert hidden.seconds == late.seconds > 0.1
+    assert hidden.waited == 0 and late.waited == pytest.approx(late.seconds - 0.1)
+    together = [cost for cost in plan_costs(FSDP, ALL, MEAN, 0.3) if cost.on and cost.who == "agent loops"]
+    assert len(together) == 3 and sum(cost.seconds for cost in together) > 0.3
+    assert sum(cost.hidden for cost in together) == pytest.approx(0.3), "they write one after another"
+
+
+def test_a_dense_model_has_no_routing():
+    dense = replace(FSDP, shape=SHAPES["Qwen3-0.6B"])
+    assert not [key for key in found(dense, ALL) if key[0].startswith("rout")]
+
+
+runs = st.builds(
+    Asked,
+    measures=st.booleans(),
+    weighs=st.booleans(),
+    compares=st.booleans(),
+    has_heads=st.booleans(),
+    filters=st.booleans(),
+    breakdown=st.booleans(),
+    head=st.integers(1, 256),
+    head_reads=st.integers(1, 2),
+    agreement_share=st.floats(0.01, 1),
+    router_weights=st.booleans(),
+    replay=st.sampled_from(["disabled", "R2", "R3"]),
+    lag=st.booleans(),
+    units=st.integers(1, 1000),
+    workers=st.integers(1, 100),
+)
+
+
+@given(runs, st.integers(1, 100), st.floats(0, 1e3))
+def test_more_units_are_never_slower_and_more_ranks_never_cheaper(asked, more, generation):
+    def seconds(sizes, asked):
+        return [cost.waited for cost in plan_costs(sizes, asked, MEAN, generation)]
+
+    now = seconds(MEGATRON, asked)
+    with_units = seconds(MEGATRON, replace(asked, units=asked.units + more))
+    assert all(then <= before for then, before in zip(with_units, now, strict=True))
+    with_ranks = seconds(replace(MEGATRON, tensor=2 * MEGATRON.tensor), asked)
+    assert all(then >= before for then, before in zip(with_ranks, now, strict=True))
+    assert all(value >= 0 for value in now)
+
+
+@given(runs, st.floats(0.1, 1e4), st.floats(0.1, 1e4))
+def test_the_units_wanted_are_enough_and_no_more_than_the_ranks_can_keep_busy(asked, generation, rest):
+    step = generation + rest
+    costs = plan_costs(MEGATRON, asked, MEAN, generation)
+    wanted = units_wanted(MEGATRON, asked, costs, generation, step)
+    assert wanted >= 2 * 32  # machines
+    with_them = [cost for cost in plan_costs(MEGATRON, replace(asked, units=wanted), MEAN, generation) if cost.on]
+    reads = [cost for cost in with_them if (cost.who, cost.how) == ("training ranks", "reads")]
+    read = sum(cost.gb for cost in reads)
+    by_units = read / (wanted * rates.UNIT_GET)
+    by_others = max(read / (256 * rates.CLIENT_GET), read / (32 * rates.NODE_GB_S))
+    assert by_units <= max(0.005 * step, by_others) * (1 + 1e-9)
+    if wanted > 2 * 32:  # with one fewer, something waits longer than it may
+        written = sum(cost.gb for cost in with_them if cost.who == "agent loops")
+        too_long = read / ((wanted - 1) * rates.UNIT_GET) > 0.005 * step * (1 - 1e-9)
+        assert too_long or written / ((wanted - 1) * rates.UNIT_PUT) > generation * (1 - 1e-9)
+
+
+def test_the_units_wanted_are_bytes_over_rate_and_time():
+    asked = Asked(compares=True)
+    costs = plan_costs(MEGATRON, asked, MEAN, generation=100)
+    (read,) = (cost.gb for cost in costs if cost.on and (cost.who, cost.how) == ("training ranks", "reads"))
+    wanted = units_wanted(MEGATRON, asked, costs, generation=100, step=1000)
+    enough = max(64, -int(-min(read / (rates.UNIT_GET * 5), 256 * rates.CLIENT_GET / rates.UNIT_GET) // 1))
+    assert wanted == enough
+    assert units_wanted(FSDP, Asked(), plan_costs(FSDP, Asked(), MEAN, 100), 100, 1000) == 4  # two machines
+
+
+def test_host_memory_is_that_of_what_is_kept():
+    memory = plan_memory(FSDP)
+
+    def lines(asked, sizes=FSDP):
+        return host_memory(sizes, asked, memory, plan_costs(sizes, asked, MEAN, 100))
+
+    assert lines(Asked(measures=True, weighs=True)) == {}
+    parameters = FSDP.shape.parameters
+    kept = lines(Asked(undoes=True, versions=3))
+    assert kept == pytest.approx({UNDO: 12 * parameters / 2, VERSIONS: 3 * 4 * parameters / 2})  # two machines
+    ids = lines(Asked(compares=True))
+    assert ids == pytest.approx(
+        {"TransferQueue: router agreement": 384 * LENGTHS / 2, CACHED: memory.kv_tokens * 384 * 2}
+    )
+    assert lines(Asked(compares=True, replay="R3")).keys() == {"TransferQueue: routing replay", CACHED}
+    assert CACHED not in lines(Asked(compares=True), replace(FSDP, engine="SGLang"))

@@ -1,0 +1,121 @@
+"""`verl-ext plan --nodes 8,32,128`: a run at several sizes, and the page's tables, which the code makes."""
+
+import json
+
+import pytest
+
+from tests import ROOT
+from verl_ext.cli import main
+from verl_ext.plan import rates
+from verl_ext.plan.asked import UNITS
+from verl_ext.plan.costs import AGREEMENT
+from verl_ext.plan.page import RECIPES, plans, tables
+from verl_ext.plan.scale import SMALL_SHARE, WORTH, at_nodes, read_plan, units_line
+from verl_ext.plan.sizes import read_sizes
+
+PAGE = ROOT / "docs" / "plan.md"
+RECIPE = "recipe=qwen3_30b_a3b"
+ASKED = (RECIPE, "stability=icepop", "stability.router_agreement=true")
+
+CHANGES = {
+    "stability.router_agreement_share": lambda value: {"agreement_share": float(value)},
+    "stability.breakdown": lambda value: {"breakdown": value == "true"},
+    UNITS: lambda value: {"units": int(value)},
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Model -> its plans at the page's sizes."""
+    return {model: plans(recipe) for model, recipe in RECIPES.items()}
+
+
+def test_the_pages_tables_are_those_of_the_code():
+    text = PAGE.read_text(encoding="utf-8")
+    for name, table in tables().items():
+        block = f"<!-- {name} -->\n{table}\n<!-- /{name} -->"
+        assert block in text, f"python -m verl_ext.plan.page docs/plan.md writes {name} anew:\n{table}"
+
+
+def test_agreement_on_a_share_of_the_trajectories_is_below_half_a_percent_of_a_step(found):
+    for sizes in found.values():
+        for plan in sizes:
+            few = plan.but(units=rates.UNITS_A_NODE * plan.sizes.nodes, agreement_share=SMALL_SHARE)
+            assert 0 < few.seconds_of(AGREEMENT) / few.step < 0.005
+            assert few.seconds_of(AGREEMENT) < plan.but(units=few.asked.units).seconds_of(AGREEMENT)
+
+
+def test_what_helps_is_worth_it_and_each_setting_stands_on_those_before(found):
+    for sizes in found.values():
+        for plan in sizes:
+            now = plan
+            for remedy in plan.remedies():
+                assert remedy.seconds <= (1 - WORTH) * now.seconds
+                name, _, value = remedy.setting.partition("=")
+                assert name != UNITS or int(value) == now.units_wanted
+                now = now.but(**CHANGES[name](value))
+                assert remedy.seconds == pytest.approx(now.seconds)
+            assert now.seconds < plan.seconds
+
+
+def test_replay_off_helps_by_the_name_of_the_engines_setting(compose):
+    setting = "actor_rollout_ref.actor.megatron.router_replay.mode"
+    plan = read_plan(compose("recipe=qwen3_235b_a22b_megatron", f"{setting}=R3"), "H100", 8)
+    assert plan.seconds > 0
+    assert f"{setting}=disabled" in [remedy.setting for remedy in plan.remedies()]
+    assert plan.but(replay="disabled").seconds == 0
+
+
+def test_a_batch_that_grows_keeps_the_trajectories_a_gpu(compose):
+    config = compose(RECIPE)
+    same = read_sizes(at_nodes(config, 8, scale_batch=False), "H100", 8)
+    more = read_sizes(at_nodes(config, 8, scale_batch=True), "H100", 8)
+    now = read_sizes(config, "H100")
+    assert (now.gpus, now.sequences) == (16, 8192)
+    assert (same.gpus, same.sequences) == (64, 8192)
+    assert (more.gpus, more.sequences) == (64, 4 * 8192)
+    assert at_nodes(config, 8, scale_batch=True).actor_rollout_ref.actor.ppo_mini_batch_size == 4 * 128
+    assert config.data.train_batch_size == 512, "the config that was given stays"
+
+
+def test_the_number_of_storage_units_is_told_where_it_is_low(compose):
+    config = compose(*ASKED)
+    plan = read_plan(config, "H100", 8)
+    assert (plan.sizes.nodes, plan.asked.units, plan.units_wanted) == (8, 8, 16)
+    line = units_line(plan)
+    assert f"{UNITS}=8 is low for 8 machines" in line and line.endswith("set it to 16")
+    assert units_line(plan.but(units=16)) == ""
+    assert units_line(plan.but(simple=False)) == ""
+    full = plan.but(has_heads=True, head=4096)
+    assert "its reads would wait" in units_line(full) and full.units_wanted > 16
+
+
+def test_the_share_that_is_set_counts(compose, monkeypatch):
+    from verl_ext.settings.config import StabilityConfig
+
+    whole = read_plan(compose(*ASKED), "H100")
+    monkeypatch.setattr(StabilityConfig, "router_agreement_share", 0.05, raising=False)
+    few = read_plan(compose(*ASKED), "H100")
+    assert few.asked.agreement_share == 0.05
+    assert few.seconds_of(AGREEMENT) < whole.seconds_of(AGREEMENT)
+
+
+def test_several_sizes_are_a_table_and_one_object_each(capsys):
+    sizes = ["--nodes", "2,8", *ASKED]
+    assert main(["plan", *sizes]) == 0
+    printed = capsys.readouterr().out
+    assert "│ 16 " in printed and "│ 64 " in printed and "training ranks" not in printed.splitlines()[0]
+    assert "64 GPUs, what helps, one on top of the other: stability.router_agreement_share=0.05" in printed
+    assert f"{UNITS}=8 is low for 8 machines" in printed
+    assert main(["plan", "--json", *sizes]) == 0
+    small, large = json.loads(capsys.readouterr().out)
+    assert (small["sizes"]["gpus"], large["sizes"]["gpus"]) == (16, 64)
+    assert large["storage_units"] == {"has": 8, "wanted": 16}
+    on = [cost for cost in large["features"] if cost["on"]]
+    assert large["plugin"]["seconds"] == pytest.approx(sum(cost["seconds"] - cost["hidden"] for cost in on))
+    assert large["plugin"]["share"] == pytest.approx(large["plugin"]["seconds"] / sum(large["seconds"].values()))
+
+
+def test_a_size_that_does_not_fit_is_said_in_its_row(capsys):
+    assert main(["plan", "--nodes", "1,8", *ASKED, "--gpu", "L20"]) == 1
+    assert "does not fit" in capsys.readouterr().out

@@ -1,0 +1,181 @@
+"""What the plugin's features cost a step: bytes through TransferQueue, and the seconds that somebody waits for them.
+
+A transfer takes as long as the slowest of its ends: the clients that move together, each a process that copies by
+itself; the storage units; the machines' network. docs/plan.md has the formulas.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from verl_ext.plan import rates
+from verl_ext.plan.asked import Asked
+from verl_ext.plan.routing import GB, RoutingShape, routing_cost
+from verl_ext.plan.sizes import Sizes
+
+VERLS_ID_BYTES = 2  # which are sent where an engine's are wider
+EXPERT_WEIGHT_BYTES = 2  # in float16
+HEAD_BYTES = 8  # an id in int32 and a log-probability in float32
+SUM_BYTES = 8
+# Bytes a response token, and how many fields that is, of what our trainers read and write (trainer/batch.py,
+# stability_run.py, filtering.py): log-probabilities of both engines, entropy, mask and reward; and so on.
+READ, READ_AGREEMENT, READ_ADVANTAGES, READ_FILTERS = (24, 5), (4, 1), (4, 1), (24, 4)
+WRITTEN_WEIGHTS, WRITTEN_LAG, WRITTEN_MASKS = (4, 1), (8, 1), (16, 2)
+AGREEMENT_BYTES = 4  # router_agreement, a response token, beside a trajectory's sums
+
+MEASURE, WEIGHTS, GUARD = "corrections, vllm_kl/*", "weights to the workers", "guard"
+HEAD, AGREEMENT, REPLAY, ROUTER_WEIGHTS = "sampler's head", "router agreement", "routing replay", "router weights"
+CONTROLLER, LOOPS, RANKS = "controller", "agent loops", "training ranks"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One thing that a feature does in a step.
+
+    Attributes:
+        who: does it, and how: "computes", "reads" or "writes".
+        gb: that pass TransferQueue, all processes together.
+        seconds: that it takes.
+        hidden: of them, those behind the generation.
+    """
+
+    feature: str
+    who: str
+    how: str
+    on: bool
+    gb: float
+    seconds: float
+    hidden: float = 0.0
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the step is longer for it."""
+        return self.seconds - self.hidden
+
+    @property
+    def name(self) -> str:
+        return f"{self.feature}: {self.who}, {self.how}"
+
+
+def transfer_seconds(how: str, gb: float, values: float, clients: int, units: int, nodes: int) -> float:
+    """Seconds of one transfer.
+
+    Args:
+        how: "reads" or "writes".
+        gb: all clients together.
+        values: rows x fields, all clients together; what each costs however short it is.
+        clients, units, nodes: processes that move it at the same time, storage units, machines that these are on.
+    """
+    reads = how == "reads"
+    client, unit = (rates.CLIENT_GET, rates.UNIT_GET) if reads else (rates.CLIENT_PUT, rates.UNIT_PUT)
+    each = (rates.VALUE_GET_US if reads else rates.VALUE_PUT_US) / 1e6
+    return max(gb / (client * clients) + values / clients * each, gb / (unit * units), gb / (rates.NODE_GB_S * nodes))
+
+
+def plan_costs(sizes: Sizes, asked: Asked, mean_response: float, generation: float) -> list[Cost]:
+    """All features, on or not, in the order of the table.
+
+    Args:
+        mean_response: tokens.
+        generation: seconds, behind which the agent loops write.
+    """
+    found: list[Cost] = []
+    rows, ranks = sizes.sequences, sizes.replica_ranks
+    tokens = rows * mean_response
+
+    def passes(feature: str, who: str, how: str, on: bool, gb: float, values: float) -> None:
+        writing = max(1, sizes.gpus // ranks)  # of those that work on the same, one writes
+        clients = {CONTROLLER: 1, LOOPS: asked.workers, RANKS: sizes.gpus if how == "reads" else writing}[who]
+        nodes = min(clients, sizes.nodes)
+        seconds = transfer_seconds(how, gb, values, clients, asked.units, nodes)
+        # All of a trajectory is written at once: what is on takes from the same time.
+        before = sum(cost.hidden for cost in found if cost.on)
+        hidden = min(seconds, max(generation - before, 0.0)) if who == LOOPS else 0.0
+        found.append(Cost(feature, who, how, on, gb, seconds, hidden))
+
+    def fields(*sizes_and_counts: tuple[int, int]) -> tuple[float, float]:
+        size, count = (sum(column) for column in zip(*sizes_and_counts, strict=True))
+        return tokens * size / GB, rows * count
+
+    found.append(Cost(MEASURE, CONTROLLER, "computes", asked.measures, 0.0, tokens * rates.CORRECTION_NS / 1e9))
+    read = [READ, *[READ_AGREEMENT] * asked.compares]
+    read.append(READ_FILTERS if asked.filters else (READ_ADVANTAGES if asked.breakdown else (0, 0)))
+    gb, values = fields(*read)
+    sums = asked.compares * rows * (4 * sizes.shape.moe_layers + 9) * SUM_BYTES / GB
+    passes(MEASURE, CONTROLLER, "reads", asked.measures, gb + sums, values + rows * asked.compares)
+    if asked.filters:
+        passes(MEASURE, CONTROLLER, "writes", asked.measures, *fields(WRITTEN_MASKS))
+    gb, values = fields(WRITTEN_WEIGHTS, *[WRITTEN_LAG] * asked.lag)
+    passes(WEIGHTS, CONTROLLER, "writes", asked.weighs, gb, values)
+    passes(WEIGHTS, RANKS, "reads", asked.weighs, gb * ranks, values * ranks)
+    found.append(Cost(GUARD, CONTROLLER, "computes", asked.guards, 0.0, rates.GUARD_MS / 1e3))
+    heads = tokens * asked.head * HEAD_BYTES / GB
+    passes(HEAD, LOOPS, "writes", asked.has_heads, heads, 2 * rows)
+    passes(HEAD, RANKS, "reads", asked.has_heads, asked.head_reads * ranks * heads, 2 * asked.head_reads * ranks * rows)
+    if sizes.shape.moe_layers:
+        for feature, who, how, on, gb, values in _routing(sizes, asked, mean_response):
+            passes(feature, who, how, on, gb, values)
+    return found
+
+
+def id_bytes(sizes: Sizes) -> int:
+    """Of a token's expert ids as the agent loops write them."""
+    shape = _routing_shape(sizes)
+    return shape.ids * (shape.engine_id_bytes if sizes.engine == "vLLM" else VERLS_ID_BYTES)
+
+
+def units_wanted(sizes: Sizes, asked: Asked, costs: Iterable[Cost], generation: float, step: float) -> int:
+    """Storage units with which the training ranks wait for READ_SHARE of a step, the agent loops hide their writes, and
+    each machine has UNITS_A_NODE; not more than all ranks, and their machines, could keep busy."""
+    most = min(rates.CLIENT_GET * sizes.gpus, rates.NODE_GB_S * sizes.nodes) / rates.UNIT_GET
+    on = [cost for cost in costs if cost.on]
+    read = sum(cost.gb for cost in on if (cost.who, cost.how) == (RANKS, "reads"))
+    written = sum(cost.gb for cost in on if cost.who == LOOPS)
+    by_read = min(read / (rates.UNIT_GET * rates.READ_SHARE * max(step, 1e-3)), most)
+    by_write = min(
+        written / (rates.UNIT_PUT * max(generation, 1e-3)), rates.CLIENT_PUT * asked.workers / rates.UNIT_PUT
+    )
+    return max(rates.UNITS_A_NODE * sizes.nodes, _up(by_read), _up(by_write))
+
+
+def _up(number: float) -> int:
+    return -int(-number // 1)
+
+
+def _routing_shape(sizes: Sizes) -> RoutingShape:
+    shape = sizes.shape
+    return RoutingShape(shape.layers, shape.moe_layers, shape.routed_experts, shape.top_k)
+
+
+def _routing(sizes: Sizes, asked: Asked, mean_response: float) -> list[tuple[str, str, str, bool, float, float]]:
+    """(feature, who, how, on, GB, values) of what routing sends. With R3 all ids travel, and agreement takes part in
+    its first read; R2 writes and reads what compute_log_prob used."""
+    shape, rows, ranks = _routing_shape(sizes), sizes.sequences, sizes.replica_ranks
+    narrow, r3, compares = sizes.engine == "vLLM", asked.replay == "R3", asked.compares
+    length = sizes.prompt / 2 + mean_response
+
+    def hops(reads: int) -> tuple[float, float]:
+        found = routing_cost(shape, 1, 1, narrow=narrow, reads=reads, ranks=ranks)
+        put, get = (found[hop].bytes_per_token * rows * length / GB for hop in ("put", "get"))
+        return put, get
+
+    put, get = hops(1)
+    share = asked.agreement_share
+    weights = EXPERT_WEIGHT_BYTES / (shape.engine_id_bytes if narrow else VERLS_ID_BYTES) * share
+    used = rows * length * shape.moe_layers * shape.top_k * shape.engine_id_bytes / GB  # R2's
+    agrees = 0.0 if r3 else share
+    result = rows * (AGREEMENT_BYTES * mean_response + (4 * shape.moe_layers + 9) * SUM_BYTES) / GB
+    found = [
+        (AGREEMENT, LOOPS, "writes", compares and not r3, agrees * put, agrees * rows),
+        (AGREEMENT, RANKS, "reads", compares and not r3, agrees * get, agrees * rows * ranks),
+        (AGREEMENT, RANKS, "writes", compares, result, 2 * rows),
+        (ROUTER_WEIGHTS, LOOPS, "writes", asked.router_weights, weights * put, share * rows),
+        (ROUTER_WEIGHTS, RANKS, "reads", asked.router_weights, weights * get, share * rows * ranks),
+    ]
+    if asked.replay == "R2":
+        return [
+            *found,
+            (REPLAY, RANKS, "writes", True, used, rows),
+            (REPLAY, RANKS, "reads", True, used * ranks, rows * ranks),
+        ]
+    twice = hops(2)[1]
+    return [*found, (REPLAY, LOOPS, "writes", r3, put, rows), (REPLAY, RANKS, "reads", r3, twice, 2 * rows * ranks)]

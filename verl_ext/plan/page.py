@@ -1,0 +1,82 @@
+"""The tables of docs/plan.md that follow from the code: `python -m verl_ext.plan.page docs/plan.md` writes them anew.
+
+A table stands between the comments <!-- NAME --> and <!-- /NAME -->.
+"""
+
+import sys
+from pathlib import Path
+
+from verl_ext.doctor.composed import compose
+from verl_ext.errors import ConfigError
+from verl_ext.plan import rates
+from verl_ext.plan.asked import UNITS
+from verl_ext.plan.costs import AGREEMENT
+from verl_ext.plan.routing import markdown
+from verl_ext.plan.scale import SMALL_SHARE, Plan, at_nodes, read_plan, scale_table
+
+NODES = (8, 32, 128)
+RECIPES = {"30B": "qwen3_30b_a3b", "235B": "qwen3_235b_a22b_megatron"}
+OVERRIDES = ("stability=icepop", "stability.router_agreement=true")
+
+
+def plans(recipe: str) -> list[Plan]:
+    """Of a recipe on H100s, at every size of the page."""
+    config, failure = compose([f"recipe={recipe}", *OVERRIDES])
+    if config is None:
+        raise ConfigError(failure)
+    return [read_plan(at_nodes(config, nodes, scale_batch=False), "H100", nodes) for nodes in NODES]
+
+
+def agreement_table(found: dict[str, list[Plan]]) -> list[list[str]]:
+    """What router agreement adds to a step, with all trajectories and a share of them, with verl's number of storage
+    units and with TransferQueue's."""
+    rows = [["model", "GPUs", "step, s", "storage units", "all trajectories", f"a share of {SMALL_SHARE}"]]
+    for model, sizes in found.items():
+        for plan in sizes:
+            for units in (plan.asked.units, rates.UNITS_A_NODE * plan.sizes.nodes):
+                with_units = plan.but(units=units)
+                cells = []
+                for share in (1.0, SMALL_SHARE):
+                    seconds = with_units.but(agreement_share=share).seconds_of(AGREEMENT)
+                    cells.append(f"{seconds:.2f} s, {plan.share(seconds):.2%}")
+                rows.append([model, f"{plan.sizes.gpus:,}", f"{plan.step:,.0f}", str(units), *cells])
+    return rows
+
+
+def rates_table() -> list[list[str]]:
+    return [
+        ["", "writes", "reads"],
+        ["a client, GB/s", f"{rates.CLIENT_PUT}", f"{rates.CLIENT_GET}"],
+        ["a storage unit, GB/s", f"{rates.UNIT_PUT}", f"{rates.UNIT_GET}"],
+        ["a row of a field, us of a client", f"{rates.VALUE_PUT_US:g}", f"{rates.VALUE_GET_US:g}"],
+    ]
+
+
+def tables() -> dict[str, str]:
+    """Name -> Markdown."""
+    found = {model: plans(recipe) for model, recipe in RECIPES.items()}
+    made = {"rates": rates_table(), "agreement": agreement_table(found)}
+    made |= {f"sizes {model}": _short(scale_table(sizes)) for model, sizes in found.items()}
+    return {name: markdown(rows) for name, rows in made.items()}
+
+
+def _short(rows: list[list[str]]) -> list[list[str]]:
+    """Settings by their last name, which is enough beside the text."""
+
+    def short(cell: str) -> str:
+        return cell.replace(UNITS, UNITS.rpartition(".")[2]).replace("stability.", "")
+
+    return [[short(cell) for cell in row] for row in rows]
+
+
+def main(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for name, table in tables().items():
+        before, start, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- /{name} -->")
+        text = f"{before}{start}{table}\n{end}{after}" if end else text
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
