@@ -28,6 +28,7 @@ from rich.table import Table
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
+from verl_ext.core.captured import REASONS
 from verl_ext.core.routing import RouterSums
 from verl_ext.core.tokens import jagged
 from verl_ext.settings.stability import stability_config
@@ -104,8 +105,12 @@ def fill(count: int) -> None:
             "responses": torch.randint(0, 150_000, (tokens,)),
         }
         data = {field: jagged(values, offsets) for field, values in fields.items()}
-        sums = RouterSums(*(torch.ones(rows, n) for n in [LAYERS] * 4 + [1] * 7 + [3])).pack()
-        data["router_sums"] = nested(list(sums.double()))
+        by_layer, none = torch.full((rows, LAYERS), float(LENGTH)), torch.zeros(rows, 1)
+        sums = RouterSums(
+            *(by_layer, by_layer, 0 * by_layer, by_layer, none, none, by_layer[:, :1]),
+            *(none, none, none, none, none.expand(rows, len(REASONS))),
+        )
+        data["router_sums"] = nested(list(sums.pack().double()))
         keys = [name(first + row) for row in range(rows)]
         tq.kv_batch_put(keys=keys, partition_id="train", fields=TensorDict(data, batch_size=rows))
 

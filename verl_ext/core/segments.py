@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EXACT = 2**24  # up to here float32 counts, and stops
+# Response tokens of a batch that the controller holds: of a step's fields 120 MB, and as much again on their way.
+AT_ONCE = 2**22
 
 
 def blocks(offsets: Tensor, size: int) -> Iterator[tuple[slice, slice]]:

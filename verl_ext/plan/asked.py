@@ -76,7 +76,7 @@ def read_asked(config: DictConfig) -> Asked:
         breakdown=stability.breakdown,
         head=head_k(config, stability, compares=uses(found, LOG_PROBS)) or USUAL_HEAD,
         head_reads=2 if reads_in_update(config, stability) else 1,
-        agreement_share=getattr(stability, "router_agreement_share", 1.0),
+        agreement_share=stability.router_agreement_share,
         router_weights=stability.router_weights,
         replay=replay_mode(config),
         replay_setting=replay_setting(config),

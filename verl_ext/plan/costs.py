@@ -7,6 +7,7 @@ itself; the storage units; the machines' network. docs/plan.md has the formulas.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from verl_ext.core.segments import AT_ONCE
 from verl_ext.plan import rates
 from verl_ext.plan.asked import Asked
 from verl_ext.plan.routing import GB, RoutingShape, routing_cost
@@ -16,9 +17,13 @@ VERLS_ID_BYTES = 2  # which are sent where an engine's are wider
 EXPERT_WEIGHT_BYTES = 2  # in float16
 HEAD_BYTES = 8  # an id in int32 and a log-probability in float32
 SUM_BYTES = 8
-# Bytes a response token, and how many fields that is, of what our trainers read and write (trainer/batch.py,
-# stability_run.py, filtering.py): log-probabilities of both engines, entropy, mask and reward; and so on.
-READ, READ_AGREEMENT, READ_ADVANTAGES, READ_FILTERS = (24, 5), (4, 1), (4, 1), (24, 4)
+# Bytes a response token, and how many fields that is, of what our trainers read and write (trainer/in_blocks.py,
+# batch_step.py, filtering.py). Of a batch that is one block, beside what verl reads: entropy, responses for filters. Of
+# a larger one, once for each thing that is done: rewards; log-probabilities of both engines, mask and entropy; those
+# with advantages; and for filters with what they look at besides.
+BESIDE, BESIDE_FILTERS = (4, 1), (8, 1)
+REWARDS, FIELDS, SIGNS, FILTERS = (4, 1), (20, 4), (20, 4), (36, 7)
+READ_AGREEMENT = (4, 1)
 WRITTEN_WEIGHTS, WRITTEN_LAG, WRITTEN_MASKS = (4, 1), (8, 1), (16, 2)
 AGREEMENT_BYTES = 4  # router_agreement, a response token, beside a trajectory's sums
 
@@ -97,10 +102,8 @@ def plan_costs(sizes: Sizes, asked: Asked, mean_response: float, generation: flo
         return tokens * size / GB, rows * count
 
     found.append(Cost(MEASURE, CONTROLLER, "computes", asked.measures, 0.0, tokens * rates.CORRECTION_NS / 1e9))
-    read = [READ, *[READ_AGREEMENT] * asked.compares]
-    read.append(READ_FILTERS if asked.filters else (READ_ADVANTAGES if asked.breakdown else (0, 0)))
-    gb, values = fields(*read)
-    sums = asked.compares * rows * (4 * sizes.shape.moe_layers + 9) * SUM_BYTES / GB
+    gb, values = fields(*controller_reads(asked, tokens))
+    sums = asked.compares * rows * (4 * sizes.shape.moe_layers + 10) * SUM_BYTES / GB
     passes(MEASURE, CONTROLLER, "reads", asked.measures, gb + sums, values + rows * asked.compares)
     if asked.filters:
         passes(MEASURE, CONTROLLER, "writes", asked.measures, *fields(WRITTEN_MASKS))
@@ -115,6 +118,15 @@ def plan_costs(sizes: Sizes, asked: Asked, mean_response: float, generation: flo
         for feature, who, how, on, gb, values in _routing(sizes, asked, mean_response):
             passes(feature, who, how, on, gb, values)
     return found
+
+
+def controller_reads(asked: Asked, tokens: float) -> list[tuple[int, int]]:
+    """Bytes a response token and fields of each read."""
+    agreement = [READ_AGREEMENT] * asked.compares
+    if tokens <= AT_ONCE:
+        return [BESIDE, *agreement, *[BESIDE_FILTERS] * asked.filters]
+    found = [REWARDS, FIELDS, *agreement, *[SIGNS] * asked.breakdown]
+    return [*found, FILTERS, *agreement] if asked.filters else found
 
 
 def id_bytes(sizes: Sizes) -> int:
@@ -147,14 +159,14 @@ def _routing_shape(sizes: Sizes) -> RoutingShape:
 
 
 def _routing(sizes: Sizes, asked: Asked, mean_response: float) -> list[tuple[str, str, str, bool, float, float]]:
-    """(feature, who, how, on, GB, values) of what routing sends. With R3 all ids travel, and agreement takes part in
-    its first read; R2 writes and reads what compute_log_prob used."""
-    shape, rows, ranks = _routing_shape(sizes), sizes.sequences, sizes.replica_ranks
+    """(feature, who, how, on, GB, values) of what routing sends, and is read once for a model replica. With R3 all ids
+    travel, and agreement takes part in its first read; R2 writes and reads what compute_log_prob used."""
+    shape, rows = _routing_shape(sizes), sizes.sequences
     narrow, r3, compares = sizes.engine == "vLLM", asked.replay == "R3", asked.compares
     length = sizes.prompt / 2 + mean_response
 
     def hops(reads: int) -> tuple[float, float]:
-        found = routing_cost(shape, 1, 1, narrow=narrow, reads=reads, ranks=ranks)
+        found = routing_cost(shape, 1, 1, narrow=narrow, reads=reads)
         put, get = (found[hop].bytes_per_token * rows * length / GB for hop in ("put", "get"))
         return put, get
 
@@ -163,19 +175,15 @@ def _routing(sizes: Sizes, asked: Asked, mean_response: float) -> list[tuple[str
     weights = EXPERT_WEIGHT_BYTES / (shape.engine_id_bytes if narrow else VERLS_ID_BYTES) * share
     used = rows * length * shape.moe_layers * shape.top_k * shape.engine_id_bytes / GB  # R2's
     agrees = 0.0 if r3 else share
-    result = rows * (AGREEMENT_BYTES * mean_response + (4 * shape.moe_layers + 9) * SUM_BYTES) / GB
+    result = rows * (AGREEMENT_BYTES * mean_response + (4 * shape.moe_layers + 10) * SUM_BYTES) / GB
     found = [
         (AGREEMENT, LOOPS, "writes", compares and not r3, agrees * put, agrees * rows),
-        (AGREEMENT, RANKS, "reads", compares and not r3, agrees * get, agrees * rows * ranks),
+        (AGREEMENT, RANKS, "reads", compares and not r3, agrees * get, agrees * rows),
         (AGREEMENT, RANKS, "writes", compares, result, 2 * rows),
         (ROUTER_WEIGHTS, LOOPS, "writes", asked.router_weights, weights * put, share * rows),
-        (ROUTER_WEIGHTS, RANKS, "reads", asked.router_weights, weights * get, share * rows * ranks),
+        (ROUTER_WEIGHTS, RANKS, "reads", asked.router_weights, weights * get, share * rows),
     ]
     if asked.replay == "R2":
-        return [
-            *found,
-            (REPLAY, RANKS, "writes", True, used, rows),
-            (REPLAY, RANKS, "reads", True, used * ranks, rows * ranks),
-        ]
+        return [*found, (REPLAY, RANKS, "writes", True, used, rows), (REPLAY, RANKS, "reads", True, used, rows)]
     twice = hops(2)[1]
-    return [*found, (REPLAY, LOOPS, "writes", r3, put, rows), (REPLAY, RANKS, "reads", r3, twice, 2 * rows * ranks)]
+    return [*found, (REPLAY, LOOPS, "writes", r3, put, rows), (REPLAY, RANKS, "reads", r3, twice, 2 * rows)]

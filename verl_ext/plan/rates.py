@@ -5,10 +5,10 @@ the tables that they are from, and what else was seen.
 """
 
 # python tools/bench_transfer.py, GB/s of expert ids: one client with one unit; one unit with the most clients.
-CLIENT_PUT, CLIENT_GET = 1.3, 1.1
-UNIT_PUT, UNIT_GET = 1.2, 1.0
-# The same command's short rows: microseconds of a client for each row of each field, however short.
-VALUE_PUT_US, VALUE_GET_US = 45.0, 22.0
+CLIENT_PUT, CLIENT_GET = 1.1, 0.82
+UNIT_PUT, UNIT_GET = 1.2, 0.90
+# The same command's short rows, two units: microseconds of a client for each row of each field, however short.
+VALUE_PUT_US, VALUE_GET_US = 43.0, 19.0
 # An assumption: 100 Gbit/s of Ethernet a node, over which TransferQueue's sockets go.
 NODE_GB_S = 12.5
 

@@ -17,7 +17,7 @@ from transfer_queue import KVBatchMeta
 from verl_ext.core.by_advantage import sums_by_sign
 from verl_ext.core.lag import Lag
 from verl_ext.core.measure import Gathered, Measured, gather, put_together
-from verl_ext.core.segments import segment_sums
+from verl_ext.core.segments import AT_ONCE, segment_sums
 from verl_ext.core.sessions import Sessions
 from verl_ext.core.tokens import Tokens, jagged
 from verl_ext.core.weigh import Settings
@@ -25,7 +25,6 @@ from verl_ext.fields import ADVANTAGES, OLD_LOG_PROBS, RESPONSE_MASK, REWARDS, R
 from verl_ext.trainer.batch import FIELDS, gaps, non_finite, require_generated, response_tokens
 from verl_ext.trainer.transfer import get_fields, put_fields
 
-AT_ONCE = 2**22  # response tokens: of a step's fields 120 MB, and as much again on their way
 ENGINES = (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, RESPONSE_MASK)
 
 

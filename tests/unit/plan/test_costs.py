@@ -65,21 +65,33 @@ def test_the_controller_reads_what_the_trainer_asks_for():
     def bytes_of(*names):
         return sum(BYTES[name] for name in names), len(names)
 
-    first = bytes_of(*(name for name in FIELDS if name != "router_agreement"), REWARDS)
-    assert (first, bytes_of(*FILTER_FIELDS)) == (module.READ, module.READ_FILTERS)
-    assert (bytes_of("router_agreement"), bytes_of("advantages")) == (module.READ_AGREEMENT, module.READ_ADVANTAGES)
+    fields, agreement = [name for name in FIELDS if name != "router_agreement"], "router_agreement"
+    engines = ("rollout_log_probs", "old_log_probs", "response_mask")
+    assert (bytes_of("entropy"), bytes_of("responses")) == (module.BESIDE, module.BESIDE_FILTERS)
+    assert (bytes_of(REWARDS), bytes_of(*fields), bytes_of(agreement)) == (
+        module.REWARDS,
+        module.FIELDS,
+        module.READ_AGREEMENT,
+    )
+    looked_at = bytes_of(*dict.fromkeys([*fields, *FILTER_FIELDS]))
+    assert (bytes_of(*engines, "advantages"), looked_at) == (module.SIGNS, module.FILTERS)
     assert bytes_of("rollout_is_weights") == module.WRITTEN_WEIGHTS
     assert bytes_of("response_mask", "loss_mask") == module.WRITTEN_MASKS
 
     reads = "corrections, vllm_kl/*", "controller", "reads"
-    plain = Asked(measures=True, breakdown=False)
-    assert gigabytes(FSDP, plain, *reads) == pytest.approx(24 * TOKENS)
-    assert gigabytes(FSDP, replace(plain, breakdown=True), *reads) == pytest.approx(28 * TOKENS)
-    assert gigabytes(FSDP, replace(plain, filters=True), *reads) == pytest.approx(48 * TOKENS)
-    sums = 1024 * 8 * (4 * 48 + 6 + len(REASONS))
-    assert gigabytes(FSDP, replace(plain, compares=True), *reads) == pytest.approx(28 * TOKENS + sums)
-    seconds = 24 * TOKENS / 1e9 / rates.CLIENT_GET + 5 * 1024 * rates.VALUE_GET_US / 1e6
-    assert found(FSDP, plain)[reads].seconds == pytest.approx(seconds)
+    plain, large = Asked(measures=True, breakdown=False), replace(FSDP, sequences=2048)
+    assert gigabytes(FSDP, plain, *reads) == pytest.approx(4 * TOKENS)
+    assert gigabytes(FSDP, replace(plain, breakdown=True), *reads) == pytest.approx(4 * TOKENS)
+    assert gigabytes(FSDP, replace(plain, filters=True), *reads) == pytest.approx(12 * TOKENS)
+    assert gigabytes(large, plain, *reads) == pytest.approx(24 * 2 * TOKENS)
+    assert gigabytes(large, replace(plain, breakdown=True), *reads) == pytest.approx(44 * 2 * TOKENS)
+    assert gigabytes(large, replace(plain, filters=True), *reads) == pytest.approx(60 * 2 * TOKENS)
+    sums = 1024 * 8 * (4 * 48 + 7 + len(REASONS))
+    assert gigabytes(FSDP, replace(plain, compares=True), *reads) == pytest.approx(8 * TOKENS + sums)
+    both = replace(plain, compares=True, filters=True)
+    assert gigabytes(large, both, *reads) == pytest.approx((60 + 8) * 2 * TOKENS + 2 * sums)
+    seconds = 24 * 2 * TOKENS / 1e9 / rates.CLIENT_GET + 5 * 2048 * rates.VALUE_GET_US / 1e6
+    assert found(large, plain)[reads].seconds == pytest.approx(seconds)
 
 
 def test_each_feature_carries_what_the_page_says():
