@@ -5,6 +5,7 @@
 Each entry of SCHEDULE is what a user would add to the command line. The step's config is composed from the run's own
 overrides and these, and checked as at launch; the trainer and the workers' loss are set from it. What verl reads once,
 at the start, stays as BASE has it: the reward manager, the engines, the clip range and the KL loss of the workers.
+The batch of every other step is taken in blocks.
 """
 
 import sys
@@ -24,6 +25,7 @@ BASE = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
 )
+BLOCK = 128  # response tokens: a few of them in a batch
 LOSS = "actor_rollout_ref.actor.policy_loss"
 NOTHING_LEFT = ("stability=none", "stability.filters={low_probability:{threshold:1.0}}")
 BYPASS = ("algorithm.rollout_correction.bypass_mode=true", "stability.router_agreement=false")
@@ -91,7 +93,9 @@ def switching(trainer_class: type, base: list[str]) -> type:
     """`trainer_class`, taking the settings of SCHEDULE's next entry before each step."""
     from omegaconf import OmegaConf
 
+    from verl_ext.core.segments import AT_ONCE
     from verl_ext.launch.checks import loss_settings
+    from verl_ext.trainer import in_blocks
 
     class SwitchingTrainer(trainer_class):
         def step(self, metrics, timing_raw):
@@ -99,6 +103,7 @@ def switching(trainer_class: type, base: list[str]) -> type:
             config, stability = compose([*base, *entry])
             self.config.algorithm = config.algorithm
             self.stability_run.use(config, stability)
+            in_blocks.AT_ONCE = BLOCK if self.global_steps % 2 else AT_ONCE
             policy_loss = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss)
             policy_loss.pop("_target_", None)
             policy_loss.pop("rollout_correction", None)
