@@ -12,6 +12,7 @@ TransferQueue holds --stored trajectories; a larger batch has each of them sever
 """
 
 import argparse
+import logging
 import statistics
 import sys
 import time
@@ -140,26 +141,18 @@ class NoTokenizer:
     encode = decode
 
 
-def one_batch(run: StabilityRun, batch: KVBatchMeta) -> dict[str, float]:
-    """The step's metrics of a batch, judged beside an exchange of next to nothing."""
+def one_batch(run: StabilityRun, batch: KVBatchMeta, told: TensorDict) -> dict[str, float]:
+    """The step's metrics of a batch, judged beside an exchange of next to nothing but what verl is told to write."""
     metrics: dict[str, float] = {}
     run.guard.begin(run.guard.step + 1)
     step = run.batch_step(batch, metrics, NoTokenizer())
     with step.beside_advantages():
         queue, where = exchange.trainer_base.tq, {"keys": batch.keys, "partition_id": "train"}
         queue.kv_batch_get(**where, select_fields=["router_sums"])
-        told = TensorDict({"told": torch.zeros(len(batch), 1)}, batch_size=len(batch))
-        if run_whole(batch):
-            data = exchange.tq.kv_batch_get(**where, select_fields=["advantages"])
-            told = TensorDict({"advantages": data["advantages"]}, batch_size=len(batch))
         queue.kv_batch_put(**where, fields=told)
     step.finish(batch)
     assert metrics["guard/skipped"] == 0
     return metrics
-
-
-def run_whole(batch: KVBatchMeta) -> bool:
-    return len(in_blocks.parts_of(batch)) == 1
 
 
 def measured(run: StabilityRun, trajectories: int, at_once: int) -> tuple[float, int, dict[str, float]]:
@@ -168,17 +161,33 @@ def measured(run: StabilityRun, trajectories: int, at_once: int) -> tuple[float,
     tags = [{"response_len": LENGTH}] * trajectories
     batch = KVBatchMeta(keys=[name(i) for i in range(trajectories)], tags=tags, partition_id="train")
     found: list[Any] = []
+    told = TensorDict({"told": torch.zeros(trajectories, 1)}, batch_size=trajectories)
+    if len(in_blocks.parts_of(batch)) == 1:  # then what verl writes is what is split by its sign
+        told = exchange.tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["advantages"])
 
     def call() -> None:
         start = time.perf_counter()
-        metrics = one_batch(run, batch)
+        metrics = one_batch(run, batch, told)
         found.extend((time.perf_counter() - start, metrics))
 
     added = added_bytes(call)
     return found[0], added, found[1]
 
 
+def of_size(run: StabilityRun, size: int, at_once: int, repeats: int) -> tuple[float, int, int]:
+    """Seconds, median; bytes added, and bytes in all, at the peak."""
+    found, resident = [], 0
+    for _ in range(repeats if size <= 64 else 1):
+        found.append(measured(run, size * 2**20 // LENGTH, at_once)[:2])
+        resident = max(resident, kibibytes(Path("/proc/self/status"), "VmHWM") * 1024)
+    seconds, added = statistics.median(one[0] for one in found), max(one[1] for one in found)
+    how = "at once" if at_once == NEVER else "in blocks"
+    print(f"{size} M tokens {how}: {seconds:.2f} s, {added / 1e6:,.0f} MB added", file=sys.stderr, flush=True)
+    return seconds, added, resident
+
+
 def main() -> None:
+    logging.disable(logging.WARNING)  # TransferQueue's, at each call on fewer than eight cores
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", default="1,4,16,64,128,256,512", help="of tokens (default: %(default)s)")
     parser.add_argument("--whole-up-to", type=int, default=64, help="million tokens (default: %(default)s)")
@@ -199,36 +208,20 @@ def main() -> None:
             module.tq = Copies(stored)
         run, block = run_of(arguments.filters), in_blocks.AT_ONCE
         measured(run, min(32, stored), block)  # first allocations
-        columns = (
-            "tokens, M",
-            "trajectories",
-            "s",
-            "ns a token",
-            "MB added",
-            "MB in all",
-            "at once: s",
-            "MB added",
-            "ratio, s",
-        )
-        table = Table(*columns, title=f"the controller, in blocks of {block:,} tokens", title_justify="left")
-        for size in sizes:
-            trajectories = size * 2**20 // LENGTH
-            repeats = arguments.repeats if size <= 64 else 1
-            both = size <= arguments.whole_up_to
-            ours, others = [], []
-            for _ in range(repeats):
-                ours.append(measured(run, trajectories, block))
-                resident = kibibytes(Path("/proc/self/status"), "VmHWM") / 1e3
-                if both:
-                    others.append(measured(run, trajectories, NEVER))
-            seconds, added = statistics.median(one[0] for one in ours), max(one[1] for one in ours)
-            cells = [f"{size}", f"{trajectories:,}", f"{seconds:.2f}", f"{seconds * 1e9 / size / 2**20:.0f}"]
-            cells += [f"{added / 1e6:,.0f}", f"{resident:,.0f}"]
-            if both:
-                other = statistics.median(one[0] for one in others)
-                cells += [f"{other:.2f}", f"{max(one[1] for one in others) / 1e6:,.0f}", f"{seconds / other:.2f}"]
+        whole = [size for size in sizes if size <= arguments.whole_up_to]
+        # All of them in blocks first: what a batch at once has taken, the process does not give back.
+        ours = {size: of_size(run, size, block, arguments.repeats) for size in sizes}
+        others = {size: of_size(run, size, NEVER, arguments.repeats) for size in whole}
+        columns = ("tokens, M", "trajectories", "s", "ns a token", "MB added", "MB in all")
+        title = f"the controller, in blocks of {block:,} tokens, and at once"
+        table = Table(*columns, "at once: s", "MB added", "ratio, s", title=title, title_justify="left")
+        for size, (seconds, added, resident) in ours.items():
+            cells = [f"{size}", f"{size * 2**20 // LENGTH:,}", f"{seconds:.2f}", f"{seconds * 1e9 / size / 2**20:.0f}"]
+            cells += [f"{added / 1e6:,.0f}", f"{resident / 1e6:,.0f}"]
+            if size in others:
+                other, more, _ = others[size]
+                cells += [f"{other:.2f}", f"{more / 1e6:,.0f}", f"{seconds / other:.2f}"]
             table.add_row(*cells)
-            print(f"{size} M tokens: {seconds:.2f} s, {added / 1e6:,.0f} MB added", file=sys.stderr, flush=True)
         Console(width=140).print(table)
         tq.close()
     finally:

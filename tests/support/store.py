@@ -42,12 +42,13 @@ class Store(Installed):
 VERLS = {"response_mask", "rm_scores"}  # what it reads, of what the tests have
 
 
-def compute_advantage(batch, advantages):
-    """As verl's trainer does: one read, one write."""
+def compute_advantage(batch, advantages, rejected=None):
+    """As verl's trainer does: one read, one write; of what its own rejection leaves too, where that is on."""
     tq, where = exchange.trainer_base.tq, {"keys": batch.keys, "partition_id": batch.partition_id}
     data = tq.kv_batch_get(**where, select_fields=sorted(VERLS))
     assert set(data.keys()) == VERLS
-    tq.kv_batch_put(**where, fields=TensorDict({"advantages": advantages}, batch_size=len(batch)))
+    masks = {} if rejected is None else {"response_mask": rejected}
+    tq.kv_batch_put(**where, fields=TensorDict({"advantages": advantages, **masks}, batch_size=len(batch)))
 
 
 class Rows(Installed):

@@ -53,6 +53,7 @@ def read_asked(config: DictConfig) -> Asked:
     Raises:
         ConfigError: its `stability` node is wrong, or the number of storage units or of agent loops is none.
     """
+    from verl_ext.launch.bypass import bypasses
     from verl_ext.launch.features import GUARD, HEAD, IN_LOSS, LOG_PROBS, MEASURE, WEIGHTS, features, uses
     from verl_ext.launch.head import head_k, reads_in_update
     from verl_ext.launch.lag_checks import is_asynchronous
@@ -60,7 +61,7 @@ def read_asked(config: DictConfig) -> Asked:
     from verl_ext.settings.stability import stability_config
 
     stability = stability_config(config.stability)
-    found = features(config, stability)
+    found, late = features(config, stability), bypasses(config)  # in bypass mode the workers measure, and weigh
     with readable():
         units, workers = (
             usual if OmegaConf.select(config, key) is None else whole(config, key)
@@ -68,12 +69,12 @@ def read_asked(config: DictConfig) -> Asked:
         )
     return Asked(
         measures=uses(found, MEASURE),
-        weighs=uses(found, WEIGHTS),
+        weighs=uses(found, WEIGHTS) and not late,
         guards=uses(found, GUARD),
         compares=compares_routing(config, stability),
         has_heads=uses(found, HEAD),
-        filters=bool(stability.filters),
-        breakdown=stability.breakdown,
+        filters=bool(stability.filters) or stability.denominator == "kept",
+        breakdown=stability.breakdown and not late,
         head=head_k(config, stability, compares=uses(found, LOG_PROBS)) or USUAL_HEAD,
         head_reads=2 if reads_in_update(config, stability) else 1,
         agreement_share=stability.router_agreement_share,

@@ -22,7 +22,7 @@ SUM_BYTES = 8
 # a larger one, once for each thing that is done: rewards; log-probabilities of both engines, mask and entropy; those
 # with advantages; and for filters with what they look at besides.
 BESIDE, BESIDE_FILTERS = (4, 1), (8, 1)
-REWARDS, FIELDS, SIGNS, FILTERS = (4, 1), (20, 4), (20, 4), (36, 7)
+REWARDS, FIELDS, SIGNS, FILTERS = (4, 1), (20, 4), (20, 4), (44, 8)
 READ_AGREEMENT = (4, 1)
 WRITTEN_WEIGHTS, WRITTEN_LAG, WRITTEN_MASKS = (4, 1), (8, 1), (16, 2)
 AGREEMENT_BYTES = 4  # router_agreement, a response token, beside a trajectory's sums
@@ -107,9 +107,10 @@ def plan_costs(sizes: Sizes, asked: Asked, mean_response: float, generation: flo
     passes(MEASURE, CONTROLLER, "reads", asked.measures, gb + sums, values + rows * asked.compares)
     if asked.filters:
         passes(MEASURE, CONTROLLER, "writes", asked.measures, *fields(WRITTEN_MASKS))
-    gb, values = fields(WRITTEN_WEIGHTS, *[WRITTEN_LAG] * asked.lag)
-    passes(WEIGHTS, CONTROLLER, "writes", asked.weighs, gb, values)
-    passes(WEIGHTS, RANKS, "reads", asked.weighs, gb * ranks, values * ranks)
+    # Where neither is on, the weights that would be.
+    gb, values = fields(*[WRITTEN_WEIGHTS] * (asked.weighs or not asked.lag), *[WRITTEN_LAG] * asked.lag)
+    passes(WEIGHTS, CONTROLLER, "writes", asked.weighs or asked.lag, gb, values)
+    passes(WEIGHTS, RANKS, "reads", asked.weighs or asked.lag, gb * ranks, values * ranks)
     found.append(Cost(GUARD, CONTROLLER, "computes", asked.guards, 0.0, rates.GUARD_MS / 1e3))
     heads = tokens * asked.head * HEAD_BYTES / GB
     passes(HEAD, LOOPS, "writes", asked.has_heads, heads, 2 * rows)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
@@ -15,6 +16,7 @@ from verl_ext.core.tokens import Tokens, jagged
 from verl_ext.errors import HookError
 from verl_ext.fields import HEAD_SUMS, LAG, LOSS_MASK, RESPONSE_MASK, REWARDS, ROUTER_SUMS, WEIGHTS
 from verl_ext.guard.state import Decision
+from verl_ext.trainer.active import Active
 from verl_ext.trainer.batch import FIELDS, lag_of
 from verl_ext.trainer.captured import sampled_counts
 from verl_ext.trainer.exchange import one_exchange
@@ -51,9 +53,12 @@ class BatchStep:
     def __init__(self, run: "StabilityRun", batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any):
         self._run, self._batch, self._metrics, self._tokenizer = run, batch, metrics, tokenizer
         self._active = run.active
-        lag = lag_of(batch.tags, run.guard.step) if self._active.asynchronous else None
-        self._blocks = InBlocks(batch, lag, self._to_loss)
         self._judged: Judged | None = None
+
+    @cached_property
+    def _blocks(self) -> InBlocks:
+        lag = lag_of(self._batch.tags, self._run.guard.step) if self._active.asynchronous else None
+        return InBlocks(self._batch, lag, partial(_to_loss, self._active))
 
     @contextmanager
     def beside_advantages(self) -> Iterator[None]:
@@ -105,6 +110,8 @@ class BatchStep:
         if rescored := run.take_rescored():
             rows = [self._batch.keys.index(key) for key in rescored]
             metrics.update(split_gap(self._blocks.tokens_of(rows), list(rescored.values())))
+        if active.measures_in_update:
+            self._blocks.pass_on()
         first = judge_before if active.measures_in_update else judge
         self._judged = first(self._blocks, metrics, active.stability, run.guard, run.actions.due)
         metrics.update(self._judged.metrics)
@@ -120,12 +127,6 @@ class BatchStep:
         self._settle()
         return self._blocks.written
 
-    def _to_loss(self, tokens: Tokens, weight: Tensor | None) -> dict[str, Tensor]:
-        fields = {WEIGHTS: loss_weights(tokens, weight, self._active.loss_reads_k)}
-        if tokens.lag is not None and self._active.our_loss:
-            fields[LAG] = tokens.lag.buckets()[tokens.row_of_token()]
-        return {name: values for name, values in fields.items() if values is not None}
-
     def _settle(self) -> None:
         """Filter, and settle what becomes of the batch."""
         assert self._judged is not None
@@ -140,10 +141,11 @@ class BatchStep:
     def _filter(self) -> Outcome:
         """Take what is left out of the loss out of its masks; they stay as they are where nothing would be left."""
         run, tallies, waiting = self._run, list[FilterTally](), list[tuple[Part, Tensor, Tensor]]()
-        for part, data in self._blocks.read((*FIELDS, *FILTER_FIELDS)):
-            tokens = self._blocks.tokens(part, data)
+        kept = self._active.stability.denominator == "kept"
+        for part, data in self._blocks.read((*FIELDS, LOSS_MASK, *FILTER_FIELDS)):
+            tokens = self._blocks.measured(part, data)
             view = filter_batch(tokens, part.batch.keys, data, self._active.config.actor_rollout_ref, self._tokenizer)
-            left = leave_out(view, self._blocks.weight(tokens), self._active.stability)
+            left = leave_out(view, self._blocks.weight(tokens) if kept else None, self._active.stability)
             tallies.append(left)
             waiting.append((part, left.keep_N, tokens.offsets))
             tally = put_together(tallies)
@@ -160,6 +162,13 @@ class BatchStep:
         refused = refusal(run.guard.step, "filters", tally.reason)
         run.actions.carry_out(Decision((refused,)))
         return Outcome(refused)
+
+
+def _to_loss(active: Active, tokens: Tokens, weight: Tensor | None) -> dict[str, Tensor]:
+    fields = {WEIGHTS: loss_weights(tokens, weight, active.loss_reads_k)}
+    if tokens.lag is not None and active.our_loss:
+        fields[LAG] = tokens.lag.buckets()[tokens.row_of_token()]
+    return {name: values for name, values in fields.items() if values is not None}
 
 
 def _compared_heads(data: TensorDict) -> dict[str, float]:

@@ -17,8 +17,6 @@ from verl.trainer.ppo.v1 import trainer_base
 
 from verl_ext.upstream.patching import moved, patch
 
-CHANGE = "one_exchange"
-
 
 class _Exchange:
     """In the place of `transfer_queue` in verl's module.
@@ -37,6 +35,9 @@ class _Exchange:
     ):
         self._names, self._on_read, self._on_write = names, on_read, on_write
         self.reads = self.writes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise moved("one_exchange", f"_compute_advantage uses {name} of TransferQueue")
 
     def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
         self.reads += 1
@@ -60,7 +61,7 @@ def one_exchange(
     """While verl computes advantages, read and write beside it; see `_Exchange`.
 
     Raises:
-        PatchError: verl does not read and write once here.
+        PatchError: verl does not read once and write once here.
     """
     exchange: Any = _Exchange(names, on_read, on_write)
     undo = patch("one_exchange", trainer_base, "tq", exchange)
@@ -70,5 +71,6 @@ def one_exchange(
         undo()
     if (exchange.reads, exchange.writes) != (1, 1):
         raise moved(
-            CHANGE, f"_compute_advantage reads {exchange.reads} and writes {exchange.writes} times, not once each"
+            "one_exchange",
+            f"_compute_advantage reads {exchange.reads} and writes {exchange.writes} times, not once each",
         )

@@ -21,11 +21,13 @@ from verl_ext.core.segments import AT_ONCE, segment_sums
 from verl_ext.core.sessions import Sessions
 from verl_ext.core.tokens import Tokens, jagged
 from verl_ext.core.weigh import Settings
-from verl_ext.fields import ADVANTAGES, OLD_LOG_PROBS, RESPONSE_MASK, REWARDS, ROLLOUT_LOG_PROBS
+from verl_ext.fields import ADVANTAGES, LOSS_MASK, OLD_LOG_PROBS, RESPONSE_MASK, REWARDS, ROLLOUT_LOG_PROBS
 from verl_ext.trainer.batch import FIELDS, gaps, non_finite, require_generated, response_tokens
+from verl_ext.trainer.filtering import FILTER_FIELDS
 from verl_ext.trainer.transfer import get_fields, put_fields
 
 ENGINES = (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, RESPONSE_MASK)
+READ = {*FIELDS, REWARDS, *FILTER_FIELDS}  # of a batch, in all
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,12 @@ class InBlocks:
 
     Args:
         lag: of its trajectories; None where no rollout is older than the policy.
-        to_loss: of a block's tokens, and their weight, the fields that go to the loss.
+        to_loss: of a block's tokens, and their weight, the fields that go to the loss. No method of what holds this:
+            the batch would stay until the collector of cycles comes by.
 
     Attributes:
-        whole: it is one block. Then its fields are at hand once `take` has brought them, and `written` holds what is to
-            be written.
+        whole: it is one block. Then its fields are at hand once `take` has brought them, and what is written waits in
+            `written` for verl's write.
     """
 
     def __init__(
@@ -92,7 +95,9 @@ class InBlocks:
 
     def take(self, data: TensorDict) -> None:
         """Fields of the whole batch; a second time, those that have changed."""
-        self._at_hand = (self._at_hand or {}) | dict(data.items())
+        if self._at_hand is None:
+            self._at_hand = {LOSS_MASK: data[RESPONSE_MASK]}
+        self._at_hand |= {name: value for name, value in data.items() if name in READ}
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[Part, Mapping[str, Tensor]]]:
         for part in self._parts:
@@ -103,6 +108,10 @@ class InBlocks:
             self.written |= fields
         elif fields:
             put_fields(part.batch, fields)
+
+    def measured(self, part: Part, data: Mapping[str, Tensor]) -> Tokens:
+        """As they were measured, also where verl's own rejection has taken tokens out of response_mask since."""
+        return self.tokens(part, {**data, RESPONSE_MASK: data[LOSS_MASK]})
 
     def tokens(self, part: Part, data: Mapping[str, Tensor]) -> Tokens:
         lag = self._lag
@@ -137,7 +146,7 @@ class InBlocks:
         return scores.sum().item() / (len(scores) - len(self.added))
 
     def measure(self, corrections: Mapping[str, Settings], *, breakdown: bool) -> Measured:
-        """As `core.measure.measure`; weights are written, none is returned.
+        """As `core.measure.measure`; what goes to the loss is written, and no weights are returned.
 
         Raises:
             BatchError: no token of the batch is the model's.
@@ -148,10 +157,18 @@ class InBlocks:
             tokens, origin = self.tokens(part, data), gathered[-1].origin if gathered else None
             weight, one = gather(tokens, corrections, breakdown=breakdown, origin=origin)
             gathered.append(one)
-            fields = self._to_loss(tokens, weight)
-            self.write(part, {name: jagged(values, tokens.offsets) for name, values in fields.items()})
+            self._pass_on(part, tokens, weight)
         require_generated(sum(one.tokens for one in gathered))
         return put_together(gathered, corrections)
+
+    def pass_on(self) -> None:
+        """Write what goes to the loss of a batch that is not measured before its update."""
+        for part, data in self.read(ENGINES):
+            self._pass_on(part, self.tokens(part, data), None)
+
+    def _pass_on(self, part: Part, tokens: Tokens, weight: Tensor | None) -> None:
+        fields = self._to_loss(tokens, weight)
+        self.write(part, {name: jagged(values, tokens.offsets) for name, values in fields.items()})
 
     def weight(self, tokens: Tokens) -> Tensor | None:
         """[N], what the batch was measured with gives these; None without corrections."""
@@ -160,8 +177,8 @@ class InBlocks:
     def sums_by_sign(self) -> Tensor:
         """Of `core.by_advantage`, once there are advantages."""
         found = torch.zeros(3, 3, dtype=torch.float64)
-        for part, data in self.read((*ENGINES, ADVANTAGES)):
-            found += sums_by_sign(self.tokens(part, data), data[ADVANTAGES].values())
+        for part, data in self.read((ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, LOSS_MASK, ADVANTAGES)):
+            found += sums_by_sign(self.measured(part, data), data[ADVANTAGES].values())
         return found
 
     def gaps(self) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,7 @@ TABLE = (
         target="`tq` in `verl.trainer.ppo.v1.trainer_base`, while `PPOTrainer._compute_advantage` runs",
         why="what we read of the batch and write into it goes with verl's own read and write: each is a round trip "
         "through TransferQueue",
-        when="the engines are compared",
+        when="the engines, their routing or their heads are compared",
         versions=VERL,
         file="trainer/exchange.py",
         test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",

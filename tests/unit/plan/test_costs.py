@@ -73,7 +73,7 @@ def test_the_controller_reads_what_the_trainer_asks_for():
         module.FIELDS,
         module.READ_AGREEMENT,
     )
-    looked_at = bytes_of(*dict.fromkeys([*fields, *FILTER_FIELDS]))
+    looked_at = bytes_of(*dict.fromkeys([*fields, "loss_mask", *FILTER_FIELDS]))
     assert (bytes_of(*engines, "advantages"), looked_at) == (module.SIGNS, module.FILTERS)
     assert bytes_of("rollout_is_weights") == module.WRITTEN_WEIGHTS
     assert bytes_of("response_mask", "loss_mask") == module.WRITTEN_MASKS
@@ -85,11 +85,11 @@ def test_the_controller_reads_what_the_trainer_asks_for():
     assert gigabytes(FSDP, replace(plain, filters=True), *reads) == pytest.approx(12 * TOKENS)
     assert gigabytes(large, plain, *reads) == pytest.approx(24 * 2 * TOKENS)
     assert gigabytes(large, replace(plain, breakdown=True), *reads) == pytest.approx(44 * 2 * TOKENS)
-    assert gigabytes(large, replace(plain, filters=True), *reads) == pytest.approx(60 * 2 * TOKENS)
+    assert gigabytes(large, replace(plain, filters=True), *reads) == pytest.approx(68 * 2 * TOKENS)
     sums = 1024 * 8 * (4 * 48 + 7 + len(REASONS))
     assert gigabytes(FSDP, replace(plain, compares=True), *reads) == pytest.approx(8 * TOKENS + sums)
     both = replace(plain, compares=True, filters=True)
-    assert gigabytes(large, both, *reads) == pytest.approx((60 + 8) * 2 * TOKENS + 2 * sums)
+    assert gigabytes(large, both, *reads) == pytest.approx((68 + 8) * 2 * TOKENS + 2 * sums)
     seconds = 24 * 2 * TOKENS / 1e9 / rates.CLIENT_GET + 5 * 2048 * rates.VALUE_GET_US / 1e6
     assert found(large, plain)[reads].seconds == pytest.approx(seconds)
 

@@ -32,7 +32,7 @@ class VerlTrainer:
         self.config, self.global_steps, self.tokenizer = config, 7, build_tokenizer()
 
     def _compute_advantage(self, batch, metrics):
-        compute_advantage(batch, self.advantages)
+        compute_advantage(batch, self.advantages, self.rejected)
         return batch
 
 
@@ -44,7 +44,7 @@ class Trainer(trainers.StabilityMixin, VerlTrainer):
 def after(monkeypatch, tmp_path):
     """after(settings, at_once) -> what a batch of LENGTHS becomes: metrics, store, trainer, lines of the dump."""
 
-    def run(settings, at_once):
+    def run(settings, at_once, rejects=False):
         monkeypatch.setattr(in_blocks, "AT_ONCE", at_once)
         batch, store = made_batch(LENGTHS, 3, seed=1, added={2})
         for row in store.rows.values():
@@ -60,6 +60,10 @@ def after(monkeypatch, tmp_path):
         trainer.advantages = torch.nested.as_nested_tensor(
             [row["advantages"] for row in store.rows.values()], layout=torch.jagged
         )
+        masks = [row["response_mask"].clone() for row in store.rows.values()]
+        for mask, row in zip(masks, store.rows.values(), strict=True):
+            mask[(row["old_log_probs"] - row["rollout_log_probs"]).abs().argmax()] = 0  # the worst of each
+        trainer.rejected = torch.nested.as_nested_tensor(masks, layout=torch.jagged) if rejects else None
         path, asked = tmp_path / f"{at_once}.jsonl", TrajectoryDump(4)
         trainer.stability_run.dump = Dump(TrajectoryLog(path, asked, resumed=0), asked)
         trainer.stability_run.guard.begin(7)
@@ -71,10 +75,11 @@ def after(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.parametrize("rejects", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_in_blocks_as_whole(after, name):
-    metrics, store, trainer, lines = after(SETTINGS[name], 1000)
-    in_parts, parts, other, other_lines = after(SETTINGS[name], 16)
+def test_in_blocks_as_whole(after, name, rejects):
+    metrics, store, trainer, lines = after(SETTINGS[name], 1000, rejects)
+    in_parts, parts, other, other_lines = after(SETTINGS[name], 16, rejects)
     assert store.most == sum(LENGTHS) and parts.most <= sum(sorted(LENGTHS)[-4:]), "the dump's four are the most"
     assert in_parts == pytest.approx(metrics, rel=1e-5, abs=1e-7) and len(metrics) > 10
     written = {"rollout_is_weights", "response_mask", "loss_mask"}
@@ -87,6 +92,21 @@ def test_in_blocks_as_whole(after, name):
     assert bool(refused) == (name == "nothing left")
     assert trainer.stability_run.outcome.filter_scale == other.stability_run.outcome.filter_scale
     assert lines == other_lines and len(lines) == 4
+
+
+@pytest.mark.parametrize("at_once", [16, 1000])
+def test_what_verl_rejects_is_measured_all_the_same(after, at_once):
+    settings = {"correction": "geo_mask", "geo_mask": {"low": 0.8, "high": 1.2}, "denominator": "kept"}
+    metrics, store, *_ = after(settings, at_once)
+    rejecting, left, *_ = after(settings, at_once, rejects=True)
+    measured = [name for name in metrics if name.startswith(("vllm_kl/", "correction/"))]
+    assert {name: rejecting[name] for name in measured} == pytest.approx({name: metrics[name] for name in measured})
+    assert "vllm_kl/k3/advantage/negative" in measured and 0 < metrics["correction/sequences_dropped"] < 1
+    for key, row in store.rows.items():
+        assert torch.equal(row["rollout_is_weights"], left.rows[key]["rollout_is_weights"])
+        dropped = (row["rollout_is_weights"] == 0).all()
+        assert not (dropped and left.rows[key]["response_mask"].any()), "the masks go by the weights of the loss"
+        assert torch.equal(left.rows[key]["response_mask"], left.rows[key]["loss_mask"])
 
 
 def test_what_is_written_is_not_the_batch_as_it_was(after):

@@ -376,6 +376,11 @@ def test_asynchronous_batches_are_measured_by_lag_and_the_workers_are_told_it(st
     assert "version_lag" not in store.fields, "verl's own loss does not read it"
 
 
+def test_in_bypass_mode_the_workers_are_told_the_lag_too(step):
+    _, _, store = step({"correction": "opsm", "opsm": {"delta": 0.1}}, bypass=True, tags=OLD)
+    assert rows(store, "version_lag") == [[0, 0], [2]] and "rollout_is_weights" not in store.fields
+
+
 def test_what_was_rescored_becomes_metrics_before_the_guard_judges_and_is_then_forgotten(step, monkeypatch):
     def with_scores(trainer, batch, metrics):
         trainer.stability_run._rescored = {"a_1_0": torch.tensor([-2.75])}
