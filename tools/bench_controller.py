@@ -99,6 +99,7 @@ def fill(count: int) -> None:
             "rollout_log_probs": l_infer,
             "old_log_probs": l_infer + 0.02 * torch.randn(tokens),
             "response_mask": torch.ones(tokens, dtype=torch.long),
+            "loss_mask": torch.ones(tokens, dtype=torch.long),
             "entropy": torch.rand(tokens),
             "router_agreement": 1 - (torch.rand(tokens) < 0.2) / (8 * LAYERS),
             "rm_scores": torch.zeros(tokens),
