@@ -94,7 +94,8 @@ def made_batch(lengths, group, seed, *, added=()):
             "entropy": torch.rand(r, generator=dice),
             "router_agreement": (4 * torch.rand(r, generator=dice)).round() / 4,
             "rm_scores": torch.nn.functional.pad(torch.randint(0, 2, (1,), generator=dice).float(), (r - 1, 0)),
-            "advantages": torch.randn(1, generator=dice).expand(r).clone(),
+            # Of most the same on all generated tokens, of every third another on each, of some none.
+            "advantages": torch.randn(r if row % 3 == 2 else 1, generator=dice).expand(r) * mask * (row % 5 > 0),
             "prompts": torch.tensor([11, 12]),
             "responses": torch.randint(10, 30, (r,), generator=dice),
         }

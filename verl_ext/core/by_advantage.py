@@ -4,13 +4,17 @@ k1 and k3 of a batch can stand still while the gap changes the update: what rais
 it are weighted by different errors ("Diagnosing Training Inference Mismatch in LLM Reinforcement Learning",
 arXiv 2605.14220).
 
-Shape legend: N response tokens, n of a block.
+Most estimators give all generated tokens of a trajectory the same advantage. Then sums by trajectory are enough, which
+are known before there are advantages: `sums_by_row`, `of_rows`.
+
+Shape legend: N response tokens, n of a block, B trajectories.
 """
 
 import torch
 from torch import Tensor
 
-from verl_ext.core.mismatch import k3_sum
+from verl_ext.core.mismatch import k3_of, k3_sum
+from verl_ext.core.segments import AT_ONCE, blocks, segment_sums
 from verl_ext.core.tokens import Tokens
 
 SIGNS = {"positive": 1, "negative": -1}
@@ -36,6 +40,40 @@ def sums_by_sign(tokens: Tokens, advantages_N: Tensor) -> Tensor:
             log_k = log_k_n[counts_n & (advantages_N[block] * sign > 0)]
             row += torch.stack([log_k.new_tensor(len(log_k)), -log_k.sum(), k3_sum(log_k)]).cpu()
     return sums
+
+
+@torch.no_grad()
+def sums_by_row(tokens: Tokens) -> Tensor:
+    """[B, 4] float64: of each trajectory the tokens that count, as of `sums_by_sign`, their k1 and k3, and its
+    generated tokens."""
+    log_k = tokens.l_old.double() - tokens.l_infer.double()
+    counts = tokens.mask & log_k.isfinite()
+    log_k.masked_fill_(~counts, 0.0)
+    of_row = (counts, -log_k, k3_of(log_k), tokens.mask)
+    return torch.stack([tokens.row_sums(values) for values in of_row], dim=1)
+
+
+@torch.no_grad()
+def of_rows(sums_B4: Tensor, advantages: Tensor) -> tuple[Tensor, list[int]]:
+    """`sums_by_sign` of the trajectories whose generated tokens all have A > 0, or all A < 0, or none either; and which
+    trajectories these are not, whose tokens have to be looked at.
+
+    Args:
+        sums_B4: of `sums_by_row`.
+        advantages: nested [B, r], 0 where no token was generated.
+    """
+    values, offsets, found = advantages.values(), advantages.offsets(), torch.zeros(3, 3, dtype=torch.float64)
+    left = torch.zeros(len(sums_B4), dtype=torch.bool)  # also of what has no tokens
+    for part, rows in blocks(offsets, AT_ONCE):
+        lengths, of_row = offsets[rows.start : rows.stop + 1].diff(), sums_B4[rows]
+        above, below = (segment_sums((values[part] * sign > 0).double(), lengths).cpu() for sign in SIGNS.values())
+        alike = ((above == of_row[:, 3]) & (below == 0), (below == of_row[:, 3]) & (above == 0))
+        for row, these in zip(found, alike, strict=False):
+            row += of_row[these & (above + below > 0), :3].sum(0)
+        same = alike[0] | alike[1] | (above + below == 0)
+        found[2, 0] += of_row[same, 0].sum()
+        left[rows] = ~same
+    return found, left.nonzero().squeeze(1).tolist()
 
 
 def advantage_metrics(sums: Tensor) -> dict[str, float]:

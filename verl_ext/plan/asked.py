@@ -8,6 +8,8 @@ from verl_ext.plan.sizes import readable, whole
 
 UNITS = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
 BACKEND = "transfer_queue.backend.storage_backend"
+# verl's estimators that may give the tokens of one trajectory advantages of different signs.
+BY_TOKEN = ("gae", "reinforce_plus_plus")
 WORKERS = "actor_rollout_ref.rollout.agent.num_workers"
 USUAL_UNITS, USUAL_WORKERS, USUAL_HEAD = 8, 8, 32  # verl's, verl's; tokens of a head where none is asked for
 
@@ -16,6 +18,8 @@ USUAL_UNITS, USUAL_WORKERS, USUAL_HEAD = 8, 8, 32  # verl's, verl's; tokens of a
 class Asked:
     """Attributes:
     measures, weighs, guards, compares, has_heads: the parts of the plugin that are on.
+    filters: tokens are taken out of the loss's mask.
+    signs: the gap is split by the sign of advantages that differ within a trajectory.
     head: tokens of the sampler's head, or the usual ones.
     head_reads: stages that read it.
     agreement_share: of the trajectories, whose expert ids travel for router agreement.
@@ -32,7 +36,7 @@ class Asked:
     compares: bool = False
     has_heads: bool = False
     filters: bool = False
-    breakdown: bool = True
+    signs: bool = False
     head: int = USUAL_HEAD
     head_reads: int = 1
     agreement_share: float = 1.0
@@ -74,7 +78,7 @@ def read_asked(config: DictConfig) -> Asked:
         compares=compares_routing(config, stability),
         has_heads=uses(found, HEAD),
         filters=bool(stability.filters) or stability.denominator == "kept",
-        breakdown=stability.breakdown and not late,
+        signs=stability.breakdown and not late and config.algorithm.adv_estimator in BY_TOKEN,
         head=head_k(config, stability, compares=uses(found, LOG_PROBS)) or USUAL_HEAD,
         head_reads=2 if reads_in_update(config, stability) else 1,
         agreement_share=stability.router_agreement_share,

@@ -20,7 +20,7 @@ SUM_BYTES = 8
 # Bytes a response token, and how many fields that is, of what our trainers read and write (trainer/in_blocks.py,
 # batch_step.py, filtering.py). Of a batch that is one block, beside what verl reads: entropy, responses for filters. Of
 # a larger one, once for each thing that is done: rewards; log-probabilities of both engines, mask and entropy; those
-# with advantages; and for filters with what they look at besides.
+# with advantages, where these differ in sign within a trajectory; and for filters with what they look at besides.
 BESIDE, BESIDE_FILTERS = (4, 1), (8, 1)
 REWARDS, FIELDS, SIGNS, FILTERS = (4, 1), (20, 4), (20, 4), (44, 8)
 READ_AGREEMENT = (4, 1)
@@ -126,7 +126,7 @@ def controller_reads(asked: Asked, tokens: float) -> list[tuple[int, int]]:
     agreement = [READ_AGREEMENT] * asked.compares
     if tokens <= AT_ONCE:
         return [BESIDE, *agreement, *[BESIDE_FILTERS] * asked.filters]
-    found = [REWARDS, FIELDS, *agreement, *[SIGNS] * asked.breakdown]
+    found = [REWARDS, FIELDS, *agreement, *[SIGNS] * asked.signs]
     return [*found, FILTERS, *agreement] if asked.filters else found
 
 

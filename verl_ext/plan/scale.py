@@ -104,8 +104,8 @@ class Plan:
             found.append((f"{asked.replay_setting}=disabled", self.but(replay="disabled")))
         if asked.simple and self.units_wanted > asked.units:
             found.append((f"{UNITS}={self.units_wanted}", self.but(units=self.units_wanted)))
-        if asked.measures and asked.breakdown and not asked.filters:
-            found.append(("stability.breakdown=false", self.but(breakdown=False)))
+        if asked.measures and asked.signs:
+            found.append(("stability.breakdown=false", self.but(signs=False)))
         if any(cost.waited for cost in self.on if cost.hidden):
             more = 2 * asked.workers
             found.append((f"{WORKERS}={more}", self.but(workers=more)))

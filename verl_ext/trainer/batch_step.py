@@ -14,7 +14,7 @@ from verl_ext.core.head_sums import head_metrics
 from verl_ext.core.rescored import split_gap
 from verl_ext.core.tokens import Tokens, jagged
 from verl_ext.errors import HookError
-from verl_ext.fields import HEAD_SUMS, LAG, LOSS_MASK, RESPONSE_MASK, REWARDS, ROUTER_SUMS, WEIGHTS
+from verl_ext.fields import ADVANTAGES, HEAD_SUMS, LAG, LOSS_MASK, RESPONSE_MASK, REWARDS, ROUTER_SUMS, WEIGHTS
 from verl_ext.guard.state import Decision
 from verl_ext.trainer.active import Active
 from verl_ext.trainer.batch import FIELDS, lag_of
@@ -54,6 +54,7 @@ class BatchStep:
         self._run, self._batch, self._metrics, self._tokenizer = run, batch, metrics, tokenizer
         self._active = run.active
         self._judged: Judged | None = None
+        self._advantages: Tensor | None = None
 
     @cached_property
     def _blocks(self) -> InBlocks:
@@ -121,6 +122,7 @@ class BatchStep:
 
     def _write(self, fields: TensorDict) -> dict[str, Tensor]:
         """With what verl writes of the advantages."""
+        self._advantages = fields[ADVANTAGES]
         if self._judged is None or not self._blocks.whole:
             return {}
         self._blocks.take(fields)
@@ -129,10 +131,10 @@ class BatchStep:
 
     def _settle(self) -> None:
         """Filter, and settle what becomes of the batch."""
-        assert self._judged is not None
+        assert self._judged is not None and self._advantages is not None
         run, active, judged = self._run, self._active, self._judged
         if active.stability.breakdown and not active.measures_in_update:
-            sums = self._blocks.sums_by_sign()
+            sums = self._blocks.sums_by_sign(self._advantages)
             judged, found = judge_by_advantage(judged, sums, self._metrics, active.stability, run.guard)
             run.actions.carry_out(found)
         refused = judged.decision.refusal

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
-from verl_ext.core.by_advantage import sums_by_sign
+from verl_ext.core.by_advantage import of_rows, sums_by_row, sums_by_sign
 from verl_ext.core.lag import Lag
 from verl_ext.core.measure import Gathered, Measured, gather, put_together
 from verl_ext.core.segments import AT_ONCE, segment_sums
@@ -92,6 +92,7 @@ class InBlocks:
         self.whole = len(self._parts) == 1
         self._at_hand: dict[str, Tensor] | None = None
         self._corrections: Mapping[str, Settings] = {}
+        self._by_row: Tensor | None = None
 
     def take(self, data: TensorDict) -> None:
         """Fields of the whole batch; a second time, those that have changed."""
@@ -153,10 +154,14 @@ class InBlocks:
         """
         self._corrections = corrections
         gathered: list[Gathered] = []
+        if breakdown and not self.whole:
+            self._by_row = torch.zeros(len(self._batch.keys), 4, dtype=torch.float64)
         for part, data in self.read(FIELDS):
             tokens, origin = self.tokens(part, data), gathered[-1].origin if gathered else None
             weight, one = gather(tokens, corrections, breakdown=breakdown, origin=origin)
             gathered.append(one)
+            if self._by_row is not None:
+                self._by_row[part.rows] = sums_by_row(tokens)
             self._pass_on(part, tokens, weight)
         require_generated(sum(one.tokens for one in gathered))
         return put_together(gathered, corrections)
@@ -174,11 +179,22 @@ class InBlocks:
         """[N], what the batch was measured with gives these; None without corrections."""
         return gather(tokens, self._corrections, breakdown=False)[0] if self._corrections else None
 
-    def sums_by_sign(self) -> Tensor:
-        """Of `core.by_advantage`, once there are advantages."""
-        found = torch.zeros(3, 3, dtype=torch.float64)
-        for part, data in self.read((ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, LOSS_MASK, ADVANTAGES)):
-            found += sums_by_sign(self.measured(part, data), data[ADVANTAGES].values())
+    def sums_by_sign(self, advantages: Tensor) -> Tensor:
+        """Of `core.by_advantage`; of a batch that was measured in blocks, those trajectories are read again whose
+        tokens differ in sign.
+
+        Args:
+            advantages: nested [B, r], of the whole batch.
+        """
+        if self._at_hand is not None:
+            ((part, data),) = self.read(())
+            return sums_by_sign(self.measured(part, data), advantages.values())
+        assert self._by_row is not None
+        found, rows = of_rows(self._by_row, advantages)
+        for part in parts_of(part_of(self._batch, rows)) if rows else ():
+            data = get_fields(part.batch, (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, LOSS_MASK, ADVANTAGES))
+            tokens = response_tokens({**dict(data.items()), RESPONSE_MASK: data[LOSS_MASK]})
+            found += sums_by_sign(tokens, data[ADVANTAGES].values())
         return found
 
     def gaps(self) -> tuple[Tensor, Tensor]:

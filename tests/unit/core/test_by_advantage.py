@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_ext.core import by_advantage
-from verl_ext.core.by_advantage import advantage_metrics, sums_by_sign
-from verl_ext.core.tokens import Tokens
+from verl_ext.core.by_advantage import advantage_metrics, of_rows, sums_by_row, sums_by_sign
+from verl_ext.core.tokens import Tokens, jagged
 
 
 def oracle(l_infer, l_old, mask, advantages):
@@ -61,3 +61,22 @@ def test_a_gap_that_k1_and_k3_do_not_see():
     assert found["vllm_kl/advantage_skew"] == pytest.approx(0.02, rel=1e-5)
     mixed = advantage_metrics(sums_by_sign(tokens_of(even, sheared, [1] * 4), torch.tensor([1.0, -1.0, 1.0, -1.0])))
     assert mixed["vllm_kl/advantage_skew"] == pytest.approx(0, abs=1e-7)
+
+
+@given(st.lists(st.tuples(st.lists(row, max_size=6), st.sampled_from([None, -1.5, 0.0, 2.0])), min_size=1, max_size=6))
+def test_by_trajectory_as_by_token(trajectories):
+    """None: each token's own advantage; else the same on all generated tokens."""
+    rows = [token for tokens, _ in trajectories for token in tokens]
+    offsets = torch.tensor([0, *(len(tokens) for tokens, _ in trajectories)]).cumsum(0)
+    l_infer, l_old, mask, own = (torch.tensor([token[i] for token in rows], dtype=torch.float64) for i in range(4))
+    given_to = torch.tensor([math.nan if one is None else one for tokens, one in trajectories for _ in tokens])
+    advantages = torch.where(given_to.isnan(), own, given_to) * mask
+    tokens = Tokens(l_infer, l_old, mask.bool(), offsets)
+    found, left = of_rows(sums_by_row(tokens), jagged(advantages, offsets))
+    alike = {index for index, (_, one) in enumerate(trajectories) if one is not None}
+    assert not alike & set(left)
+    for index in left:
+        part = slice(int(offsets[index]), int(offsets[index + 1]))
+        one = Tokens(l_infer[part], l_old[part], tokens.mask[part], torch.tensor([0, part.stop - part.start]))
+        found += sums_by_sign(one, advantages[part])
+    torch.testing.assert_close(found, sums_by_sign(tokens, advantages), rtol=1e-9, atol=1e-6)

@@ -79,12 +79,12 @@ def test_the_controller_reads_what_the_trainer_asks_for():
     assert bytes_of("response_mask", "loss_mask") == module.WRITTEN_MASKS
 
     reads = "corrections, vllm_kl/*", "controller", "reads"
-    plain, large = Asked(measures=True, breakdown=False), replace(FSDP, sequences=2048)
+    plain, large = Asked(measures=True, signs=False), replace(FSDP, sequences=2048)
     assert gigabytes(FSDP, plain, *reads) == pytest.approx(4 * TOKENS)
-    assert gigabytes(FSDP, replace(plain, breakdown=True), *reads) == pytest.approx(4 * TOKENS)
+    assert gigabytes(FSDP, replace(plain, signs=True), *reads) == pytest.approx(4 * TOKENS)
     assert gigabytes(FSDP, replace(plain, filters=True), *reads) == pytest.approx(12 * TOKENS)
     assert gigabytes(large, plain, *reads) == pytest.approx(24 * 2 * TOKENS)
-    assert gigabytes(large, replace(plain, breakdown=True), *reads) == pytest.approx(44 * 2 * TOKENS)
+    assert gigabytes(large, replace(plain, signs=True), *reads) == pytest.approx(44 * 2 * TOKENS)
     assert gigabytes(large, replace(plain, filters=True), *reads) == pytest.approx(68 * 2 * TOKENS)
     sums = 1024 * 8 * (4 * 48 + 7 + len(REASONS))
     assert gigabytes(FSDP, replace(plain, compares=True), *reads) == pytest.approx(8 * TOKENS + sums)
@@ -158,7 +158,7 @@ runs = st.builds(
     compares=st.booleans(),
     has_heads=st.booleans(),
     filters=st.booleans(),
-    breakdown=st.booleans(),
+    signs=st.booleans(),
     head=st.integers(1, 256),
     head_reads=st.integers(1, 2),
     agreement_share=st.floats(0.01, 1),

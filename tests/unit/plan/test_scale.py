@@ -19,7 +19,7 @@ ASKED = (RECIPE, "stability=icepop", "stability.router_agreement=true")
 
 CHANGES = {
     "stability.router_agreement_share": lambda value: {"agreement_share": float(value)},
-    "stability.breakdown": lambda value: {"breakdown": value == "true"},
+    "stability.breakdown": lambda value: {"signs": value == "true"},
     UNITS: lambda value: {"units": int(value)},
 }
 

@@ -10,7 +10,7 @@ from tests.support.examples import at_most
 from tests.support.store import made_batch
 from verl_ext.core.by_advantage import sums_by_sign
 from verl_ext.core.measure import measure
-from verl_ext.core.tokens import Tokens
+from verl_ext.core.tokens import Tokens, jagged
 from verl_ext.errors import BatchError
 from verl_ext.trainer import in_blocks, transfer
 from verl_ext.trainer.batch import gaps
@@ -63,7 +63,8 @@ def test_in_blocks_as_whole(lengths, group, at_once, seed):
         weights = written.unbind() if blocks.whole else [one["rollout_is_weights"] for one in store.rows.values()]
         assert torch.equal(torch.cat(list(weights)), wanted.weight)
         by_sign = sums_by_sign(tokens, whole["advantages"])
-        torch.testing.assert_close(blocks.sums_by_sign(), by_sign, rtol=1e-9, atol=1e-12)
+        advantages = jagged(whole["advantages"], tokens.offsets)
+        torch.testing.assert_close(blocks.sums_by_sign(advantages), by_sign, rtol=1e-9, atol=1e-12)
         assert blocks.count == tokens.count and blocks.added == {1}
         bad = (~whole["old_log_probs"].isfinite() & tokens.mask).sum()
         assert blocks.non_finite() == {"rollout_log_probs": 0, "old_log_probs": int(bad)}
