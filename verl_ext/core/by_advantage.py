@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from verl_ext.core.mismatch import k3_of, k3_sum
-from verl_ext.core.segments import AT_ONCE, blocks, segment_sums
+from verl_ext.core.segments import blocks, segment_sums
 from verl_ext.core.tokens import Tokens
 
 SIGNS = {"positive": 1, "negative": -1}
 BLOCK = 1 << 20
+NEAR = 1 << 17  # tokens, in whole trajectories: what is made of them stays near a core
 
 
 @torch.no_grad()
@@ -46,11 +47,15 @@ def sums_by_sign(tokens: Tokens, advantages_N: Tensor) -> Tensor:
 def sums_by_row(tokens: Tokens) -> Tensor:
     """[B, 4] float64: of each trajectory the tokens that count, as of `sums_by_sign`, their k1 and k3, and its
     generated tokens."""
-    log_k = tokens.l_old.double() - tokens.l_infer.double()
-    counts = tokens.mask & log_k.isfinite()
-    log_k.masked_fill_(~counts, 0.0)
-    of_row = (counts, -log_k, k3_of(log_k), tokens.mask)
-    return torch.stack([tokens.row_sums(values) for values in of_row], dim=1)
+    sums = torch.zeros(len(tokens.offsets) - 1, 4, dtype=torch.float64, device=tokens.mask.device)
+    for part, rows in blocks(tokens.offsets, NEAR):
+        mask, lengths = tokens.mask[part], tokens.offsets[rows.start : rows.stop + 1].diff()
+        log_k = tokens.l_old[part].double() - tokens.l_infer[part].double()
+        counts = mask & log_k.isfinite()
+        log_k.masked_fill_(~counts, 0.0)
+        of_row = (counts.double(), -log_k, k3_of(log_k), mask.double())
+        sums[rows] = torch.stack([segment_sums(values, lengths) for values in of_row], dim=1)
+    return sums.cpu()
 
 
 @torch.no_grad()
@@ -64,9 +69,9 @@ def of_rows(sums_B4: Tensor, advantages: Tensor) -> tuple[Tensor, list[int]]:
     """
     values, offsets, found = advantages.values(), advantages.offsets(), torch.zeros(3, 3, dtype=torch.float64)
     left = torch.zeros(len(sums_B4), dtype=torch.bool)  # also of what has no tokens
-    for part, rows in blocks(offsets, AT_ONCE):
+    for part, rows in blocks(offsets, NEAR):
         lengths, of_row = offsets[rows.start : rows.stop + 1].diff(), sums_B4[rows]
-        above, below = (segment_sums((values[part] * sign > 0).double(), lengths).cpu() for sign in SIGNS.values())
+        above, below = (segment_sums(signs.double(), lengths).cpu() for signs in (values[part] > 0, values[part] < 0))
         alike = ((above == of_row[:, 3]) & (below == 0), (below == of_row[:, 3]) & (above == 0))
         for row, these in zip(found, alike, strict=False):
             row += of_row[these & (above + below > 0), :3].sum(0)
