@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -40,6 +41,7 @@ LENGTH, GROUP = 32_768, 16  # response tokens of a trajectory; trajectories of a
 LAYERS = 48
 AT_A_TIME = 16  # trajectories put at once
 NEVER = 2**62
+TOKENIZER = SimpleNamespace(eos_token_id=1, decode=str, encode=str)  # of which these filters read the end token
 
 
 class Copies:
@@ -129,20 +131,11 @@ def run_of(filters: bool) -> StabilityRun:
     return run
 
 
-class NoTokenizer:
-    eos_token_id = 1
-
-    def decode(self, *args: Any, **kwargs: Any) -> str:
-        raise NotImplementedError
-
-    encode = decode
-
-
 def one_batch(run: StabilityRun, batch: KVBatchMeta, told: TensorDict) -> dict[str, float]:
     """The step's metrics of a batch, judged beside an exchange of next to nothing but what verl is told to write."""
     metrics: dict[str, float] = {}
     run.guard.begin(run.guard.step + 1)
-    step = run.batch_step(batch, metrics, NoTokenizer())
+    step = run.batch_step(batch, metrics, TOKENIZER)
     with step.beside_advantages():
         queue, where = exchange.trainer_base.tq, {"keys": batch.keys, "partition_id": "train"}
         queue.kv_batch_get(**where, select_fields=["router_sums"])

@@ -9,24 +9,11 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop import agent_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
+from tests.support.agent_outputs import PROMPT, RESPONSE, output
 from verl_ext.upstream import narrow_routing
 from verl_ext.upstream.patching import PatchError
 
-PROMPT, RESPONSE = 4, 5
 PLACE = f"ray_kwargs.ray_init.runtime_env.env_vars.{narrow_routing.VARIABLE}"
-
-
-def output(ids):
-    return AgentLoopOutput(
-        prompt_ids=list(range(PROMPT)),
-        response_ids=list(range(RESPONSE)),
-        response_mask=[1] * RESPONSE,
-        response_logprobs=[-0.5] * RESPONSE,
-        routed_experts=ids,
-        reward_score=1.0,
-        metrics=AgentLoopMetrics(),
-        extra_fields={"teacher_ids": torch.arange(3), "other": 1},
-    )
 
 
 def random_ids(rows, dtype=np.uint8, experts=256):

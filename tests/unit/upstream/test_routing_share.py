@@ -10,26 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop import agent_loop
-from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
+from tests.support.agent_outputs import PROMPT, RESPONSE, output
 from verl_ext.fields import ROLLOUT_ROUTES, ROLLOUT_WEIGHTS
 from verl_ext.upstream import narrow_routing, routed_weights, routing_share
 from verl_ext.upstream.routing_share import Systematic
 
-PROMPT, RESPONSE, LAYERS, TOP_K = 4, 5, 3, 2
-
-
-def output(rows):
-    return AgentLoopOutput(
-        prompt_ids=list(range(PROMPT)),
-        response_ids=list(range(RESPONSE)),
-        response_mask=[1] * RESPONSE,
-        response_logprobs=[-0.5] * RESPONSE,
-        routed_experts=rows,
-        reward_score=1.0,
-        metrics=AgentLoopMetrics(),
-        extra_fields={"teacher_ids": torch.arange(3), "other": 1},
-    )
+LAYERS, TOP_K = 3, 2
 
 
 def some_rows(dtype, weights=False):

@@ -1,0 +1,20 @@
+"""What verl's agent loop hands on of a trajectory."""
+
+import torch
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+PROMPT, RESPONSE = 4, 5  # tokens
+
+
+def output(rows):
+    """With this routing, [n, L, K]."""
+    return AgentLoopOutput(
+        prompt_ids=list(range(PROMPT)),
+        response_ids=list(range(RESPONSE)),
+        response_mask=[1] * RESPONSE,
+        response_logprobs=[-0.5] * RESPONSE,
+        routed_experts=rows,
+        reward_score=1.0,
+        metrics=AgentLoopMetrics(),
+        extra_fields={"teacher_ids": torch.arange(3), "other": 1},
+    )
