@@ -5,7 +5,7 @@ it are weighted by different errors ("Diagnosing Training Inference Mismatch in 
 arXiv 2605.14220).
 
 Most estimators give all generated tokens of a trajectory the same advantage. Then sums by trajectory are enough, which
-are known before there are advantages: `sums_by_row`, `of_rows`.
+are known before there are advantages: `sums_by_row`, `signs_of_rows`.
 
 Shape legend: N response tokens, n of a block, B trajectories.
 """
@@ -59,7 +59,7 @@ def sums_by_row(tokens: Tokens) -> Tensor:
 
 
 @torch.no_grad()
-def of_rows(sums_B4: Tensor, advantages: Tensor) -> tuple[Tensor, list[int]]:
+def signs_of_rows(sums_B4: Tensor, advantages: Tensor) -> tuple[Tensor, list[int]]:
     """`sums_by_sign` of the trajectories whose generated tokens all have A > 0, or all A < 0, or none either; and which
     trajectories these are not, whose tokens have to be looked at.
 

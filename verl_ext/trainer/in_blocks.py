@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
-from verl_ext.core.by_advantage import of_rows, sums_by_row, sums_by_sign
+from verl_ext.core.by_advantage import signs_of_rows, sums_by_row, sums_by_sign
 from verl_ext.core.lag import Lag
 from verl_ext.core.measure import Gathered, Measured, gather, put_together
 from verl_ext.core.segments import AT_ONCE, segment_sums
@@ -190,7 +190,7 @@ class InBlocks:
             ((part, data),) = self.read(())
             return sums_by_sign(self.measured(part, data), advantages.values())
         assert self._by_row is not None
-        found, rows = of_rows(self._by_row, advantages)
+        found, rows = signs_of_rows(self._by_row, advantages)
         for part in parts_of(part_of(self._batch, rows)) if rows else ():
             data = get_fields(part.batch, (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, LOSS_MASK, ADVANTAGES))
             tokens = response_tokens({**dict(data.items()), RESPONSE_MASK: data[LOSS_MASK]})

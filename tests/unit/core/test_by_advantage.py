@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_ext.core import by_advantage
-from verl_ext.core.by_advantage import advantage_metrics, of_rows, sums_by_row, sums_by_sign
+from verl_ext.core.by_advantage import advantage_metrics, signs_of_rows, sums_by_row, sums_by_sign
 from verl_ext.core.tokens import Tokens, jagged
 
 
@@ -72,7 +72,7 @@ def test_by_trajectory_as_by_token(trajectories):
     given_to = torch.tensor([math.nan if one is None else one for tokens, one in trajectories for _ in tokens])
     advantages = torch.where(given_to.isnan(), own, given_to) * mask
     tokens = Tokens(l_infer, l_old, mask.bool(), offsets)
-    found, left = of_rows(sums_by_row(tokens), jagged(advantages, offsets))
+    found, left = signs_of_rows(sums_by_row(tokens), jagged(advantages, offsets))
     alike = {index for index, (_, one) in enumerate(trajectories) if one is not None}
     assert not alike & set(left)
     for index in left:
