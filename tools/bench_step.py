@@ -1,94 +1,178 @@
 """What the plugin costs per training step: the same run with everything on and with stability=none.
 
-    python tools/bench_step.py [--steps 30] [--rounds 2]
+    python tools/bench_step.py [--steps 60] [--rounds 3]
 
-Needs the environment of tools/setup_cpu.sh. The learning rate is 0, so that every step of every run has the same
-work; runs alternate (off, on, on, off, ...), so that a machine that slows down does not favour one of them. Processes
-are forked from one that has imported what they need, as in the quick start: imports are no part of a step.
+Needs the environment of tools/setup_cpu.sh. Both runs of a round are there at once and take their steps in turn, the
+processes of the other stopped meanwhile, so that a machine that slows down slows both. The learning rate is 0 and all
+responses are as long, so that every step has the same work. Processes are forked from one that has imported what they
+need, as in the quick start: imports are no part of a step.
 Prints the median time of a step and of its stages, and the ratio on / off with its 95 % bootstrap interval, for which
-runs are drawn first and then their steps: steps of one run are more alike than those of two.
+rounds are drawn first and then their pairs of steps: those of one round are more alike than those of two.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import select
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Self
+
+import psutil
+from prefork import STACK
 
 REPO = Path(__file__).parent.parent
 WARM_UP = 4  # steps: imports in the agent loop, first allocations
 STAGES = ("step", "gen", "old_log_prob", "adv", "update_actor", "update_weights")
-ON = ("stability=icepop", "stability.router_agreement=true", "stability.cascade_attention=off")
 OFF = ("stability=none",)
+ON = ("stability=icepop", "stability.router_agreement=true", "stability.cascade_attention=off")
+
+Step = dict[str, float]  # stage -> seconds
+Pair = tuple[Step, Step]  # off, on
 
 
-def run(overrides: tuple[str, ...], steps: int, folder: Path) -> list[dict[str, float]]:
-    """Seconds of each stage for every step after the warm-up."""
-    metrics = folder / "metrics.jsonl"
-    of_run = [
-        *(f"assets={REPO}/.quickstart/prefix_sums", f"trainer.total_training_steps={steps + WARM_UP}"),
-        *("actor_rollout_ref.actor.optim.lr=0", f"hydra.run.dir={folder}"),
-        *overrides,
-    ]
-    forked = '"$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke "$@"'
-    forked += ' ray_kwargs.ray_init.runtime_env.py_executable="$PREFORK_PYTHON"'
-    command = [
-        *(sys.executable, "tools/clean_exit.py", sys.executable, "tools/prefork.py", "--log", f"{folder}/imports.log"),
-        *("sh", "-c", forked, "sh", *of_run),
-    ]
-    environment = os.environ | {
-        "VERL_PLATFORM": "cpu",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VERL_FILE_LOGGER_PATH": str(metrics),
-        "RAY_prestart_worker_first_driver": "0",
-        "RAY_raylet_start_wait_time_s": "300",
-    }
-    with (folder / "console.log").open("w") as log:
-        subprocess.run(command, cwd=REPO, env=environment, stdout=log, stderr=log, check=True)
-    rows = [json.loads(line)["data"] for line in metrics.read_text().splitlines()][WARM_UP:]
-    return [{stage: row[f"timing_s/{stage}"] for stage in STAGES} for row in rows]
+class Run:
+    """A run of training that takes a step when it is told to, and stands still in between."""
+
+    def __init__(self, overrides: tuple[str, ...], steps: int, folder: Path):
+        folder.mkdir()
+        self.folder = folder
+        pipes = {name: folder / name for name in ("TURN_ASKED", "TURN_GIVEN")}
+        for pipe in pipes.values():
+            os.mkfifo(pipe)
+        self._asked, self._given = (os.open(pipe, os.O_RDWR) for pipe in pipes.values())
+        of_run = [
+            *(f"assets={REPO}/.quickstart/prefix_sums", f"trainer.total_training_steps={steps}"),
+            *("actor_rollout_ref.actor.optim.lr=0", "actor_rollout_ref.rollout.ignore_eos=true"),
+            f"hydra.run.dir={folder}",
+            *overrides,
+        ]
+        forked = '"$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke "$@"'
+        forked += ' ray_kwargs.ray_init.runtime_env.py_executable="$PREFORK_PYTHON"'
+        preload = ("--preload", ",".join((*STACK, "turns")), "--log", f"{folder}/imports.log")
+        command = [
+            *(sys.executable, "tools/clean_exit.py", sys.executable, "tools/prefork.py", *preload),
+            *("sh", "-c", forked, "sh", *of_run),
+        ]
+        environment = os.environ | {name: str(pipe) for name, pipe in pipes.items()}
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(REPO / "tools"), os.environ.get("PYTHONPATH")))),
+            "VERL_PLATFORM": "cpu",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VERL_FILE_LOGGER_PATH": f"{folder}/metrics.jsonl",
+            "RAY_prestart_worker_first_driver": "0",
+            "RAY_raylet_start_wait_time_s": "300",
+        }
+        with (folder / "console.log").open("w") as log:
+            self._process = subprocess.Popen(command, cwd=REPO, env=environment, stdout=log, stderr=log)
+
+    def wait_for_step(self) -> None:
+        """Until it is about to begin one.
+
+        Raises:
+            RuntimeError: it has ended; with the end of what it said.
+        """
+        while not select.select([self._asked], [], [], 1.0)[0]:
+            if self._process.poll() is not None:
+                said = (self.folder / "console.log").read_text()[-4000:]
+                raise RuntimeError(f"a run ended with exit code {self._process.returncode}:\n{said}")
+        os.read(self._asked, 1)
+
+    def go_on(self) -> None:
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+        os.write(self._given, b".")
+
+    def stand_still(self) -> None:
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+
+    def steps(self) -> list[Step]:
+        """All that it took."""
+        rows = [json.loads(line)["data"] for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        for row in rows:
+            row["timing_s/step"] -= row["timing_s/turn"]
+        return [{stage: row[f"timing_s/{stage}"] for stage in STAGES} for row in rows]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """It has got to its end, or is interrupted."""
+        if sys.exc_info()[0] is not None:
+            self.stand_still()
+            self._process.terminate()
+            self.go_on()
+        self._process.wait()
+        os.close(self._asked)
+        os.close(self._given)
+
+    def _processes(self) -> list[psutil.Process]:
+        return psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
 
 
-def interval(on: list[list[float]], off: list[list[float]], draws: int = 2000) -> tuple[float, float]:
-    """95 % bootstrap interval of median(on) / median(off), of the steps of several runs each."""
+def measure(steps: int, folder: Path, *, on_first: bool) -> list[Pair]:
+    """So many steps of both runs, after the warm-up."""
+    last = WARM_UP + steps + 1  # which is not measured: beside it, the other run comes to its end
+    with Run(OFF, last, folder / "off") as off, Run(ON, last, folder / "on") as on:
+        runs = (on, off) if on_first else (off, on)
+        for run in runs:
+            run.wait_for_step()
+            run.stand_still()
+        for _ in range(last - 1):
+            for run in runs:
+                run.go_on()
+                run.wait_for_step()
+                run.stand_still()
+        for run in runs:
+            run.go_on()
+    return list(zip(off.steps()[WARM_UP:-1], on.steps()[WARM_UP:-1], strict=True))
+
+
+def ratio(measured: list[Pair], stage: str) -> float:
+    """median(on) / median(off)"""
+    off, on = (statistics.median(pair[side][stage] for pair in measured) for side in (0, 1))
+    return on / off
+
+
+def interval(rounds: list[list[Pair]], stage: str, draws: int = 2000) -> tuple[float, float]:
+    """95 % bootstrap interval of the ratio."""
     source = random.Random(0)
 
-    def drawn(runs: list[list[float]]) -> float:
-        some = source.choices(runs, k=len(runs))
-        return statistics.median(step for run in some for step in source.choices(run, k=len(run)))
+    def drawn() -> list[Pair]:
+        return [pair for some in source.choices(rounds, k=len(rounds)) for pair in source.choices(some, k=len(some))]
 
-    ratios = sorted(drawn(on) / drawn(off) for _ in range(draws))
+    ratios = sorted(ratio(drawn(), stage) for _ in range(draws))
     return ratios[int(draws * 0.025)], ratios[int(draws * 0.975)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help="measured steps a run (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of either kind (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="measured steps a run (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default: %(default)s)")
     arguments = parser.parse_args()
     subprocess.run(
         [sys.executable, "recipes/cpu_smoke/make_assets.py", "--out", ".quickstart/prefix_sums"], cwd=REPO, check=True
     )
-    times: dict[str, list[list[dict[str, float]]]] = {"off": [], "on": []}  # of each run, of each step
+    rounds: list[list[Pair]] = []
     for index in range(arguments.rounds):
-        order = (("off", OFF), ("on", ON))
-        for name, overrides in order if index % 2 == 0 else order[::-1]:
-            with tempfile.TemporaryDirectory() as folder:
-                times[name].append(run(overrides, arguments.steps, Path(folder)))
-            latest = statistics.median(step["step"] for step in times[name][-1])
-            print(f"round {index + 1}, {name}: median step {latest:.3f} s", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            rounds.append(measure(arguments.steps, Path(folder), on_first=index % 2 == 1))
+        print(f"round {index + 1}: on / off {ratio(rounds[-1], 'step'):.4f}", flush=True)
     print(f"\n{'stage':<16}{'off, s':>10}{'on, s':>10}{'on / off':>10}   95 % interval")
+    together = [pair for measured in rounds for pair in measured]
     for stage in STAGES:
-        on, off = ([[step[stage] for step in run] for run in times[name]] for name in ("on", "off"))
-        low, high = interval(on, off)
-        ours, others = (statistics.median(step for run in runs for step in run) for runs in (on, off))
-        print(f"{stage:<16}{others:>10.3f}{ours:>10.3f}{ours / others:>10.3f}   {low:.3f} to {high:.3f}")
-    each = f"{arguments.rounds} runs of {arguments.steps} steps"
-    print(f"\n{each} on, {each} off, after {WARM_UP} of warm-up in each")
+        low, high = interval(rounds, stage)
+        off, on = (statistics.median(pair[side][stage] for pair in together) for side in (0, 1))
+        print(f"{stage:<16}{off:>10.4f}{on:>10.4f}{on / off:>10.4f}   {low:.4f} to {high:.4f}")
+    print(f"\nrounds: {arguments.rounds}, of two runs with {arguments.steps} steps each, after {WARM_UP} of warm-up")
 
 
 if __name__ == "__main__":

@@ -237,7 +237,7 @@ def preload(modules: list[str]) -> None:
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     # Ray's C++ side reads these once and for all: which job a worker is part of, and with whom it ends.
     os.environ |= {"RAY_JOB_ID": JOB, "RAY_RAYLET_PID": str(os.getpid())}
-    if modules == list(STACK):
+    if set(STACK) <= set(modules):
         read_workers_environment()
     for name in modules:
         try:
