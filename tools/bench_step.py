@@ -6,8 +6,9 @@ Needs the environment of tools/setup_cpu.sh. Both runs of a round are there at o
 processes of the other stopped meanwhile, so that a machine that slows down slows both. The learning rate is 0 and all
 responses are as long, so that every step has the same work. Processes are forked from one that has imported what they
 need, as in the quick start: imports are no part of a step.
-Prints the median time of a step and of its stages, and the ratio on / off with its 95 % bootstrap interval, for which
-rounds are drawn first and then their pairs of steps: those of one round are more alike than those of two.
+Prints the mean time of a step and of its stages, and the ratio on / off with its 95 % bootstrap interval, for which
+rounds are drawn first and then their pairs of steps: those of one round are more alike than those of two. Means, since
+neighbouring steps are slowed down together, which a ratio of medians would not know.
 """
 
 import argparse
@@ -136,9 +137,15 @@ def measure(steps: int, folder: Path, *, on_first: bool) -> list[Pair]:
     return list(zip(off.steps()[WARM_UP:-1], on.steps()[WARM_UP:-1], strict=True))
 
 
+def seconds(measured: list[Pair], stage: str) -> tuple[float, float]:
+    """Means of off and on."""
+    off, on = (statistics.fmean(pair[side][stage] for pair in measured) for side in (0, 1))
+    return off, on
+
+
 def ratio(measured: list[Pair], stage: str) -> float:
-    """median(on) / median(off)"""
-    off, on = (statistics.median(pair[side][stage] for pair in measured) for side in (0, 1))
+    """mean(on) / mean(off)"""
+    off, on = seconds(measured, stage)
     return on / off
 
 
@@ -170,7 +177,7 @@ def main() -> None:
     together = [pair for measured in rounds for pair in measured]
     for stage in STAGES:
         low, high = interval(rounds, stage)
-        off, on = (statistics.median(pair[side][stage] for pair in together) for side in (0, 1))
+        off, on = seconds(together, stage)
         print(f"{stage:<16}{off:>10.4f}{on:>10.4f}{on / off:>10.4f}   {low:.4f} to {high:.4f}")
     print(f"\nrounds: {arguments.rounds}, of two runs with {arguments.steps} steps each, after {WARM_UP} of warm-up")
 

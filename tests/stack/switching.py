@@ -112,6 +112,11 @@ def switching(trainer_class: type, base: list[str]) -> type:
             print(f"switching: step {self.global_steps}: {' '.join(entry)}: {active}", flush=True)
             return super().step(metrics, timing_raw)
 
+        def _update_actor(self, batch, metrics):
+            sent = self.stability_run.with_numbers(batch)
+            print(f"switching: there is {' '.join(batch.fields)}; sent is {' '.join(sent.fields)}", flush=True)
+            return super()._update_actor(batch, metrics)
+
     return SwitchingTrainer
 
 

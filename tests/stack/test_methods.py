@@ -83,6 +83,18 @@ def test_a_second_turn_brings_the_ids_of_its_own_tokens_alone(switching_run):
     assert any(int(held) == int(tokens) - 1 for held, _, tokens in told)
 
 
+def test_workers_are_sent_no_columns_of_the_dataset(switching_run):
+    told = re.findall(r"switching: there is (.*); sent is (.*)", switching_run.console)
+    assert len(told) > len(BYPASSED)
+    for there, sent in ([set(names.split()) for names in found] for found in told):
+        assert {"uid", "raw_prompt", "data_source", "extra_fields", "tools_kwargs"} <= there - sent
+        assert (
+            {"input_ids", "prompts", "responses", "response_mask", "old_log_probs", "multi_modal_inputs"}
+            <= sent
+            < there
+        )
+
+
 def test_a_tool_that_hangs_is_told_with_its_line(switching_run):
     told = r"step \d+ has been going for \d+ s .*agent loop: [^;]*1 x hanging_double \(hanging_tool\.py:\d+\)"
     assert re.search(told, switching_run.console), switching_run.tail

@@ -1,5 +1,7 @@
 """What the trainer uses of TransferQueue, in this process; and verl's use of it around the advantages."""
 
+from types import SimpleNamespace
+
 import torch
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
@@ -37,6 +39,13 @@ class Store(Installed):
         self.written.append(set(fields.keys()))
         self.fields.update(fields.items())
         return KVBatchMeta(keys=keys, tags=[{} for _ in keys], partition_id=partition_id, fields=list(self.fields))
+
+    def get_client(self):
+        return self
+
+    def kv_retrieve_meta(self, keys, partition_id):
+        numbers = {name: isinstance(field, torch.Tensor) for name, field in self.fields.items()}
+        return SimpleNamespace(field_schema={name: {"is_non_tensor": not found} for name, found in numbers.items()})
 
 
 VERLS = {"response_mask", "rm_scores"}  # what it reads, of what the tests have

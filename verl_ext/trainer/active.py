@@ -49,6 +49,11 @@ class Active:
     has_heads: bool
     update_reads_heads: bool
 
+    @property
+    def own_workers(self) -> bool:
+        """The actor's worker classes are ours: something of ours runs in them."""
+        return self.sees_routing or self.our_loss or self.rescores or self.replayed is not None
+
 
 def read_active(config: DictConfig, stability: StabilityConfig) -> Active:
     asked = features(config, stability)

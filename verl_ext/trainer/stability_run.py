@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
@@ -25,7 +26,7 @@ from verl_ext.trainer.measured_late import take_measured
 from verl_ext.trainer.rescoring import rescore
 from verl_ext.trainer.step import Outcome, judge_measured
 from verl_ext.trainer.trajectories import TrajectoryLog, forget_trajectories
-from verl_ext.trainer.transfer import HEAD_FIELDS, SHIFT_FIELDS, of_rows, without_heavy
+from verl_ext.trainer.transfer import HEAD_FIELDS, SHIFT_FIELDS, of_rows, with_numbers, without_heavy
 from verl_ext.upstream import narrow_routing
 
 
@@ -173,10 +174,15 @@ class StabilityRun:
         if self.canary is not None:
             self.actions.carry_out(self.canary.after_sync(self.guard.step, handles))
 
+    def with_numbers(self, batch: KVBatchMeta) -> KVBatchMeta:
+        """A copy of the meta without what workers of verl's own and ours do not read, see `transfer.with_numbers`;
+        those of somebody else may read all of it."""
+        return with_numbers(batch) if self.active.own_workers else replace(batch)
+
     def for_update(self, batch: KVBatchMeta) -> KVBatchMeta:
         """The batch as the actor's update is sent it: a copy."""
         heads = HEAD_FIELDS if self.active.update_reads_heads else ()
-        sent = without_heavy(batch, {self.active.replayed, *SHIFT_FIELDS, *heads})
+        sent = self.with_numbers(without_heavy(batch, {self.active.replayed, *SHIFT_FIELDS, *heads}))
         # For the losses that divide by a number of trajectories, dropped ones included: worker_loss.
         sent.extra_info[FILTER_SCALE] = self.outcome.filter_scale
         sent.extra_info[UPDATE] = {"step": self.guard.step, "lr_scale": self.guard.lr_scale}

@@ -82,12 +82,14 @@ class StabilityMixin(VerlTrainer):
         if self.stability_run.active.rescores and self.local_trigger_step == 0:
             with marked_timer("rescore", self.timing_raw):
                 self.stability_run.rescore(batch, self.actor_rollout_wg)
-        return super()._compute_old_log_prob(batch, metrics)
+        sent = self.stability_run.with_numbers(batch)
+        done = super()._compute_old_log_prob(sent, metrics)
+        return batch if done is sent else done  # verl's bypass mode gives back what it was given
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         # A LoRA's reference is the actor without its adapter, and is routed as the actor is.
         read = {self.stability_run.active.replayed} if self.ref_in_actor else set()
-        return super()._compute_ref_log_prob(without_heavy(batch, read), metrics)
+        return super()._compute_ref_log_prob(self.stability_run.with_numbers(without_heavy(batch, read)), metrics)
 
     def _compute_values(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         return super()._compute_values(without_heavy(batch), metrics)
@@ -146,13 +148,9 @@ def replace_workers(role_worker_mapping: dict[Role, Any], active: Active) -> Non
     """Put our worker classes in the place of verl's, where something of ours runs in them."""
     from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS
 
-    workers: Mapping[type, type]
-    if active.sees_routing:
-        workers = ROUTING_WORKERS
-    elif active.our_loss or active.rescores or active.replayed:
-        workers = LOSS_WORKERS
-    else:
+    if not active.own_workers:
         return
+    workers: Mapping[type, type] = ROUTING_WORKERS if active.sees_routing else LOSS_WORKERS
     for role in ACTOR_ROLES:
         if role in role_worker_mapping:
             verl_worker = startup.actor_class(role_worker_mapping[role])

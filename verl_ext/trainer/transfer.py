@@ -22,6 +22,7 @@ from verl_ext.fields import (
 
 SHIFT_FIELDS = (SHIFT_EXPERTS, SHIFT_SCORES)  # what the loss router_shift compares the current router with
 HEAD_FIELDS = (HEAD_IDS, HEAD_LOG_PROBS)
+SEEN = "multi_modal_inputs"  # by the model, beside its tokens: the one field without numbers that workers read
 HEAVY_FIELDS = (ROLLOUT_ROUTES, ROLLOUT_WEIGHTS, OLD_ROUTES, ROUTER_SUMS, *SHIFT_FIELDS, *HEAD_FIELDS, HEAD_SUMS)
 
 
@@ -42,9 +43,23 @@ def of_rows(field: Tensor) -> Tensor:
     return field.values().view(len(field), -1) if field.is_nested else field
 
 
-def without_heavy(batch: KVBatchMeta, read: Collection[str | None] = ()) -> KVBatchMeta:
-    """A copy of the meta without routing and heads, hundreds of bytes a token each, but for what a stage reads."""
+def without(batch: KVBatchMeta, unread: Collection[str]) -> KVBatchMeta:
+    """A copy of the meta without these fields."""
     if batch.fields is None:
         return replace(batch)
-    unread = set(HEAVY_FIELDS) - set(read)
     return replace(batch, fields=[field for field in batch.fields if field not in unread])
+
+
+def without_heavy(batch: KVBatchMeta, read: Collection[str | None] = ()) -> KVBatchMeta:
+    """A copy of the meta without routing and heads, hundreds of bytes a token each, but for what a stage reads."""
+    return without(batch, set(HEAVY_FIELDS) - set(read))
+
+
+def with_numbers(batch: KVBatchMeta) -> KVBatchMeta:
+    """A copy of the meta without what no worker reads: columns of the dataset, and what the agent loop notes of a
+    trajectory. There are some twenty of them, and to a worker that fetches the batch a row of each costs as much as a
+    row of numbers. Which they are is asked of TransferQueue's metadata.
+    """
+    schema = tq.get_client().kv_retrieve_meta(keys=list(batch.keys), partition_id=batch.partition_id).field_schema
+    unread = {name for name, field in schema.items() if field["is_non_tensor"] and name != SEEN}
+    return without(replace(batch, fields=batch.fields or list(schema)), unread)

@@ -18,6 +18,8 @@ from verl_ext.trainer import dump, stability_run, trainers
 from verl_ext.trainer.dump import Dump
 from verl_ext.trainer.trajectories import TrajectoryLog
 
+COLUMNS = {"raw_prompt": "of the dataset"}
+
 
 class VerlTrainer:
     """Records which of verl's own steps ran, and the fields that were sent along."""
@@ -31,6 +33,7 @@ class VerlTrainer:
         self.tokenizer = build_tokenizer()
 
     def _compute_old_log_prob(self, batch, metrics):
+        self.scored = list(batch.fields)
         return batch
 
     def _compute_advantage(self, batch, metrics):
@@ -67,7 +70,7 @@ def step(monkeypatch):
             "advantages": nested([1.0, 1.0], [-1.0]),
             "rm_scores": nested([0.0, 1.0], [0.0]),
         }
-        store = Store(**(defaults | fields)).install(monkeypatch)
+        store = Store(**(defaults | COLUMNS | fields)).install(monkeypatch)
         monkeypatch.setattr(stability_run.narrow_routing, "id_dtype", lambda keys, partition_id: torch.uint8)
         actor = {"policy_loss": {"loss_mode": loss_mode}, "loss_agg_mode": loss_agg_mode} | (actor or {})
         parts = {"actor": actor, "rollout": {"response_length": 1}, "model": {"path": "/no/such/model"}}
@@ -80,7 +83,7 @@ def step(monkeypatch):
         trainer, metrics = Trainer(config), {}
         trainer.advantages = store.fields["advantages"]
         trainer.stability_run.guard.begin(trainer.global_steps)
-        fields = ["old_log_probs", "routed_experts", "old_routed_experts", "router_sums"]
+        fields = ["old_log_probs", "routed_experts", "old_routed_experts", "router_sums", *COLUMNS]
         batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=tags or [{}, {}], partition_id="train", fields=fields)
         batch = trainer._compute_old_log_prob(batch, metrics)
         batch = trainer._compute_advantage(batch, metrics)
@@ -287,7 +290,7 @@ def test_routing_is_not_sent_to_stages_that_do_not_read_it(step, capsys):
     assert metrics["router/any_layer_differs"] == pytest.approx(1 / 2)
     assert metrics["router/weight_gap"] == pytest.approx(1 / 8)
     assert metrics["router/tokens"] == 4
-    assert trainer.ran[1:] == [("critic", ["old_log_probs"]), ("actor", ["old_log_probs"])]
+    assert trainer.ran[1:] == [("critic", ["old_log_probs", *COLUMNS]), ("actor", ["old_log_probs"])]
 
 
 @pytest.mark.parametrize(
@@ -303,7 +306,8 @@ def test_routing_is_not_sent_to_stages_that_do_not_read_it(step, capsys):
 def test_the_update_is_sent_the_routing_that_it_replays(step, strategy, engine, mode, sent):
     actor = {"strategy": strategy, engine: {"router_replay": {"mode": mode}}}
     trainer, _, _ = step({"router_agreement": True}, actor=actor, router_sums=router_sums(0, 0))
-    assert trainer.ran[1:] == [("critic", ["old_log_probs"]), ("actor", ["old_log_probs", sent])]
+    assert trainer.ran[1:] == [("critic", ["old_log_probs", *COLUMNS]), ("actor", ["old_log_probs", sent])]
+    assert {"routed_experts", "old_routed_experts"} < set(trainer.scored) and not set(COLUMNS) & set(trainer.scored)
 
 
 def test_a_rollout_that_returns_no_routing_is_an_error_with_the_remedy(step):
@@ -398,7 +402,7 @@ def test_nothing_asked_for_changes_nothing(step):
     trainer, metrics, store = step({})
     assert metrics == {}
     assert "rollout_is_weights" not in store.fields
-    assert trainer.ran[-1] == ("actor", ["old_log_probs"])
+    assert trainer.ran[-1] == ("actor", ["old_log_probs", *COLUMNS]) and set(COLUMNS) < set(trainer.scored)
 
 
 def test_settings_are_taken_over_from_the_next_batch_on_and_the_guard_stays_the_runs(step):
