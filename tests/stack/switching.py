@@ -113,7 +113,7 @@ def switching(trainer_class: type, base: list[str]) -> type:
             return super().step(metrics, timing_raw)
 
         def _update_actor(self, batch, metrics):
-            sent = self.stability_run.with_numbers(batch)
+            sent = self.stability_run.for_update(batch)
             print(f"switching: there is {' '.join(batch.fields)}; sent is {' '.join(sent.fields)}", flush=True)
             return super()._update_actor(batch, metrics)
 

@@ -26,7 +26,7 @@ from verl_ext.trainer.measured_late import take_measured
 from verl_ext.trainer.rescoring import rescore
 from verl_ext.trainer.step import Outcome, judge_measured
 from verl_ext.trainer.trajectories import TrajectoryLog, forget_trajectories
-from verl_ext.trainer.transfer import HEAD_FIELDS, SHIFT_FIELDS, of_rows, with_numbers, without_heavy
+from verl_ext.trainer.transfer import HEAD_FIELDS, SEEN, SHIFT_FIELDS, are_numbers, of_rows, without, without_heavy
 from verl_ext.upstream import narrow_routing
 
 
@@ -60,6 +60,7 @@ class StabilityRun:
         self._narrowed = False  # the band, for the update at hand
         self._judges_late = False  # the batch at hand is still to be judged, with its update
         self._captured = CapturedRouting()
+        self._unread: frozenset[str] = frozenset()  # fields of the batch at hand
         self._rescored: dict[str, Tensor] = {}  # key -> l of the response under the weights that sampled it
 
     def use(self, config: DictConfig, stability: StabilityConfig) -> None:
@@ -174,15 +175,28 @@ class StabilityRun:
         if self.canary is not None:
             self.actions.carry_out(self.canary.after_sync(self.guard.step, handles))
 
-    def with_numbers(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """A copy of the meta without what workers of verl's own and ours do not read, see `transfer.with_numbers`;
-        those of somebody else may read all of it."""
-        return with_numbers(batch) if self.active.own_workers else replace(batch)
+    def for_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
+        """The batch as compute_log_prob is sent it, a copy: the first stage of a batch that goes to the workers.
+
+        Workers of verl's own and ours read no columns of the dataset, nor what the agent loop notes of a trajectory:
+        some twenty fields, and a row of each costs whoever fetches the batch as much as a row of numbers.
+        """
+        if not self.active.own_workers:  # those of somebody else may read all of it
+            self._unread = frozenset()
+            return replace(batch)
+        numbers = are_numbers(batch)
+        self._unread = frozenset(name for name, yes in numbers.items() if not yes and name != SEEN)
+        return without(replace(batch, fields=batch.fields or list(numbers)), self._unread)
+
+    def for_reference(self, batch: KVBatchMeta, *, in_actor: bool) -> KVBatchMeta:
+        """The batch as the reference is sent it: a copy."""
+        # A LoRA's reference is the actor without its adapter, and is routed as the actor is.
+        return without(without_heavy(batch, {self.active.replayed} if in_actor else set()), self._unread)
 
     def for_update(self, batch: KVBatchMeta) -> KVBatchMeta:
         """The batch as the actor's update is sent it: a copy."""
         heads = HEAD_FIELDS if self.active.update_reads_heads else ()
-        sent = self.with_numbers(without_heavy(batch, {self.active.replayed, *SHIFT_FIELDS, *heads}))
+        sent = without(without_heavy(batch, {self.active.replayed, *SHIFT_FIELDS, *heads}), self._unread)
         # For the losses that divide by a number of trajectories, dropped ones included: worker_loss.
         sent.extra_info[FILTER_SCALE] = self.outcome.filter_scale
         sent.extra_info[UPDATE] = {"step": self.guard.step, "lr_scale": self.guard.lr_scale}

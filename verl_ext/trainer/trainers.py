@@ -82,14 +82,14 @@ class StabilityMixin(VerlTrainer):
         if self.stability_run.active.rescores and self.local_trigger_step == 0:
             with marked_timer("rescore", self.timing_raw):
                 self.stability_run.rescore(batch, self.actor_rollout_wg)
-        sent = self.stability_run.with_numbers(batch)
+        sent = self.stability_run.for_log_prob(batch)
         done = super()._compute_old_log_prob(sent, metrics)
         return batch if done is sent else done  # verl's bypass mode gives back what it was given
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        # A LoRA's reference is the actor without its adapter, and is routed as the actor is.
-        read = {self.stability_run.active.replayed} if self.ref_in_actor else set()
-        return super()._compute_ref_log_prob(self.stability_run.with_numbers(without_heavy(batch, read)), metrics)
+        return super()._compute_ref_log_prob(
+            self.stability_run.for_reference(batch, in_actor=self.ref_in_actor), metrics
+        )
 
     def _compute_values(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         return super()._compute_values(without_heavy(batch), metrics)

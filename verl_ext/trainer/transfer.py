@@ -55,11 +55,7 @@ def without_heavy(batch: KVBatchMeta, read: Collection[str | None] = ()) -> KVBa
     return without(batch, set(HEAVY_FIELDS) - set(read))
 
 
-def with_numbers(batch: KVBatchMeta) -> KVBatchMeta:
-    """A copy of the meta without what no worker reads: columns of the dataset, and what the agent loop notes of a
-    trajectory. There are some twenty of them, and to a worker that fetches the batch a row of each costs as much as a
-    row of numbers. Which they are is asked of TransferQueue's metadata.
-    """
+def are_numbers(batch: KVBatchMeta) -> dict[str, bool]:
+    """All fields of the batch: whether their rows are tensors. From TransferQueue's metadata alone."""
     schema = tq.get_client().kv_retrieve_meta(keys=list(batch.keys), partition_id=batch.partition_id).field_schema
-    unread = {name for name, field in schema.items() if field["is_non_tensor"] and name != SEEN}
-    return without(replace(batch, fields=batch.fields or list(schema)), unread)
+    return {name: not field["is_non_tensor"] for name, field in schema.items()}

@@ -18,7 +18,9 @@ from verl_ext.trainer import dump, stability_run, trainers
 from verl_ext.trainer.dump import Dump
 from verl_ext.trainer.trajectories import TrajectoryLog
 
-COLUMNS = {"raw_prompt": "of the dataset"}
+COLUMNS = {"raw_prompt": "of the dataset", "uid": "too"}
+IMAGES = {"multi_modal_inputs": "no tensor, and read"}
+READ = ["old_log_probs", *IMAGES]
 
 
 class VerlTrainer:
@@ -70,7 +72,7 @@ def step(monkeypatch):
             "advantages": nested([1.0, 1.0], [-1.0]),
             "rm_scores": nested([0.0, 1.0], [0.0]),
         }
-        store = Store(**(defaults | COLUMNS | fields)).install(monkeypatch)
+        store = Store(**(defaults | COLUMNS | IMAGES | fields)).install(monkeypatch)
         monkeypatch.setattr(stability_run.narrow_routing, "id_dtype", lambda keys, partition_id: torch.uint8)
         actor = {"policy_loss": {"loss_mode": loss_mode}, "loss_agg_mode": loss_agg_mode} | (actor or {})
         parts = {"actor": actor, "rollout": {"response_length": 1}, "model": {"path": "/no/such/model"}}
@@ -83,7 +85,7 @@ def step(monkeypatch):
         trainer, metrics = Trainer(config), {}
         trainer.advantages = store.fields["advantages"]
         trainer.stability_run.guard.begin(trainer.global_steps)
-        fields = ["old_log_probs", "routed_experts", "old_routed_experts", "router_sums", *COLUMNS]
+        fields = [*READ, "routed_experts", "old_routed_experts", "router_sums", *COLUMNS]
         batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=tags or [{}, {}], partition_id="train", fields=fields)
         batch = trainer._compute_old_log_prob(batch, metrics)
         batch = trainer._compute_advantage(batch, metrics)
@@ -290,7 +292,7 @@ def test_routing_is_not_sent_to_stages_that_do_not_read_it(step, capsys):
     assert metrics["router/any_layer_differs"] == pytest.approx(1 / 2)
     assert metrics["router/weight_gap"] == pytest.approx(1 / 8)
     assert metrics["router/tokens"] == 4
-    assert trainer.ran[1:] == [("critic", ["old_log_probs", *COLUMNS]), ("actor", ["old_log_probs"])]
+    assert trainer.ran[1:] == [("critic", [*READ, *COLUMNS]), ("actor", READ)]
 
 
 @pytest.mark.parametrize(
@@ -306,8 +308,8 @@ def test_routing_is_not_sent_to_stages_that_do_not_read_it(step, capsys):
 def test_the_update_is_sent_the_routing_that_it_replays(step, strategy, engine, mode, sent):
     actor = {"strategy": strategy, engine: {"router_replay": {"mode": mode}}}
     trainer, _, _ = step({"router_agreement": True}, actor=actor, router_sums=router_sums(0, 0))
-    assert trainer.ran[1:] == [("critic", ["old_log_probs", *COLUMNS]), ("actor", ["old_log_probs", sent])]
-    assert {"routed_experts", "old_routed_experts"} < set(trainer.scored) and not set(COLUMNS) & set(trainer.scored)
+    assert trainer.ran[1:] == [("critic", [*READ, *COLUMNS]), ("actor", [*READ, sent])]
+    assert set(trainer.scored) == {*READ, "routed_experts", "old_routed_experts", "router_sums"}
 
 
 def test_a_rollout_that_returns_no_routing_is_an_error_with_the_remedy(step):
@@ -402,7 +404,7 @@ def test_nothing_asked_for_changes_nothing(step):
     trainer, metrics, store = step({})
     assert metrics == {}
     assert "rollout_is_weights" not in store.fields
-    assert trainer.ran[-1] == ("actor", ["old_log_probs", *COLUMNS]) and set(COLUMNS) < set(trainer.scored)
+    assert trainer.ran[-1] == ("actor", [*READ, *COLUMNS]) and set(COLUMNS) < set(trainer.scored)
 
 
 def test_settings_are_taken_over_from_the_next_batch_on_and_the_guard_stays_the_runs(step):
@@ -502,5 +504,5 @@ def test_in_bypass_mode_r3_replays_what_nothing_compares(step):
     actor = {"strategy": "fsdp2", "fsdp_config": {"router_replay": {"mode": "R3"}}}
     routes = nested([[[1, 2]], [[3, 4]], [[0, 0]]], [[[5, 5]], [[0, 0]]])
     trainer, metrics, _ = step({"metrics": True}, actor=actor, bypass=True, routed_experts=routes, **ROLLED)
-    assert trainer.ran[-1] == ("actor", ["old_log_probs", "routed_experts"])
+    assert trainer.ran[-1] == ("actor", [*READ, "routed_experts"])
     assert metrics["router/invalid"] == pytest.approx(1 / 3)

@@ -4,29 +4,27 @@ import torch
 from transfer_queue import KVBatchMeta
 
 from tests.support.store import Store
-from verl_ext.trainer.transfer import with_numbers, without_heavy
+from verl_ext.trainer.transfer import are_numbers, without, without_heavy
 
-COLUMNS = {"uid": "a", "raw_prompt": [{"role": "user"}], "extra_fields": {}}
-NUMBERS = {"input_ids": torch.ones(1, 3), "routed_experts": torch.ones(1, 3, 2, 2)}
-STORED = {**COLUMNS, **NUMBERS, "multi_modal_inputs": {"pixel_values": torch.ones(1)}}
+STORED = {"uid": "a", "multi_modal_inputs": {}, "input_ids": torch.ones(1, 3), "routed_experts": torch.ones(1, 3, 2, 2)}
 
 
 def batch(fields):
     return KVBatchMeta(keys=["a_0_0"], tags=[{}], partition_id="train", fields=fields, extra_info={"temperature": 1})
 
 
-def test_columns_of_the_dataset_are_not_sent_and_images_are(monkeypatch):
-    Store(**STORED).install(monkeypatch)
-    for fields in (None, list(STORED)):  # None: all of them, as the replay buffer leaves it
-        whole = batch(fields)
-        sent = with_numbers(whole)
-        assert set(sent.fields) == {*NUMBERS, "multi_modal_inputs"}
-        assert whole.fields == fields
-        assert (sent.keys, sent.tags, sent.extra_info) == (whole.keys, whole.tags, whole.extra_info)
+def test_which_fields_are_numbers_is_asked_without_reading_one(monkeypatch):
+    store = Store(**STORED).install(monkeypatch)
+    numbers = {"uid": False, "multi_modal_inputs": False, "input_ids": True, "routed_experts": True}
+    assert are_numbers(batch(None)) == are_numbers(batch(["uid"])) == numbers
+    assert store.read == []
 
 
-def test_of_some_fields_no_others_are_sent(monkeypatch):
-    Store(**STORED).install(monkeypatch)
-    assert with_numbers(batch(["uid", "input_ids", "written_since"])).fields == ["input_ids", "written_since"]
-    assert with_numbers(without_heavy(batch(["uid", "input_ids", "routed_experts"]))).fields == ["input_ids"]
-    assert without_heavy(batch(None)).fields is None
+def test_a_copy_is_left_without_fields(monkeypatch):
+    whole = batch(["uid", "input_ids", "routed_experts"])
+    sent = without(whole, {"uid", "of no batch"})
+    assert sent.fields == ["input_ids", "routed_experts"] and whole.fields == ["uid", "input_ids", "routed_experts"]
+    assert (sent.keys, sent.tags, sent.extra_info) == (whole.keys, whole.tags, whole.extra_info)
+    assert without_heavy(whole).fields == ["uid", "input_ids"]
+    assert without_heavy(whole, {"routed_experts"}).fields == whole.fields
+    assert without(batch(None), {"uid"}).fields is None  # all of them, whatever they are
