@@ -17,6 +17,7 @@ import json
 import os
 import random
 import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -165,6 +166,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="measured steps a run (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default: %(default)s)")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # not without ending the runs
     subprocess.run(
         [sys.executable, "recipes/cpu_smoke/make_assets.py", "--out", ".quickstart/prefix_sums"], cwd=REPO, check=True
     )
