@@ -44,8 +44,11 @@ class Store(Installed):
         return self
 
     def kv_retrieve_meta(self, keys, partition_id):
-        numbers = {name: isinstance(field, torch.Tensor) for name, field in self.fields.items()}
-        return SimpleNamespace(field_schema={name: {"is_non_tensor": not found} for name, found in numbers.items()})
+        schema = {
+            name: {"dtype": getattr(field, "dtype", None), "is_non_tensor": not isinstance(field, torch.Tensor)}
+            for name, field in self.fields.items()
+        }
+        return SimpleNamespace(field_schema=schema)
 
 
 VERLS = {"response_mask", "rm_scores"}  # what it reads, of what the tests have

@@ -12,7 +12,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.core.routing import router_metrics
 from verl_ext.errors import HookError
-from verl_ext.fields import FILTER_SCALE, FIRST_PASS, ROUTER_SUMS, UPDATE
+from verl_ext.fields import FILTER_SCALE, FIRST_PASS, ROLLOUT_ROUTES, ROUTER_SUMS, UPDATE
 from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer import resuming
 from verl_ext.trainer.active import Active, read_active
@@ -26,8 +26,7 @@ from verl_ext.trainer.measured_late import take_measured
 from verl_ext.trainer.rescoring import rescore
 from verl_ext.trainer.step import Outcome, judge_measured
 from verl_ext.trainer.trajectories import TrajectoryLog, forget_trajectories
-from verl_ext.trainer.transfer import HEAD_FIELDS, SEEN, SHIFT_FIELDS, are_numbers, of_rows, without, without_heavy
-from verl_ext.upstream import narrow_routing
+from verl_ext.trainer.transfer import HEAD_FIELDS, SEEN, SHIFT_FIELDS, of_rows, schema_of, without, without_heavy
 
 
 class StabilityRun:
@@ -125,7 +124,7 @@ class StabilityRun:
             )
         if not self._routing_dtype_told:  # not at the start: there is no routing yet
             self._routing_dtype_told = True
-            dtype = narrow_routing.id_dtype(batch.keys, batch.partition_id)
+            dtype = schema_of(batch).get(ROLLOUT_ROUTES, {}).get("dtype")
             print(f"verl_ext: routed_experts travels as {dtype}", flush=True)
         packed = of_rows(data[ROUTER_SUMS])
         found = router_metrics(packed)
@@ -184,9 +183,9 @@ class StabilityRun:
         if not self.active.own_workers:  # those of somebody else may read all of it
             self._unread = frozenset()
             return replace(batch)
-        numbers = are_numbers(batch)
-        self._unread = frozenset(name for name, yes in numbers.items() if not yes and name != SEEN)
-        return without(replace(batch, fields=batch.fields or list(numbers)), self._unread)
+        schema = schema_of(batch)
+        self._unread = frozenset(name for name, of in schema.items() if of["is_non_tensor"] and name != SEEN)
+        return without(replace(batch, fields=batch.fields or list(schema)), self._unread)
 
     def for_reference(self, batch: KVBatchMeta, *, in_actor: bool) -> KVBatchMeta:
         """The batch as the reference is sent it: a copy."""

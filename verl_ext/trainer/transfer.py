@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import transfer_queue as tq
 from tensordict import TensorDict
@@ -55,7 +56,6 @@ def without_heavy(batch: KVBatchMeta, read: Collection[str | None] = ()) -> KVBa
     return without(batch, set(HEAVY_FIELDS) - set(read))
 
 
-def are_numbers(batch: KVBatchMeta) -> dict[str, bool]:
-    """All fields of the batch: whether their rows are tensors. From TransferQueue's metadata alone."""
-    schema = tq.get_client().kv_retrieve_meta(keys=list(batch.keys), partition_id=batch.partition_id).field_schema
-    return {name: not field["is_non_tensor"] for name, field in schema.items()}
+def schema_of(batch: KVBatchMeta) -> dict[str, dict[str, Any]]:
+    """All fields of the batch, with `dtype` and `is_non_tensor` of their rows; from TransferQueue's metadata alone."""
+    return tq.get_client().kv_retrieve_meta(keys=list(batch.keys), partition_id=batch.partition_id).field_schema

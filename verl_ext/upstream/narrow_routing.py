@@ -10,7 +10,7 @@ it into the environment of a run's Ray processes; the agent loop's are those tha
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,14 +71,6 @@ def whole_sequence(ids_nLK: np.ndarray, tokens: int) -> Tensor:
     """
     missing = np.zeros((max(0, tokens - len(ids_nLK)), *ids_nLK.shape[1:]), ids_nLK.dtype)
     return torch.from_numpy(np.concatenate([ids_nLK[:tokens], missing]))
-
-
-def id_dtype(keys: Sequence[str], partition_id: str) -> torch.dtype | None:
-    """The dtype of the ids of these trajectories in TransferQueue, from its metadata alone; None without ids."""
-    import transfer_queue as tq
-
-    schema = tq.get_client().kv_retrieve_meta(keys=list(keys), partition_id=partition_id).field_schema
-    return schema["routed_experts"]["dtype"] if "routed_experts" in schema else None
 
 
 def _compare(agent_loop: Any, original: Any) -> None:

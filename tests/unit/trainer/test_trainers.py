@@ -14,7 +14,7 @@ from verl_ext.core.routing import RouterSums
 from verl_ext.errors import HookError
 from verl_ext.settings.stability import stability_config
 from verl_ext.settings.trajectories import TrajectoryDump
-from verl_ext.trainer import dump, stability_run, trainers
+from verl_ext.trainer import dump, trainers
 from verl_ext.trainer.dump import Dump
 from verl_ext.trainer.trajectories import TrajectoryLog
 
@@ -73,7 +73,6 @@ def step(monkeypatch):
             "rm_scores": nested([0.0, 1.0], [0.0]),
         }
         store = Store(**(defaults | COLUMNS | IMAGES | fields)).install(monkeypatch)
-        monkeypatch.setattr(stability_run.narrow_routing, "id_dtype", lambda keys, partition_id: torch.uint8)
         actor = {"policy_loss": {"loss_mode": loss_mode}, "loss_agg_mode": loss_agg_mode} | (actor or {})
         parts = {"actor": actor, "rollout": {"response_length": 1}, "model": {"path": "/no/such/model"}}
         saved = {"default_local_dir": "/no/such/folder"}
@@ -286,7 +285,8 @@ def test_weights_that_never_arrive_are_an_error(step):
 
 
 def test_routing_is_not_sent_to_stages_that_do_not_read_it(step, capsys):
-    trainer, metrics, _ = step({"router_agreement": True}, router_sums=router_sums(1, 1))
+    routes = torch.zeros(2, 1, dtype=torch.uint8)
+    trainer, metrics, _ = step({"router_agreement": True}, router_sums=router_sums(1, 1), routed_experts=routes)
     assert "routed_experts travels as torch.uint8" in capsys.readouterr().out
     assert metrics["router/agreement/layer_01"] == pytest.approx(3 / 4)
     assert metrics["router/any_layer_differs"] == pytest.approx(1 / 2)

@@ -4,7 +4,7 @@ import torch
 from transfer_queue import KVBatchMeta
 
 from tests.support.store import Store
-from verl_ext.trainer.transfer import are_numbers, without, without_heavy
+from verl_ext.trainer.transfer import schema_of, without, without_heavy
 
 STORED = {"uid": "a", "multi_modal_inputs": {}, "input_ids": torch.ones(1, 3), "routed_experts": torch.ones(1, 3, 2, 2)}
 
@@ -16,7 +16,10 @@ def batch(fields):
 def test_which_fields_are_numbers_is_asked_without_reading_one(monkeypatch):
     store = Store(**STORED).install(monkeypatch)
     numbers = {"uid": False, "multi_modal_inputs": False, "input_ids": True, "routed_experts": True}
-    assert are_numbers(batch(None)) == are_numbers(batch(["uid"])) == numbers
+    for fields in (None, ["uid"]):
+        schema = schema_of(batch(fields))
+        assert {name: not of["is_non_tensor"] for name, of in schema.items()} == numbers
+        assert schema["routed_experts"]["dtype"] == torch.float32
     assert store.read == []
 
 
