@@ -1,0 +1,102 @@
+"""Routing and heads in the training step: what becomes of them, and which stage is sent them."""
+
+import pytest
+import torch
+
+from tests.support.store import nested
+from tests.support.training_step import COLUMNS, READ, ran, router_sums
+from verl_ext.core.routing import RouterSums
+from verl_ext.errors import HookError
+
+
+def test_weights_that_never_arrive_are_an_error(step):
+    settings = {"router_agreement": True, "router_weights": True}
+    _, metrics, _ = step(settings, router_sums=router_sums(1, 1))
+    assert metrics["router/weight_gap"] > 0
+    with pytest.raises(HookError, match=r"has no routed_weights.*router_weights=false, or start the run outside"):
+        step(settings, router_sums=refused_sums(3, 1))
+
+
+def test_routing_is_not_sent_to_stages_that_do_not_read_it(step, capsys):
+    routes = torch.zeros(2, 1, dtype=torch.uint8)
+    trainer, metrics, _ = step({"router_agreement": True}, router_sums=router_sums(1, 1), routed_experts=routes)
+    assert "routed_experts travels as torch.uint8" in capsys.readouterr().out
+    assert metrics["router/agreement/layer_01"] == pytest.approx(3 / 4)
+    assert metrics["router/any_layer_differs"] == pytest.approx(1 / 2)
+    assert metrics["router/weight_gap"] == pytest.approx(1 / 8)
+    assert metrics["router/tokens"] == 4
+    assert trainer.ran[1:] == [("critic", [*READ, *COLUMNS]), ("actor", READ)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "engine", "mode", "sent"),
+    [
+        ("fsdp2", "fsdp_config", "R2", "old_routed_experts"),
+        ("fsdp2", "fsdp_config", "R3", "routed_experts"),
+        ("megatron", "megatron", "R2", "routed_experts"),
+        ("megatron", "megatron", "R3", "routed_experts"),
+        ("veomni", "veomni", "R3", "routed_experts"),
+    ],
+)
+def test_the_update_is_sent_the_routing_that_it_replays(step, strategy, engine, mode, sent):
+    actor = {"strategy": strategy, engine: {"router_replay": {"mode": mode}}}
+    trainer, _, _ = step({"router_agreement": True}, actor=actor, router_sums=router_sums(0, 0))
+    assert trainer.ran[1:] == [("critic", [*READ, *COLUMNS]), ("actor", [*READ, sent])]
+    assert set(trainer.scored) == {*READ, "routed_experts", "old_routed_experts", "router_sums"}
+
+
+def test_a_rollout_that_returns_no_routing_is_an_error_with_the_remedy(step):
+    with pytest.raises(HookError, match=r"set stability.router_agreement=false"):
+        step({"router_agreement": True})
+
+
+def test_heads_become_metrics_before_the_guard_judges(step):
+    sums = torch.nested.as_nested_tensor([torch.tensor([3.0, 1, 0.4, 1.8, 1])] * 2, layout=torch.jagged)
+    settings = {"head": {"k": 8}, "batch_skip": {"metric": "vllm_kl/head", "threshold": 0.1}}
+    _trainer, metrics, _ = step(settings, sampler_head_sums=sums)
+    assert metrics["vllm_kl/head"] == pytest.approx(0.2) and metrics["vllm_kl/head_mass"] == pytest.approx(0.9)
+    assert metrics["vllm_kl/head_differs"] == pytest.approx(0.5)
+    assert metrics["vllm_kl/head_missing"] == pytest.approx(1 / 3)
+    assert metrics["guard/skipped"] == 1
+
+
+def test_a_rollout_that_returns_no_heads_is_an_error(step):
+    with pytest.raises(HookError, match="compute_log_prob read no heads"):
+        step({"head": {"k": 8}})
+
+
+def refused_sums(believed, repeated):
+    n = torch.tensor([[float(believed)]])
+    by_layer, zero, refused = n.expand(1, 2), torch.zeros(1, 1), torch.tensor([[0.0, repeated, 0.0]])
+    sums = RouterSums(by_layer, by_layer, 0 * by_layer, by_layer, zero, zero, n, zero, zero, zero, zero, refused)
+    row = sums.pack()[0]
+    return torch.nested.as_nested_tensor([row, row], layout=torch.jagged)
+
+
+def test_refused_routing_is_told_and_counted_and_a_rule_can_act_on_it(step, capsys):
+    rule = {"signal": "router/invalid", "above": 0.1, "action": "skip"}
+    settings = {"router_agreement": True, "guard": {"rules": {"invalid": rule}}}
+    trainer, metrics, _ = step(settings, router_sums=refused_sums(3, 1))
+    assert metrics["router/invalid"] == 0.25 and metrics["router/unknown"] == 0 and metrics["router/agreement"] == 1
+    assert ran(trainer) == ["advantage"] and metrics["guard/skipped"] == 1
+    said = capsys.readouterr().out
+    assert "step 7: warn: 2 of 8 tokens name an expert twice in a layer" in said
+    assert "update skipped: router/invalid=0.25" in said
+
+
+def test_a_replay_of_nothing_but_refused_routing_stops_the_run(step):
+    actor = {"strategy": "fsdp2", "fsdp_config": {"router_replay": {"mode": "R3"}}}
+    with pytest.raises(HookError, match=r"R3 has nothing to replay: 8 of 8 tokens name an expert twice.*=disabled"):
+        step({"router_agreement": True}, actor=actor, router_sums=refused_sums(0, 4))
+
+
+def test_where_verl_replays_the_rollouts_routing_a_sample_of_it_is_looked_at(step, capsys):
+    actor = {"strategy": "megatron", "megatron": {"router_replay": {"mode": "R3"}}}
+    good = torch.tensor([[[1, 2]], [[3, 4]], [[0, 0]]])
+    bad = torch.tensor([[[5, 5]], [[0, 0]]])
+    _, metrics, _ = step({"metrics": True}, actor=actor, routed_experts=nested(good.tolist(), bad.tolist()))
+    assert metrics["router/invalid"] == pytest.approx(1 / 3) and metrics["router/unknown"] == 0
+    assert "1 of 3 tokens name an expert twice" in (said := capsys.readouterr().out)
+    assert "verl replays them all the same; actor_rollout_ref.actor.megatron.router_replay.mode=disabled" in said
+    with pytest.raises(HookError, match=r"megatron.router_replay.mode=R3 has nothing to replay"):
+        step({"metrics": True}, actor=actor, routed_experts=nested((0 * good).tolist(), (0 * bad).tolist()))
