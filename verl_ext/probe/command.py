@@ -28,7 +28,8 @@ settings of --sweep, of which `all` takes those that fit the run:
   {", ".join(NAMES[:9])},
   {", ".join(NAMES[9:])}
 
-exit code: 0; 1 where k3 is above --fail-above; 2 where it cannot be done; 130 after Ctrl-C: a sweep goes on then.
+exit code: 0; with --fail-above, 1 where k3 is above it or a value is NaN or infinite; 2 where it cannot be done; 130
+after Ctrl-C: a sweep goes on then.
 
 examples:
   verl-ext probe recipe=qwen3_30b_a3b ...                      the overrides of a launch
@@ -52,7 +53,9 @@ def add_parser(commands: Any) -> None:
         "--sweep", type=names, default=(), metavar="NAME,...", help=f"settings to change one at a time, or {ALL}"
     )
     add_own(parser, "a setting to sweep")
-    parser.add_argument("--fail-above", type=float, metavar="K3", help="exit with 1 where k3, in nats, is above this")
+    parser.add_argument(
+        "--fail-above", type=float, metavar="K3", help="exit with 1 where k3, in nats, is above this or NaN"
+    )
     parser.add_argument("--out", type=Path, default=Path(".probe"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--no-page", action="store_true", help="the tables and the JSON alone")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
@@ -60,7 +63,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0; 1 where the gap is above what was asked for, 2 where it cannot be measured."""
+    """0; 1 where the gap is above what was asked for or not finite, 2 where it cannot be measured."""
     try:
         found = _probe(arguments)
     except UserError as error:
@@ -70,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("verl-ext probe: interrupted; the same command goes on with a sweep's next setting", file=sys.stderr)
         return INTERRUPTED
-    from verl_ext.probe.show import conclude, show
+    from verl_ext.probe.show import agrees, conclude, show
 
     told = conclude(found)
     if arguments.json:
@@ -82,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         page = write_probe_page(found, told, arguments.out)
         print(f"page: {page}", file=sys.stderr if arguments.json else sys.stdout)
-    return FAILED if arguments.fail_above is not None and found["pairs"][0]["k3"] > arguments.fail_above else 0
+    return 0 if arguments.fail_above is None or agrees(found, told, arguments.fail_above) else FAILED
 
 
 def _probe(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -137,6 +140,12 @@ def _sweep(
 
 
 def _swept(name: str, overrides: tuple[str, ...], found: Mapping[str, Any]) -> Swept:
+    from verl_ext.probe.show import conclude
+    from verl_ext.probe.verdict import NOT_FINITE
+
+    told = conclude(found)
+    if told.cause == NOT_FINITE:  # k3 over what is left of the tokens is not compared with k3 over all
+        return Swept(name, overrides, seconds=found.get("seconds", 0.0), error=told.sentence)
     k3 = {(pair["one"], pair["other"]): pair for pair in found["pairs"]}
     whole = k3["decode", "train"]
     return Swept(

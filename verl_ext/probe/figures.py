@@ -14,7 +14,9 @@ from verl_ext.report.figures.style import BLUE, HEIGHT, ORANGE, VERMILION, WIDTH
 
 def states_chart(places: Sequence[Mapping[str, Any]], start: str) -> alt.LayerChart | None:
     """Relative error at each point of the computation, in its order."""
-    points = [(place["point"], place["error"], VERMILION if place["point"] == start else BLUE) for place in places]
+    points = [
+        (place["point"], place["error"] or 0.0, VERMILION if place["point"] == start else BLUE) for place in places
+    ]
     return _dots(points, "relative error", line=True)
 
 

@@ -11,7 +11,7 @@ from verl_ext.probe import stages, sweep
 from verl_ext.probe.readings import Pair
 from verl_ext.probe.states import Place
 from verl_ext.probe.tables import Table, tables
-from verl_ext.probe.verdict import Verdict, verdict
+from verl_ext.probe.verdict import NOT_FINITE, Verdict, verdict
 
 WIDTH = 120  # where the output is not a terminal
 
@@ -22,6 +22,12 @@ def conclude(found: Mapping[str, Any]) -> Verdict:
     return verdict(pairs, places, found["dtype"])
 
 
+def agrees(found: Mapping[str, Any], told: Verdict, limit: float) -> bool:
+    """Whether every value is finite, after a sync and an update too, and k3 of sampling and training at most this."""
+    finite = told.cause != NOT_FINITE and not any(stages.Stage(**one).not_finite for one in found.get("stages", []))
+    return finite and found["pairs"][0]["k3"] <= limit
+
+
 def sentences(found: Mapping[str, Any], told: Verdict) -> list[str]:
     """All that is said of it in words, the verdict first."""
     where = f" They come apart at {told.start}." if told.start and told.cause != "none" else ""
@@ -29,7 +35,7 @@ def sentences(found: Mapping[str, Any], told: Verdict) -> list[str]:
     said += stages.said_of([stages.Stage(**one) for one in found.get("stages", [])])
     swept = [sweep.Swept(**one) for one in found.get("sweep", [])]
     said += [sweep.said_of(swept)] if swept else []
-    said += [f"{one.name} could not be measured: {one.error}" for one in swept if one.error]
+    said += [f"{one.name} could not be measured: {one.error}" for one in swept[1:] if one.error]
     return said + ([f"What came then could not be measured: {found['error']}"] if found.get("error") else [])
 
 

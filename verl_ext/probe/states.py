@@ -23,16 +23,24 @@ class Place:
     Attributes:
         point: see `recorder.point_of`.
         error: relative: the norm of the difference over that of the training engine's. At an indexer, the share of the
-            training engine's positions that the rollout did not choose.
+            training engine's positions that the rollout did not choose. Over the tokens that are finite in both
+            engines; None if there are none.
         differs: share of the tokens whose experts differ, at a router, or whose positions do, at an indexer; else None.
         weight_gap: total variation between the weights of the chosen experts, a mean over the tokens, at a softmax
             router; else None.
+        rollout_not_finite, train_not_finite: tokens whose state is NaN or infinite somewhere, in each engine.
     """
 
     point: str
-    error: float
+    error: float | None
     differs: float | None = None
     weight_gap: float | None = None
+    rollout_not_finite: int = 0
+    train_not_finite: int = 0
+
+    @property
+    def not_finite(self) -> bool:
+        return self.rollout_not_finite + self.train_not_finite > 0
 
 
 def compare_states(rollout: Mapping[str, Tensor], train: Mapping[str, Tensor], top_k: int = 0) -> list[Place]:
@@ -48,15 +56,23 @@ def compare_states(rollout: Mapping[str, Tensor], train: Mapping[str, Tensor], t
     found: list[Place] = []
     for point in sorted(rollout.keys() & train.keys(), key=order_of):
         ours, theirs = rollout[point].double(), train[point].double()
-        if point.endswith(INDEXER) and len(ours) == len(theirs):
-            found.append(Place(point, *_attended(ours.long(), theirs.long())))
-            continue
-        if ours.shape != theirs.shape:
+        same_shape = len(ours) == len(theirs) if point.endswith(INDEXER) else ours.shape == theirs.shape
+        if not same_shape:
             raise HookError(f"{point} is {tuple(ours.shape)} in the rollout and {tuple(theirs.shape)} in training")
-        error = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-300))
-        differs, weight_gap = _routing(ours, theirs, top_k) if point.endswith(ROUTER) and top_k else (None, None)
-        found.append(Place(point, error, differs, weight_gap))
+        finite, others_finite = ours.isfinite().all(1), theirs.isfinite().all(1)
+        both = finite & others_finite
+        error, differs, weight_gap = _compared(point, ours[both], theirs[both], top_k) if both.any() else (None,) * 3
+        not_finite = int((~finite).sum()), int((~others_finite).sum())
+        found.append(Place(point, error, differs, weight_gap, *not_finite))
     return found
+
+
+def _compared(point: str, ours: Tensor, theirs: Tensor, top_k: int) -> tuple[float, float | None, float | None]:
+    """`error`, `differs` and `weight_gap` of a Place."""
+    if point.endswith(INDEXER):
+        return *_attended(ours.long(), theirs.long()), None
+    error = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-300))
+    return error, *(_routing(ours, theirs, top_k) if point.endswith(ROUTER) and top_k else (None, None))
 
 
 def _attended(ours_nP: Tensor, theirs_nP: Tensor) -> tuple[float, float]:

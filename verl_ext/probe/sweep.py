@@ -142,12 +142,15 @@ def ranked(swept: Sequence[Swept]) -> list[Swept]:
 def matters(one: Swept, base: Swept) -> bool:
     """Whether it changes the gap by more than twice the error of the difference, and by a tenth of it."""
     error = (one.k3_error**2 + base.k3_error**2) ** 0.5
-    return not one.error and abs(one.k3 - base.k3) > max(2 * error, 0.1 * base.k3)
+    return not (one.error or base.error) and abs(one.k3 - base.k3) > max(2 * error, 0.1 * base.k3)
 
 
 def said_of(swept: Sequence[Swept]) -> str:
     """What a sweep says, a sentence: the first of `swept` is the launch as it is."""
     base, *others = swept
+    if base.error:
+        finite = ", ".join(one.name for one in others if not one.error)
+        return "The launch as it is has no gap to compare with" + (f"; it is finite with {finite}." if finite else ".")
     less = [one for one in ranked(others) if matters(one, base) and one.k3 < base.k3]
     more = [one for one in ranked(others) if matters(one, base) and one.k3 > base.k3]
     if not less and not more:

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from verl_ext.probe.readings import Pair
+from verl_ext.probe.stages import AFTER, Stage
+from verl_ext.probe.states import Place
 from verl_ext.probe.sweep import Swept, matters, ranked
 from verl_ext.probe.verdict import Verdict
 
@@ -14,7 +17,6 @@ WORDS = {
     "train": "training",
     "replayed": "training, the rollout's experts",
 }
-STAGES = {"sync": "a sync of the same weights", "update": "an update and its sync"}
 LAUNCH = "the launch as it is"
 
 
@@ -34,7 +36,7 @@ class Table:
 
 
 def tables(found: Mapping[str, Any], told: Verdict) -> list[Table]:
-    """Those of which there is something."""
+    """Returns the tables that have a row. "NaN or inf" counts tokens of the first / the second engine or reading."""
     every = (_readings(found), _by_bucket(found["pairs"][0]), _states(found["places"], told.start))
     more = (_stages(found.get("stages", [])), _sweep(found.get("sweep", [])))
     return [table for table in (*every, *more) if table.rows]
@@ -43,15 +45,16 @@ def tables(found: Mapping[str, Any], told: Verdict) -> list[Table]:
 def _readings(found: Mapping[str, Any]) -> Table:
     rows = tuple(
         (
-            WORDS[pair["one"]],
-            WORDS[pair["other"]],
-            f"{pair['k3']:.2e} ± {pair['k3_error']:.0e}",
-            f"{pair['largest']:.2e}",
-            f"{pair['equal']:.0%}",
+            WORDS[pair.one],
+            WORDS[pair.other],
+            _text(pair.k3, ".2e") + ("" if pair.k3_error is None else f" ± {pair.k3_error:.0e}"),
+            _text(pair.largest, ".2e"),
+            _text(pair.equal, ".0%"),
+            f"{pair.one_not_finite} / {pair.other_not_finite}",
         )
-        for pair in found["pairs"]
+        for pair in (Pair(**each) for each in found["pairs"])
     )
-    columns = ("one", "other", "k3, nats a token", "largest |log p - log q|", "bit for bit equal")
+    columns = ("one", "other", "k3, nats a token", "max |log p - log q|", "equal", "NaN or inf")
     return Table(f"the same {found['tokens']} tokens", columns, rows, labels=2)
 
 
@@ -61,24 +64,39 @@ def _by_bucket(pair: Mapping[str, Any]) -> Table:
     return Table("k3 between sampling and training", ("probability", "k3", "position", "k3"), rows)
 
 
-def _states(places: Sequence[Mapping[str, Any]], start: str) -> Table:
-    def share(value: float | None) -> str:
-        return "" if value is None else f"{value:.2%}"
-
+def _states(found: Sequence[Mapping[str, Any]], start: str) -> Table:
+    places = [Place(**each) for each in found]
     rows = tuple(
-        (place["point"], f"{place['error']:.1e}", share(place["differs"]), share(place["weight_gap"]))
+        (
+            place.point,
+            _text(place.error, ".1e"),
+            "" if place.differs is None else f"{place.differs:.2%}",
+            "" if place.weight_gap is None else f"{place.weight_gap:.2%}",
+            f"{place.rollout_not_finite} / {place.train_not_finite}",
+        )
         for place in places
     )
-    columns = ("at", "relative error", "tokens with other experts, or positions", "gap of their weights")
-    marked = next((row for row, place in enumerate(places) if place["point"] == start), None)
+    columns = ("at", "relative error", "tokens with other experts, or positions", "gap of their weights", "NaN or inf")
+    marked = next((row for row, place in enumerate(places) if place.point == start), None)
     return Table("hidden states, rollout against training", columns, rows, marked=marked)
 
 
-def _stages(stages: Sequence[Mapping[str, Any]]) -> Table:
-    numbers = ("before", "after", "rollout_moved", "train_moved")
-    rows = tuple((STAGES[one["name"]], *(f"{one[name]:.2e}" for name in numbers)) for one in stages)
-    columns = ("after", "k3 before", "k3 after", "rollout moved", "training moved")
+def _stages(found: Sequence[Mapping[str, Any]]) -> Table:
+    rows = tuple(
+        (
+            AFTER[one.name],
+            *(_text(number, ".2e") for number in (one.before, one.after, one.rollout_moved, one.train_moved)),
+            f"{one.rollout_not_finite} / {one.train_not_finite}",
+        )
+        for one in (Stage(**each) for each in found)
+    )
+    columns = ("after", "k3 before", "k3 after", "rollout moved", "training moved", "NaN or inf")
     return Table("the same tokens once more; moved: mean |change of log p|", columns, rows)
+
+
+def _text(number: float | None, form: str) -> str:
+    """Formats a mean over the finite tokens; "none" where there are none."""
+    return "none" if number is None else format(number, form)
 
 
 def _sweep(sweep: Sequence[Mapping[str, Any]]) -> Table:

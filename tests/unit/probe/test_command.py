@@ -1,14 +1,17 @@
 """`verl-ext probe`, with a stand-in for the process that starts the engines."""
 
 import json
+import math
 import sys
 from dataclasses import asdict
 
 import pytest
+import torch
 
 from tests.unit.probe.test_readings import PLACES, pairs_of
 from verl_ext import cli
 from verl_ext.probe import process
+from verl_ext.probe.readings import compare
 
 FOUND = {
     "tokens": 193,
@@ -21,7 +24,7 @@ FOUND = {
 
 
 @pytest.fixture
-def probe(tmp_path, monkeypatch):
+def probe(tmp_path, monkeypatch, moe_override):
     """probe(*arguments, says=lines, found=FOUND) -> exit code; the commands that were run are in probe.ran."""
     ran = []
 
@@ -34,7 +37,7 @@ def probe(tmp_path, monkeypatch):
             return followed([sys.executable, "-c", script], console, tell)
 
         monkeypatch.setattr(process, "follow", follow)
-        return cli.main(["probe", "--out", str(tmp_path), *arguments])
+        return cli.main(["probe", "--out", str(tmp_path), *arguments, moe_override])
 
     followed = process.follow
     run.ran = ran
@@ -67,6 +70,49 @@ def test_in_ci_it_fails_above_a_gap_and_tells_all_as_json(probe, capsys, limit, 
     assert probe("--json", "--fail-above", limit, "recipe=cpu_smoke") == code
     told = json.loads(capsys.readouterr().out)
     assert told["pairs"] == FOUND["pairs"] and told["verdict"]["cause"] == "routing"
+
+
+def with_nan(side, count):
+    """What was found, where so many tokens of one reading are NaN."""
+    readings = {name: torch.linspace(-3, -0.1, 193) for name in ("decode", "prefill", "train", "replayed")}
+    readings[side][:count] = math.nan
+    pairs = [asdict(pair) for pair in compare(readings, torch.arange(193))]
+    return json.loads(json.dumps(FOUND | {"pairs": pairs}))
+
+
+@pytest.mark.parametrize("count", [2, 193])
+@pytest.mark.parametrize("side", ["decode", "prefill", "train", "replayed"])
+def test_in_ci_it_fails_where_log_probabilities_are_nan(probe, capsys, tmp_path, side, count):
+    found = with_nan(side, count)
+    assert probe("--json", "--no-page", "--fail-above", "1e9", "recipe=cpu_smoke", found=found) == 1
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # no NaN, which is no JSON
+    assert told["verdict"]["cause"] == "not finite"
+    assert count in {pair[key] for pair in told["pairs"] for key in ("one_not_finite", "other_not_finite")}
+    assert probe("--fail-above", "1e9", "recipe=cpu_smoke", found=found) == 1
+    out = capsys.readouterr().out
+    assert f"{count} of 193 tokens have a log-probability of NaN or infinity" in out
+    assert f"{count} / 0" in out or f"0 / {count}" in out
+    assert "agree" not in out and "of NaN or infinity" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("engine", "side"), [("rollout", "rollout side (prefill)"), ("train", "training side (train)")]
+)
+def test_in_ci_it_fails_where_an_update_makes_log_probabilities_nan(probe, capsys, engine, side):
+    counts = {"tokens": 193, f"{engine}_not_finite": 193}
+    after = {"name": "update", "before": 1e-3, "after": None, "rollout_moved": None, "train_moved": 0.1} | counts
+    found = FOUND | {"stages": [after]}
+    assert probe("--no-page", "--fail-above", "1e9", "recipe=cpu_smoke", found=found) == 1
+    said = "After an update and its sync, 193 of 193 tokens have a log-probability of NaN or infinity on the"
+    assert f"{said} {side}." in capsys.readouterr().out
+
+
+def test_in_ci_it_fails_where_hidden_states_are_nan(probe, capsys):
+    places = [*FOUND["places"][:-1], FOUND["places"][-1] | {"error": None, "train_not_finite": 40}]
+    assert probe("--no-page", "--fail-above", "1e9", "recipe=cpu_smoke", found=FOUND | {"places": places}) == 1
+    out = capsys.readouterr().out
+    assert "The hidden states have NaN or infinity from norm on: 40 tokens on the training side." in out
+    assert "0 / 40" in out
 
 
 @pytest.mark.parametrize(

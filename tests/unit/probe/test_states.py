@@ -1,6 +1,7 @@
 """Hidden states of two copies of a model, one of them with a planted cause: each is found at its place."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -104,6 +105,21 @@ def test_experts_that_differ_are_told_with_the_gap_of_their_weights():
 def test_other_tokens_are_an_error():
     with pytest.raises(HookError, match=r"norm is \(3, 2\) in the rollout and \(4, 2\) in training"):
         compare_states({"norm": torch.zeros(3, 2)}, {"norm": torch.zeros(4, 2)})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_states_that_are_not_finite_are_counted_on_their_side_and_named(value):
+    def states():
+        return {"0.attention": torch.ones(3, 2), "0.router": torch.eye(3), "norm": torch.ones(3, 2)}
+
+    rollout, train = states(), states()
+    rollout["0.router"][1, 0] = value
+    train["norm"][:] = value
+    places = compare_states(rollout, train, TOP_K)
+    assert [(place.rollout_not_finite, place.train_not_finite) for place in places] == [(0, 0), (1, 0), (0, 3)]
+    assert [place.error for place in places] == [0, 0, None]
+    assert (places[1].differs, places[1].weight_gap, places[2].differs) == (0, 0, None)
+    assert start_of(places) == "0.router" and start_of(places[2:]) == "norm"
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,15 @@ from verl_ext import cli
 from verl_ext.doctor.composed import compose
 from verl_ext.errors import ConfigError
 from verl_ext.probe import process
-from verl_ext.probe.sweep import CHANGES, Swept, changed, changes_of, ranked, said_of
+from verl_ext.probe.sweep import CHANGES, Swept, changed, changes_of, matters, ranked, said_of
 
 LAUNCH = ["recipe=cpu_smoke", "precision=bf16"]
-K3 = {"rollout.max_num_seqs=1": 2e-3, "precision=fp32": 1e-8}
+CHANGED = {"rollout.max_num_seqs=1": {"k3": 2e-3}, "precision=fp32": {"k3": 1e-8}}  # of the first pair
 SCRIPT = """
 import json, pathlib, signal, sys
 overrides = sys.argv[1:]
-found, k3 = json.loads({found!r}), {k3!r}
-found["pairs"][0] |= {{"k3": next((v for key, v in k3.items() if any(key in o for o in overrides)), 1e-3)}}
+found, pairs = json.loads({found!r}), {pairs!r}
+found["pairs"][0] |= next((v for key, v in pairs.items() if any(key in o for o in overrides)), {{}})
 if any("prefix" in o for o in overrides) and {fails}:
     print("verl_ext: error: prefix caching cannot be off", flush=True)
     sys.exit(1)
@@ -30,13 +30,13 @@ pathlib.Path(out.partition("=")[2]).write_text(json.dumps(found))
 
 
 @pytest.fixture
-def sweep(tmp_path, monkeypatch):
+def sweep(tmp_path, monkeypatch, moe_override):
     """sweep(*arguments, fails=False) -> exit code; the overrides of each process that was started in sweep.ran."""
     ran = []
     real = process.follow
 
     def run(*arguments, fails=False, interrupted=None):
-        script = SCRIPT.format(found=json.dumps(FOUND), k3=K3, fails=fails)
+        script = SCRIPT.format(found=json.dumps(FOUND), pairs=CHANGED, fails=fails)
 
         def follow(command, console, tell):
             ran.append(command[3:])
@@ -46,7 +46,7 @@ def sweep(tmp_path, monkeypatch):
             return real([sys.executable, "-c", script, *command[3:]], console, tell)
 
         monkeypatch.setattr(process, "follow", follow)
-        return cli.main(["probe", "--out", str(tmp_path), "--no-page", *arguments])
+        return cli.main(["probe", "--out", str(tmp_path), "--no-page", *arguments, moe_override])
 
     run.ran = ran
     return run
@@ -120,3 +120,19 @@ def test_a_sweep_says_what_matters_more_than_its_error():
     )
     assert [one.name for one in ranked([base, failed, more, less])] == ["b", "", "c", "d"]
     assert asdict(base)["overrides"] == ()
+
+
+def test_a_setting_whose_values_are_not_finite_is_not_ranked_by_what_is_left(sweep, capsys, monkeypatch):
+    monkeypatch.setitem(CHANGED, "precision=fp32", {"k3": 1e-8, "other_not_finite": 192, "not_finite": 192})
+    assert sweep("--sweep", "fp32,one_at_a_time", *LAUNCH) == 0
+    out = capsys.readouterr().out
+    assert "fp32 could not be measured: 192 of 193 tokens have a log-probability of NaN or infinity on the" in out
+    assert "fp32 leaves" not in out and "failed" in out
+
+
+def test_a_sweep_of_a_launch_that_is_not_finite_says_what_is():
+    base, broken, fine = Swept("", error="NaN"), Swept("a", error="NaN"), Swept("fp32", k3=1e-8, k3_error=1e-9)
+    assert said_of([base, broken, fine]) == "The launch as it is has no gap to compare with; it is finite with fp32."
+    assert said_of([base, broken]) == "The launch as it is has no gap to compare with."
+    assert [one.name for one in ranked([base, broken, fine])] == ["fp32", "", "a"]
+    assert not matters(fine, base)
