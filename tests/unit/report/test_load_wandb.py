@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 
 from tests.unit.report.made_stores import BLOCK, field, log, wandb_file, wandb_row, wandb_run
@@ -124,6 +125,22 @@ def test_a_file_cut_at_any_byte_gives_its_whole_rows_and_is_read_on(tmp_path):
             assert values(run) == {step: step for step in range(1, len(values(run)) + 1)}
             seen = len(values(run))
     assert seen == 8 and values(run, "b")[8] == -8
+
+
+def test_items_without_a_value_cost_no_parsing(tmp_path, monkeypatch):
+    parsed = []
+    loads = orjson.loads
+    monkeypatch.setattr(orjson, "loads", lambda text: parsed.append(text) or loads(text))
+    file = tmp_path / "run-x.wandb"
+    empty = field(1, b"") * 10_000  # two bytes each: a file of 4 MB holds two million
+    file.write_bytes(log([field(2, empty)]))
+    with pytest.raises(ReportError, match="no step in this file") as error:
+        read_run(file)
+    assert "\n" not in str(error.value)
+    file.write_bytes(log([field(2, empty + wandb_row(1, {"a": 1})), field(2, empty + field(1, field(2, "b")))]))
+    run = read_run(file)
+    assert set(run.metrics) == {"a"} and values(run) == {1: 1}
+    assert len(parsed) < 10  # a few for each record, none for each item
 
 
 def test_damage_costs_the_records_of_its_block(tmp_path):

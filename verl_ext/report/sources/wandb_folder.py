@@ -87,10 +87,13 @@ def _read(file: Path, table: Table) -> Iterable[str]:
 
 def _row(history: Any) -> tuple[int | None, object, dict[str, object]]:
     """The step of a row, W&B's own, and the numbers by name; of what is nested, `outer.inner` as W&B shows it."""
-    keys = [tuple(item.nested_key) or (item.key,) for item in history.item]
+    # An empty value is no metric. It is dropped before anything is made of it: it takes two bytes, so a file may hold
+    # millions, and the error of parsing one costs more than the rest of the row.
+    items = [(item, text) for item in history.item if (text := item.value_json)]
+    keys = [tuple(item.nested_key) or (item.key,) for item, _ in items]
     media = {key[:-1] for key in keys if key[-1] == b"_type"}  # a table, an image: its size is no metric
     data: dict[str, object] = {}
-    for key, value in zip(keys, _values([item.value_json for item in history.item]), strict=True):
+    for key, value in zip(keys, _values([text for _, text in items]), strict=True):
         if len(key) > MOST_NESTED or (media and _within(key, media)):
             continue
         if isinstance(value, dict):
