@@ -119,9 +119,19 @@ def find_collapse(series: Mapping[str, Readings]) -> Collapse | None:
     left = _leaves(values[at + STRETCH :], lambda value: value < low)
     began = early if left is None else min(at + STRETCH + left, early)
     until = reward[high[-1] + STRETCH][0]
-    found = (_move(name, series.get(name, ()), reward[began][0], until) for name in WORDS)
-    moves = sorted((move for move in found if move is not None), key=lambda move: move.step)
-    return Collapse(best, sum(values[early:]) / STAYS, reward[began][0], tuple(moves))
+    step = reward[began][0]
+    return Collapse(best, sum(values[early:]) / STAYS, step, what_moved(series, step, until))
+
+
+def what_moved(series: Mapping[str, Readings], began: int, until: int) -> tuple[Move, ...]:
+    """The series other than the reward that left their calm before `until`, the earliest first.
+
+    Args:
+        series: name of a metric -> its readings; of READ, those that there are.
+        began, until: the steps in which the reward began to fall, and in which it had fallen.
+    """
+    found = (_move(name, series.get(name, ()), began, until) for name in WORDS)
+    return tuple(sorted((move for move in found if move is not None), key=lambda move: move.step))
 
 
 def _move(name: str, readings: Readings, began: int, until: int) -> Move | None:

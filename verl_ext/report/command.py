@@ -31,9 +31,10 @@ RUN_HELP = (
     "too; PATH:N is the Nth of several runs in it"
 )
 REPORT = """\
-Say what a run's metrics mean, and draw them: a verdict and a table here, and a folder with one HTML page that needs no
-network, the same figures as PNG, and, where the run wrote trajectories, a page of those. Works on any run of verl; what
-it could not draw for want of a setting, the page says.
+Say what happened to a run, why, and what to do: first what the metrics say (did it collapse, at which step, and what
+warned how many steps before), then one command to start it again with, then everything else. A table follows, and a
+folder with one HTML page that needs no network, the same figures as PNG, and a page of the trajectories where the run
+wrote some. Works on any run of verl; the page names the setting that would log what is missing.
 """
 REPORT_EXAMPLES = """\
 examples:
@@ -55,7 +56,11 @@ examples:
 
 def add_parsers(commands) -> None:
     report = _add(
-        commands, "report", "what a run's metrics say: a verdict, a table, a page of figures", REPORT, REPORT_EXAMPLES
+        commands,
+        "report",
+        "what happened to a run, why, what to do first; a page of figures",
+        REPORT,
+        REPORT_EXAMPLES,
     )
     report.add_argument("path", metavar="RUN", type=Path, help=RUN_HELP)
     _add_out(report, "report")

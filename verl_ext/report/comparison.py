@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from verl_ext.metrics import Metric, find
 from verl_ext.printable import printable
 from verl_ext.report.noise import CAVEAT, LEVEL, Difference, Final, compare, final, judge
-from verl_ext.report.reward import collapse_of
+from verl_ext.report.reward import fall_of
 from verl_ext.report.run import ReportError, Run, Series
 
 MOST_RUNS = 6  # that a table has room for
@@ -84,8 +84,8 @@ def compare_runs(
         if any(cell.final or cell.total for cell in cells):
             rows.append((metric, [_against(cells[0], cell) if index else cell for index, cell in enumerate(cells)]))
     judged = _judged(rows)
-    died = {name: collapse for name, run in zip(names, runs, strict=True) if (collapse := collapse_of(run))}
-    notes = [f"{name} has collapsed: {collapse}" for name, collapse in died.items()]
+    falls = {name: fall for name, run in zip(names, runs, strict=True) if (fall := fall_of(run))}
+    notes = [" ".join((f"{name}:", str(fall), *fall.moved())) for name, fall in falls.items()]
     notes += _notes(runs, names, judged, extra, window, common if cut else None)
     return Comparison(names, judged, tuple(notes))
 

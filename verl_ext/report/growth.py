@@ -1,12 +1,14 @@
 """Where the gap between the engines is going: the guard's forecast, on the last readings of a run."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from verl_ext.guard.alone import names_alone
 from verl_ext.guard.boundary import HORIZON, Growth, estimate_growth
+from verl_ext.guard.collapse import STRETCH
 from verl_ext.guard.forecast import speaks
 from verl_ext.guard.state import Boundary
 from verl_ext.report.run import Run, Series
@@ -14,6 +16,7 @@ from verl_ext.report.run import Run, Series
 K3, DROPPED = "vllm_kl/k3", "correction/dropped"
 LAST = 5  # readings whose median is "now"
 STALE = 1.0  # versions that rollouts are behind, on average
+SOON = 20  # steps to the boundary: a forecast of fewer is a warning, as in the lab
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,10 @@ def gap_of(run: Run) -> Gap | None:
 
 
 def age_drives(run: Run) -> bool:
-    """Whether it is the rollouts' age that something has to be done about.
+    """Whether the rollouts' age, and not the engines, is what something has to be done about.
 
-    So it is where k3 is past the boundary and the engines' part is not, or where rollouts are old and nothing tells
-    that part.
+    It is where k3 is past the boundary and the engines' part is not. Where no metric shows that part, it is wherever
+    rollouts are old.
     """
     gap, whole = gap_of(run), run.get(K3)
     if gap is not None and gap.alone and whole is not None:
@@ -64,6 +67,36 @@ def staleness(run: Run) -> float:
 
 def now_of(series: Series) -> float:
     return float(np.median(series.values[-LAST:]))
+
+
+def passed_at(run: Run, until: int) -> tuple[str, int] | None:
+    """What stayed past the boundary until this step, and the step at which it passed; the engines' own gap first."""
+    gap, whole = gap_of(run), run.get(K3)
+    found = [(gap.name, gap.series)] if gap is not None else []
+    found += [("k3", whole)] if whole is not None else []
+    boundary = boundary_of(run)
+    steps = ((name, _since(series, lambda values: values > boundary, until)) for name, series in found)
+    return next(((name, step) for name, step in steps if step is not None), None)
+
+
+def foretold_at(run: Run, until: int) -> int | None:
+    """The step from which the guard's forecast warned until this step."""
+    forecast = run.get("guard/steps_to_boundary")
+    return None if forecast is None else _since(forecast, lambda values: values < SOON, until)
+
+
+def _since(series: Series, outside: Callable[[np.ndarray], np.ndarray], until: int) -> int | None:
+    """The step from which on all readings until this one are outside, but for one in any STRETCH of them."""
+    seen = series.steps <= until
+    out = outside(series.values[seen])
+    if len(out) < STRETCH:
+        return None
+    inside = np.convolve(~out, np.ones(STRETCH, dtype=int), mode="valid")  # readings, from each one on
+    broken = np.flatnonzero(inside > 1)
+    start = int(broken[-1]) + 1 if broken.size else 0
+    if start == len(inside):
+        return None
+    return int(series.steps[seen][start + int(np.argmax(out[start:]))])
 
 
 def growth_of(run: Run) -> tuple[Series, Growth] | None:

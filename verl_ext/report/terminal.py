@@ -1,4 +1,4 @@
-"""One run on one screen: is it healthy, how did each metric move, what did the guard do, what is missing."""
+"""One run on one screen: what happened, why, what to do; then how each metric moved, and what is missing."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ COLOURS = {
     "drifting": "yellow",
     "past the boundary": "red",
     "collapsed": "red",
+    "stopped": "red",
     "not enough data": "cyan",
 }
 
@@ -181,7 +182,7 @@ class _Dashboard:
         from rich.text import Text
 
         for text, style in self._heading():
-            yield indented(text, options, style)
+            yield indented(text, options, style) if text else ""
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, width=min(WIDTH, options.max_width))
         table.add_column("", overflow="fold", width=LABEL)
         for name in ("first", "last", "worst"):
@@ -209,10 +210,19 @@ class _Dashboard:
             return
         yield f"{heading}: {self.verdict.state}", f"bold {COLOURS[self.verdict.state]}"
         yield self.verdict.sentence, ""
+        for sentence in self.verdict.why:
+            yield sentence, ""
+        if first := self.verdict.first:
+            yield from (("", ""), ("Do this first: start the run again with", "bold"), (first.text, "bold"))
+            yield first.sentence, ""
+        if self.verdict.others:
+            yield from (("", ""), ("Then:" if first else "Worth adding:", "bold"))
+        for override in self.verdict.others:
+            yield f"- {override.text}: {override.why}", ""
+        if self.verdict.evidence:
+            yield from (("", ""), ("What else the metrics say:", "bold"))
         for evidence in self.verdict.evidence:
             yield f"- {evidence}", "dim"
-        for override in self.verdict.overrides:
-            yield f"try {override.text}: {override.why}", ""
 
 
 def _row(series: Series | None, name: str, label: str) -> Row | None:

@@ -1,26 +1,28 @@
-"""What a run's metrics say, in plain words: a state, the evidence for it, and what to try next.
+"""What a run's metrics say, in plain words: what happened, why, and what to do.
 
 The state is about the gap between the engines and about what it can end in, a reward that breaks down. It is decided by
 the first of these that holds:
 
-    collapsed           the reward has lost nine tenths of its best and stays there (`guard.collapse`)
+    stopped             the guard ended the run in its last step
+    collapsed           the reward is below half of its best and has not come back (`report.reward` has the rules)
     past the boundary   the gap is past the boundary, is not a number, or most of the last updates were skipped
     drifting            the gap grows for certain and would cross the boundary; it has risen far and stayed; more than
-                        5 % of the tokens are dropped, or ever fewer while the gap grows; the reward broke down; or the
-                        guard lately rolled back or stopped
+                        5 % of the tokens are dropped, or ever fewer while the gap grows; the reward lost most of what
+                        it had gained; or the guard lately rolled back or stopped
     not enough data     fewer than 8 readings of the gap
     healthy             none of them
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from verl_ext.guard.boundary import FEWEST, HORIZON
+from verl_ext.guard.collapse import Collapse
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.metrics import is_of_the_gap
-from verl_ext.report.advice import Override, State, advice, measuring, revival
+from verl_ext.report.advice import Override, State, advice, measuring, revival, routing_drives
 from verl_ext.report.growth import (
     K3,
     LAST,
@@ -29,12 +31,14 @@ from verl_ext.report.growth import (
     age_drives,
     blind_mask,
     boundary_of,
+    foretold_at,
     gap_of,
     growth_of,
     now_of,
+    passed_at,
     staleness,
 )
-from verl_ext.report.reward import STRETCHES, broken_reward, collapse_of
+from verl_ext.report.reward import SOUND, STRETCHES, Fall, broken_reward, fall_of, level_of
 from verl_ext.report.run import Run
 
 WINDOW = 10  # steps of which most were skipped, for a run that no longer learns
@@ -43,70 +47,233 @@ HARMLESS = 0.01  # of the boundary; a rise to below it is not one
 FAR = 1000  # times below the boundary; how many thousands says nothing more
 FAILING_DIFFERENCE = 0.05  # mean |p rollout - p training| past which training was seen to fail (IcePop)
 TOO_MANY_DROPPED = 0.05  # share of tokens; IcePop's authors saw 0.001 to 0.002
+TOO_FAR = "The engines have come apart so far that updates no longer follow the rollouts."
+TOO_OLD = "The rollouts are so much older than the policy that updates no longer follow them."
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """What a reader is shown, from top to bottom.
+
+    Attributes:
+        sentence: what happened.
+        why: what warned of it before, then what explains it; one sentence each.
+        overrides: what to do, the most useful first.
+        evidence: what else the metrics say.
+    """
+
     state: State
     sentence: str
-    evidence: tuple[str, ...]
+    why: tuple[str, ...]
     overrides: tuple[Override, ...]
+    evidence: tuple[str, ...]
+
+    @property
+    def first(self) -> Override | None:
+        """The one thing to do; None where nothing is known to be wrong."""
+        return self.overrides[0] if self.overrides and self.state not in ("healthy", "not enough data") else None
+
+    @property
+    def others(self) -> tuple[Override, ...]:
+        return self.overrides if self.first is None else self.overrides[1:]
 
 
 def judge(run: Run) -> Verdict:
     """The verdict on a run as far as it has come."""
-    k3 = gap_of(run)
-    past, gap, acts = list(_past(run)), list(_gap_moves(run)), list(_acts(run))
-    around = tuple(_surroundings(run))
-    if collapse := collapse_of(run):
-        evidence = (str(collapse), *past, *gap, *acts, *_level(run), *around)
-        return Verdict("collapsed", f"The run is dead. {collapse.remedy}", evidence, tuple(revival(run, collapse)))
-    fell = broken_reward(run)
+    found = _state_of(run)
+    stop = next((event for event in run.events if event.action == "stop" and event.step >= run.steps[-1]), None)
+    if stop is None:
+        return found
+    told = _act(stop)
+    why, evidence = (
+        tuple(sentence for sentence in sentences if sentence != told)
+        for sentences in ((found.sentence, *found.why), found.evidence)
+    )
+    return Verdict("stopped", told, why, found.overrides, evidence)
+
+
+def _state_of(run: Run) -> Verdict:
+    past, gap, acts, fell = list(_past(run)), list(_gap_moves(run)), list(_acts(run)), broken_reward(run)
+    if fall := fall_of(run):
+        return _collapsed(run, fall)
     if past:
-        state: State = "past the boundary"
-        sentence = "The engines have come apart so far that updates no longer follow the rollouts."
-        if k3 is not None and k3.alone and age_drives(run):
-            sentence = "The rollouts are so much older than the policy that updates no longer follow them."
-    elif gap or fell or acts:
-        state, sentence = "drifting", "Something moves that should stand still: act before it costs the run."
-        if any(event.action == "stop" for event in _acted(run)):
-            sentence = "The guard stopped the run: see why before you start it again."
-    elif k3 is None or len(k3.series.steps) < FEWEST:
-        return Verdict("not enough data", _too_little(k3), around, tuple(measuring(run)))
+        return _past_the_boundary(run, past, fell)
+    if gap or acts or fell:
+        return _drifting(run, gap, acts, fell)
+    if (k3 := gap_of(run)) is None or len(k3.series.steps) < FEWEST:
+        why = (f"The reward is {reward}.",) if (reward := _reward_since_start(run)) else ()
+        return Verdict("not enough data", _too_little(k3), why, tuple(measuring(run)), tuple(_surroundings(run)))
+    return _healthy(run)
+
+
+def _collapsed(run: Run, fall: Fall) -> Verdict:
+    before = fall.collapse.step - 1
+    by_gap = fall.collapse.by_gap or any(at(run, before) is not None for at in (passed_at, foretold_at))
+    why = (_warning(run, fall.collapse), *_cause(run, by_gap), *fall.moved(but=K3 if by_gap else ""))
+    return Verdict("collapsed", str(fall), why, tuple(revival(run, fall, by_gap=by_gap)), _rest(run, why))
+
+
+def _past_the_boundary(run: Run, past: list[str], fell: tuple[float, float] | None) -> Verdict:
+    level = level_of(run)
+    holds = level is not None and fell is None and level[2] >= SOUND * level[1] > 0
+    first, *others = past
+    why = (*(_last_refusal(run) if any(_stuck(run)) else ()), *others, *_foretold(run))
+    why += tuple(_reward_at_the_boundary(level, fell, holds))
+    if not holds and any(_gap_is_past(run)):
+        why += (TOO_OLD if age_drives(run) else TOO_FAR,)
+    why += tuple(_drivers(run))
+    overrides = advice(run, "past the boundary", of_gap=True, reward_fell=fell is not None, reward_holds=holds)
+    return Verdict("past the boundary", first, why, tuple(overrides), _rest(run, (first, *why)))
+
+
+def _drifting(run: Run, gap: list[str], acts: list[str], fell: tuple[float, float] | None) -> Verdict:
+    of_gap = bool(gap) or any(is_of_the_gap(event.signal) for event in _acted(run))
+    first, *others = (*([_fell(fell)] if fell else []), *acts, *gap)
+    why = (*others, *(_drivers(run) if of_gap else ()))
+    overrides = advice(run, "drifting", of_gap=of_gap, reward_fell=fell is not None, reward_holds=False)
+    return Verdict("drifting", first, why, tuple(overrides), _rest(run, (first, *why)))
+
+
+def _healthy(run: Run) -> Verdict:
+    gap, *why = _level(run)
+    reward = _reward_since_start(run)
+    sentence = f"The run is healthy: the reward is {reward}; {gap}" if reward else f"The run is healthy: {gap}"
+    overrides = advice(run, "healthy", of_gap=False, reward_fell=False, reward_holds=True)
+    return Verdict("healthy", sentence, tuple(why), tuple(overrides), _rest(run, (gap, *why)))
+
+
+def _rest(run: Run, told: Collection[str]) -> tuple[str, ...]:
+    """What the metrics say besides what the reader has been told."""
+    sentences = (*_past(run), *_gap_moves(run), *_acts(run), *_level(run), *_surroundings(run))
+    return tuple(sentence for sentence in sentences if sentence not in told)
+
+
+def _warning(run: Run, collapse: Collapse) -> str:
+    """What warned before the step in which the reward began to fall."""
+    began, boundary = collapse.step, f"{boundary_of(run):g}"
+    forecast, passed = foretold_at(run, began - 1), passed_at(run, began - 1)
+    if forecast is not None and passed is not None:
+        name, step = passed
+        return (
+            f"The guard's forecast warned at step {forecast}, and {name} passed {boundary} at step {step}: "
+            f"{began - forecast} and {began - step} steps before the reward began to fall."
+        )
+    if forecast is not None:
+        return f"The guard's forecast warned at step {forecast}, {_before(began - forecast)} the reward began to fall."
+    if passed is not None:
+        name, step = passed
+        return f"{name} passed {boundary} at step {step}, {_before(began - step)} the reward began to fall."
+    if collapse.by_gap:
+        k3 = collapse.moves[0]
+        return f"k3 rose from {k3.before:.2g} to {k3.after:.2g} from step {k3.step} on; the fall began at step {began}."
+    if late := passed_at(run, int(run.steps[-1])):
+        return f"Nothing warned before the fall: {late[0]} passed {boundary} at step {late[1]}, after it had begun."
+    if run.get(K3) is None:
+        return "Nothing could warn of it: k3 was not logged."
+    return f"Nothing warned of it: k3 did not stay past {boundary}."
+
+
+def _before(steps: int) -> str:
+    return f"{steps} step{'s' * (steps != 1)} before"
+
+
+def _cause(run: Run, by_gap: bool) -> Iterator[str]:
+    """What the metrics say about why the reward collapsed."""
+    if by_gap and age_drives(run):
+        yield "The likely cause is the age of the rollouts."
+    elif by_gap:
+        yield "The likely cause is that the engines came apart."
+    elif run.get(K3) is None:
+        yield "Nobody can tell whether the engines came apart first."
     else:
-        state = "healthy"
-        sentence = "The engines stay together, and what difference there is does not grow."
-    lost = [f"The reward fell from {fell[0]:.3g} to {fell[1]:.3g}."] if fell else []
-    evidence = (*past, *gap, *lost, *acts, *_level(run), *around)
-    of_gap = bool(past or gap) or any(is_of_the_gap(event.signal) for event in _acted(run))
-    return Verdict(state, sentence, evidence, tuple(advice(run, state, of_gap=of_gap, reward_fell=fell is not None)))
+        yield "Nothing shows that the engines came apart first, so the learning rate is the first suspect."
+    if by_gap:
+        yield from _drivers(run)
+        yield from _gap_is_past(run)
+    else:
+        yield from _level(run)
+
+
+def _drivers(run: Run) -> Iterator[str]:
+    """Where the gap comes from, as far as a metric says so."""
+    if age_drives(run):
+        yield from _age(run)
+    elif routing_drives(run):
+        yield from _agreement(run)
+
+
+def _foretold(run: Run) -> Iterator[str]:
+    """What warned before the gap passed the boundary."""
+    if (passed := passed_at(run, int(run.steps[-1]))) and (forecast := foretold_at(run, passed[1] - 1)) is not None:
+        yield f"The guard's forecast warned at step {forecast}, {_before(passed[1] - forecast)} that."
+
+
+def _last_refusal(run: Run) -> Iterator[str]:
+    """Why the guard skipped the last update that it skipped."""
+    if skip := next((event for event in reversed(run.events) if event.action == "skip"), None):
+        yield f"The last one was skipped because {skip.reason}."
+
+
+def _fell(fell: tuple[float, float]) -> str:
+    return f"The reward fell from {fell[0]:.3g} to {fell[1]:.3g}."
+
+
+def _reward_at_the_boundary(
+    level: tuple[float, float, float] | None, fell: tuple[float, float] | None, holds: bool
+) -> Iterator[str]:
+    if fell:
+        yield _fell(fell)
+    elif level:
+        yield f"The reward {'holds: it ' * holds}is {level[2]:.3g}, and was {level[1]:.3g} at its best."
+
+
+def _reward_since_start(run: Run) -> str:
+    if (level := level_of(run)) is None:
+        return ""
+    first, _, now = level
+    return f"{now:.3g}" if len(run.steps) == 1 else f"{now:.3g} ({first:.3g} at the start)"
 
 
 def _too_little(k3: Gap | None) -> str:
     if k3 is None:
-        return "Nothing compares the rollout's log-probabilities with the training engine's."
+        return "Nothing compares the rollout's log-probabilities with the training engine's, so the gap is not known."
     count = len(k3.series.steps)
     return f"The gap was measured in {count} step{'s' * (count != 1)}; {FEWEST} are needed to see where it goes."
 
 
 def _past(run: Run) -> Iterator[str]:
-    boundary = boundary_of(run)
-    gap, k3 = gap_of(run), run.get(K3)
-    if gap is not None and (now := now_of(gap.series)) > boundary:
-        count = min(LAST, len(gap.series.steps))
-        yield f"{gap.name} is {now:.3g}, past the boundary of {boundary:g} (median of the last {count})."
-    elif k3 is not None and (now := now_of(k3)) > boundary:
-        yield f"k3 is {now:.3g}, past the boundary of {boundary:g}; what the policy moved since the rollouts is in it."
+    """What is past a limit: updates that are not made come first, for such a run learns nothing."""
+    yield from _stuck(run)
+    yield from _gap_is_past(run)
     if (mean := run.get("vllm_kl/prob_diff_mean")) is not None and (now := now_of(mean)) > FAILING_DIFFERENCE:
         yield (f"Probabilities differ by {now:.3g} on average; past {FAILING_DIFFERENCE:g}, training was seen to fail.")
     logged = run.logged(K3)
     tail = np.empty(0) if logged is None else logged.values[-LAST:]
     if len(tail) == LAST and (bad := int((~np.isfinite(tail)).sum())) > LAST // 2:  # infinite: too far apart for exp
         yield f"k3 was not a number in {bad} of the last {LAST} steps."
+
+
+def _stuck(run: Run) -> Iterator[str]:
     skipped = run.get("guard/skipped")
     if skipped is not None and (count := int((skipped.values[-WINDOW:] > 0).sum())) > WINDOW // 2:
         of = min(WINDOW, len(skipped.steps))
-        yield f"{count} of the last {of} updates were skipped: the run hardly learns any more."
+        yield f"The run hardly learns any more: {count} of the last {of} updates were skipped."
+
+
+def _gap_is_past(run: Run) -> Iterator[str]:
+    gap, k3 = gap_of(run), run.get(K3)
+    boundary = boundary_of(run)
+    if gap is not None and (now := now_of(gap.series)) > boundary:
+        median = f"(median of the last {min(LAST, len(gap.series.steps))})"
+        yield f"{gap.name} is {now:.3g}, past the boundary of {boundary:g}{_since(run, gap.name)} {median}."
+    elif k3 is not None and (now := now_of(k3)) > boundary:
+        past = f"past the boundary of {boundary:g}{_since(run, 'k3')}"
+        yield f"k3 is {now:.3g}, {past}; what the policy moved since the rollouts is in it."
+
+
+def _since(run: Run, name: str) -> str:
+    passed = passed_at(run, int(run.steps[-1]))
+    return f" since step {passed[1]}" if passed is not None and passed[0] == name else ""
 
 
 def _gap_moves(run: Run) -> Iterator[str]:
@@ -119,9 +286,10 @@ def _gap_moves(run: Run) -> Iterator[str]:
         )
     if rise := _rise(run):
         best, now = rise
+        suspect = "." if age_drives(run) else ": did weight syncs fail, or a setting change?"
         yield (
             f"{_name(run)} is {now / best:.0f} times what it was in the run's best stretch ({best:.2g} to {now:.2g}) "
-            "and stays there: did weight syncs fail, or a setting change?"
+            f"and stays there{suspect}"
         )
     if (dropped := run.get("correction/dropped")) is not None and (now := now_of(dropped)) > TOO_MANY_DROPPED:
         yield f"The correction drops {100 * now:.1f} % of the tokens; IcePop's authors saw 0.1 to 0.2 %."
@@ -138,7 +306,11 @@ ACTED = {"undo": "took an update back", "rollback": "rolled back", "stop": "stop
 
 def _acts(run: Run) -> Iterator[str]:
     for event in _acted(run):
-        yield f"The guard {ACTED[event.action]} in step {event.step}: {event.reason}."
+        yield _act(event)
+
+
+def _act(event: Event) -> str:
+    return f"The guard {ACTED[event.action]} in step {event.step}: {event.reason}."
 
 
 def _acted(run: Run) -> list[Event]:
@@ -187,15 +359,25 @@ def _surroundings(run: Run) -> Iterator[str]:
     """What else belongs to the picture."""
     if (dropped := run.get("correction/dropped")) is not None and (now := now_of(dropped)) <= TOO_MANY_DROPPED:
         yield f"The correction drops {100 * now:.2g} % of the tokens."
+    yield from _agreement(run)
+    if (skipped := run.get("guard/skipped")) is not None and (count := int((skipped.values > 0).sum())):
+        yield f"{count} of {len(skipped.values)} updates were skipped."
+    if warned := [event.step for event in run.events if event.action in ("warn", "tighten")]:
+        often = "once, in" if len(warned) == 1 else f"{len(warned)} times, last in"
+        yield f"The guard warned or narrowed the band {often} step {warned[-1]}."
+    yield from _age(run)
+    if (norm := run.metrics.get("actor/grad_norm")) is not None and (bad := int((~np.isfinite(norm.values)).sum())):
+        yield f"The gradient norm was not a number in {bad} step{'s' * (bad != 1)}."
+
+
+def _agreement(run: Run) -> Iterator[str]:
     if (agreement := run.get("router/agreement")) is not None:
         error = run.get("router/agreement/error")
         within = "" if error is None else f" (by a share of the trajectories: +- {200 * now_of(error):.2g} % a step)"
         yield f"The engines choose {100 * now_of(agreement):.2f} % of the experts alike{within}."
-    if (skipped := run.get("guard/skipped")) is not None and (count := int((skipped.values > 0).sum())):
-        yield f"{count} of {len(skipped.values)} updates were skipped."
-    if warned := [event.step for event in run.events if event.action in ("warn", "tighten")]:
-        often = "once" if len(warned) == 1 else f"{len(warned)} times"
-        yield f"The guard warned or narrowed the band {often}, last in step {warned[-1]}."
+
+
+def _age(run: Run) -> Iterator[str]:
     stale, gap, whole = staleness(run), gap_of(run), run.get(K3)
     if gap is not None and gap.alone and whole is not None and (part := now_of(gap.series)) != now_of(whole):
         yield (
@@ -204,5 +386,3 @@ def _surroundings(run: Run) -> Iterator[str]:
         )
     elif stale > STALE:
         yield f"Rollouts are {stale:.1f} versions behind: part of the gap is the policy's own movement."
-    if (norm := run.metrics.get("actor/grad_norm")) is not None and (bad := int((~np.isfinite(norm.values)).sum())):
-        yield f"The gradient norm was not a number in {bad} step{'s' * (bad != 1)}."

@@ -1,9 +1,10 @@
-"""A dead run is told of in the same words on the terminal, the page and in a comparison; in the run: test_forecast."""
+"""A collapsed run is told of in the same words and order on the terminal, the page and in a comparison."""
 
 import html
 import io
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,9 @@ from tests import ROOT
 from tests.unit.report.made_runs import make
 from verl_ext.report.comparison import compare_runs
 from verl_ext.report.comparison_text import comparison_table
+from verl_ext.report.load import read_run
 from verl_ext.report.page import write_report
-from verl_ext.report.reward import collapse_of
+from verl_ext.report.reward import fall_of
 from verl_ext.report.run import Run
 from verl_ext.report.terminal import dashboard
 from verl_ext.report.verdict import judge
@@ -28,7 +30,9 @@ def recorded(name: str) -> Run:
 
 
 DEAD = recorded("collapsed_lr_1e-2")
-WORDS, VERDICT = str(collapse_of(DEAD)), judge(DEAD)
+WORDS, VERDICT = str(fall_of(DEAD)), judge(DEAD)
+ORDER = (WORDS, *VERDICT.why, VERDICT.first.text, VERDICT.first.sentence, *(other.text for other in VERDICT.others))
+STALE = read_run(ROOT / "recipes" / "collapse" / "runs" / "stale" / "none" / "seed0")
 
 
 def printed(renderable) -> str:
@@ -38,23 +42,51 @@ def printed(renderable) -> str:
     return " ".join(console.file.getvalue().split())
 
 
+def in_order(text: str, parts: Sequence[str]) -> bool:
+    at = [text.find(part) for part in parts]
+    return -1 not in at and at == sorted(at)
+
+
 def test_the_terminal():
     text = printed(dashboard(DEAD, VERDICT))
-    assert f"collapsed_lr_1e-2, step 100: collapsed The run is dead. {collapse_of(DEAD).remedy} - {WORDS}" in text
-    assert "try actor_rollout_ref.actor.optim.lr=1e-06" in text
+    assert f"collapsed_lr_1e-2, step 100: collapsed {WORDS} {VERDICT.why[0]}" in text
+    assert in_order(text, ORDER) and "Do this first: start the run again with actor_rollout_ref.actor.optim.lr" in text
+
+
+def test_the_terminal_on_a_recorded_run():
+    """What happened, what warned, why, one thing to do; then the others, the evidence and the table."""
+    verdict = judge(STALE)
+    parts = (
+        "seed0, step 120: collapsed The run collapsed at step 81: the reward fell from 0.51 to 0.25",
+        "The guard's forecast warned at step 9, and k3 passed 0.1 at step 14: 53 and 48 steps before",
+        "The likely cause is the age of the rollouts.",
+        "Do this first: start the run again with stability=opsm stability.batch_skip.threshold=null trainer.resume_",
+        "Then: - trainer.v1.trainer_mode=sync",
+        "- stability.metrics=true",
+        "What else the metrics say: - k3 is 95 times",
+        "step 1 to 120",
+    )
+    assert in_order(printed(dashboard(STALE, verdict)), parts)
+
+
+def test_a_healthy_run_has_nothing_to_do_first():
+    healthy = recorded("noisy_lr_3e-3")
+    text = printed(dashboard(healthy, judge(healthy)))
+    assert "Do this first" not in text and "Worth adding: - stability.metrics=true" in text
 
 
 @pytest.mark.slow
 def test_the_page(tmp_path):
     page = write_report(DEAD, VERDICT, tmp_path, pictures=False).read_text()
-    said = html.unescape(re.sub(r"<[^>]*>", "", page))
-    assert WORDS in said and VERDICT.sentence in said and 'class="verdict collapsed"' in page
+    said = " ".join(html.unescape(re.sub(r"<[^>]*>", "", page)).split())
+    assert in_order(said, ORDER) and 'class="verdict collapsed"' in page
     assert re.search(r"\.verdict\.collapsed \{[^}]*--bad", page), "and has a colour"
 
 
 def test_a_comparison():
     healthy = recorded("noisy_lr_3e-3")
     told = compare_runs([healthy, DEAD])
-    assert told.notes[0] == f"collapsed_lr_1e-2 has collapsed: {WORDS}" in printed(comparison_table(told))
-    assert not any("noisy_lr_3e-3 has collapsed" in note for note in told.notes)
-    assert f"has collapsed: {WORDS}" in compare_runs([make({"own": [1.0] * 20}), DEAD]).notes[0], "of the whole run"
+    assert told.notes[0].startswith(f"collapsed_lr_1e-2: {WORDS} Also moved: the gradient norm (0.44 to 0.9, from")
+    assert told.notes[0] in printed(comparison_table(told))
+    assert not any("noisy_lr_3e-3: The run collapsed" in note for note in told.notes)
+    assert f": {WORDS}" in compare_runs([make({"own": [1.0] * 20}), DEAD]).notes[0], "of the whole run"

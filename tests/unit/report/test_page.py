@@ -101,6 +101,13 @@ def test_the_verdict_its_evidence_and_what_to_try(browser, file, run):
     assert verdict.state == "drifting"
     with open_page(file, browser=browser) as (page, errors):
         assert page.locator("#verdict h2").inner_text() == f"{verdict.state} {verdict.sentence}"
+        assert tuple(page.locator("#verdict > p").all_inner_texts()) == verdict.why
+        assert page.locator("#verdict .first p").all_inner_texts() == [verdict.first.text, verdict.first.sentence]
+        assert page.locator("#verdict h3").all_inner_texts() == [
+            "Do this first: start the run again with",
+            "Then",
+            "What else the metrics say",
+        ]
         assert tuple(page.locator("#verdict li").all_inner_texts()) == verdict.evidence
         assert page.locator("#verdict code").all_inner_texts() == [override.text for override in verdict.overrides]
         assert page.locator(".button").get_attribute("href") == "trajectories.html"

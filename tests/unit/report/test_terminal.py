@@ -1,22 +1,26 @@
 import io
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from verl_ext.guard.state import Event
+from verl_ext.report.advice import Override
 from verl_ext.report.run import Run, Series
 from verl_ext.report.terminal import BLOCKS, dashboard, format_value, notes, rows, sparkline, wrap_name
+from verl_ext.report.verdict import Verdict
 
 NAN = float("nan")
-OVERRIDE = SimpleNamespace(text="stability=icepop", why="drops tokens outside the band")
-VERDICT = SimpleNamespace(
+VERDICT = Verdict(
     state="drifting",
     sentence="The mismatch grows by 5 % a step and would pass 0.1 in about 60 steps.",
+    why=("Rollouts are 2 versions behind.",),
+    overrides=(
+        Override("stability=icepop", "drops tokens outside the band"),
+        Override("precision=fp16", "rounds finer"),
+    ),
     evidence=("vllm_kl/k3 rose from 1e-4 to 5e-4",),
-    overrides=(OVERRIDE,),
 )
 
 
@@ -172,7 +176,9 @@ def test_the_dashboard_fits_eighty_columns_uncut(encoding, verdict):
         assert part in flat
     assert ("drifting" in flat) == (verdict is not None)
     if verdict is not None:
-        assert verdict.sentence in flat and "try stability=icepop: drops" in flat
+        assert f"{verdict.sentence} Rollouts are 2 versions behind. Do this first: start the run again with" in flat
+        assert "stability=icepop Drops tokens outside the band. Then: - precision=fp16: rounds finer" in flat
+        assert "What else the metrics say: - vllm_kl/k3 rose" in flat
     assert ("█" in text) == (encoding == "utf-8")
     assert ("#" in text) == (encoding == "ascii")
 
@@ -184,11 +190,12 @@ def test_the_dashboard_fits_eighty_columns_uncut(encoding, verdict):
         ("drifting", "33"),
         ("past the boundary", "31"),
         ("collapsed", "31"),
+        ("stopped", "31"),
         ("not enough data", "36"),
     ],
 )
 def test_the_verdict_stands_in_the_heading_in_words_and_colour(state, colour):
-    verdict = SimpleNamespace(state=state, sentence="s", evidence=(), overrides=())
+    verdict = Verdict(state, "s", (), (), ())
     heading = printed(full(), verdict, force_terminal=True, color_system="standard").splitlines()[0]
     assert f"run, step 8: {state}" in heading and f";{colour}m" in heading
 
