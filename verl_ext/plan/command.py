@@ -5,19 +5,26 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_ext.doctor import composed
 from verl_ext.errors import ConfigError, UserError
-from verl_ext.plan.costs import AGREEMENT, HEAD, LOOPS, REPLAY, Cost, id_bytes
+from verl_ext.plan.asked import UNITS
 from verl_ext.plan.host import host_memory
 from verl_ext.plan.memory import Memory
 from verl_ext.plan.scale import Plan, at_nodes, read_plan, scale_table, units_line
 from verl_ext.plan.sizes import GIB, Sizes, planned_gpu, planned_gpus
 from verl_ext.printable import printable
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
 WIDTH = 120  # where the output is not a terminal
-ROUGH = "rough: a roofline, and rates of two CPU cores; no weight sync, rewards, tools"
+ROUGH = "rough estimates by a roofline, without weight sync, rewards and tools"
+NOTHING_ON = (
+    "nothing of the plugin is switched on; to see what it takes, add what you would switch on, such as stability=icepop"
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -75,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif len(plans) > 1:
         _print_sizes(plans, planned_gpu(arguments.gpu)[0])
     else:
-        _print(plans[0], planned_gpu(arguments.gpu)[0])
+        print_plan(plans[0], planned_gpu(arguments.gpu)[0])
     return 0 if all(plan.fits for plan in plans) else 1
 
 
@@ -119,92 +126,110 @@ def _host(plan: Plan) -> dict[str, float]:
 
 
 def _print_sizes(plans: Sequence[Plan], gpu: str) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
-    first = plans[0].sizes
-    console.print(f"{first.shape.parameters / 1e9:.1f} B parameters, {gpu}", soft_wrap=True)
+    console = _console()
+    console.print(f"{plans[0].sizes.shape.parameters / 1e9:.1f} B parameters, {gpu}", soft_wrap=True)
     header, *rows = scale_table(plans)
-    table = Table(*header[:-1])
+    shown = len(header) - 1 if any(plan.on for plan in plans) else 2  # what helps comes as lines; GPUs, and the step
+    table = Table(*header[:shown])
     for row in rows:
-        table.add_row(*row[:-1])
+        table.add_row(*row[:shown])
     console.print(table)
-    for plan, row in zip(plans, rows, strict=True):
-        if row[-1]:
-            console.print(f"{plan.sizes.gpus:,} GPUs, what helps, one on top of the other: {row[-1]}", soft_wrap=True)
-        if line := units_line(plan):
-            console.print(line, soft_wrap=True)
+    for plan in plans:
+        for line in advice(plan) if plan.fits else verdict(plan.sizes, plan.memory):
+            console.print(f"{plan.sizes.gpus:,} GPUs: {line}", soft_wrap=True)
+    if shown == 2:
+        console.print(NOTHING_ON, soft_wrap=True)
     console.print(ROUGH, soft_wrap=True)
 
 
-def _print(plan: Plan, gpu: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def print_plan(plan: Plan, gpu: str) -> None:
 
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    console = _console()
     sizes, memory, timing, shape = plan.sizes, plan.memory, plan.timing, plan.sizes.shape
+    generate = "and generate" if sizes.shared else f"and {sizes.rollout_gpus} others generate"
     console.print(
         f"{shape.parameters / 1e9:.1f} B parameters, {shape.active_parameters / 1e9:.1f} B active; "
-        f"{sizes.gpus} x {gpu} train, {sizes.rollout_gpus} generate"
+        f"{sizes.gpus} x {gpu} train {generate}"
     )
-    table = Table("GiB a GPU", "update", "rollout", title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _table("GiB a GPU", "update", "rollout")
     for name in dict.fromkeys([*memory.update.lines, *memory.rollout.lines]):
         cells = (phase.lines.get(name) for phase in (memory.update, memory.rollout))
         table.add_row(name, *("" if value is None else f"{value / GIB:.1f}" for value in cells))
     table.add_section()
     table.add_row("total", *(f"{phase.total / GIB:.1f}" for phase in (memory.update, memory.rollout)))
-    table.add_row("of", f"{sizes.gpu.memory_gib}", f"{sizes.gpu.memory_gib}")
+    table.add_row("the GPU has", f"{sizes.gpu.memory_gib}", f"{sizes.gpu.memory_gib}")
     console.print(table)
     for line in verdict(sizes, memory):
         console.print(line, soft_wrap=True)
     if not memory.fits(sizes):
         return
 
-    table = Table("stage", "seconds", "share")
+    table = _table("stage", "seconds", "share")
     for stage, seconds in timing.stages.items():
         table.add_row(stage, f"{seconds:.0f}", f"{timing.share(stage):.0%}")
     console.print(table)
-    console.print(f"{ROUGH}; {timing.concurrent} sequences at once a replica", soft_wrap=True)
+    console.print(f"{ROUGH}; a replica generates {timing.concurrent} sequences at once", soft_wrap=True)
 
-    table = Table("feature of the plugin", "who", "GB a step", "seconds", "of the step", "")
-    for column in table.columns[2:5]:
-        column.justify = "right"
-    for cost in plan.costs:
-        gb = f"{cost.gb:.2f}" if cost.gb else ""
-        table.add_row(cost.feature, f"{cost.who}, {cost.how}", gb, *_seconds(cost, plan), _note(cost, plan))
-    table.add_section()
-    table.add_row("all that is on", "", "", f"{plan.seconds:.2f}", f"{plan.share(plan.seconds):.2%}", "")
-    console.print(table)
+    if plan.on:
+        _print_costs(console, plan)
+    else:
+        console.print(NOTHING_ON, soft_wrap=True)
     if host := _host(plan):
-        table = Table("kept in the host's memory", "GiB a machine")
+        table = _table("kept in the host's memory", "GiB a machine")
         for name, value in host.items():
             table.add_row(name, f"{value / GIB:.1f}")
         console.print(table)
-    for remedy in plan.remedies():
-        share = f"{plan.share(remedy.seconds):.2%}"
-        console.print(f"helps: {remedy.setting}: {remedy.seconds:.2f} s, {share} of the step", soft_wrap=True)
-    if line := units_line(plan):
+    for line in advice(plan):
         console.print(line, soft_wrap=True)
 
 
-def _seconds(cost: Cost, plan: Plan) -> tuple[str, str]:
-    return f"{cost.seconds:.2f}" if cost.seconds >= 0.005 else f"{cost.seconds:.4f}", f"{plan.share(cost.waited):.2%}"
+def _print_costs(console: "Console", plan: Plan) -> None:
+    """Prints the seconds that a step waits for what is switched on, and those that the generation hides."""
+    hides = any(cost.hidden for cost in plan.on)
+    table = _table("switched on", "who", "GB", "seconds", "share", *["hidden"] * hides)
+    table.columns[1].justify = "left"
+    for cost in plan.on:
+        gb = f"{cost.gb:.2f}" if cost.gb else ""
+        hidden = [f"{cost.hidden:.2f}" if cost.hidden else ""] * hides
+        seconds = _seconds(cost.waited) if cost.waited or not cost.hidden else ""
+        share = f"{plan.share(cost.waited):.2%}" if seconds else ""
+        table.add_row(cost.feature, f"{cost.who}, {cost.how}", gb, seconds, share, *hidden)
+    table.add_section()
+    table.add_row("all", "", "", _seconds(plan.seconds), f"{plan.share(plan.seconds):.2%}")
+    console.print(table)
+    also = "; hidden: seconds while the rollout generates, for which it does not wait" if hides else ""
+    console.print(f"seconds that a step waits, at the rates of two CPU cores{also}", soft_wrap=True)
 
 
-def _note(cost: Cost, plan: Plan) -> str:
-    said = []
-    if cost.hidden:
-        said.append("while the rollout generates" if not cost.waited else "beyond the generation")
-    if cost.who == LOOPS and cost.feature in (AGREEMENT, REPLAY):
-        said.append(f"{id_bytes(plan.sizes)} bytes a token")
-    if cost.who == LOOPS and cost.feature == HEAD:
-        said.append(f"{plan.asked.head} tokens a place")
-    if not cost.on:
-        said.append("if switched on")
-    return ", ".join(said)
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds >= 0.005 or not seconds else f"{seconds:.4f}"
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False) if sys.stdout.isatty() else Console(width=WIDTH, highlight=False)
+
+
+def _table(name: str, *numbers: str) -> "Table":
+    from rich.table import Table
+
+    table = Table(name, *numbers)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def advice(plan: Plan) -> list[str]:
+    """Lines that name the settings with which the plugin takes less, and the storage units that the run needs."""
+    remedies = plan.remedies()
+    each = [f"{one.setting}: {one.seconds:.2f} s, {plan.share(one.seconds):.2%} of the step" for one in remedies]
+    lines = [f"the plugin takes less with {'; and also with '.join(each)}"] if each else []
+    if (line := units_line(plan)) and not any(one.setting.startswith(UNITS) for one in remedies):
+        lines.append(line)
+    return lines
 
 
 def verdict(sizes: Sizes, memory: Memory) -> list[str]:

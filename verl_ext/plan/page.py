@@ -1,19 +1,25 @@
-"""The tables of docs/plan.md that follow from the code: `python -m verl_ext.plan.page docs/plan.md` writes them anew.
+"""The parts of docs/plan.md that follow from the code: `python -m verl_ext.plan.page docs/plan.md` writes them anew.
 
-A table stands between the comments <!-- NAME --> and <!-- /NAME -->.
+A table, and a sample of what the command prints, stand between the comments <!-- NAME --> and <!-- /NAME -->.
 """
 
+import contextlib
+import io
 import sys
 from pathlib import Path
+
+from omegaconf import DictConfig
 
 from verl_ext.doctor.composed import compose
 from verl_ext.errors import ConfigError
 from verl_ext.plan import rates
 from verl_ext.plan.asked import UNITS
+from verl_ext.plan.command import print_plan
 from verl_ext.plan.costs import AGREEMENT
 from verl_ext.plan.routing import markdown
 from verl_ext.plan.scale import SMALL_SHARE, Plan, at_nodes, read_plan, scale_table
 
+GPU = "H100"
 NODES = (8, 32, 128)
 RECIPES = {"30B": "qwen3_30b_a3b", "235B": "qwen3_235b_a22b_megatron"}
 OVERRIDES = ("stability=icepop", "stability.router_agreement=true")
@@ -21,10 +27,23 @@ OVERRIDES = ("stability=icepop", "stability.router_agreement=true")
 
 def plans(recipe: str) -> list[Plan]:
     """Of a recipe on H100s, at every size of the page."""
-    config, failure = compose([f"recipe={recipe}", *OVERRIDES])
+    config = _config([f"recipe={recipe}", *OVERRIDES])
+    return [read_plan(at_nodes(config, nodes, scale_batch=False), GPU, nodes) for nodes in NODES]
+
+
+def sample() -> str:
+    """The command of the first lines of the page, and what it prints."""
+    given = [f"recipe={RECIPES['30B']}", *OVERRIDES]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        print_plan(read_plan(_config(given), GPU), GPU)
+    return f"```\n$ verl-ext plan --gpu {GPU} {' '.join(given)}\n{printed.getvalue()}```"
+
+
+def _config(given: list[str]) -> DictConfig:
+    config, failure = compose(given)
     if config is None:
         raise ConfigError(failure)
-    return [read_plan(at_nodes(config, nodes, scale_batch=False), "H100", nodes) for nodes in NODES]
+    return config
 
 
 def agreement_table(found: dict[str, list[Plan]]) -> list[list[str]]:
@@ -52,12 +71,12 @@ def rates_table() -> list[list[str]]:
     ]
 
 
-def tables() -> dict[str, str]:
+def parts() -> dict[str, str]:
     """Name -> Markdown."""
     found = {model: plans(recipe) for model, recipe in RECIPES.items()}
     made = {"rates": rates_table(), "agreement": agreement_table(found)}
     made |= {f"sizes {model}": _short(scale_table(sizes)) for model, sizes in found.items()}
-    return {name: markdown(rows) for name, rows in made.items()}
+    return {"sample": sample()} | {name: markdown(rows) for name, rows in made.items()}
 
 
 def _short(rows: list[list[str]]) -> list[list[str]]:
@@ -71,10 +90,10 @@ def _short(rows: list[list[str]]) -> list[list[str]]:
 
 def main(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    for name, table in tables().items():
+    for name, part in parts().items():
         before, start, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"<!-- /{name} -->")
-        text = f"{before}{start}{table}\n{end}{after}" if end else text
+        text = f"{before}{start}{part}\n{end}{after}" if end else text
     path.write_text(text, encoding="utf-8")
 
 

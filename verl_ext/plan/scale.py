@@ -89,7 +89,7 @@ class Plan:
         now = self
         while len(found) < MOST_REMEDIES:
             setting, then = min(now._choices(), key=lambda choice: choice[1].seconds, default=("", now))
-            if then.seconds > (1 - WORTH) * now.seconds:
+            if then.seconds >= (1 - WORTH) * now.seconds:  # 0 too, of 0
                 break
             found.append(Remedy(setting, then.seconds))
             now = then
@@ -161,28 +161,31 @@ def _mean_response(given: float | None, sizes: Sizes) -> float:
 
 def scale_table(plans: Sequence[Plan]) -> list[list[str]]:
     """Header and a row for each size."""
-    rows = [["GPUs", "step, s", "plugin, s", "share", "router agreement, s", "largest", "what helps"]]
+    compares = any(plan.asked.compares for plan in plans)
+    header = ["GPUs", "step, s", "plugin, s", "share", *["router agreement, s"] * compares, "largest", "what helps"]
+    rows = [header]
     for plan in plans:
         gpus = f"{plan.sizes.gpus:,}"
         if not plan.fits:
-            rows.append([gpus, "does not fit", "", "", "", "", ""])
+            rows.append([gpus, "does not fit", *[""] * (len(header) - 2)])
             continue
         largest = f"{plan.largest.name}, {plan.largest.waited:.1f} s" if plan.largest else ""
         helps = "; ".join(
             f"{one.setting}: {one.seconds:.1f} s ({plan.share(one.seconds):.1%})" for one in plan.remedies()
         )
         numbers = [f"{plan.step:,.0f}", f"{plan.seconds:.1f}", f"{plan.share(plan.seconds):.1%}"]
-        rows.append([gpus, *numbers, f"{plan.seconds_of(AGREEMENT):.1f}", largest, helps])
+        numbers += [f"{plan.seconds_of(AGREEMENT):.1f}"] * compares
+        rows.append([gpus, *numbers, largest, helps])
     return rows
 
 
 def units_line(plan: Plan) -> str:
-    """What there is to say of the number of storage units; "" where nothing is."""
+    """Whether the storage units are too few; "" where they are not."""
     wanted, units = plan.units_wanted, plan.asked.units
     if not plan.asked.simple or units >= wanted:
         return ""
     least = rates.UNITS_A_NODE * plan.sizes.nodes
-    why = f"TransferQueue asks for {rates.UNITS_A_NODE} a machine" if wanted == least else "its reads would wait"
-    return (
-        f"{UNITS}={units} is low for {plan.sizes.nodes} machines and what this run carries ({why}): set it to {wanted}"
+    why = (
+        f"TransferQueue asks for {rates.UNITS_A_NODE} a machine" if wanted == least else "transfers would wait for them"
     )
+    return f"{UNITS}={units} is low for {plan.sizes.nodes} machines ({why}): set it to {wanted}"

@@ -1,6 +1,7 @@
 """`verl-ext plan`, against arithmetic by hand and published figures."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -160,10 +161,34 @@ def command():
 def test_the_table_says_whether_it_fits_and_what_is_largest(command, capsys):
     assert command("recipe=qwen3_30b_a3b", "--gpu", "a100") == 0
     printed = capsys.readouterr().out
-    assert "16 x A100 train" in printed
+    assert "16 x A100 train and generate" in printed
     assert "fits: the largest part of the update is optimizer; the KV cache of a replica holds" in printed
     assert "sequences of full length\n" in printed
-    assert "generation" in printed and "384 bytes a token" in printed
+    assert "generation" in printed
+    assert command("recipe=qwen3_30b_a3b_async") == 0
+    assert " train and 16 others generate\n" in capsys.readouterr().out
+
+
+def test_without_the_plugin_there_is_one_line_on_how_to_see_what_it_takes(command, capsys):
+    assert command("recipe=qwen3_30b_a3b") == 0
+    printed = capsys.readouterr().out
+    assert "nothing of the plugin is switched on; to see what it takes, add what you would switch on" in printed
+    assert "takes less" not in printed and "controller" not in printed
+    assert command("recipe=qwen3_30b_a3b", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["plugin"]["helps"] == []
+
+
+def test_the_table_of_costs_has_what_is_switched_on_and_adds_up(command, capsys):
+    assert command("recipe=qwen3_30b_a3b", "stability=icepop", "stability.router_agreement=true") == 0
+    printed = capsys.readouterr().out
+    (table,) = re.findall(r"switched on .*?└", printed, flags=re.DOTALL)
+    assert "router agreement" in table and "replay" not in table and "sampler" not in table
+    assert max(map(len, table.splitlines())) < 90
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
+    waits = [float(row[3] or 0) for row in rows]
+    assert rows[-1][0] == "all" and waits[-1] == pytest.approx(sum(waits[:-1]), abs=0.03)
+    assert [row[1] for row in rows if row[5]] == ["agent loops, writes"], "hidden by the generation"
+    assert "the plugin takes less with stability.router_agreement_share=0.05: " in printed
 
 
 def test_where_it_does_not_fit_every_phase_that_fails_is_named_and_no_time(command, capsys):

@@ -8,8 +8,9 @@ from tests import ROOT
 from verl_ext.cli import main
 from verl_ext.plan import rates
 from verl_ext.plan.asked import UNITS
+from verl_ext.plan.command import advice
 from verl_ext.plan.costs import AGREEMENT
-from verl_ext.plan.page import RECIPES, plans, tables
+from verl_ext.plan.page import RECIPES, parts, plans
 from verl_ext.plan.scale import SMALL_SHARE, WORTH, at_nodes, read_plan, units_line
 from verl_ext.plan.sizes import read_sizes
 
@@ -30,11 +31,11 @@ def found():
     return {model: plans(recipe) for model, recipe in RECIPES.items()}
 
 
-def test_the_pages_tables_are_those_of_the_code():
+def test_the_pages_tables_and_its_sample_are_those_of_the_code():
     text = PAGE.read_text(encoding="utf-8")
-    for name, table in tables().items():
-        block = f"<!-- {name} -->\n{table}\n<!-- /{name} -->"
-        assert block in text, f"python -m verl_ext.plan.page docs/plan.md writes {name} anew:\n{table}"
+    for name, part in parts().items():
+        block = f"<!-- {name} -->\n{part}\n<!-- /{name} -->"
+        assert block in text, f"python -m verl_ext.plan.page docs/plan.md writes {name} anew:\n{part}"
 
 
 def test_agreement_on_a_share_of_the_trajectories_is_below_half_a_percent_of_a_step(found):
@@ -87,7 +88,7 @@ def test_the_number_of_storage_units_is_told_where_it_is_low(compose):
     assert units_line(plan.but(units=plan.units_wanted)) == ""
     assert units_line(plan.but(simple=False)) == ""
     full = plan.but(has_heads=True, head=4096)
-    assert "its reads would wait" in units_line(full) and full.units_wanted > plan.units_wanted
+    assert "transfers would wait for them" in units_line(full) and full.units_wanted > plan.units_wanted
 
 
 def test_the_share_that_is_set_counts(compose):
@@ -102,8 +103,8 @@ def test_several_sizes_are_a_table_and_one_object_each(capsys):
     assert main(["plan", *sizes]) == 0
     printed = capsys.readouterr().out
     assert "│ 16 " in printed and "│ 64 " in printed and "training ranks" not in printed.splitlines()[0]
-    assert "64 GPUs, what helps, one on top of the other: stability.router_agreement_share=0.05" in printed
-    assert f"{UNITS}=8 is low for 8 machines" in printed
+    assert "64 GPUs: the plugin takes less with stability.router_agreement_share=0.05: " in printed
+    assert f"64 GPUs: {UNITS}=8 is low for 8 machines" in printed
     assert main(["plan", "--json", *sizes]) == 0
     small, large = json.loads(capsys.readouterr().out)
     assert (small["sizes"]["gpus"], large["sizes"]["gpus"]) == (16, 64)
@@ -113,6 +114,22 @@ def test_several_sizes_are_a_table_and_one_object_each(capsys):
     assert large["plugin"]["share"] == pytest.approx(large["plugin"]["seconds"] / sum(large["seconds"].values()))
 
 
-def test_a_size_that_does_not_fit_is_said_in_its_row(capsys):
+def test_a_size_that_does_not_fit_is_said_in_its_row_and_why_under_the_table(capsys):
     assert main(["plan", "--nodes", "1,8", *ASKED, "--gpu", "L20"]) == 1
-    assert "does not fit" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "│ does not fit │" in printed and "\n8 GPUs: does not fit: the update needs " in printed
+
+
+def test_without_the_plugin_the_table_of_sizes_is_of_the_step_alone(capsys):
+    assert main(["plan", "--nodes", "8,128", RECIPE]) == 0
+    printed = capsys.readouterr().out
+    assert "┃ GPUs  ┃ step, s ┃\n" in printed and "takes less" not in printed and "nothing of the plugin" in printed
+    assert main(["plan", "--nodes", "8,128", RECIPE, "stability=icepop"]) == 0
+    printed = capsys.readouterr().out
+    assert "plugin, s" in printed and "router agreement" not in printed
+
+
+def test_storage_units_are_named_once(found):
+    for sizes in found.values():
+        for plan in sizes:
+            assert sum(UNITS in line for line in advice(plan)) == 1
