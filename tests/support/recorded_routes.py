@@ -44,6 +44,7 @@ def batch(which=(0, 1, 2, 3), routed=None, **settings):
         "max_token_len_per_gpu": 12,
         "temperature": 1.0,
         "compute_loss": False,
+        "calculate_entropy": True,
     } | settings
     tu.assign_non_tensor(data, **settings)
     return data

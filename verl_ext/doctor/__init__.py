@@ -8,6 +8,7 @@ sampling.py       what the rollout's log-probs mean   precision.py  number forma
 engine.py         vLLM: cascade attention, routing capture, lengths
 routing.py        experts that are returned and were not chosen
 vllm_versions.py  what newer versions of vLLM do otherwise
+training.py       updates that are not what the settings or the method say
 waiting.py        refused updates in an asynchronous run
 bypass.py         settings that nothing reads in verl's bypass mode
 model_files.py    what of model and data is here      sizes.py      batches, lengths and ranks

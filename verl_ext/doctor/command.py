@@ -22,6 +22,7 @@ from verl_ext.doctor import (  # noqa: F401 (as above)
     routing,
     sampling,
     sizes,
+    training,
     vllm_versions,
     waiting,
     weight_sync,

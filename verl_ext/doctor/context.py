@@ -29,6 +29,7 @@ DISTRIBUTIONS = (
     "ray",
     "transformers",
     "megatron-core",
+    "transformer-engine",
     "TransferQueue",
     "flash-attn",
 )

@@ -67,11 +67,11 @@ def cascade_attention(context: Context) -> Iterable[Finding]:
 
 
 def captures_routing(context: Context) -> bool:
-    from verl_ext.launch.routing_checks import replay_mode, replays_here
+    from verl_ext.launch.routing_checks import replay_mode
 
     if context.get(f"{ROLLOUT}.enable_rollout_routing_replay") or context.get("stability.router_agreement"):
         return True
-    return replays_here(context.config) and replay_mode(context.config) == "R3"
+    return replay_mode(context.config) == "R3"
 
 
 @check("routing capture")

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_ext.errors import ConfigError, require_choice
 from verl_ext.fields import OLD_ROUTES, ROLLOUT_ROUTES
 from verl_ext.launch.bypass import bypasses
+from verl_ext.launch.models import check_folder
 from verl_ext.launch.rollouts import ROLLOUTS
 from verl_ext.launch.sglang_checks import check_sglang_model, check_sglang_routing
 from verl_ext.routing.engines import ACTOR, ENGINES, HOOKED
@@ -59,27 +60,29 @@ def replayed_field(config: DictConfig) -> str | None:
 
 
 def check_routing(config: DictConfig, agreement: bool, read_model: bool = True) -> None:
-    """What agreement needs, and replay under FSDP; verl checks its own replay on Megatron and VeOmni."""
+    """Checks what agreement and replay need; what else verl's own replay needs, on Megatron and VeOmni, verl checks."""
     setting, mode, strategy = replay_setting(config), replay_mode(config), _strategy(config)
     require_choice(setting, mode, MODES)
     if setting != FSDP_REPLAY and OmegaConf.select(config, FSDP_REPLAY):
         raise ConfigError(f"{FSDP_REPLAY} is for FSDP, and {ACTOR}.strategy={strategy}; leave it out and set {setting}")
     if agreement:
         asked, off = "stability.router_agreement=true", "stability.router_agreement=false"
-    elif replays_here(config):
+    elif mode != "disabled":
         asked, off = f"{setting}={mode}", f"{setting}=disabled"
     else:
-        _check_verls_own(config)
+        _check_returned(config)
         return
     if strategy not in ENGINES:
         raise ConfigError(
             f"{asked} has no adapter for {ACTOR}.strategy={strategy} (it has: {', '.join(ENGINES)})", fix=(off,)
         )
-    if strategy not in HOOKED:
+    if agreement and strategy not in HOOKED:
         _check_recording(config, asked, off)
     if agreement or mode == "R3":
         _check_rollout(config, asked, off)
-    if read_model:
+    else:
+        _check_returned(config)
+    if read_model and (agreement or strategy in HOOKED):
         _check_model(config, asked, off, read_routers=strategy in HOOKED)
 
 
@@ -129,8 +132,9 @@ def apply_routing(config: DictConfig, stability: StabilityConfig) -> None:
     if reads_routes(config, stability):
         from verl_ext.upstream import narrow_routing
 
-        OmegaConf.update(config, RETURNED, True)
         narrow_routing.request(config)
+    if reads_routes(config, stability) or replay_mode(config) == "R3":
+        OmegaConf.update(config, RETURNED, True)
     rollout = config.actor_rollout_ref.rollout
     if OmegaConf.select(config, RETURNED) and rollout.name == "vllm" and rollout.multi_turn.enable:
         from verl_ext.upstream import turn_routes
@@ -218,8 +222,8 @@ def sglang_returns_routing(config: DictConfig) -> bool:
     return OmegaConf.select(config, f"{ROLLOUT}.name") == "sglang" and bool(OmegaConf.select(config, RETURNED))
 
 
-def _check_verls_own(config: DictConfig) -> None:
-    """Where verl alone replays the rollout's experts, or logs them."""
+def _check_returned(config: DictConfig) -> None:
+    """Checks the rollout where the user has it return its experts and nothing of ours reads them."""
     if sglang_returns_routing(config):
         check_sglang_routing(config, f"{RETURNED}=true", f"{RETURNED}=false")
 
@@ -229,7 +233,7 @@ def _check_model(config: DictConfig, asked: str, off: str, read_routers: bool) -
     hf_config = hf_config_of(model)
     if hf_config is None:
         return
-    from verl_ext.routing.choices import probe_choices
+    from verl_ext.routing.choices import check_replayable, probe_choices
     from verl_ext.routing.config_names import EXPERT_COUNTS, first_of
 
     if not first_of(hf_config.get_text_config(), EXPERT_COUNTS):
@@ -239,6 +243,8 @@ def _check_model(config: DictConfig, asked: str, off: str, read_routers: bool) -
         )
     if config.actor_rollout_ref.rollout.name == "sglang":
         check_sglang_model(hf_config.get_text_config(), model.path, asked, off)
+    if replays_here(config):
+        check_replayable(hf_config)
     if read_routers:
         probe_choices(hf_config, trust_remote_code=_trusted(model))
 
@@ -252,6 +258,7 @@ def hf_config_of(model: DictConfig) -> Any:
     except OSError:
         return None
     except ValueError as error:
+        check_folder(model)
         raise ConfigError(
             f"actor_rollout_ref.model.path={model.path} has a config that transformers cannot read by itself: the "
             "architecture is not known to this version, or comes with code of its own, which "

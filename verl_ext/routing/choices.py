@@ -182,6 +182,20 @@ def expert_counts(hf_config: Any) -> tuple[int, int]:
     return experts, top_k
 
 
+def check_replayable(hf_config: Any) -> None:
+    """Raise HookError where a replayed expert outside the router's own groups would weigh nothing.
+
+    DeepSeek-V2 and DeepSeek-OCR-2 (transformers 5.10) set the scores outside the chosen groups to 0 and take the
+    weights from these. The other families with groups mask the scores only to choose, and take the weights from all.
+    """
+    if getattr(hf_config.get_text_config(), "topk_method", None) == "group_limited_greedy":
+        raise HookError(
+            "the model's config has topk_method=group_limited_greedy: this router weighs an expert outside its own "
+            "groups with 0, and a replayed one would not count",
+            fix=(REPLAY_OFF,),
+        )
+
+
 def probe_choices(
     hf_config: Any, read: Callable[[ChoicePoint, Any], Any] | None = None, *, trust_remote_code: bool = False
 ) -> None:
@@ -233,7 +247,7 @@ def _run_on_meta(point: ChoicePoint, experts: int, top_k: int, hidden: int, dtyp
             with ExpertTopK(experts, top_k, keep):
                 output = method(*arguments)
             return len(seen), output
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             failure = error
     raise _unreadable(point, f"does not run on two tokens by itself ({failure})") from failure
 

@@ -29,7 +29,16 @@ from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.tokens import filled, left_out, with_gaps
 from verl_ext.errors import HookError
 from verl_ext.fields import OLD_ROUTES, OWN_ROUTES, RESPONSE_MASK, ROLLOUT_ROUTES, ROLLOUT_WEIGHTS
-from verl_ext.routing.choices import OFF, REPLAY_OFF, ChoicePoint, Choose, combine_weights, expert_counts, find_choices
+from verl_ext.routing.choices import (
+    OFF,
+    REPLAY_OFF,
+    ChoicePoint,
+    Choose,
+    check_replayable,
+    combine_weights,
+    expert_counts,
+    find_choices,
+)
 from verl_ext.routing.layout import Layout
 from verl_ext.routing.outputs import believed, narrow_dtype, routing_outputs
 from verl_ext.upstream.patching import wrap
@@ -133,8 +142,10 @@ class FsdpRouting:
         self.mode = config.engine_config.router_replay.mode
 
     def prepare(self, engine: Any) -> None:
-        """Hook the routers of the initialized engine. Raises HookError: there are none."""
+        """Hook the routers of the initialized engine. Raises HookError: there are none, or they cannot replay."""
         hf_config = engine.model_config.hf_config
+        if self.mode != "disabled":
+            check_replayable(hf_config)
         self.points = find_choices(engine.module)
         self.experts, self.top_k = expert_counts(hf_config)
         self.decoder_layers = hf_config.get_text_config().num_hidden_layers

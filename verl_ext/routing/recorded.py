@@ -13,7 +13,8 @@ disabled  The engine alone is built with R2. verl's workers go by the setting an
           (_with_routing_replay_flag in workers/engine_workers.py), so no update replays anything; it is set here, for
           the pass that records, and the routes are dropped once they are compared.
 R2        verl sends the flag, and the update replays what compute_log_prob recorded. The routes stay in the output,
-          and take the place of the rollout's in the batch: it is one field.
+          and take the place of the rollout's in the batch: it is one field. verl records in int16, and the rollout's
+          ids may travel in a byte (upstream/narrow_routing.py); TransferQueue takes one dtype for a field.
 R3        Refused. The engine is made to use the rollout's experts and records none: agreement would be 1 because it was
           set so, not because it was seen.
 
@@ -123,7 +124,7 @@ class RecordedRouting:
 
         Returns what `infer` does: None on every rank but one of a model replica, and there in addition
             router_agreement, router_sums: see `routing_outputs`.
-            routed_experts: what the engine recorded, with R2 alone.
+            routed_experts: what the engine recorded, with R2 alone, in the dtype of the rollout's.
 
         Raises:
             HookError: the engine recorded nothing, or the rollout's routing is of other layers or experts.
@@ -135,17 +136,29 @@ class RecordedRouting:
             return _without_routes(infer(data))
         if rollout is None:
             return infer(data)
+        # Only the pass for old_log_probs wants the entropy in verl 0.9.1. The others, of rescoring and the canary, must
+        # neither replay the rollout's routes nor write theirs over them: they are still to be compared.
+        old_policy = tu.get_non_tensor_data(data, "calculate_entropy", default=False)
         batch = data.exclude(ROUTES)
-        tu.assign_non_tensor_data(batch, "enable_routing_replay", True)
+        tu.assign_non_tensor_data(batch, "enable_routing_replay", old_policy)
         output = infer(batch)
-        if output is None:
-            return None
+        if output is None or not old_policy:
+            return output
         recorded = output.get(ROUTES, None)
         if recorded is None:
             raise HookError(f"verl returned no {ROUTES} from compute_log_prob, though its engine was built to", (OFF,))
         for name, value in compare(recorded, rollout, self.recorders, data).items():
             output[name] = value.cpu()
-        return output if self.mode == "R2" else _without_routes(output)
+        if self.mode != "R2":
+            return _without_routes(output)
+        if torch.iinfo(rollout.dtype).max < self.recorders.experts - 1:
+            raise HookError(
+                f"the rollout's {ROUTES} is {rollout.dtype}, which cannot hold the ids of the {self.recorders.experts} "
+                "experts that the update would replay: the rollout runs another model",
+                fix=(OFF,),
+            )
+        output[ROUTES] = recorded.to(rollout.dtype)
+        return output
 
 
 def _without_routes(output: TensorDict | None) -> TensorDict | None:

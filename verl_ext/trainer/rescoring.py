@@ -22,7 +22,7 @@ LOG_PROBS = "log_probs"
 
 
 def rescore(
-    batch: KVBatchMeta, step: int, settings: Rescoring, workers: Any, multiple: int, temperature: float
+    batch: KVBatchMeta, step: int, settings: Rescoring, workers: Any, ranks: int, temperature: float
 ) -> dict[str, Tensor]:
     """Key -> log-probabilities [r] of the response under the weights that sampled it; {} in a step that is not due.
 
@@ -30,7 +30,7 @@ def rescore(
 
     Args:
         workers: verl's worker group of the actor.
-        multiple: of which the workers take a number of trajectories.
+        ranks: number of data-parallel ranks. verl has padded the batch to a multiple of them (`_balance_batch`).
         temperature: of the rollout.
     """
     kept = workers.keep_version(step - 2, oldest=step - 1 - settings.versions)[0]
@@ -41,8 +41,10 @@ def rescore(
     workers.save_model_to_cpu(NOW)
     for version, rows in chosen.items():
         workers.use_version(version)
-        sent = batch.select_keys([batch.keys[row] for row in filled(rows, multiple, len(batch))])
+        sent = batch.select_keys([batch.keys[row] for row in filled(rows, ranks, len(batch))])
         sent.extra_info |= {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
+        # So few trajectories need not fill the run's micro-batches, and verl takes a whole number of them alone.
+        sent.extra_info["micro_batch_size_per_gpu"] = 1
         workers.compute_log_prob(sent)
         asked = batch.select_keys([batch.keys[row] for row in rows])
         data = get_fields(asked, [LOG_PROBS, RESPONSE_MASK])
@@ -67,8 +69,8 @@ def choose(tags: Sequence[Mapping[str, Any]], kept: Sequence[int], count: int, s
     return by_version
 
 
-def filled(rows: Sequence[int], multiple: int, size: int) -> list[int]:
-    """These rows, and others of the batch until there are a multiple: the workers divide them among themselves."""
+def filled(rows: Sequence[int], ranks: int, size: int) -> list[int]:
+    """Returns these rows, and others of the batch until their number is a multiple of the ranks."""
     taken = set(rows)
-    others = (row for row in range(size) if row not in taken)
-    return [*rows, *(next(others) for _ in range(-len(rows) % multiple))]
+    others = [row for row in range(size) if row not in taken]
+    return [*rows, *others[: -len(rows) % ranks]]

@@ -146,9 +146,8 @@ class StabilityRun:
         """See `rescoring.rescore`; `judge` makes metrics of it."""
         rollout = self.active.config.actor_rollout_ref.rollout
         ranks = max(workers._dispatch_info["actor"]) + 1  # as verl's _balance_batch reads it, which ran before
-        multiple = ranks * (rollout.log_prob_micro_batch_size_per_gpu or 1)
         settings = self.active.stability.rescoring
-        self._rescored = rescore(batch, self.guard.step, settings, workers, multiple, rollout.temperature)
+        self._rescored = rescore(batch, self.guard.step, settings, workers, ranks, rollout.temperature)
 
     def take_rescored(self) -> dict[str, Tensor]:
         """What was rescored of the batch at hand: key -> l of its response under the weights that sampled it."""

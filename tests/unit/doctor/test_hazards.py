@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests import ROOT
+from tests.unit.doctor.conftest import VERSIONS
 from verl_ext.doctor.findings import CHECKS, LEVELS
 from verl_ext.launch.gpus import named
 
@@ -19,6 +21,11 @@ CANARY = "stability.sync_canary.trajectories=8"
 MTP = ["actor_rollout_ref.model.mtp.enable=true", "actor_rollout_ref.model.mtp.enable_rollout=true"]
 ASYNCHRONOUS = ["trainer.v1.trainer_mode=colocate_async"]
 WAITING = "trainer.v1.colocate_async.num_warmup_batches"
+ACTOR = "actor_rollout_ref.actor"
+TENSOR_2 = f"{ACTOR}.megatron.tensor_model_parallel_size=2"
+EXPERTS = f"{ACTOR}.megatron.expert"
+SCHEDULE = "optim.use_checkpoint_opt_param_scheduler=true"
+WARM_UP = f"{ACTOR}.optim.lr_warmup_steps=10"
 
 CORRECTION = "algorithm.rollout_correction"
 BYPASS = f"{CORRECTION}.bypass_mode=true"
@@ -226,6 +233,7 @@ CASES = [
     ("routing capture", [], None, []),
     ("routing capture", [MOE, "stability.router_agreement=true"], "ok", []),
     ("routing capture", [MOE, "stability=r3"], "ok", []),
+    ("routing capture", [MOE, MEGATRON, f"{ACTOR}.megatron.router_replay.mode=R3"], "ok", []),
     ("routing capture", [MOE, "stability=r2", "stability.router_agreement=false"], None, []),
     (
         "routing capture",
@@ -244,6 +252,50 @@ CASES = [
         [f"{ROLLOUT}.enable_rollout_routing_replay=true", f"{ROLLOUT}.disaggregation.enabled=true"],
         "error",
         [f"{ROLLOUT}.disaggregation.enabled=false"],
+    ),
+    ("resumed schedule", [WARM_UP], None, []),
+    ("resumed schedule", [MEGATRON], None, []),
+    ("resumed schedule", [MEGATRON, WARM_UP], "warning", [f"{ACTOR}.{SCHEDULE}"]),
+    ("resumed schedule", [MEGATRON, f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], "warning", [f"{ACTOR}.{SCHEDULE}"]),
+    ("resumed schedule", [MEGATRON, f"{ACTOR}.optim.lr_decay_style=cosine"], "warning", [f"{ACTOR}.{SCHEDULE}"]),
+    ("resumed schedule", [MEGATRON, WARM_UP, "trainer.resume_mode=disable"], None, []),
+    ("resumed schedule", [MEGATRON, "critic.optim.lr_warmup_steps=10"], None, []),
+    (
+        "resumed schedule",
+        [MEGATRON, "critic.enable=true", "critic.optim.lr_warmup_steps=10"],
+        "warning",
+        [f"critic.{SCHEDULE}"],
+    ),
+    ("expert gradients", [MOE], None, []),
+    ("expert gradients", [MEGATRON, TENSOR_2, f"{EXPERTS}_tensor_parallel_size=1"], None, []),  # a dense model
+    ("expert gradients", [MEGATRON, MOE], None, []),
+    (
+        "expert gradients",
+        [MEGATRON, MOE, TENSOR_2, f"{EXPERTS}_tensor_parallel_size=1"],
+        "warning",
+        [f"{EXPERTS}_tensor_parallel_size=2"],
+    ),
+    (
+        "expert gradients",
+        [MEGATRON, MOE, f"{EXPERTS}_tensor_parallel_size=2"],
+        "warning",
+        [f"{EXPERTS}_tensor_parallel_size=1"],
+    ),
+    ("expert gradients", [MEGATRON, MOE, TENSOR_2], "note", []),
+    (
+        "expert gradients",
+        [MEGATRON, MOE, TENSOR_2, f"{EXPERTS}_tensor_parallel_size=1", f"{EXPERTS}_model_parallel_size=2"],
+        "note",
+        [],
+    ),
+    ("loss aggregation", [], None, []),
+    ("loss aggregation", [f"{LOSS}.loss_mode=gspo"], "warning", [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"]),
+    ("loss aggregation", [f"{LOSS}.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"], "ok", []),
+    (
+        "loss aggregation",
+        ["stability=icepop_loss", f"+{LOSS}.base=gspo"],
+        "warning",
+        [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
     ),
     ("lengths", [], None, []),
     ("lengths", [f"{ROLLOUT}.max_num_batched_tokens=512"], None, []),
@@ -354,6 +406,33 @@ def test_the_default_of_the_installed_vllm_is_read_from_its_source():
     from verl_ext.doctor.context import Context
 
     assert Context(versions={}).cascade_disabled_by_default is True
+
+
+@pytest.mark.parametrize(
+    ("core", "engine", "expert_tensor", "level"),
+    [
+        ("0.18.2", "2.13.0", 1, "warning"),
+        ("0.19.0", "2.13.0", 1, None),
+        ("0.18.2", "2.13.0", 2, "note"),
+        ("0.18.2", "2.12.0", 2, None),
+        ("0.19.0", "2.13.0", 2, None),
+        (None, None, 1, "warning"),
+    ],
+)
+def test_which_versions_reduce_the_gradients_of_experts_over_the_wrong_ranks(
+    findings, models, core, engine, expert_tensor, level
+):
+    given = VERSIONS | {"megatron-core": core, "transformer-engine": engine}
+    versions = {name: version for name, version in given.items() if version}
+    overrides = [MEGATRON, MOE.format(models=models), TENSOR_2, f"{EXPERTS}_tensor_parallel_size={expert_tensor}"]
+    assert worst(findings("expert gradients", *overrides, versions=versions)) == level
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "configs" / "recipe").glob("*_megatron.yaml")))
+def test_the_recipes_on_megatron_resume_their_schedule_and_reduce_their_experts(findings, models, recipe):
+    overrides = [f"recipe={recipe}", MOE.format(models=models)]
+    assert worst(findings("resumed schedule", *overrides)) == "ok"
+    assert worst(findings("expert gradients", *overrides)) in ("note", None)
 
 
 def test_no_hazard_is_told_without_a_config(installed):

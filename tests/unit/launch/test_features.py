@@ -35,7 +35,7 @@ def test_nothing_is_on_by_default(asked):
         (["stability.metrics=true"], ["mismatch metrics"], MEASURED),
         (["stability.correction=icepop"], ["mismatch metrics", "correction"], {*MEASURED, WEIGHTS, IN_LOSS}),
         (
-            ["stability.correction=tis", "stability.denominator=kept"],
+            ["stability.correction=icepop", "stability.denominator=kept"],
             ["mismatch metrics", "correction", "denominator"],
             {*MEASURED, WEIGHTS, IN_LOSS},
         ),

@@ -5,12 +5,14 @@ from unittest import mock
 
 import pytest
 from omegaconf import OmegaConf
+from transformers import DeepseekV2Config
 from verl.utils.config import omega_conf_to_dataclass
 
+from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests.support.fixing import assert_fixed
 from verl_ext.core.corrections import CORRECTIONS, register_correction
 from verl_ext.core.policy_loss import LossChange, register_loss
-from verl_ext.errors import ConfigError
+from verl_ext.errors import ConfigError, HookError
 from verl_ext.launch.checks import apply_engine_settings, check_run
 from verl_ext.launch.features import features
 from verl_ext.launch.routing_checks import compares_routing, replay_mode, replayed_field
@@ -76,11 +78,15 @@ def test_replay_is_off_unless_asked_for(checked):
     assert OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.router_replay") is None
 
 
-def test_megatrons_own_replay_is_left_to_verl(checked):
-    setting = "actor_rollout_ref.actor.megatron.router_replay.mode"
-    config = checked("stability=icepop", "model_engine=megatron", f"{setting}=R3")
+@pytest.mark.parametrize("engine", ["megatron", "veomni"])
+def test_verls_own_replay_is_left_to_verl_and_the_rollout_returns_what_it_replays(checked, engine):
+    setting = f"actor_rollout_ref.actor.{engine}.router_replay.mode"
+    config = checked("stability=icepop", f"model_engine={engine}", f"{setting}=R3")
     assert replayed_field(config) == "routed_experts"
     assert not compares(config)
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+    config = checked("stability=icepop", f"model_engine={engine}", f"{setting}=R2")
+    assert not config.actor_rollout_ref.rollout.enable_rollout_routing_replay
 
 
 def test_agreement_on_megatron_asks_nothing_of_its_replay(checked):
@@ -166,6 +172,15 @@ def test_agreement_where_verl_cannot_record_names_the_remedy(checked, override, 
             "mode=R3 needs SGLang without pipeline parallelism",
         ),
         (["stability=r3", "model_engine=megatron"], r"is for FSDP.*set actor_rollout_ref.actor.megatron.router_replay"),
+        (
+            [
+                "model_engine=megatron",
+                "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
+                "actor_rollout_ref.rollout.pipeline_model_parallel_size=2",
+            ],
+            "megatron.router_replay.mode=R3 needs vLLM without pipeline parallelism",
+        ),
+        (["model_engine=torchtitan", f"{FSDP}=R3"], "mode=R3 has no adapter for .*strategy=torchtitan"),
     ],
 )
 def test_a_replay_that_cannot_work_names_the_remedy(checked, overrides, message):
@@ -173,6 +188,15 @@ def test_a_replay_that_cannot_work_names_the_remedy(checked, overrides, message)
     with pytest.raises(ConfigError, match=message) as error:
         run()
     assert_fixed(error.value, run)
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_replay_is_refused_where_the_model_gives_some_experts_no_weight(checked, mode, models):
+    limited = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "n_routed_experts": 8}
+    DeepseekV2Config(**limited).save_pretrained(models / "limited")
+    build_tokenizer().save_pretrained(models / "limited")
+    with pytest.raises(HookError, match=r"topk_method=group_limited_greedy.*set .*router_replay.mode=disabled$"):
+        checked(f"stability={mode.lower()}", model="limited")
 
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])

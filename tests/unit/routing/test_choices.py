@@ -4,11 +4,19 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 
 from tests.support.closeness import close
 from tests.support.routing_families import EXPERTS, FAMILIES, SMALL, TOP_K, build, experts_inputs, moe_layers
 from verl_ext.errors import HookError
-from verl_ext.routing.choices import combine_weights, expert_counts, find_choices, probe_choices
+from verl_ext.routing.choices import (
+    ExpertTopK,
+    check_replayable,
+    combine_weights,
+    expert_counts,
+    find_choices,
+    probe_choices,
+)
 
 IDS = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(3))
 
@@ -221,6 +229,36 @@ def test_routers_of_these_families_are_proven_readable_before_the_run(family):
 def test_a_router_that_does_not_choose_by_topk_is_refused_before_the_run():
     with pytest.raises(HookError, match=r"cannot read router PhimoeTopKRouter, which takes 0 top-2 of 8"):
         probe_choices(AutoConfig.for_model("phimoe", **SMALL, num_local_experts=8))
+
+
+def limited_by_groups(method):
+    groups = {"topk_method": method, "n_group": 4, "topk_group": 2, "n_routed_experts": EXPERTS}
+    return AutoConfig.for_model("deepseek_v2", **SMALL, **groups, first_k_dense_replace=1)
+
+
+def test_a_router_that_cannot_run_is_refused_before_the_run():
+    """transformers 5.10 misses `num_experts` in the router of DeepSeek-V2."""
+    with pytest.raises(HookError, match=r"cannot read router DeepseekV2Moe, which does not run .*num_experts"):
+        probe_choices(limited_by_groups("group_limited_greedy"))
+
+
+def test_replay_is_refused_where_experts_outside_the_routers_groups_weigh_nothing():
+    config = limited_by_groups("group_limited_greedy")
+    with pytest.raises(HookError, match=r"topk_method=group_limited_greedy.*; set .*router_replay.mode=disabled$"):
+        check_replayable(config)
+    check_replayable(limited_by_groups("greedy"))
+
+
+def test_the_router_that_is_refused_does_weigh_them_with_0():
+    block = DeepseekV2Moe(limited_by_groups("group_limited_greedy"))
+    block.num_experts = EXPERTS  # which transformers 5.10 forgot
+    scores = torch.rand(1, 5, EXPERTS, generator=torch.Generator().manual_seed(3))
+    (chosen, _), lost = block.route_tokens_to_experts(scores), 0
+    for expert in range(EXPERTS):
+        with ExpertTopK(EXPERTS, TOP_K, lambda _, ids, expert=expert: torch.full_like(ids, expert)):
+            _, weights = block.route_tokens_to_experts(scores)
+        lost += (weights[:, 0] == 0).sum()
+    assert lost == len(chosen) * EXPERTS // 2, "two of four groups are out of reach"
 
 
 def test_a_config_without_the_number_of_experts_is_an_error_that_says_what_was_looked_for():

@@ -61,6 +61,17 @@ def test_only_the_pass_for_old_log_probs_compares():
     assert compute_log_prob(engine, without) == {}
 
 
+@pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
+def test_only_replay_is_refused_with_a_router_that_gives_some_experts_no_weight(mode):
+    engine = Engine(mode=mode)
+    engine.module.config.topk_method = "group_limited_greedy"
+    if mode == "disabled":
+        attached(engine)
+        return
+    with pytest.raises(HookError, match="group_limited_greedy"):
+        attached(engine)
+
+
 def test_rollouts_that_ship_the_moe_layers_alone_are_understood_too():
     case, engine = Case("deepseek_v3", planted=[(0, 1, 2)]), Engine("deepseek_v3")
     attached(engine)

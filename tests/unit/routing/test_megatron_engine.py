@@ -73,7 +73,7 @@ def test_a_disagreement_with_verls_megatron_engine_is_found_at_its_token_and_lay
     rollout = as_rollout([route_alone(engine, index) for index in range(len(LENGTHS))])
     output = routing.compute(infer(engine), batch(routed=plant(rollout, trajectory, token, layer)))
     check_planted(output, trajectory, token, MOE.index(layer))
-    assert set(output.keys()) == {"log_probs", "metrics", "router_agreement", "router_sums"}
+    assert set(output.keys()) == {"log_probs", "entropy", "metrics", "router_agreement", "router_sums"}
 
 
 def gradients(engine, data):
@@ -130,7 +130,8 @@ def test_with_r2_the_update_replays_what_compute_log_prob_returned(engine):
 @pytest.mark.slow
 def test_the_reference_of_a_lora_in_verls_engine(engine):
     engine.disable_adapter = contextlib.nullcontext
-    output = prepared("R2", engine).compute(infer(engine), batch(no_lora_adapter=True, enable_routing_replay=True))
+    data = batch(no_lora_adapter=True, enable_routing_replay=True, calculate_entropy=False)
+    output = prepared("R2", engine).compute(infer(engine), data)
     assert set(output.keys()) == {"log_probs", "metrics"}
 
 

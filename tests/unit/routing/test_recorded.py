@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tensordict import TensorDict
+from transfer_queue.controller import FieldMeta
 from verl.utils import tensordict_utils as tu
 
 from tests.support.recorded_routes import (
@@ -82,6 +83,20 @@ def adapter(mode, strategy="megatron"):
     return routing
 
 
+def accepted_by_transferqueue(first, second):
+    """Does what the controller does when a worker writes to a field that is there; it logs a refusal and goes on."""
+    schemas = [
+        {
+            "dtype": field.dtype,
+            "is_nested": True,
+            "per_sample_shapes": dict(enumerate(row.shape for row in field.unbind())),
+        }
+        for field in (first, second)
+    ]
+    rows = [*range(len(LENGTHS))]
+    FieldMeta(set(rows), **schemas[0]).update(schemas[1], rows)
+
+
 @pytest.mark.parametrize("strategy", ["megatron", "veomni"])
 @pytest.mark.parametrize("mode", ["disabled", "R2"])
 def test_each_mode_compares_and_only_r2_returns_the_routes(strategy, mode):
@@ -95,9 +110,22 @@ def test_each_mode_compares_and_only_r2_returns_the_routes(strategy, mode):
     assert verl.replayed is None
     assert ("routed_experts" in output.keys()) == (mode == "R2")  # noqa: SIM118 (a TensorDict)
     if mode == "R2":
-        assert all(map(torch.equal, output["routed_experts"].unbind(), routes))
+        written = output["routed_experts"]
+        assert all(torch.equal(*pair) for pair in zip(written.to(torch.int16).unbind(), routes, strict=True))
+        accepted_by_transferqueue(data["routed_experts"], written)
     assert torch.equal(data["routed_experts"].values(), nested(rollout).values())
     assert tu.get_non_tensor_data(data, "enable_routing_replay", default=False) == (mode == "R2")
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "veomni"])
+def test_r2_never_writes_ids_that_the_rollouts_dtype_cannot_hold(strategy):
+    routing, rollout = adapter("R2", strategy), as_rollout(some_routes())
+    routing.recorders = Recorders("TopKRouter", MOE, LAYERS, 257)
+    verl = Verl(some_routes(), strategy)
+    with pytest.raises(HookError, match=r"uint8, which cannot hold the ids of the 257 experts.*router_agreement=false"):
+        routing.compute(verl, batch(routed=rollout, enable_routing_replay=True))
+    output = routing.compute(verl, batch(routed=[rows.to(torch.int16) for rows in rollout], enable_routing_replay=True))
+    assert output["routed_experts"].dtype == torch.int16
 
 
 @pytest.mark.parametrize("strategy", ["megatron", "veomni"])
@@ -112,6 +140,17 @@ def test_the_reference_of_a_lora_never_returns_routes(strategy, mode, kept):
     output = adapter(mode, strategy).compute(verl, data)
     assert set(output.keys()) == {"log_probs"}
     assert (verl.replayed is not None) == (strategy == "megatron" and mode == "R2" and kept)
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "veomni"])
+@pytest.mark.parametrize("mode", ["disabled", "R2"])
+def test_a_pass_with_other_weights_neither_replays_nor_writes_routes(strategy, mode):
+    """Rescoring runs before the pass for old_log_probs, which still has to compare the rollout's."""
+    flag = {"enable_routing_replay": True} if mode == "R2" else {}
+    verl = Verl(some_routes(), strategy)
+    data = batch(routed=as_rollout(some_routes()), calculate_entropy=False, **flag)
+    assert set(adapter(mode, strategy).compute(verl, data).keys()) == {"log_probs"}
+    assert verl.replayed is None
 
 
 @pytest.mark.parametrize("mode", ["disabled", "R2"])

@@ -1,13 +1,17 @@
 """Which trajectories are scored again, with which weights, and that the present ones come back."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 
 from verl_ext.core.tokens import jagged
 from verl_ext.settings.rescoring import Rescoring
 from verl_ext.trainer import rescoring
-from verl_ext.trainer.rescoring import NOW, choose, filled, rescore
+from verl_ext.trainer.rescoring import NOW, choose, filled
+from verl_ext.trainer.stability_run import StabilityRun
 
 
 def tag(low, high, **more):
@@ -29,16 +33,17 @@ def test_as_many_as_are_asked_for_others_in_other_steps_and_the_same_in_the_same
     assert found == [tuple(choose(tags, [5], 4, seed)[5]) for seed in range(20)]
 
 
-@pytest.mark.parametrize(("rows", "multiple", "sent"), [([1, 3], 2, [1, 3]), ([1, 3], 4, [1, 3, 0, 2]), ([2], 1, [2])])
-def test_others_of_the_batch_make_a_number_that_the_workers_can_divide(rows, multiple, sent):
-    assert filled(rows, multiple, size=5) == sent
+@pytest.mark.parametrize(("rows", "ranks", "sent"), [([1, 3], 2, [1, 3]), ([1, 3], 4, [1, 3, 0, 2]), ([2], 1, [2])])
+def test_others_of_the_batch_make_a_number_that_the_workers_can_divide(rows, ranks, sent):
+    assert filled(rows, ranks, size=5) == sent
 
 
 class Workers:
-    """verl's worker group of two ranks: each version gives its own number as the log-probability of every token."""
+    """verl's worker group of four ranks: each version gives its own number as the log-probability of every token."""
 
     def __init__(self, store):
         self.store, self.weights, self.saved, self.called = store, 6, {}, []
+        self._dispatch_info = {"actor": [0, 1, 2, 3]}
 
     def keep_version(self, version, oldest):
         self.called.append(("keep", version, oldest))
@@ -64,7 +69,12 @@ class Workers:
 
 @pytest.fixture
 def rescored(monkeypatch):
-    """rescored(step, settings...) -> what came of it, and the workers."""
+    """rescored(step, settings...) -> what came of it, and the workers.
+
+    The run's micro-batches are larger than the batch, as they may be where verl makes them by tokens.
+    """
+    rollout = {"log_prob_micro_batch_size_per_gpu": 16, "temperature": 0.7}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
 
     def run(step, **settings):
         store = {}
@@ -79,7 +89,11 @@ def rescored(monkeypatch):
         keys = [f"k{row}" for row in range(len(TAGS))]
         batch = KVBatchMeta(keys=keys, tags=TAGS, partition_id="train", fields=["a"], extra_info={"temperature": 0.3})
         workers = Workers(store)
-        return rescore(batch, step, Rescoring(**settings), workers, 4, 0.7), workers
+        active = SimpleNamespace(config=config, stability=SimpleNamespace(rescoring=Rescoring(**settings)))
+        run = SimpleNamespace(active=active, guard=SimpleNamespace(step=step))
+        StabilityRun.rescore(run, batch, workers)
+        assert batch.extra_info == {"temperature": 0.3}, "the update is sent the same batch"
+        return run._rescored, workers
 
     return run
 
@@ -90,7 +104,8 @@ def test_each_version_scores_its_own_trajectories_and_the_present_weights_come_b
     assert workers.weights == 6 and workers.saved == {}
     assert workers.called[0] == ("keep", 5, 3), "verl's copy, of the start of step 6, is of what step 5 left"
     assert [(weights, len(keys)) for weights, keys, _ in workers.called[1:]] == [(5, 4), (4, 4)]
-    assert workers.called[1][2] == {"temperature": 0.7, "calculate_entropy": False, "compute_loss": False}
+    asked = {"calculate_entropy": False, "compute_loss": False, "micro_batch_size_per_gpu": 1}
+    assert workers.called[1][2] == {"temperature": 0.7} | asked
 
 
 def test_versions_are_kept_in_every_step_and_scored_with_in_those_that_are_due(rescored):

@@ -1,0 +1,107 @@
+"""Updates that are not what the settings or the method say, in verl's losses and in Megatron."""
+
+from collections.abc import Iterable, Iterator
+
+from verl_ext.doctor.context import Context
+from verl_ext.doctor.findings import Finding, check
+from verl_ext.doctor.hooks import needs_critic
+
+ACTOR = "actor_rollout_ref.actor"
+AGGREGATION = f"{ACTOR}.loss_agg_mode"
+BY_SEQUENCE = "seq-mean-token-mean"
+OWN_GROUPS = "0.19"  # megatron-core that gives experts process groups of their own wherever they need them
+MENDED = "Megatron-LM PR 5916"
+UNMARKED = "2.13"  # Transformer Engine that no longer marks grouped weights as split
+
+
+def _trained_by_megatron(context: Context) -> Iterator[str]:
+    """Yields the config paths of the models that Megatron trains."""
+    if context.config is None:
+        return
+    if context.strategy == "megatron":
+        yield ACTOR
+    if context.get("critic.strategy") == "megatron" and needs_critic(context.config):
+        yield "critic"
+
+
+@check("resumed schedule")
+def resumed_schedule(context: Context) -> Iterable[Finding]:
+    """A learning-rate schedule on Megatron that starts again when a run resumes.
+
+    Source: verl 0.9.1. `MegatronCheckpointManager` (utils/checkpoint/megatron_checkpoint_manager.py) saves the schedule
+    and loads it only with `use_checkpoint_opt_param_scheduler`, whose default is False. Without it
+    `OptimizerParamScheduler` (megatron-core, optimizer_param_scheduler.py) counts from step 0. Seen in a run on CPU
+    cores: 3e-4 before the checkpoint, 1e-4 after it. verl's FSDP engine always loads its schedule.
+    """
+    for role in _trained_by_megatron(context):
+        optim = f"{role}.optim"
+        warm_up = max(context.get(f"{optim}.lr_warmup_steps", 0), context.get(f"{optim}.lr_warmup_steps_ratio", 0))
+        constant = warm_up <= 0 and context.get(f"{optim}.lr_decay_style") == "constant"
+        if constant or context.get("trainer.resume_mode") == "disable":
+            continue
+        setting = f"{optim}.use_checkpoint_opt_param_scheduler"
+        if context.get(setting):
+            yield Finding("ok", f"{setting}=true: the schedule continues when the run resumes")
+        else:
+            why = "verl then does not load the schedule: a resumed run warms up again, and decays from the start"
+            yield Finding("warning", f"{setting}=false", why, (f"{setting}=true",))
+
+
+@check("expert gradients")
+def expert_gradients(context: Context) -> Iterable[Finding]:
+    """Gradients of experts that megatron-core reduces over the wrong ranks, or leaves out of the gradient norm.
+
+    Source: megatron-core 0.12 to 0.18.2 set `allreduce = not expert_model_parallel_size > 1` on the weights of experts
+    (extensions/transformer_engine.py lines 644 and 1551 and tensor_parallel/layers.py line 886 in 0.16.1), so that
+    without expert parallelism DDP reduces them over the data-parallel ranks of the dense layers. These are not the
+    ranks that hold the same expert, unless experts are split as the dense layers are. 0.19.0 looks at that too
+    (PR 5916), and mends the norm: `GroupedLinear` of Transformer Engine marks expert weights as split over ranks in
+    2.12, and no longer in 2.13 and 2.16.1 (pytorch/module/grouped_linear.py), and what is not marked
+    `param_is_not_tensor_parallel_duplicate` counts on the first tensor-parallel rank only. Read, not tried.
+    """
+    from packaging.version import Version
+
+    from verl_ext.routing.config_names import EXPERT_COUNTS, first_of
+
+    model = context.model_config
+    if model is not None and not first_of(model.get_text_config(), EXPERT_COUNTS):
+        return
+    installed = context.versions.get("megatron-core")
+    if installed is not None and Version(installed) >= Version(OWN_GROUPS):
+        return
+    engine = context.versions.get("transformer-engine")
+    unmarked = engine is None or Version(engine) >= Version(UNMARKED)
+    for role in _trained_by_megatron(context):
+        megatron = f"{role}.megatron"
+        dense = context.get(f"{megatron}.tensor_model_parallel_size", 1)
+        split = context.get(f"{megatron}.expert_tensor_parallel_size", dense)
+        sharing = context.get(f"{megatron}.expert_model_parallel_size", 1)
+        if sharing == 1 and split != dense:
+            found = f"{megatron}: experts in {split} part(s), dense layers in {dense}, expert_model_parallel_size=1"
+            why = f"megatron-core before {OWN_GROUPS} sums an expert's gradients over the wrong ranks ({MENDED})"
+            yield Finding("warning", found, why, (f"{megatron}.expert_tensor_parallel_size={dense}",))
+        elif dense > 1 and unmarked:
+            why = (
+                f"with megatron-core before {OWN_GROUPS} and Transformer Engine {UNMARKED} or newer, the gradient norm "
+                f"misses the experts of all tensor-parallel ranks but the first ({MENDED}): clip_grad clips too little"
+            )
+            yield Finding("note", f"{megatron}.tensor_model_parallel_size={dense} with experts", why)
+
+
+@check("loss aggregation")
+def loss_aggregation(context: Context) -> Iterable[Finding]:
+    """GSPO with another mean than its paper's.
+
+    Source: GSPO (arXiv 2507.18071) takes the mean over responses, each of which counts the same. verl 0.9.1's
+    `compute_policy_loss_gspo` (trainer/ppo/core_algos.py) aggregates by `actor.loss_agg_mode`, whose default is
+    token-mean, and says so in a comment.
+    """
+    loss = f"{ACTOR}.policy_loss"
+    if "gspo" not in (context.get(f"{loss}.loss_mode"), context.get(f"{loss}.base")):
+        return
+    mode = context.get(AGGREGATION, "token-mean")
+    if mode == BY_SEQUENCE:
+        yield Finding("ok", f"GSPO with loss_agg_mode={mode}, as in its paper")
+        return
+    why = "GSPO's paper averages over responses; with this mode a long response weighs more than a short one"
+    yield Finding("warning", f"GSPO with {AGGREGATION}={mode}", why, (f"{AGGREGATION}={BY_SEQUENCE}",))
