@@ -2,7 +2,8 @@
 
     python -m verl_ext.main_ppo stability=icepop <your overrides for verl.trainer.main_ppo>
 
-With nothing of `stability` switched on, it runs verl's own entry point unchanged.
+With nothing of `stability` switched on, it runs verl's own entry point unchanged. verl, Ray and torch take seconds to
+import: they come after the checks that do without, so that a wrong setting is reported in one or two.
 """
 
 import re
@@ -11,75 +12,86 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import hydra
-import ray
 from omegaconf import DictConfig
-from verl.trainer import main_ppo as verl_main
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.utils.config import validate_config
-from verl.utils.device import auto_set_device
 
-import verl_ext.plugin  # noqa: F401 (also where VERL_USE_EXTERNAL_PLUGINS leaves it out)
 from verl_ext.errors import GuardStopError, UserError, WorkerDiedError
 from verl_ext.launch import compose
 from verl_ext.launch.checks import apply_engine_settings, check_run
 from verl_ext.launch.features import features
 from verl_ext.settings.stability import stability_config
-from verl_ext.trainer import startup
 
 STOPPED = 3  # exit code of a run that the guard ended, for launch scripts that would start it again
 
 
-class StabilityTaskRunner(startup.actor_class(verl_main.TaskRunnerV1)):  # type: ignore[misc]
-    """verl's task runner, with our trainers in the place of verl's."""
+def run(config: DictConfig, task_runner: Callable[[], type]) -> None:
+    """Check everything that can be checked without a GPU, then train.
 
-    def run(self, config: DictConfig) -> None:
-        self.install()
-        super().run(config)
-
-    def install(self) -> None:
-        from verl_ext.trainer import trainers
-
-        trainers.install()
-
-
-def run(config: DictConfig, task_runner: type) -> None:
-    """Check everything that can be checked without a GPU, then train."""
+    Args:
+        task_runner: returns the class of the Ray actor that trains. It is called after the checks.
+    """
     stability = stability_config(config.stability)
-    if not features(config, stability):
+    active = bool(features(config, stability))
+    if active:
+        check_run(config, stability, read_model=False)
+    else:
         print("verl_ext: nothing of stability.* is switched on; running verl as it is", flush=True)
+
+    import ray
+    from verl.trainer import main_ppo as verl_main
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+    from verl.utils.device import auto_set_device
+
+    import verl_ext.plugin  # noqa: F401 (also where VERL_USE_EXTERNAL_PLUGINS leaves it out)
+
+    if not active:
         verl_main.main.__wrapped__(config)
         return
-    check_run(config, stability)
+    check_run(config, stability)  # with the model, which verl may have to fetch (VERL_USE_MODELSCOPE)
     apply_engine_settings(config, stability)
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
-    verl_main.run_ppo(config, task_runner_class=ray.remote(task_runner))
+    verl_main.run_ppo(config, task_runner_class=ray.remote(task_runner()))
+
+
+def stability_task_runner() -> type:
+    from verl_ext.trainer.task_runner import StabilityTaskRunner
+
+    return StabilityTaskRunner
 
 
 @hydra.main(version_base=None, config_path=str(compose.VERL_CONFIGS), config_name=compose.PRIMARY)
 def hydra_main(config: DictConfig) -> None:
-    run_or_stop(config, StabilityTaskRunner)
+    run_or_stop(config, stability_task_runner)
 
 
-def run_or_stop(config: DictConfig, task_runner: type) -> None:
+def run_or_stop(config: DictConfig, task_runner: Callable[[], type]) -> None:
     """`run`, which ends with one line where the user has to act."""
     try:
         run(config, task_runner)
-    except (ray.exceptions.RayTaskError, ray.exceptions.RayActorError) as error:
-        cause = error
-        while isinstance(cause, ray.exceptions.RayTaskError):  # raised in a worker, passed on by the trainer
-            cause = cause.cause
-        if isinstance(cause, ray.exceptions.RayActorError):
-            cause = WorkerDiedError(
-                f"a worker of the run died: {_who_died(str(cause))}. Checkpoints stand in "
-                f"{config.trainer.default_local_dir}: with trainer.resume_mode=auto, the same command goes on from the "
-                "last whole one"
-            )
+    except Exception as error:
+        cause = _cause(error, config)
         if isinstance(cause, UserError):
             stop(cause)
         raise
-    except UserError as error:
-        stop(error)
+
+
+def _cause(error: Exception, config: DictConfig) -> Exception:
+    """What ended the run, without the errors of Ray that carried it here."""
+    if "ray" not in sys.modules:
+        return error
+    from ray.exceptions import RayActorError, RayTaskError
+
+    cause = error
+    while isinstance(cause, RayTaskError):  # raised in a worker, passed on by the trainer
+        cause = cause.cause
+    if isinstance(cause, RayActorError):
+        return WorkerDiedError(
+            f"a worker of the run died: {_who_died(str(cause))}. Checkpoints stand in "
+            f"{config.trainer.default_local_dir}: with trainer.resume_mode=auto, the same command goes on from the "
+            "last whole one"
+        )
+    return cause
 
 
 def _who_died(said: str) -> str:
@@ -92,7 +104,8 @@ def _who_died(said: str) -> str:
 
 def stop(error: UserError) -> NoReturn:
     """End with the error's one line instead of a stack of frames that are not the user's."""
-    ray.shutdown()
+    if ray := sys.modules.get("ray"):
+        ray.shutdown()
     print(f"verl_ext: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     raise SystemExit(STOPPED if isinstance(error, GuardStopError) else 1)
 

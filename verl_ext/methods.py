@@ -5,8 +5,9 @@ A method is registered where it is written, by its kind's decorator (`register_c
 keyword arguments. Torch is not needed to read settings: `verl_ext.core.lazily`.
 """
 
+import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any, Generic, NoReturn, TypeVar, get_type_hints
 
@@ -109,9 +110,7 @@ def build(kind: type, given: Mapping[str, Any] | None, where: str) -> Any:
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"{where}={given} must be a mapping of its settings, {{}} for none")
     hints = get_type_hints(kind)
-    for name in given or {}:
-        if name not in hints:
-            raise ConfigError(f"{where}.{name} is not known; its settings are: {', '.join(hints) or 'none'}")
+    require_known(given or {}, hints, where)
     for one in fields(kind):
         if one.default is MISSING and one.default_factory is MISSING and (given or {}).get(one.name) is None:
             _raise_missing(one, f"{where}.{one.name}")
@@ -127,6 +126,21 @@ def build(kind: type, given: Mapping[str, Any] | None, where: str) -> Any:
         raise error.at(where) from error
     except (TypeError, ValueError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"{where}: {error}") from error
+
+
+def require_known(given: Iterable[str], known: Collection[str], where: str, otherwise: str = "") -> None:
+    """Raise ConfigError for the first setting given at `where` that is not known; it names the known ones near it.
+
+    Args:
+        otherwise: what it says where none is near; by default it lists all that are known.
+    """
+    for name in given:
+        if name in known:
+            continue
+        if near := difflib.get_close_matches(str(name), known, n=3):
+            raise ConfigError(f"{where}.{name} is not known; near it are: {', '.join(near)}")
+        choices = otherwise or f"its settings are: {', '.join(known) or 'none'}"
+        raise ConfigError(f"{where}.{name} is not known; {choices}")
 
 
 def _converted(hint: Any, value: Any, setting: str) -> Any:

@@ -9,8 +9,9 @@ def main(wrap: Callable[[type], type], wrap_worker: Callable[[type], type] = lam
     And `wrap_worker` of the worker that captures routing.
     """
     from verl_ext import main_ppo
+    from verl_ext.trainer import task_runner
 
-    class WrappingTaskRunner(main_ppo.StabilityTaskRunner):
+    class WrappingTaskRunner(task_runner.StabilityTaskRunner):
         def run(self, config):
             from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
             from verl.workers.engine_workers import ActorRolloutRefWorker
@@ -28,5 +29,5 @@ def main(wrap: Callable[[type], type], wrap_worker: Callable[[type], type] = lam
             trainers.install = install_wrapped
             super().run(config)
 
-    main_ppo.StabilityTaskRunner = WrappingTaskRunner
+    task_runner.StabilityTaskRunner = WrappingTaskRunner
     main_ppo.main()

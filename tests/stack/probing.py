@@ -93,10 +93,10 @@ def looking_often(trainer_class: type) -> type:
 
 
 def main() -> None:
-    from verl_ext import main_ppo
     from verl_ext.probe import main, trainer
+    from verl_ext.trainer import task_runner
 
-    class PlantingTaskRunner(main_ppo.StabilityTaskRunner):
+    class PlantingTaskRunner(task_runner.StabilityTaskRunner):
         def install(self):
             from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
             from verl.workers.engine_workers import ActorRolloutRefWorker

@@ -1,16 +1,73 @@
-"""What the entry point makes of errors from the run."""
+"""What the entry point makes of wrong settings, and of errors from the run."""
+
+import json
+import subprocess
+import sys
 
 import pytest
 import ray.exceptions
+from omegaconf import OmegaConf
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
 from verl_ext import main_ppo
 from verl_ext.errors import ConfigError, GuardStopError
 
+WRONG = {
+    ("stability=icepop", "stability.icepop.alpha=6"): "verl_ext: error: stability.icepop.alpha=6 must be below beta=5",
+    ("stability=icepopp",): "verl_ext: error: stability=icepopp is not known; choose one of",
+    ("stability=icepop", "stability.guard.stop_afte=3"): "stability.guard.stop_afte is not known; near it are",
+    ("stability=icepop", "trainer.totl_epochs=3"): "Could not override 'trainer.totl_epochs'",
+    ("stability=icepop", "trainer.use_v1=false"): "trainer.use_v1=False has no hooks for stability.*",
+    # The routers of the model would be looked at before the guard's rules.
+    (
+        *("stability=icepop", "stability.router_agreement=true"),
+        "stability.guard.rules={r:{signal:vllm_kl/k3,above:1,action:rollback}}",
+    ): "stability.guard.rules.r: action=rollback has no checkpoint to go back to",
+}
+LAUNCHES = """
+import contextlib, io, json, runpy, sys
+found = []
+for arguments in json.loads(sys.argv[1]):
+    sys.argv[1:] = arguments
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        runpy.run_module("verl_ext.main_ppo", run_name="__main__", alter_sys=True)
+    found.append([said.getvalue(), sorted({"torch", "transformers", "ray", "verl", "vllm"} & {*sys.modules})])
+print(json.dumps(found))
+"""
+
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch):
-    monkeypatch.setattr(main_ppo.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+
+
+def test_a_wrong_setting_is_reported_before_verl_ray_and_torch_are_imported(tmp_path):
+    """One interpreter of its own for all; `fresh_python` has these libraries imported already."""
+    launches = json.dumps([["recipe=cpu_smoke", *overrides] for overrides in WRONG])
+    out = subprocess.check_output([sys.executable, "-c", LAUNCHES, launches], cwd=tmp_path, text=True)
+    for message, (said, imported) in zip(WRONG.values(), json.loads(out.splitlines()[-1]), strict=True):
+        assert message in said and imported == []
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("a b"), 1), (GuardStopError("a b"), main_ppo.STOPPED)])
+def test_an_error_of_the_users_in_a_worker_is_one_line_too(error, code, monkeypatch, capsys):
+    def fail(*_):
+        raise ray.exceptions.RayTaskError("TaskRunner.run", "its traceback", error).as_instanceof_cause()
+
+    monkeypatch.setattr(main_ppo, "run", fail)
+    with pytest.raises(SystemExit) as exit:
+        main_ppo.run_or_stop(OmegaConf.create(), main_ppo.stability_task_runner)
+    assert exit.value.code == code
+    assert capsys.readouterr().err == "verl_ext: error: a b\n"
+
+
+def test_another_error_of_a_worker_stays_what_it_is(monkeypatch):
+    def fail(*_):
+        raise ray.exceptions.RayTaskError("TaskRunner.run", "its traceback", KeyError("x")).as_instanceof_cause()
+
+    monkeypatch.setattr(main_ppo, "run", fail)
+    with pytest.raises(KeyError):
+        main_ppo.run_or_stop(OmegaConf.create(), main_ppo.stability_task_runner)
 
 
 @pytest.mark.parametrize(("error", "code"), [(ConfigError("a\nb"), 1), (GuardStopError("a b"), main_ppo.STOPPED)])

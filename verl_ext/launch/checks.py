@@ -23,6 +23,7 @@ from verl_ext.launch.head import head_k, head_use, logprobs_mode, truncates
 from verl_ext.launch.head_checks import apply_head, check_head
 from verl_ext.launch.lag_checks import check_lag
 from verl_ext.launch.loss_checks import apply_loss, check_loss
+from verl_ext.launch.models import check_folder
 from verl_ext.launch.quantization_checks import apply_fake_quantization, check_fake_quantization
 from verl_ext.launch.routing_checks import apply_routing, check_routing, check_share, check_weights
 from verl_ext.launch.sglang_checks import check_sglang_log_probs
@@ -259,7 +260,8 @@ def _check_cascade(config: DictConfig, stability: StabilityConfig) -> None:
 
 
 def _check_model_files(model: DictConfig) -> None:
-    """The model folder must be there, with a tokenizer; what is not a local path is left to verl."""
+    """The model folder must be there, with a config and a tokenizer; what is not a local path is left to verl."""
+    check_folder(model)
     setting = "tokenizer_path" if model.get("tokenizer_path") else "path"
     path = os.path.expanduser(model[setting])
     if not os.path.isdir(path):

@@ -76,6 +76,11 @@ def _check_truncated(config: DictConfig, k: int) -> None:
             otherwise=f"{ROLLOUT}.top_p=1",
         )
     asked = f"{asked} and top_k={rollout.top_k}"
+    if rollout.top_k == 1:
+        raise ConfigError(
+            f"{asked} keep one token, whose l_old and l_theta are then always 0, and so is the gradient",
+            fix=(f"{ROLLOUT}.top_k={USUAL_TOP_K}",),
+        )
     if 0 < k < rollout.top_k:
         raise ConfigError(
             f"{asked} keep more tokens than stability.head.k={k}", fix=(f"stability.head.k={rollout.top_k}",)

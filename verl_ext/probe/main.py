@@ -12,9 +12,13 @@ from verl_ext.main_ppo import run_or_stop, start
 
 @hydra.main(version_base=None, config_path=str(compose.VERL_CONFIGS), config_name=compose.PRIMARY)
 def hydra_main(config: DictConfig) -> None:
+    run_or_stop(config, probe_task_runner)
+
+
+def probe_task_runner() -> type:
     from verl_ext.probe.trainer import ProbeTaskRunner
 
-    run_or_stop(config, ProbeTaskRunner)
+    return ProbeTaskRunner
 
 
 def main() -> None:

@@ -13,12 +13,12 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from verl_ext.fields import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
-from verl_ext.main_ppo import StabilityTaskRunner
 from verl_ext.probe.command import experts_of
 from verl_ext.probe.readings import DECODE, PREFILL, REPLAYED, TRAIN, compare
 from verl_ext.probe.stages import SYNC, UPDATE, stage
 from verl_ext.probe.states import compare_states
 from verl_ext.trainer.canary_scores import CanaryScores
+from verl_ext.trainer.task_runner import StabilityTaskRunner
 from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync
 from verl_ext.trainer.transfer import get_fields, put_fields
 from verl_ext.trainer.watch import watch_of

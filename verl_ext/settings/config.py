@@ -9,7 +9,7 @@ from verl_ext.errors import ConfigError
 from verl_ext.guard.rules import Rule
 from verl_ext.methods import Chosen, require, require_one_of
 from verl_ext.settings.fake_quantization import FakeQuantization
-from verl_ext.settings.guard import BatchSkip, GuardSettings
+from verl_ext.settings.guard import READ_BY, BatchSkip, GuardSettings
 from verl_ext.settings.head import HeadSettings
 from verl_ext.settings.rescoring import Rescoring
 from verl_ext.settings.sync_canary import SyncCanarySettings
@@ -75,6 +75,12 @@ class Switches:
         require(self, "router_agreement_share", 0 < share <= 1, "must be above 0 and at most 1")
 
 
+def _drops(chosen: Chosen[Correction]) -> bool:
+    """Whether a correction may drop tokens; one that its registration lets only weigh by the ratio may not."""
+    method = chosen.method
+    return method.drops or bool(method.as_mask) or not method.weighs_by_ratio(chosen.settings)
+
+
 @dataclass(frozen=True)
 class StabilityConfig(Switches):
     """Everything the plugin adds to a run; all of it is off by default.
@@ -103,6 +109,7 @@ class StabilityConfig(Switches):
             raise ConfigError(f"stability.{needing[0]} needs the routers' agreement", fix=(AGREEMENT,))
         for rule in self.rules:
             self._check_rule(rule)
+        self._check_guard()
 
     def _check_ratio(self) -> None:
         weigh = [chosen for chosen in self.correction if chosen.method.weighs_by_ratio(chosen.settings)]
@@ -127,13 +134,23 @@ class StabilityConfig(Switches):
                 fix=full,
                 otherwise="use stability.filters.off_policy_negative",
             )
-        if not self.correction:
+        if not any(_drops(chosen) for chosen in self.correction):
             raise ConfigError(
                 "stability.denominator=kept counts what stability.correction keeps before the update, and "
-                "stability.correction=none drops nothing there",
+                f"stability.correction={','.join(self.correction_names) or 'none'} drops nothing there",
                 fix=full,
-                otherwise="name a correction",
+                otherwise="name a correction that drops tokens, such as icepop",
             )
+
+    def _check_guard(self) -> None:
+        """Refuses a setting of the guard whose action no rule has."""
+        usual, actions = GuardSettings(), {rule.action for rule in self.rules}
+        for name, readers in READ_BY.items():
+            if getattr(self.guard, name) != getattr(usual, name) and actions.isdisjoint(readers):
+                raise ConfigError(
+                    f"stability.guard.{name} is set, and no rule has action={' or '.join(readers)}; give a rule of "
+                    "stability.guard.rules that action, or leave the setting out"
+                )
 
     def _check_rule(self, rule: Rule) -> None:
         where = f"stability.guard.rules.{rule.name}"

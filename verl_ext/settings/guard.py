@@ -18,12 +18,19 @@ from verl_ext.errors import ConfigError
 from verl_ext.guard.learning_rate import LowerLr
 from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, Rule
 from verl_ext.guard.state import Boundary
-from verl_ext.methods import require, require_one_of
+from verl_ext.methods import require, require_known, require_one_of
 from verl_ext.metrics import OURS, comes_late, find, nearest
 
 PREFIX = "stability.guard"
 SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3", "vllm_kl/head")
 OWN_EFFECT = "correction/"  # what tightening itself moves
+# Setting of the guard -> the actions that read it.
+READ_BY = {
+    "tighten_factor": ("tighten",),
+    "lower_lr": ("lower_lr",),
+    "max_rollbacks": ("rollback",),
+    "rollback_cooldown": ("rollback", "undo"),
+}
 
 
 @dataclass(frozen=True)
@@ -130,15 +137,13 @@ def _parse(name: str, given: Any) -> Rule:
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where}={given} must be a mapping with a signal, a bound and an action")
     rule = dict(given)
+    known = [name for name in inspect.signature(Rule).parameters if name not in ("name", "bound", "side", "setting")]
+    require_known(rule, sorted([*known, *SIDES]), where)
     sides = [side for side in SIDES if rule.get(side) is not None]
     if len(sides) != 1:
         raise ConfigError(f"{where} needs one bound: above or below")
     (side,) = sides
     bound = rule.pop(side)
-    known = set(inspect.signature(Rule).parameters) - {"name", "bound", "side", "setting"}
-    for key in rule:
-        if key not in known and key not in SIDES:
-            raise ConfigError(f"{where}.{key} is not known; a rule has: {', '.join(sorted({*known, *SIDES}))}")
     for key in ("signal", "action"):
         if not isinstance(rule.get(key), str):
             raise ConfigError(f"{where}.{key} must be given")

@@ -4,7 +4,6 @@ Defaults stand in dataclasses alone: of what is no method here in this package, 
 `configs/stability/*.yaml` hold what a method changes.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib import import_module
@@ -16,7 +15,7 @@ from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.filtering import BatchFilter, get_batch_filter
 from verl_ext.errors import ConfigError, require_choice
 from verl_ext.guard.rules import Rule
-from verl_ext.methods import Chosen, build, choose, defaults
+from verl_ext.methods import Chosen, build, choose, defaults, require_known
 from verl_ext.settings.config import StabilityConfig, Switches
 from verl_ext.settings.guard import BatchSkip, parse_rules
 
@@ -45,7 +44,8 @@ def stability_config(node: Any) -> StabilityConfig:
     given["guard"] = dict(given.get("guard") or {})
     rules, corrections = parse_rules(given["guard"].pop("rules", None)), _corrections(given)
     filters = _chosen_filters(given.pop("filters", None))
-    _check_names(given)
+    known = [*(one.name for one in fields(Switches)), "correction", "filters", *CORRECTIONS]
+    require_known(given, known, "stability", "docs/settings.md has all that are")
     switches = build(Switches, given, "stability")
     return StabilityConfig(
         **vars(switches),
@@ -118,15 +118,6 @@ def _names(setting: str, given: Any) -> list[str]:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{setting}={given} must be a name or a list of names")
     return list(names)
-
-
-def _check_names(given: Mapping[str, Any]) -> None:
-    known = [one.name for one in fields(Switches)]
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, [*known, "correction", "filters", *CORRECTIONS], n=3)
-            also = f"; near it are: {', '.join(near)}" if near else "; docs/settings.md has all that are"
-            raise ConfigError(f"stability.{name} is not known{also}")
 
 
 def _batch_skip_rule(skip: BatchSkip, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:

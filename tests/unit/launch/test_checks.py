@@ -11,6 +11,7 @@ from verl_ext.core.losses import Llds
 from verl_ext.errors import ConfigError
 from verl_ext.launch.checks import apply_engine_settings, check_run, loss_settings
 from verl_ext.launch.lag_checks import check_lag
+from verl_ext.launch.models import check_folder
 from verl_ext.settings.stability import stability_config
 from verl_ext.upstream import routed_weights
 
@@ -248,9 +249,22 @@ def test_routing_of_a_dense_model_is_refused(compose, models):
     assert_fixed(error.value, run)
 
 
-def test_a_model_path_that_does_not_exist_is_named(compose):
-    with pytest.raises(ConfigError, match=r"model.path=/no/such/model does not exist"):
-        check(compose, "stability=icepop", "actor_rollout_ref.model.path=/no/such/model")
+@pytest.mark.parametrize("overrides", [("stability=icepop",), ROUTING])  # of these, the second reads the config
+@pytest.mark.parametrize("path", ["/no/such/model", "./no", ".no/such/model", "no/such/model"])
+def test_a_model_path_that_does_not_exist_is_named(compose, overrides, path):
+    with pytest.raises(ConfigError, match=rf"model\.path={path} does not exist"):
+        check(compose, *overrides, f"actor_rollout_ref.model.path={path}")
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-30B-A3B", "gpt2", "hdfs://a/b/c"])
+def test_a_model_of_the_hub_or_elsewhere_is_left_to_verl(path):
+    check_folder(OmegaConf.create({"path": path}))
+
+
+@pytest.mark.parametrize("overrides", [("stability=icepop",), ROUTING])
+def test_a_model_folder_without_a_config_is_named(compose, overrides, tmp_path):
+    with pytest.raises(ConfigError, match=rf"model\.path={tmp_path} has no config\.json"):
+        check(compose, *overrides, f"actor_rollout_ref.model.path={tmp_path}")
 
 
 def test_routing_of_an_moe_passes_and_sets_the_rollout_to_return_it(compose, models):

@@ -45,7 +45,8 @@ def test_batch_skip_is_the_first_rule():
         ({"above": 1, "below": 0}, "needs one bound: above or below"),
         ({"above": 1, "signal": None}, "r.signal must be given"),
         ({"above": 1, "action": "explode"}, "action=explode is not known; choose one of: warn, tighten"),
-        ({"above": 1, "patiense": 2}, "r.patiense is not known; a rule has: above, action, advice, below, patience"),
+        ({"above": 1, "patiense": 2}, "r.patiense is not known; near it are: patience"),
+        ({"treshold": 3}, "r.treshold is not known; its settings are: above, action, advice, below, patience, recover"),
         ({"above": "high"}, "r.above=high must be a finite number"),
         ({"above": float("nan")}, "r.above=nan must be a finite number"),
         ({"above": True}, "r.above=True must be a finite number"),
@@ -97,6 +98,37 @@ def test_settings_out_of_range_are_refused(settings, said):
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"tighten_factor": 0.25},
+            "stability.guard.tighten_factor is set, and no rule has action=tighten; give a rule",
+        ),
+        ({"lower_lr": {"hold": 2}}, "stability.guard.lower_lr is set, and no rule has action=lower_lr"),
+        ({"max_rollbacks": 1}, "stability.guard.max_rollbacks is set, and no rule has action=rollback"),
+        ({"rollback_cooldown": 9}, "rollback_cooldown is set, and no rule has action=rollback or undo"),
+    ],
+)
+def test_a_setting_of_an_action_that_no_rule_has_is_refused(settings, said):
+    with pytest.raises(ConfigError) as error:
+        guard(**settings, rules={"r": {"signal": "vllm_kl/k3", "above": 1, "action": "stop"}})
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("action", "settings"),
+    [
+        ("lower_lr", {"lower_lr": {"hold": 2}}),
+        ("rollback", {"max_rollbacks": 1, "rollback_cooldown": 9}),
+        ("undo", {"rollback_cooldown": 9}),
+        ("warn", {"lower_lr": {"factor": 0.5}, "tighten_factor": 0.5}),  # the defaults, written out
+    ],
+)
+def test_a_setting_of_an_action_that_a_rule_has_is_read(action, settings):
+    assert guard(**settings, rules={"r": {"signal": "vllm_kl/k3", "above": 1, "action": action}}).rules
+
+
 def test_a_rule_may_not_take_the_name_of_batch_skip():
     node = {"batch_skip": {"threshold": 0.1}, "guard": {"rules": {"batch_skip": {"signal": "x", "above": 1}}}}
     node["guard"]["rules"]["batch_skip"]["action"] = "warn"
@@ -105,7 +137,8 @@ def test_a_rule_may_not_take_the_name_of_batch_skip():
 
 
 def test_the_tightened_band_is_narrower_in_logarithms():
-    node = {"correction": ["icepop", "geo_mask"], "guard": {"tighten_factor": 0.25}}
+    rule = {"r": {"signal": "vllm_kl/k3", "above": 1, "action": "tighten"}}
+    node = {"correction": ["icepop", "geo_mask"], "guard": {"tighten_factor": 0.25, "rules": rule}}
     narrowed = stability_config(OmegaConf.create(node)).corrections(tightened=True)
     assert narrowed["icepop"] == {"alpha": 0.5**0.25, "beta": 5.0**0.25}
     assert narrowed["geo_mask"] == {"low": 0.999, "high": 1.002} and list(narrowed) == ["icepop", "geo_mask"]

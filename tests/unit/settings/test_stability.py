@@ -37,6 +37,8 @@ def test_everything_is_off_by_default():
             "use stability.filters.off_policy_negative",
         ),
         ({"denominator": "kept"}, "stability.correction=none drops nothing there"),
+        ({"denominator": "kept", "correction": "tis"}, "stability.correction=tis drops nothing there"),
+        ({"denominator": "kept", "correction": ["tis_sequence"]}, "stability.correction=tis_sequence drops nothing"),
         ({"icepop": {"beta": 2.0}}, "stability.icepop is set, and stability.correction=none does not use it"),
         ({"correction": {"icepop": {"alpha": 0.9}}}, "must be a name or a list of names"),
         ({"correction": 5}, "stability.correction=5 must be a name or a list of names"),
@@ -109,6 +111,11 @@ def test_corrections_come_with_their_settings_in_order():
     ]
     assert config.correction_names == ("geo_mask", "icepop", "opsm")
     assert build(correction=["none"]).correction_names == build(correction=[]).correction_names == ()
+
+
+@pytest.mark.parametrize("correction", ["icepop", "kpop", "mis", "geo_mask", ["geo_mask", "tis"]])
+def test_what_a_correction_drops_may_leave_the_denominator(correction):
+    assert build(denominator="kept", correction=correction).denominator == "kept"
 
 
 def test_mis_as_a_mask_goes_with_a_ratio():
