@@ -56,8 +56,8 @@ class Reading:
     Attributes:
         l_own: [N], of the token that was sampled.
         l_head: [N, K], of the head's tokens.
-        entropy: [N], of the distribution over the tokens that the sampler could take, in nats; None where that is the
-            whole vocabulary.
+        entropy: [N], of the distribution over the tokens that the sampler could take, in nats; NaN at places without a
+            head, where it is the vocabulary's, of which a reading knows nothing. None where no place is truncated.
     """
 
     l_own: Tensor
@@ -142,6 +142,7 @@ def read(logits: Tensor, sampled: Tensor, head: Head, *, truncated: bool, group:
     log_z = torch.where(head.known, log_z, 0.0)
     l_support = (l_all - log_z[:, None]).masked_fill(~support, -torch.inf)
     entropy = -(l_support.exp() * l_support.masked_fill(~support, 0.0)).sum(1)
+    entropy = torch.where(head.known, entropy, torch.nan)
     return Reading(l_own - log_z, l_head - log_z[:, None], entropy)
 
 

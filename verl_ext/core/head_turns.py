@@ -33,7 +33,8 @@ def heads_of(calls: Iterable[Call], prompt: Sequence[int], response: Sequence[in
     token: tool output, a template's, one that the agent loop has put in the place of another.
 
     A call belongs where the trajectory begins with its prompt, so that of the trajectories of an agent loop that
-    returns several each has its own.
+    returns several each has its own. Its heads belong to the tokens up to the first that the trajectory has not: what
+    comes behind was sampled after other tokens.
     """
     sequence = [*prompt, *response]
     ids: np.ndarray = np.zeros((len(response), k), np.int32)
@@ -43,8 +44,9 @@ def heads_of(calls: Iterable[Call], prompt: Sequence[int], response: Sequence[in
         if sequence[:start] != list(call.prompt):
             continue
         kept = np.asarray(sequence[start : start + len(call.tokens)])
-        same = (kept == np.asarray(call.tokens[: len(kept)])).nonzero()[0]
-        rows = same + start - len(prompt)
+        differs = (kept != np.asarray(call.tokens[: len(kept)])).nonzero()[0]
+        same = np.arange(int(differs[0]) if len(differs) else len(kept))
+        rows: np.ndarray = same + start - len(prompt)
         same, rows = same[rows >= 0], rows[rows >= 0]
         ids[rows], log_q[rows] = call.ids[same], call.log_q[same]
     return torch.from_numpy(ids), torch.from_numpy(log_q)

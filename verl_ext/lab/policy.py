@@ -57,12 +57,13 @@ def score(
     logits, routing = forward(weights, model, tokens, last=responses.shape[1], replayed=replayed)
     if head is not None:
         reading = read(logits.flatten(0, 1), responses.flatten(), head, truncated=truncated)
-        if reading.entropy is not None:
-            own, entropy = (value.view_as(responses) for value in (reading.l_own, reading.entropy.detach()))
-            return Scored(own, entropy, routing, reading)
     all_log_probs = logits.log_softmax(-1)
     with torch.no_grad():
         entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
+    if head is not None and reading.entropy is not None:
+        of_head = reading.entropy.detach().view_as(responses)
+        entropy = torch.where(head.known.view_as(responses), of_head, entropy)
+        return Scored(reading.l_own.view_as(responses), entropy, routing, reading)
     own = all_log_probs.gather(-1, responses.unsqueeze(-1)).squeeze(-1)
     return Scored(own, entropy, routing, reading if head is not None else None)
 

@@ -13,6 +13,7 @@ from verl.workers.rollout import llm_server
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_ext.core.head_turns import Call, heads_of
 from verl_ext.errors import HookError
 from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.upstream import sampler_head
@@ -213,6 +214,21 @@ def test_what_vllm_returns_flat_becomes_two_arrays_and_the_sampled_tokens_values
 def test_heads_of_another_number_than_tokens_are_an_error(answered, tokens):
     with pytest.raises(HookError, match=r"stability\.head\.k=0"):
         sampler_head.unpacked(answered, list(range(tokens)))
+
+
+def test_a_head_is_not_put_to_a_token_of_another_answer():
+    """Two answers to one prompt share a token behind the place where they part: the heads there are not the same."""
+    answers = ([10, 11, 12, 13], [10, 55, 12, 56])
+    heads = [np.full((4, 1), number, np.float32) for number in (-1.0, -2.0)]
+    calls = [
+        Call([1, 2], tokens, np.array(tokens)[:, None], log_q) for tokens, log_q in zip(answers, heads, strict=True)
+    ]
+    for number, tokens in enumerate(answers):
+        ids, log_q = heads_of(calls, [1, 2], tokens, 1)
+        assert ids[:, 0].tolist() == tokens
+        assert log_q[1:, 0].tolist() == [heads[number][0, 0]] * 3
+    ids, log_q = heads_of(calls[:1], [1, 2], [10, 99, 12, 13], 1)  # a token that the agent loop has put there
+    assert log_q[:, 0].tolist() == [-1.0, -np.inf, -np.inf, -np.inf] and ids[:, 0].tolist() == [10, 0, 0, 0]
 
 
 def test_another_client_is_told(monkeypatch):
