@@ -84,8 +84,6 @@ class Learner:
             asked: in bypass mode, of `FirstPass.begin_update`.
         """
         told: dict[str, list[float]] = {}
-        if self._undoes:
-            self.policy.undo.keep(step)
         if self._first_pass is not None:
             self._first_pass.begin_update(**asked)
         for number, rows in enumerate(self._mini_batches(len(batch.keys))):
@@ -98,6 +96,8 @@ class Learner:
                 data[DEVIATION] = self._deviation(old, current, batch, rows)
             loss, metrics = self._loss(self._model_output(batch, current, rows), data)
             if self._judge(metrics):
+                if self._undoes and self.policy.undo.of != step:  # as verl_ext.workers.gate
+                    self.policy.undo.keep(step)
                 metrics["actor/grad_norm"] = self.policy.update(loss, lr_scale)
             for name, value in metrics.items():
                 told.setdefault(name, []).append(_number(value))

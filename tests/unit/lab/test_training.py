@@ -320,7 +320,7 @@ def test_a_centered_score_has_no_drift(training):
     rows = slice(0, len(batch.keys))
     data, found = mini_batch(batch, fields, rows), {}
     for centered in (True, False):
-        run.learner._loss.keywords["centered"] = run.learner.use if centered else None
+        run.learner._loss.keywords["centers"] = centered
         loss, _ = run.learner._loss(run.learner._model_output(batch, scored, rows), data)
         gradients = torch.autograd.grad(loss, list(run.policy.weights.values()), retain_graph=True)
         found[centered] = torch.cat([gradient.flatten() for gradient in gradients]).norm()
@@ -341,6 +341,15 @@ def test_the_guard_takes_an_update_back_and_lowers_the_learning_rate(training):
     moved = [step["actor/after_update/policy_kl"] for step in run.metrics]
     assert all(0 < value < 1 for value in moved)
     assert all(torch.equal(run.policy.weights[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(("threshold", "taken"), [("null", 1), ("1e-7", 0)])
+def test_in_bypass_mode_an_undo_has_nothing_to_take_back_of_a_batch_that_is_refused(training, threshold, taken):
+    rules = "stability.guard.rules={late:{signal:actor/pg_loss,above:-1e9,action:undo}}"
+    run = training("quantized", "bypass", rules, "lab.quantized.group=8", f"stability.batch_skip.threshold={threshold}")
+    told = [run.step(step) for step in (1, 2, 3)]
+    assert ["actor/grad_norm" in step for step in told] == [bool(taken)] * 3
+    assert [step["guard/undos"] for step in told] == [taken, 2 * taken, 3 * taken]
 
 
 def test_the_gap_is_told_by_the_sign_of_the_advantage_and_can_be_judged_by_it(training):
