@@ -110,11 +110,15 @@ class BatchFilter(Method):
         needs_agreement: whether it reads `agreement_N`.
         needs_l_old: whether it reads the tokens' l_old, which in bypass mode is not known before the update.
         needs_lag: whether it reads `lag`.
+        sees_tokens: whether what it keeps depends on which tokens were sampled: on their ids, probabilities or number.
+            Rewards, advantages, ages and the routing of the pass that predicts a token do not count. Score centering
+            holds only for filters that do not.
     """
 
     needs_agreement: bool = False
     needs_l_old: bool = False
     needs_lag: bool = False
+    sees_tokens: bool = True
 
 
 BATCH_FILTERS: Registry[BatchFilter] = Registry("batch filter")
@@ -127,6 +131,7 @@ def register_batch_filter(
     needs_agreement: bool = False,
     needs_l_old: bool = False,
     needs_lag: bool = False,
+    sees_tokens: bool = True,
 ) -> Callable[[FilterFunction], FilterFunction]:
     """Register a function of a FilterBatch and settings; see BatchFilter.
 
@@ -140,7 +145,7 @@ def register_batch_filter(
 
     def register(function: FilterFunction) -> FilterFunction:
         given = settings or settings_of(function)
-        BATCH_FILTERS.add(BatchFilter(name, function, given, needs_agreement, needs_l_old, needs_lag))
+        BATCH_FILTERS.add(BatchFilter(name, function, given, needs_agreement, needs_l_old, needs_lag, sees_tokens))
         return function
 
     return register

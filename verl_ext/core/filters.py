@@ -44,7 +44,7 @@ def overlong(batch: FilterBatch) -> Tensor:
     return keep_B[tokens.row_of_token()]
 
 
-@register_batch_filter("zero_variance")
+@register_batch_filter("zero_variance", sees_tokens=False)
 def zero_variance(batch: FilterBatch) -> Tensor:
     """Drop groups (prompts) whose sessions all have exactly the same reward: they have no advantage.
 
@@ -80,7 +80,7 @@ class LowAgreement:
         require(self, "threshold", 0 <= self.threshold <= 1, "must be between 0 and 1")
 
 
-@register_batch_filter("low_agreement", LowAgreement, needs_agreement=True)
+@register_batch_filter("low_agreement", LowAgreement, needs_agreement=True, sees_tokens=False)
 def low_agreement(batch: FilterBatch, *, threshold: float) -> Tensor:
     """Drop tokens for which training and rollout chose less than this share of experts in common."""
     # ~(a < b), not a >= b, here and below: NaN is no reason to drop; the guard refuses log-probabilities that are one.
@@ -137,7 +137,7 @@ class TooStale:
         require(self, "versions", self.versions >= 0, "must be at least 0")
 
 
-@register_batch_filter("too_stale", TooStale, needs_lag=True)
+@register_batch_filter("too_stale", TooStale, needs_lag=True, sees_tokens=False)
 def too_stale(batch: FilterBatch, *, versions: int) -> Tensor:
     """Drop trajectories that weights more than `versions` versions behind the policy's began.
 

@@ -16,7 +16,7 @@ from verl_ext.launch.routing_checks import compares_routing, replay_mode, replay
 from verl_ext.methods import defaults, described
 from verl_ext.settings.config import UNBIASED, StabilityConfig
 from verl_ext.settings.estimators import estimator_of
-from verl_ext.settings.losses import LOSS, LOSSES, base_of
+from verl_ext.settings.losses import LOSS, LOSSES, base_of, reads_k
 from verl_ext.settings.stability import BATCH_SKIP
 
 # The parts of the plugin that features use.
@@ -102,8 +102,7 @@ def loss_mode(config: DictConfig) -> str:
 
 
 def loss_reads_k(config: DictConfig) -> bool:
-    """Whether the policy loss makes the tokens' weights itself, of the mismatch ratio, as icepop does."""
-    return (name := loss_mode(config)) in LOSSES and "k" in LOSSES[name].reads
+    return reads_k(loss_mode(config))
 
 
 def uses_unbiased_kl(config: DictConfig) -> bool:

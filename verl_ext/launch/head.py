@@ -58,8 +58,9 @@ def reads_in_update(config: DictConfig, stability: StabilityConfig) -> bool:
 
 def head_use(config: DictConfig, stability: StabilityConfig) -> dict[str, Any]:
     """The fields of the workers' HeadUse."""
-    found: dict[str, Any] = {"truncated": truncates(config), "centers": stability.score_centering}
-    for name, per_sequence in (("corrections", False), ("sequences", True)):
-        chosen = [one for one in stability.before_update if one.method.per_sequence == per_sequence]
-        found[name] = {one.name: asdict(one.settings) for one in chosen}
-    return found
+    of_tokens = [one for one in stability.before_update if not one.method.per_sequence]
+    return {
+        "truncated": truncates(config),
+        "centers": stability.score_centering,
+        "corrections": {one.name: asdict(one.settings) for one in of_tokens},
+    }

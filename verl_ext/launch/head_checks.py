@@ -118,16 +118,37 @@ def _check_centering(config: DictConfig, stability: StabilityConfig) -> None:
     epochs = f"{ACTOR}.ppo_epochs"
     if (count := OmegaConf.select(config, epochs) or 1) > 1:
         _refuse("centers the first update of a batch", f"{epochs}={count}", f"{epochs}=1")
-    for chosen in stability.before_update:
-        if chosen.method.per_sequence and chosen.method.weighs_by_ratio(chosen.settings):
+    _check_centered_weights(config, stability)
+    if any(rule.action == "tighten" for rule in stability.rules):
+        _refuse("would go on with the wide band", "a rule with action=tighten", otherwise="take another action")
+
+
+def _check_centered_weights(config: DictConfig, stability: StabilityConfig) -> None:
+    """What weighs or drops a token by the token that was sampled has to be known of every token of the head.
+
+    Known are the corrections that weigh a single token. Whatever else looks at the sampled tokens would leave the
+    weighted score with a mean that centering does not subtract.
+    """
+    for chosen in (*stability.before_update, *stability.in_update):
+        if chosen.method.in_update or chosen.method.per_sequence:
             _refuse(
                 "knows the weight of each token that might have been sampled, and not of each response",
                 f"stability.correction={chosen.name}",
-                *([f"stability.{chosen.name}.{chosen.method.as_mask}"] if chosen.method.as_mask else []),
-                otherwise="take tis, icepop or kpop",
+                otherwise="take tis, icepop or kpop, or set stability.score_centering=false",
             )
-    if any(rule.action == "tighten" for rule in stability.rules):
-        _refuse("would go on with the wide band", "a rule with action=tighten", otherwise="take another action")
+    if stability.denominator == "kept":
+        _refuse("subtracts a mean over all tokens", "stability.denominator=kept", "stability.denominator=full")
+    for one in stability.filters:
+        if one.method.sees_tokens:
+            _refuse(
+                "does not know which of the tokens that might have been sampled a filter would drop",
+                f"stability.filters.{one.name}",
+                otherwise="leave the filter out, or set stability.score_centering=false",
+            )
+    for name in ("rollout_is", "rollout_rs"):
+        setting = f"algorithm.rollout_correction.{name}"
+        if value := OmegaConf.select(config, setting):
+            _refuse("does not know verl's own weights", f"{setting}={value}", f"{setting}=null")
 
 
 def _refuse(why: str, what: str, *fix: str, otherwise: str = "set stability.score_centering=false") -> None:

@@ -45,6 +45,11 @@ def chosen_loss(policy_loss: Mapping[str, Any]) -> Chosen[Loss]:
     return choose(method, own, LOSS)
 
 
+def reads_k(loss_mode: str) -> bool:
+    """Whether the policy loss makes the tokens' weights itself, of the mismatch ratio k, as icepop does."""
+    return loss_mode in LOSSES and "k" in LOSSES[loss_mode].reads
+
+
 def own_settings() -> list[str]:
     """The names of all settings that losses have of their own."""
     return [name for method in LOSSES.values() for name in defaults(method.settings)]

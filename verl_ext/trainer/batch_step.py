@@ -102,7 +102,7 @@ class BatchStep:
         if active.compares_routing:
             run.compare_routing(self._batch, data, metrics)
         if self._reads_heads:
-            metrics.update(_compared_heads(data))
+            run.judge_heads(_compared_heads(data), metrics)
         if not active.compares_engines:
             return
         if self._blocks.whole:

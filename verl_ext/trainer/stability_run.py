@@ -11,8 +11,10 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from verl_ext.core.routing import router_metrics
-from verl_ext.errors import HookError
+from verl_ext.errors import BatchError, HookError
 from verl_ext.fields import FILTER_SCALE, FIRST_PASS, ROLLOUT_ROUTES, ROUTER_SUMS, UPDATE
+from verl_ext.guard.state import Decision, Event
+from verl_ext.launch.head import truncates
 from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer import resuming
 from verl_ext.trainer.active import Active, read_active
@@ -58,6 +60,7 @@ class StabilityRun:
         self._routing_dtype_told = False
         self._narrowed = False  # the band, for the update at hand
         self._judges_late = False  # the batch at hand is still to be judged, with its update
+        self._heads_missed = False  # has been told
         self._captured = CapturedRouting()
         self._unread: frozenset[str] = frozenset()  # fields of the batch at hand
         self._rescored: dict[str, Tensor] = {}  # key -> l of the response under the weights that sampled it
@@ -142,6 +145,22 @@ class StabilityRun:
         metrics.update(found)
         self.actions.carry_out(self._captured.judge(counts, self.active.config, self.guard.step))
 
+    def judge_heads(self, found: dict[str, float], metrics: dict[str, float]) -> None:
+        """Add `vllm_kl/head*` to the step's metrics, and warn once where tokens that the update reads have no head."""
+        metrics.update(found)
+        missing = found.get("vllm_kl/head_missing", 0.0)
+        if not missing or self._heads_missed or not self.active.update_reads_heads:
+            return
+        self._heads_missed = True
+        what = ["their score is not centered"] * self.active.stability.score_centering
+        what += ["their l_old and entropy are over the whole vocabulary"] * truncates(self.active.config)
+        reason = (
+            f"{missing:.2%} of the model's tokens came without the sampler's head, so {' and '.join(what)}: the agent "
+            "loop returns tokens that the rollout engine did not sample there"
+        )
+        event = Event(self.guard.step, "sampler_head", "vllm_kl/head_missing", missing, 0.0, "warn", reason)
+        self.actions.carry_out(Decision((event,)))
+
     def rescore(self, batch: KVBatchMeta, workers: Any) -> None:
         """See `rescoring.rescore`; `judge` makes metrics of it."""
         rollout = self.active.config.actor_rollout_ref.rollout
@@ -192,7 +211,12 @@ class StabilityRun:
         return without(without_heavy(batch, {self.active.replayed} if in_actor else set()), self._unread)
 
     def for_update(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """The batch as the actor's update is sent it: a copy."""
+        """The batch as the actor's update is sent it: a copy.
+
+        Raises:
+            BatchError: scores are centered, and the batch is more than one optimizer step.
+        """
+        self._require_one_step(batch)
         heads = HEAD_FIELDS if self.active.update_reads_heads else ()
         sent = without(without_heavy(batch, {self.active.replayed, *SHIFT_FIELDS, *heads}), self._unread)
         # For the losses that divide by a number of trajectories, dropped ones included: worker_loss.
@@ -201,6 +225,20 @@ class StabilityRun:
         if self.active.measures_in_update:
             sent.extra_info[FIRST_PASS] = {"narrowed": self._narrowed, "limits": self.guard.limits}
         return sent
+
+    def _require_one_step(self, batch: KVBatchMeta) -> None:
+        if not self.active.stability.score_centering:
+            return
+        rollouts = self.active.config.actor_rollout_ref
+        one_step = rollouts.actor.ppo_mini_batch_size * rollouts.rollout.n
+        if len(batch.keys) > one_step:
+            raise BatchError(
+                "stability.score_centering=true centers the first optimizer step of a batch, and this batch of "
+                f"{len(batch.keys)} trajectories makes {len(batch.keys) // one_step} steps of {one_step} "
+                "(actor_rollout_ref.actor.ppo_mini_batch_size * rollout.n): the agent loop returns several outputs a "
+                "prompt, and verl fills the batch up to a multiple",
+                fix=("stability.score_centering=false",),
+            )
 
     def judge_update(self, metrics: dict[str, float]) -> None:
         """In bypass mode, judge what the workers measured in the update, and refused by it."""

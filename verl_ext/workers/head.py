@@ -45,13 +45,11 @@ class HeadUse:
         truncated: the sampler took from them alone: log-probabilities and entropy are of the same tokens.
         centers: score centering.
         corrections: name -> settings of those that weigh a single token: the score is centered as they weigh it.
-        sequences: the others, which weigh the trajectory.
     """
 
     truncated: bool = False
     centers: bool = False
     corrections: Corrections = field(default_factory=dict)
-    sequences: Corrections = field(default_factory=dict)
 
     @property
     def replaces(self) -> bool:
@@ -94,11 +92,11 @@ class HeadReader:
         if "student_logits" in given:
             return self._read(given["student_logits"], data, given.get("data_format"), compares, centers)
         output = given["model_output"]
-        if "entropy" in output and ENTROPY in output:
-            output["entropy"] = output.pop(ENTROPY)
-        output.pop(ENTROPY, None)
+        known, entropy = output.pop(KNOWN, None), output.pop(ENTROPY, None)
+        if "entropy" in output and entropy is not None:
+            output["entropy"] = _where_known(known, entropy, output["entropy"])
         if compares:
-            output[HEAD_SUMS] = _sums(output, data)
+            output[HEAD_SUMS] = _sums(output, known, data)
         if loss_function is None:
             return torch.ones((), device=output["log_probs"].device), {}
         return loss_function(model_output=output, data=data, dp_group=given.get("dp_group"))
@@ -116,21 +114,28 @@ class HeadReader:
         found = {"log_probs": reading.l_own} if self.use.replaces else {}
         if reading.entropy is not None:
             found[ENTROPY] = reading.entropy
+        if compares or reading.entropy is not None:
+            found[KNOWN] = head.known.float()
         if centers:
             found[CENTERING] = centering(reading, head, weights_of(self.use.corrections), truncated=truncated)
         if compares:
             apart = divergence(reading, head, truncated=truncated)
             found |= {key: getattr(apart, name).float() for name, key in OF_DIVERGENCE.items()}
-            found[KNOWN] = head.known.float()
         return {name: value.view(logits.shape[:2]) for name, value in found.items()}
 
 
-def _sums(output: dict[str, Tensor], data: TensorDict) -> Tensor:
+def _where_known(known: Tensor, entropy: Tensor, verls: Tensor) -> Tensor:
+    """The entropy over what the sampler could take at places with a head, and verl's over the vocabulary elsewhere."""
+    values = torch.where(known.values().bool(), entropy.values(), verls.values())
+    return torch.nested.nested_tensor_from_jagged(values, verls.offsets())
+
+
+def _sums(output: dict[str, Tensor], known: Tensor, data: TensorDict) -> Tensor:
     """[B, *], from the values of each token, which stay here."""
     mask = data[RESPONSE_MASK]
     offsets = mask.offsets()
     rows_R = packed_rows(data["input_ids"].offsets().diff(), offsets.diff())
-    known_R = output.pop(KNOWN).values()[rows_R].bool()
+    known_R = known.values()[rows_R].bool()
     found = Divergence(**{name: output.pop(key).values()[rows_R].double() for name, key in OF_DIVERGENCE.items()})
     return head_sums(found, known_R, mask.values().to(known_R.device).bool(), offsets.to(known_R.device))
 

@@ -46,6 +46,8 @@ class LossInputs:
         router_agreement: share of a token's experts that both engines chose, mean over layers.
         router_deviation: |log r_theta - log r_old| of the router, mean over experts and layers (RSPO).
         lag: the trajectory's bucket of `core.lag.Lag`, where rollouts can be older than the policy.
+        weight: the product of the weights that corrections gave in the update; None without any, and where verl's
+            `rollout_is_weights` carry it: where they carry the ratio k, the two stay apart.
     """
 
     l_infer: Tensor | None = None
@@ -53,6 +55,7 @@ class LossInputs:
     router_agreement: Tensor | None = None
     router_deviation: Tensor | None = None
     lag: Tensor | None = None
+    weight: Tensor | None = None
 
     @classmethod
     def of(cls, padded: TensorDict) -> "LossInputs":
@@ -94,6 +97,12 @@ def loss_inputs() -> LossInputs:
         raise ConfigError(
             "this policy loss reads tensors that verl's loss function does not provide: launch with verl_ext.main_ppo"
         ) from None
+
+
+def weight_beside_k() -> Tensor | None:
+    """`LossInputs.weight` of the loss that is being computed; None where verl's own loss function is calling."""
+    inputs = _current.get(None)
+    return None if inputs is None else inputs.weight
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from verl_ext.errors import ConfigError
 from verl_ext.methods import Chosen
 from verl_ext.settings.losses import LOSSES
 from verl_ext.workers import loss_config
-from verl_ext.workers.inputs import loss_inputs
+from verl_ext.workers.inputs import loss_inputs, weight_beside_k
 
 
 def changed_loss(
@@ -50,7 +50,7 @@ def changed_loss(
     read = loss_inputs().read(fields) if fields else {}
     weight = rollout_is_weights
     if "k" in method.reads:
-        read["k"], weight = _mismatch_ratio(name, rollout_is_weights), None
+        read["k"], weight = _mismatch_ratio(name, rollout_is_weights), weight_beside_k()
     batch = LossBatch(log_prob, old_log_prob, advantages, response_mask.bool(), **read)
     changed = change(Chosen(method, ours.settings), batch, method.gives)
     if changed.weight is not None:

@@ -8,7 +8,7 @@ Shape legend: B trajectories of the micro-batch, T response tokens (padded).
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,12 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.losses import unbiased_kl
-from verl_ext.core.measure import gather
 from verl_ext.core.policy_loss import LossBatch, change
-from verl_ext.core.tokens import Tokens
 from verl_ext.errors import ConfigError, require_choice
 from verl_ext.methods import Chosen, build, choose
 from verl_ext.settings.config import KL_DENOMINATORS, UNBIASED
 from verl_ext.settings.guard import MiniBatchGate
+from verl_ext.settings.losses import reads_k
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.head import CENTERING, HeadUse
@@ -125,7 +124,7 @@ def build_worker_loss(
         kl_denominator=settings.kl_denominator if unbiased else None,
         gate=gate if settings.mini_batch.active else None,
         first_pass=first_pass,
-        centered=settings.head if settings.head is not None and settings.head.centers else None,
+        centers=settings.head is not None and settings.head.centers,
     )
     before = {} if settings.first_pass is None else settings.first_pass.corrections
     kl = f"{UNBIASED}, over l_{settings.kl_denominator}" if unbiased else config.kl_loss_type
@@ -135,7 +134,7 @@ def build_worker_loss(
         "kl": kl if config.use_kl_loss else None,
         "mini_batch": {name: limit for name, limit in asdict(settings.mini_batch).items() if limit is not None},
         "first_pass": first_pass is not None,
-        "centers": loss.keywords["centered"] is not None,
+        "centers": loss.keywords["centers"],
     }
 
 
@@ -172,7 +171,7 @@ def worker_loss(
     kl_denominator: str | None,
     gate: Gate | None,
     first_pass: FirstPass | None,
-    centered: HeadUse | None,
+    centers: bool,
 ) -> tuple[Tensor, dict[str, Any]]:
     """verl's `ppo_loss` of one micro-batch, its policy loss with `loss_inputs()`, our weights, and our terms: the
     unbiased KL, and what centers the score.
@@ -216,25 +215,25 @@ def worker_loss(
         weight = first_pass.weigh(l_theta, inputs.require("l_infer"), mask, entropy)
         if weight is not None:
             data["rollout_is_weights"] = weight
-    of_trajectories: Tensor | float = 1.0
+    weight = None
     for chosen in corrections:
         seen = LossBatch(l_theta, l_old, padded["advantages"], mask, **inputs.read(chosen.method.reads))
         found = change(chosen, seen, gives=("weight",))
         if found.weight is not None:
-            data["rollout_is_weights"] = found.weight * data.get("rollout_is_weights", 1)
-            of_trajectories = found.weight * of_trajectories
+            weight = found.weight if weight is None else found.weight * weight
         shares = {f"actor/{chosen.name}/{metric}": value for metric, value in found.metrics.items()}
         metrics |= Metric.from_dict(shares, aggregation=AggregationType.MEAN)
+    if weight is not None and reads_k(config.policy_loss.loss_mode):
+        inputs = replace(inputs, weight=weight)
+    elif weight is not None:
+        data["rollout_is_weights"] = weight * data.get("rollout_is_weights", 1)
     with provide(inputs):
         loss, verl_metrics = ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
     metrics |= verl_metrics
-    if centered is not None:
-        if centered.sequences:
-            weight, _ = gather(Tokens.from_padded(inputs.require("l_infer"), l_old, mask), centered.sequences)
-            of_trajectories = weight.view(mask.shape) * of_trajectories
+    if centers:
         expected = no_padding_2_padding(model_output[CENTERING], data)
         term = agg_loss(
-            loss_mat=padded["advantages"] * expected * of_trajectories,
+            loss_mat=padded["advantages"] * expected,
             loss_mask=mask,
             loss_agg_mode=config.loss_agg_mode,
             **config.global_batch_info,

@@ -66,7 +66,17 @@ def check(compose, models):
         ([*CENTERED, f"{ACTOR}.ppo_epochs=2"], f"set {ACTOR}.ppo_epochs=1"),
         ([*CENTERED, f"{ACTOR}.policy_loss.loss_mode=gspo"], "loss_mode=gspo; set"),
         ([*CENTERED, "algorithm.rollout_correction.bypass_mode=true"], "rollout_correction.bypass_mode=False"),
-        ([*CENTERED, "stability.correction=mis"], "not of each response: stability.correction=mis; set stability.mis"),
+        ([*CENTERED, "stability.correction=mis"], "not of each response: stability.correction=mis; take tis, icepop"),
+        ([*CENTERED, "stability.correction=icepop", "stability.denominator=kept"], "set stability.denominator=full"),
+        (
+            [*CENTERED, "algorithm.rollout_correction.rollout_is=token"],
+            "does not know verl's own weights: algorithm.rollout_correction.rollout_is=token; set algorithm.",
+        ),
+        (
+            [*CENTERED, "algorithm.rollout_correction.rollout_rs=token_k1"],
+            "set algorithm.rollout_correction.rollout_rs=",
+        ),
+        ([*CENTERED, "stability.filters={overlong: {}}"], "a filter would drop: stability.filters.overlong; leave the"),
         (
             [*CENTERED, "stability.correction=tis_sequence"],
             "stability.correction=tis_sequence; take tis, icepop or kpop",
@@ -99,13 +109,9 @@ def test_what_cannot_work_names_the_remedy(check, overrides, message):
         (ASKED, 32, {"truncated": False, "centers": False}),
         (KEPT, 64, {"truncated": True, "centers": False}),
         ((*KEPT, "stability.head.k=80"), 80, {"truncated": True}),
-        (CENTERED, 128, {"centers": True, "corrections": {}, "sequences": {}}),
+        (CENTERED, 128, {"centers": True, "corrections": {}}),
         ((*CENTERED, f"{ROLLOUT}.top_k=50"), 50, {"truncated": True, "centers": True}),
-        (
-            (*CENTERED, "stability.correction=[tis,geo_mask]"),
-            128,
-            {"corrections": {"tis": {"cap": 2.0}}, "sequences": {"geo_mask": {"low": 0.999, "high": 1.002}}},
-        ),
+        ((*CENTERED, "stability.correction=tis"), 128, {"corrections": {"tis": {"cap": 2.0}}}),
     ],
 )
 def test_what_needs_a_head_turns_it_on(check, overrides, k, use):

@@ -6,7 +6,7 @@ import torch
 from tests.support.store import nested
 from tests.support.training_step import COLUMNS, READ, ran, router_sums
 from verl_ext.core.routing import RouterSums
-from verl_ext.errors import HookError
+from verl_ext.errors import BatchError, HookError
 
 
 def test_weights_that_never_arrive_are_an_error(step):
@@ -58,6 +58,36 @@ def test_heads_become_metrics_before_the_guard_judges(step):
     assert metrics["vllm_kl/head_differs"] == pytest.approx(0.5)
     assert metrics["vllm_kl/head_missing"] == pytest.approx(1 / 3)
     assert metrics["guard/skipped"] == 1
+
+
+CENTERED = {"score_centering": True}
+MISSING = "verl_ext: step 7: warn: 33.33% of the model's tokens came without the sampler's head"
+
+
+def head_sums(missing):
+    return torch.nested.as_nested_tensor([torch.tensor([3.0, missing, 0.4, 1.8, 1])] * 2, layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing", "said"),
+    [(CENTERED, 1.0, True), (CENTERED, 0.0, False), ({"head": {"k": 8}}, 1.0, False)],
+    ids=["read by the update", "none", "for the KL alone"],
+)
+def test_tokens_without_a_head_are_told_where_the_update_reads_it(step, capsys, settings, missing, said):
+    trainer, _, _ = step(settings, sampler_head_sums=head_sums(missing), actor={"ppo_mini_batch_size": 2})
+    told = capsys.readouterr().out
+    assert (MISSING in told) == said and ("so their score is not centered" in told) == said
+    trainer.stability_run.judge_heads({"vllm_kl/head_missing": 0.5}, {})  # in the next step: once is enough
+    assert ("came without" in capsys.readouterr().out) == (not said and settings is CENTERED)
+
+
+def test_a_batch_of_more_than_one_optimizer_step_is_refused_where_scores_are_centered(step):
+    """As of an agent loop with several outputs, which verl fills up to a multiple of the mini-batch."""
+    sums = {"sampler_head_sums": head_sums(0.0)}
+    step(CENTERED, actor={"ppo_mini_batch_size": 2}, **sums)
+    step({"head": {"k": 8}}, actor={"ppo_mini_batch_size": 1}, **sums)
+    with pytest.raises(BatchError, match=r"2 trajectories makes 2 steps of 1 .*; set stability\.score_centering=false"):
+        step(CENTERED, actor={"ppo_mini_batch_size": 1}, **sums)
 
 
 def test_a_rollout_that_returns_no_heads_is_an_error(step):

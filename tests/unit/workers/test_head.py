@@ -30,6 +30,8 @@ class Engine:
         found = loss_function(student_logits=self.logits[None], data=data)
         offsets = data["input_ids"].offsets()
         output = {name: torch.nested.nested_tensor_from_jagged(value[0], offsets) for name, value in found.items()}
+        entropy = torch.distributions.Categorical(logits=self.logits).entropy()
+        output["entropy"] = torch.nested.nested_tensor_from_jagged(entropy, offsets)
         if not self.given[-1][1]:
             output["log_probs"] = VERLS
         loss_function(model_output=output, data=data, dp_group=None)
@@ -77,10 +79,23 @@ def test_a_head_stands_at_the_token_before_its_own():
         start += len(ids)
 
 
+def test_without_a_head_the_entropy_is_the_vocabularys():
+    data = batch()
+    lost = [row.clone() for row in data[HEAD_LOG_PROBS].unbind()]
+    lost[0][1] = -torch.inf
+    data = batch(**{HEAD_LOG_PROBS: lost})
+    engine, output = run(data, HeadUse(truncated=True))
+    found, row = output["entropy"].values(), LENGTHS[0][0]  # of the logits that predict the second response token
+    whole = torch.distributions.Categorical(logits=engine.logits.double()).entropy()
+    assert found[row].item() == pytest.approx(whole[row].item(), abs=1e-5)
+    assert found[row].item() > found[row - 1].item() + 0.1, "over the kept tokens, where they are known"
+    assert found.isfinite().all()
+
+
 def test_for_the_kl_alone_verl_computes_its_own_log_probs():
     engine, output = run(batch(), HeadUse())
     assert engine.given == [[True, False]]
-    assert sorted(output) == ["log_probs", "sampler_head_sums"] and output["log_probs"] is VERLS
+    assert sorted(output) == ["entropy", "log_probs", "sampler_head_sums"] and output["log_probs"] is VERLS
     engine, _ = run(batch(), HeadUse(), forward_only=False)  # an update, which reads none
     assert engine.given == [[None, None]]
 

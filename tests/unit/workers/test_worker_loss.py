@@ -70,6 +70,26 @@ def test_with_nothing_on_it_is_verls_loss(mode, kl, make_batch, actor_config):
     assert metrics.keys() == verl_metrics.keys()
 
 
+def test_a_corrections_drops_are_not_counted_as_those_of_a_loss_that_reads_k(make_batch, actor_config):
+    """`rollout_is_weights` carries k for such a loss, and not the weights of what acts beside it."""
+    batch = make_batch(5, lengths=(6, 9, 4, 8), masked_row=None)
+    mask = batch.padded("response_mask").bool()
+    k = torch.ones_like(batch.padded("log_prob"))
+    k[0, 0], k[1, 0] = 0.1, 9.0  # outside IcePop's band, one on either side
+    batch = with_weights(batch, k)
+    drops = kept(batch)
+    assert 0 < ((drops == 0) & mask).sum() < mask.sum()
+    config = actor_config(PolicyLossConfig(loss_mode="gpg"))
+    loss = build(config, policy_loss={"loss_mode": "icepop", "base": "gpg"}, corrections=OPSM)
+    found, metrics = run(loss, [batch.whole()])
+    tokens = mask.sum().item()
+    for side in ("low", "high"):
+        assert metrics[f"actor/icepop/dropped_{side}"].aggregate() == pytest.approx(1 / tokens)
+    weight = drops.double() * torch.where((k >= 0.5) & (k <= 5), k, 0).double()
+    l_theta, advantages = batch.padded("log_prob").double(), batch.padded("advantages").double()
+    close(found, -(weight * advantages * l_theta * mask).sum() / tokens, scale=TERM)
+
+
 CENTERS = {"centers": True, "truncated": False, "corrections": {}}
 
 
@@ -84,37 +104,20 @@ def with_terms(part, terms):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("settings", "head"),
-    [
-        ({}, CENTERS),
-        ({"corrections": OPSM}, CENTERS),
-        ({}, CENTERS | {"sequences": {"geo_mask": {"low": 0.8, "high": 1.3}}}),
-    ],
-    ids=["alone", "opsm", "geo_mask"],
-)
-def test_what_centers_the_score_is_added_with_the_advantage(mode, settings, head, make_batch, actor_config):
-    """loss = verl's + aggregate of A * w of the response * term; no token's own weight, which the term has in it."""
+def test_what_centers_the_score_is_added_with_the_advantage(mode, make_batch, actor_config):
+    """loss = verl's + aggregate of A * term; no token's own weight, which the term has in it."""
     batch = make_batch(3, lengths=(6, 9, 4, 8), masked_row=None)
     config = actor_config(PolicyLossConfig(loss_mode="gpg"), loss_agg_mode=mode)
-    plain, _ = run(build(config, **settings), [batch.whole()])
+    plain, _ = run(build(config), [batch.whole()])
     batch.take_gradients()
     terms = [torch.randn(len(leaf), generator=torch.Generator().manual_seed(len(leaf))) for leaf in batch.leaves]
     for term in terms:
         term.requires_grad_()
-    found, metrics = run(build(config, head=head, **settings), [with_terms(batch.whole(), terms)])
+    found, metrics = run(build(config, head=CENTERS), [with_terms(batch.whole(), terms)])
 
     mask = batch.padded("response_mask").double()
-    of_response = torch.ones(4, 9, dtype=torch.float64)
-    if settings:
-        of_response = kept(batch).double()
-    if "sequences" in head:
-        log_k = (batch.padded("old_log_probs").double() - batch.padded("rollout_log_probs")) * mask
-        g = (log_k.sum(1) / mask.sum(1)).exp()
-        assert 0 < ((g >= 0.8) & (g <= 1.3)).sum() < 4
-        of_response = ((g >= 0.8) & (g <= 1.3)).double()[:, None].expand(4, 9)
     padded = torch.nn.utils.rnn.pad_sequence([term.detach() for term in terms], batch_first=True).double()
-    factor = batch.padded("advantages").double() * of_response
+    factor = batch.padded("advantages").double()
     info = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": 4}
     expected = agg_loss(loss_mat=factor * padded, loss_mask=mask, loss_agg_mode=mode, **info)
     close(found - plain, expected, scale=TERM)
