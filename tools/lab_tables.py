@@ -27,7 +27,7 @@ EXACT = "exact"
 EARLY = 20  # steps ahead of a fall that a warning should come
 MARKS = re.compile(r"<!-- (lab|ablations|forecast)/([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 SOME = 0.005  # a share of dropped tokens that is worth a word
-HEAD = ("final reward", "against none", "collapsed", "tokens dropped", "with k3")
+HEAD = ("final reward", "against none", "collapsed", "ended early by the guard", "tokens dropped", "with k3")
 
 Row = dict[str, Any]
 
@@ -48,7 +48,7 @@ def variants(found: Row) -> str:
     """A row for each, in the order of the results: the exact one, then by the final reward."""
     rows = [["", *HEAD]]
     for each in found["variants"]:
-        means, runs = each["means"], len(each["runs"])
+        means, collapsed = each["means"], each["collapsed"]
         dropped = means["dropped"]
         masks = dropped is not None and dropped["mean"] >= SOME
         rows.append(
@@ -56,7 +56,8 @@ def variants(found: Row) -> str:
                 f"**{each['name']}**" if each["name"] == "none" else each["name"],
                 _interval(means["final"]),
                 _against(each["final_against_none"]),
-                f"{len(each['collapsed']['at'])} of {runs}",
+                f"{len(collapsed['at'])} of {collapsed['of']}" if collapsed["of"] else "",
+                _early(each["ended_early"]),
                 f"{100 * dropped['mean']:.0f} %" if masks else "",
                 f"{means['dropped_with_k3']['mean']:+.2f}" if masks and means.get("dropped_with_k3") else "",
             ]
@@ -78,18 +79,20 @@ def ablations(grids: list[Row]) -> str:
 def forecasts() -> str:
     """A row for the runs of each regime: how early the collapsed ones were warned of, and how often the others were."""
     rows = [["runs", "collapsed", f"warned {EARLY} steps or more before the fall", "1 to 19", "not before it"]]
-    rows[0] += ["exact: warnings in steps", "others that lived", "of them warned"]
+    rows[0] += ["exact: warnings in steps", "others that lived", "of them warned", "ended by the guard"]
     for title, runs in _forecast_runs():
         fallen = [run["warning"] for name, run in runs if run["collapsed"] is not None]
         early = sum(warning is not None and warning >= EARLY for warning in fallen)
         late = sum(warning is not None and 0 < warning < EARLY for warning in fallen)
         exact = [run for name, run in runs if name == EXACT]
-        lived = [run for name, run in runs if name != EXACT and run["collapsed"] is None]
+        others = [run for name, run in runs if name != EXACT and run["collapsed"] is None]
+        lived = [run for run in others if run["stopped"] is None]
         alarms = sum(run["warned"] is not None for run in exact)
         numbers = (len(fallen), early, late, len(fallen) - early - late)
         told = f"{alarms} in {sum(run['steps'] for run in exact):,}" if exact else ""
         warned = sum(run["warned"] is not None for run in lived)
-        rows.append([title, *map(str, numbers), told, str(len(lived)), str(warned)])
+        ended = len(others) - len(lived)
+        rows.append([title, *map(str, numbers), told, str(len(lived)), str(warned), str(ended)])
     return _markdown(rows)
 
 
@@ -105,12 +108,24 @@ def _forecast_runs() -> Iterator[tuple[str, list[tuple[str, Row]]]]:
         yield f"verl's stack, {what}", runs
 
 
+def _early(found: Row) -> str:
+    """How many runs, at which steps, and the reward then."""
+    if not (steps := sorted(found["at"].values())):
+        return ""
+    reward = "no reward" if found["reward_then"] is None else f"reward {found['reward_then']['mean']:.2f}"
+    return f"{len(steps)} of {found['of']}, steps {steps[0]} to {steps[-1]}, {reward} then"
+
+
 def _ended(variant: Row) -> str:
     final, fallen = variant["final"].values(), len(variant["collapsed"])
+    if early := sum(reward is None for reward in final):
+        return f"{early} of {len(final)} ended early"
     return f"{sum(final) / len(final):.2f}" + (f", {fallen} of {len(final)} collapsed" if fallen else "")
 
 
-def _interval(found: Row) -> str:
+def _interval(found: Row | None) -> str:
+    if found is None:
+        return ""
     return f"{found['mean']:.2f}{_half(found)}"
 
 

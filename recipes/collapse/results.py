@@ -13,7 +13,7 @@ from pathlib import Path
 
 from verl_ext.lab.figures import LAB_PANELS, looks, seeds_chart
 from verl_ext.lab.seeds import Interval, Variant, ranked
-from verl_ext.lab.summary import DROPPED, FORECAST, K3, NORM, REWARD, ROLLBACKS, SKIPPED, WINDOW, summarise
+from verl_ext.lab.summary import DROPPED, FORECAST, K3, NORM, REWARD, ROLLBACKS, SKIPPED, WINDOW, Summary, summarise
 from verl_ext.report import render
 from verl_ext.report.load import read_run
 from verl_ext.report.run import Run
@@ -75,7 +75,7 @@ def table(regime: str, folder: Path = RUNS) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for variant in ranked(variants):
-        finals = ", ".join(f"{variant.runs[seed].final:.2f}" for seed in sorted(variant.runs))
+        finals = ", ".join(_final(variant.runs[seed]) for seed in sorted(variant.runs))
         steps = ", ".join(str(step) for step in sorted(variant.collapsed.values()))
         ends = [run.get(K3).values[-WINDOW:].mean() for run in runs[variant.name].values()]
         cells = (
@@ -83,12 +83,16 @@ def table(regime: str, folder: Path = RUNS) -> str:
             finals,
             _mean(variant.mean("final")),
             _mean(variant.mean("peak")),
-            f"{len(variant.collapsed)} of {len(variant.runs)}" + (f" (step {steps})" if steps else ""),
+            f"{len(variant.collapsed)} of {variant.known}" + (f" (step {steps})" if steps else ""),
             f"{sum(ends) / len(ends):.2g}",
             *(_mean(variant.mean(name), "{:.0f}") for name in ("skipped", "rollbacks")),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _final(run: Summary) -> str:
+    return f"ended at {run.stopped}" if run.final is None else f"{run.final:.2f}"
 
 
 def _mean(found: Interval | None, how: str = "{:.2f}") -> str:

@@ -1,4 +1,7 @@
-"""The curves of all variants: a line is the mean over the seeds, a band reaches from the lowest to the highest."""
+"""The curves of all variants: a line is the mean over the seeds, a band reaches from the lowest to the highest.
+
+Both end where the first run of the variant ended: behind that they would be of the runs that were left.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle, product
@@ -24,7 +27,7 @@ Runs = Mapping[str, Sequence[Run]]  # of each variant
 
 READINGS = {  # by the metric
     REWARD: "Where a method's line and its band stay above those of none, it helps; what is left to exact is what the "
-    "gap still costs.",
+    "gap still costs. A line ends where the first run of its method did.",
     K3: "A climb on this axis is the compounding. A method that holds the reward while k3 climbs bears the gap; one "
     "that holds both closes it.",
     DROPPED: "Share of tokens at weight 0. Where it falls while k3 climbs, the band does not see what comes apart.",
@@ -57,7 +60,9 @@ def seeds_chart(panel: Panel, runs: Runs, look: Mapping[str, Look]) -> alt.Layer
     for name, each in found.items():
         colour, dash = look[name]
         curves = [_curve(series, edges) for series in each]
-        middle, low, high = over_seeds(np.stack([curve.values for curve in curves]), log=panel.log)
+        found_there = over_seeds(np.stack([curve.values for curve in curves]), log=panel.log)
+        all_run = edges[:-1] <= min(run.steps[-1] for run in runs[name])
+        middle, low, high = (np.where(all_run, values, np.nan) for values in found_there)
         drawn = Series(curves[0].steps, middle).finite()
         if not drawn.steps.size:  # a logarithmic axis has no place for zeros
             continue

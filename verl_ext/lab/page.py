@@ -6,7 +6,7 @@ from pathlib import Path
 
 from verl_ext.lab.figures import LAB_PANELS, READINGS, Runs, looks, seeds_chart
 from verl_ext.lab.seeds import Variant, ranked
-from verl_ext.lab.table import LEGEND, columns, rows
+from verl_ext.lab.table import columns, legend, rows
 from verl_ext.report.page import write_page
 
 
@@ -34,7 +34,7 @@ def write_lab_page(
         "variants": {
             "titles": [column.title for column in columns(variants)],
             "rows": [asdict(row) for row in rows(variants)],
-            "legend": LEGEND,
+            "legend": legend(variants),
             "words": words,
         },
     }

@@ -20,7 +20,7 @@ def results(about: Mapping[str, Any], variants: Sequence[Variant], words: Sequen
     """What JSON can hold; `about` comes first.
 
     A mean over seeds is {mean, low, high, seeds}, without low and high where there is one seed; null is what was not
-    logged.
+    logged. A run that the guard ended early is under `ended_early`; `collapsed` is of the runs of which it is known.
     """
     order = ranked(variants)
     none, exact = named(order, NONE), named(order, EXACT)
@@ -33,7 +33,9 @@ def results(about: Mapping[str, Any], variants: Sequence[Variant], words: Sequen
             {
                 "name": variant.name,
                 "overrides": list(variant.overrides),
-                "collapsed": {"share": _share(variant), "at": {str(s): step for s, step in variant.collapsed.items()}},
+                "collapsed": _outcome(variant.collapsed, variant.known),
+                "ended_early": _outcome(variant.stopped, len(variant.runs))
+                | {"reward_then": _interval(variant.reward_then)},
                 "false_alarms": variant.false_alarms,
                 "means": {measure: _interval(variant.mean(measure)) for measure in MEASURES},
                 f"final_against_{NONE}": _difference(variant, none),
@@ -56,8 +58,9 @@ def write_results(found: Mapping[str, Any], out: Path) -> Path:
     return out / FILE
 
 
-def _share(variant: Variant) -> float | None:
-    return len(variant.collapsed) / len(variant.runs) if variant.runs else None
+def _outcome(at: Mapping[int, int], of: int) -> dict[str, Any]:
+    """Of the steps by seed; `of` so many runs."""
+    return {"share": len(at) / of if of else None, "of": of, "at": {str(seed): step for seed, step in at.items()}}
 
 
 def _difference(variant: Variant, other: Variant | None) -> dict[str, float] | None:

@@ -1,7 +1,7 @@
 """`verl-ext lab search`."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from verl_ext.lab.arguments import add_common, answered, plugin_overrides, seeds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from verl_ext.lab.cells import Cell
     from verl_ext.lab.search import Standing
 
 SEEDS, CONFIRM = "3", "10-14"
@@ -76,6 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path(".lab") / "search" / arguments.regime
     told = Console(stderr=True)
     failed: dict[Cell, str] = {}
+    ended: dict[str, str] = {}  # by candidate
 
     def rewards(names: Sequence[str], seed: int) -> dict[str, float]:
         these = [arms[name] for name in names]
@@ -86,12 +88,16 @@ def _run(arguments: argparse.Namespace) -> int:
             raise KeyboardInterrupt
         failed.update(followed.failed)
         variants, _ = collect(these, cells, out, followed.failed)
+        for variant in variants:
+            for step in variant.stopped.values():
+                ended[variant.name] = f"the guard ended it at step {step} of seed {seed}"
+                told.print(f"out: {variant.name}: {ended[variant.name]}", highlight=False, markup=False, soft_wrap=True)
         return {variant.name: final for variant in variants if (final := variant.of("final").get(seed)) is not None}
 
     with errors_are_one_line("lab search") as outcome:
         standings = halving(list(points), arguments.seeds, rewards)
         if not standings:
-            raise ConfigError(f"every candidate failed; the first: {next(iter(failed.values()))}")
+            raise ConfigError(_nothing_left(failed, ended))
         winner = points[standings[0].name]
         if not arguments.json:
             console_of().print(_table(standings, points))
@@ -105,6 +111,16 @@ def _run(arguments: argparse.Namespace) -> int:
         show(arguments, confirmed, cells, out / "confirmed", followed, winner=winner, search=search)
         return status_of(followed)
     return outcome.status
+
+
+def _nothing_left(failed: "Mapping[Cell, str]", ended: Mapping[str, str]) -> str:
+    if failed:
+        return f"every candidate failed or was ended by the guard; the first: {next(iter(failed.values()))}"
+    name, why = next(iter(ended.items()))
+    return (
+        f"the guard ended every candidate early, which leaves nothing to compare; the first, {name}: {why}; search "
+        "without the rules that stop a run, as with stability.batch_skip.threshold=null"
+    )
 
 
 def _table(standings: "Sequence[Standing]", points: dict[str, str]) -> "RenderableType":

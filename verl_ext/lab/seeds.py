@@ -47,10 +47,15 @@ class Variant:
         return {seed: value for seed, run in self.runs.items() if (value := getattr(run, measure)) is not None}
 
     def mean(self, measure: str) -> Interval | None:
+        """Over the seeds. Of the final reward None where the guard ended runs: those that are left were selected."""
+        if measure == "final" and self.stopped:
+            return None
         return interval(list(self.of(measure).values()))
 
     def against(self, other: "Variant", measure: str = "final") -> Interval | None:
-        """This less the other, on the seeds that both have."""
+        """This less the other, on the seeds that both have; None where the guard ended runs of either early."""
+        if self.stopped or other.stopped:
+            return None
         ours, theirs = self.of(measure), other.of(measure)
         return interval([value - theirs[seed] for seed, value in ours.items() if seed in theirs])
 
@@ -60,8 +65,24 @@ class Variant:
         return {seed: int(step) for seed, step in self.of("collapsed").items()}
 
     @property
+    def stopped(self) -> dict[int, int]:
+        """The last steps of the runs that the guard ended early, by seed."""
+        return {seed: int(step) for seed, step in self.of("stopped").items()}
+
+    @property
+    def reward_then(self) -> Interval | None:
+        """The last level of the runs that the guard ended early; None where none came to one."""
+        ended = [self.runs[seed].last for seed in self.stopped]
+        return interval([level for level in ended if level is not None])
+
+    @property
+    def known(self) -> int:
+        """Runs of which it is known whether they collapse."""
+        return sum(run.known for run in self.runs.values())
+
+    @property
     def false_alarms(self) -> list[int]:
-        """The seeds that were warned, and did not collapse."""
+        """The seeds that were warned, trained to their end, and did not collapse."""
         return [seed for seed, run in self.runs.items() if run.false_alarm]
 
 
@@ -82,7 +103,7 @@ def _student(freedom: int) -> float:
 
 
 def ranked(variants: Sequence[Variant]) -> list[Variant]:
-    """The exact one first, then by the final reward; what has none is last."""
+    """The exact one first, then by the final reward; what has none, as where the guard ended runs early, is last."""
 
     def place(variant: Variant) -> tuple[bool, float]:
         final = variant.mean("final")

@@ -1,7 +1,8 @@
 """What a run of the lab came to, in numbers; and the one rule by which a run has collapsed.
 
 A run has collapsed where the mean of the reward over 20 steps is below half of the highest such mean so far. Rewards
-are 0 and above.
+are 0 and above. A run that the guard ended early has neither survived nor, for that alone, collapsed: nobody knows what
+it would have come to.
 """
 
 from collections.abc import Callable
@@ -27,8 +28,10 @@ class Summary:
 
     Attributes:
         steps: the last one.
-        peak, final: the highest level of the reward, and the last.
+        peak, last: the highest level of the reward, and the last.
+        final: `last`, of a run that trained to its end; None of one that the guard ended early.
         collapsed: the step, or None.
+        stopped: the last step of a run that the guard ended early, or None.
         k3_start, k3_before: mean over the first steps, and shortly before the collapse, or at the end without one.
         dropped: mean share of tokens.
         dropped_with_k3: how far the share rises and falls with k3, Spearman's rank correlation over stretches of
@@ -44,8 +47,10 @@ class Summary:
 
     steps: int
     peak: float | None
+    last: float | None
     final: float | None
     collapsed: int | None
+    stopped: int | None
     k3_start: float | None
     k3_before: float | None
     dropped: float | None
@@ -59,23 +64,39 @@ class Summary:
     rollbacks: int | None
 
     @property
+    def known(self) -> bool:
+        """Whether it is known if the run collapses: it did, or it trained to its end and did not."""
+        return self.collapsed is not None or self.stopped is None
+
+    @property
     def false_alarm(self) -> bool:
-        return self.warned is not None and self.collapsed is None
+        return self.warned is not None and self.collapsed is None and self.known
 
 
-def summarise(run: Run) -> Summary:
+def summarise(run: Run, steps: int | None = None) -> Summary:
+    """The run in numbers.
+
+    Args:
+        steps: as many as were asked for, where that is known: a guard that asks for the end after the last of them has
+            ended nothing early.
+    """
     reward = run.get(REWARD)
     level = None if reward is None else levels(reward)
     fell, collapsed = (None, None) if level is None else fall(level)
     warned = first_warning(run.get(FORECAST), run.get(K3))
     end = int(run.steps[-1])
     before = end if collapsed is None else collapsed - AHEAD
+    asked_to_end = any(event.action == "stop" and event.step >= end for event in run.events)
+    stopped = end if asked_to_end and end != steps else None
+    last = None if level is None else float(level.values[-1])
     skipped, rollbacks = (run.get(name) for name in (SKIPPED, ROLLBACKS))
     return Summary(
         steps=end,
         peak=None if level is None else float(level.values.max()),
-        final=None if level is None else float(level.values[-1]),
+        last=last,
+        final=last if stopped is None else None,
         collapsed=collapsed,
+        stopped=stopped,
         k3_start=_over(run.get(K3), np.mean, last=int(run.steps[0]) + START - 1),
         k3_before=_over(run.get(K3), np.mean, first=before - BEFORE + 1, last=before),
         dropped=_over(run.get(DROPPED), np.mean),

@@ -1,11 +1,11 @@
 """The variants beside each other, as rows of text for a page and as a table for a terminal."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
-from verl_ext.lab.seeds import Variant, named, ranked
+from verl_ext.lab.seeds import Interval, Variant, named, ranked
 from verl_ext.lab.words import EXACT, NONE, signed
 from verl_ext.report.terminal import encodable, indented, wrap_name
 
@@ -17,6 +17,10 @@ STYLES = {"better": "green", "worse": "red", "": ""}
 LEGEND = (
     "collapsed: runs, and the median step. k3: mean of the first 5 steps, and of 10 that end 10 before the collapse, "
     "or at the end without one. warning: steps ahead of the fall. *: more than the seeds' noise."
+)
+ENDED_EARLY = (
+    " ended early: runs that the guard ended, the median step, and the reward then. Such a run has no final reward and "
+    "is not compared; it counts as collapsed only if it had collapsed before."
 )
 
 
@@ -45,6 +49,7 @@ class Row:
 
 def columns(variants: Sequence[Variant]) -> list[Column]:
     """What a table of these has behind the name."""
+    early = _any_ended_early(variants)
     against = [
         Column(f"against {name}", DIFFERENCE, _against(other), spare=name == EXACT)
         for name in (NONE, EXACT)
@@ -55,15 +60,25 @@ def columns(variants: Sequence[Variant]) -> list[Column]:
         *against,
         Column("peak", 10, _reward("peak"), spare=True),
         Column("collapsed", 9, _collapsed),
-        Column("k3, start", 7, _mean("k3_start", "{:.1e}")),
+        *(
+            [Column("ended early", 9, _ended_early), Column("reward then", 10, _reward_then, spare=True)]
+            if early
+            else []
+        ),
+        Column("k3, start", 7, _mean("k3_start", "{:.1e}"), spare=early),
         Column("k3, before", 7, _mean("k3_before", "{:.1e}")),
-        Column("dropped", 7, _dropped),
+        Column("dropped", 7, _dropped, spare=early),
         Column("warning", 7, _warning),
         Column("grad norm, median", 10, _mean("grad_norm_median", "{:.2g}"), spare=True),
         Column("grad norm, max", 10, _mean("grad_norm_max", "{:.2g}"), spare=True),
         Column("skipped", 7, _mean("skipped", "{:.1f}"), spare=True),
         Column("rollbacks", 9, _mean("rollbacks", "{:.1f}"), spare=True),
     ]
+
+
+def legend(variants: Sequence[Variant]) -> str:
+    """What the columns hold."""
+    return LEGEND + ENDED_EARLY * _any_ended_early(variants)
 
 
 def rows(variants: Sequence[Variant]) -> list[Row]:
@@ -106,7 +121,7 @@ class _Table:
             drawn.add_row(label, *cells, end_section=row.name == EXACT)
         yield drawn
         yield ""
-        yield indented(LEGEND, options, "dim")
+        yield indented(legend(self.variants), options, "dim")
         for word in self.words:
             yield indented(word, options)
 
@@ -127,12 +142,17 @@ def _against(other: Variant) -> Callable[[Variant], Entry]:
 
 
 def _reward(measure: str) -> Callable[[Variant], str]:
-    def say(variant: Variant) -> str:
-        if (found := variant.mean(measure)) is None:
-            return "-"
-        return f"{found.mean:.2f}" + ("" if found.half is None else f" ±{found.half:.2f}")
+    return lambda variant: _rewards(variant.mean(measure))
 
-    return say
+
+def _reward_then(variant: Variant) -> str:
+    return _rewards(variant.reward_then)
+
+
+def _rewards(found: Interval | None) -> str:
+    if found is None:
+        return "-"
+    return f"{found.mean:.2f}" + ("" if found.half is None else f" ±{found.half:.2f}")
 
 
 def _mean(measure: str, text: str) -> Callable[[Variant], str]:
@@ -144,9 +164,22 @@ def _mean(measure: str, text: str) -> Callable[[Variant], str]:
 
 
 def _collapsed(variant: Variant) -> str:
-    steps = variant.collapsed.values()
-    share = f"{len(steps)}/{len(variant.runs)}"
-    return f"{share} @{median(steps):.0f}" if steps else share
+    return _share(variant.collapsed.values(), variant.known)
+
+
+def _ended_early(variant: Variant) -> str:
+    return _share(variant.stopped.values(), len(variant.runs))
+
+
+def _share(steps: Collection[int], of: int) -> str:
+    """How many, and the median of their steps."""
+    if not of:
+        return "-"
+    return f"{len(steps)}/{of}" + (f" @{median(steps):.0f}" if steps else "")
+
+
+def _any_ended_early(variants: Sequence[Variant]) -> bool:
+    return any(variant.stopped for variant in variants)
 
 
 def _dropped(variant: Variant) -> str:

@@ -1,6 +1,6 @@
 """What the table shows, in sentences."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from verl_ext.lab.seeds import COVERAGE, Interval, Variant, named, ranked
 from verl_ext.lab.summary import FEW_STEPS, LARGE_K3, WINDOW
@@ -20,6 +20,7 @@ def _findings(variants: Sequence[Variant]) -> Iterator[str]:
     if none is not None:
         yield from _ranking(others, none)
     yield from _collapses(variants)
+    yield from _ended_early(variants)
     yield from _warnings(variants)
     yield from _caveats(variants)
     for variant in variants:
@@ -61,19 +62,42 @@ def _collapses(variants: Sequence[Variant]) -> Iterator[str]:
 
 
 def _collapse(variant: Variant) -> str:
-    steps, seeds = sorted(variant.collapsed.values()), ", ".join(map(str, variant.collapsed))
-    at = f"step {steps[0]}" if steps[0] == steps[-1] else f"steps {steps[0]} to {steps[-1]}"
-    return f"{variant.name} in {len(steps)} of {len(variant.runs)} (seed {seeds}; {at})"
+    seeds = ", ".join(map(str, variant.collapsed))
+    at = span(variant.collapsed.values())
+    return f"{variant.name} in {len(variant.collapsed)} of {variant.known} (seed {seeds}; {at})"
+
+
+def _ended_early(variants: Sequence[Variant]) -> Iterator[str]:
+    ended = [_ended(variant) for variant in variants if variant.stopped]
+    if ended:
+        yield (
+            f"The guard ended runs early: {'; '.join(ended)}. Nobody knows what they would have come to, so these "
+            "variants have no final reward and are not compared."
+        )
+
+
+def _ended(variant: Variant) -> str:
+    then = variant.reward_then
+    reward = "before the first level of the reward" if then is None else f"at a reward of {then.mean:.2f}"
+    return (
+        f"{variant.name} in {len(variant.stopped)} of {len(variant.runs)} ({span(variant.stopped.values())}, {reward})"
+    )
+
+
+def span(steps: Collection[int]) -> str:
+    """From the first to the last."""
+    first, last = min(steps), max(steps)
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _warnings(variants: Sequence[Variant]) -> Iterator[str]:
     died = sum(len(variant.collapsed) for variant in variants)
-    lived = sum(len(variant.runs) for variant in variants) - died
+    lived = sum(variant.known for variant in variants) - died
     early = [int(lead) for variant in variants for lead in variant.of("warning").values() if lead > 0]
-    span = f", {min(early)} to {max(early)} steps ahead of the fall" if early else ""
-    came = [f"in {len(early)} of {died} collapses in time{span}"] if died else []
+    ahead = f", {min(early)} to {max(early)} steps ahead of the fall" if early else ""
+    came = [f"in {len(early)} of {died} collapses in time{ahead}"] if died else []
     if false := sum(len(variant.false_alarms) for variant in variants):
-        came.append(f"in {false} of the {lived} runs that did not collapse")
+        came.append(f"in {false} of the {lived} runs that trained to their end without one")
     if came:
         yield f"Warnings (k3 past {LARGE_K3:g}, or a forecast below {FEW_STEPS} steps) came {', and '.join(came)}."
 

@@ -86,6 +86,16 @@ def test_a_seed_that_stopped_early_ends_there_and_zeros_have_no_place_on_a_logar
     assert '"domain": ["none"]' in json.dumps(spec_of(chart))
 
 
+def test_the_line_and_the_band_end_where_the_first_run_did():
+    runs = {"none": [*runs_of("none", seeds=2), *runs_of("none", seeds=1, steps=40)]}
+    chart = spec_of(seeds_chart(PANEL["reward"], runs, looks(["none"])))
+    ends = {}
+    for layer in chart["layer"]:
+        kind = "seed" if layer["mark"].get("opacity") == 0.35 else layer["mark"]["type"]
+        ends.setdefault(kind, set()).add(max(row["step"] for row in chart["datasets"][layer["data"]["name"]]))
+    assert ends == {"area": {39}, "line": {39}, "point": {39}, "seed": {39, 119}}, "a point stands for two steps"
+
+
 def test_variants_beyond_the_colours_are_told_apart_by_dashes_in_the_legend_too():
     names = ["exact", "none", *(f"v{number}" for number in range(12))]
     found = looks(names)

@@ -131,10 +131,26 @@ def test_seeds_to_confirm_on_are_others(capsys):
     assert "--confirm: seed 2 is one of --seeds" in capsys.readouterr().err
 
 
+def test_a_candidate_that_the_guard_ended_is_out_and_named(capsys):
+    words = ["lab", "search", "stale", "--seeds", "1", "--confirm", "5-6", *SHORT, "--json"]
+    assert main([*words, "stability.tis.high=3,7"]) == 0
+    captured = capsys.readouterr()
+    assert "out: high7: the guard ended it at step 22 of seed 0" in captured.err
+    assert [each["overrides"] for each in json.loads(captured.out)["search"]] == [
+        "stability.tis.high=3 stability.batch_skip.threshold=null"
+    ]
+    assert main([*words, "stability.tis.high=7,8", "--out", "other"]) == 2
+    said = "the guard ended every candidate early, which leaves nothing to compare; the first, high7:"
+    assert said in capsys.readouterr().err
+
+
 def test_every_candidate_fails(monkeypatch, capsys):
     monkeypatch.setattr(standin, "run_arm", failing)
     assert main(["lab", "search", "stale", "stability.tis.high=2,3", "--seeds", "1", *SHORT]) == 2
-    assert "every candidate failed; the first: lab.warm_up.reward=0.9 was not reached" in capsys.readouterr().err
+    assert (
+        "every candidate failed or was ended by the guard; the first: lab.warm_up.reward=0.9 was not reached"
+        in capsys.readouterr().err
+    )
 
 
 def failing(*_):

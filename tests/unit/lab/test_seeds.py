@@ -69,3 +69,13 @@ def test_collapses_and_false_alarms_by_seed():
 def test_exact_is_first_and_the_best_final_reward_next():
     order = [variant("none", [0.2]), variant("late", []), variant("tis", [0.7]), variant("exact", [0.1])]
     assert [each.name for each in ranked(order)] == ["exact", "tis", "none", "late"]
+
+
+def test_where_the_guard_ended_runs_nothing_is_compared_and_there_is_no_final_reward():
+    runs = {0: summary(0.9), 1: summary(None, last=0.3, stopped=40), 2: summary(None, stopped=9)}
+    ours, other = Variant("guard", (), runs), variant("none", [0.2, 0.3, 0.2])
+    assert ours.mean("final") is None and ours.against(other) is None and other.against(ours) is None
+    assert ours.stopped == {1: 40, 2: 9} and ours.known == 1 and other.known == 3
+    assert ours.reward_then.mean == pytest.approx(0.3) and ours.reward_then.seeds == 1 and other.reward_then is None
+    assert ours.mean("peak") is not None
+    assert [each.name for each in ranked([ours, other])] == ["none", "guard"]

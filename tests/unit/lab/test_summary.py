@@ -1,6 +1,7 @@
 """Runs in numbers, against the rule written out step by step."""
 
 import math
+from dataclasses import replace
 from statistics import fmean, median
 
 import numpy as np
@@ -9,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.report.made_runs import NAN, make
+from verl_ext.guard.state import Event
 from verl_ext.lab.summary import DROPPED, FORECAST, K3, NORM, REWARD, ROLLBACKS, SKIPPED, fall, levels, summarise
-from verl_ext.report.run import Series
+from verl_ext.report.run import Run, Series
 
 RISE_AND_FALL = [*np.linspace(0.4, 0.8, 60), *np.linspace(0.8, 0.1, 40), *[0.1] * 30]
 
@@ -156,3 +158,33 @@ def test_masking_is_compared_in_ranks_of_stretches():
     differences = ranks[0] - ranks[1]
     assert found.dropped_with_k3 == pytest.approx(1 - 6 * float(differences @ differences) / (20 * (400 - 1)))
     assert summarise(make({REWARD: [0.5] * 40, K3: list(k3[:40]), DROPPED: list(dropped[:40])})).dropped_with_k3 is None
+
+
+def ended(steps: int, at: int, action: str = "stop") -> Run:
+    run = make({REWARD: [0.5] * (steps - 30) + [0.7] * 30, K3: [0.2] * steps})
+    return replace(run, events=(Event(at, "batch_skip", K3, 0.2, 0.1, action, "past it"),))
+
+
+def test_a_run_that_the_guard_ended_has_a_last_level_and_no_final_reward():
+    found = summarise(ended(65, at=65), steps=300)
+    assert (found.stopped, found.final, found.collapsed) == (65, None, None)
+    assert found.last == pytest.approx(0.7) and found.warned == 1
+    assert not found.known and not found.false_alarm
+
+
+@pytest.mark.parametrize(
+    ("run", "steps"),
+    [(ended(65, at=65), 65), (ended(65, at=40), 300), (ended(65, at=65, action="skip"), 65)],
+    ids=["behind the last step", "and went on after a resume", "no end"],
+)
+def test_a_run_that_trained_to_its_end_is_none_that_the_guard_ended(run, steps):
+    found = summarise(run, steps)
+    assert found.stopped is None and found.final == found.last == pytest.approx(0.7)
+    assert found.known and found.false_alarm
+
+
+def test_a_collapse_before_the_guard_ended_the_run_is_known():
+    run = make({REWARD: RISE_AND_FALL})
+    run = replace(run, events=(Event(len(RISE_AND_FALL), "r", REWARD, 0.1, 0.2, "stop", "below"),))
+    found = summarise(run, steps=300)
+    assert found.known and found.collapsed is not None and found.stopped == len(RISE_AND_FALL) and found.final is None

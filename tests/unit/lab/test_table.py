@@ -91,7 +91,8 @@ def test_the_json_holds_the_table_and_every_seed():
     by_name = {each["name"]: each for each in found["variants"]}
     assert list(by_name) == ["exact", "tis", "a_rather_long_name+icepop", "none"]
     none = by_name["none"]
-    assert none["collapsed"] == {"share": pytest.approx(2 / 3), "at": {"0": 100, "2": 120}}
+    assert none["collapsed"] == {"share": pytest.approx(2 / 3), "of": 3, "at": {"0": 100, "2": 120}}
+    assert none["ended_early"] == {"share": 0, "of": 3, "at": {}, "reward_then": None}
     mean = none["means"]["final"]
     assert mean["low"] < 0.3 < mean["high"] and mean["mean"] == pytest.approx(0.3) and mean["seeds"] == 3
     assert none["runs"]["1"]["final"] == 0.4 and none["runs"]["1"]["collapsed"] is None
@@ -99,3 +100,40 @@ def test_the_json_holds_the_table_and_every_seed():
     assert none["final_against_exact"]["high"] < 0
     assert by_name["tis"]["failed"] == {"3": "the experts are gone"}
     assert by_name["tis"]["final_against_none"]["seeds"] == 3 and none["final_against_none"] is None
+
+
+ENDED = Variant("guard", (), {0: summary(0.9), 1: summary(None, last=0.6, stopped=38), 2: summary(None, stopped=60)})
+ALL_ENDED = Variant("skip", (), {0: summary(None, last=0.3, stopped=50)})
+
+
+def test_runs_that_the_guard_ended_early_are_an_outcome_of_their_own():
+    variants = [*VARIANTS, ENDED, ALL_ENDED]
+    shown = [column.title for column in columns(variants)]
+    by_name = {row.name: {t: e.text for t, e in zip(shown, row.cells, strict=True)} for row in rows(variants)}
+    assert list(by_name) == ["exact", "tis", "a_rather_long_name+icepop", "none", "guard", "skip"]
+    guard, skip = by_name["guard"], by_name["skip"]
+    assert guard["ended early"] == "2/3 @49" and guard["reward then"] == "0.60" and guard["collapsed"] == "0/1"
+    assert skip["ended early"] == "1/1 @50" and skip["collapsed"] == "-", "never 0 of 1"
+    for row in (guard, skip):
+        assert row["final reward"] == row["against none"] == row["against exact"] == "-"
+    assert by_name["tis"]["ended early"] == "0/3"
+    for width in (80, 100, 200):
+        text = drawn(width, variants=variants)
+        assert max(map(len, text.splitlines())) <= width and "2/3 @49" in text
+        assert "such a run has no final reward" in " ".join(text.lower().split())
+    assert "ended early" not in drawn(200)
+
+
+def test_the_json_holds_what_the_guard_ended():
+    found = json.loads(as_text(results({}, [*VARIANTS, ENDED, ALL_ENDED], [])))
+    guard, skip = found["variants"][-2:]
+    then = {"mean": pytest.approx(0.6), "seeds": 1}
+    assert guard["ended_early"] == {
+        "share": pytest.approx(2 / 3),
+        "of": 3,
+        "at": {"1": 38, "2": 60},
+        "reward_then": then,
+    }
+    assert guard["collapsed"] == {"share": 0, "of": 1, "at": {}} and skip["collapsed"]["share"] is None
+    assert guard["means"]["final"] is guard["final_against_none"] is guard["final_against_exact"] is None
+    assert guard["runs"]["1"]["stopped"] == 38 and guard["runs"]["1"]["final"] is None

@@ -11,9 +11,11 @@ from tests.support.closeness import close
 from verl_ext.errors import ConfigError
 from verl_ext.lab import arms
 from verl_ext.lab.batch import LossFields, compare_routing, mini_batch, model_output
+from verl_ext.lab.summary import summarise
 from verl_ext.lab.training import Training
 from verl_ext.lab.warm_up import warmed_up
 from verl_ext.launch import compose as ours
+from verl_ext.report.load import read_run
 
 SMALL = (
     "lab.model.hidden=16",
@@ -253,6 +255,8 @@ def test_a_run_leaves_the_files_of_a_run(tmp_path):
     events = [orjson.loads(line) for line in (folder / "metrics.guard.jsonl").read_bytes().splitlines()]
     assert events[-1]["action"] == "stop"
     assert "the guard stopped the run" in (folder / "console.log").read_text()
+    found = summarise(read_run(folder / "metrics.jsonl"), steps=9)
+    assert found.stopped == len(steps) and found.final is None
     assert len(list((tmp_path / "warm-ups").iterdir())) == 1
 
 

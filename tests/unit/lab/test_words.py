@@ -34,17 +34,14 @@ def test_collapses_have_their_seeds_and_steps_and_warnings_their_leads():
     alarmed = Variant("tis", (), {0: summary(0.7, warned=10), 1: summary(0.7), 2: summary(0.7)})
     text = said(EXACT, NONE, alarmed)
     assert "none in 3 of 3 (seed 0, 1, 2; step 100)" in text
-    assert (
-        "came in 3 of 3 collapses in time, 25 to 25 steps ahead of the fall, and in 1 of the 6 runs that did not"
-        in text
-    )
+    assert "came in 3 of 3 collapses in time, 25 to 25 steps ahead of the fall, and in 1 of the 6 runs that" in text
 
 
 def test_a_late_warning_is_none():
     late = variant("none", [0.1, 0.1], collapsed=100, warned=120, warning=-15)
     assert "came in 0 of 2 collapses in time." in said(late)
     alarmed = Variant("none", (), {0: summary(0.7, warned=10), 1: summary(0.7)})
-    assert "steps) came in 1 of the 2 runs that did not collapse." in said(alarmed)
+    assert "steps) came in 1 of the 2 runs that trained to their end without one." in said(alarmed)
 
 
 def test_an_exact_arm_that_dies_by_itself_is_told():
@@ -63,3 +60,31 @@ def test_one_seed_says_nothing_about_noise_and_missing_ones_are_told():
 def test_without_a_baseline_nothing_is_compared():
     text = said(EXACT, variant("tis", [0.7, 0.7]))
     assert "none" not in text.replace("none against", "") and "Better" not in text
+
+
+ENDED = Variant(
+    "guard",
+    (),
+    {
+        0: summary(0.9),
+        1: summary(None, last=0.6, stopped=38, warned=5),
+        2: summary(None, last=0.4, stopped=150, collapsed=140, warned=5, warning=20),
+    },
+)
+
+
+def test_a_run_that_the_guard_ended_early_neither_lived_nor_is_better_than_none():
+    text = said(EXACT, NONE, ENDED)
+    assert "The guard ended runs early: guard in 2 of 3 (steps 38 to 150, at a reward of 0.50)." in text
+    assert "guard in 1 of 2 (seed 2; step 140)" in text, "of one it is not known"
+    better = [line for line in text.split("\n") if line.startswith(("Better", "Worse", "Within"))]
+    assert not any("guard" in line for line in better)
+    assert "in 4 of 4 collapses in time" in text and "runs that trained to their end" not in text
+    none_left = Variant("skip", (), {0: summary(None, stopped=10)})
+    assert "skip in 1 of 1 (step 10, before the first level of the reward)" in said(EXACT, NONE, none_left)
+
+
+def test_against_runs_that_the_guard_ended_nothing_is_compared():
+    baseline = Variant("none", (), ENDED.runs)
+    text = said(EXACT, baseline, variant("tis", [0.7, 0.8, 0.7]))
+    assert "Better" not in text and "The gap costs" not in text and "none in 2 of 3 (steps 38" in text
