@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.lab.summary import summarise
+from verl_ext.lab.words import span
 from verl_ext.report.load import read_run
 
 PAGE = Path(__file__).parents[1] / "docs" / "lab.md"
@@ -112,15 +113,18 @@ def _early(found: Row) -> str:
     """How many runs, at which steps, and the reward then."""
     if not (steps := sorted(found["at"].values())):
         return ""
-    reward = "no reward" if found["reward_then"] is None else f"reward {found['reward_then']['mean']:.2f}"
-    return f"{len(steps)} of {found['of']}, steps {steps[0]} to {steps[-1]}, {reward} then"
+    then = found["reward_then"]
+    reward = "no reward then" if then is None else f"reward {then['mean']:.2f} then"
+    if then is not None and then["seeds"] < len(steps):
+        reward += f" (of {then['seeds']})"
+    return f"{len(steps)} of {found['of']}, {span(steps)}, {reward}"
 
 
 def _ended(variant: Row) -> str:
     final, fallen = variant["final"].values(), len(variant["collapsed"])
-    if early := sum(reward is None for reward in final):
-        return f"{early} of {len(final)} ended early"
-    return f"{sum(final) / len(final):.2f}" + (f", {fallen} of {len(final)} collapsed" if fallen else "")
+    early = sum(reward is None for reward in final)
+    ended = f"{early} of {len(final)} ended early" if early else f"{sum(final) / len(final):.2f}"
+    return ended + (f", {fallen} of {len(final)} collapsed" if fallen else "")
 
 
 def _interval(found: Row | None) -> str:

@@ -77,13 +77,14 @@ def table(regime: str, folder: Path = RUNS) -> str:
     for variant in ranked(variants):
         finals = ", ".join(_final(variant.runs[seed]) for seed in sorted(variant.runs))
         steps = ", ".join(str(step) for step in sorted(variant.collapsed.values()))
+        collapsed = f"{len(variant.collapsed)} of {variant.known}" + (f" (step {steps})" if steps else "")
         ends = [run.get(K3).values[-WINDOW:].mean() for run in runs[variant.name].values()]
         cells = (
             f"**{variant.name}**" if variant.name == "none" else variant.name,
             finals,
             _mean(variant.mean("final")),
             _mean(variant.mean("peak")),
-            f"{len(variant.collapsed)} of {variant.known}" + (f" (step {steps})" if steps else ""),
+            collapsed if variant.known else "",
             f"{sum(ends) / len(ends):.2g}",
             *(_mean(variant.mean(name), "{:.0f}") for name in ("skipped", "rollbacks")),
         )
@@ -92,7 +93,7 @@ def table(regime: str, folder: Path = RUNS) -> str:
 
 
 def _final(run: Summary) -> str:
-    return f"ended at {run.stopped}" if run.final is None else f"{run.final:.2f}"
+    return f"{run.final:.2f}" if run.stopped is None else f"ended at {run.stopped}"
 
 
 def _mean(found: Interval | None, how: str = "{:.2f}") -> str:

@@ -33,7 +33,10 @@ def collect(
                 continue
             summary = summarise(run, cell.steps)
             if summary.steps < cell.steps and summary.stopped is None:
-                errors[name][cell.seed] = f"it ended at step {summary.steps} of {cell.steps}, and not by the guard"
+                errors[name][cell.seed] = (
+                    f"it ended at step {summary.steps} of {cell.steps}, and not by the guard; "
+                    f"remove {cell.folder(out)} to run it again"
+                )
             else:
                 runs[name][cell.seed], summaries[name][cell.seed] = run, summary
     variants = [Variant(arm.name, arm.overrides, summaries[arm.name], errors[arm.name]) for arm in arms]

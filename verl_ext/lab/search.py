@@ -33,11 +33,14 @@ def halving(
     """The candidates, best first: who saw more seeds before who saw fewer, then by the mean.
 
     Args:
-        rewards: runs candidates on a seed, and gives their final rewards. One that is not in it failed, and is out.
+        rewards: runs candidates on a seed, and gives their final rewards. One that is not in it failed, or the guard
+            ended its run: it is out.
     """
     left = [Standing(name, ()) for name in names]
     gone: list[Standing] = []
     for seed in seeds:
+        if not left:
+            break
         found = rewards([each.name for each in left], seed)
         left = [Standing(each.name, (*each.rewards, found[each.name])) for each in left if each.name in found]
         left.sort(key=lambda each: each.mean, reverse=True)

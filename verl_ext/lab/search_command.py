@@ -115,7 +115,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _nothing_left(failed: "Mapping[Cell, str]", ended: Mapping[str, str]) -> str:
     if failed:
-        return f"every candidate failed or was ended by the guard; the first: {next(iter(failed.values()))}"
+        ended_too = " or was ended by the guard" if ended else ""
+        return f"every candidate failed{ended_too}; the first: {next(iter(failed.values()))}"
     name, why = next(iter(ended.items()))
     return (
         f"the guard ended every candidate early, which leaves nothing to compare; the first, {name}: {why}; search "

@@ -11,7 +11,8 @@ from verl_ext.lab.summary import Summary
 from verl_ext.report.noise import student_quantile
 
 COVERAGE = 0.95
-MEASURES = tuple(each.name for each in fields(Summary))
+# What has a mean over seeds: not `last`, which is a final reward of one run and the level at a stop of another.
+MEASURES = tuple(each.name for each in fields(Summary) if each.name != "last")
 
 
 @dataclass(frozen=True)

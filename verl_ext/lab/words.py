@@ -55,7 +55,8 @@ def _ranking(others: Sequence[Variant], none: Variant) -> Iterator[str]:
 def _collapses(variants: Sequence[Variant]) -> Iterator[str]:
     rule = f"the {WINDOW}-step mean of the reward below half of its peak"
     died = [_collapse(variant) for variant in variants if variant.collapsed]
-    yield f"Collapsed ({rule}): {'; '.join(died)}." if died else f"Nothing collapsed ({rule})."
+    of = " of what the guard did not end before" if any(variant.stopped for variant in variants) else ""
+    yield f"Collapsed ({rule}): {'; '.join(died)}." if died else f"Nothing collapsed{of} ({rule})."
     exact = named(variants, EXACT)
     if exact is not None and exact.collapsed:
         yield f"{EXACT} collapses by itself: what happens here is not the gap's doing alone."
@@ -79,6 +80,8 @@ def _ended_early(variants: Sequence[Variant]) -> Iterator[str]:
 def _ended(variant: Variant) -> str:
     then = variant.reward_then
     reward = "before the first level of the reward" if then is None else f"at a reward of {then.mean:.2f}"
+    if then is not None and then.seeds < len(variant.stopped):
+        reward += f" in {then.seeds}, the others before the first level of it"
     return (
         f"{variant.name} in {len(variant.stopped)} of {len(variant.runs)} ({span(variant.stopped.values())}, {reward})"
     )

@@ -70,7 +70,9 @@ def test_a_run_that_the_guard_ended_is_told_as_that(tmp_path, capsys):
 
 def test_a_run_that_ended_early_by_itself_is_none_that_lived(capsys):
     main(["lab", "stale", "--variants", "none", "--add", "cut=stability=tis", *SMALL, "--no-page"])
-    assert "cut, seed 0 failed: it ended at step 30 of 40, and not by the guard" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    folder = Path(".lab/stale/cut/seed0")
+    assert f"cut, seed 0 failed: it ended at step 30 of 40, and not by the guard; remove {folder} to run it" in said
 
 
 def test_json_alone_on_the_standard_output(capsys):

@@ -99,6 +99,18 @@ def test_a_candidate_that_fails_is_out():
     assert [each.name for each in standings] == ["b"]
 
 
+def test_a_search_ends_where_nobody_is_left():
+    asked = []
+
+    def nobody_at_1(names, seed):
+        asked.append(seed)
+        return dict.fromkeys(names, 0.5) if seed == 0 else {}
+
+    assert [each.rewards for each in halving("abcdef", (0, 1, 2), nobody_at_1)] == [(0.5,)] * 3, "who was out before"
+    assert asked == [0, 1]
+    assert halving("ab", (0, 1), lambda names, seed: {}) == []
+
+
 def test_a_search_ends_with_its_winner_on_other_seeds(tmp_path, capsys):
     words = [
         "lab",
@@ -139,18 +151,15 @@ def test_a_candidate_that_the_guard_ended_is_out_and_named(capsys):
     assert [each["overrides"] for each in json.loads(captured.out)["search"]] == [
         "stability.tis.high=3 stability.batch_skip.threshold=null"
     ]
-    assert main([*words, "stability.tis.high=7,8", "--out", "other"]) == 2
+    assert main([*words, "stability.tis.high=7,8", "--seeds", "2", "--out", "other"]) == 2
     said = "the guard ended every candidate early, which leaves nothing to compare; the first, high7:"
     assert said in capsys.readouterr().err
 
 
 def test_every_candidate_fails(monkeypatch, capsys):
     monkeypatch.setattr(standin, "run_arm", failing)
-    assert main(["lab", "search", "stale", "stability.tis.high=2,3", "--seeds", "1", *SHORT]) == 2
-    assert (
-        "every candidate failed or was ended by the guard; the first: lab.warm_up.reward=0.9 was not reached"
-        in capsys.readouterr().err
-    )
+    assert main(["lab", "search", "stale", "stability.tis.high=2,3", "--seeds", "2", *SHORT]) == 2
+    assert "every candidate failed; the first: lab.warm_up.reward=0.9 was not reached" in capsys.readouterr().err
 
 
 def failing(*_):

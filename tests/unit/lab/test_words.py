@@ -84,6 +84,18 @@ def test_a_run_that_the_guard_ended_early_neither_lived_nor_is_better_than_none(
     assert "skip in 1 of 1 (step 10, before the first level of the reward)" in said(EXACT, NONE, none_left)
 
 
+def test_a_reward_then_is_of_the_runs_that_came_to_a_level():
+    runs = {0: summary(None, last=0.4, stopped=40), 1: summary(None, stopped=10), 2: summary(None, stopped=9)}
+    text = said(EXACT, Variant("guard", (), runs))
+    assert "(steps 9 to 40, at a reward of 0.40 in 1, the others before the first level of it)" in text
+
+
+def test_nothing_collapsed_is_said_of_runs_that_the_guard_did_not_end():
+    ended = Variant("guard", (), {0: summary(None, stopped=10)})
+    assert "Nothing collapsed of what the guard did not end before (the 20" in said(EXACT, ended)
+    assert "Nothing collapsed (the 20" in said(EXACT)
+
+
 def test_against_runs_that_the_guard_ended_nothing_is_compared():
     baseline = Variant("none", (), ENDED.runs)
     text = said(EXACT, baseline, variant("tis", [0.7, 0.8, 0.7]))

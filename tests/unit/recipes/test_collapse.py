@@ -66,6 +66,27 @@ def test_what_rounding_costs_and_what_replay_does_to_the_gap():
     assert all(plain > replayed for plain, replayed in gaps)
 
 
+def test_a_run_that_the_guard_ended_has_no_final_reward(results, tmp_path):
+    stop = {"rule": "r", "signal": "s", "value": 0.2, "limit": 0.1, "action": "stop", "reason": "past it"}
+    for arm, steps in {"none": (40, 40), "guard": (25, 40), "all": (25, 12)}.items():
+        for seed, last in enumerate(steps):
+            folder = tmp_path / "stale" / arm / f"seed{seed}"
+            folder.mkdir(parents=True)
+            rows = [{"step": 1 + step, "data": {"critic/score/mean": 0.5, "vllm_kl/k3": 0.1}} for step in range(last)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            if last < 40:
+                (folder / "metrics.guard.jsonl").write_text(json.dumps(stop | {"step": last}) + "\n")
+    _, _, *lines = results.table("stale", tmp_path).splitlines()
+    rows = {
+        cells[1].strip(" *"): [cell.strip() for cell in cells[2:6]] for cells in (line.split("|") for line in lines)
+    }
+    assert rows == {
+        "none": ["0.50, 0.50", "0.50", "0.50", "0 of 2"],
+        "guard": ["ended at 25, 0.50", "", "0.50", "0 of 1"],
+        "all": ["ended at 25, ended at 12", "", "0.50", ""],
+    }
+
+
 def test_only_runs_that_are_done_are_kept_and_only_what_is_read(results, tmp_path):
     row = {"step": 1, "data": {"critic/score/mean": 0.123456789, "perf/mfu/actor": 0.0}}
     for arm in ("none", "tis"):
