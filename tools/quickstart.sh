@@ -20,11 +20,13 @@ export VERL_FILE_LOGGER_PATH="$PWD/.quickstart/metrics.jsonl"
 log=.quickstart/console.log
 
 echo "quickstart: starting Ray, vLLM and FSDP2; the first step comes after about 40 s (everything they say: $log)"
-python recipes/cpu_smoke/make_assets.py --out .quickstart/prefix_sums
+# The model copies most prompts where their prefix sums are asked for: RL breaks the habit within a minute.
+python recipes/cpu_smoke/make_assets.py --copying 0.7 --out .quickstart/copying
 status=0
-"$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke hydra.run.dir=.quickstart/hydra \
+"$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke assets=.quickstart/copying hydra.run.dir=.quickstart/hydra \
   ray_kwargs.ray_init.runtime_env.py_executable="$PREFORK_PYTHON" \
-  stability=icepop stability.router_agreement=true stability.cascade_attention=off stability.trajectories.per_step=2 "$@" 2>&1 |
+  stability=icepop stability.router_agreement=true stability.cascade_attention=off stability.trajectories.per_step=2 \
+  actor_rollout_ref.actor.optim.lr_warmup_steps=5 "$@" 2>&1 |
   python tools/progress.py "$log" || status=$?
 if [ "$status" != 0 ]; then
   [ "$status" = 130 ] || { echo "quickstart: the run ended with exit code $status; the end of $log:" >&2; tail -n 30 "$log" >&2; }

@@ -20,6 +20,7 @@ DIGITS = 12
 TRAIN_ROWS = 1024
 VAL_ROWS = 32
 WARM = 0.35  # mean reward of the answers that training starts from
+WARM_COPYING = 0.25  # the same, of a model that copies most prompts
 
 SPECIAL_TOKENS = ["<pad>", "<end>", "<unk>", "<user>", "<assistant>"]
 CHARACTERS = ["\n", *(chr(code) for code in range(ord(" "), ord("~") + 1))]
@@ -91,30 +92,44 @@ def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "Qwen3Mo
         return Qwen3MoeForCausalLM(config)
 
 
-def worked_examples(tokenizer: "PreTrainedTokenizerFast", count: int, generator: "torch.Generator") -> "torch.Tensor":
-    """[count, 2 * DIGITS + 3] token ids of random prompts and their right answers, in the chat template's form."""
+def worked_examples(
+    tokenizer: "PreTrainedTokenizerFast", count: int, generator: "torch.Generator", copied: int = 0
+) -> "torch.Tensor":
+    """[count, 2 * DIGITS + 3] token ids of random prompts and their answers, in the chat template's form.
+
+    The first `copied` answers repeat the prompt's digits; the others are right.
+    """
     import torch
 
     user, assistant, end, zero = tokenizer.convert_tokens_to_ids(["<user>", "<assistant>", "<end>", "0"])
     digits = torch.randint(10, (count, DIGITS), generator=generator)
+    answers = torch.cat([digits[:copied], digits[copied:].cumsum(1) % 10])
     one = torch.ones(count, 1, dtype=torch.long)
-    return torch.cat([user * one, zero + digits, assistant * one, zero + digits.cumsum(1) % 10, end * one], 1)
+    return torch.cat([user * one, zero + digits, assistant * one, zero + answers, end * one], 1)
 
 
-def warm_up(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", seed: int, until: float) -> None:
+def warm_up(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", seed: int, until: float, copying: float = 0.0
+) -> None:
     """Train `model` on worked examples until answers sampled from it at temperature 1 would earn `until` on average.
 
     That mean is known without sampling: an answer earns its places before the first wrong one, so it is the mean over
     places of the probability that all up to there are right. Every batch is new when it is measured.
+
+    Args:
+        copying: share of the examples that copy the prompt in place of the right answer: a habit that RL has to break.
     """
     import torch
+
+    size = 32
+    copied = round(copying * size)
 
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
     started, reward, step = time.monotonic(), 0.0, 0
     while reward < until:
         step += 1
-        ids = worked_examples(tokenizer, 32, generator)
+        ids = worked_examples(tokenizer, size, generator, copied)
         in_answer = torch.arange(ids.shape[1]) > DIGITS + 1
         # Asked for its routers' logits, a mixture of experts adds its load-balancing loss; a dense model has none.
         out = model(ids, labels=ids.where(in_answer, -100), output_router_logits=True)
@@ -122,7 +137,9 @@ def warm_up(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", seed
         out.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        probabilities = out.logits.detach()[:, :-1].softmax(-1).gather(-1, ids[:, 1:, None])[:, in_answer[1:], 0]
+        right = ids[copied:]
+        probabilities = out.logits.detach()[copied:, :-1].softmax(-1).gather(-1, right[:, 1:, None])
+        probabilities = probabilities[:, in_answer[1:], 0]
         reward += 0.2 * (probabilities.cumprod(1).mean().item() - reward)
         if step % 20 == 0 or reward >= until:
             seconds = time.monotonic() - started
@@ -151,11 +168,11 @@ def build_rows(count: int, seed: int, split: str) -> list[dict]:
     ]
 
 
-def write_model(folder: Path, seed: int, warm: float) -> None:
+def write_model(folder: Path, seed: int, warm: float, copying: float = 0.0) -> None:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed)
     if warm:
-        warm_up(model, tokenizer, seed, warm)
+        warm_up(model, tokenizer, seed, warm, copying)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -167,15 +184,18 @@ def write_rows(file: Path, rows: list[dict]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
 
 
-def make_assets(out: Path, force: bool = False, seed: int = 0, warm: float = WARM) -> list[Path]:
+def make_assets(out: Path, force: bool = False, seed: int = 0, warm: float = WARM, copying: float = 0.0) -> list[Path]:
     """Write `model/`, `train.parquet` and `val.parquet` under `out`; return the ones written now.
 
-    With `warm=0` the model keeps its random weights. What is already there stays, unless `force`. Each appears under
-    its name only when it is complete, so that an interrupted run leaves nothing that a later one would mistake for
-    finished.
+    What is already there stays, unless `force`. Each appears under its name only when it is complete, so that an
+    interrupted run leaves nothing that a later one would mistake for finished.
+
+    Args:
+        warm: the mean reward to warm up to; with 0 the model keeps its random weights.
+        copying: see `warm_up`.
     """
     writers = {
-        out / "model": lambda path: write_model(path, seed, warm),
+        out / "model": lambda path: write_model(path, seed, warm, copying),
         out / "train.parquet": lambda path: write_rows(path, build_rows(TRAIN_ROWS, seed, "train")),
         out / "val.parquet": lambda path: write_rows(path, build_rows(VAL_ROWS, seed + 1, "val")),
     }
@@ -206,8 +226,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=folder, help="where to write (default: %(default)s)")
     parser.add_argument("--force", action="store_true", help="write again what is already there")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the rows (default: %(default)s)")
+    parser.add_argument(
+        "--copying",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the worked examples that copy the prompt: a habit that RL has to break (default: %(default)s)",
+    )
     arguments = parser.parse_args()
-    written = make_assets(arguments.out, arguments.force, arguments.seed)
+    warm = WARM_COPYING if arguments.copying else WARM
+    written = make_assets(arguments.out, arguments.force, arguments.seed, warm, arguments.copying)
     for path in written:
         print(f"wrote {path}")
     if not written:

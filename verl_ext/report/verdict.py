@@ -39,7 +39,7 @@ from verl_ext.report.growth import (
     staleness,
 )
 from verl_ext.report.reward import SOUND, STRETCHES, Fall, broken_reward, fall_of, level_of
-from verl_ext.report.run import Run
+from verl_ext.report.run import Run, Series
 
 WINDOW = 10  # steps of which most were skipped, for a run that no longer learns
 RISE = 25.0  # times the k3 of the run's best stretch: 5 times the mean gap of a token, which the guard calls a jump
@@ -357,8 +357,8 @@ def _far_below(now: float, boundary: float) -> str:
 
 def _surroundings(run: Run) -> Iterator[str]:
     """What else belongs to the picture."""
-    if (dropped := run.get("correction/dropped")) is not None and (now := now_of(dropped)) <= TOO_MANY_DROPPED:
-        yield f"The correction drops {100 * now:.2g} % of the tokens."
+    if (dropped := run.get("correction/dropped")) is not None and now_of(dropped) <= TOO_MANY_DROPPED:
+        yield _dropped(dropped.finite())
     yield from _agreement(run)
     if (skipped := run.get("guard/skipped")) is not None and (count := int((skipped.values > 0).sum())):
         yield f"{count} of {len(skipped.values)} updates were skipped."
@@ -368,6 +368,17 @@ def _surroundings(run: Run) -> Iterator[str]:
     yield from _age(run)
     if (norm := run.metrics.get("actor/grad_norm")) is not None and (bad := int((~np.isfinite(norm.values)).sum())):
         yield f"The gradient norm was not a number in {bad} step{'s' * (bad != 1)}."
+
+
+def _dropped(share: Series) -> str:
+    """Over the run: the last steps alone often drop nothing."""
+    steps, most = len(share.steps), int(share.values.argmax())
+    if not share.values[most]:
+        return f"The correction looked at every token of {steps} steps and dropped none: none was outside its bounds."
+    return (
+        f"The correction dropped {100 * share.values.mean():.2g} % of the tokens in {steps} steps; the most was "
+        f"{100 * share.values[most]:.2g} %, in step {share.steps[most]}."
+    )
 
 
 def _agreement(run: Run) -> Iterator[str]:

@@ -113,6 +113,15 @@ def test_worked_examples_are_prompts_with_their_right_answers_in_the_chat_templa
         assert tokenizer.apply_chat_template(row, tokenize=True, return_dict=False) == ids
 
 
+def test_of_worked_examples_the_first_may_copy_their_prompt(tokenizer):
+    import torch
+
+    examples = make_assets.worked_examples(tokenizer, 8, torch.Generator().manual_seed(0), copied=5)
+    for number, ids in enumerate(examples.tolist()):
+        digits, answer = tokenizer.decode(ids).removeprefix("<user>").removesuffix("<end>").split("<assistant>")
+        assert answer == (digits if number < 5 else make_assets.prefix_sums(digits))
+
+
 class Guessing:
     """In the model's place: it gives every right token of an answer the probability `right`."""
 

@@ -42,7 +42,7 @@ def test_a_quiet_run_is_healthy():
         "0.1, and shows no growth that would reach it."
     )
     assert verdict.why == () and verdict.evidence == (
-        "The correction drops 0.94 % of the tokens.",
+        "The correction dropped 1.1 % of the tokens in 120 steps; the most was 1.4 %, in step 111.",
         "The engines choose 98.94 % of the experts alike.",
         "3 of 120 updates were skipped.",
     )
@@ -57,6 +57,14 @@ def test_a_quiet_run_is_healthy():
         ({"vllm_kl/k3": [0.0] * 9}, "k3 is 0, more than 1,000 times below"),
         ({"rollout_corr/k3_kl": QUIET}, "k3 is 0.001, 100 times below"),
         ({"vllm_kl/k3": QUIET, "guard/skipped": [1, 0, 0]}, "1 of 3 updates were skipped."),
+        (
+            {"vllm_kl/k3": QUIET, "correction/dropped": [0.0] * 9},
+            "The correction looked at every token of 9 steps and dropped none: none was outside its bounds.",
+        ),
+        (
+            {"vllm_kl/k3": QUIET, "correction/dropped": [0.0, 0.002, 0.0002, NAN, *[0.0] * 8]},
+            "The correction dropped 0.02 % of the tokens in 11 steps; the most was 0.2 %, in step 2.",
+        ),
         ({"vllm_kl/k3": QUIET, "actor/grad_norm": [1, NAN, float("inf")]}, "was not a number in 2 steps."),
         (
             {"vllm_kl/k3": QUIET, "training/off_policy/trajectory_staleness/mean": [2.5] * 9},
