@@ -91,7 +91,8 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
                 case ["reward", value]:
                     change(batch, "rm_scores", score(float(value)))
                 case ["narrow", "band"]:
-                    changed = {"icepop": {"alpha": 3, "beta": 4}, "guard": {"rules": None}}
+                    # Tightening refuses a band without 1 in it.
+                    changed = {"icepop": {"alpha": 3, "beta": 4}, "guard": {"rules": {"gap": {"action": "warn"}}}}
                 case ["filters", *_]:
                     changed = {"filters": {"low_probability": {"threshold": 1.0}}}
             self.stability_run.use(self.config, stability_config(OmegaConf.merge(self.config.stability, changed)))
