@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Train a small mixture of experts on two CPU cores with verl_ext switched on, then show what happened.
 #   bash tools/quickstart.sh [override ...]    e.g. trainer.total_training_steps=120
-# The first run installs everything into .venv; the next ones reuse it. Results stand in .quickstart/.
+# The first run installs everything into .venv; the next ones reuse it and take two minutes. Results stand in .quickstart/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,5p; exit; fi
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,4p; exit; fi
 
 if [ -z "${PREFORK_PYTHON:-}" ]; then
   bash tools/setup_cpu.sh

@@ -106,13 +106,24 @@ def broken_reward(run: Run) -> tuple[float, float] | None:
     return (best, last) if lost > BROKEN * gained + noise else None
 
 
-def level_of(run: Run) -> tuple[float, float, float] | None:
-    """The first, the highest and the last level of the reward, of fewer readings in a short run; None without one."""
+@dataclass(frozen=True)
+class Levels:
+    """The first, the highest and the last level of a reward, each the mean of `count` readings."""
+
+    first: float
+    best: float
+    last: float
+    count: int
+
+
+def level_of(run: Run) -> Levels | None:
+    """The reward's levels, of fewer readings in a run that is shorter than two; None without a reward."""
     reward = run.get(REWARD)
     if reward is None:
         return None
-    levels = _levels(reward.values, min(WINDOW, max(len(reward.values) // 2, 1)))
-    return float(levels[0]), float(levels.max()), float(levels[-1])
+    count = min(WINDOW, max(len(reward.values) // 2, 1))
+    levels = _levels(reward.values, count)
+    return Levels(float(levels[0]), float(levels.max()), float(levels[-1]), count)
 
 
 def _levels(values: np.ndarray, count: int = WINDOW) -> np.ndarray:

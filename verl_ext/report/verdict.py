@@ -38,7 +38,7 @@ from verl_ext.report.growth import (
     passed_at,
     staleness,
 )
-from verl_ext.report.reward import SOUND, STRETCHES, Fall, broken_reward, fall_of, level_of
+from verl_ext.report.reward import SOUND, STRETCHES, Fall, Levels, broken_reward, fall_of, level_of
 from verl_ext.report.run import Run, Series
 
 WINDOW = 10  # steps of which most were skipped, for a run that no longer learns
@@ -115,7 +115,7 @@ def _collapsed(run: Run, fall: Fall) -> Verdict:
 
 def _past_the_boundary(run: Run, past: list[str], fell: tuple[float, float] | None) -> Verdict:
     level = level_of(run)
-    holds = level is not None and fell is None and level[2] >= SOUND * level[1] > 0
+    holds = level is not None and fell is None and level.last >= SOUND * level.best > 0
     first, *others = past
     why = (*(_last_refusal(run) if any(_stuck(run)) else ()), *others, *_foretold(run))
     why += tuple(_reward_at_the_boundary(level, fell, holds))
@@ -218,20 +218,21 @@ def _fell(fell: tuple[float, float]) -> str:
     return f"The reward fell from {fell[0]:.3g} to {fell[1]:.3g}."
 
 
-def _reward_at_the_boundary(
-    level: tuple[float, float, float] | None, fell: tuple[float, float] | None, holds: bool
-) -> Iterator[str]:
+def _reward_at_the_boundary(level: Levels | None, fell: tuple[float, float] | None, holds: bool) -> Iterator[str]:
     if fell:
         yield _fell(fell)
     elif level:
-        yield f"The reward {'holds: it ' * holds}is {level[2]:.3g}, and was {level[1]:.3g} at its best."
+        yield f"The reward {'holds: it ' * holds}is {level.last:.3g}, and was {level.best:.3g} at its best."
 
 
 def _reward_since_start(run: Run) -> str:
     if (level := level_of(run)) is None:
         return ""
-    first, _, now = level
-    return f"{now:.3g}" if len(run.steps) == 1 else f"{now:.3g} ({first:.3g} at the start)"
+    if len(run.steps) == 1:
+        return f"{level.last:.3g}"
+    if level.count == 1:
+        return f"{level.last:.3g} ({level.first:.3g} at the start)"
+    return f"{level.last:.3g} in the last {level.count} steps ({level.first:.3g} in the first {level.count})"
 
 
 def _too_little(k3: Gap | None) -> str:

@@ -38,8 +38,8 @@ def test_a_quiet_run_is_healthy():
     verdict = judge(full())
     assert verdict.state == "healthy" and tried(verdict) == []
     assert verdict.sentence == (
-        "The run is healthy: the reward is 0.574 (0.213 at the start); k3 is 0.00097, 103 times below the boundary of "
-        "0.1, and shows no growth that would reach it."
+        "The run is healthy: the reward is 0.574 in the last 20 steps (0.213 in the first 20); k3 is 0.00097, 103 "
+        "times below the boundary of 0.1, and shows no growth that would reach it."
     )
     assert verdict.why == () and verdict.evidence == (
         "The correction dropped 1.1 % of the tokens in 120 steps; the most was 1.4 %, in step 111.",
