@@ -8,7 +8,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,7p; exit; fi
 [ $# -gt 0 ] || set -- 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0
-TESTS="tests/unit/upstream/test_vllm_cpu.py tests/stack/test_vllm_engine.py"
+TESTS="tests/unit/cpu/test_vllm.py tests/stack/test_vllm_engine.py"
 
 mkdir -p .matrix
 table=.matrix/table.md

@@ -6,7 +6,7 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
 MOVED = {
-    "verl_ext.platform.weights": "verl_ext.upstream.file_weights",  # checkpoint_engine.custom_backend_module
+    "verl_ext.platform.weights": "verl_ext.cpu.weights",  # checkpoint_engine.custom_backend_module
     "verl_ext.rewards": "verl_ext.core.rewards",  # a reward manager of one's own
     "verl_ext.rollout.vllm_plugin": "verl_ext.upstream.vllm_plugin",  # the entry point of an older installation
     "verl_ext.routing_cost": "verl_ext.plan.routing_cost",  # python -m

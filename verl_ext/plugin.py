@@ -29,12 +29,9 @@ def load() -> None:
         "verl_ext.upstream.sglang_routing:decode_routing", "verl.workers.rollout.sglang_rollout.async_sglang_server"
     )
     if on_cpu.requested():
-        from verl_ext.upstream import cpu_platform
+        from verl_ext.cpu import platform
 
-        cpu_platform.install()
-        register_post_import_hook(
-            "verl_ext.upstream.cpu_patches:adapt_fsdp", "verl.workers.engine.fsdp.transformer_impl"
-        )
+        platform.install()
 
 
 try:

@@ -25,6 +25,7 @@ SCENARIOS = {
     },
     "lost adapter": {1: "missed sync"},
     "short log-probs": {2: "short log-probs"},
+    "shifted experts": {2: "shifted experts"},
     "frozen rollout": dict.fromkeys(range(9, 1000), "missed sync"),
 }
 
@@ -68,6 +69,11 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
         changed[first:second, :, 1] = changed[first:second, :, 0]
         return jagged(changed, routes.offsets())
 
+    def shifted(routes):
+        """Every id one higher: experts that the rollout did not use."""
+        experts = int(routes.values().max()) + 1
+        return jagged((routes.values() + 1) % experts, routes.offsets())
+
     now = time.time
 
     class FaultyTrainer(trainer_class):
@@ -77,8 +83,9 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
             super().on_step_begin()
 
         def _compute_old_log_prob(self, batch, metrics):
-            if faults.get(self.global_steps) == "wrong experts":
-                change(batch, "routed_experts", wrong)
+            edits = {"wrong experts": wrong, "shifted experts": shifted}
+            if edit := edits.get(faults.get(self.global_steps)):
+                change(batch, "routed_experts", edit)
             return super()._compute_old_log_prob(batch, metrics)
 
         def _compute_advantage(self, batch, metrics):

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from verl_ext.upstream import cpu_patches, fake_quantization, vllm_plugin
+from verl_ext.cpu import patches
+from verl_ext.upstream import fake_quantization, vllm_plugin
 
 # What the entry points of the installed package do; here also where the package is only on the path.
-cpu_patches.answer_for_vllm_cpu()
+patches.answer_for_vllm_cpu()
 vllm_plugin.register()
 
 from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer  # noqa: E402

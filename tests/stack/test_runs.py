@@ -126,7 +126,7 @@ def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
         "actor_rollout_ref.rollout.checkpoint_engine.backend=file",
-        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_ext.upstream.file_weights",
+        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_ext.cpu.weights",
         "ray_kwargs.ray_init.num_gpus=2",
         "trainer.v1.separate_async.num_warmup_batches=2",
         "actor_rollout_ref.actor.optim.lr=3e-5",  # so small that old rollouts stay near the policy

@@ -12,6 +12,7 @@ BELOW = {
     "core": {"errors", "methods"},
     "guard": {"metrics", "errors", "methods"},
     "upstream": {"fields", "core", "errors"},
+    "cpu": {"upstream", "errors"},
     "routing": {"fields", "core", "upstream", "errors"},
     "metrics": set(),
     "settings": {"core", "guard", "metrics", "errors", "methods"},

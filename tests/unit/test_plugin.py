@@ -14,10 +14,12 @@ def test_loading_imports_no_engine_no_model_and_no_vllm():
     """In an interpreter that has imported nothing but verl."""
     code = "import sys, verl; before = {*sys.modules}; import verl_ext.plugin; print(*{*sys.modules} - before)"
     without = os.environ | {"VERL_USE_EXTERNAL_PLUGINS": "none"}
+    without.pop("VERL_PLATFORM", None)
     added = subprocess.check_output([sys.executable, "-c", code], env=without, text=True).split()
     assert "verl_ext.plugin" in added, "and not before"
     for name in HEAVY:
         assert name not in added, f"the plugin imports {name} at load"
+    assert not [name for name in added if name.startswith("verl_ext.cpu")], "nothing asks for CPU cores here"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_losses_can_be_imported_in_any_order(fresh_python, code, expected):
 def test_a_plugin_that_fails_to_load_says_so(fresh_python):
     # verl itself swallows the failure at DEBUG.
     code = (
-        "import sys, verl_ext.upstream.cpu_patches as p, torch.distributed as d\n"
+        "import sys, verl_ext.cpu.patches as p, torch.distributed as d\n"
         "d.init_process_group = lambda device: None\n"
         "import verl"
     )

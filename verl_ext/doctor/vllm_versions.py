@@ -56,7 +56,7 @@ def routing_delivery(context: Context) -> Iterable[Finding]:
     """What vLLM refuses beside enable_return_routed_experts since 0.31, where blocks of ids follow KV blocks.
 
     Source: `_verify_aux_output_compatibility`, the same in 0.31 to 0.33 (vLLM PR 45635). On CPU cores verl_ext has
-    model runner V1 do it (upstream/vllm_cpu_routing.py). Of drafts that were rejected, `_commit_output` of
+    model runner V1 do it (cpu/vllm.py). Of drafts that were rejected, `_commit_output` of
     vllm/distributed/aux_output_connector/worker.py drops the ids; the drafter's own experts are captured nowhere.
     """
     version = context.vllm_release

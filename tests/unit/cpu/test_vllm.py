@@ -19,9 +19,9 @@ vllm = pytest.importorskip("vllm")
 
 from vllm.platforms import current_platform  # noqa: E402
 
+from verl_ext.cpu.vllm import CAPTURE  # noqa: E402
 from verl_ext.upstream import engine_report, vllm_plugin  # noqa: E402
 from verl_ext.upstream.patching import PatchError  # noqa: E402
-from verl_ext.upstream.vllm_cpu_experts import CAPTURE  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM was not built for CPU")
 
@@ -41,12 +41,12 @@ LOADERS = "vllm.model_executor.model_loader"  # for the format that rounds weigh
 
 @pytest.fixture
 def cpu() -> Iterator[Any]:
-    """`vllm_cpu`, with no patch applied before and after."""
-    from verl_ext.upstream import vllm_cpu
+    """`cpu.vllm`, with no patch applied before and after."""
+    from verl_ext.cpu import vllm
 
-    vllm_cpu.install()()
-    yield vllm_cpu
-    vllm_cpu.install()()
+    vllm.install()()
+    yield vllm
+    vllm.install()()
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ else:
 @pytest.mark.slow
 def test_installing_where_the_plugin_waits_for_vllms_runner_patches_once(fresh_python: Callable) -> None:
     code = (
-        "from verl_ext.upstream import vllm_cpu, vllm_plugin; vllm_plugin.register(); undo = vllm_cpu.install();"
-        "assert vllm_cpu.install() is undo; undo()"
+        "from verl_ext.cpu import vllm; from verl_ext.upstream import vllm_plugin; vllm_plugin.register();"
+        "undo = vllm.install(); assert vllm.install() is undo; undo()"
     )
     done = fresh_python(code, VERL_PLATFORM="cpu")
     assert done.returncode == 0, done.stderr

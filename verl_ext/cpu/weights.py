@@ -2,7 +2,7 @@
 
 verl's own engines (nccl, nixl, ...) need GPUs or their network. Chosen with
     actor_rollout_ref.rollout.checkpoint_engine.backend=file
-    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_ext.upstream.file_weights
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_ext.cpu.weights
 """
 
 import asyncio

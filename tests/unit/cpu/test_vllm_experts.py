@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.closeness import close
-from verl_ext.upstream.vllm_cpu_experts import plain_experts
+from verl_ext.cpu.vllm import plain_experts
 
 EXPERTS, HIDDEN, WIDTH, TOKENS, TOP_K = 5, 8, 6, 7, 2
 

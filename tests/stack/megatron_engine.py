@@ -1,0 +1,253 @@
+"""What a rank of test_megatron_engine.py runs: verl's Megatron engine beside transformers, from one checkpoint.
+
+    python -m tests.stack.megatron_engine TASK RANK WORLD FOLDER
+
+FOLDER has `model/` and `expected.pt`, which `expect_of_transformers` wrote.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict
+
+from tests.support.closeness import close
+
+LENGTHS = (27, 20, 9, 14, 30, 11, 16, 22)
+LEARNING_RATE = 1e-3
+VANILLA = {"vanilla_mbridge": True}
+ONE_RANK = {"mbridge": VANILLA, "Megatron-Bridge": {}}
+EP2 = {"expert_model_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+TP2_EP2 = TP2 | EP2 | {"expert_tensor_parallel_size": 1}
+PP2_VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+TWO_RANKS = {
+    "mbridge DP2": VANILLA,
+    "mbridge EP2": VANILLA | EP2,
+    "mbridge TP2": VANILLA | TP2,
+    "mbridge TP2 EP2": VANILLA | TP2_EP2,
+    "mbridge PP2": VANILLA | PP2,
+    "mbridge PP2 VPP2": VANILLA | PP2_VPP2,
+    "Megatron-Bridge DP2": {},
+    "Megatron-Bridge EP2": EP2,
+    "Megatron-Bridge TP2": TP2,
+    "Megatron-Bridge TP2 EP2": TP2_EP2,
+    "Megatron-Bridge PP2": PP2,
+    "Megatron-Bridge PP2 VPP2": PP2_VPP2,
+}
+
+
+def sequences(vocabulary: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(5, vocabulary, (length,), generator=generator) for length in LENGTHS]
+
+
+# transformers
+
+
+def expect_of_transformers(folder: Path) -> None:
+    """Log-probs, gradient norm, and weights by their names before and after one step of Adam."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
+    rows = sequences(model.config.vocab_size)
+    expected = {"weights": by_name(model), "log_probs": [log_probs(model, ids) for ids in rows]}
+    tokens = sum(len(ids) - 1 for ids in rows)
+    adam = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    losses = [F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="sum") for ids in rows]
+    (sum(losses) / tokens).backward()
+    expected["norm"] = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    adam.step()
+    expected |= {"weights after": by_name(model), "log_probs after": [log_probs(model, ids) for ids in rows]}
+    torch.save(expected, folder / "expected.pt")
+
+
+def log_probs(model, ids):
+    with torch.no_grad():
+        return model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+
+def by_name(model) -> dict[str, torch.Tensor]:
+    """Weights by the names of a checkpoint, where each expert has its own."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        place, _, kind = name.rpartition(".")
+        if not place.endswith(".experts"):
+            found[name] = tensor.clone()
+            continue
+        for expert, weight in enumerate(tensor):
+            parts = weight.chunk(2) if kind == "gate_up_proj" else (weight,)
+            kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+            found |= {f"{place}.{expert}.{each}.weight": part.clone() for each, part in zip(kinds, parts, strict=True)}
+    return found
+
+
+# verl
+
+
+def build(folder: Path, settings: dict):
+    import verl  # noqa: F401  its plugins
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+    from verl.workers.engine import EngineRegistry
+
+    layers = {"attention_backend": "auto"}
+    if not settings.get("vanilla_mbridge"):
+        layers |= {"moe_permute_fusion": False, "apply_rope_fusion": False}
+    engine = EngineRegistry.new(
+        model_type="language_model",
+        backend="megatron",
+        model_config=HFModelConfig(path=str(folder / "model"), override_config={"attn_implementation": "eager"}),
+        engine_config=McoreEngineConfig(
+            strategy="megatron", dtype="float32", override_transformer_config=layers, **settings
+        ),
+        optimizer_config=McoreOptimizerConfig(
+            lr=LEARNING_RATE, weight_decay=0.0, clip_grad=1.0, lr_decay_style="constant", total_training_steps=10
+        ),
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine
+
+
+def batch(rows) -> TensorDict:
+    from verl.utils import tensordict_utils as tu
+
+    def nested(parts):
+        return torch.nested.as_nested_tensor(list(parts), layout=torch.jagged)
+
+    fields = {
+        "input_ids": nested(rows),
+        "position_ids": nested(torch.arange(len(ids)) for ids in rows),
+        "response_mask": nested(torch.ones(len(ids) // 2, dtype=torch.long) for ids in rows),
+        "loss_mask": nested(torch.ones(len(ids), dtype=torch.long) for ids in rows),
+    }
+    data = TensorDict(fields, batch_size=len(rows))
+    tu.assign_non_tensor(
+        data,
+        use_dynamic_bsz=True,
+        max_token_len_per_gpu=64,
+        temperature=1.0,
+        compute_loss=False,
+        calculate_entropy=True,
+    )
+    return data
+
+
+class Rank:
+    """An engine and the sequences of this data parallel rank."""
+
+    def __init__(self, folder: Path, settings: dict) -> None:
+        self.expected = torch.load(folder / "expected.pt")
+        self.engine = build(folder, settings)
+        rows = sequences(len(self.expected["weights"]["lm_head.weight"]))
+        size = self.engine.get_data_parallel_size()
+        self.mine = range(self.engine.get_data_parallel_rank(), len(rows), size)
+        self.rows = [rows[index] for index in self.mine]
+        self.tokens = sum(len(ids) - 1 for ids in rows) / size
+
+    def infer(self) -> list[torch.Tensor] | None:
+        """Log-probs of the sequences' tokens but the first, where the last pipeline stage is."""
+        with self.engine.eval_mode():
+            output = self.engine.infer_batch(batch(self.rows))
+        if not self.engine.is_mp_src_rank_with_outputs():
+            return None
+        return [row[:-1] for row in output["model_output"]["log_probs"].unbind()]
+
+    def step(self) -> float:
+        """One step of Adam on the mean loss of all tokens; returns the gradient's norm."""
+
+        def loss(model_output, data, dp_group=None, **_):
+            values = model_output["log_probs"].values()
+            counts = torch.ones_like(values)
+            counts[model_output["log_probs"].offsets()[1:] - 1] = 0  # nothing follows a sequence's last token
+            return -(values * counts).sum() / self.tokens, {}
+
+        with self.engine.train_mode():
+            self.engine.optimizer_zero_grad()
+            self.engine.forward_backward_batch(batch(self.rows), loss)
+            norm = self.engine.optimizer_step()
+            self.engine.lr_scheduler_step()
+        return float(norm)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().float().clone() for name, tensor in self.engine.get_per_tensor_param()[0]}
+
+
+def check(rank: Rank) -> None:
+    """Log-probs, every exported weight, gradient norm, and both after one step of Adam: those of transformers."""
+    check_now(rank, "")
+    norm = rank.step()
+    assert abs(norm / rank.expected["norm"] - 1) < 1e-5, (norm, rank.expected["norm"])
+    check_now(rank, " after")
+
+
+def check_now(rank: Rank, when: str) -> None:
+    found = rank.weights()
+    expected = rank.expected[f"weights{when}"]
+    assert set(found) == set(expected), set(found) ^ set(expected)
+    for name, weight in expected.items():
+        # Adam's first step is by the sign of a gradient: one that rounding made goes the other way.
+        apart = (found[name] - weight).abs()
+        assert (apart > 2e-5).float().mean() < 1e-3 and apart.max() <= 2.1 * LEARNING_RATE, (name, apart.max())
+        assert when or torch.equal(found[name], weight), name
+    if (read := rank.infer()) is not None:
+        for index, row in zip(rank.mine, read, strict=True):
+            close(row, rank.expected[f"log_probs{when}"][index], scale=10.0)
+
+
+# Tasks, each of one or two processes
+
+
+def compare(folder: Path, layouts: dict[str, dict]) -> None:
+    from megatron.core import parallel_state as mpu
+
+    for name, settings in layouts.items():
+        check(Rank(folder, settings))
+        print(f"checked: {name}", flush=True)
+        torch.distributed.barrier()
+        mpu.destroy_model_parallel()
+
+
+def save(folder: Path) -> None:
+    """A step, a checkpoint, and the step that a resumed run has to take."""
+    rank = Rank(folder, VANILLA)
+    rank.step()
+    rank.engine.save_checkpoint(str(folder / "checkpoint"), global_step=1)
+    saved = rank.weights()
+    rank.step()
+    torch.save({"saved": saved, "next": rank.weights()}, folder / "next.pt")
+    print("checked: save", flush=True)
+
+
+def resume(folder: Path) -> None:
+    """In a process that has not trained."""
+    rank = Rank(folder, VANILLA)
+    rank.engine.load_checkpoint(str(folder / "checkpoint"), del_local_after_load=False)
+    expected = torch.load(folder / "next.pt")
+    for when in ("saved", "next"):
+        for name, weight in rank.weights().items():
+            assert torch.equal(weight, expected[when][name]), (when, name)
+        rank.step()
+    print("checked: resume", flush=True)
+
+
+TASKS = {
+    "one": lambda folder: compare(folder, ONE_RANK),
+    "two": lambda folder: compare(folder, TWO_RANKS),
+    "save": save,
+    "resume": resume,
+}
+
+
+def main(task: str, rank: str, world: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store-{task}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=int(rank), world_size=int(world))
+    TASKS[task](Path(folder))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

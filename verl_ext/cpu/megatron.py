@@ -1,0 +1,373 @@
+"""verl's Megatron engine on CPU cores: what megatron-core, mbridge and Megatron-Bridge take from CUDA.
+
+Each function is one change of `upstream.changes`: it checks that what it changes is what it expects, raises a
+`PatchError` if not, and returns a function that undoes it. Only a process that builds a Megatron engine applies
+`install`. `cpu.transformer_engine` has the layers.
+
+Open: multi-head latent attention, context parallelism, dense models on Megatron-Bridge, value heads.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl_ext.upstream.patching import Undo, expect, moved, patch, together, wrap
+
+CORE = "megatron.core"
+# In these modules of megatron-core 0.16.1, tensors are made with device="cuda".
+MAKE_ON_CUDA = (
+    "optimizer.optimizer",
+    "optimizer.clip_grads",
+    "pipeline_parallel.schedules",
+    "transformer.moe.moe_utils",
+    "utils",
+    "dist_checkpointing.exchange_utils",
+    "dist_checkpointing.mapping",
+    "dist_checkpointing.strategies.state_dict_saver",
+)
+FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
+# Packages that Megatron-Bridge 0.3 imports at the top of its modules, without asking whether they are there.
+OF_CUDA = ("transformer_engine", "causal_conv1d", "mamba_ssm", "nvidia_resiliency_ext")
+
+_undo: Undo | None = None
+
+
+def allow_float32(engine_config: Any) -> Undo:
+    """verl's McoreEngineConfig refuses dtype=float32, which the engine behind it computes in: exact comparisons."""
+    return wrap("allow_float32", engine_config.McoreEngineConfig, "__post_init__", _as_bfloat16, "self")
+
+
+def _as_bfloat16(check: Callable[[Any], None], config: Any) -> None:
+    dtype = config.dtype
+    if dtype == "float32":
+        object.__setattr__(config, "dtype", "bfloat16")
+    try:
+        check(config)
+    finally:
+        object.__setattr__(config, "dtype", dtype)
+
+
+def adapt_engine(transformer_impl: Any) -> Undo:
+    """What verl's Megatron module needs on `cpu`, once it is imported; the rest waits until an engine is built."""
+    return together(
+        register_megatron_engines,
+        lambda: wrap("install_megatron", transformer_impl.MegatronEngine, "__init__", _installed_first, "self, ..."),
+    )
+
+
+def _installed_first(build: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
+    install()
+    build(engine, *args, **kwargs)
+
+
+def register_megatron_engines() -> Undo:
+    """verl registers its Megatron engines for cuda; with `install` they run on `cpu`."""
+    from verl.workers.engine.base import EngineRegistry
+
+    change = "register_megatron_engines"
+    engines = expect(change, EngineRegistry, "_engines")
+    try:
+        by_device = [engines[kind]["megatron"] for kind in ("language_model", "value_model")]
+        missing = [(devices, devices["cuda"]) for devices in by_device if "cpu" not in devices]
+    except (KeyError, TypeError) as error:
+        raise moved(change, f"EngineRegistry has no Megatron engine for cuda: {error!r}") from error
+    return together(*(partial(_register, devices, engine) for devices, engine in missing))
+
+
+def _register(devices: dict[str, type], engine: type) -> Undo:
+    return patch("register_megatron_engines", devices, "cpu", engine, new=True)
+
+
+def install() -> Undo:
+    """Apply everything below, or nothing if one part does not fit. A second call applies nothing."""
+    global _undo
+    if _undo is None:
+        changes = [compile_nothing, call_no_cuda, make_on_cpu, split_on_cpu, keep_random_state, name_types_as_cuda]
+        changes += [step_each_parameter, build_of_torch]
+        if importlib.util.find_spec("megatron.bridge"):
+            changes += [import_bridge, scatter_dense]
+        undo_all = together(*changes)
+
+        def undo() -> None:
+            global _undo
+            undo_all()
+            _undo = None
+
+        _undo = undo
+    return _undo
+
+
+def compile_nothing() -> Undo:
+    """megatron-core has small functions compiled, which takes longer than they ever do here."""
+    torch.compiler.set_stance("force_eager")
+    return lambda: torch.compiler.set_stance("default")
+
+
+# torch.cuda
+
+
+class Nothing:
+    """A stream or an event where everything is in order already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __enter__(self) -> "Nothing":
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+    def __getattr__(self, name: str) -> Callable[..., "Nothing"]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _itself(module_or_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    return module_or_tensor
+
+
+def call_no_cuda() -> Undo:
+    """megatron-core, mbridge and verl call torch.cuda by its name; its random state is the CPU's here."""
+    classes = {name: type(name, (Nothing,), {}) for name in ("Stream", "Event")}
+    # An object for each name: torch.compile's table of torch's functions takes none twice.
+    streams = {name: partial(Nothing) for name in ("stream", "current_stream", "default_stream")}
+    waits = {
+        name: partial(_nothing) for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats")
+    }
+    state = {
+        "current_device": lambda: torch.device("cpu"),
+        "get_rng_state": lambda *args: torch.get_rng_state(),
+        "set_rng_state": lambda state, *args: torch.set_rng_state(state),
+        "manual_seed": torch.manual_seed,
+    }
+    functions = [partial(_call, name, value) for name, value in (classes | streams | waits | state).items()]
+    return together(
+        *functions,
+        lambda: patch("call_no_cuda", nn.Module, "cuda", _itself),
+        lambda: patch("call_no_cuda", torch.Tensor, "cuda", _itself),
+    )
+
+
+def _call(name: str, function: Any) -> Undo:
+    return patch("call_no_cuda", torch.cuda, name, function)
+
+
+class TorchOnCPU:
+    """`torch`, whose factories make on the CPU what is asked for on "cuda"."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        return partial(_made_on_cpu, found) if name in FACTORIES else found
+
+
+def _made_on_cpu(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if str(kwargs.get("device")).startswith("cuda"):
+        kwargs["device"] = "cpu"
+    return factory(*args, **kwargs)
+
+
+def make_on_cpu() -> Undo:
+    """Some modules of megatron-core make their tensors on device="cuda", whatever the parameters' device is."""
+    return together(*(partial(_make, importlib.import_module(f"{CORE}.{name}")) for name in MAKE_ON_CUDA))
+
+
+def _make(module: ModuleType) -> Undo:
+    return patch("make_on_cpu", module, "torch", TorchOnCPU())
+
+
+def split_on_cpu() -> Undo:
+    """megatron-core hands counts of tokens to all_to_all as lists, but leaves a tensor that is on the CPU a tensor."""
+    name = f"{CORE}.transformer.moe.token_dispatcher"
+    expect("split_on_cpu", name, "maybe_move_tensor_to_cpu", "tensor, as_numpy, record_stream")
+    return patch("split_on_cpu", importlib.import_module(name), "maybe_move_tensor_to_cpu", _counts)
+
+
+def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def keep_random_state() -> Undo:
+    """Dropout and initialization of tensor parallel ranks fork the state of a CUDA generator; here the CPU's."""
+    name = f"{CORE}.tensor_parallel.random"
+    random = importlib.import_module(name)
+    expect("keep_random_state", name, "_get_cuda_rng_state", "device, clone, graph_safe")
+    expect("keep_random_state", name, "_set_cuda_rng_state", "new_state, device, graph_safe")
+
+    def get(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_to(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(new_state)
+
+    return together(
+        lambda: patch("keep_random_state", random, "_get_cuda_rng_state", get),
+        lambda: patch("keep_random_state", random, "_set_cuda_rng_state", set_to),
+    )
+
+
+def name_types_as_cuda() -> Undo:
+    """megatron-core's optimizers compare Tensor.type() with "torch.cuda.FloatTensor" and refuse what is not on CUDA."""
+    optimizers = importlib.import_module(f"{CORE}.optimizer.optimizer")
+    distributed = importlib.import_module(f"{CORE}.optimizer.distrib_optimizer")
+    clipping = importlib.import_module(f"{CORE}.optimizer.clip_grads")
+
+    def building(owner: type) -> Undo:
+        return wrap("name_types_as_cuda", owner, "__init__", _with_cuda_names, "self, optimizer, ...")
+
+    def clips(owner: ModuleType) -> Undo:
+        name = "clip_grad_by_total_norm_fp32"
+        return wrap("name_types_as_cuda", owner, name, _with_cuda_names, "parameters, max_norm, ...")
+
+    return together(
+        lambda: building(distributed.DistributedOptimizer),
+        lambda: building(optimizers.Float16OptimizerWithFloat16Params),
+        lambda: clips(clipping),
+        lambda: clips(optimizers),  # which imports it by name
+    )
+
+
+def _with_cuda_names(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    undo = wrap("name_types_as_cuda", torch.Tensor, "type", _cuda_name)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        undo()
+
+
+def _cuda_name(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    found = original(tensor, *args, **kwargs)
+    return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+
+
+def step_each_parameter() -> Undo:
+    """DistributedOptimizer with torch's Adam, which keeps a `step` for each parameter.
+
+    Without Transformer Engine and Apex, megatron-core 0.16.1 asks for that step before Adam has made one, so that no
+    run resumes; it then gives all parameters one tensor, to which Adam adds once for each of them; and it loads the
+    step that is there instead of the saved one.
+    """
+    owner = importlib.import_module(f"{CORE}.optimizer.distrib_optimizer").DistributedOptimizer
+    put = "_set_main_param_and_optimizer_states"
+    return together(
+        lambda: wrap("step_each_parameter", owner, "state_dict", _with_a_step, "self"),
+        lambda: wrap("step_each_parameter", owner, "load_state_dict", _with_the_saved_step, "self, state_dict"),
+        lambda: wrap("step_each_parameter", owner, put, _without_a_step, "self, model_param, tensors"),
+    )
+
+
+def _with_a_step(save: Callable[[Any], Any], optimizer: Any) -> Any:
+    for group in optimizer.optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.optimizer.state[parameter]
+            if "step" not in state:
+                moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+                state.update(moments, step=torch.tensor(0.0))
+    return save(optimizer)
+
+
+def _with_the_saved_step(load: Callable[[Any, Any], None], optimizer: Any, state_dict: Any) -> None:
+    with torch.no_grad():  # the fp32 weights are views of leaves
+        load(optimizer, state_dict)
+    steps = {group["step"] for group in state_dict["optimizer"]["param_groups"] if "step" in group}
+    for state in optimizer.optimizer.state.values():
+        state["step"] = torch.tensor(float(max(steps, default=0.0)))
+
+
+def _without_a_step(put: Callable[..., None], optimizer: Any, model_param: Any, tensors: Any) -> None:
+    """A checkpoint of one file for all layouts has no step: `load_state_dict` brings it."""
+    put(optimizer, model_param, {"step": torch.tensor(0.0)} | tensors)
+
+
+# Transformer Engine and Megatron-Bridge
+
+
+def build_of_torch() -> Undo:
+    """megatron-core asks TESpecProvider for the layers of a decoder, which mbridge and the Bridge take for given."""
+    from verl_ext.cpu import transformer_engine as layers
+
+    specs = importlib.import_module(f"{CORE}.models.gpt.gpt_layer_specs")
+    experts = importlib.import_module(f"{CORE}.models.gpt.moe_module_specs")
+    block = importlib.import_module(f"{CORE}.transformer.transformer_block")
+    moe_utils = importlib.import_module(f"{CORE}.transformer.moe.moe_utils")
+    return together(
+        lambda: patch("build_of_torch", specs, "TESpecProvider", layers.TESpecProvider, new=True),
+        lambda: patch("build_of_torch", experts, "TESpecProvider", layers.TESpecProvider),
+        lambda: patch("build_of_torch", specs, "TENorm", layers.TENorm, new=True),
+        lambda: patch("build_of_torch", block, "LayerNormImpl", layers.TENorm),  # where one spec is for all layers
+        lambda: patch(
+            "build_of_torch", moe_utils, "te_general_gemm", None, new=True
+        ),  # of the router, which has its own without
+    )
+
+
+class Missing(nn.Module):
+    """A class of a package that is not here: it may be a base or be asked for, and cannot be built."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"{type(self).__module__}.{type(self).__name__} needs a GPU: it has no stand-in on CPU cores"
+        )
+
+
+class Hollow(ModuleType):
+    """A module of such a package: its classes are `Missing`, its functions raise."""
+
+    __version__ = "0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name[0].isupper():
+            vars(self)[name] = type(name, (Missing,), {"__module__": self.__name__})
+            return vars(self)[name]
+        return importlib.import_module(f"{self.__name__}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"{self.__name__} needs a GPU: it has no stand-in on CPU cores")
+
+
+class Finder:
+    """The last of Python's finders while Megatron-Bridge is imported: it is asked for what is not installed."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in OF_CUDA else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return Hollow(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+def import_bridge() -> Undo:
+    """Megatron-Bridge imports Transformer Engine and Mamba's kernels at its top, of which a Qwen3-MoE needs none.
+
+    megatron-core itself looks for Transformer Engine first: it has to find none, and take its own ways.
+    """
+    for name in ("models.gpt.gpt_model", "distributed", "optimizer", "inference", "extensions.transformer_engine"):
+        importlib.import_module(f"{CORE}.{name}")
+    finder = Finder()
+    patch("import_bridge", sys, "meta_path", [*sys.meta_path, finder])
+    try:
+        importlib.import_module("megatron.bridge")
+    finally:
+        sys.meta_path.remove(finder)
+    return lambda: None  # modules that are imported stay
+
+
+def scatter_dense() -> Undo:
+    """Megatron-Bridge scatters slices, which the copy to a GPU makes dense; gloo sends the storage behind a slice."""
+    return wrap("scatter_dense", torch.distributed, "scatter", _dense, "tensor, scatter_list, ...")
+
+
+def _dense(scatter: Callable[..., Any], tensor: Any, scatter_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+    parts = scatter_list and [part.contiguous() for part in scatter_list]
+    return scatter(tensor, parts, *args, **kwargs)

@@ -1,0 +1,188 @@
+"""The modules of Transformer Engine that a Megatron decoder is built of, in plain torch.
+
+Names of classes and parameters are Transformer Engine's, by which mbridge and Megatron-Bridge find what each weight is;
+so a checkpoint of a CPU run has the form of a GPU run's. Imported where megatron-core is, and nowhere else.
+
+Shape legend: n tokens of all packed sequences, sorted by expert in the grouped layers; E experts of this rank.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, _initialize_affine_weight_gpu
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import divide, get_pg_rank, get_pg_size
+from torch import Tensor, nn
+
+
+def norm_weight(config: Any, size: int) -> nn.Parameter:
+    weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+    # Megatron then sums its gradient over the ranks of tensor parallelism, which see different tokens.
+    weight.sequence_parallel = config.sequence_parallel
+    return weight
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
+
+
+class TENorm(nn.Module):
+    """RMSNorm."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__()
+        if config.normalization != "RMSNorm":
+            raise NotImplementedError(f"normalization={config.normalization} has no stand-in on CPU cores")
+        self.eps, self.weight = eps, norm_weight(config, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class TELayerNormColumnParallelLinear(ColumnParallelLinear):
+    """An RMSNorm and the linear layer behind it."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = norm_weight(config, input_size)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        normed = rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon)
+        return super().forward(normed, *args, **kwargs)
+
+
+class GroupedLinear(nn.Module):
+    """A weight `weight0`, `weight1`, ... for each expert of this rank."""
+
+    axis: int  # of a weight, that expert tensor parallelism cuts
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Any,
+        bias: bool,
+        is_expert: bool,
+        pg_collection: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if bias or not is_expert:
+            raise NotImplementedError("grouped layers on CPU cores are experts without a bias")
+        self.config, self.num_gemms, self.groups = config, num_gemms, pg_collection
+        sizes = [output_size, input_size]
+        sizes[self.axis] = divide(sizes[self.axis], get_pg_size(pg_collection.expt_tp))
+        for index in range(num_gemms):
+            weight = nn.Parameter(torch.empty(*sizes, dtype=config.params_dtype))
+            _initialize_affine_weight_gpu(weight, init_method, partition_dim=self.axis, is_expert=True)
+            # megatron-core's own line: with TP > 1, ETP 1 and EP 1 it leaves the gradients of experts unreduced.
+            weight.allreduce = config.expert_model_parallel_size == 1
+            self.register_parameter(f"weight{index}", weight)
+
+    def weights(self) -> list[nn.Parameter]:
+        return [self.get_parameter(f"weight{index}") for index in range(self.num_gemms)]
+
+    def forward(self, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, None]:
+        """x: [n, input size], of which the first m_splits[0] tokens are the first expert's."""
+        parts = zip(x.split(list(m_splits)), self.weights(), strict=True)
+        return torch.cat([F.linear(part, weight) for part, weight in parts]), None
+
+    def backward_dw(self) -> None:
+        """The weights' gradients, where they are asked for later than the inputs'; here they come together."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Where in a checkpoint each expert's weight belongs; as TEGroupedLinear's, without the state of fp8."""
+        metadata = metadata or {}
+        first, experts = (self.num_gemms * part(self.groups.ep) for part in (get_pg_rank, get_pg_size))
+        apart = metadata.get("singleton_local_shards", False)  # a key of its own for each expert
+        found = {}
+        for index, weight in enumerate(self.weights()):
+            number = first + index
+            offsets = sharded_offsets if apart else (*sharded_offsets, (len(sharded_offsets), number, experts))
+            name = f"{index}.weight"
+            sharded = make_sharded_tensors_for_checkpoint(
+                {name: weight},
+                "",
+                {name: self.axis},
+                offsets,
+                tp_group=self.groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            replace_prefix_for_sharding(sharded, f"{index}.", f"{number}.{prefix}" if apart else prefix)
+            found[f"{prefix}weight{index}"] = shard = sharded[name]
+            shard.replica_id = (*shard.replica_id[:2], get_pg_rank(self.groups.expt_dp))
+        return found
+
+
+class TEColumnParallelGroupedLinear(GroupedLinear):
+    axis = 0
+
+
+class TERowParallelGroupedLinear(GroupedLinear):
+    axis = 1
+
+
+class TEDotProductAttention(DotProductAttention):
+    """Causal attention within each of the packed sequences ("thd")."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """query, key, value: [n, heads, width]; returns [n, heads * width]."""
+        if packed_seq_params is None:
+            return super().forward(query, key, value, attention_mask, **kwargs)
+        ends = packed_seq_params.cu_seqlens_q_padded
+        ends = (packed_seq_params.cu_seqlens_q if ends is None else ends).tolist()
+        grouped = query.shape[1] != key.shape[1]
+        parts = []
+        for start, end in pairwise(ends):
+            q, k, v = (x[start:end].movedim(0, 1) for x in (query, key, value))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
+            parts.append(out.movedim(1, 0).flatten(1))
+        return torch.cat(parts)
+
+
+class TESpecProvider(LocalSpecProvider):
+    """What megatron-core asks which modules a decoder is built of."""
+
+    def linear(self) -> type:
+        raise NotImplementedError("multi-head latent attention has no stand-in on CPU cores")
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return TELayerNormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return TENorm
+
+    def core_attention(self) -> type:
+        return TEDotProductAttention
+
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> tuple[type, MLPSubmodules]:
+        if not moe_use_grouped_gemm:
+            raise NotImplementedError("experts that are not grouped have no stand-in on CPU cores")
+        layers = {"linear_fc1": TEColumnParallelGroupedLinear, "linear_fc2": TERowParallelGroupedLinear}
+        return TEGroupedMLP, MLPSubmodules(**layers)
