@@ -77,6 +77,7 @@ def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: boo
     if stability.cascade_attention != "default":
         _check_cascade(config, stability)
     check_fake_quantization(config, stability, read_model)
+    _check_warmup(config)
     if read_model:
         _check_model_files(config.actor_rollout_ref.model)
 
@@ -91,6 +92,22 @@ def apply_engine_settings(config: DictConfig, stability: StabilityConfig) -> Non
     if stability.cascade_attention != "default":
         disabled = stability.cascade_attention == "off"
         OmegaConf.update(config, f"{rollout}.engine_kwargs.vllm.disable_cascade_attn", disabled, force_add=True)
+
+
+def _check_warmup(config: DictConfig) -> None:
+    """megatron-core asserts, without a message, that the learning rate's warm-up ends before its schedule does."""
+    actor, steps = config.actor_rollout_ref.actor, config.trainer.total_training_steps
+    warmup = actor.optim.get("lr_warmup_steps") or 0
+    if actor.strategy != "megatron" or steps is None or actor.optim.get("lr_decay_steps") is not None:
+        return
+    if warmup >= steps:
+        setting = "actor_rollout_ref.actor.optim.lr_warmup_steps"
+        raise ConfigError(
+            f"{setting}={warmup} must be below trainer.total_training_steps={steps} with "
+            "actor_rollout_ref.actor.strategy=megatron",
+            fix=(f"{setting}=0",),
+            otherwise="train for more steps",
+        )
 
 
 def _head_k(config: DictConfig, stability: StabilityConfig) -> int:

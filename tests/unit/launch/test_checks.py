@@ -48,6 +48,10 @@ def rule(action):
             "set stability.correction=none",
         ),
         (["stability=icepop", "trainer.use_v1=False"], "set trainer.use_v1=True"),
+        (
+            ["recipe=cpu_megatron", "stability=icepop", "trainer.total_training_steps=20"],
+            "lr_warmup_steps=20 must be below trainer.total_training_steps=20 with",
+        ),
         (["stability=icepop", rule("rollback")], "rules.r: action=rollback has no checkpoint to go back to"),
         (
             ["stability=icepop", rule("rollback"), "trainer.save_freq=5", "trainer.max_actor_ckpt_to_keep=1"],
