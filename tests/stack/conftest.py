@@ -74,13 +74,13 @@ def fault_arguments(assets):
 
 
 @pytest.fixture(scope="session")
-def with_faults(fault_arguments, stack, tmp_path_factory):
+def with_faults(fault_arguments, request, tmp_path_factory):
     """with_faults(scenario, overrides..., steps=2) -> the finished Run."""
 
-    def train(scenario, *overrides, prepare=lambda folder: None, **options):
+    def train(scenario, *overrides, prepare=lambda folder: None, forked_from="stack", **options):
         folder = tmp_path_factory.mktemp("faults")
         prepare(folder)
-        return run(fault_arguments(scenario, *overrides, **options), folder, stack)
+        return run(fault_arguments(scenario, *overrides, **options), folder, request.getfixturevalue(forked_from))
 
     return train
 

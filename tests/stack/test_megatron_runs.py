@@ -100,10 +100,12 @@ def test_r3_replays_the_rollouts_experts_and_a_wrong_replay_is_refused_as_fp16s_
 
 
 def test_every_action_of_the_guard_but_undo(with_faults):
+    """SGLang generates: it gets the weights of a rollback as vLLM does in test_guard_runs.py."""
     guard = (rules(*WITHOUT_UNDO), "stability.guard.lower_lr.hold=2", "stability.guard.rollback_cooldown=1")
     saves = (*SAVES, f"{MEGATRON}.dist_ckpt_optim_fully_reshardable=true")
     settings = ("stability=icepop", "stability.router_agreement=true", CANARY, *saves, *guard)
-    finished = with_faults("every action but undo", *settings, recipe=RECIPE[0], steps=12)
+    recipe = {"recipe": "recipe=cpu_megatron_sglang", "forked_from": "sglang_stack"}
+    finished = with_faults("every action but undo", *settings, steps=12, **recipe)
     assert finished.code == 3, finished.tail
     folder, steps = finished.folder, finished.steps
     assert told(folder) == [

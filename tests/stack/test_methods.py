@@ -34,7 +34,7 @@ with_fsdp = pytest.mark.parametrize("engine", ["fsdp2"], indirect=True)
 
 @pytest.fixture(params=SCHEDULES)
 def engine(request):
-    """Of training, or sglang, which generates."""
+    """What trains, or sglang, which generates."""
     return request.param
 
 

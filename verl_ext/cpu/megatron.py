@@ -287,7 +287,7 @@ def _without_a_step(put: Callable[..., None], optimizer: Any, model_param: Any, 
 
 
 def copy_for_offload() -> Undo:
-    """With optimizer_cpu_offload, Adam works on copies that are on the CPU; here of parameters that are there too."""
+    """Adam works on copies that are on the CPU with optimizer_cpu_offload; here the parameters are there too."""
     owner = importlib.import_module(f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
     return wrap("copy_for_offload", owner, "_get_sub_optimizer_param_groups", _copies, "self, offload_fraction")
 
