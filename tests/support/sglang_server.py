@@ -10,6 +10,8 @@ from unittest import mock
 
 VERLS = "verl.workers.rollout.sglang_rollout"
 INSTALLED = importlib.util.find_spec("sglang") is not None
+if INSTALLED:
+    importlib.import_module("verl_ext.cpu.sglang")  # which prepares this process for it
 # As verl 0.9.1 imports them at the top of its modules.
 IMPORTED = {
     "sglang": (),
