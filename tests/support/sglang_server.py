@@ -46,6 +46,8 @@ IMPORTED = {
 @contextlib.contextmanager
 def verls_server_module():
     """verl's async_sglang_server, imported anew, as a process that loads the plugin has it."""
+    if INSTALLED:
+        importlib.import_module(f"{VERLS}.async_sglang_server")  # SGLang's own modules stay: they are imported once
     with mock.patch.dict(sys.modules):
         for name in [name for name in sys.modules if name.startswith(VERLS)]:
             del sys.modules[name]
