@@ -12,10 +12,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from verl_ext.errors import ConfigError
-from verl_ext.guard.alone import whose
-from verl_ext.guard.forecast import foresee, remember
+from verl_ext.guard.forecast import foresee, owner_clause, remember
 from verl_ext.guard.learning_rate import LowerLr, go_on, lower, scale
-from verl_ext.guard.rules import REFUSING, Rule, RuleState, describe, next_bound, read
+from verl_ext.guard.rules import REFUSING, Rule, RuleState, apply_rule, describe, next_bound
 from verl_ext.guard.state import Boundary, Decision, Event, read_state
 from verl_ext.metrics import MUST_BE_FINITE
 
@@ -241,16 +240,16 @@ class Guard:
         self.unread.discard(rule.name)
         if not math.isfinite(value):
             return []  # told by `_not_finite`
-        reading = read(rule, self.state.rules[rule.name], value)
-        threshold = reading.threshold
-        if reading.ended and rule.action == "lower_lr":
+        outcome = apply_rule(rule, self.state.rules[rule.name], value)
+        threshold = outcome.threshold
+        if outcome.ended and rule.action == "lower_lr":
             self.state.lr.since = self.step
-        if reading.ended:
+        if outcome.ended:
             return [self._event(rule, value, threshold, "recover", f"{rule.signal}={value:.3g}, {rule.name} recovers")]
         again = rule.action in REFUSING  # told each time, because each is a decision about another batch
-        if threshold is None or not (reading.began or (reading.fires and again)):
+        if threshold is None or not (outcome.began or (outcome.fires and again)):
             return []
-        reason = describe(rule, value, threshold, whose(rule.signal, signals))
+        reason = describe(rule, value, threshold, owner_clause(rule.signal, signals))
         return [self._event(rule, value, threshold, *self._action(rule, reason, early))]
 
     def _action(self, rule: Rule, reason: str, early: bool) -> tuple[str, str]:
