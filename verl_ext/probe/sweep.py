@@ -10,19 +10,24 @@ from verl_ext.errors import ConfigError, require_choice
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 ARGUMENTS = f"++{ROLLOUT}.engine_kwargs.vllm"
-CHUNKED, CACHED = f"{ROLLOUT}.enable_chunked_prefill", f"{ROLLOUT}.enable_prefix_caching"
+EAGER, CHUNKED, CACHED = (
+    f"{ROLLOUT}.{name}" for name in ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching")
+)
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 ALL = "all"
+LAUNCH = "the launch as it is"
 
 Fits = Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
-class Change:
-    """Attributes:
-    name: of it, in tables and folders.
-    overrides: after the launch's own.
-    fits: whether the launch does not have it so already, and its engine knows it.
+class Variant:
+    """The launch with one setting changed.
+
+    Attributes:
+        name: of the change, in tables and folders.
+        overrides: after the launch's own.
+        fits: whether the launch does not have it so already, and its engine knows it.
     """
 
     name: str
@@ -30,7 +35,7 @@ class Change:
     fits: Fits = lambda config: True
 
 
-def _is(setting: str, *values: Any) -> Fits:
+def _setting_is(setting: str, *values: Any) -> Fits:
     return lambda config: OmegaConf.select(config, setting) in values
 
 
@@ -38,59 +43,55 @@ def _on_gpu(fits: Fits) -> Fits:
     return lambda config: config.trainer.device != "cpu" and fits(config)
 
 
-def _backend(name: str) -> Change:
+def _backend(name: str) -> Variant:
     setting = f"{ROLLOUT}.engine_kwargs.vllm.attention_backend"
     fits = _on_gpu(lambda config: OmegaConf.select(config, setting) != name)
-    return Change(f"attention_{name.lower()}", (f"{ARGUMENTS}.attention_backend={name}",), fits)
+    return Variant(f"attention_{name.lower()}", (f"{ARGUMENTS}.attention_backend={name}",), fits)
 
 
-CHANGES = (
-    Change("fp32", ("precision=fp32",), lambda config: config.actor_rollout_ref.rollout.dtype != "float32"),
-    Change("fp16", ("precision=fp16",), lambda config: config.actor_rollout_ref.rollout.dtype != "float16"),
-    Change("eager", (f"{ROLLOUT}.enforce_eager=true",), _is(f"{ROLLOUT}.enforce_eager", False)),
-    Change("graphs", (f"{ROLLOUT}.enforce_eager=false",), _on_gpu(_is(f"{ROLLOUT}.enforce_eager", True))),
-    Change(
-        "whole_prefill", (f"{ROLLOUT}.enable_chunked_prefill=false",), _is(f"{ROLLOUT}.enable_chunked_prefill", True)
-    ),
-    Change(
-        "no_prefix_cache", (f"{ROLLOUT}.enable_prefix_caching=false",), _is(f"{ROLLOUT}.enable_prefix_caching", True)
-    ),
-    Change(
+VARIANTS = (
+    Variant("fp32", ("precision=fp32",), lambda config: config.actor_rollout_ref.rollout.dtype != "float32"),
+    Variant("fp16", ("precision=fp16",), lambda config: config.actor_rollout_ref.rollout.dtype != "float16"),
+    Variant("eager", (f"{EAGER}=true",), _setting_is(EAGER, False)),
+    Variant("graphs", (f"{EAGER}=false",), _on_gpu(_setting_is(EAGER, True))),
+    Variant("whole_prefill", (f"{CHUNKED}=false",), _setting_is(CHUNKED, True)),
+    Variant("no_prefix_cache", (f"{CACHED}=false",), _setting_is(CACHED, True)),
+    Variant(
         "no_cascade",
         ("stability.cascade_attention=off",),
         _on_gpu(lambda config: config.stability.cascade_attention != "off"),
     ),
-    Change(
+    Variant(
         "one_at_a_time",
         (f"{ROLLOUT}.max_num_seqs=1",),
         lambda config: config.actor_rollout_ref.rollout.max_num_seqs > 1,
     ),
-    Change(
+    Variant(
         "tensor_parallel_1",
         (f"{ROLLOUT}.tensor_model_parallel_size=1",),
         lambda config: config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1,
     ),
-    Change(
+    Variant(
         "tensor_parallel_2",
         (f"{ROLLOUT}.tensor_model_parallel_size=2",),
         lambda config: (
             config.actor_rollout_ref.rollout.tensor_model_parallel_size == 1 and config.trainer.n_gpus_per_node % 2 == 0
         ),
     ),
-    Change(
+    Variant(
         "no_quantization",
         (f"{ROLLOUT}.quantization=null",),
         lambda config: config.actor_rollout_ref.rollout.quantization is not None,
     ),
-    Change("no_speculation", (f"{MODEL}.mtp.enable_rollout=false",), _is(f"{MODEL}.mtp.enable_rollout", True)),
+    Variant("no_speculation", (f"{MODEL}.mtp.enable_rollout=false",), _setting_is(f"{MODEL}.mtp.enable_rollout", True)),
     *(_backend(name) for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")),
-    Change("training_sdpa", (f"++{ATTENTION}=sdpa",), lambda config: OmegaConf.select(config, ATTENTION) != "sdpa"),
-    Change("training_eager", (f"++{ATTENTION}=eager",), lambda config: OmegaConf.select(config, ATTENTION) != "eager"),
+    Variant("training_sdpa", (f"++{ATTENTION}=sdpa",), lambda config: OmegaConf.select(config, ATTENTION) != "sdpa"),
+    Variant("training_eager", (f"++{ATTENTION}=eager",), lambda config: OmegaConf.select(config, ATTENTION) != "eager"),
 )
-NAMES = tuple(change.name for change in CHANGES)
+NAMES = tuple(variant.name for variant in VARIANTS)
 
 
-def changes_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> list[Change]:
+def variants_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> list[Variant]:
     """Those named that fit, all that fit for ALL, and the user's own.
 
     Raises:
@@ -98,30 +99,32 @@ def changes_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> l
     """
     for name in names:
         require_choice("--sweep", name, (ALL, *NAMES))
-    found = [change for change in CHANGES if change.name in names or ALL in names]
-    if wrong := [change.name for change in found if change.name in names and not change.fits(config)]:
+    found = [variant for variant in VARIANTS if variant.name in names or ALL in names]
+    if wrong := [variant.name for variant in found if variant.name in names and not variant.fits(config)]:
         raise ConfigError(f"--sweep {wrong[0]}: this run has it so already, or its engine does not know it")
     if twice := [name for name in added if name in NAMES]:
         raise ConfigError(f"--add {twice[0]}: there is a setting of this name", otherwise="choose another name")
-    found = [change for change in found if change.fits(config)]
-    return [*found, *(Change(name, tuple(text.split())) for name, text in added.items())]
+    found = [variant for variant in found if variant.fits(config)]
+    return [*found, *(Variant(name, tuple(text.split())) for name, text in added.items())]
 
 
-def changed(given: Sequence[str], change: Change) -> list[str]:
+def with_variant(given: Sequence[str], variant: Variant) -> list[str]:
     """The launch's overrides, with the change after them and in the place of a group's other choice."""
-    groups = {override.partition("=")[0] for override in change.overrides} & {"precision"}
+    groups = {override.partition("=")[0] for override in variant.overrides} & {"precision"}
     kept = [override for override in given if override.partition("=")[0].lstrip("+") not in groups]
-    return [*kept, *change.overrides]
+    return [*kept, *variant.overrides]
 
 
 @dataclass(frozen=True)
-class Swept:
-    """Attributes:
-    name: of the change; "" for the launch as it is.
-    k3, k3_error: between sampling and training.
-    sampling, rest: k3 of the rollout engine against itself, and of its prefill against training.
-    seconds: that it took.
-    error: a line, where it could not be measured.
+class SweepResult:
+    """The gap of a variant.
+
+    Attributes:
+        name: of the variant; "" for the launch as it is.
+        k3, k3_error: between sampling and training.
+        sampling, rest: k3 of the rollout engine against itself, and of its prefill against training.
+        seconds: that it took.
+        error: a line, where it could not be measured.
     """
 
     name: str
@@ -134,25 +137,25 @@ class Swept:
     error: str = ""
 
 
-def ranked(swept: Sequence[Swept]) -> list[Swept]:
+def ranked_by_gap(swept: Sequence[SweepResult]) -> list[SweepResult]:
     """The least gap first, those that could not be measured last."""
     return sorted(swept, key=lambda one: (bool(one.error), one.k3))
 
 
-def matters(one: Swept, base: Swept) -> bool:
+def matters(one: SweepResult, base: SweepResult) -> bool:
     """Whether it changes the gap by more than twice the error of the difference, and by a tenth of it."""
     error = (one.k3_error**2 + base.k3_error**2) ** 0.5
     return not (one.error or base.error) and abs(one.k3 - base.k3) > max(2 * error, 0.1 * base.k3)
 
 
-def said_of(swept: Sequence[Swept]) -> str:
+def sweep_sentence(swept: Sequence[SweepResult]) -> str:
     """What a sweep says, a sentence: the first of `swept` is the launch as it is."""
     base, *others = swept
     if base.error:
         finite = ", ".join(one.name for one in others if not one.error)
         return "The launch as it is has no gap to compare with" + (f"; it is finite with {finite}." if finite else ".")
-    less = [one for one in ranked(others) if matters(one, base) and one.k3 < base.k3]
-    more = [one for one in ranked(others) if matters(one, base) and one.k3 > base.k3]
+    less = [one for one in ranked_by_gap(others) if matters(one, base) and one.k3 < base.k3]
+    more = [one for one in ranked_by_gap(others) if matters(one, base) and one.k3 > base.k3]
     if not less and not more:
         return "No setting tried changes the gap by more than its error."
     words = [f"{one.name} leaves {one.k3 / base.k3:.0%} of the gap" for one in less]
