@@ -34,7 +34,7 @@ DISTRIBUTIONS = (
     "flash-attn",
 )
 PLUGIN_GROUPS = ("verl.plugins", "vllm.general_plugins")
-MODEL = "actor_rollout_ref.model"
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 MODE, ASYNCHRONOUS = "trainer.v1.trainer_mode", ("colocate_async", "separate_async")
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -82,7 +82,7 @@ class Context:
         environ: environment variables.
         failure: why the overrides do not compose; "" when they do, or none were given.
         gpu: that of the rollout, where it is known.
-        trust: whether code that the config names may be run (`foreign.py`).
+        trust: whether code that the config names may be run (`hooks.py`).
         folder: where a package's source lies.
         has: whether a module can be found.
         other_machine: whether the run was said to be for another machine than this, by --gpu.
@@ -171,7 +171,7 @@ class Context:
 
     @property
     def strategy(self) -> str:
-        return self.get("actor_rollout_ref.actor.strategy", "fsdp")
+        return self.get(f"{ACTOR}.strategy", "fsdp")
 
     @cached_property
     def plugin_modules(self) -> list[str]:
