@@ -228,7 +228,7 @@ class Guard:
         self.state.unproven = [(saved, since) for saved, since in self.state.unproven if since >= step - 1]
 
     def _read(self, rule: Rule, signals: Mapping[str, float], *, early: bool) -> list[Event]:
-        value = _number(signals.get(rule.signal))
+        value = _scalar(signals.get(rule.signal))
         if value is None:
             return []
         if not early and rule.action == "skip":
@@ -271,7 +271,7 @@ class Guard:
 
     def _not_finite(self, signals: Mapping[str, float], action: str) -> list[Event]:
         names = dict.fromkeys((*MUST_BE_FINITE, *(rule.signal for rule in self.rules)))  # once each, in order
-        found = {name: value for name in names if (value := _number(signals.get(name))) is not None}
+        found = {name: value for name in names if (value := _scalar(signals.get(name))) is not None}
         return [
             Event(self.step, "non_finite", name, value, None, action, f"{name} is {value}")
             for name, value in found.items()
@@ -280,11 +280,11 @@ class Guard:
 
 
 def _finite(signals: Mapping[str, Any]) -> dict[str, float]:
-    numbers = ((name, _number(value)) for name, value in signals.items())
+    numbers = ((name, _scalar(value)) for name, value in signals.items())
     return {name: value for name, value in numbers if value is not None and math.isfinite(value)}
 
 
-def _number(value: Any) -> float | None:
+def _scalar(value: Any) -> float | None:
     """A metric as a float of Python's, which every log can write; None for text and for nothing."""
     try:
         return None if value is None else float(value)

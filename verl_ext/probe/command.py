@@ -19,7 +19,7 @@ from verl_ext.doctor import composed
 from verl_ext.errors import ConfigError, UserError
 from verl_ext.launch.arguments import INTERRUPTED, REFUSED, add_own, names
 from verl_ext.printable import printable
-from verl_ext.probe.sweep import ALL, LAUNCH, NAMES, SweepResult, Variant, variants_of, with_variant
+from verl_ext.probe.sweep import ALL, LAUNCH, NAMES, SettingChange, SweepResult, changes_of, with_change
 
 FAILED = 1
 PROGRESS = "verl_ext: probe: "  # begins a line of the process that says how far it is
@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
 def run_probe(arguments: argparse.Namespace) -> int:
     """0; 1 where the gap is above what was asked for or not finite, 2 where it cannot be measured."""
     try:
-        found = _measure(arguments)
+        found = _find_gap(arguments)
     except UserError as error:
         line = " ".join(str(error).split())
         print(f"verl-ext probe: {printable(line, most=len(line))}", file=sys.stderr)
@@ -99,7 +99,7 @@ def run_probe(arguments: argparse.Namespace) -> int:
     return 0 if arguments.fail_above is None or agrees(found, conclusion, arguments.fail_above) else FAILED
 
 
-def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
     """What the engines found; with "sweep" where one was asked for."""
     from rich.console import Console
 
@@ -108,9 +108,9 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     config = composed.required(arguments)
     out, given = arguments.out.absolute(), composed.given(arguments)
     console = Console(stderr=True)
-    variants = variants_of(config, arguments.sweep, dict(arguments.add)) if arguments.sweep or arguments.add else []
+    changes = changes_of(config, arguments.sweep, dict(arguments.add)) if arguments.sweep or arguments.add else []
     with console.status("starting Ray, vLLM and FSDP2") as status:
-        if not variants:
+        if not changes:
             return start_engines([*given, *probe_overrides(config, arguments.prompts, out)], out, status.update)
 
         def look(name: str, overrides: Sequence[str], folder: Path, tell: Tell) -> dict[str, Any]:
@@ -121,14 +121,14 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 return found
             return start_engines(whole, folder, tell)
 
-        return _measure_variants(given, variants, out, look, status.update)
+        return _measure_changes(given, changes, out, look, status.update)
 
 
-def _measure_variants(
-    given: Sequence[str], variants: Sequence[Variant], out: Path, look: Callable[..., dict[str, Any]], tell: Tell
+def _measure_changes(
+    given: Sequence[str], changes: Sequence[SettingChange], out: Path, look: Callable[..., dict[str, Any]], tell: Tell
 ) -> dict[str, Any]:
-    """The launch as it is, then with each variant."""
-    count, seconds = len(variants) + 1, list[float]()
+    """The launch as it is, then with each change."""
+    count, seconds = len(changes) + 1, list[float]()
 
     def telling(name: str) -> Tell:
         mean = sum(seconds) / len(seconds) if seconds else 0.0
@@ -139,13 +139,13 @@ def _measure_variants(
     found = look(LAUNCH, given, out, telling(LAUNCH))
     seconds.append(found.get("seconds", 0.0))
     swept = [_result_of("", (), found)]
-    for variant in variants:
+    for change in changes:
         try:
-            one = look(variant.name, with_variant(given, variant), out / "sweep" / variant.name, telling(variant.name))
+            one = look(change.name, with_change(given, change), out / "sweep" / change.name, telling(change.name))
         except ConfigError as error:
-            swept.append(SweepResult(variant.name, variant.overrides, error=str(error)))
+            swept.append(SweepResult(change.name, change.overrides, error=str(error)))
         else:
-            swept.append(_result_of(variant.name, variant.overrides, one))
+            swept.append(_result_of(change.name, change.overrides, one))
         seconds.append(swept[-1].seconds)
     return {**found, "sweep": [asdict(one) for one in swept]}
 

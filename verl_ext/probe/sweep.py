@@ -21,8 +21,8 @@ Fits = Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
-class Variant:
-    """The launch with one setting changed.
+class SettingChange:
+    """One setting of a launch, changed.
 
     Attributes:
         name: of the change, in tables and folders.
@@ -43,55 +43,61 @@ def _on_gpu(fits: Fits) -> Fits:
     return lambda config: config.trainer.device != "cpu" and fits(config)
 
 
-def _backend(name: str) -> Variant:
+def _backend(name: str) -> SettingChange:
     setting = f"{ROLLOUT}.engine_kwargs.vllm.attention_backend"
     fits = _on_gpu(lambda config: OmegaConf.select(config, setting) != name)
-    return Variant(f"attention_{name.lower()}", (f"{ARGUMENTS}.attention_backend={name}",), fits)
+    return SettingChange(f"attention_{name.lower()}", (f"{ARGUMENTS}.attention_backend={name}",), fits)
 
 
-VARIANTS = (
-    Variant("fp32", ("precision=fp32",), lambda config: config.actor_rollout_ref.rollout.dtype != "float32"),
-    Variant("fp16", ("precision=fp16",), lambda config: config.actor_rollout_ref.rollout.dtype != "float16"),
-    Variant("eager", (f"{EAGER}=true",), _setting_is(EAGER, False)),
-    Variant("graphs", (f"{EAGER}=false",), _on_gpu(_setting_is(EAGER, True))),
-    Variant("whole_prefill", (f"{CHUNKED}=false",), _setting_is(CHUNKED, True)),
-    Variant("no_prefix_cache", (f"{CACHED}=false",), _setting_is(CACHED, True)),
-    Variant(
+CHANGES = (
+    SettingChange("fp32", ("precision=fp32",), lambda config: config.actor_rollout_ref.rollout.dtype != "float32"),
+    SettingChange("fp16", ("precision=fp16",), lambda config: config.actor_rollout_ref.rollout.dtype != "float16"),
+    SettingChange("eager", (f"{EAGER}=true",), _setting_is(EAGER, False)),
+    SettingChange("graphs", (f"{EAGER}=false",), _on_gpu(_setting_is(EAGER, True))),
+    SettingChange("whole_prefill", (f"{CHUNKED}=false",), _setting_is(CHUNKED, True)),
+    SettingChange("no_prefix_cache", (f"{CACHED}=false",), _setting_is(CACHED, True)),
+    SettingChange(
         "no_cascade",
         ("stability.cascade_attention=off",),
         _on_gpu(lambda config: config.stability.cascade_attention != "off"),
     ),
-    Variant(
+    SettingChange(
         "one_at_a_time",
         (f"{ROLLOUT}.max_num_seqs=1",),
         lambda config: config.actor_rollout_ref.rollout.max_num_seqs > 1,
     ),
-    Variant(
+    SettingChange(
         "tensor_parallel_1",
         (f"{ROLLOUT}.tensor_model_parallel_size=1",),
         lambda config: config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1,
     ),
-    Variant(
+    SettingChange(
         "tensor_parallel_2",
         (f"{ROLLOUT}.tensor_model_parallel_size=2",),
         lambda config: (
             config.actor_rollout_ref.rollout.tensor_model_parallel_size == 1 and config.trainer.n_gpus_per_node % 2 == 0
         ),
     ),
-    Variant(
+    SettingChange(
         "no_quantization",
         (f"{ROLLOUT}.quantization=null",),
         lambda config: config.actor_rollout_ref.rollout.quantization is not None,
     ),
-    Variant("no_speculation", (f"{MODEL}.mtp.enable_rollout=false",), _setting_is(f"{MODEL}.mtp.enable_rollout", True)),
+    SettingChange(
+        "no_speculation", (f"{MODEL}.mtp.enable_rollout=false",), _setting_is(f"{MODEL}.mtp.enable_rollout", True)
+    ),
     *(_backend(name) for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")),
-    Variant("training_sdpa", (f"++{ATTENTION}=sdpa",), lambda config: OmegaConf.select(config, ATTENTION) != "sdpa"),
-    Variant("training_eager", (f"++{ATTENTION}=eager",), lambda config: OmegaConf.select(config, ATTENTION) != "eager"),
+    SettingChange(
+        "training_sdpa", (f"++{ATTENTION}=sdpa",), lambda config: OmegaConf.select(config, ATTENTION) != "sdpa"
+    ),
+    SettingChange(
+        "training_eager", (f"++{ATTENTION}=eager",), lambda config: OmegaConf.select(config, ATTENTION) != "eager"
+    ),
 )
-NAMES = tuple(variant.name for variant in VARIANTS)
+NAMES = tuple(change.name for change in CHANGES)
 
 
-def variants_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> list[Variant]:
+def changes_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> list[SettingChange]:
     """Those named that fit, all that fit for ALL, and the user's own.
 
     Raises:
@@ -99,28 +105,28 @@ def variants_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> 
     """
     for name in names:
         require_choice("--sweep", name, (ALL, *NAMES))
-    found = [variant for variant in VARIANTS if variant.name in names or ALL in names]
-    if wrong := [variant.name for variant in found if variant.name in names and not variant.fits(config)]:
+    found = [change for change in CHANGES if change.name in names or ALL in names]
+    if wrong := [change.name for change in found if change.name in names and not change.fits(config)]:
         raise ConfigError(f"--sweep {wrong[0]}: this run has it so already, or its engine does not know it")
     if twice := [name for name in added if name in NAMES]:
         raise ConfigError(f"--add {twice[0]}: there is a setting of this name", otherwise="choose another name")
-    found = [variant for variant in found if variant.fits(config)]
-    return [*found, *(Variant(name, tuple(text.split())) for name, text in added.items())]
+    found = [change for change in found if change.fits(config)]
+    return [*found, *(SettingChange(name, tuple(text.split())) for name, text in added.items())]
 
 
-def with_variant(given: Sequence[str], variant: Variant) -> list[str]:
+def with_change(given: Sequence[str], change: SettingChange) -> list[str]:
     """The launch's overrides, with the change after them and in the place of a group's other choice."""
-    groups = {override.partition("=")[0] for override in variant.overrides} & {"precision"}
+    groups = {override.partition("=")[0] for override in change.overrides} & {"precision"}
     kept = [override for override in given if override.partition("=")[0].lstrip("+") not in groups]
-    return [*kept, *variant.overrides]
+    return [*kept, *change.overrides]
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The gap of a variant.
+    """The gap of the launch with one change.
 
     Attributes:
-        name: of the variant; "" for the launch as it is.
+        name: of the change; "" for the launch as it is.
         k3, k3_error: between sampling and training.
         sampling, rest: k3 of the rollout engine against itself, and of its prefill against training.
         seconds: that it took.

@@ -13,13 +13,13 @@ from verl_ext.doctor.composed import compose
 from verl_ext.errors import ConfigError
 from verl_ext.probe import command as probe_command
 from verl_ext.probe.sweep import (
-    VARIANTS,
+    CHANGES,
     SweepResult,
+    changes_of,
     matters,
     ranked_by_gap,
     sweep_sentence,
-    variants_of,
-    with_variant,
+    with_change,
 )
 
 LAUNCH = ["recipe=cpu_smoke", "precision=bf16"]
@@ -102,20 +102,20 @@ def test_a_setting_that_cannot_be_swept_is_one_line(sweep, capsys, arguments, sa
 
 
 def test_all_takes_what_fits_the_launch():
-    cpu = {change.name for change in variants_of(compose(["recipe=cpu_smoke"])[0], ["all"], {})}
-    gpu = {change.name for change in variants_of(compose(["recipe=qwen3_30b_a3b"])[0], ["all"], {})}
+    cpu = {change.name for change in changes_of(compose(["recipe=cpu_smoke"])[0], ["all"], {})}
+    gpu = {change.name for change in changes_of(compose(["recipe=qwen3_30b_a3b"])[0], ["all"], {})}
     assert {"fp32", "one_at_a_time", "no_prefix_cache"} <= cpu & gpu
     assert not cpu & {"graphs", "no_cascade", "attention_flashinfer", "tensor_parallel_1"}
     assert {"eager", "attention_flashinfer", "tensor_parallel_1"} <= gpu
 
 
-@pytest.mark.parametrize("change", VARIANTS, ids=lambda change: change.name)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
 def test_each_change_composes_and_then_fits_no_more(change):
     given = ["recipe=qwen3_30b_a3b", "precision=bf16"]
-    config, failure = compose(with_variant(given, change))
+    config, failure = compose(with_change(given, change))
     assert config is not None, failure
     with pytest.raises(ConfigError, match="so already"):
-        variants_of(config, [change.name], {})
+        changes_of(config, [change.name], {})
 
 
 def test_a_sweep_says_what_matters_more_than_its_error():
