@@ -258,7 +258,7 @@ def _as_launched(config: "DictConfig") -> "DictConfig":
 
 
 def _first_error(config: "DictConfig", read_model: bool) -> "UserError | None":
-    """What the run would stop with; None where it would not."""
+    """Returns the error that the run would stop with; None where it would not."""
     from omegaconf.errors import OmegaConfBaseException
 
     from verl_ext.errors import UserError

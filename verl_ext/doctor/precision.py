@@ -30,7 +30,7 @@ def dtype_name(value: object) -> str:
 
 
 def training_dtype(context: Context) -> str | None:
-    """What the training engine computes in; None where it was not read (VeOmni, TorchTitan, Automodel).
+    """Returns the dtype of the training engine; None where it was not read (VeOmni, TorchTitan, Automodel).
 
     Source: `_build_fsdp_module` of verl/workers/engine/fsdp/transformer_impl.py and `param_dtype` of
     verl/workers/engine/megatron/transformer_impl.py (0.9.1).
@@ -115,7 +115,7 @@ def loss_scaling(context: Context) -> Iterable[Finding]:
 
 @check("log-prob precision")
 def logprob_precision(context: Context) -> Iterable[Finding]:
-    """In what the FSDP engine takes log-probabilities and entropy of its half-precision logits.
+    """The precision in which the FSDP engine takes log-probabilities and entropy of its half-precision logits.
 
     Source: `forward_step` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) takes them under autocast, where
     CUDA's softmax, log_softmax and logsumexp run in float32 (ATen/autocast_mode.h, torch 2.13; read, not run) and

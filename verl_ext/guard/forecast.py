@@ -73,7 +73,9 @@ class Growth:
 def foresee(
     state: GuardState, boundary: Boundary, mask: str, step: int, signals: Mapping[str, float]
 ) -> tuple[dict[str, float], Decision]:
-    """Take in what is known before an update, and change `state` by it: `guard/*` metrics, and what has just begun.
+    """Takes in what is known before an update, and changes `state` by it.
+
+    Returns `guard/*` metrics, and a decision with what has just begun.
 
     Args:
         mask: the metric that is the share of tokens a mask with a fixed band drops; empty where there is none.
@@ -122,7 +124,7 @@ def speaks(steps: Sequence[int], now: int, window: int) -> bool:
 
 
 def remember(state: GuardState, step: int, signals: Mapping[str, float]) -> None:
-    """Keep of a step what tells how a collapse came about; finite values, each signal once a step."""
+    """Keeps the signals of a step that show how a collapse came about; finite values, each signal once per step."""
     for name in READ:
         readings = state.record.get(name, [])
         if name in signals and (not readings or readings[-1][0] < step):
@@ -147,9 +149,9 @@ def _is_mask_blind(state: GuardState, dropped: tuple[int, float] | None, window:
 
 
 def _jump_events(state: GuardState, step: int, signals: Mapping[str, float]) -> tuple[Event, ...]:
-    """Say so where the mismatch is suddenly far above what it was, which a collapse is not: that grows.
+    """Warns of a mismatch that is suddenly far above what it was. A collapse does not jump: it grows.
 
-    Where the engines' part is seen, it is that which is judged: a rollout that is older has a larger gap, too.
+    Judges the engines' part where it is seen, because the gap of an older rollout is larger, too.
     """
     name, gap, before = GAP, signals[GAP], state.gaps
     state.gaps = [*before, gap][-JUMP_WINDOW:]
@@ -172,7 +174,7 @@ def _jump_events(state: GuardState, step: int, signals: Mapping[str, float]) -> 
 
 
 def _collapse_events(state: GuardState, step: int, old_rollouts: bool) -> tuple[Event, ...]:
-    """Say once that the run is dead, and again where half of what it lost comes back."""
+    """Reports once that the run is dead, and again when half of what it lost comes back."""
     if not state.collapsed:
         found = find_collapse(state.record)
         if found is None:
@@ -248,7 +250,7 @@ def _inflation(residuals: Sequence[float]) -> float:
 
 
 def engines_names(signal: str) -> tuple[str, ...]:
-    """What the engines' part of a metric of the gap is logged as: at lag 0, and of rescored trajectories."""
+    """Returns the names under which the engines' part of a metric is logged: at lag 0, and of rescored trajectories."""
     return (f"{signal}/lag/0", signal.replace(ENGINES, f"{ENGINES}engine/", 1)) if signal.startswith(ENGINES) else ()
 
 

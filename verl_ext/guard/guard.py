@@ -68,7 +68,7 @@ class Guard:
 
     @property
     def lr_scale(self) -> float:
-        """What the schedule's learning rate is multiplied by."""
+        """The factor of the schedule's learning rate."""
         return scale(self.lower_lr, self.state.lr)
 
     @property
@@ -93,11 +93,11 @@ class Guard:
         self.state.updated = self._failed = False
 
     def foresee(self, signals: Mapping[str, float]) -> tuple[dict[str, float], Decision]:
-        """Before `judge`, which may read it: what `guard.forecast` makes of the signals so far."""
+        """Returns what `guard.forecast` makes of the signals so far; called before `judge`, which may read it."""
         return foresee(self.state, self.boundary, self.mask, self.step, _finite(signals))
 
     def judge(self, signals: Mapping[str, float], non_finite: Mapping[str, int] | None = None) -> Decision:
-        """Before an update: whether the batch may make it.
+        """Decides whether the batch may make an update.
 
         Args:
             signals: the step's metrics so far.
@@ -117,7 +117,7 @@ class Guard:
         self.state.updated |= not refused
 
     def judge_late(self, signals: Mapping[str, float]) -> Decision:
-        """With or after the update: what was not there to judge before it.
+        """Judges the signals that come with the update, or after it.
 
         Raises:
             ConfigError: a rule would skip an update by a signal that comes with it.
@@ -139,7 +139,7 @@ class Guard:
         return Decision(tuple(events))
 
     def close(self) -> Decision:
-        """After the updates of a step and what came with them: whether the run goes on as it is."""
+        """Decides, after the updates of a step, whether the run continues as it is."""
         self.state.in_a_row = 0 if self.state.updated and not self._failed else self.state.in_a_row + 1
         events = []
         firing = self._fires("lower_lr")
@@ -206,7 +206,7 @@ class Guard:
         return any(rule.action == action and self.state.rules[rule.name].firing for rule in self.rules)
 
     def _give_up(self, after: int) -> None:
-        """What was measured after this step was of weights that are gone; rules judge anew."""
+        """Forgets what was measured after this step, of weights that are gone; rules judge anew."""
         self.state.calm_from, self.state.given_up = self.step + 1 + self.cooldown, self.step
         self.state.forget(after)
         for state in self.state.rules.values():
@@ -216,7 +216,7 @@ class Guard:
         return f"the learning rate is {self.lr_scale:.3g} of the schedule's"
 
     def _prove(self, step: int) -> None:
-        """Of the checkpoints whose weights the last step has measured, keep those that nothing spoke against.
+        """Keeps, of the checkpoints whose weights the last step has measured, those that nothing contradicted.
 
         Where the step made no update, its weights are still those of the checkpoint: the next step can prove them.
         """

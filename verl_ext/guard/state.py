@@ -115,7 +115,7 @@ class GuardState:
     undo_due: str = ""
 
     def forget(self, after: int) -> None:
-        """What was measured of weights that were given up: all after this step."""
+        """Drops all readings after this step: they are of weights that were given up."""
         self.growth = _up_to(after, self.growth)
         self.growth_alone = _up_to(after, self.growth_alone)
         self.dropped = _up_to(after, self.dropped)

@@ -46,8 +46,8 @@ def _config(given: list[str]) -> DictConfig:
 
 
 def agreement_table(found: dict[str, list[Plan]]) -> list[list[str]]:
-    """What router agreement adds to a step, with all trajectories and a share of them, with verl's number of storage
-    units and with TransferQueue's."""
+    """Tabulates what router agreement adds to a step: for all trajectories and a share of them, with verl's number of
+    storage units and with TransferQueue's."""
     rows = [["model", "GPUs", "step, s", "storage units", "all trajectories", f"a share of {SMALL_SHARE}"]]
     for model, sizes in found.items():
         for plan in sizes:

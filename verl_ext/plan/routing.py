@@ -38,7 +38,7 @@ FOR_THE_UPDATE = {"log_probs": 4, "entropy": 4, "old_log_probs": 4, "advantages"
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """What of a model its ids take their size from.
+    """The numbers of a model that decide the size of its ids.
 
     Attributes:
         layers: all decoder layers, which vLLM returns; rows of dense ones are zeros.
@@ -56,7 +56,7 @@ class RoutingShape:
 
     @classmethod
     def from_config(cls, hf_config: Any) -> "RoutingShape":
-        """From a transformers config.
+        """Reads a transformers config.
 
         Raises:
             ConfigError: vLLM would find no experts in it.
@@ -72,12 +72,12 @@ class RoutingShape:
 
     @property
     def engine_id_bytes(self) -> int:
-        """Of one id as vLLM returns it."""
+        """Bytes of one id as vLLM returns it."""
         return 1 if self.experts <= BYTE_IDS else 2
 
     @property
     def ids(self) -> int:
-        """Per token."""
+        """Ids of a token."""
         return self.layers * self.top_k
 
 
@@ -108,7 +108,7 @@ class Hop:
     bytes_per_step: float
 
     def share(self, gb_per_s: float, step_seconds: float) -> float:
-        """Of the step, at a rate that all who send or read together get."""
+        """Returns the share of the step, at a rate that all who send or read together get."""
         return self.bytes_per_step / (gb_per_s * GB) / step_seconds
 
 

@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """That the plugin adds."""
+        """Seconds that the plugin adds."""
         return sum(cost.waited for cost in self.on)
 
     @property
@@ -84,14 +84,14 @@ class Plan:
         return units_wanted(self.sizes, self.usage, self.costs, self.generation, self.step)
 
     def share(self, seconds: float) -> float:
-        """Of the step without the plugin."""
+        """Returns the share of the step without the plugin."""
         return seconds / self.step if self.step else 0.0
 
     def seconds_of(self, feature: str) -> float:
         return sum(cost.waited for cost in self.on if cost.feature == feature)
 
     def but(self, **changes: Any) -> "Plan":
-        """With other settings of the plugin or of TransferQueue."""
+        """Returns the plan with other settings of the plugin or of TransferQueue."""
         return replace(self, usage=replace(self.usage, **changes))
 
     def remedies(self) -> list[Remedy]:

@@ -100,7 +100,7 @@ def run_probe(arguments: argparse.Namespace) -> int:
 
 
 def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the engines found; with "sweep" where one was asked for."""
+    """Returns what the engines found; with "sweep" where one was asked for."""
     from rich.console import Console
 
     if arguments.prompts < 1:
@@ -170,7 +170,7 @@ def _result_of(name: str, overrides: tuple[str, ...], found: Mapping[str, Any]) 
 
 
 def probe_overrides(config: Any, prompts: int, out: Path) -> list[str]:
-    """What turns a run into a probe of it, after its own overrides.
+    """Returns the overrides that turn a run into a probe of it, to be given after its own.
 
     Raises:
         ConfigError: the run's training engine is not one that is probed.

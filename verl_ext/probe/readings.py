@@ -255,7 +255,7 @@ def _marked(positions_nP: Tensor, most: int) -> Tensor:
 
 
 def _router_gap(ours_nE: Tensor, theirs_nE: Tensor, top_k: int) -> tuple[float, float]:
-    """By the logits: which experts are the largest, and what they weigh by a softmax over them."""
+    """Compares the experts with the largest logits, and their weights by a softmax over them."""
     chosen = [logits.topk(top_k, -1) for logits in (ours_nE, theirs_nE)]
     overlap = expert_overlap(*(one.indices.unsqueeze(1) for one in chosen)).squeeze(1)
     weights = [torch.zeros_like(ours_nE).scatter(1, one.indices, one.values.softmax(-1)) for one in chosen]

@@ -155,7 +155,7 @@ def matters(one: SweepResult, base: SweepResult) -> bool:
 
 
 def sweep_sentence(swept: Sequence[SweepResult]) -> str:
-    """What a sweep says, a sentence: the first of `swept` is the launch as it is."""
+    """Returns the result of a sweep in a sentence; the first of `swept` is the launch as it is."""
     base, *others = swept
     if base.error:
         finite = ", ".join(one.name for one in others if not one.error)

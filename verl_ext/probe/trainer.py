@@ -62,7 +62,7 @@ class ProbeTrainer(StabilityTrainerSync):
         return batch
 
     def looks(self, batch: KVBatchMeta) -> Iterator[dict[str, Any]]:
-        """What is found, more of it each time."""
+        """Yields what is found, more of it each time."""
         found = self.probe(batch)
         yield found
         for stages in self.stages(batch):
@@ -76,7 +76,7 @@ class ProbeTrainer(StabilityTrainerSync):
         pass
 
     def probe(self, batch: KVBatchMeta) -> dict[str, Any]:
-        """What the readings and the hidden states of a batch say, as JSON has it."""
+        """Compares the readings and the hidden states of a batch; returns what JSON can hold."""
         workers, server = self.actor_rollout_wg, self._rollout_server_managers()[-1].server_handles[0]
         ranks = max(workers._dispatch_info["actor"]) + 1  # which verl has asked for, to balance the batch
         self.scores = scores = CanaryScores(batch, len(batch), ranks)
@@ -118,14 +118,14 @@ class ProbeTrainer(StabilityTrainerSync):
             yield found
 
     def synced(self) -> tuple[Tensor, Tensor]:
-        """What the rollout engine and the training engine say after a weight sync."""
+        """Syncs the weights, and returns what the rollout engine and the training engine say then."""
         self.checkpoint_manager.update_weights(self.global_steps)
         rollout = self.scores.by_servers([self._rollout_server_managers()[-1].server_handles[0]])[0]
         self.on_sample_end()
         return rollout, self.scores.by_workers(self.actor_rollout_wg, replays=False)
 
     def update(self, batch: KVBatchMeta) -> None:
-        """One, by advantages of 1 and -1 in turn: a few answers may all have earned the same."""
+        """Makes one update, with advantages of 1 and -1 in turn: a few answers may all have earned the same."""
         verls: Any = super(StabilityMixin, self)
         metrics: dict[str, Any] = {}
         log_probs = get_fields(batch, [ROLLOUT_LOG_PROBS])[ROLLOUT_LOG_PROBS]
@@ -139,7 +139,7 @@ class ProbeTrainer(StabilityTrainerSync):
 
 
 class ProbeTaskRunner(StabilityTaskRunner):
-    """verl's task runner, with the probe in the place of its trainer."""
+    """verl's task runner, with the probe instead of its trainer."""
 
     def install(self) -> None:
         super().install()
@@ -147,7 +147,7 @@ class ProbeTaskRunner(StabilityTaskRunner):
 
 
 def first_rows(states: dict[str, Tensor], lengths: list[int], extra: int) -> dict[str, Tensor]:
-    """Of sequences one after another, each with so many `extra` tokens at its end, the rows of the others."""
+    """Returns the rows of sequences one after another, without the `extra` tokens at the end of each."""
     rows: list[int] = []
     start = 0
     for length in lengths:
