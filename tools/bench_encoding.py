@@ -10,7 +10,7 @@ Ids of 128 experts, top-8, a byte each, as vLLM returns them, with numpy on one 
 - zlib at its fastest, the named alternative: what a library does without knowing what it packs.
 
 What comes back is compared with what was sent. An encoding pays where a GB saves more seconds at the rates of
-`verl_ext/plan/rates.py` (one client writes it, one reads it) than both directions of it take.
+`verl_ext/plan/costs.py` (one client writes it, one reads it) than both directions of it take.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from math import comb
 import numpy as np
 from measuring import alternating
 
-from verl_ext.plan import rates
+from verl_ext.plan import costs
 
 EXPERTS, TOP_K = 128, 8
 BINOMIALS = np.array([[comb(n, k) for n in range(EXPERTS)] for k in range(1, TOP_K + 1)], dtype=np.uint64)
@@ -82,7 +82,7 @@ def main() -> None:
     codes["7 bits"] = lambda: pack_7(ids), lambda: unpack_7(packed), packed.nbytes
     codes["set"] = lambda: pack_set(ids), lambda: unpack_set(ranked), ranked.nbytes
     codes["zlib"] = lambda: zlib.compress(ids.tobytes(), 1), lambda: zlib.decompress(squeezed), len(squeezed)
-    a_gb = 1 / rates.CLIENT_PUT + 1 / rates.CLIENT_GET
+    a_gb = 1 / costs.CLIENT_PUT + 1 / costs.CLIENT_GET
     print(f"{'':10}{'size':>8}{'encode, s a GB':>18}{'decode, s a GB':>18}{'saves, s a GB':>18}")
     for name, (encode, decode, size) in codes.items():
         times = alternating({"encode": encode, "decode": decode}, arguments.repeats)

@@ -102,9 +102,9 @@ def _gpu(name: str):
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from verl_ext.doctor.command import run
+    from verl_ext.doctor.command import run_doctor
 
-    return run(arguments)
+    return run_doctor(arguments)
 
 
 if __name__ == "__main__":

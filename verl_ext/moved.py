@@ -9,7 +9,8 @@ MOVED = {
     "verl_ext.platform.weights": "verl_ext.cpu.weights",  # checkpoint_engine.custom_backend_module
     "verl_ext.rewards": "verl_ext.core.rewards",  # a reward manager of one's own
     "verl_ext.rollout.vllm_plugin": "verl_ext.upstream.vllm_plugin",  # the entry point of an older installation
-    "verl_ext.routing_cost": "verl_ext.plan.routing_cost",  # python -m
+    "verl_ext.routing_cost": "verl_ext.plan.routing",  # python -m
+    "verl_ext.plan.routing_cost": "verl_ext.plan.routing",  # python -m
 }
 GONE = ("verl_ext.platform", "verl_ext.rollout")
 

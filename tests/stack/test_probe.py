@@ -8,8 +8,8 @@ from tests.stack.probing import CAUSES
 from tests.stack.running import SMALL, run
 from verl_ext.doctor.composed import compose
 from verl_ext.probe.command import probe_overrides
-from verl_ext.probe.show import conclude
-from verl_ext.probe.stages import Stage
+from verl_ext.probe.readings import Stage
+from verl_ext.probe.verdict import conclude
 
 pytestmark = pytest.mark.e2e
 

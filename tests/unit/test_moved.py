@@ -33,8 +33,8 @@ def test_python_m_runs_what_has_moved(fresh_python):
         "import runpy, sys; sys.argv = ['', '--help']; runpy.run_module('verl_ext.routing_cost', run_name='__main__')"
     )
     done = fresh_python(code)
-    assert done.returncode == 0 and done.stdout.startswith("usage: python -m verl_ext.plan.routing_cost"), done.stderr
-    assert done.stderr.startswith("verl_ext: verl_ext.routing_cost is verl_ext.plan.routing_cost now")
+    assert done.returncode == 0 and done.stdout.startswith("usage: python -m verl_ext.plan.routing"), done.stderr
+    assert done.stderr.startswith("verl_ext: verl_ext.routing_cost is verl_ext.plan.routing now")
 
 
 @pytest.mark.parametrize(("old", "new"), MOVED.items())

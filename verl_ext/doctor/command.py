@@ -11,22 +11,7 @@ from verl_ext.doctor import context as read
 from verl_ext.doctor import installation  # noqa: F401 (registers checks: first in the table)
 
 # isort: split
-from verl_ext.doctor import (  # noqa: F401 (as above)
-    bypass,
-    engine,
-    foreign,
-    hooks,
-    model_files,
-    precision,
-    quantization,
-    routing,
-    sampling,
-    sizes,
-    training,
-    vllm_versions,
-    waiting,
-    weight_sync,
-)
+from verl_ext.doctor import engine, hooks, precision, sampling, sizes, training, weight_sync  # noqa: F401 (as above)
 from verl_ext.doctor.composed import compose, given
 from verl_ext.doctor.findings import LEVELS, Finding, fixes, run_checks
 from verl_ext.launch.gpus import Gpu, present
@@ -54,7 +39,7 @@ def diagnose(arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False) 
         return run_checks(context)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_doctor(arguments: argparse.Namespace) -> int:
     """Print the findings; 1 where there is an error, or with --strict a warning."""
     findings = diagnose(given(arguments), arguments.gpu, trust=arguments.trust)
     if arguments.fix:
@@ -62,31 +47,16 @@ def run(arguments: argparse.Namespace) -> int:
             print(override)
         for finding in findings:
             if finding.level == "error" and not finding.fix:
-                print(f"verl-ext doctor: {finding.check}: {_line(finding.found)}; {finding.why}", file=sys.stderr)
+                print(f"verl-ext doctor: {finding.check}: {_one_line(finding.found)}; {finding.why}", file=sys.stderr)
     elif arguments.json:
-        print(json.dumps([_plain(finding) for finding in findings], indent=2))
+        print(json.dumps([_finding_as_json(finding) for finding in findings], indent=2))
     else:
-        print_table(findings)
+        print_findings(findings)
     bad = ("error", "warning") if arguments.strict else ("error",)
     return int(any(finding.level in bad for finding in findings))
 
 
-def _line(text: str) -> str:
-    """The whole of a text that may quote a config."""
-    return printable(text, most=len(text))
-
-
-def _plain(finding: Finding) -> dict[str, object]:
-    return {
-        "level": finding.level,
-        "check": finding.check,
-        "found": finding.found,
-        "why": finding.why,
-        "fix": list(finding.fix),
-    }
-
-
-def print_table(findings: Sequence[Finding]) -> None:
+def print_findings(findings: Sequence[Finding]) -> None:
     """The table, worst first, and below it the overrides that fix."""
     from rich.console import Console
     from rich.table import Table
@@ -97,9 +67,9 @@ def print_table(findings: Sequence[Finding]) -> None:
     table.add_column("found, and why it matters", overflow="fold")
     for finding in sorted(findings, key=lambda found: LEVELS.index(found.level)):
         level = Text(finding.level, style=STYLES[finding.level])
-        said = Text(_line(finding.found))  # Text: brackets are no markup
+        said = Text(_one_line(finding.found))  # Text: brackets are no markup
         if finding.why:
-            said.append(f"\n{_line(finding.why)}", style="dim")
+            said.append(f"\n{_one_line(finding.why)}", style="dim")
         table.add_row(level, finding.check, said)
     console.print(table)
     count = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
@@ -108,3 +78,18 @@ def print_table(findings: Sequence[Finding]) -> None:
         print(" these overrides fix what can be fixed by one:")
         for override in overrides:
             print(f"   {override}")
+
+
+def _one_line(text: str) -> str:
+    """Escapes a text that may quote a config, and leaves out none of it."""
+    return printable(text, most=len(text))
+
+
+def _finding_as_json(finding: Finding) -> dict[str, object]:
+    return {
+        "level": finding.level,
+        "check": finding.check,
+        "found": finding.found,
+        "why": finding.why,
+        "fix": list(finding.fix),
+    }

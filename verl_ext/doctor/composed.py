@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def given(arguments: argparse.Namespace) -> list[str]:
-    """What was given, as `verl_ext.main_ppo` takes it."""
+    """Returns the arguments that were given, as `verl_ext.main_ppo` takes it."""
     values = {flag: getattr(arguments, flag.replace("-", "_")) for flag in FLAGS}
     return [*arguments.overrides, *(f"--{flag}={value}" for flag, value in values.items() if value)]
 
@@ -99,7 +99,7 @@ def plugins(config: "DictConfig | None") -> list[str]:
 
 
 def _packages(primary: Path, overrides: Sequence[str]) -> list[str]:
-    """Where hydra.searchpath names more than folders: packages, which Hydra imports. Those of verl are known.
+    """Returns the entries of hydra.searchpath that name packages, which Hydra imports, except those of verl.
 
     It is read from the primary config and from the command line alone: `_process_config_searchpath` of
     hydra/_internal/config_loader_impl.py (1.3).

@@ -34,7 +34,7 @@ DISTRIBUTIONS = (
     "flash-attn",
 )
 PLUGIN_GROUPS = ("verl.plugins", "vllm.general_plugins")
-MODEL = "actor_rollout_ref.model"
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 MODE, ASYNCHRONOUS = "trainer.v1.trainer_mode", ("colocate_async", "separate_async")
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -82,7 +82,7 @@ class Context:
         environ: environment variables.
         failure: why the overrides do not compose; "" when they do, or none were given.
         gpu: that of the rollout, where it is known.
-        trust: whether code that the config names may be run (`foreign.py`).
+        trust: whether code that the config names may be run (`hooks.py`).
         folder: where a package's source lies.
         has: whether a module can be found.
         other_machine: whether the run was said to be for another machine than this, by --gpu.
@@ -102,7 +102,7 @@ class Context:
     known: dict[str, Any] = field(default_factory=dict)
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
-        """What `compute` returns, kept for the checks that ask for the same."""
+        """Returns what `compute` returned the first time, for all checks that ask for the same."""
         if name not in self.known:
             self.known[name] = compute()
         return self.known[name]
@@ -119,7 +119,7 @@ class Context:
         return default if value is None else value
 
     def engine_argument(self, name: str) -> tuple[str, Any]:
-        """Where an argument of the rollout's engine is set, and its value.
+        """Returns where an argument of the rollout's engine is set, and its value.
 
         Those of engine_kwargs go over rollout's own, for vLLM except null: `launch_server` of
         verl/workers/rollout/vllm_rollout/vllm_async_server.py and sglang_rollout/async_sglang_server.py (0.9.1).
@@ -147,7 +147,7 @@ class Context:
 
     @property
     def drafter(self) -> str:
-        """By which method vLLM drafts; "" where it does not."""
+        """The method by which vLLM drafts; "" where it does not."""
         asked = self.get(f"{VLLM_ARGUMENTS}.speculative_config")
         mtp = self.get(f"{MODEL}.mtp.enable") and self.get(f"{MODEL}.mtp.enable_rollout")
         given = asked.get("method") if hasattr(asked, "get") else "a setting in text" if asked else None
@@ -171,11 +171,11 @@ class Context:
 
     @property
     def strategy(self) -> str:
-        return self.get("actor_rollout_ref.actor.strategy", "fsdp")
+        return self.get(f"{ACTOR}.strategy", "fsdp")
 
     @cached_property
     def plugin_modules(self) -> list[str]:
-        """What stability.plugins would import and may not, [] where it may."""
+        """The modules that stability.plugins would import and may not; [] with `trust`."""
         return [] if self.trust else plugins(self.config)
 
     @cached_property

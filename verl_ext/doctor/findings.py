@@ -1,11 +1,19 @@
-"""What a check returns, and the registry of checks."""
+"""What a check returns, the registry of checks, and the fixes that findings carry."""
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from verl_ext.doctor.context import Context
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from verl_ext.errors import UserError
+
 LEVELS = ("error", "warning", "note", "ok")  # worst first
+ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -47,17 +55,8 @@ def run_checks(context: Context, names: Iterable[str] = ()) -> list[Finding]:
     return [
         Finding(found.level, found.found, found.why, found.fix, name)
         for name in names or CHECKS
-        for found in _run(CHECKS[name], context)
+        for found in _findings_of(CHECKS[name], context)
     ]
-
-
-def _run(function: Check, context: Context) -> list[Finding]:
-    try:
-        return list(function(context))
-    except Exception as error:  # of a value that the check did not expect: the others go on
-        said = " ".join(str(error).split()) or "no more is known"
-        why = "a setting that it reads has a value of the wrong type; the run may stop there too"
-        return [Finding("error", f"the check itself ended with {type(error).__name__}: {said}", why)]
 
 
 def fixes(findings: Iterable[Finding]) -> list[str]:
@@ -67,3 +66,38 @@ def fixes(findings: Iterable[Finding]) -> list[str]:
         for override in finding.fix:
             chosen.setdefault(override.lstrip("+").partition("=")[0], override)
     return list(chosen.values())
+
+
+def apply_fix(
+    config: "DictConfig", error: "UserError", found: Callable[["DictConfig"], "UserError | None"]
+) -> tuple["DictConfig", tuple[str, ...]]:
+    """Applies the fix that an error carries, to see whether the error goes away.
+
+    Returns the config with the fix, and the overrides in it that were not set already; the config as it was, and (),
+    where that does not help.
+
+    Args:
+        found: the error that a config has; None where it has none.
+    """
+    from omegaconf import OmegaConf
+
+    fixed, fix = copy.deepcopy(config), list[str]()
+    for override in error.fix:
+        key, _, _ = override.partition("=")
+        value = OmegaConf.select(OmegaConf.from_dotlist([override]), key)
+        if OmegaConf.select(config, key, default=ABSENT) in (ABSENT, value):  # what is not there is off already
+            continue
+        OmegaConf.update(fixed, key, value)
+        fix.append(override)
+    if not fix or str(found(fixed)) == str(error):
+        return config, ()
+    return fixed, tuple(fix)
+
+
+def _findings_of(function: Check, context: Context) -> list[Finding]:
+    try:
+        return list(function(context))
+    except Exception as error:  # of a value that the check did not expect: the others go on
+        said = " ".join(str(error).split()) or "no more is known"
+        why = "a setting that it reads has a value of the wrong type; the run may stop there too"
+        return [Finding("error", f"the check itself ended with {type(error).__name__}: {said}", why)]

@@ -1,18 +1,35 @@
-"""Which of verl_ext's hooks attach, by the checks that the run itself makes before Ray starts."""
+"""Which of verl_ext's hooks attach, whether verl takes the config, and which code of the config was not run for that.
+
+The checks are those that the run itself makes before Ray starts. They must not execute code that somebody's config
+names, unless --trust allows it. A config names code in
+
+    stability.plugins             imported by `StabilityConfig`
+    model.trust_remote_code       lets transformers import Python files that lie beside the model
+    _target_                      called by `hydra.utils.instantiate` in verl's `validate_config`: any callable
+    hydra.searchpath=[pkg://...]  imported by Hydra as it composes (`composed.py` looks before)
+
+Other code, such as reward functions, data set classes, `external_lib`, agent loops and chat templates, is used by a run
+only: no check of this folder goes near it.
+
+`passes_quickly` validates a config without `import verl`, which takes seconds. It is written for verl 0.9.1.
+"""
 
 import contextlib
 import copy
+import importlib
 import io
+import re
+import sys
+import types
 import warnings
-from collections.abc import Callable, Iterable
-from importlib import import_module
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from verl_ext.doctor.applied import applied
-from verl_ext.doctor.context import MODEL, ROLLOUT, Context
-from verl_ext.doctor.findings import Finding, check
-from verl_ext.doctor.foreign import built_settings, unknown_targets
-from verl_ext.doctor.validation import passes_quickly
+from verl_ext.doctor.context import ACTOR, MODEL, ROLLOUT, Context
+from verl_ext.doctor.findings import Finding, apply_fix, check
+from verl_ext.launch.installed import package_folder
+from verl_ext.upstream.patching import Undo, patch, together
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -20,9 +37,24 @@ if TYPE_CHECKING:
     from verl_ext.errors import UserError
 
 NAME = f"{ROLLOUT}.name"
-FSDP_CONFIG = "actor_rollout_ref.actor.fsdp_config"
+FSDP_CONFIG = f"{ACTOR}.fsdp_config"
 TRUST = f"{MODEL}.trust_remote_code"
 MOST_ERRORS = 20  # in a row, each found once the one before is fixed
+BUILT = (ACTOR, "critic")  # what validate_config instantiates
+FOLDERS = ("actor", "critic", "engine", "optim", "profiler")  # of verl's configs: what those two are composed of
+TARGET_LINE = re.compile(r"^\s*_target_:\s*([\w.]+)", re.MULTILINE)
+
+BARE = ("verl", "verl.utils", "verl.utils.profiler", "verl.utils.qat")  # packages without their __init__
+# What the modules of the settings import at their top, and use to load models or tensors alone.
+HOLLOW = {
+    "torch": (),
+    "torch.nn": ("Module",),
+    "transformers": ("AutoConfig",),
+    "verl.utils": ("hf_processor", "hf_tokenizer"),
+    "verl.utils.model": ("get_generation_config", "update_model_config"),
+}
+ON_TOP = "verl_ext.workers.loss_config"  # a dataclass of ours on top of one of these
+KEPT = {"verl.utils.profiler": ("config", "ProfilerConfig"), "verl.utils.qat": ("core", "QATConfig")}
 
 
 @check("config")
@@ -60,62 +92,6 @@ def hooks(context: Context) -> Iterable[Finding]:
         yield Finding("ok", f"{feature.name}: {feature.setting} ({feature.where})")
 
 
-def errors_once(context: Context) -> list[Finding]:
-    """The errors of the run's own checks, for those that would tell the same; none where plugins are not imported."""
-    return context.once("errors", lambda: [] if context.plugin_modules else _errors(context))
-
-
-def _errors(context: Context) -> list[Finding]:
-    """The errors of a config, each found by fixing those before it."""
-    from omegaconf import OmegaConf
-
-    config, read_model = context.config, not context.model_code
-    if context.get(TRUST) and not context.trust:
-        config = copy.deepcopy(config)
-        OmegaConf.update(config, TRUST, False)
-    found: list[Finding] = []
-    while len(found) < MOST_ERRORS and (error := _error(config, read_model)):
-        config, fix = applied(config, error, lambda fixed: _error(fixed, read_model))
-        said = " ".join(str(error).split())
-        found.append(Finding("error", said, "the run would stop with this line before Ray starts", fix))
-        if not fix:
-            break
-    return found
-
-
-def _as_launched(config: "DictConfig") -> "DictConfig":
-    """A config without errors, with what our entry point sets in it before verl gets it."""
-    from verl_ext.launch.checks import apply_engine_settings
-    from verl_ext.launch.features import features
-    from verl_ext.settings.stability import stability_config
-
-    config = copy.deepcopy(config)
-    stability = stability_config(config.stability)
-    if features(config, stability):
-        apply_engine_settings(config, stability)
-    return config
-
-
-def _error(config: "DictConfig", read_model: bool) -> "UserError | None":
-    """What the run would stop with; None where it would not."""
-    from omegaconf.errors import OmegaConfBaseException
-
-    from verl_ext.errors import UserError
-    from verl_ext.launch.checks import check_run
-    from verl_ext.launch.features import features
-    from verl_ext.settings.stability import stability_config
-
-    try:
-        stability = stability_config(config.stability)
-        if features(config, stability):
-            check_run(config, stability, read_model=read_model)
-    except UserError as error:
-        return error
-    except OmegaConfBaseException as error:
-        return UserError(f"{error.full_key}: {str(error).splitlines()[0]}")
-    return None
-
-
 @check("verl's validation")
 def verl_validation(context: Context) -> Iterable[Finding]:
     """What verl refuses in the config as our entry point leaves it.
@@ -150,10 +126,38 @@ def verl_validation(context: Context) -> Iterable[Finding]:
     yield Finding("ok", "verl's validate_config passes")
 
 
-def _verls_validation() -> Callable[..., None]:
-    import verl_ext.plugin  # noqa: F401 (before verl, as `verl_ext.main_ppo` does)
+@check("code")
+def code(context: Context) -> Iterable[Finding]:
+    """What the config names to be executed, and which checks were left out for it.
 
-    return import_module("verl.utils.config").validate_config
+    Source: `StabilityConfig.__post_init__` of verl_ext/settings/stability.py; `get_class_from_dynamic_module` of
+    transformers/dynamic_module_utils.py (5.10); `omega_conf_to_dataclass` of verl/utils/config.py (0.9.1).
+    """
+    if context.config is None or context.trust:
+        return
+    if plugins := context.plugin_modules:
+        yield Finding(
+            "note",
+            f"stability.plugins={plugins} was not imported",
+            "hooks and verl's validation were not checked; --trust imports it, as the run does",
+        )
+    if context.model_code:
+        yield Finding(
+            "note",
+            f"{MODEL}.trust_remote_code=True, and the model has code of its own, which was not run",
+            "lengths, vocabulary, tokenizer and the model's routers were not checked; --trust runs it, as the run does",
+        )
+    for path, target in _unknown_targets(context.config):
+        yield Finding(
+            "warning",
+            f"{path}._target_={target} is no settings class of verl or verl_ext, and was not called",
+            "the run would call it, whatever it is; verl's validation was not checked; --trust calls it",
+        )
+
+
+def errors_once(context: Context) -> list[Finding]:
+    """The errors of the run's own checks, for those that would tell the same; none where plugins are not imported."""
+    return context.once("errors", lambda: [] if context.plugin_modules else _errors_of(context))
 
 
 def needs_reference(config: "DictConfig") -> bool:
@@ -167,7 +171,171 @@ def needs_critic(config: "DictConfig") -> bool:
     return bool(enabled) if enabled is not None else config.algorithm.adv_estimator == "gae"
 
 
+def unknown_targets(built: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Place and name of each `_target_` that is not one of the settings classes; of `built_settings`."""
+    known = settings_classes()
+    found = (pair for path, values in built.items() for pair in _targets(values, path))
+    return [(place, str(target)) for place, target in found if not isinstance(target, str) or target not in known]
+
+
+def built_settings(config: Any) -> dict[str, Any]:
+    """The parts of a config that verl's validation builds, as plain values; of the critic, without its model.
+
+    Building that (`HFModelConfig`) imports its external_lib, loads its tokenizer and may copy its files by a shell
+    command; the validation reads none of it.
+
+    Raises:
+        OmegaConfBaseException: an interpolation does not resolve.
+    """
+    from omegaconf import OmegaConf
+
+    built = {path: OmegaConf.select(config, path) for path in BUILT}
+    built = {path: OmegaConf.to_container(node, resolve=True) for path, node in built.items() if node is not None}
+    if "critic" in built:
+        built["critic"]["model"] = None
+    return built
+
+
+def settings_classes() -> set[str]:
+    """The classes that verl's own files for actor and critic name, and what makes those of our losses."""
+    from verl_ext.launch.compose import VERL_CONFIGS
+    from verl_ext.settings import losses
+
+    files = (file for folder in FOLDERS for file in (VERL_CONFIGS / folder).glob("*.yaml"))
+    verls = {target for file in files for target in TARGET_LINE.findall(file.read_text(encoding="utf-8"))}
+    return {*verls, losses.TARGET, *losses.OLD_TARGETS}
+
+
+def passes_quickly(config: Any, **roles: bool) -> bool:
+    """Whether verl's `validate_config` takes a config, found out without all that `import verl` brings along.
+
+    verl's settings classes are plain dataclasses, and `validate_config` builds and asks them. On the way to them are
+    packages whose `__init__` imports torch, tensordict, transformers and Ray, which no setting is checked by. The
+    modules of the settings are imported with those left out, and none is left in `sys.modules`.
+
+    True is final. False is also returned where only the whole of verl can judge, and where it is imported already.
+    """
+    if "verl" in sys.modules:
+        return False
+    try:
+        with _settings_alone():
+            importlib.import_module("verl.workers.config")
+            importlib.import_module("verl.utils.config").validate_config(config, **roles)
+    except Exception:  # of a config that verl refuses, or of something that was left out: verl as it is tells
+        return False
+    return True
+
+
+def _errors_of(context: Context) -> list[Finding]:
+    """The errors of a config, each found by fixing those before it."""
+    from omegaconf import OmegaConf
+
+    config, read_model = context.config, not context.model_code
+    if context.get(TRUST) and not context.trust:
+        config = copy.deepcopy(config)
+        OmegaConf.update(config, TRUST, False)
+    found: list[Finding] = []
+    while len(found) < MOST_ERRORS and (error := _first_error(config, read_model)):
+        config, fix = apply_fix(config, error, lambda fixed: _first_error(fixed, read_model))
+        said = " ".join(str(error).split())
+        found.append(Finding("error", said, "the run would stop with this line before Ray starts", fix))
+        if not fix:
+            break
+    return found
+
+
+def _as_launched(config: "DictConfig") -> "DictConfig":
+    """A config without errors, with what our entry point sets in it before verl gets it."""
+    from verl_ext.launch.checks import apply_engine_settings
+    from verl_ext.launch.features import features
+    from verl_ext.settings.stability import stability_config
+
+    config = copy.deepcopy(config)
+    stability = stability_config(config.stability)
+    if features(config, stability):
+        apply_engine_settings(config, stability)
+    return config
+
+
+def _first_error(config: "DictConfig", read_model: bool) -> "UserError | None":
+    """Returns the error that the run would stop with; None where it would not."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    from verl_ext.errors import UserError
+    from verl_ext.launch.checks import check_run
+    from verl_ext.launch.features import features
+    from verl_ext.settings.stability import stability_config
+
+    try:
+        stability = stability_config(config.stability)
+        if features(config, stability):
+            check_run(config, stability, read_model=read_model)
+    except UserError as error:
+        return error
+    except OmegaConfBaseException as error:
+        return UserError(f"{error.full_key}: {str(error).splitlines()[0]}")
+    return None
+
+
+def _verls_validation() -> Callable[..., None]:
+    import verl_ext.plugin  # noqa: F401 (before verl, as `verl_ext.main_ppo` does)
+
+    return importlib.import_module("verl.utils.config").validate_config
+
+
 def _instead(engine: "DictConfig") -> str:
     if engine.get("dtype") == "float16":
         return "use precision=fp16_megatron; precision=fp16 is for FSDP"
     return "leave out actor.fsdp_config and precision=bf16 or fp32, which set it; Megatron computes in bfloat16 without"
+
+
+def _unknown_targets(config: Any) -> list[tuple[str, str]]:
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return unknown_targets(built_settings(config))
+    except OmegaConfBaseException:  # told by the validation
+        return []
+
+
+def _targets(values: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(values, dict):
+        if "_target_" in values:
+            yield path, values["_target_"]
+        for key, value in values.items():
+            yield from _targets(value, f"{path}.{key}")
+    elif isinstance(values, list):
+        for index, value in enumerate(values):
+            yield from _targets(value, f"{path}.{index}")
+
+
+@contextlib.contextmanager
+def _settings_alone() -> Iterator[None]:
+    """Stands hollow modules in for the packages on the way to verl's settings classes."""
+    folder = package_folder("verl")
+    assert folder is not None
+    ours = {name: types.ModuleType(name) for name in {*BARE, *HOLLOW} - {*sys.modules}}
+    for name, module in ours.items():
+        vars(module).update(dict.fromkeys(HOLLOW.get(name, ()), _LeftOut))
+    for name in BARE:
+        ours[name].__path__ = [str(folder.joinpath(*name.split(".")[1:]))]
+
+    def stand_in(name: str) -> Undo:
+        return patch("settings_alone", sys.modules, name, ours[name], new=True)
+
+    undo = together(*(partial(stand_in, name) for name in ours))
+    try:
+        for name, (module_name, member) in KEPT.items():
+            vars(ours[name])[member] = getattr(importlib.import_module(f"{name}.{module_name}"), member)
+        yield
+    finally:
+        undo()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "verl" or name == ON_TOP]:
+            del sys.modules[name]
+
+
+class _LeftOut:
+    """Stands for a function or a class that no setting is checked by."""
+
+    def __init__(self, *args: object, **kwargs: object):
+        raise RuntimeError("left out of a quick validation")

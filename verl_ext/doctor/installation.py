@@ -68,7 +68,7 @@ def _package(name: str, version: str | None) -> Iterable[Finding]:
 
 
 @check("imports")
-def imports(context: Context) -> Iterable[Finding]:
+def imported_packages(context: Context) -> Iterable[Finding]:
     """What this config will import: an error where it is not installed, on the machine of the run.
 
     Doctor can be run on a laptop for a cluster, of whose packages it knows nothing: there it is a warning, without a
@@ -107,7 +107,7 @@ def _missing(row: Import, packages: list[str], context: Context) -> Finding:
 
 
 @check("plugins")
-def plugins(context: Context) -> Iterable[Finding]:
+def plugin_entry_points(context: Context) -> Iterable[Finding]:
     """The two entry points by which verl and vLLM load us, and the variables that switch them off.
 
     Source: verl/__init__.py (0.9.1), where a plugin that is missing says nothing; vllm/plugins/__init__.py (0.27).
@@ -120,7 +120,7 @@ def plugins(context: Context) -> Iterable[Finding]:
                 f"{engine} does not see the plugin {PLUGIN} (entry-point group {group})",
                 "what verl_ext adds would be missing in its processes; install verl_ext again with `pip install`",
             )
-        elif not _allowed(group, context.environ.get(variable)):
+        elif not _loads_plugin(group, context.environ.get(variable)):
             yield Finding(
                 "error",
                 f"{variable}={context.environ[variable]} leaves out the plugin {PLUGIN}",
@@ -130,7 +130,7 @@ def plugins(context: Context) -> Iterable[Finding]:
             yield Finding("ok", f"{engine} sees the plugin {PLUGIN}")
 
 
-def _allowed(group: str, policy: str | None) -> bool:
+def _loads_plugin(group: str, policy: str | None) -> bool:
     if policy is None or (group == "verl.plugins" and policy.strip().lower() == "auto"):
         return True
     return PLUGIN in [name.strip() for name in policy.split(",")]

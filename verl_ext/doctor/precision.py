@@ -1,14 +1,17 @@
-"""Number formats of the two engines."""
+"""Number formats of the two engines, and rollouts and training in fewer bits than the weights have."""
 
 from collections.abc import Iterable
 
-from verl_ext.doctor.context import Context
+from verl_ext.doctor.context import ACTOR, ROLLOUT, Context
 from verl_ext.doctor.findings import Finding, check
 
-ACTOR = "actor_rollout_ref.actor"
 FSDP = f"{ACTOR}.fsdp_config"
 PARAM_DTYPE = f"{FSDP}.mixed_precision.param_dtype"
 TRANSFORMERS = ("fsdp", "fsdp2")
+FAKE = "stability.fake_quantization"
+QUANTIZATION = f"{ROLLOUT}.quantization"
+MEGATRON_FP8 = f"{ACTOR}.megatron.override_transformer_config"
+OF_VERL = ("fp8", "torchao", "ascend")
 DTYPES = BFLOAT16, FLOAT16, FLOAT32 = "bfloat16", "float16", "float32"
 # As verl's PrecisionType (verl/utils/torch_dtypes.py) and vLLM's `dtype` argument write them.
 NAMES = {
@@ -27,7 +30,7 @@ def dtype_name(value: object) -> str:
 
 
 def training_dtype(context: Context) -> str | None:
-    """What the training engine computes in; None where it was not read (VeOmni, TorchTitan, Automodel).
+    """Returns the dtype of the training engine; None where it was not read (VeOmni, TorchTitan, Automodel).
 
     Source: `_build_fsdp_module` of verl/workers/engine/fsdp/transformer_impl.py and `param_dtype` of
     verl/workers/engine/megatron/transformer_impl.py (0.9.1).
@@ -112,7 +115,7 @@ def loss_scaling(context: Context) -> Iterable[Finding]:
 
 @check("log-prob precision")
 def logprob_precision(context: Context) -> Iterable[Finding]:
-    """In what the FSDP engine takes log-probabilities and entropy of its half-precision logits.
+    """The precision in which the FSDP engine takes log-probabilities and entropy of its half-precision logits.
 
     Source: `forward_step` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) takes them under autocast, where
     CUDA's softmax, log_softmax and logsumexp run in float32 (ATen/autocast_mode.h, torch 2.13; read, not run) and
@@ -126,3 +129,110 @@ def logprob_precision(context: Context) -> Iterable[Finding]:
         yield Finding("note", f"training log-probs and entropy in {training_dtype(context)}", why)
     elif "flash-attn" not in context.versions:
         yield Finding("ok", "training log-probs and entropy in float32, under CUDA's autocast")
+
+
+@check("quantized rollout")
+def quantized_rollout(context: Context) -> Iterable[Finding]:
+    """A rollout in fp8 and the like, and nothing that corrects for it.
+
+    Source: `_apply_quantization` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1); verl PR 4415, where
+    an fp8 rollout follows bf16 with token-level TIS at cap 2. `launch_server` of async_sglang_server.py (0.9.1) raises
+    for rollout.quantization other than fp8.
+    """
+    if context.engine is None:
+        return
+    _, weights = context.engine_argument("quantization")
+    _, cache = context.engine_argument("kv_cache_dtype")
+    if context.with_sglang and (asked := context.get(QUANTIZATION)) not in (None, "fp8"):
+        why = "verl gives SGLang fp8 alone, and stops"
+        yield Finding("error", f"rollout.quantization={asked} with SGLang", why, (f"{QUANTIZATION}=null",))
+        return
+    quantized = [f"quantization={weights}"] if weights else []
+    quantized += [f"kv_cache_dtype={cache}"] if cache and "fp8" in str(cache) else []
+    if not quantized:
+        return
+    found = f"rollout with {' and '.join(quantized)}"
+    if _corrected(context):
+        yield Finding(
+            "note", found, "the gap to training is larger than in bf16; the correction's share dropped shows it"
+        )
+    else:
+        why = "the rollout samples from a coarser model than the one trained, and nothing corrects the loss for it"
+        yield Finding("warning", found, why, ("stability.correction=tis",))
+
+
+@check("quantized sync")
+def quantized_sync(context: Context) -> Iterable[Finding]:
+    """How verl brings trained weights into a quantised rollout.
+
+    Source: verl 0.9.1. `_apply_quantization` (workers/rollout/vllm_rollout/vllm_async_server.py) takes these names,
+    makes fp8 block by block (128 x 128, e4m3) and leaves the routers out. `update_weights_from_ipc` (utils.py beside
+    it) prepares a sync where `is_quantized_model` (utils/vllm/vllm_quant_utils.py) says so: for fp8, and not for
+    torchao, whose weights vLLM quantises once they are loaded (`process_weights_after_loading` of
+    model_executor/layers/quantization/torchao.py, 0.27). Read, not run.
+    """
+    _, asked = context.engine_argument("quantization")
+    if not context.with_vllm or not asked:
+        return
+    if asked not in OF_VERL:
+        why = f"verl's rollout server takes {', '.join(OF_VERL)}"
+        yield Finding("error", f"rollout.quantization={asked}", why, (f"{QUANTIZATION}=fp8",))
+    elif asked == "torchao":
+        why = "verl 0.9.1 loads each sync into weights that are int4 or int8 already, which it prepares for fp8 alone"
+        yield Finding("warning", "weight syncs with rollout.quantization=torchao", why, (f"{QUANTIZATION}=null",))
+        if context.get(f"{ROLLOUT}.quantization_config_file") is None:
+            why = "what torchao makes of the weights, int4 or int8, stands in a file: rollout.quantization_config_file"
+            yield Finding("warning", "rollout.quantization=torchao without a config", why, (f"{QUANTIZATION}=null",))
+
+
+@check("quantized training")
+def quantized_training(context: Context) -> Iterable[Finding]:
+    """What is known of training that quantises, too.
+
+    Source: verl PR 7519 (DAPO, Megatron, 32 steps; `rollout_corr/kl` of bf16 0.0063 to 0.0089, of fp8 tensorwise 0.0100
+    to 0.0313, 40 to 50 % more every eight steps, of mxfp8 0.0095 to 0.0087). xtuner PR 2044 (fp8 of the float32 masters
+    beside a rollout that gets them in bf16: k3 25 times as large after one update; 1.1 times where both are rounded to
+    bf16 first). verl 0.9.1 rounds first: under QAT `QATQuantizer` casts to mixed_precision.param_dtype, in which FSDP
+    computes (utils/qat/quantizer.py). `qat.mode`: the comment in trainer/config/engine/fsdp.yaml.
+    """
+    if context.config is None:
+        return
+    recipe = str(context.get(f"{MEGATRON_FP8}.fp8_recipe", "delayed"))
+    if context.strategy == "megatron" and context.get(f"{MEGATRON_FP8}.fp8"):
+        found = f"training in fp8, fp8_recipe={recipe}"
+        if recipe == "tensorwise":
+            why = "its gap was seen to grow by 40 to 50 % every eight steps, where mxfp8's stayed (verl PR 7519)"
+            yield Finding("warning", found, why)
+        else:
+            yield Finding("note", found, "watch guard/growth_rate: stability=quantized warns of growth")
+    qat = f"{ACTOR}.{'megatron' if context.strategy == 'megatron' else 'fsdp_config'}.qat"
+    if not context.get(f"{qat}.enable"):
+        return
+    if context.get(f"{qat}.mode") == "w4a4":
+        why = "verl itself names its divergence from the rollout, and recommends w4a16"
+        yield Finding("warning", "qat.mode=w4a4", why, (f"{qat}.mode=w4a16",))
+    else:
+        yield Finding("ok", "quantisation-aware training: both engines quantise weights in the dtype of training")
+
+
+@check("fake quantization")
+def fake_quantization(context: Context) -> Iterable[Finding]:
+    """An experiment's switch, left on.
+
+    Source: `verl_ext.upstream.fake_quantization`; vLLM computes with the rounded weights at its usual cost.
+    """
+    if (asked := context.get(f"{FAKE}.format", "none")) != "none":
+        why = "it plants a gap between the engines on purpose, for an experiment, and saves neither time nor memory"
+        yield Finding("note", f"{FAKE}.format={asked}", why)
+
+
+def _corrected(context: Context) -> bool:
+    """Whether any method weights the loss by the ratio of the engines."""
+    from verl_ext.settings.losses import LOSSES
+
+    names = context.get("stability.correction", "none")
+    ours = [name for name in ([names] if isinstance(names, str) else names) if name != "none"]
+    loss = context.get(f"{ACTOR}.policy_loss.loss_mode")
+    verls = "algorithm.rollout_correction"
+    reads_k = loss in LOSSES and "k" in LOSSES[loss].reads
+    return bool(ours or reads_k or context.get(f"{verls}.rollout_is") or context.get(f"{verls}.bypass_mode"))

@@ -1,11 +1,15 @@
-"""What the rollout samples from, and what its log-probabilities mean."""
+"""What the rollout samples from, what its log-probabilities mean, and corrections that bypass mode leaves out."""
 
 from collections.abc import Iterable
 
-from verl_ext.doctor.context import ROLLOUT, Context
+from verl_ext.doctor.context import ACTOR, MODEL, ROLLOUT, Context
 from verl_ext.doctor.findings import Finding, check
 from verl_ext.doctor.hooks import errors_once
 from verl_ext.doctor.precision import FLOAT32, TRANSFORMERS, training_dtype
+
+CORRECTION = "algorithm.rollout_correction"
+POLICY_LOSS = f"{ACTOR}.policy_loss"
+USUAL = {"rollout_is": None, "rollout_rs": None, "loss_type": "ppo_clip"}
 
 
 @check("truncated sampling")
@@ -26,7 +30,7 @@ def truncated_sampling(context: Context) -> Iterable[Finding]:
     if top_p >= 1 and top_k <= 0:
         yield Finding("ok", "sampling from the whole vocabulary (top_p=1, no top_k)")
         return
-    if _told_of_kept(context):
+    if _knows_kept_tokens(context):
         yield Finding("ok", f"rollout.top_p={top_p}, top_k={top_k}: l_old and l_theta are over the kept tokens too")
         return
     _, mode = context.engine_argument("logprobs_mode")
@@ -42,7 +46,7 @@ def truncated_sampling(context: Context) -> Iterable[Finding]:
     yield Finding("warning", f"rollout.top_p={top_p}, top_k={top_k}", why, tuple(fix))
 
 
-def _told_of_kept(context: Context) -> bool:
+def _knows_kept_tokens(context: Context) -> bool:
     from verl_ext.launch.features import HEAD, features, uses
     from verl_ext.launch.head import truncates
     from verl_ext.settings.stability import stability_config
@@ -53,7 +57,7 @@ def _told_of_kept(context: Context) -> bool:
 
 
 @check("log-prob mode")
-def logprobs_mode(context: Context) -> Iterable[Finding]:
+def rollout_logprobs(context: Context) -> Iterable[Finding]:
     """Whether the rollout's log-probabilities are of the distribution that the training engine computes.
 
     Source: `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27), whose own default is raw_logprobs, before the
@@ -101,7 +105,7 @@ def temperature_rounding(context: Context) -> Iterable[Finding]:
     temperature = context.get(f"{ROLLOUT}.temperature", 1)
     if context.config is None or context.strategy not in TRANSFORMERS or temperature == 1:
         return
-    if context.get("actor_rollout_ref.model.use_fused_kernels") or training_dtype(context) == FLOAT32:
+    if context.get(f"{MODEL}.use_fused_kernels") or training_dtype(context) == FLOAT32:
         return
     yield Finding(
         "warning",
@@ -110,3 +114,23 @@ def temperature_rounding(context: Context) -> Iterable[Finding]:
         "that moves each logit by up to 0.4%",
         (f"{ROLLOUT}.temperature=1",),
     )
+
+
+@check("bypass mode")
+def bypass_mode(context: Context) -> Iterable[Finding]:
+    """A correction that verl is asked for in bypass mode, and leaves out.
+
+    Source: verl issue 4912. In verl 0.9.1, `_compute_advantage` of trainer V1 skips the correction there, and
+    `compute_policy_loss_bypass_mode` alone makes up for it, from `policy_loss.rollout_correction`.
+    """
+    if not context.get(f"{CORRECTION}.bypass_mode"):
+        return
+    asked = {name: context.get(f"{CORRECTION}.{name}") for name in USUAL}
+    ignored = [f"{name}={value}" for name, value in asked.items() if value != USUAL[name]]
+    if not ignored or context.get(f"{POLICY_LOSS}.loss_mode") == "bypass_mode":
+        yield Finding("ok", "bypass mode, and no correction that verl would leave out")
+        return
+    why = "verl 0.9.1's trainer does not correct there (verl issue 4912); its bypass loss does, and so do our masks"
+    usual = tuple(f"{CORRECTION}.{name}={'null' if value is None else value}" for name, value in USUAL.items())
+    fix = (*usual, "stability.correction=icepop")
+    yield Finding("warning", f"{CORRECTION}: {', '.join(ignored)} do nothing in bypass mode", why, fix)

@@ -1,11 +1,12 @@
-"""Batches, lengths and ranks against each other, the model and the machines."""
+"""Batches, lengths and ranks against each other, the model and the machines; the files that are on this machine."""
 
+import math
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from verl_ext.doctor.applied import applied
 from verl_ext.doctor.context import MODEL, Context
-from verl_ext.doctor.findings import Finding, check
+from verl_ext.doctor.findings import Finding, apply_fix, check
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from verl_ext.errors import ConfigError
     from verl_ext.launch.models import ModelShape
 
+LARGE = 0.01  # nats; 1% in every ratio of a model that never learnt to avoid the padding
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
 
 
@@ -31,23 +33,12 @@ def sizes(context: Context) -> Iterable[Finding]:
         shape = shape_of(str(context.get(f"{MODEL}.path", "")))
     except ConfigError:
         shape = None
-    if error := _refused(context.config, shape):
-        _, fix = applied(context.config, error, lambda fixed: _refused(fixed, shape))
+    if error := _sizes_error(context.config, shape):
+        _, fix = apply_fix(context.config, error, lambda fixed: _sizes_error(fixed, shape))
         yield Finding("error", str(error), "the workers would stop with it, or leave part of the machines idle", fix)
         return
     beside = "" if shape else "; the model's shape is not in verl_ext/launch/models.py, and was left out"
     yield Finding("ok", f"batches, lengths and ranks fit each other{beside}")
-
-
-def _refused(config: "DictConfig", shape: "ModelShape | None") -> "ConfigError | None":
-    from verl_ext.errors import ConfigError
-    from verl_ext.plan.sizes import check_sizes
-
-    try:
-        check_sizes(config, shape)
-    except ConfigError as error:
-        return error
-    return None
 
 
 @check("gpu")
@@ -60,3 +51,77 @@ def gpu(context: Context) -> Iterable[Finding]:
         yield Finding(
             "note", "trainer.device=cuda, and no GPU is seen here", "give --gpu: cascade attention depends on it"
         )
+
+
+@check("model files")
+def model_files(context: Context) -> Iterable[Finding]:
+    """Whether the model could be looked at here, and what is not checked where it could not.
+
+    Source: `lengths`, `vocabulary` and `hooks` of this folder, which read its config and tokenizer.
+    """
+    path = context.get(f"{MODEL}.path")
+    if context.config is None or not path or context.model_code:
+        return
+    if context.model_config is None:
+        missing, checks = "the model's config", "lengths, vocabulary and the model's routers were not checked"
+    elif context.tokenizer_length is None:
+        missing, checks = "the model's tokenizer", "vocabulary was not checked"
+    else:
+        return
+    yield Finding("note", f"{missing} is not on this machine: {path}", checks)
+
+
+@check("data files")
+def data_files(context: Context) -> Iterable[Finding]:
+    """Training and validation files that are not here.
+
+    Source: `copy_to_local` of verl/utils/fs.py (0.9.1), by which the data set takes a local path as it is.
+    """
+    for name in ("train_files", "val_files"):
+        files = context.get(f"data.{name}") or []
+        for file in [files] if isinstance(files, str) else files:
+            if "://" not in str(file) and not os.path.exists(os.path.expanduser(str(file))):
+                why = "the run stops without it; every node that loads data has to see it under this path"
+                yield Finding("warning", f"data.{name}={file} is not on this machine", why)
+
+
+@check("vocabulary")
+def vocabulary(context: Context) -> Iterable[Finding]:
+    """Rows of the vocabulary that no token of the tokenizer has.
+
+    Source: `monkey_patch_compute_logits` of verl/workers/rollout/vllm_rollout/utils.py (0.9.1) masks ids from
+    `len(tokenizer)` on in vLLM; verl/workers/engine/fsdp/transformer_impl.py has no such mask. Training then sees less
+    probability, by what the model gives to those ids: log(vocab_size / len(tokenizer)) where they are as likely as any
+    other (0.24 was measured for 128 rows and 101 tokens, with random weights), next to nothing where the model has
+    learnt that they never come.
+    """
+    if not context.with_vllm or context.model_config is None or context.tokenizer_length is None:
+        return
+    rows = getattr(context.model_config.get_text_config(), "vocab_size", None)
+    tokens = context.tokenizer_length
+    if rows is None:
+        return
+    if rows < tokens:
+        why = "ids past the vocabulary have no embedding; use the model's own tokenizer"
+        yield Finding("warning", f"vocab_size={rows}, len(tokenizer)={tokens}", why)
+    elif rows == tokens:
+        yield Finding("ok", f"vocab_size={rows}, as many as the tokenizer has")
+    else:
+        gap = math.log(rows / tokens)
+        yield Finding(
+            "warning" if gap > LARGE else "note",
+            f"vocab_size={rows}, len(tokenizer)={tokens}",
+            f"verl masks the ids between in vLLM and not in training: about {gap:.2g} nats in every log-ratio, for a "
+            "model that has not learnt to avoid them",
+        )
+
+
+def _sizes_error(config: "DictConfig", shape: "ModelShape | None") -> "ConfigError | None":
+    from verl_ext.errors import ConfigError
+    from verl_ext.plan.sizes import check_sizes
+
+    try:
+        check_sizes(config, shape)
+    except ConfigError as error:
+        return error
+    return None

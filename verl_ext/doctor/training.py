@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 
-from verl_ext.doctor.context import Context
+from verl_ext.doctor.context import ACTOR, Context
 from verl_ext.doctor.findings import Finding, check
 from verl_ext.doctor.hooks import needs_critic
 
-ACTOR = "actor_rollout_ref.actor"
 AGGREGATION = f"{ACTOR}.loss_agg_mode"
 BY_SEQUENCE = "seq-mean-token-mean"
 OWN_GROUPS = "0.19"  # megatron-core that gives experts process groups of their own wherever they need them

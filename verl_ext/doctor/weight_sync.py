@@ -1,12 +1,15 @@
-"""What reaches the rollout of a training step, and what it keeps of the steps before."""
+"""What a weight sync brings to the rollout, what the rollout keeps of older weights, and what waits meanwhile."""
 
 from collections.abc import Iterable
+from math import ceil
 
 from verl_ext.doctor.context import ASYNCHRONOUS, MODE, MODEL, ROLLOUT, Context
+from verl_ext.doctor.engine import captures_routing
 from verl_ext.doctor.findings import Finding, check
 
 CANARY = "stability.sync_canary.trajectories"
 KNOWN_VERL = "0.9.1"
+STOP_AFTER = "stability.guard.stop_after"
 
 
 @check("weight sync")
@@ -90,8 +93,6 @@ def partial_rollouts(context: Context) -> Iterable[Finding]:
     those of earlier turns are then of newer weights than their log-probs. Not with vLLM, where upstream/turn_routes.py
     keeps those of earlier turns, unless there are images, audio or video.
     """
-    from verl_ext.doctor.engine import captures_routing
-
     mode = context.get(MODE)
     if mode not in ASYNCHRONOUS:
         return
@@ -101,6 +102,34 @@ def partial_rollouts(context: Context) -> Iterable[Finding]:
         yield Finding("note", f"routing of several turns in {mode}", why)
     else:
         yield Finding("ok", f"partial rollouts in {mode}: each token has the log-prob of the weights that sampled it")
+
+
+@check("waiting batches")
+def waiting_batches(context: Context) -> Iterable[Finding]:
+    """A guard that stops the run before newer rollouts can reach it.
+
+    Batches that were sampled before an update is refused are as far from the policy as the refused one.
+
+    Source: recipes/collapse, where with 32 batches waiting, stop_after=10 ended a run that went on, and lived, with 50.
+    """
+    mode = context.get(MODE)
+    stop_after = context.get(STOP_AFTER)
+    if mode not in ASYNCHRONOUS or stop_after is None or not _skips_updates(context):
+        return
+    waiting = ceil(context.get(f"trainer.v1.{mode}.num_warmup_batches", 0))
+    if waiting < stop_after:
+        yield Finding("ok", f"{STOP_AFTER}={stop_after} with {waiting} batches waiting")
+        return
+    why = "all of them may be refused like the first, and the run stops before one of today's weights comes"
+    found = f"{STOP_AFTER}={stop_after} with trainer.v1.{mode}.num_warmup_batches={waiting}"
+    yield Finding("warning", found, why, (f"{STOP_AFTER}={waiting + stop_after}",))
+
+
+def _skips_updates(context: Context) -> bool:
+    rules = (context.get("stability.guard.rules") or {}).values()
+    return context.get("stability.batch_skip.threshold") is not None or any(
+        rule and rule.get("action") == "skip" for rule in rules
+    )
 
 
 def _older_verl(context: Context) -> bool:

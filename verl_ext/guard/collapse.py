@@ -20,7 +20,7 @@ from itertools import accumulate
 from operator import itemgetter
 from statistics import median
 
-from verl_ext.guard.boundary import scatter
+from verl_ext.guard.rules import scatter
 
 Readings = Sequence[tuple[int, float]]  # (step, value), finite, with ascending steps
 

@@ -1,34 +1,90 @@
-"""Where a run is going: the gap of the engines, a mask that is blind to it, a jump of it, a reward that collapses."""
+"""Where a run is going: the gap of the engines, a mask that is blind to it, a jump of it, a reward that collapses.
+
+IcePop's appendix shows that past a critical size the mismatch delta grows at least geometrically, delta_{t+1} >=
+(1 + eta mu) delta_t ("Small Leak Can Sink a Great Ship", compounding lemma). log delta against the step is then a
+straight line before a collapse. `estimate_growth` takes its slope as the median of all pairwise slopes (Theil-Sen),
+which one spiked step in four cannot move. Two intervals show whether the slope is more than noise, and the narrower one
+counts:
+
+- Sen's, from the variance of Kendall's S, widened where the readings of neighbouring steps depend on each other (after
+  Hamed and Rao, 1998): it finds a weak trend under strong noise;
+- the scatter around the line, SCATTERS times, spread over the window: it finds a strong trend, whose curve the first
+  takes for dependence.
+
+`vllm_kl/*` compares the rollout's log-probabilities with those of the policy before the update. If the weights are the
+same, the difference is the engines' own. If the rollout's weights are older, it also holds what the policy has moved
+since. Trajectories of lag 0, and those that were rescored with the weights that sampled them, show the engines' part.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from statistics import median
 
-from verl_ext.guard.alone import BY_LAG, MIXED, alone, has_age
-from verl_ext.guard.boundary import FEWEST, HORIZON, Growth, estimate_growth
 from verl_ext.guard.collapse import K3, READ, REWARD, STRETCH, find_collapse
-from verl_ext.guard.rules import spread
+from verl_ext.guard.rules import scatter, spread
 from verl_ext.guard.state import Boundary, Decision, Event, GuardState
 
+# Growth towards the boundary.
+HORIZON = 1000  # steps; further away than this is the same as not in sight
+FLOOR = 1e-12  # a mismatch below this is 0 for the logarithm
+HIGHEST = math.log(sys.float_info.max)  # what the line passes there is no number any more
+FEWEST = 8  # readings before there is an estimate
+SIGMAS = 4.0  # half-width of Sen's interval in standard deviations; test_forecast.py counts false alarms
+SCATTERS, SCATTER_FEWEST = 6.0, 16  # and of the other one in scatters; from so many readings on
+ROUNDING = 1e-9  # residuals below this are the arithmetic's, not the run's
+LARGEST_AUTOCORRELATION = 0.9
+# A jump of the gap, and a collapse of the reward.
 GAP = "vllm_kl/log_ratio_abs_mean"  # of all tokens alike, while a single one can move k3
 JUMP = 5.0  # a gap of this many times its median, in one step, is a jump
 JUMP_DEVIATIONS = 6.0  # and this many robust standard deviations above it
 JUMP_FEWEST, JUMP_WINDOW = 3, 8  # readings before there is a jump; how many of the last ones count
 REMEMBERED = 512  # readings in which a collapse is looked for
+# The engines' part of the gap.
+ENGINES = "vllm_kl/"  # begins the name of every metric of the gap
+BY_LAG = "vllm_kl/share/lag/"  # how much of the batch is how old: logged where rollouts can be older than the policy
+FORECAST = ("guard/steps_to_boundary", "guard/growth_rate")
+MIXED = "guard/growth_mixed"
+AGE_IN_IT = " (the age of the rollouts is in it)"
+PARTS = ("/lag/", "/engine/", "/stale/", "/share/")  # of names that say themselves whose gap they are
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The estimate at one step.
+
+    Attributes:
+        rate: slope of log delta, per step; exp(rate) - 1 is the relative growth of a step.
+        low, high: the interval of the slope.
+        level: the delta of the line at the last step.
+        steps: predicted steps until delta passes the boundary: 0 where `level` is past it, HORIZON where growth is not
+            certain (low <= 0) or the boundary further away.
+    """
+
+    rate: float
+    low: float
+    high: float
+    level: float
+    steps: float
 
 
 def foresee(
     state: GuardState, boundary: Boundary, mask: str, step: int, signals: Mapping[str, float]
 ) -> tuple[dict[str, float], Decision]:
-    """Take in what is known before an update, and change `state` by it: `guard/*` metrics, and what has just begun.
+    """Takes in what is known before an update, and changes `state` by it.
+
+    Returns `guard/*` metrics, and a decision with what has just begun.
 
     Args:
         mask: the metric that is the share of tokens a mask with a fixed band drops; empty where there is none.
         signals: finite values; a step with several updates counts once, with the first.
 
-    guard/steps_to_boundary is 0 past the boundary, `boundary.HORIZON` where it is not in sight. It is that of the
-    engines alone, where that part of the gap is seen often enough.
+    guard/steps_to_boundary is 0 past the boundary, HORIZON where it is not in sight. It is that of the engines alone,
+    where that part of the gap is seen often enough.
     """
-    part = alone(boundary.signal, signals)
+    part = engines_part(boundary.signal, signals)
     state.growth = _added(state.growth, step, signals.get(boundary.signal), boundary.window)
     state.growth_alone = _added(state.growth_alone, step, part[1] if part else None, boundary.window)
     of_all = growth = estimate_growth(state.growth, boundary.value)
@@ -36,7 +92,7 @@ def foresee(
     if speaks([at for at, _ in state.growth_alone], step, boundary.window):
         growth, mixed = estimate_growth(state.growth_alone, boundary.value), False
     else:
-        mixed = has_age(boundary.signal, signals)
+        mixed = holds_age(boundary.signal, signals)
     if any(name.startswith(BY_LAG) for name in signals):
         metrics[MIXED] = float(mixed)
     if growth is not None:
@@ -45,11 +101,11 @@ def foresee(
         metrics |= {name: value for name, value in interval.items() if math.isfinite(value)}
     if mask:
         share = (step, signals[mask]) if mask in signals else None
-        metrics["guard/mask_blind"] = float(_mask_blind(state, share, boundary.window, of_all))
-    events = _jump(state, step, signals) if GAP in signals else ()
+        metrics["guard/mask_blind"] = float(_is_mask_blind(state, share, boundary.window, of_all))
+    events = _jump_events(state, step, signals) if GAP in signals else ()
     if REWARD in signals:
         remember(state, step, signals)
-        events += _collapse(state, step, old_rollouts=has_age(K3, signals))
+        events += _collapse_events(state, step, old_rollouts=holds_age(K3, signals))
         metrics["guard/collapsed"] = float(state.collapsed)
     return metrics, Decision(events)
 
@@ -68,14 +124,14 @@ def speaks(steps: Sequence[int], now: int, window: int) -> bool:
 
 
 def remember(state: GuardState, step: int, signals: Mapping[str, float]) -> None:
-    """Keep of a step what tells how a collapse came about; finite values, each signal once a step."""
+    """Keeps the signals of a step that show how a collapse came about; finite values, each signal once per step."""
     for name in READ:
         readings = state.record.get(name, [])
         if name in signals and (not readings or readings[-1][0] < step):
             state.record[name] = [*readings, (step, signals[name])][-REMEMBERED:]
 
 
-def _mask_blind(state: GuardState, dropped: tuple[int, float] | None, window: int, growth: Growth | None) -> bool:
+def _is_mask_blind(state: GuardState, dropped: tuple[int, float] | None, window: int, growth: Growth | None) -> bool:
     """Whether the gap grows for certain while the mask drops fewer tokens for certain, until either turns.
 
     KPop's authors saw it in IcePop's fixed band, before training became unstable (ringtech.notion.site/kpop, figure 1).
@@ -92,14 +148,14 @@ def _mask_blind(state: GuardState, dropped: tuple[int, float] | None, window: in
     return state.mask_blind
 
 
-def _jump(state: GuardState, step: int, signals: Mapping[str, float]) -> tuple[Event, ...]:
-    """Say so where the mismatch is suddenly far above what it was, which a collapse is not: that grows.
+def _jump_events(state: GuardState, step: int, signals: Mapping[str, float]) -> tuple[Event, ...]:
+    """Warns of a mismatch that is suddenly far above what it was. A collapse does not jump: it grows.
 
-    Where the engines' part is seen, it is that which is judged: a rollout that is older has a larger gap, too.
+    Judges the engines' part where it is seen, because the gap of an older rollout is larger, too.
     """
     name, gap, before = GAP, signals[GAP], state.gaps
     state.gaps = [*before, gap][-JUMP_WINDOW:]
-    if part := alone(GAP, signals):
+    if part := engines_part(GAP, signals):
         (name, gap), before = part, state.gaps_alone
         state.gaps_alone = [*before, gap][-JUMP_WINDOW:]
     if len(before) < JUMP_FEWEST:
@@ -117,8 +173,8 @@ def _jump(state: GuardState, step: int, signals: Mapping[str, float]) -> tuple[E
     return (Event(step, "weight_sync", name, gap, bound, "warn", reason),)
 
 
-def _collapse(state: GuardState, step: int, old_rollouts: bool) -> tuple[Event, ...]:
-    """Say once that the run is dead, and again where half of what it lost comes back."""
+def _collapse_events(state: GuardState, step: int, old_rollouts: bool) -> tuple[Event, ...]:
+    """Reports once that the run is dead, and again when half of what it lost comes back."""
     if not state.collapsed:
         found = find_collapse(state.record)
         if found is None:
@@ -136,3 +192,85 @@ def _collapse(state: GuardState, step: int, old_rollouts: bool) -> tuple[Event, 
     state.collapsed = False
     reason = f"{REWARD} is back at {level:.3g}, half of what it had lost"
     return (Event(step, "collapse", REWARD, level, state.recovers_at, "recover", reason),)
+
+
+def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> Growth | None:
+    """Fit the last readings of delta.
+
+    Args:
+        readings: (step, delta) with ascending steps; delta is a divergence, never negative, or a difference.
+        boundary: the delta whose crossing is predicted, above 0.
+
+    Returns None for fewer than FEWEST readings.
+    """
+    points = [(step, math.log(max(delta, FLOOR))) for step, delta in readings]
+    if len(points) < FEWEST:
+        return None
+    slopes = sorted((later - earlier) / (t - s) for (s, earlier), (t, later) in combinations(points, 2))
+    rate = median(slopes)
+    last = points[-1][0]
+    at_last = [y - rate * (t - last) for t, y in points]  # the line's height at the last step, by each reading
+    level = median(at_last)
+    residuals = [y - level for y in at_last]
+    outside = (len(slopes) - SIGMAS * math.sqrt(_variance_of_s(len(points)) * _inflation(residuals))) / 2
+    low = slopes[int(outside)] if outside >= 0 else -math.inf
+    high = slopes[len(slopes) - 1 - int(outside)] if outside >= 0 else math.inf
+    if len(points) >= SCATTER_FEWEST:
+        half = SCATTERS * scatter(residuals) / (last - points[0][0])
+        low, high = max(low, rate - half), min(high, rate + half)
+    left = math.log(boundary) - level
+    if left <= 0:
+        steps = 0.0
+    elif low <= 0:
+        steps = float(HORIZON)
+    else:
+        steps = min(left / rate, float(HORIZON))
+    return Growth(rate, low, high, math.exp(min(level, HIGHEST)), steps)
+
+
+def _variance_of_s(n: int) -> float:
+    """Returns the variance of Kendall's S, rising pairs less falling ones, for n independent readings."""
+    return n * (n - 1) * (2 * n + 5) / 18
+
+
+def _inflation(residuals: Sequence[float]) -> float:
+    """Returns the factor, at least 1, by which first-order dependence of neighbouring readings widens that variance."""
+    n = len(residuals)
+    if max(map(abs, residuals)) < ROUNDING:
+        return 1.0
+    order = sorted(residuals)
+    centred = [order.index(value) - (n - 1) / 2 for value in residuals]  # ranks: a spike must not hide the dependence
+    power = sum(value * value for value in centred)
+    if power == 0:
+        return 1.0
+    observed = sum(a * b for a, b in pairwise(centred)) / power
+    # Residuals of a fitted line understate the dependence by about (2 + 4 rho) / n.
+    rho = min(max(observed + (2 + 4 * max(observed, 0.0)) / n, 0.0), LARGEST_AUTOCORRELATION)
+    return (1 + rho) / (1 - rho)
+
+
+def engines_names(signal: str) -> tuple[str, ...]:
+    """Returns the names under which the engines' part of a metric is logged: at lag 0, and of rescored trajectories."""
+    return (f"{signal}/lag/0", signal.replace(ENGINES, f"{ENGINES}engine/", 1)) if signal.startswith(ENGINES) else ()
+
+
+def engines_part(signal: str, signals: Mapping[str, float]) -> tuple[str, float] | None:
+    """The engines' part of a metric, by its name; None where no trajectory shows it."""
+    return next(((name, signals[name]) for name in engines_names(signal) if name in signals), None)
+
+
+def holds_age(signal: str, signals: Mapping[str, float]) -> bool:
+    """Whether what the policy has moved since the rollouts is in a metric: of all of a gap, some of it older."""
+    of_all = signal.startswith(ENGINES) and not any(part in signal for part in PARTS)
+    return of_all and any(name.startswith(BY_LAG) and name != f"{BY_LAG}0" for name in signals)
+
+
+def owner_clause(signal: str, signals: Mapping[str, float]) -> str:
+    """A clause for a reason that rests on `signal`: whose gap that is; "" where there can be no doubt."""
+    if signal.startswith(FORECAST) and MIXED in signals:
+        return AGE_IN_IT if signals[MIXED] else " (of the engines alone)"
+    if not holds_age(signal, signals):
+        return ""
+    if part := engines_part(signal, signals):
+        return f" (of the engines alone: {part[0]}={part[1]:.3g})"
+    return AGE_IN_IT

@@ -12,10 +12,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from verl_ext.errors import ConfigError
-from verl_ext.guard.alone import whose
-from verl_ext.guard.forecast import foresee, remember
+from verl_ext.guard.forecast import foresee, owner_clause, remember
 from verl_ext.guard.learning_rate import LowerLr, go_on, lower, scale
-from verl_ext.guard.rules import REFUSING, Rule, RuleState, describe, next_bound, read
+from verl_ext.guard.rules import REFUSING, Rule, RuleState, apply_rule, describe, next_bound
 from verl_ext.guard.state import Boundary, Decision, Event, read_state
 from verl_ext.metrics import MUST_BE_FINITE
 
@@ -69,7 +68,7 @@ class Guard:
 
     @property
     def lr_scale(self) -> float:
-        """What the schedule's learning rate is multiplied by."""
+        """The factor of the schedule's learning rate."""
         return scale(self.lower_lr, self.state.lr)
 
     @property
@@ -94,11 +93,11 @@ class Guard:
         self.state.updated = self._failed = False
 
     def foresee(self, signals: Mapping[str, float]) -> tuple[dict[str, float], Decision]:
-        """Before `judge`, which may read it: what `guard.forecast` makes of the signals so far."""
+        """Returns what `guard.forecast` makes of the signals so far; called before `judge`, which may read it."""
         return foresee(self.state, self.boundary, self.mask, self.step, _finite(signals))
 
     def judge(self, signals: Mapping[str, float], non_finite: Mapping[str, int] | None = None) -> Decision:
-        """Before an update: whether the batch may make it.
+        """Decides whether the batch may make an update.
 
         Args:
             signals: the step's metrics so far.
@@ -118,7 +117,7 @@ class Guard:
         self.state.updated |= not refused
 
     def judge_late(self, signals: Mapping[str, float]) -> Decision:
-        """With or after the update: what was not there to judge before it.
+        """Judges the signals that come with the update, or after it.
 
         Raises:
             ConfigError: a rule would skip an update by a signal that comes with it.
@@ -140,7 +139,7 @@ class Guard:
         return Decision(tuple(events))
 
     def close(self) -> Decision:
-        """After the updates of a step and what came with them: whether the run goes on as it is."""
+        """Decides, after the updates of a step, whether the run continues as it is."""
         self.state.in_a_row = 0 if self.state.updated and not self._failed else self.state.in_a_row + 1
         events = []
         firing = self._fires("lower_lr")
@@ -207,7 +206,7 @@ class Guard:
         return any(rule.action == action and self.state.rules[rule.name].firing for rule in self.rules)
 
     def _give_up(self, after: int) -> None:
-        """What was measured after this step was of weights that are gone; rules judge anew."""
+        """Forgets what was measured after this step, of weights that are gone; rules judge anew."""
         self.state.calm_from, self.state.given_up = self.step + 1 + self.cooldown, self.step
         self.state.forget(after)
         for state in self.state.rules.values():
@@ -217,7 +216,7 @@ class Guard:
         return f"the learning rate is {self.lr_scale:.3g} of the schedule's"
 
     def _prove(self, step: int) -> None:
-        """Of the checkpoints whose weights the last step has measured, keep those that nothing spoke against.
+        """Keeps, of the checkpoints whose weights the last step has measured, those that nothing contradicted.
 
         Where the step made no update, its weights are still those of the checkpoint: the next step can prove them.
         """
@@ -229,7 +228,7 @@ class Guard:
         self.state.unproven = [(saved, since) for saved, since in self.state.unproven if since >= step - 1]
 
     def _read(self, rule: Rule, signals: Mapping[str, float], *, early: bool) -> list[Event]:
-        value = _number(signals.get(rule.signal))
+        value = _scalar(signals.get(rule.signal))
         if value is None:
             return []
         if not early and rule.action == "skip":
@@ -241,16 +240,16 @@ class Guard:
         self.unread.discard(rule.name)
         if not math.isfinite(value):
             return []  # told by `_not_finite`
-        reading = read(rule, self.state.rules[rule.name], value)
-        threshold = reading.threshold
-        if reading.ended and rule.action == "lower_lr":
+        outcome = apply_rule(rule, self.state.rules[rule.name], value)
+        threshold = outcome.threshold
+        if outcome.ended and rule.action == "lower_lr":
             self.state.lr.since = self.step
-        if reading.ended:
+        if outcome.ended:
             return [self._event(rule, value, threshold, "recover", f"{rule.signal}={value:.3g}, {rule.name} recovers")]
         again = rule.action in REFUSING  # told each time, because each is a decision about another batch
-        if threshold is None or not (reading.began or (reading.fires and again)):
+        if threshold is None or not (outcome.began or (outcome.fires and again)):
             return []
-        reason = describe(rule, value, threshold, whose(rule.signal, signals))
+        reason = describe(rule, value, threshold, owner_clause(rule.signal, signals))
         return [self._event(rule, value, threshold, *self._action(rule, reason, early))]
 
     def _action(self, rule: Rule, reason: str, early: bool) -> tuple[str, str]:
@@ -272,7 +271,7 @@ class Guard:
 
     def _not_finite(self, signals: Mapping[str, float], action: str) -> list[Event]:
         names = dict.fromkeys((*MUST_BE_FINITE, *(rule.signal for rule in self.rules)))  # once each, in order
-        found = {name: value for name in names if (value := _number(signals.get(name))) is not None}
+        found = {name: value for name in names if (value := _scalar(signals.get(name))) is not None}
         return [
             Event(self.step, "non_finite", name, value, None, action, f"{name} is {value}")
             for name, value in found.items()
@@ -281,11 +280,11 @@ class Guard:
 
 
 def _finite(signals: Mapping[str, Any]) -> dict[str, float]:
-    numbers = ((name, _number(value)) for name, value in signals.items())
+    numbers = ((name, _scalar(value)) for name, value in signals.items())
     return {name: value for name, value in numbers if value is not None and math.isfinite(value)}
 
 
-def _number(value: Any) -> float | None:
+def _scalar(value: Any) -> float | None:
     """A metric as a float of Python's, which every log can write; None for text and for nothing."""
     try:
         return None if value is None else float(value)

@@ -12,7 +12,7 @@ from verl_ext.methods import require
 
 @dataclass(frozen=True)
 class LowerLr:
-    """Of all rules with action=lower_lr together.
+    """How all rules with action=lower_lr together change the rate.
 
     Attributes:
         factor: what the schedule's rate is multiplied by, each time.
@@ -41,18 +41,18 @@ class LrState:
 
 
 def scale(settings: LowerLr, state: LrState) -> float:
-    """What the schedule's rate is multiplied by."""
+    """Returns the factor of the schedule's rate."""
     return max(settings.factor**state.lowered, settings.least)
 
 
 def lower(settings: LowerLr, state: LrState, step: int) -> None:
-    """A rule began to fire."""
+    """Lowers the rate once more, because a rule began to fire or still fires."""
     most = math.ceil(math.log(settings.least) / math.log(settings.factor))  # further factors would change nothing
     state.lowered, state.since = min(state.lowered + 1, most), step
 
 
 def go_on(settings: LowerLr, state: LrState, step: int, firing: bool) -> bool:
-    """At the end of a step: lower or raise it where it has been held long enough; whether that changed it."""
+    """Lowers or raises the rate at the end of a step, if it was held long enough; returns whether it changed."""
     before = scale(settings, state)
     if step - state.since >= settings.hold:
         if firing:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, pstdev
 
 ACTIONS = ("warn", "tighten", "lower_lr", "skip", "undo", "rollback", "stop")  # the mildest first
 REFUSING = ("skip", "undo", "rollback", "stop")  # the update of the same batch is not made
@@ -55,7 +55,7 @@ class RuleState:
 
 
 @dataclass(frozen=True)
-class Reading:
+class RuleOutcome:
     """What a rule makes of a value. `threshold` is in the signal's unit, None while there are too few readings."""
 
     threshold: float | None
@@ -64,22 +64,22 @@ class Reading:
     ended: bool = False
 
 
-def read(rule: Rule, state: RuleState, value: float) -> Reading:
+def apply_rule(rule: Rule, state: RuleState, value: float) -> RuleOutcome:
     """Judge a finite value, and change `state` by it."""
     threshold = _threshold(rule, state.history, rule.bound)
     back = threshold if rule.recover is None else _threshold(rule, state.history, rule.recover)
     if rule.zscore_window is not None:
         state.history = [*state.history, value][-rule.zscore_window :]
     if threshold is None or back is None:
-        return Reading(None, fires=state.firing)
+        return RuleOutcome(None, fires=state.firing)
     if state.firing:
         state.firing = rule.past(value, back)
         if not state.firing:
             state.streak = 0
-        return Reading(threshold, fires=state.firing, ended=not state.firing)
+        return RuleOutcome(threshold, fires=state.firing, ended=not state.firing)
     state.streak = state.streak + 1 if rule.past(value, threshold) else 0
     state.firing = state.streak >= rule.patience
-    return Reading(threshold, fires=state.firing, began=state.firing)
+    return RuleOutcome(threshold, fires=state.firing, began=state.firing)
 
 
 def next_bound(rule: Rule, state: RuleState) -> float | None:
@@ -106,6 +106,12 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     """Median, and the median absolute deviation as standard deviations of a normal distribution."""
     middle = median(values)
     return middle, NORMAL_MAD * median(abs(value - middle) for value in values)
+
+
+def scatter(residuals: Sequence[float]) -> float:
+    """The larger of the standard deviation and its robust estimate."""
+    _, robust = spread(residuals)
+    return max(pstdev(residuals), robust)
 
 
 def describe(rule: Rule, value: float, threshold: float, about: str = "") -> str:

@@ -1,15 +1,26 @@
-"""What the guard decides, and what it remembers."""
+"""What the guard decides, what it remembers, and how a saved state is read back."""
 
 import math
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from verl_ext.guard.learning_rate import LrState
 from verl_ext.guard.rules import FEWEST, REFUSING, RuleState
-from verl_ext.guard.saved import read_saved
 from verl_ext.methods import require
+
+LARGEST = 2**63 - 1  # a whole number in a saved state
+NAMES = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    tuple: "a pair",
+    dict: "a mapping",
+}
 
 
 @dataclass(frozen=True)
@@ -104,15 +115,15 @@ class GuardState:
     undo_due: str = ""
 
     def forget(self, after: int) -> None:
-        """What was measured of weights that were given up: all after this step."""
-        self.growth = _until(after, self.growth)
-        self.growth_alone = _until(after, self.growth_alone)
-        self.dropped = _until(after, self.dropped)
-        self.record = {name: _until(after, readings) for name, readings in self.record.items()}
+        """Drops all readings after this step: they are of weights that were given up."""
+        self.growth = _up_to(after, self.growth)
+        self.growth_alone = _up_to(after, self.growth_alone)
+        self.dropped = _up_to(after, self.dropped)
+        self.record = {name: _up_to(after, readings) for name, readings in self.record.items()}
         self.mask_blind = self.collapsed = False
 
 
-def _until(step: int, readings: list[tuple[int, float]]) -> list[tuple[int, float]]:
+def _up_to(step: int, readings: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return [reading for reading in readings if reading[0] <= step]
 
 
@@ -120,11 +131,48 @@ def read_state(saved: Mapping[str, Any]) -> GuardState:
     """The state whose `asdict` was saved; what it lacks is as at the start of a run.
 
     Raises:
-        ValueError: it is no such state; names the entry.
+        ValueError: an entry is unknown, not of its field's type, or not in the order of its steps; names the entry.
     """
-    state = read_saved(GuardState, saved, "the state")
+    state: GuardState = _restored(GuardState, saved)
     series = {name: getattr(state, name) for name in ("growth", "growth_alone", "dropped")}
     for name, readings in (series | {f"record.{name}": each for name, each in state.record.items()}).items():
         if any(earlier >= later for (earlier, _), (later, _) in pairwise(readings)):
             raise ValueError(f"{name} does not ascend in its steps")
     return state
+
+
+def _restored(kind: Any, value: Any, path: str = "") -> Any:
+    """Returns a value of this type from JSON that may be half written, of another version or somebody else's.
+
+    Types may be int (0 to 2^63 - 1), float (finite), bool, str, dataclasses, and lists, pairs and mappings of these.
+    """
+    where = path or "the state"
+    hints = get_type_hints(kind) if is_dataclass(kind) else None
+    outer, inner = dict if hints else get_origin(kind) or kind, get_args(kind)
+    if not _fits(outer, value) or (outer is tuple and len(value) != len(inner)):
+        raise ValueError(f"{where} is not {NAMES[outer]}")
+    if hints:
+        if unknown := [key for key in value if key not in hints]:
+            raise ValueError(f"{where} has an entry {unknown[0]}, which is not known here")
+        return kind(**{key: _restored(hints[key], each, f"{path}.{key}".lstrip(".")) for key, each in value.items()})
+    if outer is list:
+        return [_restored(inner[0], each, path) for each in value]
+    if outer is tuple:
+        return tuple(_restored(part, each, path) for part, each in zip(inner, value, strict=True))
+    if outer is dict:
+        return {key: _restored(inner[1], each, f"{path}.{key}") for key, each in value.items()}
+    return value
+
+
+def _fits(kind: type, value: Any) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is int:
+        return isinstance(value, int) and 0 <= value <= LARGEST
+    if kind is float:
+        return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # neither NaN nor infinite
+    if kind in (list, tuple):
+        return isinstance(value, list | tuple)
+    if kind is dict:
+        return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    return isinstance(value, kind)

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.doctor import composed
 from verl_ext.errors import ConfigError, UserError
-from verl_ext.plan.asked import UNITS
-from verl_ext.plan.host import host_memory
-from verl_ext.plan.memory import Memory
+from verl_ext.plan.memory import Memory, host_memory
 from verl_ext.plan.scale import Plan, at_nodes, read_plan, scale_table, units_line
-from verl_ext.plan.sizes import GIB, Sizes, planned_gpu, planned_gpus
+from verl_ext.plan.sizes import GIB, UNITS, Sizes, planned_gpu, planned_gpus
 from verl_ext.printable import printable
 
 if TYPE_CHECKING:
@@ -55,13 +53,13 @@ def add_parser(commands: Any) -> None:
         help="of a response, on average (default: half of the limit)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the tables")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_plan)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_plan(arguments: argparse.Namespace) -> int:
     """0 when it fits, 1 when it does not, at any of the sizes, 2 when the config cannot be planned."""
     try:
-        config, nodes = composed.required(arguments), _nodes(arguments.nodes)
+        config, nodes = composed.required(arguments), _node_counts(arguments.nodes)
         plans = [
             read_plan(
                 config if number is None else at_nodes(config, number, scale_batch=arguments.scale_batch),
@@ -86,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if all(plan.fits for plan in plans) else 1
 
 
-def _nodes(given: str | None) -> list[int | None]:
+def _node_counts(given: str | None) -> list[int | None]:
     if given is None:
         return [None]
     try:
@@ -108,7 +106,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "seconds": plan.timing.stages if plan.fits else {},
         "concurrent_sequences": plan.timing.concurrent,
         "features": [{**asdict(cost), "waited": cost.waited} for cost in plan.costs],
-        "storage_units": {"has": plan.asked.units, "wanted": plan.units_wanted},
+        "storage_units": {"has": plan.usage.units, "wanted": plan.units_wanted},
         "sizes": {name: value for name, value in asdict(sizes).items() if name not in ("shape", "gpu")},
     }
     if plan.fits:
@@ -122,7 +120,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _host(plan: Plan) -> dict[str, float]:
-    return host_memory(plan.sizes, plan.asked, plan.memory, plan.costs)
+    return host_memory(plan.sizes, plan.usage, plan.memory, plan.costs)
 
 
 def _print_sizes(plans: Sequence[Plan], gpu: str) -> None:
@@ -137,7 +135,7 @@ def _print_sizes(plans: Sequence[Plan], gpu: str) -> None:
         table.add_row(*row[:shown])
     console.print(table)
     for plan in plans:
-        for line in advice(plan) if plan.fits else verdict(plan.sizes, plan.memory):
+        for line in advice_lines(plan) if plan.fits else fit_lines(plan.sizes, plan.memory):
             console.print(f"{plan.sizes.gpus:,} GPUs: {line}", soft_wrap=True)
     if shown == 2:
         console.print(NOTHING_ON, soft_wrap=True)
@@ -145,7 +143,6 @@ def _print_sizes(plans: Sequence[Plan], gpu: str) -> None:
 
 
 def print_plan(plan: Plan, gpu: str) -> None:
-
     console = _console()
     sizes, memory, timing, shape = plan.sizes, plan.memory, plan.timing, plan.sizes.shape
     generate = "and generate" if sizes.shared else f"and {sizes.rollout_gpus} others generate"
@@ -153,7 +150,7 @@ def print_plan(plan: Plan, gpu: str) -> None:
         f"{shape.parameters / 1e9:.1f} B parameters, {shape.active_parameters / 1e9:.1f} B active; "
         f"{sizes.gpus} x {gpu} train {generate}"
     )
-    table = _table("GiB a GPU", "update", "rollout")
+    table = _number_table("GiB a GPU", "update", "rollout")
     for name in dict.fromkeys([*memory.update.lines, *memory.rollout.lines]):
         cells = (phase.lines.get(name) for phase in (memory.update, memory.rollout))
         table.add_row(name, *("" if value is None else f"{value / GIB:.1f}" for value in cells))
@@ -161,12 +158,12 @@ def print_plan(plan: Plan, gpu: str) -> None:
     table.add_row("total", *(f"{phase.total / GIB:.1f}" for phase in (memory.update, memory.rollout)))
     table.add_row("the GPU has", f"{sizes.gpu.memory_gib}", f"{sizes.gpu.memory_gib}")
     console.print(table)
-    for line in verdict(sizes, memory):
+    for line in fit_lines(sizes, memory):
         console.print(line, soft_wrap=True)
     if not memory.fits(sizes):
         return
 
-    table = _table("stage", "seconds", "share")
+    table = _number_table("stage", "seconds", "share")
     for stage, seconds in timing.stages.items():
         table.add_row(stage, f"{seconds:.0f}", f"{timing.share(stage):.0%}")
     console.print(table)
@@ -177,33 +174,33 @@ def print_plan(plan: Plan, gpu: str) -> None:
     else:
         console.print(NOTHING_ON, soft_wrap=True)
     if host := _host(plan):
-        table = _table("kept in the host's memory", "GiB a machine")
+        table = _number_table("kept in the host's memory", "GiB a machine")
         for name, value in host.items():
             table.add_row(name, f"{value / GIB:.1f}")
         console.print(table)
-    for line in advice(plan):
+    for line in advice_lines(plan):
         console.print(line, soft_wrap=True)
 
 
 def _print_costs(console: "Console", plan: Plan) -> None:
     """Prints the seconds that a step waits for what is switched on, and those that the generation hides."""
     hides = any(cost.hidden for cost in plan.on)
-    table = _table("switched on", "who", "GB", "seconds", "share", *["hidden"] * hides)
+    table = _number_table("switched on", "who", "GB", "seconds", "share", *["hidden"] * hides)
     table.columns[1].justify = "left"
     for cost in plan.on:
         gb = f"{cost.gb:.2f}" if cost.gb else ""
         hidden = [f"{cost.hidden:.2f}" if cost.hidden else ""] * hides
-        seconds = _seconds(cost.waited) if cost.waited or not cost.hidden else ""
+        seconds = _seconds_text(cost.waited) if cost.waited or not cost.hidden else ""
         share = f"{plan.share(cost.waited):.2%}" if seconds else ""
         table.add_row(cost.feature, f"{cost.who}, {cost.how}", gb, seconds, share, *hidden)
     table.add_section()
-    table.add_row("all", "", "", _seconds(plan.seconds), f"{plan.share(plan.seconds):.2%}")
+    table.add_row("all", "", "", _seconds_text(plan.seconds), f"{plan.share(plan.seconds):.2%}")
     console.print(table)
     also = "; hidden: seconds while the rollout generates, for which it does not wait" if hides else ""
     console.print(f"seconds that a step waits, at the rates of two CPU cores{also}", soft_wrap=True)
 
 
-def _seconds(seconds: float) -> str:
+def _seconds_text(seconds: float) -> str:
     return f"{seconds:.2f}" if seconds >= 0.005 or not seconds else f"{seconds:.4f}"
 
 
@@ -213,7 +210,7 @@ def _console() -> "Console":
     return Console(highlight=False) if sys.stdout.isatty() else Console(width=WIDTH, highlight=False)
 
 
-def _table(name: str, *numbers: str) -> "Table":
+def _number_table(name: str, *numbers: str) -> "Table":
     from rich.table import Table
 
     table = Table(name, *numbers)
@@ -222,7 +219,7 @@ def _table(name: str, *numbers: str) -> "Table":
     return table
 
 
-def advice(plan: Plan) -> list[str]:
+def advice_lines(plan: Plan) -> list[str]:
     """Lines that name the settings with which the plugin takes less, and the storage units that the run needs."""
     remedies = plan.remedies()
     each = [f"{one.setting}: {one.seconds:.2f} s, {plan.share(one.seconds):.2%} of the step" for one in remedies]
@@ -232,7 +229,7 @@ def advice(plan: Plan) -> list[str]:
     return lines
 
 
-def verdict(sizes: Sizes, memory: Memory) -> list[str]:
+def fit_lines(sizes: Sizes, memory: Memory) -> list[str]:
     """One line where it fits, else one for each phase that does not."""
     room = sizes.gpu.memory_gib * GIB
     lines = []

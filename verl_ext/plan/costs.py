@@ -1,17 +1,31 @@
 """What the plugin's features cost a step: bytes through TransferQueue, and the seconds that somebody waits for them.
 
 A transfer takes as long as the slowest of its ends: the clients that move together, each a process that copies by
-itself; the storage units; the machines' network. docs/plan.md has the formulas.
+itself; the storage units; the machines' network. docs/plan.md has the formulas, and the tables that the rates below are
+from. The rates were measured on two CPU cores, which clients and units share: they are low for the machines that train.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from verl_ext.core.segments import AT_ONCE
-from verl_ext.plan import rates
-from verl_ext.plan.asked import Asked
 from verl_ext.plan.routing import GB, RoutingShape, routing_cost
-from verl_ext.plan.sizes import Sizes
+from verl_ext.plan.sizes import Sizes, Usage
+
+# python tools/bench_transfer.py, GB/s of expert ids: one client with one unit; one unit with the most clients.
+CLIENT_PUT, CLIENT_GET = 1.1, 0.82
+UNIT_PUT, UNIT_GET = 1.2, 0.90
+# The same command's short rows, two units: microseconds of a client for each row of each field, however short.
+VALUE_PUT_US, VALUE_GET_US = 43.0, 19.0
+# An assumption: 100 Gbit/s of Ethernet a node, over which TransferQueue's sockets go.
+NODE_GB_S = 12.5
+
+CORRECTION_NS = 17.0  # of the controller, a response token: python tools/bench_correction.py
+GUARD_MS = 0.5  # of the controller, a step: python tools/bench_guard.py
+
+UNITS_A_NODE = 2  # TransferQueue's own advice: "Recommended: >= 2 x number of nodes" (its config.yaml, 0.1.11)
+READ_SHARE = 0.005  # of a step: what the training ranks may wait for the storage units
 
 VERLS_ID_BYTES = 2  # which are sent where an engine's are wider
 EXPERT_WEIGHT_BYTES = 2  # in float16
@@ -71,12 +85,12 @@ def transfer_seconds(how: str, gb: float, values: float, clients: int, units: in
         clients, units, nodes: processes that move it at the same time, storage units, machines that these are on.
     """
     reads = how == "reads"
-    client, unit = (rates.CLIENT_GET, rates.UNIT_GET) if reads else (rates.CLIENT_PUT, rates.UNIT_PUT)
-    each = (rates.VALUE_GET_US if reads else rates.VALUE_PUT_US) / 1e6
-    return max(gb / (client * clients) + values / clients * each, gb / (unit * units), gb / (rates.NODE_GB_S * nodes))
+    client, unit = (CLIENT_GET, UNIT_GET) if reads else (CLIENT_PUT, UNIT_PUT)
+    each = (VALUE_GET_US if reads else VALUE_PUT_US) / 1e6
+    return max(gb / (client * clients) + values / clients * each, gb / (unit * units), gb / (NODE_GB_S * nodes))
 
 
-def plan_costs(sizes: Sizes, asked: Asked, mean_response: float, generation: float) -> list[Cost]:
+def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: float) -> list[Cost]:
     """All features, on or not, in the order of the table.
 
     Args:
@@ -89,9 +103,9 @@ def plan_costs(sizes: Sizes, asked: Asked, mean_response: float, generation: flo
 
     def passes(feature: str, who: str, how: str, on: bool, gb: float, values: float) -> None:
         writing = max(1, sizes.gpus // ranks)  # of those that work on the same, one writes
-        clients = {CONTROLLER: 1, LOOPS: asked.workers, RANKS: sizes.gpus if how == "reads" else writing}[who]
+        clients = {CONTROLLER: 1, LOOPS: usage.workers, RANKS: sizes.gpus if how == "reads" else writing}[who]
         nodes = min(clients, sizes.nodes)
-        seconds = transfer_seconds(how, gb, values, clients, asked.units, nodes)
+        seconds = transfer_seconds(how, gb, values, clients, usage.units, nodes)
         # All of a trajectory is written at once: what is on takes from the same time.
         before = sum(cost.hidden for cost in found if cost.on)
         hidden = min(seconds, max(generation - before, 0.0)) if who == LOOPS else 0.0
@@ -101,57 +115,51 @@ def plan_costs(sizes: Sizes, asked: Asked, mean_response: float, generation: flo
         size, count = (sum(column) for column in zip(*sizes_and_counts, strict=True))
         return tokens * size / GB, rows * count
 
-    found.append(Cost(MEASURE, CONTROLLER, "computes", asked.measures, 0.0, tokens * rates.CORRECTION_NS / 1e9))
-    gb, values = fields(*controller_reads(asked, tokens))
-    sums = asked.compares * rows * (4 * sizes.shape.moe_layers + 10) * SUM_BYTES / GB
-    passes(MEASURE, CONTROLLER, "reads", asked.measures, gb + sums, values + rows * asked.compares)
-    if asked.filters:
-        passes(MEASURE, CONTROLLER, "writes", asked.measures, *fields(WRITTEN_MASKS))
+    found.append(Cost(MEASURE, CONTROLLER, "computes", usage.measures, 0.0, tokens * CORRECTION_NS / 1e9))
+    gb, values = fields(*controller_reads(usage, tokens))
+    sums = usage.compares * rows * (4 * sizes.shape.moe_layers + 10) * SUM_BYTES / GB
+    passes(MEASURE, CONTROLLER, "reads", usage.measures, gb + sums, values + rows * usage.compares)
+    if usage.filters:
+        passes(MEASURE, CONTROLLER, "writes", usage.measures, *fields(WRITTEN_MASKS))
     # Where neither is on, the weights that would be.
-    gb, values = fields(*[WRITTEN_WEIGHTS] * (asked.weighs or not asked.lag), *[WRITTEN_LAG] * asked.lag)
-    passes(WEIGHTS, CONTROLLER, "writes", asked.weighs or asked.lag, gb, values)
-    passes(WEIGHTS, RANKS, "reads", asked.weighs or asked.lag, gb * ranks, values * ranks)
-    found.append(Cost(GUARD, CONTROLLER, "computes", asked.guards, 0.0, rates.GUARD_MS / 1e3))
-    heads = tokens * asked.head * HEAD_BYTES / GB
-    passes(HEAD, LOOPS, "writes", asked.has_heads, heads, 2 * rows)
-    passes(HEAD, RANKS, "reads", asked.has_heads, asked.head_reads * ranks * heads, 2 * asked.head_reads * ranks * rows)
+    gb, values = fields(*[WRITTEN_WEIGHTS] * (usage.weighs or not usage.lag), *[WRITTEN_LAG] * usage.lag)
+    passes(WEIGHTS, CONTROLLER, "writes", usage.weighs or usage.lag, gb, values)
+    passes(WEIGHTS, RANKS, "reads", usage.weighs or usage.lag, gb * ranks, values * ranks)
+    found.append(Cost(GUARD, CONTROLLER, "computes", usage.guards, 0.0, GUARD_MS / 1e3))
+    heads = tokens * usage.head * HEAD_BYTES / GB
+    passes(HEAD, LOOPS, "writes", usage.has_heads, heads, 2 * rows)
+    passes(HEAD, RANKS, "reads", usage.has_heads, usage.head_reads * ranks * heads, 2 * usage.head_reads * ranks * rows)
     if sizes.shape.moe_layers:
-        for feature, who, how, on, gb, values in _routing(sizes, asked, mean_response):
+        for feature, who, how, on, gb, values in _routing_flows(sizes, usage, mean_response):
             passes(feature, who, how, on, gb, values)
     return found
 
 
-def controller_reads(asked: Asked, tokens: float) -> list[tuple[int, int]]:
+def controller_reads(usage: Usage, tokens: float) -> list[tuple[int, int]]:
     """Bytes a response token and fields of each read."""
-    agreement = [READ_AGREEMENT] * asked.compares
+    agreement = [READ_AGREEMENT] * usage.compares
     if tokens <= AT_ONCE:
-        return [BESIDE, *agreement, *[BESIDE_FILTERS] * asked.filters]
-    found = [REWARDS, FIELDS, *agreement, *[SIGNS] * asked.signs]
-    return [*found, FILTERS, *agreement] if asked.filters else found
+        return [BESIDE, *agreement, *[BESIDE_FILTERS] * usage.filters]
+    found = [REWARDS, FIELDS, *agreement, *[SIGNS] * usage.signs]
+    return [*found, FILTERS, *agreement] if usage.filters else found
 
 
 def id_bytes(sizes: Sizes) -> int:
-    """Of a token's expert ids as the agent loops write them."""
+    """Returns the bytes of a token's expert ids, as the agent loops write them."""
     shape = _routing_shape(sizes)
     return shape.ids * (shape.engine_id_bytes if sizes.engine == "vLLM" else VERLS_ID_BYTES)
 
 
-def units_wanted(sizes: Sizes, asked: Asked, costs: Iterable[Cost], generation: float, step: float) -> int:
+def units_wanted(sizes: Sizes, usage: Usage, costs: Iterable[Cost], generation: float, step: float) -> int:
     """Storage units with which the training ranks wait for READ_SHARE of a step, the agent loops hide their writes, and
     each machine has UNITS_A_NODE; not more than all ranks, and their machines, could keep busy."""
-    most = min(rates.CLIENT_GET * sizes.gpus, rates.NODE_GB_S * sizes.nodes) / rates.UNIT_GET
+    most = min(CLIENT_GET * sizes.gpus, NODE_GB_S * sizes.nodes) / UNIT_GET
     on = [cost for cost in costs if cost.on]
     read = sum(cost.gb for cost in on if (cost.who, cost.how) == (RANKS, "reads"))
     written = sum(cost.gb for cost in on if cost.who == LOOPS)
-    by_read = min(read / (rates.UNIT_GET * rates.READ_SHARE * max(step, 1e-3)), most)
-    by_write = min(
-        written / (rates.UNIT_PUT * max(generation, 1e-3)), rates.CLIENT_PUT * asked.workers / rates.UNIT_PUT
-    )
-    return max(rates.UNITS_A_NODE * sizes.nodes, _up(by_read), _up(by_write))
-
-
-def _up(number: float) -> int:
-    return -int(-number // 1)
+    by_read = min(read / (UNIT_GET * READ_SHARE * max(step, 1e-3)), most)
+    by_write = min(written / (UNIT_PUT * max(generation, 1e-3)), CLIENT_PUT * usage.workers / UNIT_PUT)
+    return max(UNITS_A_NODE * sizes.nodes, math.ceil(by_read), math.ceil(by_write))
 
 
 def _routing_shape(sizes: Sizes) -> RoutingShape:
@@ -159,11 +167,11 @@ def _routing_shape(sizes: Sizes) -> RoutingShape:
     return RoutingShape(shape.layers, shape.moe_layers, shape.routed_experts, shape.top_k)
 
 
-def _routing(sizes: Sizes, asked: Asked, mean_response: float) -> list[tuple[str, str, str, bool, float, float]]:
+def _routing_flows(sizes: Sizes, usage: Usage, mean_response: float) -> list[tuple[str, str, str, bool, float, float]]:
     """(feature, who, how, on, GB, values) of what routing sends, and is read once for a model replica. With R3 all ids
     travel, and agreement takes part in its first read; R2 writes and reads what compute_log_prob used."""
     shape, rows = _routing_shape(sizes), sizes.sequences
-    narrow, r3, compares = sizes.engine == "vLLM", asked.replay == "R3", asked.compares
+    narrow, r3, compares = sizes.engine == "vLLM", usage.replay == "R3", usage.compares
     length = sizes.prompt / 2 + mean_response
 
     def hops(reads: int) -> tuple[float, float]:
@@ -172,7 +180,7 @@ def _routing(sizes: Sizes, asked: Asked, mean_response: float) -> list[tuple[str
         return put, get
 
     put, get = hops(1)
-    share = asked.agreement_share
+    share = usage.agreement_share
     weights = EXPERT_WEIGHT_BYTES / (shape.engine_id_bytes if narrow else VERLS_ID_BYTES) * share
     used = rows * length * shape.moe_layers * shape.top_k * shape.engine_id_bytes / GB  # R2's
     agrees = 0.0 if r3 else share
@@ -181,10 +189,10 @@ def _routing(sizes: Sizes, asked: Asked, mean_response: float) -> list[tuple[str
         (AGREEMENT, LOOPS, "writes", compares and not r3, agrees * put, agrees * rows),
         (AGREEMENT, RANKS, "reads", compares and not r3, agrees * get, agrees * rows),
         (AGREEMENT, RANKS, "writes", compares, result, 2 * rows),
-        (ROUTER_WEIGHTS, LOOPS, "writes", asked.router_weights, weights * put, share * rows),
-        (ROUTER_WEIGHTS, RANKS, "reads", asked.router_weights, weights * get, share * rows),
+        (ROUTER_WEIGHTS, LOOPS, "writes", usage.router_weights, weights * put, share * rows),
+        (ROUTER_WEIGHTS, RANKS, "reads", usage.router_weights, weights * get, share * rows),
     ]
-    if asked.replay == "R2":
+    if usage.replay == "R2":
         return [*found, (REPLAY, RANKS, "writes", True, used, rows), (REPLAY, RANKS, "reads", True, used, rows)]
     twice = hops(2)[1]
     return [*found, (REPLAY, LOOPS, "writes", r3, put, rows), (REPLAY, RANKS, "reads", r3, twice, 2 * rows)]

@@ -1,18 +1,21 @@
-"""Bytes a GPU holds, in the update and in the rollout. docs/plan.md explains each line.
+"""Bytes that a GPU holds, in the update and in the rollout, and that the plugin keeps in a machine's memory.
 
-Rough where a library decides (workspaces, fragmentation): `RESERVE` stands for all of that.
+docs/plan.md explains each line. `RESERVE` stands for what a library decides (workspaces, fragmentation): it is rough.
 """
 
 from dataclasses import dataclass
 
-from verl_ext.plan.sizes import GIB, Sizes
+from verl_ext.plan.costs import AGREEMENT, HEAD, LOOPS, REPLAY, ROUTER_WEIGHTS, Cost, id_bytes
+from verl_ext.plan.routing import GB
+from verl_ext.plan.sizes import GIB, Sizes, Usage
 
 RESERVE = 5 * GIB  # contexts of the processes on a GPU, NCCL's buffers, fragmentation, a sleeping vLLM
 ENGINE_RESERVE = 3 * GIB  # the rollout engine's own activations and graphs: within vLLM's share, beside SGLang's
-LAYER_BYTES = (
-    34  # activations of a layer per token and hidden unit (Korthikanti et al., 2022, without attention scores)
-)
+# Activations of a layer per token and hidden unit (Korthikanti et al., 2022, without attention scores).
+LAYER_BYTES = 34
 LOGIT_BYTES = 8  # per token and vocabulary entry: logits and gradient in 2 bytes each, softmax in 4
+UNDO_BYTES = 12  # a parameter: a float32 and Adam's two moments of it (workers/undo.py)
+UNDO, VERSIONS, CACHED = "undo: weights and optimizer", "rescoring: old weights", "expert ids of the KV cache"
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Memory:
-    """Attributes:
-    kv_tokens: tokens that the KV cache of one rollout replica holds.
-    kv_sequences: sequences of the full length among them.
+    """Both phases of a run on one GPU.
+
+    Attributes:
+        kv_tokens: tokens that the KV cache of one rollout replica holds.
+        kv_sequences: sequences of the full length among them.
     """
 
     update: Phase
@@ -70,6 +75,23 @@ def plan_memory(sizes: Sizes) -> Memory:
     split = 1 if shape.mla else min(sizes.rollout_tensor, shape.kv_heads)
     tokens = int(max(cache, 0.0) // (shape.kv_bytes_per_token / split))
     return Memory(Phase(update), Phase(rollout), tokens, tokens / (sizes.prompt + sizes.response))
+
+
+def host_memory(sizes: Sizes, usage: Usage, memory: Memory, costs: list[Cost]) -> dict[str, float]:
+    """Bytes that the features that are on keep on a machine, beside what verl keeps there: old weights, and ids that
+    wait in TransferQueue and in vLLM."""
+    lines = {}
+    if usage.undoes:
+        lines[UNDO] = UNDO_BYTES * sizes.shape.parameters / sizes.gpus * sizes.per_node
+    if usage.versions:
+        lines[VERSIONS] = usage.versions * memory.update.lines["weights"] * sizes.per_node
+    for cost in costs:
+        if cost.on and cost.who == LOOPS and cost.feature in (AGREEMENT, REPLAY, ROUTER_WEIGHTS, HEAD):
+            lines[f"TransferQueue: {cost.feature}"] = cost.gb * GB / sizes.nodes
+    routes = any(cost.on and cost.feature in (AGREEMENT, REPLAY) for cost in costs)
+    if routes and sizes.engine == "vLLM":  # its scheduler has a slot for each token of the cache, sampled or not
+        lines[CACHED] = memory.kv_tokens * id_bytes(sizes) * max(1.0, sizes.per_node / sizes.rollout_tensor)
+    return lines
 
 
 def _state(sizes: Sizes) -> tuple[float, float, float]:

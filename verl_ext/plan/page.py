@@ -12,12 +12,11 @@ from omegaconf import DictConfig
 
 from verl_ext.doctor.composed import compose
 from verl_ext.errors import ConfigError
-from verl_ext.plan import rates
-from verl_ext.plan.asked import UNITS
+from verl_ext.plan import costs
 from verl_ext.plan.command import print_plan
-from verl_ext.plan.costs import AGREEMENT
 from verl_ext.plan.routing import markdown
 from verl_ext.plan.scale import SMALL_SHARE, Plan, at_nodes, read_plan, scale_table
+from verl_ext.plan.sizes import UNITS
 
 GPU = "H100"
 NODES = (8, 32, 128)
@@ -26,12 +25,12 @@ OVERRIDES = ("stability=icepop", "stability.router_agreement=true")
 
 
 def plans(recipe: str) -> list[Plan]:
-    """Of a recipe on H100s, at every size of the page."""
+    """Plans a recipe on H100s, at every size of the page."""
     config = _config([f"recipe={recipe}", *OVERRIDES])
     return [read_plan(at_nodes(config, nodes, scale_batch=False), GPU, nodes) for nodes in NODES]
 
 
-def sample() -> str:
+def sample_output() -> str:
     """The command of the first lines of the page, and what it prints."""
     given = [f"recipe={RECIPES['30B']}", *OVERRIDES]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -47,16 +46,16 @@ def _config(given: list[str]) -> DictConfig:
 
 
 def agreement_table(found: dict[str, list[Plan]]) -> list[list[str]]:
-    """What router agreement adds to a step, with all trajectories and a share of them, with verl's number of storage
-    units and with TransferQueue's."""
+    """Tabulates what router agreement adds to a step: for all trajectories and a share of them, with verl's number of
+    storage units and with TransferQueue's."""
     rows = [["model", "GPUs", "step, s", "storage units", "all trajectories", f"a share of {SMALL_SHARE}"]]
     for model, sizes in found.items():
         for plan in sizes:
-            for units in (plan.asked.units, rates.UNITS_A_NODE * plan.sizes.nodes):
+            for units in (plan.usage.units, costs.UNITS_A_NODE * plan.sizes.nodes):
                 with_units = plan.but(units=units)
                 cells = []
                 for share in (1.0, SMALL_SHARE):
-                    seconds = with_units.but(agreement_share=share).seconds_of(AGREEMENT)
+                    seconds = with_units.but(agreement_share=share).seconds_of(costs.AGREEMENT)
                     cells.append(f"{seconds:.2f} s, {plan.share(seconds):.2%}")
                 rows.append([model, f"{plan.sizes.gpus:,}", f"{plan.step:,.0f}", str(units), *cells])
     return rows
@@ -65,9 +64,9 @@ def agreement_table(found: dict[str, list[Plan]]) -> list[list[str]]:
 def rates_table() -> list[list[str]]:
     return [
         ["", "writes", "reads"],
-        ["a client, GB/s", f"{rates.CLIENT_PUT}", f"{rates.CLIENT_GET}"],
-        ["a storage unit, GB/s", f"{rates.UNIT_PUT}", f"{rates.UNIT_GET}"],
-        ["a row of a field, us of a client", f"{rates.VALUE_PUT_US:g}", f"{rates.VALUE_GET_US:g}"],
+        ["a client, GB/s", f"{costs.CLIENT_PUT}", f"{costs.CLIENT_GET}"],
+        ["a storage unit, GB/s", f"{costs.UNIT_PUT}", f"{costs.UNIT_GET}"],
+        ["a row of a field, us of a client", f"{costs.VALUE_PUT_US:g}", f"{costs.VALUE_GET_US:g}"],
     ]
 
 
@@ -75,11 +74,11 @@ def parts() -> dict[str, str]:
     """Name -> Markdown."""
     found = {model: plans(recipe) for model, recipe in RECIPES.items()}
     made = {"rates": rates_table(), "agreement": agreement_table(found)}
-    made |= {f"sizes {model}": _short(scale_table(sizes)) for model, sizes in found.items()}
-    return {"sample": sample()} | {name: markdown(rows) for name, rows in made.items()}
+    made |= {f"sizes {model}": _shortened(scale_table(sizes)) for model, sizes in found.items()}
+    return {"sample": sample_output()} | {name: markdown(rows) for name, rows in made.items()}
 
 
-def _short(rows: list[list[str]]) -> list[list[str]]:
+def _shortened(rows: list[list[str]]) -> list[list[str]]:
     """Settings by their last name, which is enough beside the text."""
 
     def short(cell: str) -> str:

@@ -1,8 +1,14 @@
 """The size of the rollout's routing, expert ids of [tokens, layers, top_k], on each hop to the training workers.
 
-Written for verl 0.9.1 and vLLM 0.27. The hops, one by one: docs/routing.md. 1 GB is 10^9 bytes.
+python -m verl_ext.plan.routing --model Qwen3-30B-A3B --tokens 32768 --trajectories 512
+python -m verl_ext.plan.routing --model PATH --replay --ranks 8 --get-gb-s 4 --step-seconds 500
+
+Written for verl 0.9.1 and vLLM 0.27. The hops, one by one: docs/routing.md. 1 GB is 10^9 bytes. How fast TransferQueue
+carries such ids here: tools/bench_transfer.py.
 """
 
+import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +38,7 @@ FOR_THE_UPDATE = {"log_probs": 4, "entropy": 4, "old_log_probs": 4, "advantages"
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """What of a model its ids take their size from.
+    """The numbers of a model that decide the size of its ids.
 
     Attributes:
         layers: all decoder layers, which vLLM returns; rows of dense ones are zeros.
@@ -50,7 +56,7 @@ class RoutingShape:
 
     @classmethod
     def from_config(cls, hf_config: Any) -> "RoutingShape":
-        """From a transformers config.
+        """Reads a transformers config.
 
         Raises:
             ConfigError: vLLM would find no experts in it.
@@ -66,12 +72,12 @@ class RoutingShape:
 
     @property
     def engine_id_bytes(self) -> int:
-        """Of one id as vLLM returns it."""
+        """Bytes of one id as vLLM returns it."""
         return 1 if self.experts <= BYTE_IDS else 2
 
     @property
     def ids(self) -> int:
-        """Per token."""
+        """Ids of a token."""
         return self.layers * self.top_k
 
 
@@ -102,7 +108,7 @@ class Hop:
     bytes_per_step: float
 
     def share(self, gb_per_s: float, step_seconds: float) -> float:
-        """Of the step, at a rate that all who send or read together get."""
+        """Returns the share of the step, at a rate that all who send or read together get."""
         return self.bytes_per_step / (gb_per_s * GB) / step_seconds
 
 
@@ -183,7 +189,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def load_shape(model: str) -> RoutingShape:
-    """Of a name in MODELS, or of a model folder, config file or Hugging Face name."""
+    """Returns the shape of a name in MODELS, or of a model folder, config file or Hugging Face name."""
     if model in MODELS:
         return MODELS[model]
     from transformers import AutoConfig
@@ -196,6 +202,17 @@ def load_shape(model: str) -> RoutingShape:
             "model folder or a config.json"
         ) from error
     return RoutingShape.from_config(config)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when it worked, 2 with one line on stderr when the user has to act."""
+    arguments = _hops_parser().parse_args(argv)
+    try:
+        _print_hops(arguments)
+    except ConfigError as error:
+        print(f"routing_cost: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _first(config: Any, names: Sequence[str]) -> Any:
@@ -211,3 +228,75 @@ def _moe_layers(config: Any) -> int:
         return len(layers[dense:])
     step, dense_layers = getattr(config, "decoder_sparse_step", None) or 1, getattr(config, "mlp_only_layers", None)
     return sum((layer + 1) % step == 0 and layer not in (dense_layers or ()) for layer in layers)
+
+
+def _print_hops(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    console = Console()
+    shape = load_shape(arguments.model)
+    hops = routing_cost(
+        shape,
+        arguments.tokens,
+        arguments.trajectories,
+        narrow=not arguments.int16,
+        reads=2 if arguments.replay else 1,
+        ranks=arguments.ranks,
+        turns=arguments.turns,
+    )
+    size = f"{shape.layers} layers, {shape.experts} experts, top-{shape.top_k}"
+    console.print(_rich_table(f"{arguments.model} ({size})", hops_table(hops)))
+    other = sum(WITH_THE_IDS.values())
+    console.print(
+        f"The other fields of a response token: {other} bytes to compute_log_prob, "
+        f"{other + sum(FOR_THE_UPDATE.values())} to update_actor."
+    )
+    for name, rate in (("put", arguments.put_gb_s), ("get", arguments.get_gb_s)):
+        if rate is not None:
+            hop = hops[name]
+            share = ""
+            if arguments.step_seconds is not None:
+                share = f", {hop.share(rate, arguments.step_seconds):.1%} of a step of {arguments.step_seconds:g} s"
+            console.print(f"{name}: {hop.bytes_per_step / GB / rate:.1f} s at {rate:g} GB/s{share}")
+
+
+def _hops_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl_ext.plan.routing",
+        description="Bytes of the rollout's routing on each hop to the training workers, and what they take of a step.",
+    )
+    positive: dict[str, Any] = {"type": _positive, "metavar": "N"}
+    rate: dict[str, Any] = {"type": float, "metavar": "R"}
+    add = parser.add_argument
+    add("--model", default="Qwen3-30B-A3B", help=f"{', '.join(MODELS)}, or a path (default: %(default)s)")
+    add("--tokens", default=32768, **positive, help="prompt and response, mean of a trajectory (default: %(default)s)")
+    add("--trajectories", default=512, **positive, help="of a step (default: %(default)s)")
+    add("--int16", action="store_true", help="verl's own dtype instead of vLLM's")
+    add("--replay", action="store_true", help="update_actor fetches the ids too, not compute_log_prob alone")
+    add("--ranks", default=1, **positive, help="training ranks per data-parallel rank: TP x PP x CP (default: 1)")
+    add("--turns", default=1, **positive, help="turns of a trajectory (default: 1)")
+    add("--put-gb-s", **rate, help="rate of writes to TransferQueue, all agent loops together")
+    add("--get-gb-s", **rate, help="rate of reads from TransferQueue, all training ranks together")
+    add("--step-seconds", type=float, metavar="S", help="of a step: the share is shown too")
+    return parser
+
+
+def _rich_table(title: str, rows: Sequence[Sequence[str]]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*rows[0], title=Text(title), title_justify="left")
+    for row in rows[1:]:
+        table.add_row(*row)
+    return table
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,7 @@
-"""The same run on machines of several sizes: what a step takes, what the plugin adds, and which setting would help."""
+"""A run at one size or several: what a step takes, what the plugin adds, and which setting would help."""
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,16 +9,26 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_ext.errors import ConfigError
-from verl_ext.plan import rates
-from verl_ext.plan.asked import UNITS, WORKERS, Asked, read_asked
-from verl_ext.plan.costs import AGREEMENT, Cost, plan_costs, units_wanted
+from verl_ext.plan.costs import AGREEMENT, UNITS_A_NODE, Cost, plan_costs, units_wanted
 from verl_ext.plan.memory import Memory, plan_memory
-from verl_ext.plan.sizes import Sizes, read_sizes, readable
-from verl_ext.plan.timing import Timing, plan_timing
+from verl_ext.plan.sizes import UNITS, WORKERS, Sizes, Usage, as_config_errors, read_sizes, read_usage
 
+MFU = 0.25  # of an MoE's update; dense models reach more
+BANDWIDTH = 0.6  # of the data sheet's, in decoding
 SMALL_SHARE = 0.05  # of the trajectories, enough to see the routers drift
 WORTH = 0.1  # of the plugin's seconds: what a setting must save to be named
 MOST_REMEDIES = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds by stage, and how many sequences one replica decodes at once."""
+
+    stages: dict[str, float]
+    concurrent: int
+
+    def share(self, stage: str) -> float:
+        return self.stages[stage] / sum(self.stages.values())
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,7 @@ class Plan:
     sizes: Sizes
     memory: Memory
     timing: Timing
-    asked: Asked
+    usage: Usage
     mean_response: float
 
     @property
@@ -53,7 +64,7 @@ class Plan:
 
     @property
     def costs(self) -> list[Cost]:
-        return plan_costs(self.sizes, self.asked, self.mean_response, self.generation)
+        return plan_costs(self.sizes, self.usage, self.mean_response, self.generation)
 
     @property
     def on(self) -> list[Cost]:
@@ -61,7 +72,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """That the plugin adds."""
+        """Seconds that the plugin adds."""
         return sum(cost.waited for cost in self.on)
 
     @property
@@ -70,18 +81,18 @@ class Plan:
 
     @property
     def units_wanted(self) -> int:
-        return units_wanted(self.sizes, self.asked, self.costs, self.generation, self.step)
+        return units_wanted(self.sizes, self.usage, self.costs, self.generation, self.step)
 
     def share(self, seconds: float) -> float:
-        """Of the step without the plugin."""
+        """Returns the share of the step without the plugin."""
         return seconds / self.step if self.step else 0.0
 
     def seconds_of(self, feature: str) -> float:
         return sum(cost.waited for cost in self.on if cost.feature == feature)
 
     def but(self, **changes: Any) -> "Plan":
-        """With other settings of the plugin or of TransferQueue."""
-        return replace(self, asked=replace(self.asked, **changes))
+        """Returns the plan with other settings of the plugin or of TransferQueue."""
+        return replace(self, usage=replace(self.usage, **changes))
 
     def remedies(self) -> list[Remedy]:
         """The settings that help, the one that helps most first; each on top of those before it."""
@@ -96,18 +107,18 @@ class Plan:
         return found
 
     def _choices(self) -> list[tuple[str, "Plan"]]:
-        asked, found = self.asked, []
-        if asked.compares and asked.replay == "disabled" and asked.agreement_share > SMALL_SHARE:
+        usage, found = self.usage, []
+        if usage.compares and usage.replay == "disabled" and usage.agreement_share > SMALL_SHARE:
             setting = f"stability.router_agreement_share={SMALL_SHARE}"
             found.append((setting, self.but(agreement_share=SMALL_SHARE)))
-        if asked.replay != "disabled":
-            found.append((f"{asked.replay_setting}=disabled", self.but(replay="disabled")))
-        if asked.simple and self.units_wanted > asked.units:
+        if usage.replay != "disabled":
+            found.append((f"{usage.replay_setting}=disabled", self.but(replay="disabled")))
+        if usage.simple and self.units_wanted > usage.units:
             found.append((f"{UNITS}={self.units_wanted}", self.but(units=self.units_wanted)))
-        if asked.measures and asked.signs:
+        if usage.measures and usage.signs:
             found.append(("stability.breakdown=false", self.but(signs=False)))
         if any(cost.waited for cost in self.on if cost.hidden):
-            more = 2 * asked.workers
+            more = 2 * usage.workers
             found.append((f"{WORKERS}={more}", self.but(workers=more)))
         return found
 
@@ -115,7 +126,7 @@ class Plan:
 def read_plan(
     config: DictConfig, gpu: str, nodes: int | None = None, model: str | None = None, mean_response: float | None = None
 ) -> Plan:
-    """Of a composed config, which is changed where `nodes` is given.
+    """Plans a composed config, which is changed where `nodes` is given.
 
     Raises:
         ConfigError: it cannot be planned.
@@ -123,7 +134,32 @@ def read_plan(
     sizes = read_sizes(config, gpu, nodes, model)
     mean = _mean_response(mean_response, sizes)
     memory = plan_memory(sizes)
-    return Plan(sizes, memory, plan_timing(sizes, memory, mean), read_asked(config), mean)
+    return Plan(sizes, memory, plan_timing(sizes, memory, mean), read_usage(config), mean)
+
+
+def plan_timing(sizes: Sizes, memory: Memory, mean_response: float) -> Timing:
+    """Roofline of each stage. Weight synchronisation, rewards and tools are not in it."""
+    shape = sizes.shape
+    length = sizes.prompt / 2 + mean_response  # prompts are rarely as long as they may be
+    replicas = sizes.rollout_gpus / sizes.rollout_tensor
+    waiting = sizes.sequences / replicas
+    concurrent = max(1, int(min(waiting, memory.kv_tokens / length, sizes.max_num_seqs)))
+    touched = float(shape.parameters)
+    if shape.moe_layers:
+        seen = 1 - (1 - shape.top_k / shape.routed_experts) ** concurrent  # share of the experts that a step needs
+        touched = shape.parameters - shape.expert_parameters * (1 - seen)
+    read = sizes.rollout_bytes * touched + concurrent * length / 2 * shape.kv_bytes_per_token
+    step = read / sizes.rollout_tensor / (BANDWIDTH * sizes.gpu.gb_per_s * 1e9)
+    # The longest response decodes to its end, however few are left beside it.
+    steps = max(waiting * mean_response / concurrent, float(sizes.response))
+    flops = sizes.gpus * sizes.gpu.tflops * 1e12 * MFU
+    tokens = sizes.sequences * length
+    forward = 2 * shape.active_parameters * tokens / flops
+    stages = {"generation": steps * step, "old log-probs": forward}
+    if sizes.reference:
+        stages["reference"] = forward
+    stages["update"] = (4 if sizes.recompute else 3) * forward
+    return Timing({name: seconds for name, seconds in stages.items() if math.isfinite(seconds)}, concurrent)
 
 
 def at_nodes(config: DictConfig, nodes: int, *, scale_batch: bool) -> DictConfig:
@@ -138,7 +174,7 @@ def at_nodes(config: DictConfig, nodes: int, *, scale_batch: bool) -> DictConfig
     config = copy.deepcopy(config)
     if not scale_batch or nodes < 1:
         return config
-    with readable():
+    with as_config_errors():
         before = config.trainer.nnodes
         for node, name in ((config.data, "train_batch_size"), (config.actor_rollout_ref.actor, "ppo_mini_batch_size")):
             given = node[name]
@@ -161,7 +197,7 @@ def _mean_response(given: float | None, sizes: Sizes) -> float:
 
 def scale_table(plans: Sequence[Plan]) -> list[list[str]]:
     """Header and a row for each size."""
-    compares = any(plan.asked.compares for plan in plans)
+    compares = any(plan.usage.compares for plan in plans)
     header = ["GPUs", "step, s", "plugin, s", "share", *["router agreement, s"] * compares, "largest", "what helps"]
     rows = [header]
     for plan in plans:
@@ -181,11 +217,9 @@ def scale_table(plans: Sequence[Plan]) -> list[list[str]]:
 
 def units_line(plan: Plan) -> str:
     """Whether the storage units are too few; "" where they are not."""
-    wanted, units = plan.units_wanted, plan.asked.units
-    if not plan.asked.simple or units >= wanted:
+    wanted, units = plan.units_wanted, plan.usage.units
+    if not plan.usage.simple or units >= wanted:
         return ""
-    least = rates.UNITS_A_NODE * plan.sizes.nodes
-    why = (
-        f"TransferQueue asks for {rates.UNITS_A_NODE} a machine" if wanted == least else "transfers would wait for them"
-    )
+    least = UNITS_A_NODE * plan.sizes.nodes
+    why = f"TransferQueue asks for {UNITS_A_NODE} a machine" if wanted == least else "transfers would wait for them"
     return f"{UNITS}={units} is low for {plan.sizes.nodes} machines ({why}): set it to {wanted}"

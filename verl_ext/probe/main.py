@@ -11,7 +11,7 @@ from verl_ext.main_ppo import run_or_stop, start
 
 
 @hydra.main(version_base=None, config_path=str(compose.VERL_CONFIGS), config_name=compose.PRIMARY)
-def hydra_main(config: DictConfig) -> None:
+def probe_main(config: DictConfig) -> None:
     run_or_stop(config, probe_task_runner)
 
 
@@ -22,7 +22,7 @@ def probe_task_runner() -> type:
 
 
 def main() -> None:
-    start(hydra_main)
+    start(probe_main)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,22 @@
-"""The page of a probe: the tables, what they say, and figures; in the look of the report."""
+"""The page of a probe: the tables, what they say, and figures over names; in the look of the report."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_ext.probe.figures import bucket_chart, states_chart, sweep_chart
-from verl_ext.probe.show import sentences
-from verl_ext.probe.tables import tables
-from verl_ext.probe.verdict import Verdict
+import altair as alt
+import numpy as np
+
+from verl_ext.probe.sweep import LAUNCH, SweepResult, ranked_by_gap
+from verl_ext.probe.verdict import Conclusion, ProbeTable, sentences, tables
+from verl_ext.report.figures.lines import data, decades, value_axis
 from verl_ext.report.figures.panels import Panel
+from verl_ext.report.figures.style import BLUE, HEIGHT, ORANGE, VERMILION, WIDTH
 from verl_ext.report.page import write_page
 
 
 def write_probe_page(
-    found: Mapping[str, Any], told: Verdict, out: Path, progress: Callable[[str], None] = lambda what: None
+    found: Mapping[str, Any], conclusion: Conclusion, out: Path, progress: Callable[[str], None] = lambda what: None
 ) -> Path:
     """Write `report.html`, `report.png` and the figures to `out`."""
     pair = found["pairs"][0]
@@ -23,7 +26,7 @@ def write_probe_page(
             "Hidden states",
             "Relative error from the embedding on, rollout against training. A jump is where a cause sits; a slow "
             "climb is rounding.",
-        ): states_chart(found["places"], told.start),
+        ): states_chart(found["places"], conclusion.start),
         _panel(
             "probability",
             "The gap by probability",
@@ -47,16 +50,78 @@ def write_probe_page(
         "title": "Probe: rollout against training",
         "about": f"{found['tokens']} tokens in {found['dtype']}",
         "notes": [],
-        "tables": [_plain(table) for table in tables(found, told)],
-        "said": [*sentences(found, told), *([f"Next: {told.advice}"] if told.advice else [])],
+        "tables": [_as_dict(table) for table in tables(found, conclusion)],
+        "said": [*sentences(found, conclusion), *([f"Next: {conclusion.advice}"] if conclusion.advice else [])],
     }
     drawn = {panel: chart for panel, chart in charts.items() if chart is not None}
     return write_page(out, drawn, context, progress=progress)
+
+
+def states_chart(places: Sequence[Mapping[str, Any]], start: str) -> alt.LayerChart | None:
+    """Relative error at each point of the computation, in its order."""
+    points = [
+        (place["point"], place["error"] or 0.0, VERMILION if place["point"] == start else BLUE) for place in places
+    ]
+    return _dots(points, "relative error", line=True)
+
+
+def bucket_chart(buckets: Mapping[str, float], colour: str = BLUE) -> alt.LayerChart | None:
+    """k3 of each bucket; None for a single one, which is the whole."""
+    return (
+        None
+        if len(buckets) < 2
+        else _dots([(name, k3, colour) for name, k3 in buckets.items()], "k3, nats a token", line=True)
+    )
+
+
+def sweep_chart(sweep: Sequence[Mapping[str, Any]]) -> alt.LayerChart | None:
+    """k3 with each setting changed, the least first; a bar reaches two standard errors to both sides."""
+    swept = [one for one in ranked_by_gap([SweepResult(**one) for one in sweep]) if not one.error]
+    points = [(one.name or LAUNCH, one.k3, BLUE if one.name else ORANGE) for one in swept]
+    errors = {one.name or LAUNCH: 2 * one.k3_error for one in swept}
+    return _dots(points, "k3, nats a token", errors=errors)
 
 
 def _panel(key: str, title: str, reading: str) -> Panel:
     return Panel(key, title, reading, chart=lambda run: None, missing="")
 
 
-def _plain(table: Any) -> dict[str, Any]:
+def _as_dict(table: ProbeTable) -> dict[str, Any]:
     return {"title": table.title, "columns": table.columns, "rows": table.rows, "marked": table.marked}
+
+
+def _dots(
+    points: Sequence[tuple[str, float, str]],
+    unit: str,
+    *,
+    line: bool = False,
+    errors: Mapping[str, float] | None = None,
+) -> alt.LayerChart | None:
+    """(name, value, colour) over the names, on a logarithmic axis; values of 0 are left out; None where all are."""
+    drawn = [point for point in points if point[1] > 0]
+    if not drawn:
+        return None
+    values = [
+        {
+            "name": name,
+            "value": value,
+            "colour": colour,
+            "low": max(value - (errors or {}).get(name, 0.0), value / 10),
+            "high": value + (errors or {}).get(name, 0.0),
+        }
+        for name, value, colour in drawn
+    ]
+    axis = alt.Axis(labelAngle=-40, labelLimit=140, labelOverlap=False)
+    x = alt.X("name:N", title=None, sort=[name for name, *_ in points], axis=axis)
+    y = value_axis(grid=decades(np.array([value for _, value, _ in drawn])), unit=unit)
+    tooltip = [alt.Tooltip("name:N", title="at"), alt.Tooltip("value:Q", format=".2e", title=unit)]
+    base = alt.Chart(data(values)).encode(x=x, y=y)
+    layers = [base.mark_line(color=BLUE, opacity=0.4)] if line else []
+    if errors:
+        layers.append(base.mark_rule(strokeWidth=2).encode(y=alt.Y("low:Q"), y2="high:Q", color=_colour()))
+    layers.append(base.mark_point(filled=True, size=60, opacity=1).encode(color=_colour(), tooltip=tooltip))
+    return alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
+
+
+def _colour() -> alt.Color:
+    return alt.Color("colour:N", scale=None)

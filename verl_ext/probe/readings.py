@@ -1,9 +1,11 @@
-"""Three readings of the same tokens, and which pair of them holds the gap.
+"""The measurements of a probe: readings of the same tokens, the same readings later on, and hidden states on the way.
 
-`decode`: the rollout as it sampled them; `prefill`: the same engine, given all of them at once; `train`: the training
-engine, with its own routing; `replayed`: the training engine with the experts of the rollout.
+A reading is the log-probabilities of the tokens by one engine in one way. `decode`: the rollout as it sampled them;
+`prefill`: the same engine, given all of them at once; `train`: the training engine, with its own routing; `replayed`:
+the training engine with the experts of the rollout.
 
-Shape legend: N response tokens, F sign flips.
+Shape legend: N response tokens, F sign flips; n tokens of a sequence, E experts, K of them chosen, P positions, d
+width.
 """
 
 from collections.abc import Mapping
@@ -14,12 +16,16 @@ from torch import Tensor
 
 from verl_ext.core.buckets import NAMES, POSITION_EDGES, PROBABILITY_EDGES
 from verl_ext.core.mismatch import k3_of
+from verl_ext.core.overlap import expert_overlap
+from verl_ext.core.recorder import INDEXER, order_of
+from verl_ext.errors import HookError
 
 DECODE, PREFILL, TRAIN, REPLAYED = "decode", "prefill", "train", "replayed"
-SIDES = {DECODE: "rollout", PREFILL: "rollout", TRAIN: "training", REPLAYED: "training"}
 PAIRS = ((DECODE, TRAIN), (DECODE, PREFILL), (PREFILL, TRAIN), (DECODE, REPLAYED))
 FLIPS = 999
 BLOCK = 1 << 12  # tokens whose signs are drawn at once: 32 MB of them
+SYNC, UPDATE = "sync", "update"  # a weight sync of the same weights; one update, and the sync after it
+ROUTER = ".router"
 
 
 @dataclass(frozen=True)
@@ -54,37 +60,109 @@ class Pair:
     chance: float = 1.0
 
 
-def compare(readings: Mapping[str, Tensor], positions_N: Tensor) -> list[Pair]:
+@dataclass(frozen=True)
+class Stage:
+    """The same tokens once more, after something has happened to the weights.
+
+    Attributes:
+        name: SYNC or UPDATE.
+        before, after: k3 between the rollout engine, given all tokens at once, and the training engine; over the tokens
+            that are finite in both, as the next two, and None if there are none.
+        rollout_moved, train_moved: mean of |log p after - log p before|, in nats.
+        tokens: how many were scored.
+        rollout_not_finite, train_not_finite: tokens whose log-probability is NaN or infinite after it, in each engine.
+    """
+
+    name: str
+    before: float | None
+    after: float | None
+    rollout_moved: float | None
+    train_moved: float | None
+    tokens: int = 0
+    rollout_not_finite: int = 0
+    train_not_finite: int = 0
+
+    @property
+    def not_finite(self) -> bool:
+        return self.rollout_not_finite + self.train_not_finite > 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far both engines are apart at one point on the way from tokens to logits.
+
+    Attributes:
+        point: see `recorder.point_of`.
+        error: relative: the norm of the difference over that of the training engine's. At an indexer, the share of the
+            training engine's positions that the rollout did not choose. Over the tokens that are finite in both
+            engines; None if there are none.
+        differs: share of the tokens whose experts differ, at a router, or whose positions do, at an indexer; else None.
+        weight_gap: total variation between the weights of the chosen experts, a mean over the tokens, at a softmax
+            router; else None.
+        rollout_not_finite, train_not_finite: tokens whose state is NaN or infinite somewhere, in each engine.
+    """
+
+    point: str
+    error: float | None
+    differs: float | None = None
+    weight_gap: float | None = None
+    rollout_not_finite: int = 0
+    train_not_finite: int = 0
+
+    @property
+    def not_finite(self) -> bool:
+        return self.rollout_not_finite + self.train_not_finite > 0
+
+
+def compare_readings(readings: Mapping[str, Tensor], positions_N: Tensor) -> list[Pair]:
     """Each of PAIRS whose readings are there.
 
     Args:
         readings: name -> [N] float32 log-probabilities of the tokens.
         positions_N: of each in its response, from 0.
     """
-    return [_pair(readings, one, other, positions_N) for one, other in PAIRS if {one, other} <= readings.keys()]
+    return [_pair_of(readings, one, other, positions_N) for one, other in PAIRS if {one, other} <= readings.keys()]
 
 
-def _pair(readings: Mapping[str, Tensor], one: str, other: str, positions_N: Tensor) -> Pair:
-    log_q_N, log_p_N = readings[one].double(), readings[other].double()
-    k3_N = k3_of(log_p_N - log_q_N)
-    finite_N = k3_N.isfinite()
-    log_q, log_p, k3 = log_q_N[finite_N], log_p_N[finite_N], k3_N[finite_N]
-    n = len(k3)
-    return Pair(
-        one,
-        other,
-        k3=float(k3.mean()) if n else None,
-        k3_error=(float(k3.std()) / n**0.5 if n > 1 else 0.0) if n else None,
-        largest=float((log_p - log_q).abs().max()) if n else None,
-        equal=float((log_p == log_q).double().mean()) if n else None,
-        by_probability=_by_bucket(k3, log_q.exp(), PROBABILITY_EDGES, NAMES["prob"]),
-        by_position=_by_bucket(k3, positions_N[finite_N], POSITION_EDGES, NAMES["position"]),
-        tokens=len(k3_N),
-        not_finite=len(k3_N) - n,
-        one_not_finite=int((~log_q_N.isfinite()).sum()),
-        other_not_finite=int((~log_p_N.isfinite()).sum()),
-        chance=chance_of(k3_N, k3_of(readings[TRAIN].double() - readings[DECODE].double())),
+def compare_stage(name: str, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> Stage:
+    """Compares [N] log-probabilities of the rollout and the training engine before and after the event `name`."""
+    (rollout_before, train_before), (rollout_after, train_after) = before, after
+    return Stage(
+        name,
+        before=_finite_k3(rollout_before, train_before),
+        after=_finite_k3(rollout_after, train_after),
+        rollout_moved=_moved(rollout_before, rollout_after),
+        train_moved=_moved(train_before, train_after),
+        tokens=len(train_after),
+        rollout_not_finite=int((~rollout_after.isfinite()).sum()),
+        train_not_finite=int((~train_after.isfinite()).sum()),
     )
+
+
+def compare_states(rollout: Mapping[str, Tensor], train: Mapping[str, Tensor], top_k: int = 0) -> list[Place]:
+    """Every place that both have, in the order of the computation.
+
+    Args:
+        rollout, train: point -> [n, d], [n, E] logits at routers, or [n, P] positions at indexers (-1 for none).
+        top_k: experts of a token; 0 for a dense model.
+
+    Raises:
+        HookError: the engines did not record the same tokens, or the same width.
+    """
+    found: list[Place] = []
+    for point in sorted(rollout.keys() & train.keys(), key=order_of):
+        ours, theirs = rollout[point].double(), train[point].double()
+        same_shape = len(ours) == len(theirs) if point.endswith(INDEXER) else ours.shape == theirs.shape
+        if not same_shape:
+            raise HookError(f"{point} is {tuple(ours.shape)} in the rollout and {tuple(theirs.shape)} in training")
+        finite, others_finite = ours.isfinite().all(1), theirs.isfinite().all(1)
+        both = finite & others_finite
+        error, differs, weight_gap = (
+            _place_numbers(point, ours[both], theirs[both], top_k) if both.any() else (None,) * 3
+        )
+        not_finite = int((~finite).sum()), int((~others_finite).sum())
+        found.append(Place(point, error, differs, weight_gap, *not_finite))
+    return found
 
 
 def chance_of(k3_N: Tensor, others_N: Tensor) -> float:
@@ -108,17 +186,78 @@ def chance_of(k3_N: Tensor, others_N: Tensor) -> float:
     return (1 + int((sums_F.abs() >= observed).sum())) / (FLIPS + 1)
 
 
-def not_finite_words(counts: Mapping[str, int], tokens: int) -> str:
-    """Says how many of the tokens are not finite in which reading, from reading -> count; "" where none is."""
-    words = [
-        f"{count} of {tokens}{'' if number else ' tokens have a log-probability of NaN or infinity'} "
-        f"on the {SIDES[name]} side ({name})"
-        for number, (name, count) in enumerate((name, count) for name, count in counts.items() if count)
-    ]
-    return ", ".join(words)
+def _pair_of(readings: Mapping[str, Tensor], one: str, other: str, positions_N: Tensor) -> Pair:
+    log_q_N, log_p_N = readings[one].double(), readings[other].double()
+    k3_N = k3_of(log_p_N - log_q_N)
+    finite_N = k3_N.isfinite()
+    log_q, log_p, k3 = log_q_N[finite_N], log_p_N[finite_N], k3_N[finite_N]
+    n = len(k3)
+    return Pair(
+        one,
+        other,
+        k3=float(k3.mean()) if n else None,
+        k3_error=(float(k3.std()) / n**0.5 if n > 1 else 0.0) if n else None,
+        largest=float((log_p - log_q).abs().max()) if n else None,
+        equal=float((log_p == log_q).double().mean()) if n else None,
+        by_probability=_k3_by_bucket(k3, log_q.exp(), PROBABILITY_EDGES, NAMES["prob"]),
+        by_position=_k3_by_bucket(k3, positions_N[finite_N], POSITION_EDGES, NAMES["position"]),
+        tokens=len(k3_N),
+        not_finite=len(k3_N) - n,
+        one_not_finite=int((~log_q_N.isfinite()).sum()),
+        other_not_finite=int((~log_p_N.isfinite()).sum()),
+        chance=chance_of(k3_N, k3_of(readings[TRAIN].double() - readings[DECODE].double())),
+    )
 
 
-def _by_bucket(k3_N: Tensor, values_N: Tensor, edges: tuple[float, ...], names: list[str]) -> dict[str, float]:
+def _k3_by_bucket(k3_N: Tensor, values_N: Tensor, edges: tuple[float, ...], names: list[str]) -> dict[str, float]:
     bucket_N = torch.bucketize(values_N.double(), torch.tensor(edges[1:], dtype=torch.float64), right=True)
     parts = {name: k3_N[bucket_N == index] for index, name in enumerate(names)}
     return {name: float(part.mean()) for name, part in parts.items() if len(part)}
+
+
+def _finite_k3(log_q_N: Tensor, log_p_N: Tensor) -> float | None:
+    return _finite_mean(k3_of(log_p_N.double() - log_q_N.double()))
+
+
+def _moved(before_N: Tensor, after_N: Tensor) -> float | None:
+    return _finite_mean((after_N.double() - before_N.double()).abs())
+
+
+def _finite_mean(values_N: Tensor) -> float | None:
+    finite = values_N[values_N.isfinite()]
+    return float(finite.mean()) if len(finite) else None
+
+
+def _place_numbers(point: str, ours: Tensor, theirs: Tensor, top_k: int) -> tuple[float, float | None, float | None]:
+    """`error`, `differs` and `weight_gap` of a Place."""
+    if point.endswith(INDEXER):
+        return *_attended(ours.long(), theirs.long()), None
+    error = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-300))
+    return error, *(_router_gap(ours, theirs, top_k) if point.endswith(ROUTER) and top_k else (None, None))
+
+
+def _attended(ours_nP: Tensor, theirs_nP: Tensor) -> tuple[float, float]:
+    """Share of their positions that ours lack, and of the tokens of which that holds; of tokens that had a choice."""
+    most = int(max(ours_nP.max(), theirs_nP.max())) + 1
+    ours, theirs = (_marked(one, most) for one in (ours_nP, theirs_nP))
+    count_n = theirs.sum(1)
+    chose_n = (count_n == count_n.max()) & (ours.sum(1) > 0)  # earlier tokens have fewer positions than K, and took all
+    lacking_n = (theirs & ~ours).sum(1)[chose_n] / count_n.max().clamp(min=1)
+    if not len(lacking_n):
+        return 0.0, 0.0
+    return float(lacking_n.double().mean()), float((lacking_n > 0).double().mean())
+
+
+def _marked(positions_nP: Tensor, most: int) -> Tensor:
+    """[n, most] bool: which positions are among each token's."""
+    marked = torch.zeros(len(positions_nP), most + 1, dtype=torch.bool)
+    return marked.scatter(1, positions_nP % (most + 1), True)[:, :most]  # -1 is the last column, which goes
+
+
+def _router_gap(ours_nE: Tensor, theirs_nE: Tensor, top_k: int) -> tuple[float, float]:
+    """Compares the experts with the largest logits, and their weights by a softmax over them."""
+    chosen = [logits.topk(top_k, -1) for logits in (ours_nE, theirs_nE)]
+    overlap = expert_overlap(*(one.indices.unsqueeze(1) for one in chosen)).squeeze(1)
+    weights = [torch.zeros_like(ours_nE).scatter(1, one.indices, one.values.softmax(-1)) for one in chosen]
+    apart = (weights[0] - weights[1]).abs().sum(1) / 2
+    return float((overlap < top_k).double().mean()), float(apart.mean())

@@ -10,19 +10,24 @@ from verl_ext.errors import ConfigError, require_choice
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 ARGUMENTS = f"++{ROLLOUT}.engine_kwargs.vllm"
-CHUNKED, CACHED = f"{ROLLOUT}.enable_chunked_prefill", f"{ROLLOUT}.enable_prefix_caching"
+EAGER, CHUNKED, CACHED = (
+    f"{ROLLOUT}.{name}" for name in ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching")
+)
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 ALL = "all"
+LAUNCH = "the launch as it is"
 
 Fits = Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
-class Change:
-    """Attributes:
-    name: of it, in tables and folders.
-    overrides: after the launch's own.
-    fits: whether the launch does not have it so already, and its engine knows it.
+class SettingChange:
+    """One setting of a launch, changed.
+
+    Attributes:
+        name: of the change, in tables and folders.
+        overrides: after the launch's own.
+        fits: whether the launch does not have it so already, and its engine knows it.
     """
 
     name: str
@@ -30,7 +35,7 @@ class Change:
     fits: Fits = lambda config: True
 
 
-def _is(setting: str, *values: Any) -> Fits:
+def _setting_is(setting: str, *values: Any) -> Fits:
     return lambda config: OmegaConf.select(config, setting) in values
 
 
@@ -38,59 +43,61 @@ def _on_gpu(fits: Fits) -> Fits:
     return lambda config: config.trainer.device != "cpu" and fits(config)
 
 
-def _backend(name: str) -> Change:
+def _backend(name: str) -> SettingChange:
     setting = f"{ROLLOUT}.engine_kwargs.vllm.attention_backend"
     fits = _on_gpu(lambda config: OmegaConf.select(config, setting) != name)
-    return Change(f"attention_{name.lower()}", (f"{ARGUMENTS}.attention_backend={name}",), fits)
+    return SettingChange(f"attention_{name.lower()}", (f"{ARGUMENTS}.attention_backend={name}",), fits)
 
 
 CHANGES = (
-    Change("fp32", ("precision=fp32",), lambda config: config.actor_rollout_ref.rollout.dtype != "float32"),
-    Change("fp16", ("precision=fp16",), lambda config: config.actor_rollout_ref.rollout.dtype != "float16"),
-    Change("eager", (f"{ROLLOUT}.enforce_eager=true",), _is(f"{ROLLOUT}.enforce_eager", False)),
-    Change("graphs", (f"{ROLLOUT}.enforce_eager=false",), _on_gpu(_is(f"{ROLLOUT}.enforce_eager", True))),
-    Change(
-        "whole_prefill", (f"{ROLLOUT}.enable_chunked_prefill=false",), _is(f"{ROLLOUT}.enable_chunked_prefill", True)
-    ),
-    Change(
-        "no_prefix_cache", (f"{ROLLOUT}.enable_prefix_caching=false",), _is(f"{ROLLOUT}.enable_prefix_caching", True)
-    ),
-    Change(
+    SettingChange("fp32", ("precision=fp32",), lambda config: config.actor_rollout_ref.rollout.dtype != "float32"),
+    SettingChange("fp16", ("precision=fp16",), lambda config: config.actor_rollout_ref.rollout.dtype != "float16"),
+    SettingChange("eager", (f"{EAGER}=true",), _setting_is(EAGER, False)),
+    SettingChange("graphs", (f"{EAGER}=false",), _on_gpu(_setting_is(EAGER, True))),
+    SettingChange("whole_prefill", (f"{CHUNKED}=false",), _setting_is(CHUNKED, True)),
+    SettingChange("no_prefix_cache", (f"{CACHED}=false",), _setting_is(CACHED, True)),
+    SettingChange(
         "no_cascade",
         ("stability.cascade_attention=off",),
         _on_gpu(lambda config: config.stability.cascade_attention != "off"),
     ),
-    Change(
+    SettingChange(
         "one_at_a_time",
         (f"{ROLLOUT}.max_num_seqs=1",),
         lambda config: config.actor_rollout_ref.rollout.max_num_seqs > 1,
     ),
-    Change(
+    SettingChange(
         "tensor_parallel_1",
         (f"{ROLLOUT}.tensor_model_parallel_size=1",),
         lambda config: config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1,
     ),
-    Change(
+    SettingChange(
         "tensor_parallel_2",
         (f"{ROLLOUT}.tensor_model_parallel_size=2",),
         lambda config: (
             config.actor_rollout_ref.rollout.tensor_model_parallel_size == 1 and config.trainer.n_gpus_per_node % 2 == 0
         ),
     ),
-    Change(
+    SettingChange(
         "no_quantization",
         (f"{ROLLOUT}.quantization=null",),
         lambda config: config.actor_rollout_ref.rollout.quantization is not None,
     ),
-    Change("no_speculation", (f"{MODEL}.mtp.enable_rollout=false",), _is(f"{MODEL}.mtp.enable_rollout", True)),
+    SettingChange(
+        "no_speculation", (f"{MODEL}.mtp.enable_rollout=false",), _setting_is(f"{MODEL}.mtp.enable_rollout", True)
+    ),
     *(_backend(name) for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")),
-    Change("training_sdpa", (f"++{ATTENTION}=sdpa",), lambda config: OmegaConf.select(config, ATTENTION) != "sdpa"),
-    Change("training_eager", (f"++{ATTENTION}=eager",), lambda config: OmegaConf.select(config, ATTENTION) != "eager"),
+    SettingChange(
+        "training_sdpa", (f"++{ATTENTION}=sdpa",), lambda config: OmegaConf.select(config, ATTENTION) != "sdpa"
+    ),
+    SettingChange(
+        "training_eager", (f"++{ATTENTION}=eager",), lambda config: OmegaConf.select(config, ATTENTION) != "eager"
+    ),
 )
 NAMES = tuple(change.name for change in CHANGES)
 
 
-def changes_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> list[Change]:
+def changes_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> list[SettingChange]:
     """Those named that fit, all that fit for ALL, and the user's own.
 
     Raises:
@@ -104,10 +111,10 @@ def changes_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> l
     if twice := [name for name in added if name in NAMES]:
         raise ConfigError(f"--add {twice[0]}: there is a setting of this name", otherwise="choose another name")
     found = [change for change in found if change.fits(config)]
-    return [*found, *(Change(name, tuple(text.split())) for name, text in added.items())]
+    return [*found, *(SettingChange(name, tuple(text.split())) for name, text in added.items())]
 
 
-def changed(given: Sequence[str], change: Change) -> list[str]:
+def with_change(given: Sequence[str], change: SettingChange) -> list[str]:
     """The launch's overrides, with the change after them and in the place of a group's other choice."""
     groups = {override.partition("=")[0] for override in change.overrides} & {"precision"}
     kept = [override for override in given if override.partition("=")[0].lstrip("+") not in groups]
@@ -115,13 +122,15 @@ def changed(given: Sequence[str], change: Change) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Swept:
-    """Attributes:
-    name: of the change; "" for the launch as it is.
-    k3, k3_error: between sampling and training.
-    sampling, rest: k3 of the rollout engine against itself, and of its prefill against training.
-    seconds: that it took.
-    error: a line, where it could not be measured.
+class SweepResult:
+    """The gap of the launch with one change.
+
+    Attributes:
+        name: of the change; "" for the launch as it is.
+        k3, k3_error: between sampling and training.
+        sampling, rest: k3 of the rollout engine against itself, and of its prefill against training.
+        seconds: that it took.
+        error: a line, where it could not be measured.
     """
 
     name: str
@@ -134,25 +143,25 @@ class Swept:
     error: str = ""
 
 
-def ranked(swept: Sequence[Swept]) -> list[Swept]:
+def ranked_by_gap(swept: Sequence[SweepResult]) -> list[SweepResult]:
     """The least gap first, those that could not be measured last."""
     return sorted(swept, key=lambda one: (bool(one.error), one.k3))
 
 
-def matters(one: Swept, base: Swept) -> bool:
+def matters(one: SweepResult, base: SweepResult) -> bool:
     """Whether it changes the gap by more than twice the error of the difference, and by a tenth of it."""
     error = (one.k3_error**2 + base.k3_error**2) ** 0.5
     return not (one.error or base.error) and abs(one.k3 - base.k3) > max(2 * error, 0.1 * base.k3)
 
 
-def said_of(swept: Sequence[Swept]) -> str:
-    """What a sweep says, a sentence: the first of `swept` is the launch as it is."""
+def sweep_sentence(swept: Sequence[SweepResult]) -> str:
+    """Returns the result of a sweep in a sentence; the first of `swept` is the launch as it is."""
     base, *others = swept
     if base.error:
         finite = ", ".join(one.name for one in others if not one.error)
         return "The launch as it is has no gap to compare with" + (f"; it is finite with {finite}." if finite else ".")
-    less = [one for one in ranked(others) if matters(one, base) and one.k3 < base.k3]
-    more = [one for one in ranked(others) if matters(one, base) and one.k3 > base.k3]
+    less = [one for one in ranked_by_gap(others) if matters(one, base) and one.k3 < base.k3]
+    more = [one for one in ranked_by_gap(others) if matters(one, base) and one.k3 > base.k3]
     if not less and not more:
         return "No setting tried changes the gap by more than its error."
     words = [f"{one.name} leaves {one.k3 / base.k3:.0%} of the gap" for one in less]

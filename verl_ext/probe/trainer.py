@@ -13,10 +13,18 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from verl_ext.fields import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
-from verl_ext.probe.command import experts_of
-from verl_ext.probe.readings import DECODE, PREFILL, REPLAYED, TRAIN, compare
-from verl_ext.probe.stages import SYNC, UPDATE, stage
-from verl_ext.probe.states import compare_states
+from verl_ext.probe.command import PROGRESS, experts_of
+from verl_ext.probe.readings import (
+    DECODE,
+    PREFILL,
+    REPLAYED,
+    SYNC,
+    TRAIN,
+    UPDATE,
+    compare_readings,
+    compare_stage,
+    compare_states,
+)
 from verl_ext.trainer.canary_scores import CanaryScores
 from verl_ext.trainer.task_runner import StabilityTaskRunner
 from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync
@@ -41,7 +49,7 @@ class ProbeTrainer(StabilityTrainerSync):
             super(StabilityMixin, self).fit(agent_loop_manager)  # without the files of a run
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
-        say("sampling")
+        print_progress("sampling")
         self.prepare_step()
         batch, _ = self.replay_buffer.sample(
             global_steps=self.global_steps, partition_id="train", batch_size=self.config.data.train_batch_size
@@ -54,7 +62,7 @@ class ProbeTrainer(StabilityTrainerSync):
         return batch
 
     def looks(self, batch: KVBatchMeta) -> Iterator[dict[str, Any]]:
-        """What is found, more of it each time."""
+        """Yields what is found, more of it each time."""
         found = self.probe(batch)
         yield found
         for stages in self.stages(batch):
@@ -68,21 +76,21 @@ class ProbeTrainer(StabilityTrainerSync):
         pass
 
     def probe(self, batch: KVBatchMeta) -> dict[str, Any]:
-        """What the readings and the hidden states of a batch say, as JSON has it."""
+        """Compares the readings and the hidden states of a batch; returns what JSON can hold."""
         workers, server = self.actor_rollout_wg, self._rollout_server_managers()[-1].server_handles[0]
         ranks = max(workers._dispatch_info["actor"]) + 1  # which verl has asked for, to balance the batch
         self.scores = scores = CanaryScores(batch, len(batch), ranks)
         compared = CanaryScores(batch, min(SEQUENCES, len(batch) // ranks) * ranks, ranks)
-        say(f"the rollout engine scores {len(scores.sampled_N)} tokens")
+        print_progress(f"the rollout engine scores {len(scores.sampled_N)} tokens")
         readings: dict[str, Tensor] = {DECODE: scores.sampled_N, PREFILL: scores.by_servers([server])[0]}
         engine_states.begin(server)
         compared.by_turns(server)  # each a pass by itself, however many the engine would take at once
         rollout = engine_states.end(server)
         self.on_sample_end()
-        say("the training engine scores them")
+        print_progress("the training engine scores them")
         readings[TRAIN] = scores.by_workers(workers, replays=False)
         if self.stability_run.active.replayed is not None:
-            say("and with the experts of the rollout")
+            print_progress("and with the experts of the rollout")
             readings[REPLAYED] = scores.by_workers(workers)
         workers.record_states(True)
         compared.by_workers(workers, replays=False)
@@ -93,7 +101,7 @@ class ProbeTrainer(StabilityTrainerSync):
         return {
             "tokens": len(scores.sampled_N),
             "dtype": self.config.actor_rollout_ref.rollout.dtype,
-            "pairs": [asdict(pair) for pair in compare(readings, scores.positions_N)],
+            "pairs": [asdict(pair) for pair in compare_readings(readings, scores.positions_N)],
             "places": [asdict(place) for place in places],
         }
 
@@ -101,23 +109,23 @@ class ProbeTrainer(StabilityTrainerSync):
         """The same tokens after a sync of the same weights, and after an update and the sync that follows it."""
         found: list[dict[str, Any]] = []
         for name in (SYNC, UPDATE):
-            say(f"after one {name}")
+            print_progress(f"after one {name}")
             before = self.now
             if name == UPDATE:
                 self.update(batch)
             self.now = self.synced()
-            found.append(asdict(stage(name, before, self.now)))
+            found.append(asdict(compare_stage(name, before, self.now)))
             yield found
 
     def synced(self) -> tuple[Tensor, Tensor]:
-        """What the rollout engine and the training engine say after a weight sync."""
+        """Syncs the weights, and returns what the rollout engine and the training engine say then."""
         self.checkpoint_manager.update_weights(self.global_steps)
         rollout = self.scores.by_servers([self._rollout_server_managers()[-1].server_handles[0]])[0]
         self.on_sample_end()
         return rollout, self.scores.by_workers(self.actor_rollout_wg, replays=False)
 
     def update(self, batch: KVBatchMeta) -> None:
-        """One, by advantages of 1 and -1 in turn: a few answers may all have earned the same."""
+        """Makes one update, with advantages of 1 and -1 in turn: a few answers may all have earned the same."""
         verls: Any = super(StabilityMixin, self)
         metrics: dict[str, Any] = {}
         log_probs = get_fields(batch, [ROLLOUT_LOG_PROBS])[ROLLOUT_LOG_PROBS]
@@ -131,7 +139,7 @@ class ProbeTrainer(StabilityTrainerSync):
 
 
 class ProbeTaskRunner(StabilityTaskRunner):
-    """verl's task runner, with the probe in the place of its trainer."""
+    """verl's task runner, with the probe instead of its trainer."""
 
     def install(self) -> None:
         super().install()
@@ -139,7 +147,7 @@ class ProbeTaskRunner(StabilityTaskRunner):
 
 
 def first_rows(states: dict[str, Tensor], lengths: list[int], extra: int) -> dict[str, Tensor]:
-    """Of sequences one after another, each with so many `extra` tokens at its end, the rows of the others."""
+    """Returns the rows of sequences one after another, without the `extra` tokens at the end of each."""
     rows: list[int] = []
     start = 0
     for length in lengths:
@@ -148,5 +156,5 @@ def first_rows(states: dict[str, Tensor], lengths: list[int], extra: int) -> dic
     return {point: values[rows] for point, values in states.items()}
 
 
-def say(what: str) -> None:
-    print(f"verl_ext: probe: {what}", flush=True)
+def print_progress(what: str) -> None:
+    print(f"{PROGRESS}{what}", flush=True)

@@ -1,12 +1,18 @@
-"""What the readings and the states say, in words, and what to try."""
+"""What a probe found, in words and tables: the cause of the gap, and what to try."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
-from verl_ext.probe.readings import DECODE, PREFILL, REPLAYED, TRAIN, Pair, not_finite_words
-from verl_ext.probe.states import Place
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-NONE = 1e-9  # nats a token: what float32 leaves
+from verl_ext.probe.readings import DECODE, PREFILL, REPLAYED, SYNC, TRAIN, UPDATE, Pair, Place, Stage
+from verl_ext.probe.sweep import LAUNCH, SweepResult, matters, ranked_by_gap, sweep_sentence
+
+ROUNDED = 1e-9  # nats a token: what float32 leaves
 MOST = 0.5  # share of the gap from which a cause is called the cause
 # Times the gap to training that the rollout engine's gap to itself must be, to be its own fault. If all three readings
 # are equally noisy it is 1, if only the rollout's two are it is 2.
@@ -17,15 +23,30 @@ ROUNDING = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}  # relative erro
 JUMP = 8.0  # times the error of the place before
 HEAD = "head"
 AMPLIFIED = 1e4  # times the squared error of the last state that k3 may be, were the head the same
+AFTER = {SYNC: "a sync of the same weights", UPDATE: "an update and its sync"}
+WIDER, ARRIVED = 2.0, 0.5  # times the gap before; share of the training engine's movement
+SIDES = {DECODE: "rollout", PREFILL: "rollout", TRAIN: "training", REPLAYED: "training"}
+READING_WORDS = {
+    "decode": "rollout, sampling",
+    "prefill": "rollout, all at once",
+    "train": "training",
+    "replayed": "training, the rollout's experts",
+}
+WIDTH = 120  # where the output is not a terminal
+LOOK_FOR_NAN = (
+    "look on that side for weights that did not arrive and for an overflow; --sweep fp32 shows whether it is the dtype"
+)
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Attributes:
-    cause: "not finite", "none", "sampling path", "routing", "arithmetic", or "undecided" between causes.
-    sentence: what it is, and how much of the gap.
-    start: the place where the two engines come apart by more than rounding, `head` behind the last state; else "".
-    advice: overrides, or what else to do; "" for none.
+class Conclusion:
+    """Why the engines differ.
+
+    Attributes:
+        cause: "not finite", "none", "sampling path", "routing", "arithmetic", or "undecided" between causes.
+        sentence: what it is, and how much of the gap.
+        start: the place where the two engines come apart by more than rounding, `head` behind the last state; else "".
+        advice: overrides, or what else to do; "" for none.
     """
 
     cause: str
@@ -34,8 +55,37 @@ class Verdict:
     advice: str = ""
 
 
-def verdict(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "float32") -> Verdict:
-    """Judges the pairs of `readings.compare` and the places of `states.compare_states`.
+@dataclass(frozen=True)
+class ProbeTable:
+    """A table of text, for the terminal and for the page.
+
+    Attributes:
+        columns: the first `labels` of them are text, the others numbers.
+        rows: a text for each column.
+        marked: number of the row that stands out, if one does.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    labels: int = 1
+    marked: int | None = None
+
+
+def conclude(found: Mapping[str, Any]) -> Conclusion:
+    """Judges the file that the probe wrote."""
+    pairs, places = [Pair(**pair) for pair in found["pairs"]], [Place(**place) for place in found["places"]]
+    return judge_gap(pairs, places, found["dtype"])
+
+
+def agrees(found: Mapping[str, Any], conclusion: Conclusion, limit: float) -> bool:
+    """Whether every value is finite, after a sync and an update too, and k3 of sampling and training at most this."""
+    finite = conclusion.cause != NOT_FINITE and not any(Stage(**one).not_finite for one in found.get("stages", []))
+    return finite and found["pairs"][0]["k3"] <= limit
+
+
+def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "float32") -> Conclusion:
+    """Judges the pairs of `readings.compare_readings` and the places of `readings.compare_states`.
 
     A cause is named only where the difference between two k3 is more than noise by the paired test of
     `readings.chance_of`: replacing one reading by another takes at least MOST of the gap away (prefill for decode, or
@@ -45,20 +95,20 @@ def verdict(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "float3
         dtype: the coarser one of the engines.
     """
     start = start_of(places, dtype)
-    if words := _not_finite(pairs, places):
-        return Verdict(NOT_FINITE, words, start, _LOOK_FOR_NAN)
+    if words := _not_finite_sentences(pairs, places):
+        return Conclusion(NOT_FINITE, words, start, LOOK_FOR_NAN)
     k3 = {(pair.one, pair.other): pair.k3 for pair in pairs if pair.k3 is not None}
     chance = {(pair.one, pair.other): pair.chance for pair in pairs}
     whole, tokens = k3[DECODE, TRAIN], pairs[0].tokens
     sampling, rest = k3.get((DECODE, PREFILL), 0.0), k3.get((PREFILL, TRAIN), whole)
-    if not start and places and rest > max(AMPLIFIED * (places[-1].error or 0.0) ** 2, NONE):
+    if not start and places and rest > max(AMPLIFIED * (places[-1].error or 0.0) ** 2, ROUNDED):
         start = HEAD
-    if max(whole, sampling) < NONE:
-        return Verdict("none", f"The engines agree: k3 is {whole:.1e} nats a token.", start)
+    if max(whole, sampling) < ROUNDED:
+        return Conclusion("none", f"The engines agree: k3 is {whole:.1e} nats a token.", start)
     undecided = []
     own, closes = sampling >= OWN * whole, whole - rest >= MOST * whole > 0
     if (own and chance[DECODE, PREFILL] <= NOISE) or (closes and chance[PREFILL, TRAIN] <= NOISE):
-        return Verdict(
+        return Conclusion(
             "sampling path",
             "The rollout engine does not agree with itself: k3 between what it said as it sampled and what it says of "
             f"the same tokens at once is {sampling:.1e}. Its gap to training is {whole:.1e} as it sampled, and "
@@ -73,7 +123,7 @@ def verdict(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "float3
     replayed = k3.get((DECODE, REPLAYED))
     if replayed is not None and whole - replayed >= MOST * whole > 0:
         if chance[DECODE, REPLAYED] <= NOISE:
-            return Verdict(
+            return Conclusion(
                 "routing",
                 f"{(whole - replayed) / whole:.0%} of the gap is routing: with the rollout's experts replayed, k3 "
                 f"falls from {whole:.1e} to {replayed:.1e}.",
@@ -82,16 +132,16 @@ def verdict(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "float3
             )
         undecided.append(f"{replayed:.1e} with the rollout's experts replayed (p = {chance[DECODE, REPLAYED]:.2g})")
     if undecided:
-        return Verdict(
+        return Conclusion(
             UNDECIDED,
             f"The engines differ, and the cause is not decided: k3 is {whole:.1e}, and "
             f"{' and '.join(undecided)}. Over {tokens} tokens, such a difference is within noise.",
             start,
             "score more tokens: a larger --prompts",
         )
-    within = f", within the rollout engine {sampling:.1e}" if sampling >= NONE else ""
+    within = f", within the rollout engine {sampling:.1e}" if sampling >= ROUNDED else ""
     replay = "" if replayed is None else f", and with the rollout's experts replayed {replayed:.1e}"
-    return Verdict(
+    return Conclusion(
         "arithmetic",
         f"The two engines compute differently from the same tokens: k3 is {whole:.1e}{within}{replay}.",
         start,
@@ -99,7 +149,58 @@ def verdict(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "float3
     )
 
 
-def _not_finite(pairs: Sequence[Pair], places: Sequence[Place]) -> str:
+def start_of(places: Sequence[Place], dtype: str = "float32") -> str:
+    """Returns the first place that is not finite, or whose error is JUMP times the one before and above rounding."""
+    least = ROUNDING[dtype]
+    before = least / JUMP
+    for place in places:
+        if place.error is None or place.not_finite or place.error > JUMP * max(before, least / JUMP):
+            return place.point
+        before = place.error
+    return ""
+
+
+def sentences(found: Mapping[str, Any], conclusion: Conclusion) -> list[str]:
+    """All that is said of it in words, the verdict first."""
+    where = f" They come apart at {conclusion.start}." if conclusion.start and conclusion.cause != "none" else ""
+    said = [f"{conclusion.sentence}{where}"]
+    said += [stage_sentence(Stage(**one)) for one in found.get("stages", [])]
+    swept = [SweepResult(**one) for one in found.get("sweep", [])]
+    said += [sweep_sentence(swept)] if swept else []
+    said += [f"{one.name} could not be measured: {one.error}" for one in swept[1:] if one.error]
+    return said + ([f"What came then could not be measured: {found['error']}"] if found.get("error") else [])
+
+
+def stage_sentence(one: Stage) -> str:
+    """Returns what a stage shows, in a sentence."""
+    if one.not_finite:
+        words = not_finite_words({PREFILL: one.rollout_not_finite, TRAIN: one.train_not_finite}, one.tokens)
+        return f"After {AFTER[one.name]}, {words}."
+    if one.before is None or one.after is None or one.rollout_moved is None or one.train_moved is None:
+        return f"Before {AFTER[one.name]}, no token was finite in both engines: what it changed is not known."
+    return _STAGE_SENTENCES[one.name](one.before, one.after, one.rollout_moved, one.train_moved)
+
+
+def print_probe(found: Mapping[str, Any], conclusion: Conclusion) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    for table in tables(found, conclusion):
+        console.print(_drawn(table))
+    for sentence in sentences(found, conclusion):
+        console.print(Text(sentence), soft_wrap=True)
+    if conclusion.advice:
+        console.print(Text(f"next: {conclusion.advice}"), soft_wrap=True)
+
+
+def tables(found: Mapping[str, Any], conclusion: Conclusion) -> list[ProbeTable]:
+    """Returns the tables that have a row. "NaN or inf" counts tokens of the first / the second engine or reading."""
+    every = (_readings_table(found), _bucket_table(found["pairs"][0]), _states_table(found["places"], conclusion.start))
+    more = (_stages_table(found.get("stages", [])), _sweep_table(found.get("sweep", [])))
+    return [table for table in (*every, *more) if table.rows]
+
+
+def _not_finite_sentences(pairs: Sequence[Pair], places: Sequence[Place]) -> str:
     """Says which readings and states hold NaN or infinity, or that nothing was scored; "" where all is finite."""
     counts: dict[str, int] = {}
     for pair in pairs:
@@ -117,20 +218,14 @@ def _not_finite(pairs: Sequence[Pair], places: Sequence[Place]) -> str:
     return "".join(f"{each}. " for each in said).strip()
 
 
-def start_of(places: Sequence[Place], dtype: str = "float32") -> str:
-    """Returns the first place that is not finite, or whose error is JUMP times the one before and above rounding."""
-    least = ROUNDING[dtype]
-    before = least / JUMP
-    for place in places:
-        if place.error is None or place.not_finite or place.error > JUMP * max(before, least / JUMP):
-            return place.point
-        before = place.error
-    return ""
-
-
-_LOOK_FOR_NAN = (
-    "look on that side for weights that did not arrive and for an overflow; --sweep fp32 shows whether it is the dtype"
-)
+def not_finite_words(counts: Mapping[str, int], tokens: int) -> str:
+    """Says how many of the tokens are not finite in which reading, from reading -> count; "" where none is."""
+    words = [
+        f"{count} of {tokens}{'' if number else ' tokens have a log-probability of NaN or infinity'} "
+        f"on the {SIDES[name]} side ({name})"
+        for number, (name, count) in enumerate((name, count) for name, count in counts.items() if count)
+    ]
+    return ", ".join(words)
 
 
 def _look_at(start: str, dtype: str) -> str:
@@ -142,3 +237,119 @@ def _look_at(start: str, dtype: str) -> str:
             "tokenizer's, which verl masks in the rollout alone"
         )
     return f"look at {start} in both engines: weights that did not arrive, a bias, a scale, a dtype"
+
+
+def _sync_sentence(before: float, after: float, rollout_moved: float, train_moved: float) -> str:
+    if after > WIDER * max(before, ROUNDED):
+        return (
+            f"A weight sync widens the gap: k3 was {before:.1e} and is {after:.1e}. What it sends is not what "
+            "the rollout held."
+        )
+    if rollout_moved**2 > WIDER * max(before, ROUNDED):
+        return f"A sync of the same weights moves the rollout by {rollout_moved:.1e} nats a token."
+    return "A weight sync changes nothing that was right."
+
+
+def _update_sentence(before: float, after: float, rollout_moved: float, train_moved: float) -> str:
+    if train_moved == 0:
+        return "The update moved nothing: its learning rate is 0, or its gradients are."
+    if rollout_moved < ARRIVED * train_moved and after > WIDER * max(before, ROUNDED):
+        return (
+            f"The update does not arrive in the rollout: training moved by {train_moved:.1e} nats a token, the "
+            f"rollout by {rollout_moved:.1e}."
+        )
+    if after > WIDER * max(before, ROUNDED):
+        return f"One update widens the gap: k3 was {before:.1e} and is {after:.1e}."
+    return (
+        f"An update moves training by {train_moved:.1e} nats a token, the rollout by {rollout_moved:.1e}; "
+        f"k3 is {after:.1e}."
+    )
+
+
+_STAGE_SENTENCES = {SYNC: _sync_sentence, UPDATE: _update_sentence}
+
+
+def _drawn(table: ProbeTable) -> Table:
+    drawn = Table(title=table.title, title_justify="left")
+    for number, column in enumerate(table.columns):
+        drawn.add_column(column, justify="left" if number < table.labels else "right")
+    for number, row in enumerate(table.rows):
+        drawn.add_row(*(Text(text) for text in row), style="bold" if number == table.marked else "")
+    return drawn
+
+
+def _readings_table(found: Mapping[str, Any]) -> ProbeTable:
+    rows = tuple(
+        (
+            READING_WORDS[pair.one],
+            READING_WORDS[pair.other],
+            _formatted(pair.k3, ".2e") + ("" if pair.k3_error is None else f" ± {pair.k3_error:.0e}"),
+            _formatted(pair.largest, ".2e"),
+            _formatted(pair.equal, ".0%"),
+            f"{pair.one_not_finite} / {pair.other_not_finite}",
+        )
+        for pair in (Pair(**each) for each in found["pairs"])
+    )
+    columns = ("one", "other", "k3, nats a token", "max |log p - log q|", "equal", "NaN or inf")
+    return ProbeTable(f"the same {found['tokens']} tokens", columns, rows, labels=2)
+
+
+def _bucket_table(pair: Mapping[str, Any]) -> ProbeTable:
+    sides = [[(name, f"{k3:.2e}") for name, k3 in pair[by].items()] for by in ("by_probability", "by_position")]
+    rows = tuple((*one, *other) for one, other in zip_longest(*sides, fillvalue=("", "")))
+    return ProbeTable("k3 between sampling and training", ("probability", "k3", "position", "k3"), rows)
+
+
+def _states_table(found: Sequence[Mapping[str, Any]], start: str) -> ProbeTable:
+    places = [Place(**each) for each in found]
+    rows = tuple(
+        (
+            place.point,
+            _formatted(place.error, ".1e"),
+            "" if place.differs is None else f"{place.differs:.2%}",
+            "" if place.weight_gap is None else f"{place.weight_gap:.2%}",
+            f"{place.rollout_not_finite} / {place.train_not_finite}",
+        )
+        for place in places
+    )
+    columns = ("at", "relative error", "tokens with other experts, or positions", "gap of their weights", "NaN or inf")
+    marked = next((row for row, place in enumerate(places) if place.point == start), None)
+    return ProbeTable("hidden states, rollout against training", columns, rows, marked=marked)
+
+
+def _stages_table(found: Sequence[Mapping[str, Any]]) -> ProbeTable:
+    rows = tuple(
+        (
+            AFTER[one.name],
+            *(_formatted(number, ".2e") for number in (one.before, one.after, one.rollout_moved, one.train_moved)),
+            f"{one.rollout_not_finite} / {one.train_not_finite}",
+        )
+        for one in (Stage(**each) for each in found)
+    )
+    columns = ("after", "k3 before", "k3 after", "rollout moved", "training moved", "NaN or inf")
+    return ProbeTable("the same tokens once more; moved: mean |change of log p|", columns, rows)
+
+
+def _formatted(number: float | None, form: str) -> str:
+    """Formats a mean over the finite tokens; "none" where there are none."""
+    return "none" if number is None else format(number, form)
+
+
+def _sweep_table(sweep: Sequence[Mapping[str, Any]]) -> ProbeTable:
+    if not sweep:
+        return ProbeTable("", (), ())
+    swept = [SweepResult(**one) for one in sweep]
+    base, order = swept[0], ranked_by_gap(swept)
+    rows = tuple((one.name or LAUNCH, *_sweep_numbers(one, base)) for one in order)
+    columns = ("setting", "k3", "of the launch's", "decode, prefill", "prefill, training", "seconds")
+    title = "one setting changed at a time, the least gap first; *: by more than its error"
+    return ProbeTable(title, columns, rows, marked=order.index(base))
+
+
+def _sweep_numbers(one: SweepResult, base: SweepResult) -> tuple[str, ...]:
+    if one.error:
+        return ("failed", "", "", "", "")
+    star = "*" if one.name and matters(one, base) else " "
+    share = f"{one.k3 / base.k3:.3g}{star}" if base.k3 else ""
+    k3 = f"{one.k3:.2e} ± {one.k3_error:.0e}"
+    return k3, share, f"{one.sampling:.1e}", f"{one.rest:.1e}", f"{one.seconds:.0f}"

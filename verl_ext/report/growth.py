@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_ext.guard.alone import names_alone
-from verl_ext.guard.boundary import HORIZON, Growth, estimate_growth
 from verl_ext.guard.collapse import STRETCH
-from verl_ext.guard.forecast import speaks
+from verl_ext.guard.forecast import HORIZON, Growth, engines_names, estimate_growth, speaks
 from verl_ext.guard.state import Boundary
 from verl_ext.report.run import Run, Series
 
@@ -37,7 +35,7 @@ def gap_of(run: Run) -> Gap | None:
     """k3 of trajectories of lag 0, and of rescored ones, where it was lately seen often enough; else k3 as it is."""
     whole = run.get(K3)
     alone: dict[int, float] = {}
-    for name in reversed(names_alone(K3)):
+    for name in reversed(engines_names(K3)):
         if (series := run.get(name)) is not None:
             alone |= dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
     steps = sorted(alone)

@@ -30,7 +30,7 @@ FEWEST_FOR_ERROR = 4  # readings
 FEWEST_FOR_DRIFT = 3.0  # degrees of freedom that are left beside the line
 CAUTION = 0.5  # standard errors that are added to the correlation
 LARGEST_CORRELATION = 0.95
-FLOOR = 1e-12  # a divergence below this is 0 for the logarithm, as in guard/boundary.py
+FLOOR = 1e-12  # a divergence below this is 0 for the logarithm, as in guard/forecast.py
 ROUNDING = 1e-12  # relative; what differs by less differs by arithmetic alone
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from verl_ext.guard.boundary import FEWEST, LARGEST_AUTOCORRELATION
 from verl_ext.guard.collapse import READ, REWARD, Collapse, Readings, find_collapse, what_moved
+from verl_ext.guard.forecast import FEWEST, LARGEST_AUTOCORRELATION
 from verl_ext.report.growth import staleness
 from verl_ext.report.run import Run, Series
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_ext.guard.boundary import FEWEST, HORIZON
 from verl_ext.guard.collapse import Collapse
+from verl_ext.guard.forecast import FEWEST, HORIZON
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.metrics import is_of_the_gap
 from verl_ext.report.advice import Override, State, advice, measuring, revival, routing_drives

@@ -280,8 +280,8 @@ TABLE = (
         why="verl validates a config without the seconds that all its imports take",
         when="`verl-ext doctor` and `plan`, before anything has imported verl",
         versions=VERL,
-        file="doctor/validation.py",
-        test="tests/unit/doctor/test_validation.py::test_it_says_what_verl_says_and_leaves_nothing_behind",
+        file="doctor/hooks.py",
+        test="tests/unit/doctor/test_hooks.py::test_it_says_what_verl_says_and_leaves_nothing_behind",
     ),
     Change(
         name="collapse_duplicate_gloo",

@@ -267,7 +267,7 @@ HOOKS = (
         "workers/undo.py",
         (f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.optimizer_step: optimizer, scaler, module",),
     ),
-    Hook("settings_alone", "doctor/validation.py", ("verl.workers.config", "verl.utils.config.validate_config")),
+    Hook("settings_alone", "doctor/hooks.py", ("verl.workers.config", "verl.utils.config.validate_config")),
     Hook("the plugin", "plugin.py", ("verl: verl.plugins",)),
     Hook(
         "on CPU cores",

@@ -1,12 +1,30 @@
-"""Which hooks attach, and the errors of the run's own checks."""
+"""Which hooks attach, the errors of the run's and of verl's own checks, and code that a look at a config never runs."""
 
+import copy
+import json
+import pickle
 import re
+import subprocess
+import sys
 
 import pytest
+from omegaconf import OmegaConf
+from transformers import LlamaConfig
 
+from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests import ROOT
-from verl_ext.doctor.findings import CHECKS
-from verl_ext.doctor.hooks import needs_critic, needs_reference
+from verl_ext.cli import main
+from verl_ext.doctor.command import print_findings
+from verl_ext.doctor.context import Context
+from verl_ext.doctor.findings import CHECKS, Finding, run_checks
+from verl_ext.doctor.hooks import (
+    built_settings,
+    needs_critic,
+    needs_reference,
+    passes_quickly,
+    settings_classes,
+    unknown_targets,
+)
 from verl_ext.settings.losses import TARGET
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -119,3 +137,362 @@ def test_verls_validation_is_asked_about_the_roles_that_verl_would_start(compose
         for in_loss in (True, False):
             config.algorithm.use_kl_in_reward, config.actor_rollout_ref.actor.use_kl_loss = in_reward, in_loss
             assert needs_reference(config) == need_reference_policy(config)
+
+
+ACTOR = "actor_rollout_ref.actor"
+# Overrides, and whether verl takes them.
+CASES = [
+    (["recipe=qwen3_30b_a3b", "stability=icepop"], True),
+    (["recipe=qwen3_30b_a3b_megatron", "precision=fp16_megatron"], True),
+    (["recipe=qwen3_30b_a3b", "stability=llds_loss"], True),
+    (["recipe=qwen3_30b_a3b", "stability=llds_loss", f"{ACTOR}.policy_loss.coef=-1"], False),
+    (["recipe=cpu_smoke", "algorithm.adv_estimator=gae", "critic.ppo_micro_batch_size_per_gpu=1"], True),
+    (["recipe=qwen3_30b_a3b", f"{ACTOR}.loss_agg_mode=nonsense"], False),
+    (["recipe=qwen3_30b_a3b", f"{ACTOR}.use_dynamic_bsz=false"], False),
+    (["recipe=qwen3_30b_a3b", f"+{ACTOR}.no_such_field=1"], False),
+    (["recipe=qwen3_30b_a3b", f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.temperature=0"], False),
+]
+CODE = """
+import json, pickle, sys
+from verl_ext.doctor.hooks import needs_critic, needs_reference, passes_quickly
+said = []
+for config in pickle.load(sys.stdin.buffer):
+    config.critic.model = None  # as `built_settings` leaves it
+    roles = {"use_reference_policy": needs_reference(config), "use_critic": needs_critic(config)}
+    said.append(passes_quickly(config, **roles))
+left = [name for name in sys.modules if name.partition(".")[0] in ("verl", "torch", "transformers")]
+left += [name for name in sys.modules if name == "verl_ext.workers.loss_config"]
+print(json.dumps([said, left]))
+"""
+
+
+@pytest.fixture(scope="module")
+def quick(compose):
+    """What is said of all cases, and what is left in sys.modules, in an interpreter without verl."""
+    given = pickle.dumps([compose(*overrides) for overrides, _ in CASES])
+    out = subprocess.check_output([sys.executable, "-c", CODE], input=given)
+    return json.loads(out.splitlines()[-1])
+
+
+def test_it_says_what_verl_says_and_leaves_nothing_behind(quick):
+    assert quick == [[passes for _, passes in CASES], []]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("overrides", "passes"), CASES)
+def test_what_verl_says(compose, overrides, passes):
+    from verl.utils.config import validate_config
+
+    config = compose(*overrides)
+    config.critic.model = None
+    roles = {"use_reference_policy": needs_reference(config), "use_critic": needs_critic(config)}
+    try:
+        validate_config(config, **roles)
+    except Exception:
+        assert not passes
+    else:
+        assert passes
+    assert not passes_quickly(config, **roles), "verl is imported here, and asked itself"
+
+
+CRITIC, MODEL = "critic", "actor_rollout_ref.model"
+RUN = [
+    "actor_rollout_ref.rollout.name=vllm",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "algorithm.adv_estimator=grpo",
+]
+EVIL = """
+import pathlib
+
+def make(*args, **kwargs):
+    pathlib.Path({mark!r}).touch()
+
+class IcePopLossConfig:
+    def __init__(self, **kwargs):
+        make()
+
+make()
+"""
+
+
+@pytest.fixture
+def mark(tmp_path, monkeypatch):
+    """The file that exists once anything of the package `evil` was executed, which could be imported at any time."""
+    mark = tmp_path / "executed"
+    package = tmp_path / "site" / "evil"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(EVIL.format(mark=str(mark)))
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.delitem(sys.modules, "evil", raising=False)
+    yield mark
+    sys.modules.pop("evil", None)
+
+
+@pytest.fixture
+def doctor(models, capfd):
+    """doctor(*arguments) -> the findings of the command line, by check."""
+
+    def call(*arguments):
+        main(["doctor", "--json", *RUN, f"{MODEL}.path={models}/fitting", *arguments])
+        return by_check(json.loads(capfd.readouterr().out))
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def composed(compose, models):
+    return compose(*RUN, "stability=icepop", f"{MODEL}.path={models}/fitting")
+
+
+@pytest.fixture
+def look(composed):
+    """look({setting: value}, *checks, trust=False) -> the findings on a run with these settings, by check."""
+
+    def call(settings, *checks, trust=False):
+        context = Context({}, config=with_settings(copy.deepcopy(composed), settings), trust=trust)
+        return by_check([vars(finding) for finding in run_checks(context, checks)])
+
+    return call
+
+
+def with_settings(config, settings):
+    for key, value in settings.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    return config
+
+
+def by_check(findings):
+    found = {}
+    for finding in findings:
+        found.setdefault(finding["check"], []).append(finding)
+    return found
+
+
+def test_plugins_are_imported_by_trust_alone(doctor, mark):
+    arguments = ["stability=icepop", "stability.plugins=[evil]"]
+    found = doctor(*arguments)
+    assert not mark.exists()
+    (note,) = found["code"]
+    assert note["level"] == "note" and "stability.plugins=['evil']" in note["found"] and "--trust" in note["why"]
+    assert not {"hooks", "verl's validation"} & set(found), "told as not checked"
+    assert "truncated sampling" in found, "the other checks are made"
+    assert "hooks" in doctor(*arguments, "--trust")
+    assert mark.exists()
+
+
+def test_plan_imports_no_plugins(mark, capsys):
+    arguments = ["plan", "recipe=qwen3_30b_a3b", "stability.plugins=[evil]"]
+    assert main(arguments) == 2
+    assert not mark.exists()
+    error = capsys.readouterr().err
+    assert error.startswith("verl-ext plan: stability.plugins=['evil'] would be imported; --trust") and "\n" in error
+    main([*arguments, "--trust"])
+    assert mark.exists()
+
+
+# What hydra.utils.instantiate would call, in every place that verl's validation builds.
+CALLS = [
+    (LOSS, {LOSS: {"_target_": "evil.make"}}),
+    (f"{LOSS}.x", {f"{LOSS}.x": {"_target_": "os.system", "command": "true"}}),
+    (f"{ACTOR}.optim", {f"{ACTOR}.optim._target_": "evil.make"}),
+    (f"{ACTOR}.optim.betas.1", {f"{ACTOR}.optim.betas": [0.9, {"_target_": "evil.make"}]}),
+    (ACTOR, {f"{ACTOR}._target_": "${oc.env:EVIL}"}),
+    (f"{ACTOR}.optim", {f"{ACTOR}.optim": "${data.evil}", "data.evil": {"_target_": "evil.make"}}),
+    (f"{ACTOR}.x", {f"{ACTOR}.x": {"_target_": ["evil.make"]}}),
+    (
+        f"{ACTOR}.model_config",
+        {f"{ACTOR}.model_config": {"_target_": "verl.workers.config.HFModelConfig", "external_lib": "evil"}},
+    ),
+    (CRITIC, {"algorithm.adv_estimator": "gae", f"{CRITIC}._target_": "evil.make"}),
+]
+
+
+@pytest.mark.parametrize(("place", "settings"), CALLS)
+def test_every_target_but_a_settings_class_is_found(mark, monkeypatch, place, settings):
+    monkeypatch.setenv("EVIL", "evil.make")
+    built = built_settings(with_settings(OmegaConf.create({}), settings))
+    assert [found for found, _ in unknown_targets(built)] == [place]
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("places", "settings"),
+    [
+        ([LOSS, f"{ACTOR}.optim"], {f"{LOSS}._target_": "evil.make", f"{ACTOR}.optim._target_": "${oc.env:EVIL}"}),
+        ([f"{LOSS}.x"], {f"{LOSS}.x": {"_target_": "evil.make"}}),
+        ([CRITIC], {"algorithm.adv_estimator": "gae", f"{CRITIC}._target_": "evil.make"}),
+    ],
+)
+def test_no_target_but_a_settings_class_is_called(look, mark, monkeypatch, places, settings):
+    monkeypatch.setenv("EVIL", "evil.make")
+    found = look(settings, "code", "hooks", "verl's validation")
+    assert not mark.exists()
+    assert sorted(finding["found"].partition("._target_=")[0] for finding in found["code"]) == sorted(places)
+    assert {finding["level"] for finding in found["code"]} == {"warning"}
+    assert "verl's validation was not checked" in found["code"][0]["why"] and "verl's validation" not in found
+
+
+def test_with_trust_a_target_is_called_as_the_run_does(look, mark):
+    look({f"{ACTOR}.optim._target_": "evil.make"}, "verl's validation", trust=True)
+    assert mark.exists()
+
+
+def test_a_critic_is_validated_without_its_model(look, mark):
+    critic = {"algorithm.adv_estimator": "gae", f"{CRITIC}.model.external_lib": "evil"}
+    critic |= {f"{CRITIC}.ppo_micro_batch_size_per_gpu": 1}
+    found = look(critic)
+    assert not mark.exists() and "code" not in found and found["verl's validation"][0]["level"] == "ok"
+    found = look(critic | {f"{CRITIC}.ppo_micro_batch_size": 1}, "verl's validation")
+    assert "[critic] You have set both" in found["verl's validation"][0]["found"], "the rest of it is looked at"
+
+
+def test_what_only_a_run_uses_is_left_alone(look, mark):
+    found = look(
+        {
+            f"{MODEL}.external_lib": "evil",
+            f"{MODEL}.custom_chat_template": "{{ x.__class__ }}",
+            "reward.custom_reward_function.path": "pkg://evil",
+            "data.custom_cls.path": "pkg://evil",
+            "hydra.callbacks.x._target_": "evil.make",
+            "hydra.job_logging": {"handlers": {"x": {"()": "evil.make"}}},
+        }
+    )
+    assert not mark.exists() and {finding["level"] for finding in found["hooks"]} == {"ok"}
+
+
+def test_a_loss_of_ours_is_known_by_its_whole_name(look, mark):
+    found = look(
+        {"stability.correction": "none", LOSS: {"_target_": "evil.IcePopLossConfig", "loss_mode": "icepop"}}, "hooks"
+    )
+    assert not mark.exists()
+    assert f"set {LOSS}._target_={TARGET}" in found["hooks"][0]["found"]
+
+
+@pytest.mark.parametrize("target", ["os.system", "evil.IcePopLossConfig", None])
+def test_nothing_but_our_own_builds_the_settings_of_a_loss_of_ours(look, mark, target):
+    loss = {"_target_": target, "loss_mode": "icepop", "command": f"touch {mark}"}
+    (error, *_) = look({"stability.correction": "none", LOSS: loss}, "hooks")["hooks"]
+    assert not mark.exists()
+    assert error["level"] == "error" and f"{LOSS}._target_={target} does not; set {LOSS}._target_=" in error["found"]
+
+
+PRIMARY = "hydra:\n  searchpath: [{entry}]\ndefaults: [ppo_trainer, _self_]\n"
+
+
+@pytest.mark.parametrize("entry", ["pkg://evil", "pkg://evil/conf", "'${x}'"])
+@pytest.mark.parametrize("command", ["doctor", "plan"])
+def test_packages_of_the_search_path_are_not_imported(tmp_path, mark, capsys, command, entry):
+    (tmp_path / "mine.yaml").write_text("x: pkg://evil\n" + PRIMARY.format(entry=entry))
+    assert main([command, f"--config-path={tmp_path}", "--config-name=mine"])
+    captured = capsys.readouterr()
+    assert not mark.exists()
+    assert "would be imported; --trust" in " ".join((captured.out + captured.err).replace("│", " ").split())
+
+
+def test_packages_of_the_search_path_on_the_command_line(doctor, mark):
+    found = doctor("hydra.searchpath=[pkg://verl.trainer.config,pkg://evil]")
+    assert not mark.exists() and "hydra.searchpath=['pkg://evil'] would be imported" in found["config"][0]["found"]
+
+
+@pytest.fixture
+def model(tmp_path, mark, monkeypatch):
+    """A model folder whose config is of a class of its own, in a file beside it."""
+    folder = tmp_path / "model"
+    LlamaConfig(vocab_size=8).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "configuration_evil.EvilConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    source = f"import pathlib\nfrom transformers import LlamaConfig\npathlib.Path({str(mark)!r}).touch()\n"
+    source += "class EvilConfig(LlamaConfig):\n    model_type = 'evil'\n"
+    (folder / "configuration_evil.py").write_text(source)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return folder
+
+
+def test_a_models_own_code_is_run_by_trust_alone(look, mark, model):
+    settings = {f"{MODEL}.path": str(model), f"{MODEL}.trust_remote_code": True}
+    found = look(settings)
+    assert not mark.exists()
+    (note,) = found["code"]
+    assert note["level"] == "note" and "trust_remote_code=True" in note["found"] and "--trust" in note["why"]
+    assert {finding["level"] for finding in found["hooks"]} == {"ok"}, "what needs no file of the model is checked"
+    assert "model files" not in found and "vocabulary" not in found
+    assert "code" not in look(settings, trust=True)
+    assert mark.exists()
+
+
+def test_trust_remote_code_without_such_code_changes_nothing(look):
+    found = look({f"{MODEL}.trust_remote_code": True}, "code", "vocabulary")
+    assert "code" not in found and found["vocabulary"][0]["level"] == "ok"
+
+
+def test_a_model_that_needs_its_own_code_and_may_not_run_it_is_an_error_of_the_run(look, mark, model):
+    found = look({f"{MODEL}.path": str(model), "stability.router_agreement": True}, "hooks")
+    assert not mark.exists()
+    assert "code of its own, which actor_rollout_ref.model.trust_remote_code allows" in found["hooks"][0]["found"]
+    assert found["hooks"][0]["fix"] == ()
+
+
+def test_a_model_whose_layers_only_its_own_code_has_asks_no_question(look, mark, model, monkeypatch):
+    """The config is one of the library's, the model is not; transformers would ask in the terminal if it may run."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    config = {"model_type": "vit", "num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 8}
+    config |= {"auto_map": {"AutoModelForCausalLM": "configuration_evil.EvilConfig"}}
+    (model / "config.json").write_text(json.dumps(config))
+    found = look({f"{MODEL}.path": str(model), "stability.router_agreement": True}, "hooks")
+    assert not mark.exists()
+    assert found["hooks"][0]["level"] == "error" and "cannot be built here" in found["hooks"][0]["found"]
+
+
+def test_the_settings_classes_are_those_of_the_composed_configs(compose, composed):
+    for config in (composed, compose("model_engine=megatron")):
+        assert unknown_targets(built_settings(config)) == []
+    assert not {name for name in settings_classes() if "HFModelConfig" in name or "Rollout" in name}
+
+
+def test_what_a_config_says_is_printed_as_text(look, capsys):
+    (finding,) = look({"data.train_files": "\x1b]0;[bold]", "data.val_files": []}, "data files")["data files"]
+    print_findings([Finding(**finding)])
+    out = capsys.readouterr().out
+    assert r"\x1b]0;[bold]" in out and "\x1b" not in out
+
+
+def test_an_interpolation_of_nothing_is_an_error_beside_the_other_findings(look, monkeypatch):
+    monkeypatch.delenv("NOT_SET", raising=False)
+    found = look({"stability.icepop.alpha": "${oc.env:NOT_SET}", "data.train_files": "${oc.env:NOT_SET}"})
+    assert found["hooks"][0]["level"] == "error" and "NOT_SET" in found["hooks"][0]["found"]
+    found = look({"actor_rollout_ref.rollout.calculate_log_probs": "${oc.env:NOT_SET}"}, "hooks")
+    assert found["hooks"][0]["level"] == "error" and "NOT_SET" in found["hooks"][0]["found"]
+
+
+def test_a_check_that_stumbles_over_a_value_takes_no_other_with_it(look):
+    found = look({"actor_rollout_ref.rollout.max_model_len": "abc"}, "lengths", "truncated sampling")
+    assert found["lengths"][0]["level"] == "error" and "ValueError" in found["lengths"][0]["found"]
+    assert found["truncated sampling"][0]["level"] == "ok"
+
+
+def test_what_a_config_says_is_printed_as_text_by_plan(capsys):
+    assert main(["plan", "no/such/group='\x1b]0;[bold]'"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "\x1b" not in error and r"\x1b]0;[bold]" in error
+
+
+def test_a_primary_config_that_is_no_yaml_is_one_line(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_bytes(b"\xff: [")
+    assert main(["plan", f"--config-path={tmp_path}", "--config-name=mine"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "mine.yaml cannot be read as YAML in UTF-8" in error
+
+
+def test_no_text_of_the_config_is_offered_as_a_fix(look):
+    rollout = "actor_rollout_ref.rollout"
+    lengths = {f"{rollout}.{name}": "9; touch y" for name in ("max_model_len", "max_num_batched_tokens")}
+    assert look(lengths | {f"{rollout}.enable_chunked_prefill": False}, "lengths")["lengths"][0]["fix"] == ()
+    ours = {f"{ACTOR}.policy_loss._target_": "verl_ext.workers.loss_config.LldsLossConfig"}
+    (finding, *_) = look(ours | {f"{ACTOR}.policy_loss.loss_mode": "x; touch y"}, "hooks")["hooks"]
+    assert "touch" in finding["found"] and finding["fix"] == (f"{ACTOR}.policy_loss.loss_mode=llds",)
+    for setting in (f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype"):
+        found = look({setting: "x; touch y"}, "training dtype", "dtype of both engines")
+        assert found and not [check for check, findings in found.items() if "touch" in str(findings[0]["fix"])]

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_ext.errors import ConfigError
-from verl_ext.guard.boundary import HORIZON
-from verl_ext.guard.forecast import GAP
+from verl_ext.guard.forecast import GAP, HORIZON
 from verl_ext.guard.guard import REFUSED, Guard
 from verl_ext.guard.rules import Rule
 from verl_ext.guard.state import Boundary

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ext.guard.rules import Rule, RuleState, describe, next_bound, read
+from verl_ext.guard.rules import Rule, RuleState, apply_rule, describe, next_bound
 
 FLOATS = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -15,7 +15,7 @@ def rule(**settings):
 
 def fires(rule, values):
     state = RuleState()
-    return [read(rule, state, value).fires for value in values]
+    return [apply_rule(rule, state, value).fires for value in values]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_patience_starts_anew_after_a_recovery():
 
 def test_began_and_ended_are_told_once():
     state = RuleState()
-    told = [(r.began, r.ended) for r in (read(rule(), state, value) for value in (2, 3, 0, 0))]
+    told = [(r.began, r.ended) for r in (apply_rule(rule(), state, value) for value in (2, 3, 0, 0))]
     assert told == [(True, False), (False, False), (False, True), (False, False)]
 
 
@@ -60,7 +60,7 @@ def test_the_next_bound_is_what_the_next_reading_is_judged_by(values, side, pati
     for value in values:
         bound = next_bound(one, state)
         expected = bound is not None and one.past(value, bound)
-        reading = read(one, state, value)
+        reading = apply_rule(one, state, value)
         assert (reading.fires and reading.threshold is not None) is expected
 
 
@@ -86,7 +86,7 @@ def test_an_adaptive_rule_fires_as_the_robust_z_score_says(values, window, side)
     found = []
     for value in values:
         state.firing, state.streak = False, 0  # the bound alone, without hysteresis
-        found.append(read(adaptive, state, float(value)).fires)
+        found.append(apply_rule(adaptive, state, float(value)).fires)
     assert found == oracle(values, window, 3.0, side)
     assert len(state.history) <= window
 

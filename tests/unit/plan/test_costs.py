@@ -9,35 +9,33 @@ from hypothesis import strategies as st
 from tests.unit.plan.test_plan import FSDP, MEGATRON
 from verl_ext.launch.models import SHAPES
 from verl_ext.plan import costs as module
-from verl_ext.plan import rates
-from verl_ext.plan.asked import Asked
 from verl_ext.plan.costs import plan_costs, transfer_seconds, units_wanted
-from verl_ext.plan.host import CACHED, UNDO, VERSIONS, host_memory
-from verl_ext.plan.memory import plan_memory
+from verl_ext.plan.memory import CACHED, UNDO, VERSIONS, host_memory, plan_memory
 from verl_ext.plan.routing import FOR_THE_UPDATE, WITH_THE_IDS
+from verl_ext.plan.sizes import Usage
 
-ALL = Asked(measures=True, weighs=True, guards=True, compares=True, has_heads=True, router_weights=True, head_reads=2)
+ALL = Usage(measures=True, weighs=True, guards=True, compares=True, has_heads=True, router_weights=True, head_reads=2)
 MEAN = 4096.0
 TOKENS, LENGTHS = 1024 * 4096, 1024 * (1024 + 4096)  # FSDP: response tokens; with half of the prompts' limit
 BYTES = {**WITH_THE_IDS, **FOR_THE_UPDATE, "responses": 8, "router_agreement": 4, "rollout_is_weights": 4}
 
 
-def found(sizes, asked, generation=1e9):
+def found(sizes, usage, generation=1e9):
     """(feature, who, how) -> Cost."""
-    costs = plan_costs(sizes, asked, MEAN, generation)
+    costs = plan_costs(sizes, usage, MEAN, generation)
     assert len({(cost.feature, cost.who, cost.how) for cost in costs}) == len(costs)
     return {(cost.feature, cost.who, cost.how): cost for cost in costs}
 
 
-def gigabytes(sizes, asked, *key):
-    return found(sizes, asked)[key].gb * 1e9
+def gigabytes(sizes, usage, *key):
+    return found(sizes, usage)[key].gb * 1e9
 
 
 @pytest.mark.parametrize("how", ["reads", "writes"])
 def test_the_slowest_end_decides(how):
     client, unit, each = {
-        "reads": (rates.CLIENT_GET, rates.UNIT_GET, rates.VALUE_GET_US),
-        "writes": (rates.CLIENT_PUT, rates.UNIT_PUT, rates.VALUE_PUT_US),
+        "reads": (module.CLIENT_GET, module.UNIT_GET, module.VALUE_GET_US),
+        "writes": (module.CLIENT_PUT, module.UNIT_PUT, module.VALUE_PUT_US),
     }[how]
     assert transfer_seconds(how, 60, 0, clients=4, units=1000, nodes=1000) == pytest.approx(60 / 4 / client)
     assert transfer_seconds(how, 60, 0, clients=1000, units=3, nodes=1000) == pytest.approx(20 / unit)
@@ -79,7 +77,7 @@ def test_the_controller_reads_what_the_trainer_asks_for():
     assert bytes_of("response_mask", "loss_mask") == module.WRITTEN_MASKS
 
     reads = "corrections, vllm_kl/*", "controller", "reads"
-    plain, large = Asked(measures=True, signs=False), replace(FSDP, sequences=2048)
+    plain, large = Usage(measures=True, signs=False), replace(FSDP, sequences=2048)
     assert gigabytes(FSDP, plain, *reads) == pytest.approx(4 * TOKENS)
     assert gigabytes(FSDP, replace(plain, signs=True), *reads) == pytest.approx(4 * TOKENS)
     assert gigabytes(FSDP, replace(plain, filters=True), *reads) == pytest.approx(12 * TOKENS)
@@ -90,7 +88,7 @@ def test_the_controller_reads_what_the_trainer_asks_for():
     assert gigabytes(FSDP, replace(plain, compares=True), *reads) == pytest.approx(8 * TOKENS + sums)
     both = replace(plain, compares=True, filters=True)
     assert gigabytes(large, both, *reads) == pytest.approx((68 + 8) * 2 * TOKENS + 2 * sums)
-    seconds = 24 * 2 * TOKENS / 1e9 / rates.CLIENT_GET + 5 * 2048 * rates.VALUE_GET_US / 1e6
+    seconds = 24 * 2 * TOKENS / 1e9 / module.CLIENT_GET + 5 * 2048 * module.VALUE_GET_US / 1e6
     assert found(large, plain)[reads].seconds == pytest.approx(seconds)
 
 
@@ -152,7 +150,7 @@ def test_a_dense_model_has_no_routing():
 
 
 runs = st.builds(
-    Asked,
+    Usage,
     measures=st.booleans(),
     weighs=st.booleans(),
     compares=st.booleans(),
@@ -171,59 +169,59 @@ runs = st.builds(
 
 
 @given(runs, st.integers(1, 100), st.floats(0, 1e3))
-def test_more_units_are_never_slower_and_more_ranks_never_cheaper(asked, more, generation):
-    def seconds(sizes, asked):
-        return [cost.waited for cost in plan_costs(sizes, asked, MEAN, generation)]
+def test_more_units_are_never_slower_and_more_ranks_never_cheaper(usage, more, generation):
+    def seconds(sizes, usage):
+        return [cost.waited for cost in plan_costs(sizes, usage, MEAN, generation)]
 
-    now = seconds(MEGATRON, asked)
-    with_units = seconds(MEGATRON, replace(asked, units=asked.units + more))
+    now = seconds(MEGATRON, usage)
+    with_units = seconds(MEGATRON, replace(usage, units=usage.units + more))
     assert all(then <= before for then, before in zip(with_units, now, strict=True))
-    with_ranks = seconds(replace(MEGATRON, tensor=2 * MEGATRON.tensor), asked)
+    with_ranks = seconds(replace(MEGATRON, tensor=2 * MEGATRON.tensor), usage)
     assert all(then >= before for then, before in zip(with_ranks, now, strict=True))
     assert all(value >= 0 for value in now)
 
 
 @given(runs, st.floats(0.1, 1e4), st.floats(0.1, 1e4))
-def test_the_units_wanted_are_enough_and_no_more_than_the_ranks_can_keep_busy(asked, generation, rest):
+def test_the_units_wanted_are_enough_and_no_more_than_the_ranks_can_keep_busy(usage, generation, rest):
     step = generation + rest
-    costs = plan_costs(MEGATRON, asked, MEAN, generation)
-    wanted = units_wanted(MEGATRON, asked, costs, generation, step)
+    costs = plan_costs(MEGATRON, usage, MEAN, generation)
+    wanted = units_wanted(MEGATRON, usage, costs, generation, step)
     assert wanted >= 2 * 32  # machines
-    with_them = [cost for cost in plan_costs(MEGATRON, replace(asked, units=wanted), MEAN, generation) if cost.on]
+    with_them = [cost for cost in plan_costs(MEGATRON, replace(usage, units=wanted), MEAN, generation) if cost.on]
     reads = [cost for cost in with_them if (cost.who, cost.how) == ("training ranks", "reads")]
     read = sum(cost.gb for cost in reads)
-    by_units = read / (wanted * rates.UNIT_GET)
-    by_others = max(read / (256 * rates.CLIENT_GET), read / (32 * rates.NODE_GB_S))
+    by_units = read / (wanted * module.UNIT_GET)
+    by_others = max(read / (256 * module.CLIENT_GET), read / (32 * module.NODE_GB_S))
     assert by_units <= max(0.005 * step, by_others) * (1 + 1e-9)
     if wanted > 2 * 32:  # with one fewer, something waits longer than it may
         written = sum(cost.gb for cost in with_them if cost.who == "agent loops")
-        too_long = read / ((wanted - 1) * rates.UNIT_GET) > 0.005 * step * (1 - 1e-9)
-        assert too_long or written / ((wanted - 1) * rates.UNIT_PUT) > generation * (1 - 1e-9)
+        too_long = read / ((wanted - 1) * module.UNIT_GET) > 0.005 * step * (1 - 1e-9)
+        assert too_long or written / ((wanted - 1) * module.UNIT_PUT) > generation * (1 - 1e-9)
 
 
 def test_the_units_wanted_are_bytes_over_rate_and_time():
-    asked = Asked(compares=True)
-    costs = plan_costs(MEGATRON, asked, MEAN, generation=100)
+    usage = Usage(compares=True)
+    costs = plan_costs(MEGATRON, usage, MEAN, generation=100)
     (read,) = (cost.gb for cost in costs if cost.on and (cost.who, cost.how) == ("training ranks", "reads"))
-    wanted = units_wanted(MEGATRON, asked, costs, generation=100, step=1000)
-    enough = max(64, -int(-min(read / (rates.UNIT_GET * 5), 256 * rates.CLIENT_GET / rates.UNIT_GET) // 1))
+    wanted = units_wanted(MEGATRON, usage, costs, generation=100, step=1000)
+    enough = max(64, -int(-min(read / (module.UNIT_GET * 5), 256 * module.CLIENT_GET / module.UNIT_GET) // 1))
     assert wanted == enough
-    assert units_wanted(FSDP, Asked(), plan_costs(FSDP, Asked(), MEAN, 100), 100, 1000) == 4  # two machines
+    assert units_wanted(FSDP, Usage(), plan_costs(FSDP, Usage(), MEAN, 100), 100, 1000) == 4  # two machines
 
 
 def test_host_memory_is_that_of_what_is_kept():
     memory = plan_memory(FSDP)
 
-    def lines(asked, sizes=FSDP):
-        return host_memory(sizes, asked, memory, plan_costs(sizes, asked, MEAN, 100))
+    def lines(usage, sizes=FSDP):
+        return host_memory(sizes, usage, memory, plan_costs(sizes, usage, MEAN, 100))
 
-    assert lines(Asked(measures=True, weighs=True)) == {}
+    assert lines(Usage(measures=True, weighs=True)) == {}
     parameters = FSDP.shape.parameters
-    kept = lines(Asked(undoes=True, versions=3))
+    kept = lines(Usage(undoes=True, versions=3))
     assert kept == pytest.approx({UNDO: 12 * parameters / 2, VERSIONS: 3 * 4 * parameters / 2})  # two machines
-    ids = lines(Asked(compares=True))
+    ids = lines(Usage(compares=True))
     assert ids == pytest.approx(
         {"TransferQueue: router agreement": 384 * LENGTHS / 2, CACHED: memory.kv_tokens * 384 * 2}
     )
-    assert lines(Asked(compares=True, replay="R3")).keys() == {"TransferQueue: routing replay", CACHED}
-    assert CACHED not in lines(Asked(compares=True), replace(FSDP, engine="SGLang"))
+    assert lines(Usage(compares=True, replay="R3")).keys() == {"TransferQueue: routing replay", CACHED}
+    assert CACHED not in lines(Usage(compares=True), replace(FSDP, engine="SGLang"))

@@ -11,11 +11,9 @@ from verl_ext.cli import main
 from verl_ext.errors import ConfigError
 from verl_ext.launch.gpus import GPUS
 from verl_ext.launch.models import SHAPES
-from verl_ext.plan.asked import UNITS, WORKERS
 from verl_ext.plan.memory import ENGINE_RESERVE, plan_memory
-from verl_ext.plan.scale import read_plan
-from verl_ext.plan.sizes import GIB, Sizes, read_sizes
-from verl_ext.plan.timing import MFU, plan_timing
+from verl_ext.plan.scale import MFU, plan_timing, read_plan
+from verl_ext.plan.sizes import GIB, UNITS, WORKERS, Sizes, read_sizes
 
 ROLLOUT = "actor_rollout_ref.rollout"
 FSDP = Sizes(

@@ -6,13 +6,11 @@ import pytest
 
 from tests import ROOT
 from verl_ext.cli import main
-from verl_ext.plan import rates
-from verl_ext.plan.asked import UNITS
-from verl_ext.plan.command import advice
-from verl_ext.plan.costs import AGREEMENT
+from verl_ext.plan.command import advice_lines
+from verl_ext.plan.costs import AGREEMENT, UNITS_A_NODE
 from verl_ext.plan.page import RECIPES, parts, plans
 from verl_ext.plan.scale import SMALL_SHARE, WORTH, at_nodes, read_plan, units_line
-from verl_ext.plan.sizes import read_sizes
+from verl_ext.plan.sizes import UNITS, read_sizes
 
 PAGE = ROOT / "docs" / "plan.md"
 RECIPE = "recipe=qwen3_30b_a3b"
@@ -41,9 +39,9 @@ def test_the_pages_tables_and_its_sample_are_those_of_the_code():
 def test_agreement_on_a_share_of_the_trajectories_is_below_half_a_percent_of_a_step(found):
     for sizes in found.values():
         for plan in sizes:
-            few = plan.but(units=rates.UNITS_A_NODE * plan.sizes.nodes, agreement_share=SMALL_SHARE)
+            few = plan.but(units=UNITS_A_NODE * plan.sizes.nodes, agreement_share=SMALL_SHARE)
             assert 0 < few.seconds_of(AGREEMENT) / few.step < 0.005
-            assert few.seconds_of(AGREEMENT) < plan.but(units=few.asked.units).seconds_of(AGREEMENT)
+            assert few.seconds_of(AGREEMENT) < plan.but(units=few.usage.units).seconds_of(AGREEMENT)
 
 
 def test_what_helps_is_worth_it_and_each_setting_stands_on_those_before(found):
@@ -82,7 +80,7 @@ def test_a_batch_that_grows_keeps_the_trajectories_a_gpu(compose):
 def test_the_number_of_storage_units_is_told_where_it_is_low(compose):
     config = compose(*ASKED)
     plan = read_plan(config, "H100", 8)
-    assert (plan.sizes.nodes, plan.asked.units) == (8, 8) and plan.units_wanted >= 16
+    assert (plan.sizes.nodes, plan.usage.units) == (8, 8) and plan.units_wanted >= 16
     line = units_line(plan)
     assert f"{UNITS}=8 is low for 8 machines" in line and line.endswith(f"set it to {plan.units_wanted}")
     assert units_line(plan.but(units=plan.units_wanted)) == ""
@@ -94,7 +92,7 @@ def test_the_number_of_storage_units_is_told_where_it_is_low(compose):
 def test_the_share_that_is_set_counts(compose):
     whole = read_plan(compose(*ASKED), "H100")
     few = read_plan(compose(*ASKED, "stability.router_agreement_share=0.05"), "H100")
-    assert few.asked.agreement_share == 0.05
+    assert few.usage.agreement_share == 0.05
     assert few.seconds_of(AGREEMENT) < whole.seconds_of(AGREEMENT)
 
 
@@ -132,4 +130,4 @@ def test_without_the_plugin_the_table_of_sizes_is_of_the_step_alone(capsys):
 def test_storage_units_are_named_once(found):
     for sizes in found.values():
         for plan in sizes:
-            assert sum(UNITS in line for line in advice(plan)) == 1
+            assert sum(UNITS in line for line in advice_lines(plan)) == 1

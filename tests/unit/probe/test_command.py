@@ -10,8 +10,8 @@ import torch
 
 from tests.unit.probe.test_readings import PLACES, pairs_of
 from verl_ext import cli
-from verl_ext.probe import process
-from verl_ext.probe.readings import compare
+from verl_ext.probe import command
+from verl_ext.probe.readings import compare_readings
 
 FOUND = {
     "tokens": 193,
@@ -36,10 +36,10 @@ def probe(tmp_path, monkeypatch, moe_override):
             ran.append(given)
             return followed([sys.executable, "-c", script], console, tell)
 
-        monkeypatch.setattr(process, "follow", follow)
+        monkeypatch.setattr(command, "follow_engines", follow)
         return cli.main(["probe", "--out", str(tmp_path), *arguments, moe_override])
 
-    followed = process.follow
+    followed = command.follow_engines
     run.ran = ran
     return run
 
@@ -76,7 +76,7 @@ def with_nan(side, count):
     """What was found, where so many tokens of one reading are NaN."""
     readings = {name: torch.linspace(-3, -0.1, 193) for name in ("decode", "prefill", "train", "replayed")}
     readings[side][:count] = math.nan
-    pairs = [asdict(pair) for pair in compare(readings, torch.arange(193))]
+    pairs = [asdict(pair) for pair in compare_readings(readings, torch.arange(193))]
     return json.loads(json.dumps(FOUND | {"pairs": pairs}))
 
 

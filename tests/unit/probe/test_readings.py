@@ -1,3 +1,6 @@
+"""The readings of a probe against oracles, what they say, and hidden states with a planted cause at its place."""
+
+import copy
 import itertools
 import math
 import operator
@@ -9,10 +12,28 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from verl_ext.probe.readings import DECODE, FLIPS, PREFILL, REPLAYED, TRAIN, Pair, chance_of, compare
-from verl_ext.probe.states import Place
-from verl_ext.probe.verdict import HEAD, verdict
+from verl_ext.core.fake_quant import fake_quantized
+from verl_ext.core.recorder import Recorder, order_of
+from verl_ext.errors import HookError
+from verl_ext.probe.readings import (
+    DECODE,
+    FLIPS,
+    PREFILL,
+    REPLAYED,
+    SYNC,
+    TRAIN,
+    UPDATE,
+    Pair,
+    Place,
+    Stage,
+    chance_of,
+    compare_readings,
+    compare_stage,
+    compare_states,
+)
+from verl_ext.probe.verdict import HEAD, judge_gap, stage_sentence, start_of
 
 
 def oracle(log_q, log_p):
@@ -31,7 +52,7 @@ log_probs = arrays.arrays(np.float32, 12, elements=st.floats(-40, 0, width=32) |
 @given(log_probs, log_probs)
 def test_a_pair_against_the_oracle(log_q, log_p):
     positions = torch.arange(12) * 200
-    (pair,) = compare({DECODE: torch.from_numpy(log_q), TRAIN: torch.from_numpy(log_p)}, positions)
+    (pair,) = compare_readings({DECODE: torch.from_numpy(log_q), TRAIN: torch.from_numpy(log_p)}, positions)
     for number, other in zip((pair.k3, pair.largest, pair.equal), oracle(log_q, log_p), strict=True):
         assert number == (None if other is None else pytest.approx(other, rel=1e-9, abs=1e-15))
     assert (pair.tokens, pair.chance) == (12, 1)  # the pair that the others are compared with
@@ -47,14 +68,14 @@ def test_a_pair_against_the_oracle(log_q, log_p):
 
 def test_buckets_of_probability_are_those_of_what_is_sampled_from():
     log_q, log_p = torch.tensor([-0.05, -5.0]), torch.tensor([-0.06, -5.5])
-    (pair,) = compare({DECODE: log_q, TRAIN: log_p}, torch.tensor([0, 1]))
+    (pair,) = compare_readings({DECODE: log_q, TRAIN: log_p}, torch.tensor([0, 1]))
     assert list(pair.by_probability) == ["0-0.01", "0.9-"]
     assert pair.by_probability["0-0.01"] > pair.by_probability["0.9-"] > 0
 
 
 def test_pairs_are_of_the_readings_that_there_are():
     readings = {name: torch.zeros(2) for name in (DECODE, PREFILL, TRAIN)}
-    pairs = compare(readings, torch.arange(2))
+    pairs = compare_readings(readings, torch.arange(2))
     assert [(pair.one, pair.other) for pair in pairs] == [(DECODE, TRAIN), (DECODE, PREFILL), (PREFILL, TRAIN)]
     assert all(pair.equal == 1 and pair.k3 == 0 for pair in pairs)
 
@@ -97,8 +118,10 @@ def simulated(seed, effect):
         "sampling": {DECODE: one, PREFILL: two / 10, TRAIN: three / 10},
         "equal noise": {DECODE: one, PREFILL: two, TRAIN: three},
     }[effect]
-    pairs = compare({name: torch.from_numpy(each - 3).float() for name, each in readings.items()}, torch.arange(200))
-    return verdict(pairs, [])
+    pairs = compare_readings(
+        {name: torch.from_numpy(each - 3).float() for name, each in readings.items()}, torch.arange(200)
+    )
+    return judge_gap(pairs, [])
 
 
 @pytest.mark.parametrize(
@@ -131,8 +154,8 @@ SIDE = {DECODE: "rollout", PREFILL: "rollout", TRAIN: "training", REPLAYED: "tra
 def test_a_reading_that_is_not_finite_is_no_agreement(name, count, value):
     readings = {each: torch.linspace(-3, -0.1, 100) for each in SIDE}
     readings[name][:count] = value
-    pairs = compare(readings, torch.arange(100))
-    found = verdict(pairs, PLACES[:1])
+    pairs = compare_readings(readings, torch.arange(100))
+    found = judge_gap(pairs, PLACES[:1])
     assert found.cause == "not finite"
     assert found.sentence.startswith(
         f"{count} of 100 tokens have a log-probability of NaN or infinity on the {SIDE[name]} side ({name})."
@@ -147,14 +170,14 @@ def test_a_reading_that_is_not_finite_is_no_agreement(name, count, value):
 
 def test_infinities_of_both_sides_at_the_same_token_are_counted_on_both():
     both = torch.tensor([-1.0, -math.inf, -2.0])
-    found = verdict(compare({DECODE: both, TRAIN: both}, torch.arange(3)), [])
+    found = judge_gap(compare_readings({DECODE: both, TRAIN: both}, torch.arange(3)), [])
     assert found.sentence.startswith("1 of 3 tokens have")
     assert "on the rollout side (decode), 1 of 3 on the training side (train)." in found.sentence
 
 
 def test_states_that_are_not_finite_are_no_agreement():
     places = [PLACES[0], replace(PLACES[1], rollout_not_finite=2), replace(PLACES[2], error=None, train_not_finite=9)]
-    found = verdict(pairs_of(1e-14, 1e-15, 1e-14), places)
+    found = judge_gap(pairs_of(1e-14, 1e-15, 1e-14), places)
     assert (found.cause, found.start) == ("not finite", "0.attention")
     assert found.sentence.startswith(
         "The hidden states have NaN or infinity from 0.attention on: 2 tokens on the rollout side."
@@ -162,7 +185,7 @@ def test_states_that_are_not_finite_are_no_agreement():
 
 
 def test_no_token_at_all_is_no_agreement():
-    found = verdict(compare({DECODE: torch.zeros(0), TRAIN: torch.zeros(0)}, torch.arange(0)), [])
+    found = judge_gap(compare_readings({DECODE: torch.zeros(0), TRAIN: torch.zeros(0)}, torch.arange(0)), [])
     assert (found.cause, found.sentence) == ("not finite", "No token was scored: every answer is one token long.")
 
 
@@ -193,7 +216,7 @@ def pairs_of(whole, sampling, rest, replayed=None, chance=1e-3):
     ],
 )
 def test_the_verdict_says_which_pair_holds_the_gap(pairs, cause, said):
-    found = verdict(pairs, [])
+    found = judge_gap(pairs, [])
     assert found.cause == cause and said in found.sentence
     assert (found.advice == "stability=r3") == (cause == "routing")
 
@@ -212,6 +235,206 @@ PLACES = [Place("embedding", 0.0), Place("0.attention", 1e-7), Place("0.layer", 
 )
 def test_where_it_starts_is_more_than_the_rounding_of_a_dtype(changed, dtype, start):
     places = [replace(place, error=changed.get(index, place.error)) for index, place in enumerate(PLACES)]
-    found = verdict(pairs_of(1e-3, 0.0, 1e-3), places, dtype)
+    found = judge_gap(pairs_of(1e-3, 0.0, 1e-3), places, dtype)
     assert (found.cause, found.start) == ("arithmetic", start)
     assert (start or "nothing stands out") in found.advice or (start == HEAD and "temperature" in found.advice)
+
+
+def stage_oracle(before, after):
+    """In float64, token by token: k3 before and after, and how far each side has moved."""
+
+    def mean(values):
+        kept = [value for value in values if math.isfinite(value)]
+        return math.fsum(kept) / len(kept) if kept else None
+
+    def k3(log_q, log_p):
+        apart = [float(p) - float(q) for q, p in zip(log_q, log_p, strict=True)]
+        bounded = [min(max(x, -20.0), 20.0) for x in apart if math.isfinite(x)]
+        return mean([math.expm1(x) - x for x in bounded])
+
+    moved = [
+        mean([abs(float(b) - float(a)) for a, b in zip(*each, strict=True)]) for each in zip(before, after, strict=True)
+    ]
+    return [k3(*before), k3(*after), *moved]
+
+
+few_log_probs = arrays.arrays(np.float32, 7, elements=st.floats(-40, 0, width=32) | st.just(-math.inf))
+
+
+@given(st.tuples(few_log_probs, few_log_probs), st.tuples(few_log_probs, few_log_probs))
+def test_a_stage_against_the_oracle(before, after):
+    found = compare_stage(SYNC, *(tuple(torch.from_numpy(one) for one in each) for each in (before, after)))
+    numbers = [found.before, found.after, found.rollout_moved, found.train_moved]
+    for number, other in zip(numbers, stage_oracle(before, after), strict=True):
+        assert number == (None if other is None else pytest.approx(other, rel=1e-9, abs=1e-15))
+    assert (found.tokens, found.rollout_not_finite, found.train_not_finite) == (
+        7,
+        *(np.isinf(one).sum() for one in after),
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "said"),
+    [
+        (Stage(SYNC, 1e-4, 1e-4, 0.0, 0.0), "changes nothing"),
+        (Stage(SYNC, 1e-4, 1e-2, 0.1, 0.0), "What it sends is not what"),
+        (Stage(SYNC, 1e-4, 1e-4, 0.1, 0.0), "moves the rollout by 1.0e-01"),
+        (Stage(UPDATE, 1e-4, 1e-4, 0.0, 0.0), "its learning rate is 0"),
+        (Stage(UPDATE, 1e-4, 1e-2, 0.0, 0.1), "does not arrive"),
+        (Stage(UPDATE, 1e-4, 1e-2, 0.1, 0.1), "One update widens the gap"),
+        (Stage(UPDATE, 1e-4, 1.1e-4, 0.1, 0.1), "moves training by 1.0e-01"),
+        (Stage(SYNC, 1e-4, None, None, 0.0, 9, rollout_not_finite=9), "9 of 9 tokens have a log-probability of NaN"),
+        (Stage(UPDATE, 1e-4, 1e-4, 0.1, 0.1, 9, train_not_finite=1), "1 of 9 tokens have a log-probability of NaN"),
+        (Stage(SYNC, None, 1e-4, None, 0.0, 9), "what it changed is not known"),
+        (Stage(UPDATE, 1e-2, 1e-2, 1e-6, 1e-5), "moves training by 1.0e-05"),  # less than the gap can show
+    ],
+)
+def test_what_a_stage_says(one, said):
+    assert said in stage_sentence(one)
+
+
+TOP_K = 2
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_bias": True}
+    experts = {"num_experts": 4, "num_experts_per_tok": TOP_K}
+    made = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, num_hidden_layers=3, **sizes, **heads, **experts))
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    return made.eval()
+
+
+def states_of(model):
+    recorder = Recorder(model)
+    with torch.no_grad():
+        model(torch.arange(1, 21).view(1, -1))
+        model(torch.arange(30, 41).view(1, -1))
+    return recorder.close()
+
+
+def compared(model, plant):
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        plant(changed.model)
+    return compare_states(states_of(changed), states_of(model), TOP_K)
+
+
+def router_in_bf16(model):
+    model.layers[1].mlp.gate.register_forward_hook(lambda m, i, out: (out[0].bfloat16().float(), *out[1:]))
+
+
+def permuted_expert(model):
+    for name in ("gate_up_proj", "down_proj"):
+        weights = getattr(model.layers[2].mlp.experts, name)
+        weights[[0, 1]] = weights[[1, 0]]
+
+
+def dropped_bias(model):
+    model.layers[1].self_attn.v_proj.bias.zero_()
+
+
+def rounded_layer(model):
+    weight = model.layers[0].self_attn.o_proj.weight
+    weight.copy_(fake_quantized(weight, "fp4", "tensor"))
+
+
+def other_norm(model):
+    model.norm.weight.mul_(1.01)
+
+
+@pytest.mark.parametrize(
+    ("plant", "place"),
+    [
+        (router_in_bf16, "1.router"),
+        (permuted_expert, "2.experts"),
+        (dropped_bias, "1.attention"),
+        (rounded_layer, "0.attention"),
+        (other_norm, "norm"),
+    ],
+)
+def test_a_planted_cause_is_found_at_its_place(model, plant, place):
+    places = compared(model, plant)
+    assert start_of(places) == place
+    before = [each for each in places if order_of(each.point) < order_of(place)]
+    assert all(each.error == 0 for each in before)
+
+
+def test_the_same_model_has_no_place_where_it_comes_apart(model):
+    places = compared(model, lambda model: None)
+    assert [place.point for place in places][:3] == ["embedding", "0.attention", "0.router"]
+    assert [place.point for place in places][-2:] == ["2.layer", "norm"]
+    assert all(place.error == 0 for place in places) and start_of(places) == ""
+    routers = [place for place in places if place.point.endswith("router")]
+    assert len(routers) == 3 and all(place.differs == place.weight_gap == 0 for place in routers)
+
+
+def test_experts_that_differ_are_told_with_the_gap_of_their_weights():
+    ours = torch.tensor([[3.0, 2.0, 0.0, -1.0], [3.0, 2.0, 0.0, -1.0]])
+    theirs = torch.tensor([[3.0, 0.0, 2.0, -1.0], [3.0, 2.0, 0.0, -1.0]])
+    (place,) = compare_states({"0.router": ours}, {"0.router": theirs}, top_k=2)
+    share = torch.tensor([3.0, 2.0]).softmax(0)[1].item()  # what one gives to expert 1 and the other to 2
+    assert place.differs == 0.5 and place.weight_gap == pytest.approx(share / 2)
+
+
+def test_other_tokens_are_an_error():
+    with pytest.raises(HookError, match=r"norm is \(3, 2\) in the rollout and \(4, 2\) in training"):
+        compare_states({"norm": torch.zeros(3, 2)}, {"norm": torch.zeros(4, 2)})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_states_that_are_not_finite_are_counted_on_their_side_and_named(value):
+    def states():
+        return {"0.attention": torch.ones(3, 2), "0.router": torch.eye(3), "norm": torch.ones(3, 2)}
+
+    rollout, train = states(), states()
+    rollout["0.router"][1, 0] = value
+    train["norm"][:] = value
+    places = compare_states(rollout, train, TOP_K)
+    assert [(place.rollout_not_finite, place.train_not_finite) for place in places] == [(0, 0), (1, 0), (0, 3)]
+    assert [place.error for place in places] == [0, 0, None]
+    assert (places[1].differs, places[1].weight_gap, places[2].differs) == (0, 0, None)
+    assert start_of(places) == "0.router" and start_of(places[2:]) == "norm"
+
+
+@pytest.fixture(scope="module")
+def sparse_model():
+    """GLM-5's architecture: an indexer chooses four positions for each token to attend to."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8, "n_routed_experts": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 8}
+    widths = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "index_head_dim": 8, "index_n_heads": 2, "index_topk": 4}
+    layers = {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"], "indexer_types": ["full"] * 3}
+    config = GlmMoeDsaConfig(vocab_size=64, num_experts_per_tok=TOP_K, **sizes, **heads, **widths, **layers)
+    return GlmMoeDsaForCausalLM(config).eval()
+
+
+def indexer_in_bf16(model):
+    def rounded(module, inputs):
+        return (inputs[0].bfloat16().float() + 0.1, *inputs[1:])
+
+    model.layers[1].self_attn.indexer.register_forward_pre_hook(rounded)
+
+
+def test_an_indexer_that_chooses_other_positions_is_where_it_starts(sparse_model):
+    places = compared(sparse_model, indexer_in_bf16)
+    assert start_of(places) == "1.indexer"
+    by_point = {place.point: place for place in places}
+    assert by_point["0.indexer"].error == by_point["0.indexer"].differs == 0
+    found = by_point["1.indexer"]
+    assert 0 < found.error < found.differs <= 1, "of four positions, some are other ones"
+    assert by_point["1.attention"].error > 0 and found.weight_gap is None
+
+
+def test_positions_that_both_had_to_take_are_no_choice():
+    ours = torch.tensor([[0, -1], [1, 0], [2, 0], [3, 1], [-1, -1]]).float()  # the last: vLLM did not score a short one
+    theirs = torch.tensor([[0, -1], [0, 1], [2, 1], [3, 1], [0, 1]]).float()
+    (place,) = compare_states({"0.indexer": ours}, {"0.indexer": theirs})
+    assert (place.error, place.differs) == (pytest.approx(1 / 6), pytest.approx(1 / 3))
+    (place,) = compare_states({"0.indexer": torch.full((2, 4), -1.0)}, {"0.indexer": theirs[:2]})
+    assert (place.error, place.differs) == (0, 0)

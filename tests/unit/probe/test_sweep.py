@@ -11,8 +11,16 @@ from tests.unit.probe.test_command import FOUND
 from verl_ext import cli
 from verl_ext.doctor.composed import compose
 from verl_ext.errors import ConfigError
-from verl_ext.probe import process
-from verl_ext.probe.sweep import CHANGES, Swept, changed, changes_of, matters, ranked, said_of
+from verl_ext.probe import command as probe_command
+from verl_ext.probe.sweep import (
+    CHANGES,
+    SweepResult,
+    changes_of,
+    matters,
+    ranked_by_gap,
+    sweep_sentence,
+    with_change,
+)
 
 LAUNCH = ["recipe=cpu_smoke", "precision=bf16"]
 CHANGED = {"rollout.max_num_seqs=1": {"k3": 2e-3}, "precision=fp32": {"k3": 1e-8}}  # of the first pair
@@ -33,7 +41,7 @@ pathlib.Path(out.partition("=")[2]).write_text(json.dumps(found))
 def sweep(tmp_path, monkeypatch, moe_override):
     """sweep(*arguments, fails=False) -> exit code; the overrides of each process that was started in sweep.ran."""
     ran = []
-    real = process.follow
+    real = probe_command.follow_engines
 
     def run(*arguments, fails=False, interrupted=None):
         script = SCRIPT.format(found=json.dumps(FOUND), pairs=CHANGED, fails=fails)
@@ -45,7 +53,7 @@ def sweep(tmp_path, monkeypatch, moe_override):
             tell("sampling")
             return real([sys.executable, "-c", script, *command[3:]], console, tell)
 
-        monkeypatch.setattr(process, "follow", follow)
+        monkeypatch.setattr(probe_command, "follow_engines", follow)
         return cli.main(["probe", "--out", str(tmp_path), "--no-page", *arguments, moe_override])
 
     run.ran = ran
@@ -104,21 +112,23 @@ def test_all_takes_what_fits_the_launch():
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
 def test_each_change_composes_and_then_fits_no_more(change):
     given = ["recipe=qwen3_30b_a3b", "precision=bf16"]
-    config, failure = compose(changed(given, change))
+    config, failure = compose(with_change(given, change))
     assert config is not None, failure
     with pytest.raises(ConfigError, match="so already"):
         changes_of(config, [change.name], {})
 
 
 def test_a_sweep_says_what_matters_more_than_its_error():
-    base = Swept("", k3=1e-3, k3_error=1e-4)
-    same, less, more = (Swept(name, k3=k3, k3_error=1e-4) for name, k3 in (("a", 1.1e-3), ("b", 1e-4), ("c", 4e-3)))
-    failed = Swept("d", error="no")
-    assert said_of([base, same, failed]) == "No setting tried changes the gap by more than its error."
-    assert said_of([base, same, less, more]) == (
+    base = SweepResult("", k3=1e-3, k3_error=1e-4)
+    same, less, more = (
+        SweepResult(name, k3=k3, k3_error=1e-4) for name, k3 in (("a", 1.1e-3), ("b", 1e-4), ("c", 4e-3))
+    )
+    failed = SweepResult("d", error="no")
+    assert sweep_sentence([base, same, failed]) == "No setting tried changes the gap by more than its error."
+    assert sweep_sentence([base, same, less, more]) == (
         "Of the settings tried: b leaves 10% of the gap, c makes it 4.0 times as large."
     )
-    assert [one.name for one in ranked([base, failed, more, less])] == ["b", "", "c", "d"]
+    assert [one.name for one in ranked_by_gap([base, failed, more, less])] == ["b", "", "c", "d"]
     assert asdict(base)["overrides"] == ()
 
 
@@ -131,8 +141,15 @@ def test_a_setting_whose_values_are_not_finite_is_not_ranked_by_what_is_left(swe
 
 
 def test_a_sweep_of_a_launch_that_is_not_finite_says_what_is():
-    base, broken, fine = Swept("", error="NaN"), Swept("a", error="NaN"), Swept("fp32", k3=1e-8, k3_error=1e-9)
-    assert said_of([base, broken, fine]) == "The launch as it is has no gap to compare with; it is finite with fp32."
-    assert said_of([base, broken]) == "The launch as it is has no gap to compare with."
-    assert [one.name for one in ranked([base, broken, fine])] == ["fp32", "", "a"]
+    base, broken, fine = (
+        SweepResult("", error="NaN"),
+        SweepResult("a", error="NaN"),
+        SweepResult("fp32", k3=1e-8, k3_error=1e-9),
+    )
+    assert (
+        sweep_sentence([base, broken, fine])
+        == "The launch as it is has no gap to compare with; it is finite with fp32."
+    )
+    assert sweep_sentence([base, broken]) == "The launch as it is has no gap to compare with."
+    assert [one.name for one in ranked_by_gap([base, broken, fine])] == ["fp32", "", "a"]
     assert not matters(fine, base)

@@ -8,7 +8,7 @@ import pytest
 
 from tests import ROOT
 from tests.unit.report.made_runs import NAN, event, full, make, prefix
-from verl_ext.guard.boundary import FEWEST
+from verl_ext.guard.forecast import FEWEST
 from verl_ext.guard.state import Event
 from verl_ext.report.load import read_run
 from verl_ext.report.reward import fall_of

@@ -6,7 +6,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from verl_ext.guard.boundary import HORIZON, Growth
+from verl_ext.guard.forecast import HORIZON, Growth
 from verl_ext.report.figures.lines import Line, data, line_chart, rows
 from verl_ext.report.figures.style import BLUE, GREEN, INK, ORANGE, PAPER, PURPLE, VERMILION
 from verl_ext.report.figures.thin import step_edges

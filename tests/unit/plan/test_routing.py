@@ -8,10 +8,9 @@ from transformers import DeepseekV3Config, Glm4MoeConfig, LlamaConfig, MixtralCo
 
 from tests import ROOT
 from verl_ext.errors import ConfigError
-from verl_ext.plan import rates
 from verl_ext.plan import routing as cost
-from verl_ext.plan.routing import MODELS, RoutingShape
-from verl_ext.plan.routing_cost import main
+from verl_ext.plan.costs import CLIENT_GET
+from verl_ext.plan.routing import MODELS, RoutingShape, main
 
 PAGE = (ROOT / "docs" / "routing.md").read_text(encoding="utf-8")
 SMALL = RoutingShape(layers=4, moe_layers=3, experts=16, top_k=2)
@@ -140,7 +139,7 @@ def test_the_page_shows_the_functions_tables():
 
 def test_the_pages_example_is_computed():
     shown = " ".join(block("example").split())
-    rate, step = rates.CLIENT_GET, 497.89
+    rate, step = CLIENT_GET, 497.89
     assert f"At the {rate} GB/s" in shown and f"{step} s" in shown
     hops = [cost.routing_cost(MODELS["Qwen3-30B-A3B"], 8192, 8192, narrow=narrow)["get"] for narrow in (True, False)]
     narrow, wide = (hop.bytes_per_step / 1e9 for hop in hops)
