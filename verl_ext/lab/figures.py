@@ -11,11 +11,9 @@ import numpy as np
 
 from verl_ext.lab.summary import DROPPED, K3, NORM, REWARD
 from verl_ext.lab.words import EXACT, NONE
-from verl_ext.report.figures.lines import Line, data, line_chart, rows
+from verl_ext.report.figures.lines import INK, SERIES, VERMILION, Line, data, line_chart, means, rows, step_edges
 from verl_ext.report.figures.overlay import DASHES
 from verl_ext.report.figures.panels import PANELS, Panel
-from verl_ext.report.figures.style import INK, SERIES, VERMILION
-from verl_ext.report.figures.thin import means, step_edges
 from verl_ext.report.run import Run, Series
 
 POINTS = 60  # of a line, each the mean of some steps

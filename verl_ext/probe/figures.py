@@ -8,8 +8,7 @@ import numpy as np
 
 from verl_ext.probe.sweep import Swept, ranked
 from verl_ext.probe.tables import LAUNCH
-from verl_ext.report.figures.lines import data, decades, value_axis
-from verl_ext.report.figures.style import BLUE, HEIGHT, ORANGE, VERMILION, WIDTH
+from verl_ext.report.figures.lines import BLUE, HEIGHT, ORANGE, VERMILION, WIDTH, data, decades, value_axis
 
 
 def states_chart(places: Sequence[Mapping[str, Any]], start: str) -> alt.LayerChart | None:

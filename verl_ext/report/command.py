@@ -229,8 +229,7 @@ def tell(console: "Console", name: str, page: Path) -> None:
 def run_compare(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from verl_ext.report.comparison import compare_runs, unique_names
-    from verl_ext.report.comparison_text import comparison_table
+    from verl_ext.report.comparison import compare_runs, comparison_table, unique_names
     from verl_ext.report.load import read_run
     from verl_ext.report.page import write_comparison
 

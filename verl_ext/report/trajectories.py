@@ -14,7 +14,7 @@ import orjson
 from markupsafe import Markup
 
 from verl_ext.report.files import is_regular, open_regular
-from verl_ext.report.html import script_json, source, template, write
+from verl_ext.report.page import asset, script_json, template, write_html
 from verl_ext.report.run import LARGEST, ReportError
 from verl_ext.run_files import TRAJECTORIES, older_part
 
@@ -151,12 +151,12 @@ def write_trajectory_page(
         title=title,
         report=report,
         notes=notes,
-        style=source("trajectories.css"),
-        script=Markup("\n").join(source(name) for name in SCRIPTS),
+        style=asset("trajectories.css"),
+        script=Markup("\n").join(asset(name) for name in SCRIPTS),
         index=script_json([_summary(trajectory) for trajectory in trajectories]),
         trajectories=(script_json(_tokens(trajectory)) for trajectory in trajectories),
     )
-    write(page, out)
+    write_html(page, out)
     return out
 
 

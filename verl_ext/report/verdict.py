@@ -4,42 +4,55 @@ The state is about the gap between the engines and about what it can end in, a r
 the first of these that holds:
 
     stopped             the guard ended the run in its last step
-    collapsed           the reward is below half of its best and has not come back (`report.reward` has the rules)
+    collapsed           the reward is below half of its best and has not come back (`report.signals` has the rules)
     past the boundary   the gap is past the boundary, is not a number, or most of the last updates were skipped
     drifting            the gap grows for certain and would cross the boundary; it has risen far and stayed; more than
                         5 % of the tokens are dropped, or ever fewer while the gap grows; the reward lost most of what
                         it had gained; or the guard lately rolled back or stopped
     not enough data     fewer than 8 readings of the gap
     healthy             none of them
+
+Of what helps, one thing comes first, the most useful one. What only measures comes last, unless nothing is wrong. Which
+change helps follows docs/methods.md, "Which one, when", and the runs of docs/lab.md.
 """
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from verl_ext.guard.boundary import FEWEST, HORIZON
-from verl_ext.guard.collapse import Collapse
+from verl_ext.guard.collapse import GRADIENT, Collapse
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.metrics import is_of_the_gap
-from verl_ext.report.advice import Override, State, advice, measuring, revival, routing_drives
-from verl_ext.report.growth import (
+from verl_ext.report.run import Run, Series
+from verl_ext.report.signals import (
+    DROPPED,
     K3,
     LAST,
+    SOUND,
     STALE,
+    STRETCHES,
+    Fall,
     Gap,
+    Levels,
     age_drives,
     blind_mask,
     boundary_of,
+    broken_reward,
+    fall_of,
     foretold_at,
     gap_of,
     growth_of,
+    level_of,
     now_of,
     passed_at,
+    routing_drives,
     staleness,
 )
-from verl_ext.report.reward import SOUND, STRETCHES, Fall, Levels, broken_reward, fall_of, level_of
-from verl_ext.report.run import Run, Series
+
+State = Literal["stopped", "collapsed", "healthy", "drifting", "past the boundary", "not enough data"]
 
 WINDOW = 10  # steps of which most were skipped, for a run that no longer learns
 RISE = 25.0  # times the k3 of the run's best stretch: 5 times the mean gap of a token, which the guard calls a jump
@@ -49,6 +62,27 @@ FAILING_DIFFERENCE = 0.05  # mean |p rollout - p training| past which training w
 TOO_MANY_DROPPED = 0.05  # share of tokens; IcePop's authors saw 0.001 to 0.002
 TOO_FAR = "The engines have come apart so far that updates no longer follow the rollouts."
 TOO_OLD = "The rollouts are so much older than the policy that updates no longer follow them."
+DEFAULT_RATE = 1e-6  # of verl's actor
+
+
+@dataclass(frozen=True)
+class Override:
+    """One thing to try: the text after `python -m verl_ext.main_ppo`, and why."""
+
+    text: str
+    why: str
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.why[0].upper()}{self.why[1:]}."
+
+
+SYNC = Override(
+    "trainer.v1.trainer_mode=sync", "samples with the current weights, so rollouts are never old; steps take longer"
+)
+REFERENCE = Override("actor_rollout_ref.actor.use_kl_loss=true", "holds the policy near the reference model")
+RESUME = "trainer.resume_mode=resume_path trainer.resume_from_path=CHECKPOINT"
+SPOILED = "the last weights are spoiled"
 
 
 @dataclass(frozen=True)
@@ -102,7 +136,7 @@ def _state_of(run: Run) -> Verdict:
         return _drifting(run, gap, acts, fell)
     if (k3 := gap_of(run)) is None or len(k3.series.steps) < FEWEST:
         why = (f"The reward is {reward}.",) if (reward := _reward_since_start(run)) else ()
-        return Verdict("not enough data", _too_little(k3), why, tuple(measuring(run)), tuple(_surroundings(run)))
+        return Verdict("not enough data", _too_little(k3), why, tuple(_measuring(run)), tuple(_surroundings(run)))
     return _healthy(run)
 
 
@@ -110,7 +144,7 @@ def _collapsed(run: Run, fall: Fall) -> Verdict:
     before = fall.collapse.step - 1
     by_gap = fall.collapse.by_gap or any(at(run, before) is not None for at in (passed_at, foretold_at))
     why = (_warning(run, fall.collapse), *_cause(run, by_gap), *fall.moved(but=K3 if by_gap else ""))
-    return Verdict("collapsed", str(fall), why, tuple(revival(run, fall, by_gap=by_gap)), _rest(run, why))
+    return Verdict("collapsed", str(fall), why, tuple(_revival(run, fall, by_gap=by_gap)), _rest(run, why))
 
 
 def _past_the_boundary(run: Run, past: list[str], fell: tuple[float, float] | None) -> Verdict:
@@ -122,7 +156,7 @@ def _past_the_boundary(run: Run, past: list[str], fell: tuple[float, float] | No
     if not holds and any(_gap_is_past(run)):
         why += (TOO_OLD if age_drives(run) else TOO_FAR,)
     why += tuple(_drivers(run))
-    overrides = advice(run, "past the boundary", of_gap=True, reward_fell=fell is not None, reward_holds=holds)
+    overrides = _advice(run, "past the boundary", of_gap=True, reward_fell=fell is not None, reward_holds=holds)
     return Verdict("past the boundary", first, why, tuple(overrides), _rest(run, (first, *why)))
 
 
@@ -130,7 +164,7 @@ def _drifting(run: Run, gap: list[str], acts: list[str], fell: tuple[float, floa
     of_gap = bool(gap) or any(is_of_the_gap(event.signal) for event in _acted(run))
     first, *others = (*([_fell(fell)] if fell else []), *acts, *gap)
     why = (*others, *(_drivers(run) if of_gap else ()))
-    overrides = advice(run, "drifting", of_gap=of_gap, reward_fell=fell is not None, reward_holds=False)
+    overrides = _advice(run, "drifting", of_gap=of_gap, reward_fell=fell is not None, reward_holds=False)
     return Verdict("drifting", first, why, tuple(overrides), _rest(run, (first, *why)))
 
 
@@ -138,7 +172,7 @@ def _healthy(run: Run) -> Verdict:
     gap, *why = _level(run)
     reward = _reward_since_start(run)
     sentence = f"The run is healthy: the reward is {reward}; {gap}" if reward else f"The run is healthy: {gap}"
-    overrides = advice(run, "healthy", of_gap=False, reward_fell=False, reward_holds=True)
+    overrides = _advice(run, "healthy", of_gap=False, reward_fell=False, reward_holds=True)
     return Verdict("healthy", sentence, tuple(why), tuple(overrides), _rest(run, (gap, *why)))
 
 
@@ -398,3 +432,116 @@ def _age(run: Run) -> Iterator[str]:
         )
     elif stale > STALE:
         yield f"Rollouts are {stale:.1f} versions behind: part of the gap is the policy's own movement."
+
+
+def _advice(run: Run, state: State, *, of_gap: bool, reward_fell: bool, reward_holds: bool) -> Iterator[Override]:
+    """What to do about a run that has not collapsed.
+
+    Args:
+        of_gap: whether the gap of the engines is what something has to be done about.
+        reward_fell, reward_holds: whether the reward lost most of what it had gained; whether it is near its best.
+    """
+    if of_gap:
+        yield from _closing(run, tighten=state == "drifting")
+        if state == "past the boundary" and not reward_holds:
+            yield Override(RESUME, f"goes back to a checkpoint from before the gap grew: {SPOILED}")
+    elif reward_fell:
+        yield _lower_rate(run)
+        yield REFERENCE
+    yield from _measuring(run)
+    if state == "healthy" and run.get("guard/threshold") is None:
+        yield Override("stability.batch_skip.threshold=0.1", "refuses the one batch that would spoil the weights")
+
+
+def _revival(run: Run, fall: Fall, *, by_gap: bool) -> Iterator[Override]:
+    """How to start a collapsed run again: a sound checkpoint together with the change that helps most.
+
+    Args:
+        by_gap: whether the engines came apart, or rollouts were too old, before the reward fell.
+    """
+    norm = next((str(move) for move in fall.collapse.moves if move.signal == GRADIENT), "")
+    rate = _lower_rate(run, f"; {norm} rose at the old one" if norm else "")
+    first, *others = (*_closing(run, tighten=False), rate) if by_gap else (rate, REFERENCE)
+    yield _from_checkpoint(run, first, fall.sound)
+    yield from others
+    yield from _measuring(run)
+
+
+def _from_checkpoint(run: Run, change: Override, sound: int) -> Override:
+    """The change together with the weights to start from, as one command line."""
+    if sound <= 1:
+        why = f"{change.why}. No checkpoint is from before the fall, so the run starts from its beginning"
+        return Override(f"{change.text} trainer.resume_mode=disable", why)
+    stale = staleness(run)
+    dated = f" (the reward of a step is that of weights {stale:.0f} versions older)" if stale > STALE else ""
+    why = f"{change.why}. {SPOILED.capitalize()}: CHECKPOINT is one from before step {sound}{dated}"
+    return Override(f"{change.text} {RESUME}", why)
+
+
+def _closing(run: Run, *, tighten: bool) -> Iterator[Override]:
+    """What brings the engines together, or keeps their gap out of the update. The lab has tried which one helps.
+
+    Where rollouts are old, routers disagree because they have moved: replay then helps nothing, and masks of single
+    tokens little. Where routers disagree by themselves, replay helps, weights go with it, and masks do harm
+    (docs/lab.md).
+    """
+    if age_drives(run):
+        yield from _for_old_rollouts(run)
+        return
+    corrected, blind, routed = run.get(DROPPED) is not None, blind_mask(run) is not None, routing_drives(run)
+    if routed:
+        yield Override(
+            "stability=r3 stability.correction=tis",
+            "trains with the experts that the rollout chose and bounds weights: routing is part of the gap",
+        )
+    if blind:
+        yield Override("stability=kpop", "bounds each token's KL instead, which is tight where tokens are likely")
+    if not corrected and not routed:
+        yield Override(
+            "stability=icepop", "drops the tokens on which the engines are apart, and skips batches past 0.1"
+        )
+    yield Override(
+        "precision=fp16", "rounds eight times finer than bfloat16, in both engines; fp16_megatron where Megatron trains"
+    )
+    if tighten and corrected and not blind:
+        rule = "{gap:{signal:guard/steps_to_boundary,below:20,recover:50,action:tighten}}"
+        yield Override(
+            f"stability.guard.rules='{rule}'",
+            "narrows the band while the boundary is near, where IcePop is the correction",
+        )
+
+
+def _for_old_rollouts(run: Run) -> Iterator[Override]:
+    """OPSM, which helped most in the lab, unless it is on; then rollouts that are not old.
+
+    OPSM holds the gap without closing it: where k3 passes the boundary, the preset's batch skip would refuse updates.
+    """
+    if run.get("actor/opsm/dropped") is None:
+        text = "stability=opsm"
+        why = "leaves out bad responses that the policy has moved away from, which helped old rollouts most in the lab"
+        whole, boundary = run.get(K3), boundary_of(run)
+        if whole is not None and whole.values[-Boundary.window :].max() > boundary:
+            text += " stability.batch_skip.threshold=null"
+            why += f". The batch skip would refuse updates while k3 is past {boundary:g}"
+        yield Override(text, why)
+    yield SYNC
+
+
+def _lower_rate(run: Run, also: str = "") -> Override:
+    """A third of the highest that was logged; verl's default where none was."""
+    logged = run.get("actor/lr")
+    highest = 0.0 if logged is None else float(logged.values.max())
+    rate, why = (
+        (highest / 3, "lowers the learning rate to a third")
+        if highest > 0
+        else (DEFAULT_RATE, "sets verl's own learning rate")
+    )
+    return Override(f"actor_rollout_ref.actor.optim.lr={rate:.0e}", why + also)
+
+
+def _measuring(run: Run) -> Iterator[Override]:
+    """What would show more of the same run."""
+    if run.get(K3) is None or run.get("vllm_kl/log_ratio_abs_mean") is None:
+        yield Override("stability.metrics=true", "measures the gap of the engines, by probability and position too")
+    if run.get("router/agreement") is None:
+        yield Override("stability.router_agreement=true", "shows whether the engines choose the same experts (MoE)")

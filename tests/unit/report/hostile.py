@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from verl_ext.core.buckets import NAMES
-from verl_ext.report import page, render
-from verl_ext.report.comparison import compare_runs
-from verl_ext.report.comparison_text import comparison_table
+from verl_ext.report import page
+from verl_ext.report.comparison import compare_runs, comparison_table
 from verl_ext.report.folder import write_pages
 from verl_ext.report.load import read_run
 from verl_ext.report.page import write_comparison
@@ -64,7 +63,7 @@ def look(path: Path, out: Path, *, panels: Sequence[page.Panel] = (), compared: 
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("error")  # they would stand among the lines
         patch.setattr(page, "PANELS", panels)
-        patch.setattr(render, "libraries", str)  # Vega
+        patch.setattr(page, "libraries", str)  # Vega
         try:
             run = read_run(path)
             verdict = judge(run)

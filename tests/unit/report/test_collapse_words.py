@@ -12,12 +12,11 @@ from rich.console import Console
 
 from tests import ROOT
 from tests.unit.report.made_runs import make
-from verl_ext.report.comparison import compare_runs
-from verl_ext.report.comparison_text import comparison_table
+from verl_ext.report.comparison import compare_runs, comparison_table
 from verl_ext.report.load import read_run
 from verl_ext.report.page import write_report
-from verl_ext.report.reward import fall_of
 from verl_ext.report.run import Run
+from verl_ext.report.signals import fall_of
 from verl_ext.report.terminal import dashboard
 from verl_ext.report.verdict import judge
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from verl_ext.guard.state import Event
-from verl_ext.report.advice import Override
 from verl_ext.report.run import Run, Series
 from verl_ext.report.terminal import BLOCKS, dashboard, format_value, notes, rows, sparkline, wrap_name
-from verl_ext.report.verdict import Verdict
+from verl_ext.report.verdict import Override, Verdict
 
 NAN = float("nan")
 VERDICT = Verdict(

@@ -11,7 +11,7 @@ from tests.unit.report.made_runs import NAN, event, full, make, prefix
 from verl_ext.guard.boundary import FEWEST
 from verl_ext.guard.state import Event
 from verl_ext.report.load import read_run
-from verl_ext.report.reward import fall_of
+from verl_ext.report.signals import fall_of
 from verl_ext.report.verdict import LAST, judge
 
 DATA = ROOT / "tests" / "support" / "data"

@@ -7,11 +7,22 @@ import altair as alt
 import numpy as np
 
 from verl_ext.guard.boundary import HORIZON, Growth
-from verl_ext.report.figures.lines import Line, data, line_chart, rows
-from verl_ext.report.figures.style import BLUE, GREEN, INK, ORANGE, PAPER, PURPLE, VERMILION
-from verl_ext.report.figures.thin import step_edges
-from verl_ext.report.growth import K3, boundary_of, gap_of, growth_of
+from verl_ext.report.figures.lines import (
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    PAPER,
+    PURPLE,
+    VERMILION,
+    Line,
+    data,
+    line_chart,
+    rows,
+    step_edges,
+)
 from verl_ext.report.run import Run, Series
+from verl_ext.report.signals import K3, boundary_of, gap_of, growth_of
 
 K1, HEAD = "vllm_kl/k1", "vllm_kl/head"
 MARKS = 150  # stretches of steps that a mark of the guard stands for
@@ -58,6 +69,27 @@ def kl_chart(run: Run) -> alt.LayerChart | None:
         over += ahead
     under = _thresholds(run, first, last)
     return line_chart(lines, (first, last), log=True, unit="nats a token", under=under, over=over, edge=_marks(run))
+
+
+def growth_sentence(run: Run) -> str:
+    """What the fit says, for the text below the figure."""
+    found = growth_of(run)
+    if found is None:
+        return ""
+    window, growth = found
+    percent, low, high = (
+        100 * math.expm1(min(max(value, -50.0), 50.0)) for value in (growth.rate, growth.low, growth.high)
+    )
+    span = f"over the last {len(window.steps)} readings"
+    if growth.low <= 0 <= growth.high:
+        return f"No certain growth {span}: {percent:+.1f} % a step, and the interval holds 0."
+    gap = gap_of(run)
+    text = f"{gap.name if gap else 'k3'} changes by {percent:+.1f} % a step ({low:+.1f} to {high:+.1f}) {span}"
+    if growth.low > 0 and growth.steps == 0:
+        return f"{text}, and is past {boundary_of(run):g}."
+    if growth.low > 0 and growth.steps < HORIZON:
+        return f"{text}; it would pass {boundary_of(run):g} in about {growth.steps:.0f} steps."
+    return text + "."
 
 
 def _hollow(k1: Series) -> list[alt.Chart]:

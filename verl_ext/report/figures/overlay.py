@@ -6,13 +6,11 @@ import altair as alt
 import numpy as np
 
 from verl_ext.core.buckets import NAMES
-from verl_ext.report.figures.heat import AGREEMENT
-from verl_ext.report.figures.lines import Line, data, line_chart
+from verl_ext.report.figures.columns import AGREEMENT, REST, STAGES, stage_seconds
+from verl_ext.report.figures.lines import HEIGHT, SERIES, WIDTH, Line, data, line_chart
 from verl_ext.report.figures.panels import Panel, span
-from verl_ext.report.figures.stages import REST, STAGES, stage_seconds
-from verl_ext.report.figures.style import HEIGHT, SERIES, WIDTH
-from verl_ext.report.growth import K3
 from verl_ext.report.run import Run, Series
+from verl_ext.report.signals import K3
 
 LAST = 20  # readings whose median stands for a run's end in figures without steps
 DASHES = ((), (6, 3), (2, 2), (8, 3, 2, 3))  # of the validation sets of a run

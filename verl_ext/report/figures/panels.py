@@ -9,11 +9,24 @@ import numpy as np
 
 from verl_ext.core.buckets import NAMES
 from verl_ext.metrics import METRICS, find, ours
-from verl_ext.report.figures import gap, heat, stages
-from verl_ext.report.figures.lines import Line, data, line_chart
-from verl_ext.report.figures.style import BLUE, GREEN, INK, MUTED, ORANGE, ORDERED, PURPLE, SERIES, SKY, VERMILION
-from verl_ext.report.growth import K3, LAST, growth_sentence, now_of
+from verl_ext.report.figures import columns, gap
+from verl_ext.report.figures.lines import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    ORDERED,
+    PURPLE,
+    SERIES,
+    SKY,
+    VERMILION,
+    Line,
+    data,
+    line_chart,
+)
 from verl_ext.report.run import Run
+from verl_ext.report.signals import K3, LAST, now_of
 
 HEALTHY_DROPPED = (0.001, 0.002)  # share of tokens; IcePop, "Small Leak Can Sink a Great Ship", figure 10
 NEARLY_ALL = 0.99  # a share above it is told from 1 by a fourth digit
@@ -225,10 +238,10 @@ PANELS = (
         "Share of a token's experts that both engines chose; dark is worse. A stripe through all layers is one bad "
         "step; darkness that spreads is the routing moving apart, which routing replay (stability=r3) holds "
         "together.",
-        heat.agreement_chart,
+        columns.agreement_chart,
         "The experts of the two engines were not compared.",
         ours.ROUTING.override,
-        metric=heat.AGREEMENT,
+        metric=columns.AGREEMENT,
         compared="Share of a token's experts that both engines chose, at the end of each run; lower is worse. Where "
         "one run lies far below, routing replay (stability=r3) holds the engines together.",
     ),
@@ -284,9 +297,9 @@ PANELS = (
         "Where the time goes",
         "Stages as shares of a step. The rollout usually takes most of it; if weight sync or old log-probs grow, "
         "look at memory and offloading.",
-        stages.share_chart,
+        columns.share_chart,
         "No timing_s/step: verl logs it at every training step.",
-        metric=stages.STEP,
+        metric=columns.STEP,
         zero=True,
         compared="Mean seconds of a step by stage, over each whole run. The rollout usually takes most of it; if "
         "weight sync or old log-probs stand out, look at memory and offloading.",
@@ -298,10 +311,10 @@ def facts(panel: Panel, run: Run) -> str:
     """The panel's sentence about this run, with what only the figure of its kind knows."""
     more: Iterable[str] = ()
     if panel.key == "vllm_kl":
-        more = [growth_sentence(run)]
+        more = [gap.growth_sentence(run)]
     if panel.key == "validation" and (left := run.validations()[len(SERIES) :]):
         more = [f"Not drawn, for want of colours: {', '.join(name.removeprefix('val-core/') for name in left)}."]
-    if panel.key == "step_time" and (seconds := stages.stage_seconds(run)):
+    if panel.key == "step_time" and (seconds := columns.stage_seconds(run)):
         total = sum(seconds.values())
         shares = [f"{name} {100 * value / total:.0f} %" for name, value in seconds.items() if total]
         return panel.facts(run).replace("Now", "Seconds: now") + (f" {', '.join(shares)}." if shares else "")

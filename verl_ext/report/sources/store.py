@@ -1,6 +1,6 @@
 """Places that keep many runs, W&B's and MLflow's: which processes make up a run, and which run is read.
 
-What one process logged is a unit as of attempts.py. A process that begins at a later step than FIRST_STEPS goes on with
+What one process logged is a unit as of table.py. A process that begins at a later step than FIRST_STEPS goes on with
 the run that had its name last (verl was resumed); any other begins a run.
 """
 
@@ -11,8 +11,7 @@ from typing import Protocol
 
 from verl_ext.printable import printable
 from verl_ext.report.run import ReportError
-from verl_ext.report.sources.attempts import FIRST_STEPS
-from verl_ext.report.sources.table import Part, Table
+from verl_ext.report.sources.table import FIRST_STEPS, Part, Table
 
 LISTED = 10
 SHOWN = 80  # characters of a name

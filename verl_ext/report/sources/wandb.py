@@ -1,28 +1,36 @@
 """W&B's local files: `wandb/run-TIME-ID/run-ID.wandb`, `offline-run-TIME-ID` where it ran offline.
 
-One process of training writes one. A row of its history goes to the file when the next step begins.
+One process of training writes one, online and offline alike. A row of its history goes to the file when the next step
+begins. Behind seven bytes that say whose it is, the file has LevelDB's log format (chunks in blocks of 32 KiB, a record
+is one or several) with zlib's CRC-32. Each record is a message of wandb.proto. The log itself is read here, because
+wandb has no reader in Python any more (0.31).
 """
 
 import math
+import struct
+import zlib
 from collections.abc import Hashable, Iterable, Iterator
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
 from verl_ext.printable import printable
 from verl_ext.report.files import is_regular, open_regular
-from verl_ext.report.run import is_step
+from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.store import Process
 from verl_ext.report.sources.table import Table
-from verl_ext.report.sources.wandb_records import messages
 
 FILE = ".wandb"
 # verl counts in the first; the second is W&B's own, which goes on where something else logs too.
 STEP, WANDB_STEP = "training/global_step", "_step"
-NOT_FINITE = {b"NaN": math.nan, b"Infinity": math.inf, b"-Infinity": -math.inf}
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 MOST_NESTED = 8
+BEGINNING = b":W&B\xe1\xbe\0"  # name, magic number, version
+BLOCK = 1 << 15
+CHUNK = struct.Struct("<IHB")  # checksum of kind and data, length of the data, kind
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+MOST_RECORD = 16 << 20  # bytes; a row of 100,000 metrics has less than half
 
 
 class WandbFolder:
@@ -54,12 +62,12 @@ def _process(file: Path) -> Process:
     """What the file begins with: whose it is, and its first row."""
     name, project, started, first = file.stem.removeprefix("run-"), "", (0, 0), None
     with open_regular(file) as opened:
-        for message in messages(opened):
+        for message in _messages(opened):
             if message is None:
                 continue
             if message.HasField("run"):
                 run = message.run
-                name, project = _text(run.display_name) or _text(run.run_id) or name, _text(run.project)
+                name, project = run.display_name or run.run_id or name, run.project
                 started = run.start_time.seconds, run.start_time.nanos
             elif message.HasField("history") and (first := _row(message.history)[0]) is not None:
                 break
@@ -69,7 +77,7 @@ def _process(file: Path) -> Process:
 def _read(file: Path, table: Table) -> Iterable[str]:
     unreadable = elsewhere = 0
     with open_regular(file) as opened:
-        for message in messages(opened):
+        for message in _messages(opened):
             if message is None:
                 unreadable += 1
             elif message.HasField("history"):
@@ -91,29 +99,29 @@ def _row(history: Any) -> tuple[int | None, object, dict[str, object]]:
     # millions, and the error of parsing one costs more than the rest of the row.
     items = [(item, text) for item in history.item if (text := item.value_json)]
     keys = [tuple(item.nested_key) or (item.key,) for item, _ in items]
-    media = {key[:-1] for key in keys if key[-1] == b"_type"}  # a table, an image: its size is no metric
+    media = {key[:-1] for key in keys if key[-1] == "_type"}  # a table, an image: its size is no metric
     data: dict[str, object] = {}
     for key, value in zip(keys, _values([text for _, text in items]), strict=True):
         if len(key) > MOST_NESTED or (media and _within(key, media)):
             continue
         if isinstance(value, dict):
-            data.update(_flat(_name(key), value))
+            data.update(_flat(".".join(key), value))
         elif not isinstance(value, (str, list)):
-            data[_name(key)] = value
+            data[".".join(key)] = value
     own = data.pop(WANDB_STEP, None)
     if history.HasField("step"):
         own = history.step.num
     return next(filter(is_step, (data.get(STEP), own)), None), own, data
 
 
-def _within(key: tuple[bytes, ...], outer: set[tuple[bytes, ...]]) -> bool:
+def _within(key: tuple[str, ...], outer: set[tuple[str, ...]]) -> bool:
     return any(key[:length] in outer for length in range(1, len(key)))
 
 
-def _values(texts: list[bytes]) -> list[object]:
+def _values(texts: list[str]) -> list[object]:
     """JSON values; together they are read in a fifth of the time. What JSON does not have is read one by one."""
     try:
-        values = orjson.loads(b"[" + b",".join(texts) + b"]")
+        values = orjson.loads(f"[{','.join(texts)}]")
         if len(values) == len(texts):
             return values
     except orjson.JSONDecodeError:
@@ -121,7 +129,7 @@ def _values(texts: list[bytes]) -> list[object]:
     return [_value(text) for text in texts]
 
 
-def _value(text: bytes) -> object:
+def _value(text: str) -> object:
     """Text where it cannot be read."""
     if text in NOT_FINITE:
         return NOT_FINITE[text]
@@ -146,10 +154,56 @@ def _flat(name: str, outer: dict) -> Iterator[tuple[str, object]]:
                 yield f"{before}.{key}", value
 
 
-@lru_cache(maxsize=4096)
-def _name(key: tuple[bytes, ...]) -> str:
-    return ".".join(map(_text, key))
+def _messages(file: BinaryIO) -> Iterator[Any]:
+    """Each `Record` of the file; None instead of one that cannot be read, or is beyond MOST_RECORD.
+
+    A last one that is cut is left out: it may still be being written.
+
+    Raises:
+        ReportError: this is not W&B's file, or wandb is not installed.
+    """
+    try:
+        from google.protobuf.message import DecodeError
+        from wandb.proto.wandb_internal_pb2 import Record
+    except ImportError as error:
+        raise ReportError("this is W&B's file; to read it, pip install wandb") from error
+    for record in _records(file):
+        try:
+            yield None if record is None else Record.FromString(record)
+        except DecodeError:
+            yield None
 
 
-def _text(text: bytes) -> str:
-    return text.decode("utf-8", errors="surrogateescape")
+def _records(file: BinaryIO) -> Iterator[bytes | None]:
+    block = file.read(BLOCK)
+    if not BEGINNING.startswith(block[: len(BEGINNING)]):
+        raise ReportError("this is not a file of W&B: it begins otherwise")
+    at = len(BEGINNING)
+    parts: list[bytes] | None = None  # of the record that has begun
+    size = 0
+    while block:
+        while at + CHUNK.size <= len(block):
+            checksum, length, kind = CHUNK.unpack_from(block, at)
+            start, end = at + CHUNK.size, at + CHUNK.size + length
+            if end > len(block) and len(block) < BLOCK:
+                return  # the rest is cut, or still being written
+            if not FULL <= kind <= LAST or zlib.crc32(block[at + CHUNK.size - 1 : end]) != checksum:
+                parts = None
+                yield None
+                break  # the next block can be read again
+            data, at = block[start:end], end
+            if kind in (FULL, FIRST):
+                if parts is not None:  # the one before has no end
+                    yield None
+                parts, size = [], 0
+            elif parts is None:  # the rest of what could not be read
+                continue
+            parts.append(data)
+            size += length
+            if size > MOST_RECORD:
+                parts = None
+                yield None
+            elif kind in (FULL, LAST):
+                yield b"".join(parts)
+                parts = None
+        block, at = file.read(BLOCK) if len(block) == BLOCK else b"", 0
