@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 EVERY = 15  # seconds between two looks at a run that goes on
 DRAWING = ("altair", "vl_convert", "jinja2", "PIL")  # modules that nothing else needs
 LIBRARIES = "altair vl-convert-python jinja2 pillow"  # where they come from
+STATISTICS = "scipy"  # is needed by `compare` and by the lab
 FAILED = 2  # the status of a command that could not do what was asked
 
 RUN_HELP = (
@@ -263,9 +264,10 @@ def errors_are_one_line(command: str) -> Iterator[_Outcome]:
     try:
         yield outcome
     except ModuleNotFoundError as error:
-        if error.name not in DRAWING:
+        if error.name not in (*DRAWING, STATISTICS):
             raise
-        print(f"verl-ext {command}: {error.name} is missing: pip install {LIBRARIES}", file=sys.stderr)
+        packages = STATISTICS if error.name == STATISTICS else LIBRARIES
+        print(f"verl-ext {command}: {error.name} is missing: pip install {packages}", file=sys.stderr)
         outcome.status = FAILED
     except (ReportError, OSError) as error:
         print(f"verl-ext {command}: {printable(str(error), MOST_MESSAGE)}", file=sys.stderr)
