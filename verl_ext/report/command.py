@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from verl_ext.report.page import Progress
     from verl_ext.report.run import Run
-    from verl_ext.report.verdict import Verdict
+    from verl_ext.report.verdict import RunVerdict
 
 EVERY = 15  # seconds between two looks at a run that goes on
 DRAWING = ("altair", "vl_convert", "jinja2", "PIL")  # modules that nothing else needs
@@ -127,17 +127,17 @@ def run_report(arguments: argparse.Namespace) -> int:
 
     from verl_ext.report.load import read_run
     from verl_ext.report.terminal import dashboard
-    from verl_ext.report.verdict import judge
+    from verl_ext.report.verdict import judge_run
 
     with errors_are_one_line("report") as outcome:
         if arguments.watch:
             return _watch(arguments, Console())
         console = Console()
         run = read_run(arguments.path, arguments.which)
-        verdict = judge(run)
+        verdict = judge_run(run)
         console.print(dashboard(run, verdict))
         if not arguments.no_page:
-            _write(run, verdict, arguments, console)
+            _write_pages(run, verdict, arguments, console)
     return outcome.status
 
 
@@ -148,7 +148,7 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
     from verl_ext.report.load import Reader
     from verl_ext.report.run import ReportError, Run
     from verl_ext.report.terminal import indented
-    from verl_ext.report.verdict import judge
+    from verl_ext.report.verdict import judge_run
 
     reader = Reader(arguments.path, which=arguments.which)
     tidy = False
@@ -171,7 +171,7 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
                     due = due or now is not run
                     run = now
                     if due:
-                        due = not _look(run, arguments, tidy, live)
+                        due = not _show_and_write(run, arguments, tidy, live)
                 time.sleep(arguments.watch)
     except KeyboardInterrupt:
         if not console.is_terminal:
@@ -179,18 +179,18 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
         if run is None:
             raise ReportError(f"{arguments.path}: nothing to report on yet") from None
         if not arguments.no_page:
-            _write(run, judge(run), arguments, console, tidy)
+            _write_pages(run, judge_run(run), arguments, console, tidy)
     return 0
 
 
-def _look(run: "Run", arguments: argparse.Namespace, tidy: bool, live: "Live") -> bool:
+def _show_and_write(run: "Run", arguments: argparse.Namespace, tidy: bool, live: "Live") -> bool:
     """Show the run as it stands; whether its pages could be written. A disk that is full now may have room later."""
     from rich.console import Group
 
     from verl_ext.report.terminal import dashboard, indented
-    from verl_ext.report.verdict import judge
+    from verl_ext.report.verdict import judge_run
 
-    verdict = judge(run)
+    verdict = judge_run(run)
     screen = dashboard(run, verdict)
     live.update(screen, refresh=True)
     if arguments.no_page:
@@ -206,8 +206,8 @@ def _look(run: "Run", arguments: argparse.Namespace, tidy: bool, live: "Live") -
     return True
 
 
-def _write(
-    run: "Run", verdict: "Verdict", arguments: argparse.Namespace, console: "Console", tidy: bool | None = None
+def _write_pages(
+    run: "Run", verdict: "RunVerdict", arguments: argparse.Namespace, console: "Console", tidy: bool | None = None
 ) -> None:
     from verl_ext.report.folder import write_pages
 

@@ -11,7 +11,17 @@ import numpy as np
 
 from verl_ext.metrics import Metric, find
 from verl_ext.printable import printable
-from verl_ext.report.noise import CAVEAT, FLOOR, LEVEL, ROUNDING, Difference, Final, compare, final, judge
+from verl_ext.report.noise import (
+    CAVEAT,
+    FLOOR,
+    LEVEL,
+    ROUNDING,
+    Difference,
+    Final,
+    compare_finals,
+    final,
+    judge_differences,
+)
 from verl_ext.report.run import ReportError, Run, Series
 from verl_ext.report.signals import fall_of
 from verl_ext.report.terminal import Unit, encodable, format_of, format_value, indented, wrap_name
@@ -43,15 +53,15 @@ VERDICT_STYLES = {"better": "green", "worse": "red", "differs": "yellow"}
 
 
 @dataclass(frozen=True)
-class Cell:
+class MetricCell:
     """One metric of one run.
 
     Attributes:
         final: None where the run lacks the metric, and for totals.
         total: of a metric that is summed, and of how many steps.
         difference: to the first run; None for the first, and where one of the two has no final value.
-        verdict: "better", "worse", "differs", "within noise" or "too few steps", after `judge` over the whole table;
-            empty where nothing was compared.
+        verdict: "better", "worse", "differs", "within noise" or "too few steps", after
+            `judge_differences` over the whole table; empty where nothing was compared.
     """
 
     final: Final | None = None
@@ -65,7 +75,7 @@ class Comparison:
     """Rows in the order of the table; each has a cell for every run, the first run is the baseline."""
 
     names: tuple[str, ...]
-    rows: tuple[tuple[Metric, tuple[Cell, ...]], ...]
+    rows: tuple[tuple[Metric, tuple[MetricCell, ...]], ...]
     notes: tuple[str, ...]
 
 
@@ -88,16 +98,18 @@ def compare_runs(
     common = min(int(run.steps[-1]) for run in runs)
     if late := [name for name, run in zip(names, runs, strict=True) if cut and run.steps[0] > common]:
         raise ReportError(f"{', '.join(late)} begins after step {common}, where another run ends: nothing to compare")
-    cut_runs = [_until(run, common) for run in runs] if cut else list(runs)
+    cut_runs = [_cut_at(run, common) for run in runs] if cut else list(runs)
     rows = []
-    for metric in _metrics(cut_runs, extra):
+    for metric in _table_metrics(cut_runs, extra):
         cells = [_cell(run, metric, window) for run in cut_runs]
         if any(cell.final or cell.total for cell in cells):
-            rows.append((metric, [_against(cells[0], cell) if index else cell for index, cell in enumerate(cells)]))
-    judged = _judged(rows)
+            rows.append(
+                (metric, [_with_difference(cells[0], cell) if index else cell for index, cell in enumerate(cells)])
+            )
+    judged = _judge_rows(rows)
     falls = {name: fall for name, run in zip(names, runs, strict=True) if (fall := fall_of(run))}
     notes = [" ".join((f"{name}:", str(fall), *fall.moved())) for name, fall in falls.items()]
-    notes += _notes(runs, names, judged, extra, window, common if cut else None)
+    notes += _comparison_notes(runs, names, judged, extra, window, common if cut else None)
     return Comparison(names, judged, tuple(notes))
 
 
@@ -135,9 +147,9 @@ def comparison_rows(comparison: Comparison) -> list[dict[str, Any]]:
             "cells": [
                 {
                     "run": name,
-                    "value": _value(metric, cell),
-                    "change": _change(metric, cell, cells[0]),
-                    "interval": _interval(metric, cell),
+                    "value": _value_text(metric, cell),
+                    "change": _change_text(metric, cell, cells[0]),
+                    "interval": _interval_text(metric, cell),
                     "verdict": cell.verdict,
                 }
                 for name, cell in zip(comparison.names, cells, strict=True)
@@ -149,10 +161,10 @@ def comparison_rows(comparison: Comparison) -> list[dict[str, Any]]:
 
 def comparison_table(comparison: Comparison) -> "RenderableType":
     """The table for a terminal: 2 or 3 runs fit 100 columns, more are wrapped; in ASCII where it has no UTF-8."""
-    return _Table(comparison)
+    return _ComparisonTable(comparison)
 
 
-def _metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric]:
+def _table_metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric]:
     """The rows that may come, in their order: reward, validation, the known ones, those the user named."""
     validation = sorted({name for run in runs for name in run.validations()})
     known = [REWARD, *validation, *ROWS]
@@ -161,7 +173,7 @@ def _metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric]:
         yield replace(metric, name=name, label=metric.label if name in known else name)
 
 
-def _until(run: Run, step: int) -> Run:
+def _cut_at(run: Run, step: int) -> Run:
     def before(series: Series) -> Series:
         keep = series.steps <= step
         return Series(series.steps[keep], series.values[keep])
@@ -170,42 +182,42 @@ def _until(run: Run, step: int) -> Run:
     return replace(run, steps=run.steps[run.steps <= step], metrics=metrics)
 
 
-def _cell(run: Run, metric: Metric, window: int | None) -> Cell:
+def _cell(run: Run, metric: Metric, window: int | None) -> MetricCell:
     if (series := run.get(metric.name)) is None:
-        return Cell()
+        return MetricCell()
     if metric.name in TOTALS:
-        return Cell(total=(float(series.values.sum()), len(series.values)))
-    return Cell(final=final(series, window, metric.scale))
+        return MetricCell(total=(float(series.values.sum()), len(series.values)))
+    return MetricCell(final=final(series, window, metric.scale))
 
 
-def _against(baseline: Cell, cell: Cell) -> Cell:
+def _with_difference(baseline: MetricCell, cell: MetricCell) -> MetricCell:
     if baseline.final is None or cell.final is None:
         return cell
-    return replace(cell, difference=compare(baseline.final, cell.final))
+    return replace(cell, difference=compare_finals(baseline.final, cell.final))
 
 
-def _judged(rows: Sequence[tuple[Metric, list[Cell]]]) -> tuple[tuple[Metric, tuple[Cell, ...]], ...]:
+def _judge_rows(rows: Sequence[tuple[Metric, list[MetricCell]]]) -> tuple[tuple[Metric, tuple[MetricCell, ...]], ...]:
     """All comparisons of the table are judged together."""
-    verdicts = iter(judge([cell.difference for _, cells in rows for cell in cells if cell.difference]))
+    verdicts = iter(judge_differences([cell.difference for _, cells in rows for cell in cells if cell.difference]))
 
-    def judged(metric: Metric, cell: Cell) -> Cell:
+    def judged(metric: Metric, cell: MetricCell) -> MetricCell:
         if cell.difference is None:
             return cell
-        return replace(cell, verdict=_word(metric, cell.difference, next(verdicts)))
+        return replace(cell, verdict=_verdict_word(metric, cell.difference, next(verdicts)))
 
     return tuple((metric, tuple(judged(metric, cell) for cell in cells)) for metric, cells in rows)
 
 
-def _word(metric: Metric, difference: Difference, verdict: str) -> str:
+def _verdict_word(metric: Metric, difference: Difference, verdict: str) -> str:
     if verdict != "differs" or not metric.better:
         return verdict
     return "better" if (difference.change > 0) == (metric.better == "higher") else "worse"
 
 
-def _notes(
+def _comparison_notes(
     runs: Sequence[Run],
     names: Sequence[str],
-    rows: Sequence[tuple[Metric, tuple[Cell, ...]]],
+    rows: Sequence[tuple[Metric, tuple[MetricCell, ...]]],
     extra: Sequence[str],
     window: int | None,
     common: int | None,
@@ -227,7 +239,7 @@ def _notes(
     for index, name in enumerate(names):
         if moving := [_title(metric) for metric, cells in rows if (end := cells[index].final) and end.drift]:
             yield f"still moving at the end of {name}: {', '.join(moving)}"
-        if ended := [metric.name for metric, cells in rows if _ended_early(cells[index], cells)]:
+        if ended := [metric.name for metric, cells in rows if _stops_early(cells[index], cells)]:
             yield f"not logged any more when the others' windows begin, in {name}: {', '.join(ended)}"
     shown = {metric.name for metric, _ in rows}
     for name in dict.fromkeys(extra):
@@ -239,7 +251,7 @@ def _title(metric: Metric) -> str:
     return metric.name if metric.label == "validation" else metric.label
 
 
-def _ended_early(cell: Cell, cells: Sequence[Cell]) -> bool:
+def _stops_early(cell: MetricCell, cells: Sequence[MetricCell]) -> bool:
     windows = [other.final.steps for other in cells if other.final and other.final.steps]
     if cell.final is None or cell.final.steps is None:
         return False
@@ -247,7 +259,7 @@ def _ended_early(cell: Cell, cells: Sequence[Cell]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Table:
+class _ComparisonTable:
     comparison: Comparison
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
@@ -271,7 +283,7 @@ class _Table:
             cells = []
             for cell in row["cells"]:
                 verdict = SHORT.get(cell["verdict"], cell["verdict"]) if narrow else cell["verdict"]
-                value, change = (_short(cell[key]) if narrow else cell[key] for key in ("value", "change"))
+                value, change = (_abbreviate(cell[key]) if narrow else cell[key] for key in ("value", "change"))
                 text = Text(encodable(value, options))
                 if change:
                     text.append(encodable(f"\n{change} ", options))
@@ -283,11 +295,11 @@ class _Table:
             yield indented(note, options)
 
 
-def _short(text: str) -> str:
+def _abbreviate(text: str) -> str:
     return text.replace(" points", " pt").replace(" %", "%").replace(" s", "s")
 
 
-def _value(metric: Metric, cell: Cell) -> str:
+def _value_text(metric: Metric, cell: MetricCell) -> str:
     if cell.total is not None:
         return f"{cell.total[0]:.0f} of {cell.total[1]}"
     if cell.final is None:
@@ -300,32 +312,32 @@ def _value(metric: Metric, cell: Cell) -> str:
     if cell.final.scale == "log":  # the error is of the logarithm
         return f"{mean} ±{100 * np.expm1(cell.final.error):.0f} %"
     number, _, unit = mean.partition(" ")
-    error = _size(cell.final.error, format_of(metric)).partition(" ")[0]
+    error = _size_text(cell.final.error, format_of(metric)).partition(" ")[0]
     return f"{number} ±{error} {unit}".rstrip()
 
 
-def _change(metric: Metric, cell: Cell, baseline: Cell) -> str:
+def _change_text(metric: Metric, cell: MetricCell, baseline: MetricCell) -> str:
     if cell is not baseline and cell.total is not None and baseline.total is not None:
         return f"{cell.total[0] - baseline.total[0]:+.0f}"
-    return "" if cell.difference is None else _signed(metric, cell.difference.change)
+    return "" if cell.difference is None else _signed_text(metric, cell.difference.change)
 
 
-def _interval(metric: Metric, cell: Cell) -> str:
+def _interval_text(metric: Metric, cell: MetricCell) -> str:
     if cell.difference is None or (interval := cell.difference.interval) is None:
         return ""
-    return " to ".join(_signed(metric, end) for end in interval)
+    return " to ".join(_signed_text(metric, end) for end in interval)
 
 
-def _signed(metric: Metric, change: float) -> str:
+def _signed_text(metric: Metric, change: float) -> str:
     """A difference with its sign, percentage points for shares; a ratio on the log scale."""
     if metric.scale == "log":
         ratio = np.exp(min(change, 700.0))
         return f"×{ratio:.2f}" if 0.01 <= ratio < 1000 else f"×{ratio:.1e}"  # noqa: RUF001
-    return ("+" if change >= 0 else "-") + _size(abs(change), format_of(metric)).replace(" %", " points")
+    return ("+" if change >= 0 else "-") + _size_text(abs(change), format_of(metric)).replace(" %", " points")
 
 
-def _size(value: float, unit: Unit) -> str:
-    """Of an error or a change, to two digits where the unit's usual decimals would leave none."""
+def _size_text(value: float, unit: Unit) -> str:
+    """Writes an error or a change, to two digits where the unit's usual decimals would leave none."""
     least = {"number": 0.01, "share": 1e-4, "count": 1, "seconds": 0.1}.get(unit, 0.0)
     if not 0 < value < least:
         return format_value(value, unit)

@@ -17,10 +17,10 @@ from verl_ext.printable import printable
 from verl_ext.report.files import is_regular, not_a_file, open_regular
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run
 from verl_ext.report.sources.csv_export import LIMITS, STEP_COLUMNS, CsvSource
-from verl_ext.report.sources.jsonl import EventLog, JsonlSource
+from verl_ext.report.sources.jsonl import EventReader, JsonlSource
 from verl_ext.report.sources.mlflow import DATABASE_ENDINGS, DATABASE_NAMES, MlflowDatabase, MlflowFolder, is_run
 from verl_ext.report.sources.store import StoreSource
-from verl_ext.report.sources.table import Part
+from verl_ext.report.sources.table import TableRun
 from verl_ext.report.sources.tensorboard import EVENT_FILE, TensorBoardSource
 from verl_ext.report.sources.wandb import FILE as WANDB_FILE
 from verl_ext.report.sources.wandb import WandbFolder
@@ -44,7 +44,7 @@ Kind = Literal["jsonl", "wandb", "mlflow", "mlflow database", "tensorboard", "cs
 SAME_RUN: tuple[Kind, ...] = ("jsonl", "wandb", "mlflow", "mlflow database", "tensorboard")
 
 
-class Source(Protocol):
+class RunSource(Protocol):
     """Metrics of one kind of file. Its errors need not name the file: `Reader` does."""
 
     name: str
@@ -55,7 +55,7 @@ class Source(Protocol):
     def refresh(self) -> bool:
         """Read what is new; whether anything was."""
 
-    def run(self, which: int | None) -> Part: ...
+    def run(self, which: int | None) -> TableRun: ...
 
     def notes(self) -> tuple[str, ...]: ...
 
@@ -79,8 +79,8 @@ class Reader:
     def __init__(self, path: Path, *, which: int | None = None):
         self._path = Path(path)
         self._which = which
-        self._source: Source | None = None
-        self._events: EventLog | None = None
+        self._source: RunSource | None = None
+        self._events: EventReader | None = None
         self._run: Run | None = None
 
     def refresh(self) -> Run:
@@ -95,7 +95,7 @@ class Reader:
                 self._source = _open(_find(path), self._which)
             changed = self._source.refresh()
             if self._events is None and (log := _events_file(self._source.files)) is not None:
-                self._events = EventLog(log)
+                self._events = EventReader(log)
             if self._events is not None:
                 changed = self._refresh_events() or changed
             if self._run is None or changed:
@@ -118,10 +118,10 @@ class Reader:
             self._events = None
             return True
 
-    def _build(self, source: Source) -> Run:
+    def _build(self, source: RunSource) -> Run:
         part = source.run(self._which)
         log = self._events
-        events, strange = _of_steps(() if log is None else log.of(part), int(part.steps[-1]))
+        events, strange = _own_events(() if log is None else log.of(part), int(part.steps[-1]))
         name = printable(source.name)
         return Run(
             # Several runs of one file may be compared.
@@ -150,7 +150,7 @@ def _numbered(path: Path, which: int | None) -> tuple[Path, int | None]:
     return Path(file), int(number)
 
 
-def _of_steps(events: tuple[Event, ...], last: int) -> tuple[tuple[Event, ...], tuple[str, ...]]:
+def _own_events(events: tuple[Event, ...], last: int) -> tuple[tuple[Event, ...], tuple[str, ...]]:
     """Decisions that can be of a run with this last step, and a note on the others.
 
     One of the step after it can be: the metrics of a step at which the guard stops the run may not be logged.
@@ -165,7 +165,7 @@ def _of_steps(events: tuple[Event, ...], last: int) -> tuple[tuple[Event, ...], 
     )
 
 
-def _open(found: Found, which: int | None) -> Source:
+def _open(found: Found, which: int | None) -> RunSource:
     path = found.path
     match found.kind:
         case "tensorboard":

@@ -28,7 +28,7 @@ from verl_ext.report.figures.panels import PANELS, Panel, facts
 from verl_ext.report.files import is_regular, open_regular, written_whole
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run
 from verl_ext.report.terminal import not_finite
-from verl_ext.report.verdict import Verdict
+from verl_ext.report.verdict import RunVerdict
 
 PAGE, OVERVIEW, PICTURES, TRAJECTORIES = "report.html", "report.png", "figures", "trajectories.html"
 GENERATOR, HEAD = b'name="generator" content="verl_ext', 2000  # what tells a page of ours, in so many bytes
@@ -47,7 +47,7 @@ Progress = Callable[[str], None]  # is called with what is being drawn
 
 def write_report(
     run: Run,
-    verdict: Verdict,
+    verdict: RunVerdict,
     out: Path,
     *,
     trajectories: str | None = None,
@@ -242,14 +242,14 @@ def asset(name: str) -> Markup:
 
 
 def write_html(page: TemplateStream, file: Path) -> None:
-    """In one step: a page that is open while it is written again must not be seen half."""
+    """Writes a page in one step: one that is open while it is written again must not be seen half."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(file) as out:
         page.dump(out, encoding="utf-8")
 
 
 def spec_of(chart: alt.LayerChart) -> Spec:
-    """As the page embeds it: as wide as its column, answering the pointer."""
+    """The figure as the page embeds it: as wide as its column, answering the pointer."""
     return chart.properties(width="container").to_dict() | {"config": CONFIG}
 
 

@@ -105,17 +105,17 @@ def passed_at(run: Run, until: int) -> tuple[str, int] | None:
     found = [(gap.name, gap.series)] if gap is not None else []
     found += [("k3", whole)] if whole is not None else []
     boundary = boundary_of(run)
-    steps = ((name, _since(series, lambda values: values > boundary, until)) for name, series in found)
+    steps = ((name, _outside_since(series, lambda values: values > boundary, until)) for name, series in found)
     return next(((name, step) for name, step in steps if step is not None), None)
 
 
 def foretold_at(run: Run, until: int) -> int | None:
     """The step from which the guard's forecast warned until this step."""
     forecast = run.get("guard/steps_to_boundary")
-    return None if forecast is None else _since(forecast, lambda values: values < SOON, until)
+    return None if forecast is None else _outside_since(forecast, lambda values: values < SOON, until)
 
 
-def _since(series: Series, outside: Callable[[np.ndarray], np.ndarray], until: int) -> int | None:
+def _outside_since(series: Series, outside: Callable[[np.ndarray], np.ndarray], until: int) -> int | None:
     """The step from which on all readings until this one are outside, but for one in any STRETCH of them."""
     seen = series.steps <= until
     out = outside(series.values[seen])
@@ -132,10 +132,10 @@ def _since(series: Series, outside: Callable[[np.ndarray], np.ndarray], until: i
 def growth_of(run: Run) -> tuple[Series, Growth] | None:
     """The last readings of k3, as of `gap_of`, and the line through their logarithms; None for too few."""
     gap = gap_of(run)
-    return None if gap is None else _growth(gap.series, boundary_of(run))
+    return None if gap is None else _fit_growth(gap.series, boundary_of(run))
 
 
-def _growth(series: Series | None, boundary: float) -> tuple[Series, Growth] | None:
+def _fit_growth(series: Series | None, boundary: float) -> tuple[Series, Growth] | None:
     if series is None:
         return None
     window = Series(series.steps[-Boundary.window :], series.values[-Boundary.window :])
@@ -147,7 +147,7 @@ def _growth(series: Series | None, boundary: float) -> tuple[Series, Growth] | N
 def blind_mask(run: Run) -> tuple[Growth, Growth] | None:
     """How the share of dropped tokens and k3 move, where the guard has found IcePop's mask blind (`guard.forecast`)."""
     found = run.get("guard/mask_blind")
-    share, gap = _growth(run.get(DROPPED), 1.0), _growth(run.get(K3), boundary_of(run))  # a mask sees all of k3
+    share, gap = _fit_growth(run.get(DROPPED), 1.0), _fit_growth(run.get(K3), boundary_of(run))  # a mask sees all of k3
     if found is None or not found.values[-1] or share is None or gap is None:
         return None
     return share[1], gap[1]
@@ -196,7 +196,7 @@ def fall_of(run: Run) -> Fall | None:
     reward = run.get(REWARD)
     if reward is None or len(reward.steps) < WINDOW:
         return None
-    series = {name: _readings(found) for name in READ if (found := run.get(name)) is not None}
+    series = {name: _as_readings(found) for name in READ if (found := run.get(name)) is not None}
     dead = find_collapse(series)
     bottom = 0.0 if reward.values.min() >= 0 else -1.0
     if dead is None and (len(reward.steps) < 2 * WINDOW or reward.values.min() < bottom):
@@ -209,7 +209,7 @@ def fall_of(run: Run) -> Fall | None:
     if not lost.size:
         return None
     at, best = int(lost[0]), float(peaks[-1])
-    if dead is None and best - heights[at:].min() <= _noise(reward.values):
+    if dead is None and best - heights[at:].min() <= _level_noise(reward.values):
         return None
     first, step = (int(reward.steps[index + WINDOW - 1]) for index in (began, at))
     if dead is None:
@@ -230,7 +230,7 @@ def broken_reward(run: Run) -> tuple[float, float] | None:
         return None
     levels = [float(part.mean()) for part in np.array_split(reward.values, STRETCHES)]
     first, best, last = levels[0], max(levels), levels[-1]
-    lost, noise = best - last, SIGMAS * _error(reward.values, len(reward.values) / STRETCHES)
+    lost, noise = best - last, SIGMAS * _mean_error(reward.values, len(reward.values) / STRETCHES)
     gained = max(best - first, abs(best) / 2)  # a reward that was high from the start has gained nothing
     return (best, last) if lost > BROKEN * gained + noise else None
 
@@ -260,17 +260,17 @@ def _levels(values: np.ndarray, count: int = WINDOW) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(values, count).mean(axis=1)
 
 
-def _readings(series: Series) -> Readings:
+def _as_readings(series: Series) -> Readings:
     return list(zip(series.steps.tolist(), series.values.tolist(), strict=True))
 
 
-def _noise(values: np.ndarray) -> float:
+def _level_noise(values: np.ndarray) -> float:
     """What two levels, the best and the lowest of a run, may differ by without a fall."""
     stretches = min(STRETCHES, len(values) // WINDOW)
-    return SIGMAS * float(np.sqrt(2)) * _error(values, WINDOW, stretches=stretches, jumps=1, caution=1.0)
+    return SIGMAS * float(np.sqrt(2)) * _mean_error(values, WINDOW, stretches=stretches, jumps=1, caution=1.0)
 
 
-def _error(
+def _mean_error(
     values: np.ndarray, count: float, *, stretches: int = STRETCHES, jumps: int = 2, caution: float = 0.0
 ) -> float:
     """The standard error of the mean of `count` readings in a row, where neighbours may depend on each other.

@@ -20,7 +20,7 @@ from verl_ext.report.load import read_run
 from verl_ext.report.page import write_comparison
 from verl_ext.report.run import ReportError, Run
 from verl_ext.report.terminal import dashboard
-from verl_ext.report.verdict import judge
+from verl_ext.report.verdict import judge_run
 
 OBEYED = "\x1b]0;x\x07\x9b31m\ud800\uffff\u202e\0"  # what a terminal obeys, or a page or a figure cannot hold
 METRICS = (
@@ -66,7 +66,7 @@ def look(path: Path, out: Path, *, panels: Sequence[page.Panel] = (), compared: 
         patch.setattr(page, "libraries", str)  # Vega
         try:
             run = read_run(path)
-            verdict = judge(run)
+            verdict = judge_run(run)
             _on_screen(dashboard(run, verdict))
             written = list(write_pages(run, verdict, out, pictures=False).values())
             if compared:

@@ -16,9 +16,9 @@ from verl_ext.report.figures.lines import (
     PURPLE,
     VERMILION,
     Line,
+    chart_rows,
     data,
     line_chart,
-    rows,
     step_edges,
 )
 from verl_ext.report.run import Run, Series
@@ -64,7 +64,7 @@ def kl_chart(run: Run) -> alt.LayerChart | None:
     if (gap := gap_of(run)) is not None and gap.alone:
         lines.append(Line(gap.name, gap.series, GREEN))
     if found := growth_of(run):
-        fit, ahead, last = _growth(*found, last, boundary_of(run), ahead=math.ceil(AHEAD * len(run.steps)))
+        fit, ahead, last = _growth_layers(*found, last, boundary_of(run), ahead=math.ceil(AHEAD * len(run.steps)))
         lines.append(fit)
         over += ahead
     under = _thresholds(run, first, last)
@@ -97,7 +97,7 @@ def _hollow(k1: Series) -> list[alt.Chart]:
     if not negative.any() or len(k1.steps) > 2 * MARKS:
         return []
     points = Series(k1.steps[negative], -k1.values[negative])
-    mark = alt.Chart(data(rows(points))).mark_point(size=26, fill=PAPER, stroke=ORANGE, opacity=1, clip=True)
+    mark = alt.Chart(data(chart_rows(points))).mark_point(size=26, fill=PAPER, stroke=ORANGE, opacity=1, clip=True)
     return [mark]
 
 
@@ -121,7 +121,7 @@ def _thresholds(run: Run, first: int, last: int) -> list[alt.Chart]:
     return [lines.encode(detail="label:N"), *written]
 
 
-def _growth(
+def _growth_layers(
     window: Series, growth: Growth, last: int, boundary: float, ahead: int
 ) -> tuple[Line, list[alt.Chart], int]:
     """The fitted line; its way to the boundary, if that is certain, as far as it is near; the last step drawn."""
@@ -132,7 +132,7 @@ def _growth(
     crossing = now + math.ceil(growth.steps)
     end = min(crossing, last + ahead)
     way = Series(np.array([now, end]), _heights(growth, 0, end - now))
-    layers = [alt.Chart(data(rows(way))).mark_line(color=INK, strokeWidth=2, strokeDash=[2, 3], clip=True)]
+    layers = [alt.Chart(data(chart_rows(way))).mark_line(color=INK, strokeWidth=2, strokeDash=[2, 3], clip=True)]
     if end == crossing:
         there = alt.Chart(data([{"step": end, "value": boundary, "label": f"step {end}"}]))
         point = there.mark_point(shape="diamond", size=90, filled=True, color=INK, opacity=1)
@@ -142,7 +142,7 @@ def _growth(
 
 
 def _heights(growth: Growth, *steps: int) -> np.ndarray:
-    """Of the fitted line, so many steps after the last reading, where it is growth.level."""
+    """The fitted line's heights so many steps after the last reading, where it is growth.level."""
     return growth.level * np.exp(growth.rate * np.array(steps))
 
 

@@ -131,7 +131,7 @@ def line_chart(
         *(_strokes(line, medians(line.series), 1.0) for line in faint),
     ]
     coloured = [chart.encode(x=x, y=y, **look) for chart in strokes]
-    coloured.append(_readings(shown).encode(x=x, y=y, color=look["color"]))
+    coloured.append(_hover_layer(shown).encode(x=x, y=y, color=look["color"]))
     around = [[chart.encode(x=x, y=y) for chart in charts] for charts in (under, over)]
     marks = [chart.encode(x=x) for chart in edge]
     chart = alt.layer(*around[0], *coloured, *around[1], *marks).properties(width=WIDTH, height=HEIGHT)
@@ -164,8 +164,8 @@ def value_axis(*, grid: list[float] | None = None, percent: bool = False, unit: 
     return alt.Y("value:Q", title=unit or None, scale=scale, axis=axis)
 
 
-def rows(series: Series, **more: Any) -> list[dict[str, Any]]:
-    """As Vega-Lite takes data; four digits more than anyone reads off a figure."""
+def chart_rows(series: Series, **more: Any) -> list[dict[str, Any]]:
+    """The series as Vega-Lite takes data; four digits more than anyone reads off a figure."""
     values = (float(f"{value:.6g}") for value in series.values)
     return [{"step": int(step), "value": value, **more} for step, value in zip(series.steps, values, strict=True)]
 
@@ -184,7 +184,7 @@ def data(values: list[dict[str, Any]]) -> alt.InlineData:
 
 
 def thin(series: Series, most: int = POINTS) -> Series:
-    """Of each of most / 2 stretches of steps, the readings with the least and the largest value: no spike is lost."""
+    """Keeps the least and the largest reading of each of most / 2 stretches of steps: no spike is lost."""
     if len(series.steps) <= most:
         return series
     # Stretches are equal in steps, so that a validation every tenth step does not crowd out what comes between.
@@ -239,12 +239,12 @@ def _strokes(line: Line, series: Series, opacity: float) -> alt.Chart:
         "clip": True,
         "strokeJoin": "round",
     }
-    return alt.Chart(data(rows(series, label=line.label))).mark_line(point=dots, **mark)
+    return alt.Chart(data(chart_rows(series, label=line.label))).mark_line(point=dots, **mark)
 
 
-def _readings(lines: Sequence[Line]) -> alt.Chart:
+def _hover_layer(lines: Sequence[Line]) -> alt.Chart:
     """What the pointer finds: the nearest reading, marked, with its numbers."""
-    values = [row for line in lines for row in rows(thin(line.series), label=line.label)]
+    values = [row for line in lines for row in chart_rows(thin(line.series), label=line.label)]
     nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", empty=False)
     # Spelled out: under `nearest`, Vega-Lite's own takes numbers from datum.datum, but text from datum, which has none.
     row = "(datum.datum || datum)"

@@ -18,7 +18,7 @@ from verl_ext.guard.state import Event
 from verl_ext.printable import printable
 from verl_ext.report.files import open_regular
 from verl_ext.report.run import ReportError, is_step
-from verl_ext.report.sources.table import Part, Table
+from verl_ext.report.sources.table import MetricTable, TableRun
 
 BLOCK = 1 << 20
 MOST_LINE = 16 << 20  # bytes; a line of 100,000 metrics has less than half
@@ -38,7 +38,7 @@ class JsonlSource:
         self._start_over()
 
     def _start_over(self) -> None:
-        self._table = Table(rows_are_units=True)
+        self._table = MetricTable(rows_are_units=True)
 
     def _take(self, record: object) -> bool:
         try:
@@ -53,7 +53,7 @@ class JsonlSource:
     def refresh(self) -> bool:
         return self._lines.refresh()
 
-    def run(self, which: int | None) -> Part:
+    def run(self, which: int | None) -> TableRun:
         if not len(self._table):
             if self._lines.broken:
                 raise ReportError('no line of it is {"step": int, "data": {...}}, which verl\'s file logger writes')
@@ -64,7 +64,7 @@ class JsonlSource:
         return self._lines.note()
 
 
-class EventLog:
+class EventReader:
     def __init__(self, path: Path):
         self.path = path
         self._lines = JsonLines(path, self._take, self._start_over)
@@ -92,7 +92,7 @@ class EventLog:
     def notes(self) -> tuple[str, ...]:
         return self._lines.note()
 
-    def of(self, part: Part) -> tuple[Event, ...]:
+    def of(self, part: TableRun) -> tuple[Event, ...]:
         """The decisions of one run.
 
         No line says which run it is of. Where the log falls into as many parts of rising steps as there are runs, they
@@ -210,7 +210,7 @@ class JsonLines:
         except orjson.JSONDecodeError:
             pass
         whole, end = True, 0
-        for value, start, stop in _values(line):
+        for value, start, stop in _json_records(line):
             taken = self._take(value)
             whole = whole and taken and not line[end:start].strip()
             end = stop
@@ -219,29 +219,29 @@ class JsonLines:
     def _read_tail(self, tail: bytes) -> None:
         """A last line without a newline is read as far as it is complete: the braces of a record close."""
         end = 0
-        for value, start, stop in _values(tail):
+        for value, start, stop in _json_records(tail):
             if tail[end:start].strip() or not self._take(value):
                 break
             end = stop
         self._advance(tail[:end])
 
 
-def _values(text: bytes) -> Iterator[tuple[object, int, int]]:
+def _json_records(text: bytes) -> Iterator[tuple[object, int, int]]:
     """The JSON value at the beginning, and behind it every one that begins as a record does: (value, start, end).
 
     A record is looked for up to where the next begins: each byte is read a few times, however many records are broken.
     """
-    value, end = _first_value(text)
+    value, end = _first_record(text)
     if end:
         yield value, 0, end
     starts = [found.start() for found in RECORD.finditer(text, max(end, 1))]
     for start, stop in pairwise([*starts, len(text)]):
-        value, length = _first_value(text[start:stop])
+        value, length = _first_record(text[start:stop])
         if length:
             yield value, start, start + length
 
 
-def _first_value(text: bytes) -> tuple[object, int]:
+def _first_record(text: bytes) -> tuple[object, int]:
     """The JSON value at the beginning, and how many bytes it takes; 0 where it is cut or broken.
 
     Reads more than orjson: NaN, lone surrogates, bytes that are not UTF-8, and what has something behind it.

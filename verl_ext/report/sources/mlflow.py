@@ -29,7 +29,7 @@ from urllib.parse import quote
 from verl_ext.report.files import is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.store import Process
-from verl_ext.report.sources.table import Table
+from verl_ext.report.sources.table import MetricTable
 
 META, METRICS = "meta.yaml", "metrics"
 SYSTEM = "system/"  # metrics of the machine, which MLflow counts by steps of its own
@@ -70,13 +70,13 @@ class MlflowFolder:
         return sorted(folder for folder in found if is_run(folder))
 
     def state(self) -> Hashable:
-        files = [file for run in self._runs() for file in (run / META, *(file for _, file in _metrics(run)))]
+        files = [file for run in self._runs() for file in (run / META, *(file for _, file in _metric_files(run)))]
         statuses = [(file, file.stat()) for file in files]
         return tuple((file, status.st_ino, status.st_size, status.st_mtime_ns) for file, status in statuses)
 
     def processes(self) -> list[Process]:
         found = [(run, _meta(run / META)) for run in self._runs()]
-        return [_process(run, meta) for run, meta in found if meta.get("lifecycle_stage") != "deleted"]
+        return [_mlflow_process(run, meta) for run, meta in found if meta.get("lifecycle_stage") != "deleted"]
 
 
 def is_run(folder: Path) -> bool:
@@ -96,21 +96,21 @@ class MlflowDatabase:
 
     def processes(self) -> list[Process]:
         with self._rows() as rows:
-            projects = {number: _text(name) for number, name in rows("SELECT experiment_id, name FROM experiments")}
+            projects = {number: _as_text(name) for number, name in rows("SELECT experiment_id, name FROM experiments")}
             first = dict(rows(FIRST_STEPS_OF_RUNS))
             return [
                 Process(
-                    name=_text(name) or _text(run),
+                    name=_as_text(name) or _as_text(run),
                     project=projects.get(experiment, ""),
-                    started=(started if is_step(started) else 0, _text(run)),
+                    started=(started if is_step(started) else 0, _as_text(run)),
                     first=first[run] if is_step(first.get(run)) else None,
                     files=(self._path,),
-                    add_to=partial(self._read, row),
+                    add_to=partial(self._add_values, row),
                 )
                 for row, run, name, experiment, started in rows(RUNS)
             ]
 
-    def _read(self, row: int, table: Table) -> Iterable[str]:
+    def _add_values(self, row: int, table: MetricTable) -> Iterable[str]:
         unreadable = 0
         with self._rows() as rows:
             for step, key, value, is_nan in rows(VALUES, row):
@@ -132,12 +132,12 @@ class MlflowDatabase:
         try:
             database = sqlite3.connect(f"file:{quote(str(self._path.absolute()))}?mode=ro", uri=True)
             try:
-                database.text_factory = _text
+                database.text_factory = _as_text
                 database.execute("PRAGMA trusted_schema = off")
                 for query, values in ((FOREIGN, ()), *((MADE, (table,)) for table in TABLES)):
                     if database.execute(query, values).fetchone():
                         raise ReportError("not MLflow's database: a table of it is computed")
-                database.set_authorizer(_allowed)
+                database.set_authorizer(_authorize)
                 database.set_progress_handler(lambda: next(steps, None) is None, EVERY)
                 yield lambda query, *values: database.execute(query, values)
             finally:
@@ -146,10 +146,12 @@ class MlflowDatabase:
             raise ReportError(f"cannot be read as MLflow's database: {error}") from error
 
 
-def _process(run: Path, meta: dict[str, str]) -> Process:
+def _mlflow_process(run: Path, meta: dict[str, str]) -> Process:
     above = run.resolve().parent
     project = _meta(above / META).get("name", "") if is_regular(above / META) else ""
-    first = min((step for _, file in _metrics(run) for step, _ in islice(_lines(file, []), 1)), default=None)
+    first = min(
+        (step for _, file in _metric_files(run) for step, _ in islice(_metric_lines(file, []), 1)), default=None
+    )
     started = int(meta["start_time"]) if re.fullmatch("[0-9]{1,18}", meta.get("start_time", "")) else 0
     return Process(
         meta.get("run_name") or run.name,
@@ -157,20 +159,20 @@ def _process(run: Path, meta: dict[str, str]) -> Process:
         (started, run.name),
         first,
         (run / META,),
-        lambda table: _read(run, table),
+        lambda table: _add_metric_files(run, table),
     )
 
 
-def _read(run: Path, table: Table) -> Iterable[str]:
+def _add_metric_files(run: Path, table: MetricTable) -> Iterable[str]:
     broken: list[str] = []
-    for name, file in _metrics(run):
-        for step, value in _lines(file, broken):
+    for name, file in _metric_files(run):
+        for step, value in _metric_lines(file, broken):
             table.add(step, {name: value})
     if broken:
         yield f"lines of {run.name} that could not be read: {len(broken)} (the first is of {broken[0]}); left out"
 
 
-def _metrics(run: Path) -> Iterator[tuple[str, Path]]:
+def _metric_files(run: Path) -> Iterator[tuple[str, Path]]:
     """Name and file of each metric."""
     root = run / METRICS
     for name, folders, files in os.walk(root):
@@ -188,19 +190,19 @@ def _verls_name(metric: str) -> str:
     return AT.sub("@", metric)
 
 
-def _lines(file: Path, broken: list[str]) -> Iterator[tuple[int, float]]:
+def _metric_lines(file: Path, broken: list[str]) -> Iterator[tuple[int, float]]:
     """(step, value) of each line; what cannot be read goes to `broken`, but for a last line that is cut."""
     with open_regular(file) as opened:
         while line := opened.readline(MOST_LINE):
             whole = line.endswith(b"\n")
-            found = _value(line)
+            found = _parse_metric_line(line)
             if found and whole:
                 yield found
             elif whole or len(line) == MOST_LINE:
                 broken.append(file.name)
 
 
-def _value(line: bytes) -> tuple[int, float] | None:
+def _parse_metric_line(line: bytes) -> tuple[int, float] | None:
     try:
         _, value, step, *_ = line.split()
         found = int(step), float(value)
@@ -222,12 +224,12 @@ def _unquoted(value: str) -> str:
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] == '"' else value
 
 
-def _allowed(action: int, name: str | None, function: str | None, _: str | None, inside: str | None) -> int:
+def _authorize(action: int, name: str | None, function: str | None, _: str | None, inside: str | None) -> int:
     """Nothing but reading the three tables."""
     reading = action == sqlite3.SQLITE_READ and name in TABLES and inside is None
     calling = action == sqlite3.SQLITE_FUNCTION and function in FUNCTIONS
     return sqlite3.SQLITE_OK if reading or calling or action == sqlite3.SQLITE_SELECT else sqlite3.SQLITE_DENY
 
 
-def _text(value: object) -> str:
+def _as_text(value: object) -> str:
     return value.decode("utf-8", errors="surrogateescape") if isinstance(value, bytes) else str(value or "")

@@ -28,7 +28,7 @@ FIRST_STEPS = 1  # 0 where the run validates before training, else 1
 
 
 @dataclass(frozen=True)
-class Part:
+class TableRun:
     """One run of a table. `gone`: steps that were logged and do not stand, see the module."""
 
     steps: np.ndarray
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Units:
-    """Of each unit: its lowest and highest step (of training, where it has any), and whether it only validates."""
+    """Each unit's lowest and highest step (of training, where it has any), and whether it only validates."""
 
     low: np.ndarray
     high: np.ndarray
@@ -77,7 +77,7 @@ class _Resumes:
         return notes
 
 
-class Table:
+class MetricTable:
     """Rows of (step, values by name); 12 bytes a value.
 
     Args:
@@ -149,7 +149,7 @@ class Table:
         for pending in (self._new_values, self._new_numbers, self._new_lengths):
             del pending[:]
 
-    def run(self, which: int | None) -> Part:
+    def run(self, which: int | None) -> TableRun:
         """One run of the table: the last, or the one with this number, counted from 1. The table must not be empty."""
         self._flush()
         steps = np.array(self._steps)
@@ -173,7 +173,7 @@ class Table:
             other = "--run 1 (or FILE:1) shows the first" if runs == 2 else all_others
             notes.insert(0, f"the file holds {runs} runs, this is the last; {other}")
         run_steps = np.unique(steps[keep])
-        return Part(run_steps, self._series(steps, keep, run_steps), found.gone, tuple(notes), number, runs)
+        return TableRun(run_steps, self._series(steps, keep, run_steps), found.gone, tuple(notes), number, runs)
 
     def _units(self, steps: np.ndarray, validation: np.ndarray) -> tuple[_Units, np.ndarray]:
         """The units, and of each row which it is in."""

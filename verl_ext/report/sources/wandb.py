@@ -19,7 +19,7 @@ from verl_ext.printable import printable
 from verl_ext.report.files import is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.store import Process
-from verl_ext.report.sources.table import Table
+from verl_ext.report.sources.table import MetricTable
 
 FILE = ".wandb"
 # verl counts in the first; the second is W&B's own, which goes on where something else logs too.
@@ -55,33 +55,33 @@ class WandbFolder:
         return tuple((file, status.st_ino, status.st_size, status.st_mtime_ns) for file, status in statuses)
 
     def processes(self) -> list[Process]:
-        return [_process(file) for file in self.files()]
+        return [_wandb_process(file) for file in self.files()]
 
 
-def _process(file: Path) -> Process:
+def _wandb_process(file: Path) -> Process:
     """What the file begins with: whose it is, and its first row."""
     name, project, started, first = file.stem.removeprefix("run-"), "", (0, 0), None
     with open_regular(file) as opened:
-        for message in _messages(opened):
+        for message in _wandb_records(opened):
             if message is None:
                 continue
             if message.HasField("run"):
                 run = message.run
                 name, project = run.display_name or run.run_id or name, run.project
                 started = run.start_time.seconds, run.start_time.nanos
-            elif message.HasField("history") and (first := _row(message.history)[0]) is not None:
+            elif message.HasField("history") and (first := _history_row(message.history)[0]) is not None:
                 break
-    return Process(name, project, (*started, file.parent.name), first, (file,), lambda table: _read(file, table))
+    return Process(name, project, (*started, file.parent.name), first, (file,), lambda table: _add_history(file, table))
 
 
-def _read(file: Path, table: Table) -> Iterable[str]:
+def _add_history(file: Path, table: MetricTable) -> Iterable[str]:
     unreadable = elsewhere = 0
     with open_regular(file) as opened:
-        for message in _messages(opened):
+        for message in _wandb_records(opened):
             if message is None:
                 unreadable += 1
             elif message.HasField("history"):
-                step, own, data = _row(message.history)
+                step, own, data = _history_row(message.history)
                 if step is None:
                     unreadable += 1
                 else:
@@ -93,7 +93,7 @@ def _read(file: Path, table: Table) -> Iterable[str]:
         yield f"rows of {file.name} in which W&B counted other steps than verl: {elsewhere}; {STEP} stands"
 
 
-def _row(history: Any) -> tuple[int | None, object, dict[str, object]]:
+def _history_row(history: Any) -> tuple[int | None, object, dict[str, object]]:
     """The step of a row, W&B's own, and the numbers by name; of what is nested, `outer.inner` as W&B shows it."""
     # An empty value is no metric. It is dropped before anything is made of it: it takes two bytes, so a file may hold
     # millions, and the error of parsing one costs more than the rest of the row.
@@ -101,11 +101,11 @@ def _row(history: Any) -> tuple[int | None, object, dict[str, object]]:
     keys = [tuple(item.nested_key) or (item.key,) for item, _ in items]
     media = {key[:-1] for key in keys if key[-1] == "_type"}  # a table, an image: its size is no metric
     data: dict[str, object] = {}
-    for key, value in zip(keys, _values([text for _, text in items]), strict=True):
-        if len(key) > MOST_NESTED or (media and _within(key, media)):
+    for key, value in zip(keys, _json_values([text for _, text in items]), strict=True):
+        if len(key) > MOST_NESTED or (media and _is_inside(key, media)):
             continue
         if isinstance(value, dict):
-            data.update(_flat(".".join(key), value))
+            data.update(_flatten(".".join(key), value))
         elif not isinstance(value, (str, list)):
             data[".".join(key)] = value
     own = data.pop(WANDB_STEP, None)
@@ -114,11 +114,11 @@ def _row(history: Any) -> tuple[int | None, object, dict[str, object]]:
     return next(filter(is_step, (data.get(STEP), own)), None), own, data
 
 
-def _within(key: tuple[str, ...], outer: set[tuple[str, ...]]) -> bool:
+def _is_inside(key: tuple[str, ...], outer: set[tuple[str, ...]]) -> bool:
     return any(key[:length] in outer for length in range(1, len(key)))
 
 
-def _values(texts: list[str]) -> list[object]:
+def _json_values(texts: list[str]) -> list[object]:
     """JSON values; together they are read in a fifth of the time. What JSON does not have is read one by one."""
     try:
         values = orjson.loads(f"[{','.join(texts)}]")
@@ -126,10 +126,10 @@ def _values(texts: list[str]) -> list[object]:
             return values
     except orjson.JSONDecodeError:
         pass
-    return [_value(text) for text in texts]
+    return [_json_value(text) for text in texts]
 
 
-def _value(text: str) -> object:
+def _json_value(text: str) -> object:
     """Text where it cannot be read."""
     if text in NOT_FINITE:
         return NOT_FINITE[text]
@@ -139,7 +139,7 @@ def _value(text: str) -> object:
         return ""
 
 
-def _flat(name: str, outer: dict) -> Iterator[tuple[str, object]]:
+def _flatten(name: str, outer: dict) -> Iterator[tuple[str, object]]:
     """What is in dictionaries within each other, but for text, lists and media."""
     inside = [(name, outer, 1)]
     while inside:
@@ -154,7 +154,7 @@ def _flat(name: str, outer: dict) -> Iterator[tuple[str, object]]:
                 yield f"{before}.{key}", value
 
 
-def _messages(file: BinaryIO) -> Iterator[Any]:
+def _wandb_records(file: BinaryIO) -> Iterator[Any]:
     """Each `Record` of the file; None instead of one that cannot be read, or is beyond MOST_RECORD.
 
     A last one that is cut is left out: it may still be being written.
@@ -167,14 +167,14 @@ def _messages(file: BinaryIO) -> Iterator[Any]:
         from wandb.proto.wandb_internal_pb2 import Record
     except ImportError as error:
         raise ReportError("this is W&B's file; to read it, pip install wandb") from error
-    for record in _records(file):
+    for record in _log_records(file):
         try:
             yield None if record is None else Record.FromString(record)
         except DecodeError:
             yield None
 
 
-def _records(file: BinaryIO) -> Iterator[bytes | None]:
+def _log_records(file: BinaryIO) -> Iterator[bytes | None]:
     block = file.read(BLOCK)
     if not BEGINNING.startswith(block[: len(BEGINNING)]):
         raise ReportError("this is not a file of W&B: it begins otherwise")
