@@ -12,7 +12,7 @@ GPU = {
     "gpu-megatron": ["verl[megatron,vllm]==0.9.1", "megatron-core==0.18.0"],
     "gpu-sglang": ["verl[fsdp,sglang]==0.9.1"],
 }
-REPORT = ["altair>=6", "jinja2>=3", "pillow>=10.1", "tensorboard", "vl-convert-python>=1.9"]
+REPORT = ["altair>=6", "jinja2>=3", "pillow>=10.1", "scipy>=1.15", "tensorboard", "vl-convert-python>=1.9"]
 
 setup(
     name="verl-ext",

@@ -14,8 +14,8 @@ from pathlib import Path
 from verl_ext.lab.figures import LAB_PANELS, looks, seeds_chart
 from verl_ext.lab.seeds import Interval, Variant, ranked
 from verl_ext.lab.summary import DROPPED, FORECAST, K3, NORM, REWARD, ROLLBACKS, SKIPPED, WINDOW, Summary, summarise
-from verl_ext.report import render
 from verl_ext.report.load import read_run
+from verl_ext.report.page import overview, png, spec_of
 from verl_ext.report.run import Run
 from verl_ext.run_files import EVENTS
 
@@ -106,8 +106,8 @@ def draw(regime: str, folder: Path = RUNS) -> bytes:
     look = looks(sorted(runs, key=lambda arm: (arm != "exact", arm != "none", arm)))
     panels = [panel for metric in PANELS for panel in LAB_PANELS if panel.metric == metric]
     charts = {panel: chart for panel in panels if (chart := seeds_chart(panel, runs, look)) is not None}
-    pictures = {panel.key: render.png(render.spec_of(chart), panel.title) for panel, chart in charts.items()}
-    return render.overview(pictures, TITLE.format(what=REGIMES[regime]))
+    pictures = {panel.key: png(spec_of(chart), panel.title) for panel, chart in charts.items()}
+    return overview(pictures, TITLE.format(what=REGIMES[regime]))
 
 
 def with_tables(page: str, folder: Path = RUNS) -> str:

@@ -11,11 +11,9 @@ import numpy as np
 
 from verl_ext.lab.summary import DROPPED, K3, NORM, REWARD
 from verl_ext.lab.words import EXACT, NONE
-from verl_ext.report.figures.lines import Line, data, line_chart, rows
+from verl_ext.report.figures.lines import INK, SERIES, VERMILION, Line, chart_rows, data, line_chart, means, step_edges
 from verl_ext.report.figures.overlay import DASHES
 from verl_ext.report.figures.panels import PANELS, Panel
-from verl_ext.report.figures.style import INK, SERIES, VERMILION
-from verl_ext.report.figures.thin import means, step_edges
 from verl_ext.report.run import Run, Series
 
 POINTS = 60  # of a line, each the mean of some steps
@@ -105,7 +103,7 @@ def _band(steps: np.ndarray, low: np.ndarray, high: np.ndarray, colour: str) -> 
     inside = np.isfinite(low)
     ends = [
         {**row, "high": float(f"{top:.6g}")}
-        for row, top in zip(rows(Series(steps[inside], low[inside])), high[inside], strict=True)
+        for row, top in zip(chart_rows(Series(steps[inside], low[inside])), high[inside], strict=True)
     ]
     return alt.Chart(data(ends)).mark_area(color=colour, opacity=BAND, clip=True).encode(y2="high:Q")
 
@@ -113,4 +111,4 @@ def _band(steps: np.ndarray, low: np.ndarray, high: np.ndarray, colour: str) -> 
 def _thin(curve: Series, colour: str, *, log: bool) -> alt.Chart:
     keep = curve.values > 0 if log else np.full(len(curve.values), True)
     shown = Series(curve.steps[keep], curve.values[keep])
-    return alt.Chart(data(rows(shown))).mark_line(color=colour, opacity=THIN, strokeWidth=1, clip=True)
+    return alt.Chart(data(chart_rows(shown))).mark_line(color=colour, opacity=THIN, strokeWidth=1, clip=True)

@@ -9,9 +9,8 @@ import numpy as np
 
 from verl_ext.probe.sweep import LAUNCH, SweepResult, ranked_by_gap
 from verl_ext.probe.verdict import Conclusion, ProbeTable, sentences, tables
-from verl_ext.report.figures.lines import data, decades, value_axis
+from verl_ext.report.figures.lines import BLUE, HEIGHT, ORANGE, VERMILION, WIDTH, data, decades, value_axis
 from verl_ext.report.figures.panels import Panel
-from verl_ext.report.figures.style import BLUE, HEIGHT, ORANGE, VERMILION, WIDTH
 from verl_ext.report.page import write_page
 
 

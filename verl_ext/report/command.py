@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
     from verl_ext.report.page import Progress
     from verl_ext.report.run import Run
-    from verl_ext.report.verdict import Verdict
+    from verl_ext.report.verdict import RunVerdict
 
 EVERY = 15  # seconds between two looks at a run that goes on
 DRAWING = ("altair", "vl_convert", "jinja2", "PIL")  # modules that nothing else needs
 LIBRARIES = "altair vl-convert-python jinja2 pillow"  # where they come from
+STATISTICS = "scipy"  # is needed by `compare` and by the lab
 FAILED = 2  # the status of a command that could not do what was asked
 
 RUN_HELP = (
@@ -126,17 +127,17 @@ def run_report(arguments: argparse.Namespace) -> int:
 
     from verl_ext.report.load import read_run
     from verl_ext.report.terminal import dashboard
-    from verl_ext.report.verdict import judge
+    from verl_ext.report.verdict import judge_run
 
     with errors_are_one_line("report") as outcome:
         if arguments.watch:
             return _watch(arguments, Console())
         console = Console()
         run = read_run(arguments.path, arguments.which)
-        verdict = judge(run)
+        verdict = judge_run(run)
         console.print(dashboard(run, verdict))
         if not arguments.no_page:
-            _write(run, verdict, arguments, console)
+            _write_pages(run, verdict, arguments, console)
     return outcome.status
 
 
@@ -147,7 +148,7 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
     from verl_ext.report.load import Reader
     from verl_ext.report.run import ReportError, Run
     from verl_ext.report.terminal import indented
-    from verl_ext.report.verdict import judge
+    from verl_ext.report.verdict import judge_run
 
     reader = Reader(arguments.path, which=arguments.which)
     tidy = False
@@ -170,7 +171,7 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
                     due = due or now is not run
                     run = now
                     if due:
-                        due = not _look(run, arguments, tidy, live)
+                        due = not _show_and_write(run, arguments, tidy, live)
                 time.sleep(arguments.watch)
     except KeyboardInterrupt:
         if not console.is_terminal:
@@ -178,18 +179,18 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
         if run is None:
             raise ReportError(f"{arguments.path}: nothing to report on yet") from None
         if not arguments.no_page:
-            _write(run, judge(run), arguments, console, tidy)
+            _write_pages(run, judge_run(run), arguments, console, tidy)
     return 0
 
 
-def _look(run: "Run", arguments: argparse.Namespace, tidy: bool, live: "Live") -> bool:
+def _show_and_write(run: "Run", arguments: argparse.Namespace, tidy: bool, live: "Live") -> bool:
     """Show the run as it stands; whether its pages could be written. A disk that is full now may have room later."""
     from rich.console import Group
 
     from verl_ext.report.terminal import dashboard, indented
-    from verl_ext.report.verdict import judge
+    from verl_ext.report.verdict import judge_run
 
-    verdict = judge(run)
+    verdict = judge_run(run)
     screen = dashboard(run, verdict)
     live.update(screen, refresh=True)
     if arguments.no_page:
@@ -205,8 +206,8 @@ def _look(run: "Run", arguments: argparse.Namespace, tidy: bool, live: "Live") -
     return True
 
 
-def _write(
-    run: "Run", verdict: "Verdict", arguments: argparse.Namespace, console: "Console", tidy: bool | None = None
+def _write_pages(
+    run: "Run", verdict: "RunVerdict", arguments: argparse.Namespace, console: "Console", tidy: bool | None = None
 ) -> None:
     from verl_ext.report.folder import write_pages
 
@@ -229,8 +230,7 @@ def tell(console: "Console", name: str, page: Path) -> None:
 def run_compare(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from verl_ext.report.comparison import compare_runs, unique_names
-    from verl_ext.report.comparison_text import comparison_table
+    from verl_ext.report.comparison import compare_runs, comparison_table, unique_names
     from verl_ext.report.load import read_run
     from verl_ext.report.page import write_comparison
 
@@ -264,9 +264,10 @@ def errors_are_one_line(command: str) -> Iterator[_Outcome]:
     try:
         yield outcome
     except ModuleNotFoundError as error:
-        if error.name not in DRAWING:
+        if error.name not in (*DRAWING, STATISTICS):
             raise
-        print(f"verl-ext {command}: {error.name} is missing: pip install {LIBRARIES}", file=sys.stderr)
+        packages = STATISTICS if error.name == STATISTICS else LIBRARIES
+        print(f"verl-ext {command}: {error.name} is missing: pip install {packages}", file=sys.stderr)
         outcome.status = FAILED
     except (ReportError, OSError) as error:
         print(f"verl-ext {command}: {printable(str(error), MOST_MESSAGE)}", file=sys.stderr)

@@ -1,17 +1,36 @@
-"""Several runs side by side: the end of each metric, and which differences to the first run are more than noise."""
+"""Several runs side by side: the end of each metric, and which differences to the first run are more than noise.
+
+`compare_runs` compares, `comparison_rows` gives the text of a page, `comparison_table` the table of a terminal.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from verl_ext.metrics import Metric, find
 from verl_ext.printable import printable
-from verl_ext.report.noise import CAVEAT, LEVEL, Difference, Final, compare, final, judge
-from verl_ext.report.reward import fall_of
+from verl_ext.report.noise import (
+    CAVEAT,
+    FLOOR,
+    LEVEL,
+    ROUNDING,
+    Difference,
+    Final,
+    compare_finals,
+    final,
+    judge_differences,
+)
 from verl_ext.report.run import ReportError, Run, Series
+from verl_ext.report.signals import fall_of
+from verl_ext.report.terminal import Unit, encodable, format_of, format_value, indented, wrap_name
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+
 
 MOST_RUNS = 6  # that a table has room for
-
-
 REWARD = "critic/score/mean"
 ROWS = (  # behind the reward and the validation
     "vllm_kl/k3",
@@ -29,18 +48,20 @@ ROWS = (  # behind the reward and the validation
     "timing_s/step",
 )
 TOTALS = ("guard/skipped",)  # summed over the run, without a noise test
+SHORT = {"within noise": "noise", "too few steps": "too few"}  # verdicts in narrow columns
+VERDICT_STYLES = {"better": "green", "worse": "red", "differs": "yellow"}
 
 
 @dataclass(frozen=True)
-class Cell:
+class MetricCell:
     """One metric of one run.
 
     Attributes:
         final: None where the run lacks the metric, and for totals.
         total: of a metric that is summed, and of how many steps.
         difference: to the first run; None for the first, and where one of the two has no final value.
-        verdict: "better", "worse", "differs", "within noise" or "too few steps", after `judge` over the whole table;
-            empty where nothing was compared.
+        verdict: "better", "worse", "differs", "within noise" or "too few steps", after
+            `judge_differences` over the whole table; empty where nothing was compared.
     """
 
     final: Final | None = None
@@ -54,7 +75,7 @@ class Comparison:
     """Rows in the order of the table; each has a cell for every run, the first run is the baseline."""
 
     names: tuple[str, ...]
-    rows: tuple[tuple[Metric, tuple[Cell, ...]], ...]
+    rows: tuple[tuple[Metric, tuple[MetricCell, ...]], ...]
     notes: tuple[str, ...]
 
 
@@ -77,67 +98,19 @@ def compare_runs(
     common = min(int(run.steps[-1]) for run in runs)
     if late := [name for name, run in zip(names, runs, strict=True) if cut and run.steps[0] > common]:
         raise ReportError(f"{', '.join(late)} begins after step {common}, where another run ends: nothing to compare")
-    cut_runs = [_until(run, common) for run in runs] if cut else list(runs)
+    cut_runs = [_cut_at(run, common) for run in runs] if cut else list(runs)
     rows = []
-    for metric in _metrics(cut_runs, extra):
+    for metric in _table_metrics(cut_runs, extra):
         cells = [_cell(run, metric, window) for run in cut_runs]
         if any(cell.final or cell.total for cell in cells):
-            rows.append((metric, [_against(cells[0], cell) if index else cell for index, cell in enumerate(cells)]))
-    judged = _judged(rows)
+            rows.append(
+                (metric, [_with_difference(cells[0], cell) if index else cell for index, cell in enumerate(cells)])
+            )
+    judged = _judge_rows(rows)
     falls = {name: fall for name, run in zip(names, runs, strict=True) if (fall := fall_of(run))}
     notes = [" ".join((f"{name}:", str(fall), *fall.moved())) for name, fall in falls.items()]
-    notes += _notes(runs, names, judged, extra, window, common if cut else None)
+    notes += _comparison_notes(runs, names, judged, extra, window, common if cut else None)
     return Comparison(names, judged, tuple(notes))
-
-
-def _metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric]:
-    """The rows that may come, in their order: reward, validation, the known ones, those the user named."""
-    validation = sorted({name for run in runs for name in run.validations()})
-    known = [REWARD, *validation, *ROWS]
-    for name in dict.fromkeys([*known, *extra]):
-        metric = find(name) or Metric(name, "a metric of the user's own")
-        yield replace(metric, name=name, label=metric.label if name in known else name)
-
-
-def _until(run: Run, step: int) -> Run:
-    def before(series: Series) -> Series:
-        keep = series.steps <= step
-        return Series(series.steps[keep], series.values[keep])
-
-    metrics = {name: before(series) for name, series in run.metrics.items()}
-    return replace(run, steps=run.steps[run.steps <= step], metrics=metrics)
-
-
-def _cell(run: Run, metric: Metric, window: int | None) -> Cell:
-    if (series := run.get(metric.name)) is None:
-        return Cell()
-    if metric.name in TOTALS:
-        return Cell(total=(float(series.values.sum()), len(series.values)))
-    return Cell(final=final(series, window, metric.scale))
-
-
-def _against(baseline: Cell, cell: Cell) -> Cell:
-    if baseline.final is None or cell.final is None:
-        return cell
-    return replace(cell, difference=compare(baseline.final, cell.final))
-
-
-def _judged(rows: Sequence[tuple[Metric, list[Cell]]]) -> tuple[tuple[Metric, tuple[Cell, ...]], ...]:
-    """All comparisons of the table are judged together."""
-    verdicts = iter(judge([cell.difference for _, cells in rows for cell in cells if cell.difference]))
-
-    def judged(metric: Metric, cell: Cell) -> Cell:
-        if cell.difference is None:
-            return cell
-        return replace(cell, verdict=_word(metric, cell.difference, next(verdicts)))
-
-    return tuple((metric, tuple(judged(metric, cell) for cell in cells)) for metric, cells in rows)
-
-
-def _word(metric: Metric, difference: Difference, verdict: str) -> str:
-    if verdict != "differs" or not metric.better:
-        return verdict
-    return "better" if (difference.change > 0) == (metric.better == "higher") else "worse"
 
 
 def unique_names(runs: Sequence[Run]) -> list[str]:
@@ -159,10 +132,92 @@ def unique_names(runs: Sequence[Run]) -> list[str]:
     return [f"{name} ({number})" for number, name in enumerate(names, start=1)]
 
 
-def _notes(
+def comparison_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    """The table as text, for a page: one dictionary a metric.
+
+    `label`, `metric`, `scale`, `better` and `cells`: a list with, for each run, `run`, `value`, `change`, `interval`
+    (of the change alone, at 99 %) and `verdict`; "-" is a value the run lacks, an empty text what was not compared.
+    """
+    return [
+        {
+            "label": metric.label,
+            "metric": metric.name,
+            "scale": metric.scale,
+            "better": metric.better,
+            "cells": [
+                {
+                    "run": name,
+                    "value": _value_text(metric, cell),
+                    "change": _change_text(metric, cell, cells[0]),
+                    "interval": _interval_text(metric, cell),
+                    "verdict": cell.verdict,
+                }
+                for name, cell in zip(comparison.names, cells, strict=True)
+            ],
+        }
+        for metric, cells in comparison.rows
+    ]
+
+
+def comparison_table(comparison: Comparison) -> "RenderableType":
+    """The table for a terminal: 2 or 3 runs fit 100 columns, more are wrapped; in ASCII where it has no UTF-8."""
+    return _ComparisonTable(comparison)
+
+
+def _table_metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric]:
+    """The rows that may come, in their order: reward, validation, the known ones, those the user named."""
+    validation = sorted({name for run in runs for name in run.validations()})
+    known = [REWARD, *validation, *ROWS]
+    for name in dict.fromkeys([*known, *extra]):
+        metric = find(name) or Metric(name, "a metric of the user's own")
+        yield replace(metric, name=name, label=metric.label if name in known else name)
+
+
+def _cut_at(run: Run, step: int) -> Run:
+    def before(series: Series) -> Series:
+        keep = series.steps <= step
+        return Series(series.steps[keep], series.values[keep])
+
+    metrics = {name: before(series) for name, series in run.metrics.items()}
+    return replace(run, steps=run.steps[run.steps <= step], metrics=metrics)
+
+
+def _cell(run: Run, metric: Metric, window: int | None) -> MetricCell:
+    if (series := run.get(metric.name)) is None:
+        return MetricCell()
+    if metric.name in TOTALS:
+        return MetricCell(total=(float(series.values.sum()), len(series.values)))
+    return MetricCell(final=final(series, window, metric.scale))
+
+
+def _with_difference(baseline: MetricCell, cell: MetricCell) -> MetricCell:
+    if baseline.final is None or cell.final is None:
+        return cell
+    return replace(cell, difference=compare_finals(baseline.final, cell.final))
+
+
+def _judge_rows(rows: Sequence[tuple[Metric, list[MetricCell]]]) -> tuple[tuple[Metric, tuple[MetricCell, ...]], ...]:
+    """All comparisons of the table are judged together."""
+    verdicts = iter(judge_differences([cell.difference for _, cells in rows for cell in cells if cell.difference]))
+
+    def judged(metric: Metric, cell: MetricCell) -> MetricCell:
+        if cell.difference is None:
+            return cell
+        return replace(cell, verdict=_verdict_word(metric, cell.difference, next(verdicts)))
+
+    return tuple((metric, tuple(judged(metric, cell) for cell in cells)) for metric, cells in rows)
+
+
+def _verdict_word(metric: Metric, difference: Difference, verdict: str) -> str:
+    if verdict != "differs" or not metric.better:
+        return verdict
+    return "better" if (difference.change > 0) == (metric.better == "higher") else "worse"
+
+
+def _comparison_notes(
     runs: Sequence[Run],
     names: Sequence[str],
-    rows: Sequence[tuple[Metric, tuple[Cell, ...]]],
+    rows: Sequence[tuple[Metric, tuple[MetricCell, ...]]],
     extra: Sequence[str],
     window: int | None,
     common: int | None,
@@ -184,7 +239,7 @@ def _notes(
     for index, name in enumerate(names):
         if moving := [_title(metric) for metric, cells in rows if (end := cells[index].final) and end.drift]:
             yield f"still moving at the end of {name}: {', '.join(moving)}"
-        if ended := [metric.name for metric, cells in rows if _ended_early(cells[index], cells)]:
+        if ended := [metric.name for metric, cells in rows if _stops_early(cells[index], cells)]:
             yield f"not logged any more when the others' windows begin, in {name}: {', '.join(ended)}"
     shown = {metric.name for metric, _ in rows}
     for name in dict.fromkeys(extra):
@@ -196,8 +251,94 @@ def _title(metric: Metric) -> str:
     return metric.name if metric.label == "validation" else metric.label
 
 
-def _ended_early(cell: Cell, cells: Sequence[Cell]) -> bool:
+def _stops_early(cell: MetricCell, cells: Sequence[MetricCell]) -> bool:
     windows = [other.final.steps for other in cells if other.final and other.final.steps]
     if cell.final is None or cell.final.steps is None:
         return False
     return any(cell.final.steps[1] < start for start, _ in windows)
+
+
+@dataclass(frozen=True)
+class _ComparisonTable:
+    comparison: Comparison
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        names = self.comparison.names
+        wide = min(options.max_width, 100)
+        narrow = len(names) > 3 or wide < 90
+        label = 18 if narrow else 28
+        column = min((wide - label - 2) // len(names) - 2, 30)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_lines=False)
+        table.add_column("", width=label, overflow="fold")
+        for name in names:
+            table.add_column(Text(encodable(wrap_name(name, column), options)), width=column, overflow="fold")
+        for row in comparison_rows(self.comparison):
+            title = Text(encodable(wrap_name(row["label"], label), options))
+            if row["label"] != row["metric"]:
+                title.append("\n" + encodable(wrap_name(row["metric"], label), options), style="dim")
+            cells = []
+            for cell in row["cells"]:
+                verdict = SHORT.get(cell["verdict"], cell["verdict"]) if narrow else cell["verdict"]
+                value, change = (_abbreviate(cell[key]) if narrow else cell[key] for key in ("value", "change"))
+                text = Text(encodable(value, options))
+                if change:
+                    text.append(encodable(f"\n{change} ", options))
+                    text.append(verdict, style=VERDICT_STYLES.get(verdict, "dim"))
+                cells.append(text)
+            table.add_row(title, *cells)
+        yield table
+        for note in self.comparison.notes:
+            yield indented(note, options)
+
+
+def _abbreviate(text: str) -> str:
+    return text.replace(" points", " pt").replace(" %", "%").replace(" s", "s")
+
+
+def _value_text(metric: Metric, cell: MetricCell) -> str:
+    if cell.total is not None:
+        return f"{cell.total[0]:.0f} of {cell.total[1]}"
+    if cell.final is None:
+        return "-"
+    if cell.final.scale == "log" and cell.final.mean <= FLOOR * (1 + ROUNDING):
+        return f"below {FLOOR:.0e}"
+    mean = format_value(cell.final.mean, format_of(metric))
+    if cell.final.error is None:
+        return mean
+    if cell.final.scale == "log":  # the error is of the logarithm
+        return f"{mean} ±{100 * np.expm1(cell.final.error):.0f} %"
+    number, _, unit = mean.partition(" ")
+    error = _size_text(cell.final.error, format_of(metric)).partition(" ")[0]
+    return f"{number} ±{error} {unit}".rstrip()
+
+
+def _change_text(metric: Metric, cell: MetricCell, baseline: MetricCell) -> str:
+    if cell is not baseline and cell.total is not None and baseline.total is not None:
+        return f"{cell.total[0] - baseline.total[0]:+.0f}"
+    return "" if cell.difference is None else _signed_text(metric, cell.difference.change)
+
+
+def _interval_text(metric: Metric, cell: MetricCell) -> str:
+    if cell.difference is None or (interval := cell.difference.interval) is None:
+        return ""
+    return " to ".join(_signed_text(metric, end) for end in interval)
+
+
+def _signed_text(metric: Metric, change: float) -> str:
+    """A difference with its sign, percentage points for shares; a ratio on the log scale."""
+    if metric.scale == "log":
+        ratio = np.exp(min(change, 700.0))
+        return f"×{ratio:.2f}" if 0.01 <= ratio < 1000 else f"×{ratio:.1e}"  # noqa: RUF001
+    return ("+" if change >= 0 else "-") + _size_text(abs(change), format_of(metric)).replace(" %", " points")
+
+
+def _size_text(value: float, unit: Unit) -> str:
+    """Writes an error or a change, to two digits where the unit's usual decimals would leave none."""
+    least = {"number": 0.01, "share": 1e-4, "count": 1, "seconds": 0.1}.get(unit, 0.0)
+    if not 0 < value < least:
+        return format_value(value, unit)
+    return f"{100 * value:.2g} %" if unit == "share" else f"{value:.2g}{' s' if unit == 'seconds' else ''}"

@@ -9,7 +9,7 @@ from verl_ext.report.files import is_regular
 from verl_ext.report.page import PAGE, PICTURES, TRAJECTORIES, Progress, write_report
 from verl_ext.report.run import ReportError, Run
 from verl_ext.report.trajectories import Trajectory, read_trajectories, trajectories_file, write_trajectory_page
-from verl_ext.report.verdict import Verdict
+from verl_ext.report.verdict import RunVerdict
 from verl_ext.run_files import older_part
 
 MOST_TOKENS = 400_000  # of all trajectories on a page: some 20 MB of HTML
@@ -18,7 +18,7 @@ LARGE_DUMP = 20_000_000  # bytes; more is not read at every look
 
 def write_pages(
     run: Run,
-    verdict: Verdict,
+    verdict: RunVerdict,
     out: Path,
     *,
     refresh: int | None = None,
@@ -48,10 +48,10 @@ def _write_trajectories(run: Run, dump: Path, out: Path, *, again: bool) -> Path
     """ReportError where the run's page cannot have one of trajectories, or not yet."""
     if not run.last:
         raise ReportError(f"{dump.name} holds trajectories of the file's last run: not shown")
-    if again and _size(dump) > LARGE_DUMP:
+    if again and _dump_bytes(dump) > LARGE_DUMP:
         raise ReportError(f"{dump.name} is large: the page of trajectories is written when the watch ends")
     found, notes = read_trajectories(dump)
-    own, note = _of_steps(found, int(run.steps[-1]))
+    own, note = _own_trajectories(found, int(run.steps[-1]))
     if not own:
         raise ReportError(f"{dump.name}: {note[0]}")
     newest = _newest(own)
@@ -60,14 +60,16 @@ def _write_trajectories(run: Run, dump: Path, out: Path, *, again: bool) -> Path
     return write_trajectory_page(newest, out / TRAJECTORIES, title=title, report=PAGE, notes=[*notes, *note, *more])
 
 
-def _size(dump: Path) -> int:
-    """With its older part."""
+def _dump_bytes(dump: Path) -> int:
+    """The size of a dump with its older part."""
     return sum(part.stat().st_size for part in (dump, older_part(dump)) if is_regular(part))
 
 
-def _of_steps(trajectories: Sequence[Trajectory], last: int) -> tuple[list[Trajectory], list[str]]:
-    """Those that can be of a run with this last step, and a note on the others. As with the guard's decisions, those
-    of the step after it can be."""
+def _own_trajectories(trajectories: Sequence[Trajectory], last: int) -> tuple[list[Trajectory], list[str]]:
+    """The trajectories that can be of a run with this last step, and a note on the others.
+
+    Those of the step after it can be, like the guard's decisions.
+    """
     own = [trajectory for trajectory in trajectories if trajectory.step <= last + 1]
     if not (strange := len(trajectories) - len(own)):
         return own, []
@@ -77,7 +79,7 @@ def _of_steps(trajectories: Sequence[Trajectory], last: int) -> tuple[list[Traje
 
 
 def _newest(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    """As many of the last as a browser can take; one at least."""
+    """The last trajectories, as many as a browser can take; one at least."""
     start = len(trajectories) - 1
     tokens = len(trajectories[start].text)
     while start and (tokens := tokens + len(trajectories[start - 1].text)) <= MOST_TOKENS:

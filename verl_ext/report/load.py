@@ -1,29 +1,50 @@
-"""Read a run's metrics and the guard's decisions: once, or again and again while it runs."""
+"""Read a run's metrics and the guard's decisions: once, or again and again while it runs.
 
+`Reader` finds the file or folder that the user named, asks who wrote it, and gives it to one of `sources`.
+"""
+
+import csv
+import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from verl_ext.guard.state import Event
 from verl_ext.printable import printable
-from verl_ext.report.files import is_regular
+from verl_ext.report.files import is_regular, not_a_file, open_regular
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run
-from verl_ext.report.sources.csv_export import CsvSource
-from verl_ext.report.sources.events import EventLog
-from verl_ext.report.sources.find import Found, find
-from verl_ext.report.sources.jsonl import JsonlSource
-from verl_ext.report.sources.mlflow_database import ENDINGS as DATABASES
-from verl_ext.report.sources.mlflow_database import MlflowDatabase
-from verl_ext.report.sources.mlflow_folder import MlflowFolder
+from verl_ext.report.sources.csv_export import LIMITS, STEP_COLUMNS, CsvSource
+from verl_ext.report.sources.jsonl import EventReader, JsonlSource
+from verl_ext.report.sources.mlflow import DATABASE_ENDINGS, DATABASE_NAMES, MlflowDatabase, MlflowFolder, is_run
 from verl_ext.report.sources.store import StoreSource
-from verl_ext.report.sources.table import Part
-from verl_ext.report.sources.tensorboard import TensorBoardSource
-from verl_ext.report.sources.wandb_folder import WandbFolder
-from verl_ext.run_files import EVENTS
+from verl_ext.report.sources.table import TableRun
+from verl_ext.report.sources.tensorboard import EVENT_FILE, TensorBoardSource
+from verl_ext.report.sources.wandb import FILE as WANDB_FILE
+from verl_ext.report.sources.wandb import WandbFolder
+from verl_ext.run_files import EVENTS, TRAJECTORIES, older_part
+
+DEPTH = 3  # tensorboard_log/PROJECT/EXPERIMENT, mlruns/PROJECT/RUN
+LISTED = 10
+START = 1 << 16  # bytes of a file that tell what it is
+ENDINGS = (".jsonl", ".csv")
+NOT_METRICS = {
+    EVENTS: "the guard's event log",
+    TRAJECTORIES: "a log of trajectories",
+    older_part(Path(TRAJECTORIES)).name: "the older part of a log of trajectories",
+}
+METRICS_LINE = re.compile(rb'"step"\s*:\s*-?\d+\s*,\s*"data"\s*:')
+SKIPPED_FOLDERS = re.compile(r"\.|global_step_\d+$|__pycache__$")  # checkpoints have thousands of files
+ADVICE = "trainer.logger=[console,file] gives a .jsonl file (add tensorboard for TensorBoard's)"
+
+Kind = Literal["jsonl", "wandb", "mlflow", "mlflow database", "tensorboard", "csv"]
+# One run's numbers may lie in several of these: the first has every digit, the last has seven.
+SAME_RUN: tuple[Kind, ...] = ("jsonl", "wandb", "mlflow", "mlflow database", "tensorboard")
 
 
-class Source(Protocol):
+class RunSource(Protocol):
     """Metrics of one kind of file. Its errors need not name the file: `Reader` does."""
 
     name: str
@@ -34,9 +55,15 @@ class Source(Protocol):
     def refresh(self) -> bool:
         """Read what is new; whether anything was."""
 
-    def run(self, which: int | None) -> Part: ...
+    def run(self, which: int | None) -> TableRun: ...
 
     def notes(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True)
+class Found:
+    kind: Kind
+    path: Path
 
 
 class Reader:
@@ -44,7 +71,7 @@ class Reader:
 
     Args:
         path: a metrics file of verl's file logger (.jsonl), a file or folder of TensorBoard's, of W&B's or of MLflow's,
-            a CSV export of W&B, or a folder that holds one of these; sources/find.py says which is taken. PATH:N is
+            a CSV export of W&B, or a folder that holds one of these; `_find` says which is taken. PATH:N is
             the Nth run of PATH.
         which: of several runs in one place, counted from 1; the last by default.
     """
@@ -52,8 +79,8 @@ class Reader:
     def __init__(self, path: Path, *, which: int | None = None):
         self._path = Path(path)
         self._which = which
-        self._source: Source | None = None
-        self._events: EventLog | None = None
+        self._source: RunSource | None = None
+        self._events: EventReader | None = None
         self._run: Run | None = None
 
     def refresh(self) -> Run:
@@ -65,10 +92,10 @@ class Reader:
         try:
             if self._source is None:
                 path, self._which = _numbered(self._path, self._which)
-                self._source = _open(find(path), self._which)
+                self._source = _open(_find(path), self._which)
             changed = self._source.refresh()
             if self._events is None and (log := _events_file(self._source.files)) is not None:
-                self._events = EventLog(log)
+                self._events = EventReader(log)
             if self._events is not None:
                 changed = self._refresh_events() or changed
             if self._run is None or changed:
@@ -91,10 +118,10 @@ class Reader:
             self._events = None
             return True
 
-    def _build(self, source: Source) -> Run:
+    def _build(self, source: RunSource) -> Run:
         part = source.run(self._which)
         log = self._events
-        events, strange = _of_steps(() if log is None else log.of(part), int(part.steps[-1]))
+        events, strange = _own_events(() if log is None else log.of(part), int(part.steps[-1]))
         name = printable(source.name)
         return Run(
             # Several runs of one file may be compared.
@@ -123,7 +150,7 @@ def _numbered(path: Path, which: int | None) -> tuple[Path, int | None]:
     return Path(file), int(number)
 
 
-def _of_steps(events: tuple[Event, ...], last: int) -> tuple[tuple[Event, ...], tuple[str, ...]]:
+def _own_events(events: tuple[Event, ...], last: int) -> tuple[tuple[Event, ...], tuple[str, ...]]:
     """Decisions that can be of a run with this last step, and a note on the others.
 
     One of the step after it can be: the metrics of a step at which the guard stops the run may not be logged.
@@ -138,7 +165,7 @@ def _of_steps(events: tuple[Event, ...], last: int) -> tuple[tuple[Event, ...], 
     )
 
 
-def _open(found: Found, which: int | None) -> Source:
+def _open(found: Found, which: int | None) -> RunSource:
     path = found.path
     match found.kind:
         case "tensorboard":
@@ -156,7 +183,7 @@ def _open(found: Found, which: int | None) -> Source:
 
 def _events_file(files: tuple[Path, ...]) -> Path | None:
     """X.guard.jsonl for X.jsonl; beside other kinds of files, the only one that there is; none beside a database."""
-    if not files or files[0].suffix in DATABASES:  # they have just been removed; it may lie in /tmp
+    if not files or files[0].suffix in DATABASE_ENDINGS:  # they have just been removed; it may lie in /tmp
         return None
     metrics = files[0]
     if metrics.suffix == ".jsonl":
@@ -164,3 +191,104 @@ def _events_file(files: tuple[Path, ...]) -> Path | None:
         return own if is_regular(own) else None
     found = [file for file in metrics.parent.glob(f"*{EVENTS}") if is_regular(file)]
     return found[0] if len(found) == 1 else None
+
+
+def _find(path: Path) -> Found:
+    """The file to read, or the folder: of event files, or of runs.
+
+    A folder stands for the only run in it: one that lies in it directly, else one up to three folders below. Of several
+    loggers with one each, the first of SAME_RUN is read.
+    """
+    if is_regular(path):
+        for ending, what in NOT_METRICS.items():
+            if path.name.endswith(ending):
+                raise ReportError(f"{path}: this is {what}; name the metrics file beside it")
+        return Found(_kind_of_file(path), path)
+    if not path.is_dir():
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            raise ReportError(f"{path}: no such file or folder") from None
+        raise not_a_file(path, mode)
+    candidates, refused = _runs(path, depth=0)
+    if not candidates:
+        candidates, refused = _runs(path, depth=DEPTH)
+    if not candidates:
+        also = f"; not read: {', '.join(refused[:LISTED])}" if refused else ""
+        raise ReportError(f"{path}: no metrics in this folder{also}; {ADVICE}")
+    kinds = [run.kind for run in candidates]
+    if len(set(kinds)) == len(kinds) and "csv" not in kinds:
+        return min(candidates, key=lambda run: SAME_RUN.index(run.kind))
+    if len(candidates) > 1:
+        names = [str(run.path.relative_to(path)) for run in candidates]
+        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+        raise ReportError(f"{path}: several runs in this folder; name one of {', '.join(names[:LISTED])}{more}")
+    return candidates[0]
+
+
+def _kind_of_file(path: Path) -> Kind:
+    if EVENT_FILE in path.name:
+        return "tensorboard"
+    ending = path.suffix.lower()
+    if ending in DATABASE_ENDINGS:
+        return "mlflow database"
+    return {".csv": "csv", WANDB_FILE: "wandb"}.get(ending, "jsonl")  # type: ignore[return-value]
+
+
+def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:
+    """What can be a run, and what could not be looked at, with the reason. OSError where that is the folder itself."""
+    found: list[Found] = []
+    empty: list[Found] = []
+    refused: list[str] = []
+
+    def refuse(error: OSError) -> None:
+        if (place := Path(error.filename)) == folder:
+            raise error
+        refused.append(f"{place.relative_to(folder)} ({error.strerror})")
+
+    for name, folders, files in os.walk(folder, onerror=refuse):
+        here = Path(name)
+        level = len(here.relative_to(folder).parts)
+        folders[:] = [] if level >= depth else sorted(each for each in folders if not SKIPPED_FOLDERS.match(each))
+        if store := _store(here, files, level):
+            folders[:] = []  # what else a run keeps there: artifacts, tables
+            found += [] if store in found else [store]
+            continue
+        if any(EVENT_FILE in file and is_regular(here / file) for file in files):
+            found.append(Found("tensorboard", here))
+        found += [
+            Found("mlflow database", here / file)
+            for file in DATABASE_NAMES
+            if file in files and is_regular(here / file)
+        ]
+        for file in sorted(each for each in files if each.endswith(ENDINGS) and not each.endswith(tuple(NOT_METRICS))):
+            try:
+                with open_regular(here / file) as opened:
+                    start = opened.read(START)
+            except OSError as error:
+                refuse(error)
+                continue
+            if file.endswith(".csv"):
+                found += [Found("csv", here / file)] if _is_export(start) else []
+            elif METRICS_LINE.search(start):
+                found.append(Found("jsonl", here / file))
+            elif not start.strip():
+                empty.append(Found("jsonl", here / file))
+    return found or empty, refused  # an empty one may be of a run that has just begun
+
+
+def _store(here: Path, files: list[str], level: int) -> Found | None:
+    """The folder of all runs, where this is one of W&B's or MLflow's; not above the one that was named."""
+    if any(file.endswith(WANDB_FILE) and is_regular(here / file) for file in files):
+        return Found("wandb", here if level == 0 else here.parent)
+    if is_run(here):
+        return Found("mlflow", [here, *here.parents][min(level, 2)])
+    return None
+
+
+def _is_export(start: bytes) -> bool:
+    try:
+        header = next(csv.reader([start.decode("utf-8-sig", errors="replace").partition("\n")[0]]), [])
+    except csv.Error:
+        return False
+    return any(name in STEP_COLUMNS or name.endswith(LIMITS) for name in header)

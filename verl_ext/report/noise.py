@@ -18,13 +18,13 @@ import numpy as np
 from verl_ext.metrics.metric import Scale
 from verl_ext.report.run import Series
 
-Verdict = Literal["differs", "within noise", "too few steps"]
+NoiseVerdict = Literal["differs", "within noise", "too few steps"]
 
 CAVEAT = (
     "noise = step-to-step noise within each run; it does not hold the difference another seed would make, "
     "for which each setting has to run with several seeds"
 )
-LEVEL = 0.01  # probability of a false alarm: of one interval, and of a whole table after `judge`
+LEVEL = 0.01  # probability of a false alarm: of one interval, and of a whole table after `judge_differences`
 SHARE, FEWEST, MOST = 0.1, 20, 100  # of the readings in the default window; its least and most readings
 FEWEST_FOR_ERROR = 4  # readings
 FEWEST_FOR_DRIFT = 3.0  # degrees of freedom that are left beside the line
@@ -75,19 +75,19 @@ class Difference:
         error: one standard error of `change`; None where one of the runs has too few steps.
         freedom: degrees of freedom after Welch; infinite where neither run scatters.
         p: probability of a change at least so large with equal means; two-sided.
-        verdict: of this comparison alone, at LEVEL; `judge` for the comparisons of a table.
+        verdict: of this comparison alone, at LEVEL; `judge_differences` for the comparisons of a table.
     """
 
     change: float
     error: float | None
     freedom: float | None
     p: float | None
-    verdict: Verdict
+    verdict: NoiseVerdict
     scale: Scale = "linear"
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Of `change`, with a coverage of 1 - LEVEL; None without an error."""
+        """The interval of `change`, with a coverage of 1 - LEVEL; None without an error."""
         if self.error is None or self.freedom is None:
             return None
         half = self.error * student_quantile(1 - LEVEL, self.freedom) if self.error else 0.0
@@ -139,7 +139,7 @@ def final(series: Series, window: int | None = None, scale: Scale = "linear") ->
     return Final(mean, scatter.error, n, scatter.effective, scatter.freedom, drift, steps, scale)
 
 
-def compare(a: Final, b: Final) -> Difference:
+def compare_finals(a: Final, b: Final) -> Difference:
     """b against a, which have to be on the same scale."""
     if a.scale != b.scale:
         raise ValueError(f"a final value on the {a.scale} scale cannot be compared with one on the {b.scale} scale")
@@ -156,7 +156,7 @@ def compare(a: Final, b: Final) -> Difference:
     return Difference(change, error, freedom, p, "differs" if p < LEVEL else "within noise", a.scale)
 
 
-def judge(differences: Sequence[Difference]) -> list[Verdict]:
+def judge_differences(differences: Sequence[Difference]) -> list[NoiseVerdict]:
     """The verdicts of one table, in its order: without any true difference, at most LEVEL of tables say "differs".
 
     Holm's procedure: the smallest p of m has to be below LEVEL / m, the next below LEVEL / (m - 1), and so on; behind
@@ -173,21 +173,16 @@ def judge(differences: Sequence[Difference]) -> list[Verdict]:
 
 def student_p(t: float, freedom: float) -> float:
     """Probability that a |t| of Student's distribution is at least so large; `freedom` above 0, fractions allowed."""
-    if math.isinf(freedom):
-        return math.erfc(abs(t) / math.sqrt(2))
-    x = freedom / (freedom + t * t)
-    return _incomplete_beta(x, freedom / 2, 0.5)
+    from scipy import special  # here, because importing it takes 0.2 s
+
+    return 2 * float(special.stdtr(freedom, -abs(t)))
 
 
 def student_quantile(coverage: float, freedom: float) -> float:
-    """Half-width, in standard errors, of the interval that holds `coverage` of Student's distribution; by bisection."""
-    low, high = 0.0, 1.0
-    while student_p(high, freedom) > 1 - coverage:
-        high *= 2
-    while high - low > 1e-10 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_p(middle, freedom) > 1 - coverage else (low, middle)
-    return high
+    """Half-width, in standard errors, of the interval that holds `coverage` of Student's distribution."""
+    from scipy import special
+
+    return float(special.stdtrit(freedom, (1 + coverage) / 2))
 
 
 def _p(change: float, error: float, freedom: float) -> float:
@@ -204,7 +199,7 @@ class _Scatter:
 
 
 def _scatter(residuals: np.ndarray, fitted: int) -> _Scatter | None:
-    """Of the mean, from what is left after fitting a constant (`fitted` is 1) or a line (2).
+    """The scatter of the mean, from what is left after fitting a constant (`fitted` is 1) or a line (2).
 
     None where the effective readings do not exceed the fitted parameters by at least 1.
     """
@@ -224,34 +219,10 @@ def _scatter(residuals: np.ndarray, fitted: int) -> _Scatter | None:
 
 
 def _slope(at: np.ndarray, heights: np.ndarray) -> tuple[float, np.ndarray]:
-    """Of the least-squares line, and the line's heights; residuals of pure rounding are made exactly 0."""
+    """The slope of the least-squares line, and its heights; residuals of pure rounding are made exactly 0."""
     apart, centre = at - at.mean(), heights.mean()
     slope = float(apart @ (heights - centre) / (apart @ apart))
     line = centre + slope * apart
     if np.max(np.abs(heights - line)) <= ROUNDING * np.max(np.abs(heights)):
         return slope, heights
     return slope, line
-
-
-def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """Regularised I_x(a, b), by the continued fraction of Abramowitz and Stegun, 26.5.8, evaluated after Lentz."""
-    if x <= 0:
-        return 0.0
-    if x >= 1:
-        return 1.0
-    if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly
-        return 1.0 - _incomplete_beta(1 - x, b, a)
-    front = math.exp(
-        math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x) - math.log(a)
-    )
-    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1))
-    value = d
-    for m in range(1, 10_000):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        for term in (even, odd):
-            d, c = 1 / (1 + term * d), 1 + term / c
-            value *= c * d
-        if abs(c * d - 1) < 1e-14:
-            break
-    return front * value

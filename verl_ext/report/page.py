@@ -1,25 +1,34 @@
-"""The report's folder: one page that needs nothing else, and its figures as PNG files."""
+"""The report's pages: each is one HTML file that needs nothing else, with its figures as PNG files beside it.
 
+vl-convert draws the figures without a network or a browser.
+"""
+
+import io
+import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import altair as alt
+import orjson
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2.environment import TemplateStream
+from markupsafe import Markup
 
 from verl_ext import __version__
 from verl_ext.guard.state import Event
-from verl_ext.report import render
-from verl_ext.report.comparison import Comparison
-from verl_ext.report.comparison_text import comparison_rows
+from verl_ext.printable import printable
+from verl_ext.report.comparison import Comparison, comparison_rows
 from verl_ext.report.figures.gap import DONE
+from verl_ext.report.figures.lines import CONFIG, DARK, INK, PAPER, READINGS, SERIES, WIDTH
 from verl_ext.report.figures.overlay import overlay
 from verl_ext.report.figures.panels import PANELS, Panel, facts
-from verl_ext.report.figures.style import DARK, SERIES
 from verl_ext.report.files import is_regular, open_regular, written_whole
-from verl_ext.report.html import script_json, source, template, write
-from verl_ext.report.run import ReportError, Run
+from verl_ext.report.run import MOST_MESSAGE, ReportError, Run
 from verl_ext.report.terminal import not_finite
-from verl_ext.report.verdict import Verdict
+from verl_ext.report.verdict import RunVerdict
 
 PAGE, OVERVIEW, PICTURES, TRAJECTORIES = "report.html", "report.png", "figures", "trajectories.html"
 GENERATOR, HEAD = b'name="generator" content="verl_ext', 2000  # what tells a page of ours, in so many bytes
@@ -27,13 +36,18 @@ WORDS = DONE | {"recover": "recovered"}
 # Of the template, that a page may lack.
 SECTIONS = ("verdict", "comparison", "variants", "trajectories", "guard", "said", "tables")
 MOST_DECISIONS, MOST_OPEN = 100, 10  # on the page; more than the latter are folded
+TEMPLATES = Path(__file__).parent / "templates"
+BEYOND_ASCII = re.compile(r"[^\x00-\x7e]")
+SCALE = 2  # pixels of a PNG for one of the figure
+OVERVIEW_COLUMNS, OVERVIEW_MARGIN, OVERVIEW_TITLE = 3, 24, 22  # the last two in pixels
 
-Progress = Callable[[str], None]  # told what is being drawn
+Spec = dict[str, Any]
+Progress = Callable[[str], None]  # is called with what is being drawn
 
 
 def write_report(
     run: Run,
-    verdict: Verdict,
+    verdict: RunVerdict,
     out: Path,
     *,
     trajectories: str | None = None,
@@ -106,7 +120,7 @@ def write_page(
     """
     said = said or {}
     tidy = is_ours(out) if tidy is None else tidy  # before anything is written
-    drawn = {panel: render.spec_of(chart) for panel, chart in charts.items() if chart is not None}
+    drawn = {panel: spec_of(chart) for panel, chart in charts.items() if chart is not None}
     out.mkdir(parents=True, exist_ok=True)
     progress("page")
     page = template("report.html.j2").stream(
@@ -116,13 +130,13 @@ def write_page(
         figures=script_json({panel.key: spec for panel, spec in drawn.items()}),
         dark=script_json(DARK),
         colours=SERIES,
-        libraries=render.libraries(),
-        style=source("report.css"),
-        script=source("report.js"),
+        libraries=libraries(),
+        style=asset("report.css"),
+        script=asset("report.js"),
         refresh=refresh,
         version=__version__,
     )
-    write(page, out / PAGE)  # first: what fails in drawing pictures must not cost the page
+    write_html(page, out / PAGE)  # first: what fails in drawing pictures must not cost the page
     if tidy:
         _forget(out, drawn if pictures else {}, trajectories=context.get("trajectories"))
     if pictures and drawn:
@@ -173,7 +187,7 @@ def _card(panel: Panel, said: str, compared: bool) -> dict[str, str]:
     return {"key": panel.key, "title": panel.title, "reading": reading, "facts": said}
 
 
-def _write_pictures(out: Path, drawn: Mapping[Panel, render.Spec], title: str, progress: Progress) -> None:
+def _write_pictures(out: Path, drawn: Mapping[Panel, Spec], title: str, progress: Progress) -> None:
     folder = out / PICTURES
     if folder.is_symlink():
         raise ReportError(f"{folder}: this is a link, through which no figures are written; remove it; the page stands")
@@ -182,11 +196,97 @@ def _write_pictures(out: Path, drawn: Mapping[Panel, render.Spec], title: str, p
     for panel, spec in drawn.items():
         progress(panel.title)
         try:
-            pictures[panel.key] = render.png(spec, panel.title)
+            pictures[panel.key] = png(spec, panel.title)
         except ValueError as error:  # what vl-convert raises
             said = str(error).partition("\n")[0]
             raise ReportError(f"{folder}: {panel.key}.png cannot be drawn ({said}); the page stands") from error
         with written_whole(folder / f"{panel.key}.png") as file:
             file.write(pictures[panel.key])
     with written_whole(out / OVERVIEW) as file:
-        file.write(render.overview(pictures, title))
+        file.write(overview(pictures, title))
+
+
+@lru_cache
+def template(name: str) -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        finalize=_finalize,
+    )
+    return environment.get_template(name)
+
+
+def _finalize(value: Any) -> Any:
+    """What a template writes: text that is not markup may quote anything."""
+    return printable(value, MOST_MESSAGE) if type(value) is str else value
+
+
+def script_json(value: object) -> Markup:
+    """JSON that can stand in a script element, whatever the strings in it hold: no `</script>`, no `<!--`.
+
+    What is not visible stands as its escape, so that the page's source can be read, and shows what is there.
+    """
+    text = orjson.dumps(value).decode().replace("<", r"\u003c")
+    return Markup(text if text.isprintable() else BEYOND_ASCII.sub(_escape, text))
+
+
+def _escape(found: re.Match) -> str:
+    return found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1]
+
+
+def asset(name: str) -> Markup:
+    """A style sheet or a script of the templates."""
+    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
+
+
+def write_html(page: TemplateStream, file: Path) -> None:
+    """Writes a page in one step: one that is open while it is written again must not be seen half."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(file) as out:
+        page.dump(out, encoding="utf-8")
+
+
+def spec_of(chart: alt.LayerChart) -> Spec:
+    """The figure as the page embeds it: as wide as its column, answering the pointer."""
+    return chart.properties(width="container").to_dict() | {"config": CONFIG}
+
+
+def png(spec: Spec, title: str) -> bytes:
+    """The figure alone, under its title, without what only a pointer needs."""
+    import vl_convert
+
+    layers: Sequence[Spec] = [layer for layer in spec["layer"] if layer.get("name") != READINGS]
+    still = {key: value for key, value in spec.items() if key != "params"}
+    still |= {"layer": layers, "width": WIDTH, "title": title, "config": CONFIG | {"padding": 12}}
+    return vl_convert.vegalite_to_png(json.dumps(still), scale=SCALE)
+
+
+def overview(pictures: Mapping[str, bytes], title: str) -> bytes:
+    """All figures in one picture, half as large as they are."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    images = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures.values()]
+    small = [image.resize((image.width // SCALE, image.height // SCALE), Image.Resampling.LANCZOS) for image in images]
+    width, height = (max(getattr(image, side) for image in small) for side in ("width", "height"))
+    columns = min(OVERVIEW_COLUMNS, len(small))
+    top = 2 * OVERVIEW_MARGIN + OVERVIEW_TITLE
+    size = (columns * width + 2 * OVERVIEW_MARGIN, -(-len(small) // columns) * height + top)
+    sheet = Image.new("RGB", size, PAPER)
+    font = ImageFont.load_default(OVERVIEW_TITLE)
+    ImageDraw.Draw(sheet).text((OVERVIEW_MARGIN + 12, OVERVIEW_MARGIN), title, fill=INK, font=font)
+    for place, image in enumerate(small):
+        sheet.paste(image, (OVERVIEW_MARGIN + place % columns * width, top + place // columns * height))
+    written = io.BytesIO()
+    sheet.save(written, "PNG")
+    return written.getvalue()
+
+
+@lru_cache(maxsize=1)
+def libraries() -> Markup:
+    """Vega, Vega-Lite and vega-embed as one script, which defines `vegaEmbed`."""
+    import vl_convert
+
+    script = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub forgets that both have defaults
+    return Markup(script.replace("</script", r"<\/script"))

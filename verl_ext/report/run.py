@@ -75,7 +75,7 @@ class Run:
         return next((series for series in found if series.steps.size), None)
 
     def logged(self, name: str) -> Series | None:
-        """As `get`, with the values that are not finite."""
+        """The same as `get`, with the values that are not finite."""
         found = (self.metrics.get(each) for each in names_of(name))
         return next((series for series in found if series is not None), None)
 

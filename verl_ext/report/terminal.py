@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.padding import Padding
 
-    from verl_ext.report.verdict import Verdict
+    from verl_ext.report.verdict import RunVerdict
 
 Unit = Literal["number", "small", "share", "count", "seconds"]
 
@@ -69,7 +69,7 @@ REMEDIES = [
 
 
 @dataclass(frozen=True)
-class Row:
+class DashboardRow:
     """One metric; `worst` is the value furthest in the bad direction, None where neither is bad."""
 
     label: str
@@ -81,24 +81,24 @@ class Row:
     series: Series
 
 
-def rows(run: Run) -> list[Row]:
+def dashboard_rows(run: Run) -> list[DashboardRow]:
     """The rows of the table; metrics that the run never logged are left out."""
     found = []
     for name in ROWS:
-        found.append(_row(run.get(name), name, "  " * (name in PARTS) + METRICS[name].label))
+        found.append(_metric_row(run.get(name), name, "  " * (name in PARTS) + METRICS[name].label))
         if name == "router/agreement/error":
             found.append(_worst_layer(run))
     for name in run.validations()[:MOST_VALIDATIONS]:
-        found.append(_row(run.get(name), name, "val " + name.removeprefix("val-core/")))
+        found.append(_metric_row(run.get(name), name, "val " + name.removeprefix("val-core/")))
     return [row for row in found if row is not None]
 
 
 def notes(run: Run) -> list[str]:
     """What does not fit the table's columns, one line each: skips, the guard, values that were not numbers, gaps."""
-    return list(_notes(run))
+    return list(_note_lines(run))
 
 
-def dashboard(run: Run, verdict: "Verdict | None") -> "RenderableType":
+def dashboard(run: Run, verdict: "RunVerdict | None") -> "RenderableType":
     """The run for a terminal of 80 columns, in ASCII where the terminal has no UTF-8.
 
     A sparkline spans all steps of the run, each cell the median of its steps, a gap where none was finite; that of a
@@ -174,7 +174,7 @@ def indented(text: str, options: "ConsoleOptions", style: str = "") -> "Padding"
 @dataclass(frozen=True)
 class _Dashboard:
     run: Run
-    verdict: "Verdict | None"
+    verdict: "RunVerdict | None"
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         from rich import box
@@ -190,7 +190,7 @@ class _Dashboard:
         first, last = int(self.run.steps[0]), int(self.run.steps[-1])
         table.add_column(f"step {first} to {last}", overflow="fold", width=CELLS + 1, style="cyan")
         blocks = ASCII_BLOCKS if options.ascii_only else BLOCKS
-        for row in rows(self.run):
+        for row in dashboard_rows(self.run):
             values = (row.first, row.last, row.worst)
             table.add_row(
                 Text(encodable(wrap_name(row.label, LABEL), options)),
@@ -200,7 +200,7 @@ class _Dashboard:
         if table.row_count:
             yield table
         for note in notes(self.run):
-            yield indented(_cut(note, WIDTH - 2) if note.startswith(EVENT) else note, options)
+            yield indented(_truncate(note, WIDTH - 2) if note.startswith(EVENT) else note, options)
 
     def _heading(self) -> Iterator[tuple[str, str]]:
         """Lines and their styles."""
@@ -225,14 +225,14 @@ class _Dashboard:
             yield f"- {evidence}", "dim"
 
 
-def _row(series: Series | None, name: str, label: str) -> Row | None:
+def _metric_row(series: Series | None, name: str, label: str) -> DashboardRow | None:
     if series is None:
         return None
     metric = find(name)
     assert metric is not None, name
     values = series.values
     few = min(WINDOW, max(len(values) // 2, 1))  # the two must not overlap
-    return Row(
+    return DashboardRow(
         label=label,
         metric=name,
         first=float(values[:few].mean()),
@@ -243,17 +243,17 @@ def _row(series: Series | None, name: str, label: str) -> Row | None:
     )
 
 
-def _worst_layer(run: Run) -> Row | None:
+def _worst_layer(run: Run) -> DashboardRow | None:
     """Only the layer that agrees least at the end: models have up to 94 of them."""
     layers = run.layers("router/agreement")
     if not layers:
         return None
     layer = min(layers, key=lambda number: layers[number].values[-WINDOW:].mean())
     name = f"router/agreement/layer_{layer:02d}"
-    return _row(layers[layer], name, f"  worst layer {layer}")
+    return _metric_row(layers[layer], name, f"  worst layer {layer}")
 
 
-def _notes(run: Run) -> Iterator[str]:
+def _note_lines(run: Run) -> Iterator[str]:
     yield f"first and last are means over {WINDOW} readings, fewer in a short run"
     if (skipped := run.get("guard/skipped")) is not None:
         yield f"updates skipped: {int((skipped.values > 0).sum())} of {len(skipped.values)} (guard/skipped)"
@@ -268,7 +268,7 @@ def _notes(run: Run) -> Iterator[str]:
             yield f"not logged: {what}; add {override}"
 
 
-def _cut(line: str, width: int) -> str:
+def _truncate(line: str, width: int) -> str:
     return line if len(line) <= width else f"{line[: width - 3]}..."
 
 

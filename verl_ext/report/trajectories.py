@@ -14,7 +14,7 @@ import orjson
 from markupsafe import Markup
 
 from verl_ext.report.files import is_regular, open_regular
-from verl_ext.report.html import script_json, source, template, write
+from verl_ext.report.page import asset, script_json, template, write_html
 from verl_ext.report.run import LARGEST, ReportError
 from verl_ext.run_files import TRAJECTORIES, older_part
 
@@ -106,21 +106,21 @@ def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
     notes, last, held, forgotten = [], 0, 0, 0
     for part in files:
         bad = []
-        for number, line in _lines(part):
+        for number, line in _dump_lines(part):
             try:
-                trajectory = _parse(line)
+                trajectory = _parse_trajectory(line)
             except ValueError as error:  # what orjson raises is one as well
                 if line.endswith(b"\n"):
                     bad.append(f"line {number}: {error}")
                 continue
             if trajectory.step < last:
                 while found and next(reversed(found))[0] >= trajectory.step:
-                    held -= _size(found.popitem()[1])
+                    held -= _token_count(found.popitem()[1])
             last, at = trajectory.step, (trajectory.step, trajectory.key)
-            held += _size(trajectory) - (_size(found[at]) if at in found else 0)
+            held += _token_count(trajectory) - (_token_count(found[at]) if at in found else 0)
             found[at] = trajectory  # in the order of steps
             while held > MOST_HELD and len(found) > 1:
-                held -= _size(found.pop(next(iter(found))))
+                held -= _token_count(found.pop(next(iter(found))))
                 forgotten += 1
         if bad:
             notes.append(f"{part.name}: {len(bad)} line{'s' * (len(bad) > 1)} left out ({bad[0]})")
@@ -131,8 +131,8 @@ def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
     return list(found.values()), tuple(notes)
 
 
-def _size(trajectory: Trajectory) -> int:
-    """In tokens; what else there is takes the memory of a few."""
+def _token_count(trajectory: Trajectory) -> int:
+    """Its size in tokens; what else there is takes the memory of a few."""
     return len(trajectory.text) + len(trajectory.start) + 10
 
 
@@ -151,16 +151,16 @@ def write_trajectory_page(
         title=title,
         report=report,
         notes=notes,
-        style=source("trajectories.css"),
-        script=Markup("\n").join(source(name) for name in SCRIPTS),
+        style=asset("trajectories.css"),
+        script=Markup("\n").join(asset(name) for name in SCRIPTS),
         index=script_json([_summary(trajectory) for trajectory in trajectories]),
         trajectories=(script_json(_tokens(trajectory)) for trajectory in trajectories),
     )
-    write(page, out)
+    write_html(page, out)
     return out
 
 
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+def _dump_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     # Bytes: only b"\n" ends a line of the dump, whatever else a response holds, and a cut character spoils one line.
     try:
         lines = open_regular(file)
@@ -178,30 +178,30 @@ SCALARS: dict[str, Any] = {"why": str, "prompt": str, "skipped": str, "reward": 
 NAMES = {entry.name for entry in fields(Trajectory)}
 
 
-def _parse(line: bytes) -> Trajectory:
+def _parse_trajectory(line: bytes) -> Trajectory:
     """Raises ValueError, with what is odd about the line, where it is not a trajectory."""
     record = orjson.loads(line)
     if not isinstance(record, dict):
         raise ValueError("not an object")
     values: dict[str, Any] = {name: value for name, value in record.items() if name in NAMES and value is not None}
     for name, kinds in {"step": int, "key": str, "tokens": int}.items():
-        if not _is(values.get(name), kinds):
+        if not _has_type(values.get(name), kinds):
             raise ValueError(f"{name} is missing or of another type")
     for name, kinds in SCALARS.items():
-        if name in values and not _is(values[name], kinds):
+        if name in values and not _has_type(values[name], kinds):
             raise ValueError(f"{name} is of another type")
     for name, kind in REQUIRED_LISTS.items():
-        values[name] = _as_tuple(values.get(name), name, lambda value, kind=kind: _is(value, kind))
+        values[name] = _as_tuple(values.get(name), name, lambda value, kind=kind: _has_type(value, kind))
     for name, required in NUMBER_LISTS.items():
         if required or name in values:
-            listed = _as_tuple(values.get(name), name, lambda value: value is None or _is(value, (int, float)))
+            listed = _as_tuple(values.get(name), name, lambda value: value is None or _has_type(value, (int, float)))
             values[name] = tuple(None if value is None or abs(value) > LARGEST else value for value in listed)
     trajectory = Trajectory(**values)
-    _check_lengths(trajectory)
+    _check_stretches(trajectory)
     return trajectory
 
 
-def _is(value: object, kind: type | tuple[type, ...]) -> bool:
+def _has_type(value: object, kind: type | tuple[type, ...]) -> bool:
     if isinstance(value, bool):  # True is an int to Python, not to the dump
         return False
     return isinstance(value, kind) and (kind is not int or abs(value) < LARGEST_WHOLE)  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ def _as_tuple(value: Any, name: str, good: Any) -> tuple:
     return tuple(value)
 
 
-def _check_lengths(trajectory: Trajectory) -> None:
+def _check_stretches(trajectory: Trajectory) -> None:
     count = len(trajectory.text)
     for name in ("id", "generated", "kept", *NUMBER_LISTS):
         values = getattr(trajectory, name)

@@ -4,42 +4,55 @@ The state is about the gap between the engines and about what it can end in, a r
 the first of these that holds:
 
     stopped             the guard ended the run in its last step
-    collapsed           the reward is below half of its best and has not come back (`report.reward` has the rules)
+    collapsed           the reward is below half of its best and has not come back (`report.signals` has the rules)
     past the boundary   the gap is past the boundary, is not a number, or most of the last updates were skipped
     drifting            the gap grows for certain and would cross the boundary; it has risen far and stayed; more than
                         5 % of the tokens are dropped, or ever fewer while the gap grows; the reward lost most of what
                         it had gained; or the guard lately rolled back or stopped
     not enough data     fewer than 8 readings of the gap
     healthy             none of them
+
+Of what helps, one thing comes first, the most useful one. What only measures comes last, unless nothing is wrong. Which
+change helps follows docs/methods.md, "Which one, when", and the runs of docs/lab.md.
 """
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from verl_ext.guard.collapse import Collapse
+from verl_ext.guard.collapse import GRADIENT, Collapse
 from verl_ext.guard.forecast import FEWEST, HORIZON
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.metrics import is_of_the_gap
-from verl_ext.report.advice import Override, State, advice, measuring, revival, routing_drives
-from verl_ext.report.growth import (
+from verl_ext.report.run import Run, Series
+from verl_ext.report.signals import (
+    DROPPED,
     K3,
     LAST,
+    SOUND,
     STALE,
+    STRETCHES,
+    Fall,
     Gap,
+    Levels,
     age_drives,
     blind_mask,
     boundary_of,
+    broken_reward,
+    fall_of,
     foretold_at,
     gap_of,
     growth_of,
+    level_of,
     now_of,
     passed_at,
+    routing_drives,
     staleness,
 )
-from verl_ext.report.reward import SOUND, STRETCHES, Fall, Levels, broken_reward, fall_of, level_of
-from verl_ext.report.run import Run, Series
+
+State = Literal["stopped", "collapsed", "healthy", "drifting", "past the boundary", "not enough data"]
 
 WINDOW = 10  # steps of which most were skipped, for a run that no longer learns
 RISE = 25.0  # times the k3 of the run's best stretch: 5 times the mean gap of a token, which the guard calls a jump
@@ -49,10 +62,31 @@ FAILING_DIFFERENCE = 0.05  # mean |p rollout - p training| past which training w
 TOO_MANY_DROPPED = 0.05  # share of tokens; IcePop's authors saw 0.001 to 0.002
 TOO_FAR = "The engines have come apart so far that updates no longer follow the rollouts."
 TOO_OLD = "The rollouts are so much older than the policy that updates no longer follow them."
+DEFAULT_RATE = 1e-6  # of verl's actor
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Override:
+    """One thing to try: the text after `python -m verl_ext.main_ppo`, and why."""
+
+    text: str
+    why: str
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.why[0].upper()}{self.why[1:]}."
+
+
+SYNC = Override(
+    "trainer.v1.trainer_mode=sync", "samples with the current weights, so rollouts are never old; steps take longer"
+)
+REFERENCE = Override("actor_rollout_ref.actor.use_kl_loss=true", "holds the policy near the reference model")
+RESUME = "trainer.resume_mode=resume_path trainer.resume_from_path=CHECKPOINT"
+SPOILED = "the last weights are spoiled"
+
+
+@dataclass(frozen=True)
+class RunVerdict:
     """What a reader is shown, from top to bottom.
 
     Attributes:
@@ -78,77 +112,94 @@ class Verdict:
         return self.overrides if self.first is None else self.overrides[1:]
 
 
-def judge(run: Run) -> Verdict:
+def judge_run(run: Run) -> RunVerdict:
     """The verdict on a run as far as it has come."""
-    found = _state_of(run)
+    found = _verdict_of_metrics(run)
     stop = next((event for event in run.events if event.action == "stop" and event.step >= run.steps[-1]), None)
     if stop is None:
         return found
-    told = _act(stop)
+    told = _act_sentence(stop)
     why, evidence = (
         tuple(sentence for sentence in sentences if sentence != told)
         for sentences in ((found.sentence, *found.why), found.evidence)
     )
-    return Verdict("stopped", told, why, found.overrides, evidence)
+    return RunVerdict("stopped", told, why, found.overrides, evidence)
 
 
-def _state_of(run: Run) -> Verdict:
-    past, gap, acts, fell = list(_past(run)), list(_gap_moves(run)), list(_acts(run)), broken_reward(run)
+def _verdict_of_metrics(run: Run) -> RunVerdict:
+    past, gap, acts, fell = (
+        list(_limit_sentences(run)),
+        list(_movement_sentences(run)),
+        list(_act_sentences(run)),
+        broken_reward(run),
+    )
     if fall := fall_of(run):
-        return _collapsed(run, fall)
+        return _collapse_verdict(run, fall)
     if past:
-        return _past_the_boundary(run, past, fell)
+        return _boundary_verdict(run, past, fell)
     if gap or acts or fell:
-        return _drifting(run, gap, acts, fell)
+        return _drift_verdict(run, gap, acts, fell)
     if (k3 := gap_of(run)) is None or len(k3.series.steps) < FEWEST:
         why = (f"The reward is {reward}.",) if (reward := _reward_since_start(run)) else ()
-        return Verdict("not enough data", _too_little(k3), why, tuple(measuring(run)), tuple(_surroundings(run)))
-    return _healthy(run)
+        return RunVerdict(
+            "not enough data", _missing_sentence(k3), why, tuple(_measuring_overrides(run)), tuple(_surroundings(run))
+        )
+    return _healthy_verdict(run)
 
 
-def _collapsed(run: Run, fall: Fall) -> Verdict:
+def _collapse_verdict(run: Run, fall: Fall) -> RunVerdict:
     before = fall.collapse.step - 1
     by_gap = fall.collapse.by_gap or any(at(run, before) is not None for at in (passed_at, foretold_at))
-    why = (_warning(run, fall.collapse), *_cause(run, by_gap), *fall.moved(but=K3 if by_gap else ""))
-    return Verdict("collapsed", str(fall), why, tuple(revival(run, fall, by_gap=by_gap)), _rest(run, why))
+    why = (_warning_sentence(run, fall.collapse), *_cause_sentences(run, by_gap), *fall.moved(but=K3 if by_gap else ""))
+    return RunVerdict(
+        "collapsed", str(fall), why, tuple(_revival_overrides(run, fall, by_gap=by_gap)), _evidence(run, why)
+    )
 
 
-def _past_the_boundary(run: Run, past: list[str], fell: tuple[float, float] | None) -> Verdict:
+def _boundary_verdict(run: Run, past: list[str], fell: tuple[float, float] | None) -> RunVerdict:
     level = level_of(run)
     holds = level is not None and fell is None and level.last >= SOUND * level.best > 0
     first, *others = past
-    why = (*(_last_refusal(run) if any(_stuck(run)) else ()), *others, *_foretold(run))
+    why = (*(_last_refusal(run) if any(_skip_sentence(run)) else ()), *others, *_forecast_sentence(run))
     why += tuple(_reward_at_the_boundary(level, fell, holds))
-    if not holds and any(_gap_is_past(run)):
+    if not holds and any(_past_gap_sentence(run)):
         why += (TOO_OLD if age_drives(run) else TOO_FAR,)
-    why += tuple(_drivers(run))
-    overrides = advice(run, "past the boundary", of_gap=True, reward_fell=fell is not None, reward_holds=holds)
-    return Verdict("past the boundary", first, why, tuple(overrides), _rest(run, (first, *why)))
+    why += tuple(_driver_sentences(run))
+    overrides = _advice_overrides(
+        run, "past the boundary", of_gap=True, reward_fell=fell is not None, reward_holds=holds
+    )
+    return RunVerdict("past the boundary", first, why, tuple(overrides), _evidence(run, (first, *why)))
 
 
-def _drifting(run: Run, gap: list[str], acts: list[str], fell: tuple[float, float] | None) -> Verdict:
-    of_gap = bool(gap) or any(is_of_the_gap(event.signal) for event in _acted(run))
-    first, *others = (*([_fell(fell)] if fell else []), *acts, *gap)
-    why = (*others, *(_drivers(run) if of_gap else ()))
-    overrides = advice(run, "drifting", of_gap=of_gap, reward_fell=fell is not None, reward_holds=False)
-    return Verdict("drifting", first, why, tuple(overrides), _rest(run, (first, *why)))
+def _drift_verdict(run: Run, gap: list[str], acts: list[str], fell: tuple[float, float] | None) -> RunVerdict:
+    of_gap = bool(gap) or any(is_of_the_gap(event.signal) for event in _recent_acts(run))
+    first, *others = (*([_fall_sentence(fell)] if fell else []), *acts, *gap)
+    why = (*others, *(_driver_sentences(run) if of_gap else ()))
+    overrides = _advice_overrides(run, "drifting", of_gap=of_gap, reward_fell=fell is not None, reward_holds=False)
+    return RunVerdict("drifting", first, why, tuple(overrides), _evidence(run, (first, *why)))
 
 
-def _healthy(run: Run) -> Verdict:
-    gap, *why = _level(run)
+def _healthy_verdict(run: Run) -> RunVerdict:
+    gap, *why = _gap_sentences(run)
     reward = _reward_since_start(run)
     sentence = f"The run is healthy: the reward is {reward}; {gap}" if reward else f"The run is healthy: {gap}"
-    overrides = advice(run, "healthy", of_gap=False, reward_fell=False, reward_holds=True)
-    return Verdict("healthy", sentence, tuple(why), tuple(overrides), _rest(run, (gap, *why)))
+    overrides = _advice_overrides(run, "healthy", of_gap=False, reward_fell=False, reward_holds=True)
+    return RunVerdict("healthy", sentence, tuple(why), tuple(overrides), _evidence(run, (gap, *why)))
 
 
-def _rest(run: Run, told: Collection[str]) -> tuple[str, ...]:
+def _evidence(run: Run, told: Collection[str]) -> tuple[str, ...]:
     """What the metrics say besides what the reader has been told."""
-    sentences = (*_past(run), *_gap_moves(run), *_acts(run), *_level(run), *_surroundings(run))
+    sentences = (
+        *_limit_sentences(run),
+        *_movement_sentences(run),
+        *_act_sentences(run),
+        *_gap_sentences(run),
+        *_surroundings(run),
+    )
     return tuple(sentence for sentence in sentences if sentence not in told)
 
 
-def _warning(run: Run, collapse: Collapse) -> str:
+def _warning_sentence(run: Run, collapse: Collapse) -> str:
     """What warned before the step in which the reward began to fall."""
     began, boundary = collapse.step, f"{boundary_of(run):g}"
     forecast, passed = foretold_at(run, began - 1), passed_at(run, began - 1)
@@ -159,10 +210,13 @@ def _warning(run: Run, collapse: Collapse) -> str:
             f"{began - forecast} and {began - step} steps before the reward began to fall."
         )
     if forecast is not None:
-        return f"The guard's forecast warned at step {forecast}, {_before(began - forecast)} the reward began to fall."
+        return (
+            f"The guard's forecast warned at step {forecast}, {_steps_before(began - forecast)} "
+            "the reward began to fall."
+        )
     if passed is not None:
         name, step = passed
-        return f"{name} passed {boundary} at step {step}, {_before(began - step)} the reward began to fall."
+        return f"{name} passed {boundary} at step {step}, {_steps_before(began - step)} the reward began to fall."
     if collapse.by_gap:
         k3 = collapse.moves[0]
         return f"k3 rose from {k3.before:.2g} to {k3.after:.2g} from step {k3.step} on; the fall began at step {began}."
@@ -173,11 +227,11 @@ def _warning(run: Run, collapse: Collapse) -> str:
     return f"Nothing warned of it: k3 did not stay past {boundary}."
 
 
-def _before(steps: int) -> str:
+def _steps_before(steps: int) -> str:
     return f"{steps} step{'s' * (steps != 1)} before"
 
 
-def _cause(run: Run, by_gap: bool) -> Iterator[str]:
+def _cause_sentences(run: Run, by_gap: bool) -> Iterator[str]:
     """What the metrics say about why the reward collapsed."""
     if by_gap and age_drives(run):
         yield "The likely cause is the age of the rollouts."
@@ -188,24 +242,24 @@ def _cause(run: Run, by_gap: bool) -> Iterator[str]:
     else:
         yield "Nothing shows that the engines came apart first, so the learning rate is the first suspect."
     if by_gap:
-        yield from _drivers(run)
-        yield from _gap_is_past(run)
+        yield from _driver_sentences(run)
+        yield from _past_gap_sentence(run)
     else:
-        yield from _level(run)
+        yield from _gap_sentences(run)
 
 
-def _drivers(run: Run) -> Iterator[str]:
-    """Where the gap comes from, as far as a metric says so."""
+def _driver_sentences(run: Run) -> Iterator[str]:
+    """The causes of the gap that a metric shows."""
     if age_drives(run):
-        yield from _age(run)
+        yield from _age_sentence(run)
     elif routing_drives(run):
-        yield from _agreement(run)
+        yield from _agreement_sentence(run)
 
 
-def _foretold(run: Run) -> Iterator[str]:
+def _forecast_sentence(run: Run) -> Iterator[str]:
     """What warned before the gap passed the boundary."""
     if (passed := passed_at(run, int(run.steps[-1]))) and (forecast := foretold_at(run, passed[1] - 1)) is not None:
-        yield f"The guard's forecast warned at step {forecast}, {_before(passed[1] - forecast)} that."
+        yield f"The guard's forecast warned at step {forecast}, {_steps_before(passed[1] - forecast)} that."
 
 
 def _last_refusal(run: Run) -> Iterator[str]:
@@ -214,13 +268,13 @@ def _last_refusal(run: Run) -> Iterator[str]:
         yield f"The last one was skipped because {skip.reason}."
 
 
-def _fell(fell: tuple[float, float]) -> str:
+def _fall_sentence(fell: tuple[float, float]) -> str:
     return f"The reward fell from {fell[0]:.3g} to {fell[1]:.3g}."
 
 
 def _reward_at_the_boundary(level: Levels | None, fell: tuple[float, float] | None, holds: bool) -> Iterator[str]:
     if fell:
-        yield _fell(fell)
+        yield _fall_sentence(fell)
     elif level:
         yield f"The reward {'holds: it ' * holds}is {level.last:.3g}, and was {level.best:.3g} at its best."
 
@@ -235,17 +289,17 @@ def _reward_since_start(run: Run) -> str:
     return f"{level.last:.3g} in the last {level.count} steps ({level.first:.3g} in the first {level.count})"
 
 
-def _too_little(k3: Gap | None) -> str:
+def _missing_sentence(k3: Gap | None) -> str:
     if k3 is None:
         return "Nothing compares the rollout's log-probabilities with the training engine's, so the gap is not known."
     count = len(k3.series.steps)
     return f"The gap was measured in {count} step{'s' * (count != 1)}; {FEWEST} are needed to see where it goes."
 
 
-def _past(run: Run) -> Iterator[str]:
+def _limit_sentences(run: Run) -> Iterator[str]:
     """What is past a limit: updates that are not made come first, for such a run learns nothing."""
-    yield from _stuck(run)
-    yield from _gap_is_past(run)
+    yield from _skip_sentence(run)
+    yield from _past_gap_sentence(run)
     if (mean := run.get("vllm_kl/prob_diff_mean")) is not None and (now := now_of(mean)) > FAILING_DIFFERENCE:
         yield (f"Probabilities differ by {now:.3g} on average; past {FAILING_DIFFERENCE:g}, training was seen to fail.")
     logged = run.logged(K3)
@@ -254,43 +308,43 @@ def _past(run: Run) -> Iterator[str]:
         yield f"k3 was not a number in {bad} of the last {LAST} steps."
 
 
-def _stuck(run: Run) -> Iterator[str]:
+def _skip_sentence(run: Run) -> Iterator[str]:
     skipped = run.get("guard/skipped")
     if skipped is not None and (count := int((skipped.values[-WINDOW:] > 0).sum())) > WINDOW // 2:
         of = min(WINDOW, len(skipped.steps))
         yield f"The run hardly learns any more: {count} of the last {of} updates were skipped."
 
 
-def _gap_is_past(run: Run) -> Iterator[str]:
+def _past_gap_sentence(run: Run) -> Iterator[str]:
     gap, k3 = gap_of(run), run.get(K3)
     boundary = boundary_of(run)
     if gap is not None and (now := now_of(gap.series)) > boundary:
         median = f"(median of the last {min(LAST, len(gap.series.steps))})"
-        yield f"{gap.name} is {now:.3g}, past the boundary of {boundary:g}{_since(run, gap.name)} {median}."
+        yield f"{gap.name} is {now:.3g}, past the boundary of {boundary:g}{_since_step(run, gap.name)} {median}."
     elif k3 is not None and (now := now_of(k3)) > boundary:
-        past = f"past the boundary of {boundary:g}{_since(run, 'k3')}"
+        past = f"past the boundary of {boundary:g}{_since_step(run, 'k3')}"
         yield f"k3 is {now:.3g}, {past}; what the policy moved since the rollouts is in it."
 
 
-def _since(run: Run, name: str) -> str:
+def _since_step(run: Run, name: str) -> str:
     passed = passed_at(run, int(run.steps[-1]))
     return f" since step {passed[1]}" if passed is not None and passed[0] == name else ""
 
 
-def _gap_moves(run: Run) -> Iterator[str]:
+def _movement_sentences(run: Run) -> Iterator[str]:
     found = growth_of(run)
     if found and (growth := found[1]).low > 0 and 0 < growth.steps < HORIZON:
         percent = 100 * np.expm1([growth.low, growth.high])
         yield (
-            f"{_name(run)} grows by {percent[0]:.1f} to {percent[1]:.1f} % a step; at this pace it passes "
+            f"{_gap_name(run)} grows by {percent[0]:.1f} to {percent[1]:.1f} % a step; at this pace it passes "
             f"{boundary_of(run):g} in about {growth.steps:.0f} steps."
         )
     if rise := _rise(run):
         best, now = rise
         suspect = "." if age_drives(run) else ": did weight syncs fail, or a setting change?"
         yield (
-            f"{_name(run)} is {now / best:.0f} times what it was in the run's best stretch ({best:.2g} to {now:.2g}) "
-            f"and stays there{suspect}"
+            f"{_gap_name(run)} is {now / best:.0f} times what it was in the run's best stretch "
+            f"({best:.2g} to {now:.2g}) and stays there{suspect}"
         )
     if (dropped := run.get("correction/dropped")) is not None and (now := now_of(dropped)) > TOO_MANY_DROPPED:
         yield f"The correction drops {100 * now:.1f} % of the tokens; IcePop's authors saw 0.1 to 0.2 %."
@@ -305,21 +359,21 @@ def _gap_moves(run: Run) -> Iterator[str]:
 ACTED = {"undo": "took an update back", "rollback": "rolled back", "stop": "stopped the run"}
 
 
-def _acts(run: Run) -> Iterator[str]:
-    for event in _acted(run):
-        yield _act(event)
+def _act_sentences(run: Run) -> Iterator[str]:
+    for event in _recent_acts(run):
+        yield _act_sentence(event)
 
 
-def _act(event: Event) -> str:
+def _act_sentence(event: Event) -> str:
     return f"The guard {ACTED[event.action]} in step {event.step}: {event.reason}."
 
 
-def _acted(run: Run) -> list[Event]:
+def _recent_acts(run: Run) -> list[Event]:
     """What the guard lately did that ends a run, or goes back in it."""
     return [e for e in run.events if e.action in ACTED and e.step > run.steps[-1] - WINDOW]
 
 
-def _name(run: Run) -> str:
+def _gap_name(run: Run) -> str:
     gap = gap_of(run)
     return gap.name if gap else "k3"
 
@@ -335,8 +389,8 @@ def _rise(run: Run) -> tuple[float, float] | None:
     return (best, now) if best > 0 and now > max(RISE * best, HARMLESS * boundary_of(run)) else None
 
 
-def _level(run: Run) -> Iterator[str]:
-    """Where the gap stands, whatever the state."""
+def _gap_sentences(run: Run) -> Iterator[str]:
+    """The size of the gap, whatever the state."""
     gap = gap_of(run)
     if gap is not None and (now := now_of(k3 := gap.series)) <= (boundary := boundary_of(run)):
         text = f"{now:.2g}, {_far_below(now, boundary)} the boundary of {boundary:g}"
@@ -359,19 +413,19 @@ def _far_below(now: float, boundary: float) -> str:
 def _surroundings(run: Run) -> Iterator[str]:
     """What else belongs to the picture."""
     if (dropped := run.get("correction/dropped")) is not None and now_of(dropped) <= TOO_MANY_DROPPED:
-        yield _dropped(dropped.finite())
-    yield from _agreement(run)
+        yield _dropped_sentence(dropped.finite())
+    yield from _agreement_sentence(run)
     if (skipped := run.get("guard/skipped")) is not None and (count := int((skipped.values > 0).sum())):
         yield f"{count} of {len(skipped.values)} updates were skipped."
     if warned := [event.step for event in run.events if event.action in ("warn", "tighten")]:
         often = "once, in" if len(warned) == 1 else f"{len(warned)} times, last in"
         yield f"The guard warned or narrowed the band {often} step {warned[-1]}."
-    yield from _age(run)
+    yield from _age_sentence(run)
     if (norm := run.metrics.get("actor/grad_norm")) is not None and (bad := int((~np.isfinite(norm.values)).sum())):
         yield f"The gradient norm was not a number in {bad} step{'s' * (bad != 1)}."
 
 
-def _dropped(share: Series) -> str:
+def _dropped_sentence(share: Series) -> str:
     """Over the run: the last steps alone often drop nothing."""
     steps, most = len(share.steps), int(share.values.argmax())
     if not share.values[most]:
@@ -382,14 +436,14 @@ def _dropped(share: Series) -> str:
     )
 
 
-def _agreement(run: Run) -> Iterator[str]:
+def _agreement_sentence(run: Run) -> Iterator[str]:
     if (agreement := run.get("router/agreement")) is not None:
         error = run.get("router/agreement/error")
         within = "" if error is None else f" (by a share of the trajectories: +- {200 * now_of(error):.2g} % a step)"
         yield f"The engines choose {100 * now_of(agreement):.2f} % of the experts alike{within}."
 
 
-def _age(run: Run) -> Iterator[str]:
+def _age_sentence(run: Run) -> Iterator[str]:
     stale, gap, whole = staleness(run), gap_of(run), run.get(K3)
     if gap is not None and gap.alone and whole is not None and (part := now_of(gap.series)) != now_of(whole):
         yield (
@@ -398,3 +452,118 @@ def _age(run: Run) -> Iterator[str]:
         )
     elif stale > STALE:
         yield f"Rollouts are {stale:.1f} versions behind: part of the gap is the policy's own movement."
+
+
+def _advice_overrides(
+    run: Run, state: State, *, of_gap: bool, reward_fell: bool, reward_holds: bool
+) -> Iterator[Override]:
+    """What to do about a run that has not collapsed.
+
+    Args:
+        of_gap: whether the gap of the engines is what something has to be done about.
+        reward_fell, reward_holds: whether the reward lost most of what it had gained; whether it is near its best.
+    """
+    if of_gap:
+        yield from _gap_overrides(run, tighten=state == "drifting")
+        if state == "past the boundary" and not reward_holds:
+            yield Override(RESUME, f"goes back to a checkpoint from before the gap grew: {SPOILED}")
+    elif reward_fell:
+        yield _lower_rate(run)
+        yield REFERENCE
+    yield from _measuring_overrides(run)
+    if state == "healthy" and run.get("guard/threshold") is None:
+        yield Override("stability.batch_skip.threshold=0.1", "refuses the one batch that would spoil the weights")
+
+
+def _revival_overrides(run: Run, fall: Fall, *, by_gap: bool) -> Iterator[Override]:
+    """How to start a collapsed run again: a sound checkpoint together with the change that helps most.
+
+    Args:
+        by_gap: whether the engines came apart, or rollouts were too old, before the reward fell.
+    """
+    norm = next((str(move) for move in fall.collapse.moves if move.signal == GRADIENT), "")
+    rate = _lower_rate(run, f"; {norm} rose at the old one" if norm else "")
+    first, *others = (*_gap_overrides(run, tighten=False), rate) if by_gap else (rate, REFERENCE)
+    yield _with_checkpoint(run, first, fall.sound)
+    yield from others
+    yield from _measuring_overrides(run)
+
+
+def _with_checkpoint(run: Run, change: Override, sound: int) -> Override:
+    """The change together with the weights to start from, as one command line."""
+    if sound <= 1:
+        why = f"{change.why}. No checkpoint is from before the fall, so the run starts from its beginning"
+        return Override(f"{change.text} trainer.resume_mode=disable", why)
+    stale = staleness(run)
+    dated = f" (the reward of a step is that of weights {stale:.0f} versions older)" if stale > STALE else ""
+    why = f"{change.why}. {SPOILED.capitalize()}: CHECKPOINT is one from before step {sound}{dated}"
+    return Override(f"{change.text} {RESUME}", why)
+
+
+def _gap_overrides(run: Run, *, tighten: bool) -> Iterator[Override]:
+    """What brings the engines together, or keeps their gap out of the update. The lab has tried which one helps.
+
+    Where rollouts are old, routers disagree because they have moved: replay then helps nothing, and masks of single
+    tokens little. Where routers disagree by themselves, replay helps, weights go with it, and masks do harm
+    (docs/lab.md).
+    """
+    if age_drives(run):
+        yield from _age_overrides(run)
+        return
+    corrected, blind, routed = run.get(DROPPED) is not None, blind_mask(run) is not None, routing_drives(run)
+    if routed:
+        yield Override(
+            "stability=r3 stability.correction=tis",
+            "trains with the experts that the rollout chose and bounds weights: routing is part of the gap",
+        )
+    if blind:
+        yield Override("stability=kpop", "bounds each token's KL instead, which is tight where tokens are likely")
+    if not corrected and not routed:
+        yield Override(
+            "stability=icepop", "drops the tokens on which the engines are apart, and skips batches past 0.1"
+        )
+    yield Override(
+        "precision=fp16", "rounds eight times finer than bfloat16, in both engines; fp16_megatron where Megatron trains"
+    )
+    if tighten and corrected and not blind:
+        rule = "{gap:{signal:guard/steps_to_boundary,below:20,recover:50,action:tighten}}"
+        yield Override(
+            f"stability.guard.rules='{rule}'",
+            "narrows the band while the boundary is near, where IcePop is the correction",
+        )
+
+
+def _age_overrides(run: Run) -> Iterator[Override]:
+    """OPSM, which helped most in the lab, unless it is on; then rollouts that are not old.
+
+    OPSM holds the gap without closing it: where k3 passes the boundary, the preset's batch skip would refuse updates.
+    """
+    if run.get("actor/opsm/dropped") is None:
+        text = "stability=opsm"
+        why = "leaves out bad responses that the policy has moved away from, which helped old rollouts most in the lab"
+        whole, boundary = run.get(K3), boundary_of(run)
+        if whole is not None and whole.values[-Boundary.window :].max() > boundary:
+            text += " stability.batch_skip.threshold=null"
+            why += f". The batch skip would refuse updates while k3 is past {boundary:g}"
+        yield Override(text, why)
+    yield SYNC
+
+
+def _lower_rate(run: Run, also: str = "") -> Override:
+    """A third of the highest that was logged; verl's default where none was."""
+    logged = run.get("actor/lr")
+    highest = 0.0 if logged is None else float(logged.values.max())
+    rate, why = (
+        (highest / 3, "lowers the learning rate to a third")
+        if highest > 0
+        else (DEFAULT_RATE, "sets verl's own learning rate")
+    )
+    return Override(f"actor_rollout_ref.actor.optim.lr={rate:.0e}", why + also)
+
+
+def _measuring_overrides(run: Run) -> Iterator[Override]:
+    """What would show more of the same run."""
+    if run.get(K3) is None or run.get("vllm_kl/log_ratio_abs_mean") is None:
+        yield Override("stability.metrics=true", "measures the gap of the engines, by probability and position too")
+    if run.get("router/agreement") is None:
+        yield Override("stability.router_agreement=true", "shows whether the engines choose the same experts (MoE)")

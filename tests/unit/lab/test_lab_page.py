@@ -16,8 +16,7 @@ from verl_ext.lab.page import write_lab_page
 from verl_ext.lab.seeds import Variant
 from verl_ext.lab.summary import summarise
 from verl_ext.lab.words import findings
-from verl_ext.report.page import OVERVIEW, PAGE
-from verl_ext.report.render import spec_of
+from verl_ext.report.page import OVERVIEW, PAGE, spec_of
 
 PANEL = {panel.key: panel for panel in LAB_PANELS}
 NAMES = ("exact", "none", "tis", "icepop", "kpop")

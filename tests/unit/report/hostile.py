@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from verl_ext.core.buckets import NAMES
-from verl_ext.report import page, render
-from verl_ext.report.comparison import compare_runs
-from verl_ext.report.comparison_text import comparison_table
+from verl_ext.report import page
+from verl_ext.report.comparison import compare_runs, comparison_table
 from verl_ext.report.folder import write_pages
 from verl_ext.report.load import read_run
 from verl_ext.report.page import write_comparison
 from verl_ext.report.run import ReportError, Run
 from verl_ext.report.terminal import dashboard
-from verl_ext.report.verdict import judge
+from verl_ext.report.verdict import judge_run
 
 OBEYED = "\x1b]0;x\x07\x9b31m\ud800\uffff\u202e\0"  # what a terminal obeys, or a page or a figure cannot hold
 METRICS = (
@@ -64,10 +63,10 @@ def look(path: Path, out: Path, *, panels: Sequence[page.Panel] = (), compared: 
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("error")  # they would stand among the lines
         patch.setattr(page, "PANELS", panels)
-        patch.setattr(render, "libraries", str)  # Vega
+        patch.setattr(page, "libraries", str)  # Vega
         try:
             run = read_run(path)
-            verdict = judge(run)
+            verdict = judge_run(run)
             _on_screen(dashboard(run, verdict))
             written = list(write_pages(run, verdict, out, pictures=False).values())
             if compared:

@@ -16,7 +16,7 @@ def wandb_file(rows: Rows, *, name: str = "exp", project: str = "proj", run: str
     """A `.wandb` file as wandb 0.31 writes it: of the run, and a record a row; text beside them, as of the output."""
     head = field(17, field(1, run) + field(3, project) + field(8, name) + field(17, number_field(1, started)))
     history = [field(2, wandb_row(step, data)) for step, data in rows]
-    return log([field(21, b""), head, field(13, b"some output"), *history, field(18, b"")])
+    return log([field(21, b""), head, field(13, field(3, "some output")), *history, field(18, b"")])
 
 
 def wandb_row(step: int, data: Mapping[str, object], *, old: bool = False) -> bytes:

@@ -12,14 +12,13 @@ from rich.console import Console
 
 from tests import ROOT
 from tests.unit.report.made_runs import make
-from verl_ext.report.comparison import compare_runs
-from verl_ext.report.comparison_text import comparison_table
+from verl_ext.report.comparison import compare_runs, comparison_table
 from verl_ext.report.load import read_run
 from verl_ext.report.page import write_report
-from verl_ext.report.reward import fall_of
 from verl_ext.report.run import Run
+from verl_ext.report.signals import fall_of
 from verl_ext.report.terminal import dashboard
-from verl_ext.report.verdict import judge
+from verl_ext.report.verdict import judge_run
 
 DATA = ROOT / "tests" / "support" / "data"
 
@@ -30,7 +29,7 @@ def recorded(name: str) -> Run:
 
 
 DEAD = recorded("collapsed_lr_1e-2")
-WORDS, VERDICT = str(fall_of(DEAD)), judge(DEAD)
+WORDS, VERDICT = str(fall_of(DEAD)), judge_run(DEAD)
 ORDER = (WORDS, *VERDICT.why, VERDICT.first.text, VERDICT.first.sentence, *(other.text for other in VERDICT.others))
 STALE = read_run(ROOT / "recipes" / "collapse" / "runs" / "stale" / "none" / "seed0")
 
@@ -55,7 +54,7 @@ def test_the_terminal():
 
 def test_the_terminal_on_a_recorded_run():
     """What happened, what warned, why, one thing to do; then the others, the evidence and the table."""
-    verdict = judge(STALE)
+    verdict = judge_run(STALE)
     parts = (
         "seed0, step 120: collapsed The run collapsed at step 81: the reward fell from 0.51 to 0.25",
         "The guard's forecast warned at step 9, and k3 passed 0.1 at step 14: 53 and 48 steps before",
@@ -71,7 +70,7 @@ def test_the_terminal_on_a_recorded_run():
 
 def test_a_healthy_run_has_nothing_to_do_first():
     healthy = recorded("noisy_lr_3e-3")
-    text = printed(dashboard(healthy, judge(healthy)))
+    text = printed(dashboard(healthy, judge_run(healthy)))
     assert "Do this first" not in text and "Worth adding: - stability.metrics=true" in text
 
 

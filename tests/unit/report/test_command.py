@@ -137,6 +137,13 @@ def test_a_missing_library_is_named_with_the_packages_to_install(file, monkeypat
     assert one_line(capsys).endswith("is missing: pip install altair vl-convert-python jinja2 pillow\n")
 
 
+def test_missing_statistics_are_one_line(tmp_path, monkeypatch, capsys):
+    file = write(make({"critic/score/mean": [0.1, 0.3, 0.2, 0.4] * 10}), tmp_path / "run.jsonl")
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    assert main(["compare", *[str(file)] * 2, "--no-page"]) == 2
+    assert one_line(capsys) == "verl-ext compare: scipy is missing: pip install scipy\n"
+
+
 def test_compare_needs_two_runs_and_takes_six(file, capsys):
     for count in (1, 7):
         assert main(["compare", *[str(file)] * count, "--no-page"]) == 2

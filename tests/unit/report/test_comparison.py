@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl_ext.report.comparison import Comparison, compare_runs
-from verl_ext.report.comparison_text import comparison_rows, comparison_table
+from verl_ext.report.comparison import Comparison, compare_runs, comparison_rows, comparison_table
 from verl_ext.report.noise import CAVEAT
 from verl_ext.report.run import ReportError, Run, Series
 

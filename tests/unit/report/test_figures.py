@@ -11,10 +11,9 @@ from PIL import Image
 
 from tests.support.examples import some
 from tests.unit.report.made_runs import NAN, changed, full, make, prefix, thinned
-from verl_ext.report.figures.heat import COLUMNS
+from verl_ext.report.figures.columns import HEAT_COLUMNS, REST, STAGES, share_chart, stage_seconds
 from verl_ext.report.figures.panels import PANELS, facts
-from verl_ext.report.figures.stages import REST, STAGES, share_chart, stage_seconds
-from verl_ext.report.render import OVERVIEW_COLUMNS, overview, png, spec_of
+from verl_ext.report.page import OVERVIEW_COLUMNS, overview, png, spec_of
 from verl_ext.report.run import Run, Series
 
 PANEL = {panel.key: panel for panel in PANELS}
@@ -110,12 +109,12 @@ def rows(chart) -> list[dict]:
 
 
 def test_the_heat_map_has_the_mean_of_each_column_and_holes_where_nothing_was_logged():
-    run = full(3 * COLUMNS, layers=4)
+    run = full(3 * HEAT_COLUMNS, layers=4)
     holes = thinned(run, lambda name, steps: (steps > 30) | ("layer_02" not in name))
     cells = {(row["layer"] + 0.5, row["step"] + 0.5): row for row in rows(PANEL["router_agreement"].chart(holes))}
-    assert len(cells) == 4 * COLUMNS - 10
+    assert len(cells) == 4 * HEAT_COLUMNS - 10
     values = run.metrics["router/agreement/layer_03"].values
-    for column in (0, 7, COLUMNS - 1):
+    for column in (0, 7, HEAT_COLUMNS - 1):
         cell = cells[3, 1 + 3 * column]
         assert cell["agreement"] == pytest.approx(values[3 * column : 3 * column + 3].mean(), abs=1e-5)
         assert cell["said"] == f"layer 3, step {1 + 3 * column} to {3 + 3 * column}"

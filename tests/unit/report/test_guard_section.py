@@ -8,7 +8,7 @@ from tests.support.browser import launched, needs_browser, open_page
 from tests.unit.report.made_runs import event, full
 from verl_ext.guard.state import Event
 from verl_ext.report.page import MOST_DECISIONS, MOST_OPEN, write_report
-from verl_ext.report.verdict import judge
+from verl_ext.report.verdict import judge_run
 
 pytestmark = needs_browser
 HOSTILE = "<b>why</b> </script><script>alert(1)</script>"
@@ -23,7 +23,7 @@ def browser():
 
 def written(tmp_path, *events: Event):
     run = replace(RUN, events=events)
-    return write_report(run, judge(run), tmp_path, pictures=False)
+    return write_report(run, judge_run(run), tmp_path, pictures=False)
 
 
 def test_every_action_has_a_word_and_hostile_text_is_text(browser, tmp_path):

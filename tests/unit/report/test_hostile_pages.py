@@ -64,7 +64,7 @@ def test_control_characters_in_names_reach_neither_figure_nor_page_nor_terminal(
     "name", [b"caf\xe9.jsonl", OBEYED.replace("\0", "").replace("\ud800", "").encode() + b".jsonl"]
 )
 def test_a_file_name_that_no_page_can_hold(name, tmp_path, out, monkeypatch, capsys):
-    monkeypatch.setattr("verl_ext.report.render.libraries", str)
+    monkeypatch.setattr("verl_ext.report.page.libraries", str)
     folder = os.path.join(os.fsencode(tmp_path), name.removesuffix(b".jsonl"))
     os.mkdir(folder)
     path = os.fsdecode(os.path.join(folder, name))
@@ -148,7 +148,7 @@ def test_a_line_that_is_too_long_is_passed_over_while_it_is_written(file, monkey
     from verl_ext.report.load import Reader
 
     for name in ("BLOCK", "MOST_LINE"):
-        monkeypatch.setattr(f"verl_ext.report.sources.lines.{name}", 64)
+        monkeypatch.setattr(f"verl_ext.report.sources.jsonl.{name}", 64)
     file.write_text('{"step":1,"data":{"a":1}}\n{"step":2,"data":{"a":"')
     reader = Reader(file)
     for _ in range(5):
@@ -271,7 +271,7 @@ def test_what_fails_in_drawing_pictures_leaves_the_page(file, out, monkeypatch, 
         def png(spec, title):
             raise error
 
-        monkeypatch.setattr("verl_ext.report.render.png", png)
+        monkeypatch.setattr("verl_ext.report.page.png", png)
 
     refuse(KeyboardInterrupt())  # standing for an abort
     with pytest.raises(KeyboardInterrupt):

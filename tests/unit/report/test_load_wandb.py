@@ -169,6 +169,25 @@ def test_what_holds_no_run_is_told(tmp_path, content, says):
     assert "\n" not in str(error.value)
 
 
+def test_a_record_that_is_not_utf_8_is_left_out_and_told(tmp_path):
+    bad = field(2, field(1, field(2, b"caf\xe9") + field(16, "1")))
+    file = tmp_path / "run-x.wandb"
+    file.write_bytes(log([bad, field(2, wandb_row(1, {"a": 1}))]))
+    run = read_run(file)
+    assert values(run) == {1: 1}
+    assert run.notes == ("records of run-x.wandb that could not be read: 1; left out",)
+
+
+def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch):
+    file = wandb_run(tmp_path, train(1))
+    monkeypatch.setitem(sys.modules, "wandb.proto.wandb_internal_pb2", None)
+    with pytest.raises(
+        ReportError, match=r"run-abc\.wandb: this is W&B's file; to read it, pip install wandb"
+    ) as error:
+        read_run(file)
+    assert "\n" not in str(error.value)
+
+
 def test_refresh_reads_on_and_takes_a_new_run(tmp_path):
     file = wandb_run(tmp_path, train(1))
     reader = Reader(tmp_path)

@@ -12,9 +12,9 @@ from verl_ext.report.noise import (
     LEVEL,
     Difference,
     Final,
-    compare,
+    compare_finals,
     final,
-    judge,
+    judge_differences,
     student_p,
     student_quantile,
 )
@@ -47,7 +47,7 @@ def autoregressive(rng, runs, steps, rho):
 def verdicts(first, second, scale="linear"):
     steps = np.arange(first.shape[1])
     ends = ([final(Series(steps, row), len(steps), scale) for row in rows] for rows in (first, second))
-    return [compare(a, b).verdict for a, b in zip(*ends, strict=True)]
+    return [compare_finals(a, b).verdict for a, b in zip(*ends, strict=True)]
 
 
 @pytest.mark.parametrize("freedom", [1.0, 1.3, 2.7, 11.5, 150.0, 1e5])
@@ -68,7 +68,7 @@ def test_student_quantile_is_the_printed_table(freedom, quantile):
 def test_compare_is_welchs_test():
     """Snedecor and Cochran's formulas, written out, with p integrated from the density."""
     a, b = known(3.0, 0.4, 7.0), known(5.0, 0.3, 19.0)
-    result = compare(a, b)
+    result = compare_finals(a, b)
     freedom = (0.16 + 0.09) ** 2 / (0.16**2 / 7 + 0.09**2 / 19)
     assert (result.change, result.error, result.freedom) == pytest.approx((2.0, 0.5, freedom))
     with mpmath.workdps(30):
@@ -78,7 +78,7 @@ def test_compare_is_welchs_test():
     low, high = result.interval
     assert (low + high) / 2 == pytest.approx(2.0) and student_p((high - low) / 2 / 0.5, freedom) == pytest.approx(0.01)
     assert result.verdict == "differs" and low > 0
-    assert compare(b, a).change == -2.0 and compare(b, a).p == pytest.approx(result.p)
+    assert compare_finals(b, a).change == -2.0 and compare_finals(b, a).p == pytest.approx(result.p)
 
 
 def test_the_error_of_white_noise_is_near_the_textbook_one():
@@ -114,10 +114,10 @@ def test_the_log_scale_gives_the_geometric_mean_and_ratios():
     a, b = (final(series(np.exp(shift + 0.5 * noise)), 60, "log") for shift in (0.0, 1.0))
     assert a.mean == pytest.approx(math.exp(0.5 * noise.mean()))
     assert a.error == pytest.approx(final(series(0.5 * noise), 60).error)
-    assert compare(a, b).change == pytest.approx(1.0)
+    assert compare_finals(a, b).change == pytest.approx(1.0)
     assert final(series([0.0, 1.0, 0.0, 1.0]), 4, "log").mean == pytest.approx(1e-6)  # 0 is FLOOR
     with pytest.raises(ValueError, match="log scale"):
-        compare(a, final(series([1.0])))
+        compare_finals(a, final(series([1.0])))
 
 
 def test_values_that_are_not_finite_are_left_out():
@@ -132,7 +132,7 @@ def test_fewer_than_four_readings_have_no_error(values):
     end = final(series(values))
     assert (end.error, end.effective, end.readings) == (None, None, int(np.isfinite(values).sum()))
     assert math.isnan(end.mean) == (end.readings == 0)
-    for result in (compare(end, known(9.0, 0.1, 10.0)), compare(known(9.0, 0.1, 10.0), end)):
+    for result in (compare_finals(end, known(9.0, 0.1, 10.0)), compare_finals(known(9.0, 0.1, 10.0), end)):
         assert (result.verdict, result.p, result.interval) == ("too few steps", None, None)
 
 
@@ -141,16 +141,16 @@ def test_fewer_than_four_readings_have_no_error(values):
 def test_two_constants_differ_exactly_when_they_are_unequal(first, second, scale):
     a, b = final(series([first] * 10), 10, scale), final(series([second] * 17), 17, scale)
     assert (a.mean, a.error, a.effective) == (first, 0.0, 10)
-    result = compare(a, b)
+    result = compare_finals(a, b)
     assert result.verdict == ("within noise" if first == second else "differs")
     assert result.p == (first == second) and result.interval == (result.change, result.change)
 
 
 def test_a_constant_is_compared_by_the_other_ones_noise():
     noise = final(series(np.random.default_rng(4).normal(size=40)), 40)
-    assert compare(known(0.0, 0.0, 39.0), noise).freedom == noise.freedom
-    assert compare(known(0.0, 0.0, 39.0), noise).verdict == "within noise"
-    assert compare(known(9.0, 0.0, 39.0), noise).verdict == "differs"
+    assert compare_finals(known(0.0, 0.0, 39.0), noise).freedom == noise.freedom
+    assert compare_finals(known(0.0, 0.0, 39.0), noise).verdict == "within noise"
+    assert compare_finals(known(9.0, 0.0, 39.0), noise).verdict == "differs"
 
 
 @pytest.mark.parametrize("steps", [5, 10, 20, 100])
@@ -191,9 +191,9 @@ def test_drift_is_told_where_it_is_more_than_noise():
 def test_holm_judges_the_whole_table():
     # LEVEL / 4, / 3, / 2: 0.0025, 0.0033, 0.005; the last is below LEVEL, but the one before it did not pass.
     table = [difference(p) for p in (0.0032, None, 0.0001, 0.006, 0.007)]
-    assert judge(table) == ["differs", "too few steps", "differs", "within noise", "within noise"]
-    assert judge([difference(0.009)]) == ["differs"] and judge([]) == []
-    assert judge([difference(None)]) == ["too few steps"]
+    assert judge_differences(table) == ["differs", "too few steps", "differs", "within noise", "within noise"]
+    assert judge_differences([difference(0.009)]) == ["differs"] and judge_differences([]) == []
+    assert judge_differences([difference(None)]) == ["too few steps"]
 
 
 def test_tables_of_thirty_metrics_raise_a_false_alarm_in_at_most_two_percent():
@@ -202,7 +202,7 @@ def test_tables_of_thirty_metrics_raise_a_false_alarm_in_at_most_two_percent():
     for _ in range(100):
         runs = [autoregressive(rng, 30, 40, 0.5) for _ in range(2)]
         ends = ([final(series(row), 40) for row in rows] for rows in runs)
-        alarms += "differs" in judge([compare(a, b) for a, b in zip(*ends, strict=True)])
+        alarms += "differs" in judge_differences([compare_finals(a, b) for a, b in zip(*ends, strict=True)])
     assert alarms <= 2
 
 
@@ -210,5 +210,5 @@ def test_the_halves_of_a_recorded_stable_run_do_not_differ():
     """In it, single tokens move k3 by tens of times in one step."""
     k3 = json.loads((DATA / "stable_lr_1e-3.json").read_text())["vllm_kl/k3"]
     first, second = (final(series(half), 40, "log") for half in (k3[:40], k3[40:]))
-    assert compare(first, second).verdict == "within noise"
-    assert compare(first, final(series(30 * np.array(k3[40:])), 40, "log")).verdict == "differs"
+    assert compare_finals(first, second).verdict == "within noise"
+    assert compare_finals(first, final(series(30 * np.array(k3[40:])), 40, "log")).verdict == "differs"

@@ -12,7 +12,7 @@ from verl_ext import __version__
 from verl_ext.report.comparison import compare_runs, unique_names
 from verl_ext.report.figures.panels import PANELS
 from verl_ext.report.page import OVERVIEW, PAGE, PICTURES, write_comparison, write_report
-from verl_ext.report.verdict import judge
+from verl_ext.report.verdict import judge_run
 
 pytestmark = needs_browser
 HOSTILE = "<b>run</b> </script><script>alert(1)</script>"
@@ -63,7 +63,7 @@ def run():
 @pytest.fixture(scope="module")
 def file(run, tmp_path_factory):
     out = tmp_path_factory.mktemp("report") / "new" / "folder"
-    return write_report(run, judge(run), out, trajectories="trajectories.html", pictures=False)
+    return write_report(run, judge_run(run), out, trajectories="trajectories.html", pictures=False)
 
 
 def drawn(page):
@@ -97,7 +97,7 @@ def test_text_is_legible(browser, file, dark):
 
 
 def test_the_verdict_its_evidence_and_what_to_try(browser, file, run):
-    verdict = judge(run)
+    verdict = judge_run(run)
     assert verdict.state == "drifting"
     with open_page(file, browser=browser) as (page, errors):
         assert page.locator("#verdict h2").inner_text() == f"{verdict.state} {verdict.sentence}"
@@ -168,14 +168,14 @@ def test_a_figure_is_a_group_with_a_name_and_the_footer_names_whose_work_draws_i
 
 def test_values_that_are_no_numbers_are_counted_in_the_notes(browser, tmp_path):
     run = make({"critic/score/mean": [0.1, NAN, 0.3, NAN]}, notes=("another",))
-    with open_page(write_report(run, judge(run), tmp_path, pictures=False), browser=browser) as (page, errors):
+    with open_page(write_report(run, judge_run(run), tmp_path, pictures=False), browser=browser) as (page, errors):
         said = "critic/score/mean was not a finite number in 2 of 4 steps"
         assert page.locator("#notes li").all_inner_texts() == [said, "another"] and errors == []
 
 
 def test_figures_that_the_run_lacks_are_listed_with_what_to_add(browser, tmp_path):
     run = make({"critic/score/mean": [0.1, 0.2]})
-    out = write_report(run, judge(run), tmp_path, refresh=30, pictures=False)
+    out = write_report(run, judge_run(run), tmp_path, refresh=30, pictures=False)
     with open_page(out, browser=browser) as (page, errors):
         assert drawn(page).keys() == {"reward"}
         listed = page.locator("#missing dl > div").all_inner_texts()
@@ -189,7 +189,7 @@ def test_figures_that_the_run_lacks_are_listed_with_what_to_add(browser, tmp_pat
 
 def test_a_run_with_no_figure_at_all_has_a_page(browser, tmp_path):
     run = make({"a/metric/of/my/own": [0.1, 0.2]})
-    with open_page(write_report(run, judge(run), tmp_path), browser=browser) as (page, errors):
+    with open_page(write_report(run, judge_run(run), tmp_path), browser=browser) as (page, errors):
         assert page.locator("#missing dl > div").count() == len(PANELS) and errors == []
     assert [path.name for path in tmp_path.iterdir()] == [PAGE]
 
@@ -203,14 +203,14 @@ def size(file):
 def test_pictures_are_written_when_asked_for(tmp_path):
     run = make({"critic/score/mean": [0.1, 0.2], "vllm_kl/k3": [1e-4, 2e-4]})
     told = []
-    write_report(run, judge(run), tmp_path / "with", progress=told.append)
+    write_report(run, judge_run(run), tmp_path / "with", progress=told.append)
     assert sorted(path.stem for path in (tmp_path / "with" / PICTURES).iterdir()) == ["reward", "vllm_kl"]
     for path in (tmp_path / "with" / PICTURES).iterdir():
         width, height = size(path)
         assert 1120 <= width <= 1400 and 440 <= height <= 700
     assert 1120 < size(tmp_path / "with" / OVERVIEW)[0] < 1600
     assert {"page", "Reward", "KL between the engines"} <= set(told)
-    write_report(run, judge(run), tmp_path / "without", pictures=False)
+    write_report(run, judge_run(run), tmp_path / "without", pictures=False)
     assert [path.name for path in (tmp_path / "without").iterdir()] == [PAGE]
 
 
@@ -260,8 +260,8 @@ def test_runs_of_one_name_are_called_after_what_tells_them_apart(tmp_path):
 
 def test_pictures_of_an_earlier_report_do_not_stay(tmp_path):
     more, less = make({"critic/score/mean": [0.1, 0.2], "actor/entropy": [1, 2]}), make({"actor/entropy": [1, 2]})
-    write_report(more, judge(more), tmp_path)
-    write_report(less, judge(less), tmp_path)
+    write_report(more, judge_run(more), tmp_path)
+    write_report(less, judge_run(less), tmp_path)
     assert [file.stem for file in (tmp_path / PICTURES).iterdir()] == ["entropy"]
-    write_report(less, judge(less), tmp_path, pictures=False)
+    write_report(less, judge_run(less), tmp_path, pictures=False)
     assert not list((tmp_path / PICTURES).iterdir()) and not (tmp_path / OVERVIEW).exists()

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from tests.unit.report.made_runs import event, full
+from verl_ext.report.figures.columns import REST, STAGES
+from verl_ext.report.figures.lines import CIVIDIS, DARK, GRID, INK, MUTED, ORDERED, PAPER, SERIES
 from verl_ext.report.figures.panels import PANELS
-from verl_ext.report.figures.stages import REST, STAGES
-from verl_ext.report.figures.style import CIVIDIS, DARK, GRID, INK, MUTED, ORDERED, PAPER, SERIES
-from verl_ext.report.render import spec_of
+from verl_ext.report.page import spec_of
 
 VISION = {
     "full": np.eye(3),

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from verl_ext.guard.state import Event
-from verl_ext.report.advice import Override
 from verl_ext.report.run import Run, Series
-from verl_ext.report.terminal import BLOCKS, dashboard, format_value, notes, rows, sparkline, wrap_name
-from verl_ext.report.verdict import Verdict
+from verl_ext.report.terminal import BLOCKS, dashboard, dashboard_rows, format_value, notes, sparkline, wrap_name
+from verl_ext.report.verdict import Override, RunVerdict
 
 NAN = float("nan")
-VERDICT = Verdict(
+VERDICT = RunVerdict(
     state="drifting",
     sentence="The mismatch grows by 5 % a step and would pass 0.1 in about 60 steps.",
     why=("Rollouts are 2 versions behind.",),
@@ -68,7 +67,7 @@ def printed(run: Run, verdict=None, encoding: str = "utf-8", width: int = 80, **
 
 
 def test_first_last_and_worst():
-    table = {row.metric: row for row in rows(full())}
+    table = {row.metric: row for row in dashboard_rows(full())}
     reward = table["critic/score/mean"]
     assert (reward.first, reward.last, reward.worst) == (pytest.approx(0.2), pytest.approx(0.7), None)
     k3, k1 = table["vllm_kl/k3"], table["vllm_kl/k1"]
@@ -79,7 +78,7 @@ def test_first_last_and_worst():
 
 
 def test_only_the_layer_that_agrees_least_is_shown():
-    (layer,) = [row for row in rows(full()) if "/layer_" in row.metric]
+    (layer,) = [row for row in dashboard_rows(full()) if "/layer_" in row.metric]
     assert (layer.label, layer.metric) == ("  worst layer 17", "router/agreement/layer_17")
     assert layer.worst == pytest.approx(0.97 - 8e-4)
 
@@ -87,18 +86,18 @@ def test_only_the_layer_that_agrees_least_is_shown():
 def test_the_error_of_a_share_stands_under_the_agreement():
     run = full()
     run.metrics["router/agreement/error"] = run.metrics["router/any_layer_differs"]
-    labels = [row.label.strip() for row in rows(run)]
+    labels = [row.label.strip() for row in dashboard_rows(run)]
     assert labels[labels.index("router agreement") :][:3] == ["router agreement", "standard error", "worst layer 17"]
 
 
 def test_verls_own_names_stand_in_where_the_plugin_is_off():
-    (row,) = rows(make({"rollout_corr/k3_kl": [1e-4, 2e-4, NAN]}))
+    (row,) = dashboard_rows(make({"rollout_corr/k3_kl": [1e-4, 2e-4, NAN]}))
     assert (row.metric, row.first, row.last) == ("vllm_kl/k3", 1e-4, 2e-4)
 
 
 def test_rows_are_left_out_where_nothing_was_logged():
-    assert [row.metric for row in rows(make({"critic/score/mean": [0.5]}))] == ["critic/score/mean"]
-    assert rows(make({"vllm_kl/k3": [NAN]})) == []
+    assert [row.metric for row in dashboard_rows(make({"critic/score/mean": [0.5]}))] == ["critic/score/mean"]
+    assert dashboard_rows(make({"vllm_kl/k3": [NAN]})) == []
 
 
 def test_validation_metrics_are_those_of_val_core_with_anything_finite():
@@ -195,7 +194,7 @@ def test_the_dashboard_fits_eighty_columns_uncut(encoding, verdict):
     ],
 )
 def test_the_verdict_stands_in_the_heading_in_words_and_colour(state, colour):
-    verdict = Verdict(state, "s", (), (), ())
+    verdict = RunVerdict(state, "s", (), (), ())
     heading = printed(full(), verdict, force_terminal=True, color_system="standard").splitlines()[0]
     assert f"run, step 8: {state}" in heading and f";{colour}m" in heading
 

@@ -11,8 +11,8 @@ from tests.unit.report.made_runs import NAN, event, full, make, prefix
 from verl_ext.guard.forecast import FEWEST
 from verl_ext.guard.state import Event
 from verl_ext.report.load import read_run
-from verl_ext.report.reward import fall_of
-from verl_ext.report.verdict import LAST, judge
+from verl_ext.report.signals import fall_of
+from verl_ext.report.verdict import LAST, judge_run
 
 DATA = ROOT / "tests" / "support" / "data"
 QUIET = [1e-3] * 40
@@ -27,7 +27,7 @@ def lines(verdict) -> tuple[str, ...]:
 
 
 def said(metrics, *events) -> str:
-    return " ".join(lines(judge(make(metrics, events))))
+    return " ".join(lines(judge_run(make(metrics, events))))
 
 
 def tried(verdict) -> list[str]:
@@ -35,7 +35,7 @@ def tried(verdict) -> list[str]:
 
 
 def test_a_quiet_run_is_healthy():
-    verdict = judge(full())
+    verdict = judge_run(full())
     assert verdict.state == "healthy" and tried(verdict) == []
     assert verdict.sentence == (
         "The run is healthy: the reward is 0.574 in the last 20 steps (0.213 in the first 20); k3 is 0.00097, 103 "
@@ -73,7 +73,7 @@ def test_a_quiet_run_is_healthy():
     ],
 )
 def test_what_a_healthy_run_is_told(metrics, sentence):
-    assert judge(make(metrics)).state == "healthy" and sentence in said(metrics)
+    assert judge_run(make(metrics)).state == "healthy" and sentence in said(metrics)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_what_a_healthy_run_is_told(metrics, sentence):
     ],
 )
 def test_past_the_boundary(metrics, sentence):
-    verdict = judge(make(metrics))
+    verdict = judge_run(make(metrics))
     assert verdict.state == "past the boundary" and sentence in said(metrics)
     helping = [text for text in tried(verdict) if text not in MEASURING]
     assert helping[-1] == RESUME and "precision=fp16" in helping and tried(verdict)[: len(helping)] == helping
@@ -118,17 +118,17 @@ def test_past_the_boundary(metrics, sentence):
     ],
 )
 def test_drifting(metrics, sentence):
-    assert judge(make(metrics)).state == "drifting" and sentence in said(metrics)
+    assert judge_run(make(metrics)).state == "drifting" and sentence in said(metrics)
 
 
 def test_a_rise_far_below_the_boundary_or_of_a_few_steps_is_none():
     for k3 in ([1e-6] * 30 + [1e-4] * 10, [5e-5] * 38 + [4e-3] * 2, [5e-5] * 10 + [4e-3] * 5):
-        assert judge(make({"vllm_kl/k3": k3})).state == "healthy"
+        assert judge_run(make({"vllm_kl/k3": k3})).state == "healthy"
 
 
 def test_a_reward_that_breaks_down_while_the_engines_agree_is_not_blamed_on_them():
     reward = [0.1] * 8 + [0.7] * 24 + [0.2] * 8
-    verdict = judge(make({"vllm_kl/k3": QUIET, "critic/score/mean": reward}))
+    verdict = judge_run(make({"vllm_kl/k3": QUIET, "critic/score/mean": reward}))
     assert (
         verdict.sentence == "The reward fell from 0.7 to 0.2." and "k3 is 0.001, 100 times below" in verdict.evidence[0]
     )
@@ -137,27 +137,27 @@ def test_a_reward_that_breaks_down_while_the_engines_agree_is_not_blamed_on_them
 
 @pytest.mark.parametrize(("action", "done"), [("rollback", "rolled back"), ("stop", "stopped the run")])
 def test_the_guard_lately_acted(action, done):
-    verdict = judge(make({"vllm_kl/k3": QUIET}, [event(31, action, "k3 was 0.3")]))
+    verdict = judge_run(make({"vllm_kl/k3": QUIET}, [event(31, action, "k3 was 0.3")]))
     assert verdict.state == "drifting" and verdict.sentence == f"The guard {done} in step 31: k3 was 0.3."
-    assert judge(make({"vllm_kl/k3": QUIET}, [event(30, action)])).state == "healthy"
+    assert judge_run(make({"vllm_kl/k3": QUIET}, [event(30, action)])).state == "healthy"
     assert "precision=fp16" in tried(verdict), "by a signal of the gap: the engines are to blame"
     of_reward = Event(40, "rule", "critic/score/mean", 0.1, 0.2, action, "the reward fell")
-    by_reward = judge(make({"vllm_kl/k3": QUIET}, [of_reward]))
+    by_reward = judge_run(make({"vllm_kl/k3": QUIET}, [of_reward]))
     assert "precision=fp16" not in tried(by_reward), "the engines are not to blame"
     assert by_reward.sentence == f"The guard {done} in step 40: the reward fell."
     assert by_reward.state == ("stopped" if action == "stop" else "drifting")
-    assert judge(make({"vllm_kl/k3": QUIET}, [event(40, "warn"), event(40, "tighten")])).state == "healthy"
+    assert judge_run(make({"vllm_kl/k3": QUIET}, [event(40, "warn"), event(40, "tighten")])).state == "healthy"
 
 
 def test_a_rate_of_learning_comes_before_a_reference_where_the_reward_fell():
     fell = {"vllm_kl/k3": QUIET, "critic/score/mean": [0.1] * 8 + [0.7] * 24 + [0.2] * 8}
-    logged = judge(make(fell | {"actor/lr": [*np.linspace(0, 3e-6, 10), *[3e-6] * 30]}))
+    logged = judge_run(make(fell | {"actor/lr": [*np.linspace(0, 3e-6, 10), *[3e-6] * 30]}))
     assert tried(logged)[:2] == [f"{RATE}=1e-06", "actor_rollout_ref.actor.use_kl_loss=true"]
-    assert tried(judge(make(fell | {"actor/lr": [0.0] * 40})))[0] == f"{RATE}=1e-06", "verl's own"
+    assert tried(judge_run(make(fell | {"actor/lr": [0.0] * 40})))[0] == f"{RATE}=1e-06", "verl's own"
 
 
 def test_a_run_that_is_dead_is_told_so_before_all_else():
-    verdict = judge(make(recorded("collapsed_lr_1e-2")))
+    verdict = judge_run(make(recorded("collapsed_lr_1e-2")))
     assert verdict.state == "collapsed"
     assert verdict.sentence == str(fall_of(make(recorded("collapsed_lr_1e-2"))))
     assert verdict.sentence == (
@@ -179,7 +179,7 @@ def test_a_run_that_is_dead_is_told_so_before_all_else():
 
 
 def test_a_run_whose_engines_came_apart_first_gets_the_advice_on_the_gap_first():
-    verdict = judge(make(recorded("collapsed_stale")))
+    verdict = judge_run(make(recorded("collapsed_stale")))
     assert verdict.state == "collapsed" and "The likely cause is that the engines came apart." in verdict.why
     assert verdict.why[0] == "k3 passed 0.1 at step 21, 7 steps before the reward began to fall."
     texts = tried(verdict)
@@ -189,13 +189,13 @@ def test_a_run_whose_engines_came_apart_first_gets_the_advice_on_the_gap_first()
 
 def test_what_is_not_dead_keeps_its_state():
     reward = {"critic/score/mean": [0.1] * 40 + [0.7] * 40 + [0.38] * 40}
-    assert judge(make(reward | {"vllm_kl/k3": [1e-3] * 120})).state == "drifting"
-    assert judge(make(reward | {"vllm_kl/k3": [0.2] * 120})).state == "past the boundary"
+    assert judge_run(make(reward | {"vllm_kl/k3": [1e-3] * 120})).state == "drifting"
+    assert judge_run(make(reward | {"vllm_kl/k3": [0.2] * 120})).state == "past the boundary"
     for k3 in (1e-3, 0.2):
-        half = judge(make({"critic/score/mean": [0.5] * 40 + [0.1] * 40, "vllm_kl/k3": [k3] * 80}))
+        half = judge_run(make({"critic/score/mean": [0.5] * 40 + [0.1] * 40, "vllm_kl/k3": [k3] * 80}))
         assert half.state == "collapsed" and "is dead" not in half.sentence
     dead = {"critic/score/mean": [0.5] * 40 + [0.02] * 40}
-    assert judge(make(dead)).state == "collapsed", "needs no comparison of the engines"
+    assert judge_run(make(dead)).state == "collapsed", "needs no comparison of the engines"
     noisy = recorded("noisy_lr_3e-3")
     assert set(states(noisy, range(8, 201, 8))) == {"healthy"}
 
@@ -206,7 +206,7 @@ def stale_run(seed: int):
 
 def test_a_recorded_run_that_lost_half_of_its_reward_to_old_rollouts():
     """What an engineer reads first: it collapsed, when, what warned; then why; then one command."""
-    verdict = judge(stale_run(0))
+    verdict = judge_run(stale_run(0))
     assert verdict.state == "collapsed"
     assert verdict.sentence == (
         "The run collapsed at step 81: the reward fell from 0.51 to 0.25 between steps 62 and 81, and is 0.18 now."
@@ -237,7 +237,7 @@ def test_a_recorded_run_that_lost_half_of_its_reward_to_old_rollouts():
 
 @pytest.mark.parametrize(("seed", "step", "before"), [(0, 81, 53), (1, 75, 57), (2, 71, 49)])
 def test_recorded_collapses_are_told_with_what_warned(seed, step, before):
-    verdict = judge(stale_run(seed))
+    verdict = judge_run(stale_run(seed))
     assert verdict.sentence.startswith(f"The run collapsed at step {step}: the reward fell from ")
     assert f": {before} and " in verdict.why[0] and verdict.first.text.startswith("stability=opsm ")
 
@@ -249,7 +249,7 @@ RUNS = sorted((ROOT / "recipes" / "collapse" / "runs").glob("*/*/seed*"))
 def test_every_recorded_run_has_the_state_that_its_recipe_tells(folder):
     regime, arm = folder.parts[-3:-1]
     states = {"none": "collapsed", "exact": "healthy"} if regime == "stale" else {"none": "healthy", "r3": "healthy"}
-    verdict = judge(read_run(folder))
+    verdict = judge_run(read_run(folder))
     assert verdict.state == states.get(arm, "past the boundary")
     assert (verdict.first is None) == (verdict.state == "healthy")
     if verdict.state == "past the boundary":
@@ -290,12 +290,12 @@ HALVED = [0.6] * 60 + [
     ],
 )
 def test_what_warned_of_a_collapse(metrics, warned):
-    verdict = judge(make({"critic/score/mean": HALVED, **metrics}))
+    verdict = judge_run(make({"critic/score/mean": HALVED, **metrics}))
     assert verdict.state == "collapsed" and verdict.why[0] == warned
 
 
 def test_a_gap_that_rose_below_the_boundary_before_the_fall_is_the_cause():
-    verdict = judge(make(recorded("collapsed_fp4")))
+    verdict = judge_run(make(recorded("collapsed_fp4")))
     assert verdict.why[:2] == (
         "k3 rose from 0.061 to 0.25 from step 15 on; the fall began at step 16.",
         "The likely cause is that the engines came apart.",
@@ -306,7 +306,7 @@ def test_a_gap_that_rose_below_the_boundary_before_the_fall_is_the_cause():
 
 def test_a_forecast_that_warned_blames_the_gap():
     soon = {"critic/score/mean": HALVED, "guard/steps_to_boundary": [1000.0] * 40 + [15.0] * 80}
-    verdict = judge(make(soon | {"vllm_kl/k3": [1e-3] * 80 + [0.3] * 40}))
+    verdict = judge_run(make(soon | {"vllm_kl/k3": [1e-3] * 80 + [0.3] * 40}))
     assert "The likely cause is that the engines came apart." in verdict.why
     assert verdict.first.text == f"stability=icepop {RESUME}"
 
@@ -314,7 +314,9 @@ def test_a_forecast_that_warned_blames_the_gap():
 def test_a_run_whose_updates_are_skipped_is_told_why():
     metrics = {"vllm_kl/k3": [*QUIET, *[0.2] * 40], "guard/skipped": [0] * 60 + [1] * 20}
     forecast = {"guard/steps_to_boundary": [1000.0] * 30 + [15.0] * 50}
-    verdict = judge(make(metrics | forecast, [event(79, "skip", "an old one"), event(80, "skip", "k3=0.2 passes 0.1")]))
+    verdict = judge_run(
+        make(metrics | forecast, [event(79, "skip", "an old one"), event(80, "skip", "k3=0.2 passes 0.1")])
+    )
     assert verdict.sentence == "The run hardly learns any more: 10 of the last 10 updates were skipped."
     assert verdict.why == (
         "The last one was skipped because k3=0.2 passes 0.1.",
@@ -327,7 +329,7 @@ def test_a_run_whose_updates_are_skipped_is_told_why():
 def test_the_first_thing_to_do_about_a_collapse_is_one_command_with_its_checkpoint():
     def first(**metrics):
         named = {name.replace("__", "/"): values for name, values in metrics.items()}
-        return judge(make({"critic/score/mean": HALVED, "router/agreement": [0.99] * 120} | named)).first
+        return judge_run(make({"critic/score/mean": HALVED, "router/agreement": [0.99] * 120} | named)).first
 
     apart = [1e-3] * 45 + [0.3] * 75
     assert first().text == f"{RATE}=1e-06 {RESUME}", "nothing says that the gap did it"
@@ -347,22 +349,22 @@ def test_the_first_thing_to_do_about_a_collapse_is_one_command_with_its_checkpoi
 
 def test_a_run_that_the_guard_stopped_says_so_first_and_then_what_it_came_to():
     metrics = {"critic/score/mean": HALVED, "vllm_kl/k3": [1e-3] * 45 + [0.3] * 75}
-    verdict = judge(make(metrics, [event(120, "stop", "k3 was 0.3, after 3 rollbacks")]))
+    verdict = judge_run(make(metrics, [event(120, "stop", "k3 was 0.3, after 3 rollbacks")]))
     assert verdict.state == "stopped"
     assert verdict.sentence == "The guard stopped the run in step 120: k3 was 0.3, after 3 rollbacks."
     assert verdict.why[0].startswith("The run collapsed at step 75: ") and "20 steps before" in verdict.why[1]
-    assert verdict.overrides == judge(make(metrics)).overrides
-    went_on = judge(make(metrics, [event(119, "stop", "k3 was 0.3")]))
+    assert verdict.overrides == judge_run(make(metrics)).overrides
+    went_on = judge_run(make(metrics, [event(119, "stop", "k3 was 0.3")]))
     assert went_on.state == "collapsed" and "The guard stopped the run in step 119: k3 was 0.3." in went_on.evidence
 
 
 def test_weights_are_not_given_up_where_the_reward_holds():
     past = {"vllm_kl/k3": [1e-3] * 40 + [0.2] * 40}
-    holds = judge(make(past | {"critic/score/mean": np.linspace(0.3, 0.6, 80)}))
+    holds = judge_run(make(past | {"critic/score/mean": np.linspace(0.3, 0.6, 80)}))
     assert holds.state == "past the boundary" and RESUME not in tried(holds)
     assert holds.sentence == "k3 is 0.2, past the boundary of 0.1 since step 41 (median of the last 5)."
     assert holds.why == ("The reward holds: it is 0.564, and was 0.564 at its best.",)
-    sinks = judge(make(past | {"critic/score/mean": [0.6] * 40 + [0.46] * 40}))
+    sinks = judge_run(make(past | {"critic/score/mean": [0.6] * 40 + [0.46] * 40}))
     assert "The reward is 0.46, and was 0.6 at its best." in sinks.why and RESUME in tried(sinks)
     assert "The engines have come apart so far that updates no longer follow the rollouts." in sinks.why
 
@@ -375,7 +377,7 @@ BLIND = {
 
 
 def test_a_mask_that_drops_fewer_tokens_while_the_gap_grows_is_a_sign():
-    verdict = judge(make(BLIND | {"guard/mask_blind": [0.0] * 20 + [1.0] * 20}))
+    verdict = judge_run(make(BLIND | {"guard/mask_blind": [0.0] * 20 + [1.0] * 20}))
     assert verdict.state == "drifting", "though the boundary is more than 1,000 steps away"
     assert verdict.sentence == (
         "IcePop drops fewer and fewer tokens (-2.0 % a step) while k3 grows (+0.1 % a step): its fixed band does not "
@@ -384,7 +386,7 @@ def test_a_mask_that_drops_fewer_tokens_while_the_gap_grows_is_a_sign():
     texts = tried(verdict)
     assert "stability=kpop" in texts and not any("tighten" in text for text in texts)
     for guards in ({"guard/mask_blind": [1.0] * 20 + [0.0] * 20}, {}):
-        assert judge(make(BLIND | guards)).state == "healthy", (
+        assert judge_run(make(BLIND | guards)).state == "healthy", (
             "as the guard says it; where IcePop is off it says nothing"
         )
 
@@ -394,7 +396,7 @@ def test_the_worst_state_stands_and_all_evidence_with_it():
         {"vllm_kl/k3": [*[5e-5] * 30, *[0.3] * 10], "critic/score/mean": [0.1] * 8 + [0.7] * 24 + [0.2] * 8},
         [event(40, "stop")],
     )
-    verdict = judge(run)
+    verdict = judge_run(run)
     assert verdict.state == "stopped", "what the guard did comes first"
     starts = (
         "The guard stopped",
@@ -404,20 +406,20 @@ def test_the_worst_state_stands_and_all_evidence_with_it():
     )
     at = [next(i for i, line in enumerate(lines(verdict)) if line.startswith(start)) for start in starts]
     assert at == sorted(at)
-    assert judge(replace(run, events=())).state == "past the boundary"
-    few = judge(make({"vllm_kl/k3": [1e-3], "correction/dropped": [0.2]}))
+    assert judge_run(replace(run, events=())).state == "past the boundary"
+    few = judge_run(make({"vllm_kl/k3": [1e-3], "correction/dropped": [0.2]}))
     assert few.state == "drifting", "trouble needs no eight readings"
 
 
 @pytest.mark.parametrize(("count", "text"), [(1, "in 1 step;"), (FEWEST - 1, "in 7 steps;")])
 def test_too_few_readings(count, text):
-    verdict = judge(make({"vllm_kl/k3": [1e-3] * count}))
+    verdict = judge_run(make({"vllm_kl/k3": [1e-3] * count}))
     assert verdict.state == "not enough data" and text in verdict.sentence and "8 are needed" in verdict.sentence
-    assert judge(make({"vllm_kl/k3": [1e-3] * FEWEST})).state == "healthy"
+    assert judge_run(make({"vllm_kl/k3": [1e-3] * FEWEST})).state == "healthy"
 
 
 def test_without_k3_the_run_is_told_how_to_measure_it():
-    verdict = judge(make({"critic/score/mean": [0.1, 0.2], "router/agreement": [0.99]}))
+    verdict = judge_run(make({"critic/score/mean": [0.1, 0.2], "router/agreement": [0.99]}))
     assert verdict.state == "not enough data" and verdict.sentence.startswith("Nothing compares")
     assert verdict.evidence == ("The engines choose 99.00 % of the experts alike.",)
     assert tried(verdict) == ["stability.metrics=true"] and verdict.first is None, "nothing is known to be wrong"
@@ -425,7 +427,7 @@ def test_without_k3_the_run_is_told_how_to_measure_it():
 
 
 def test_the_agreement_of_a_share_is_told_with_its_error():
-    verdict = judge(make({"router/agreement": [0.99] * 3, "router/agreement/error": [0.0005, 0.0006, 0.0007]}))
+    verdict = judge_run(make({"router/agreement": [0.99] * 3, "router/agreement/error": [0.0005, 0.0006, 0.0007]}))
     (said,) = verdict.evidence
     assert said == "The engines choose 99.00 % of the experts alike (by a share of the trajectories: +- 0.12 % a step)."
 
@@ -433,17 +435,17 @@ def test_the_agreement_of_a_share_is_told_with_its_error():
 def test_what_to_try_depends_on_what_is_on_and_on_the_cause():
     growing = 1e-4 * np.exp(0.1 * np.arange(1, 41))
     base = {"vllm_kl/k3": growing, "vllm_kl/log_ratio_abs_mean": growing}
-    plain = judge(make(base | {"router/agreement": [0.99] * 40}))
+    plain = judge_run(make(base | {"router/agreement": [0.99] * 40}))
     assert tried(plain) == ["stability=icepop", "precision=fp16"]
-    corrected = tried(judge(make(base | {"router/agreement": [0.9] * 40, "correction/dropped": [0.01] * 40})))
+    corrected = tried(judge_run(make(base | {"router/agreement": [0.9] * 40, "correction/dropped": [0.01] * 40})))
     assert (
         corrected[:2] == ["stability=r3 stability.correction=tis", "precision=fp16"]
         and "action:tighten" in corrected[2]
     )
     gaps = {"router/agreement": [0.99], "router/gap_differs": [0.3], "router/gap_equal": [0.1]}
-    assert tried(judge(make(base | gaps))) == ["stability=r3 stability.correction=tis", "precision=fp16"], "no mask"
+    assert tried(judge_run(make(base | gaps))) == ["stability=r3 stability.correction=tis", "precision=fp16"], "no mask"
     stale = {"training/off_policy/trajectory_staleness/mean": [3.0] * 40}
-    old = tried(judge(make(base | stale | {"router/agreement": [0.9] * 40})))  # the routers' move is the policy's
+    old = tried(judge_run(make(base | stale | {"router/agreement": [0.9] * 40})))  # the routers' move is the policy's
     assert old == ["stability=opsm", "trainer.v1.trainer_mode=sync"]
 
 
@@ -453,14 +455,14 @@ STALE = "training/off_policy/trajectory_staleness/mean"
 def test_what_old_rollouts_add_to_k3_is_not_the_engines():
     """The verdict is on lag 0, and on what was rescored where there is none; the rest is said beside it."""
     old = {"vllm_kl/k3": [0.02] * 40, STALE: [2.0] * 40}
-    verdict = judge(make(old | {"vllm_kl/k3/lag/0": QUIET}))
+    verdict = judge_run(make(old | {"vllm_kl/k3/lag/0": QUIET}))
     assert verdict.state == "healthy"
     assert "k3 of the engines alone is 0.001, 100 times below the boundary of 0.1" in verdict.sentence
     assert "Rollouts are 2.0 versions behind: k3 is 0.02 with the policy's own movement, 0.001 without." in (
         verdict.evidence
     )
-    assert judge(make(old | {"vllm_kl/engine/k3": QUIET})).evidence == verdict.evidence
-    few = judge(make(old | {"vllm_kl/k3/lag/0": QUIET[:7]}))
+    assert judge_run(make(old | {"vllm_kl/engine/k3": QUIET})).evidence == verdict.evidence
+    few = judge_run(make(old | {"vllm_kl/k3/lag/0": QUIET[:7]}))
     assert few.sentence.startswith("The run is healthy: k3 is 0.02, ")
     assert "part of the gap is the policy's own" in few.evidence[0]
 
@@ -468,13 +470,13 @@ def test_what_old_rollouts_add_to_k3_is_not_the_engines():
 def test_engines_that_come_apart_are_seen_behind_old_rollouts():
     """Of all of k3 nothing would be seen: it stands still."""
     growing = [1e-4 * 1.15**step for step in range(40)]
-    verdict = judge(make({"vllm_kl/k3": [0.08] * 40, STALE: [1.0] * 40, "vllm_kl/k3/lag/0": growing}))
+    verdict = judge_run(make({"vllm_kl/k3": [0.08] * 40, STALE: [1.0] * 40, "vllm_kl/k3/lag/0": growing}))
     assert verdict.state == "drifting" and verdict.sentence.startswith("k3 of the engines alone grows by ")
     assert "stability=icepop" in tried(verdict)
 
 
 def test_rollouts_so_old_that_updates_do_not_follow_them_are_not_taken_for_engines_that_came_apart():
-    verdict = judge(make({"vllm_kl/k3": [0.3] * 40, STALE: [1.0] * 40, "vllm_kl/k3/lag/0": QUIET}))
+    verdict = judge_run(make({"vllm_kl/k3": [0.3] * 40, STALE: [1.0] * 40, "vllm_kl/k3/lag/0": QUIET}))
     assert verdict.state == "past the boundary"
     assert "The rollouts are so much older than the policy that updates no longer follow them." in verdict.why
     assert verdict.sentence == (
@@ -485,7 +487,7 @@ def test_rollouts_so_old_that_updates_do_not_follow_them_are_not_taken_for_engin
 
 def states(metrics, prefixes) -> list[str]:
     run = make(metrics)
-    return [judge(prefix(run, last)).state for last in prefixes]
+    return [judge_run(prefix(run, last)).state for last in prefixes]
 
 
 @pytest.mark.parametrize(("steps", "runs"), [(20, 300), (60, 300), (200, 150), (1000, 60)])
@@ -499,7 +501,7 @@ def test_noise_is_healthy(steps, runs):
             for name, level in (("vllm_kl/k3", 1e-3), ("vllm_kl/prob_diff_mean", 4e-3), ("correction/dropped", 0.01))
         }
         reward = 0.7 - 0.6 * np.exp(-3 * at / steps) + 0.05 * dice.normal(size=steps)
-        raised += judge(make(metrics | {"critic/score/mean": reward})).state != "healthy"
+        raised += judge_run(make(metrics | {"critic/score/mean": reward})).state != "healthy"
     assert raised / runs < 0.01
 
 
@@ -511,7 +513,7 @@ def test_a_reward_that_does_not_move_has_not_broken_down(steps, most, kind):
         dice = np.random.default_rng([steps, seed])
         flat = 0.5 + 0.05 * dice.normal(size=steps)
         reward = flat if kind == "flat" else dice.binomial(8, 0.3, size=steps) / 8
-        raised += judge(make({"vllm_kl/k3": [1e-3] * steps, "critic/score/mean": reward})).state != "healthy"
+        raised += judge_run(make({"vllm_kl/k3": [1e-3] * steps, "critic/score/mean": reward})).state != "healthy"
     assert raised / 200 <= most
 
 
@@ -544,22 +546,22 @@ def test_a_verdict_does_not_mind_odd_runs():
     for change in (lambda v: v * 0, lambda v: v * NAN, lambda v: -np.abs(v)):
         run = full(40, layers=2)
         odd = replace(run, metrics={name: replace(s, values=change(s.values)) for name, s in run.metrics.items()})
-        assert judge(odd).sentence
+        assert judge_run(odd).sentence
 
 
 def test_a_gap_that_is_no_longer_measured_is_told():
     run = make({"vllm_kl/k3": [1e-4] * 20 + [NAN] * 40, "critic/score/mean": [0.5] * 60})
-    assert any("last measured 40 steps ago" in sentence for sentence in judge(run).evidence)
+    assert any("last measured 40 steps ago" in sentence for sentence in judge_run(run).evidence)
 
 
 def test_verls_own_name_of_k3_counts_as_not_a_number_too():
     run = make({"rollout_corr/k3_kl": [1e-4] * 20 + [NAN] * 5})
-    assert judge(run).state == "past the boundary"
+    assert judge_run(run).state == "past the boundary"
 
 
 def test_a_fall_that_is_small_against_the_rewards_level_is_none():
     falls = {now: np.repeat([0.6, 0.6, now], 40) + np.tile([0.01, -0.01], 60) for now in (0.5, 0.2)}
-    found = {now: judge(make({"critic/score/mean": reward.tolist()})).state for now, reward in falls.items()}
+    found = {now: judge_run(make({"critic/score/mean": reward.tolist()})).state for now, reward in falls.items()}
     assert found == {0.5: "not enough data", 0.2: "collapsed"}
 
 

@@ -7,11 +7,22 @@ import altair as alt
 import numpy as np
 
 from verl_ext.guard.forecast import HORIZON, Growth
-from verl_ext.report.figures.lines import Line, data, line_chart, rows
-from verl_ext.report.figures.style import BLUE, GREEN, INK, ORANGE, PAPER, PURPLE, VERMILION
-from verl_ext.report.figures.thin import step_edges
-from verl_ext.report.growth import K3, boundary_of, gap_of, growth_of
+from verl_ext.report.figures.lines import (
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    PAPER,
+    PURPLE,
+    VERMILION,
+    Line,
+    chart_rows,
+    data,
+    line_chart,
+    step_edges,
+)
 from verl_ext.report.run import Run, Series
+from verl_ext.report.signals import K3, boundary_of, gap_of, growth_of
 
 K1, HEAD = "vllm_kl/k1", "vllm_kl/head"
 MARKS = 150  # stretches of steps that a mark of the guard stands for
@@ -53,11 +64,32 @@ def kl_chart(run: Run) -> alt.LayerChart | None:
     if (gap := gap_of(run)) is not None and gap.alone:
         lines.append(Line(gap.name, gap.series, GREEN))
     if found := growth_of(run):
-        fit, ahead, last = _growth(*found, last, boundary_of(run), ahead=math.ceil(AHEAD * len(run.steps)))
+        fit, ahead, last = _growth_layers(*found, last, boundary_of(run), ahead=math.ceil(AHEAD * len(run.steps)))
         lines.append(fit)
         over += ahead
     under = _thresholds(run, first, last)
     return line_chart(lines, (first, last), log=True, unit="nats a token", under=under, over=over, edge=_marks(run))
+
+
+def growth_sentence(run: Run) -> str:
+    """What the fit says, for the text below the figure."""
+    found = growth_of(run)
+    if found is None:
+        return ""
+    window, growth = found
+    percent, low, high = (
+        100 * math.expm1(min(max(value, -50.0), 50.0)) for value in (growth.rate, growth.low, growth.high)
+    )
+    span = f"over the last {len(window.steps)} readings"
+    if growth.low <= 0 <= growth.high:
+        return f"No certain growth {span}: {percent:+.1f} % a step, and the interval holds 0."
+    gap = gap_of(run)
+    text = f"{gap.name if gap else 'k3'} changes by {percent:+.1f} % a step ({low:+.1f} to {high:+.1f}) {span}"
+    if growth.low > 0 and growth.steps == 0:
+        return f"{text}, and is past {boundary_of(run):g}."
+    if growth.low > 0 and growth.steps < HORIZON:
+        return f"{text}; it would pass {boundary_of(run):g} in about {growth.steps:.0f} steps."
+    return text + "."
 
 
 def _hollow(k1: Series) -> list[alt.Chart]:
@@ -65,7 +97,7 @@ def _hollow(k1: Series) -> list[alt.Chart]:
     if not negative.any() or len(k1.steps) > 2 * MARKS:
         return []
     points = Series(k1.steps[negative], -k1.values[negative])
-    mark = alt.Chart(data(rows(points))).mark_point(size=26, fill=PAPER, stroke=ORANGE, opacity=1, clip=True)
+    mark = alt.Chart(data(chart_rows(points))).mark_point(size=26, fill=PAPER, stroke=ORANGE, opacity=1, clip=True)
     return [mark]
 
 
@@ -89,7 +121,7 @@ def _thresholds(run: Run, first: int, last: int) -> list[alt.Chart]:
     return [lines.encode(detail="label:N"), *written]
 
 
-def _growth(
+def _growth_layers(
     window: Series, growth: Growth, last: int, boundary: float, ahead: int
 ) -> tuple[Line, list[alt.Chart], int]:
     """The fitted line; its way to the boundary, if that is certain, as far as it is near; the last step drawn."""
@@ -100,7 +132,7 @@ def _growth(
     crossing = now + math.ceil(growth.steps)
     end = min(crossing, last + ahead)
     way = Series(np.array([now, end]), _heights(growth, 0, end - now))
-    layers = [alt.Chart(data(rows(way))).mark_line(color=INK, strokeWidth=2, strokeDash=[2, 3], clip=True)]
+    layers = [alt.Chart(data(chart_rows(way))).mark_line(color=INK, strokeWidth=2, strokeDash=[2, 3], clip=True)]
     if end == crossing:
         there = alt.Chart(data([{"step": end, "value": boundary, "label": f"step {end}"}]))
         point = there.mark_point(shape="diamond", size=90, filled=True, color=INK, opacity=1)
@@ -110,7 +142,7 @@ def _growth(
 
 
 def _heights(growth: Growth, *steps: int) -> np.ndarray:
-    """Of the fitted line, so many steps after the last reading, where it is growth.level."""
+    """The fitted line's heights so many steps after the last reading, where it is growth.level."""
     return growth.level * np.exp(growth.rate * np.array(steps))
 
 

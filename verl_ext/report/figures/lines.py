@@ -1,4 +1,7 @@
-"""Metrics over steps: lines, with what is drawn over and under them."""
+"""Metrics over steps: lines with what is drawn over and under them, and the colours and axes of all figures.
+
+A figure of some 600 pixels shows no more than POINTS readings of a line, so a longer one is thinned.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,13 +11,71 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from verl_ext.report.figures.style import HEIGHT, INK, WIDTH
-from verl_ext.report.figures.thin import TREND, medians, thin
 from verl_ext.report.run import Series
+
+# Okabe and Ito's palette, which stays apart under every common colour blindness, and greys; by role in the light page,
+# and what the page puts in their place when it is dark (lighter where the original would sink into the background).
+BLUE, ORANGE, GREEN, VERMILION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
+SKY, PURPLE, INK, MUTED, GRID, PAPER = "#56b4e9", "#cc79a7", "#1c1e21", "#5f6670", "#e3e6ea", "#ffffff"
+DARK = {
+    BLUE: "#4aa8e8",
+    ORANGE: "#f0b429",
+    GREEN: "#2fbf91",
+    VERMILION: "#ff7a3c",
+    SKY: "#9ad4f7",
+    PURPLE: "#e29ac4",
+    INK: "#e8eaed",
+    MUTED: "#a3abb5",
+    GRID: "#363b42",
+    PAPER: "#1b1e22",
+}
+SERIES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)  # where the order of lines means nothing: runs, validation sets
+# Cividis, dark to light; made for colour-blind readers too. Five of it for buckets, low to high.
+CIVIDIS = ("#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838")
+ORDERED = ("#d55e00", "#e69f00", "#8a8678", "#56b4e9", "#0072b2")
+
+WIDTH, HEIGHT = 560, 220  # pixels of a plot in a PNG; in the page it is as wide as its column
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+
+CONFIG: dict[str, Any] = {
+    "background": PAPER,
+    "font": FONT,
+    "view": {"stroke": None},
+    "axis": {
+        "labelColor": MUTED,
+        "titleColor": MUTED,
+        "titleFontWeight": "normal",
+        "labelFontSize": 11,
+        "titleFontSize": 11,
+        "gridColor": GRID,
+        "domainColor": GRID,
+        "tickColor": GRID,
+        "labelFlush": False,
+    },
+    "axisX": {"grid": False, "domainColor": MUTED, "tickColor": MUTED},
+    "axisY": {"domain": False, "ticks": False, "tickCount": 5},
+    "legend": {
+        "orient": "top",
+        "direction": "horizontal",
+        "title": None,
+        "labelColor": INK,
+        "titleColor": INK,
+        "titleFontWeight": "normal",
+        "titleFontSize": 11,
+        "labelFontSize": 11,
+        "labelLimit": 260,
+        "symbolStrokeWidth": 2.5,
+        "symbolSize": 120,
+        "offset": 6,
+    },
+    "title": {"anchor": "start", "color": INK, "subtitleColor": MUTED, "fontSize": 14, "subtitleFontSize": 11},
+}
 
 READINGS = "readings"  # the layer that only answers the pointer
 DOTS_UP_TO = 60  # readings; a longer line is drawn without a dot at each
 LARGEST_POWER = 307  # of ten, that a double still holds with 5 before it
+POINTS = 500  # of a line: nearly one a pixel
+TREND = 120  # of the medians drawn over a line that was thinned
 FAINT_FROM = 2 * TREND  # readings; a longer line is drawn faintly, its medians over it
 
 
@@ -70,7 +131,7 @@ def line_chart(
         *(_strokes(line, medians(line.series), 1.0) for line in faint),
     ]
     coloured = [chart.encode(x=x, y=y, **look) for chart in strokes]
-    coloured.append(_readings(shown).encode(x=x, y=y, color=look["color"]))
+    coloured.append(_hover_layer(shown).encode(x=x, y=y, color=look["color"]))
     around = [[chart.encode(x=x, y=y) for chart in charts] for charts in (under, over)]
     marks = [chart.encode(x=x) for chart in edge]
     chart = alt.layer(*around[0], *coloured, *around[1], *marks).properties(width=WIDTH, height=HEIGHT)
@@ -87,7 +148,7 @@ def decades(values: np.ndarray) -> list[float]:
     return [factor * 10.0**power for power in range(low, high + 1, step) for factor in factors]
 
 
-def step_axis(steps: tuple[int, int]) -> alt.X:
+def step_axis(steps: tuple[float, float]) -> alt.X:
     first, last = steps
     margin = 0.5 if first == last else 0
     scale = alt.Scale(domain=[first - margin, last + margin], nice=False)
@@ -103,8 +164,8 @@ def value_axis(*, grid: list[float] | None = None, percent: bool = False, unit: 
     return alt.Y("value:Q", title=unit or None, scale=scale, axis=axis)
 
 
-def rows(series: Series, **more: Any) -> list[dict[str, Any]]:
-    """As Vega-Lite takes data; four digits more than anyone reads off a figure."""
+def chart_rows(series: Series, **more: Any) -> list[dict[str, Any]]:
+    """The series as Vega-Lite takes data; four digits more than anyone reads off a figure."""
     values = (float(f"{value:.6g}") for value in series.values)
     return [{"step": int(step), "value": value, **more} for step, value in zip(series.steps, values, strict=True)]
 
@@ -122,6 +183,49 @@ def data(values: list[dict[str, Any]]) -> alt.InlineData:
     return _Rows(values=values)
 
 
+def thin(series: Series, most: int = POINTS) -> Series:
+    """Keeps the least and the largest reading of each of most / 2 stretches of steps: no spike is lost."""
+    if len(series.steps) <= most:
+        return series
+    # Stretches are equal in steps, so that a validation every tenth step does not crowd out what comes between.
+    stretch = _stretches(series.steps, most // 2)
+    order = np.lexsort((series.values, stretch))
+    ends = np.flatnonzero(np.diff(stretch[order], prepend=-1, append=-1))
+    keep = np.unique(order[np.concatenate([ends[:-1], ends[1:] - 1])])
+    return Series(series.steps[keep], series.values[keep])
+
+
+def medians(series: Series, most: int = TREND) -> Series:
+    """The median of each of `most` stretches of steps, at the stretch's middle."""
+    if len(series.steps) <= most:
+        return series
+    starts = np.unique(_stretches(series.steps, most), return_index=True)[1]
+    parts = [slice(start, end) for start, end in zip(starts, [*starts[1:], len(series.steps)], strict=True)]
+    steps = np.array([int(np.median(series.steps[part])) for part in parts])
+    return Series(steps, np.array([np.median(series.values[part]) for part in parts]))
+
+
+def binned(series: Series, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many readings each interval [edges[i], edges[i + 1]) of steps has, and their sum."""
+    which = np.asarray(np.searchsorted(edges, series.steps, side="right")) - 1
+    inside = (which >= 0) & (which < len(edges) - 1)
+    count = np.bincount(which[inside], minlength=len(edges) - 1)
+    return count, np.bincount(which[inside], weights=series.values[inside], minlength=len(edges) - 1)
+
+
+def means(series: Series, edges: np.ndarray) -> np.ndarray:
+    """The mean of the readings in each interval; NaN where there are none."""
+    count, total = binned(series, edges)
+    return np.divide(total, count, out=np.full(len(edges) - 1, np.nan), where=count > 0)
+
+
+def step_edges(steps: np.ndarray, most: int) -> np.ndarray:
+    """Edges of at most `most` intervals of whole steps that hold all of `steps`, equal but for the last."""
+    first, last = int(steps[0]), int(steps[-1])
+    width = -(-(last - first + 1) // most)
+    return np.append(np.arange(first, last + 1, width), last + 1)
+
+
 def _drawable(series: Series, log: bool) -> Series:
     keep = series.values > 0 if log else np.isfinite(series.values)
     return Series(series.steps[keep], series.values[keep])
@@ -135,12 +239,12 @@ def _strokes(line: Line, series: Series, opacity: float) -> alt.Chart:
         "clip": True,
         "strokeJoin": "round",
     }
-    return alt.Chart(data(rows(series, label=line.label))).mark_line(point=dots, **mark)
+    return alt.Chart(data(chart_rows(series, label=line.label))).mark_line(point=dots, **mark)
 
 
-def _readings(lines: Sequence[Line]) -> alt.Chart:
+def _hover_layer(lines: Sequence[Line]) -> alt.Chart:
     """What the pointer finds: the nearest reading, marked, with its numbers."""
-    values = [row for line in lines for row in rows(thin(line.series), label=line.label)]
+    values = [row for line in lines for row in chart_rows(thin(line.series), label=line.label)]
     nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", empty=False)
     # Spelled out: under `nearest`, Vega-Lite's own takes numbers from datum.datum, but text from datum, which has none.
     row = "(datum.datum || datum)"
@@ -154,3 +258,7 @@ def _readings(lines: Sequence[Line]) -> alt.Chart:
         .add_params(nearest)
         .properties(name=READINGS)
     )
+
+
+def _stretches(steps: np.ndarray, count: int) -> np.ndarray:
+    return (steps - steps[0]) * count // (steps[-1] - steps[0] + 1)

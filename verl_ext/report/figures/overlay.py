@@ -6,13 +6,11 @@ import altair as alt
 import numpy as np
 
 from verl_ext.core.buckets import NAMES
-from verl_ext.report.figures.heat import AGREEMENT
-from verl_ext.report.figures.lines import Line, data, line_chart
-from verl_ext.report.figures.panels import Panel, span
-from verl_ext.report.figures.stages import REST, STAGES, stage_seconds
-from verl_ext.report.figures.style import HEIGHT, SERIES, WIDTH
-from verl_ext.report.growth import K3
+from verl_ext.report.figures.columns import AGREEMENT, REST, STAGES, stage_seconds
+from verl_ext.report.figures.lines import HEIGHT, SERIES, WIDTH, Line, data, line_chart
+from verl_ext.report.figures.panels import Panel, step_span
 from verl_ext.report.run import Run, Series
+from verl_ext.report.signals import K3
 
 LAST = 20  # readings whose median stands for a run's end in figures without steps
 DASHES = ((), (6, 3), (2, 2), (8, 3, 2, 3))  # of the validation sets of a run
@@ -35,11 +33,11 @@ def overlay(panel: Panel, runs: Runs) -> alt.LayerChart | None:
 
 
 def _span(runs: Runs) -> tuple[int, int]:
-    spans = [span(run) for run in runs.values()]
+    spans = [step_span(run) for run in runs.values()]
     return min(first for first, _ in spans), max(last for _, last in spans)
 
 
-def _validation(runs: Runs) -> alt.LayerChart | None:
+def _validation_overlay(runs: Runs) -> alt.LayerChart | None:
     names = sorted({name for run in runs.values() for name in run.validations()})[: len(DASHES)]
     lines = [
         Line(f"{label}: {name.removeprefix('val-core/')}" if len(names) > 1 else label, series, colour, dash)
@@ -57,7 +55,7 @@ AXES = {
 }
 
 
-def _by_bucket(axis: str) -> Callable[[Runs], alt.LayerChart | None]:
+def _bucket_overlay(axis: str) -> Callable[[Runs], alt.LayerChart | None]:
     def chart(runs: Runs) -> alt.LayerChart | None:
         found = {name: run.parts(K3, f"{axis}/") for name, run in runs.items()}
         return _profile(
@@ -74,25 +72,25 @@ def _by_bucket(axis: str) -> Callable[[Runs], alt.LayerChart | None]:
     return chart
 
 
-def _by_layer(runs: Runs) -> alt.LayerChart | None:
+def _layer_overlay(runs: Runs) -> alt.LayerChart | None:
     found = {name: {str(n): _end(s) for n, s in run.layers(AGREEMENT).items()} for name, run in runs.items()}
     layers = sorted({int(layer) for profile in found.values() for layer in profile})
     return _profile(found, [str(layer) for layer in layers], "layer", alt.Scale(zero=False), ".4~%")
 
 
-def _by_stage(runs: Runs) -> alt.LayerChart | None:
+def _stage_overlay(runs: Runs) -> alt.LayerChart | None:
     stages = [*dict.fromkeys(name for name, _ in STAGES.values()), REST[0]]
     seconds = {name: stage_seconds(run) for name, run in runs.items()}
     return _profile(seconds, stages, "stage of a step", alt.Scale(zero=True), ".6~g", "seconds")
 
 
 OWN: dict[str, Callable[[Runs], alt.LayerChart | None]] = {
-    "validation": _validation,
-    "by_probability": _by_bucket("prob"),
-    "by_position": _by_bucket("position"),
-    "by_lag": _by_bucket("lag"),
-    "router_agreement": _by_layer,
-    "step_time": _by_stage,
+    "validation": _validation_overlay,
+    "by_probability": _bucket_overlay("prob"),
+    "by_position": _bucket_overlay("position"),
+    "by_lag": _bucket_overlay("lag"),
+    "router_agreement": _layer_overlay,
+    "step_time": _stage_overlay,
 }
 
 

@@ -9,11 +9,24 @@ import numpy as np
 
 from verl_ext.core.buckets import NAMES
 from verl_ext.metrics import METRICS, find, ours
-from verl_ext.report.figures import gap, heat, stages
-from verl_ext.report.figures.lines import Line, data, line_chart
-from verl_ext.report.figures.style import BLUE, GREEN, INK, MUTED, ORANGE, ORDERED, PURPLE, SERIES, SKY, VERMILION
-from verl_ext.report.growth import K3, LAST, growth_sentence, now_of
+from verl_ext.report.figures import columns, gap
+from verl_ext.report.figures.lines import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    ORDERED,
+    PURPLE,
+    SERIES,
+    SKY,
+    VERMILION,
+    Line,
+    data,
+    line_chart,
+)
 from verl_ext.report.run import Run
+from verl_ext.report.signals import K3, LAST, now_of
 
 HEALTHY_DROPPED = (0.001, 0.002)  # share of tokens; IcePop, "Small Leak Can Sink a Great Ship", figure 10
 NEARLY_ALL = 0.99  # a share above it is told from 1 by a fourth digit
@@ -71,11 +84,11 @@ def is_share(metric: str) -> bool:
     return found is not None and found.unit == "share"
 
 
-def span(run: Run) -> tuple[int, int]:
+def step_span(run: Run) -> tuple[int, int]:
     return int(run.steps[0]), int(run.steps[-1])
 
 
-def _lines(
+def _line_chart_of(
     *of: tuple[str, str, str], under: Callable[[tuple[int, int]], list[alt.Chart]] = lambda steps: [], **axis: Any
 ) -> Callable[[Run], alt.LayerChart | None]:
     """A chart of (metric, label, colour)s of one unit; those that the run has not are left out."""
@@ -83,22 +96,24 @@ def _lines(
 
     def chart(run: Run) -> alt.LayerChart | None:
         lines = [Line(label, s, colour) for metric, label, colour in of if (s := run.get(metric)) is not None]
-        return line_chart(lines, span(run), under=under(span(run)), percent=percent, **axis) if lines else None
+        return (
+            line_chart(lines, step_span(run), under=under(step_span(run)), percent=percent, **axis) if lines else None
+        )
 
     return chart
 
 
-def _validation(run: Run) -> alt.LayerChart | None:
+def _validation_chart(run: Run) -> alt.LayerChart | None:
     names = run.validations()[: len(SERIES)]
     lines = [
         Line(name.removeprefix("val-core/"), series, colour)
         for name, colour in zip(names, SERIES, strict=False)
         if (series := run.get(name)) is not None
     ]
-    return line_chart(lines, span(run)) if lines else None
+    return line_chart(lines, step_span(run)) if lines else None
 
 
-def _buckets(axis: str, colours: Sequence[str] = ORDERED, **beside: str) -> Callable[[Run], alt.LayerChart | None]:
+def _bucket_chart(axis: str, colours: Sequence[str] = ORDERED, **beside: str) -> Callable[[Run], alt.LayerChart | None]:
     """k3 of each bucket, and of what stands `beside` them: label=metric."""
 
     def chart(run: Run) -> alt.LayerChart | None:
@@ -106,12 +121,12 @@ def _buckets(axis: str, colours: Sequence[str] = ORDERED, **beside: str) -> Call
         named = [(name, colour) for name, colour in zip(NAMES[axis], colours, strict=True) if name in found]
         lines = [Line(name, found[name], colour) for name, colour in named]
         lines += [Line(label, s, INK) for label, metric in beside.items() if (s := run.get(metric)) is not None]
-        return line_chart(lines, span(run), log=True, unit="nats a token") if lines else None
+        return line_chart(lines, step_span(run), log=True, unit="nats a token") if lines else None
 
     return chart
 
 
-def _healthy(steps: tuple[int, int]) -> list[alt.Chart]:
+def _healthy_band(steps: tuple[int, int]) -> list[alt.Chart]:
     low, high = HEALTHY_DROPPED
     ends = [{"step": step, "value": low, "high": high, "label": "IcePop's authors: 0.1 to 0.2 %"} for step in steps]
     area = alt.Chart(data(ends)).mark_area(color=GREEN, opacity=0.18, clip=True).encode(y2="high:Q")
@@ -125,7 +140,7 @@ PANELS = (
         "Reward",
         "Mean score of each batch; it should rise. Where it falls while the engines stay together, look at the "
         "learning rate, the clipping and the KL to the reference rather than at the correction.",
-        _lines(("critic/score/mean", "", BLUE)),
+        _line_chart_of(("critic/score/mean", "", BLUE)),
         "No critic/score/mean: verl logs it at every training step.",
         metric="critic/score/mean",
     ),
@@ -134,7 +149,7 @@ PANELS = (
         "Validation",
         "Scores on the validation files; believe them before the batch reward. If reward rises and they do not, the "
         "policy has found a way around the reward.",
-        _validation,
+        _validation_chart,
         "No val-core/*: this run had no validation.",
         "trainer.test_freq=10",
     ),
@@ -154,7 +169,7 @@ PANELS = (
         "Probability difference of a token",
         "|p rollout - p training| of the sampled tokens. Single tokens make the largest jump; the mean should stay "
         "flat, and past 0.05 training was seen to fail.",
-        _lines(("vllm_kl/prob_diff_max", "max", VERMILION), ("vllm_kl/prob_diff_mean", "mean", BLUE), log=True),
+        _line_chart_of(("vllm_kl/prob_diff_max", "max", VERMILION), ("vllm_kl/prob_diff_mean", "mean", BLUE), log=True),
         "No log-probabilities of the rollout were compared.",
         ours.GAP.override,
         metric="vllm_kl/prob_diff_mean",
@@ -166,11 +181,11 @@ PANELS = (
         "Share of tokens whose ratio training/rollout left the band, below and above. IcePop's authors saw 0.1 to "
         "0.2 %; more than 5 % for many steps means that the gap is the problem, not the band; fewer and fewer while k3 "
         "grows, that the band does not see it: try stability=kpop.",
-        _lines(
+        _line_chart_of(
             ("correction/dropped_low", METRICS["correction/dropped_low"].label, SKY),
             ("correction/dropped_high", METRICS["correction/dropped_high"].label, VERMILION),
             ("correction/dropped", "both", MUTED),
-            under=_healthy,
+            under=_healthy_band,
             zero=True,
         ),
         "No correction was on.",
@@ -183,7 +198,7 @@ PANELS = (
         "Entropy of dropped and kept tokens",
         "Dropped tokens should be the uncertain ones, well above the kept. If the two meet, confident tokens are being "
         "dropped: the gap is no rounding any more, look for a missed weight sync or another precision.",
-        _lines(
+        _line_chart_of(
             ("correction/entropy_dropped", "dropped", VERMILION),
             ("correction/entropy_kept", "kept", BLUE),
             zero=True,
@@ -199,7 +214,7 @@ PANELS = (
         "Mismatch by probability of the token",
         "k3 of tokens by the probability that the rollout gave them. Rare tokens disagree most in every run; if the "
         "likely ones climb, the engines compute different functions.",
-        _buckets("prob"),
+        _bucket_chart("prob"),
         "No log-probabilities of the rollout were compared, or stability.breakdown is off.",
         ours.GAP.override,
     ),
@@ -208,7 +223,7 @@ PANELS = (
         "Mismatch by position in the response",
         "k3 of tokens by how far into the response they are. Lines that fan out upwards say that the gap builds up "
         "along the sequence: shorter responses or a sequence mask (stability=geo_mask) help first.",
-        _buckets("position"),
+        _bucket_chart("position"),
         "All responses are in one bucket (the first ends at 256 tokens), or stability.metrics was off.",
     ),
     Panel(
@@ -216,7 +231,7 @@ PANELS = (
         "Mismatch by age of the rollout",
         "k3 of trajectories by how many weight versions they are behind; 0 is the engines alone, as is `engines`, of "
         "rescored ones. If only the old ones climb, the policy moves faster than the rollout follows: stability=opsm.",
-        _buckets("lag", (*ORDERED, PURPLE, MUTED), engines="vllm_kl/engine/k3"),
+        _bucket_chart("lag", (*ORDERED, PURPLE, MUTED), engines="vllm_kl/engine/k3"),
         "No rollout was older than the policy, or it was not logged: of the asynchronous modes.",
     ),
     Panel(
@@ -225,10 +240,10 @@ PANELS = (
         "Share of a token's experts that both engines chose; dark is worse. A stripe through all layers is one bad "
         "step; darkness that spreads is the routing moving apart, which routing replay (stability=r3) holds "
         "together.",
-        heat.agreement_chart,
+        columns.agreement_chart,
         "The experts of the two engines were not compared.",
         ours.ROUTING.override,
-        metric=heat.AGREEMENT,
+        metric=columns.AGREEMENT,
         compared="Share of a token's experts that both engines chose, at the end of each run; lower is worse. Where "
         "one run lies far below, routing replay (stability=r3) holds the engines together.",
     ),
@@ -237,7 +252,9 @@ PANELS = (
         "Response length",
         "Tokens of a response. Growth is often learning; a jump together with the KL is often not. Look at the clipped "
         "share, too: cut responses carry no honest reward.",
-        _lines(("response_length/max", "max", MUTED), ("response_length/mean", "mean", BLUE), zero=True, unit="tokens"),
+        _line_chart_of(
+            ("response_length/max", "max", MUTED), ("response_length/mean", "mean", BLUE), zero=True, unit="tokens"
+        ),
         "No response_length/mean: verl logs it at every training step.",
         metric="response_length/mean",
         zero=True,
@@ -247,7 +264,7 @@ PANELS = (
         "Entropy of the policy",
         "A slow fall is normal. Towards 0 the policy stops exploring (clip-higher: stability=dapo); a steep rise "
         "can come before a collapse.",
-        _lines(("actor/entropy", "", BLUE), zero=True, unit="nats"),
+        _line_chart_of(("actor/entropy", "", BLUE), zero=True, unit="nats"),
         "No actor/entropy was logged.",
         "actor_rollout_ref.actor.calculate_entropy=true",
         metric="actor/entropy",
@@ -259,7 +276,7 @@ PANELS = (
         "Shares of tokens clipped in the loss, and of responses as long as the longest of their batch, which many are "
         "only where they are all alike or cut. Clipping of some percent is at work; many cut responses ask for more "
         "length or an overlong filter (stability.filters).",
-        _lines(
+        _line_chart_of(
             ("actor/pg_clipfrac", "tokens, ratio of the policy", BLUE),
             ("actor/pg_clipfrac_lower", "tokens, dual clip", SKY),
             ("response_length/clip_ratio", "responses of the largest length", ORANGE),
@@ -274,7 +291,7 @@ PANELS = (
         "Gradient norm",
         "Before clipping. Spikes that come with those of the KL come from the gap, and a batch skip takes them out; "
         "others come from the loss or the data.",
-        _lines(("actor/grad_norm", "", BLUE), log=True),
+        _line_chart_of(("actor/grad_norm", "", BLUE), log=True),
         "No actor/grad_norm was logged.",
         metric="actor/grad_norm",
         log=True,
@@ -284,9 +301,9 @@ PANELS = (
         "Where the time goes",
         "Stages as shares of a step. The rollout usually takes most of it; if weight sync or old log-probs grow, "
         "look at memory and offloading.",
-        stages.share_chart,
+        columns.share_chart,
         "No timing_s/step: verl logs it at every training step.",
-        metric=stages.STEP,
+        metric=columns.STEP,
         zero=True,
         compared="Mean seconds of a step by stage, over each whole run. The rollout usually takes most of it; if "
         "weight sync or old log-probs stand out, look at memory and offloading.",
@@ -298,10 +315,10 @@ def facts(panel: Panel, run: Run) -> str:
     """The panel's sentence about this run, with what only the figure of its kind knows."""
     more: Iterable[str] = ()
     if panel.key == "vllm_kl":
-        more = [growth_sentence(run)]
+        more = [gap.growth_sentence(run)]
     if panel.key == "validation" and (left := run.validations()[len(SERIES) :]):
         more = [f"Not drawn, for want of colours: {', '.join(name.removeprefix('val-core/') for name in left)}."]
-    if panel.key == "step_time" and (seconds := stages.stage_seconds(run)):
+    if panel.key == "step_time" and (seconds := columns.stage_seconds(run)):
         total = sum(seconds.values())
         shares = [f"{name} {100 * value / total:.0f} %" for name, value in seconds.items() if total]
         return panel.facts(run).replace("Now", "Seconds: now") + (f" {', '.join(shares)}." if shares else "")

@@ -6,6 +6,7 @@
 | chart | the x axis, and `RUN - metric`, `RUN - metric__MIN`, `RUN - metric__MAX` for every run |
 
 An empty cell was not logged. Text is left out. W&B refuses a step that goes back, so the rows are put in order.
+Python's csv reads the rows: to pandas' reader, a row that is cut looks like one whose last cells are empty.
 """
 
 import csv
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from verl_ext.report.files import open_regular
 from verl_ext.report.run import LARGEST_STEP, ReportError
-from verl_ext.report.sources.table import Part, Table
+from verl_ext.report.sources.table import MetricTable, TableRun
 
 STEP_COLUMNS = ("Step", "_step", "trainer/global_step", "training/global_step", "global_step")
 SEPARATOR = " - "
@@ -38,7 +39,7 @@ class CsvSource:
         self._which = which
         self._chosen = False
         self._seen: tuple[int, ...] = ()
-        self._table = Table(rows_are_units=False)
+        self._table = MetricTable(rows_are_units=False)
         self._notes: tuple[str, ...] = ()
 
     def refresh(self) -> bool:
@@ -48,17 +49,17 @@ class CsvSource:
         if seen == self._seen:
             return False
         with io.TextIOWrapper(open_regular(self._path), "utf-8-sig", errors="replace", newline="") as file:
-            rows = _rows(file)
+            rows = _csv_rows(file)
             header = next(rows, [])
             self._chosen = False
             step_column, columns = self._columns(header)
-            self._table = Table(rows_are_units=False)
+            self._table = MetricTable(rows_are_units=False)
             self._table.begin_unit()
             broken: list[int] = []
             for number, row in enumerate(rows, start=2):
-                step = _step(row[step_column]) if len(row) == len(header) else None
+                step = _cell_step(row[step_column]) if len(row) == len(header) else None
                 if step is not None:
-                    data = {name: value for at, name in columns if (value := _number(row[at])) is not None}
+                    data = {name: value for at, name in columns if (value := _cell_number(row[at])) is not None}
                     if data:
                         self._table.add(step, data)
                 elif row:
@@ -108,7 +109,7 @@ class CsvSource:
         self.name = runs[0 if which is None else which - 1]
         return self.name
 
-    def run(self, which: int | None) -> Part:
+    def run(self, which: int | None) -> TableRun:
         if not len(self._table):
             raise ReportError("no row with a step and a number in this file")
         return self._table.run(None if self._chosen else which)
@@ -117,7 +118,7 @@ class CsvSource:
         return self._notes
 
 
-def _rows(file) -> Iterator[list[str]]:
+def _csv_rows(file) -> Iterator[list[str]]:
     rows = csv.reader(iter(lambda: file.readline(MOST_LINE), ""))  # a longer line becomes several, which are broken
     while True:
         try:
@@ -128,7 +129,7 @@ def _rows(file) -> Iterator[list[str]]:
             yield [""]
 
 
-def _number(cell: str) -> float | None:
+def _cell_number(cell: str) -> float | None:
     if not cell:
         return None
     try:
@@ -137,7 +138,7 @@ def _number(cell: str) -> float | None:
         return TRUTH.get(cell.lower())
 
 
-def _step(cell: str) -> int | None:
+def _cell_step(cell: str) -> int | None:
     try:
         number = float(cell)
         return int(number) if number.is_integer() and abs(number) < LARGEST_STEP else None

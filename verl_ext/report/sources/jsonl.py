@@ -1,10 +1,32 @@
-"""Metrics of verl's file logger: one `{"step": int, "data": {name: value}}` a line."""
+"""JSON lines: the metrics of verl's file logger, and the guard's event log.
 
+A line is `{"step": int, "data": {name: value}}`, or one decision of the guard. The file may still be written to, may
+have been cut by a crash, and may be replaced.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import orjson
+
+from verl_ext.guard.state import Event
+from verl_ext.printable import printable
+from verl_ext.report.files import open_regular
 from verl_ext.report.run import ReportError, is_step
-from verl_ext.report.sources.lines import JsonLines
-from verl_ext.report.sources.table import Part, Table
+from verl_ext.report.sources.table import MetricTable, TableRun
+
+BLOCK = 1 << 20
+MOST_LINE = 16 << 20  # bytes; a line of 100,000 metrics has less than half
+FINGERPRINT = 64
+RECORD = re.compile(rb'\{\s*"step"\s*:')
+# int() takes a time that is quadratic in the digits, and refuses many of them in some versions of Python.
+DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 400 else float(digits))
+MOST_WORDS = 1000  # characters of a reason
 
 
 class JsonlSource:
@@ -16,7 +38,7 @@ class JsonlSource:
         self._start_over()
 
     def _start_over(self) -> None:
-        self._table = Table(rows_are_units=True)
+        self._table = MetricTable(rows_are_units=True)
 
     def _take(self, record: object) -> bool:
         try:
@@ -31,7 +53,7 @@ class JsonlSource:
     def refresh(self) -> bool:
         return self._lines.refresh()
 
-    def run(self, which: int | None) -> Part:
+    def run(self, which: int | None) -> TableRun:
         if not len(self._table):
             if self._lines.broken:
                 raise ReportError('no line of it is {"step": int, "data": {...}}, which verl\'s file logger writes')
@@ -40,3 +62,196 @@ class JsonlSource:
 
     def notes(self) -> tuple[str, ...]:
         return self._lines.note()
+
+
+class EventReader:
+    def __init__(self, path: Path):
+        self.path = path
+        self._lines = JsonLines(path, self._take, self._start_over)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._events: list[Event] = []
+
+    def _take(self, record: object) -> bool:
+        if not isinstance(record, dict) or not is_step(record.get("step")):
+            return False
+        words = {name: record.get(name, "") for name in ("rule", "signal", "action", "reason")}
+        numbers: dict[str, Any] = {name: record.get(name) for name in ("value", "threshold")}
+        if not all(isinstance(word, str) for word in words.values()):
+            return False
+        if not all(number is None or isinstance(number, (int, float)) for number in numbers.values()):
+            return False
+        shown: dict[str, Any] = {name: printable(" ".join(word.split()), MOST_WORDS) for name, word in words.items()}
+        self._events.append(Event(step=record["step"], **shown, **numbers))
+        return True
+
+    def refresh(self) -> bool:
+        return self._lines.refresh()
+
+    def notes(self) -> tuple[str, ...]:
+        return self._lines.note()
+
+    def of(self, part: TableRun) -> tuple[Event, ...]:
+        """The decisions of one run.
+
+        No line says which run it is of. Where the log falls into as many parts of rising steps as there are runs, they
+        are taken for theirs; else all is the last run's. A decision is left out when a later line of the same run has
+        an earlier step (the run was resumed before it), and when its step's metrics were abandoned.
+        """
+        events = self._events
+        if part.runs > 1:
+            back = [at for at in range(1, len(events)) if events[at].step < events[at - 1].step]
+            bounds = [0, *back, len(events)]
+            if len(bounds) - 1 == part.runs:
+                events = events[bounds[part.number - 1] : bounds[part.number]]
+            elif part.number < part.runs:
+                return ()
+        gone = set(part.gone.tolist())
+        standing: list[Event] = []
+        for event in reversed(events):
+            if not standing or event.step <= standing[-1].step:
+                standing.append(event)
+        return tuple(event for event in reversed(standing) if event.step not in gone)
+
+
+class JsonLines:
+    """Gives every record to `take` once, over any number of refreshes.
+
+    The last line is left for the next refresh while it is cut. A line of which a part cannot be read gives the records
+    that can: a crash leaves half a line, and the logger of a resumed run may go on behind it. A line beyond MOST_LINE
+    is passed over. Time is linear in the file, memory in a line.
+
+    Args:
+        take: False for a record that it does not understand.
+        start_over: called when the file is another one than before.
+
+    Attributes:
+        broken: lines with something unreadable in them, except for a cut last one.
+        first_broken: the number of the first, from 1.
+    """
+
+    def __init__(self, path: Path, take: Callable[[object], bool], start_over: Callable[[], None]):
+        self.path = path
+        self._take = take
+        self._start_over = start_over
+        self._reset()
+
+    def _reset(self) -> None:
+        self.broken = self.first_broken = 0
+        self._lines = 0
+        self._passing = False  # over the rest of a line that is too long
+        self._offset = 0
+        self._inode: int | None = None
+        self._before = b""  # the bytes before the offset
+
+    def note(self) -> tuple[str, ...]:
+        if not self.broken:
+            return ()
+        if self.broken == 1:
+            return (f"line {self.first_broken} of {self.path.name} could not be read and is left out",)
+        first = f"the first is line {self.first_broken}"
+        return (f"{self.broken} lines of {self.path.name} could not be read and are left out ({first})",)
+
+    def refresh(self) -> bool:
+        """Read on; whether there was anything new."""
+        with open_regular(self.path) as file:
+            again = self._replaced(file.fileno())
+            if again:
+                self._reset()
+                self._start_over()
+            self._inode = os.fstat(file.fileno()).st_ino
+            start = self._offset
+            file.seek(start)
+            parts: list[bytes] = []  # joined at a newline only: a file without any would be copied for every block
+            held = 0
+            while block := file.read(BLOCK):
+                end = block.rfind(b"\n") + 1
+                if end:
+                    self._read_lines(b"".join([*parts, block[:end]]))
+                    parts, held, block = [], 0, block[end:]
+                parts.append(block)
+                held += len(block)
+                if held > MOST_LINE or self._passing:
+                    self._passing = True
+                    self._advance(b"".join(parts))
+                    parts, held = [], 0
+            self._read_tail(b"".join(parts))
+        return again or self._offset > start
+
+    def _replaced(self, file: int) -> bool:
+        # A file that was emptied and has grown past the offset since is told by the bytes before the offset.
+        status = os.fstat(file)
+        if self._inode is None:
+            return False
+        before = os.pread(file, len(self._before), self._offset - len(self._before))
+        return status.st_ino != self._inode or status.st_size < self._offset or before != self._before
+
+    def _advance(self, text: bytes) -> None:
+        self._offset += len(text)
+        self._before = (self._before + text[-FINGERPRINT:])[-FINGERPRINT:]
+
+    def _read_lines(self, lines: bytes) -> None:
+        for line in lines[:-1].split(b"\n"):
+            self._lines += 1
+            if self._passing or not self._read(line):
+                self.broken += 1
+                self.first_broken = self.first_broken or self._lines
+            self._passing = False
+        self._advance(lines)
+
+    def _read(self, line: bytes) -> bool:
+        """Take what is in a line; whether all of it could be read."""
+        if b"{" not in line or b"}" not in line:  # no record; raising an error takes 100 times as long as this look
+            return not line.strip()
+        try:
+            if self._take(orjson.loads(line)):
+                return True
+        except orjson.JSONDecodeError:
+            pass
+        whole, end = True, 0
+        for value, start, stop in _json_records(line):
+            taken = self._take(value)
+            whole = whole and taken and not line[end:start].strip()
+            end = stop
+        return whole and not line[end:].strip()
+
+    def _read_tail(self, tail: bytes) -> None:
+        """A last line without a newline is read as far as it is complete: the braces of a record close."""
+        end = 0
+        for value, start, stop in _json_records(tail):
+            if tail[end:start].strip() or not self._take(value):
+                break
+            end = stop
+        self._advance(tail[:end])
+
+
+def _json_records(text: bytes) -> Iterator[tuple[object, int, int]]:
+    """The JSON value at the beginning, and behind it every one that begins as a record does: (value, start, end).
+
+    A record is looked for up to where the next begins: each byte is read a few times, however many records are broken.
+    """
+    value, end = _first_record(text)
+    if end:
+        yield value, 0, end
+    starts = [found.start() for found in RECORD.finditer(text, max(end, 1))]
+    for start, stop in pairwise([*starts, len(text)]):
+        value, length = _first_record(text[start:stop])
+        if length:
+            yield value, start, start + length
+
+
+def _first_record(text: bytes) -> tuple[object, int]:
+    """The JSON value at the beginning, and how many bytes it takes; 0 where it is cut or broken.
+
+    Reads more than orjson: NaN, lone surrogates, bytes that are not UTF-8, and what has something behind it.
+    """
+    if b"}" not in text:
+        return None, 0
+    decoded = text.decode("utf-8", errors="surrogateescape")
+    behind_space = len(decoded) - len(decoded.lstrip())
+    try:
+        value, end = DECODER.raw_decode(decoded, behind_space)
+    except (ValueError, RecursionError):
+        return None, 0
+    return value, len(decoded[:end].encode("utf-8", errors="surrogateescape"))

@@ -1,6 +1,6 @@
 """Places that keep many runs, W&B's and MLflow's: which processes make up a run, and which run is read.
 
-What one process logged is a unit as of attempts.py. A process that begins at a later step than FIRST_STEPS goes on with
+What one process logged is a unit as of table.py. A process that begins at a later step than FIRST_STEPS goes on with
 the run that had its name last (verl was resumed); any other begins a run.
 """
 
@@ -11,8 +11,7 @@ from typing import Protocol
 
 from verl_ext.printable import printable
 from verl_ext.report.run import ReportError
-from verl_ext.report.sources.attempts import FIRST_STEPS
-from verl_ext.report.sources.table import Part, Table
+from verl_ext.report.sources.table import FIRST_STEPS, MetricTable, TableRun
 
 LISTED = 10
 SHOWN = 80  # characters of a name
@@ -36,7 +35,7 @@ class Process:
     started: tuple
     first: int | None
     files: tuple[Path, ...]
-    add_to: Callable[[Table], Iterable[str]]
+    add_to: Callable[[MetricTable], Iterable[str]]
 
 
 class Store(Protocol):
@@ -74,7 +73,7 @@ class StoreSource:
         self._number, self._runs = self._choose(len(runs)), len(runs)
         chosen = runs[self._number - 1]
         self.name, self.files = chosen[-1].name, tuple(file for process in chosen for file in process.files)
-        self._table = Table(rows_are_units=False)
+        self._table = MetricTable(rows_are_units=False)
         notes = [] if self._which is not None or len(runs) == 1 else [self._others(runs)]
         for process in chosen:
             self._table.begin_unit()
@@ -100,7 +99,7 @@ class StoreSource:
             f"{before}{listed}"
         )
 
-    def run(self, which: int | None) -> Part:
+    def run(self, which: int | None) -> TableRun:
         """Which one was chosen is settled: `which` is what this source was made with."""
         if not len(self._table):
             raise ReportError(f"no step in this {self._store.what}; has the run finished its first step?")

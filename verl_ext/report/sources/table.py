@@ -1,4 +1,14 @@
-"""Metrics in compact columns, row by row as they were logged."""
+"""Metrics in compact columns, row by row as they were logged, and which of the rows belong to a run.
+
+A run may have been resumed, or started anew in the same place. A unit is what one process wrote in order: a line of a
+metrics file, or a whole event file of TensorBoard. Its run follows from the steps alone, because nothing else in these
+files tells one process from the next:
+
+- A unit that goes back to step 0 or 1 begins another run: verl counts from there.
+- A unit that goes back to a later step s is a resumed run. What was logged before of steps after s is abandoned; step s
+  itself is merged, because a resumed run may only validate there.
+- _Units that hold nothing but validation decide neither: they may come late, or be the first of a resumed run.
+"""
 
 import math
 from array import array
@@ -10,16 +20,16 @@ import numpy as np
 
 from verl_ext.printable import printable
 from verl_ext.report.run import LARGEST, ReportError, Series
-from verl_ext.report.sources.attempts import Units, resumes, run_starts
 
 FLUSH_AT = 1 << 18  # values
 KEPT_LAYOUTS = 256
 VALIDATION = ("val-", "val/")  # val-core/, val-aux/, and the SFT trainer's val/loss
+FIRST_STEPS = 1  # 0 where the run validates before training, else 1
 
 
 @dataclass(frozen=True)
-class Part:
-    """One run of a table. `gone`: steps that were logged and do not stand, see attempts.py."""
+class TableRun:
+    """One run of a table. `gone`: steps that were logged and do not stand, see the module."""
 
     steps: np.ndarray
     metrics: dict[str, Series]
@@ -29,7 +39,45 @@ class Part:
     runs: int  # how many the table holds
 
 
-class Table:
+@dataclass(frozen=True)
+class _Units:
+    """Each unit's lowest and highest step (of training, where it has any), and whether it only validates."""
+
+    low: np.ndarray
+    high: np.ndarray
+    validation: np.ndarray
+
+    def __getitem__(self, part: slice | np.ndarray) -> "_Units":
+        return _Units(self.low[part], self.high[part], self.validation[part])
+
+    def training(self) -> np.ndarray:
+        return np.flatnonzero(~self.validation)
+
+
+@dataclass(frozen=True)
+class _Resumes:
+    """What a run logged of which steps, over all the times it was resumed.
+
+    Attributes:
+        keep: by row, whether it stands.
+        again: steps that were trained, and then trained again.
+        gone: steps of which nothing stands: the resumed run has not come to them.
+    """
+
+    keep: np.ndarray
+    again: np.ndarray
+    gone: np.ndarray
+
+    def notes(self, steps: np.ndarray) -> list[str]:
+        notes = []
+        if self.again.size:
+            notes.append(f"{_spans(self.again, steps)} logged twice (the run was resumed); the later values stand")
+        if self.gone.size:
+            notes.append(f"{_spans(self.gone, steps)} logged before the run was resumed, and not since: left out")
+        return notes
+
+
+class MetricTable:
     """Rows of (step, values by name); 12 bytes a value.
 
     Args:
@@ -65,7 +113,7 @@ class Table:
             values.extend(data.values())  # type: ignore[arg-type]
         except (TypeError, OverflowError):
             del values[before:]
-            data = {name: number for name, value in data.items() if (number := as_number(value)) is not None}
+            data = {name: number for name, value in data.items() if (number := _as_number(value)) is not None}
             values.extend(data.values())  # type: ignore[arg-type]
         numbers, validation = self._layout(tuple(data))
         self._new_numbers.extend(numbers)
@@ -101,20 +149,20 @@ class Table:
         for pending in (self._new_values, self._new_numbers, self._new_lengths):
             del pending[:]
 
-    def run(self, which: int | None) -> Part:
+    def run(self, which: int | None) -> TableRun:
         """One run of the table: the last, or the one with this number, counted from 1. The table must not be empty."""
         self._flush()
         steps = np.array(self._steps)
         validation = np.frombuffer(bytes(self._validation), bool)
         units, unit_of_row = self._units(steps, validation)
-        starts = [*run_starts(units), units.low.size]
+        starts = [*_run_starts(units), units.low.size]
         runs = len(starts) - 1
         number = runs if which is None else which
         if not 1 <= number <= runs:
             raise ReportError(f"there is no run {which}: {'1 run is' if runs == 1 else f'{runs} runs are'} in it")
         chosen = slice(starts[number - 1], starts[number])
         first, last = (int(np.searchsorted(unit_of_row, unit)) for unit in (chosen.start, chosen.stop))
-        found = resumes(
+        found = _standing_rows(
             units[chosen], unit_of_row[first:last] - chosen.start, steps[first:last], validation[first:last]
         )
         keep = np.zeros(steps.size, bool)
@@ -125,12 +173,12 @@ class Table:
             other = "--run 1 (or FILE:1) shows the first" if runs == 2 else all_others
             notes.insert(0, f"the file holds {runs} runs, this is the last; {other}")
         run_steps = np.unique(steps[keep])
-        return Part(run_steps, self._series(steps, keep, run_steps), found.gone, tuple(notes), number, runs)
+        return TableRun(run_steps, self._series(steps, keep, run_steps), found.gone, tuple(notes), number, runs)
 
-    def _units(self, steps: np.ndarray, validation: np.ndarray) -> tuple[Units, np.ndarray]:
+    def _units(self, steps: np.ndarray, validation: np.ndarray) -> tuple[_Units, np.ndarray]:
         """The units, and of each row which it is in."""
         if self._unit_starts is None:
-            return Units(steps, steps, validation), np.arange(steps.size)
+            return _Units(steps, steps, validation), np.arange(steps.size)
         starts = np.unique(np.array(self._unit_starts))
         starts = starts[starts < steps.size]  # a unit without rows is none
         only = np.logical_and.reduceat(validation, starts)
@@ -139,7 +187,7 @@ class Table:
         limits = np.iinfo(np.int64)
         low = np.minimum.reduceat(np.where(ignored, limits.max, steps), starts)
         high = np.maximum.reduceat(np.where(ignored, limits.min, steps), starts)
-        return Units(low, high, only), unit_of_row
+        return _Units(low, high, only), unit_of_row
 
     def _series(self, steps: np.ndarray, keep: np.ndarray, run_steps: np.ndarray) -> dict[str, Series]:
         everything = bool(keep.all())
@@ -166,7 +214,7 @@ class Table:
         return metrics
 
 
-def as_number(value: object) -> float | None:
+def _as_number(value: object) -> float | None:
     """A number, NaN for None, None for what is not a metric (text, lists)."""
     if value is None:
         return math.nan
@@ -176,3 +224,50 @@ def as_number(value: object) -> float | None:
         return float(value)
     except OverflowError:  # an int beyond 1e308
         return math.inf if value > 0 else -math.inf
+
+
+def _run_starts(units: _Units) -> list[int]:
+    """The first unit of every run."""
+    training = units.training()
+    low, high = units.low[training], units.high[training]
+    starts = [0]
+    for index in np.flatnonzero((low[1:] < high[:-1]) & (low[1:] <= FIRST_STEPS)):
+        previous, start = int(training[index]), int(training[index + 1])
+        while start - 1 > previous and units.low[start - 1] <= units.low[start]:
+            start -= 1  # the validation before the training
+        starts.append(start)
+    return starts
+
+
+def _standing_rows(units: _Units, unit_of_row: np.ndarray, steps: np.ndarray, validation: np.ndarray) -> _Resumes:
+    """Which rows of one run stand. All but `units` are by row."""
+    training = units.training()
+    low, high = units.low[training], units.high[training]
+    back = np.flatnonzero(low[1:] < high[:-1]) + 1
+    if not back.size:
+        none = steps[:0]
+        return _Resumes(np.ones(steps.size, bool), none, none)
+    highest = np.iinfo(np.int64).max
+    lows = np.append(np.where(units.validation, highest, units.low), highest)
+    lowest_later = np.minimum.accumulate(lows[::-1])[::-1][1:]
+    keep = steps <= lowest_later[unit_of_row]
+    # Validation rows are left out of `again`: a resumed run repeats that of the step it starts from.
+    trained = ~validation
+    resumed = np.zeros_like(units.low)
+    resumed[training[back]] = 1
+    attempt = np.cumsum(resumed)[unit_of_row[trained]]
+    order = np.argsort(steps[trained], kind="stable")  # attempts stay in order within a step
+    of_step, attempt = steps[trained][order], attempt[order]
+    twice = (of_step[1:] == of_step[:-1]) & (attempt[1:] != attempt[:-1])
+    return _Resumes(keep, np.unique(of_step[1:][twice]), np.setdiff1d(steps[~keep], steps[keep]))
+
+
+def _spans(some: np.ndarray, steps: np.ndarray) -> str:
+    """`steps 6 to 8 were`; steps that follow each other in `steps` are one span."""
+    if some.size == 1:
+        return f"step {some[0]} was"
+    at = np.searchsorted(np.union1d(steps, some), some)
+    parts = np.split(some, np.flatnonzero(np.diff(at) > 1) + 1)
+    words = [str(part[0]) if part.size == 1 else f"{part[0]} to {part[-1]}" for part in parts]
+    more = f" and {len(words) - 3} more spans" if len(words) > 3 else ""
+    return f"steps {', '.join(words[:3])}{more} were"

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ext.report.figures.lines import decades
-from verl_ext.report.figures.thin import binned, means, medians, step_edges, thin
+from verl_ext.report.figures.lines import binned, decades, means, medians, step_edges, thin
 from verl_ext.report.run import Series
 
 VALUES = st.floats(-1e6, 1e6)

@@ -9,7 +9,7 @@ from tests.unit.report.made_runs import make, prefix
 from verl_ext.guard.collapse import find_collapse
 from verl_ext.lab.summary import fall, levels
 from verl_ext.report.load import read_run
-from verl_ext.report.reward import broken_reward, fall_of
+from verl_ext.report.signals import broken_reward, fall_of
 
 RUNS = sorted((ROOT / "recipes" / "collapse" / "runs").glob("*/*/seed*"))
 

@@ -1,6 +1,9 @@
-"""What became of the reward.
+"""What became of the two things that a verdict is about: the gap between the engines, and the reward.
 
-Three rules give the words, and the first that holds decides. A level is the mean of WINDOW readings in a row.
+The gap is k3. Where it is going is the guard's forecast, on the last readings of a run.
+
+Three rules decide whether the reward fell, and the first that holds counts. A level is the mean of WINDOW readings in a
+row.
 
     nine tenths   "collapsed", and dead: the reward has lost nine tenths of its best and stays there. The guard judges
                   by the same rule during the run (`guard.collapse`).
@@ -13,21 +16,145 @@ Half, eight and nine tenths are of the height above 0, or above -1 where a readi
 Where a reading is below -1 nobody knows how far down the scale goes: then "half" does not apply.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from verl_ext.guard.collapse import READ, REWARD, Collapse, Readings, find_collapse, what_moved
-from verl_ext.guard.forecast import FEWEST, LARGEST_AUTOCORRELATION
-from verl_ext.report.growth import staleness
+from verl_ext.guard.collapse import READ, REWARD, STRETCH, Collapse, Readings, find_collapse, what_moved
+from verl_ext.guard.forecast import FEWEST, LARGEST_AUTOCORRELATION, Growth, engines_names, estimate_growth, speaks
+from verl_ext.guard.state import Boundary
 from verl_ext.report.run import Run, Series
 
+K3, DROPPED = "vllm_kl/k3", "correction/dropped"
+LAST = 5  # readings whose median is "now"
+STALE = 1.0  # versions that rollouts are behind, on average
+LOW_AGREEMENT = 0.98
+ROUTED_GAP = 2.0  # times the gap of tokens with the same experts, where routing is what drives it
+SOON = 20  # steps to the boundary: a forecast of fewer is a warning, as in the lab
 WINDOW = 20  # readings of a level
 HALF, SOUND = 0.5, 0.8  # of the highest level: below the one it has collapsed, from the other on it has not
 STRETCHES = 8  # that a run is divided into, to compare levels and to measure their noise
 BROKEN = 0.5  # of the way from its first level to its best, lost again
 SIGMAS = 5.0  # that a loss must exceed the noise by
+
+
+@dataclass(frozen=True)
+class Gap:
+    """k3 as a verdict on the engines reads it.
+
+    Attributes:
+        name: what it is called.
+        alone: whether it is of the engines alone, where rollouts are older than the policy.
+    """
+
+    series: Series
+    name: str = "k3"
+    alone: bool = False
+
+
+def gap_of(run: Run) -> Gap | None:
+    """k3 of trajectories of lag 0, and of rescored ones, where it was lately seen often enough; else k3 as it is."""
+    whole = run.get(K3)
+    alone: dict[int, float] = {}
+    for name in reversed(engines_names(K3)):
+        if (series := run.get(name)) is not None:
+            alone |= dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+    steps = sorted(alone)
+    if speaks(steps, int(run.steps[-1]), Boundary.window):
+        series = Series(np.array(steps), np.array([alone[step] for step in steps]))
+        return Gap(series, "k3 of the engines alone", alone=True)
+    return None if whole is None else Gap(whole)
+
+
+def age_drives(run: Run) -> bool:
+    """Whether the rollouts' age, and not the engines, is what something has to be done about.
+
+    It is where k3 is past the boundary and the engines' part is not. Where no metric shows that part, it is wherever
+    rollouts are old.
+    """
+    gap, whole = gap_of(run), run.get(K3)
+    if gap is not None and gap.alone and whole is not None:
+        return now_of(gap.series) <= boundary_of(run) < now_of(whole)
+    return staleness(run) > STALE
+
+
+def routing_drives(run: Run) -> bool:
+    """Whether tokens for which the engines chose other experts make much of the gap."""
+    agreement, differs, equal = (run.get(f"router/{name}") for name in ("agreement", "gap_differs", "gap_equal"))
+    if agreement is not None and now_of(agreement) < LOW_AGREEMENT:
+        return True
+    return differs is not None and equal is not None and now_of(differs) > ROUTED_GAP * now_of(equal)
+
+
+def staleness(run: Run) -> float:
+    """Versions that rollouts are behind, on average."""
+    series = run.get("training/off_policy/trajectory_staleness/mean")
+    return 0.0 if series is None else now_of(series)
+
+
+def now_of(series: Series) -> float:
+    return float(np.median(series.values[-LAST:]))
+
+
+def passed_at(run: Run, until: int) -> tuple[str, int] | None:
+    """What stayed past the boundary until this step, and the step at which it passed; the engines' own gap first."""
+    gap, whole = gap_of(run), run.get(K3)
+    found = [(gap.name, gap.series)] if gap is not None else []
+    found += [("k3", whole)] if whole is not None else []
+    boundary = boundary_of(run)
+    steps = ((name, _outside_since(series, lambda values: values > boundary, until)) for name, series in found)
+    return next(((name, step) for name, step in steps if step is not None), None)
+
+
+def foretold_at(run: Run, until: int) -> int | None:
+    """The step from which the guard's forecast warned until this step."""
+    forecast = run.get("guard/steps_to_boundary")
+    return None if forecast is None else _outside_since(forecast, lambda values: values < SOON, until)
+
+
+def _outside_since(series: Series, outside: Callable[[np.ndarray], np.ndarray], until: int) -> int | None:
+    """The step from which on all readings until this one are outside, but for one in any STRETCH of them."""
+    seen = series.steps <= until
+    out = outside(series.values[seen])
+    if len(out) < STRETCH:
+        return None
+    inside = np.convolve(~out, np.ones(STRETCH, dtype=int), mode="valid")  # readings, from each one on
+    broken = np.flatnonzero(inside > 1)
+    start = int(broken[-1]) + 1 if broken.size else 0
+    if start == len(inside):
+        return None
+    return int(series.steps[seen][start + int(np.argmax(out[start:]))])
+
+
+def growth_of(run: Run) -> tuple[Series, Growth] | None:
+    """The last readings of k3, as of `gap_of`, and the line through their logarithms; None for too few."""
+    gap = gap_of(run)
+    return None if gap is None else _fit_growth(gap.series, boundary_of(run))
+
+
+def _fit_growth(series: Series | None, boundary: float) -> tuple[Series, Growth] | None:
+    if series is None:
+        return None
+    window = Series(series.steps[-Boundary.window :], series.values[-Boundary.window :])
+    readings = zip(window.steps.tolist(), window.values.tolist(), strict=True)
+    growth = estimate_growth(readings, boundary)
+    return None if growth is None else (window, growth)
+
+
+def blind_mask(run: Run) -> tuple[Growth, Growth] | None:
+    """How the share of dropped tokens and k3 move, where the guard has found IcePop's mask blind (`guard.forecast`)."""
+    found = run.get("guard/mask_blind")
+    share, gap = _fit_growth(run.get(DROPPED), 1.0), _fit_growth(run.get(K3), boundary_of(run))  # a mask sees all of k3
+    if found is None or not found.values[-1] or share is None or gap is None:
+        return None
+    return share[1], gap[1]
+
+
+def boundary_of(run: Run) -> float:
+    """The mismatch past which a run is taken to collapse: as the guard logged it, or its default."""
+    logged = run.get("guard/boundary")
+    return Boundary.value if logged is None or logged.values[-1] <= 0 else float(logged.values[-1])
 
 
 @dataclass(frozen=True)
@@ -67,7 +194,7 @@ def fall_of(run: Run) -> Fall | None:
     reward = run.get(REWARD)
     if reward is None or len(reward.steps) < WINDOW:
         return None
-    series = {name: _readings(found) for name in READ if (found := run.get(name)) is not None}
+    series = {name: _as_readings(found) for name in READ if (found := run.get(name)) is not None}
     dead = find_collapse(series)
     bottom = 0.0 if reward.values.min() >= 0 else -1.0
     if dead is None and (len(reward.steps) < 2 * WINDOW or reward.values.min() < bottom):
@@ -80,7 +207,7 @@ def fall_of(run: Run) -> Fall | None:
     if not lost.size:
         return None
     at, best = int(lost[0]), float(peaks[-1])
-    if dead is None and best - heights[at:].min() <= _noise(reward.values):
+    if dead is None and best - heights[at:].min() <= _level_noise(reward.values):
         return None
     first, step = (int(reward.steps[index + WINDOW - 1]) for index in (began, at))
     if dead is None:
@@ -101,7 +228,7 @@ def broken_reward(run: Run) -> tuple[float, float] | None:
         return None
     levels = [float(part.mean()) for part in np.array_split(reward.values, STRETCHES)]
     first, best, last = levels[0], max(levels), levels[-1]
-    lost, noise = best - last, SIGMAS * _error(reward.values, len(reward.values) / STRETCHES)
+    lost, noise = best - last, SIGMAS * _mean_error(reward.values, len(reward.values) / STRETCHES)
     gained = max(best - first, abs(best) / 2)  # a reward that was high from the start has gained nothing
     return (best, last) if lost > BROKEN * gained + noise else None
 
@@ -131,17 +258,17 @@ def _levels(values: np.ndarray, count: int = WINDOW) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(values, count).mean(axis=1)
 
 
-def _readings(series: Series) -> Readings:
+def _as_readings(series: Series) -> Readings:
     return list(zip(series.steps.tolist(), series.values.tolist(), strict=True))
 
 
-def _noise(values: np.ndarray) -> float:
+def _level_noise(values: np.ndarray) -> float:
     """What two levels, the best and the lowest of a run, may differ by without a fall."""
     stretches = min(STRETCHES, len(values) // WINDOW)
-    return SIGMAS * float(np.sqrt(2)) * _error(values, WINDOW, stretches=stretches, jumps=1, caution=1.0)
+    return SIGMAS * float(np.sqrt(2)) * _mean_error(values, WINDOW, stretches=stretches, jumps=1, caution=1.0)
 
 
-def _error(
+def _mean_error(
     values: np.ndarray, count: float, *, stretches: int = STRETCHES, jumps: int = 2, caution: float = 0.0
 ) -> float:
     """The standard error of the mean of `count` readings in a row, where neighbours may depend on each other.

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.report.made_runs import make
 from verl_ext.report.figures.panels import PANELS
-from verl_ext.report.verdict import judge
+from verl_ext.report.verdict import judge_run
 from verl_ext.settings.stability import stability_config
 
 GROWING = 1e-4 * np.exp(0.1 * np.arange(1, 41))
@@ -39,7 +39,7 @@ RUNS = [
         }
     ),
 ]
-SAID = {override.text for run in RUNS for override in judge(run).overrides}
+SAID = {override.text for run in RUNS for override in judge_run(run).overrides}
 PANELS_SAY = {panel.override for panel in PANELS if panel.override}
 READINGS = {
     found for panel in PANELS for found in re.findall(r"\b(?:stability|precision|recipe)[.\w]*=\w+", panel.reading)
@@ -67,7 +67,7 @@ def test_an_override_composes(compose, text):
 
 
 def test_the_precision_that_the_advice_names_for_megatron_composes(compose):
-    why = next(o.why for o in judge(RUNS[-1]).overrides if o.text == "precision=fp16")
+    why = next(o.why for o in judge_run(RUNS[-1]).overrides if o.text == "precision=fp16")
     (named,) = re.findall(r"\bfp16_\w+", why)
     config = compose("recipe=qwen3_30b_a3b_megatron", "stability=icepop", f"precision={named}")
     assert config.actor_rollout_ref.rollout.dtype == "float16"

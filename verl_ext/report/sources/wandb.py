@@ -1,0 +1,209 @@
+"""W&B's local files: `wandb/run-TIME-ID/run-ID.wandb`, `offline-run-TIME-ID` where it ran offline.
+
+One process of training writes one, online and offline alike. A row of its history goes to the file when the next step
+begins. Behind seven bytes that say whose it is, the file has LevelDB's log format (chunks in blocks of 32 KiB, a record
+is one or several) with zlib's CRC-32. Each record is a message of wandb.proto. The log itself is read here, because
+wandb has no reader in Python any more (0.31).
+"""
+
+import math
+import struct
+import zlib
+from collections.abc import Hashable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from verl_ext.printable import printable
+from verl_ext.report.files import is_regular, open_regular
+from verl_ext.report.run import ReportError, is_step
+from verl_ext.report.sources.store import Process
+from verl_ext.report.sources.table import MetricTable
+
+FILE = ".wandb"
+# verl counts in the first; the second is W&B's own, which goes on where something else logs too.
+STEP, WANDB_STEP = "training/global_step", "_step"
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+MOST_NESTED = 8
+BEGINNING = b":W&B\xe1\xbe\0"  # name, magic number, version
+BLOCK = 1 << 15
+CHUNK = struct.Struct("<IHB")  # checksum of kind and data, length of the data, kind
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+MOST_RECORD = 16 << 20  # bytes; a row of 100,000 metrics has less than half
+
+
+class WandbFolder:
+    """One such file, those in a folder of one run, or in a folder of run folders."""
+
+    what = "folder"
+
+    def __init__(self, path: Path):
+        self._path = path
+        if not path.is_dir():
+            self.what = "file"
+
+    def files(self) -> list[Path]:
+        if not self._path.is_dir():
+            return [self._path]
+        found = [*self._path.glob(f"*{FILE}")] or [*self._path.glob(f"*/*{FILE}")]
+        latest = {file for file in found if file.parent != self._path and file.parent.is_symlink()}  # latest-run
+        return sorted(file for file in found if file not in latest and is_regular(file))
+
+    def state(self) -> Hashable:
+        statuses = [(file, file.stat()) for file in self.files()]
+        return tuple((file, status.st_ino, status.st_size, status.st_mtime_ns) for file, status in statuses)
+
+    def processes(self) -> list[Process]:
+        return [_wandb_process(file) for file in self.files()]
+
+
+def _wandb_process(file: Path) -> Process:
+    """What the file begins with: whose it is, and its first row."""
+    name, project, started, first = file.stem.removeprefix("run-"), "", (0, 0), None
+    with open_regular(file) as opened:
+        for message in _wandb_records(opened):
+            if message is None:
+                continue
+            if message.HasField("run"):
+                run = message.run
+                name, project = run.display_name or run.run_id or name, run.project
+                started = run.start_time.seconds, run.start_time.nanos
+            elif message.HasField("history") and (first := _history_row(message.history)[0]) is not None:
+                break
+    return Process(name, project, (*started, file.parent.name), first, (file,), lambda table: _add_history(file, table))
+
+
+def _add_history(file: Path, table: MetricTable) -> Iterable[str]:
+    unreadable = elsewhere = 0
+    with open_regular(file) as opened:
+        for message in _wandb_records(opened):
+            if message is None:
+                unreadable += 1
+            elif message.HasField("history"):
+                step, own, data = _history_row(message.history)
+                if step is None:
+                    unreadable += 1
+                else:
+                    elsewhere += step != own
+                    table.add(step, data)
+    if unreadable:
+        yield f"records of {file.name} that could not be read: {unreadable}; left out"
+    if elsewhere:
+        yield f"rows of {file.name} in which W&B counted other steps than verl: {elsewhere}; {STEP} stands"
+
+
+def _history_row(history: Any) -> tuple[int | None, object, dict[str, object]]:
+    """The step of a row, W&B's own, and the numbers by name; of what is nested, `outer.inner` as W&B shows it."""
+    # An empty value is no metric. It is dropped before anything is made of it: it takes two bytes, so a file may hold
+    # millions, and the error of parsing one costs more than the rest of the row.
+    items = [(item, text) for item in history.item if (text := item.value_json)]
+    keys = [tuple(item.nested_key) or (item.key,) for item, _ in items]
+    media = {key[:-1] for key in keys if key[-1] == "_type"}  # a table, an image: its size is no metric
+    data: dict[str, object] = {}
+    for key, value in zip(keys, _json_values([text for _, text in items]), strict=True):
+        if len(key) > MOST_NESTED or (media and _is_inside(key, media)):
+            continue
+        if isinstance(value, dict):
+            data.update(_flatten(".".join(key), value))
+        elif not isinstance(value, (str, list)):
+            data[".".join(key)] = value
+    own = data.pop(WANDB_STEP, None)
+    if history.HasField("step"):
+        own = history.step.num
+    return next(filter(is_step, (data.get(STEP), own)), None), own, data
+
+
+def _is_inside(key: tuple[str, ...], outer: set[tuple[str, ...]]) -> bool:
+    return any(key[:length] in outer for length in range(1, len(key)))
+
+
+def _json_values(texts: list[str]) -> list[object]:
+    """JSON values; together they are read in a fifth of the time. What JSON does not have is read one by one."""
+    try:
+        values = orjson.loads(f"[{','.join(texts)}]")
+        if len(values) == len(texts):
+            return values
+    except orjson.JSONDecodeError:
+        pass
+    return [_json_value(text) for text in texts]
+
+
+def _json_value(text: str) -> object:
+    """Text where it cannot be read."""
+    if text in NOT_FINITE:
+        return NOT_FINITE[text]
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return ""
+
+
+def _flatten(name: str, outer: dict) -> Iterator[tuple[str, object]]:
+    """What is in dictionaries within each other, but for text, lists and media."""
+    inside = [(name, outer, 1)]
+    while inside:
+        name, outer, depth = inside.pop()
+        if depth >= MOST_NESTED or "_type" in outer:
+            continue
+        before = printable(name)  # a long name before many others would be copied for each
+        for key, value in outer.items():
+            if isinstance(value, dict):
+                inside.append((f"{before}.{key}", value, depth + 1))
+            elif not isinstance(value, (str, list)):
+                yield f"{before}.{key}", value
+
+
+def _wandb_records(file: BinaryIO) -> Iterator[Any]:
+    """Each `Record` of the file; None instead of one that cannot be read, or is beyond MOST_RECORD.
+
+    A last one that is cut is left out: it may still be being written.
+
+    Raises:
+        ReportError: this is not W&B's file, or wandb is not installed.
+    """
+    try:
+        from google.protobuf.message import DecodeError
+        from wandb.proto.wandb_internal_pb2 import Record
+    except ImportError as error:
+        raise ReportError("this is W&B's file; to read it, pip install wandb") from error
+    for record in _log_records(file):
+        try:
+            yield None if record is None else Record.FromString(record)
+        except DecodeError:
+            yield None
+
+
+def _log_records(file: BinaryIO) -> Iterator[bytes | None]:
+    block = file.read(BLOCK)
+    if not BEGINNING.startswith(block[: len(BEGINNING)]):
+        raise ReportError("this is not a file of W&B: it begins otherwise")
+    at = len(BEGINNING)
+    parts: list[bytes] | None = None  # of the record that has begun
+    size = 0
+    while block:
+        while at + CHUNK.size <= len(block):
+            checksum, length, kind = CHUNK.unpack_from(block, at)
+            start, end = at + CHUNK.size, at + CHUNK.size + length
+            if end > len(block) and len(block) < BLOCK:
+                return  # the rest is cut, or still being written
+            if not FULL <= kind <= LAST or zlib.crc32(block[at + CHUNK.size - 1 : end]) != checksum:
+                parts = None
+                yield None
+                break  # the next block can be read again
+            data, at = block[start:end], end
+            if kind in (FULL, FIRST):
+                if parts is not None:  # the one before has no end
+                    yield None
+                parts, size = [], 0
+            elif parts is None:  # the rest of what could not be read
+                continue
+            parts.append(data)
+            size += length
+            if size > MOST_RECORD:
+                parts = None
+                yield None
+            elif kind in (FULL, LAST):
+                yield b"".join(parts)
+                parts = None
+        block, at = file.read(BLOCK) if len(block) == BLOCK else b"", 0
