@@ -233,7 +233,7 @@ def plain_verl(train_in, tmp_path_factory):
     """verl's own entry point, of ours the loss alone."""
     return train_in(
         tmp_path_factory.mktemp("plain_verl"),
-        "actor_rollout_ref.actor.policy_loss._target_=verl_ext.workers.loss_config.IcePopLossConfig",
+        "actor_rollout_ref.actor.policy_loss._target_=verl_ext.workers.loss_config.build_loss_config",
         "actor_rollout_ref.actor.policy_loss.loss_mode=icepop",
         "+actor_rollout_ref.actor.policy_loss.alpha=0.999",
         "+actor_rollout_ref.actor.policy_loss.beta=1.001",

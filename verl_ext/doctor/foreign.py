@@ -82,7 +82,7 @@ def settings_classes() -> set[str]:
 
     files = (file for folder in FOLDERS for file in (VERL_CONFIGS / folder).glob("*.yaml"))
     verls = {target for file in files for target in TARGET.findall(file.read_text(encoding="utf-8"))}
-    return {*verls, losses.TARGET, *losses.OLD_TARGETS}
+    return {*verls, losses.TARGET}
 
 
 def _unknown_targets(config: Any) -> list[tuple[str, str]]:

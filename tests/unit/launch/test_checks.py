@@ -317,16 +317,10 @@ def test_nothing_is_set_where_nothing_is_asked_for(compose):
     assert config == untouched
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        ["stability=none", f"{LOSS}.loss_mode=llds", f"{LOSS}.coef=0.5"],
-        ["stability=llds_loss", f"{LOSS}._target_=verl_ext.workers.loss_config.LldsLossConfig", f"{LOSS}.coef=0.5"],
-    ],
-)
-def test_loss_mode_alone_names_the_loss_and_older_names_of_its_settings_stay(compose, given):
+def test_loss_mode_alone_names_the_loss(compose):
     from verl.utils.config import omega_conf_to_dataclass
 
+    given = ("stability=none", f"{LOSS}.loss_mode=llds", f"{LOSS}.coef=0.5")
     config = compose(*given, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
     check_run(config, stability_config(config.stability), read_model=False)
     apply_engine_settings(config, stability_config(config.stability))
