@@ -40,7 +40,6 @@ class Asked:
     head: int = USUAL_HEAD
     head_reads: int = 1
     agreement_share: float = 1.0
-    router_weights: bool = False
     replay: str = "disabled"
     replay_setting: str = ""
     lag: bool = False
@@ -82,7 +81,6 @@ def read_asked(config: DictConfig) -> Asked:
         head=head_k(config, stability, compares=uses(found, LOG_PROBS)) or USUAL_HEAD,
         head_reads=2 if reads_in_update(config, stability) else 1,
         agreement_share=stability.router_agreement_share,
-        router_weights=stability.router_weights,
         replay=replay_mode(config),
         replay_setting=replay_setting(config),
         lag=uses(found, IN_LOSS) and is_asynchronous(config),

