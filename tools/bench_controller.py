@@ -108,7 +108,7 @@ def fill(count: int) -> None:
         by_layer, none = torch.full((rows, LAYERS), float(LENGTH)), torch.zeros(rows, 1)
         sums = RouterSums(
             *(by_layer, by_layer, 0 * by_layer, by_layer, none, none, by_layer[:, :1]),
-            *(none, none, none, none, none.expand(rows, len(REASONS))),
+            *(none, none, none.expand(rows, len(REASONS))),
         )
         data["router_sums"] = nested(list(sums.pack().double()))
         keys = [name(first + row) for row in range(rows)]

@@ -170,7 +170,7 @@ def renew() -> None:
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
-    for name in ("narrow_routing", "routed_weights", "routing_share", "sampler_head", "turn_routes"):
+    for name in ("narrow_routing", "routing_share", "sampler_head", "turn_routes"):
         if asked_for := sys.modules.get(f"verl_ext.upstream.{name}"):
             asked_for.install()  # where the environment says so
     if ray := sys.modules.get("ray"):

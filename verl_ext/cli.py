@@ -8,7 +8,6 @@ from typing import NoReturn
 from verl_ext import __version__
 from verl_ext.doctor import composed
 from verl_ext.lab import command as lab
-from verl_ext.lab import search_command as lab_search
 from verl_ext.plan import command as plan
 from verl_ext.probe import command as probe
 from verl_ext.report import command as report
@@ -33,10 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     submit.add_parser(commands)
     report.add_parsers(commands)
     lab.add_parser(commands)
-    lab_search.add_parser(commands)
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:2] == ["lab", "search"]:
-        words = ["lab search", *words[2:]]
     end = words.index("--") if "--" in words else len(words)
     arguments, rest = parser.parse_known_args(words[:end])
     passed = words[end + 1 :]  # as it stands, to Hydra

@@ -14,7 +14,6 @@ ROLLOUT_LOG_PROBS = "rollout_log_probs"  # l_infer
 ROLLOUT_ROUTES = "routed_experts"  # [B, n, L', K]
 
 # Of the rollout: ours.
-ROLLOUT_WEIGHTS = "routed_weights"  # [B, n, L', K] float16, what it weighs them with
 HEAD_IDS = "sampler_head_ids"  # [B, r, H] int32, the most likely tokens at each place
 HEAD_LOG_PROBS = "sampler_head_log_probs"  # [B, r, H] float32; -inf where there is no such token
 

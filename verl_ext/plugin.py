@@ -10,7 +10,7 @@ from importlib import import_module
 
 from wrapt import register_post_import_hook
 
-from verl_ext.upstream import narrow_routing, on_cpu, routed_weights, routing_share, sampler_head, turn_routes
+from verl_ext.upstream import narrow_routing, on_cpu, routing_share, sampler_head, turn_routes
 
 logger = logging.getLogger("verl_ext")
 MEGATRON_ENGINE = "verl.workers.engine.megatron.transformer_impl"
@@ -23,8 +23,7 @@ def load() -> None:
     register_post_import_hook(lambda _: import_module("verl_ext.workers.losses"), "verl.trainer.ppo.core_algos")
     register_post_import_hook(lambda _: import_module("verl_ext.trainer.advantages"), "verl.trainer.ppo.core_algos")
     narrow_routing.install()
-    routed_weights.install()  # around it: it hands on ids alone
-    routing_share.install()  # around both: what it leaves out is not read
+    routing_share.install()  # around it: what it leaves out is not read
     sampler_head.install()
     turn_routes.install()
     register_post_import_hook("verl_ext.upstream.sglang_routing:decode_routing", SGLANG_SERVER)

@@ -11,9 +11,23 @@ import json
 import shutil
 from pathlib import Path
 
-from verl_ext.lab.figures import LAB_PANELS, looks, seeds_chart
-from verl_ext.lab.seeds import Interval, Variant, ranked
-from verl_ext.lab.summary import DROPPED, FORECAST, K3, NORM, REWARD, ROLLBACKS, SKIPPED, WINDOW, Summary, summarise
+from verl_ext.lab.figures import LAB_PANELS, seeds_chart, variant_looks
+from verl_ext.lab.grid import METRICS
+from verl_ext.lab.summary import (
+    DROPPED,
+    FORECAST,
+    K3,
+    NORM,
+    REWARD,
+    ROLLBACKS,
+    SKIPPED,
+    WINDOW,
+    Interval,
+    Summary,
+    Variant,
+    ranked_variants,
+    summarise,
+)
 from verl_ext.report.load import read_run
 from verl_ext.report.page import overview, png, spec_of
 from verl_ext.report.run import Run
@@ -23,7 +37,6 @@ HERE = Path(__file__).parent
 MADE, RUNS = Path(".collapse"), HERE / "runs"
 PICTURE = HERE.parents[1] / "docs" / "collapse.png"
 README = HERE / "README.md"
-METRICS = "metrics.jsonl"
 KEPT = (
     *(REWARD, K3, DROPPED, NORM, FORECAST, SKIPPED, ROLLBACKS, "guard/collapsed", "router/agreement", "actor/entropy"),
     *("response_length/mean", "training/off_policy/trajectory_staleness/mean", "vllm_kl/ess", "timing_s/step"),
@@ -74,7 +87,7 @@ def table(regime: str, folder: Path = RUNS) -> str:
         "rolled back |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for variant in ranked(variants):
+    for variant in ranked_variants(variants):
         finals = ", ".join(_final(variant.runs[seed]) for seed in sorted(variant.runs))
         steps = ", ".join(str(step) for step in sorted(variant.collapsed.values()))
         collapsed = f"{len(variant.collapsed)} of {variant.known}" + (f" (step {steps})" if steps else "")
@@ -103,7 +116,7 @@ def _mean(found: Interval | None, how: str = "{:.2f}") -> str:
 def draw(regime: str, folder: Path = RUNS) -> bytes:
     """The reward and k3 of every arm, as a PNG."""
     runs = {arm: list(each.values()) for arm, each in runs_of(regime, folder).items()}
-    look = looks(sorted(runs, key=lambda arm: (arm != "exact", arm != "none", arm)))
+    look = variant_looks(sorted(runs, key=lambda arm: (arm != "exact", arm != "none", arm)))
     panels = [panel for metric in PANELS for panel in LAB_PANELS if panel.metric == metric]
     charts = {panel: chart for panel in panels if (chart := seeds_chart(panel, runs, look)) is not None}
     pictures = {panel.key: png(spec_of(chart), panel.title) for panel, chart in charts.items()}

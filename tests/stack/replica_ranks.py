@@ -22,7 +22,7 @@ BATCHES = {
     "fewer than ranks": [3, 6],
     "layers that differ": [3, 5, 2],
 }
-ROUTING = {"routed_experts": torch.uint8, "routed_weights": torch.float16, "old_routed_experts": torch.int16}
+ROUTING = {"routed_experts": torch.uint8, "old_routed_experts": torch.int16}
 
 
 def put(name):

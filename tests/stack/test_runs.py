@@ -35,7 +35,7 @@ def test_icepop_router_agreement_cascade_attention_and_the_report(train):
     """And the score centered, with IcePop's weights and a head of 8 tokens; routing of half of the trajectories."""
     dump = "stability.trajectories.per_step=2"
     centered = ("stability.score_centering=true", "stability.head.k=8")
-    routing = (ROUTING, "stability.router_weights=true", "stability.router_agreement_share=0.5")
+    routing = (ROUTING, "stability.router_agreement_share=0.5")
     run = train("stability=icepop", *routing, "stability.cascade_attention=off", dump, *centered, steps=3)
     assert run.code == 0, run.tail
     assert re.search(r"router agreement +│ compute_log_prob, share 0.5 +│", run.console)
@@ -57,8 +57,6 @@ def test_icepop_router_agreement_cascade_attention_and_the_report(train):
         assert sum(layers) / 4 == pytest.approx(step["router/agreement"])
         assert 0 < step["router/any_layer_differs"] < 0.5
         assert_half_is_compared(step)
-        # Mostly the same experts, whose shares differ by less than one that is exchanged does.
-        assert 0 < step["router/weight_gap"] < 2 * (1 - step["router/agreement"]) + 0.01
         assert step["guard/skipped"] == 0
         assert step["actor/grad_norm"] > 0
         assert_heads(step)
@@ -219,7 +217,7 @@ def plain_verl(train_in, tmp_path_factory):
     """verl's own entry point, of ours the loss alone."""
     return train_in(
         tmp_path_factory.mktemp("plain_verl"),
-        "actor_rollout_ref.actor.policy_loss._target_=verl_ext.workers.loss_config.IcePopLossConfig",
+        "actor_rollout_ref.actor.policy_loss._target_=verl_ext.workers.loss_config.build_loss_config",
         "actor_rollout_ref.actor.policy_loss.loss_mode=icepop",
         "+actor_rollout_ref.actor.policy_loss.alpha=0.999",
         "+actor_rollout_ref.actor.policy_loss.beta=1.001",

@@ -117,8 +117,6 @@ def router_sums(*differing):
                 margin_differs=zero,
                 tokens=n,
                 unknown=zero,
-                weight_gap=d / 4,
-                weighed=n,
                 left_out=zero,
                 refused=zero.expand(1, 3),
             ).pack()[0]

@@ -32,7 +32,10 @@ def test_loading_imports_no_engine_no_model_and_no_vllm():
         ),
         # Before verl's registry, as Hydra does.
         ("from verl_ext.workers.losses import changed_loss as f; print(f.__name__)", "changed_loss"),
-        ("from verl_ext.workers.loss_config import IcePopLossConfig as c; print(c().loss_mode)", "icepop"),
+        (
+            "from verl_ext.workers.loss_config import build_loss_config as c; print(c(loss_mode='icepop').loss_mode)",
+            "icepop",
+        ),
     ],
     ids=["registered", "losses first", "settings first"],
 )

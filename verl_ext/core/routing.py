@@ -31,8 +31,6 @@ class RouterSums:
         margin_equal, margin_differs: [B, 1], over tokens and layers with T = I and with T != I, of the router's margin:
             the gap between the k-th and the (k+1)-th of the scores that its top-k is taken of.
         tokens, unknown: [B, 1], tokens compared; generated tokens whose routing the rollout did not return.
-        weight_gap, weighed: [B, 1], of the gap of the weights (`core.combine.weight_gap`, mean over layers), and the
-            tokens that have one.
         left_out: [B, 1], generated tokens of a trajectory that was not to be compared.
         refused: [B, R], generated tokens whose routing cannot be what routers chose, for each of the R REASONS.
     """
@@ -45,19 +43,17 @@ class RouterSums:
     margin_differs: Tensor
     tokens: Tensor
     unknown: Tensor
-    weight_gap: Tensor
-    weighed: Tensor
     left_out: Tensor
     refused: Tensor
 
     def pack(self) -> Tensor:
-        """[B, 4 L + 7 + R], as it travels from the workers to the controller."""
+        """[B, 4 L + 5 + R], as it travels from the workers to the controller."""
         return torch.cat(list(vars(self).values()), dim=1)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> "RouterSums":
-        layers = (packed.shape[1] - 7 - len(REASONS)) // 4
-        return cls(*packed.split([layers] * 4 + [1] * 7 + [len(REASONS)], dim=1))
+        layers = (packed.shape[1] - 5 - len(REASONS)) // 4
+        return cls(*packed.split([layers] * 4 + [1] * 5 + [len(REASONS)], dim=1))
 
 
 @torch.no_grad()
@@ -72,7 +68,6 @@ def agreement(
     refused_N: Tensor | None = None,
     margin_NL: Tensor | None = None,
     own_NL: Tensor | None = None,
-    weight_gap_NL: Tensor | None = None,
     block: int = BLOCK,
 ) -> tuple[Tensor, RouterSums]:
     """Agreement of every token, and the sums that `router_metrics` reads.
@@ -88,7 +83,6 @@ def agreement(
         refused_N: uint8, the reason for which a token's routing is refused, as of `refused_rows`; 0 where it is not.
         margin_NL: the router's margin, any float; 0 where it is left out.
         own_NL: the overlap of the experts that the training router would have chosen, where others were replayed.
-        weight_gap_NL: of `core.combine.weight_gap`, where the rollout told its weights.
         block: tokens taken at a time, in whole trajectories.
 
     Returns:
@@ -96,7 +90,7 @@ def agreement(
     """
     rows, layers = len(offsets) - 1, overlap_NL.shape[1]
     per_token = torch.ones(len(overlap_NL), device=overlap_NL.device)
-    packed = torch.zeros(rows, 4 * layers + 7 + len(REASONS), dtype=torch.float64, device=overlap_NL.device)
+    packed = torch.zeros(rows, 4 * layers + 5 + len(REASONS), dtype=torch.float64, device=overlap_NL.device)
     sums = RouterSums.unpack(packed)
     codes_R = torch.arange(1, 1 + len(REASONS), device=packed.device)
     for part, of in blocks(offsets, block):
@@ -126,10 +120,6 @@ def agreement(
             add(sums.own, own_NL[part])
         add(sums.exact, exact_nL)
         add(sums.tokens, torch.ones_like(counts_n1))
-        if weight_gap_NL is not None:
-            gap_n1 = torch.where(counts_n1, weight_gap_NL[part].double().mean(1, keepdim=True), 0.0)  # NaN * 0 is NaN
-            add(sums.weight_gap, gap_n1)
-            add(sums.weighed, torch.ones_like(counts_n1))
         without_n1 = (mask_n & ~known_n).unsqueeze(1)
         if refused_N is not None:
             refused_n1 = refused_N[part].unsqueeze(1)
@@ -141,7 +131,7 @@ def agreement(
         ones = packed.new_ones(len(first_n))
         sums.first[of].index_put_((row_n[differs_n], first_n), ones, accumulate=True)
         if margin_NL is not None:
-            margin_nL = torch.where(counts_n1, margin_NL[part].double(), 0.0)  # as above
+            margin_nL = torch.where(counts_n1, margin_NL[part].double(), 0.0)  # NaN * 0 is NaN
             add(sums.margin_equal, (margin_nL * exact_nL).sum(1, keepdim=True))
             add(sums.margin_differs, (margin_nL * ~exact_nL).sum(1, keepdim=True))
     if own_NL is None:
@@ -180,8 +170,6 @@ def router_metrics(packed_BC: Tensor) -> dict[str, float]:
     if any_differs:
         numbers = torch.arange(layers, dtype=torch.float64, device=sums.first.device)
         metrics["router/first_differing_layer"] = (sums.first[0] @ numbers).item() / any_differs
-    if weighed := sums.weighed.item():
-        metrics["router/weight_gap"] = sums.weight_gap.item() / weighed
     margins = sums.margin_equal.item(), sums.margin_differs.item()
     if any(margins):  # else the engine does not record them
         if equal:

@@ -25,9 +25,8 @@ def jagged(values: Tensor, offsets: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets, max_seqlen=int(offsets.diff().max()))
 
 
-def filled(field: Tensor, lengths: Tensor, generated: Tensor, left_out_B: Tensor | None = None) -> Tensor:
-    """[N, ...] of a nested field [B, n, ...], with zeros in the rows that verl has added to fill a batch, and in those
-    that were left out.
+def filled(field: Tensor, lengths: Tensor, generated: Tensor) -> Tensor:
+    """[N, ...] of a nested field [B, n, ...], with zeros in the rows that verl has added to fill a batch.
 
     Such a row is a copy of a trajectory in which verl shortens the fields that it knows, and takes the mask away; of a
     field of ours it keeps the length of what it copied (padding_utils.py of verl 0.9.1).
@@ -35,13 +34,10 @@ def filled(field: Tensor, lengths: Tensor, generated: Tensor, left_out_B: Tensor
     Args:
         lengths: [B] int64, of the rows as they ought to be; one of a trajectory that has another length stays.
         generated: nested [B, r], 1 on tokens that the model generated: nowhere in a row that verl has added.
-        left_out_B: bool, rows of trajectories that ought to have come empty.
     """
     if torch.equal(field.offsets().diff().cpu(), lengths.cpu()):
         return field.values()
     read_B = torch.stack([mask.any() for mask in generated.unbind()]).cpu()
-    if left_out_B is not None:
-        read_B &= ~left_out_B.cpu()
     return torch.cat(
         [
             row if len(row) == length or read else row.new_zeros(length, *row.shape[1:])

@@ -5,22 +5,21 @@ to; the sync canary asks it for log-probs of prompts. The CPU backend can do non
 change of `upstream.changes`: it checks that what it changes is what it expects, raises a `PatchError` if not, and
 returns a function that undoes it.
 
-Versions of vLLM differ in how experts are computed:
+Two versions of vLLM are supported, the default and the newest. They differ in how experts are computed:
 
-0.27            `CPUFusedMOE` of `fused_moe/cpu_fused_moe.py`, which has a loop over plain weights of its own
-0.28 and later  `CPUUnquantizedExperts` of `fused_moe/experts/cpu_moe.py`, all of whose kernels are packed
+0.27  `CPUFusedMOE` of `fused_moe/cpu_fused_moe.py`, which has a loop over plain weights of its own
+0.31  `CPUUnquantizedExperts` of `fused_moe/experts/cpu_moe.py`, all of whose kernels are packed
 
 and in what they lack to return routed experts:
 
-0.27          it refuses its CPU kernel; each layer gets a capture function, which `keep_moe_weights` calls
-0.28, 0.29    it asks the kernel whether it can; the experts are made to say yes, and hand out what they choose
-0.30          it captures in its router, on CPU as elsewhere
-0.31          the same, and hands the ids to the scheduler through model runner V2 alone, which needs Triton; the CPU's
-              model runner, V1, does here what V2 does there
+0.27  It refuses its CPU kernel. Each layer gets a capture function, which `keep_moe_weights` calls.
+0.31  It captures in its router, and hands the ids to the scheduler only through model runner V2, which needs Triton.
+      The CPU's model runner, V1, does here what V2 does there.
+
+0.28 to 0.30 are refused: `expect` does not find there what 0.31 has.
 """
 
 import importlib
-import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -33,17 +32,16 @@ import torch
 import torch.nn.functional as F
 
 from verl_ext.upstream.patching import Undo, expect, expect_lookup, patch, together, wrap
-from verl_ext.upstream.routed_weights import maybe_with_weights
 
 LAYERS = "vllm.model_executor.layers"
 WRAPPER = "vllm.lora.punica_wrapper.punica_cpu"
 FUSED_MOE = f"{LAYERS}.fused_moe"
-KERNELS = f"{FUSED_MOE}.cpu_fused_moe"  # until 0.27
-EXPERTS = f"{FUSED_MOE}.experts.cpu_moe"  # since 0.28 of unquantized experts too
+KERNELS = f"{FUSED_MOE}.cpu_fused_moe"  # only 0.27 has it
+EXPERTS = f"{FUSED_MOE}.experts.cpu_moe"
 CAPTURE = "_verl_ext_capture"  # attribute of a RoutedExperts layer of 0.27: takes the top-k ids of one forward pass
-KERNEL = "input, w13, w2, w13_bias, w2_bias, topk_weights, topk_ids, act, isa, skip_weighted"
+KERNEL = "out, input, w13, w2, w13_bias, w2_bias, topk_weights, topk_ids, act, isa, skip_weighted"
 RUNNER = "vllm.v1.worker.cpu_model_runner"
-CONNECTOR = "vllm.distributed.aux_output_connector.worker"  # since 0.31
+CONNECTOR = "vllm.distributed.aux_output_connector.worker"  # of 0.31
 HELD = "_verl_ext_aux_output"  # attribute of the model runner: the connector
 
 _undo: Undo | None = None
@@ -163,7 +161,7 @@ def _in_a_kernel() -> Undo:
         ) -> torch.Tensor:
             capture = getattr(layer, CAPTURE, None)
             if capture is not None:
-                capture(maybe_with_weights(topk_ids, topk_weights))
+                capture(topk_ids)
             return super().forward_torch(layer, input, topk_weights, topk_ids, *args, **kwargs)
 
     def refuse_sgl(layer: torch.nn.Module) -> None:
@@ -177,7 +175,7 @@ def _in_a_kernel() -> Undo:
 
 
 def _in_classes() -> Undo:
-    """vLLM 0.28 and later: weights stay as they were loaded, and the kernel is `plain_experts`.
+    """vLLM 0.31: weights stay as they were loaded, and the kernel is `plain_experts`.
 
     After the first load vLLM pads and packs the weights; after a later one it keeps the kernel, and what was loaded
     would be read as if it were packed.
@@ -186,9 +184,7 @@ def _in_classes() -> Undo:
     expect(change, EXPERTS, "CPUUnquantizedExperts._pad_moe_intermediate", "self, layer")
     expect(change, EXPERTS, "cpu_prepack_moe_weight", "weight, isa")
     expect(change, EXPERTS, "is_zentorch_moe_supported", "layer")
-    kernel = expect(change, EXPERTS, "cpu_fused_moe")
-    fills = "out" in inspect.signature(kernel).parameters  # since 0.30; before, it returns its output
-    expect(change, EXPERTS, "cpu_fused_moe", f"out, {KERNEL}" if fills else KERNEL)
+    expect(change, EXPERTS, "cpu_fused_moe", KERNEL)
     cpu_moe = importlib.import_module(EXPERTS)
     experts = cpu_moe.CPUUnquantizedExperts
     looked_up = ("is_zentorch_moe_supported", "_pad_moe_intermediate", "cpu_prepack_moe_weight")
@@ -202,7 +198,7 @@ def _in_classes() -> Undo:
         lambda: patch("keep_moe_weights", experts, "_pad_moe_intermediate", lambda self, layer: None),
         lambda: patch("keep_moe_weights", cpu_moe, "cpu_prepack_moe_weight", lambda weight, isa: weight),
         lambda: patch("keep_moe_weights", cpu_moe, "is_zentorch_moe_supported", lambda layer: False),
-        lambda: patch("keep_moe_weights", cpu_moe, "cpu_fused_moe", fill if fills else plain_experts),
+        lambda: patch("keep_moe_weights", cpu_moe, "cpu_fused_moe", fill),
     )
 
 
@@ -261,35 +257,12 @@ def _gated(x: torch.Tensor, act: str) -> torch.Tensor:
 def capture_routed_experts() -> Undo:
     """Make `enable_return_routed_experts` work on CPU."""
     runner = expect("capture_routed_experts", RUNNER, "CPUModelRunner", "vllm_config, device")
-    if find_spec(KERNELS):
-        return _bind_to_layers(runner)
-    if find_spec("vllm.distributed.aux_output_connector"):
-        return _deliver(runner)
-    experts = expect("capture_routed_experts", EXPERTS, "CPUUnquantizedExperts")
-    changes = [lambda: wrap("capture_routed_experts", runner, "init_routed_experts_capturer", _eagerly, "self")]
-    if hasattr(experts, "_select_experts"):  # they choose for themselves, without a router
-        changes += [
-            lambda: wrap("capture_routed_experts", experts, "_select_experts", _hand_out, "self, hidden_states, ..."),
-            lambda: patch("capture_routed_experts", experts, "supports_routing_replay_capture", lambda self: True),
-        ]
-    return together(*changes)
+    return _bind_to_layers(runner) if find_spec(KERNELS) else _deliver(runner)
 
 
 def _refuse_compiled(runner: Any) -> None:
     if not runner.model_config.enforce_eager:
         raise ValueError("enable_return_routed_experts on CPU needs enforce_eager=True")
-
-
-def _eagerly(init: Callable[[Any], None], runner: Any) -> None:
-    _refuse_compiled(runner)
-    init(runner)
-
-
-def _hand_out(select: Callable[..., tuple[Any, Any]], experts: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    topk_weights, topk_ids = select(experts, *args, **kwargs)
-    if experts.routing_replay_capture_fn is not None:
-        experts.routing_replay_capture_fn(maybe_with_weights(topk_ids, topk_weights))
-    return topk_weights, topk_ids
 
 
 def _bind_to_layers(runner: Any) -> Undo:

@@ -203,7 +203,7 @@ def settings_classes() -> set[str]:
 
     files = (file for folder in FOLDERS for file in (VERL_CONFIGS / folder).glob("*.yaml"))
     verls = {target for file in files for target in TARGET_LINE.findall(file.read_text(encoding="utf-8"))}
-    return {*verls, losses.TARGET, *losses.OLD_TARGETS}
+    return {*verls, losses.TARGET}
 
 
 def passes_quickly(config: Any, **roles: bool) -> bool:

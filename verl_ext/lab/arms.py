@@ -17,10 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.errors import ConfigError, GuardStopError, require_choice
 from verl_ext.lab.regimes import REGIMES, regimes_named
-from verl_ext.lab.settings import LabSettings
-from verl_ext.lab.tasks import TASKS
 from verl_ext.lab.training import Setup, Training
-from verl_ext.lab.warm_up import warmed_up
+from verl_ext.lab.warm_up import LabSettings, warm_up
 from verl_ext.launch.bypass import BYPASS
 from verl_ext.launch.checks import apply_engine_settings, check_run
 from verl_ext.launch.compose import PRIMARY, VERL_CONFIGS, prepare, stability_choices
@@ -29,7 +27,7 @@ from verl_ext.run_files import EVENTS
 from verl_ext.settings.stability import stability_config
 from verl_ext.trainer.logs import EventLog
 
-WARM_UPS = "warm-ups"  # folder beside the arms'
+WARM_UPS = "warm-ups"  # folder next to those of the arms
 MEASURED = ("stability.metrics=true", "stability.breakdown=false", "stability.router_agreement=true")
 
 # Variants that are no file of configs/stability.
@@ -136,17 +134,15 @@ def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
     node.pop("regimes")
     settings = {name: node.pop(name) for name in REGIMES}
     regimes = {name: build(REGIMES[name], settings[name], f"lab.{name}") for name in names}
-    lab = build(LabSettings, node, "lab")
-    require_choice("lab.task.name", lab.task.name, tuple(TASKS))
-    return Setup(config, stability, lab, regimes, seed)
+    return Setup(config, stability, build(LabSettings, node, "lab"), regimes, seed)
 
 
 def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -> None:
-    """Train. Leaves metrics.jsonl as verl's file logger writes it, the guard's events beside it, and console.log.
+    """Train, and write metrics.jsonl as verl's file logger does, the guard's events, and console.log.
 
     Args:
         folder: OUT/<arm>/seed<k>; weights of warm-ups are shared by all arms, in OUT.
-        on_step: told the number of each step that is done.
+        on_step: called with the number of each step that is done.
 
     Raises:
         ConfigError: a setting cannot work.
@@ -155,7 +151,7 @@ def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -
     setup = setup_of(arm, seed, folder)
     folder.mkdir(parents=True, exist_ok=True)
     length = setup.config.data.max_response_length
-    training = Training(setup, warmed_up(setup.lab, length, seed, folder.parents[1] / WARM_UPS))
+    training = Training(setup, warm_up(setup.lab, length, seed, folder.parents[1] / WARM_UPS))
     metrics = folder / "metrics.jsonl"
     with (
         metrics.open("wb") as file,
@@ -192,7 +188,7 @@ def _overrides_of(name: str) -> tuple[str, ...]:
 
 
 def _base(text: str) -> tuple[str, ...]:
-    """Of a variant of the user's own, where it names none."""
+    """The preset that a variant of the user's own starts from, unless it names one."""
     return () if any(word.startswith("stability=") for word in text.split()) else VARIANTS["none"]
 
 

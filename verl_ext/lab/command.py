@@ -1,18 +1,24 @@
 """`verl-ext lab`. What computes and draws is imported when it is needed: --help must not wait for it."""
 
 import argparse
-from functools import partial
+import re
+import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.errors import ConfigError
-from verl_ext.lab.arguments import add_common, answered, plugin_overrides, seeds
-from verl_ext.launch.arguments import add_own, names
+from verl_ext.errors import ConfigError, UserError
+from verl_ext.launch.arguments import INTERRUPTED, REFUSED, add_own, names
+from verl_ext.printable import printable
 
 if TYPE_CHECKING:
     from verl_ext.lab.arms import Arm
+    from verl_ext.lab.grid import GridCell, GridResult
 
 SEEDS, VARIANTS = "5", "none,tis,icepop,kpop,mis,geo_mask,r3"
+SOME_FAILED = 1  # exit code
+WIDTH = 100  # where the output is not a terminal
 
 LAB = """\
 Which method helps against which gap: train a mixture of experts small enough for a laptop, with a rollout that differs
@@ -50,48 +56,71 @@ def add_parser(commands: Any) -> None:
         "--variants", type=names, default=names(VARIANTS), metavar="NAME,...", help=f"default: {VARIANTS}"
     )
     parser.add_argument(
-        "--seeds", type=seeds, default=seeds(SEEDS), metavar="N", help=f"so many, or 3-7, or 0,2 (default: {SEEDS})"
+        "--seeds",
+        type=parse_seeds,
+        default=parse_seeds(SEEDS),
+        metavar="N",
+        help=f"so many, or 3-7, or 0,2 (default: {SEEDS})",
     )
     add_own(parser, "a variant")
     parser.add_argument("--list", action="store_true", help="print the regimes and the variants")
-    add_common(parser, out=".lab/REGIME")
-    parser.set_defaults(run=partial(answered, "lab", _run))
+    parser.add_argument("--steps", type=_count_above_0, metavar="N", help="of a run (default: 300)")
+    parser.add_argument("--jobs", type=_count_above_0, metavar="N", help="runs at a time (default: one a core)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: .lab/REGIME")
+    parser.add_argument(
+        "--plugins",
+        type=names,
+        default=(),
+        metavar="MODULE,...",
+        help="modules to import first, which register methods of your own",
+    )
+    parser.add_argument("--no-page", action="store_true", help="the table and results.json alone")
+    parser.add_argument("--json", action="store_true", help="print results.json in place of the table")
+    parser.set_defaults(run=run_lab)
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    if arguments.list:
-        return _list()
-    from rich.console import Console
-
-    from verl_ext.lab.cells import cells_of
-    from verl_ext.lab.runs import make_runs
-    from verl_ext.lab.show import show, status_of
-    from verl_ext.report.command import errors_are_one_line
-
-    arms = _arms(arguments)
-    cells = cells_of(arms, arguments.seeds)
-    out = arguments.out or Path(".lab") / arguments.regime
-    with errors_are_one_line("lab") as outcome:
-        followed = make_runs(cells, out, arguments.jobs, Console(stderr=True))
-        show(arguments, arms, cells, out, followed)
-        return status_of(followed)
-    return outcome.status
+def run_lab(arguments: argparse.Namespace) -> int:
+    """Run the experiment and show it. Returns the exit code; an error that the user can act on is one line."""
+    try:
+        _import_plugins(arguments.plugins)
+        return _list_names() if arguments.list else _run_experiment(arguments)
+    except UserError as error:
+        print(f"verl-ext lab: {printable(' '.join(str(error).split()), 4000)}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:  # before the first run, or while the page is drawn
+        print("verl-ext lab: interrupted; the same command goes on", file=sys.stderr)
+        return INTERRUPTED
 
 
-def _arms(arguments: argparse.Namespace) -> "list[Arm]":
-    """Of the exact rollout, and of the variants; their settings are checked."""
-    from verl_ext.lab.arms import arms_of
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """`5` is 0 to 4; `3-7` and `0,2` are seeds by themselves, and can be mixed."""
+    if re.fullmatch(r"[1-9]\d{0,5}", text):
+        return tuple(range(int(text)))
+    seeds: dict[int, None] = {}
+    for part in text.split(","):
+        if not (found := re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)):
+            raise argparse.ArgumentTypeError(f"{printable(text)} is neither a number of seeds, nor 3-7, nor 0,2")
+        seeds |= dict.fromkeys(range(int(found[1]), int(found[2] or found[1]) + 1))
+    if not seeds:
+        raise argparse.ArgumentTypeError(f"{printable(text)} holds no seed")
+    return tuple(seeds)
 
-    if not arguments.regime:
-        raise ConfigError("which REGIME? verl-ext lab --list names them")
-    added = dict(arguments.add)
-    if twice := [name for name in added if name in (*arguments.variants, "exact")]:
-        raise ConfigError(f"--add {twice[0]}: there is a variant of this name", otherwise="choose another name")
-    overrides = (*plugin_overrides(arguments), *arguments.overrides)
-    return arms_of(arguments.regime, arguments.variants, added, overrides, arguments.steps)
+
+def _count_above_0(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{printable(text)} is not a whole number above 0, and below a billion")
+    return int(text)
 
 
-def _list() -> int:
+def _import_plugins(modules: Sequence[str]) -> None:
+    for module in modules:
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise ConfigError(f"--plugins: {module} cannot be imported ({error})") from error
+
+
+def _list_names() -> int:
     from verl_ext.lab.arms import variants
     from verl_ext.lab.regimes import REGIMES
 
@@ -102,3 +131,70 @@ def _list() -> int:
         print(f"  {name:{width}}  {regime.stands_for}")
     print(f"variants\n  {', '.join(variants())}")
     return 0
+
+
+def _run_experiment(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from verl_ext.lab.grid import cells_of, run_missing
+    from verl_ext.report.command import errors_are_one_line
+
+    arms = _checked_arms(arguments)
+    cells = cells_of(arms, arguments.seeds)
+    out = arguments.out or Path(".lab") / arguments.regime
+    with errors_are_one_line("lab") as outcome:
+        result = run_missing(cells, out, arguments.jobs, Console(stderr=True))
+        _show_result(arguments, arms, cells, out, result)
+        return INTERRUPTED if result.interrupted else SOME_FAILED if result.failed else 0
+    return outcome.status
+
+
+def _checked_arms(arguments: argparse.Namespace) -> "list[Arm]":
+    """The exact rollout and the variants, with their settings checked."""
+    from verl_ext.lab.arms import arms_of
+
+    if not arguments.regime:
+        raise ConfigError("which REGIME? verl-ext lab --list names them")
+    added = dict(arguments.add)
+    if twice := [name for name in added if name in (*arguments.variants, "exact")]:
+        raise ConfigError(f"--add {twice[0]}: there is a variant of this name", otherwise="choose another name")
+    plugins = (f"stability.plugins=[{','.join(arguments.plugins)}]",) if arguments.plugins else ()
+    return arms_of(arguments.regime, arguments.variants, added, (*plugins, *arguments.overrides), arguments.steps)
+
+
+def _show_result(
+    arguments: argparse.Namespace, arms: "Sequence[Arm]", cells: "Sequence[GridCell]", out: Path, result: "GridResult"
+) -> None:
+    """Print the table, or its JSON; where the grid came to its end, write results.json and the page."""
+    from rich.console import Console
+
+    from verl_ext.lab.summary import collect_runs
+    from verl_ext.lab.table import findings_of, results_of, results_text, terminal_table, write_results
+    from verl_ext.report.command import drawing, tell
+
+    variants, runs = collect_runs(arms, cells, out, result.failed)
+    if not any(variant.runs for variant in variants):
+        return
+    findings = findings_of(variants)
+    seeds = list(dict.fromkeys(cell.seed for cell in cells))
+    about = {"regime": arguments.regime, "steps": cells[0].steps, "seeds": seeds, "complete": not result.interrupted}
+    results = results_of(about, variants, findings)
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    if arguments.json:
+        print(results_text(results))
+    else:
+        console.print(terminal_table(variants, findings))
+    if result.interrupted:
+        print("interrupted: the same command goes on with what is not done yet", file=sys.stderr)
+        return
+    written = {"numbers": write_results(results, out)}
+    if not arguments.no_page:
+        from verl_ext.lab.figures import write_lab_page
+
+        title = f"The lab: {arguments.regime}"
+        about_runs = f"{len(variants)} variants, {len(seeds)} seeds, {cells[0].steps} steps each"
+        with drawing(console) as progress:
+            written["page"] = write_lab_page(title, about_runs, variants, runs, findings, out, progress)
+    if not arguments.json:
+        for name, file in written.items():
+            tell(console, name, file)

@@ -1,19 +1,23 @@
-"""The curves of all variants: a line is the mean over the seeds, a band reaches from the lowest to the highest.
+"""The lab's page in the look of the report: the table, the findings, and the curves of all variants.
 
-Both end where the first run of the variant ended: behind that they would be of the runs that were left.
+A curve's line is the mean over the seeds, its band reaches from the lowest to the highest. Both end where the first run
+of the variant ended: behind that they would be of the runs that were left.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import cycle, product
+from pathlib import Path
 
 import altair as alt
 import numpy as np
 
-from verl_ext.lab.summary import DROPPED, K3, NORM, REWARD
-from verl_ext.lab.words import EXACT, NONE
+from verl_ext.lab.summary import DROPPED, EXACT, K3, NONE, NORM, REWARD, Variant, ranked_variants
+from verl_ext.lab.table import legend, table_columns, table_rows
 from verl_ext.report.figures.lines import INK, SERIES, VERMILION, Line, chart_rows, data, line_chart, means, step_edges
 from verl_ext.report.figures.overlay import DASHES
 from verl_ext.report.figures.panels import PANELS, Panel
+from verl_ext.report.page import write_page
 from verl_ext.report.run import Run, Series
 
 POINTS = 60  # of a line, each the mean of some steps
@@ -39,8 +43,40 @@ READINGS = {  # by the metric
 LAB_PANELS = [panel for panel in PANELS if panel.metric in READINGS]
 
 
-def looks(names: Sequence[str]) -> dict[str, Look]:
-    """By variant: the exact one in ink, the uncorrected one in vermilion, the others apart by colour, then by dash."""
+def write_lab_page(
+    title: str,
+    about: str,
+    variants: Sequence[Variant],
+    runs: Runs,
+    findings: Sequence[str],
+    out: Path,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Path:
+    """Write `report.html`, `report.png` and the figures; `runs` are those of the variants, by name."""
+    order = [variant.name for variant in ranked_variants(variants)]
+    named = {name: runs[name] for name in order if runs.get(name)}
+    look = variant_looks(order)
+    panels = [
+        replace(panel, title=panel.title.removesuffix(" by layer"), reading=READINGS[panel.metric], compared="")
+        for panel in LAB_PANELS
+    ]
+    context = {
+        "title": title,
+        "about": about,
+        "notes": [f"{name}: {note}" for name, each in named.items() for run in each for note in run.notes],
+        "variants": {
+            "titles": [column.title for column in table_columns(variants)],
+            "rows": [asdict(row) for row in table_rows(variants)],
+            "legend": legend(variants),
+            "words": findings,
+        },
+    }
+    drawn = {panel: chart for panel in panels if (chart := seeds_chart(panel, named, look)) is not None}
+    return write_page(out, drawn, context, progress=progress)
+
+
+def variant_looks(names: Sequence[str]) -> dict[str, Look]:
+    """A look for each variant: exact in ink, none in vermilion, the others by colour, then by dash."""
     others = cycle((colour, dash) for dash, colour in product(DASHES, SERIES) if colour != VERMILION)
     own: dict[str, Look] = {EXACT: (INK, ()), NONE: (VERMILION, ())}
     return {name: own[name] if name in own else next(others) for name in names}

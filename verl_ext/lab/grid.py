@@ -1,21 +1,39 @@
-"""Runs beside each other, a process each, forked from one that has imported what they need."""
+"""The runs of an experiment, a process each, forked from one that has imported what they need.
 
+Runs that were done before with the same settings are not made again.
+"""
+
+import json
 import multiprocessing
 import os
 import signal
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+import sys
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from verl_ext.lab.cells import Cell
-from verl_ext.lab.worker import End, RunArm, Step, work
+from verl_ext import __version__
+from verl_ext.errors import UserError
+from verl_ext.printable import printable
+from verl_ext.report.files import is_regular, open_regular, written_whole
 
-# Read by torch as it is imported, and by glibc, which asks the kernel anew for each tensor of 128 KiB and clears it: of
-# a step, a tenth.
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from verl_ext.lab.arms import Arm
+
+METRICS, DONE, LOG = "metrics.jsonl", "done.json", "errors.log"
+RUN_FILES = ("metrics.*", DONE, LOG)  # written by a run, and removed before the next one in its folder
+# Read by torch as it is imported, and by glibc, which otherwise asks the kernel for each tensor of 128 KiB and
+# clears it: a tenth of a step.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
@@ -23,30 +41,153 @@ ENVIRONMENT = {
 }
 FORKS = multiprocessing.get_context("forkserver")
 
+RunArm = Callable[["Arm", int, Path, Callable[[int], None]], None]
 
-def run_grid(cells: Iterable[Cell], out: Path, run: RunArm, jobs: int) -> Generator[Step | End, None, None]:
-    """Run the cells, `jobs` at a time, and tell of each step and each end as it comes.
+
+@dataclass(frozen=True)
+class GridCell:
+    """One arm with one seed."""
+
+    arm: "Arm"
+    seed: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.arm.name}, seed {self.seed}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Two runs with the same settings are the same run."""
+        overrides = list(self.arm.overrides)
+        return {"overrides": overrides, "seed": self.seed, "steps": self.steps, "version": __version__}
+
+    def folder(self, out: Path) -> Path:
+        return out / self.arm.name / f"seed{self.seed}"
+
+    def settings_done(self, out: Path) -> dict[str, Any] | None:
+        """The settings with which the run in its folder was done; None where none was."""
+        try:
+            with open_regular(self.folder(out) / DONE) as file:
+                done = json.load(file)
+        except (OSError, ValueError):  # none yet, or not ours
+            return None
+        return done.get("settings") if isinstance(done, dict) else None
+
+    def begin(self, out: Path) -> Path:
+        """Its folder, without the files of an earlier run."""
+        folder = self.folder(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in (file for pattern in RUN_FILES for file in folder.glob(pattern)):
+            if is_regular(file) or file.is_symlink():
+                file.unlink()
+        return folder
+
+    def mark_done(self, out: Path, seconds: float) -> None:
+        with written_whole(self.folder(out) / DONE) as file:
+            file.write(json.dumps({"settings": self.settings, "seconds": round(seconds, 1)}, indent=2).encode())
+
+
+def cells_of(arms: "Sequence[Arm]", seeds: Sequence[int]) -> list[GridCell]:
+    """Every arm with every seed, in the order to run them.
+
+    The first arm's come first and warm up the seeds' models in parallel; the others follow seed by seed, so that the
+    arms can be compared after an interruption.
+    """
+    from verl_ext.lab.arms import setup_of
+
+    steps = setup_of(arms[0], seeds[0]).config.trainer.total_training_steps
+    first, *others = arms
+    return [
+        *(GridCell(first, seed, steps) for seed in seeds),
+        *(GridCell(arm, seed, steps) for seed in seeds for arm in others),
+    ]
+
+
+@dataclass
+class GridResult:
+    """The runs that are not done after a grid.
+
+    Attributes:
+        failed: the error of each in one line.
+        interrupted: by Ctrl-C.
+    """
+
+    failed: dict[GridCell, str] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+def run_missing(cells: Sequence[GridCell], out: Path, jobs: int | None, console: "Console") -> GridResult:
+    """Make the runs that `out` does not hold yet with these settings, and show how far they are.
+
+    Args:
+        jobs: runs at a time; None for one per core.
+    """
+    from verl_ext.lab.arms import run_arm
+
+    out.mkdir(parents=True, exist_ok=True)
+    left, changed = left_to_do(list(cells), out)
+    for name, keys in changed.items():
+        console.print(f"{name} runs again: changed since are {', '.join(keys)}", highlight=False, markup=False)
+    if done := len(cells) - len(left):
+        console.print(f"{done} of {len(cells)} runs are done already, in {out}", highlight=False, markup=False)
+    with closing(run_grid(left, out, run_arm, jobs or len(os.sched_getaffinity(0)))) as events:
+        return _show_progress(events, len(left), len(cells), cells[0].steps, console)
+
+
+def left_to_do(cells: list[GridCell], out: Path) -> tuple[list[GridCell], dict[str, list[str]]]:
+    """The runs that are not done yet, and for each arm done with other settings, the names of those that changed."""
+    left: list[GridCell] = []
+    changed: dict[str, list[str]] = {}
+    for cell in cells:
+        before = cell.settings_done(out)
+        if before == cell.settings:
+            continue
+        left.append(cell)
+        if before is not None:
+            keys = [key for key, value in cell.settings.items() if before.get(key) != value]
+            changed[cell.arm.name] = list(dict.fromkeys([*changed.get(cell.arm.name, []), *keys]))
+    return left, changed
+
+
+@dataclass(frozen=True)
+class RunStep:
+    """A run has made this many steps."""
+
+    cell: GridCell
+    step: int
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """A run has ended: well where `error`, a line, is empty."""
+
+    cell: GridCell
+    error: str = ""
+
+
+def run_grid(cells: Iterable[GridCell], out: Path, run: RunArm, jobs: int) -> Generator[RunStep | RunEnd, None, None]:
+    """Run the cells, `jobs` at a time, and yield each step and each end as it comes.
 
     A run that fails does not stop the others. Close the iterator (`contextlib.closing`) to stop early: no process is
     left then. Runs that were cut short are not done.
 
     Args:
-        run: `verl_ext.lab.arms.run_arm`, or another function of a module, with which processes find it.
+        run: `verl_ext.lab.arms.run_arm`, or another function of a module, in which the processes look it up.
     """
-    waiting, running = deque(cells), dict[Connection, tuple[Cell, ForkServerProcess]]()
+    waiting, running = deque(cells), dict[Connection, tuple[GridCell, ForkServerProcess]]()
     _prepare(run)
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 cell = waiting.popleft()
-                with _ctrl_c_waits():
+                with _deferred_ctrl_c():
                     events, process = _start(run, cell, out)
                     running[events] = cell, process
             ready = wait(running)
             for events in [each for each in running if each in ready]:
                 cell, process = running[events]
                 event = _received(events, cell, process)
-                if isinstance(event, End):
+                if isinstance(event, RunEnd):
                     del running[events]
                     events.close()
                     process.join()
@@ -59,34 +200,84 @@ def run_grid(cells: Iterable[Cell], out: Path, run: RunArm, jobs: int) -> Genera
             events.close()
 
 
-def _start(run: RunArm, cell: Cell, out: Path) -> tuple[Connection, ForkServerProcess]:
-    events, told = FORKS.Pipe(duplex=False)
-    process = FORKS.Process(target=work, args=(run, cell, out, told), daemon=True)
+def _show_progress(
+    events: Iterator[RunStep | RunEnd], left: int, runs: int, steps: int, console: "Console"
+) -> GridResult:
+    """Show the events of a grid until it ends: a bar in a terminal, elsewhere a line for each run that has ended.
+
+    Args:
+        left: runs that the grid makes, of `runs` in all; the others were done before.
+        steps: of a run.
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    parts = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps, {task.fields[ended]} of {task.fields[runs]} runs,"),
+        TimeElapsedColumn(),
+        TextColumn("gone,"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    result, at, ended = GridResult(), Counter[GridCell](), runs - left
+    with Progress(*parts, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=runs * steps, completed=ended * steps, ended=ended, runs=runs)
+        try:
+            for event in events:
+                reached = event.step if isinstance(event, RunStep) else steps  # a run may end before its last step
+                bar.advance(task, max(reached - at[event.cell], 0))
+                at[event.cell] = max(reached, at[event.cell])
+                if not isinstance(event, RunEnd):
+                    continue
+                ended += 1
+                bar.update(task, ended=ended)
+                line = "" if console.is_terminal else f"{ended} of {runs}: {event.cell}"
+                if event.error:
+                    result.failed[event.cell] = event.error
+                    line = f"{event.cell} failed: {event.error}"
+                if line:
+                    console.print(line, markup=False, highlight=False, soft_wrap=True)
+        except KeyboardInterrupt:
+            result.interrupted = True
+    return result
+
+
+def _start(run: RunArm, cell: GridCell, out: Path) -> tuple[Connection, ForkServerProcess]:
+    events, theirs = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=_work, args=(run, cell, out, theirs), daemon=True)
     process.start()
-    told.close()  # its other end is the worker's alone: where that dies, reading ends
+    theirs.close()  # only the worker holds that end now: where it dies, reading ends
     return events, process
 
 
-def _received(events: Connection, cell: Cell, process: ForkServerProcess) -> Step | End:
+def _received(events: Connection, cell: GridCell, process: ForkServerProcess) -> RunStep | RunEnd:
     try:
         return events.recv()
     except EOFError:
         process.join()
         code = process.exitcode or 0
-        how = f"killed by signal {-code}" if code < 0 else f"ended with {code}"
-        return End(cell, f"its process was {how}, without a word" if code < 0 else f"its process {how}, without a word")
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+        return RunEnd(cell, f"its process {how}, without a word")
 
 
 def _prepare(run: RunArm) -> None:
     """Start the process that the others are forked from; it imports while the first of them waits."""
-    FORKS.set_forkserver_preload([run.__module__, work.__module__])
-    with _inherited():
+    FORKS.set_forkserver_preload([run.__module__, __name__])
+    with _child_environment():
         forkserver.ensure_running()
 
 
 @contextmanager
-def _ctrl_c_waits() -> Iterator[None]:
-    """One that comes meanwhile is heard afterwards: half a start leaves a process of which nobody knows."""
+def _deferred_ctrl_c() -> Iterator[None]:
+    """Defers a Ctrl-C to the end of the block: half a start would leave a process that nobody knows."""
     heard = list[int]()
     heeding = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
@@ -98,8 +289,8 @@ def _ctrl_c_waits() -> Iterator[None]:
 
 
 @contextmanager
-def _inherited() -> Iterator[None]:
-    """What is started now is deaf to Ctrl-C: the command alone decides what ends. And it has ENVIRONMENT."""
+def _child_environment() -> Iterator[None]:
+    """Processes started in the block have ENVIRONMENT and ignore Ctrl-C: the command decides what ends."""
     heeding, before = signal.signal(signal.SIGINT, signal.SIG_IGN), {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     try:
@@ -111,3 +302,31 @@ def _inherited() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _work(run: RunArm, cell: GridCell, out: Path, events: Connection) -> None:
+    """Run one cell, in its own process; its output goes to the log in its folder, its steps and its end to `events`.
+
+    Where nobody listens any more, the next step ends it: no worker outlives the command.
+    """
+    start = time.monotonic()
+    try:
+        folder = cell.begin(out)
+        _print_to(folder / LOG)
+        run(cell.arm, cell.seed, folder, lambda step: events.send(RunStep(cell, step)))
+        cell.mark_done(out, time.monotonic() - start)
+    except Exception as error:
+        traceback.print_exc()
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        events.send(RunEnd(cell, printable(" ".join(f"{kind}{error}".split()))))
+    else:
+        events.send(RunEnd(cell))
+
+
+def _print_to(log: Path) -> None:
+    """Move the descriptors, not only Python's streams: C code prints too, and would tear the progress bar."""
+    with log.open("wb") as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)

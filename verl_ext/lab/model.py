@@ -1,28 +1,68 @@
-"""A tiny mixture of experts as functions of a dictionary of weights, so that many versions of it are at hand.
+"""The lab's model, a tiny mixture of experts, and the rollout engine that samples from it.
 
-A pre-norm transformer with learned positions; every layer has experts. Weights are laid out as those of nn.Linear and
-of transformers' fused experts, so that what rounds them here would there.
+The model is a function of a dictionary of weights, so that many versions of it can be kept. It is a pre-norm
+transformer with learned positions and experts in every layer. Weights have the layout of nn.Linear and of
+transformers' fused experts, so that rounding treats them as it would there. The rollout samples with a cache and
+records each token's experts.
 
-Shape legend: B rows, S tokens, V vocabulary, L layers, E experts, K experts per token, d width, H heads, h width of a
-head, f width of an expert.
+Shape legend: B rows (prompts), P tokens of a prompt, T of a response, S tokens of a pass, V vocabulary, L layers,
+E experts, K experts per token, d width, H heads, h width of a head, f width of an expert.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl_ext.lab.settings import ModelSettings
+from verl_ext.core.head import Head
+from verl_ext.lab.tasks import END
+from verl_ext.methods import require, require_one_of
 
 Weights = Mapping[str, Tensor]
 
+ROUTERS = ("softmax", "sigmoid")
 EXPERTS, ROUTER, HEAD = ("up", "down"), "router", "head"  # ends of the names of weights
 ATTENTION = ("qkv", "out")
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The `lab.model` node: a mixture of experts.
+
+    Attributes:
+        layers, hidden, heads: of the transformer.
+        experts, top_k: in each layer, and how many of them a token uses.
+        expert_hidden: an expert's inner width.
+        router: `softmax` as in Qwen3-MoE, or `sigmoid` as in DeepSeek-V3.
+        groups, top_groups: of experts, and how many of them a token may use; for `sigmoid`.
+    """
+
+    layers: int = 2
+    hidden: int = 32
+    heads: int = 2
+    experts: int = 8
+    top_k: int = 2
+    expert_hidden: int = 32
+    router: str = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "expert_hidden", "groups"):
+            require(self, name, getattr(self, name) >= 1, "must be at least 1")
+        require(self, "heads", self.hidden % self.heads == 0, f"must divide hidden={self.hidden}")
+        require(self, "top_k", 1 <= self.top_k <= self.experts, f"must be from 1 to experts={self.experts}")
+        require_one_of(self, "router", ROUTERS)
+        require(self, "groups", self.experts % self.groups == 0, f"must divide experts={self.experts}")
+        require(self, "groups", self.groups == 1 or self.router == "sigmoid", "needs router=sigmoid")
+        room = self.top_groups * self.experts // self.groups
+        require(self, "top_groups", 1 <= self.top_groups <= self.groups, f"must be from 1 to groups={self.groups}")
+        require(self, "top_groups", self.top_k <= room, f"leaves {room} experts to choose top_k={self.top_k} from")
 
 
 def init_weights(
@@ -54,18 +94,9 @@ def init_weights(
     return weights
 
 
-class Cache:
-    """Keys and values of the tokens so far, of every layer, with room for `positions`."""
-
-    def __init__(self, model: ModelSettings, rows: int, positions: int, dtype: torch.dtype):
-        shape = (model.layers, rows, model.heads, positions, model.hidden // model.heads)
-        self.keys, self.values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-        self.length = 0
-
-
 @dataclass
 class Routing:
-    """What the routers of a pass did, a tensor a layer.
+    """The choices of the routers in a pass, one tensor per layer.
 
     Attributes:
         experts: [B, S, K] int64, in descending order of their scores where the router chose them itself.
@@ -80,6 +111,15 @@ class Routing:
     def stacked(self) -> Tensor:
         """[B, S, L, K]"""
         return torch.stack(self.experts, 2)
+
+
+class Cache:
+    """Keys and values of the tokens so far, of every layer, with room for `positions`."""
+
+    def __init__(self, model: ModelSettings, rows: int, positions: int, dtype: torch.dtype):
+        shape = (model.layers, rows, model.heads, positions, model.hidden // model.heads)
+        self.keys, self.values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        self.length = 0
 
 
 def forward(
@@ -109,6 +149,71 @@ def forward(
     return F.linear(_norm(x[:, -last:], weights["norm"]), weights[HEAD]).float(), routing
 
 
+@dataclass(frozen=True)
+class RolloutEngine:
+    """A rollout's weights, arithmetic and sampling parameters.
+
+    Attributes:
+        parts: the weights; of several, a response has its first share of tokens from the first, and so on, while the
+            cache stays, as with weights that are updated in flight.
+        dtype: of weights and arithmetic.
+        lag: versions behind the policy that it says of the newest and the oldest of them; None where it says nothing.
+        temperature, top_k, top_p: of the distribution that is sampled from; no top_k is 0.
+    """
+
+    parts: tuple[Weights, ...]
+    dtype: torch.dtype = torch.float32
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    lag: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The responses of a rollout, with what the engine returns for each token.
+
+    Attributes:
+        responses: [B, T] int64, END wherever a response has ended.
+        l_infer: [B, T] float32, under the distribution that was sampled from; 0 past the end.
+        mask: [B, T] bool, true up to the END that was sampled.
+        experts: [B, P + T - 1, L, K] int64, of every token but the last, as vLLM returns them.
+        head: of all B T places, none past the end; None where none was asked for.
+    """
+
+    responses: Tensor
+    l_infer: Tensor
+    mask: Tensor
+    experts: Tensor
+    head: Head | None = None
+
+    def head_of(self, rows: slice) -> Head | None:
+        """The heads of these trajectories; None where none were asked for."""
+        if self.head is None:
+            return None
+        B, T = self.mask.shape
+        ids, log_q = (value.view(B, T, -1)[rows].flatten(0, 1) for value in (self.head.ids, self.head.log_q))
+        return Head(ids, log_q)
+
+
+def sample_responses(
+    engine: RolloutEngine, model: ModelSettings, prompts: Tensor, length: int, generator: torch.Generator, head: int = 0
+) -> Samples:
+    """Up to `length` sampled tokens after each of [B, P] prompts, and the `head` most likely ones at each place, or all
+    of a smaller vocabulary.
+
+    All random numbers are drawn first: two engines with the same generator state differ only by what they compute.
+    """
+    vocabulary = engine.parts[0]["head"].shape[0]
+    noise = torch.empty(length, len(prompts), vocabulary).exponential_(generator=generator).log_()
+    return _sample_loop(engine, model, prompts, length, lambda t, log_probs: (log_probs - noise[t]).argmax(-1), head)
+
+
+def rollout_log_probs(engine: RolloutEngine, model: ModelSettings, prompts: Tensor, responses: Tensor) -> Tensor:
+    """[B, T] log-probabilities of given response tokens, 0 past the end."""
+    return _sample_loop(engine, model, prompts, responses.shape[1], lambda t, _: responses[:, t]).l_infer
+
+
 def choose_experts(logits: Tensor, model: ModelSettings) -> Tensor:
     """[..., K] the experts that a router takes by its logits [..., E].
 
@@ -125,12 +230,63 @@ def choose_experts(logits: Tensor, model: ModelSettings) -> Tensor:
 
 
 def expert_weights(logits: Tensor, experts: Tensor, model: ModelSettings) -> Tensor:
-    """[..., K] what the experts chosen count, 1 in sum."""
+    """[..., K] the weights of the chosen experts, 1 in sum."""
     chosen = logits.gather(-1, experts)
     if model.router == "softmax":
         return chosen.softmax(-1)  # of all experts' softmax, renormalised over the chosen
     scores = chosen.sigmoid()
     return scores / scores.sum(-1, keepdim=True)
+
+
+def truncate_logits(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """[B, V] logits, -inf outside the `top_k` largest, and then outside the fewest whose share reaches `top_p`."""
+    if top_k:
+        least = logits.topk(min(top_k, logits.shape[-1]), -1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if top_p < 1:
+        descending, order = logits.softmax(-1).sort(-1, descending=True)
+        above = descending.cumsum(-1) - descending >= top_p  # the larger ones already reach it
+        logits = logits.masked_fill(torch.zeros_like(above).scatter(-1, order, above), -torch.inf)
+    return logits
+
+
+def _sample_loop(
+    engine: RolloutEngine,
+    model: ModelSettings,
+    prompts: Tensor,
+    length: int,
+    choose: Callable[[int, Tensor], Tensor],
+    head: int = 0,
+) -> Samples:
+    """Token by token, with a cache; `choose` makes [B] ids of the [B, V] log-probabilities for response token t."""
+    B, P = prompts.shape
+    # Made out here: what inference_mode makes cannot be trained on.
+    responses = torch.full((B, length), END)
+    l_infer, mask = torch.zeros(B, length), torch.zeros(B, length, dtype=torch.bool)
+    experts = torch.arange(model.top_k).expand(B, P + length - 1, model.layers, model.top_k).clone()
+    places = torch.full((B, length, engine.parts[0]["head"].shape[0] if head else 0), -torch.inf)
+    with torch.inference_mode():
+        parts = [{name: value.to(engine.dtype) for name, value in part.items()} for part in engine.parts]
+        cache = Cache(model, B, P + length, engine.dtype)
+        going, tokens = torch.ones(B, dtype=torch.bool), prompts
+        for t in range(length):
+            first = cache.length
+            logits, routing = forward(parts[t * len(parts) // length], model, tokens, cache=cache)
+            experts[:, first : cache.length] = routing.stacked()
+            log_probs = truncate_logits(logits[:, -1] / engine.temperature, engine.top_k, engine.top_p).log_softmax(-1)
+            chosen = choose(t, log_probs).where(going, END)
+            responses[:, t], mask[:, t] = chosen, going
+            l_infer[:, t] = log_probs.gather(1, chosen.unsqueeze(1)).squeeze(1).where(going, 0.0)
+            if head:
+                places[going, t] = log_probs[going].float()
+            going = going & (chosen != END)
+            if not going.any():
+                break
+            tokens = chosen.unsqueeze(1)
+    if not head:
+        return Samples(responses, l_infer, mask, experts)
+    log_q, ids = places.flatten(0, 1).topk(min(head, places.shape[-1]), -1)
+    return Samples(responses, l_infer, mask, experts, Head(ids, log_q))
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -147,7 +303,7 @@ def _attention(weights: Weights, model: ModelSettings, layer: int, x: Tensor, ca
         cache.keys[layer, :, :, cache.length : until] = k
         cache.values[layer, :, :, cache.length : until] = v
         k, v = cache.keys[layer, :, :, :until], cache.values[layer, :, :, :until]
-    seen = F.scaled_dot_product_attention(q, k, v, is_causal=S > 1)  # several tokens come first alone
+    seen = F.scaled_dot_product_attention(q, k, v, is_causal=S > 1)  # several tokens only come first
     return F.linear(seen.transpose(1, 2).reshape(B, S, d), weights[f"{layer}.out"])
 
 

@@ -1,4 +1,4 @@
-"""What can be wrong between the trained weights and what the rollout samples with, each a change of an Engine.
+"""The gaps between trained weights and rollout; each regime is a change of a `RolloutEngine`.
 
 A regime is a frozen dataclass of its settings, which stand in the config as `lab.NAME`, with a method
 `apply(engine, history)`; several in a row make a mixture.
@@ -14,8 +14,7 @@ import torch
 
 from verl_ext.core.fake_quant import FORMATS, fake_quantized
 from verl_ext.errors import ConfigError
-from verl_ext.lab.model import ATTENTION, EXPERTS, HEAD, ROUTER, Weights
-from verl_ext.lab.sampling import Engine
+from verl_ext.lab.model import ATTENTION, EXPERTS, HEAD, ROUTER, RolloutEngine, Weights
 from verl_ext.methods import require, require_one_of
 
 MOST_MISSED = 1000  # updates whose weights are kept
@@ -29,7 +28,7 @@ class History:
         self.updates = -1
 
     def add(self, weights: Weights) -> None:
-        """Of the start, then after each update; copied, for an optimizer changes them where they are."""
+        """Add the first weights, then those after each update; copied, because an optimizer changes them in place."""
         self._versions.append({name: value.detach().clone() for name, value in weights.items()})
         self.updates += 1
 
@@ -53,12 +52,12 @@ class Regime(ABC):
         return 0
 
     @property
-    def tells(self) -> bool:
-        """Whether the training engine is told which tokens the rollout could take, and those were not all."""
+    def reports_kept(self) -> bool:
+        """Whether sampling is truncated and the training engine knows which tokens it kept."""
         return False
 
     @abstractmethod
-    def apply(self, engine: Engine, history: History) -> Engine:
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
         """The engine as this changes it."""
 
 
@@ -75,9 +74,9 @@ def register_regime(name: str) -> Callable[[type], type]:
     return register
 
 
-def engine_of(regimes: Mapping[str, Regime], history: History) -> Engine:
-    """What the rollout samples with under these, in this order."""
-    engine = Engine((history.ago(0),))
+def engine_of(regimes: Mapping[str, Regime], history: History) -> RolloutEngine:
+    """The rollout's engine under these regimes, applied in this order."""
+    engine = RolloutEngine((history.ago(0),))
     for regime in regimes.values():
         engine = regime.apply(engine, history)
     return engine
@@ -124,7 +123,7 @@ class Stale(Regime):
     def reach(self) -> int:
         return self.lag + self.every - 1 + self.span
 
-    def apply(self, engine: Engine, history: History) -> Engine:
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
         behind = self.lag + history.updates % self.every
         parts = tuple(history.ago(behind + ago) for ago in range(self.span, -1, -1))
         newest, oldest = (min(ago, history.updates) for ago in (behind, behind + self.span))
@@ -154,7 +153,7 @@ class MissedSync(Regime):
     def reach(self) -> int:
         return self.count or MOST_MISSED
 
-    def apply(self, engine: Engine, history: History) -> Engine:
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
         missed = history.updates - self.update
         if missed <= 0 or (self.count and missed > self.count):
             return engine
@@ -168,7 +167,7 @@ class Quantized(Regime):
 
     Attributes:
         format, group: see verl_ext.core.fake_quant.
-        router, head: whether theirs are rounded too, beside those of attention and experts.
+        router, head: whether theirs are rounded too, in addition to those of attention and experts.
     """
 
     stands_for: ClassVar[str] = "a quantised rollout: FP8, INT8, INT4, NVFP4"
@@ -183,7 +182,7 @@ class Quantized(Regime):
         named = self.group in ("tensor", "channel") or (self.group.isdecimal() and int(self.group) > 0)
         require(self, "group", named, "must be tensor, channel, or a number of inputs")
 
-    def apply(self, engine: Engine, history: History) -> Engine:
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
         return replace(engine, parts=tuple(self._rounded(part) for part in engine.parts))
 
     def _rounded(self, weights: Weights) -> Weights:
@@ -205,7 +204,7 @@ class BFloat16(Regime):
 
     stands_for: ClassVar[str] = "two engines of different kernels and precision"
 
-    def apply(self, engine: Engine, history: History) -> Engine:
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
         return replace(engine, dtype=torch.bfloat16)
 
 
@@ -230,10 +229,10 @@ class Truncated(Regime):
         require(self, "top_k", self.top_k >= 0, "must be at least 0")
 
     @property
-    def tells(self) -> bool:
+    def reports_kept(self) -> bool:
         return self.told
 
-    def apply(self, engine: Engine, history: History) -> Engine:
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
         return replace(engine, top_p=self.top_p, top_k=self.top_k)
 
 
@@ -249,5 +248,5 @@ class WrongTemperature(Regime):
     def __post_init__(self) -> None:
         require(self, "temperature", self.temperature > 0, "must be above 0")
 
-    def apply(self, engine: Engine, history: History) -> Engine:
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
         return replace(engine, temperature=self.temperature)

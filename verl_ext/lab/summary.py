@@ -1,17 +1,28 @@
-"""What a run of the lab came to, in numbers; and the one rule by which a run has collapsed.
+"""The outcome of runs in numbers: one run, the seeds of a variant together, and all runs of an experiment.
 
 A run has collapsed where the mean of the reward over 20 steps is below half of the highest such mean so far. Rewards
 are 0 and above. A run that the guard ended early has neither survived nor, for that alone, collapsed: nobody knows what
 it would have come to.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from verl_ext.report.run import Run, Series
+from verl_ext.lab.grid import METRICS, GridCell
+from verl_ext.report.load import read_run
+from verl_ext.report.noise import student_quantile
+from verl_ext.report.run import ReportError, Run, Series
 
+if TYPE_CHECKING:
+    from verl_ext.lab.arms import Arm
+
+EXACT, NONE = "exact", "none"  # variants: the rollout that differs in nothing, and no method
 REWARD, K3, DROPPED, NORM = "critic/score/mean", "vllm_kl/k3", "correction/dropped", "actor/grad_norm"
 FORECAST, SKIPPED, ROLLBACKS = "guard/steps_to_boundary", "guard/skipped", "guard/rollbacks"
 
@@ -20,6 +31,7 @@ COLLAPSED, FALLEN = 0.5, 0.8  # of the highest level so far
 START, BEFORE, AHEAD = 5, 10, 10  # steps: of k3 at the start; of k3 before the collapse, and from there to it
 FEW_STEPS, LARGE_K3 = 20, 0.1  # a forecast below, a k3 above: a warning
 FEW, SMOOTH = 5, 10  # readings of k3 whose mean has to pass it to count as past; of stretches that are compared
+COVERAGE = 0.95  # of intervals over the seeds
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,115 @@ class Summary:
         return self.warned is not None and self.collapsed is None and self.known
 
 
+# What has a mean over seeds: not `last`, which is a final reward of one run and the level at a stop of another.
+MEASURES = tuple(each.name for each in fields(Summary) if each.name != "last")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds and the half-width of its interval after Student's t; None with one seed."""
+
+    mean: float
+    half: float | None
+    seeds: int
+
+    @property
+    def sure(self) -> bool:
+        """Whether 0 lies outside."""
+        return self.half is not None and abs(self.mean) > self.half
+
+    def text(self, form: str = ".2f") -> str:
+        """The mean in this format, and the half-width."""
+        return f"{self.mean:{form}}" + ("" if self.half is None else f" ±{self.half:.2f}")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One arm over its seeds.
+
+    Attributes:
+        runs: by seed, those that were done.
+        failed: by seed, the error in a line.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    runs: Mapping[int, Summary]
+    failed: Mapping[int, str] = field(default_factory=dict)
+
+    def of(self, measure: str) -> dict[int, float]:
+        """The measure by seed, without the runs that do not have it."""
+        return {seed: value for seed, run in self.runs.items() if (value := getattr(run, measure)) is not None}
+
+    def mean(self, measure: str) -> Interval | None:
+        """The measure's mean over the seeds. No final reward where the guard ended runs: the rest were selected."""
+        if measure == "final" and self.stopped:
+            return None
+        return interval(list(self.of(measure).values()))
+
+    def against(self, other: "Variant", measure: str = "final") -> Interval | None:
+        """This less the other, on the seeds that both have; None where the guard ended runs of either early."""
+        if self.stopped or other.stopped:
+            return None
+        ours, theirs = self.of(measure), other.of(measure)
+        return interval([value - theirs[seed] for seed, value in ours.items() if seed in theirs])
+
+    @property
+    def collapsed(self) -> dict[int, int]:
+        """The steps, by seed."""
+        return {seed: int(step) for seed, step in self.of("collapsed").items()}
+
+    @property
+    def stopped(self) -> dict[int, int]:
+        """The last steps of the runs that the guard ended early, by seed."""
+        return {seed: int(step) for seed, step in self.of("stopped").items()}
+
+    @property
+    def reward_then(self) -> Interval | None:
+        """The last level of the runs that the guard ended early; None where none came to one."""
+        ended = [self.runs[seed].last for seed in self.stopped]
+        return interval([level for level in ended if level is not None])
+
+    @property
+    def known(self) -> int:
+        """Runs of which it is known whether they collapse."""
+        return sum(run.known for run in self.runs.values())
+
+    @property
+    def false_alarms(self) -> list[int]:
+        """The seeds that were warned, trained to their end, and did not collapse."""
+        return [seed for seed, run in self.runs.items() if run.false_alarm]
+
+
+def collect_runs(
+    arms: "Sequence[Arm]", cells: Sequence[GridCell], out: Path, failed: Mapping[GridCell, str]
+) -> tuple[list[Variant], dict[str, list[Run]]]:
+    """The variants, and the runs of each by its name; neither holds a run that is not done or failed."""
+    runs: dict[str, dict[int, Run]] = {arm.name: {} for arm in arms}
+    summaries: dict[str, dict[int, Summary]] = {arm.name: {} for arm in arms}
+    errors: dict[str, dict[int, str]] = {arm.name: {} for arm in arms}
+    for cell in cells:
+        name = cell.arm.name
+        if cell in failed:
+            errors[name][cell.seed] = failed[cell]
+        elif cell.settings_done(out) == cell.settings:
+            try:
+                run = read_run(cell.folder(out) / METRICS)
+            except ReportError as error:
+                errors[name][cell.seed] = str(error)
+                continue
+            summary = summarise(run, cell.steps)
+            if summary.steps < cell.steps and summary.stopped is None:
+                errors[name][cell.seed] = (
+                    f"it ended at step {summary.steps} of {cell.steps}, and not by the guard; "
+                    f"remove {cell.folder(out)} to run it again"
+                )
+            else:
+                runs[name][cell.seed], summaries[name][cell.seed] = run, summary
+    variants = [Variant(arm.name, arm.overrides, summaries[arm.name], errors[arm.name]) for arm in arms]
+    return variants, {name: list(each.values()) for name, each in runs.items()}
+
+
 def summarise(run: Run, steps: int | None = None) -> Summary:
     """The run in numbers.
 
@@ -97,18 +218,43 @@ def summarise(run: Run, steps: int | None = None) -> Summary:
         final=last if stopped is None else None,
         collapsed=collapsed,
         stopped=stopped,
-        k3_start=_over(run.get(K3), np.mean, last=int(run.steps[0]) + START - 1),
-        k3_before=_over(run.get(K3), np.mean, first=before - BEFORE + 1, last=before),
-        dropped=_over(run.get(DROPPED), np.mean),
-        dropped_with_k3=_together(run.get(DROPPED), run.get(K3)),
-        grad_norm_median=_over(run.get(NORM), np.median),
-        grad_norm_max=_over(run.get(NORM), np.max),
+        k3_start=_statistic(run.get(K3), np.mean, last=int(run.steps[0]) + START - 1),
+        k3_before=_statistic(run.get(K3), np.mean, first=before - BEFORE + 1, last=before),
+        dropped=_statistic(run.get(DROPPED), np.mean),
+        dropped_with_k3=_rank_correlation(run.get(DROPPED), run.get(K3)),
+        grad_norm_median=_statistic(run.get(NORM), np.median),
+        grad_norm_max=_statistic(run.get(NORM), np.max),
         warned=warned,
         warning=None if fell is None or warned is None else fell - warned,
-        foretold=_foretold(run.get(FORECAST), run.get(K3)),
+        foretold=_forecast_lead(run.get(FORECAST), run.get(K3)),
         skipped=None if skipped is None else int((skipped.values > 0).sum()),
         rollbacks=None if rollbacks is None else int(rollbacks.values.max()),
     )
+
+
+def ranked_variants(variants: Sequence[Variant]) -> list[Variant]:
+    """The exact one first, then by the final reward; what has none, as where the guard ended runs early, is last."""
+
+    def place(variant: Variant) -> tuple[bool, float]:
+        final = variant.mean("final")
+        return variant.name != EXACT, math.inf if final is None else -final.mean
+
+    return sorted(variants, key=place)
+
+
+def variant_named(variants: Sequence[Variant], name: str) -> Variant | None:
+    return next((variant for variant in variants if variant.name == name), None)
+
+
+def interval(values: Sequence[float]) -> Interval | None:
+    """The mean of independent values with its interval; None without any."""
+    if not values:
+        return None
+    n, mean = len(values), float(np.mean(values))
+    if n == 1:
+        return Interval(mean, None, 1)
+    error = float(np.std(values, ddof=1)) / math.sqrt(n)
+    return Interval(mean, error * _student(n - 1), n)
 
 
 def levels(series: Series) -> Series | None:
@@ -121,7 +267,10 @@ def levels(series: Series) -> Series | None:
 
 
 def fall(level: Series) -> tuple[int, int] | tuple[None, None]:
-    """Of a run that has collapsed: the step at which the last stretch below FALLEN before it began, and its own."""
+    """(the step at which the reward began to fall, the step of the collapse), or None twice where there is none.
+
+    The fall begins with the last stretch below FALLEN before the collapse.
+    """
     peaks = np.maximum.accumulate(level.values)
     below = np.flatnonzero(level.values < COLLAPSED * peaks)
     if not below.size:
@@ -138,7 +287,12 @@ def first_warning(forecast: Series | None, k3: Series | None) -> int | None:
     return int(min(spoke)) if spoke else None
 
 
-def _foretold(forecast: Series | None, k3: Series | None) -> int | None:
+@lru_cache
+def _student(freedom: int) -> float:
+    return student_quantile(COVERAGE, freedom)
+
+
+def _forecast_lead(forecast: Series | None, k3: Series | None) -> int | None:
     if forecast is None or k3 is None or len(k3.steps) < FEW:
         return None
     means = np.convolve(k3.values, np.ones(FEW) / FEW, mode="valid")
@@ -146,7 +300,7 @@ def _foretold(forecast: Series | None, k3: Series | None) -> int | None:
     return int(passed[0] - spoke[0]) if len(spoke) and len(passed) else None
 
 
-def _together(one: Series | None, other: Series | None) -> float | None:
+def _rank_correlation(one: Series | None, other: Series | None) -> float | None:
     if one is None or other is None:
         return None
     both = np.intersect1d(one.steps, other.steps)
@@ -160,7 +314,7 @@ def _together(one: Series | None, other: Series | None) -> float | None:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
-def _over(
+def _statistic(
     series: Series | None, of: Callable[[np.ndarray], float], first: float = -np.inf, last: float = np.inf
 ) -> float | None:
     if series is None:

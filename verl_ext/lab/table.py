@@ -1,18 +1,37 @@
-"""The variants beside each other, as rows of text for a page and as a table for a terminal."""
+"""The outcome of an experiment as a table for a terminal and a page, as findings in sentences, and as JSON."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from verl_ext.lab.seeds import Interval, Variant, named, ranked
-from verl_ext.lab.words import EXACT, NONE, signed
+import orjson
+
+from verl_ext import __version__
+from verl_ext.lab.summary import (
+    COLLAPSED,
+    COVERAGE,
+    EXACT,
+    FEW_STEPS,
+    LARGE_K3,
+    MEASURES,
+    NONE,
+    WINDOW,
+    Interval,
+    Variant,
+    ranked_variants,
+    variant_named,
+)
+from verl_ext.report.files import written_whole
 from verl_ext.report.terminal import encodable, indented, wrap_name
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
+RESULTS = "results.json"
 NAME, DIFFERENCE = 14, 12  # columns of the terminal; with the others' and one between two, 80
+SIGNED = "+.2f"  # the format of differences
 STYLES = {"better": "green", "worse": "red", "": ""}
 LEGEND = (
     "collapsed: runs, and the median step. k3: mean of the first 5 steps, and of 10 that end 10 before the collapse, "
@@ -32,89 +51,136 @@ class Entry:
 
 @dataclass(frozen=True)
 class Column:
-    """`width` is in a terminal; where that is narrow, the columns that are `spare` are left out."""
+    """`width` is in a terminal; a narrow one leaves out the columns that are `spare`."""
 
     title: str
     width: int
-    say: Callable[[Variant], str | Entry]
+    cell: Callable[[Variant], str | Entry]
     spare: bool = False
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     name: str
     label: str
     cells: tuple[Entry, ...]
 
 
-def columns(variants: Sequence[Variant]) -> list[Column]:
-    """What a table of these has behind the name."""
+def terminal_table(variants: Sequence[Variant], findings: Sequence[str]) -> "RenderableType":
+    """The table and the findings under it, for a terminal of 80 columns or more; in ASCII where it has no UTF-8."""
+    return _TerminalTable(variants, findings)
+
+
+def table_columns(variants: Sequence[Variant]) -> list[Column]:
+    """The columns of a table of these variants, after the name."""
     early = _any_ended_early(variants)
     against = [
-        Column(f"against {name}", DIFFERENCE, _against(other), spare=name == EXACT)
+        Column(f"against {name}", DIFFERENCE, _against_cell(other), spare=name == EXACT)
         for name in (NONE, EXACT)
-        if (other := named(variants, name)) is not None
+        if (other := variant_named(variants, name)) is not None
+    ]
+    endings = [
+        Column("ended early", 9, _ended_early_cell),
+        Column("reward then", 10, lambda variant: _reward_cell(variant.reward_then), spare=True),
     ]
     return [
-        Column("final reward", 10, _reward("final")),
+        Column("final reward", 10, lambda variant: _reward_cell(variant.mean("final"))),
         *against,
-        Column("peak", 10, _reward("peak"), spare=True),
-        Column("collapsed", 9, _collapsed),
-        *(
-            [Column("ended early", 9, _ended_early), Column("reward then", 10, _reward_then, spare=True)]
-            if early
-            else []
-        ),
-        Column("k3, start", 7, _mean("k3_start", "{:.1e}"), spare=early),
-        Column("k3, before", 7, _mean("k3_before", "{:.1e}")),
-        Column("dropped", 7, _dropped, spare=early),
-        Column("warning", 7, _warning),
-        Column("grad norm, median", 10, _mean("grad_norm_median", "{:.2g}"), spare=True),
-        Column("grad norm, max", 10, _mean("grad_norm_max", "{:.2g}"), spare=True),
-        Column("skipped", 7, _mean("skipped", "{:.1f}"), spare=True),
-        Column("rollbacks", 9, _mean("rollbacks", "{:.1f}"), spare=True),
+        Column("peak", 10, lambda variant: _reward_cell(variant.mean("peak")), spare=True),
+        Column("collapsed", 9, _collapsed_cell),
+        *(endings if early else []),
+        Column("k3, start", 7, _mean_cell("k3_start", "{:.1e}"), spare=early),
+        Column("k3, before", 7, _mean_cell("k3_before", "{:.1e}")),
+        Column("dropped", 7, _dropped_cell, spare=early),
+        Column("warning", 7, _warning_cell),
+        Column("grad norm, median", 10, _mean_cell("grad_norm_median", "{:.2g}"), spare=True),
+        Column("grad norm, max", 10, _mean_cell("grad_norm_max", "{:.2g}"), spare=True),
+        Column("skipped", 7, _mean_cell("skipped", "{:.1f}"), spare=True),
+        Column("rollbacks", 9, _mean_cell("rollbacks", "{:.1f}"), spare=True),
     ]
+
+
+def table_rows(variants: Sequence[Variant]) -> list[TableRow]:
+    """The exact one first, then by the final reward."""
+    shown = table_columns(variants)
+
+    def cells(variant: Variant) -> tuple[Entry, ...]:
+        said = (column.cell(variant) for column in shown)
+        return tuple(each if isinstance(each, Entry) else Entry(each) for each in said)
+
+    return [TableRow(variant.name, _label(variant), cells(variant)) for variant in ranked_variants(variants)]
 
 
 def legend(variants: Sequence[Variant]) -> str:
-    """What the columns hold."""
+    """The meaning of the columns, in one paragraph."""
     return LEGEND + ENDED_EARLY * _any_ended_early(variants)
 
 
-def rows(variants: Sequence[Variant]) -> list[Row]:
-    """The exact one first, then by the final reward."""
-    shown = columns(variants)
-
-    def cells(variant: Variant) -> tuple[Entry, ...]:
-        said = (column.say(variant) for column in shown)
-        return tuple(each if isinstance(each, Entry) else Entry(each) for each in said)
-
-    return [Row(variant.name, _label(variant), cells(variant)) for variant in ranked(variants)]
+def findings_of(variants: Sequence[Variant]) -> list[str]:
+    """The findings in sentences, also where the seeds show nothing."""
+    return list(_findings(ranked_variants(variants)))
 
 
-def table(variants: Sequence[Variant], words: Sequence[str]) -> "RenderableType":
-    """For a terminal of 80 columns, or with more columns for a wide one; in ASCII where it has no UTF-8."""
-    return _Table(variants, words)
+def results_of(about: Mapping[str, Any], variants: Sequence[Variant], findings: Sequence[str]) -> dict[str, Any]:
+    """Everything in the table, and every seed, as JSON can hold it; `about` comes first.
+
+    A mean over seeds is {mean, low, high, seeds}, without low and high where there is one seed; null is what was not
+    logged. A run that the guard ended early is under `ended_early`; `collapsed` is of the runs of which it is known.
+    """
+    order = ranked_variants(variants)
+    none, exact = variant_named(order, NONE), variant_named(order, EXACT)
+    return {
+        **about,
+        "version": __version__,
+        "rule": {"window": WINDOW, "collapsed_below": COLLAPSED, "intervals": COVERAGE},
+        "findings": list(findings),
+        "variants": [
+            {
+                "name": variant.name,
+                "overrides": list(variant.overrides),
+                "collapsed": _outcome_json(variant.collapsed, variant.known),
+                "ended_early": _outcome_json(variant.stopped, len(variant.runs))
+                | {"reward_then": _interval_json(variant.reward_then)},
+                "false_alarms": variant.false_alarms,
+                "means": {measure: _interval_json(variant.mean(measure)) for measure in MEASURES},
+                f"final_against_{NONE}": _difference_json(variant, none),
+                f"final_against_{EXACT}": _difference_json(variant, exact),
+                "runs": {str(seed): asdict(run) for seed, run in variant.runs.items()},
+                "failed": {str(seed): error for seed, error in variant.failed.items()},
+            }
+            for variant in order
+        ],
+    }
+
+
+def results_text(results: Mapping[str, Any]) -> str:
+    return orjson.dumps(results, option=orjson.OPT_INDENT_2).decode()
+
+
+def write_results(results: Mapping[str, Any], out: Path) -> Path:
+    with written_whole(out / RESULTS) as file:
+        file.write(results_text(results).encode() + b"\n")
+    return out / RESULTS
 
 
 @dataclass(frozen=True)
-class _Table:
+class _TerminalTable:
     variants: Sequence[Variant]
-    words: Sequence[str]
+    findings: Sequence[str]
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         from rich import box
         from rich.table import Table
         from rich.text import Text
 
-        known = columns(self.variants)
+        known = table_columns(self.variants)
         wide = options.max_width >= NAME + sum(column.width + 1 for column in known)
         drawn = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
         drawn.add_column("", width=NAME, overflow="fold")
         for column in known:
             if wide or not column.spare:
                 drawn.add_column(Text(column.title), justify="right", width=column.width, overflow="fold")
-        for row in rows(self.variants):
+        for row in table_rows(self.variants):
             label = Text(encodable(wrap_name(row.label, NAME), options), style="bold" if row.name == NONE else "")
             entries = [e for e, column in zip(row.cells, known, strict=True) if wide or not column.spare]
             cells = [Text(encodable(entry.text, options), style=STYLES[entry.verdict]) for entry in entries]
@@ -122,8 +188,14 @@ class _Table:
         yield drawn
         yield ""
         yield indented(legend(self.variants), options, "dim")
-        for word in self.words:
-            yield indented(word, options)
+        for finding in self.findings:
+            yield indented(finding, options)
+
+
+def step_range(steps: Collection[int]) -> str:
+    """The first step and the last, in words."""
+    first, last = min(steps), max(steps)
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _label(variant: Variant) -> str:
@@ -131,31 +203,21 @@ def _label(variant: Variant) -> str:
     return f"{mark}; {len(variant.failed)} failed" if variant.failed else mark
 
 
-def _against(other: Variant) -> Callable[[Variant], Entry]:
+def _against_cell(other: Variant) -> Callable[[Variant], Entry]:
     def say(variant: Variant) -> Entry:
         if other is variant or (change := variant.against(other)) is None:
             return Entry("-")
         verdict = ("better" if change.mean > 0 else "worse") if change.sure else ""
-        return Entry(signed(change) + "*" * bool(verdict), verdict)
+        return Entry(change.text(SIGNED) + "*" * bool(verdict), verdict)
 
     return say
 
 
-def _reward(measure: str) -> Callable[[Variant], str]:
-    return lambda variant: _rewards(variant.mean(measure))
+def _reward_cell(found: Interval | None) -> str:
+    return "-" if found is None else found.text()
 
 
-def _reward_then(variant: Variant) -> str:
-    return _rewards(variant.reward_then)
-
-
-def _rewards(found: Interval | None) -> str:
-    if found is None:
-        return "-"
-    return f"{found.mean:.2f}" + ("" if found.half is None else f" ±{found.half:.2f}")
-
-
-def _mean(measure: str, text: str) -> Callable[[Variant], str]:
+def _mean_cell(measure: str, text: str) -> Callable[[Variant], str]:
     def say(variant: Variant) -> str:
         found = variant.mean(measure)
         return "-" if found is None else text.format(found.mean)
@@ -163,16 +225,16 @@ def _mean(measure: str, text: str) -> Callable[[Variant], str]:
     return say
 
 
-def _collapsed(variant: Variant) -> str:
-    return _share(variant.collapsed.values(), variant.known)
+def _collapsed_cell(variant: Variant) -> str:
+    return _share_text(variant.collapsed.values(), variant.known)
 
 
-def _ended_early(variant: Variant) -> str:
-    return _share(variant.stopped.values(), len(variant.runs))
+def _ended_early_cell(variant: Variant) -> str:
+    return _share_text(variant.stopped.values(), len(variant.runs))
 
 
-def _share(steps: Collection[int], of: int) -> str:
-    """How many, and the median of their steps."""
+def _share_text(steps: Collection[int], of: int) -> str:
+    """The count, and the median of the steps."""
     if not of:
         return "-"
     return f"{len(steps)}/{of}" + (f" @{median(steps):.0f}" if steps else "")
@@ -182,15 +244,130 @@ def _any_ended_early(variants: Sequence[Variant]) -> bool:
     return any(variant.stopped for variant in variants)
 
 
-def _dropped(variant: Variant) -> str:
+def _dropped_cell(variant: Variant) -> str:
     found = variant.mean("dropped")
     return "-" if found is None else f"{100 * found.mean:.1f} %"
 
 
-def _warning(variant: Variant) -> str:
+def _warning_cell(variant: Variant) -> str:
     """Steps ahead of the fall, where it fell; else how often it was for nothing."""
     if leads := variant.of("warning").values():
         return f"{mean(leads):+.0f}"
     if variant.collapsed:
         return "never"
     return f"{len(variant.false_alarms)} false" if variant.false_alarms else "-"
+
+
+def _findings(variants: Sequence[Variant]) -> Iterator[str]:
+    exact, none = variant_named(variants, EXACT), variant_named(variants, NONE)
+    yield from _damage(exact, none)
+    others = [variant for variant in variants if variant.name not in (EXACT, NONE)]
+    if none is not None:
+        yield from _ranking(others, none)
+    yield from _collapses(variants)
+    yield from _guard_endings(variants)
+    yield from _warnings(variants)
+    yield from _caveats(variants)
+    for variant in variants:
+        for seed, error in variant.failed.items():
+            yield f"{variant.name}, seed {seed} failed: {error}"
+
+
+def _damage(exact: Variant | None, none: Variant | None) -> Iterator[str]:
+    """Whether there is anything here that a method could win back."""
+    if exact is None or none is None or (cost := exact.against(none)) is None:
+        return
+    if cost.sure and cost.mean > 0:
+        yield f"The gap costs {cost.text()} of the final reward: {NONE} against {EXACT}."
+    else:
+        change = cost.text(SIGNED)
+        yield f"{EXACT} ends no higher than {NONE} by more than the noise ({change}): nothing to win back here."
+
+
+def _ranking(others: Sequence[Variant], none: Variant) -> Iterator[str]:
+    found = [(variant.name, change) for variant in others if (change := variant.against(none)) is not None]
+    kinds = {
+        f"Better than {NONE} by more than the seeds' noise": [
+            each for each in found if each[1].sure and each[1].mean > 0
+        ],
+        f"Worse than {NONE} by more than it": [each for each in found if each[1].sure and each[1].mean < 0],
+        "Within the noise": [each for each in found if not each[1].sure],
+    }
+    for kind, these in kinds.items():
+        if these:
+            yield f"{kind}: " + ", ".join(f"{name} ({change.text(SIGNED)})" for name, change in these) + "."
+
+
+def _collapses(variants: Sequence[Variant]) -> Iterator[str]:
+    rule = f"the {WINDOW}-step mean of the reward below half of its peak"
+    died = [_collapse_of(variant) for variant in variants if variant.collapsed]
+    of = " of what the guard did not end before" if any(variant.stopped for variant in variants) else ""
+    yield f"Collapsed ({rule}): {'; '.join(died)}." if died else f"Nothing collapsed{of} ({rule})."
+    exact = variant_named(variants, EXACT)
+    if exact is not None and exact.collapsed:
+        yield f"{EXACT} collapses by itself: what happens here is not the gap's doing alone."
+
+
+def _collapse_of(variant: Variant) -> str:
+    seeds = ", ".join(map(str, variant.collapsed))
+    at = step_range(variant.collapsed.values())
+    return f"{variant.name} in {len(variant.collapsed)} of {variant.known} (seed {seeds}; {at})"
+
+
+def _guard_endings(variants: Sequence[Variant]) -> Iterator[str]:
+    ended = [_endings_of(variant) for variant in variants if variant.stopped]
+    if ended:
+        yield (
+            f"The guard ended runs early: {'; '.join(ended)}. Nobody knows what they would have come to, so these "
+            "variants have no final reward and are not compared."
+        )
+
+
+def _endings_of(variant: Variant) -> str:
+    then = variant.reward_then
+    reward = "before the first level of the reward" if then is None else f"at a reward of {then.mean:.2f}"
+    if then is not None and then.seeds < len(variant.stopped):
+        reward += f" in {then.seeds}, the others before the first level of it"
+    steps = step_range(variant.stopped.values())
+    return f"{variant.name} in {len(variant.stopped)} of {len(variant.runs)} ({steps}, {reward})"
+
+
+def _warnings(variants: Sequence[Variant]) -> Iterator[str]:
+    died = sum(len(variant.collapsed) for variant in variants)
+    lived = sum(variant.known for variant in variants) - died
+    early = [int(lead) for variant in variants for lead in variant.of("warning").values() if lead > 0]
+    ahead = f", {min(early)} to {max(early)} steps ahead of the fall" if early else ""
+    came = [f"in {len(early)} of {died} collapses in time{ahead}"] if died else []
+    if false := sum(len(variant.false_alarms) for variant in variants):
+        came.append(f"in {false} of the {lived} runs that trained to their end without one")
+    if came:
+        yield f"Warnings (k3 past {LARGE_K3:g}, or a forecast below {FEW_STEPS} steps) came {', and '.join(came)}."
+
+
+def _caveats(variants: Sequence[Variant]) -> Iterator[str]:
+    if max((len(variant.runs) for variant in variants), default=0) < 2:
+        yield "One seed says nothing about noise: take more (--seeds 5)."
+        return
+    yield (
+        f"±: {100 * COVERAGE:.0f} % intervals over the seeds (Student's t), of differences paired by seed, each for "
+        "itself: of twenty without any effect, one looks like one."
+    )
+    most = max(len(variant.runs) for variant in variants)
+    if fewer := [f"{each.name} ({len(each.runs)})" for each in variants if len(each.runs) < most]:
+        yield f"Fewer runs than the {most} of the others: {', '.join(fewer)}."
+
+
+def _outcome_json(at: Mapping[int, int], of: int) -> dict[str, Any]:
+    """The share of the runs, and the steps by seed."""
+    return {"share": len(at) / of if of else None, "of": of, "at": {str(seed): step for seed, step in at.items()}}
+
+
+def _difference_json(variant: Variant, other: Variant | None) -> dict[str, float] | None:
+    return None if other is None or other is variant else _interval_json(variant.against(other))
+
+
+def _interval_json(found: Interval | None) -> dict[str, float] | None:
+    if found is None:
+        return None
+    ends = {} if found.half is None else {"low": found.mean - found.half, "high": found.mean + found.half}
+    return {"mean": found.mean, **ends, "seeds": found.seeds}

@@ -1,14 +1,15 @@
-"""What the lab's models are asked: digits in, digits out, by a rule that can be checked token by token.
+"""The lab's tasks: digits in, digits out, by a rule that can be checked token by token.
 
 Shape legend: B prompts, n digits, T response tokens.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from verl_ext.lab.settings import TaskSettings
+from verl_ext.methods import require, require_one_of
 
 BASE = 10
 ASK, END = 10, 11  # tokens after the ten digits
@@ -21,6 +22,23 @@ TASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "reverse": lambda digits: digits.flip(1),
     "sort": lambda digits: digits.sort(1).values,
 }
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """The `lab.task` node.
+
+    Attributes:
+        name: one of TASKS.
+        digits: of a prompt; the answer has one token more, its end.
+    """
+
+    name: str = "prefix_sums"
+    digits: int = 16
+
+    def __post_init__(self) -> None:
+        require_one_of(self, "name", tuple(TASKS))
+        require(self, "digits", self.digits >= 1, "must be at least 1")
 
 
 def draw(task: TaskSettings, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -41,7 +59,7 @@ def rewards(responses: Tensor, answers: Tensor) -> Tensor:
 
 
 def decode(tokens: list[int]) -> str:
-    """As text, for people and for filters that read it."""
+    """The text of tokens, for people and for filters that read it."""
     return "".join(CHARACTERS[token] for token in tokens)
 
 

@@ -24,13 +24,11 @@ from verl_ext.core.routing import router_metrics
 from verl_ext.core.tokens import Tokens
 from verl_ext.fields import AGREEMENT, LAG, REF_LOG_PROBS, WEIGHTS
 from verl_ext.guard.state import Decision
-from verl_ext.lab.batch import Batch, LossFields, compare_routing, response_tokens
-from verl_ext.lab.learner import Learner
-from verl_ext.lab.policy import Scored, score
+from verl_ext.lab.learner import LabBatch, Learner, LossFields, Scores, compare_routing, score
+from verl_ext.lab.model import rollout_log_probs, sample_responses
 from verl_ext.lab.regimes import History, Regime, engine_of
-from verl_ext.lab.sampling import rescore, sample
-from verl_ext.lab.settings import LabSettings
 from verl_ext.lab.tasks import END, decode, draw, encode, rewards
+from verl_ext.lab.warm_up import LabSettings
 from verl_ext.launch.bypass import bypasses
 from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer import checkpoints, resuming
@@ -86,8 +84,8 @@ class Training:
     def __init__(self, setup: Setup, weights: Mapping[str, Tensor]):
         config = setup.config
         self.setup = setup
-        told = any(regime.tells for regime in setup.regimes.values())
-        self.learner = Learner(config, setup.stability, setup.lab.model, weights, told)
+        knows_kept = any(regime.reports_kept for regime in setup.regimes.values())
+        self.learner = Learner(config, setup.stability, setup.lab.model, weights, knows_kept)
         self.policy = self.learner.policy
         self.history = History(max([regime.reach for regime in setup.regimes.values()], default=0))
         self.history.add(self.policy.weights)
@@ -95,7 +93,7 @@ class Training:
         self.guard = build_guard(setup.stability)
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
         self.canary = SyncCanary()
-        self._watched: Batch | None = None
+        self._watched: LabBatch | None = None
         self._prompts, self._samples = (torch.Generator().manual_seed(2 * setup.seed + i) for i in range(2))
 
     def step(self, number: int) -> dict[str, float]:
@@ -116,7 +114,7 @@ class Training:
             agreement_N, sums = compare_routing(batch, scored)
             metrics |= router_metrics(sums)
         metrics |= self.learner.head_metrics(batch, scored)
-        tokens = response_tokens(batch, scored, agreement_N)
+        tokens = batch.tokens(scored, agreement_N)
         first = judge_before if self.active.measures_in_update else judge
         judged = first(Whole(tokens), metrics, self.setup.stability, self.guard, self.actions.due)
         metrics |= judged.metrics
@@ -146,20 +144,20 @@ class Training:
         self.actions.judge_logged(metrics)
         return metrics
 
-    def _rollout(self, number: int) -> Batch:
+    def _rollout(self, number: int) -> LabBatch:
         config = self.setup.config
         count, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
         prompts, answers = (rows.repeat_interleave(n, 0) for rows in draw(self.setup.lab.task, count, self._prompts))
         engine = engine_of(self.setup.regimes, self.history)
         length = config.data.max_response_length
         head = (self.setup.stability.head.k or MOST) if self.learner.use is not None else 0
-        sampled = sample(engine, self.setup.lab.model, prompts, length, self._samples, head)
+        sampled = sample_responses(engine, self.setup.lab.model, prompts, length, self._samples, head)
         keys = [f"{number}-{row // n}_{row % n}_0" for row in range(len(prompts))]
         lag = Lag(*(torch.full((len(keys),), ago) for ago in engine.lag)) if engine.lag else None
-        return Batch(prompts, sampled, rewards(sampled.responses, answers), keys, lag)
+        return LabBatch(prompts, sampled, rewards(sampled.responses, answers), keys, lag)
 
     def _fields(
-        self, batch: Batch, scored: Scored, tokens: Tokens, judged: Judged, metrics: dict[str, float]
+        self, batch: LabBatch, scored: Scores, tokens: Tokens, judged: Judged, metrics: dict[str, float]
     ) -> tuple[LossFields, Outcome]:
         """Weights, advantages, and what filters leave; and whether the batch may update the weights."""
         sampled, stability = batch.sampled, self.setup.stability
@@ -190,7 +188,7 @@ class Training:
         l_old = sampled.l_infer if bypasses(self.setup.config) else scored.log_probs.detach()
         return LossFields(l_old, advantages, mask, scored.entropy, others, outcome.filter_scale), outcome
 
-    def _advantages(self, batch: Batch) -> Tensor:
+    def _advantages(self, batch: LabBatch) -> Tensor:
         """[B, T] by the estimator that verl has registered under algorithm.adv_estimator."""
         algorithm = self.setup.config.algorithm
         grpo = {"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo}
@@ -204,7 +202,7 @@ class Training:
             )
         return advantages
 
-    def _view(self, batch: Batch, tokens: Tokens, advantages: Tensor) -> FilterBatch:
+    def _view(self, batch: LabBatch, tokens: Tokens, advantages: Tensor) -> FilterBatch:
         return FilterBatch(
             tokens=tokens,
             keys=batch.keys,
@@ -218,7 +216,7 @@ class Training:
             encode=encode,
         )
 
-    def _watch(self, number: int, batch: Batch) -> None:
+    def _watch(self, number: int, batch: LabBatch) -> None:
         """Keep trajectories of the first batch for the sync canary, where it is on."""
         if self.setup.stability.sync_canary.trajectories and self._watched is None:
             self._watched = batch
@@ -231,14 +229,14 @@ class Training:
         self.actions.carry_out(decision)
         return metrics
 
-    def _canary_scores(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """Of both engines as they are, on the first trajectories of a batch."""
+    def _canary_scores(self, batch: LabBatch) -> tuple[Tensor, list[Tensor]]:
+        """Log-probabilities of both engines as they are, on the first trajectories of a batch."""
         rows = slice(self.setup.stability.sync_canary.trajectories)
         prompts, responses, mask = (x[rows] for x in (batch.prompts, batch.sampled.responses, batch.sampled.mask))
         model, engine = self.setup.lab.model, engine_of(self.setup.regimes, self.history)
         with torch.no_grad():
             train = score(self.policy.weights, model, prompts, responses).log_probs
-        return train[mask], [rescore(engine, model, prompts, responses)[mask]]
+        return train[mask], [rollout_log_probs(engine, model, prompts, responses)[mask]]
 
     def _save(self, number: int) -> None:
         every = self.setup.config.trainer.save_freq

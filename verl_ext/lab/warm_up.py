@@ -1,9 +1,9 @@
-"""Supervised training of random weights on right answers, until the model samples some of them: where RL begins."""
+"""The warm-up before RL: supervised training on right answers, until the model samples some of them."""
 
 import json
 import os
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -11,15 +11,44 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl_ext.errors import ConfigError
-from verl_ext.lab.model import Routing, forward, init_weights
-from verl_ext.lab.sampling import Engine, sample
-from verl_ext.lab.settings import LabSettings
-from verl_ext.lab.tasks import VOCABULARY, draw, rewards
+from verl_ext.lab.model import ModelSettings, RolloutEngine, Routing, forward, init_weights, sample_responses
+from verl_ext.lab.tasks import VOCABULARY, TaskSettings, draw, rewards
+from verl_ext.methods import require
 
 LOOK_EVERY, SAMPLED = 10, 128  # steps between looks at the reward, and answers that one takes
 
 
-def warmed_up(lab: LabSettings, length: int, seed: int, folder: Path) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class WarmUpSettings:
+    """The `lab.warm_up` node.
+
+    Attributes:
+        reward: where it ends.
+        lr, batch: of Adam, and examples a step.
+        balance: coefficient of the load-balancing loss, as in Switch Transformers (arXiv 2101.03961, eq. 4).
+        most_steps: after which a warm-up that has not arrived is an error.
+    """
+
+    reward: float = 0.4
+    lr: float = 3e-3
+    batch: int = 64
+    balance: float = 0.01
+    most_steps: int = 5000
+
+    def __post_init__(self) -> None:
+        require(self, "reward", 0 < self.reward < 1, "must be between 0 and 1")
+
+
+@dataclass(frozen=True)
+class LabSettings:
+    """The `lab` node of a config, without its regimes."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    task: TaskSettings = field(default_factory=TaskSettings)
+    warm_up: WarmUpSettings = field(default_factory=WarmUpSettings)
+
+
+def warm_up(lab: LabSettings, length: int, seed: int, folder: Path) -> dict[str, Tensor]:
     """The weights that RL begins with, float32; from a file of `folder`, where an earlier run left them.
 
     Args:
@@ -32,7 +61,7 @@ def warmed_up(lab: LabSettings, length: int, seed: int, folder: Path) -> dict[st
     file = folder / f"{zlib.crc32(settings.encode()):08x}-{seed}.pt"
     if file.exists():
         return torch.load(file)
-    weights = _train(lab, length, torch.Generator().manual_seed(seed))
+    weights = _train_supervised(lab, length, torch.Generator().manual_seed(seed))
     folder.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")  # several processes may come to the same one
     torch.save(weights, part)
@@ -40,31 +69,31 @@ def warmed_up(lab: LabSettings, length: int, seed: int, folder: Path) -> dict[st
     return weights
 
 
-def _train(lab: LabSettings, length: int, generator: torch.Generator) -> dict[str, Tensor]:
-    model, task, warm_up = lab.model, lab.task, lab.warm_up
+def _train_supervised(lab: LabSettings, length: int, generator: torch.Generator) -> dict[str, Tensor]:
+    model, task, settings = lab.model, lab.task, lab.warm_up
     weights = init_weights(model, VOCABULARY, task.digits + 1 + length, generator)
     for value in weights.values():
         value.requires_grad_()
-    optimizer = torch.optim.Adam(weights.values(), lr=warm_up.lr, betas=(0.9, 0.98), fused=True)
+    optimizer = torch.optim.Adam(weights.values(), lr=settings.lr, betas=(0.9, 0.98), fused=True)
     reached = 0.0
-    for step in range(warm_up.most_steps):
-        prompts, answers = draw(task, warm_up.batch, generator)
+    for step in range(settings.most_steps):
+        prompts, answers = draw(task, settings.batch, generator)
         tokens = torch.cat([prompts, answers], 1)[:, :-1]
         logits, routing = forward(weights, model, tokens, last=answers.shape[1])
-        loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten()) + warm_up.balance * _imbalance(routing)
+        loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten()) + settings.balance * _imbalance(routing)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
         optimizer.step()
         if step % LOOK_EVERY == LOOK_EVERY - 1:
             prompts, answers = draw(task, SAMPLED, generator)
-            sampled = sample(Engine((weights,)), model, prompts, length, generator)
+            sampled = sample_responses(RolloutEngine((weights,)), model, prompts, length, generator)
             reached = rewards(sampled.responses, answers).mean().item()
-            if reached >= warm_up.reward:
+            if reached >= settings.reward:
                 return {name: value.detach() for name, value in weights.items()}
     raise ConfigError(
-        f"lab.warm_up.reward={warm_up.reward:g} was not reached in {warm_up.most_steps} steps (the last: {reached:.2f})"
-        "; lower it, or make the task easier (lab.task.digits) or the model larger (lab.model.hidden)"
+        f"lab.warm_up.reward={settings.reward:g} was not reached in {settings.most_steps} steps (the last: "
+        f"{reached:.2f}); lower it, or make the task easier (lab.task.digits) or the model larger (lab.model.hidden)"
     )
 
 

@@ -25,7 +25,7 @@ from verl_ext.launch.lag_checks import check_lag
 from verl_ext.launch.loss_checks import apply_loss, check_loss
 from verl_ext.launch.models import check_folder
 from verl_ext.launch.quantization_checks import apply_fake_quantization, check_fake_quantization
-from verl_ext.launch.routing_checks import apply_routing, check_routing, check_share, check_weights
+from verl_ext.launch.routing_checks import apply_routing, check_routing, check_share
 from verl_ext.launch.sglang_checks import check_sglang_log_probs
 from verl_ext.settings.config import UNBIASED, StabilityConfig
 from verl_ext.settings.losses import LOSS
@@ -69,8 +69,6 @@ def check_run(config: DictConfig, stability: StabilityConfig, *, read_model: boo
     _check_overlong(config)
     check_lag(config, stability)
     check_routing(config, stability.router_agreement, read_model)
-    if stability.router_weights:
-        check_weights(config, read_model)
     if stability.router_agreement_share < 1:
         check_share(config, stability.router_agreement_share)
     _check_guard(config, stability)

@@ -185,8 +185,6 @@ def _of_the_routing(config: DictConfig, stability: StabilityConfig) -> Iterator[
         share = stability.router_agreement_share
         setting = described("compute_log_prob", {"share": share} if share < 1 else {})
         yield Feature("router agreement", setting, AT_ROUTERS, parts)
-    if stability.router_weights:
-        yield Feature("router weights", "compared in compute_log_prob", AT_ROUTERS, parts)
     if replays_here(config):
         mode = replay_mode(config)
         says = "R3: update_actor as the rollout" if bypasses(config) else REPLAYS.get(mode, mode)

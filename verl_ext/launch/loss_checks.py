@@ -11,7 +11,6 @@ from verl_ext.settings.config import AGREEMENT, EVERY_AGREEMENT, StabilityConfig
 from verl_ext.settings.losses import (
     LOSS,
     LOSSES,
-    OLD_TARGETS,
     TARGET,
     VERLS_TARGET,
     base_of,
@@ -30,7 +29,7 @@ def check_loss(config: DictConfig, stability: StabilityConfig, read_model: bool)
     _check_overridden(name, target, node)
     if name not in LOSSES:
         return
-    if target not in (VERLS_TARGET, TARGET, *OLD_TARGETS):
+    if target not in (VERLS_TARGET, TARGET):
         raise ConfigError(
             f"{LOSS}.loss_mode={name} needs what builds its settings, and {LOSS}._target_={target} does not",
             fix=(f"{LOSS}._target_={TARGET}",),
@@ -59,9 +58,9 @@ def apply_loss(config: DictConfig, stability: StabilityConfig) -> None:
 
 def _check_overridden(name: Any, target: str, node: Mapping[str, Any]) -> None:
     """`stability=icepop_loss` with another loss_mode would leave IcePop out, and say nothing of it."""
-    if target not in (TARGET, *OLD_TARGETS):
+    if target != TARGET:
         return
-    ours = OLD_TARGETS.get(target, name) if name in LOSSES else loss_of_settings(node)
+    ours = name if name in LOSSES else loss_of_settings(node)
     if ours in (None, name):
         return
     # What a loss builds upon; none of ours, nor what is no name: a config may be somebody else's.

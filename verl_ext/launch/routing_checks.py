@@ -86,21 +86,6 @@ def check_routing(config: DictConfig, agreement: bool, read_model: bool = True) 
         _check_model(config, asked, off, read_routers=strategy in HOOKED)
 
 
-def check_weights(config: DictConfig, read_model: bool = True) -> None:
-    """What `stability.router_weights` needs, besides what agreement does."""
-    asked, off = "stability.router_weights=true", ("stability.router_weights=false",)
-    if (strategy := _strategy(config)) not in HOOKED:
-        raise ConfigError(f"{asked} reads weights under {' and '.join(HOOKED)}, not {ACTOR}.strategy={strategy}", off)
-    if (name := config.actor_rollout_ref.rollout.name) != "vllm":
-        raise ConfigError(f"{asked} reads the weights of vLLM's routers, not {ROLLOUT}.name={name}", off)
-    if read_model and (hf_config := hf_config_of(config.actor_rollout_ref.model)) is not None:
-        from verl_ext.routing.choices import combine_weights, expert_counts, probe_choices
-
-        _, top_k = expert_counts(hf_config)
-        trusted = _trusted(config.actor_rollout_ref.model)
-        probe_choices(hf_config, lambda point, output: combine_weights(point, output, top_k), trust_remote_code=trusted)
-
-
 def check_share(config: DictConfig, share: float) -> None:
     """What reads the routing of all trajectories, where only that of a share travels."""
     whole = (f"{SHARE}=1",)
@@ -118,15 +103,6 @@ def check_share(config: DictConfig, share: float) -> None:
         )
 
 
-def apply_weights(config: DictConfig) -> None:
-    """Every process learns that the weights are wanted, and of how many experts the ids are."""
-    from verl_ext.routing.choices import expert_counts
-    from verl_ext.upstream import routed_weights
-
-    hf_config = hf_config_of(config.actor_rollout_ref.model)
-    routed_weights.request(config, routed_weights.ENTRIES if hf_config is None else expert_counts(hf_config)[0])
-
-
 def apply_routing(config: DictConfig, stability: StabilityConfig) -> None:
     """Set what the features consist of."""
     if reads_routes(config, stability):
@@ -140,8 +116,6 @@ def apply_routing(config: DictConfig, stability: StabilityConfig) -> None:
         from verl_ext.upstream import turn_routes
 
         turn_routes.request(config)
-    if stability.router_weights:
-        apply_weights(config)
     if stability.router_agreement_share < 1:
         from verl_ext.upstream import routing_share
 

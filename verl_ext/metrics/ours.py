@@ -198,14 +198,6 @@ ROUTING = Section(
             "share",
             "higher",
         ),
-        Metric(
-            "router/weight_gap",
-            "with `stability.router_weights=true`: total variation between the shares that the two engines give their "
-            "experts",
-            "share",
-            "lower",
-            worst="highest",
-        ),
         Metric("router/tokens", "tokens compared", "tokens"),
         Metric("router/unknown", "tokens to be compared whose routing the rollout did not return", "share", "lower"),
         Metric(

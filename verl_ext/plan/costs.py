@@ -28,7 +28,6 @@ UNITS_A_NODE = 2  # TransferQueue's own advice: "Recommended: >= 2 x number of n
 READ_SHARE = 0.005  # of a step: what the training ranks may wait for the storage units
 
 VERLS_ID_BYTES = 2  # which are sent where an engine's are wider
-EXPERT_WEIGHT_BYTES = 2  # in float16
 HEAD_BYTES = 8  # an id in int32 and a log-probability in float32
 SUM_BYTES = 8
 # Bytes a response token, and how many fields that is, of what our trainers read and write (trainer/in_blocks.py,
@@ -42,7 +41,7 @@ WRITTEN_WEIGHTS, WRITTEN_LAG, WRITTEN_MASKS = (4, 1), (8, 1), (16, 2)
 AGREEMENT_BYTES = 4  # router_agreement, a response token, beside a trajectory's sums
 
 MEASURE, WEIGHTS, GUARD = "corrections, vllm_kl/*", "weights to the workers", "guard"
-HEAD, AGREEMENT, REPLAY, ROUTER_WEIGHTS = "sampler's head", "router agreement", "routing replay", "router weights"
+HEAD, AGREEMENT, REPLAY = "sampler's head", "router agreement", "routing replay"
 CONTROLLER, LOOPS, RANKS = "controller", "agent loops", "training ranks"
 
 
@@ -117,7 +116,7 @@ def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: flo
 
     found.append(Cost(MEASURE, CONTROLLER, "computes", usage.measures, 0.0, tokens * CORRECTION_NS / 1e9))
     gb, values = fields(*controller_reads(usage, tokens))
-    sums = usage.compares * rows * (4 * sizes.shape.moe_layers + 10) * SUM_BYTES / GB
+    sums = usage.compares * rows * (4 * sizes.shape.moe_layers + 8) * SUM_BYTES / GB
     passes(MEASURE, CONTROLLER, "reads", usage.measures, gb + sums, values + rows * usage.compares)
     if usage.filters:
         passes(MEASURE, CONTROLLER, "writes", usage.measures, *fields(WRITTEN_MASKS))
@@ -181,16 +180,13 @@ def _routing_flows(sizes: Sizes, usage: Usage, mean_response: float) -> list[tup
 
     put, get = hops(1)
     share = usage.agreement_share
-    weights = EXPERT_WEIGHT_BYTES / (shape.engine_id_bytes if narrow else VERLS_ID_BYTES) * share
     used = rows * length * shape.moe_layers * shape.top_k * shape.engine_id_bytes / GB  # R2's
     agrees = 0.0 if r3 else share
-    result = rows * (AGREEMENT_BYTES * mean_response + (4 * shape.moe_layers + 10) * SUM_BYTES) / GB
+    result = rows * (AGREEMENT_BYTES * mean_response + (4 * shape.moe_layers + 8) * SUM_BYTES) / GB
     found = [
         (AGREEMENT, LOOPS, "writes", compares and not r3, agrees * put, agrees * rows),
         (AGREEMENT, RANKS, "reads", compares and not r3, agrees * get, agrees * rows),
         (AGREEMENT, RANKS, "writes", compares, result, 2 * rows),
-        (ROUTER_WEIGHTS, LOOPS, "writes", usage.router_weights, weights * put, share * rows),
-        (ROUTER_WEIGHTS, RANKS, "reads", usage.router_weights, weights * get, share * rows),
     ]
     if usage.replay == "R2":
         return [*found, (REPLAY, RANKS, "writes", True, used, rows), (REPLAY, RANKS, "reads", True, used, rows)]

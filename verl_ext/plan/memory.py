@@ -5,7 +5,7 @@ docs/plan.md explains each line. `RESERVE` stands for what a library decides (wo
 
 from dataclasses import dataclass
 
-from verl_ext.plan.costs import AGREEMENT, HEAD, LOOPS, REPLAY, ROUTER_WEIGHTS, Cost, id_bytes
+from verl_ext.plan.costs import AGREEMENT, HEAD, LOOPS, REPLAY, Cost, id_bytes
 from verl_ext.plan.routing import GB
 from verl_ext.plan.sizes import GIB, Sizes, Usage
 
@@ -86,7 +86,7 @@ def host_memory(sizes: Sizes, usage: Usage, memory: Memory, costs: list[Cost]) -
     if usage.versions:
         lines[VERSIONS] = usage.versions * memory.update.lines["weights"] * sizes.per_node
     for cost in costs:
-        if cost.on and cost.who == LOOPS and cost.feature in (AGREEMENT, REPLAY, ROUTER_WEIGHTS, HEAD):
+        if cost.on and cost.who == LOOPS and cost.feature in (AGREEMENT, REPLAY, HEAD):
             lines[f"TransferQueue: {cost.feature}"] = cost.gb * GB / sizes.nodes
     routes = any(cost.on and cost.feature in (AGREEMENT, REPLAY) for cost in costs)
     if routes and sizes.engine == "vLLM":  # its scheduler has a slot for each token of the cache, sampled or not

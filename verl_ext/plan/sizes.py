@@ -119,7 +119,6 @@ class Usage:
     head: int = USUAL_HEAD
     head_reads: int = 1
     agreement_share: float = 1.0
-    router_weights: bool = False
     replay: str = "disabled"
     replay_setting: str = ""
     lag: bool = False
@@ -178,7 +177,6 @@ def read_usage(config: DictConfig) -> Usage:
         head=head_k(config, stability, compares=uses(found, LOG_PROBS)) or USUAL_HEAD,
         head_reads=2 if reads_in_update(config, stability) else 1,
         agreement_share=stability.router_agreement_share,
-        router_weights=stability.router_weights,
         replay=replay_mode(config),
         replay_setting=replay_setting(config),
         lag=uses(found, IN_LOSS) and is_asynchronous(config),

@@ -44,45 +44,17 @@ class ChoicePoint:
     module: nn.Module
     method: str
 
-    def intercept(
-        self,
-        experts: int,
-        top_k: int,
-        choose: Callable[[], Choose | None],
-        returned: Callable[[Any], None] = lambda output: None,
-    ) -> None:
-        """Pass every choice through what `choose()` returns at the time; None leaves the method alone.
-
-        Args:
-            returned: called with what the method returned, wherever its choice was passed on.
-        """
+    def intercept(self, experts: int, top_k: int, choose: Callable[[], Choose | None]) -> None:
+        """Pass every choice through what `choose()` returns at the time; None leaves the method alone."""
 
         def method(original: Callable, *args: Any, **kwargs: Any) -> Any:
             active = choose()
             if active is None:
                 return original(*args, **kwargs)
             with ExpertTopK(experts, top_k, active):
-                output = original(*args, **kwargs)
-            returned(output)
-            return output
+                return original(*args, **kwargs)
 
         wrap("expert_choices", self.module, self.method, method)
-
-
-def combine_weights(point: ChoicePoint, output: Any, top_k: int) -> Tensor:
-    """[N, K], what the experts' outputs are multiplied by: the last float tensor of K columns that a router returns.
-
-    Logits come first, in transformers, and have as many where all experts are chosen. Raises HookError for none.
-    """
-    outputs = output if isinstance(output, tuple | list) else (output,)
-    found = [one for one in outputs if isinstance(one, Tensor) and one.is_floating_point() and one.shape[-1] == top_k]
-    if not found:
-        raise HookError(
-            f"router {type(point.module).__name__} does not return {top_k} weights a token, to compare the rollout's "
-            "with",
-            fix=("stability.router_weights=false",),
-        )
-    return found[-1].flatten(0, -2)
 
 
 class ExpertTopK(TorchFunctionMode):

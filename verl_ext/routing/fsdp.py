@@ -24,18 +24,16 @@ from verl.utils.device import get_device_id
 from verl.workers.config import TrainingWorkerConfig
 
 from verl_ext.core.captured import known_rows
-from verl_ext.core.combine import weight_gap
 from verl_ext.core.overlap import expert_overlap
-from verl_ext.core.tokens import filled, left_out, with_gaps
+from verl_ext.core.tokens import left_out, with_gaps
 from verl_ext.errors import HookError
-from verl_ext.fields import OLD_ROUTES, OWN_ROUTES, RESPONSE_MASK, ROLLOUT_ROUTES, ROLLOUT_WEIGHTS
+from verl_ext.fields import OLD_ROUTES, OWN_ROUTES, ROLLOUT_ROUTES
 from verl_ext.routing.choices import (
     OFF,
     REPLAY_OFF,
     ChoicePoint,
     Choose,
     check_replayable,
-    combine_weights,
     expert_counts,
     find_choices,
 )
@@ -62,16 +60,14 @@ class ForwardPass:
         dtype: torch.dtype,
         replayed_TLK: Tensor | None,
         compares: bool,
-        weighs: bool = False,
     ):
-        self.layout, self.layers, self.dtype, self.compares, self.weighs = layout, layers, dtype, compares, weighs
+        self.layout, self.layers, self.dtype, self.compares = layout, layers, dtype, compares
         self.replayed_TLK = replayed_TLK
         self.replayed_nLK: Tensor | None = None
         self.known_n1: Tensor | None = None
         self.own: dict[int, Tensor] = {}  # layer -> [n, K], by the router itself
         self.used: dict[int, Tensor] = {}
         self.margin: dict[int, Tensor] = {}  # layer -> [n]
-        self.weights: dict[int, Tensor] = {}  # layer -> [n, K] float32, of those used
         self.over = False
 
     def choose(self, layer: int, scores_nE: Tensor, ids_nK: Tensor) -> Tensor:
@@ -90,11 +86,6 @@ class ForwardPass:
             if self.compares:
                 self.margin[layer] = top_k_margin(scores_nE, ids_nK)
         return used_nK
-
-    def weigh(self, layer: int, weights_nK: Tensor) -> None:
-        """What router `layer` weighs the experts with that it used."""
-        if not self.over:
-            self.weights[layer] = weights_nK.detach().half().float()  # as the rollout's travel
 
     def end(self) -> None:
         """Nothing is recorded from here on; replay goes on. Raises HookError unless every router ran."""
@@ -151,7 +142,7 @@ class FsdpRouting:
         self.decoder_layers = hf_config.get_text_config().num_hidden_layers
         self.current: ForwardPass | None = None
         for index, point in enumerate(self.points):
-            point.intercept(self.experts, self.top_k, self._choose(index), self._weigh(index, point))
+            point.intercept(self.experts, self.top_k, self._choose(index))
         wrap("fsdp_routing", engine, "forward_step", self.forward_step, "micro_batch, loss_function, forward_only")
 
     def hooks(self) -> tuple[str, int]:
@@ -169,13 +160,6 @@ class FsdpRouting:
             return lambda scores_nE, ids_nK: current.choose(layer, scores_nE, ids_nK)
 
         return active
-
-    def _weigh(self, layer: int, point: ChoicePoint) -> Callable[[Any], None]:
-        def returned(output: Any) -> None:
-            if self.current is not None and self.current.weighs:
-                self.current.weigh(layer, combine_weights(point, output, self.top_k))
-
-        return returned
 
     def forward_step(self, verls: Callable, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
         """verl's own, with the routers recorded, compared and told what to use."""
@@ -205,8 +189,7 @@ class FsdpRouting:
 
         layout = Layout.of(micro_batch, get_device_id())
         compares = compared_TLK is not None
-        weighs = compares and ROLLOUT_WEIGHTS in micro_batch
-        now = ForwardPass(layout, len(self.points), narrow_dtype(self.experts), replayed_TLK, compares, weighs)
+        now = ForwardPass(layout, len(self.points), narrow_dtype(self.experts), replayed_TLK, compares)
         self.current = now  # stays until the next forward pass: the backward pass of this one may run the routers again
         loss, output = verls(micro_batch, loss_function=loss_function, forward_only=forward_only)
         now.end()
@@ -224,11 +207,9 @@ class FsdpRouting:
     def _compare(
         self, now: ForwardPass, rollout_TLK: Tensor, refused_T: Tensor | None, micro_batch: TensorDict
     ) -> dict[str, Tensor]:
-        used_TLK, own_TL, gap_TL = now.packed(now.used), None, None
+        used_TLK, own_TL = now.packed(now.used), None
         if now.replayed_TLK is not None:
             own_TL = expert_overlap(now.packed(now.own), rollout_TLK)
-        if now.weighs:
-            gap_TL = weight_gap(used_TLK, now.packed(now.weights), rollout_TLK, self._rollout_weights(micro_batch))
         return routing_outputs(
             expert_overlap(used_TLK, rollout_TLK),
             self.top_k,
@@ -238,7 +219,6 @@ class FsdpRouting:
             refused_T=refused_T,
             margin_TL=now.packed(now.margin),
             own_TL=own_TL,
-            weight_gap_TL=gap_TL,
         )
 
     def _rollout_routes(self, micro_batch: TensorDict) -> tuple[Tensor | None, Tensor | None]:
@@ -257,30 +237,12 @@ class FsdpRouting:
                 f"the rollout's {ROLLOUT_ROUTES} is {tuple(routes_TLK.shape)} [tokens, layers, top_k] where the "
                 f"training engine has {tokens} tokens, {self.decoder_layers} decoder layers, {len(self.points)} of "
                 f"them with a router, and top-{self.top_k}: "
-                + (
-                    "it holds weights beside the ids, which this run's agent loops did not take apart"
-                    if top_k == 2 * self.top_k
-                    else "the two engines number this model's layers differently"
-                ),
+                "the two engines number this model's layers differently",
                 OFF,
             )
         routes_TLK = with_gaps(self._of_routers(routes_TLK).to(get_device_id()), lengths_B, left_out_B)
         routes_TLK, refused_T = believed(routes_TLK, self.experts, offsets)
         return routes_TLK.to(narrow_dtype(self.experts)), refused_T
-
-    def _rollout_weights(self, micro_batch: TensorDict) -> Tensor:
-        """[T, L, K] of the rollout, as `_rollout_routes`."""
-        lengths_B, routes = micro_batch["input_ids"].offsets().diff(), micro_batch[ROLLOUT_ROUTES]
-        left_out_B = left_out(routes, lengths_B)
-        weights_TLK = filled(micro_batch[ROLLOUT_WEIGHTS], lengths_B, micro_batch[RESPONSE_MASK], left_out_B)
-        expected = (int(lengths_B.sum()), *routes.values().shape[1:])
-        if weights_TLK.shape != expected:
-            raise HookError(
-                f"the rollout's {ROLLOUT_WEIGHTS} is {tuple(weights_TLK.shape)} where its {ROLLOUT_ROUTES} is "
-                f"{expected} [tokens, layers, top_k]",
-                fix=("stability.router_weights=false",),
-            )
-        return self._of_routers(weights_TLK.to(get_device_id()))
 
     def _of_routers(self, shipped: Tensor) -> Tensor:
         """The layers that have a router, of [T, L', K]."""

@@ -59,7 +59,6 @@ def routing_outputs(
     refused_T: Tensor | None = None,
     margin_TL: Tensor | None = None,
     own_TL: Tensor | None = None,
-    weight_gap_TL: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Agreement of the response tokens of a batch, or micro-batch, from the overlap of all of its tokens.
 
@@ -69,7 +68,7 @@ def routing_outputs(
         batch: with jagged `input_ids` [B, n] and `response_mask` [B, r], on any device.
         left_out_B: bool, trajectories whose routing did not travel (`core.tokens.left_out`).
         refused_T: why rows are refused, as of `believed`.
-        margin_TL, own_TL, weight_gap_TL: see `core.routing.agreement`.
+        margin_TL, own_TL: see `core.routing.agreement`.
 
     Returns model outputs, on the device of `overlap_TL`:
         router_agreement: jagged [B, r] float32, per response token the mean over layers of |T and I| / K; NaN in the
@@ -84,7 +83,7 @@ def routing_outputs(
     lengths_B = batch["input_ids"].offsets().diff().to(device)
     tokens = int(lengths_B.sum())
     given = {"overlap_TL": overlap_TL, "known_T": known_T, "margin_TL": margin_TL, "own_TL": own_TL}
-    given |= {"refused_T": refused_T, "weight_gap_TL": weight_gap_TL}
+    given |= {"refused_T": refused_T}
     for name, value in given.items():
         if value is not None and len(value) != tokens:
             raise ValueError(f"{name} has {len(value)} rows where input_ids of the batch has {tokens} tokens")
@@ -99,6 +98,5 @@ def routing_outputs(
         refused_N=None if refused_T is None else refused_T.to(device)[rows_R],
         margin_NL=None if margin_TL is None else margin_TL[rows_R],
         own_NL=None if own_TL is None else own_TL[rows_R],
-        weight_gap_NL=None if weight_gap_TL is None else weight_gap_TL[rows_R],
     )
     return {AGREEMENT: jagged(per_token_R, offsets), ROUTER_SUMS: sums.pack()}

@@ -39,7 +39,6 @@ class Switches:
             engine (the paper's), or `old`, the training engine before the update.
         router_agreement: compare the experts that training and rollout chose.
         router_agreement_share: in this share of the trajectories, above 0; those of the others do not travel.
-        router_weights: and the weights that they give them.
         head: with each token, the rollout's most likely ones and their log-probabilities.
         score_centering: subtract from each token's score what the sampler expects of it, weighted as it is.
         rescoring: score a few trajectories again with the weights that sampled them (`separate_async`).
@@ -58,7 +57,6 @@ class Switches:
     kl_denominator: str = "infer"
     router_agreement: bool = False
     router_agreement_share: float = 1.0
-    router_weights: bool = False
     head: HeadSettings = field(default_factory=HeadSettings)
     score_centering: bool = False
     rescoring: Rescoring = field(default_factory=Rescoring)
@@ -103,7 +101,6 @@ class StabilityConfig(Switches):
         needing += [f"filters.{one.name}" for one in self.filters if one.method.needs_agreement]
         if needing and self.router_agreement_share < 1:
             raise ConfigError(f"stability.{needing[0]} {self.needs_every_agreement}", fix=(EVERY_AGREEMENT,))
-        needing += ["router_weights"] * self.router_weights
         needing += [f"router_agreement_share={self.router_agreement_share:g}"] * (self.router_agreement_share < 1)
         if needing and not self.router_agreement:
             raise ConfigError(f"stability.{needing[0]} needs the routers' agreement", fix=(AGREEMENT,))
@@ -169,8 +166,6 @@ class StabilityConfig(Switches):
                     )
         if rule.signal.startswith("router/") and not self.router_agreement:
             raise ConfigError(f"{where}: {rule.signal} needs the routers' agreement", fix=(AGREEMENT,))
-        if rule.signal == "router/weight_gap" and not self.router_weights:
-            raise ConfigError(f"{where}: {rule.signal} needs their weights", fix=("stability.router_weights=true",))
 
     @property
     def needs_every_agreement(self) -> str:

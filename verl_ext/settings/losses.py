@@ -20,16 +20,8 @@ VERLS_SETTINGS = (
 RATIO_BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov")  # l_old enters by the ratio alone
 BASES = (*RATIO_BASES, "dppo_kl", "dppo_tv", "dro", "geo_mean_weighted", "gpg", "kl_cov")
 
-MODULE = "verl_ext.workers.loss_config"
-TARGET = f"{MODULE}.build_loss_config"  # what verl calls in every process that builds its ActorConfig
-# What a config may still name instead, each for one loss.
-OLD_NAMES = {
-    "IcePopLossConfig": "icepop",
-    "OpsmLossConfig": "opsm",
-    "LldsLossConfig": "llds",
-    "RouterShiftLossConfig": "router_shift",
-}
-OLD_TARGETS = {f"{MODULE}.{name}": loss for name, loss in OLD_NAMES.items()}
+# verl calls it in every process that builds its ActorConfig.
+TARGET = "verl_ext.workers.loss_config.build_loss_config"
 
 
 def chosen_loss(policy_loss: Mapping[str, Any]) -> Chosen[Loss]:
@@ -65,8 +57,6 @@ def require_base(base: str, known: Collection[str] = BASES) -> None:
 
 
 def loss_of_settings(policy_loss: Mapping[str, Any]) -> str | None:
-    """The loss whose settings stand there, or which an old `_target_` names: what another `loss_mode` overrides."""
-    if (old := OLD_TARGETS.get(str(policy_loss.get("_target_")))) is not None:
-        return old
+    """The loss whose settings the node holds, which another `loss_mode` would override; None without one."""
     own = {name: set(defaults(method.settings)) for name, method in LOSSES.items()}
     return next((name for name, settings in own.items() if settings and settings <= set(policy_loss)), None)

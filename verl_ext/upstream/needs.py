@@ -183,14 +183,6 @@ HOOKS = (
         ("verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict(self): routed_experts",),
     ),
     Hook(
-        "routed_weights",
-        "upstream/routed_weights.py",
-        (
-            "verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict(self): routed_experts",
-            "verl.experimental.agent_loop.tool_agent_loop.ToolAgentLoop._handle_generating_state: routed_experts",
-        ),
-    ),
-    Hook(
         "routing_share",
         "upstream/routing_share.py",
         ("verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict(self): routed_experts",),

@@ -17,7 +17,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
-from verl_ext.fields import ROLLOUT_ROUTES, ROLLOUT_WEIGHTS
+from verl_ext.fields import ROLLOUT_ROUTES
 from verl_ext.upstream.narrow_routing import AGENT_LOOP
 from verl_ext.upstream.patching import Undo, expect, wrap
 from verl_ext.upstream.runtime_env import ask
@@ -62,13 +62,13 @@ def in_agent_loop(agent_loop: Any, sampling: Systematic) -> Undo:
 
 
 def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any, sampling: Systematic) -> dict[str, Any]:
-    """The fields of an AgentLoopOutput; of one that is not sampled, `routed_experts`, and `routed_weights`, are empty:
-    [0, L, K] of the dtype that the others have."""
+    """The fields of an AgentLoopOutput; of one that is not sampled, `routed_experts` is empty: [0, L, K] of the
+    dtype that the others have."""
     rows = output.routed_experts
     if rows is None or sampling.take():
         return verls(output)
     one_token: dict[str, Any] = {"prompt_ids": [0], "response_ids": [0], "response_mask": [0]}
     one_token |= {"response_logprobs": None, "multi_modal_data": None, "extra_fields": {}, "routed_experts": rows[:0]}
     alike = verls(output.model_copy(update=one_token))  # whatever becomes of the others' ids
-    empty = {name: alike[name][:0].clone() for name in (ROLLOUT_ROUTES, ROLLOUT_WEIGHTS) if name in alike}
-    return verls(output.model_copy(update={"routed_experts": None})) | empty
+    empty = alike[ROLLOUT_ROUTES][:0].clone()
+    return verls(output.model_copy(update={"routed_experts": None})) | {ROLLOUT_ROUTES: empty}

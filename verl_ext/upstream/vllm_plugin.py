@@ -2,7 +2,7 @@
 
 from wrapt import register_post_import_hook
 
-from verl_ext.upstream import engine_report, engine_states, on_cpu, routed_weights
+from verl_ext.upstream import engine_report, engine_states, on_cpu
 
 
 def register() -> None:
@@ -14,7 +14,6 @@ def register() -> None:
     """
     engine_report.install()
     engine_states.install()
-    routed_weights.install_in_vllm()
     register_post_import_hook("verl_ext.upstream.fake_quantized_loader:on_import", "vllm.model_executor.model_loader")
     if on_cpu.requested():
         register_post_import_hook("verl_ext.cpu.vllm:on_import", "vllm.v1.worker.cpu_model_runner")

@@ -1,12 +1,11 @@
 """The settings of our policy losses as verl carries them: what `actor.policy_loss._target_` names."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from verl.workers.config.actor import PolicyLossConfig
 
-from verl_ext.settings.losses import BASES, LOSSES, OLD_NAMES, VERLS_SETTINGS, base_of, chosen_loss, require_base
+from verl_ext.settings.losses import BASES, LOSSES, VERLS_SETTINGS, base_of, chosen_loss, require_base
 
 
 @dataclass
@@ -33,10 +32,3 @@ def build_loss_config(**given: Any) -> PolicyLossConfig:
         require_base(base, set(POLICY_LOSS_REGISTRY) - {*LOSSES, "bypass_mode"})
     verls = {name: value for name, value in given.items() if name in VERLS_SETTINGS}
     return ComposedLossConfig(**verls, base=base, settings=chosen.settings)
-
-
-def __getattr__(name: str) -> Any:
-    """The names of `_target_` that older configs hold."""
-    if name not in OLD_NAMES:
-        raise AttributeError(f"module {__name__} has no attribute {name}")
-    return partial(build_loss_config, loss_mode=OLD_NAMES[name])

@@ -25,10 +25,10 @@ from verl.utils import transferqueue_utils
 from verl.utils.device import get_device_id
 
 from verl_ext.errors import BatchError
-from verl_ext.fields import OLD_ROUTES, ROLLOUT_ROUTES, ROLLOUT_WEIGHTS
+from verl_ext.fields import OLD_ROUTES, ROLLOUT_ROUTES
 from verl_ext.upstream.patching import wrap
 
-SHARED = (ROLLOUT_ROUTES, ROLLOUT_WEIGHTS, OLD_ROUTES)
+SHARED = (ROLLOUT_ROUTES, OLD_ROUTES)
 CHUNK = 64 << 20  # bytes that a rank holds on its device at a time, of all ranks' rows
 
 Fetch = Callable[[BatchMeta | KVBatchMeta], TensorDict]

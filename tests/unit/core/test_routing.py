@@ -56,16 +56,6 @@ def computed(drawn, top_k, **settings):
     )
 
 
-def test_a_gap_of_weights_counts_where_a_token_does():
-    drawn = draw([3, 2], 2, 2, 0) | {"mask": torch.tensor([True, False, True, True, True])}
-    drawn["known"] = torch.tensor([True, True, False, True, True])
-    gap = torch.tensor([[0.1, 0.3], [math.nan] * 2, [math.nan] * 2, [0.5, 0.5], [0.0, 0.2]])
-    _, sums = computed(drawn, 2, weight_gap_NL=gap)
-    assert sums.weighed.flatten().tolist() == [1, 2]
-    assert router_metrics(sums.pack())["router/weight_gap"] == pytest.approx((0.2 + 0.5 + 0.1) / 3)
-    assert "router/weight_gap" not in router_metrics(computed(drawn, 2)[1].pack())
-
-
 def ratio_error(pairs, M):
     """Standard error of sum a / sum n of m pairs (a, n) out of M, in float64 (Cochran, ch. 6)."""
     m, n = len(pairs), math.fsum(n for _, n in pairs)
@@ -151,7 +141,7 @@ def test_sums_are_of_each_trajectory_and_survive_the_way(lengths, layers, seed):
     drawn = draw(lengths, layers, 2, seed)
     _, sums = computed(drawn, 2)
     packed = sums.pack()
-    assert packed.shape == (len(lengths), 4 * layers + 7 + len(REASONS))
+    assert packed.shape == (len(lengths), 4 * layers + 5 + len(REASONS))
     for name, value in vars(RouterSums.unpack(packed)).items():
         assert torch.equal(value, getattr(sums, name))
     counted = (drawn["mask"] & drawn["known"]).split(lengths)
@@ -219,7 +209,7 @@ def sums_of(agree, tokens, left_out):
     here = ~torch.tensor(left_out).unsqueeze(1)
     by_layer = torch.cat([agree - 0.25, agree + 0.25], 1) * here
     zero = torch.zeros_like(tokens)
-    rest = {"margin_equal": zero, "margin_differs": zero, "unknown": zero, "weight_gap": zero, "weighed": zero}
+    rest = {"margin_equal": zero, "margin_differs": zero, "unknown": zero}
     sums = RouterSums(
         agree=by_layer,
         exact=by_layer,

@@ -32,9 +32,7 @@ EXPERTS = f"{MOE}.experts.cpu_moe"
 RUNNER = "vllm.v1.worker.cpu_model_runner"
 CONNECTOR = "vllm.distributed.aux_output_connector.worker"
 CONFIG = "vllm.config.vllm"
-CLASSES = find_spec(f"{MOE}.cpu_fused_moe") is None  # since vLLM 0.28
-DELIVERS = find_spec("vllm.distributed.aux_output_connector") is not None  # since 0.31
-CHOOSE = CLASSES and hasattr(importlib.import_module(EXPERTS).CPUUnquantizedExperts, "_select_experts")  # until 0.29
+CLASSES = find_spec(f"{MOE}.cpu_fused_moe") is None  # vLLM 0.31; else 0.27
 only_a_kernel = pytest.mark.skipif(CLASSES, reason="of vLLM 0.27")
 LOADERS = "vllm.model_executor.model_loader"  # for the format that rounds weights, on any platform
 
@@ -86,11 +84,7 @@ TO_DELIVER = [
     ("capture_routed_experts", CONNECTOR, "PendingAuxOutput", "process_output"),
     ("capture_routed_experts", RUNNER, "GPUModelRunner", "sample_tokens"),
 ]
-TO_CAPTURE = [("capture_routed_experts", RUNNER, "GPUModelRunner", "init_routed_experts_capturer")]
-if CLASSES:
-    TARGETS += OF_CLASSES + (TO_DELIVER if DELIVERS else TO_CAPTURE)
-else:
-    TARGETS += OF_A_KERNEL
+TARGETS += [*OF_CLASSES, *TO_DELIVER] if CLASSES else OF_A_KERNEL
 
 
 @pytest.mark.slow
@@ -151,13 +145,7 @@ def replaced() -> list[Any]:
         found += [find(f"{MOE}.cpu_fused_moe", name) for name in ("CPUFusedMOE", "SGLFusedMOE")]
         return [*found, runner._bind_routed_experts_capturer, "_bind_routed_experts_capturer" in vars(runner)]
     found += [find(module, f"{owner}.{name}".strip(".")) for _, module, owner, name in OF_CLASSES]
-    if CHOOSE:
-        experts = find(EXPERTS, "CPUUnquantizedExperts")
-        found += [experts._select_experts, experts.supports_routing_replay_capture]
-    methods = (
-        ["execute_model", "sample_tokens", "initialize_kv_cache"] if DELIVERS else ["init_routed_experts_capturer"]
-    )
-    return [*found, *(getattr(runner, name) for name in methods)]
+    return [*found, *(getattr(runner, name) for name in ("execute_model", "sample_tokens", "initialize_kv_cache"))]
 
 
 def test_undo_restores_the_originals(cpu: Any) -> None:

@@ -1,4 +1,4 @@
-"""How routed experts leave vLLM's CPU runner from 0.31 on; its connector is a stand-in, the real one is an engine's."""
+"""How routed experts leave vLLM's CPU runner of 0.31; its connector is a stand-in, the real one is an engine's."""
 
 from types import SimpleNamespace
 
@@ -68,16 +68,8 @@ def test_without_a_connector_or_a_step_the_output_is_vllms(runner):
     assert not hasattr(routing._attach(sample, runner, None), "aux_output_connector_output")
 
 
-def test_experts_that_choose_for_themselves_hand_out_what_they_chose():
-    taken = []
-    experts = SimpleNamespace(routing_replay_capture_fn=taken.append)
-    assert routing._hand_out(lambda self, hidden: ("weights", hidden), experts, "ids") == ("weights", "ids")
-    experts.routing_replay_capture_fn = None
-    routing._hand_out(lambda self, hidden: ("weights", hidden), experts, "ids")
-    assert taken == ["ids"]
-
-
 def test_a_compiled_engine_is_refused():
-    runner = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=False))
+    returns_routing = SimpleNamespace(aux_output_config=SimpleNamespace(enabled=True))
+    runner = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=False), vllm_config=returns_routing)
     with pytest.raises(ValueError, match="enforce_eager=True"):
-        routing._eagerly(lambda runner: None, runner)
+        routing._connect(lambda runner, cache, profiling: None, runner, None)

@@ -490,7 +490,7 @@ def test_no_text_of_the_config_is_offered_as_a_fix(look):
     rollout = "actor_rollout_ref.rollout"
     lengths = {f"{rollout}.{name}": "9; touch y" for name in ("max_model_len", "max_num_batched_tokens")}
     assert look(lengths | {f"{rollout}.enable_chunked_prefill": False}, "lengths")["lengths"][0]["fix"] == ()
-    ours = {f"{ACTOR}.policy_loss._target_": "verl_ext.workers.loss_config.LldsLossConfig"}
+    ours = {f"{ACTOR}.policy_loss._target_": TARGET, **{f"{ACTOR}.policy_loss.{name}": 1 for name in ("coef", "gate")}}
     (finding, *_) = look(ours | {f"{ACTOR}.policy_loss.loss_mode": "x; touch y"}, "hooks")["hooks"]
     assert "touch" in finding["found"] and finding["fix"] == (f"{ACTOR}.policy_loss.loss_mode=llds",)
     for setting in (f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype"):

@@ -86,7 +86,6 @@ def test_plugins_that_would_not_be_loaded(installed, plugins, environ, expected)
             {"vllm": "0.32.0"},
             None,
             [
-                ("vllm 0.32.0, and written for >=0.24,<0.31:", ["routed_weights"]),
                 ("vllm 0.32.0, and written for >=0.24,<0.32:", ["engine_report"]),
             ],
         ),

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from verl_ext.lab.seeds import Variant
-from verl_ext.lab.summary import Summary
+from verl_ext.lab.summary import Summary, Variant
 
 
 def summary(final: float | None = 0.5, **more) -> Summary:

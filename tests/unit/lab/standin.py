@@ -18,7 +18,7 @@ from verl_ext.guard.state import Event
 
 REGIMES = {"stale": SimpleNamespace(stands_for="asynchronous RL"), "bf16": SimpleNamespace(stands_for="two kernels")}
 FINAL = {"exact": 0.9, "none": 0.2, "tis": 0.75, "icepop": 0.6}  # where the reward ends
-STOPPED = {"guard": 22, "high7": 22, "high8": 22}  # the step at which the guard ends the run
+STOPPED = {"guard": 22}  # the step at which the guard ends the run
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import pytest
 from tests.support.signals import heeds_ctrl_c
 from tests.unit.lab import standin
 from verl_ext.cli import main
-from verl_ext.lab.arguments import seeds as parsed
+from verl_ext.lab.command import parse_seeds
 
 SMALL = ["--steps", "40", "--seeds", "2", "--jobs", "2"]
 
@@ -154,7 +154,7 @@ def test_wrong_usage_exits_with_two_and_one_line(words, capsys):
     ("text", "seeds"), [("3", (0, 1, 2)), ("3-5", (3, 4, 5)), ("0,2", (0, 2)), ("7-7", (7,)), ("1,4-5,1", (1, 4, 5))]
 )
 def test_seeds(text, seeds):
-    assert parsed(text) == seeds
+    assert parse_seeds(text) == seeds
 
 
 def test_list_tells_the_regimes_with_what_they_stand_for_and_the_variants(capsys):

@@ -8,7 +8,7 @@ from tests.unit.lab.test_training import SMALL
 from tests.unit.lab.test_training import composed_quickly as composed_quickly
 from verl_ext.cli import main
 from verl_ext.lab import arms
-from verl_ext.lab.cells import cells_of
+from verl_ext.lab.grid import cells_of
 
 STEPS, REFUSED = 30, 22
 STOPPING = (*SMALL, "stability.batch_skip.threshold=1e-7", f"stability.guard.stop_after={REFUSED}")

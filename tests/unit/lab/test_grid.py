@@ -10,19 +10,17 @@ from multiprocessing import forkserver
 import pytest
 
 from tests.unit.lab.standin import Arm, run_arm
-from verl_ext.lab.cells import Cell, left_to_do
-from verl_ext.lab.grid import run_grid
-from verl_ext.lab.worker import End, Step
+from verl_ext.lab.grid import GridCell, RunEnd, RunStep, left_to_do, run_grid
 
 STEPS = 8
 
 
-def cells(*names: str, seeds=(0, 1), steps: int = STEPS) -> list[Cell]:
-    return [Cell(Arm(name, (f"steps={steps}",)), seed, steps) for seed in seeds for name in names]
+def cells(*names: str, seeds=(0, 1), steps: int = STEPS) -> list[GridCell]:
+    return [GridCell(Arm(name, (f"steps={steps}",)), seed, steps) for seed in seeds for name in names]
 
 
-def ends(events) -> dict[str, End]:
-    return {str(event.cell): event for event in events if isinstance(event, End)}
+def ends(events) -> dict[str, RunEnd]:
+    return {str(event.cell): event for event in events if isinstance(event, RunEnd)}
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
@@ -31,7 +29,7 @@ def test_every_run_tells_its_steps_and_its_end_and_is_done(tmp_path, jobs):
     events = list(run_grid(grid, tmp_path, run_arm, jobs))
     for cell in grid:
         own = [event for event in events if event.cell == cell]
-        assert own == [*(Step(cell, step) for step in range(1, STEPS + 1)), End(cell)]
+        assert own == [*(RunStep(cell, step) for step in range(1, STEPS + 1)), RunEnd(cell)]
         lines = (cell.folder(tmp_path) / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
         done = json.loads((cell.folder(tmp_path) / "done.json").read_text())
@@ -127,5 +125,5 @@ def test_what_has_changed_runs_again_and_is_named(tmp_path):
 def test_another_version_of_the_plugin_is_a_change(tmp_path, monkeypatch):
     grid = cells("none", seeds=[0])
     list(run_grid(grid, tmp_path, run_arm, 1))
-    monkeypatch.setattr("verl_ext.lab.cells.__version__", "0.0.0")
+    monkeypatch.setattr("verl_ext.lab.grid.__version__", "0.0.0")
     assert left_to_do(grid, tmp_path) == (grid, {"none": ["version"]})

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.closeness import close
-from verl_ext.lab.model import Cache, choose_experts, expert_weights, forward, init_weights
-from verl_ext.lab.settings import ModelSettings
+from verl_ext.lab.model import Cache, ModelSettings, choose_experts, expert_weights, forward, init_weights
 
 QWEN = ModelSettings(hidden=16, expert_hidden=8)
 DEEPSEEK = ModelSettings(layers=1, hidden=16, expert_hidden=8, router="sigmoid", groups=4, top_groups=2, top_k=3)

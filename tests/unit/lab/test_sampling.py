@@ -8,11 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.closeness import close
-from verl_ext.lab.model import init_weights
-from verl_ext.lab.policy import score
-from verl_ext.lab.sampling import Engine, rescore, sample, truncated
-from verl_ext.lab.settings import ModelSettings, TaskSettings
-from verl_ext.lab.tasks import END, VOCABULARY, draw
+from verl_ext.lab.learner import score
+from verl_ext.lab.model import (
+    ModelSettings,
+    RolloutEngine,
+    init_weights,
+    rollout_log_probs,
+    sample_responses,
+    truncate_logits,
+)
+from verl_ext.lab.tasks import END, VOCABULARY, TaskSettings, draw
 
 MODEL, LENGTH = ModelSettings(hidden=16, expert_hidden=8), 7
 
@@ -32,18 +37,18 @@ def prompts():
 
 
 def sampled(engine, prompts, seed=2):
-    return sample(engine, MODEL, prompts, LENGTH, generator(seed))
+    return sample_responses(engine, MODEL, prompts, LENGTH, generator(seed))
 
 
 @pytest.mark.parametrize("engine", [{}, {"dtype": torch.bfloat16}, {"temperature": 1.3}, {"top_p": 0.8}])
 def test_an_engine_says_of_its_own_tokens_what_it_sampled_them_with(weights, prompts, engine):
-    engine = Engine((weights,), **engine)
+    engine = RolloutEngine((weights,), **engine)
     found = sampled(engine, prompts)
-    assert torch.equal(rescore(engine, MODEL, prompts, found.responses), found.l_infer)
+    assert torch.equal(rollout_log_probs(engine, MODEL, prompts, found.responses), found.l_infer)
 
 
 def test_an_exact_engine_says_what_training_says(weights, prompts):
-    found = sampled(Engine((weights,)), prompts)
+    found = sampled(RolloutEngine((weights,)), prompts)
     read = score(weights, MODEL, prompts, found.responses)
     close(found.l_infer, read.log_probs * found.mask, 1e-5)
     steps = prompts.shape[1] + found.mask.sum(1) - 1  # tokens of a row that were forwarded
@@ -52,7 +57,7 @@ def test_an_exact_engine_says_what_training_says(weights, prompts):
 
 
 def test_a_response_ends_with_its_end(weights, prompts):
-    found = sampled(Engine((weights,)), prompts)
+    found = sampled(RolloutEngine((weights,)), prompts)
     for tokens, mask in zip(found.responses.tolist(), found.mask.tolist(), strict=True):
         length = sum(mask)
         assert mask == [True] * length + [False] * (LENGTH - length)
@@ -63,15 +68,14 @@ def test_a_response_ends_with_its_end(weights, prompts):
 
 
 def test_the_same_noise_gives_the_same_tokens(weights, prompts):
-    assert torch.equal(sampled(Engine((weights,)), prompts).responses, sampled(Engine((weights,)), prompts).responses)
-    assert not torch.equal(
-        sampled(Engine((weights,)), prompts).responses, sampled(Engine((weights,)), prompts, 3).responses
-    )
+    engine = RolloutEngine((weights,))
+    assert torch.equal(sampled(engine, prompts).responses, sampled(engine, prompts).responses)
+    assert not torch.equal(sampled(engine, prompts).responses, sampled(engine, prompts, 3).responses)
 
 
 def test_tokens_come_with_the_shares_that_their_log_probs_say(weights):
     prompt = draw(TaskSettings(digits=5), 1, generator(1))[0].expand(20_000, -1)
-    first = sample(Engine((weights,), temperature=1.5), MODEL, prompt, 1, generator(3))
+    first = sample_responses(RolloutEngine((weights,), temperature=1.5), MODEL, prompt, 1, generator(3))
     said = {}
     for token, log_prob in zip(first.responses[:, 0].tolist(), first.l_infer[:, 0].tolist(), strict=True):
         said[token] = log_prob
@@ -83,8 +87,8 @@ def test_tokens_come_with_the_shares_that_their_log_probs_say(weights):
 
 def test_parts_share_a_response_between_them(weights, prompts):
     other = {name: value * 1.5 for name, value in weights.items()}
-    found = sampled(Engine((weights, other)), prompts)
-    alone = sampled(Engine((weights,)), prompts)
+    found = sampled(RolloutEngine((weights, other)), prompts)
+    alone = sampled(RolloutEngine((weights,)), prompts)
     half = math.ceil(LENGTH / 2)
     assert torch.equal(found.l_infer[:, :half], alone.l_infer[:, :half])
     later = found.mask[:, half:] & (found.responses == alone.responses)[:, half:]
@@ -92,7 +96,7 @@ def test_parts_share_a_response_between_them(weights, prompts):
 
 
 def test_bfloat16_is_near_and_not_the_same(weights, prompts):
-    found = sampled(Engine((weights,), dtype=torch.bfloat16), prompts)
+    found = sampled(RolloutEngine((weights,), dtype=torch.bfloat16), prompts)
     read = score(weights, MODEL, prompts, found.responses)
     gap = (found.l_infer - read.log_probs)[found.mask].abs()
     assert 1e-4 < gap.mean() < 0.1
@@ -101,7 +105,7 @@ def test_bfloat16_is_near_and_not_the_same(weights, prompts):
 @given(st.integers(0, 2**31), st.integers(0, 9), st.floats(0.05, 1))
 def test_truncation_keeps_the_head(seed, top_k, top_p):
     logits = torch.randn(4, 8, generator=generator(seed))
-    kept = truncated(logits, top_k, top_p).isfinite()
+    kept = truncate_logits(logits, top_k, top_p).isfinite()
     for row in range(4):
         order = sorted(range(8), key=lambda token: -logits[row, token].item())[: top_k or 8]
         share = logits[row, order].double().softmax(0).tolist()
@@ -117,7 +121,7 @@ def test_truncation_keeps_the_head(seed, top_k, top_p):
 
 
 def test_what_is_truncated_is_normalised_over_what_is_kept(weights, prompts):
-    found = sampled(Engine((weights,), top_k=2), prompts)
+    found = sampled(RolloutEngine((weights,), top_k=2), prompts)
     read = score(weights, MODEL, prompts, found.responses)
     assert (found.l_infer > read.log_probs)[found.mask].all()
     assert (found.l_infer[found.mask] <= 0).all()
@@ -125,17 +129,17 @@ def test_what_is_truncated_is_normalised_over_what_is_kept(weights, prompts):
 
 @pytest.mark.parametrize("engine", [{}, {"top_p": 0.8}, {"top_k": 4}])
 def test_the_head_is_of_the_distribution_that_was_sampled_from(weights, prompts, engine):
-    found = sample(Engine((weights,), **engine), MODEL, prompts, LENGTH, generator(2), head=128)
+    found = sample_responses(RolloutEngine((weights,), **engine), MODEL, prompts, LENGTH, generator(2), head=128)
     mask = found.mask.flatten()
     log_q = torch.empty_like(found.head.log_q).scatter(1, found.head.ids, found.head.log_q)  # by token
     assert torch.equal(found.head.known, mask)
     close(log_q[mask].exp().sum(1), torch.ones(int(mask.sum())))
     close(log_q.gather(1, found.responses.flatten()[:, None])[mask, 0], found.l_infer.flatten()[mask])
-    few = sample(Engine((weights,), **engine), MODEL, prompts, LENGTH, generator(2), head=3).head
+    few = sample_responses(RolloutEngine((weights,), **engine), MODEL, prompts, LENGTH, generator(2), head=3).head
     close(few.log_q[mask], log_q[mask].topk(3, 1).values)
 
 
 def test_told_of_the_kept_tokens_training_says_what_an_exact_engine_says(weights, prompts):
-    found = sample(Engine((weights,), top_p=0.8), MODEL, prompts, LENGTH, generator(2), head=128)
+    found = sample_responses(RolloutEngine((weights,), top_p=0.8), MODEL, prompts, LENGTH, generator(2), head=128)
     read = score(weights, MODEL, prompts, found.responses, head=found.head, truncated=True)
     close(found.l_infer, read.log_probs * found.mask, 1e-5)

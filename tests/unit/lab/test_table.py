@@ -5,10 +5,8 @@ import pytest
 from rich.console import Console
 
 from tests.unit.lab.made_variants import summary, variant
-from verl_ext.lab.results import as_text, results
-from verl_ext.lab.seeds import Variant
-from verl_ext.lab.table import columns, rows, table
-from verl_ext.lab.words import findings
+from verl_ext.lab.summary import Variant
+from verl_ext.lab.table import findings_of, results_of, results_text, table_columns, table_rows, terminal_table
 
 NONE = Variant(
     "none",
@@ -33,14 +31,14 @@ VARIANTS = [
 def drawn(width: int, encoding: str = "utf-8", variants=VARIANTS) -> str:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding)
-    Console(file=file, width=width).print(table(variants, findings(variants)))
+    Console(file=file, width=width).print(terminal_table(variants, findings_of(variants)))
     file.flush()
     return raw.getvalue().decode(encoding)
 
 
 def cells(name: str) -> dict[str, str]:
-    row = next(row for row in rows(VARIANTS) if row.name == name)
-    return {column.title: entry.text for column, entry in zip(columns(VARIANTS), row.cells, strict=True)}
+    row = next(row for row in table_rows(VARIANTS) if row.name == name)
+    return {column.title: entry.text for column, entry in zip(table_columns(VARIANTS), row.cells, strict=True)}
 
 
 def test_cells_of_a_variant_that_collapsed():
@@ -60,7 +58,7 @@ def test_cells_of_variants_that_lived():
 
 
 def test_rows_stand_in_order_the_baseline_marked_and_failures_told():
-    found = rows(VARIANTS)
+    found = table_rows(VARIANTS)
     assert [row.label for row in found] == ["exact", "tis; 1 failed", "a_rather_long_name+icepop", "none, baseline"]
     verdicts = [entry.verdict for row in found for entry in row.cells[1:2]]
     assert verdicts == ["better", "better", "", ""]
@@ -86,7 +84,7 @@ def test_a_variant_without_any_run_has_a_row():
 
 
 def test_the_json_holds_the_table_and_every_seed():
-    found = json.loads(as_text(results({"regime": "stale"}, VARIANTS, ["a word"])))
+    found = json.loads(results_text(results_of({"regime": "stale"}, VARIANTS, ["a word"])))
     assert found["regime"] == "stale" and found["findings"] == ["a word"]
     by_name = {each["name"]: each for each in found["variants"]}
     assert list(by_name) == ["exact", "tis", "a_rather_long_name+icepop", "none"]
@@ -108,8 +106,8 @@ ALL_ENDED = Variant("skip", (), {0: summary(None, last=0.3, stopped=50)})
 
 def test_runs_that_the_guard_ended_early_are_an_outcome_of_their_own():
     variants = [*VARIANTS, ENDED, ALL_ENDED]
-    shown = [column.title for column in columns(variants)]
-    by_name = {row.name: {t: e.text for t, e in zip(shown, row.cells, strict=True)} for row in rows(variants)}
+    shown = [column.title for column in table_columns(variants)]
+    by_name = {row.name: {t: e.text for t, e in zip(shown, row.cells, strict=True)} for row in table_rows(variants)}
     assert list(by_name) == ["exact", "tis", "a_rather_long_name+icepop", "none", "guard", "skip"]
     guard, skip = by_name["guard"], by_name["skip"]
     assert guard["ended early"] == "2/3 @49" and guard["reward then"] == "0.60" and guard["collapsed"] == "0/1"
@@ -125,7 +123,7 @@ def test_runs_that_the_guard_ended_early_are_an_outcome_of_their_own():
 
 
 def test_the_json_holds_what_the_guard_ended():
-    found = json.loads(as_text(results({}, [*VARIANTS, ENDED, ALL_ENDED], [])))
+    found = json.loads(results_text(results_of({}, [*VARIANTS, ENDED, ALL_ENDED], [])))
     guard, skip = found["variants"][-2:]
     then = {"mean": pytest.approx(0.6), "seeds": 1}
     assert guard["ended_early"] == {

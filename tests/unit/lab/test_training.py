@@ -10,10 +10,10 @@ from tests.support import quick_compose
 from tests.support.closeness import close
 from verl_ext.errors import ConfigError
 from verl_ext.lab import arms
-from verl_ext.lab.batch import LossFields, compare_routing, mini_batch, model_output
+from verl_ext.lab.learner import LossFields, compare_routing, mini_batch, model_output
 from verl_ext.lab.summary import summarise
 from verl_ext.lab.training import Training
-from verl_ext.lab.warm_up import warmed_up
+from verl_ext.lab.warm_up import warm_up
 from verl_ext.launch import compose as ours
 from verl_ext.report.load import read_run
 
@@ -46,7 +46,7 @@ def training(tmp_path, warm_ups):
         given = (*SMALL, "lab.stale.lag=2", *overrides)
         arm = arms.arms_of(regime, [variant], {}, given)[-1]
         setup = arms.setup_of(arm, 0, tmp_path)
-        run = Training(setup, warmed_up(setup.lab, 6, 0, warm_ups))
+        run = Training(setup, warm_up(setup.lab, 6, 0, warm_ups))
         run.metrics = [run.step(step + 1) for step in range(steps)]
         return run
 
@@ -111,7 +111,7 @@ def test_exact_has_no_gap_and_stale_has_one(training):
 def test_stale_rollouts_say_so_as_tags_do_and_too_stale_drops_them(training, warm_ups, tmp_path):
     fresh = {"fresh": "stability=opsm stability.filters={too_stale:{versions:1}}"}  # of the variant: exact has no lag
     setup = arms.setup_of(arms.arms_of("stale", [], fresh, (*SMALL, "lab.stale.lag=2"))[-1], 0, tmp_path)
-    run = Training(setup, warmed_up(setup.lab, 6, 0, warm_ups))
+    run = Training(setup, warm_up(setup.lab, 6, 0, warm_ups))
     run.metrics = [run.step(step) for step in (1, 2, 3)]
     assert [metrics["filter/too_stale/dropped_tokens"] for metrics in run.metrics] == [0, 0, 1]
     for step, (metrics, bucket) in enumerate(zip(run.metrics, "012", strict=True), 1):

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 from omegaconf import OmegaConf
-from transformers import AutoConfig
 
 from tests.support.fixing import assert_fixed
 from verl_ext.core.losses import Llds
@@ -13,7 +12,6 @@ from verl_ext.launch.checks import apply_engine_settings, check_run, loss_settin
 from verl_ext.launch.lag_checks import check_lag
 from verl_ext.launch.models import check_folder
 from verl_ext.settings.stability import stability_config
-from verl_ext.upstream import routed_weights
 
 
 def check(compose, *overrides):
@@ -25,7 +23,6 @@ def check(compose, *overrides):
 LOSS = "actor_rollout_ref.actor.policy_loss"
 MODEL = "actor_rollout_ref.model"
 CHECKPOINT = "actor_rollout_ref.actor.checkpoint"
-WEIGHTS = ("stability=none", "stability.router_agreement=true", "stability.router_weights=true")
 
 
 def rule(action):
@@ -184,14 +181,6 @@ def rule(action):
             "set actor_rollout_ref.rollout.name=vllm",
         ),
         (
-            [*WEIGHTS, "model_engine=megatron", "actor_rollout_ref.model.use_remove_padding=true"],
-            "under fsdp and fsdp2, not actor_rollout_ref.actor.strategy=megatron; set stability.router_weights=false",
-        ),
-        (
-            [*WEIGHTS, "actor_rollout_ref.rollout.name=sglang"],
-            "reads the weights of vLLM's routers, not actor_rollout_ref.rollout.name=sglang",
-        ),
-        (
             ["stability=none", "stability.cascade_attention=off", "actor_rollout_ref.rollout.name=sglang"],
             "set stability.cascade_attention=default",
         ),
@@ -278,13 +267,6 @@ def test_routing_of_an_moe_passes_and_sets_the_rollout_to_return_it(compose, mod
     assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
 
 
-def test_the_weights_of_the_experts_are_asked_for_in_every_process(compose, models):
-    config = check(compose, *ROUTING, "stability.router_weights=true", f"actor_rollout_ref.model.path={models}/moe")
-    apply_engine_settings(config, stability_config(config.stability))
-    experts = AutoConfig.from_pretrained(f"{models}/moe").num_experts
-    assert config.ray_kwargs.ray_init.runtime_env.env_vars[routed_weights.VARIABLE] == str(experts)
-
-
 def test_a_missing_tokenizer_is_named(compose, models):
     with pytest.raises(ConfigError, match=r"no_tokenizer has no tokenizer.*tokenizer_path"):
         check(compose, "stability=icepop", f"actor_rollout_ref.model.path={models}/no_tokenizer")
@@ -317,16 +299,10 @@ def test_nothing_is_set_where_nothing_is_asked_for(compose):
     assert config == untouched
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        ["stability=none", f"{LOSS}.loss_mode=llds", f"{LOSS}.coef=0.5"],
-        ["stability=llds_loss", f"{LOSS}._target_=verl_ext.workers.loss_config.LldsLossConfig", f"{LOSS}.coef=0.5"],
-    ],
-)
-def test_loss_mode_alone_names_the_loss_and_older_names_of_its_settings_stay(compose, given):
+def test_loss_mode_alone_names_the_loss(compose):
     from verl.utils.config import omega_conf_to_dataclass
 
+    given = ("stability=none", f"{LOSS}.loss_mode=llds", f"{LOSS}.coef=0.5")
     config = compose(*given, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
     check_run(config, stability_config(config.stability), read_model=False)
     apply_engine_settings(config, stability_config(config.stability))

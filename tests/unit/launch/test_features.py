@@ -55,11 +55,6 @@ def test_nothing_is_on_by_default(asked):
         (["stability.rescoring.every=10"], ["mismatch metrics", "rescoring"], {*MEASURED, VERSIONS}),
         (["stability.trajectories.per_step=2"], ["mismatch metrics", "trajectories"], MEASURED),
         (["stability.router_agreement=true"], ["router agreement"], {ROUTERS}),
-        (
-            ["stability.router_agreement=true", "stability.router_weights=true"],
-            ["router agreement", "router weights"],
-            {ROUTERS},
-        ),
         ([f"{REPLAY}=R2"], ["routing replay"], {ROUTERS}),
         ([f"{REPLAY}=R3"], ["router agreement", "routing replay"], {ROUTERS}),
         (["stability.sync_canary.trajectories=8"], ["mismatch metrics", "sync canary"], MEASURED),

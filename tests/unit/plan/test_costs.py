@@ -14,7 +14,7 @@ from verl_ext.plan.memory import CACHED, UNDO, VERSIONS, host_memory, plan_memor
 from verl_ext.plan.routing import FOR_THE_UPDATE, WITH_THE_IDS
 from verl_ext.plan.sizes import Usage
 
-ALL = Usage(measures=True, weighs=True, guards=True, compares=True, has_heads=True, router_weights=True, head_reads=2)
+ALL = Usage(measures=True, weighs=True, guards=True, compares=True, has_heads=True, head_reads=2)
 MEAN = 4096.0
 TOKENS, LENGTHS = 1024 * 4096, 1024 * (1024 + 4096)  # FSDP: response tokens; with half of the prompts' limit
 BYTES = {**WITH_THE_IDS, **FOR_THE_UPDATE, "responses": 8, "router_agreement": 4, "rollout_is_weights": 4}
@@ -84,7 +84,7 @@ def test_the_controller_reads_what_the_trainer_asks_for():
     assert gigabytes(large, plain, *reads) == pytest.approx(24 * 2 * TOKENS)
     assert gigabytes(large, replace(plain, signs=True), *reads) == pytest.approx(44 * 2 * TOKENS)
     assert gigabytes(large, replace(plain, filters=True), *reads) == pytest.approx(68 * 2 * TOKENS)
-    sums = 1024 * 8 * (4 * 48 + 7 + len(REASONS))
+    sums = 1024 * 8 * (4 * 48 + 5 + len(REASONS))
     assert gigabytes(FSDP, replace(plain, compares=True), *reads) == pytest.approx(8 * TOKENS + sums)
     both = replace(plain, compares=True, filters=True)
     assert gigabytes(large, both, *reads) == pytest.approx((68 + 8) * 2 * TOKENS + 2 * sums)
@@ -96,7 +96,6 @@ def test_each_feature_carries_what_the_page_says():
     ids, loops, ranks = 48 * 8, "agent loops", "training ranks"
     assert gigabytes(FSDP, ALL, "router agreement", loops, "writes") == pytest.approx(ids * LENGTHS)
     assert gigabytes(FSDP, ALL, "router agreement", ranks, "reads") == pytest.approx(ids * LENGTHS)
-    assert gigabytes(FSDP, ALL, "router weights", ranks, "reads") == pytest.approx(2 * ids * LENGTHS)
     assert gigabytes(FSDP, ALL, "sampler's head", loops, "writes") == pytest.approx(8 * 32 * TOKENS)
     assert gigabytes(FSDP, ALL, "sampler's head", ranks, "reads") == pytest.approx(2 * 8 * 32 * TOKENS)
     assert gigabytes(FSDP, ALL, "weights to the workers", "controller", "writes") == pytest.approx(4 * TOKENS)
@@ -106,7 +105,6 @@ def test_each_feature_carries_what_the_page_says():
     assert found(FSDP, ALL)["corrections, vllm_kl/*", "controller", "computes"].seconds == pytest.approx(17e-9 * TOKENS)
     sglang = replace(FSDP, engine="SGLang")
     assert gigabytes(sglang, ALL, "router agreement", loops, "writes") == pytest.approx(2 * ids * LENGTHS)
-    assert gigabytes(sglang, ALL, "router weights", loops, "writes") == pytest.approx(2 * ids * LENGTHS)
 
 
 def test_ranks_of_a_replica_each_read_weights_and_heads():
@@ -122,7 +120,6 @@ def test_a_share_of_the_trajectories_sends_a_share_of_the_ids_and_replay_sends_a
     few, loops, ranks = replace(ALL, agreement_share=0.05), "agent loops", "training ranks"
     for key in (("router agreement", loops, "writes"), ("router agreement", ranks, "reads")):
         assert gigabytes(FSDP, few, *key) == pytest.approx(gigabytes(FSDP, ALL, *key) / 20)
-    assert gigabytes(FSDP, few, "router weights", loops, "writes") == pytest.approx(2 * 48 * 8 * LENGTHS / 20)
     for share in (1.0, 0.05):
         replays = found(FSDP, replace(ALL, agreement_share=share, replay="R3"))
         assert replays["routing replay", loops, "writes"].gb * 1e9 == pytest.approx(48 * 8 * LENGTHS)
@@ -135,12 +132,12 @@ def test_a_share_of_the_trajectories_sends_a_share_of_the_ids_and_replay_sends_a
 
 def test_what_the_agent_loops_write_hides_behind_the_generation():
     key = "router agreement", "agent loops", "writes"
-    alone = replace(ALL, has_heads=False, router_weights=False)
+    alone = replace(ALL, has_heads=False)
     hidden, late = found(FSDP, alone)[key], found(FSDP, alone, generation=0.1)[key]
     assert hidden.seconds == late.seconds > 0.1
     assert hidden.waited == 0 and late.waited == pytest.approx(late.seconds - 0.1)
     together = [cost for cost in plan_costs(FSDP, ALL, MEAN, 0.3) if cost.on and cost.who == "agent loops"]
-    assert len(together) == 3 and sum(cost.seconds for cost in together) > 0.3
+    assert len(together) == 2 and sum(cost.seconds for cost in together) > 0.3
     assert sum(cost.hidden for cost in together) == pytest.approx(0.3), "they write one after another"
 
 
@@ -160,7 +157,6 @@ runs = st.builds(
     head=st.integers(1, 256),
     head_reads=st.integers(1, 2),
     agreement_share=st.floats(0.01, 1),
-    router_weights=st.booleans(),
     replay=st.sampled_from(["disabled", "R2", "R3"]),
     lag=st.booleans(),
     units=st.integers(1, 1000),

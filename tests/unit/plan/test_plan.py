@@ -206,9 +206,6 @@ def test_what_is_switched_off_is_marked(command, capsys):
     assert "routing replay" in features("stability=r3")
     assert "guard" in features("stability=guard")
     assert "sampler's head" in features("stability=tis", "stability.head.k=8")
-    assert "router weights" not in features("stability=r3")
-    weights = ("stability.router_agreement=true", "stability.router_weights=true")
-    assert "router weights" in features("stability=none", "actor_rollout_ref.rollout.name=vllm", *weights)
 
 
 def test_json_has_the_same_numbers(command, capsys):

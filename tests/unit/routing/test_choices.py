@@ -12,7 +12,6 @@ from verl_ext.errors import HookError
 from verl_ext.routing.choices import (
     ExpertTopK,
     check_replayable,
-    combine_weights,
     expert_counts,
     find_choices,
     probe_choices,
@@ -142,28 +141,6 @@ def test_weights_of_replayed_experts_come_from_the_routers_own_scores(family):
     last = len(tap.points) - 1
     expected = weights_by_formula(family, model, tap.points[-1], hidden[0], tap.forced[last])
     close(given[-1][1], expected)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_weights_that_a_router_returns_are_those_that_reach_the_experts(family):
-    model, seen = build(family), []
-    for point in find_choices(model):
-        point.intercept(
-            *expert_counts(model.config),
-            lambda: lambda scores, ids: ids,
-            lambda output, point=point: seen.append(combine_weights(point, output, TOP_K)),
-        )
-    with torch.no_grad(), experts_inputs(model) as given:
-        model(IDS)
-    assert len(seen) == len(given) > 0
-    for found, (_, weights) in zip(seen, given, strict=True):
-        assert torch.equal(found, weights)
-
-
-def test_a_router_without_weights_is_an_error_that_names_the_setting():
-    (point, *_) = find_choices(build("qwen3_moe"))
-    with pytest.raises(HookError, match=r"does not return 2 weights a token.*router_weights=false"):
-        combine_weights(point, torch.zeros(3, EXPERTS), TOP_K)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verl.utils import tensordict_utils as tu
 
-from tests.support.routing_families import EXPERTS, TOP_K, build, experts_inputs, moe_layers
-from tests.support.routing_ranks import LAYERS, LENGTHS, Case, batch, rollout_routes, sequences
+from tests.support.routing_families import EXPERTS, build, moe_layers
+from tests.support.routing_ranks import LENGTHS, Case, batch, rollout_routes
 from verl_ext.core.routing import RouterSums, router_metrics
 from verl_ext.errors import HookError
-from verl_ext.fields import ROLLOUT_WEIGHTS
 from verl_ext.routing.fsdp import OLD_ROUTES, ROLLOUT_ROUTES, FsdpRouting, top_k_margin
 from verl_ext.upstream.narrow_routing import whole_sequence
 from verl_ext.upstream.sglang_routing import decoded
@@ -84,54 +83,6 @@ def test_rollouts_that_ship_the_moe_layers_alone_are_understood_too():
     assert every_layer["router_agreement"].values().min() == 0.75  # one of two experts in one of two layers
 
 
-def shipped_weights(family, factor):
-    """[B, n, L', K] float16 of the same routers, the first expert's multiplied; zeros where routes_alone has them."""
-    rows = []
-    for ids in sequences():
-        weights = torch.zeros(len(ids), LAYERS, TOP_K)
-        with torch.no_grad(), experts_inputs(model := build(family)) as given:
-            model(ids.unsqueeze(0))
-        for layer, (_, of_layer) in zip(moe_layers(family), given, strict=True):
-            weights[:, layer] = of_layer
-        weights[..., 0] *= factor
-        weights[-1] = 0
-        rows.append(weights.half())
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_the_gap_of_the_weights_is_measured_where_the_rollout_ships_them(family):
-    case, engine = Case(family), Engine(family)
-    attached(engine)
-    data = micro_batch(case, calculate_entropy=True)
-    assert "router/weight_gap" not in router_metrics(compute_log_prob(engine, data)["router_sums"])
-    data[ROLLOUT_WEIGHTS] = shipped_weights(family, 1)
-    assert router_metrics(compute_log_prob(engine, data)["router_sums"])["router/weight_gap"] < 1e-6
-    data[ROLLOUT_WEIGHTS] = shipped_weights(family, 2)
-    doubled = router_metrics(compute_log_prob(engine, data)["router_sums"])["router/weight_gap"]
-
-    gaps = []
-    for row, (prompt, response) in zip(shipped_weights(family, 1).unbind(), LENGTHS, strict=True):
-        weights = row[prompt - 1 : prompt + response - 1, moe_layers(family)].double()
-        share = weights[..., 0] / weights.sum(-1)
-        gaps += (2 * share / (1 + share) - share).mean(1).tolist()  # of two experts, what the first gains
-    assert doubled == pytest.approx(sum(gaps) / len(gaps), rel=1e-3)
-
-
-def test_weights_of_a_row_that_verl_has_added_are_zeros_and_others_of_another_length_an_error():
-    case, engine = Case(), Engine()
-    attached(engine)
-    data = micro_batch(case, calculate_entropy=True)
-    rows = list(shipped_weights(case.family, 1).unbind())
-    data[ROLLOUT_WEIGHTS] = torch.nested.as_nested_tensor([*rows[:-1], rows[0]], layout=torch.jagged)
-    with pytest.raises(HookError, match=r"routed_weights is \(25, 3, 2\) where its routed_experts is \(23, 3, 2\)"):
-        compute_log_prob(engine, data)
-    masks = [*data["response_mask"].unbind()]
-    data["response_mask"] = torch.nested.as_nested_tensor([*masks[:-1], 0 * masks[-1]], layout=torch.jagged)
-    found = router_metrics(compute_log_prob(engine, data)["router_sums"])
-    assert found["router/weight_gap"] < 1e-6 and found["router/tokens"] == sum(len(mask) for mask in masks[:-1])
-
-
 def emptied(field, left_out):
     """What upstream/routing_share.py makes of these rows."""
     rows = [row[:0] if gone else row for row, gone in zip(field.unbind(), left_out, strict=True)]
@@ -144,12 +95,10 @@ def test_the_rest_of_a_batch_is_compared_as_if_it_were_alone(family, left_out):
     case, engine = Case(family, planted=[(0, 1, 2), (2, 0, 1)]), Engine(family)
     attached(engine)
     data = micro_batch(case, calculate_entropy=True)
-    data[ROLLOUT_WEIGHTS] = shipped_weights(family, 2)
     kept = [row for row, gone in enumerate(left_out) if not gone]
     whole = compute_log_prob(engine, data)
     alone = compute_log_prob(engine, tu.index_select_tensor_dict(data, kept)) if kept else None
-    for name in (ROLLOUT_ROUTES, ROLLOUT_WEIGHTS):
-        data[name] = emptied(data[name], left_out)
+    data[ROLLOUT_ROUTES] = emptied(data[ROLLOUT_ROUTES], left_out)
     found = compute_log_prob(engine, data)
     assert torch.equal(found["router_sums"][kept], whole["router_sums"][kept])
     rest = RouterSums.unpack(found["router_sums"][[row for row, gone in enumerate(left_out) if gone]])
@@ -165,24 +114,20 @@ def test_the_rest_of_a_batch_is_compared_as_if_it_were_alone(family, left_out):
     assert metrics == pytest.approx(router_metrics(alone["router_sums"]) if kept else {}, rel=1e-5)
 
 
-@pytest.mark.parametrize("copied_from_one_left_out", [True, False])
-def test_a_row_that_verl_has_added_is_neither_compared_nor_left_out(copied_from_one_left_out):
-    """Its routing is zeros of its own length, its weights are those of what it was copied from: any length, or none."""
+def test_a_row_that_verl_has_added_is_neither_compared_nor_left_out():
+    """Its routing is zeros of its own length."""
     case, engine = Case(), Engine()
     attached(engine)
     data = micro_batch(case, calculate_entropy=True)
-    routes, weights = list(data[ROLLOUT_ROUTES].unbind()), list(shipped_weights(case.family, 1).unbind())
-    masks = list(data["response_mask"].unbind())
-    routes[0], weights[0] = routes[0][:0], weights[0][:0]
-    routes[3], weights[3] = 0 * routes[3], weights[0 if copied_from_one_left_out else 2]
-    masks[3] = 0 * masks[3]
-    for name, rows in ((ROLLOUT_ROUTES, routes), (ROLLOUT_WEIGHTS, weights), ("response_mask", masks)):
+    routes, masks = list(data[ROLLOUT_ROUTES].unbind()), list(data["response_mask"].unbind())
+    routes[0], routes[3], masks[3] = routes[0][:0], 0 * routes[3], 0 * masks[3]
+    for name, rows in ((ROLLOUT_ROUTES, routes), ("response_mask", masks)):
         data[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
     found = compute_log_prob(engine, data)
     sums = RouterSums.unpack(found["router_sums"])
     assert sums.left_out.flatten().tolist() == [LENGTHS[0][1], 0, 0, 0] and not sums.unknown.any()
     assert sums.tokens.flatten().tolist() == [0, LENGTHS[1][1], LENGTHS[2][1], 0]
-    assert torch.equal(sums.weighed, sums.tokens) and router_metrics(found["router_sums"])["router/sampled"] == 2 / 3
+    assert router_metrics(found["router_sums"])["router/sampled"] == 2 / 3
 
 
 def test_routing_that_came_for_a_part_of_a_trajectory_is_an_error():
@@ -192,16 +137,6 @@ def test_routing_that_came_for_a_part_of_a_trajectory_is_an_error():
     rows = [row[:1] if index == 1 else row for index, row in enumerate(data[ROLLOUT_ROUTES].unbind())]
     data[ROLLOUT_ROUTES] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
     with pytest.raises(HookError, match="the training engine has 23 tokens"):
-        compute_log_prob(engine, data)
-
-
-def test_ids_and_weights_that_were_not_taken_apart_are_told_as_that():
-    engine = Engine()
-    attached(engine)
-    data = micro_batch(Case(), calculate_entropy=True)
-    wide = [torch.cat([routes, routes], -1) for routes in rollout_routes(Case())]
-    data[ROLLOUT_ROUTES] = torch.nested.as_nested_tensor(wide, layout=torch.jagged)
-    with pytest.raises(HookError, match="weights beside the ids, which this run's agent loops did not take apart"):
         compute_log_prob(engine, data)
 
 

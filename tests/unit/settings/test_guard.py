@@ -68,7 +68,6 @@ def test_batch_skip_is_the_first_rule():
         ({"above": 1, "action": "tighten"}, "name icepop in stability.correction"),
         ({"above": 1, "action": "tighten", "signal": "correction/dropped"}, "would not recover"),
         ({"above": 1, "signal": "router/agreement"}, "set stability.router_agreement=true"),
-        ({"above": 1, "signal": "router/weight_gap"}, "set stability.router_agreement=true"),
     ],
 )
 def test_what_cannot_work_is_refused(rule, said):

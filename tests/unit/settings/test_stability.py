@@ -55,7 +55,6 @@ def test_everything_is_off_by_default():
         ({"filters": ["overlonger"]}, "stability.filters.overlonger is not known"),
         ({"filters": {"low_probability": {}}}, "stability.filters.low_probability.threshold must be given"),
         ({"filters": {"low_agreement": {"threshold": 0.5}}}, "set stability.router_agreement=true"),
-        ({"router_weights": True}, "set stability.router_agreement=true"),
         (
             {"router_agreement_share": 0.5},
             "stability.router_agreement_share=0.5 needs the routers' agreement; set stability.router_agreement=true",
@@ -68,13 +67,6 @@ def test_everything_is_off_by_default():
             "stability.filters.low_agreement reads the routers' agreement of every token, and "
             "stability.router_agreement_share=0.5 compares some trajectories alone; set "
             "stability.router_agreement_share=1",
-        ),
-        (
-            {
-                "router_agreement": True,
-                "guard": {"rules": {"r": {"signal": "router/weight_gap", "above": 0.1, "action": "warn"}}},
-            },
-            "set stability.router_weights=true",
         ),
         ({"plugins": ["no_such_module"]}, "stability.plugins: no_such_module cannot be imported"),
         ({"corection": "icepop"}, "stability.corection is not known; near it are: correction"),

@@ -9,21 +9,12 @@ from verl_ext.core.routing import RouterSums
 from verl_ext.errors import BatchError, HookError
 
 
-def test_weights_that_never_arrive_are_an_error(step):
-    settings = {"router_agreement": True, "router_weights": True}
-    _, metrics, _ = step(settings, router_sums=router_sums(1, 1))
-    assert metrics["router/weight_gap"] > 0
-    with pytest.raises(HookError, match=r"has no routed_weights.*router_weights=false, or start the run outside"):
-        step(settings, router_sums=refused_sums(3, 1))
-
-
 def test_routing_is_not_sent_to_stages_that_do_not_read_it(step, capsys):
     routes = torch.zeros(2, 1, dtype=torch.uint8)
     trainer, metrics, _ = step({"router_agreement": True}, router_sums=router_sums(1, 1), routed_experts=routes)
     assert "routed_experts travels as torch.uint8" in capsys.readouterr().out
     assert metrics["router/agreement/layer_01"] == pytest.approx(3 / 4)
     assert metrics["router/any_layer_differs"] == pytest.approx(1 / 2)
-    assert metrics["router/weight_gap"] == pytest.approx(1 / 8)
     assert metrics["router/tokens"] == 4
     assert trainer.ran[1:] == [("critic", [*READ, *COLUMNS]), ("actor", READ)]
 
@@ -98,7 +89,7 @@ def test_a_rollout_that_returns_no_heads_is_an_error(step):
 def refused_sums(believed, repeated):
     n = torch.tensor([[float(believed)]])
     by_layer, zero, refused = n.expand(1, 2), torch.zeros(1, 1), torch.tensor([[0.0, repeated, 0.0]])
-    sums = RouterSums(by_layer, by_layer, 0 * by_layer, by_layer, zero, zero, n, zero, zero, zero, zero, refused)
+    sums = RouterSums(by_layer, by_layer, 0 * by_layer, by_layer, zero, zero, n, zero, zero, refused)
     row = sums.pack()[0]
     return torch.nested.as_nested_tensor([row, row], layout=torch.jagged)
 

@@ -13,30 +13,26 @@ from verl.experimental.agent_loop import agent_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from tests.support.agent_outputs import PROMPT, RESPONSE, output
-from verl_ext.fields import ROLLOUT_ROUTES, ROLLOUT_WEIGHTS
-from verl_ext.upstream import narrow_routing, routed_weights, routing_share
+from verl_ext.fields import ROLLOUT_ROUTES
+from verl_ext.upstream import narrow_routing, routing_share
 from verl_ext.upstream.routing_share import Systematic
 
 LAYERS, TOP_K = 3, 2
 
 
-def some_rows(dtype, weights=False):
-    rows = np.arange((PROMPT + RESPONSE) * LAYERS * TOP_K * (1 + weights), dtype=dtype)
-    rows = rows.reshape(PROMPT + RESPONSE, LAYERS, -1)
+def some_rows(dtype):
+    rows = np.arange((PROMPT + RESPONSE) * LAYERS * TOP_K, dtype=dtype).reshape(PROMPT + RESPONSE, LAYERS, TOP_K)
     rows.flags.writeable = False  # as Ray hands it out
     return torch.tensor(rows) if dtype is np.int32 else rows  # as SGLang's are decoded
 
 
 @pytest.fixture
-def hooked(monkeypatch):
-    """hooked(take, weights): as in a process of a run, of which no trajectory is sampled, or every one."""
+def hooked():
+    """hooked(take): as in a process of a run, of which no trajectory is sampled, or every one."""
     undo = []
 
-    def hook(take, weights=False):
+    def hook(take):
         undo.append(narrow_routing.narrow(agent_loop))
-        if weights:
-            monkeypatch.setenv(routed_weights.VARIABLE, "8")
-            undo.append(routed_weights.in_agent_loop(agent_loop))
         undo.append(routing_share.in_agent_loop(agent_loop, Systematic(float(take), 0.0)))
 
     yield hook
@@ -44,24 +40,20 @@ def hooked(monkeypatch):
         each()
 
 
-CARRIED = [(np.uint8, False), (np.uint16, False), (np.int32, False), (np.uint16, True)]
-
-
-@pytest.mark.parametrize(("dtype", "weights"), CARRIED, ids=["uint8", "uint16", "int32", "weights"])
-def test_what_is_left_out_is_empty_and_all_else_is_verls(hooked, dtype, weights):
-    hooked(False, weights)
-    found = output(some_rows(dtype, weights)).as_dict()
-    whole = agent_loop.AgentLoopOutput.as_dict.__wrapped__(output(some_rows(dtype, weights)))
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
+def test_what_is_left_out_is_empty_and_all_else_is_verls(hooked, dtype):
+    hooked(False)
+    found = output(some_rows(dtype)).as_dict()
+    whole = agent_loop.AgentLoopOutput.as_dict.__wrapped__(output(some_rows(dtype)))
     assert found.keys() == whole.keys()
     for name, value in whole.items():
-        if name in (ROLLOUT_ROUTES, ROLLOUT_WEIGHTS):
+        if name == ROLLOUT_ROUTES:
             assert found[name].shape == (0, LAYERS, TOP_K) and found[name].dtype == value.dtype
             assert found[name].untyped_storage().nbytes() == 0, "of a larger tensor, which would stay"
         elif torch.is_tensor(value):
             assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
         else:
             assert found[name] == value, name
-    assert (ROLLOUT_WEIGHTS in found) == weights
 
 
 def test_the_rows_of_what_is_left_out_are_handed_to_nobody():
@@ -75,11 +67,10 @@ def test_the_rows_of_what_is_left_out_are_handed_to_nobody():
     assert [None if rows is None else len(rows) for rows in handed] == [0, None]
 
 
-@pytest.mark.parametrize("weights", [False, True])
-def test_what_is_sampled_is_as_without_a_share(hooked, weights):
-    hooked(True, weights)
-    found = output(some_rows(np.uint16, weights)).as_dict()
-    whole = agent_loop.AgentLoopOutput.as_dict.__wrapped__(output(some_rows(np.uint16, weights)))
+def test_what_is_sampled_is_as_without_a_share(hooked):
+    hooked(True)
+    found = output(some_rows(np.uint16)).as_dict()
+    whole = agent_loop.AgentLoopOutput.as_dict.__wrapped__(output(some_rows(np.uint16)))
     assert torch.equal(found[ROLLOUT_ROUTES], whole[ROLLOUT_ROUTES]) and len(found[ROLLOUT_ROUTES]) == PROMPT + RESPONSE
 
 
@@ -127,17 +118,17 @@ def test_it_is_asked_for_in_the_environment_of_rays_processes():
     assert config.ray_kwargs.ray_init.runtime_env.env_vars == {"MINE": "1", routing_share.VARIABLE: "0.25"}
 
 
-@pytest.mark.parametrize(("value", "lengths"), [("1e-9", [0, 0]), (None, [2, 2])])
+@pytest.mark.parametrize(("value", "lengths"), [("1e-9", [0]), (None, [2])])
 def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, lengths):
-    """By the plugin, with narrow routing and weights in their order."""
+    """By the plugin, with narrow routing, in their order."""
     code = (
         "import verl_ext.plugin, numpy as np\n"
         "from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput\n"
         "output = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], metrics=AgentLoopMetrics(),\n"
         "                         routed_experts=np.ones((2, 1, 2), np.uint16))\n"
         "fields = output.as_dict()\n"
-        "print([len(fields[name]) for name in ('routed_experts', 'routed_weights')])"
+        "print([len(fields[name]) for name in ('routed_experts',)])"
     )
-    asked = {routing_share.VARIABLE: value, routed_weights.VARIABLE: "8", narrow_routing.VARIABLE: "1"}
+    asked = {routing_share.VARIABLE: value, narrow_routing.VARIABLE: "1"}
     done = fresh_python(code, **asked)
     assert done.stdout.splitlines()[-1:] == [str(lengths)], done.stderr

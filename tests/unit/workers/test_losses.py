@@ -4,7 +4,6 @@ from dataclasses import fields
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.workers.config import ActorConfig, FSDPActorConfig, PolicyLossConfig
 
@@ -17,7 +16,7 @@ from tests.support.policy_loss_oracles import (
     router_shift_loss_oracle,
 )
 from verl_ext.errors import ConfigError
-from verl_ext.settings.losses import BASES, LOSSES, OLD_NAMES, VERLS_SETTINGS
+from verl_ext.settings.losses import BASES, LOSSES, VERLS_SETTINGS
 from verl_ext.workers.inputs import LossInputs, provide
 from verl_ext.workers.loss_config import build_loss_config
 
@@ -147,15 +146,6 @@ def test_under_plain_verl_a_loss_mode_alone_has_the_defaults():
     assert losses[0] == losses[1]
     with pytest.raises(ConfigError, match=r"policy_loss\.delta must be given"):
         get_policy_loss_fn("opsm")(old, new, advantages, mask, "token-mean", named)
-
-
-@pytest.mark.parametrize(("name", "loss"), OLD_NAMES.items())
-def test_what_older_configs_name_builds_the_same(name, loss):
-    given = {"base": "gspo", "clip_cov_ratio": 0.5, **({"delta": 0.3} if loss == "opsm" else {})}
-    for mode in ({}, {"loss_mode": loss}):
-        built = instantiate({"_target_": f"verl_ext.workers.loss_config.{name}", **mode, **given})
-        assert built == build_loss_config(loss_mode=loss, **given)
-        assert (built.loss_mode, built.base, built.clip_cov_ratio) == (loss, "gspo", 0.5)
 
 
 def test_what_is_known_of_verl_without_importing_it():

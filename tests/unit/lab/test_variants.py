@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.lab.made_variants import summary, variant
-from verl_ext.lab.seeds import MEASURES, Variant, interval, ranked
+from verl_ext.lab.summary import MEASURES, Variant, interval, ranked_variants
 
 # Upper 2.5 % points, by degrees of freedom.
 T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -68,7 +68,7 @@ def test_collapses_and_false_alarms_by_seed():
 
 def test_exact_is_first_and_the_best_final_reward_next():
     order = [variant("none", [0.2]), variant("late", []), variant("tis", [0.7]), variant("exact", [0.1])]
-    assert [each.name for each in ranked(order)] == ["exact", "tis", "none", "late"]
+    assert [each.name for each in ranked_variants(order)] == ["exact", "tis", "none", "late"]
 
 
 def test_where_the_guard_ended_runs_nothing_is_compared_and_there_is_no_final_reward():
@@ -78,4 +78,4 @@ def test_where_the_guard_ended_runs_nothing_is_compared_and_there_is_no_final_re
     assert ours.stopped == {1: 40, 2: 9} and ours.known == 1 and other.known == 3
     assert ours.reward_then.mean == pytest.approx(0.3) and ours.reward_then.seeds == 1 and other.reward_then is None
     assert ours.mean("peak") is not None
-    assert [each.name for each in ranked([ours, other])] == ["none", "guard"]
+    assert [each.name for each in ranked_variants([ours, other])] == ["none", "guard"]

@@ -1,8 +1,8 @@
-"""What the findings of docs/lab.md hang on: the lab's regimes with one thing changed at a time.
+"""The ablations of docs/lab.md: the lab's regimes with one thing changed at a time.
 
-python tools/lab_ablations.py            run what is not done, .lab/ablations, and take over docs/lab/ablations.json
-python tools/lab_ablations.py stale      of these families
-python tools/lab_ablations.py --list     the commands
+python recipes/ablations/run.py            run what is not done, .lab/ablations, and take over docs/lab/ablations.json
+python recipes/ablations/run.py stale      of these families
+python recipes/ablations/run.py --list     the commands
 """
 
 import argparse
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OUT, KEPT = ROOT / ".lab" / "ablations", ROOT / "docs" / "lab" / "ablations.json"
 SEEDS = "20,21"
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -35,7 +35,7 @@ class Ablation(NamedTuple):
 
 
 class Family(NamedTuple):
-    """What all grids of a family have in common."""
+    """The settings that all grids of a family share."""
 
     regime: str
     variants: str
@@ -105,8 +105,10 @@ def command(each: Ablation) -> list[str]:
 
 
 def kept(each: Ablation, found: dict[str, Any]) -> dict[str, Any]:
-    """What the page's table needs: of each variant the final rewards by seed, null where the guard ended the run early,
-    and the steps of its collapses."""
+    """The part of the results that the page's table needs.
+
+    Of each variant the final rewards by seed, null where the guard ended the run early, and the steps of its collapses.
+    """
     return {
         "family": each.family,
         "changed": each.changed,
@@ -138,7 +140,7 @@ def main() -> None:
         return
     tool = Path(sys.executable).with_name("verl-ext")
     for each in chosen:
-        print(f"lab_ablations: {each.family}, {each.changed}", flush=True)
+        print(f"ablations: {each.family}, {each.changed}", flush=True)
         jobs = ["--jobs", given.jobs] if given.jobs else []
         subprocess.run([tool, *command(each)[1:], "--no-page", *jobs], cwd=ROOT, check=True)
     done = [each for each in ABLATIONS if (out(each) / "results.json").exists()]

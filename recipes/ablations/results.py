@@ -1,10 +1,10 @@
 """The tables of docs/lab.md, from the results of the lab that are kept in docs/lab.
 
-    python tools/lab_tables.py                    write them into docs/lab.md
-    python tools/lab_tables.py --keep .lab/stale  first take over its results.json as docs/lab/stale.json
+    python recipes/ablations/results.py                    write them into docs/lab.md
+    python recipes/ablations/results.py --keep .lab/stale  first take over its results.json as docs/lab/stale.json
 
 Between `<!-- lab/stale -->` and `<!-- end -->` stands the table of stale.json; after `<!-- ablations/stale -->` that
-of a family in ablations.json (tools/lab_ablations.py); after `<!-- forecast/all -->` what the guard's warnings were
+of a family in ablations.json (run.py); after `<!-- forecast/all -->` what the guard's warnings were
 worth in all of these runs, and in those of recipes/collapse.
 """
 
@@ -17,14 +17,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl_ext.lab.summary import summarise
-from verl_ext.lab.words import span
+from verl_ext.lab.summary import EXACT, summarise
+from verl_ext.lab.table import RESULTS, step_range
 from verl_ext.report.load import read_run
 
-PAGE = Path(__file__).parents[1] / "docs" / "lab.md"
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "lab.md"
 KEPT = PAGE.parent / "lab"
-RECORDED = PAGE.parents[1] / "recipes" / "collapse" / "runs"
-EXACT = "exact"
+RECORDED = HERE.parent / "collapse" / "runs"
 EARLY = 20  # steps ahead of a fall that a warning should come
 MARKS = re.compile(r"<!-- (lab|ablations|forecast)/([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 SOME = 0.005  # a share of dropped tokens that is worth a word
@@ -117,7 +117,7 @@ def _early(found: Row) -> str:
     reward = "no reward then" if then is None else f"reward {then['mean']:.2f} then"
     if then is not None and then["seeds"] < len(steps):
         reward += f" (of {then['seeds']})"
-    return f"{len(steps)} of {found['of']}, {span(steps)}, {reward}"
+    return f"{len(steps)} of {found['of']}, {step_range(steps)}, {reward}"
 
 
 def _ended(variant: Row) -> str:
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="of a grid that has come to its end")
     arguments = parser.parse_args()
     if arguments.keep:
-        shutil.copyfile(arguments.keep / "results.json", KEPT / f"{arguments.keep.name}.json")
+        shutil.copyfile(arguments.keep / RESULTS, KEPT / f"{arguments.keep.name}.json")
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -1,0 +1,72 @@
+"""The tables of docs/lab.md are those of the results that are kept."""
+
+import json
+
+from recipes.ablations import results, run
+from tests import ROOT
+from tests.unit.lab.made_variants import summary, variant
+from verl_ext.lab.summary import Variant
+from verl_ext.lab.table import results_of
+
+ENDED = {
+    0: summary(0.9, warned=3),
+    1: summary(None, last=0.6, stopped=38, warned=3),
+    2: summary(None, stopped=12, warned=3),
+    3: summary(None, last=0.2, stopped=90, collapsed=80, warned=3, warning=50),
+}
+
+
+def columns(table: str) -> list[dict[str, str]]:
+    """A row each, by the titles."""
+    titles, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    return [dict(zip(titles, row, strict=True)) for row in rows]
+
+
+def made(*variants: Variant) -> dict:
+    return json.loads(json.dumps(results_of({"steps": 300, "seeds": [0]}, variants, [])))
+
+
+def test_the_tables_of_results_are_those_of_the_files_beside():
+    page = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
+    assert results.with_tables(page) == page
+    kept = json.loads((ROOT / "docs" / "lab" / "ablations.json").read_text(encoding="utf-8"))
+    expected = {
+        ("forecast", "all"),
+        ("lab", "stale"),
+        ("lab", "quantized"),
+        *(("ablations", grid["family"]) for grid in kept),
+    }
+    assert {mark.groups() for mark in results.MARKS.finditer(page)} == expected
+
+
+def test_a_table_has_what_the_guard_ended_early_in_a_column_of_its_own():
+    all_ended = Variant("skip", (), {0: summary(None, stopped=50)})
+    exact, none, guard, skip = columns(
+        results.variants(
+            made(variant("exact", [0.9] * 4), variant("none", [0.2] * 4), Variant("guard", (), ENDED), all_ended)
+        )
+    )
+    early = "ended early by the guard"
+    assert (none["collapsed"], none[early], exact[early]) == ("0 of 4", "", "")
+    assert guard["collapsed"] == "1 of 2", "of one it lived, of two it is not known"
+    assert guard[early] == "3 of 4, steps 12 to 90, reward 0.40 then (of 2)"
+    assert skip["collapsed"] == "" and skip[early] == "1 of 1, step 50, no reward then"
+    for row in (guard, skip):
+        assert row["final reward"] == row["against none"] == ""
+
+
+def test_what_the_guard_ended_is_none_of_the_others_that_lived(tmp_path, monkeypatch):
+    exact = variant("exact", [0.9] * 2)
+    for name in ("stale", "quantized"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(made(exact, Variant("guard", (), ENDED))))
+    monkeypatch.setattr(results, "KEPT", tmp_path)
+    row = columns(results.forecasts())[0]
+    assert (row["collapsed"], row["others that lived"], row["of them warned"]) == ("1", "1", "1")
+    assert row["ended by the guard"] == "2", "the one that had collapsed is a collapse"
+    assert row["exact: warnings in steps"] == "0 in 600"
+
+
+def test_an_ablation_says_what_the_guard_ended():
+    kept = run.kept(run.ABLATIONS[0], made(variant("none", [0.2] * 4), Variant("guard", (), ENDED)))
+    (row,) = columns(results.ablations([json.loads(json.dumps(kept))]))
+    assert row["guard"] == "3 of 4 ended early, 1 of 4 collapsed" and row["none"] == "0.20"
