@@ -30,8 +30,7 @@ from rich.table import Table
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
-from verl_ext.core.captured import REASONS
-from verl_ext.core.routing import RouterSums
+from verl_ext.core.routing import REASONS, RouterSums
 from verl_ext.core.tokens import jagged
 from verl_ext.settings.stability import stability_config
 from verl_ext.trainer import exchange, in_blocks, transfer

@@ -10,7 +10,7 @@ plain: `(train.unsqueeze(-1) == infer.unsqueeze(-2)).any(-1).sum(-1)`, in blocks
 not fit half of the free memory. one id at a time: K comparisons of [tokens, layers, K], what we had before. ours:
 `blockwise_overlap`, plain torch on any device; on a GPU also `fused_overlap`, the Triton kernel. All results are
 checked to be equal before anything is timed. Calls alternate, so that a machine that slows down favours none. "refused
-rows" is no comparison but what looks at each id of the rollout before one (core/captured.py).
+rows" is no comparison but what looks at each id of the rollout before one (core/routing.py).
 
 ratio: median of the plain comparison over this one's. x copy: this one's median over that of one `copy_` of an id
 tensor. memory: the most a call adds, in MB, its result (a byte a token and layer) included: on a CPU the peak resident
@@ -30,8 +30,8 @@ import torch
 from measuring import RETURN_FREED, added_bytes, alternating
 from torch import Tensor
 
-from verl_ext.core.captured import refused_rows
 from verl_ext.core.overlap import blockwise_overlap
+from verl_ext.core.routing import refused_rows
 
 SIZES = ("16384x48x128x8", "16384x48x512x10", "131072x94x256x8", "1048576x94x256x8")
 TILE = 4096  # tokens drawn at random; more repeat them

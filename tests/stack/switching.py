@@ -129,7 +129,7 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
     """`trainer_class`, taking the settings of the schedule's next entry before each step."""
     from omegaconf import OmegaConf
 
-    from verl_ext.core.segments import AT_ONCE
+    from verl_ext.core.tokens import AT_ONCE
     from verl_ext.launch.checks import loss_settings
     from verl_ext.trainer import in_blocks
 

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from verl_ext.core.filtering import FilterBatch
+from verl_ext.core.filters import FilterBatch
 from verl_ext.core.tokens import Tokens
 
 EOS = 2

@@ -8,8 +8,7 @@ import math
 
 import torch
 
-from verl_ext.core.lag import Lag
-from verl_ext.core.tokens import Tokens
+from verl_ext.core.tokens import Lag, Tokens
 
 # In these two together each correction acts, the same one with different settings in neither.
 EVERY = (

@@ -8,7 +8,7 @@ import pytest
 
 from tests import ROOT
 from verl_ext.core.corrections import CORRECTIONS
-from verl_ext.core.filtering import BATCH_FILTERS
+from verl_ext.core.filters import BATCH_FILTERS
 from verl_ext.methods import defaults
 from verl_ext.settings.stability import default_node
 

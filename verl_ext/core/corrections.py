@@ -4,7 +4,7 @@ Each is a pure function of what its registration says it reads, and of its setti
 quantities, multiplies the weights of all corrections that are asked for, and counts what they did. Weights are detached
 constants. A token weighted 0 leaves the numerator of the loss; what divides is the trainer's choice
 (`stability.denominator`). One that acts in the update, on the policy being updated, is a function of a LossBatch that
-gives a LossChange, as a policy loss is (`verl_ext.core.policy_loss`); `opsm` is, and stands beside the loss that it
+gives a LossChange, as a policy loss is (`verl_ext.core.losses`); `opsm` is, and stands beside the loss that it
 also is (`verl_ext.core.losses`).
 
     k = exp(l_old - l_infer)         training over inference, per token (the log-ratio clamped to +-20)

@@ -1,6 +1,8 @@
-"""The batch filters; see `verl_ext.core.filtering` for what they are run by.
+"""Batch filters: which generated tokens and trajectories are left out of the update.
 
-One of your own is a function under `@register_batch_filter`, its settings keyword arguments:
+A filter takes tokens out of the response mask, as if they had not been sampled: the loss is the mean over what is left,
+where a correction's weight of 0 leaves the divisor alone. Filters run one after another, each on what the former ones
+kept. One of your own is a function under `@register_batch_filter`, its settings keyword arguments:
 
     @register_batch_filter("long_only")
     def long_only(batch: FilterBatch, *, length: int) -> Tensor:
@@ -9,22 +11,318 @@ One of your own is a function under `@register_batch_filter`, its settings keywo
 Shape legend: N response tokens of all trajectories, B trajectories, S sessions, G groups.
 """
 
+# ruff: noqa: N815 (shape suffixes)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any
 
-from verl_ext.core.advantages import require_finite
-from verl_ext.core.filtering import FilterBatch, FilterResult, register_batch_filter
+from verl_ext.core.advantages import Sessions, group_ids, require_finite
 from verl_ext.core.lazily import torch
-from verl_ext.core.retokenization import first_drift
-from verl_ext.core.sessions import Sessions, group_ids
-from verl_ext.methods import require
+from verl_ext.core.tokens import Lag, Tokens
+from verl_ext.errors import ConfigError
+from verl_ext.methods import Method, Registry, require, settings_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+PROVIDED_BY = {
+    "agreement_N": "stability.router_agreement=true",
+    "decode": "the tokenizer of actor_rollout_ref.model.path",
+    "encode": "the tokenizer of actor_rollout_ref.model.path",
+    "lag": "an asynchronous trainer.v1.trainer_mode",
+}
+
+
+@dataclass(frozen=True)
+class FilterBatch:
+    """What a filter may look at: a batch, or a block of a large one with all trajectories of its prompts.
+
+    Attributes:
+        tokens: the response tokens, packed without padding: a trajectory's length is what the offsets say.
+        keys: [B] trajectory ids `{uid}_{session}_{index}`.
+        rewards_B: [B] float, the reward of each trajectory.
+        advantages_N: [N] float.
+        responses_N: [N] int64 token ids.
+        max_response_length: tokens after which the rollout cuts a response (verl's `data.max_response_length`).
+        eos_ids: token ids that end a response.
+        agreement_N: [N] float in 0..1, share of a token's experts that training and rollout chose in common.
+        decode, encode: of the rollout's tokenizer, special tokens kept by the one and not added by the other.
+        kept_N: [N] bool, the generated tokens that the former filters kept; for the first, all of them, or those that a
+            correction kept (`stability.denominator=kept`).
+    """
+
+    tokens: Tokens
+    keys: Sequence[str]
+    rewards_B: Tensor
+    advantages_N: Tensor
+    responses_N: Tensor
+    max_response_length: int
+    eos_ids: frozenset[int]
+    agreement_N: Tensor | None = None
+    decode: Callable[[list[int]], str] | None = None
+    encode: Callable[[str], list[int]] | None = None
+    kept_N: Tensor = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.kept_N is None:
+            object.__setattr__(self, "kept_N", self.tokens.mask)
+        rows, tokens = len(self.tokens.offsets) - 1, len(self.tokens.mask)
+        expected = {"keys": rows, "rewards_B": rows, "advantages_N": tokens, "responses_N": tokens, "kept_N": tokens}
+        if self.agreement_N is not None:
+            expected["agreement_N"] = tokens
+        wrong = [f"{name} {len(getattr(self, name))}" for name, n in expected.items() if len(getattr(self, name)) != n]
+        if wrong:
+            raise ValueError(f"a batch of {rows} trajectories and {tokens} tokens, but of other length: {wrong}")
+
+    @property
+    def lag(self) -> Lag | None:
+        """How much older than the policy the weights are that sampled each trajectory."""
+        return self.tokens.lag
+
+    def require(self, name: str, needed_by: str) -> Any:
+        """The optional field `name`; ConfigError, naming what provides it, where it is None."""
+        value = getattr(self, name)
+        if value is None:
+            raise ConfigError(f"stability.filters.{needed_by} needs {name}, which {PROVIDED_BY[name]} provides")
+        return value
+
+
+@dataclass(frozen=True)
+class FilterResult:
+    """What a filter returns that has more to tell than which tokens it keeps.
+
+    Attributes:
+        keep_N: [N] bool, true = keep; what is not a kept token already does not matter.
+        metrics: logged as `filter/<name>/<metric>`. verl combines steps by words in a metric's name (max, min, sum,
+            total): avoid these.
+    """
+
+    keep_N: Tensor
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+FilterFunction = Callable[..., "Tensor | FilterResult"]
+
+
+@dataclass(frozen=True)
+class BatchFilter(Method):
+    """`function(batch, *, setting, ...) -> keep_N`, [N] bool, or FilterResult.
+
+    Attributes:
+        needs_agreement: whether it reads `agreement_N`.
+        needs_l_old: whether it reads the tokens' l_old, which in bypass mode is not known before the update.
+        needs_lag: whether it reads `lag`.
+        sees_tokens: whether what it keeps depends on which tokens were sampled: on their ids, probabilities or number.
+            Rewards, advantages, ages and the routing of the pass that predicts a token do not count. Score centering
+            holds only for filters that do not.
+    """
+
+    needs_agreement: bool = False
+    needs_l_old: bool = False
+    needs_lag: bool = False
+    sees_tokens: bool = True
+
+
+BATCH_FILTERS: Registry[BatchFilter] = Registry("batch filter")
+
+
+def register_batch_filter(
+    name: str,
+    settings: type | None = None,
+    *,
+    needs_agreement: bool = False,
+    needs_l_old: bool = False,
+    needs_lag: bool = False,
+    sees_tokens: bool = True,
+) -> Callable[[FilterFunction], FilterFunction]:
+    """Register a function of a FilterBatch and settings; see BatchFilter.
+
+    Args:
+        settings: a dataclass, a field a keyword argument of the function; by default the function's keyword-only
+            arguments themselves.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def register(function: FilterFunction) -> FilterFunction:
+        given = settings or settings_of(function)
+        BATCH_FILTERS.add(BatchFilter(name, function, given, needs_agreement, needs_l_old, needs_lag, sees_tokens))
+        return function
+
+    return register
+
+
+def get_batch_filter(name: str) -> BatchFilter:
+    """The filter registered under `name`; ConfigError, listing the known ones, if there is none."""
+    if name not in BATCH_FILTERS:
+        raise ConfigError(f"stability.filters.{name} is not known; choose from: {', '.join(BATCH_FILTERS)}")
+    return BATCH_FILTERS[name]
+
+
+@dataclass(frozen=True)
+class FilterTally:
+    """What all filters together did to a batch, or to a part of it; tallies of parts are `put_together`.
+
+    Attributes:
+        tokens, trajectories: generated tokens, and trajectories that have one; `kept_*` of them, what is left.
+        dropped: filter -> tokens that it took from what the former ones kept, and trajectories that lost all they had
+            left to it.
+        own: `filter/<name>/<metric>`, what the filters tell themselves.
+        examples: filter -> id of the first trajectory that lost a token to it.
+    """
+
+    tokens: int
+    trajectories: int
+    kept_tokens: int
+    kept_trajectories: int
+    dropped: Mapping[str, tuple[int, int]]
+    own: Mapping[str, float]
+    examples: Mapping[str, str]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`filter/*`: shares of the tokens and of the trajectories."""
+        if not self.tokens:
+            return {}
+        metrics = dict[str, float]()
+        for name, (tokens, trajectories) in self.dropped.items():
+            metrics[f"filter/{name}/dropped_tokens"] = tokens / self.tokens
+            metrics[f"filter/{name}/dropped_trajectories"] = trajectories / self.trajectories
+        return metrics | {
+            **self.own,
+            "filter/kept_tokens": self.kept_tokens / self.tokens,
+            "filter/kept_trajectories": self.kept_trajectories / self.trajectories,
+        }
+
+    @property
+    def scale(self) -> float:
+        """Trajectories with tokens over trajectories kept. A loss that divides by the tokens of its mask (`token-mean`)
+        is the mean over what is left; one that divides by a configured number of trajectories (`seq-mean-*`) becomes it
+        when that number is divided by this. 1 where nothing is left."""
+        return self.trajectories / self.kept_trajectories if self.kept_trajectories else 1.0
+
+    @property
+    def reason(self) -> str:
+        """Why there is nothing to train on; empty where there is."""
+        if not self.tokens:
+            return "no trajectory has a token that the model generated"
+        if self.kept_trajectories:
+            return ""
+        shares = [f"{name} dropped {self.dropped[name][0] / self.tokens:.0%}" for name in self.examples]
+        return f"the filters left no token: {', '.join(shares)}"
+
+    @property
+    def empty(self) -> bool:
+        return bool(self.reason)
+
+
+@dataclass(frozen=True)
+class FilterOutcome(FilterTally):
+    """And to each token.
+
+    Attributes:
+        keep_N: [N] bool, the generated tokens that stay: the new mask of the loss.
+    """
+
+    keep_N: Tensor
+
+
+def put_together(parts: Sequence[FilterTally]) -> FilterTally:
+    """Of a batch in parts; of what a filter tells itself, the mean over them, weighted by their trajectories."""
+
+    def mean(name: str) -> float:
+        told = [(part.own[name], part.trajectories) for part in parts if name in part.own]
+        return sum(value * weight for value, weight in told) / max(sum(weight for _, weight in told), 1)
+
+    names = dict.fromkeys(name for part in parts for name in part.dropped)
+    of_filter = {name: [part.dropped[name] for part in parts if name in part.dropped] for name in names}
+    return FilterTally(
+        tokens=sum(part.tokens for part in parts),
+        trajectories=sum(part.trajectories for part in parts),
+        kept_tokens=sum(part.kept_tokens for part in parts),
+        kept_trajectories=sum(part.kept_trajectories for part in parts),
+        dropped={name: (sum(n for n, _ in found), sum(n for _, n in found)) for name, found in of_filter.items()},
+        own={name: mean(name) for name in dict.fromkeys(name for part in parts for name in part.own)},
+        examples={name: example for part in reversed(parts) for name, example in part.examples.items()},
+    )
+
+
+def apply_filters(batch: FilterBatch, filters: Iterable[tuple[str, Mapping[str, Any]]]) -> FilterOutcome:
+    """Run filters in the order given, each on what the former ones kept.
+
+    Args:
+        filters: name and settings of each.
+
+    Raises:
+        ConfigError: a filter is unknown, or needs what the batch does not have.
+        BatchError: a filter cannot judge the batch's numbers.
+        ValueError: a filter returned something else than a bool a token.
+    """
+    tokens, kept = batch.tokens, batch.kept_N
+    has_B, left_B = tokens.row_sums(tokens.mask) > 0, tokens.row_sums(kept) > 0
+    dropped: dict[str, tuple[int, int]] = {}
+    own: dict[str, float] = {}
+    examples = {}
+    for name, settings in filters if tokens.count else ():
+        result = get_batch_filter(name).function(replace(batch, kept_N=kept), **settings)
+        if isinstance(result, torch.Tensor):
+            result = FilterResult(result)
+        if result.keep_N.dtype != torch.bool or result.keep_N.shape != kept.shape:
+            raise ValueError(
+                f"the batch filter {name} returned {result.keep_N.dtype} {tuple(result.keep_N.shape)}, where "
+                f"torch.bool {tuple(kept.shape)} is expected: one entry a token, true = keep"
+            )
+        dropped_N = kept & ~result.keep_N
+        kept = kept & result.keep_N
+        before_B, left_B = left_B, tokens.row_sums(kept) > 0
+        dropped[name] = int(dropped_N.sum()), int((before_B & ~left_B).sum())
+        own |= {f"filter/{name}/{metric}": value for metric, value in result.metrics.items()}
+        if dropped_N.any():
+            examples[name] = batch.keys[int(tokens.row_of_token()[int(dropped_N.byte().argmax())])]
+    return FilterOutcome(
+        tokens=tokens.count,
+        trajectories=int(has_B.sum()),
+        kept_tokens=int(kept.sum()),
+        kept_trajectories=int(left_B.sum()),
+        dropped=dropped,
+        own=own,
+        examples=examples,
+        keep_N=kept,
+    )
+
+
+def first_drift(
+    ids: Sequence[int],
+    generated: Sequence[bool],
+    decode: Callable[[list[int]], str],
+    encode: Callable[[str], list[int]],
+) -> int | None:
+    """Where encode(decode(ids)) first differs from the ids of a response; None where it gives them all back.
+
+    Each run of generated tokens is encoded by itself: what is in between was tokenised by the agent loop. Where a run
+    encodes to itself and more, the index is the run's end, which may be the response's.
+
+    Args:
+        ids: the response's token ids.
+        generated: of the same length, true on tokens the model generated.
+        decode, encode: of the rollout's tokenizer, special tokens kept by the one and not added by the other.
+    """
+    start = 0
+    for is_generated, group in groupby(generated):
+        run = list(ids[start : start + len(list(group))])
+        if is_generated:
+            again = encode(decode(run))
+            if again != run:
+                pairs = enumerate(zip(run, again, strict=False))
+                return start + next((i for i, (a, b) in pairs if a != b), min(len(run), len(again)))
+        start += len(run)
+    return None
 
 
 @register_batch_filter("overlong")

@@ -7,16 +7,17 @@ between the engines that no sampling disturbs, and score centering.
 Shape legend: N places, K tokens of a head, V tokens of the vocabulary, or this rank's part of it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_rank
 
 from verl_ext.core.corrections import CORRECTIONS
-from verl_ext.core.tokens import LOG_RATIO_BOUND
+from verl_ext.core.tokens import LOG_RATIO_BOUND, segment_sums
 
 CHUNK = 2**22  # logits that are in float32 at once: 16 MB
 TAIL = 1e-6  # the least mass outside the head that is told from rounding (score centering's appendix A.3)
@@ -225,3 +226,73 @@ def weights_of(corrections: Mapping[str, Mapping[str, Any]]) -> WeightOf:
 
 def _mass(log_probs: Tensor, taken: Tensor) -> Tensor:
     return log_probs.masked_fill(~taken, -torch.inf).exp().sum(1)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the rollout engine: a turn, or a part of one that was interrupted.
+
+    Attributes:
+        prompt: the tokens that it continued, those of earlier turns among them.
+        tokens: the n that it generated.
+        ids: [n, K] int32.
+        log_q: [n, K] float32.
+    """
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    ids: np.ndarray
+    log_q: np.ndarray
+
+
+def heads_of(calls: Iterable[Call], prompt: Sequence[int], response: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+    """ids [r, K] int32 and log q [r, K] float32 of a trajectory's response; log q is -inf where no call generated the
+    token: tool output, a template's, one that the agent loop has put in the place of another.
+
+    A call belongs where the trajectory begins with its prompt, so that of the trajectories of an agent loop that
+    returns several each has its own. Its heads belong to the tokens up to the first that the trajectory has not: what
+    comes behind was sampled after other tokens.
+    """
+    sequence = [*prompt, *response]
+    ids: np.ndarray = np.zeros((len(response), k), np.int32)
+    log_q: np.ndarray = np.full((len(response), k), -np.inf, np.float32)
+    for call in calls:
+        start = len(call.prompt)
+        if sequence[:start] != list(call.prompt):
+            continue
+        kept = np.asarray(sequence[start : start + len(call.tokens)])
+        differs = (kept != np.asarray(call.tokens[: len(kept)])).nonzero()[0]
+        same = np.arange(int(differs[0]) if len(differs) else len(kept))
+        rows: np.ndarray = same + start - len(prompt)
+        same, rows = same[rows >= 0], rows[rows >= 0]
+        ids[rows], log_q[rows] = call.ids[same], call.log_q[same]
+    return torch.from_numpy(ids), torch.from_numpy(log_q)
+
+
+COLUMNS = ("tokens", "without", "kl", "mass", "differs")
+
+
+def head_sums(found: Divergence, known_N: Tensor, mask_N: Tensor, offsets: Tensor) -> Tensor:
+    """[B, 5] float64, over the tokens that the model generated: how many there are, how many have no head, and of the
+    others the sums of the divergence.
+
+    Args:
+        known_N, mask_N: bool.
+        offsets: [B + 1] int64, where each trajectory starts among the N.
+    """
+    counted = mask_N & known_N
+    each = (mask_N, mask_N & ~known_N, *(value * counted for value in (found.kl, found.mass, found.differs)))
+    return torch.stack([segment_sums(value.double(), offsets.diff()) for value in each], 1)
+
+
+def head_metrics(sums_BC: Tensor) -> dict[str, float]:
+    """`vllm_kl/head*` of a batch; those of the divergence only where a token has a head."""
+    totals = dict(zip(COLUMNS, sums_BC.double().sum(0).tolist(), strict=True))
+    if not totals["tokens"]:
+        return {}
+    metrics = {"vllm_kl/head_missing": totals["without"] / totals["tokens"]}
+    if known := totals["tokens"] - totals["without"]:
+        metrics["vllm_kl/head"] = totals["kl"] / known
+        metrics["vllm_kl/head_mass"] = totals["mass"] / known
+        metrics["vllm_kl/head_differs"] = totals["differs"] / known
+    return metrics

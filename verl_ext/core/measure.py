@@ -1,31 +1,154 @@
-"""One pass over the tokens of a batch: how far the engines are apart, what the corrections make of it.
+"""The mismatch of a batch, and the weights that the corrections give its tokens.
 
-`measure` takes a batch whole. Where it comes in parts, because it is large or because it is measured micro-batch by
-micro-batch and rank by rank, `gather` is the pass over a part, and `put_together` makes the metrics of the whole of
-what all of them left.
-
-Shape legend: N response tokens, n tokens of a block that count.
-
-The tokens are taken in blocks of whole trajectories that stay near a core. Each block is read, its log-ratios are
-computed, its tokens weighed; what remains of it are its weights and some sums. All metrics come from the sums of the
-batch, which go to the host together.
+Shape legend: N response tokens of all trajectories, n tokens of a block that count, b its trajectories, C corrections,
+r response tokens of a trajectory.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl_ext.core.agreement import AgreementSums, Origin, agreement_metrics, agreement_sums, origin_of
-from verl_ext.core.block import Block, read_blocks
-from verl_ext.core.breakdown import BucketSums, bucket_metrics, bucket_sums, lag_sums
-from verl_ext.core.mismatch import Mismatch, MismatchMaxima, MismatchSums, mismatch_metrics, mismatch_sums
-from verl_ext.core.scratch import Scratch
-from verl_ext.core.segments import EXACT
-from verl_ext.core.sums import combined, on_host
-from verl_ext.core.tokens import Tokens
-from verl_ext.core.weigh import CorrectionSums, Settings, Weighed, correction_metrics, correction_sums, weigh
+from verl_ext.core.blocks import Block, Scratch, combined, on_host, read_blocks
+from verl_ext.core.breakdown import (
+    AgreementSums,
+    BucketSums,
+    Origin,
+    agreement_metrics,
+    agreement_sums,
+    bucket_metrics,
+    bucket_sums,
+    lag_sums,
+    origin_of,
+)
+from verl_ext.core.corrections import CORRECTIONS
+from verl_ext.core.mismatch import (
+    Mismatch,
+    MismatchMaxima,
+    MismatchSums,
+    mismatch_metrics,
+    mismatch_sums,
+    probabilities,
+)
+from verl_ext.core.tokens import EXACT, Tokens, expand, segment_sums, total
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """What the corrections make of the tokens of a block that count.
+
+    Attributes:
+        weight: [n] float32, the product of their weights.
+        dropped: [n] float32, 1 where it is 0, else 0.
+        low: [n] float32, 1 where a token is dropped and any of them found it, or its trajectory, below its bounds.
+        high: [n] float32, 1 where a token is dropped for another reason.
+        outside: [C, 2] how many tokens, or trajectories, each correction found below and above its bounds.
+    """
+
+    weight: Tensor
+    dropped: Tensor
+    low: Tensor
+    high: Tensor
+    outside: Tensor
+
+
+def weigh(
+    block: Block, mismatch: Mismatch, corrections: Mapping[str, Settings], scratch: Scratch, as_mask: bool = False
+) -> Weighed:
+    """Apply the corrections, of which there is at least one; as a mask, what they keep weighs 1."""
+    quantities = _quantities(block, mismatch, corrections)
+    used = block.lengths > 0
+    weights, lows, outside = [], [], []
+    for name, settings in corrections.items():
+        correction = CORRECTIONS[name]
+        found = correction.function(*(quantities[quantity] for quantity in correction.reads), **settings)
+        weight, low = found.weight.float(), found.low.float()
+        if correction.per_sequence:
+            outside.append(torch.stack([(found.low * used).sum(), (found.high * used).sum()]))
+            if not bool(((weight != 1) | (low != 0)).any()):
+                continue  # a mask keeps most blocks whole
+            weight, low = expand(weight, block.lengths), expand(low, block.lengths)
+        else:
+            outside.append(torch.stack([total(found.low), total(found.high)]))
+        weights.append(weight)
+        lows.append(low)
+    weight = reduce(torch.mul, weights or [torch.ones_like(mismatch.k)])
+    any_low = reduce(torch.maximum, lows or [torch.zeros_like(mismatch.k)])
+    dropped = torch.eq(weight, 0, out=scratch.empty(len(weight), dtype=torch.float32))
+    if as_mask:
+        weight = 1 - dropped
+    low = scratch.copy(dropped, torch.float32).mul_(any_low)
+    high = scratch.copy(dropped, torch.float32).sub_(low)
+    return Weighed(weight, dropped, low, high, torch.stack(outside))
+
+
+def _quantities(block: Block, mismatch: Mismatch, corrections: Mapping[str, Settings]) -> dict[str, Tensor]:
+    """What `core.corrections` lets a correction read, [n] of tokens and [b] of trajectories."""
+    quantities = {
+        "k": mismatch.k,
+        "log_rho": mismatch.log_rho,
+        "log_g": mismatch.log_rho / block.lengths.clamp(min=1),
+    }
+    if any({"p_infer", "p_old"} & {*CORRECTIONS[name].reads} for name in corrections):
+        quantities["p_infer"], quantities["p_old"] = probabilities(block)
+    return quantities
+
+
+@dataclass(frozen=True)
+class CorrectionSums:
+    """Sums over the tokens that count, and over the trajectories that have any."""
+
+    weight: Tensor
+    low: Tensor
+    high: Tensor
+    trajectories_dropped: Tensor  # that kept no token
+    outside: Tensor  # [C, 2], as in `Weighed`
+    entropy: Tensor | None
+    entropy_dropped: Tensor | None  # of the tokens dropped
+
+
+def correction_sums(block: Block, weighed: Weighed) -> CorrectionSums:
+    """Of one block."""
+    dropped, entropy = segment_sums(weighed.dropped, block.lengths), block.entropy
+    return CorrectionSums(
+        weight=total(weighed.weight),
+        low=total(weighed.low),
+        high=total(weighed.high),
+        trajectories_dropped=((block.lengths > 0) & (dropped == block.lengths)).sum(),
+        outside=weighed.outside,
+        entropy=None if entropy is None else entropy.sum(),
+        entropy_dropped=None if entropy is None else torch.dot(entropy, weighed.dropped.double()),
+    )
+
+
+def correction_metrics(
+    sums: CorrectionSums, tokens: Tensor, trajectories: Tensor, corrections: Mapping[str, Settings]
+) -> dict[str, Tensor]:
+    """`correction/*` of a batch with so many tokens that count, and trajectories that have any."""
+    dropped = sums.low + sums.high
+    metrics = {
+        "correction/dropped": dropped / tokens,
+        "correction/dropped_low": sums.low / tokens,
+        "correction/dropped_high": sums.high / tokens,
+        "correction/sequences_dropped": sums.trajectories_dropped / trajectories,
+        "correction/weight_mean": sums.weight / tokens,
+    }
+    if sums.entropy is not None and sums.entropy_dropped is not None:
+        if dropped > 0:
+            metrics["correction/entropy_dropped"] = sums.entropy_dropped / dropped
+        if dropped < tokens:
+            metrics["correction/entropy_kept"] = (sums.entropy - sums.entropy_dropped) / (tokens - dropped)
+    for name, (low, high) in zip(corrections, sums.outside, strict=True):
+        whole = trajectories if CORRECTIONS[name].per_sequence else tokens
+        metrics[f"correction/{name}/low"] = low / whole
+        metrics[f"correction/{name}/high"] = high / whole
+    return metrics
+
 
 BLOCK = 131_072  # tokens: some 14 MB of temporaries
 GPU_BLOCK = EXACT // 2
@@ -194,3 +317,31 @@ def _sums(
             measures["vllm_kl/log_ratio_abs_mean"] = mismatch.log_k.abs()
             buckets["lag"] = lag_sums(block, block.lag, measures, partial)
     return Sums(of_mismatch, correction_sums(block, weighed) if weighed else None, of_agreement, buckets), maxima
+
+
+PARTED = ("vllm_kl/k1", "vllm_kl/k3")
+
+
+def split_gap(tokens: Tokens, l_version: Sequence[Tensor]) -> dict[str, float]:
+    """`vllm_kl/engine/*` and `vllm_kl/stale/*`, which add up to the gap of these trajectories.
+
+    With l_version, what the training engine gives the tokens under the weights that sampled them, the engines' part is
+    the gap of l_infer and l_version; the rest of that of l_infer and l_old is the policy's own movement. Of k1, that is
+    mean(l_version - l_old); of k3, by how much the movement raises the estimate, which it may lower.
+
+    Args:
+        tokens: of the rescored trajectories, in their order.
+        l_version: of each its response tokens, [r].
+
+    Returns {} where no token counts: not masked in, or one of the three not finite.
+    """
+    then = torch.cat(list(l_version))
+    mask = tokens.mask & tokens.l_infer.isfinite() & tokens.l_old.isfinite() & then.isfinite()
+    whole = measure(Tokens(tokens.l_infer, tokens.l_old, mask, tokens.offsets), breakdown=False).metrics
+    engine = measure(Tokens(tokens.l_infer, then, mask, tokens.offsets), breakdown=False).metrics
+    if not whole:
+        return {}
+    of_engines = {name: engine[name] for name in (*PARTED, "vllm_kl/log_ratio_abs_mean")}
+    split = {f"vllm_kl/engine/{name.removeprefix('vllm_kl/')}": value for name, value in of_engines.items()}
+    split |= {f"vllm_kl/stale/{name.removeprefix('vllm_kl/')}": whole[name] - engine[name] for name in PARTED}
+    return split | {"vllm_kl/rescored": float(len(l_version))}

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from verl_ext.core.scratch import Scratch
+from verl_ext.core.blocks import Scratch
 
 PAIRS = 2**20  # of a token and a layer, a block: some 10 MB of temporaries
 COMPARISONS = 2**22  # of ids at a time, a byte each

@@ -1,19 +1,72 @@
 """The response tokens of a batch, packed: what every measure, correction and filter reads.
 
-Shape legend: N response tokens of all trajectories, B trajectories, T columns of a padded batch.
+Shape legend: N response tokens of all trajectories, n tokens of a block, B trajectories, T columns of a padded batch.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_ext.core.lag import Lag
 from verl_ext.core.lazily import torch
-from verl_ext.core.segments import segment_sums
+from verl_ext.metrics.buckets import LAG_EDGES
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Lag:
+    """Versions behind the weights that l_old is of: 0 is the same version.
+
+    Attributes:
+        newest, oldest: [B] int64, of the weights that sampled the last token of a trajectory, and its first.
+    """
+
+    newest: Tensor
+    oldest: Tensor
+
+    def buckets(self) -> Tensor:
+        """[B] int64, where each stands in `NAMES["lag"]`: by its lag, or at the end where it spans versions."""
+        edges = torch.tensor(LAG_EDGES[1:], device=self.oldest.device)
+        spans = self.newest != self.oldest
+        return torch.where(spans, len(LAG_EDGES), torch.bucketize(self.oldest, edges, right=True))
+
+
+EXACT = 2**24  # up to here float32 counts, and stops
+# Response tokens of a batch that the controller holds: of a step's fields 120 MB, and as much again on their way.
+AT_ONCE = 2**22
+
+
+def blocks(offsets: Tensor, size: int) -> Iterator[tuple[slice, slice]]:
+    """Tokens and trajectories of each block: as many whole trajectories as `size` tokens hold, at least one."""
+    starts = offsets.tolist()
+    first, count = 0, len(starts) - 1
+    while first < count:
+        last = max(first + 1, bisect_right(starts, starts[first] + size) - 1)
+        if starts[first] < starts[last]:
+            yield slice(starts[first], starts[last]), slice(first, last)
+        first = last
+
+
+def total(values: Tensor) -> Tensor:
+    """The float64 sum of [n] values; of float32 in parts that it counts exactly, at the cost of float32."""
+    return torch.stack([part.sum().double() for part in values.split(EXACT)]).sum()
+
+
+def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sums of consecutive stretches of [n] values; 0 for an empty one. Of float32, float64 where n passes EXACT."""
+    if len(values) > EXACT:
+        values = values.double()
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0)
+
+
+def expand(values: Tensor, lengths: Tensor) -> Tensor:
+    """[n]: each run's value on all of its tokens."""
+    return values.index_select(0, torch.repeat_interleave(lengths.int()))
+
 
 # exp(20) is 4.9e8: beyond any threshold in use, and its square still fits float32.
 LOG_RATIO_BOUND = 20.0

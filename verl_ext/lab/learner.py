@@ -24,14 +24,12 @@ from verl.utils.torch_functional import get_constant_schedule_with_warmup
 from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.config.optimizer import build_optimizer
 
-from verl_ext.core.head import Head, Reading, centering, divergence, read, weights_of
-from verl_ext.core.head_sums import head_metrics, head_sums
-from verl_ext.core.lag import Lag
+from verl_ext.core.head import Head, Reading, centering, divergence, head_metrics, head_sums, read, weights_of
 from verl_ext.core.losses import router_deviation
 from verl_ext.core.mismatch import k3_sum
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.routing import agreement
-from verl_ext.core.tokens import Tokens, jagged
+from verl_ext.core.tokens import Lag, Tokens, jagged
 from verl_ext.fields import (
     ADVANTAGES,
     DEVIATION,

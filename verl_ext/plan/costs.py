@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from verl_ext.core.segments import AT_ONCE
+from verl_ext.core.tokens import AT_ONCE
 from verl_ext.plan.routing import GB, RoutingShape, routing_cost
 from verl_ext.plan.sizes import Sizes, Usage
 

@@ -9,7 +9,7 @@ R2  compute_log_prob returns the experts that it used, and the update uses the s
 R3  compute_log_prob and the update use the experts of the rollout ("rollout routing replay", arXiv 2510.11370).
 
 In both the weights of the experts come from the training router's own scores. A token whose routing the rollout did
-not return (the last one of a sequence, and padding), or whose routing is refused (core/captured.py), is routed by the
+not return (the last one of a sequence, and padding), or whose routing is refused (core/routing.py), is routed by the
 training router.
 """
 
@@ -23,8 +23,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.config import TrainingWorkerConfig
 
-from verl_ext.core.captured import known_rows
 from verl_ext.core.overlap import expert_overlap
+from verl_ext.core.routing import known_rows
 from verl_ext.core.tokens import left_out, with_gaps
 from verl_ext.errors import HookError
 from verl_ext.fields import OLD_ROUTES, OWN_ROUTES, ROLLOUT_ROUTES

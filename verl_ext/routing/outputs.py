@@ -9,8 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from verl_ext.core.captured import refused_rows
-from verl_ext.core.routing import agreement
+from verl_ext.core.routing import agreement, refused_rows
 from verl_ext.core.tokens import jagged
 from verl_ext.fields import AGREEMENT, RESPONSE_MASK, ROUTER_SUMS
 

@@ -33,11 +33,9 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.config import EngineRouterReplayConfig, TrainingWorkerConfig
 
-from verl_ext.core.captured import known_rows
 from verl_ext.core.overlap import expert_overlap
-from verl_ext.core.routing import BLOCK
-from verl_ext.core.segments import blocks
-from verl_ext.core.tokens import left_out, with_gaps
+from verl_ext.core.routing import BLOCK, known_rows
+from verl_ext.core.tokens import blocks, left_out, with_gaps
 from verl_ext.errors import HookError
 from verl_ext.fields import ROLLOUT_ROUTES
 from verl_ext.routing.choices import expert_counts, find_choices
@@ -172,7 +170,7 @@ def compare(
     """`routing_outputs` from jagged routes of both engines, [B, n, L, K] and [B, n, l, K], on any device; trajectories
     that were left out are empty in the rollout's.
 
-    Rows of the rollout's that are refused (core/captured.py) are not compared. What verl itself replays is as it was.
+    Rows of the rollout's that are refused (core/routing.py) are not compared. What verl itself replays is as it was.
 
     Raises:
         HookError: they are not of the same tokens and layers.

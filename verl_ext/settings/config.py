@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from verl_ext.core.corrections import Correction
-from verl_ext.core.filtering import BatchFilter
+from verl_ext.core.filters import BatchFilter
 from verl_ext.errors import ConfigError
 from verl_ext.guard.rules import Rule
 from verl_ext.methods import Chosen, require, require_one_of
@@ -208,5 +208,5 @@ class StabilityConfig(Switches):
         return found
 
     def filter_chain(self) -> list[tuple[str, dict[str, Any]]]:
-        """Name and settings of the batch filters, in order, for `core.filtering`."""
+        """Name and settings of the batch filters, in order, for `core.filters`."""
         return [(chosen.name, asdict(chosen.settings)) for chosen in self.filters]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import verl_ext.core.losses  # noqa: F401 (to register them)
-from verl_ext.core.policy_loss import LOSSES, Loss
+from verl_ext.core.losses import LOSSES, Loss
 from verl_ext.errors import ConfigError
 from verl_ext.methods import Chosen, choose, defaults
 

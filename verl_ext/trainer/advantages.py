@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
-from verl_ext.core.advantages import ESTIMATORS
-from verl_ext.core.sessions import Sessions, group_ids
+from verl_ext.core.advantages import ESTIMATORS, Sessions, group_ids
 from verl_ext.errors import BatchError
 from verl_ext.methods import Method
 from verl_ext.settings.estimators import estimator_settings

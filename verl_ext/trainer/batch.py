@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_ext.core.lag import Lag
 from verl_ext.core.mismatch import count_non_finite
-from verl_ext.core.tokens import Tokens
+from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.errors import BatchError
 from verl_ext.fields import AGREEMENT, ENTROPY, OLD_LOG_PROBS, RESPONSE_MASK, ROLLOUT_LOG_PROBS
 

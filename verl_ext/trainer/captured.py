@@ -1,4 +1,4 @@
-"""What is said of a rollout's routing that is not there, or cannot be what its routers chose (core/captured.py)."""
+"""What is said of a rollout's routing that is not there, or cannot be what its routers chose (core/routing.py)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
-from verl_ext.core.captured import REASONS, known_rows, refused_rows
-from verl_ext.core.routing import RouterSums
+from verl_ext.core.routing import REASONS, RouterSums, known_rows, refused_rows
 from verl_ext.errors import HookError
 from verl_ext.fields import ROLLOUT_ROUTES
 from verl_ext.guard.state import Decision, Event

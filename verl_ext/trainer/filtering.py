@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import Tensor
 
-from verl_ext.core.filtering import FilterBatch
+from verl_ext.core.filters import FilterBatch
 from verl_ext.core.tokens import Tokens
 from verl_ext.fields import ADVANTAGES, RESPONSE_MASK, RESPONSES, REWARDS
 from verl_ext.trainer.batch import packed_like_mask

@@ -14,13 +14,10 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
-from verl_ext.core.by_advantage import signs_of_rows, sums_by_row, sums_by_sign
-from verl_ext.core.lag import Lag
-from verl_ext.core.measure import Gathered, Measured, gather, put_together
-from verl_ext.core.segments import AT_ONCE, segment_sums
-from verl_ext.core.sessions import Sessions
-from verl_ext.core.tokens import Tokens, jagged
-from verl_ext.core.weigh import Settings
+from verl_ext.core.advantages import Sessions
+from verl_ext.core.measure import Gathered, Measured, Settings, gather, put_together
+from verl_ext.core.mismatch import signs_of_rows, sums_by_row, sums_by_sign
+from verl_ext.core.tokens import AT_ONCE, Lag, Tokens, jagged, segment_sums
 from verl_ext.fields import ADVANTAGES, LOSS_MASK, OLD_LOG_PROBS, RESPONSE_MASK, REWARDS, ROLLOUT_LOG_PROBS
 from verl_ext.trainer.batch import FIELDS, gaps, non_finite, require_generated, response_tokens
 from verl_ext.trainer.filtering import FILTER_FIELDS
@@ -180,7 +177,7 @@ class InBlocks:
         return gather(tokens, self._corrections, breakdown=False)[0] if self._corrections else None
 
     def sums_by_sign(self, advantages: Tensor) -> Tensor:
-        """Of `core.by_advantage`; of a batch that was measured in blocks, those trajectories are read again whose
+        """What `core.mismatch` gives by sign; of a batch that was measured in blocks, those trajectories are read again whose
         tokens differ in sign.
 
         Args:

@@ -12,12 +12,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from verl_ext.core.by_advantage import advantage_metrics
-from verl_ext.core.filtering import FilterBatch, FilterOutcome, apply_filters
-from verl_ext.core.measure import Measured, measure
-from verl_ext.core.mismatch import mismatch_ratio
+from verl_ext.core.filters import FilterBatch, FilterOutcome, apply_filters
+from verl_ext.core.measure import Measured, Settings, measure
+from verl_ext.core.mismatch import advantage_metrics, mismatch_ratio
 from verl_ext.core.tokens import Tokens
-from verl_ext.core.weigh import Settings
 from verl_ext.fields import ROLLOUT_LOG_PROBS
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.state import Decision, Event

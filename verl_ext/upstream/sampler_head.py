@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from wrapt import register_post_import_hook
 
-from verl_ext.core.head_turns import Call, heads_of
+from verl_ext.core.head import Call, heads_of
 from verl_ext.errors import HookError
 from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.upstream import runtime_env

@@ -21,8 +21,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
 
-from verl_ext.core.head import Divergence, Head, centering, divergence, read, weights_of
-from verl_ext.core.head_sums import head_sums
+from verl_ext.core.head import Divergence, Head, centering, divergence, head_sums, read, weights_of
 from verl_ext.core.tokens import filled
 from verl_ext.errors import BatchError
 from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS, HEAD_SUMS, RESPONSE_MASK

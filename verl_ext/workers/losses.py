@@ -10,7 +10,7 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, register_policy_loss
 from verl.utils.torch_functional import masked_mean
 
-from verl_ext.core.policy_loss import LossBatch, change
+from verl_ext.core.losses import LossBatch, change
 from verl_ext.errors import ConfigError
 from verl_ext.methods import Chosen
 from verl_ext.settings.losses import LOSSES

@@ -9,8 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.closeness import close
-from verl_ext.core.advantages import grpo_positive_advantages, quantile_baseline_advantages, quantile_baselines
-from verl_ext.core.sessions import Sessions, group_ids
+from verl_ext.core.advantages import (
+    Sessions,
+    group_ids,
+    grpo_positive_advantages,
+    quantile_baseline_advantages,
+    quantile_baselines,
+)
 
 RELAXED = settings(deadline=None)  # the cores are shared
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.core import captured
-from verl_ext.core.captured import FEWEST, OUT_OF_RANGE, REPEATED, STUCK, known_rows, refused_rows
+from verl_ext.core import routing
+from verl_ext.core.routing import FEWEST, OUT_OF_RANGE, REPEATED, STUCK, known_rows, refused_rows
 
 EXPERTS = 16
 
@@ -66,7 +66,7 @@ def draw(lengths, layers, top_k, dtype, seed, experts=EXPERTS):
 def test_each_row_is_refused_for_the_first_reason_that_holds(lengths, layers, top_k, dtype, seed, pairs):
     routes, offsets = draw(lengths, layers, top_k, dtype, seed)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(captured, "PAIRS", pairs)
+        patched.setattr(routing, "PAIRS", pairs)
         found = refused_rows(routes, EXPERTS, offsets)
     assert found.tolist() == expected(routes, EXPERTS, lengths)
 

@@ -17,8 +17,8 @@ from tests.support.filter_oracles import (
     off_policy_negative_tokens,
     overlong_rows,
 )
-from verl_ext.core.filtering import apply_filters, get_batch_filter
-from verl_ext.core.lag import Lag
+from verl_ext.core.filters import apply_filters, get_batch_filter
+from verl_ext.core.tokens import Lag
 from verl_ext.errors import BatchError, ConfigError
 
 RELAXED = settings(deadline=None)  # the cores are shared

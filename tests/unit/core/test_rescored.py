@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import at_most
-from verl_ext.core.rescored import split_gap
+from verl_ext.core.measure import split_gap
 from verl_ext.core.tokens import Tokens
 
 LOG_PROBS = st.floats(-6, 0, width=32)

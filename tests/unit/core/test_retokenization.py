@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.core.retokenization import first_drift
+from verl_ext.core.filters import first_drift
 
 WORDS = {1: "a", 2: "b", 12: "ab", 3: "c"}
 IDS = {word: i for i, word in WORDS.items()}

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.core.captured import REASONS
-from verl_ext.core.routing import RouterSums, agreement, router_metrics
+from verl_ext.core.routing import REASONS, RouterSums, agreement, router_metrics
 
 
 def draw(lengths, layers, top_k, seed, share=1.0):

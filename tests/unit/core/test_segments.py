@@ -2,7 +2,7 @@
 
 import torch
 
-from verl_ext.core.segments import segment_sums, total
+from verl_ext.core.tokens import segment_sums, total
 
 PAST_FLOAT32 = 2**24 + 3  # tokens; 2**24 + 1 is not a float32
 

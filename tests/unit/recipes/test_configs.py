@@ -33,13 +33,13 @@ def test_each_stability_option_stands_among_the_methods(name):
 
 
 def test_each_filter_stands_among_the_methods():
-    from verl_ext.core.filtering import BATCH_FILTERS
+    from verl_ext.core.filters import BATCH_FILTERS
 
     assert all(f"| `{name}` |" in METHODS for name in BATCH_FILTERS)
 
 
 def test_the_filters_option_has_all_that_need_no_extra_capture(compose):
-    from verl_ext.core.filtering import BATCH_FILTERS
+    from verl_ext.core.filters import BATCH_FILTERS
 
     listed = list(compose("stability=filters").stability.filters)
     assert set(listed) == {

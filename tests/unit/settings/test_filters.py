@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from verl_ext.core.filtering import BATCH_FILTERS, BatchFilter, FilterBatch, apply_filters, register_batch_filter
+from verl_ext.core.filters import BATCH_FILTERS, BatchFilter, FilterBatch, apply_filters, register_batch_filter
 from verl_ext.core.tokens import Tokens
 from verl_ext.errors import ConfigError
 from verl_ext.settings.stability import stability_config

@@ -131,6 +131,6 @@ def test_a_plugin_module_brings_its_own_filter(tmp_path, monkeypatch):
         config = build(plugins=["my_filters"], filters=["everything"])
         assert config.filter_chain() == [("everything", {})]
     finally:
-        from verl_ext.core.filtering import BATCH_FILTERS
+        from verl_ext.core.filters import BATCH_FILTERS
 
         BATCH_FILTERS.pop("everything", None)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from verl_ext.core.captured import FEWEST, REASONS
+from verl_ext.core.routing import FEWEST, REASONS
 from verl_ext.errors import HookError
 from verl_ext.trainer.captured import CapturedRouting, Counts
 

@@ -13,7 +13,7 @@ from verl.workers.rollout import llm_server
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_ext.core.head_turns import Call, heads_of
+from verl_ext.core.head import Call, heads_of
 from verl_ext.errors import HookError
 from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.upstream import sampler_head

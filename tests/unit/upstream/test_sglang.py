@@ -13,7 +13,7 @@ import torch
 
 from tests.support.closeness import close
 from tests.support.sglang_server import generated, verls_server_module
-from verl_ext.core.captured import known_rows, refused_rows
+from verl_ext.core.routing import known_rows, refused_rows
 from verl_ext.doctor.engine import SILENT
 from verl_ext.upstream.sglang_routing import decode_routing
 

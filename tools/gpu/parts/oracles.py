@@ -16,7 +16,7 @@ import verl_ext.core.filters  # noqa: F401 (registers them)
 from gpu.record import Place, Record
 from tests.support import filter_oracles, loss_oracles, measure_oracle
 from verl_ext.core import losses
-from verl_ext.core.filtering import get_batch_filter
+from verl_ext.core.filters import get_batch_filter
 from verl_ext.core.head import log_probs_at
 from verl_ext.core.measure import measure
 

@@ -1,17 +1,47 @@
-"""A batch in blocks of whole trajectories, and of each block the tokens that count.
+"""A batch in blocks of whole trajectories: the tokens of each that count, memory for its temporaries, and sums of all.
 
 Shape legend: N tokens of the batch, p tokens of a block, n of these that count, b trajectories of a block.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from verl_ext.core.scratch import Scratch
-from verl_ext.core.segments import blocks
-from verl_ext.core.tokens import Tokens
+from verl_ext.core.tokens import Tokens, blocks
+
+
+class Scratch:
+    """Memory for the temporaries of one block of tokens, handed out in order and used again for the next block.
+
+    On a CPU, fresh memory for each of them costs more than the arithmetic.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.buffers: list[Tensor] = []  # of bytes
+        self.taken = 0
+
+    def next_block(self) -> None:
+        """What was handed out before is overwritten from here on."""
+        self.taken = 0
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        """A tensor with whatever its memory held before."""
+        size = math.prod(shape) * dtype.itemsize
+        if self.taken == len(self.buffers):
+            self.buffers.append(torch.empty(0, dtype=torch.uint8, device=self.device))
+        if len(self.buffers[self.taken]) < size:
+            self.buffers[self.taken] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.taken += 1
+        return self.buffers[self.taken - 1][:size].view(dtype).view(shape)
+
+    def copy(self, values: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+        """A copy to compute in, in place."""
+        return self.empty(*values.shape, dtype=dtype).copy_(values)
 
 
 @dataclass(frozen=True)
@@ -94,3 +124,33 @@ def _places(mask: Tensor, l_infer: Tensor, l_old: Tensor) -> Tensor | None:
 
 def _at(places: Tensor | None, values: Tensor) -> Tensor:
     return values if places is None else values.index_select(0, places)
+
+
+Tree = TypeVar("Tree")
+
+
+def combined(trees: Sequence[Tree], how: Callable[[Tensor, int], Tensor]) -> Tree:
+    """One tree in float64 from those of all blocks: `torch.sum` or `torch.amax` over the blocks at each place."""
+    return _merged(trees, lambda tensors: how(torch.stack(tensors).double(), 0))
+
+
+def on_host(tree: Tree) -> Tree:
+    """A copy on the host of a tree of one dtype, in one transfer, wherever its tensors live."""
+    tensors: list[Tensor] = []
+    _merged([tree], tensors.extend)
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    copies = iter(flat.split([tensor.numel() for tensor in tensors]))
+    return _merged([tree], lambda found: next(copies).view(found[0].shape))
+
+
+def _merged(trees: Sequence[Any], merge: Callable[[list[Tensor]], Any]) -> Any:
+    first = trees[0]
+    if first is None:
+        return None
+    if isinstance(first, Tensor):
+        return merge(list(trees))
+    if isinstance(first, tuple):
+        return tuple(_merged(values, merge) for values in zip(*trees, strict=True))
+    if isinstance(first, dict):
+        return {key: _merged([tree[key] for tree in trees], merge) for key in first}
+    return type(first)(**_merged([vars(tree) for tree in trees], merge))
