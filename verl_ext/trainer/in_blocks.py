@@ -177,8 +177,8 @@ class InBlocks:
         return gather(tokens, self._corrections, breakdown=False)[0] if self._corrections else None
 
     def sums_by_sign(self, advantages: Tensor) -> Tensor:
-        """What `core.mismatch` gives by sign; of a batch that was measured in blocks, those trajectories are read again whose
-        tokens differ in sign.
+        """Returns `core.mismatch.sums_by_sign` of the batch; where it was measured in blocks, trajectories whose tokens
+        differ in sign are read again.
 
         Args:
             advantages: nested [B, r], of the whole batch.
