@@ -149,7 +149,12 @@ def quantile_baselines(rewards_S: Tensor, group_S: Tensor, k: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Qae:
-    """`algorithm.qae`: the quantile. The paper's default is 0.4; it takes 0.6 where the entropy is low."""
+    """The settings of `algorithm.qae`.
+
+    Attributes:
+        k: the quantile of a group's rewards that is its baseline, between 0 and 1, both excluded. 0.4 is the paper's
+            default; it takes 0.6 where the entropy is low.
+    """
 
     k: float = 0.4
 
@@ -187,7 +192,11 @@ def quantile_baseline_advantages(rewards_S: Tensor, group_S: Tensor, *, k: float
 
 @dataclass(frozen=True)
 class GrpoPositive:
-    """`algorithm.grpo_positive`: what a negative advantage is multiplied by; 0 drops it, 1 is GRPO."""
+    """The settings of `algorithm.grpo_positive`.
+
+    Attributes:
+        negative_scale: what a negative advantage is multiplied by: 0 drops it, 1 is GRPO.
+    """
 
     negative_scale: float = 0.0
 

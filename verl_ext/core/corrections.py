@@ -131,7 +131,11 @@ def _zero_outside(value: Tensor, low: Tensor, high: Tensor) -> Weights:
 
 @dataclass(frozen=True)
 class Tis:
-    """The cap C on the mismatch ratio k."""
+    """The cap C of truncated importance sampling.
+
+    Attributes:
+        cap: the largest weight of a token; a larger k is cut to it.
+    """
 
     cap: float = 2.0
 
@@ -150,7 +154,11 @@ def tis(k: Tensor, cap: float) -> Weights:
 
 @dataclass(frozen=True)
 class TisSequence:
-    """The cap C on the product of a sequence's k."""
+    """The cap C of truncated importance sampling on sequences.
+
+    Attributes:
+        cap: the largest weight of a response's tokens; a larger rho, the product of its k, is cut to it.
+    """
 
     cap: float = 2.0
 
@@ -166,7 +174,12 @@ def tis_sequence(log_rho: Tensor, cap: float) -> Weights:
 
 @dataclass(frozen=True)
 class IcePop:
-    """Bounds of the mismatch ratio k inside which a token keeps its weight, both inclusive."""
+    """Bounds of the mismatch ratio k inside which a token keeps its weight, both inclusive.
+
+    Attributes:
+        alpha: the smallest k at which a token keeps its weight.
+        beta: the largest k at which a token keeps its weight.
+    """
 
     alpha: float = 0.5
     beta: float = 5.0
@@ -195,7 +208,11 @@ def icepop(k: Tensor, alpha: float, beta: float) -> Weights:
 
 @dataclass(frozen=True)
 class KPop:
-    """The largest binary KL between the engines, in nats, at which a token keeps its weight."""
+    """The bound on the binary KL between the engines.
+
+    Attributes:
+        phi: the largest binary KL between the engines, in nats, at which a token keeps its weight.
+    """
 
     phi: float = 0.1
 
@@ -227,7 +244,12 @@ def kpop(k: Tensor, p_infer: Tensor, p_old: Tensor, phi: float) -> Weights:
 
 @dataclass(frozen=True)
 class Mis:
-    """The product of a sequence's k past which it is dropped; kept tokens weigh the product (`ratio`) or 1 (`one`)."""
+    """The bound of masked importance sampling on sequences, and the weight of what is kept.
+
+    Attributes:
+        cap: drop a response whose rho, the product of its k, is above this.
+        weight: `ratio` gives kept tokens the weight rho, `one` the weight 1.
+    """
 
     cap: float = 2.0
     weight: str = "ratio"
@@ -253,7 +275,12 @@ def mis(log_rho: Tensor, cap: float, weight: str) -> Weights:
 
 @dataclass(frozen=True)
 class GeoMask:
-    """Bounds of the geometric mean of a sequence's k, both inclusive (NeMo-RL's seq-mask-tis documents these)."""
+    """Bounds of the geometric mean of a sequence's k, both inclusive (NeMo-RL's seq-mask-tis documents these).
+
+    Attributes:
+        low: the smallest g, the geometric mean of a response's k, at which the response is kept.
+        high: the largest g at which the response is kept.
+    """
 
     low: float = 0.999
     high: float = 1.002

@@ -370,7 +370,12 @@ def zero_variance(batch: FilterBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class LowAgreement:
-    """The share of common experts below which a token is dropped."""
+    """The bound of `low_agreement`.
+
+    Attributes:
+        threshold: drop a token if the share of its experts that training and rollout have in common is below this, from
+            0 to 1.
+    """
 
     threshold: float
 
@@ -387,7 +392,11 @@ def low_agreement(batch: FilterBatch, *, threshold: float) -> Tensor:
 
 @dataclass(frozen=True)
 class LowProbability:
-    """The rollout's probability below which a token is dropped."""
+    """The bound of `low_probability`.
+
+    Attributes:
+        threshold: drop a token that the rollout sampled at a probability below this, from 0 to 1.
+    """
 
     threshold: float
 
@@ -403,7 +412,12 @@ def low_probability(batch: FilterBatch, *, threshold: float) -> Tensor:
 
 @dataclass(frozen=True)
 class OffPolicyNegative:
-    """Mean of l_infer - l_old, in nats a token, past which a trajectory's tokens with A < 0 are dropped."""
+    """The bound of `off_policy_negative`.
+
+    Attributes:
+        delta: drop a response's tokens with A < 0 if its mean of l_infer - l_old is above this many nats per token, at
+            least 0.
+    """
 
     delta: float
 
@@ -427,7 +441,12 @@ def off_policy_negative(batch: FilterBatch, *, delta: float) -> Tensor:
 
 @dataclass(frozen=True)
 class TooStale:
-    """How many weight versions a trajectory's oldest token may be behind the policy; what is older is dropped."""
+    """The bound of `too_stale`.
+
+    Attributes:
+        versions: drop a trajectory whose oldest token is more than this many weight versions behind the policy, at
+            least 0. It needs an asynchronous mode.
+    """
 
     versions: int = field(metadata={"for example": 4})
 

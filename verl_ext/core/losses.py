@@ -200,13 +200,13 @@ def sequence_divergence(l_infer: Tensor, l_old: Tensor, l_theta: Tensor, mask: T
 
 @dataclass(frozen=True)
 class Opsm:
-    """Mean of l_infer - l_theta, in nats a token, past which a sequence of negative advantage is dropped.
-
-    The paper gives no value; a report finds 0.05 to 0.2 reasonable (Trinity-RFT PR 420). Any sign works, the divergence
-    can be negative.
+    """The bound of off-policy sequence masking, and which sequences it looks at.
 
     Attributes:
-        stale_only: whether sequences that the policy's own weights sampled are left alone.
+        delta: drop a response of negative advantage whose mean of l_infer - l_theta is above this many nats per token.
+            Any sign works: the mean can be negative. The paper gives no value, so it has to be set. `stability=opsm`
+            has 0.1; a report finds 0.05 to 0.2 reasonable (Trinity-RFT PR 420).
+        stale_only: keep all trajectories that the policy's own weights sampled; in the `sync` mode these are all.
     """
 
     delta: float = field(metadata={"for example": 0.1})
@@ -310,7 +310,12 @@ def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tenso
 
 @dataclass(frozen=True)
 class Llds:
-    """`coef` is the paper's lambda, `gate` the unit whose likelihood has to fall."""
+    """The weight of the penalty, and what it is gated by.
+
+    Attributes:
+        coef: what the penalty is multiplied by, the paper's lambda.
+        gate: the unit whose likelihood has to fall as a whole: `action` or `response`.
+    """
 
     coef: float = 0.1
     gate: str = "action"
@@ -392,7 +397,11 @@ def router_shift_factor(deviation: Tensor, floor: float) -> Tensor:
 
 @dataclass(frozen=True)
 class RouterShift:
-    """The floor gamma_min of the factor."""
+    """The bound of the factor on the ratio.
+
+    Attributes:
+        floor: the smallest factor on a token's ratio, the paper's gamma_min, between 0 and 1.
+    """
 
     floor: float = 0.8
 

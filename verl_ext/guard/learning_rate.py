@@ -15,10 +15,11 @@ class LowerLr:
     """How all rules with action=lower_lr together change the rate.
 
     Attributes:
-        factor: what the schedule's rate is multiplied by, each time.
-        least: of the schedule's rate, that is always left.
-        hold: steps until it is lowered again where a rule still fires, or raised by one factor where none does.
-        recover: whether it is ever raised.
+        factor: multiply the schedule's learning rate by this each time a rule with `action: lower_lr` lowers it.
+        least: this share of the schedule's rate is always left.
+        hold: after this many steps the rate is lowered again if a rule still fires, or raised by one factor if none
+            does.
+        recover: raise the rate again when no rule fires; false never raises it.
     """
 
     factor: float = 0.5

@@ -16,15 +16,18 @@ class Rule:
     """Fire when `signal` has been past `bound` for `patience` readings in a row, until it is back past `recover`.
 
     Attributes:
-        name: of the rule, in the event log.
-        signal: a logged metric, such as `vllm_kl/k3`.
-        bound: the threshold, in the signal's unit; with `zscore_window`, in robust standard deviations from the median.
+        name: the rule's name in the event log.
+        signal: a logged metric, such as `vllm_kl/k3` (docs/metrics.md).
+        bound: the threshold, in the signal's unit. With `zscore_window`, it counts robust standard deviations from the
+            median. A value at the bound is not past it.
         side: "above" or "below": on which side of the bound the signal is bad.
-        action: one of ACTIONS.
-        recover: the value (or distance, as `bound`) at which a rule that fires stops firing; None is `bound`.
-        patience: readings in a row past the bound before it fires.
-        advice: said with the reason; what to do, in a clause.
-        zscore_window: readings that median and median absolute deviation are taken of; None for a fixed threshold.
+        action: what to do while the rule fires: `warn`, `tighten`, `lower_lr`, `skip`, `undo`, `rollback` or `stop`
+            (docs/guard.md#rules).
+        recover: the value (or distance, like the bound) at which a rule that fires stops firing. null takes the bound.
+        patience: how many readings in a row must be past the bound before the rule fires.
+        advice: what to do, in a clause; printed with the reason.
+        zscore_window: how many readings the median and the median absolute deviation are taken from, at least 8. null
+            makes the threshold fixed.
         setting: where the user finds the bound, for messages.
     """
 

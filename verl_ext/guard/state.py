@@ -54,7 +54,13 @@ class Decision:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What is extrapolated: the steps left until `signal` passes `value`, from its last `window` readings."""
+    """What is extrapolated: the steps left until `signal` passes `value`, from its last `window` readings.
+
+    Attributes:
+        signal: the signal that is extrapolated for `guard/steps_to_boundary`.
+        value: the mismatch that `guard/steps_to_boundary` counts down to.
+        window: how many readings the line is fitted to, at least 8.
+    """
 
     signal: str = "vllm_kl/k3"
     value: float = 0.1

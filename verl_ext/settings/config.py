@@ -24,28 +24,34 @@ UNBIASED = "unbiased"  # our actor.kl_loss_type, beside verl's
 
 @dataclass(frozen=True)
 class Switches:
-    """The settings that are no methods.
+    """The settings that are not a method's.
 
     Attributes:
-        denominator: `full` keeps tokens of weight 0 in the loss's divisor, as in IcePop's objective; `kept` takes them
-            out of the mask, and so out of every term of the loss and its divisor.
-        plugins: modules to import first, which register methods of your own.
-        metrics: log `vllm_kl/*` each step; whatever reads them turns it on as well (corrections, filters, the guard, a
-            dump of trajectories).
-        breakdown: log them by probability, entropy, position and turn too.
-        batch_skip: when to refuse a batch.
-        guard: what can be done about a batch or a run, besides.
-        kl_denominator: what actor.kl_loss_type=unbiased takes the tokens to be sampled from: `infer`, the rollout
+        denominator: `full` keeps tokens of weight 0 in the loss's divisor, as in IcePop's objective. `kept` takes them
+            out of the mask, and so out of the divisor and of every other term of the loss.
+        plugins: modules to import first. They register corrections, filters, losses and estimators of your own
+            (docs/extend.md).
+        metrics: log `vllm_kl/*` each step, even if nothing else needs them. A correction, a filter, a threshold, a rule
+            or dumped trajectories turn them on too.
+        breakdown: log `vllm_kl/*` by probability, entropy, position and turn too. In every asynchronous mode they are
+            logged by lag as well, whatever this is.
+        batch_skip: when to skip the update of a batch.
+        guard: rules on logged signals, and what the guard does besides.
+        kl_denominator: the policy that `actor.kl_loss_type=unbiased` assumes sampled the tokens: `infer`, the rollout
             engine (the paper's), or `old`, the training engine before the update.
-        router_agreement: compare the experts that training and rollout chose.
-        router_agreement_share: in this share of the trajectories, above 0; those of the others do not travel.
-        head: with each token, the rollout's most likely ones and their log-probabilities.
-        score_centering: subtract from each token's score what the sampler expects of it, weighted as it is.
+        router_agreement: compare the experts of `compute_log_prob` with those of the rollout. Turns on
+            `rollout.enable_rollout_routing_replay`, which turns on `enable_return_routed_experts` of vLLM or SGLang.
+        router_agreement_share: compare them in this share of the trajectories, above 0. The experts of the others are
+            not sent to the workers (docs/routing.md#of-a-share-of-the-trajectories).
+        head: the rollout's most likely tokens at each place.
+        score_centering: subtract from each token's score its mean under the sampler, weighted as the token is; needs
+            one update per step.
         rescoring: score a few trajectories again with the weights that sampled them (`separate_async`).
-        trajectories: write a few trajectories a step, token by token, for the report.
-        cascade_attention: vLLM's cascade attention; `default` leaves the engine's own choice.
-        sync_canary: score a few trajectories after each weight sync in both engines: did it reach the rollout?
-        fake_quantization: round the rollout's weights as a quantised rollout has them: an experiment's switch.
+        trajectories: write a few trajectories per step, token by token, for the report.
+        cascade_attention: vLLM's cascade attention: `on`, `off`, or `default`, the engine's own choice. It is checked
+            against what vLLM's workers run with.
+        sync_canary: check that weight syncs reach the rollout.
+        fake_quantization: round the rollout's weights as a quantised rollout has them.
     """
 
     denominator: str = "full"
@@ -84,9 +90,9 @@ class StabilityConfig(Switches):
     """Everything the plugin adds to a run; all of it is off by default.
 
     Attributes:
-        correction: weights on the policy-gradient loss, which multiply.
-        filters: batch filters, run in this order.
-        rules: of the guard, batch_skip's first.
+        correction: the name of a correction, or a list of names whose weights multiply.
+        filters: batch filters, run in this order: a list of names, or a mapping from name to settings.
+        rules: a mapping from a name to a rule of the guard. `batch_skip` is the first rule.
     """
 
     correction: tuple[Chosen[Correction], ...] = ()

@@ -12,12 +12,25 @@ DEFAULT_GROUP = 32
 
 @dataclass(frozen=True)
 class FakeQuantization:
-    """The rollout computes with weights rounded as a quantised one's are, and with its own kernels.
+    """An experiment's switch: vLLM's weights are rounded as a quantised rollout has them, at the engine's start and at
+    each weight sync. Everything else stays as it is. The gap of fp4 can so be studied without an fp4 kernel, also on a
+    CPU, and a correction or replay can be tried against it. It saves neither time nor memory.
+
+    Activations and the KV cache are not rounded, and scales keep full precision. A LoRA's base is rounded, its adapter
+    is not. verl_ext/core/fake_quant.py has the grid of each format.
+
+    The start-up table shows how many weights each of vLLM's workers has rounded. If it is none, the run stops there.
+    The run is refused with `rollout.quantization`, with a model that is quantised already, and with
+    `checkpoint_engine.backend=delta_sharded`, which changes weights that are loaded. To see it on a laptop:
+    `bash tools/quickstart.sh stability.fake_quantization.format=fp4`.
 
     Attributes:
-        format: what the weights of attention and experts are rounded to, at each sync; `none` leaves them.
-        group: the weights that share a scale: `tensor`, `channel` (a row, an output), or so many consecutive inputs.
-        router, head: round the routers too, and the head.
+        format: round the weights of attention and experts to `fp8` (e4m3), `int8`, `int4` or `fp4` (e2m1). Embeddings,
+            norms and biases are not rounded. `none` rounds nothing.
+        group: the weights that share a scale: `tensor`, `channel` (one output's weights), or a number of consecutive
+            inputs, at least 2, which must divide the inputs.
+        router: round the routers too.
+        head: round the head too.
     """
 
     format: str = NONE

@@ -23,6 +23,11 @@ from verl_ext.metrics import OURS, comes_late, find, nearest
 
 PREFIX = "stability.guard"
 SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3", "vllm_kl/head")
+# What a user writes in a rule, besides its bound: the arguments of Rule but for what the parser fills in.
+RULE_SETTINGS = tuple(
+    name for name in inspect.signature(Rule).parameters if name not in ("name", "bound", "side", "setting")
+)
+RULE_NEEDS = ("signal", "action")  # besides one of SIDES
 OWN_EFFECT = "correction/"  # what tightening itself moves
 # Setting of the guard -> the actions that read it.
 READ_BY = {
@@ -35,7 +40,14 @@ READ_BY = {
 
 @dataclass(frozen=True)
 class BatchSkip:
-    """Skip the update when `metric` passes `threshold`; null never skips for that reason."""
+    """Skips the update of a batch when `metric` passes `threshold`.
+
+    Attributes:
+        metric: the metric that is compared: `vllm_kl/k3`, `vllm_kl/k1`, or `vllm_kl/head`, which needs
+            `stability.head.k`.
+        threshold: skip the update of a batch whose metric is above this. Weights, optimizer and learning-rate schedule
+            stay, and training continues. null never skips.
+    """
 
     metric: str = "vllm_kl/k3"
     threshold: float | None = None
@@ -48,12 +60,14 @@ class BatchSkip:
 
 @dataclass(frozen=True)
 class MiniBatchGate:
-    """Refuse the optimizer step of a mini-batch past one of these; null does not look at it.
+    """Refuses the optimizer step of a mini-batch that is past a bound; null sets no bound.
 
     Attributes:
-        vllm_kl: k3 of l_infer against l_theta, the policy as it is at this mini-batch.
-        policy_kl: k3 of l_old against l_theta: how far the earlier mini-batches of the step have moved the policy.
-        grad_norm: of the gradient before clipping (FSDP).
+        vllm_kl: refuse the optimizer step of a mini-batch whose k3 of l_infer against l_theta is above this. l_theta is
+            the policy at this mini-batch.
+        policy_kl: refuse the optimizer step if k3 of l_old against l_theta is above this. It measures how far the
+            step's earlier mini-batches have moved the policy.
+        grad_norm: refuse the optimizer step if the norm of the gradient before clipping is above this (FSDP2 only).
     """
 
     vllm_kl: float | None = None
@@ -71,10 +85,11 @@ class MiniBatchGate:
 
 @dataclass(frozen=True)
 class AfterUpdate:
-    """Score trajectories of a batch again when it has updated the policy, for rules that undo the update by that.
+    """Scores trajectories of a batch again after its update, so that a rule can undo the update.
 
     Attributes:
-        trajectories: so many of a batch; 0 for none. Each costs a forward pass.
+        trajectories: how many trajectories of a batch are scored again after its update, for `actor/after_update/*`.
+            Each costs a forward pass. FSDP2 only; 0 scores none.
     """
 
     trajectories: int = 0
@@ -85,18 +100,21 @@ class AfterUpdate:
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """Besides `rules`, which `parse_rules` reads.
+    """Rules, their actions and the mini-batch gate are explained in docs/guard.md.
 
     Attributes:
-        stop_after: steps in a row without an update after which the run stops; null never does.
-        slow_step_s: seconds after which a step, three times as long as usual, is told with what it waits
-            for; null never tells.
-        tighten_factor: what IcePop's band is narrowed by, in logarithms, while a rule with action=tighten fires.
-        max_rollbacks, rollback_cooldown: rollbacks after which another is a stop; steps after one without another.
-        lower_lr: what a rule with action=lower_lr does to the learning rate.
-        after_update: look at a few trajectories of each batch again, after its update.
+        stop_after: stop the run after this many steps in a row without an update; null never stops it.
+        slow_step_s: report what a step waits for if it takes longer than this many seconds, and three times as long as
+            the median step: how many trajectories wait at which line of a tool, a reward function or verl. null never
+            reports it.
+        tighten_factor: narrow IcePop's band by this factor, in logarithms, while a rule with `action: tighten` fires.
+        max_rollbacks: after this many rollbacks, the next one stops the run instead.
+        rollback_cooldown: for this many steps after a rollback, another one only skips the update. The same holds after
+            an undo of weights that the rollout has had.
+        lower_lr: what rules with `action: lower_lr` do to the learning rate.
+        after_update: score a few trajectories of each batch again after its update.
         mini_batch: refuse single optimizer steps, in the workers.
-        boundary: the mismatch that is extrapolated, and to where.
+        boundary: the signal that is extrapolated, and the value it is extrapolated to.
     """
 
     stop_after: int | None = 10
@@ -137,14 +155,13 @@ def _parse(name: str, given: Any) -> Rule:
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where}={given} must be a mapping with a signal, a bound and an action")
     rule = dict(given)
-    known = [name for name in inspect.signature(Rule).parameters if name not in ("name", "bound", "side", "setting")]
-    require_known(rule, sorted([*known, *SIDES]), where)
+    require_known(rule, sorted([*RULE_SETTINGS, *SIDES]), where)
     sides = [side for side in SIDES if rule.get(side) is not None]
     if len(sides) != 1:
         raise ConfigError(f"{where} needs one bound: above or below")
     (side,) = sides
     bound = rule.pop(side)
-    for key in ("signal", "action"):
+    for key in RULE_NEEDS:
         if not isinstance(rule.get(key), str):
             raise ConfigError(f"{where}.{key} must be given")
     if not isinstance(rule.get("advice") or "", str):
@@ -156,7 +173,7 @@ def _parse(name: str, given: Any) -> Rule:
         value = rule.get(key)
         if value is not None and (not isinstance(value, int) or value < least):
             raise ConfigError(f"{where}.{key}={value} must be a whole number of readings, at least {least}")
-    settings = {key: value for key, value in rule.items() if key in known and value is not None}
+    settings = {key: value for key, value in rule.items() if key in RULE_SETTINGS and value is not None}
     parsed = Rule(name, bound=float(bound), side=side, setting=f"{where}.{side}", **settings)
     _check(parsed, where)
     return parsed

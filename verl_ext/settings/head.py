@@ -9,9 +9,12 @@ FOR_CENTERING = 128  # the paper's
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """Attributes:
-    k: most likely tokens at each place, with their log-probabilities: 8 bytes each. 0 leaves it to what needs them,
-        score centering (128) and truncated sampling (top_k).
+    """The head of the sampler's distribution that the rollout returns with each token.
+
+    Attributes:
+        k: how many of the rollout's most likely tokens come with each token, with their log-probabilities, 8 bytes
+            each. Sets vLLM's `max_logprobs`. With 0, a feature that needs a head sets the number: truncated sampling
+            (`top_k`) or score centering (128). More in docs/methods.md#the-samplers-head.
     """
 
     k: int = 0

@@ -7,12 +7,26 @@ from verl_ext.methods import require
 
 @dataclass(frozen=True)
 class Rescoring:
-    """Which trajectories, and how often.
+    """Rescoring is for `separate_async`, where a batch may have no trajectory of the policy's own weights.
+
+    A few trajectories are scored again with the weights that sampled them. This separates the engines' part of the gap
+    from what the policy has moved since (docs/reading-metrics.md#old-rollouts).
+
+    What it costs: verl copies the weights to the host at the start of every step of `separate_async`. The first version
+    is that copy, kept until the next one. Each further version is one more copy, of which each rank keeps its shard
+    (the bytes of the parameters, no optimizer). A step that rescores copies the present weights once more and loads
+    each version that it needs. It computes log-probabilities of that version's trajectories and of a few others, so
+    that every rank has as many (one trajectory per pass, or micro-batches by tokens). Then it loads the present weights
+    again. The time is logged as `timing_s/rescore`.
+
+    Trajectories that are older than the versions kept, or that several versions sampled, are not rescored. The other
+    modes keep no copies, nor does bypass mode; rescoring is refused there.
 
     Attributes:
-        every: steps from one rescoring to the next; 0 never does.
-        trajectories: of a batch, at random among those that one kept version sampled.
-        versions: how many old versions of the weights stay in the host's memory. The first is verl's own copy.
+        every: rescore every so many steps; 0 never does.
+        trajectories: how many trajectories of a batch are rescored, at random among those that a single kept version
+            sampled.
+        versions: how many old versions of the weights are kept in the host's memory.
     """
 
     every: int = 0

@@ -7,9 +7,12 @@ from verl_ext.methods import require
 
 @dataclass(frozen=True)
 class SyncCanarySettings:
-    """Attributes:
-    trajectories: of the first batch, that both engines score again at weight syncs; 0 asks nothing.
-    every: syncs from one that is looked at to the next.
+    """Which trajectories show whether a weight sync happened, and how often.
+
+    Attributes:
+        trajectories: how many trajectories of the first batch both engines score again at weight syncs, to check that
+            the weights arrived (docs/guard.md#a-weight-sync-that-did-not-happen). 0 turns the check off.
+        every: check every so many syncs.
     """
 
     trajectories: int = 0

@@ -8,12 +8,16 @@ from verl_ext.methods import require
 
 @dataclass(frozen=True)
 class TrajectoryDump:
-    """Attributes:
-    per_step: trajectories written at a step: half of them (rounded up) those with the largest mean |log k|, the others
-        at random. 0 writes none.
-    every: steps from one that writes to the next.
-    max_tokens: of a trajectory; of a longer one, half of them from its start and half from its end.
-    max_megabytes: on disk, in two files; past it, the older half of what was written goes.
+    """A few trajectories of each step are written token by token, for the report (docs/report.md#trajectories).
+
+    Attributes:
+        per_step: how many trajectories are written per step: half of them (rounded up) those with the largest mean
+            |log k|, the others at random. 0 writes none; any other number turns `vllm_kl/*` on.
+        every: write at every so many steps.
+        max_tokens: how many tokens of a response are written; of a longer one, half from its start and half from its
+            end.
+        max_megabytes: the size on disk, in two files. Past it the older file is dropped; the newest half is always
+            there.
     """
 
     per_step: int = 0
