@@ -83,9 +83,13 @@ def leaves(node: dict, prefix: str, none: str = "null") -> dict[str, str]:
 
 def test_the_settings_page_has_every_setting_with_its_default():
     rows = re.findall(r"^\| `(stability\.[\w.]+)` \| (\S+) \|", read(ROOT / "docs" / "settings.md"), flags=re.MULTILINE)
-    filters = {name: defaults(method.settings) for name, method in BATCH_FILTERS.items()}
-    settings = leaves(default_node(), "stability") | leaves(filters, "stability.filters", none="-")
-    assert dict(rows) == settings, "docs/settings.md has a row for each setting, with its default"
+    corrections, filters = (
+        {name: defaults(method.settings) for name, method in methods.items()}
+        for methods in (CORRECTIONS, BATCH_FILTERS)
+    )
+    settings = leaves(default_node(), "stability") | leaves(corrections, "stability", none="-")
+    settings |= leaves(filters, "stability.filters", none="-")
+    assert dict(rows) == settings, "python -m verl_ext.settings > docs/settings.md"
     assert len(rows) == len(dict(rows))
 
 

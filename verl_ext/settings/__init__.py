@@ -1,1 +1,4 @@
-"""The `stability` node: validated when built, parsed once."""
+"""The `stability` node: validated when built, parsed once.
+
+`python -m verl_ext.settings > docs/settings.md` makes the page.
+"""
