@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Self
 
 import psutil
-from prefork import STACK
+from prefork import ROLLOUTS, VERL
 
 REPO = Path(__file__).parent.parent
 WARM_UP = 4  # steps: imports in the agent loop, first allocations
@@ -56,7 +56,7 @@ class Run:
         ]
         forked = '"$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke "$@"'
         forked += ' ray_kwargs.ray_init.runtime_env.py_executable="$PREFORK_PYTHON"'
-        preload = ("--preload", ",".join((*STACK, "turns")), "--log", f"{folder}/imports.log")
+        preload = ("--preload", ",".join((*VERL, *ROLLOUTS["vllm"], "turns")), "--log", f"{folder}/imports.log")
         command = [
             *(sys.executable, "tools/clean_exit.py", sys.executable, "tools/prefork.py", *preload),
             *("sh", "-c", forked, "sh", *of_run),

@@ -1,13 +1,13 @@
-"""Run a command whose Python processes are forked from one that has imported torch, verl and vLLM already.
+"""Run a command whose Python processes are forked from one that has imported torch, verl and its rollout engine.
 
-    python tools/prefork.py [--preload MODULE,...] [--log FILE] COMMAND [ARGUMENT ...]
+    python tools/prefork.py [--rollout vllm|sglang] [--preload MODULE,...] [--log FILE] COMMAND [ARGUMENT ...]
 
 One start of verl on a CPU is a dozen processes that import the same libraries, ten seconds each: on two cores, most of
 the start. Here one server imports them beside COMMAND, once, and the others are its children. COMMAND finds in its
 environment PREFORK_PYTHON, the path of a program that takes Python's arguments; the recipes for CPUs give it to Ray as
 `ray_kwargs.ray_init.runtime_env.py_executable`. What Ray's workers start through multiprocessing follows by itself:
-vLLM's engine and its workers. All of it ends when COMMAND does. For CPU runs alone: CUDA does not survive a fork.
-prefork_client.py, the program, says what the two tell each other.
+vLLM's engine and its workers, SGLang's scheduler. All of it ends when COMMAND does. For CPU runs alone: CUDA does not
+survive a fork. prefork_client.py, the program, says what the two tell each other.
 """
 
 import argparse
@@ -28,19 +28,29 @@ from pathlib import Path
 
 from prefork_client import LENGTH, PASSED_ON
 
-STACK = (
+VERL = (
     "verl_ext.trainer.trainers",
     "verl_ext.workers.actor",
     "verl.experimental.agent_loop",
     "verl.experimental.reward_loop",
-    "verl.workers.rollout.vllm_rollout.vllm_async_server",
-    "vllm.entrypoints.openai.api_server",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.models.qwen3_moe",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "ray._private.workers.default_worker",
 )
+ROLLOUTS = {
+    "vllm": (
+        "verl.workers.rollout.vllm_rollout.vllm_async_server",
+        "vllm.entrypoints.openai.api_server",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.models.qwen3_moe",
+    ),
+    "sglang": (
+        "verl.workers.rollout.sglang_rollout.async_sglang_server",
+        "sglang.srt.managers.scheduler",
+        "sglang.srt.model_executor.model_runner",
+        "sglang.srt.models.qwen3_moe",
+    ),
+}
 MOST_FILES = 253  # that one message can carry (SCM_MAX_FD)
 # No other run's: verl names a socket in /tmp after it, through which the weights go.
 JOB = secrets.token_hex(4)
@@ -237,7 +247,7 @@ def preload(modules: list[str]) -> None:
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     # Ray's C++ side reads these once and for all: which job a worker is part of, and with whom it ends.
     os.environ |= {"RAY_JOB_ID": JOB, "RAY_RAYLET_PID": str(os.getpid())}
-    if set(STACK) <= set(modules):
+    if set(VERL) <= set(modules):
         read_workers_environment()
     for name in modules:
         try:
@@ -291,10 +301,12 @@ def main(modules: list[str], log: str | None, command: list[str]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preload", default=",".join(STACK), help="modules (default: what a run of verl imports)")
+    parser.add_argument("--rollout", choices=ROLLOUTS, default="vllm", help="the engine that the run generates with")
+    parser.add_argument("--preload", help="modules (default: what a run of verl with that engine imports)")
     parser.add_argument("--log", help="file for what the imports print (default: the terminal)")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args()
     if not given.command:
         parser.error("no COMMAND")
-    main(given.preload.split(","), given.log, given.command)
+    modules = given.preload.split(",") if given.preload else [*VERL, *ROLLOUTS[given.rollout]]
+    main(modules, given.log, given.command)

@@ -1,26 +1,31 @@
 #!/usr/bin/env bash
 # Train a small mixture of experts on two CPU cores with verl_ext switched on, then show what happened.
-#   bash tools/quickstart.sh [--train megatron] [override ...]
+#   bash tools/quickstart.sh [--train megatron] [--rollout sglang] [override ...]
 #   --train megatron   trains with Megatron (through Megatron-Bridge) instead of FSDP2
+#   --rollout sglang   generates with SGLang instead of vLLM
 #   override           of the run's config, such as trainer.total_training_steps=120
 # The first run installs everything into .venv; the next ones reuse it and take two minutes. Results stand in .quickstart/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,6p; exit; fi
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,7p; exit; fi
 
-train=fsdp overrides=()
+train=fsdp rollout=vllm overrides=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --train=*) train=${1#*=}; shift ;;
     --train) train=${2:-}; shift 2 || shift ;;
+    --rollout=*) rollout=${1#*=}; shift ;;
+    --rollout) rollout=${2:-}; shift 2 || shift ;;
     -*) echo "error: quickstart.sh has no option $1; see --help" >&2; exit 2 ;;
     *) overrides+=("$1"); shift ;;
   esac
 done
-case "$train" in
-  fsdp) engines=() recipe=cpu_smoke ;;
-  megatron) engines=(megatron) recipe=cpu_megatron ;;
-  *) echo "error: --train takes fsdp or megatron, not '$train'" >&2; exit 2 ;;
+case "$train-$rollout" in
+  fsdp-vllm) engines=() recipe=cpu_smoke ;;
+  megatron-vllm) engines=(megatron) recipe=cpu_megatron ;;
+  fsdp-sglang) engines=(sglang) recipe=cpu_sglang ;;
+  megatron-sglang) engines=(megatron sglang) recipe=cpu_megatron_sglang ;;
+  *) echo "error: --train takes fsdp or megatron, --rollout takes vllm or sglang; not '$train' and '$rollout'" >&2; exit 2 ;;
 esac
 
 if [ -z "${PREFORK_PYTHON:-}" ]; then
@@ -31,19 +36,21 @@ if [ -z "${PREFORK_PYTHON:-}" ]; then
   export RAY_raylet_start_wait_time_s=300 # 30 are too few on a machine that is busy otherwise
   mkdir -p .quickstart
   # One process imports what a dozen need, while this one makes the assets.
-  exec python tools/clean_exit.py python tools/prefork.py --log .quickstart/imports.log \
-    bash tools/quickstart.sh --train "$train" "${overrides[@]}"
+  exec python tools/clean_exit.py python tools/prefork.py --rollout "$rollout" --log .quickstart/imports.log \
+    bash tools/quickstart.sh --train "$train" --rollout "$rollout" "${overrides[@]}"
 fi
 export VERL_FILE_LOGGER_PATH="$PWD/.quickstart/metrics.jsonl"
 log=.quickstart/console.log
 
-echo "quickstart: starting Ray, vLLM and $train; the first step comes after about 40 s (everything they say: $log)"
+echo "quickstart: starting Ray, $rollout and $train; the first step comes after about 40 s (everything they say: $log)"
 # The model copies most prompts where their prefix sums are asked for: RL breaks the habit within a minute.
 python recipes/cpu_smoke/make_assets.py --copying 0.7 --out .quickstart/copying
+of_vllm=()
+[ "$rollout" = vllm ] && of_vllm=(stability.cascade_attention=off)
 status=0
 "$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=$recipe assets=.quickstart/copying hydra.run.dir=.quickstart/hydra \
   ray_kwargs.ray_init.runtime_env.py_executable="$PREFORK_PYTHON" \
-  stability=icepop stability.router_agreement=true stability.cascade_attention=off stability.trajectories.per_step=2 \
+  stability=icepop stability.router_agreement=true stability.trajectories.per_step=2 "${of_vllm[@]}" \
   actor_rollout_ref.actor.optim.lr_warmup_steps=5 "${overrides[@]}" 2>&1 |
   python tools/progress.py "$log" || status=$?
 if [ "$status" != 0 ]; then

@@ -4,7 +4,7 @@
 #   bash tools/test.sh --fast   without the end-to-end runs and other slow tests, and with fewer examples of each property
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bash tools/setup_cpu.sh megatron
+bash tools/setup_cpu.sh megatron sglang
 export PATH="$(cd "${VENV:-.venv${VLLM:+-$VLLM}}/bin" && pwd):$PATH"
 
 # The report's pages are looked at in a real browser; those tests are skipped, and say so, where there is none.

@@ -19,6 +19,7 @@ from verl_ext.launch import compose
 from verl_ext.launch.checks import apply_engine_settings, check_run
 from verl_ext.launch.features import features
 from verl_ext.settings.stability import stability_config
+from verl_ext.upstream.sglang_processes import why_they_died
 
 STOPPED = 3  # exit code of a run that the guard ended, for launch scripts that would start it again
 
@@ -86,8 +87,9 @@ def _cause(error: Exception, config: DictConfig) -> Exception:
     while isinstance(cause, RayTaskError):  # raised in a worker, passed on by the trainer
         cause = cause.cause
     if isinstance(cause, RayActorError):
+        reason = why_they_died()
         return WorkerDiedError(
-            f"a worker of the run died: {_who_died(str(cause))}. Checkpoints stand in "
+            f"a worker of the run died: {_who_died(str(cause))}{reason and f': {reason}'}. Checkpoints stand in "
             f"{config.trainer.default_local_dir}: with trainer.resume_mode=auto, the same command goes on from the "
             "last whole one"
         )

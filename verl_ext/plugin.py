@@ -13,6 +13,8 @@ from wrapt import register_post_import_hook
 from verl_ext.upstream import narrow_routing, on_cpu, routing_share, sampler_head, turn_routes
 
 logger = logging.getLogger("verl_ext")
+MEGATRON_ENGINE = "verl.workers.engine.megatron.transformer_impl"
+SGLANG_SERVER = "verl.workers.rollout.sglang_rollout.async_sglang_server"
 
 
 def load() -> None:
@@ -24,13 +26,14 @@ def load() -> None:
     routing_share.install()  # around it: what it leaves out is not read
     sampler_head.install()
     turn_routes.install()
-    register_post_import_hook(
-        "verl_ext.upstream.sglang_routing:decode_routing", "verl.workers.rollout.sglang_rollout.async_sglang_server"
-    )
+    register_post_import_hook("verl_ext.upstream.sglang_routing:decode_routing", SGLANG_SERVER)
+    register_post_import_hook("verl_ext.upstream.megatron_schedule:load_schedule", MEGATRON_ENGINE)
     if on_cpu.requested():
         from verl_ext.cpu import platform
 
         platform.install()
+    starter = "verl_ext.cpu.sglang" if on_cpu.requested() else "verl_ext.upstream.sglang_processes"
+    register_post_import_hook(f"{starter}:start_processes", SGLANG_SERVER)
 
 
 try:

@@ -3,15 +3,16 @@
 Its probabilities spread over every token and every expert: short and long answers, ties of routers, all buckets filled.
 """
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from recipes.cpu_tool.make_assets import make_assets
-from tests import ROOT
 from tests.stack.running import CPU, PLAIN_VERL, SMALL, Run, run
-from tests.stack.switching import BASE, SCHEDULE
+from tests.stack.switching import BASE, ENGINES, SCHEDULES
 from tests.support.forking import Forked, forked
 
 
@@ -26,6 +27,15 @@ def assets(tmp_path_factory) -> Path:
 def stack() -> Iterator[Forked]:
     """What most runs get their processes from."""
     with forked(environment=CPU) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def sglang_stack() -> Iterator[Forked]:
+    """The same for runs that generate with SGLang."""
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed: bash tools/setup_cpu.sh sglang")
+    with forked("--rollout", "sglang", environment=CPU) as stack:
         yield stack
 
 
@@ -53,8 +63,39 @@ def train(train_in, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def switching_run(assets, stack, tmp_path_factory) -> Run:
-    """One run in two turns, a tool between them, that goes on to the next entry of `switching.SCHEDULE` each step."""
-    tools = f"tool_folder={ROOT}/recipes/cpu_tool"
-    base = ("recipe=cpu_tool", *SMALL[1:], f"assets={assets}", tools, f"trainer.total_training_steps={len(SCHEDULE)}")
-    return run(["-m", "tests.stack.switching", *base, *BASE], tmp_path_factory.mktemp("switching"), stack)
+def fault_arguments(assets):
+    """fault_arguments(scenario, overrides..., steps=2) -> Python's for a run of tests/stack/faults.py."""
+
+    def arguments(scenario: str, *overrides: str, steps: int = 2, recipe: str = SMALL[0]) -> list[str]:
+        settings = (recipe, *SMALL[1:], f"assets={assets}", f"trainer.total_training_steps={steps}")
+        return ["-m", "tests.stack.faults", scenario, *settings, *overrides]
+
+    return arguments
+
+
+@pytest.fixture(scope="session")
+def with_faults(fault_arguments, stack, tmp_path_factory):
+    """with_faults(scenario, overrides..., steps=2) -> the finished Run."""
+
+    def train(scenario, *overrides, prepare=lambda folder: None, **options):
+        folder = tmp_path_factory.mktemp("faults")
+        prepare(folder)
+        return run(fault_arguments(scenario, *overrides, **options), folder, stack)
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def switching_run_of(assets, tmp_path_factory, request) -> Callable[[str], Run]:
+    """switching_run_of(engine) -> the one run of that engine which takes another method each step: in two turns, a
+    tool between them."""
+
+    @cache
+    def train(engine: str) -> Run:
+        stack = request.getfixturevalue("sglang_stack" if engine == "sglang" else "stack")
+        recipe, *more = ENGINES[engine]
+        steps = f"trainer.total_training_steps={len(SCHEDULES[engine])}"
+        overrides = (recipe, *SMALL[1:], f"assets={assets}", steps, *BASE, *more)
+        return run(["-m", "tests.stack.switching", engine, *overrides], tmp_path_factory.mktemp(engine), stack)
+
+    return train

@@ -9,25 +9,43 @@ the place of a weight sync, or into the settings of one step.
 import sys
 import time
 
+EVERY_ACTION = {
+    2: "clock set back",
+    3: "nan log-probs",
+    5: "missed sync",  # after the update of step 5; step 6 sees it
+    7: "nan advantages",
+    4: "narrow band",
+    8: "filters drop everything",
+    9: "reward -5",
+    10: "wrong experts",
+}
 SCENARIOS = {
-    "every action": {
-        2: "clock set back",
-        3: "nan log-probs",
-        5: "missed sync",  # after the update of step 5; step 6 sees it
-        7: "nan advantages",
-        4: "narrow band",
-        8: "filters drop everything",
-        9: "reward -5",
-        10: "wrong experts",
-        11: "reward 45",
-        12: "huge advantages",
-        13: "reward 100",
-    },
+    "every action": EVERY_ACTION | {11: "reward 45", 12: "huge advantages", 13: "reward 100"},
+    "every action but undo": EVERY_ACTION | {11: "reward 100"},
     "lost adapter": {1: "missed sync"},
     "short log-probs": {2: "short log-probs"},
     "shifted experts": {2: "shifted experts"},
+    "shifted experts and an overflow": {2: "shifted experts", 3: "huge advantages"},
+    "killed": {2: "nan log-probs", 4: "hang"},
+    "resumed": {4: "nan log-probs", 6: "shifted recording"},
     "frozen rollout": dict.fromkeys(range(9, 1000), "missed sync"),
 }
+
+RULES = {  # of the guard, which see the faults
+    "gap": "{signal:vllm_kl/k3,above:1.0e-3,action:tighten}",
+    "reward": "{signal:critic/score/mean,below:-1,action:rollback}",
+    "purse": "{signal:critic/score/mean,above:40,action:undo}",
+    "cheat": "{signal:critic/score/mean,above:50,action:stop}",
+    "rate": "{signal:vllm_kl/k3,above:1.0e-3,action:lower_lr}",
+    "burst": "{signal:actor/grad_norm,above:1.0e+6,action:undo}",
+    "norm": "{signal:actor/grad_norm,above:1.0e-6,patience:2,action:warn}",
+}
+WITHOUT_UNDO = tuple(name for name, rule in RULES.items() if "undo" not in rule)
+CANARY = "stability.sync_canary.trajectories=8"
+
+
+def rules(*names: str) -> str:
+    return f"stability.guard.rules={{{','.join(f'{name}:{RULES[name]}' for name in names)}}}"
 
 
 def faulty(trainer_class: type, faults: dict[int, str]) -> type:
@@ -80,6 +98,8 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
         def on_step_begin(self):
             if faults.get(self.global_steps) == "clock set back":
                 time.time = lambda: now() - 3600  # of the controller, for good
+            if faults.get(self.global_steps) == "hang":
+                time.sleep(3600)
             super().on_step_begin()
 
         def _compute_old_log_prob(self, batch, metrics):
@@ -102,6 +122,8 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
                     changed = {"icepop": {"alpha": 3, "beta": 4}, "guard": {"rules": {"gap": {"action": "warn"}}}}
                 case ["filters", *_]:
                     changed = {"filters": {"low_probability": {"threshold": 1.0}}}
+                case ["shifted", "recording"]:  # which R2 replays in the update
+                    change(batch, "routed_experts", shifted)
             self.stability_run.use(self.config, stability_config(OmegaConf.merge(self.config.stability, changed)))
             batch = super()._compute_advantage(batch, metrics)
             if (fault := faults.get(self.global_steps, "")).endswith(" advantages"):

@@ -4,6 +4,8 @@ import json
 
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner, _load_state_dict
 
 SAVES = ("trainer.save_freq=1", "trainer.default_local_dir=checkpoints")
 
@@ -13,9 +15,38 @@ def events(folder):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def told(folder):
+    """What the guard did: (step, rule, action) of each event."""
+    return [(event["step"], event["rule"], event["action"]) for event in events(folder)]
+
+
 def shards(folder, step, kind="model", rank=0, of=1):
     actor = folder / "checkpoints" / f"global_step_{step}" / "actor"
     return torch.load(actor / f"{kind}_world_size_{of}_rank_{rank}.pt", weights_only=False)
+
+
+def megatron_weights(folder, step):
+    """What verl saves of Megatron's weights: those of Hugging Face, in the dtype that they are computed with."""
+    return weights(folder / "checkpoints" / f"global_step_{step}" / "actor" / "model" / "huggingface")
+
+
+def megatron_optimizer(folder, step):
+    """Megatron's weights in float32 and the moments of Adam: buffers whose padding is whatever the memory held, or with
+    dist_ckpt_optim_fully_reshardable=true each tensor by itself."""
+    saved = folder / "checkpoints" / f"global_step_{step}" / "actor" / "optimizer" / "dist_ckpt"
+    found = {}
+    _load_state_dict(found, FileSystemReader(saved), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return {name: value for name, value in _flat(found) if torch.is_tensor(value) and value.is_floating_point()}
+
+
+def _flat(tree, name=""):
+    if isinstance(tree, dict):
+        for key, branch in tree.items():
+            yield from _flat(branch, f"{name}.{key}")
+    elif isinstance(tree, list | tuple):
+        yield from _flat(dict(enumerate(tree)), name)
+    else:
+        yield name, tree
 
 
 def last_saved(folder):

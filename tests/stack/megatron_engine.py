@@ -5,14 +5,19 @@
 FOLDER has `model/` and `expected.pt`, which `expect_of_transformers` wrote.
 """
 
+import os
+import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
 
+from tests.stack.running import CPU
 from tests.support.closeness import close
+from tests.support.forking import Forked
 
 LENGTHS = (27, 20, 9, 14, 30, 11, 16, 22)
 LEARNING_RATE = 1e-3
@@ -139,9 +144,9 @@ def batch(rows) -> TensorDict:
 class Rank:
     """An engine and the sequences of this data parallel rank."""
 
-    def __init__(self, folder: Path, settings: dict) -> None:
+    def __init__(self, folder: Path, engine) -> None:
         self.expected = torch.load(folder / "expected.pt")
-        self.engine = build(folder, settings)
+        self.engine = engine
         rows = sequences(len(self.expected["weights"]["lm_head.weight"]))
         size = self.engine.get_data_parallel_size()
         self.mine = range(self.engine.get_data_parallel_rank(), len(rows), size)
@@ -205,7 +210,7 @@ def compare(folder: Path, layouts: dict[str, dict]) -> None:
     from megatron.core import parallel_state as mpu
 
     for name, settings in layouts.items():
-        check(Rank(folder, settings))
+        check(Rank(folder, build(folder, settings)))
         print(f"checked: {name}", flush=True)
         torch.distributed.barrier()
         mpu.destroy_model_parallel()
@@ -213,7 +218,7 @@ def compare(folder: Path, layouts: dict[str, dict]) -> None:
 
 def save(folder: Path) -> None:
     """A step, a checkpoint, and the step that a resumed run has to take."""
-    rank = Rank(folder, VANILLA)
+    rank = Rank(folder, build(folder, VANILLA))
     rank.step()
     rank.engine.save_checkpoint(str(folder / "checkpoint"), global_step=1)
     saved = rank.weights()
@@ -224,7 +229,7 @@ def save(folder: Path) -> None:
 
 def resume(folder: Path) -> None:
     """In a process that has not trained."""
-    rank = Rank(folder, VANILLA)
+    rank = Rank(folder, build(folder, VANILLA))
     rank.engine.load_checkpoint(str(folder / "checkpoint"), del_local_after_load=False)
     expected = torch.load(folder / "next.pt")
     for when in ("saved", "next"):
@@ -242,12 +247,33 @@ TASKS = {
 }
 
 
-def main(task: str, rank: str, world: str, folder: str) -> None:
+def main(tasks: dict, task: str, rank: str, world: str, folder: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store-{task}"
     torch.distributed.init_process_group("gloo", init_method=store, rank=int(rank), world_size=int(world))
-    TASKS[task](Path(folder))
+    tasks[task](Path(folder))
+
+
+def run_ranks(stack: Forked, module: str, task: str, world: int, folder: Path) -> list[list[str]]:
+    """What each rank of `python -m MODULE TASK RANK WORLD FOLDER` says that it checked, after all ended well."""
+    environment = os.environ | CPU | stack.environment | {"HF_HUB_OFFLINE": "1"}
+    with ExitStack() as stopped:
+        started = [
+            subprocess.Popen(
+                [stack.python, "-m", module, task, str(rank), str(world), str(folder)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(world)
+        ]
+        for one in started:
+            stopped.callback(one.kill)
+        outputs = [one.communicate()[0] for one in started]
+    assert [one.returncode for one in started] == [0] * world, "\n".join(outputs)[-4000:]
+    return [[line[9:] for line in output.splitlines() if line.startswith("checked: ")] for output in outputs]
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(TASKS, *sys.argv[1:])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 
 def main(wrap: Callable[[type], type], wrap_worker: Callable[[type], type] = lambda worker: worker) -> None:
-    """`verl_ext.main_ppo` on sys.argv, with `wrap` of our trainer in the place of trainer_mode=sync.
+    """`verl_ext.main_ppo` on sys.argv, with `wrap` of our trainer in the place of each trainer_mode's.
 
     And `wrap_worker` of the worker that captures routing.
     """
@@ -23,7 +23,8 @@ def main(wrap: Callable[[type], type], wrap_worker: Callable[[type], type] = lam
 
             def install_wrapped():
                 install()
-                TRAINER_REGISTRY["sync"] = wrap(trainers.StabilityTrainerSync)
+                for mode, trainer in TRAINER_REGISTRY.items():
+                    TRAINER_REGISTRY[mode] = wrap(trainer)
                 ROUTING_WORKERS[ActorRolloutRefWorker] = wrap_worker(ROUTING_WORKERS[ActorRolloutRefWorker])
 
             trainers.install = install_wrapped

@@ -29,6 +29,19 @@ SMALL = (
     f"reward.custom_reward_function.path={ROOT}/tests/stack/dense_reward.py",
 )
 
+ASYNC_BUFFER = "trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync"
+SEPARATE_ASYNC = (  # three batches are handed out before the first update
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=1",
+    "trainer.v1.separate_async.num_warmup_batches=2",
+    ASYNC_BUFFER,
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=file",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_ext.cpu.weights",
+    "ray_kwargs.ray_init.num_gpus=2",
+)
+
 CPU = {  # environment, as tools/quickstart.sh sets it
     "VERL_PLATFORM": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -94,6 +107,18 @@ def assert_k1_is_verls(step: dict[str, float]) -> None:
 
 def assert_documented(run: Run) -> None:
     assert undocumented(name for step in run.steps for name in step) == set()
+
+
+def assert_heads(step):
+    """Every token has one, and their KL is the size of what k3 estimates from single tokens."""
+    assert step["vllm_kl/head_missing"] == 0
+    assert 0 < step["vllm_kl/head"] < 0.01
+    assert 0.1 < step["vllm_kl/head"] / step["vllm_kl/k3"] < 10
+
+
+def shares_by_lag(step):
+    start = "vllm_kl/share/lag/"
+    return {name.removeprefix(start): value for name, value in step.items() if name.startswith(start)}
 
 
 def processes(mark: str) -> list[psutil.Process]:

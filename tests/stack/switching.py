@@ -1,14 +1,16 @@
 """A run that takes another method each step, so that all of them share one start of Ray, vLLM and the workers.
 
-    python -m tests.stack.switching <overrides of the run>
+    python -m tests.stack.switching ENGINE <overrides of the run>
 
-Each entry of SCHEDULE is what a user would add to the command line. The step's config is composed from the run's own
-overrides and these, and checked as at launch; the trainer and the workers' loss are set from it. What verl reads once,
-at the start, stays as BASE has it: the reward manager, the engines, the clip range and the KL loss of the workers.
-The batch of every other step is taken in blocks.
+ENGINE is fsdp2 or megatron, which train while vLLM generates, or sglang, which generates while FSDP2 trains. Each entry
+of its schedule is what a user would add to the command line. The step's config is composed from the run's own overrides
+and these, and checked as at launch; the trainer and the workers' loss are set from it. What verl reads once, at the
+start, stays as BASE has it: the reward manager, the engines, the clip range and the KL loss of the workers. The batch
+of every other step is taken in blocks.
 """
 
 import sys
+from collections.abc import Iterable
 
 from tests import ROOT
 
@@ -16,8 +18,6 @@ BASE = (
     "stability=icepop",
     "stability.router_agreement=true",
     "stability.head.k=8",
-    f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ROOT}/tests/stack/hanging_tool.py",
-    "stability.guard.slow_step_s=5",
     "actor_rollout_ref.actor.use_kl_loss=true",
     "actor_rollout_ref.actor.kl_loss_type=unbiased",
     "actor_rollout_ref.actor.optim.lr=1e-4",
@@ -25,28 +25,54 @@ BASE = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
 )
+# What recipe=cpu_tool adds to recipe=cpu_smoke; cpu_megatron is a recipe of its own.
+TWO_TURNS = (
+    "data.max_response_length=32",
+    "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+    "actor_rollout_ref.rollout.multi_turn.enable=true",
+    "actor_rollout_ref.rollout.multi_turn.format=digit",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
+    f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ROOT}/recipes/cpu_tool/tool.py",
+)
+HANGING_TOOL = (
+    f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ROOT}/tests/stack/hanging_tool.py",
+    "stability.guard.slow_step_s=5",
+)
+# The recipe of each engine, and what its run has besides BASE. The hanging tool is the same for all: one run has it.
+ENGINES = {
+    "fsdp2": ("recipe=cpu_tool", f"tool_folder={ROOT}/recipes/cpu_tool", *HANGING_TOOL),
+    "megatron": ("recipe=cpu_megatron", *TWO_TURNS),
+    "sglang": ("recipe=cpu_sglang", *TWO_TURNS, "stability.head.k=0"),  # heads are of vLLM's sampler
+}
 BLOCK = 128  # response tokens: a few of them in a batch
 LOSS = "actor_rollout_ref.actor.policy_loss"
+# So narrow that rounding alone takes tokens past either side.
+NARROW = ("stability.icepop.alpha=0.999", "stability.icepop.beta=1.001")
+# The first update of a step is made by the policy that l_old is of; the second one's has moved.
+GATED = ("stability=icepop", "stability.guard.mini_batch={policy_kl:2.0e-5,vllm_kl:1.0}")
+COMPOSED = ("stability=icepop", "stability.correction=[icepop,geo_mask,opsm]", "stability.opsm.delta=0.0")
 NOTHING_LEFT = ("stability=none", "stability.filters={low_probability:{threshold:1.0}}")
 BYPASS = ("algorithm.rollout_correction.bypass_mode=true", "stability.router_agreement=false")
 BYPASSED = [
-    ("stability=icepop", *BYPASS, "stability.icepop.alpha=0.999", "stability.icepop.beta=1.001"),
+    ("stability=icepop", *BYPASS, *NARROW),
     ("stability=icepop", *BYPASS, "stability.icepop.alpha=3", "stability.icepop.beta=4"),  # refused by the workers
     ("stability=opsm", *BYPASS, "stability.opsm.delta=0.0", f"{LOSS}.loss_mode=gspo"),
     ("stability=tis", *BYPASS, "stability.tis.cap=1.0", f"{LOSS}.loss_mode=gpg"),
 ]
-SCHEDULE: list[tuple[str, ...]] = [
+SHIFTS = [("stability=router_shift_loss",), ("stability=router_shift_loss", f"{LOSS}.base=geo_mean")]
+ALL: list[tuple[str, ...]] = [
     *BYPASSED,
     ("stability=icepop",),
-    ("stability=icepop", "stability.icepop.alpha=0.999", "stability.icepop.beta=1.001"),
-    ("stability=icepop", "stability.icepop.alpha=0.999", "stability.icepop.beta=1.001", "stability.denominator=kept"),
+    ("stability=icepop", *NARROW),
+    ("stability=icepop", *NARROW, "stability.denominator=kept"),
+    GATED,
     ("stability=tis", "stability.tis.cap=1.0"),
     ("stability=tis_sequence", "stability.tis_sequence.cap=1.0"),
     ("stability=kpop", "stability.kpop.phi=1e-7"),
     ("stability=mis", "stability.mis.cap=1.0"),
     ("stability=geo_mask",),
     ("stability=seq_mask_tis",),
-    ("stability=icepop", "stability.correction=[icepop,geo_mask,opsm]", "stability.opsm.delta=0.0"),
+    COMPOSED,
     ("stability=opsm", "stability.opsm.delta=0.0"),
     ("stability=glm5",),
     ("stability=deepseek_v32",),
@@ -54,8 +80,7 @@ SCHEDULE: list[tuple[str, ...]] = [
     ("stability=icepop_loss", f"{LOSS}.alpha=3", f"{LOSS}.beta=4"),  # drops every token
     ("stability=opsm_loss", f"{LOSS}.delta=0.0"),
     ("stability=llds_loss",),
-    ("stability=router_shift_loss",),
-    ("stability=router_shift_loss", f"{LOSS}.base=geo_mean"),
+    *SHIFTS,
     *(
         ("stability=icepop", f"{LOSS}.loss_mode={mode}")
         for mode in ("gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
@@ -67,6 +92,17 @@ SCHEDULE: list[tuple[str, ...]] = [
     ("stability=none", "stability.filters=[overlong,zero_variance]", "algorithm.adv_estimator=grpo"),
     NOTHING_LEFT,
 ]
+# On CPU cores, FSDP takes log-probabilities of bfloat16 logits and Megatron of float32: its sequences are nearer.
+BY_SEQUENCE = (("stability=geo_mask",), ("stability=seq_mask_tis",), COMPOSED)
+NARROW_GEO = ("stability.geo_mask.low=0.9999", "stability.geo_mask.high=1.0001")
+# Engine -> entry -> the overrides of its step. The launch refuses router_shift_loss on Megatron.
+SCHEDULES: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
+    "fsdp2": {entry: entry for entry in ALL},
+    "sglang": {entry: entry for entry in ALL},
+    "megatron": {
+        entry: (*entry, *NARROW_GEO) if entry in BY_SEQUENCE else entry for entry in ALL if entry not in SHIFTS
+    },
+}
 
 
 def compose(overrides: list[str]):
@@ -89,17 +125,19 @@ def compose(overrides: list[str]):
     return config, stability
 
 
-def switching(trainer_class: type, base: list[str]) -> type:
-    """`trainer_class`, taking the settings of SCHEDULE's next entry before each step."""
+def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: list[str]) -> type:
+    """`trainer_class`, taking the settings of the schedule's next entry before each step."""
     from omegaconf import OmegaConf
 
     from verl_ext.core.segments import AT_ONCE
     from verl_ext.launch.checks import loss_settings
     from verl_ext.trainer import in_blocks
 
+    entries = list(schedule)
+
     class SwitchingTrainer(trainer_class):
         def step(self, metrics, timing_raw):
-            entry = SCHEDULE[self.global_steps - 1]
+            entry = entries[self.global_steps - 1]
             config, stability = compose([*base, *entry])
             self.config.algorithm = config.algorithm
             self.stability_run.use(config, stability)
@@ -123,5 +161,6 @@ def switching(trainer_class: type, base: list[str]) -> type:
 if __name__ == "__main__":
     from tests.stack import own_trainer
 
+    schedule = SCHEDULES[sys.argv.pop(1)].values()
     base = sys.argv[1:]
-    own_trainer.main(lambda trainer_class: switching(trainer_class, base))
+    own_trainer.main(lambda trainer_class: switching(trainer_class, schedule, base))

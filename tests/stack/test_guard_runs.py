@@ -7,45 +7,13 @@ import torch
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from recipes.dense_smoke.make_assets import build_model
-from tests.stack.left import SAVES, events, full, same, shards
-from tests.stack.running import SMALL, assert_documented, run
+from tests.stack.faults import CANARY, RULES, rules
+from tests.stack.left import SAVES, events, full, same, shards, told
+from tests.stack.running import assert_documented
 
 pytestmark = pytest.mark.e2e
 
-RULES = {
-    "gap": "{signal:vllm_kl/k3,above:1.0e-3,action:tighten}",
-    "reward": "{signal:critic/score/mean,below:-1,action:rollback}",
-    "purse": "{signal:critic/score/mean,above:40,action:undo}",
-    "cheat": "{signal:critic/score/mean,above:50,action:stop}",
-    "rate": "{signal:vllm_kl/k3,above:1.0e-3,action:lower_lr}",
-    "burst": "{signal:actor/grad_norm,above:1.0e+6,action:undo}",
-    "norm": "{signal:actor/grad_norm,above:1.0e-6,patience:2,action:warn}",
-}
-
-
-CANARY = "stability.sync_canary.trajectories=8"
 REPLAY = ("actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3", "stability.router_agreement=true")
-
-
-def rules(*names):
-    return f"stability.guard.rules={{{','.join(f'{name}:{RULES[name]}' for name in names)}}}"
-
-
-def told(folder):
-    return [(event["step"], event["rule"], event["action"]) for event in events(folder)]
-
-
-@pytest.fixture(scope="session")
-def with_faults(assets, stack, tmp_path_factory):
-    """with_faults(scenario, overrides..., steps=2) -> the finished Run of tests/stack/faults.py."""
-
-    def train(scenario, *overrides, steps=2, prepare=lambda folder: None):
-        folder = tmp_path_factory.mktemp("faults")
-        prepare(folder)
-        settings = (f"assets={assets}", f"trainer.total_training_steps={steps}")
-        return run(["-m", "tests.stack.faults", scenario, *SMALL, *settings, *overrides], folder, stack)
-
-    return train
 
 
 def test_every_action(with_faults):
@@ -187,7 +155,7 @@ def test_mini_batches_past_the_policys_own_change_are_refused_in_fp16_too(train)
     finite = [pair for pair in norms if None not in pair]
     assert finite and all(0.1 < gate / verls < 10 for gate, verls in finite)
     assert run.steps[0]["vllm_kl/k3"] < 1e-5, "bf16 has some 5e-5 here"
-    told = events(run.folder)
-    assert [event["signal"] for event in told if event["rule"] == "mini_batch"] == ["actor/gate/refused"] * 3
-    assert len(told) == 3 + len(norms) - len(finite) and {event["action"] for event in told} == {"warn"}
+    seen = events(run.folder)
+    assert [event["signal"] for event in seen if event["rule"] == "mini_batch"] == ["actor/gate/refused"] * 3
+    assert len(seen) == 3 + len(norms) - len(finite) and {event["action"] for event in seen} == {"warn"}
     assert "mini-batches refused by stability.guard.mini_batch" in run.console

@@ -5,7 +5,14 @@ import re
 
 import pytest
 
-from tests.stack.running import assert_documented, assert_k1_is_verls
+from tests.stack.running import (
+    ASYNC_BUFFER,
+    SEPARATE_ASYNC,
+    assert_documented,
+    assert_heads,
+    assert_k1_is_verls,
+    shares_by_lag,
+)
 from verl_ext import cli
 from verl_ext.metrics import OURS
 from verl_ext.report.trajectories import load_trajectories
@@ -13,7 +20,6 @@ from verl_ext.report.trajectories import load_trajectories
 pytestmark = pytest.mark.e2e
 
 ROUTING = "stability.router_agreement=true"
-ASYNC_BUFFER = "trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync"
 
 
 def keys(run):
@@ -66,13 +72,6 @@ def assert_half_is_compared(step):
     assert 0 < step["router/agreement/error"] < 0.02
 
 
-def assert_heads(step):
-    """Every token has one, and their KL is the size of what k3 estimates from single tokens."""
-    assert step["vllm_kl/head_missing"] == 0
-    assert 0 < step["vllm_kl/head"] < 0.01
-    assert 0.1 < step["vllm_kl/head"] / step["vllm_kl/k3"] < 10
-
-
 def assert_the_report_shows(run):
     """The trajectories' numbers are those that the metrics were made of, and the pages are there."""
     assert re.search(r"trajectories +│ 2 a step +│ cpu_smoke\.trajectories\.jsonl", run.console)
@@ -104,11 +103,6 @@ def assert_near_the_policy(run):
         assert 0.9 < step["router/own_agreement"] < 1
 
 
-def shares_by_lag(step):
-    start = "vllm_kl/share/lag/"
-    return {name.removeprefix(start): value for name, value in step.items() if name.startswith(start)}
-
-
 def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train):
     """Three batches are handed out before the first update: the third is two versions old when its turn comes.
 
@@ -118,15 +112,7 @@ def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train
         "stability=moe",
         "actor_rollout_ref.rollout.top_p=0.9",
         "actor_rollout_ref.rollout.top_k=32",
-        "trainer.v1.trainer_mode=separate_async",
-        "trainer.v1.separate_async.parameter_sync_step=1",
-        ASYNC_BUFFER,
-        "actor_rollout_ref.rollout.nnodes=1",
-        "actor_rollout_ref.rollout.n_gpus_per_node=1",
-        "actor_rollout_ref.rollout.checkpoint_engine.backend=file",
-        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_ext.cpu.weights",
-        "ray_kwargs.ray_init.num_gpus=2",
-        "trainer.v1.separate_async.num_warmup_batches=2",
+        *SEPARATE_ASYNC,
         "actor_rollout_ref.actor.optim.lr=3e-5",  # so small that old rollouts stay near the policy
         "stability.filters={too_stale:{versions:1}}",
         "stability.rescoring={every:1,trajectories:32,versions:2}",

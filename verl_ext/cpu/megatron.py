@@ -4,7 +4,8 @@ Each function is one change of `upstream.changes`: it checks that what it change
 `PatchError` if not, and returns a function that undoes it. Only a process that builds a Megatron engine applies
 `install`. `cpu.transformer_engine` has the layers.
 
-Open: multi-head latent attention, context parallelism, dense models on Megatron-Bridge, value heads.
+Open: context parallelism, latent attention through mbridge and over sequences that are not packed, dense models on
+Megatron-Bridge, value heads.
 """
 
 import importlib
@@ -12,13 +13,13 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from verl_ext.cpu.hollow import Finder, Torch
 from verl_ext.upstream.patching import Undo, expect, moved, patch, together, wrap
 
 CORE = "megatron.core"
@@ -26,6 +27,8 @@ CORE = "megatron.core"
 MAKE_ON_CUDA = (
     "optimizer.optimizer",
     "optimizer.clip_grads",
+    "optimizer.cpu_offloading.hybrid_optimizer",
+    "optimizer.grad_scaler",
     "pipeline_parallel.schedules",
     "transformer.moe.moe_utils",
     "utils",
@@ -33,7 +36,6 @@ MAKE_ON_CUDA = (
     "dist_checkpointing.mapping",
     "dist_checkpointing.strategies.state_dict_saver",
 )
-FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
 # Packages that Megatron-Bridge 0.3 imports at the top of its modules, without asking whether they are there.
 OF_CUDA = ("transformer_engine", "causal_conv1d", "mamba_ssm", "nvidia_resiliency_ext")
 
@@ -91,9 +93,9 @@ def install() -> Undo:
     global _undo
     if _undo is None:
         changes = [compile_nothing, call_no_cuda, make_on_cpu, split_on_cpu, keep_random_state, name_types_as_cuda]
-        changes += [step_each_parameter, build_of_torch]
+        changes += [step_each_parameter, copy_for_offload, build_of_torch]
         if importlib.util.find_spec("megatron.bridge"):
-            changes += [import_bridge, scatter_dense]
+            changes += [import_bridge, read_rope_parameters, refuse_unknown_overrides, scatter_dense]
         undo_all = together(*changes)
 
         def undo() -> None:
@@ -154,6 +156,7 @@ def call_no_cuda() -> Undo:
         *functions,
         lambda: patch("call_no_cuda", nn.Module, "cuda", _itself),
         lambda: patch("call_no_cuda", torch.Tensor, "cuda", _itself),
+        lambda: patch("call_no_cuda", torch.Tensor, "pin_memory", _itself),
     )
 
 
@@ -161,27 +164,23 @@ def _call(name: str, function: Any) -> Undo:
     return patch("call_no_cuda", torch.cuda, name, function)
 
 
-class TorchOnCPU:
-    """`torch`, whose factories make on the CPU what is asked for on "cuda"."""
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(torch, name)
-        return partial(_made_on_cpu, found) if name in FACTORIES else found
-
-
-def _made_on_cpu(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if str(kwargs.get("device")).startswith("cuda"):
-        kwargs["device"] = "cpu"
-    return factory(*args, **kwargs)
+def _on_cpu(keywords: dict[str, Any]) -> None:
+    if str(keywords.get("device")).startswith("cuda"):
+        keywords["device"] = "cpu"
+    keywords.pop("pin_memory", None)  # which torch refuses without an accelerator
 
 
 def make_on_cpu() -> Undo:
-    """Some modules of megatron-core make their tensors on device="cuda", whatever the parameters' device is."""
-    return together(*(partial(_make, importlib.import_module(f"{CORE}.{name}")) for name in MAKE_ON_CUDA))
+    """Some modules of megatron-core make their tensors on device="cuda", whatever the parameters' device is.
+
+    verl's has the pinned memory that param_offload moves parameters to.
+    """
+    names = [*(f"{CORE}.{name}" for name in MAKE_ON_CUDA), "verl.utils.megatron_utils"]
+    return together(*(partial(_make, importlib.import_module(name)) for name in names))
 
 
 def _make(module: ModuleType) -> Undo:
-    return patch("make_on_cpu", module, "torch", TorchOnCPU())
+    return patch("make_on_cpu", module, "torch", Torch(_on_cpu))
 
 
 def split_on_cpu() -> Undo:
@@ -287,6 +286,26 @@ def _without_a_step(put: Callable[..., None], optimizer: Any, model_param: Any, 
     put(optimizer, model_param, {"step": torch.tensor(0.0)} | tensors)
 
 
+def copy_for_offload() -> Undo:
+    """With optimizer_cpu_offload, Adam works on copies that are on the CPU; here of parameters that are there too."""
+    owner = importlib.import_module(f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
+    return wrap("copy_for_offload", owner, "_get_sub_optimizer_param_groups", _copies, "self, offload_fraction")
+
+
+def _copies(original: Callable[..., Any], optimizer: Any, offload_fraction: float) -> tuple[Any, ...]:
+    if offload_fraction != 1.0:
+        raise NotImplementedError(f"optimizer_offload_fraction={offload_fraction} has no stand-in on CPU cores, 1 has")
+    groups, copy_of, original_of, in_float32 = [], {}, {}, {}
+    for group in optimizer.param_groups:
+        copies = [parameter.detach().clone().float() for parameter in group["params"]]
+        for parameter, copy in zip(group["params"], copies, strict=True):
+            copy_of[parameter], original_of[copy] = copy, parameter
+            if parameter.dtype != torch.float32:
+                in_float32[parameter] = copy
+        groups.append(group | {"params": copies})
+    return groups, [], copy_of, original_of, in_float32
+
+
 # Transformer Engine and Megatron-Bridge
 
 
@@ -298,53 +317,17 @@ def build_of_torch() -> Undo:
     experts = importlib.import_module(f"{CORE}.models.gpt.moe_module_specs")
     block = importlib.import_module(f"{CORE}.transformer.transformer_block")
     moe_utils = importlib.import_module(f"{CORE}.transformer.moe.moe_utils")
+    latent = importlib.import_module(f"{CORE}.transformer.multi_latent_attention")
     return together(
         lambda: patch("build_of_torch", specs, "TESpecProvider", layers.TESpecProvider, new=True),
         lambda: patch("build_of_torch", experts, "TESpecProvider", layers.TESpecProvider),
         lambda: patch("build_of_torch", specs, "TENorm", layers.TENorm, new=True),
+        lambda: patch("build_of_torch", latent, "TELinear", layers.TELinear),
         lambda: patch("build_of_torch", block, "LayerNormImpl", layers.TENorm),  # where one spec is for all layers
         lambda: patch(
             "build_of_torch", moe_utils, "te_general_gemm", None, new=True
         ),  # of the router, which has its own without
     )
-
-
-class Missing(nn.Module):
-    """A class of a package that is not here: it may be a base or be asked for, and cannot be built."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(
-            f"{type(self).__module__}.{type(self).__name__} needs a GPU: it has no stand-in on CPU cores"
-        )
-
-
-class Hollow(ModuleType):
-    """A module of such a package: its classes are `Missing`, its functions raise."""
-
-    __version__ = "0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name[0].isupper():
-            vars(self)[name] = type(name, (Missing,), {"__module__": self.__name__})
-            return vars(self)[name]
-        return importlib.import_module(f"{self.__name__}.{name}")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{self.__name__} needs a GPU: it has no stand-in on CPU cores")
-
-
-class Finder:
-    """The last of Python's finders while Megatron-Bridge is imported: it is asked for what is not installed."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in OF_CUDA else None  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return Hollow(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None: ...
 
 
 def import_bridge() -> Undo:
@@ -354,13 +337,60 @@ def import_bridge() -> Undo:
     """
     for name in ("models.gpt.gpt_model", "distributed", "optimizer", "inference", "extensions.transformer_engine"):
         importlib.import_module(f"{CORE}.{name}")
-    finder = Finder()
+    finder = Finder(*OF_CUDA)
     patch("import_bridge", sys, "meta_path", [*sys.meta_path, finder])
     try:
         importlib.import_module("megatron.bridge")
     finally:
         sys.meta_path.remove(finder)
     return lambda: None  # modules that are imported stay
+
+
+class RopeOfTransformers4:
+    """A config of transformers 5 that has its rotary embedding where a config of transformers 4 has it."""
+
+    def __init__(self, config: Any) -> None:
+        self._config, self._rope = config, config.rope_parameters or {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "rope_scaling":
+            return None if self._rope.get("rope_type", "default") == "default" else self._rope
+        return self._rope[name] if name in self._rope else getattr(self._config, name)
+
+
+def read_rope_parameters() -> Undo:
+    """Megatron-Bridge 0.3 asks for `rope_theta`, and takes 10000 where transformers 5 has it in `rope_parameters`.
+
+    It then trains Qwen3 and GLM with other frequencies than their own, and stretches Moonlight's by YaRN's factor 40.
+    Later ones (verl asks for 0.5.2 on GPUs) read both.
+    """
+    owner = importlib.import_module("megatron.bridge.models.conversion.model_bridge").MegatronModelBridge
+    return wrap("read_rope_parameters", owner, "hf_config_to_provider_kwargs", _with_rope, "self, hf_config")
+
+
+def _with_rope(convert: Callable[[Any, Any], Any], bridge: Any, config: Any) -> Any:
+    return convert(bridge, RopeOfTransformers4(config))
+
+
+def refuse_unknown_overrides() -> Undo:
+    """verl hands `override_transformer_config` to a method of Megatron-Bridge 0.5, which refuses a name it lacks.
+
+    Without that method, verl sets whatever attributes are named, and a misspelt override passes for one that works.
+    """
+    owner = importlib.import_module("megatron.bridge.models.model_provider").ModelProviderMixin
+    name = "apply_overrides_and_finalize"
+    if hasattr(owner, name):
+        raise moved("refuse_unknown_overrides", f"Megatron-Bridge has its own {name}")
+    return patch("refuse_unknown_overrides", owner, name, _apply_overrides, new=True)
+
+
+def _apply_overrides(provider: Any, dtype: torch.dtype, overrides: dict[str, Any]) -> None:
+    given = {"params_dtype": dtype, "fp16": dtype == torch.float16, "bf16": dtype == torch.bfloat16} | overrides
+    for name in given:
+        if not hasattr(provider, name):
+            raise AttributeError(f"{type(provider).__name__} has no attribute {name!r}.")
+    vars(provider).update(given)
+    provider.finalize()
 
 
 def scatter_dense() -> Undo:

@@ -10,7 +10,10 @@ import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 from wrapt import register_post_import_hook
 
-from verl_ext.cpu import patches
+from verl_ext.cpu import (
+    patches,
+    sglang,  # noqa: F401  importing it prepares this process for SGLang
+)
 
 ENGINES = "verl.workers.engine"
 

@@ -59,6 +59,33 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(normed, *args, **kwargs)
 
 
+class TELinear(nn.Module):
+    """A linear layer that each rank of tensor parallelism has whole: the down projections of latent attention."""
+
+    parallel_mode = "duplicated"  # by which Megatron-Bridge finds that nothing is split
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        parallel_mode: str,
+        config: Any,
+        init_method: Any,
+        bias: bool,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if parallel_mode != self.parallel_mode or bias:
+            raise NotImplementedError(f"parallel_mode={parallel_mode}, bias={bias} has no stand-in on CPU cores")
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # see `norm_weight`
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return F.linear(x, self.weight), None
+
+
 class GroupedLinear(nn.Module):
     """A weight `weight0`, `weight1`, ... for each expert of this rank."""
 
@@ -136,7 +163,11 @@ class TERowParallelGroupedLinear(GroupedLinear):
 
 
 class TEDotProductAttention(DotProductAttention):
-    """Causal attention within each of the packed sequences ("thd")."""
+    """Causal attention within each of the packed sequences ("thd"); values may have another width than keys."""
+
+    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.packed_alone = k_channels != v_channels  # megatron-core's own attention has one width for both
 
     def forward(
         self,
@@ -147,8 +178,10 @@ class TEDotProductAttention(DotProductAttention):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        """query, key, value: [n, heads, width]; returns [n, heads * width]."""
+        """query, key: [n, heads, width]; value: [n, heads, its width]; returns [n, heads * value's width]."""
         if packed_seq_params is None:
+            if self.packed_alone:
+                raise NotImplementedError("latent attention over unpacked sequences has no stand-in on CPU cores")
             return super().forward(query, key, value, attention_mask, **kwargs)
         ends = packed_seq_params.cu_seqlens_q_padded
         ends = (packed_seq_params.cu_seqlens_q if ends is None else ends).tolist()
@@ -165,7 +198,7 @@ class TESpecProvider(LocalSpecProvider):
     """What megatron-core asks which modules a decoder is built of."""
 
     def linear(self) -> type:
-        raise NotImplementedError("multi-head latent attention has no stand-in on CPU cores")
+        return TELinear
 
     def fuse_layernorm_and_linear(self) -> bool:
         return True

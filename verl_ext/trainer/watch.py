@@ -13,6 +13,7 @@ import ray
 from verl_ext.errors import UserError, WorkerDiedError
 from verl_ext.trainer.line_file import say
 from verl_ext.trainer.slow_step import SlowStep
+from verl_ext.upstream.sglang_processes import why_they_died
 
 EVERY_S, TIMEOUT_S = 10.0, 60.0
 LATE_S = 30.0  # an error of a collective comes before Ray knows of the node that has died
@@ -97,9 +98,10 @@ class Watch:
             return
         if self._died:
             waits = "" if isinstance(error, Exception) else ", and verl would wait for its answers without end"
+            reason = why_they_died()
             raise WorkerDiedError(
-                f"{self._died}{waits}. Checkpoints stand in {self._folder}: with trainer.resume_mode=auto, the same "
-                "command goes on from the last whole one"
+                f"{self._died}{waits}{reason and f': {reason}'}. Checkpoints stand in {self._folder}: with "
+                "trainer.resume_mode=auto, the same command goes on from the last whole one"
             ) from (error if isinstance(error, Exception) else None)
 
     def _look_on(self) -> None:

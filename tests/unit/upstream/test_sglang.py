@@ -1,6 +1,6 @@
-"""What SGLang's own classes do, on a CPU: nothing of it is a run. Skipped where SGLang is not installed.
+"""What SGLang's own classes do, on a CPU: nothing of it is a run.
 
-pip install --no-deps sglang==0.5.12 gguf==0.19.0 scipy==1.17.1 torchao==0.17.0
+Skipped where SGLang is not installed (`bash tools/setup_cpu.sh sglang`).
 """
 
 import asyncio
@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from tests.support.closeness import close
-from tests.support.hollow import let_sglang_import
 from tests.support.sglang_server import generated, verls_server_module
 from verl_ext.core.captured import known_rows, refused_rows
+from verl_ext.cpu import sglang  # noqa: F401  importing it prepares this process for SGLang
 from verl_ext.doctor.routing import SILENT
 from verl_ext.upstream.sglang_routing import decode_routing
 
-let_sglang_import()
 tokenizer_manager = pytest.importorskip(
     "sglang.srt.managers.tokenizer_manager", reason="SGLang does not import here", exc_type=ImportError
 )
@@ -31,22 +30,19 @@ TEXT_CONFIG = SimpleNamespace(num_hidden_layers=LAYERS, num_experts_per_tok=TOP_
 
 @pytest.fixture
 def capturer(monkeypatch):
-    from sglang.srt.state_capturer import base, routed_experts
+    from sglang.srt.state_capturer import routed_experts
 
-    zeros = torch.zeros
     arguments = SimpleNamespace(chunked_prefill_size=16, dp_size=1)
-    with monkeypatch.context() as patched:  # there is no accelerator to pin memory for
-        patched.setattr(base.torch, "zeros", lambda *size, pin_memory=False, **given: zeros(*size, **given))
-        patched.setattr(routed_experts, "get_global_server_args", lambda: arguments)
-        monkeypatch.setattr(routed_experts, "is_dp_attention_enabled", lambda: False)
-        yield routed_experts.RoutedExpertsCapturer.create(
-            enable=True,
-            model_config=SimpleNamespace(hf_text_config=TEXT_CONFIG),
-            num_fused_shared_experts=0,
-            num_tokens=32,
-            max_running_requests=4,
-            device="cpu",
-        )
+    monkeypatch.setattr(routed_experts, "get_global_server_args", lambda: arguments)
+    monkeypatch.setattr(routed_experts, "is_dp_attention_enabled", lambda: False)
+    return routed_experts.RoutedExpertsCapturer.create(
+        enable=True,
+        model_config=SimpleNamespace(hf_text_config=TEXT_CONFIG),
+        num_fused_shared_experts=0,
+        num_tokens=32,
+        max_running_requests=4,
+        device="cpu",
+    )
 
 
 def forward(capturer, slots, seed):

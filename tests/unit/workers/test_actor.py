@@ -27,6 +27,7 @@ class Engine:
     """Counts its optimizer steps."""
 
     steps, optimizer = 0, SimpleNamespace(param_groups=[])
+    engine_config = SimpleNamespace(strategy="fsdp2")
 
     def train_batch(self, data, loss_function):
         loss_function(data)

@@ -1,0 +1,88 @@
+"""SGLang's engine on CPU cores against transformers, in float32, and what its processes leave when they fail."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+
+import pytest
+import torch
+
+from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.cpu_tool.make_assets import build_model
+from tests import ROOT
+from tests.stack.running import CPU, MARK, kill_all
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sglang")
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer).float()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.mul_(4.0)  # the usual 0.02 leaves every probability near that of any other token
+    for part in (model, tokenizer):
+        part.save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.fixture
+def ended(tmp_path, folder):
+    """ended(python, environment, task) -> exit code and output; nothing of it is left."""
+    mark = uuid.uuid4().hex
+    command = ("-m", "tests.stack.sglang_engine")
+
+    def run(python, environment, task):
+        environment = os.environ | CPU | environment | {"HF_HUB_OFFLINE": "1", MARK: mark}
+        # A file: what a process that dies leaves behind would keep a pipe open.
+        with (tmp_path / "output").open("w") as output:
+            code = subprocess.run(
+                [python, *command, task, str(folder)], cwd=ROOT, env=environment, stdout=output, stderr=output
+            ).returncode
+        return code, (tmp_path / "output").read_text()
+
+    yield run
+    kill_all(mark)
+
+
+@pytest.fixture
+def found(sglang_stack, ended):
+    """found(task) -> what it printed."""
+
+    def run(task):
+        code, output = ended(sglang_stack.python, sglang_stack.environment, task)
+        assert code == 0, output[-4000:]
+        return json.loads(re.search(r"^found: (.*)$", output, re.MULTILINE)[1])
+
+    return run
+
+
+def test_log_probs_experts_and_updated_weights_are_those_of_transformers(found):
+    readings = found("as_transformers")
+    for when in ("first", "again", "after"):
+        assert readings[when]["apart"] < 1e-4, "log-probs of some -4"
+        assert readings[when]["same_experts"] == 1
+    assert readings["again"]["cached"] > 0, "prompts that are read again come from the prefix cache"
+    assert readings["before"]["apart"] > 1 > readings["before"]["same_experts"], "the weights are others"
+
+
+def test_without_our_copy_the_overlap_schedule_returns_wrong_experts_and_right_log_probs(found):
+    """SGLang reports no error: `router/agreement` alone shows it."""
+    readings = found("overlapped")
+    assert readings["apart"] < 1e-4
+    assert readings["same_experts"] < 0.9
+
+
+@pytest.mark.parametrize("forked", [True, False], ids=["forked", "spawned"])
+def test_a_scheduler_that_fails_leaves_its_reason_and_ends_the_process_that_started_it(forked, sglang_stack, ended):
+    python, environment = (sglang_stack.python, sglang_stack.environment) if forked else (sys.executable, {})
+    code, output = ended(python, environment, "failing")
+    assert code == -signal.SIGQUIT, output[-4000:]
+    assert "verl_ext: SGLang's scheduler failed: RuntimeError: Not enough memory." in output

@@ -1,0 +1,143 @@
+"""Whole runs that generate with SGLang: verl's trainers, Ray, our workers, FSDP2 or Megatron."""
+
+import re
+import sys
+import uuid
+
+import psutil
+import pytest
+
+from tests.stack.faults import CANARY
+from tests.stack.left import SAVES, events, last_saved, saved
+from tests.stack.running import (
+    ASYNC_BUFFER,
+    SEPARATE_ASYNC,
+    SMALL,
+    assert_documented,
+    kill_all,
+    marked,
+    processes,
+    run,
+    shares_by_lag,
+    start,
+    wait_for,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+RECIPE = ("recipe=cpu_sglang", *SMALL[1:])
+ROUTING = "stability.router_agreement=true"
+OF_SGLANG = "actor_rollout_ref.rollout.engine_kwargs.sglang"
+FLOAT32 = 1e-11  # a k3 below this is rounding
+MEGATRON_RECIPE = ("recipe=cpu_megatron_sglang", *SMALL[1:])
+MEGATRON_FLOAT32 = ("actor_rollout_ref.actor.megatron.dtype=float32", "actor_rollout_ref.rollout.dtype=float32")
+
+
+@pytest.fixture
+def train(assets, sglang_stack, tmp_path):
+    """train(overrides..., steps=3) -> the finished Run."""
+
+    def train(*overrides, steps=3, entry=("verl_ext.main_ppo",), recipe=RECIPE):
+        settings = (*recipe, f"assets={assets}", f"trainer.total_training_steps={steps}", *overrides)
+        return run(["-m", *entry, *settings], tmp_path, sglang_stack)
+
+    return train
+
+
+def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
+    finished = train("stability=icepop", ROUTING, CANARY, "precision=fp32", "stability.trajectories.per_step=2")
+    assert finished.code == 0, finished.tail
+    assert re.search(r"router agreement +│ compute_log_prob +│ 4 x Qwen3MoeTopKRouter on 1 rank", finished.console)
+    assert len(finished.steps) == 3
+    assert_documented(finished)
+    for step in finished.steps:
+        assert step["vllm_kl/k3"] < FLOAT32
+        assert step["router/agreement"] == step["router/exact_match"] == 1
+        assert step["guard/skipped"] == 0 < step["actor/grad_norm"]
+        assert step["sync/moved"] > 0, "the update changed what the rollout makes of the canary's trajectories"
+
+
+@pytest.mark.parametrize("trained_by", ["fsdp2", "megatron"])
+def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by):
+    """In step 2 every expert id is one too high: the gap jumps, and the batch is skipped."""
+    replay = {
+        "fsdp2": ("stability=r3", "precision=fp32"),
+        "megatron": ("stability=icepop", "actor_rollout_ref.actor.megatron.router_replay.mode=R3", *MEGATRON_FLOAT32),
+    }
+    finished = train(
+        *replay[trained_by],
+        "stability.batch_skip.threshold=1.0e-9",
+        "trainer.v1.trainer_mode=colocate_async",
+        ASYNC_BUFFER,
+        "actor_rollout_ref.actor.optim.lr=1e-9",  # the policy's own movement stays below the threshold
+        entry=("tests.stack.faults", "shifted experts"),
+        recipe=RECIPE if trained_by == "fsdp2" else MEGATRON_RECIPE,
+    )
+    assert finished.code == 0, finished.tail
+    assert "PPOTrainerColocateAsync._update_actor" in finished.console
+    right, wrong, after = finished.steps
+    assert wrong["guard/skipped"] == 1 and right["guard/skipped"] == after["guard/skipped"] == 0
+    assert wrong["vllm_kl/k3"] > 1e-7 > 1e-9 > max(right["vllm_kl/k3"], after["vllm_kl/k3"])
+
+
+def test_megatron_and_sglang_in_separate_async(train):
+    """In float32. The third batch is two versions old when its turn comes."""
+    finished = train(
+        "stability=icepop",
+        ROUTING,
+        *MEGATRON_FLOAT32,
+        *SEPARATE_ASYNC,
+        "actor_rollout_ref.actor.optim.lr=3e-5",
+        recipe=MEGATRON_RECIPE,
+    )
+    assert finished.code == 0, finished.tail
+    assert "PPOTrainerSeparateAsync." in finished.console
+    assert_documented(finished)
+    first, *later = finished.steps
+    assert shares_by_lag(first) == {"0": 1}
+    assert first["vllm_kl/k3"] < FLOAT32 and first["router/agreement"] == first["router/exact_match"] == 1
+    assert shares_by_lag(later[-1]).get("2", 0) > 0
+    for step in finished.steps:
+        assert step["guard/skipped"] == 0 < step["actor/grad_norm"]
+        if (k3 := step.get("vllm_kl/k3/lag/0")) is not None:
+            assert k3 < FLOAT32, "of the weights that sampled them"
+    assert later[-1]["vllm_kl/k3"] > 100 * FLOAT32, "the policy has moved away from old rollouts"
+
+
+def test_a_scheduler_that_cannot_start_ends_the_run_with_its_reason(train):
+    finished = train("stability=icepop", f"++{OF_SGLANG}.mem_fraction_static=-1", f"{OF_SGLANG}.max_total_tokens=null")
+    assert finished.code == 1, finished.tail
+    errors = [line for line in finished.console.splitlines() if line.startswith("verl_ext: error:")]
+    assert len(errors) == 1, finished.tail
+    assert "SGLang's scheduler failed: RuntimeError: Not enough memory." in errors[0]
+
+
+def test_a_scheduler_that_is_killed_ends_the_run_which_goes_on_from_its_checkpoint(assets, train, tmp_path):
+    """It starts as on a cluster, each process by itself. Every update is skipped: the counts go on."""
+    settings = ("stability=icepop", "stability.batch_skip.threshold=0", "stability.guard.stop_after=6", *SAVES)
+    arguments = ("-m", "verl_ext.main_ppo", *RECIPE, f"assets={assets}", "trainer.total_training_steps=500", *settings)
+    mark = uuid.uuid4().hex
+    console, started = start([sys.executable, *arguments], tmp_path, mark)
+    try:
+        wait_for(lambda: saved(tmp_path, 2), started, console)
+        (scheduler,) = [process for process in processes(mark) if process.name().startswith("sglang::schedul")]
+        scheduler.kill()
+        assert started.wait(150) == 1
+        left = [process for process in processes(mark) if process.status() != psutil.STATUS_ZOMBIE]
+        psutil.wait_procs(left, timeout=60)
+        assert marked(mark) == []
+    finally:
+        kill_all(mark)
+    errors = [line for line in console.read_text().splitlines() if line.startswith("verl_ext: error:")]
+    assert len(errors) == 1, console.read_text()[-3000:]
+    assert "an SGLang process" in errors[0] and "exit code -9" in errors[0]
+    assert "trainer.resume_mode=auto" in errors[0]
+
+    last = last_saved(tmp_path)
+    resumed = train(*settings, steps=500)
+    assert resumed.code == 3, resumed.tail
+    assert f"guard state of step {last}" in resumed.console
+    # A kill between the checkpoint and the metrics of its step leaves a step without metrics.
+    assert all(step["guard/skips"] == step["training/global_step"] for step in resumed.steps)
+    assert resumed.steps[-1]["guard/skips"] == 6
+    assert [event["step"] for event in events(tmp_path) if event["action"] == "stop"] == [6]

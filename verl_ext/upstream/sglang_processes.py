@@ -1,0 +1,122 @@
+"""SGLang's processes, started so that one that fails leaves its reason.
+
+SGLang's scheduler and detokenizer log a failure to their own stderr and send SIGQUIT to their parent process. Under
+verl that ends a Ray actor without a word about the cause, and where processes are forked (tools/prefork.py) it ends the
+server that forks them, and the run with it. Here the process first tells the actor that started it why it ends, and
+then sends SIGQUIT to that actor. The actor keeps the reason in Ray's store, where the end of the run looks it up.
+"""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from verl_ext.upstream.patching import Undo, expect, patch
+
+MODULES = {"scheduler": "sglang.srt.managers.scheduler", "detokenizer": "sglang.srt.managers.detokenizer_manager"}
+ANSWER_S = 10.0  # a process that ends waits so long for its actor to have kept the reason
+LOOK_S = 1.0
+LONGEST = 500  # characters of a reason
+NAMESPACE, PREFIX = b"verl_ext", b"sglang_died/"
+
+# In the process that is started
+
+
+def run(name: str, actor: Connection, process: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Call `process`, SGLang's function for this process, with the actor as its parent."""
+    parent = Parent(name, actor)
+    try:
+        patch("sglang_processes", importlib.import_module(MODULES[name]), "psutil", parent)
+        process(*args, **kwargs)
+    except Exception:  # before SGLang handles any
+        parent.send_signal(signal.SIGQUIT)
+        raise
+
+
+class Parent:
+    """`psutil` for these modules, which ask it for their parent process alone, to send it SIGQUIT."""
+
+    def __init__(self, name: str, actor: Connection) -> None:
+        self._name, self._actor = name, actor
+
+    def Process(self) -> "Parent":  # noqa: N802
+        return self
+
+    def parent(self) -> "Parent":
+        return self
+
+    def send_signal(self, number: int) -> None:
+        error = sys.exc_info()[1]  # SGLang calls this where it handles it
+        reason = f"SGLang's {self._name} failed: {type(error).__name__}: {' '.join(str(error).split())}"
+        with contextlib.suppress(OSError, EOFError):
+            self._actor.send(reason[:LONGEST])
+            self._actor.poll(ANSWER_S)
+        if starter := multiprocessing.parent_process():
+            os.kill(starter.pid or 0, signal.Signals(number))
+
+
+# In the actor
+
+
+def start_processes(server_module: Any, run: Callable[..., None] = run) -> Undo:
+    """Have the SGLang servers that verl starts in this process start theirs through `run`."""
+    engine = expect("sglang_processes", server_module, "sglang.srt.entrypoints.engine.Engine")
+    launch = expect("sglang_processes", engine, "_launch_subprocesses", "server_args, ...")
+
+    def launch_subprocesses(*args: Any, **kwargs: Any) -> Any:
+        here, there = multiprocessing.Pipe()
+        threading.Thread(target=keep_reasons, args=(here,), name="verl_ext sglang", daemon=True).start()
+        for name in MODULES:
+            process = f"run_{name}_process_func"
+            kwargs[process] = partial(run, name, there, kwargs[process])
+        return launch(*args, **kwargs)
+
+    return patch("sglang_processes", engine, "_launch_subprocesses", staticmethod(launch_subprocesses))
+
+
+def keep_reasons(reasons: Connection) -> None:
+    """Keep what the processes say in Ray's store, and that one was killed. Runs in a thread of the actor."""
+    while True:
+        children = {child.sentinel: child for child in multiprocessing.active_children()}
+        for ready in wait([reasons, *children], timeout=LOOK_S):
+            if ready is reasons:
+                try:
+                    keep(reasons.recv())
+                    reasons.send("kept")
+                except (EOFError, OSError):  # the processes are gone, as at the end of every run
+                    return
+            elif (child := children[ready]).exitcode:  # type: ignore[index]
+                keep(f"an SGLang process (pid {child.pid}) ended with exit code {child.exitcode}")
+
+
+def keep(reason: str) -> None:
+    """Keep the reason under this process's id. The first one stays: others follow from it."""
+    from ray.experimental.internal_kv import _internal_kv_initialized, _internal_kv_put
+
+    print(f"verl_ext: {reason}", file=sys.stderr, flush=True)
+    if _internal_kv_initialized():
+        _internal_kv_put(PREFIX + b"%d" % os.getpid(), reason.encode(), overwrite=False, namespace=NAMESPACE)
+
+
+# Where the run ends
+
+
+def why_they_died() -> str:
+    """The reasons that SGLang's processes left, "" where there is none or Ray is gone."""
+    ray = sys.modules.get("ray")
+    if not (ray and ray.is_initialized()):
+        return ""
+    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
+
+    try:
+        keys = _internal_kv_list(PREFIX, namespace=NAMESPACE)
+        return "; ".join(dict.fromkeys(_internal_kv_get(key, namespace=NAMESPACE).decode() for key in keys))
+    except Exception:  # the cluster is going down, and there is an error to report already
+        return ""
