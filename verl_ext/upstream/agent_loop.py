@@ -45,8 +45,7 @@ ROWS_HELD = "verl_ext_rows_held"  # in the extra_args of a request, and in the e
 HEAD_ASKED = "verl_ext_head"  # in the extra_args of a request
 MEDIA = ("image_data", "video_data", "audio_data")
 
-# Parameters of a request, besides temperature, top-k and top-p, that change the distribution -> the value that does
-# not.
+# Besides temperature, top-k and top-p, the parameters of a request that change the distribution -> the neutral value.
 UNKNOWN = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
@@ -116,7 +115,7 @@ def request(config: Any, wanted: Wanted) -> None:
     if wanted == Wanted():
         return
     place = f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}"
-    given = parsed(os.environ.get(VARIABLE, "")) | parsed(OmegaConf.select(config, place) or "")
+    given = parsed(os.environ.get(VARIABLE, "")) | parsed(str(OmegaConf.select(config, place) or ""))
     wanted = replace(wanted, **{name: value for name, value in given.items() if name in BY_HAND})
     OmegaConf.update(config, place, str(wanted), force_add=True)
 
