@@ -36,7 +36,7 @@ def bench_rollout(arguments: argparse.Namespace) -> None:
     import vllm
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from verl_ext.upstream.sampler_head import ASKED, ask, take
+    from verl_ext.upstream.agent_loop import HEAD_ASKED, ask_for_head, take_head
 
     with tempfile.TemporaryDirectory() as folder:
         config = Qwen3MoeConfig(
@@ -68,8 +68,8 @@ def bench_rollout(arguments: argparse.Namespace) -> None:
         ]
 
         def generate(k: int, heads: bool) -> None:
-            extra = {"extra_args": {ASKED: k}} if heads else {}
-            sampling = ask(
+            extra = {"extra_args": {HEAD_ASKED: k}} if heads else {}
+            sampling = ask_for_head(
                 vllm.SamplingParams,
                 max_tokens=arguments.tokens,
                 ignore_eos=True,
@@ -79,7 +79,7 @@ def bench_rollout(arguments: argparse.Namespace) -> None:
             )
             for output in llm.generate(prompts, sampling, use_tqdm=False):
                 if heads:
-                    take(lambda **_: None, output=output, num_prompt_logprobs=None, result_dict={})
+                    take_head(lambda **_: None, output=output, num_prompt_logprobs=None, result_dict={})
                 answer = output.outputs[0]
                 [step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
 

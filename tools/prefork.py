@@ -170,9 +170,8 @@ def renew() -> None:
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
-    for name in ("narrow_routing", "routing_share", "sampler_head", "turn_routes"):
-        if asked_for := sys.modules.get(f"verl_ext.upstream.{name}"):
-            asked_for.install()  # where the environment says so
+    if agent_loop := sys.modules.get("verl_ext.upstream.agent_loop"):
+        agent_loop.install()  # as this process's environment asks
     if ray := sys.modules.get("ray"):
         ray._raylet.Config.initialize("")  # RAY_* once more: whether the cluster wants a token, for example
         ray._private.state.next_job_id = lambda: ray.JobID(bytes.fromhex(JOB))  # which every cluster counts from 1

@@ -10,7 +10,7 @@ from importlib import import_module
 
 from wrapt import register_post_import_hook
 
-from verl_ext.upstream import narrow_routing, on_cpu, routing_share, sampler_head, turn_routes
+from verl_ext.upstream import agent_loop, on_cpu
 
 logger = logging.getLogger("verl_ext")
 MEGATRON_ENGINE = "verl.workers.engine.megatron.transformer_impl"
@@ -18,14 +18,11 @@ SGLANG_SERVER = "verl.workers.rollout.sglang_rollout.async_sglang_server"
 
 
 def load() -> None:
-    """Install the hooks; those of routing, of heads and of the CPU platform where the environment asks for them."""
+    """Install the hooks; those of the agent loop and of the CPU platform where the environment asks for them."""
     # Importing these registers them; they may be on their way in themselves, having imported verl's registry.
     register_post_import_hook(lambda _: import_module("verl_ext.workers.losses"), "verl.trainer.ppo.core_algos")
     register_post_import_hook(lambda _: import_module("verl_ext.trainer.advantages"), "verl.trainer.ppo.core_algos")
-    narrow_routing.install()
-    routing_share.install()  # around it: what it leaves out is not read
-    sampler_head.install()
-    turn_routes.install()
+    agent_loop.install()
     register_post_import_hook("verl_ext.upstream.sglang_routing:decode_routing", SGLANG_SERVER)
     register_post_import_hook("verl_ext.upstream.megatron_schedule:load_schedule", MEGATRON_ENGINE)
     if on_cpu.requested():

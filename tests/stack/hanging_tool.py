@@ -9,7 +9,7 @@ import time
 from verl.tools.function_tool import get_function_tool
 
 from recipes.cpu_tool.tool import double
-from verl_ext.upstream.turn_routes import Turn
+from verl_ext.upstream.agent_loop import Turn
 
 CALL, SECONDS = (
     250,

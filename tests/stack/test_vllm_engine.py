@@ -18,7 +18,7 @@ from tests.support.closeness import close
 from verl_ext.core.fake_quant import fake_quantized
 from verl_ext.errors import HookError
 from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS
-from verl_ext.upstream import engine_report, sampler_head
+from verl_ext.upstream import agent_loop, engine_report
 
 vllm = pytest.importorskip("vllm")
 
@@ -254,18 +254,18 @@ def test_the_head_is_that_of_what_the_sampler_takes_from(engine: Engine, samplin
     """Asked and answered as in verl's server; transformers' logits cut by the definitions of top-k and top-p."""
     model = engine.models[0]
     engine.sync(model)
-    asked = sampler_head.ask(
+    asked = agent_loop.ask_for_head(
         vllm.SamplingParams,
         max_tokens=NEW_TOKENS,
         ignore_eos=True,
         logprobs=0,
-        extra_args={sampler_head.ASKED: HEAD},
+        extra_args={agent_loop.HEAD_ASKED: HEAD},
         **{"temperature": 1.0, **sampling},
     )
     assert (asked.logprobs, asked.detokenize, asked.extra_args) == (HEAD, False, {})
     for output in engine.llm.generate(PROMPTS, asked, use_tqdm=False):
         answer, found = output.outputs[0], {}
-        sampler_head.take(lambda **_: None, output=output, num_prompt_logprobs=None, result_dict=found)
+        agent_loop.take_head(lambda **_: None, output=output, num_prompt_logprobs=None, result_dict=found)
         ids, log_q = (torch.from_numpy(found[name]) for name in (HEAD_IDS, HEAD_LOG_PROBS))
         tokens = torch.tensor([[*output.prompt_token_ids, *answer.token_ids]])
         with torch.no_grad():
@@ -284,8 +284,8 @@ def test_the_head_is_that_of_what_the_sampler_takes_from(engine: Engine, samplin
 def test_a_head_of_another_distribution_is_refused(unknown: dict) -> None:
     (name,) = unknown
     with pytest.raises(HookError, match=f"a request has {name}="):
-        sampler_head.ask(vllm.SamplingParams, extra_args={sampler_head.ASKED: HEAD}, **unknown)
-    sampler_head.ask(vllm.SamplingParams, **unknown)
+        agent_loop.ask_for_head(vllm.SamplingParams, extra_args={agent_loop.HEAD_ASKED: HEAD}, **unknown)
+    agent_loop.ask_for_head(vllm.SamplingParams, **unknown)
 
 
 def kept(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:

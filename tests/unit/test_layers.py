@@ -37,6 +37,7 @@ BELOW = {
         "core",
         "doctor",
         "launch",
+        "metrics",
         "routing",
         "trainer",
         "upstream",

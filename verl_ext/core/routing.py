@@ -187,7 +187,7 @@ def _sampled(sums: RouterSums) -> dict[str, float]:
         sqrt((1 - m / M) m / (m - 1) sum (a - R n)^2) / sum n
 
     Cochran, Sampling Techniques, 3rd ed., ch. 6: the ratio is taken as linear around the batch's, so that it is too
-    small for few trajectories. A systematic sample along what matters, as in upstream/routing_share.py, errs less.
+    small for few trajectories. A systematic sample along what matters, as in upstream/agent_loop.py, errs less.
     """
     compared_B = (sums.tokens + sums.unknown + sums.refused.sum(1, keepdim=True))[:, 0] > 0
     m = int(compared_B.sum())

@@ -102,7 +102,7 @@ def filled(field: Tensor, lengths: Tensor, generated: Tensor) -> Tensor:
 def left_out(field: Tensor, lengths: Tensor) -> Tensor:
     """[B] bool: the rows of a nested field [B, n, ...] that came empty where they ought to have `lengths`, [B] int64.
 
-    A trajectory whose routing did not travel (upstream/routing_share.py).
+    A trajectory whose routing did not travel (upstream/agent_loop.py).
     """
     return (field.offsets().diff().to(lengths.device) == 0) & (lengths > 0)
 

@@ -90,7 +90,7 @@ def partial_rollouts(context: Context) -> Iterable[Finding]:
     Source: verl 0.9.1. `FullyAsyncLLMServerClient.generate` (workers/rollout/llm_server.py) always goes on with them;
     each token keeps the log-prob and, since PR 6046, the experts of the weights that sampled it. `ToolAgentLoop`
     (experimental/agent_loop/tool_agent_loop.py) takes a turn's experts for the whole conversation (verl issue 6054):
-    those of earlier turns are then of newer weights than their log-probs. Not with vLLM, where upstream/turn_routes.py
+    those of earlier turns are then of newer weights than their log-probs. Not with vLLM, where upstream/agent_loop.py
     keeps those of earlier turns, unless there are images, audio or video.
     """
     mode = context.get(MODE)

@@ -25,7 +25,7 @@ from verl_ext.launch.lag_checks import check_lag
 from verl_ext.launch.loss_checks import apply_loss, check_loss
 from verl_ext.launch.models import check_folder
 from verl_ext.launch.quantization_checks import apply_fake_quantization, check_fake_quantization
-from verl_ext.launch.routing_checks import apply_routing, check_routing, check_share
+from verl_ext.launch.routing_checks import apply_routing, check_routing, check_share, reads_routes, returns_turns
 from verl_ext.launch.sglang_checks import check_sglang_log_probs
 from verl_ext.settings.config import UNBIASED, StabilityConfig
 from verl_ext.settings.losses import LOSS
@@ -86,10 +86,24 @@ def apply_engine_settings(config: DictConfig, stability: StabilityConfig) -> Non
     apply_loss(config, stability)
     apply_fake_quantization(config, stability)
     apply_head(config, _head_k(config, stability))
+    _request_fields(config, stability)
     rollout = "actor_rollout_ref.rollout"
     if stability.cascade_attention != "default":
         disabled = stability.cascade_attention == "off"
         OmegaConf.update(config, f"{rollout}.engine_kwargs.vllm.disable_cascade_attn", disabled, force_add=True)
+
+
+def _request_fields(config: DictConfig, stability: StabilityConfig) -> None:
+    """Have the processes of the rollout send along what the features read, and no more."""
+    from verl_ext.upstream import agent_loop
+
+    wanted = agent_loop.Wanted(
+        narrow=reads_routes(config, stability),
+        share=stability.router_agreement_share,
+        turns=returns_turns(config),
+        head=_head_k(config, stability),
+    )
+    agent_loop.request(config, wanted)
 
 
 def _check_warmup(config: DictConfig) -> None:

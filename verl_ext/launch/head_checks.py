@@ -48,14 +48,9 @@ def check_head(config: DictConfig, stability: StabilityConfig, k: int, read_mode
 
 
 def apply_head(config: DictConfig, k: int) -> None:
-    """Have vLLM allow so many, and every process know of it."""
-    if not k:
-        return
-    from verl_ext.upstream import sampler_head
-
-    if OmegaConf.select(config, MAX) is None:
+    """Have vLLM allow so many."""
+    if k and OmegaConf.select(config, MAX) is None:
         OmegaConf.update(config, MAX, k, force_add=True)
-    sampler_head.request(config, k)
 
 
 def _asking(config: DictConfig, stability: StabilityConfig) -> str:

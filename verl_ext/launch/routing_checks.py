@@ -52,6 +52,12 @@ def compares_routing(config: DictConfig, stability: StabilityConfig) -> bool:
     return reads_routes(config, stability) and not bypasses(config)
 
 
+def returns_turns(config: DictConfig) -> bool:
+    """Whether each turn of an agent loop brings routing that the process of the agent loop can hold."""
+    rollout = config.actor_rollout_ref.rollout
+    return bool(OmegaConf.select(config, RETURNED) and rollout.name == "vllm" and rollout.multi_turn.enable)
+
+
 def replayed_field(config: DictConfig) -> str | None:
     """The field of the batch whose routing the update replays."""
     if replay_mode(config) == "disabled":
@@ -105,21 +111,8 @@ def check_share(config: DictConfig, share: float) -> None:
 
 def apply_routing(config: DictConfig, stability: StabilityConfig) -> None:
     """Set what the features consist of."""
-    if reads_routes(config, stability):
-        from verl_ext.upstream import narrow_routing
-
-        narrow_routing.request(config)
     if reads_routes(config, stability) or replay_mode(config) == "R3":
         OmegaConf.update(config, RETURNED, True)
-    rollout = config.actor_rollout_ref.rollout
-    if OmegaConf.select(config, RETURNED) and rollout.name == "vllm" and rollout.multi_turn.enable:
-        from verl_ext.upstream import turn_routes
-
-        turn_routes.request(config)
-    if stability.router_agreement_share < 1:
-        from verl_ext.upstream import routing_share
-
-        routing_share.request(config, stability.router_agreement_share)
     if replays_here(config):
         node = OmegaConf.select(config, replay_setting(config).removesuffix(".mode"))
         with open_dict(node):

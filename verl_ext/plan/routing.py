@@ -126,12 +126,12 @@ def routing_cost(
 
     Args:
         tokens: mean of prompt and response together.
-        narrow: ids stay in the dtype of vLLM (upstream/narrow_routing.py); otherwise verl's int16 from `put` on.
+        narrow: ids stay in the dtype of vLLM (upstream/agent_loop.py); otherwise verl's int16 from `put` on.
         reads: stages that fetch them: 1 with router agreement (compute_log_prob), 2 with replay (update_actor).
         ranks: training ranks that share a data-parallel rank (TP x PP x CP). Each has all of its tokens on its device;
             they are fetched once for all of them (workers/replica_fetch.py).
         turns: of equal length; vLLM's scheduler sends the ids from the first token on, at every turn, and its server
-            those that the agent loop's process has not (upstream/turn_routes.py).
+            those that the agent loop's process has not (upstream/agent_loop.py).
 
     Returns:
         capture, engine, agent_loop, put: from vLLM's worker to TransferQueue, while the rollout generates.

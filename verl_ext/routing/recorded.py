@@ -14,7 +14,7 @@ disabled  The engine alone is built with R2. verl's workers go by the setting an
           the pass that records, and the routes are dropped once they are compared.
 R2        verl sends the flag, and the update replays what compute_log_prob recorded. The routes stay in the output,
           and take the place of the rollout's in the batch: it is one field. verl records in int16, and the rollout's
-          ids may travel in a byte (upstream/narrow_routing.py); TransferQueue takes one dtype for a field.
+          ids may travel in a byte (upstream/agent_loop.py); TransferQueue takes one dtype for a field.
 R3        Refused. The engine is made to use the rollout's experts and records none: agreement would be 1 because it was
           set so, not because it was seen.
 

@@ -79,10 +79,10 @@ VERLS = (
         "`actor.veomni` is verl's own.",
     ),
     Row(
-        "VERL_EXT_NARROW_ROUTING",
-        "1",
-        "an environment variable: where routing is sent, it keeps vLLM's dtype on its whole way. `0` turns that off "
-        "(docs/routing.md#less-of-it).",
+        "VERL_EXT_AGENT_LOOP",
+        "set by the launch",
+        "an environment variable: how routing is sent. `narrow:0` sends it in verl's int16 instead of vLLM's dtype, "
+        "`turns:0` sends earlier turns again, `narrow:0,turns:0` does both (docs/routing.md#less-of-it).",
     ),
 )
 

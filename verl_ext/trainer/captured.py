@@ -116,7 +116,7 @@ class CapturedRouting:
         return Decision(tuple(_event(step, name, said, counts.metrics, config) for name, said in new.items()))
 
     def _expect_left_out(self, counts: Counts, config: DictConfig) -> None:
-        """Each agent loop's process leaves out its part, to within one trajectory (upstream/routing_share.py)."""
+        """Each agent loop's process leaves out its part, to within one trajectory (upstream/agent_loop.py)."""
         share = OmegaConf.select(config, SHARE, default=1.0)
         self._compared += counts.compared
         self._left_out += counts.left_out
@@ -124,7 +124,7 @@ class CapturedRouting:
         if not self._left_out and self._compared * (1 - share) > SURELY * processes:
             raise HookError(
                 f"{SHARE}={share:g}, and each of {self._compared} trajectories came with routing: "
-                "VERL_EXT_ROUTING_SHARE did not reach the run's processes",
+                "VERL_EXT_AGENT_LOOP did not reach the run's processes",
                 fix=(f"{SHARE}=1",),
                 otherwise="start the run outside a Ray session that is open, and name verl_ext in "
                 "VERL_USE_EXTERNAL_PLUGINS where that is set",

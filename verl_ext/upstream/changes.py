@@ -156,56 +156,29 @@ TABLE = (
         without="set stability.router_agreement=false and router_replay.mode=disabled",
     ),
     Change(
-        name="narrow_routing",
-        target="`verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict`",
-        why="expert ids of a byte, as vLLM returns them, stay a byte on their way; verl makes int16 of them",
-        when="router agreement or R3: `VERL_EXT_NARROW_ROUTING=1`, which the launch sets",
-        versions=VERL,
-        file="upstream/narrow_routing.py",
-        test="tests/unit/upstream/test_narrow_routing.py::test_a_byte_stays_a_byte_and_all_else_is_verls",
-        without="set VERL_EXT_NARROW_ROUTING=0, and the run does without the narrow dtype",
-    ),
-    Change(
-        name="routing_share",
-        target="`verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict`",
-        why="the experts of a share of the trajectories alone go to the workers; verl sends those of all",
-        when="`stability.router_agreement_share` below 1: `VERL_EXT_ROUTING_SHARE`, which the launch sets",
-        versions=VERL,
-        file="upstream/routing_share.py",
-        test="tests/unit/upstream/test_routing_share.py::test_what_is_left_out_is_empty_and_all_else_is_verls",
-        without="set stability.router_agreement_share=1",
-    ),
-    Change(
-        name="turn_routes",
-        target="`generate` of `vLLMHttpServer` in `verl.workers.rollout.vllm_rollout.vllm_async_server` and of "
-        "`LLMServerClient` in `verl.workers.rollout.llm_server`; `rollout_trace_attr` of "
-        "`verl.experimental.agent_loop.agent_loop`",
-        why="of a turn's expert ids, those of the turns before it are not sent again; vLLM returns all of them",
-        when="vLLM returns routing, with `rollout.multi_turn.enable`: `VERL_EXT_TURN_ROUTES=1`, which the launch sets",
-        versions=VERL,
-        file="upstream/turn_routes.py",
-        test="tests/stack/test_methods.py::test_a_second_turn_brings_the_ids_of_its_own_tokens_alone",
-        without="set VERL_EXT_TURN_ROUTES=0, and each turn brings all",
-    ),
-    Change(
-        name="sampler_head",
-        target="`SamplingParams` and `extract_prompt_logprobs` of "
+        name="agent_loop",
+        target="`SamplingParams`, `extract_prompt_logprobs` and `vLLMHttpServer.generate` of "
         "`verl.workers.rollout.vllm_rollout.vllm_async_server`; `LLMServerClient.generate` of "
         "`verl.workers.rollout.llm_server`; `rollout_trace_attr` and `AgentLoopOutput.as_dict` of "
         "`verl.experimental.agent_loop.agent_loop`",
-        why="vLLM returns the most likely tokens of each place, and they come into the batch with all turns of a "
-        "trajectory; verl asks for the sampled token's log-probability alone",
-        when="`stability.head.k`, truncated sampling, score centering: `VERL_EXT_SAMPLER_HEAD`, which the launch sets",
+        why="what a rollout sends along with its tokens: expert ids of a byte stay a byte, where verl makes int16 of "
+        "them; only a share of the trajectories bring theirs, where verl sends all; each turn brings its own, where "
+        "vLLM returns those of all turns; the most likely tokens at each place come along, where verl asks for none",
+        when="router agreement or R3 (a byte); `stability.router_agreement_share` below 1; vLLM returns routing, with "
+        "`rollout.multi_turn.enable` (turns); `stability.head.k`, truncated sampling, score centering (most likely "
+        "tokens). The launch sets `VERL_EXT_AGENT_LOOP`, which asks for each part",
         versions=VERL | VLLM,
-        file="upstream/sampler_head.py",
-        test="tests/unit/upstream/test_sampler_head.py::test_verls_server_client_and_agent_loop_bring_the_heads",
-        without="set stability.head.k=0 and stability.score_centering=false, and sample with top_p=1 and top_k=-1",
+        file="upstream/agent_loop.py",
+        test="tests/stack/test_methods.py::test_a_second_turn_brings_the_ids_of_its_own_tokens_alone",
+        without="leave out the part that needs it: set VERL_EXT_AGENT_LOOP=narrow:0 (ids in verl's dtype), "
+        "VERL_EXT_AGENT_LOOP=turns:0 (each turn brings all), stability.router_agreement_share=1, or stability.head.k=0 "
+        "and stability.score_centering=false, sampling with top_p=1 and top_k=-1",
     ),
     Change(
         name="sampler_head_reader",
         target="`forward_backward_batch` of the actor's training engine",
         why="the heads are read where the logits are, by what verl calls there for distillation",
-        when="with `sampler_head`",
+        when="with the heads of `agent_loop`",
         versions=VERL,
         file="workers/head.py",
         test="tests/stack/test_routing_engine.py::test_heads_are_read_in_every_layout",

@@ -46,14 +46,17 @@ class Hook:
 
 HOOKS = (
     Hook(
-        "sampler_head",
-        "upstream/sampler_head.py",
+        "agent_loop",
+        "upstream/agent_loop.py",
         (
-            f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer.generate: SamplingParams",
-            f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer.generate: extract_prompt_logprobs",
+            f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer.generate"
+            "(self, prompt_ids, sampling_params, ...): SamplingParams, extract_prompt_logprobs, routed_experts, "
+            "extra_fields",
             f"{ROLLOUT}.llm_server.LLMServerClient.generate(self, request_id, *, prompt_ids, sampling_params, ...)",
             "verl.experimental.agent_loop.agent_loop.AgentLoopWorker._run_agent_loop: rollout_trace_attr",
-            "verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict(self)",
+            "verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict(self): routed_experts",
+            "verl.experimental.agent_loop.tool_agent_loop.ToolAgentLoop._handle_generating_state: request_id, "
+            "routed_experts",
         ),
     ),
     Hook(
@@ -175,28 +178,6 @@ HOOKS = (
         (
             "verl.utils.megatron.router_replay_utils.iter_model_routers(model)",
             "verl.utils.megatron.router_replay_utils.get_moe_num_layers_to_build(config, vp_stage, pp_rank)",
-        ),
-    ),
-    Hook(
-        "narrow_routing",
-        "upstream/narrow_routing.py",
-        ("verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict(self): routed_experts",),
-    ),
-    Hook(
-        "routing_share",
-        "upstream/routing_share.py",
-        ("verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict(self): routed_experts",),
-    ),
-    Hook(
-        "turn_routes",
-        "upstream/turn_routes.py",
-        (
-            f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer.generate"
-            "(self, prompt_ids, sampling_params, ...): routed_experts, extra_fields",
-            f"{ROLLOUT}.llm_server.LLMServerClient.generate(self, request_id, *, prompt_ids, sampling_params, ...)",
-            "verl.experimental.agent_loop.agent_loop.AgentLoopWorker._run_agent_loop: rollout_trace_attr",
-            "verl.experimental.agent_loop.tool_agent_loop.ToolAgentLoop._handle_generating_state: request_id, "
-            "routed_experts",
         ),
     ),
     Hook(

@@ -44,7 +44,8 @@ def patch(change: str, owner: Any, name: str, value: Any, *, new: bool = False) 
 def wrap(change: str, owner: Any, method: str, around: Callable[..., Any], parameters: str | None = None) -> Undo:
     """Call `around(original, *args)` for `owner.method(*args)`, of an instance, a class or a module.
 
-    A second time, with the same `around`, it changes nothing, and its undo undoes nothing.
+    A second time, with the same `around`, it changes nothing, and its undo undoes nothing. A coroutine function stays
+    one.
 
     Raises:
         PatchError: as `expect`.
@@ -53,10 +54,13 @@ def wrap(change: str, owner: Any, method: str, around: Callable[..., Any], param
     if getattr(original, "__verl_ext__", None) == around:
         return lambda: None
 
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        return await around(original, *args, **kwargs)
+
+    wrapped = functools.wraps(original)(awaited if inspect.iscoroutinefunction(original) else called)
     wrapped.__verl_ext__ = around  # type: ignore[attr-defined]
     return patch(change, owner, method, wrapped)
 

@@ -9,7 +9,7 @@ from verl_ext.errors import ConfigError
 from verl_ext.launch.checks import apply_engine_settings, check_run, loss_settings
 from verl_ext.launch.features import HEAD, IN_LOSS, MEASURE, features, uses
 from verl_ext.settings.stability import stability_config
-from verl_ext.upstream.sampler_head import VARIABLE
+from verl_ext.upstream.agent_loop import VARIABLE, parsed
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
@@ -121,7 +121,7 @@ def test_what_needs_a_head_turns_it_on(check, overrides, k, use):
     (feature,) = [one for one in found if one.name == "sampler's head"]
     assert feature.setting.split()[0] == str(k) and {HEAD, MEASURE, IN_LOSS} <= feature.parts
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs == k
-    assert config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE] == str(k)
+    assert parsed(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["head"] == k
     assert use.items() <= loss_settings(config, stability)["head"].items()
 
 

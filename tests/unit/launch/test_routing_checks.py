@@ -18,7 +18,7 @@ from verl_ext.launch.features import features
 from verl_ext.launch.routing_checks import compares_routing, replay_mode, replayed_field
 from verl_ext.settings.losses import LOSS, LOSSES
 from verl_ext.settings.stability import stability_config
-from verl_ext.upstream import routing_share
+from verl_ext.upstream.agent_loop import VARIABLE, parsed
 
 FSDP = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
 
@@ -102,10 +102,10 @@ LOAD_BALANCE = "actor_rollout_ref.rollout.moe_load_balance_metrics_interval"
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
 def test_a_share_is_asked_for_in_every_process_and_named(checked, engine):
     config = checked(*SHARE, f"model_engine={engine}")
-    assert config.ray_kwargs.ray_init.runtime_env.env_vars[routing_share.VARIABLE] == "0.25"
+    assert parsed(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["share"] == 0.25
     (feature,) = features(config, stability_config(config.stability))
     assert feature.setting == "compute_log_prob, share 0.25"
-    assert routing_share.VARIABLE not in checked(*SHARE[:2]).ray_kwargs.ray_init.runtime_env.env_vars
+    assert parsed(checked(*SHARE[:2]).ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["share"] == 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.support.routing_ranks import LENGTHS, Case, batch, rollout_routes
 from verl_ext.core.routing import RouterSums, router_metrics
 from verl_ext.errors import HookError
 from verl_ext.routing.fsdp import OLD_ROUTES, ROLLOUT_ROUTES, FsdpRouting, top_k_margin
-from verl_ext.upstream.narrow_routing import whole_sequence
+from verl_ext.upstream.agent_loop import whole_sequence
 from verl_ext.upstream.sglang_routing import decoded
 
 
@@ -84,7 +84,7 @@ def test_rollouts_that_ship_the_moe_layers_alone_are_understood_too():
 
 
 def emptied(field, left_out):
-    """What upstream/routing_share.py makes of these rows."""
+    """What upstream/agent_loop.py makes of these rows."""
     rows = [row[:0] if gone else row for row, gone in zip(field.unbind(), left_out, strict=True)]
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 

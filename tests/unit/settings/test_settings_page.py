@@ -17,7 +17,7 @@ from verl_ext.core.losses import LOSSES, register_loss
 from verl_ext.guard.rules import Rule
 from verl_ext.settings.__main__ import meanings, page, rows
 from verl_ext.settings.config import StabilityConfig
-from verl_ext.upstream.narrow_routing import VARIABLE
+from verl_ext.upstream.agent_loop import BY_HAND, VARIABLE
 
 REGISTRIES = (CORRECTIONS, BATCH_FILTERS, LOSSES, ESTIMATORS)
 
@@ -129,5 +129,6 @@ def test_modules_that_are_named_are_imported_first(tmp_path, monkeypatch, capsys
     assert "| `stability.filters.at_least.length` | 8 | the fewest tokens. |" in capsys.readouterr().out
 
 
-def test_the_environment_variable_has_its_name():
-    assert f"`{VARIABLE}`" in page()
+def test_the_environment_variable_has_its_name_and_its_parts():
+    (row,) = [line for line in page().splitlines() if line.startswith(f"| `{VARIABLE}`")]
+    assert all(f"`{part}:0`" in row for part in BY_HAND)

@@ -1,5 +1,7 @@
 """The two ways to change foreign code, and what they check, on code of the test's own."""
 
+import asyncio
+import inspect
 import re
 from types import ModuleType, SimpleNamespace
 
@@ -72,6 +74,20 @@ def test_a_function_of_a_class_or_module_is_wrapped_with_its_signature(owner):
     assert owner.step(Engine(), 3) == 3
 
 
+def test_a_wrapped_coroutine_function_stays_one():
+    async def step(self, rate):
+        return rate
+
+    async def doubled_later(verls, *args):
+        return 2 * await verls(*args)
+
+    owner = SimpleNamespace(step=step)
+    undo = wrap(CHANGE, owner, "step", doubled_later, "self, rate")
+    assert inspect.iscoroutinefunction(owner.step) and asyncio.run(owner.step(Engine(), 3)) == 6
+    undo()
+    assert owner.step is step
+
+
 def test_wrapped_twice_by_the_same_is_wrapped_once_and_by_two_is_wrapped_twice():
     engine = Engine()
     undo = wrap(CHANGE, engine, "step", doubled)
@@ -124,4 +140,4 @@ def test_the_error_says_for_which_versions_and_what_to_do_without():
     assert str(moved("keep_metrics", "it moved")) == (
         "patch keep_metrics was written for verl 0.9.1, but verl 0.9.1 is installed: it moved"
     )
-    assert str(moved("narrow_routing", "it moved")).endswith(f"it moved; {CHANGES['narrow_routing'].without}")
+    assert str(moved("agent_loop", "it moved")).endswith(f"it moved; {CHANGES['agent_loop'].without}")

@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from verl.experimental.agent_loop import agent_loop
+from verl.experimental.agent_loop import agent_loop as verls_agent_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
+from tests.support.agent_loop_worker import asked_for, changed
 from tests.support.agent_outputs import PROMPT, RESPONSE, output
-from verl_ext.upstream import narrow_routing
+from verl_ext.errors import ConfigError
+from verl_ext.upstream import agent_loop
+from verl_ext.upstream.agent_loop import Wanted, parsed
 from verl_ext.upstream.patching import PatchError
 
-PLACE = f"ray_kwargs.ray_init.runtime_env.env_vars.{narrow_routing.VARIABLE}"
+PLACE = f"ray_kwargs.ray_init.runtime_env.env_vars.{agent_loop.VARIABLE}"
+CHANGE = (agent_loop.change_agent_loop, verls_agent_loop)
 
 
 def random_ids(rows, dtype=np.uint8, experts=256):
@@ -24,18 +28,16 @@ def random_ids(rows, dtype=np.uint8, experts=256):
 
 @pytest.fixture
 def narrowed():
-    undo = narrow_routing.narrow(agent_loop)
-    yield
-    undo()
+    with changed(CHANGE, narrow=True):
+        yield
 
 
 @pytest.mark.parametrize("rows", [1, PROMPT + RESPONSE - 1, PROMPT + RESPONSE, PROMPT + RESPONSE + 2])
 def test_a_byte_stays_a_byte_and_all_else_is_verls(rows):
     ids = random_ids(rows)
     verls = output(ids).as_dict()
-    undo = narrow_routing.narrow(agent_loop)
-    ours = output(ids).as_dict()
-    undo()
+    with changed(CHANGE, narrow=True):
+        ours = output(ids).as_dict()
     assert ours["routed_experts"].dtype == torch.uint8 and verls["routed_experts"].dtype == torch.int16
     assert torch.equal(ours.pop("routed_experts").short(), verls.pop("routed_experts"))
     assert ours.keys() == verls.keys()
@@ -69,11 +71,10 @@ def test_without_ids_there_is_no_field():
 
 def test_undone_and_twice_applied():
     verls = AgentLoopOutput.as_dict
-    undo = narrow_routing.narrow(agent_loop)
-    once = AgentLoopOutput.as_dict
-    narrow_routing.narrow(agent_loop)()  # applies nothing and undoes nothing
-    assert AgentLoopOutput.as_dict is once is not verls
-    undo()
+    with changed(CHANGE, narrow=True):
+        once = AgentLoopOutput.as_dict
+        agent_loop.change_agent_loop(verls_agent_loop)()  # applies nothing and undoes nothing
+        assert AgentLoopOutput.as_dict is once is not verls
     assert AgentLoopOutput.as_dict is verls
 
 
@@ -96,41 +97,69 @@ def with_an_argument(self, config):
     return AgentLoopOutput.as_dict(self)
 
 
-@pytest.mark.parametrize("changed", [without_zeros, narrow_already, with_an_argument, None])
-def test_another_as_dict_is_refused_and_left_alone(monkeypatch, changed):
-    monkeypatch.setattr(Other, "as_dict", changed, raising=False)
+@pytest.mark.parametrize("other", [without_zeros, narrow_already, with_an_argument, None])
+def test_another_as_dict_is_refused_and_left_alone(monkeypatch, other):
+    monkeypatch.setattr(Other, "as_dict", other, raising=False)
     module = SimpleNamespace(AgentLoopOutput=Other, AgentLoopMetrics=AgentLoopMetrics)
-    with pytest.raises(PatchError, match="VERL_EXT_NARROW_ROUTING=0"):
-        narrow_routing.narrow(module)
-    assert Other.as_dict is changed
+    with asked_for(narrow=True), pytest.raises(PatchError, match="VERL_EXT_AGENT_LOOP=narrow:0"):
+        agent_loop.change_agent_loop(module)
+    assert Other.as_dict is other
 
 
 def test_it_is_asked_for_once_in_the_environment_of_rays_processes(compose, monkeypatch):
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
-    monkeypatch.delenv(narrow_routing.VARIABLE, raising=False)
+    monkeypatch.delenv(agent_loop.VARIABLE, raising=False)
     config = compose("+ray_kwargs.ray_init.runtime_env.env_vars.MINE=1")
-    narrow_routing.request(config)
+    agent_loop.request(config, Wanted(narrow=True))
     asked = config.ray_kwargs.ray_init.runtime_env
     merged = OmegaConf.to_container(OmegaConf.merge(get_ppo_ray_runtime_env(config), asked))["env_vars"]  # as run_ppo
-    assert merged[narrow_routing.VARIABLE] == "1" and str(merged["MINE"]) == "1" and "NCCL_DEBUG" in merged
+    assert merged[agent_loop.VARIABLE] == "narrow:1,share:1.0,turns:0,head:0"
+    assert str(merged["MINE"]) == "1" and "NCCL_DEBUG" in merged
 
 
 def test_the_run_and_the_shell_can_decline(compose, monkeypatch):
-    monkeypatch.delenv(narrow_routing.VARIABLE, raising=False)
-    declined = compose(f"+{PLACE}='0'")
-    narrow_routing.request(declined)
-    monkeypatch.setenv(narrow_routing.VARIABLE, "0")
+    monkeypatch.delenv(agent_loop.VARIABLE, raising=False)
+    declined = compose(f"+{PLACE}=narrow:0")
+    agent_loop.request(declined, Wanted(narrow=True))
+    monkeypatch.setenv(agent_loop.VARIABLE, "narrow:0")
     by_the_shell = compose()
-    narrow_routing.request(by_the_shell)
-    assert OmegaConf.select(declined, PLACE) == OmegaConf.select(by_the_shell, PLACE) == "0"
+    agent_loop.request(by_the_shell, Wanted(narrow=True))
+    assert found(declined) == found(by_the_shell) == Wanted(narrow=False)
 
 
-@pytest.mark.parametrize(("value", "dtype"), [("1", "uint8"), ("0", "int16"), (None, "int16")])
+def found(config):
+    """What the run's processes find."""
+    return Wanted(**parsed(OmegaConf.select(config, PLACE)))
+
+
+def test_each_part_that_is_declined_is_off_and_what_the_config_decides_is_the_configs(compose, monkeypatch):
+    wanted = Wanted(narrow=True, share=0.25, turns=True, head=8)
+    monkeypatch.setenv(agent_loop.VARIABLE, "narrow:1,turns:0,head:4")
+    config = compose(f"+{PLACE}='narrow:0,share:0.5'")
+    agent_loop.request(config, wanted)
+    assert found(config) == Wanted(narrow=False, share=0.25, turns=False, head=8)
+    nothing = compose()
+    agent_loop.request(nothing, Wanted())
+    assert OmegaConf.select(nothing, PLACE) is None
+
+
+@pytest.mark.parametrize("wanted", [Wanted(), Wanted(True, 0.123456789, True, 32), Wanted(share=1e-9)])
+def test_what_is_written_is_what_is_read(wanted):
+    assert Wanted(**parsed(str(wanted))) == wanted
+
+
+@pytest.mark.parametrize("text", ["narrow", "narrow:no", "narow:0", "0", "narrow=0"])
+def test_a_value_that_means_nothing_is_an_error(text):
+    with pytest.raises(ConfigError, match="VERL_EXT_AGENT_LOOP=narrow:0 or VERL_EXT_AGENT_LOOP=turns:0"):
+        parsed(text)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [("narrow:1", "uint8"), ("narrow:0", "int16"), (None, "int16")])
 def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, dtype):
     code = (
-        "from verl_ext.upstream import narrow_routing; narrow_routing.install()\n"
-        "import sys; assert narrow_routing.AGENT_LOOP not in sys.modules\n"
+        "from verl_ext.upstream import agent_loop; agent_loop.install()\n"
+        "import sys; assert agent_loop.AGENT_LOOP not in sys.modules\n"
         "import numpy as np\n"
         "from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput\n"
         "ids = np.zeros((2, 1, 1), np.uint8)\n"
@@ -138,12 +167,12 @@ def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, dt
         "                         metrics=AgentLoopMetrics())\n"
         "print(output.as_dict()['routed_experts'].dtype)"
     )
-    done = fresh_python(code, **{narrow_routing.VARIABLE: value})
+    done = fresh_python(code, **{agent_loop.VARIABLE: value})
     assert done.stdout.split()[-1:] == [f"torch.{dtype}"], done.stderr
 
 
 @pytest.mark.usefixtures("narrowed")
-@pytest.mark.parametrize("left_out", [(), (1,), (0, 2), (0, 1, 2, 3)])  # routing_share.py
+@pytest.mark.parametrize("left_out", [(), (1,), (0, 2), (0, 1, 2, 3)])  # as by a share
 @pytest.mark.parametrize("lengths", [(5, 3, 8, 4), (5, 5, 5, 5)], ids=["jagged", "equal"])
 def test_bytes_pass_transfer_queues_codec_and_verls_batches(lengths, left_out):
     """What stands between as_dict and a training worker's micro-batch, but for the sockets."""

@@ -6,17 +6,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
-from verl.experimental.agent_loop import agent_loop
+from verl.experimental.agent_loop import agent_loop as verls_agent_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.workers.rollout import llm_server
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from tests.support.agent_loop_worker import asked_for, changed, client_of
+from tests.support.agent_loop_worker import run as run_in_worker
 from verl_ext.core.head import Call, heads_of
 from verl_ext.errors import HookError
 from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS
-from verl_ext.upstream import sampler_head
+from verl_ext.upstream import agent_loop
 from verl_ext.upstream.patching import PatchError
 
 K = 3
@@ -51,49 +52,19 @@ class Server:
     async def _generate(self, request_id, *, prompt_ids, sampling_params, **_):
         self.asked.append((list(prompt_ids), dict(sampling_params)))
         ids, stop = next(self.answers)
-        return answer(ids, stop, sampling_params.get("extra_args", {}).get(sampler_head.ASKED, 0))
-
-
-def client_of(server, kind=LLMServerClient):
-    made = object.__new__(kind)
-    rollout = {"name": "vllm", "response_length": 16, "full_determinism": False}
-    made.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
-
-    async def acquire(*_, **__):
-        return "one", server
-
-    made._acquire_server, made._release_server = acquire, lambda *_, **__: None
-    return made
+        return answer(ids, stop, sampling_params.get("extra_args", {}).get(agent_loop.HEAD_ASKED, 0))
 
 
 @pytest.fixture
 def heads():
-    undos = [sampler_head.in_client(llm_server, K), sampler_head.in_agent_loop(agent_loop, K)]
-    yield
-    for undo in undos:
-        undo()
+    client, loop = (agent_loop.change_client, llm_server), (agent_loop.change_agent_loop, verls_agent_loop)
+    with changed(client, loop, head=K):
+        yield
 
 
 def run(loop, *, validate=False):
-    """An agent loop in verl's worker, up to what it would write: the fields of its outputs."""
-    worker = object.__new__(agent_loop.AgentLoopWorker)
-    for name in ("config", "llm_client", "tokenizer", "processor", "hf_model_type", "dataset_cls", "tools"):
-        setattr(worker, name, None)
-    worker.config = OmegaConf.create({"data": {}})
-
-    async def written(outputs, *_, **__):
-        return [output.as_dict() for output in outputs]
-
-    worker._agent_loop_postprocess = written
-    trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
-
-    async def whole():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(agent_loop._agent_loop_registry, "test", {})
-            patch.setattr(agent_loop.hydra.utils, "instantiate", lambda **_: SimpleNamespace(run=loop))
-            return await worker._run_agent_loop({"temperature": 1.0}, trajectory, agent_name="test", trace=False)
-
-    return asyncio.run(whole())
+    """The fields that verl's worker would write of an agent loop's outputs."""
+    return run_in_worker(loop, lambda outputs: [output.as_dict() for output in outputs], validate=validate)
 
 
 def output(response, mask, prompt=PROMPT):
@@ -128,7 +99,7 @@ def test_verls_server_client_and_agent_loop_bring_the_heads(heads):
     (fields,) = run(loop)
     assert_heads(fields, [1, 2, None, None, 3, 4])
     assert HEAD_IDS not in fields["extra_fields"]
-    assert [asked[1]["extra_args"] for asked in server.asked] == [{sampler_head.ASKED: K}] * 2
+    assert [asked[1]["extra_args"] for asked in server.asked] == [{agent_loop.HEAD_ASKED: K}] * 2
 
 
 def test_a_response_that_a_weight_sync_interrupts_has_the_heads_of_both_parts(heads):
@@ -184,13 +155,14 @@ def test_a_trajectory_without_a_call_has_fields_all_the_same(heads):
 
 def test_it_is_off_unless_the_environment_asks(monkeypatch):
     asked = []
-    monkeypatch.setattr(sampler_head, "register_post_import_hook", lambda hook, module: asked.append(module))
-    monkeypatch.delenv(sampler_head.VARIABLE, raising=False)
-    sampler_head.install()
-    assert asked == []
-    monkeypatch.setenv(sampler_head.VARIABLE, "8")
-    sampler_head.install()
-    assert asked == [sampler_head.SERVER, sampler_head.CLIENT, sampler_head.AGENT_LOOP]
+    monkeypatch.setattr(agent_loop, "register_post_import_hook", lambda hook, module: asked.append(module))
+    monkeypatch.delenv(agent_loop.VARIABLE, raising=False)
+    with asked_for():
+        agent_loop.install()
+        assert asked == []
+        monkeypatch.setenv(agent_loop.VARIABLE, "head:8")
+        agent_loop.install()
+    assert asked == [agent_loop.SERVER, agent_loop.CLIENT, agent_loop.AGENT_LOOP]
 
 
 def flat(n, width):
@@ -205,7 +177,7 @@ def flat(n, width):
 
 
 def test_what_vllm_returns_flat_becomes_two_arrays_and_the_sampled_tokens_values():
-    sampled, ids, log_q = sampler_head.unpacked(flat(2, 1 + K), [0, 4])
+    sampled, ids, log_q = agent_loop.unpacked(flat(2, 1 + K), [0, 4])
     assert [value.logprob for value in sampled] == [0, -4]
     assert ids.tolist() == [[1, 2, 3], [5, 6, 7]] and log_q.tolist() == [[-1, -2, -3], [-5, -6, -7]]
 
@@ -213,7 +185,7 @@ def test_what_vllm_returns_flat_becomes_two_arrays_and_the_sampled_tokens_values
 @pytest.mark.parametrize(("answered", "tokens"), [(flat(2, 4), 3), (flat(2, 1), 2)])
 def test_heads_of_another_number_than_tokens_are_an_error(answered, tokens):
     with pytest.raises(HookError, match=r"stability\.head\.k=0"):
-        sampler_head.unpacked(answered, list(range(tokens)))
+        agent_loop.unpacked(answered, list(range(tokens)))
 
 
 def test_a_head_is_not_put_to_a_token_of_another_answer():
@@ -233,5 +205,5 @@ def test_a_head_is_not_put_to_a_token_of_another_answer():
 
 def test_another_client_is_told(monkeypatch):
     monkeypatch.setattr(LLMServerClient, "generate", lambda self, prompt: None)
-    with pytest.raises(PatchError, match="sampler_head"):
-        sampler_head.in_client(llm_server, K)
+    with asked_for(head=K), pytest.raises(PatchError, match="agent_loop"):
+        agent_loop.change_client(llm_server)

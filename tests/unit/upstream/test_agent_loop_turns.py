@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from verl.experimental.agent_loop import agent_loop
+from verl.experimental.agent_loop import agent_loop as verls_agent_loop
 from verl.workers.rollout import llm_server
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_ext.upstream import turn_routes
+from tests.support.agent_loop_worker import asked_for, changed, client_of
+from tests.support.agent_loop_worker import run as run_in_worker
+from verl_ext.upstream import agent_loop
+from verl_ext.upstream.agent_loop import Turn, Wanted, common, parsed
 from verl_ext.upstream.patching import PatchError
-from verl_ext.upstream.turn_routes import Turn, common
 
 LAYERS, TOP_K = 2, 3
 
@@ -56,58 +58,23 @@ class vLLMHttpServer:  # noqa: N801 (verl's name)
 @pytest.fixture(scope="module", autouse=True)
 def held():
     verls = vLLMHttpServer.generate
-    undos = [
-        turn_routes.in_server(SimpleNamespace(vLLMHttpServer=vLLMHttpServer)),
-        turn_routes.in_client(llm_server),
-        turn_routes.in_agent_loop(agent_loop),
-    ]
-    yield
-    for undo in undos:
-        undo()
+    server = agent_loop.change_server, SimpleNamespace(vLLMHttpServer=vLLMHttpServer)
+    client = agent_loop.change_client, llm_server
+    with changed(server, client, (agent_loop.change_agent_loop, verls_agent_loop), turns=True):
+        yield
     assert vLLMHttpServer.generate is verls
-
-
-def client_of(server, kind=LLMServerClient):
-    made = object.__new__(kind)
-    rollout = {"name": "vllm", "response_length": 16, "full_determinism": False}
-    made.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
-
-    async def acquire(*_, **__):
-        return "one", server.handle()
-
-    made._acquire_server, made._release_server = acquire, lambda *_, **__: None
-    return made
 
 
 def run(loop):
     """What an agent loop returns in verl's worker."""
-    worker = object.__new__(agent_loop.AgentLoopWorker)
-    for name in ("llm_client", "tokenizer", "processor", "hf_model_type", "dataset_cls", "tools"):
-        setattr(worker, name, None)
-    worker.config = OmegaConf.create({"data": {}})
-
-    async def as_it_is(output, *_, **__):
-        return output
-
-    worker._agent_loop_postprocess = as_it_is
-    trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False}
-
-    async def whole():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(agent_loop._agent_loop_registry, "test", {})
-            patch.setattr(agent_loop.hydra.utils, "instantiate", lambda **_: SimpleNamespace(run=loop))
-            found = await worker._run_agent_loop({}, trajectory, agent_name="test", trace=False)
-        assert turn_routes._turns.get() is None, "what was remembered is given up"
-        return found
-
-    return asyncio.run(whole())
+    return run_in_worker(loop, lambda outputs: outputs)
 
 
 def calls(server, *prompts, kind=LLMServerClient, **arguments):
     """The rows that one trajectory's calls return, with these prompts."""
 
     async def loop(sampling_params, **_):
-        client = client_of(server, kind)
+        client = client_of(server.handle(), kind)
         return [
             await client.generate("a", prompt_ids=prompt, sampling_params=sampling_params, **arguments)
             for prompt in prompts
@@ -163,7 +130,7 @@ def test_calls_that_go_on_from_the_same_turn_do_not_write_over_each_other():
     server = vLLMHttpServer(done(1), done(2), done(3), done(4))
 
     async def loop(sampling_params, **_):
-        client = client_of(server)
+        client = client_of(server.handle())
         for prompt in ([7, 8], [7, 8, 1]):  # from the second on there is memory behind the rows
             await client.generate("a", prompt_ids=prompt, sampling_params=sampling_params)
         both = ([7, 8, 1, 2, 30], [7, 8, 1, 2, 40])
@@ -188,7 +155,7 @@ def test_what_the_agent_loop_passes_on_is_left_and_the_mark_is_taken_away():
     server = vLLMHttpServer(done(1), done(2))
 
     async def loop(sampling_params, **_):
-        client, sampling = client_of(server), {"temperature": 1.0, "extra_args": {"another": 1}}
+        client, sampling = client_of(server.handle()), {"temperature": 1.0, "extra_args": {"another": 1}}
         for prompt in ([7, 8], [7, 8, 1]):
             output = await client.generate("a", prompt_ids=prompt, sampling_params=sampling)
         return sampling, output.extra_fields
@@ -235,33 +202,34 @@ def test_a_server_that_takes_other_arguments_is_refused():
         async def generate(self, prompt):
             pass
 
-    with pytest.raises(PatchError, match="VERL_EXT_TURN_ROUTES=0"):
-        turn_routes.in_server(SimpleNamespace(vLLMHttpServer=Other))
+    with asked_for(turns=True), pytest.raises(PatchError, match="VERL_EXT_AGENT_LOOP=turns:0"):
+        agent_loop.change_server(SimpleNamespace(vLLMHttpServer=Other))
 
 
 def test_it_is_off_unless_the_environment_asks(monkeypatch):
     asked = []
-    monkeypatch.setattr(turn_routes, "register_post_import_hook", lambda hook, module: asked.append(module))
-    for value, expected in (("0", 0), ("1", 3)):
-        monkeypatch.setenv(turn_routes.VARIABLE, value)
-        turn_routes.install()
-        assert len(asked) == expected
+    monkeypatch.setattr(agent_loop, "register_post_import_hook", lambda hook, module: asked.append(module))
+    with asked_for():
+        for value, expected in (("turns:0", 0), ("turns:1", 3)):
+            monkeypatch.setenv(agent_loop.VARIABLE, value)
+            agent_loop.install()
+            assert len(asked) == expected
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["recipe=cpu_tool", "stability.router_agreement=true"], "1"),
-        (["recipe=cpu_smoke", "stability.router_agreement=true"], None),
-        (["recipe=cpu_tool", "stability.router_agreement=false"], None),
-        (["recipe=cpu_tool", "actor_rollout_ref.rollout.enable_rollout_routing_replay=true"], "1"),
+        (["recipe=cpu_tool", "stability.router_agreement=true"], True),
+        (["recipe=cpu_smoke", "stability.router_agreement=true"], False),
+        (["recipe=cpu_tool", "stability.router_agreement=false"], False),
+        (["recipe=cpu_tool", "actor_rollout_ref.rollout.enable_rollout_routing_replay=true"], True),
     ],
 )
 def test_a_launch_asks_for_it_where_a_loop_of_turns_returns_routing(compose, overrides, expected):
-    from verl_ext.launch.routing_checks import apply_routing
+    from verl_ext.launch.checks import apply_engine_settings
     from verl_ext.settings.stability import stability_config
 
     config = compose("stability=icepop", *overrides)
-    apply_routing(config, stability_config(config.stability))
-    place = f"ray_kwargs.ray_init.runtime_env.env_vars.{turn_routes.VARIABLE}"
-    assert OmegaConf.select(config, place) == expected
+    apply_engine_settings(config, stability_config(config.stability))
+    place = f"ray_kwargs.ray_init.runtime_env.env_vars.{agent_loop.VARIABLE}"
+    assert Wanted(**parsed(OmegaConf.select(config, place) or "")).turns is expected

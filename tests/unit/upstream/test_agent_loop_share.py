@@ -2,6 +2,7 @@
 
 import math
 import random
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -9,13 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from verl.experimental.agent_loop import agent_loop
+from verl.experimental.agent_loop import agent_loop as verls_agent_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
+from tests.support.agent_loop_worker import asked_for, changed
 from tests.support.agent_outputs import PROMPT, RESPONSE, output
 from verl_ext.fields import ROLLOUT_ROUTES
-from verl_ext.upstream import narrow_routing, routing_share
-from verl_ext.upstream.routing_share import Systematic
+from verl_ext.upstream import agent_loop
+from verl_ext.upstream.agent_loop import Systematic, Wanted
 
 LAYERS, TOP_K = 3, 2
 
@@ -29,22 +31,25 @@ def some_rows(dtype):
 @pytest.fixture
 def hooked():
     """hooked(take): as in a process of a run, of which no trajectory is sampled, or every one."""
-    undo = []
+    with ExitStack() as stack:
+        change = agent_loop.change_agent_loop, verls_agent_loop
 
-    def hook(take):
-        undo.append(narrow_routing.narrow(agent_loop))
-        undo.append(routing_share.in_agent_loop(agent_loop, Systematic(float(take), 0.0)))
+        def hook(take):
+            stack.enter_context(changed(change, sampling=Systematic(float(take), 0.0), narrow=True))
 
-    yield hook
-    for each in reversed(undo):
-        each()
+        yield hook
+
+
+def without_a_share(rows):
+    with asked_for(narrow=True):
+        return output(rows).as_dict()
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
 def test_what_is_left_out_is_empty_and_all_else_is_verls(hooked, dtype):
     hooked(False)
     found = output(some_rows(dtype)).as_dict()
-    whole = agent_loop.AgentLoopOutput.as_dict.__wrapped__(output(some_rows(dtype)))
+    whole = without_a_share(some_rows(dtype))
     assert found.keys() == whole.keys()
     for name, value in whole.items():
         if name == ROLLOUT_ROUTES:
@@ -63,14 +68,15 @@ def test_the_rows_of_what_is_left_out_are_handed_to_nobody():
         handed.append(output.routed_experts)
         return AgentLoopOutput.as_dict(output)
 
-    routing_share.as_dict(verls, output(some_rows(np.uint8)), Systematic(0.0, 0.0))
+    with asked_for(sampling=Systematic(0.0, 0.0)):
+        agent_loop.as_dict(verls, output(some_rows(np.uint8)))
     assert [None if rows is None else len(rows) for rows in handed] == [0, None]
 
 
 def test_what_is_sampled_is_as_without_a_share(hooked):
     hooked(True)
     found = output(some_rows(np.uint16)).as_dict()
-    whole = agent_loop.AgentLoopOutput.as_dict.__wrapped__(output(some_rows(np.uint16)))
+    whole = without_a_share(some_rows(np.uint16))
     assert torch.equal(found[ROLLOUT_ROUTES], whole[ROLLOUT_ROUTES]) and len(found[ROLLOUT_ROUTES]) == PROMPT + RESPONSE
 
 
@@ -78,7 +84,8 @@ def test_a_trajectory_without_routing_has_no_field_and_does_not_count(hooked):
     hooked(False)
     assert ROLLOUT_ROUTES not in output(None).as_dict()
     half = Systematic(0.5, 0.5)
-    routing_share.as_dict(lambda output: {}, output(None), half)
+    with asked_for(sampling=half):
+        agent_loop.as_dict(lambda output: {}, output(None))
     assert half.take()
 
 
@@ -100,27 +107,30 @@ def test_starts_are_even_so_that_each_trajectory_is_taken_as_often(share):
 
 
 def test_pythons_own_random_state_is_left_alone(monkeypatch):
-    monkeypatch.setenv(routing_share.VARIABLE, "0.5")
-    hooks = []
-    monkeypatch.setattr(routing_share, "register_post_import_hook", lambda hook, module: hooks.append((hook, module)))
+    monkeypatch.setenv(agent_loop.VARIABLE, "share:0.5")
+    monkeypatch.setattr(agent_loop, "register_post_import_hook", lambda hook, module: None)
     random.seed(1)
-    before = random.getstate()
-    for _ in range(2):
-        routing_share.install()
+    before, starts = random.getstate(), []
+    with asked_for():
+        for _ in range(2):
+            agent_loop.install()
+            starts.append(agent_loop._sampling._due)
     assert random.getstate() == before
-    starts = [hook.keywords["sampling"]._due for hook, module in hooks if module == routing_share.AGENT_LOOP]
     assert len(set(starts)) == 2 and all(0 <= start < 1 for start in starts)
 
 
 def test_it_is_asked_for_in_the_environment_of_rays_processes():
     config = OmegaConf.create({"ray_kwargs": {"ray_init": {"runtime_env": {"env_vars": {"MINE": "1"}}}}})
-    routing_share.request(config, 0.25)
-    assert config.ray_kwargs.ray_init.runtime_env.env_vars == {"MINE": "1", routing_share.VARIABLE: "0.25"}
+    agent_loop.request(config, Wanted(share=0.25))
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars == {
+        "MINE": "1",
+        agent_loop.VARIABLE: "narrow:0,share:0.25,turns:0,head:0",
+    }
 
 
-@pytest.mark.parametrize(("value", "lengths"), [("1e-9", [0]), (None, [2])])
+@pytest.mark.parametrize(("value", "lengths"), [("share:1e-9,narrow:1", [0]), ("narrow:1", [2])])
 def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, lengths):
-    """By the plugin, with narrow routing, in their order."""
+    """By the plugin, with narrow routing."""
     code = (
         "import verl_ext.plugin, numpy as np\n"
         "from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput\n"
@@ -129,6 +139,26 @@ def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, le
         "fields = output.as_dict()\n"
         "print([len(fields[name]) for name in ('routed_experts',)])"
     )
-    asked = {routing_share.VARIABLE: value, narrow_routing.VARIABLE: "1"}
-    done = fresh_python(code, **asked)
+    done = fresh_python(code, **{agent_loop.VARIABLE: value})
     assert done.stdout.splitlines()[-1:] == [str(lengths)], done.stderr
+
+
+def test_a_forked_process_takes_its_own_environment_and_nothing_is_changed_twice(fresh_python):
+    """As tools/prefork.py has it: the modules are imported, and changed, when the environment becomes another."""
+    code = (
+        "import os, verl_ext.plugin, numpy as np\n"
+        "from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput\n"
+        "from verl_ext.upstream import agent_loop\n"
+        "output = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], metrics=AgentLoopMetrics(),\n"
+        "                         routed_experts=np.ones((2, 1, 2), np.uint8))\n"
+        "for value in ('narrow:1', 'narrow:1', ''):\n"
+        "    os.environ[agent_loop.VARIABLE] = value\n"
+        "    agent_loop.install()\n"
+        "    fields = output.as_dict()\n"
+        "    print(len(fields['routed_experts']), fields['routed_experts'].dtype,\n"
+        "          hasattr(AgentLoopOutput.as_dict.__wrapped__, '__wrapped__'))"
+    )
+    done = fresh_python(code, **{agent_loop.VARIABLE: "share:1e-9"})
+    assert done.stdout.splitlines()[-3:] == ["2 torch.uint8 False", "2 torch.uint8 False", "2 torch.int16 False"], (
+        done.stderr
+    )

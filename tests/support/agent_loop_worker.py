@@ -1,0 +1,70 @@
+"""Our change to verl's agent loop, and an agent loop in verl's own client and worker, without Ray."""
+
+import asyncio
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop import agent_loop as verls
+from verl.workers.rollout.llm_server import LLMServerClient
+
+from verl_ext.upstream import agent_loop
+
+
+@contextmanager
+def asked_for(sampling=None, **wanted):
+    """A process that was asked for this; `sampling` decides which trajectories bring their expert ids."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent_loop, "_wanted", agent_loop.Wanted(**wanted))
+        patch.setattr(agent_loop, "_sampling", sampling)
+        yield
+
+
+@contextmanager
+def changed(*changes, sampling=None, **wanted):
+    """As a process of a run that was asked for this; each change is (a function such as change_client, its module)."""
+    with asked_for(sampling, **wanted):
+        undos = [change(module) for change, module in changes]
+        try:
+            yield
+        finally:
+            for undo in undos:
+                undo()
+
+
+def client_of(server, kind=LLMServerClient):
+    """verl's client of one server."""
+    made = object.__new__(kind)
+    rollout = {"name": "vllm", "response_length": 16, "full_determinism": False}
+    made.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+
+    async def acquire(*_, **__):
+        return "one", server
+
+    made._acquire_server, made._release_server = acquire, lambda *_, **__: None
+    return made
+
+
+def run(loop, written, *, validate=False):
+    """What `written` makes of the outputs of an agent loop in verl's worker."""
+    worker = object.__new__(verls.AgentLoopWorker)
+    for name in ("llm_client", "tokenizer", "processor", "hf_model_type", "dataset_cls", "tools"):
+        setattr(worker, name, None)
+    worker.config = OmegaConf.create({"data": {}})
+
+    async def postprocess(outputs, *_, **__):
+        return written(outputs)
+
+    worker._agent_loop_postprocess = postprocess
+    trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
+
+    async def whole():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(verls._agent_loop_registry, "test", {})
+            patch.setattr(verls.hydra.utils, "instantiate", lambda **_: SimpleNamespace(run=loop))
+            found = await worker._run_agent_loop({"temperature": 1.0}, trajectory, agent_name="test", trace=False)
+        assert agent_loop._trajectory.get() is None, "what was remembered is given up"
+        return found
+
+    return asyncio.run(whole())

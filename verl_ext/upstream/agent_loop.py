@@ -1,0 +1,485 @@
+"""What a rollout sends along with its tokens: one change to verl's agent loop, its client and its vLLM server.
+
+    narrow   Expert ids of a byte stay a byte. verl converts them to int16 before it writes them to TransferQueue.
+    share    Only a share of the trajectories bring their expert ids. They are by far the largest field of a batch.
+    turns    A turn brings the expert ids of its own tokens. vLLM returns those of all turns, every time.
+    head     The K most likely tokens at each place, as two fields next to `responses`. verl asks for none.
+
+A process does what the environment variable VERL_EXT_AGENT_LOOP asks for, such as `narrow:1,head:32`, and without it
+leaves verl as it is. The launch asks for what the run's features need (`request`). `install` reads the variable.
+
+The functions follow an answer on its way: vLLM's server, the client that an agent loop calls, the worker that runs the
+agent loop, and the fields that this worker writes. The pure ones are at the bottom.
+
+The launch asks without computing anything: torch is imported where it is used.
+
+Shape legend: n tokens of one answer, m tokens with expert ids, L layers, K experts per token or tokens of a head.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from wrapt import register_post_import_hook
+
+from verl_ext.core.lazily import torch
+from verl_ext.errors import ConfigError, HookError
+from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS, ROLLOUT_ROUTES
+from verl_ext.upstream.patching import PatchError, Undo, expect, expect_lookup, moved, together, wrap
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from verl_ext.core.head import Call
+
+VARIABLE = "VERL_EXT_AGENT_LOOP"
+BY_HAND = ("narrow", "turns")  # what the user may switch off, or on
+CHANGE = "agent_loop"
+SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
+CLIENT = "verl.workers.rollout.llm_server"
+AGENT_LOOP = "verl.experimental.agent_loop.agent_loop"
+
+ROWS_HELD = "verl_ext_rows_held"  # in the extra_args of a request, and in the extra_fields of an answer that was cut
+HEAD_ASKED = "verl_ext_head"  # in the extra_args of a request
+MEDIA = ("image_data", "video_data", "audio_data")
+
+# Besides temperature, top-k and top-p, the parameters of a request that change the distribution -> the neutral value.
+UNKNOWN = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_p": 0,
+    "logit_bias": None,
+    "bad_words": None,
+    "allowed_token_ids": None,
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for.
+
+    Attributes:
+        narrow: expert ids in uint8 travel in uint8.
+        share: of the trajectories, which bring their expert ids.
+        turns: expert ids that the agent loop's process holds are not sent again.
+        head: how many tokens at each place.
+    """
+
+    narrow: bool = False
+    share: float = 1.0
+    turns: bool = False
+    head: int = 0
+
+    def __str__(self) -> str:
+        return ",".join(f"{field.name}:{+getattr(self, field.name)}" for field in fields(self))  # +True is 1
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """The fields of `Wanted` that a text such as `narrow:0,head:32` names.
+
+    Raises:
+        ConfigError: it names something else, or gives a value that is not a number.
+    """
+    kinds: dict[str, Callable[[float], Any]] = {field.name: type(field.default) for field in fields(Wanted)}
+    found = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition(":")
+        try:
+            found[name] = kinds[name](float(value))
+        except (KeyError, ValueError) as error:
+            switches = " or ".join(f"{VARIABLE}={switch}:0" for switch in BY_HAND)
+            raise ConfigError(
+                f"{VARIABLE}={text} has {part!r}, which is not NAME:NUMBER with one of {', '.join(kinds)}",
+                otherwise=f"set {switches}, or leave it out",
+            ) from error
+    return found
+
+
+# What this process was asked for when it last called `install`, and which trajectories bring expert ids: None for all.
+_wanted = Wanted()
+_sampling: Systematic | None = None
+
+
+def request(config: Any, wanted: Wanted) -> None:
+    """Have all Ray processes of a run start with what is wanted; vLLM's own processes have their environment from them.
+
+    Where the launching shell or, over it, the run's own runtime_env says something of narrow ids or turns, that stays.
+    Ray takes the environment when it starts or when the run connects to it. A session that is already open keeps its
+    own.
+    """
+    from omegaconf import OmegaConf
+
+    if wanted == Wanted():
+        return
+    place = f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}"
+    given = parsed(os.environ.get(VARIABLE, "")) | parsed(str(OmegaConf.select(config, place) or ""))
+    wanted = replace(wanted, **{name: value for name, value in given.items() if name in BY_HAND})
+    OmegaConf.update(config, place, str(wanted), force_add=True)
+
+
+def install() -> None:
+    """Change verl's modules as soon as this process imports them, where its environment asks for anything.
+
+    After a fork, another call takes the environment of the new process. No module is changed twice.
+    """
+    global _wanted, _sampling
+    _wanted = Wanted(**parsed(os.environ.get(VARIABLE, "")))
+    _sampling = Systematic(_wanted.share, random.Random().random()) if _wanted.share < 1 else None
+    if _wanted.turns or _wanted.head:
+        register_post_import_hook(change_server, SERVER)
+        register_post_import_hook(change_client, CLIENT)
+    if _wanted != Wanted():
+        register_post_import_hook(change_agent_loop, AGENT_LOOP)
+
+
+# vLLM's server: leaves out the rows that are held, and returns the head.
+
+
+def change_server(server: Any) -> Undo:
+    """Let verl's vLLM server do what the extra_args of a request ask for.
+
+    Raises:
+        PatchError: it takes other arguments, or makes the request or reads the answer in another way.
+    """
+    changes: list[Callable[[], Undo]] = []
+    if _wanted.turns:
+        owner = expect(CHANGE, server, "vLLMHttpServer")
+        expect(CHANGE, owner, "generate", "self, prompt_ids, sampling_params, ...")
+        changes += [lambda: wrap("agent_loop", owner, "generate", generate_in_server)]
+    if _wanted.head:
+        expect(CHANGE, server, "extract_prompt_logprobs", "output, num_prompt_logprobs, result_dict")
+        changes += [
+            lambda: wrap("agent_loop", server, "SamplingParams", ask_for_head),
+            lambda: wrap("agent_loop", server, "extract_prompt_logprobs", take_head),
+        ]
+    return together(*changes)
+
+
+async def generate_in_server(
+    verls: Callable, server: Any, prompt_ids: Any, sampling_params: dict[str, Any], *rest: Any, **named: Any
+) -> Any:
+    """verl's `generate`, without the rows that the request says are held."""
+    extra = dict(sampling_params.get("extra_args") or {})
+    held = extra.pop(ROWS_HELD, 0)
+    if not held:
+        return await verls(server, prompt_ids, sampling_params, *rest, **named)
+    output = await verls(server, prompt_ids, {**sampling_params, "extra_args": extra or None}, *rest, **named)
+    if output.routed_experts is not None:
+        output.routed_experts = output.routed_experts[held:]
+        output.extra_fields[ROWS_HELD] = held
+    return output
+
+
+def ask_for_head(vllms: Callable[..., Any], **arguments: Any) -> Any:
+    """vLLM's SamplingParams, with the head where the request asks for it.
+
+    The head comes flat, without a dictionary per token. The text of its tokens, which verl reads only for stop strings,
+    is left out.
+
+    Raises:
+        HookError: the agent loop asks for a distribution that the training engine cannot know.
+    """
+    found = vllms(**arguments)
+    if found.extra_args and (k := found.extra_args.pop(HEAD_ASKED, 0)):
+        for name, usual in UNKNOWN.items():
+            if (value := getattr(found, name, usual)) and value != usual:
+                raise HookError(
+                    f"a request has {name}={value}, by which the sampler's head is of another distribution than the "
+                    "training engine's",
+                    otherwise=f"leave {name} out of the agent loop's sampling parameters, or set stability.head.k=0",
+                )
+        found.logprobs, found.flat_logprobs = k, True
+        if not found.stop:
+            found.detokenize = False
+    return found
+
+
+def take_head(verls: Callable[..., None], *, output: Any, num_prompt_logprobs: int | None, result_dict: dict) -> None:
+    """verl's `extract_prompt_logprobs`, the one place that has both vLLM's answer and the fields that verl returns.
+
+    Raises:
+        HookError: the answer has another number of heads than of tokens.
+    """
+    verls(output=output, num_prompt_logprobs=num_prompt_logprobs, result_dict=result_dict)
+    answer = output.outputs[0]
+    if not hasattr(answer.logprobs, "start_indices") or not answer.token_ids:  # not asked for, or no token generated
+        return
+    sampled, ids, log_q = unpacked(answer.logprobs, answer.token_ids)
+    result_dict[HEAD_IDS], result_dict[HEAD_LOG_PROBS] = ids, log_q
+    # As with logprobs=0: verl reads the value of the sampled token, and would make K objects at each place.
+    answer.logprobs = [{token: value} for token, value in zip(answer.token_ids, sampled, strict=True)]
+
+
+# The client: asks, and remembers the answers of a trajectory.
+
+
+@dataclass
+class TrajectoryState:
+    """What is remembered of a trajectory while an agent loop is at work on it.
+
+    Attributes:
+        turns: request id -> its last turn; None where each turn brings all rows.
+        calls: the answers with a head; None where no head is asked for, as in validation.
+    """
+
+    turns: dict[Any, Turn] | None
+    calls: list[Call] | None
+
+
+_trajectory: ContextVar[TrajectoryState | None] = ContextVar("verl_ext_trajectory", default=None)
+
+
+def change_client(client: Any) -> Undo:
+    """Let the client that agent loops call ask for heads, and hold rows.
+
+    Raises:
+        PatchError: it takes other arguments.
+    """
+    expect(CHANGE, client, "LLMServerClient.generate", "self, request_id, prompt_ids, sampling_params, ...")
+    return wrap("agent_loop", client.LLMServerClient, "generate", generate_in_client)
+
+
+async def generate_in_client(verls: Callable, client: Any, request_id: Any, **arguments: Any) -> Any:
+    """verl's `generate`, which asks for the head and for the rows behind those held, and returns all rows.
+
+    A row that was held is what the routers chose when the token was sampled. vLLM's answer to a later turn has what its
+    KV cache was last computed with. The two are the same unless the cache was recomputed, after an eviction or with a
+    later step's weights.
+    """
+    if (trajectory := _trajectory.get()) is None:
+        return await verls(client, request_id, **arguments)
+    prompt, calls, turns = list(arguments["prompt_ids"]), trajectory.calls, trajectory.turns
+    if any(arguments.get(name) is not None for name in MEDIA):
+        turns = None  # the engine's tokens are others than the prompt's
+    before = None if turns is None else turns.get(request_id)
+
+    asked = {}
+    if before is not None and (held := before.held(prompt)):
+        asked[ROWS_HELD] = held
+    if calls is not None:
+        asked[HEAD_ASKED] = _wanted.head
+    if asked:
+        sampling = dict(arguments["sampling_params"])
+        sampling["extra_args"] = {**(sampling.get("extra_args") or {}), **asked}
+        arguments["sampling_params"] = sampling
+
+    output = await verls(client, request_id, **arguments)
+    if calls is not None:
+        ids, log_q = (output.extra_fields.pop(name, None) for name in (HEAD_IDS, HEAD_LOG_PROBS))
+        if ids is not None:
+            from verl_ext.core.head import Call
+
+            calls.append(Call(prompt, list(output.token_ids), ids, log_q))
+    if turns is not None:
+        cut, memory = output.extra_fields.pop(ROWS_HELD, 0), None
+        if before is not None and cut:
+            output.routed_experts, memory = before.joined(cut, output.routed_experts)
+        if output.routed_experts is not None:
+            turns[request_id] = Turn([*prompt, *output.token_ids], output.routed_experts, memory)
+    return output
+
+
+# The agent loop's worker: a trajectory begins and ends, and becomes the fields of a batch.
+
+
+def change_agent_loop(agent_loop: Any) -> Undo:
+    """Let a trajectory remember its calls, and write its fields as they are wanted.
+
+    Not by methods of the worker: Ray has copied those into its own class when that was defined.
+
+    Raises:
+        PatchError: the worker runs its agent loop in another way, or the output writes other fields than verl 0.9.1's.
+    """
+    output = expect(CHANGE, agent_loop, "AgentLoopOutput")
+    verls_as_dict = inspect.unwrap(expect(CHANGE, output, "as_dict"))  # also where ours is around it already
+    if _wanted.narrow:
+        _compare(agent_loop, verls_as_dict)
+    changes: list[Callable[[], Undo]] = [lambda: wrap("agent_loop", output, "as_dict", as_dict)]
+    if _wanted.turns or _wanted.head:
+        worker = expect(CHANGE, agent_loop, "AgentLoopWorker")
+        expect_lookup(CHANGE, expect(CHANGE, worker, "_run_agent_loop"), "rollout_trace_attr")
+        changes += [lambda: wrap("agent_loop", agent_loop, "rollout_trace_attr", trajectory_context)]
+    return together(*changes)
+
+
+@contextmanager
+def trajectory_context(verls: Callable, *arguments: Any, validate: bool, **settings: Any) -> Iterator[None]:
+    """verl's `rollout_trace_attr`, inside which a worker runs an agent loop and writes its output, in one task."""
+    asks = _wanted.head and not validate
+    token = _trajectory.set(TrajectoryState(turns={} if _wanted.turns else None, calls=[] if asks else None))
+    try:
+        with verls(*arguments, validate=validate, **settings):
+            yield
+    finally:
+        _trajectory.reset(token)
+
+
+def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, Any]:
+    """The fields of an AgentLoopOutput: verl's, with the expert ids and the heads that are wanted."""
+    rows = output.routed_experts
+    narrow = _wanted.narrow and isinstance(rows, np.ndarray) and rows.dtype == np.uint8  # wider ids are left to verl
+    if rows is not None and _sampling is not None and not _sampling.take():
+        # All trajectories of a batch have the same fields in TransferQueue, so [0, L, K] takes the place of the ids.
+        none = whole_sequence(rows, 0) if narrow else _no_rows(verls, output)
+        written = verls(output.model_copy(update={"routed_experts": None})) | {ROLLOUT_ROUTES: none}
+    elif narrow:
+        written = _narrow_fields(verls, output)
+    else:
+        written = verls(output)
+    trajectory = _trajectory.get()
+    if trajectory is not None and trajectory.calls is not None:
+        from verl_ext.core.head import heads_of
+
+        ids, log_q = heads_of(trajectory.calls, output.prompt_ids, output.response_ids, _wanted.head)
+        written |= {HEAD_IDS: ids, HEAD_LOG_PROBS: log_q}
+    return written
+
+
+def _no_rows(verls: Callable[[Any], dict[str, Any]], output: Any) -> Tensor:
+    """[0, L, K] of the dtype that verl gives to expert ids, with no memory of theirs."""
+    one_token: dict[str, Any] = {"prompt_ids": [0], "response_ids": [0], "response_mask": [0]}
+    one_token |= {"response_logprobs": None, "multi_modal_data": None, "extra_fields": {}}
+    one_token |= {"routed_experts": output.routed_experts[:0]}
+    return verls(output.model_copy(update=one_token))[ROLLOUT_ROUTES][:0].clone()
+
+
+def _narrow_fields(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, Any]:
+    """verl's fields, with expert ids in uint8."""
+    # Hidden from verl's own, which would convert them and then copy them: 44 ms of the agent loop's event loop for
+    # 32k tokens, 48 layers and top-8, instead of 12 in all.
+    written = verls(output.model_copy(update={"routed_experts": None}))
+    tokens = len(written["prompts"]) + len(written["responses"])
+    return written | {ROLLOUT_ROUTES: whole_sequence(output.routed_experts, tokens)}
+
+
+def _compare(agent_loop: Any, verls_as_dict: Any) -> None:
+    """Refuse narrow ids unless they change nothing but the dtype, with too few, enough and too many rows."""
+    for rows in (1, 3, 5):
+        ids: Any = np.arange(256 - 4 * rows, 256, dtype=np.uint8).reshape(rows, 2, 2)
+        try:
+            output = agent_loop.AgentLoopOutput(
+                prompt_ids=[1, 2],
+                response_ids=[3],
+                response_mask=[1],
+                routed_experts=ids,
+                metrics=agent_loop.AgentLoopMetrics(),
+            )
+            verls, mine = verls_as_dict(output), _narrow_fields(verls_as_dict, output)
+            same = verls.keys() == mine.keys() and torch.equal(
+                verls["routed_experts"], mine["routed_experts"].to(torch.int16)
+            )
+        except Exception as error:
+            raise _unexpected(f"{type(error).__name__}: {error}") from error
+        if not same or verls["routed_experts"].dtype != torch.int16:
+            found = {name: (value.dtype, tuple(value.shape)) for name, value in verls.items() if torch.is_tensor(value)}
+            raise _unexpected(f"{rows} rows of uint8 ids for 3 tokens become {found}")
+
+
+def _unexpected(what: str) -> PatchError:
+    return moved(CHANGE, f"AgentLoopOutput.as_dict carries routed_experts in another way ({what})")
+
+
+# Pure from here on.
+
+
+def whole_sequence(ids_mLK: np.ndarray, tokens: int) -> Tensor:
+    """[tokens, L, K] from the rows of the tokens that were forwarded; zeros behind them, as in verl's as_dict.
+
+    A copy, because Ray hands the array out read-only, in memory that it would otherwise keep for it.
+    """
+    missing = np.zeros((max(0, tokens - len(ids_mLK)), *ids_mLK.shape[1:]), ids_mLK.dtype)
+    return torch.from_numpy(np.concatenate([ids_mLK[:tokens], missing]))
+
+
+class Systematic:
+    """Takes every 1/share-th of a series, from a random start on (Cochran, Sampling Techniques, 3rd ed., ch. 8).
+
+    Of any n in a row, n times the share are taken, rounded up or down. Independent draws would leave a small batch
+    without any. A worker's trajectories complete about in the order of their lengths, so short and long ones are taken
+    alike. Each process has its own start, and leaves Python's global random state alone, which agent loops and tools
+    may have seeded.
+    """
+
+    def __init__(self, share: float, start: float):
+        self._share, self._due = share, start
+
+    def take(self) -> bool:
+        self._due += self._share
+        due = self._due >= 1
+        self._due -= due
+        return due
+
+
+class Turn:
+    """What a trajectory has after a call.
+
+    Args:
+        tokens: the prompt and what was generated.
+        rows_mLK: the rows of the first m tokens.
+        memory: longer than the rows, which it begins with, where the next turn's can be written behind them.
+    """
+
+    def __init__(self, tokens: Sequence[int], rows_mLK: np.ndarray, memory: np.ndarray | None = None):
+        self.tokens, self.rows_mLK, self.memory = list(tokens), rows_mLK, memory
+
+    def held(self, prompt: Sequence[int]) -> int:
+        """How many rows belong to the prompt's first tokens. The last one generated was not forwarded: it has none."""
+        return min(common(self.tokens, prompt), len(self.rows_mLK), len(self.tokens) - 1)
+
+    def joined(self, held: int, new_nLK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[held + n, L, K], and the memory that holds it. Over a trajectory, each row is written about twice."""
+        total, memory = held + len(new_nLK), self.memory
+        if held < len(self.rows_mLK) or memory is None or len(memory) < total:
+            memory = np.empty((2 * total, *new_nLK.shape[1:]), new_nLK.dtype)
+            memory[:held] = self.rows_mLK[:held]
+        self.memory = None  # of two calls that continue from here, one can write behind the rows
+        memory[held:total] = new_nLK
+        return memory[:total], memory
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    shorter = min(len(one), len(other))
+    if one[:shorter] == other[:shorter]:  # as between most turns; and quick
+        return shorter
+    return next(index for index in range(shorter) if one[index] != other[index])
+
+
+class Value:
+    """What verl reads of vLLM's Logprob."""
+
+    __slots__ = ("logprob",)
+
+    def __init__(self, logprob: float):
+        self.logprob = logprob
+
+
+def unpacked(flat: Any, token_ids: Any) -> tuple[list[Value], np.ndarray, np.ndarray]:
+    """vLLM's FlatLogprobs at n places, at least one, as the sampled tokens' values, ids [n, K] int32 and log q [n, K]
+    float32.
+
+    Raises:
+        HookError: it has another number of heads than of tokens, or heads of different lengths.
+    """
+    n, entries = len(token_ids), len(flat.logprobs)
+    width = entries // n
+    if len(flat) != n or width * n != entries or width < 2:
+        raise HookError(
+            f"vLLM returned {entries} log-probabilities at {len(flat)} places for {n} tokens, where each place has the "
+            "sampled token's and those of the head",
+            fix=("stability.head.k=0",),
+        )
+    # Narrow, since they are most of what a token weighs. Not in half precision: q (log q - log p) is of first order in
+    # the rounding of log q, which cancels in no sum, and 2^-11 of it is more than a healthy KL.
+    log_q = np.asarray(flat.logprobs, np.float32).reshape(n, width)
+    ids = np.asarray(flat.token_ids, np.int32).reshape(n, width)
+    return [Value(value) for value in log_q[:, 0].tolist()], ids[:, 1:], log_q[:, 1:]
