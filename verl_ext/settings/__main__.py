@@ -28,7 +28,8 @@ HEAD = """# Settings
 
 Made by `python -m verl_ext.settings` from the dataclasses in [verl_ext/settings](../verl_ext/settings),
 [verl_ext/core](../verl_ext/core) and [verl_ext/guard](../verl_ext/guard); a test holds them together. To list the
-settings of your own methods too, give their modules: `python -m verl_ext.settings my_module`.
+settings of your own methods too, name their modules: `python -m verl_ext.settings my_module`. Their meanings are read
+from `Attributes:` in the docstring of the settings' dataclass, or from `Args:` in that of the function.
 
 `stability=NAME` picks a file of [configs/stability](../configs/stability). Every setting in it can be overridden on the
 command line, `stability.icepop.beta=3`, or in a config of your own (`--config-path`, `--config-name`). What each method
@@ -102,16 +103,16 @@ def page() -> str:
         section(
             "Corrections",
             "A correction is on when `stability.correction` names it.",
-            of_methods("stability", CORRECTIONS),
+            method_rows("stability", CORRECTIONS),
         ),
         section(
             "Filters",
             f"A filter is on when `stability.filters` names it. Filters without settings: {bare}.",
-            of_methods("stability.filters", BATCH_FILTERS),
+            method_rows("stability.filters", BATCH_FILTERS),
         ),
         section("Guard", introduction(GuardSettings), [rules, *rows("stability.guard", GuardSettings)]),
         "Each rule, `stability.guard.rules.NAME`, has a signal, one bound and an action:",
-        table(of_a_rule()),
+        table(rule_rows()),
         *(
             section(title, introduction(parts[name]), rows(f"stability.{name}", parts[name]))
             for name, title in SECTIONS.items()
@@ -119,12 +120,12 @@ def page() -> str:
         section(
             "Policy losses",
             "`loss_mode=NAME` chooses one, as `stability=NAME_loss` does. Its settings are in the same node as verl's.",
-            [BASE, *of_losses()],
+            [BASE, *loss_rows()],
         ),
         section(
             "Advantage estimators",
             "`algorithm.adv_estimator=NAME` chooses one.",
-            of_methods("algorithm", ESTIMATORS),
+            method_rows("algorithm", ESTIMATORS),
         ),
         section("Settings of verl", "This package adds to what these do.", VERLS),
     )
@@ -135,19 +136,19 @@ def section(title: str, text: str, found: Iterable[Row]) -> str:
     return "\n\n".join(filter(None, (f"## {title}", linked(text), table(found))))
 
 
-def of_methods(prefix: str, methods: Mapping[str, Method]) -> Iterator[Row]:
+def method_rows(prefix: str, methods: Mapping[str, Method]) -> Iterator[Row]:
     for name, method in methods.items():
         yield from rows(f"{prefix}.{name}", method.settings, method.function)
 
 
-def of_losses() -> Iterator[Row]:
+def loss_rows() -> Iterator[Row]:
     """A policy loss has its settings beside those of the others, in one node."""
     for name, method in LOSSES.items():
         for row in rows(LOSS, method.settings, method.function):
             yield row._replace(meaning=f"`{name}`: {row.meaning}".rstrip())
 
 
-def of_a_rule() -> Iterator[Row]:
+def rule_rows() -> Iterator[Row]:
     """A rule has its bound under the name of its side."""
     described, usual = meanings(Rule), {one.name: _default(one) for one in fields(Rule)}
     for name in RULE_SETTINGS:
