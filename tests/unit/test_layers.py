@@ -41,6 +41,7 @@ BELOW = {
         "trainer",
         "upstream",
         "report",
+        "metrics",
         "errors",
         "fields",
         "printable",
