@@ -256,7 +256,7 @@ HOOKS = (
     ),
     Hook(
         "undo",
-        "workers/undo.py",
+        "workers/gate.py",
         (f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.optimizer_step: optimizer, scaler, module",),
     ),
     Hook("settings_alone", "doctor/hooks.py", ("verl.workers.config", "verl.utils.config.validate_config")),
