@@ -248,7 +248,7 @@ TABLE = (
         why="`verl-ext probe` compares the hidden states of the rollout engine with the training engine's",
         when="always, in vLLM's workers; it does something where the probe asks it",
         versions=VLLM,
-        file="upstream/engine_states.py",
+        file="upstream/engine_report.py",
         test="tests/stack/test_probe.py::test_engines_that_compute_the_same_agree",
     ),
     Change(

@@ -241,7 +241,7 @@ HOOKS = (
     ),
     Hook(
         "engine_states",
-        "upstream/engine_states.py",
+        "upstream/engine_report.py",
         (f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer: _server_task, engine",),
     ),
     Hook(
