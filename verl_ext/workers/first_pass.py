@@ -8,17 +8,19 @@ Shape legend: B trajectories of a micro-batch, T response tokens (padded).
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl_ext.core.measure import Gathered, gather, merged, put_together
+from verl_ext.core.measure import Gathered, Measured, gather, merged, put_together
 from verl_ext.core.tokens import Tokens
 
 Corrections = Mapping[str, Mapping[str, Any]]
+COUNTS = "first_pass/"  # begins the names of what is told besides the measured
+MEASURED = ("actor/vllm_kl/", "actor/correction/")  # verl puts what workers tell under actor/
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,23 @@ class FirstPass:
         self._refused = unusable or any(past(measured.metrics, limit) for limit in self._limits)
         told = {"tokens": measured.tokens, "kept": measured.kept, "non_finite": measured.non_finite}
         told["refused"] = self._refused
-        return not self._refused, measured.metrics | {f"first_pass/{name}": float(n) for name, n in told.items()}
+        return not self._refused, measured.metrics | {f"{COUNTS}{name}": float(n) for name, n in told.items()}
+
+
+def take_measured(metrics: MutableMapping[str, float]) -> tuple[Measured, bool]:
+    """On the controller: what was measured of the first mini-batch, and whether the workers refused the batch by it;
+    nothing, of no token, where no update was made.
+
+    Takes both out of the metrics, and has the policy's entropy stand under the name that compute_log_prob's has, where
+    the update computed it: it is verl's same mean.
+    """
+    found = {name.removeprefix("actor/"): float(metrics.pop(name)) for name in [*metrics] if name.startswith(MEASURED)}
+    counts = f"actor/{COUNTS}"
+    told = {name.removeprefix(counts): int(metrics.pop(name)) for name in [*metrics] if name.startswith(counts)}
+    refused = bool(told.pop("refused", 0))
+    if "actor/entropy_loss" in metrics:
+        metrics["actor/entropy"] = metrics["actor/entropy_loss"]
+    return Measured(None, found, **{"tokens": 0, "kept": 0, "non_finite": 0, **told}), refused
 
 
 def past(signals: Mapping[str, float], limit: tuple[str, str, float]) -> bool:
