@@ -1,7 +1,7 @@
 """Every change to foreign code, in one table: what, why, when, for which versions, and which test would notice.
 
 Plain data, so that the doctor and the page read it without verl, vLLM or torch. `patching.patch` and `wrap` are called
-with a name in it; `python -m verl_ext.upstream > docs/upstream.md` makes the page.
+with a name in it; `python tools/upstream_page.py > docs/upstream.md` makes the page.
 """
 
 from collections.abc import Mapping
