@@ -325,7 +325,7 @@ def broken(verl: "Source", hooks: Iterable[Hook] | None = None) -> dict[str, lis
 
 
 def source_of(path: Path) -> "Source":
-    """Of a checkout of verl's repository, of the package itself, or of the file that is its module."""
+    """The source in a checkout of verl's repository, in the package itself, or behind the package's `__init__.py`."""
     package = path.resolve().parent if path.suffix == ".py" else path.resolve()
     return Source(package / "verl" if (package / "verl" / "__init__.py").is_file() else package)
 
@@ -437,7 +437,7 @@ class Source:
         return ".".join([*above, node.module] if node.module else above)
 
     def _member(self, module: str, owner: Definition, name: str) -> tuple[str, Definition]:
-        """Of a class or the classes that it is built on, as far as they are of this package."""
+        """(module, definition) of a class's member, its own or that of a base class in this package."""
         assert isinstance(owner, ast.ClassDef)
         for node in _statements(owner.body):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:

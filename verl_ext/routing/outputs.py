@@ -1,4 +1,4 @@
-"""From the rows that routers see to what travels with the log-probabilities, whichever engine recorded them.
+"""What travels with the log-probabilities, made of the rows that routers see, whichever engine recorded them.
 
 Shape legend: B trajectories, T tokens of all of them (prompt and response, packed), R response tokens of all of them,
 n rows of the forward pass on this rank, L MoE layers, K experts per token.
@@ -21,7 +21,7 @@ from verl_ext.fields import AGREEMENT, RESPONSE_MASK, ROUTER_SUMS
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where the tokens of a micro-batch lie among the rows that a rank's routers see.
+    """The places of a micro-batch's tokens among the rows that a rank's routers see.
 
     verl 0.9.1 runs the packed tokens, padded at their end and split over Ulysses sequence parallelism; or, without
     padding removal, every sequence padded to the longest.

@@ -255,7 +255,7 @@ def _exit_code(client: "JobSubmissionClient", job_id: str) -> int:
     return 0 if info.status == "SUCCEEDED" else 1
 
 
-def stop(client: "JobSubmissionClient", job_id: str, patience_s: float = 60.0) -> str:
+def stop_job(client: "JobSubmissionClient", job_id: str, patience_s: float = 60.0) -> str:
     """Ask the job to stop and wait for it; its last status."""
     client.stop_job(job_id)
     deadline = time.monotonic() + patience_s
@@ -344,7 +344,7 @@ def _logs(arguments: argparse.Namespace) -> int:
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    status = stop(connect(arguments.address), arguments.job)
+    status = stop_job(connect(arguments.address), arguments.job)
     print(f"verl-ext submit: {arguments.job} {status}", file=sys.stderr)
     return 0 if status in DONE else 1
 

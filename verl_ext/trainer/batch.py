@@ -45,7 +45,7 @@ def lag_of(tags: Sequence[Mapping[str, Any]], step: int) -> Lag:
 
 
 def response_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Tokens:
-    """From verl's nested tensors, the FIELDS of `data`; entropy and router_agreement are optional.
+    """The tokens of FIELDS in `data`, verl's nested tensors; entropy and router_agreement are optional.
 
     Raises:
         BatchError: a field is missing or has another number of tokens than response_mask.

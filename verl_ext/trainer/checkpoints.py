@@ -33,7 +33,7 @@ class CheckpointError(UserError, RuntimeError):
 
 @contextmanager
 def saving(guard: Guard, config: DictConfig, step: int) -> Iterator[None]:
-    """Around verl's saving: the guard's state before its files, their sizes after them.
+    """Context of verl's saving: the guard's state is written before its files, their sizes after them.
 
     Raises:
         CheckpointError: one of them, or of verl's, cannot be written.
@@ -57,7 +57,7 @@ def save_guard(guard: Guard, config: DictConfig, step: int) -> Path:
 
 @contextmanager
 def loading(guard: Guard, config: DictConfig) -> Iterator[None]:
-    """Around verl's loading: `config` names a checkpoint that is whole, whose state the guard then takes over.
+    """Context of verl's loading: `config` names a whole checkpoint, and the guard takes over its state afterwards.
 
     Raises:
         CheckpointError: none can be resumed from, or not the one that was asked for.
@@ -88,7 +88,7 @@ def step_of(folder: Path) -> int:
 
 
 def save_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Before verl's own files: a checkpoint that verl names the latest has its state."""
+    """Write the guard's state, before verl's own files: a checkpoint that verl names the latest has its state."""
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / STATE_FILE, state)
 
@@ -112,7 +112,7 @@ def load_state(folder: Path) -> dict[str, Any] | None:
 
 
 def save_sizes(folder: Path) -> None:
-    """After verl's own files, of those that this machine sees."""
+    """Write the sizes of verl's files that this machine sees, once verl has written them."""
     ours = (STATE_FILE, SIZES_FILE, GIVEN_UP_FILE)  # which are whole or not there
     _write(folder / SIZES_FILE, {name: size for name, size in _sizes(folder) if name not in ours})
 
@@ -209,7 +209,7 @@ def newest_of(root: str | Path, steps: Iterable[int]) -> Path | None:
 
 @contextmanager
 def _written(folder: Path) -> Iterator[None]:
-    """Around what is written to a checkpoint, here or in the workers, all of which have to write their part of it."""
+    """Context of what is written to a checkpoint, here or in the workers, all of which have to write their part."""
     try:
         yield
     except (OSError, RayTaskError) as error:

@@ -21,7 +21,7 @@ from verl_ext.upstream.patching import patch
 
 
 def metrics_path(project: str, experiment: str) -> Path:
-    """Where verl 0.9.1's file logger writes."""
+    """The file that verl 0.9.1's file logger writes."""
     if path := os.getenv("VERL_FILE_LOGGER_PATH"):
         return Path(path)
     return Path(os.path.expanduser(os.getenv("VERL_FILE_LOGGER_ROOT", ".")), project, f"{experiment}.jsonl")
@@ -118,7 +118,7 @@ class LineFile:
             os.close(file)
 
     def _put_back(self) -> None:
-        """Where somebody has removed the file, write what it held to its place; the open one still has it."""
+        """Write a file that somebody has removed to its place again; the open one still has what it held."""
         if os.path.lexists(self._place) or not stat.S_ISREG(os.fstat(self._file).st_mode):
             return
         self._place.parent.mkdir(parents=True, exist_ok=True)

@@ -83,7 +83,7 @@ class Dump:
         if self._log is None or step % self._settings.every or step == self._last_step:
             return
         self._last_step = step
-        self._unless_it_fails(lambda: self._chosen.extend(choose(batch, self._settings.per_step, step)))
+        self._unless_it_fails(lambda: self._chosen.extend(choose_trajectories(batch, self._settings.per_step, step)))
 
     def write(self, batch: KVBatchMeta, tokenizer: Any, *, skipped: str) -> None:
         """Write what was chosen; see `write_step`."""
@@ -135,8 +135,8 @@ class ChosenTrajectory:
     weight: Tensor | None
 
 
-def choose(batch: InBlocks, count: int, step: int) -> list[ChosenTrajectory]:
-    """Of a batch that was measured."""
+def choose_trajectories(batch: InBlocks, count: int, step: int) -> list[ChosenTrajectory]:
+    """Choose the trajectories of a measured batch that are written."""
     rows = choose_rows(*batch.gaps(), count, step, batch.added)
     if not rows:
         return []

@@ -41,12 +41,12 @@ INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 def engine_died(actor: Any) -> bool:
-    """Inside an actor of verl: whether it has a vLLM engine that has ended. `AsyncLLM.errored` of vLLM."""
+    """Whether an actor of verl has a vLLM engine that has ended (`AsyncLLM.errored`); runs inside the actor."""
     return bool(getattr(getattr(actor, "engine", None), "errored", False))
 
 
 def watch_of(trainer: Any, agent_loop_manager: Any, slow_step_s: float | None = None) -> "Watch":
-    """On the actors that a trainer of verl waits for; `slow_step_s` as SlowStep's `after_s`."""
+    """The watch on the actors that a trainer of verl waits for; `slow_step_s` is SlowStep's `after_s`."""
     storage: list[Any] = []
 
     def watched() -> dict[str, list[Any]]:
@@ -208,10 +208,10 @@ class SlowStep:
 
 
 def places(actor: Any) -> list[str]:
-    """Inside an actor: where each of its asyncio tasks and threads stands, as `function (file:line)`.
+    """The place of each asyncio task and thread of an actor, as `function (file:line)`; runs inside the actor.
 
-    Of a task or thread, that is the innermost frame in code that is not installed, which is the user's; of a task, else
-    the innermost one in verl's. What is in neither is left out.
+    The place is the innermost frame in code that is not installed, which is the user's. A task without one has the
+    innermost frame in verl's code. What is in neither is left out.
     """
     # Ray calls this beside the thread of the actor's event loop, for which all_tasks would ask.
     # By type: to isinstance, a weak proxy is what it stands for, and raises where that is gone.
@@ -222,7 +222,7 @@ def places(actor: Any) -> list[str]:
 
 
 def _waits(workers: Mapping[str, Iterable[Any]]) -> str:
-    """Where the actors of each role stand, in words. All are asked at once."""
+    """The places of each role's actors, in words. All are asked at once."""
     asked = {role: [actor.__ray_call__.remote(places) for actor in actors] for role, actors in workers.items()}
     if everything := [ref for refs in asked.values() for ref in refs]:
         ray.wait(everything, num_returns=len(everything), timeout=PLACES_TIMEOUT_S)

@@ -44,7 +44,7 @@ def kind_of(name: str, weight: Tensor) -> str | None:
 
 
 class Rounding:
-    """Around a model's `load_weights`: weights of the kinds asked for go in fake-quantised.
+    """Wraps a model's `load_weights`: weights of the kinds asked for go in fake-quantised.
 
     gpt-oss and Llama 4 keep the weights of all experts as [E, in, out]: there, groups lie along the outputs.
 

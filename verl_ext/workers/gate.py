@@ -66,7 +66,7 @@ class Gate:
         self._metrics: dict[str, list[float]] = {}
 
     def begin_update(self, step: int, lr_scale: float) -> None:
-        """Of a batch; what the trainer asks of this one.
+        """Begin a batch, with what the trainer asks of it.
 
         Args:
             step: the run's; of its updates, the first begins what an undo takes back.
@@ -176,7 +176,7 @@ class Undo:
 
     @torch.no_grad()
     def keep(self, step: int) -> None:
-        """Before the first change of the weights in this step."""
+        """Copy what this step is about to change; called before its first change of the weights."""
         now: dict[Any, Any] = {**self._weights(), **{moment: state[moment[1]] for moment, state in self._moments()}}
         self._kept = {name: _copied(value, self._kept.get(name)) for name, value in now.items()}
         groups = [{key: group[key] for key in group if key != "params"} for group in self._optimizer.param_groups]
@@ -311,7 +311,7 @@ def finite_gradients(engine: Any) -> bool:
 
 
 def gradient_norm(engine: Any) -> float:
-    """Of all gradients of an FSDP2 engine, before clipping and without fp16's loss scale; the same on every rank."""
+    """The norm of an FSDP2 engine's gradients before clipping, without fp16's loss scale; the same on every rank."""
     gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     if isinstance(norm, DTensor):
@@ -326,7 +326,7 @@ def _local(value: Tensor) -> Tensor:
 
 
 def _copied(value: Any, into: Any) -> Any:
-    """In the host's memory, in `into` where that fits."""
+    """A copy in the host's memory, in `into` where that fits."""
     if not isinstance(value, Tensor):
         return value
     value = _local(value)

@@ -74,11 +74,11 @@ class LossInputs:
 
     @classmethod
     def of(cls, padded: TensorDict) -> "LossInputs":
-        """Of `padded_fields`."""
+        """The inputs among `padded_fields`."""
         return cls(**{name: padded[field] for name, field in BATCH_FIELDS.items() if field in padded.keys()})  # noqa: SIM118
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor | None]:
-        """By name, what a method reads; None for what is OPTIONAL and not there."""
+        """Name -> tensor that a method reads; None for what is OPTIONAL and not there."""
         return {name: self.lag if name in OPTIONAL else self.require(name) for name in names}
 
     def require(self, name: str) -> Tensor:
