@@ -14,7 +14,7 @@ import torch
 from measuring import seconds
 from torch.optim.lr_scheduler import LambdaLR
 
-from verl_ext.workers.undo import Undo
+from verl_ext.workers.gate import Undo
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ class Engine:
             self.llm.collective_rpc("load_as_it_is")
 
     def report(self) -> dict[str, Any]:
-        (report,) = self.llm.collective_rpc(engine_report.METHOD)
+        (report,) = self.llm.collective_rpc(engine_report.REPORT)
         return report
 
     def generate(self) -> list[Any]:

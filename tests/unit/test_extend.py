@@ -25,7 +25,7 @@ from verl_ext.errors import ConfigError
 from verl_ext.launch.checks import apply_engine_settings, check_run
 from verl_ext.launch.features import IN_LOSS, features, uses
 from verl_ext.settings.stability import stability_config
-from verl_ext.workers.inputs import LossInputs, provide
+from verl_ext.workers.losses import LossInputs, provide
 
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 MODULES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, flags=re.DOTALL))

@@ -210,7 +210,7 @@ def recorded_routing(context: Context) -> Iterable[Finding]:
     from packaging.version import Version
 
     from verl_ext.launch.routing_checks import replay_mode, replay_setting
-    from verl_ext.routing.config_names import EXPERT_COUNTS, first_of
+    from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
     agreement = context.get("stability.router_agreement")
     if context.strategy != "megatron" or context.model_config is None or "verl" not in context.versions:

@@ -60,7 +60,7 @@ def expert_gradients(context: Context) -> Iterable[Finding]:
     """
     from packaging.version import Version
 
-    from verl_ext.routing.config_names import EXPERT_COUNTS, first_of
+    from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
     model = context.model_config
     if model is not None and not first_of(model.get_text_config(), EXPERT_COUNTS):

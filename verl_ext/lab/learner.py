@@ -45,11 +45,9 @@ from verl_ext.launch.checks import loss_settings
 from verl_ext.launch.routing_checks import replay_mode
 from verl_ext.settings.config import StabilityConfig
 from verl_ext.settings.losses import LOSSES
-from verl_ext.workers.after_update import PREFIX
 from verl_ext.workers.first_pass import FirstPass
-from verl_ext.workers.gate import scaled_lr
+from verl_ext.workers.gate import AFTER_UPDATE, Undo, scaled_lr
 from verl_ext.workers.head import CENTERING, HeadUse
-from verl_ext.workers.undo import Undo
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 CHECKPOINT = "model.pt"
@@ -220,7 +218,7 @@ class Learner:
         return found | (self._score_again(batch, fields) if self._rescored_after else {})
 
     def _score_again(self, batch: LabBatch, fields: LossFields) -> dict[str, float]:
-        """Means of k3 after the last update, as verl_ext.workers.after_update measures them."""
+        """Means of k3 after the last update, as `verl_ext.workers.gate.score_again` measures them."""
         rows = slice(self._rescored_after)
         mask = fields.mask[rows]
         with torch.no_grad():
@@ -228,7 +226,7 @@ class Learner:
         before = {"policy_kl": fields.l_old, "vllm_kl": batch.sampled.l_infer}
         tokens = max(int(mask.sum()), 1)
         return {
-            f"actor/{PREFIX}/{name}": float(k3_sum((l_new.double() - log_probs[rows])[mask])) / tokens
+            f"actor/{AFTER_UPDATE}/{name}": float(k3_sum((l_new.double() - log_probs[rows])[mask])) / tokens
             for name, log_probs in before.items()
         }
 

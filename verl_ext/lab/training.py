@@ -30,11 +30,10 @@ from verl_ext.lab.tasks import END, decode, draw, encode, rewards
 from verl_ext.lab.warm_up import LabSettings
 from verl_ext.launch.bypass import bypasses
 from verl_ext.settings.config import StabilityConfig
-from verl_ext.trainer import checkpoints, resuming
+from verl_ext.trainer import checkpoints
 from verl_ext.trainer.active import read_active
 from verl_ext.trainer.advantages import session_keys
 from verl_ext.trainer.guarding import GuardActions, build_guard
-from verl_ext.trainer.measured_late import take_measured
 from verl_ext.trainer.step import (
     Judged,
     Outcome,
@@ -48,6 +47,7 @@ from verl_ext.trainer.step import (
     refusal,
 )
 from verl_ext.trainer.sync_canary import SyncCanary
+from verl_ext.workers.first_pass import take_measured
 
 MOST = 128  # tokens of a head: more than the tasks have
 
@@ -240,6 +240,6 @@ class Training:
     def _save(self, number: int) -> None:
         every = self.setup.config.trainer.save_freq
         if every > 0 and number % every == 0:
-            with resuming.saving(self.guard, self.setup.config, number):
+            with checkpoints.saving(self.guard, self.setup.config, number):
                 folder = checkpoints.folder_of(self.setup.config.trainer.default_local_dir, number)
                 self.policy.save_checkpoint(folder / "actor")

@@ -201,7 +201,7 @@ def _check_model(config: DictConfig, asked: str, off: str, read_routers: bool) -
     if hf_config is None:
         return
     from verl_ext.routing.choices import check_replayable, probe_choices
-    from verl_ext.routing.config_names import EXPERT_COUNTS, first_of
+    from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
     if not first_of(hf_config.get_text_config(), EXPERT_COUNTS):
         raise ConfigError(

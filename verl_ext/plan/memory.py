@@ -14,7 +14,7 @@ ENGINE_RESERVE = 3 * GIB  # the rollout engine's own activations and graphs: wit
 # Activations of a layer per token and hidden unit (Korthikanti et al., 2022, without attention scores).
 LAYER_BYTES = 34
 LOGIT_BYTES = 8  # per token and vocabulary entry: logits and gradient in 2 bytes each, softmax in 4
-UNDO_BYTES = 12  # a parameter: a float32 and Adam's two moments of it (workers/undo.py)
+UNDO_BYTES = 12  # a parameter: a float32 and Adam's two moments of it (workers/gate.py)
 UNDO, VERSIONS, CACHED = "undo: weights and optimizer", "rescoring: old weights", "expert ids of the KV cache"
 
 

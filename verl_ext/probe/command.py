@@ -219,7 +219,7 @@ def probe_overrides(config: Any, prompts: int, out: Path) -> list[str]:
 def experts_of(config: Any) -> int:
     """Experts that a token uses; 0 for a dense model, and one whose config this machine cannot read."""
     from verl_ext.launch.routing_checks import hf_config_of
-    from verl_ext.routing.config_names import TOP_KS, first_of
+    from verl_ext.routing.engines import TOP_KS, first_of
 
     model = hf_config_of(config.actor_rollout_ref.model)
     return first_of(getattr(model, "text_config", None) or model, TOP_KS)

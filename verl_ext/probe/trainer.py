@@ -30,7 +30,7 @@ from verl_ext.trainer.task_runner import StabilityTaskRunner
 from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync
 from verl_ext.trainer.transfer import get_fields, put_fields
 from verl_ext.trainer.watch import watch_of
-from verl_ext.upstream import engine_states
+from verl_ext.upstream import engine_report
 from verl_ext.upstream.patching import patch
 
 OUT = "probe_out"  # a setting of the run's config: the file for what is found
@@ -83,9 +83,9 @@ class ProbeTrainer(StabilityTrainerSync):
         compared = CanaryScores(batch, min(SEQUENCES, len(batch) // ranks) * ranks, ranks)
         print_progress(f"the rollout engine scores {len(scores.sampled_N)} tokens")
         readings: dict[str, Tensor] = {DECODE: scores.sampled_N, PREFILL: scores.by_servers([server])[0]}
-        engine_states.begin(server)
+        engine_report.begin_states(server)
         compared.by_turns(server)  # each a pass by itself, however many the engine would take at once
-        rollout = engine_states.end(server)
+        rollout = engine_report.end_states(server)
         self.on_sample_end()
         print_progress("the training engine scores them")
         readings[TRAIN] = scores.by_workers(workers, replays=False)

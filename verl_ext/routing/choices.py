@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from verl_ext.errors import HookError
-from verl_ext.routing.config_names import EXPERT_COUNTS, TOP_KS, first_of
+from verl_ext.routing.engines import EXPERT_COUNTS, TOP_KS, first_of
 from verl_ext.upstream.patching import wrap
 
 ROUTES = "route_tokens_to_experts"  # the method of MoE blocks whose router module returns logits alone

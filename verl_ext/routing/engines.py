@@ -1,6 +1,6 @@
-"""The training engines whose routing is seen, by verl's `actor.strategy`.
+"""The training engines whose routing is seen, by verl's `actor.strategy`; the names of a model's sizes.
 
-Neither they nor torch are imported here: a launch, `verl-ext doctor` and `plan` read this table.
+Neither engines nor torch are imported here: a launch, `verl-ext doctor` and `plan` read these tables.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from verl.workers.config import TrainingWorkerConfig
 
 ACTOR = "actor_rollout_ref.actor"
+# How the transformers configs of mixtures of experts name them.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TOP_KS = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 
 
 class RoutingAdapter(Protocol):
@@ -67,3 +70,8 @@ ENGINES = {
     "veomni": Engine(f"{ACTOR}.veomni", _RECORDED),
 }
 HOOKED = tuple(strategy for strategy, engine in ENGINES.items() if engine.hooked)
+
+
+def first_of(config: Any, names: tuple[str, ...]) -> int:
+    """The first of these that the config has and is not 0; 0 without one."""
+    return next((size for name in names if (size := getattr(config, name, None))), 0)

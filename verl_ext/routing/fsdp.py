@@ -37,8 +37,7 @@ from verl_ext.routing.choices import (
     expert_counts,
     find_choices,
 )
-from verl_ext.routing.layout import Layout
-from verl_ext.routing.outputs import believed, narrow_dtype, routing_outputs
+from verl_ext.routing.outputs import RowLayout, believed, narrow_dtype, routing_outputs
 from verl_ext.upstream.patching import wrap
 
 OWN_AGREEMENT = "router_own_agreement"  # verl logs it as actor/router_own_agreement
@@ -55,7 +54,7 @@ class ForwardPass:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: RowLayout,
         layers: int,
         dtype: torch.dtype,
         replayed_TLK: Tensor | None,
@@ -187,7 +186,7 @@ class FsdpRouting:
             self.current = None
             return verls(micro_batch, loss_function=loss_function, forward_only=forward_only)
 
-        layout = Layout.of(micro_batch, get_device_id())
+        layout = RowLayout.of(micro_batch, get_device_id())
         compares = compared_TLK is not None
         now = ForwardPass(layout, len(self.points), narrow_dtype(self.experts), replayed_TLK, compares)
         self.current = now  # stays until the next forward pass: the backward pass of this one may run the routers again

@@ -1,17 +1,90 @@
-"""From the overlap of two routings to what travels with the log-probabilities, whichever engine recorded them.
+"""What travels with the log-probabilities, made of the rows that routers see, whichever engine recorded them.
 
 Shape legend: B trajectories, T tokens of all of them (prompt and response, packed), R response tokens of all of them,
-L MoE layers, K experts per token.
+n rows of the forward pass on this rank, L MoE layers, K experts per token.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.ulysses import gather_outputs_and_unpad, get_ulysses_sequence_parallel_group
 
 from verl_ext.core.routing import agreement, refused_rows
 from verl_ext.core.tokens import jagged
+from verl_ext.errors import HookError
 from verl_ext.fields import AGREEMENT, RESPONSE_MASK, ROUTER_SUMS
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The places of a micro-batch's tokens among the rows that a rank's routers see.
+
+    verl 0.9.1 runs the packed tokens, padded at their end and split over Ulysses sequence parallelism; or, without
+    padding removal, every sequence padded to the longest.
+
+    Attributes:
+        lengths: [B] int64, prompt and response.
+        packed: whether padding is removed.
+    """
+
+    lengths: Tensor
+    packed: bool
+
+    @classmethod
+    def of(cls, micro_batch: TensorDict, device: torch.device) -> "RowLayout":
+        lengths = micro_batch["input_ids"].offsets().diff().to(device)
+        return cls(lengths, tu.get_non_tensor_data(micro_batch, "use_remove_padding", default=True))
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def spread(self, values_T: Tensor, rows: int) -> Tensor:
+        """[n, ...], one row for each that this rank's routers see, 0 on padding, from [T, ...] packed tokens.
+
+        Raises:
+            HookError: the routers see fewer rows than there are tokens, or not as many as the padded batch has.
+        """
+        self._check(rows)
+        whole = values_T.new_zeros(rows * _ranks(), *values_T.shape[1:])
+        if self.packed:
+            whole[: len(values_T)] = values_T
+        else:
+            whole[self._padded_rows()] = values_T
+        return whole.tensor_split(_ranks())[_rank()]
+
+    def collect(self, values_n: Tensor) -> Tensor:
+        """[T, ...] packed tokens from the [n, ...] rows of every rank: the inverse of `spread`.
+
+        Raises:
+            HookError: as `spread`.
+        """
+        self._check(len(values_n))
+        if not self.packed:
+            return values_n[self._padded_rows()]
+        # No gradient passes here, and without a sequence-parallel group this returns what it is given.
+        return gather_outputs_and_unpad(values_n.contiguous(), gather_dim=0)[: self.tokens]
+
+    def _padded_rows(self) -> Tensor:
+        width = int(self.lengths.max())
+        firsts_B = torch.arange(len(self.lengths), device=self.lengths.device) * width
+        starts_B = self.lengths.cumsum(0) - self.lengths
+        return torch.repeat_interleave(firsts_B - starts_B, self.lengths) + torch.arange(
+            self.tokens, device=self.lengths.device
+        )
+
+    def _check(self, rows: int) -> None:
+        expected = self.tokens if self.packed else len(self.lengths) * int(self.lengths.max())
+        if rows * _ranks() < expected or (not self.packed and rows != expected):
+            raise HookError(
+                f"the routers saw {rows} tokens on each of {_ranks()} rank(s) for a micro-batch of {expected}: this "
+                "engine splits sequences in a way that stability.router_agreement, router_replay and the loss "
+                "router_shift do not know; unset them"
+            )
 
 
 def narrow_dtype(experts: int) -> torch.dtype:
@@ -41,7 +114,7 @@ def packed_rows(lengths_B: Tensor, response_lengths_B: Tensor) -> Tensor:
 
 def believed(routes_TLK: Tensor, experts: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """A rollout's routing with zeros in the rows that are refused, as it leaves them where it has none; and [T] uint8
-    why, see `core.captured.refused_rows`. Those tokens then route themselves, and count in no agreement."""
+    why, see `core.routing.refused_rows`. Those tokens then route themselves, and count in no agreement."""
     refused_T = refused_rows(routes_TLK, experts, offsets)
     if refused_T.any():
         routes_TLK = routes_TLK.masked_fill((refused_T > 0)[:, None, None], 0)
@@ -63,7 +136,7 @@ def routing_outputs(
 
     Args:
         overlap_TL: integer, |T and I| of each token's forward pass, packed in the order of the batch.
-        known_T: bool, rows whose routing the rollout returned (`core.captured.known_rows`) and is not refused.
+        known_T: bool, rows whose routing the rollout returned (`core.routing.known_rows`) and is not refused.
         batch: with jagged `input_ids` [B, n] and `response_mask` [B, r], on any device.
         left_out_B: bool, trajectories whose routing did not travel (`core.tokens.left_out`).
         refused_T: why rows are refused, as of `believed`.
@@ -99,3 +172,13 @@ def routing_outputs(
         own_NL=None if own_TL is None else own_TL[rows_R],
     )
     return {AGREEMENT: jagged(per_token_R, offsets), ROUTER_SUMS: sums.pack()}
+
+
+def _ranks() -> int:
+    group = get_ulysses_sequence_parallel_group()
+    return 1 if group is None else torch.distributed.get_world_size(group)
+
+
+def _rank() -> int:
+    group = get_ulysses_sequence_parallel_group()
+    return 0 if group is None else torch.distributed.get_rank(group)

@@ -23,8 +23,7 @@ from verl_ext.errors import HookError
 from verl_ext.fields import DEVIATION, RESPONSE_MASK, SHIFT_EXPERTS, SHIFT_SCORES
 from verl_ext.routing.choices import ROUTES, ChoicePoint, find_choices
 from verl_ext.routing.fsdp import is_old_policy
-from verl_ext.routing.layout import Layout
-from verl_ext.routing.outputs import packed_rows
+from verl_ext.routing.outputs import RowLayout, packed_rows
 from verl_ext.upstream.patching import wrap
 
 TakeOutput = Callable[[int, nn.Module, Any], None]
@@ -123,7 +122,7 @@ class ResponseRows:
     """The rows of a forward pass that predicted the response tokens of a micro-batch."""
 
     def __init__(self, micro_batch: TensorDict, device: torch.device):
-        self.layout = Layout.of(micro_batch, device)
+        self.layout = RowLayout.of(micro_batch, device)
         self.offsets = micro_batch[RESPONSE_MASK].offsets().to(device)
         self.rows = packed_rows(self.layout.lengths, self.offsets.diff())
 

@@ -9,14 +9,17 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.errors import ConfigError
+from verl_ext.launch.overrides import override
 from verl_ext.printable import printable
-from verl_ext.submit.job import RUN_DIR, Job, build_job, shown
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -24,6 +27,176 @@ if TYPE_CHECKING:
 ADDRESS = "http://127.0.0.1:8265"  # Ray's own default
 DONE = ("SUCCEEDED", "FAILED", "STOPPED")
 POLL_S = 1.0
+# What is never needed on the nodes; Ray refuses a working directory of more than 500 MiB.
+EXCLUDES = (".git", ".venv", "__pycache__", "checkpoints", "outputs", "wandb", ".quickstart", "*.pt", "*.safetensors")
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "true", "HYDRA_FULL_ERROR": "0"}
+RUN_DIR, OVERRIDES = "verl_ext_run_dir", "verl_ext_overrides"  # keys of a job's metadata
+METRICS = "VERL_FILE_LOGGER_PATH"
+# What goes to the run's folder unless the user names another place: setting -> what stands there.
+PLACES = {"trainer.default_local_dir": "checkpoints", "hydra.run.dir": "Hydra's output", METRICS: "metrics"}
+HIDDEN = "(hidden)"
+CLUSTERS_OWN = ("ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.num_gpus")
+
+
+def add_parser(commands: Any) -> None:
+    """`verl-ext submit run|status|logs|stop|resume`."""
+    parser = commands.add_parser(
+        "submit",
+        help="run on a Ray cluster: submit, follow, stop, resume",
+        description="Submit a run to a Ray cluster by Ray's job API, follow its log, stop it, resume it. The cluster "
+        "needs verl and verl_ext on every node: installed, by --pip, or in an --image.",
+    )
+    verbs = parser.add_subparsers(title="what to do", required=True, metavar="VERB")
+
+    def verb(name: str, help: str, run: Any) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=help, description=help.capitalize() + ".")
+        made.add_argument(
+            "--address",
+            default=os.environ.get("RAY_API_SERVER_ADDRESS", ADDRESS),
+            metavar="URL",
+            help="of the Ray head's dashboard, http://HOST:8265 (default: $RAY_API_SERVER_ADDRESS, else %(default)s)",
+        )
+        made.set_defaults(run=lambda arguments: _reported(run, arguments))
+        return made
+
+    made = verb("run", "submit a run and follow its log", _run)
+    made.usage = "%(prog)s --run-dir DIR [options] [override ...] [-- override ...]"
+    made.epilog = (
+        "Options and overrides may stand in any order. What starts with a dash and is for verl_ext.main_ppo, such as "
+        "`--cfg job`, goes behind `--`. The same --run-dir again resumes from its last whole checkpoint."
+    )
+    made.add_argument("--run-dir", required=True, help="absolute; checkpoints, metrics and logs go there, on all nodes")
+    made.add_argument("--working-dir", help="a local folder to send to every node, with your rewards and data code")
+    made.add_argument("--pip", action="append", default=[], metavar="REQUIREMENT", help="install on every node")
+    made.add_argument("--image", help="a container image with verl and verl_ext")
+    made.add_argument(
+        "--env", action="append", default=[], metavar="KEY[=VALUE]", help="for every process; without VALUE, yours"
+    )
+    made.add_argument("--id", help="of the job (default: Ray makes one up)")
+    made.add_argument("--detach", action="store_true", help="do not follow the log")
+    made.add_argument("--dry-run", action="store_true", help="print the job as JSON, the values of --env hidden")
+    made.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="override",
+        help="as for verl_ext.main_ppo, e.g. recipe=... stability=...",
+    )
+
+    made = verb("status", "list the runs that were submitted, or show one", _status)
+    made.add_argument("job", nargs="?")
+    made = verb("logs", "print a run's log", _logs)
+    made.add_argument("job")
+    made.add_argument("--follow", action="store_true", help="until it ends")
+    made = verb("stop", "stop a run", _stop)
+    made.add_argument("job")
+    made = verb("resume", "submit a run again, from its last whole checkpoint", _resume)
+    made.add_argument("job")
+    made.add_argument("--detach", action="store_true", help="do not follow the log")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is sent to Ray: the command of the driver, the environment of every process, and what to remember.
+
+    `elsewhere` says what the run writes to other places than its folder; "" if nothing.
+    """
+
+    entrypoint: str
+    runtime_env: dict[str, Any]
+    metadata: dict[str, str]
+    elsewhere: str = ""
+
+
+def build_job(
+    overrides: Sequence[str],
+    *,
+    run_dir: str,
+    working_dir: str | None = None,
+    pip: Sequence[str] = (),
+    image: str | None = None,
+    env: Sequence[str] = (),
+) -> Job:
+    """The job of one run.
+
+    Args:
+        overrides: as for `python -m verl_ext.main_ppo`.
+        run_dir: absolute, the same path on every node.
+        working_dir: a local folder that is sent to every node and becomes the current one there; None sends nothing.
+        pip: requirements to install on every node; `${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}` stands for the folder sent.
+        image: a container image with verl and verl_ext in it.
+        env: KEY=VALUE, or KEY for the value that it has here.
+
+    Raises:
+        ConfigError: an argument cannot work.
+    """
+    if not PurePosixPath(run_dir).is_absolute():
+        raise ConfigError(f"--run-dir={run_dir} must be an absolute path that every node can write to")
+    _check_text(run_dir)
+    if pip and image:
+        raise ConfigError("--pip and --image exclude each other: put the packages into the image")
+    if working_dir is not None and "://" not in working_dir and not Path(working_dir).exists():
+        raise ConfigError(f"--working-dir={working_dir} is not there; give a folder of this machine")
+    folder = PurePosixPath(run_dir)
+    given = _settings(overrides)
+    for key in CLUSTERS_OWN:
+        if given.get(key, "null") != "null":
+            raise ConfigError(
+                f"{key}={given[key]} is refused by a cluster that runs already, which has its own number; leave it out"
+            )
+    defaults = {
+        "trainer.default_local_dir": str(folder / "checkpoints"),
+        "hydra.run.dir": str(folder / "hydra"),
+    }
+    added = [override(key, value) for key, value in defaults.items() if key not in given]
+    added += [f"++{key}=null" for key in CLUSTERS_OWN if key not in given]
+    # Hydra takes no overrides behind a flag such as `--cfg job`.
+    flag = next((index for index, word in enumerate(overrides) if word.startswith("-")), len(overrides))
+    command = ["python", "-m", "verl_ext.main_ppo", *overrides[:flag], *added, *overrides[flag:]]
+    variables = dict(_variable(item) for item in env)
+    runtime_env: dict[str, Any] = {"env_vars": ENVIRONMENT | {METRICS: str(folder / "metrics.jsonl")} | variables}
+    if working_dir is not None:
+        runtime_env |= {"working_dir": working_dir, "excludes": list(EXCLUDES)}
+    if pip:
+        runtime_env["pip"] = list(pip)
+    if image:
+        runtime_env["image_uri"] = image
+    metadata = {RUN_DIR: run_dir, OVERRIDES: json.dumps(list(overrides))}
+    return Job(shlex.join(command), runtime_env, metadata, _elsewhere(given | variables))
+
+
+def shown(job: Job, env: Sequence[str]) -> dict[str, Any]:
+    """What is sent, without the values that the user gave by `env`: they may be secrets."""
+    hidden = {item.partition("=")[0]: HIDDEN for item in env}
+    runtime_env = job.runtime_env | {"env_vars": job.runtime_env["env_vars"] | hidden}
+    return {"entrypoint": job.entrypoint, "runtime_env": runtime_env}
+
+
+def _check_text(run_dir: str) -> None:
+    if "$" in run_dir:  # Ray expands variables in what it sets for a process, OmegaConf interpolations in the overrides
+        raise ConfigError(f"--run-dir={run_dir} must be the folder itself, without a $: Ray and Hydra would replace it")
+    if run_dir.encode(errors="ignore").decode() != run_dir or "\0" in run_dir:
+        raise ConfigError(f"--run-dir={printable(run_dir)} must be a path in UTF-8")
+
+
+def _settings(overrides: Sequence[str]) -> dict[str, str]:
+    """Key -> value of the overrides, without Hydra's plus signs."""
+    pairs = (override.partition("=") for override in overrides)
+    return {key.lstrip("+"): value for key, _, value in pairs}
+
+
+def _elsewhere(given: dict[str, str]) -> str:
+    return ", ".join(f"{what} to {given[key]} ({key})" for key, what in PLACES.items() if key in given)
+
+
+def _variable(item: str) -> tuple[str, str]:
+    key, equals, value = item.partition("=")
+    if not key:
+        raise ConfigError("--env needs a name: --env KEY=VALUE, or --env KEY for the value that it has here")
+    if equals:
+        return key, value
+    if key not in os.environ:
+        raise ConfigError(f"--env {key} has no value here; give one: --env {key}=VALUE")
+    return key, os.environ[key]
 
 
 def connect(address: str) -> "JobSubmissionClient":
@@ -82,7 +255,7 @@ def _exit_code(client: "JobSubmissionClient", job_id: str) -> int:
     return 0 if info.status == "SUCCEEDED" else 1
 
 
-def stop(client: "JobSubmissionClient", job_id: str, patience_s: float = 60.0) -> str:
+def stop_job(client: "JobSubmissionClient", job_id: str, patience_s: float = 60.0) -> str:
     """Ask the job to stop and wait for it; its last status."""
     client.stop_job(job_id)
     deadline = time.monotonic() + patience_s
@@ -105,62 +278,6 @@ def rows(client: "JobSubmissionClient") -> list[tuple[str, ...]]:
         )
         for job in found
     ]
-
-
-def add_parser(commands: Any) -> None:
-    """`verl-ext submit run|status|logs|stop|resume`."""
-    parser = commands.add_parser(
-        "submit",
-        help="run on a Ray cluster: submit, follow, stop, resume",
-        description="Submit a run to a Ray cluster by Ray's job API, follow its log, stop it, resume it. The cluster "
-        "needs verl and verl_ext on every node: installed, by --pip, or in an --image.",
-    )
-    verbs = parser.add_subparsers(title="what to do", required=True, metavar="VERB")
-
-    def verb(name: str, help: str, run: Any) -> argparse.ArgumentParser:
-        made = verbs.add_parser(name, help=help, description=help.capitalize() + ".")
-        made.add_argument(
-            "--address",
-            default=os.environ.get("RAY_API_SERVER_ADDRESS", ADDRESS),
-            metavar="URL",
-            help="of the Ray head's dashboard, http://HOST:8265 (default: $RAY_API_SERVER_ADDRESS, else %(default)s)",
-        )
-        made.set_defaults(run=lambda arguments: _reported(run, arguments))
-        return made
-
-    made = verb("run", "submit a run and follow its log", _run)
-    made.usage = "%(prog)s --run-dir DIR [options] [override ...] [-- override ...]"
-    made.epilog = (
-        "Options and overrides may stand in any order. What starts with a dash and is for verl_ext.main_ppo, such as "
-        "`--cfg job`, goes behind `--`. The same --run-dir again resumes from its last whole checkpoint."
-    )
-    made.add_argument("--run-dir", required=True, help="absolute; checkpoints, metrics and logs go there, on all nodes")
-    made.add_argument("--working-dir", help="a local folder to send to every node, with your rewards and data code")
-    made.add_argument("--pip", action="append", default=[], metavar="REQUIREMENT", help="install on every node")
-    made.add_argument("--image", help="a container image with verl and verl_ext")
-    made.add_argument(
-        "--env", action="append", default=[], metavar="KEY[=VALUE]", help="for every process; without VALUE, yours"
-    )
-    made.add_argument("--id", help="of the job (default: Ray makes one up)")
-    made.add_argument("--detach", action="store_true", help="do not follow the log")
-    made.add_argument("--dry-run", action="store_true", help="print the job as JSON, the values of --env hidden")
-    made.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="override",
-        help="as for verl_ext.main_ppo, e.g. recipe=... stability=...",
-    )
-
-    made = verb("status", "list the runs that were submitted, or show one", _status)
-    made.add_argument("job", nargs="?")
-    made = verb("logs", "print a run's log", _logs)
-    made.add_argument("job")
-    made.add_argument("--follow", action="store_true", help="until it ends")
-    made = verb("stop", "stop a run", _stop)
-    made.add_argument("job")
-    made = verb("resume", "submit a run again, from its last whole checkpoint", _resume)
-    made.add_argument("job")
-    made.add_argument("--detach", action="store_true", help="do not follow the log")
 
 
 def _reported(run: Any, arguments: argparse.Namespace) -> int:
@@ -227,7 +344,7 @@ def _logs(arguments: argparse.Namespace) -> int:
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    status = stop(connect(arguments.address), arguments.job)
+    status = stop_job(connect(arguments.address), arguments.job)
     print(f"verl-ext submit: {arguments.job} {status}", file=sys.stderr)
     return 0 if status in DONE else 1
 

@@ -1,20 +1,34 @@
-"""What the training step reads of a batch, as packed tokens.
+"""What the training step and its filters read of a batch, as packed tokens.
 
 Shape legend: N response tokens of all trajectories, B trajectories.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor
 
+from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import count_non_finite
 from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.errors import BatchError
-from verl_ext.fields import AGREEMENT, ENTROPY, OLD_LOG_PROBS, RESPONSE_MASK, ROLLOUT_LOG_PROBS
+from verl_ext.fields import (
+    ADVANTAGES,
+    AGREEMENT,
+    ENTROPY,
+    OLD_LOG_PROBS,
+    RESPONSE_MASK,
+    RESPONSES,
+    REWARDS,
+    ROLLOUT_LOG_PROBS,
+)
 
 FIELDS = (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, RESPONSE_MASK, ENTROPY, AGREEMENT)
+FILTER_FIELDS = (RESPONSE_MASK, RESPONSES, ADVANTAGES, REWARDS)
 
 
 def lag_of(tags: Sequence[Mapping[str, Any]], step: int) -> Lag:
@@ -31,7 +45,7 @@ def lag_of(tags: Sequence[Mapping[str, Any]], step: int) -> Lag:
 
 
 def response_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Tokens:
-    """From verl's nested tensors, the FIELDS of `data`; entropy and router_agreement are optional.
+    """The tokens of FIELDS in `data`, verl's nested tensors; entropy and router_agreement are optional.
 
     Raises:
         BatchError: a field is missing or has another number of tokens than response_mask.
@@ -91,3 +105,42 @@ def non_finite(tokens: Tokens) -> dict[str, int]:
         ROLLOUT_LOG_PROBS: count_non_finite(tokens.l_infer, tokens.mask),
         OLD_LOG_PROBS: count_non_finite(tokens.l_old, tokens.mask),
     }
+
+
+def filter_batch(
+    tokens: Tokens, keys: Sequence[str], data: Mapping[str, Tensor], models: DictConfig, tokenizer: Any
+) -> FilterBatch:
+    """The batch as filters see it.
+
+    Args:
+        tokens: as they were measured.
+        keys: trajectory ids in the order of the rows.
+        data: FILTER_FIELDS as nested tensors; verl's own rejection may have taken tokens out of response_mask since.
+        models: the config's actor_rollout_ref.
+    """
+    packed = packed_like_mask(data, FILTER_FIELDS)
+    return FilterBatch(
+        tokens=replace(tokens, mask=packed[RESPONSE_MASK].bool()),
+        keys=keys,
+        rewards_B=tokens.row_sums(packed[REWARDS]),
+        advantages_N=packed[ADVANTAGES],
+        responses_N=packed[RESPONSES],
+        max_response_length=models.rollout.response_length,
+        eos_ids=end_tokens(models.model.path) | {tokenizer.eos_token_id},
+        agreement_N=tokens.agreement,
+        decode=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+        encode=partial(tokenizer.encode, add_special_tokens=False),
+    )
+
+
+@lru_cache
+def end_tokens(model_path: str) -> frozenset[int]:
+    """The token ids that end a response by the model's generation config; none where it has none."""
+    from transformers import GenerationConfig
+
+    try:
+        configured = GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:
+        configured = None
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(ids) - {None}

@@ -17,10 +17,9 @@ from verl_ext.errors import HookError
 from verl_ext.fields import ADVANTAGES, HEAD_SUMS, LAG, LOSS_MASK, RESPONSE_MASK, REWARDS, ROUTER_SUMS, WEIGHTS
 from verl_ext.guard.state import Decision
 from verl_ext.trainer.active import Active
-from verl_ext.trainer.batch import FIELDS, lag_of
+from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS, filter_batch, lag_of
 from verl_ext.trainer.captured import sampled_counts
 from verl_ext.trainer.exchange import one_exchange
-from verl_ext.trainer.filtering import FILTER_FIELDS, filter_batch
 from verl_ext.trainer.in_blocks import InBlocks, Part
 from verl_ext.trainer.step import (
     Judged,

@@ -1,17 +1,22 @@
 """What the guard adds to verl's checkpoints: its state, and the sizes of the files, by which a truncated one is known.
 
-A checkpoint folder is `global_step_N` under trainer.default_local_dir; verl names the latest in a tracker file beside
-them, when it is complete.
+`saving` and `loading` stand around verl's own. A checkpoint folder is `global_step_N` under trainer.default_local_dir;
+verl names the latest in a tracker file beside them, when it is complete.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, open_dict
+from ray.exceptions import RayTaskError
+
 from verl_ext.errors import UserError
+from verl_ext.guard.guard import Guard
 from verl_ext.guard.state import read_state
 from verl_ext.printable import printable
 
@@ -19,10 +24,58 @@ STATE_FILE = "verl_ext.json"
 SIZES_FILE = "verl_ext_sizes.json"
 GIVEN_UP_FILE = "verl_ext_given_up"
 STEP = r"0|[1-9][0-9]{0,17}"  # as verl writes it
+TORCHS = ("PytorchStreamWriter", "inline_container")  # in what torch.save says where it cannot write
 
 
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be resumed from, or not be written."""
+
+
+@contextmanager
+def saving(guard: Guard, config: DictConfig, step: int) -> Iterator[None]:
+    """Context of verl's saving: the guard's state is written before its files, their sizes after them.
+
+    Raises:
+        CheckpointError: one of them, or of verl's, cannot be written.
+    """
+    guard.saved(step)
+    folder = save_guard(guard, config, step)
+    with _written(folder):
+        forget(folder)  # what was known of an older checkpoint of this step
+        yield
+        if not config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False):
+            save_sizes(folder)
+
+
+def save_guard(guard: Guard, config: DictConfig, step: int) -> Path:
+    """The guard's state into the checkpoint of a step; its folder. Raises CheckpointError."""
+    folder = folder_of(config.trainer.default_local_dir, step)
+    with _written(folder):
+        save_state(folder, guard.state_dict())
+    return folder
+
+
+@contextmanager
+def loading(guard: Guard, config: DictConfig) -> Iterator[None]:
+    """Context of verl's loading: `config` names a whole checkpoint, and the guard takes over its state afterwards.
+
+    Raises:
+        CheckpointError: none can be resumed from, or not the one that was asked for.
+    """
+    folder = _to_resume(config.trainer)
+    if folder is None:
+        yield
+        return
+    state = load_state(folder)
+    trainer = config.trainer
+    asked = trainer.resume_mode, trainer.get("resume_from_path")
+    with open_dict(trainer):
+        trainer.resume_mode, trainer.resume_from_path = "resume_path", str(folder)
+        yield
+        trainer.resume_mode, trainer.resume_from_path = asked
+    if state is not None:
+        guard.load_state_dict(state)
+        print(f"verl_ext: guard state of step {step_of(folder)}: {json.dumps(_brief(guard))}", flush=True)
 
 
 def folder_of(root: str | Path, step: int) -> Path:
@@ -35,7 +88,7 @@ def step_of(folder: Path) -> int:
 
 
 def save_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Before verl's own files: a checkpoint that verl names the latest has its state."""
+    """Write the guard's state, before verl's own files: a checkpoint that verl names the latest has its state."""
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / STATE_FILE, state)
 
@@ -59,7 +112,7 @@ def load_state(folder: Path) -> dict[str, Any] | None:
 
 
 def save_sizes(folder: Path) -> None:
-    """After verl's own files, of those that this machine sees."""
+    """Write the sizes of verl's files that this machine sees, once verl has written them."""
     ours = (STATE_FILE, SIZES_FILE, GIVEN_UP_FILE)  # which are whole or not there
     _write(folder / SIZES_FILE, {name: size for name, size in _sizes(folder) if name not in ours})
 
@@ -152,6 +205,41 @@ def newest_of(root: str | Path, steps: Iterable[int]) -> Path | None:
         if (folder / "actor").is_dir() and not damage(folder):
             return folder
     return None
+
+
+@contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """Context of what is written to a checkpoint, here or in the workers, all of which have to write their part."""
+    try:
+        yield
+    except (OSError, RayTaskError) as error:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        said = str(cause).partition("\n")[0]
+        if not isinstance(cause, OSError) and not any(sign in str(cause) for sign in TORCHS):
+            raise
+        raise CheckpointError(
+            f"the checkpoint {folder} cannot be written ({type(cause).__name__}: {said}). Those before it stand: with "
+            "trainer.resume_mode=auto, the same command goes on from the last whole one"
+        ) from error
+
+
+def _to_resume(trainer: DictConfig) -> Path | None:
+    """None where there is no checkpoint to name: verl starts anew, or says what is missing."""
+    if trainer.resume_mode == "auto":
+        return newest_whole(trainer.default_local_dir)
+    if trainer.resume_mode != "resume_path" or not trainer.resume_from_path:
+        return None
+    if wrong := damage(Path(trainer.resume_from_path)):
+        raise CheckpointError(
+            f"trainer.resume_from_path={trainer.resume_from_path} is damaged: {wrong}; name another one"
+        )
+    return Path(trainer.resume_from_path)
+
+
+def _brief(guard: Guard) -> dict[str, Any]:
+    state = guard.state
+    firing = [name for name, rule in state.rules.items() if rule.firing]
+    return {"skips": state.skips, "rollbacks": state.rollbacks, "firing": firing}
 
 
 def _tracker(root: str | Path) -> Path:

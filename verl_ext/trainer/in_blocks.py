@@ -19,8 +19,7 @@ from verl_ext.core.measure import Gathered, Measured, Settings, gather, put_toge
 from verl_ext.core.mismatch import signs_of_rows, sums_by_row, sums_by_sign
 from verl_ext.core.tokens import AT_ONCE, Lag, Tokens, jagged, segment_sums
 from verl_ext.fields import ADVANTAGES, LOSS_MASK, OLD_LOG_PROBS, RESPONSE_MASK, REWARDS, ROLLOUT_LOG_PROBS
-from verl_ext.trainer.batch import FIELDS, gaps, non_finite, require_generated, response_tokens
-from verl_ext.trainer.filtering import FILTER_FIELDS
+from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS, gaps, non_finite, require_generated, response_tokens
 from verl_ext.trainer.transfer import get_fields, put_fields
 
 ENGINES = (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, RESPONSE_MASK)

@@ -1,9 +1,13 @@
-"""The files of a run's metrics and of the guard's events, which stand beside each other.
+"""The files of lines that a run writes beside each other: metrics, the guard's events, trajectories.
 
-verl's file logger empties its file whenever it is opened. A resumed run goes on in it instead.
+A file loses none of its lines: to a crash in the middle of one, a resumed run, a full disk, a removal. verl's file
+logger empties its file whenever it is opened; a resumed run goes on in it instead.
 """
 
+import contextlib
 import os
+import shutil
+import stat
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,12 +17,11 @@ from verl.utils import tracking
 
 from verl_ext.guard.state import Event
 from verl_ext.run_files import EVENTS, TRAJECTORIES
-from verl_ext.trainer.line_file import LineFile
 from verl_ext.upstream.patching import patch
 
 
 def metrics_path(project: str, experiment: str) -> Path:
-    """Where verl 0.9.1's file logger writes."""
+    """The file that verl 0.9.1's file logger writes."""
     if path := os.getenv("VERL_FILE_LOGGER_PATH"):
         return Path(path)
     return Path(os.path.expanduser(os.getenv("VERL_FILE_LOGGER_ROOT", ".")), project, f"{experiment}.jsonl")
@@ -58,3 +61,107 @@ def keep_metrics(*, resume: bool) -> None:
             self.fp = LineFile(self.filepath, resume=resume)  # verl's log() writes whole lines
 
     patch("keep_metrics", tracking, "FileLogger", KeepingFileLogger)
+
+
+class LineFile:
+    """Appends whole lines, each written at once. What a full disk refuses is kept and tried again with the next line.
+
+    A file that is removed meanwhile is written again, whole, as long as this one is open.
+
+    Args:
+        path: opened, and created with its folder.
+        resume: go on after the last whole line that is there; else start empty.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, resume: bool):
+        self.path = Path(path)
+        self._place = self.path.absolute()  # wherever the process goes
+        self._place.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self._place, os.O_RDWR | os.O_CREAT | (0 if resume else os.O_TRUNC), 0o644)
+        self._pending: list[bytes] = []
+        self._told = False
+        self._end = _end_of_whole_lines(self._file) if resume else 0
+        with contextlib.suppress(OSError):  # a device cannot be cut
+            os.ftruncate(self._file, self._end)
+
+    def write(self, lines: bytes) -> None:
+        """Add text that ends with a newline. Raises nothing for a write that fails: the first one is printed."""
+        self._pending.append(lines)
+        try:
+            self._put_back()
+            while self._pending:
+                self._append(self._pending[0])
+                self._pending.pop(0)
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                say(
+                    f"{self.path} cannot be written ({error.strerror}): its lines are kept in memory and written when "
+                    "there is room again; the run goes on"
+                )
+        else:
+            self._told = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether lines wait for room."""
+        return bool(self._pending)
+
+    def close(self) -> None:
+        if self._file < 0:
+            return
+        self.write(b"")
+        if lost := len([lines for lines in self._pending if lines]):
+            say(f"{self.path}: {lost} lines could not be written and are lost")
+        file, self._file = self._file, -1
+        with contextlib.suppress(OSError):  # a network file system tells of a full disk here; the line above told it
+            os.close(file)
+
+    def _put_back(self) -> None:
+        """Write a file that somebody has removed to its place again; the open one still has what it held."""
+        if os.path.lexists(self._place) or not stat.S_ISREG(os.fstat(self._file).st_mode):
+            return
+        self._place.parent.mkdir(parents=True, exist_ok=True)
+        again = self._place.with_name(f".{self.path.name}.again")
+        file = os.open(again, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            with open(self._file, "rb", closefd=False) as held, open(file, "wb", closefd=False) as copy:
+                held.seek(0)
+                shutil.copyfileobj(held, copy)
+            os.replace(again, self._place)
+        except OSError:
+            os.close(file)
+            again.unlink(missing_ok=True)
+            raise
+        os.close(self._file)
+        self._file = file
+        say(f"{self.path} was removed while the run writes to it: it is there again, with all its lines")
+
+    def _append(self, lines: bytes) -> None:
+        written = 0
+        try:
+            while written < len(lines):
+                written += os.pwrite(self._file, lines[written:], self._end + written)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._end)  # part of a line would make the file unreadable
+            raise
+        self._end += written
+
+
+def say(sentence: str) -> None:
+    """Print a line as this plugin, whatever becomes of it."""
+    with contextlib.suppress(OSError):  # the console may stand on the same full disk
+        print(f"verl_ext: {sentence}", flush=True)
+
+
+def _end_of_whole_lines(file: int) -> int:
+    """The offset behind the last newline."""
+    end = os.fstat(file).st_size
+    while end > 0:
+        start = max(end - 65536, 0)
+        newline = os.pread(file, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0

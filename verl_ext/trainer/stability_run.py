@@ -16,19 +16,18 @@ from verl_ext.fields import FILTER_SCALE, FIRST_PASS, ROLLOUT_ROUTES, ROUTER_SUM
 from verl_ext.guard.state import Decision, Event
 from verl_ext.launch.head import truncates
 from verl_ext.settings.config import StabilityConfig
-from verl_ext.trainer import resuming
+from verl_ext.trainer import checkpoints
 from verl_ext.trainer.active import Active, read_active
 from verl_ext.trainer.batch_step import BatchStep
 from verl_ext.trainer.canary_scores import CanaryRun
 from verl_ext.trainer.captured import CapturedRouting, Counts
-from verl_ext.trainer.dump import Dump
 from verl_ext.trainer.guarding import GuardActions, build_guard
 from verl_ext.trainer.logs import EventLog, events_path, keep_metrics, trajectories_path
-from verl_ext.trainer.measured_late import take_measured
 from verl_ext.trainer.rescoring import rescore
 from verl_ext.trainer.step import Outcome, judge_measured
-from verl_ext.trainer.trajectories import TrajectoryLog, forget_trajectories
+from verl_ext.trainer.trajectories import Dump, TrajectoryLog, forget_trajectories
 from verl_ext.trainer.transfer import HEAD_FIELDS, SEEN, SHIFT_FIELDS, of_rows, schema_of, without, without_heavy
+from verl_ext.workers.first_pass import take_measured
 
 
 class StabilityRun:
@@ -94,10 +93,10 @@ class StabilityRun:
         self.actions.end_run()
 
     def saving(self, step: int) -> AbstractContextManager[None]:
-        return resuming.saving(self.guard, self._config, step)
+        return checkpoints.saving(self.guard, self._config, step)
 
     def loading(self) -> AbstractContextManager[None]:
-        return resuming.loading(self.guard, self._config)
+        return checkpoints.loading(self.guard, self._config)
 
     def end_step(self, metrics: dict[str, float], groups: Mapping[str, Any]) -> None:
         """See `GuardActions.end_step`."""
@@ -111,7 +110,7 @@ class StabilityRun:
             self.actions.judge_logged(metrics)
         now = self.guard.step
         if (now, now) in self.guard.state.unproven:
-            resuming.save_state(self.guard, self._config, now)
+            checkpoints.save_guard(self.guard, self._config, now)
 
     def compare_routing(self, batch: KVBatchMeta, data: TensorDict, metrics: dict[str, float]) -> None:
         """Log `router/*`, from the sums that compute_log_prob left in the batch; tell what cannot be believed of it.

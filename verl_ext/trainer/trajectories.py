@@ -5,7 +5,7 @@ Shape legend: N response tokens of all trajectories, n tokens of one.
 
 import random
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from verl_ext.core.tokens import Tokens
 from verl_ext.run_files import older_part
 from verl_ext.settings.trajectories import TrajectoryDump
 from verl_ext.trainer.in_blocks import InBlocks
-from verl_ext.trainer.line_file import LineFile
+from verl_ext.trainer.logs import LineFile, say
 
 FIELDS = ("prompts", "responses", "response_mask", "advantages", "rm_scores")
 PROMPT_CHARACTERS = 4000  # of a longer prompt, its end
@@ -66,6 +66,47 @@ class TrajectoryLog:
         self._file.close()
 
 
+class Dump:
+    """Writes trajectories of every so many steps; of a step with several updates, the first one's.
+
+    A failure to write them ends no run.
+    """
+
+    def __init__(self, log: TrajectoryLog, settings: TrajectoryDump):
+        self._log: TrajectoryLog | None = log
+        self._settings = settings
+        self._last_step = -1
+        self._chosen: list[ChosenTrajectory] = []
+
+    def look_at(self, batch: InBlocks, step: int) -> None:
+        """Choose those of a batch that has been measured, where this step's are written."""
+        if self._log is None or step % self._settings.every or step == self._last_step:
+            return
+        self._last_step = step
+        self._unless_it_fails(lambda: self._chosen.extend(choose_trajectories(batch, self._settings.per_step, step)))
+
+    def write(self, batch: KVBatchMeta, tokenizer: Any, *, skipped: str) -> None:
+        """Write what was chosen; see `write_step`."""
+        log, step, chosen = self._log, self._last_step, self._chosen
+        self._chosen = []
+        if log is not None and chosen:
+            about = {"step": step, "skipped": skipped}
+            self._unless_it_fails(lambda: write_step(log, self._settings, batch, chosen, tokenizer, **about))
+
+    def _unless_it_fails(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # whatever a tokenizer may do: what is only to be looked at must not end a run
+            self.close()
+            say(f"no more trajectories are written, the run goes on: {error!r}")
+
+    def close(self) -> None:
+        """Nothing is written from then on."""
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
+
+
 def forget_trajectories(path: Path) -> None:
     for file in (path, older_part(path)):
         file.unlink(missing_ok=True)
@@ -84,7 +125,7 @@ def _cut(file: Path, after: int) -> None:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenTrajectory:
     """A trajectory to write: where it stands in the batch and why it was chosen, its tokens, the corrections' weight
     [n] of each, or None."""
 
@@ -94,8 +135,8 @@ class Chosen:
     weight: Tensor | None
 
 
-def choose(batch: InBlocks, count: int, step: int) -> list[Chosen]:
-    """Of a batch that was measured."""
+def choose_trajectories(batch: InBlocks, count: int, step: int) -> list[ChosenTrajectory]:
+    """Choose the trajectories of a measured batch that are written."""
     rows = choose_rows(*batch.gaps(), count, step, batch.added)
     if not rows:
         return []
@@ -103,7 +144,7 @@ def choose(batch: InBlocks, count: int, step: int) -> list[Chosen]:
     weight, ends = batch.weight(tokens), tokens.offsets.tolist()
     parts = [slice(*span) for span in pairwise(ends)]
     return [
-        Chosen(row, why, _of(tokens, part), None if weight is None else weight[part])
+        ChosenTrajectory(row, why, _of(tokens, part), None if weight is None else weight[part])
         for (row, why), part in zip(rows.items(), parts, strict=True)
     ]
 
@@ -128,7 +169,7 @@ def write_step(
     log: TrajectoryLog,
     settings: TrajectoryDump,
     batch: KVBatchMeta,
-    chosen: Sequence[Chosen],
+    chosen: Sequence[ChosenTrajectory],
     tokenizer: Any,
     **about: Any,
 ) -> None:
@@ -170,7 +211,11 @@ def record(
         "tokens": len(tokens.mask),
         "start": [start for start, _ in stretches],
         "length": [length for _, length in stretches],
-        "text": [text for start, length in stretches for text in _texts(fields, start, length, tokenizer)],
+        "text": [
+            text
+            for start, length in stretches
+            for text in decode_pieces(fields["responses"][start : start + length].tolist(), tokenizer)
+        ],
         "id": ids,
         "generated": generated.int().tolist(),
         "kept": fields["response_mask"][index].ne(0).int().tolist(),
@@ -188,10 +233,6 @@ def _numbers(values: Tensor, generated: Tensor) -> list[float | None]:
     """Rounded, None for what the model did not write; orjson makes null of what is not finite."""
     pairs = zip(values.double().tolist(), generated.tolist(), strict=True)
     return [round(value, DIGITS) if own else None for value, own in pairs]
-
-
-def _texts(fields: Mapping[str, Tensor], start: int, length: int, tokenizer: Any) -> list[str]:
-    return decode_pieces(fields["responses"][start : start + length].tolist(), tokenizer)
 
 
 def kept_stretches(length: int, most: int) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Every change to foreign code, in one table: what, why, when, for which versions, and which test would notice.
 
 Plain data, so that the doctor and the page read it without verl, vLLM or torch. `patching.patch` and `wrap` are called
-with a name in it; `python -m verl_ext.upstream > docs/upstream.md` makes the page.
+with a name in it; `python tools/upstream_page.py > docs/upstream.md` makes the page.
 """
 
 from collections.abc import Mapping
@@ -221,7 +221,7 @@ TABLE = (
         why="`verl-ext probe` compares the hidden states of the rollout engine with the training engine's",
         when="always, in vLLM's workers; it does something where the probe asks it",
         versions=VLLM,
-        file="upstream/engine_states.py",
+        file="upstream/engine_report.py",
         test="tests/stack/test_probe.py::test_engines_that_compute_the_same_agree",
     ),
     Change(

@@ -1,46 +1,99 @@
-"""Ask the running vLLM engine what it really runs with.
+"""Ask the running vLLM engine what it really runs with, and for the hidden states of prompts.
 
-The vLLM plugin adds one method to vLLM's worker classes; the trainer calls it over verl's server actors. A
-setting that vLLM accepted and then ignored shows here (its CPU model runner, for one, never uses cascade
+The vLLM plugin adds two methods to vLLM's worker classes; the trainer and the probe call them over verl's server
+actors. A setting that vLLM accepted and then ignored shows here (its CPU model runner, for one, never uses cascade
 attention, whatever the arguments say).
 """
 
 import asyncio
-from typing import Any
+import io
+from typing import TYPE_CHECKING, Any
 
 from wrapt import register_post_import_hook
 
 from verl_ext.errors import HookError
-from verl_ext.upstream.patching import Undo, expect, patch
+from verl_ext.upstream.patching import Undo, expect, patch, together
 
-METHOD = "verl_ext_engine_report"
+if TYPE_CHECKING:
+    from torch import Tensor
+
+REPORT, STATES = "verl_ext_engine_report", "verl_ext_states"
 
 
 def engine_report(worker: Any) -> dict[str, Any]:
     """What one vLLM worker runs with; `worker` is vLLM's Worker, seen from inside."""
-    # Both import torch, which a front-end process does without.
-    from verl_ext.upstream import adapter_report, fake_quantization
+    from verl_ext.upstream import fake_quantization  # which imports torch: a front-end process does without
 
     return {
         # vLLM's second model runner (vllm/v1/worker/gpu, seen in 0.27) has no cascade attention and no such attribute.
         "cascade_attention": bool(getattr(worker.model_runner, "cascade_attn_enabled", False)),
-        "adapter": adapter_report.report(worker.model_runner),
+        "adapter": adapter_report(worker.model_runner),
         "fake_quantization": fake_quantization.report(worker.model_runner.model),
     }
 
 
+def adapter_report(model_runner: Any) -> dict[str, Any] | None:
+    """The adapters of one vLLM worker: how many modules have their weights, and the names that are not used.
+
+    An adapter's weights that match no module of the model are kept and never used, without a word (`activate_adapter`
+    of vllm/lora/model_manager.py looks up the model's modules in the adapter, not the other way round; 0.27): the
+    rollout then samples from another policy than the one trained (vLLM issues 34186 and 48019; SkyRL issue 1776 is of a
+    gap that explodes with a LoRA alone).
+
+    None where the engine runs without LoRA. Weights of several modules that vLLM keeps in one (q, k and v) count as
+    one; those of them that matched stand under its name by now.
+    """
+    manager = getattr(model_runner, "lora_manager", None)
+    if manager is None:
+        return None
+    adapters, modules = manager._adapter_manager.list_adapters(), manager._adapter_manager.modules
+    names = [name for adapter in adapters.values() for name in adapter.loras]
+    unused = sorted(name for name in names if name not in modules)
+    return {"adapters": len(adapters), "used": len(names) - len(unused), "unused": unused}
+
+
+def hidden_states(worker: Any, begin: bool) -> bytes:
+    """Begin to record in one vLLM worker, or end it and return what was seen, as `torch.save` writes it."""
+    import torch
+
+    from verl_ext.core.recorder import Recorder
+
+    if begin:
+        worker.verl_ext_recorder = Recorder(worker.model_runner.model)
+        return b""
+    written = io.BytesIO()
+    torch.save(worker.verl_ext_recorder.close(), written)
+    return written.getvalue()
+
+
 def install() -> None:
-    """Make `collective_rpc(METHOD)` answer in every vLLM worker of this process."""
-    register_post_import_hook(add_method, "vllm.v1.worker.worker_base")
+    """Make `collective_rpc(REPORT)` and `collective_rpc(STATES)` answer in every vLLM worker of this process."""
+    register_post_import_hook(add_methods, "vllm.v1.worker.worker_base")
 
 
-def add_method(worker_base: Any) -> Undo:
-    return patch("engine_report", expect("engine_report", worker_base, "WorkerBase"), METHOD, engine_report, new=True)
+def add_methods(worker_base: Any) -> Undo:
+    worker = expect("engine_report", worker_base, "WorkerBase")
+    return together(
+        lambda: patch("engine_report", worker, REPORT, engine_report, new=True),
+        lambda: patch("engine_states", worker, STATES, hidden_states, new=True),
+    )
 
 
 def fetch(server_handle: Any) -> list[dict[str, Any]]:
     """The reports of all workers behind one of verl's vLLM server actors; HookError as of `call`."""
-    return call(server_handle, METHOD)
+    return call(server_handle, REPORT)
+
+
+def begin_states(server_handle: Any) -> None:
+    """Record hidden states in all workers behind one of verl's vLLM server actors, until `end_states`."""
+    call(server_handle, STATES, True)
+
+
+def end_states(server_handle: Any) -> "dict[str, Tensor]":
+    """Point -> [tokens, width], of the first worker: what ranks of tensor parallelism share is whole on each."""
+    import torch
+
+    return torch.load(io.BytesIO(call(server_handle, STATES, False)[0]))
 
 
 def call(server_handle: Any, method: str, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:

@@ -1,11 +1,17 @@
 """The rollout's weights rounded while vLLM loads them: at its start, and at each sync after a training step.
 
+A load format of vLLM's asks for it. Arguments of the engine choose that, so that of a run's engines it reaches the
+rollout's, and no reward model's:
+    load_format=verl_ext_fake_quantized
+    model_loader_extra_config={"verl_ext": {"format": "fp4", ..., "load_format": "auto"}}
+
 Every way of verl's to bring weights into a running vLLM ends in the `load_weights` of the model, under the names that
 the model has on Hugging Face; so does vLLM's own loading from files. `Rounding` stands around that one method.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +19,7 @@ from torch import Tensor
 from verl_ext.core.fake_quant import fake_quantized
 from verl_ext.upstream.patching import Undo, wrap
 
-LOAD_FORMAT = "verl_ext_fake_quantized"  # of `fake_quantized_loader`, as vLLM's argument names it
+LOAD_FORMAT = "verl_ext_fake_quantized"  # as vLLM's argument names it
 OURS = "verl_ext"  # our part of vLLM's model_loader_extra_config
 LINEAR, ROUTER, HEAD = "linear", "router", "head"
 
@@ -38,7 +44,7 @@ def kind_of(name: str, weight: Tensor) -> str | None:
 
 
 class Rounding:
-    """Around a model's `load_weights`: weights of the kinds asked for go in fake-quantised.
+    """Wraps a model's `load_weights`: weights of the kinds asked for go in fake-quantised.
 
     gpt-oss and Llama 4 keep the weights of all experts as [E, in, out]: there, groups lie along the outputs.
 
@@ -70,6 +76,34 @@ class Rounding:
 
 def round_while_loading(model: Any, settings: Mapping[str, Any]) -> Undo:
     return wrap("fake_quantization", model, "load_weights", Rounding(settings), "weights, ...")
+
+
+def register_load_format(model_loader: Any) -> None:
+    """Register LOAD_FORMAT, as the hook that `vllm_plugin.register` sets on vLLM's loaders."""
+
+    class FakeQuantizedLoader(model_loader.BaseModelLoader):
+        """Loads by another load format, `load_format` of our part of the extra config, and leaves a Rounding behind."""
+
+        def __init__(self, load_config: Any):
+            super().__init__(load_config)
+            theirs = dict(load_config.model_loader_extra_config)
+            self.settings = dict(theirs.pop(OURS))
+            inner = self.settings.pop("load_format")
+            inner_config = replace(load_config, load_format=inner, model_loader_extra_config=theirs)
+            self.inner = model_loader.get_model_loader(inner_config)
+
+        def download_model(self, model_config: Any) -> None:
+            self.inner.download_model(model_config)
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            if model_config.quantization is not None:
+                raise ValueError(
+                    f"stability.fake_quantization: vLLM quantizes this model for real ({model_config.quantization})"
+                )
+            round_while_loading(model, self.settings)
+            self.inner.load_weights(model, model_config)
+
+    model_loader.register_model_loader(LOAD_FORMAT)(FakeQuantizedLoader)
 
 
 def report(model: Any) -> dict[str, Any] | None:

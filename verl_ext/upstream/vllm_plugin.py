@@ -2,7 +2,7 @@
 
 from wrapt import register_post_import_hook
 
-from verl_ext.upstream import engine_report, engine_states, on_cpu
+from verl_ext.upstream import engine_report, on_cpu
 
 
 def register() -> None:
@@ -13,8 +13,9 @@ def register() -> None:
     a `PatchError` out of that import, so that no engine starts without it. A second call in a process changes nothing.
     """
     engine_report.install()
-    engine_states.install()
-    register_post_import_hook("verl_ext.upstream.fake_quantized_loader:on_import", "vllm.model_executor.model_loader")
+    register_post_import_hook(
+        "verl_ext.upstream.fake_quantization:register_load_format", "vllm.model_executor.model_loader"
+    )
     if on_cpu.requested():
         register_post_import_hook("verl_ext.cpu.vllm:on_import", "vllm.v1.worker.cpu_model_runner")
         register_post_import_hook("verl_ext.cpu.vllm:allow_delivery", "vllm.config.vllm")

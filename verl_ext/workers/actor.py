@@ -23,10 +23,9 @@ from verl_ext.routing.engines import ENGINES
 from verl_ext.routing.router_shift import ShiftRecorder
 from verl_ext.settings.losses import LOSSES
 from verl_ext.workers.first_pass import FirstPass
-from verl_ext.workers.gate import Gate
+from verl_ext.workers.gate import Gate, undo_of
 from verl_ext.workers.head import HeadReader, HeadUse
 from verl_ext.workers.replica_fetch import share_fetches
-from verl_ext.workers.undo import of_engine as undo_of
 from verl_ext.workers.versions import VersionsMixin
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 

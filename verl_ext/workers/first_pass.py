@@ -1,4 +1,4 @@
-"""In verl's bypass mode, the batch is measured, weighed and judged in the update, by the passes that it has anyway.
+"""Measures, weighs and judges a batch in the update itself, for verl's bypass mode, by the passes that it has anyway.
 
 There is no compute_log_prob in it: what the training engine thinks of a token is first known in the forward pass of the
 update, and in its first mini-batch, by the weights that compute_log_prob would have had. So that mini-batch is measured
@@ -8,17 +8,19 @@ Shape legend: B trajectories of a micro-batch, T response tokens (padded).
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl_ext.core.measure import Gathered, gather, merged, put_together
+from verl_ext.core.measure import Gathered, Measured, gather, merged, put_together
 from verl_ext.core.tokens import Tokens
 
 Corrections = Mapping[str, Mapping[str, Any]]
+COUNTS = "first_pass/"  # begins the names of what is told besides the measured
+MEASURED = ("actor/vllm_kl/", "actor/correction/")  # verl puts what workers tell under actor/
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,14 @@ class FirstPassSettings:
 
 
 class FirstPass:
-    """Of one training worker."""
+    """What one training worker measures in its first pass, and whether its steps may be taken."""
 
     def __init__(self, settings: FirstPassSettings):
         self._settings = settings
         self.begin_update(narrowed=False, limits=())
 
     def begin_update(self, narrowed: bool, limits: Iterable[tuple[str, str, float]]) -> None:
-        """Of a batch; what the trainer asks of this one.
+        """Begin a batch, with what the trainer asks of it.
 
         Args:
             narrowed: take the narrow band.
@@ -68,7 +70,7 @@ class FirstPass:
         return None if weight is None else weight.view(mask.shape)
 
     def judge(self, *, counts: bool = True) -> tuple[bool, dict[str, float]]:
-        """Of a mini-batch, when all of it has been weighed: whether its step may be taken, and what is told of it.
+        """Whether a mini-batch's step may be taken, once all of it has been weighed, and the metrics of it.
 
         All ranks enter together, and are told the same. The first mini-batch is told of, and decides for the others; a
         later one is refused where it has nothing to learn from, or what is not a number.
@@ -85,7 +87,24 @@ class FirstPass:
         self._refused = unusable or any(past(measured.metrics, limit) for limit in self._limits)
         told = {"tokens": measured.tokens, "kept": measured.kept, "non_finite": measured.non_finite}
         told["refused"] = self._refused
-        return not self._refused, measured.metrics | {f"first_pass/{name}": float(n) for name, n in told.items()}
+        return not self._refused, measured.metrics | {f"{COUNTS}{name}": float(n) for name, n in told.items()}
+
+
+def take_measured(metrics: MutableMapping[str, float]) -> tuple[Measured, bool]:
+    """For the controller: what the first mini-batch measured, and whether the workers refused the batch by it.
+
+    Measures of no token where no update was made.
+
+    Takes both out of the metrics, and has the policy's entropy stand under the name that compute_log_prob's has, where
+    the update computed it: it is verl's same mean.
+    """
+    found = {name.removeprefix("actor/"): float(metrics.pop(name)) for name in [*metrics] if name.startswith(MEASURED)}
+    counts = f"actor/{COUNTS}"
+    told = {name.removeprefix(counts): int(metrics.pop(name)) for name in [*metrics] if name.startswith(counts)}
+    refused = bool(told.pop("refused", 0))
+    if "actor/entropy_loss" in metrics:
+        metrics["actor/entropy"] = metrics["actor/entropy_loss"]
+    return Measured(None, found, **{"tokens": 0, "kept": 0, "non_finite": 0, **told}), refused
 
 
 def past(signals: Mapping[str, float], limit: tuple[str, str, float]) -> bool:
@@ -98,7 +117,7 @@ def past(signals: Mapping[str, float], limit: tuple[str, str, float]) -> bool:
 
 
 def over_ranks(own: Gathered) -> list[Gathered]:
-    """Of all ranks, in their order: one object a rank, some kilobytes, as verl's own metrics are gathered."""
+    """The parts of all ranks, in their order: one object a rank, some kilobytes, as verl's own metrics are gathered."""
     if not torch.distributed.is_initialized():
         return [own]
     found: list[Any] = [None] * torch.distributed.get_world_size()

@@ -1,12 +1,13 @@
-"""Which optimizer steps the training workers take, decided by all ranks together.
+"""Which updates the training workers make: steps judged before they are taken, an update measured and undone after it.
 
 With several mini-batches a step, the later ones are off-policy: what the trainer saw before the update no longer holds.
 The gate stands between verl's backward pass and its optimizer step. Every rank enters it once a mini-batch, so one
 all-reduce over the engine's ranks lets all of them decide alike, and none waits for another in the optimizer.
 
-Shape legend: B trajectories of a micro-batch, T response tokens (padded).
+Shape legend: B trajectories of a batch or micro-batch, T response tokens (padded).
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,17 +17,26 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
+from verl.workers.utils.padding import response_from_nested
 
 from verl_ext.core.mismatch import k3_sum
-from verl_ext.fields import FIRST_PASS, UPDATE
+from verl_ext.fields import FIRST_PASS, OLD_LOG_PROBS, RESPONSE_MASK, ROLLOUT_LOG_PROBS, UPDATE
 from verl_ext.settings.guard import MiniBatchGate
 from verl_ext.upstream.patching import wrap
-from verl_ext.workers.after_update import score_again
 from verl_ext.workers.first_pass import FirstPass
-from verl_ext.workers.undo import Undo
+
+AFTER_UPDATE = "after_update"  # begins the names of what is measured then
+# One trajectory a forward pass: so few need not fit the run's micro-batches.
+ONE_A_PASS = {
+    "calculate_entropy": False,
+    "compute_loss": False,
+    "use_dynamic_bsz": False,
+    "micro_batch_size_per_gpu": 1,
+}
 
 
 class Gate:
@@ -56,7 +66,7 @@ class Gate:
         self._metrics: dict[str, list[float]] = {}
 
     def begin_update(self, step: int, lr_scale: float) -> None:
-        """Of a batch; what the trainer asks of this one.
+        """Begin a batch, with what the trainer asks of it.
 
         Args:
             step: the run's; of its updates, the first begins what an undo takes back.
@@ -112,7 +122,7 @@ class Gate:
             return 0.0
         if self._data is not None and self.limits.active:
             signals = self._agree()
-            self._taken = not past(signals, asdict(self.limits))
+            self._taken = not breaks_limits(signals, asdict(self.limits))
             told = signals | {"refused": float(not self._taken)}
             self._metrics = {f"gate/{name}": [value] for name, value in told.items()}
         if self._data is not None and self.first_pass is not None:
@@ -143,6 +153,114 @@ class Gate:
         return signals
 
 
+class Undo:
+    """One update taken back: what it changes is kept in the host's memory before its first optimizer step.
+
+    For FSDP2, whose ranks each keep their own shards: 12 bytes for a parameter that is trained with Adam in float32.
+
+    Args:
+        weights: name -> parameter or buffer, as they are now.
+        optimizer, scheduler: of them.
+        scaler: of the loss, where there is one.
+
+    Attributes:
+        of: the step whose update can be taken back; None where there is none.
+    """
+
+    def __init__(self, weights: Callable[[], dict[str, Tensor]], optimizer: Any, scheduler: Any, scaler: Any = None):
+        self._weights, self._optimizer = weights, optimizer
+        self._states = [part for part in (scheduler, scaler) if part is not None]
+        self.of: int | None = None
+        self._kept: dict[Any, Any] = {}  # by name; its memory is written anew each time
+        self._settings: dict[str, Any] = {}
+
+    @torch.no_grad()
+    def keep(self, step: int) -> None:
+        """Copy what this step is about to change; called before its first change of the weights."""
+        now: dict[Any, Any] = {**self._weights(), **{moment: state[moment[1]] for moment, state in self._moments()}}
+        self._kept = {name: _copied(value, self._kept.get(name)) for name, value in now.items()}
+        groups = [{key: group[key] for key in group if key != "params"} for group in self._optimizer.param_groups]
+        self._settings = copy.deepcopy({"groups": groups, "states": [part.state_dict() for part in self._states]})
+        self.of = step
+
+    @torch.no_grad()
+    def take_back(self, after: int) -> int | None:
+        """Make everything again what it was, bit for bit; the step that `keep` was called in.
+
+        Nothing where that is not after the step `after`, at whose end weights were given up already.
+        """
+        of, self.of = self.of, None
+        if of is None or of <= after:
+            return None
+        for name, weight in self._weights().items():
+            _local(weight).copy_(self._kept[name])
+        for moment, state in list(self._moments()):
+            key = moment[1]
+            if moment not in self._kept:  # there was none before the first step
+                del state[key]
+            elif isinstance(state[key], Tensor):
+                _local(state[key]).copy_(self._kept[moment])
+            else:
+                state[key] = self._kept[moment]
+        settings = copy.deepcopy(self._settings)
+        for group, kept in zip(self._optimizer.param_groups, settings["groups"], strict=True):
+            group.update(kept)
+        for part, kept in zip(self._states, settings["states"], strict=True):
+            part.load_state_dict(kept)
+        return of
+
+    def _moments(self) -> Iterator[tuple[tuple[int, str], dict[str, Any]]]:
+        """((number of a parameter, name of what the optimizer holds of it), where that stands)."""
+        parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+        for number, parameter in enumerate(parameters):
+            state = self._optimizer.state.get(parameter, {})
+            for key in state:
+                yield (number, key), state
+
+
+def undo_of(engine: Any) -> Undo:
+    """The undo of a started FSDP2 engine of verl's."""
+
+    def weights() -> dict[str, Tensor]:
+        for module in engine.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what is gathered for a pass is a copy
+        trained = {name: value for name, value in engine.module.named_parameters() if value.requires_grad}
+        return {**trained, **dict(engine.module.named_buffers())}
+
+    return Undo(weights, engine.optimizer, engine.lr_scheduler, getattr(engine, "scaler", None))
+
+
+def score_again(worker: Any, data: TensorDict, count: int) -> dict[str, float]:
+    """`after_update/*` of the first trajectories of each rank; all ranks enter together, and are told the same.
+
+    What verl logs of a step is measured before its last optimizer step; of one update a step, nothing is measured after
+    it. How far has it moved the policy, and the engines apart? Accepting or rejecting each update by the policy that it
+    makes is MIPU's idea (arXiv 2606.29526).
+
+    Args:
+        worker: verl's training worker, its update done.
+        data: what it was sent, [B] jagged; with l_old where compute_log_prob came first.
+        count: of trajectories of a batch, which the ranks share.
+    """
+    engine = worker.engine
+    ranks = engine.get_data_parallel_size()
+    rows = tu.index_select_tensor_dict(data, list(range(min(-(-count // ranks), len(data)))))
+    tu.assign_non_tensor(rows, **ONE_A_PASS)
+    output = worker.infer_batch(rows)
+    sums = torch.zeros(3, dtype=torch.float64)
+    if engine.is_mp_src_rank_with_outputs():
+        l_new = response_from_nested(output["log_probs"], rows[RESPONSE_MASK]).values().cpu()
+        mask = rows[RESPONSE_MASK].values().bool().cpu()
+        l_old, l_infer = (rows[name].values().cpu() for name in (OLD_LOG_PROBS, ROLLOUT_LOG_PROBS))
+        moved, apart = (k3_sum((l_new.double() - of)[mask]) for of in (l_old, l_infer))
+        sums = torch.stack([mask.sum(), moved, apart])
+    sums = sums.to(get_device_id())
+    torch.distributed.all_reduce(sums)
+    tokens, moved, apart = sums.tolist()
+    return {f"{AFTER_UPDATE}/policy_kl": moved / max(tokens, 1.0), f"{AFTER_UPDATE}/vllm_kl": apart / max(tokens, 1.0)}
+
+
 @contextmanager
 def scaled_lr(optimizer: Any, scale: float) -> Iterator[None]:
     """The schedule's learning rates times `scale`, for one step: the schedule itself stays as it is."""
@@ -156,7 +274,7 @@ def scaled_lr(optimizer: Any, scale: float) -> Iterator[None]:
             group["lr"] = rate
 
 
-def past(signals: Mapping[str, float], limits: Mapping[str, float | None]) -> bool:
+def breaks_limits(signals: Mapping[str, float], limits: Mapping[str, float | None]) -> bool:
     """Whether a divergence is not finite, or a signal past its limit.
 
     A gradient that is not finite is left to FSDP's engine, which leaves such a step out itself, and under fp16 has to
@@ -193,10 +311,25 @@ def finite_gradients(engine: Any) -> bool:
 
 
 def gradient_norm(engine: Any) -> float:
-    """Of all gradients of an FSDP2 engine, before clipping and without fp16's loss scale; the same on every rank."""
+    """The norm of an FSDP2 engine's gradients before clipping, without fp16's loss scale; the same on every rank."""
     gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     scaler = getattr(engine, "scaler", None)
     return norm.item() / (scaler.get_scale() if scaler is not None else 1.0)
+
+
+def _local(value: Tensor) -> Tensor:
+    value = value.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _copied(value: Any, into: Any) -> Any:
+    """A copy in the host's memory, in `into` where that fits."""
+    if not isinstance(value, Tensor):
+        return value
+    value = _local(value)
+    if into is None or into.shape != value.shape or into.dtype != value.dtype:
+        into = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+    return into.copy_(value)

@@ -31,9 +31,8 @@ from verl_ext.settings.losses import reads_k
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.head import CENTERING, HeadUse
-from verl_ext.workers.inputs import LossInputs, padded_fields, provide
 from verl_ext.workers.loss_config import ComposedLossConfig, build_loss_config
-from verl_ext.workers.losses import register
+from verl_ext.workers.losses import LossInputs, padded_fields, provide, register
 
 VERLS_OWN = ("_target_", "rollout_correction")  # fields of a PolicyLossConfig that are no settings of the loss
 

@@ -57,8 +57,7 @@ def test_more_of_anything_that_carries_is_never_slower(how, gb, values, clients,
 def test_the_controller_reads_what_the_trainer_asks_for():
     from verl_ext.core.routing import REASONS
     from verl_ext.fields import REWARDS
-    from verl_ext.trainer.batch import FIELDS
-    from verl_ext.trainer.filtering import FILTER_FIELDS
+    from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS
 
     def bytes_of(*names):
         return sum(BYTES[name] for name in names), len(names)

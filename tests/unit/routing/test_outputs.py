@@ -1,19 +1,20 @@
-"""The response rows of a packed overlap: a disagreement planted at a token and layer is found there, and only there."""
+"""What travels: packed tokens go out to a pass's rows and come back; a planted disagreement is found where it is."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 
+from tests.support.micro_batches import nested
 from verl_ext.core.routing import RouterSums
-from verl_ext.routing.outputs import believed, packed_rows, routing_outputs
+from verl_ext.errors import HookError
+from verl_ext.routing.outputs import RowLayout, believed, packed_rows, routing_outputs
 
 LAYERS, TOP_K = 3, 4
 LENGTHS = [(4, 3), (2, 5), (1, 1), (3, 0)]  # prompt and response length of each trajectory
 TOKENS = sum(prompt + response for prompt, response in LENGTHS)
-
-
-def nested(rows):
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def batch(masks=None):
@@ -157,3 +158,42 @@ def test_the_result_pads_to_its_longest_response():
     overlap, known = full()
     agreement, _ = outputs(overlap, known)
     assert agreement.to_padded_tensor(0.0).shape == (len(LENGTHS), 5)
+
+
+CPU = torch.device("cpu")
+
+
+def layout(lengths, packed):
+    rows = [torch.zeros(length, dtype=torch.long) for length in lengths]
+    data = TensorDict({"input_ids": nested(rows)}, batch_size=len(rows))
+    tu.assign_non_tensor_data(data, "use_remove_padding", packed)
+    return RowLayout.of(data, CPU)
+
+
+def test_padded_tokens_are_spread_by_hand():
+    spread = layout([3, 1], packed=False).spread(torch.tensor([1, 2, 3, 4]), 6)
+    assert spread.tolist() == [1, 2, 3, 4, 0, 0]
+
+
+def test_packed_tokens_are_spread_by_hand():
+    spread = layout([3, 1], packed=True).spread(torch.tensor([1, 2, 3, 4]), 6)
+    assert spread.tolist() == [1, 2, 3, 4, 0, 0]  # verl pads at the end
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.booleans(), st.integers(0, 5))
+def test_what_is_spread_is_collected_again(lengths, packed, padding):
+    found = layout(lengths, packed)
+    values = torch.arange(found.tokens * 6).view(-1, 3, 2)
+    rows = found.tokens + padding if packed else len(lengths) * max(lengths)
+    spread = found.spread(values, rows)
+    assert len(spread) == rows
+    assert spread.flatten(1).any(1).sum() == found.tokens
+    assert torch.equal(found.collect(spread), values)
+
+
+@pytest.mark.parametrize(("packed", "rows"), [(True, 3), (False, 5), (False, 7)])
+def test_rows_that_do_not_hold_the_tokens_are_an_error_with_the_remedy(packed, rows):
+    found = layout([3, 1], packed)
+    for call in (lambda: found.collect(torch.zeros(rows)), lambda: found.spread(torch.zeros(4), rows)):
+        with pytest.raises(HookError, match=rf"saw {rows} tokens .* 1 rank\(s\).*router_replay.*unset them"):
+            call()

@@ -14,11 +14,10 @@ from tests.support.examples import at_most
 from verl_ext.cli import main
 from verl_ext.errors import ConfigError
 from verl_ext.submit import command as submit
-from verl_ext.submit import job as submit_job
 
 
 def job(*overrides, **options):
-    return submit_job.build_job(overrides, **({"run_dir": "/shared/run"} | options))
+    return submit.build_job(overrides, **({"run_dir": "/shared/run"} | options))
 
 
 def test_everything_the_run_writes_goes_to_its_folder():
@@ -33,7 +32,7 @@ def test_everything_the_run_writes_goes_to_its_folder():
     assert "trainer.default_local_dir=/shared/run/checkpoints" in made.entrypoint
     assert "hydra.run.dir=/shared/run/hydra" in made.entrypoint
     assert made.runtime_env["env_vars"]["VERL_FILE_LOGGER_PATH"] == "/shared/run/metrics.jsonl"
-    assert json.loads(made.metadata[submit_job.OVERRIDES]) == ["recipe=cpu_smoke", "data.prompt_key=a b"]
+    assert json.loads(made.metadata[submit.OVERRIDES]) == ["recipe=cpu_smoke", "data.prompt_key=a b"]
     assert "working_dir" not in made.runtime_env
 
 
@@ -103,7 +102,7 @@ def test_any_run_folder_passes_the_shell_and_hydra(name):
     made = job("a=1", run_dir=f"/{name}")
     parsed = [OverridesParser.create().parse_override(word) for word in shlex.split(made.entrypoint)[4:]]
     values = {one.key_or_group: OmegaConf.create({"value": one.value()}).value for one in parsed}
-    folder = submit_job.PurePosixPath(f"/{name}")
+    folder = submit.PurePosixPath(f"/{name}")
     assert values["trainer.default_local_dir"] == str(folder / "checkpoints")
     assert values["hydra.run.dir"] == str(folder / "hydra")
     assert made.runtime_env["env_vars"]["VERL_FILE_LOGGER_PATH"] == str(folder / "metrics.jsonl")
@@ -201,7 +200,7 @@ class Client:
                 status=status,
                 start_time=1000 * index,
                 end_time=61000 + 1000 * index,
-                metadata={submit_job.RUN_DIR: f"/runs/{name}"} if name != "foreign" else None,
+                metadata={submit.RUN_DIR: f"/runs/{name}"} if name != "foreign" else None,
                 entrypoint="python -m verl_ext.main_ppo",
                 runtime_env={"working_dir": "gcs://package.zip"},
                 driver_exit_code=3 if status == "FAILED" else None,
@@ -250,7 +249,7 @@ def test_status_lists_our_runs_the_newest_first(client, command, capsys):
 def test_status_shows_what_others_wrote_as_it_is(client, command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     folder = "/runs/[/exp]/[math]/:smile:/\x1b[31m\x9b2J\u202e"
-    client.jobs["failed"].metadata[submit_job.RUN_DIR] = folder
+    client.jobs["failed"].metadata[submit.RUN_DIR] = folder
     client.jobs["failed"].message = "\x1b[2Jgone [bold]\nsecond\x07"
     assert command("status", "failed") == 0
     out = capsys.readouterr().out
@@ -278,7 +277,7 @@ def test_resume_submits_the_same_job_again(client, command, capsys):
     (again,) = client.submitted
     assert again["entrypoint"] == client.jobs["failed"].entrypoint
     assert again["runtime_env"] == client.jobs["failed"].runtime_env
-    assert again["metadata"] == {submit_job.RUN_DIR: "/runs/failed"}
+    assert again["metadata"] == {submit.RUN_DIR: "/runs/failed"}
     assert command("resume", "running") == 2
     assert "running is RUNNING; stop it first" in capsys.readouterr().err
     assert command("resume", "foreign") == 2

@@ -10,8 +10,7 @@ from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests.support.store import compute_advantage, made_batch
 from verl_ext.settings.trajectories import TrajectoryDump
 from verl_ext.trainer import in_blocks, trainers
-from verl_ext.trainer.dump import Dump
-from verl_ext.trainer.trajectories import TrajectoryLog
+from verl_ext.trainer.trajectories import Dump, TrajectoryLog
 
 LENGTHS = [5, 1, 9, 3, 3, 4, 8, 2, 1, 6, 6, 7]
 SETTINGS = {

@@ -10,9 +10,8 @@ from tests.support.store import VERLS, nested
 from tests.support.training_step import COLUMNS, OLD, READ, Trainer, ran, router_sums, rows
 from verl_ext.settings.stability import stability_config
 from verl_ext.settings.trajectories import TrajectoryDump
-from verl_ext.trainer import dump
-from verl_ext.trainer.dump import Dump
-from verl_ext.trainer.trajectories import TrajectoryLog
+from verl_ext.trainer import trajectories
+from verl_ext.trainer.trajectories import Dump, TrajectoryLog
 
 
 def test_icepop_weights_go_into_the_batch(step):
@@ -33,7 +32,7 @@ def test_a_dump_that_fails_does_not_end_the_run(step, monkeypatch, capsys, tmp_p
         told.append(about)
         raise KeyError("no such token")
 
-    monkeypatch.setattr(dump, "write_step", write_step)
+    monkeypatch.setattr(trajectories, "write_step", write_step)
     settings = TrajectoryDump(1)
     writing = Dump(TrajectoryLog(tmp_path / "x.jsonl", settings, resumed=0), settings)  # which fit() opens
 

@@ -17,7 +17,8 @@ from verl_ext.settings.trajectories import TrajectoryDump
 from verl_ext.trainer import trajectories
 from verl_ext.trainer.batch import gaps
 from verl_ext.trainer.trajectories import (
-    Chosen,
+    ChosenTrajectory,
+    Dump,
     TrajectoryLog,
     choose_rows,
     decode_pieces,
@@ -158,7 +159,7 @@ def written(tmp_path, monkeypatch):
             part = parts[row]
             of_row = {name: values[part] for name, values in tokens.per_token().items()}
             one = Tokens(**of_row, offsets=torch.tensor([0, part.stop - part.start]))
-            chosen.append(Chosen(row, why, one, None if weight is None else weight[part]))
+            chosen.append(ChosenTrajectory(row, why, one, None if weight is None else weight[part]))
         write_step(log, settings, batch, chosen, build_tokenizer(), **about)
         log.close()
         return [json.loads(line) for line in (tmp_path / "run.trajectories.jsonl").read_text().splitlines()]
@@ -278,3 +279,14 @@ def test_a_line_larger_than_the_allowance_is_still_written(tmp_path):
 def test_wrong_settings_are_named(wrong):
     with pytest.raises(ConfigError, match=rf"stability\.trajectories\.{next(iter(wrong))}="):
         stability_config({"trajectories": wrong})
+
+
+def test_of_a_step_with_several_updates_the_first_is_dumped(monkeypatch):
+    told = []
+    monkeypatch.setattr(trajectories, "choose_trajectories", lambda batch, count, step: [batch])
+    monkeypatch.setattr(trajectories, "write_step", lambda *given, **about: told.append((about["step"], given[3])))
+    writing = Dump(object(), TrajectoryDump(1, every=2))
+    for place, step in enumerate((7, 8, 8, 9, 10)):
+        writing.look_at(place, step)
+        writing.write(None, None, skipped="")
+    assert told == [(8, [1]), (10, [4])]

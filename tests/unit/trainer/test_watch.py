@@ -1,4 +1,4 @@
-"""The watch on the rollout's actors, with Ray's own actors in a local Ray."""
+"""The watch on the rollout's actors, with Ray's own actors in a local Ray; and when a step is told to be slow."""
 
 import asyncio
 import re
@@ -11,8 +11,7 @@ import ray
 
 from verl_ext.errors import WorkerDiedError
 from verl_ext.trainer import watch
-from verl_ext.trainer.slow_step import SlowStep
-from verl_ext.trainer.watch import Watch
+from verl_ext.trainer.watch import SlowStep, Watch
 
 
 class Engine:
@@ -184,7 +183,7 @@ def test_a_slow_step_is_told_with_the_lines_that_its_trajectories_stand_at(clust
     workers = {"agent loop": [busy, idle], "reward": [blocked]}
     slow_step = SlowStep(lambda: 7, lambda: workers, after_s=0.5)
     with pytest.MonkeyPatch.context() as patch, Watch(dict, "checkpoints", slow_step, every_s=0.2):
-        patch.setattr("verl_ext.trainer.slow_step.TIMEOUT_S", 4.0)
+        patch.setattr("verl_ext.trainer.watch.PLACES_TIMEOUT_S", 4.0)
         ray.get([busy.run.remote(3, 2, 9.0), blocking])
     said = capsys.readouterr().out.splitlines()[0]
     assert re.match(r"verl_ext: step 7 has been going for \d+ s; agent loop: 3 x judge \(test_watch\.py:", said)
@@ -208,3 +207,43 @@ def test_a_look_at_a_slow_step_that_fails_leaves_the_look_at_who_lives(cluster, 
     ):
         slept(60)
     assert capsys.readouterr().out.count("cannot be told: TypeError") == 1
+
+
+class Run:
+    """A run whose steps are looked at every second; when it was told, and of which step."""
+
+    def __init__(self, after_s):
+        self.number, self.now, self.told = 0, 0.0, []
+        self.slow_step = SlowStep(lambda: self.number, dict, after_s)
+
+    def step(self, seconds):
+        self.number += 1
+        for _ in range(seconds):
+            if said := self.slow_step.look(self.now):
+                self.told.append((self.number, round(self.now)))
+                self.said = said
+            self.now += 1
+
+
+def test_a_step_is_told_past_the_setting_and_whenever_the_time_has_doubled():
+    run = Run(10)
+    run.step(100)
+    assert run.told == [(1, 11), (1, 23), (1, 47), (1, 95)]
+    assert run.said == "step 1 has been going for 2 minutes"
+
+
+def test_a_step_is_told_past_three_times_what_they_usually_take():
+    run = Run(10)
+    for seconds in (20, 5, 37):  # the first: told at 11; the last: it would be at 3 x 12.5
+        run.step(seconds)
+    assert run.told == [(1, 11)]
+    run.step(70)
+    assert run.told[1:] == [(4, 62 + 61)]
+    assert "(usually 20 s)" in run.said
+
+
+@pytest.mark.parametrize("after_s", [None, 1000])
+def test_nothing_is_told_of_a_step_that_is_not_slow(after_s):
+    run = Run(after_s)
+    run.step(900)
+    assert run.told == []

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests import ROOT
-from verl_ext.upstream.__main__ import page
+from tools.upstream_page import page
 from verl_ext.upstream.changes import CHANGES, TABLE
 
 PACKAGE = ROOT / "verl_ext"
@@ -48,7 +48,7 @@ def test_the_test_that_would_notice_exists(change):
 
 
 def test_the_page_is_current():
-    assert (ROOT / "docs" / "upstream.md").read_text() == page(), "python -m verl_ext.upstream > docs/upstream.md"
+    assert (ROOT / "docs" / "upstream.md").read_text() == page(), "python tools/upstream_page.py > docs/upstream.md"
 
 
 def test_the_table_is_read_without_what_it_changes():

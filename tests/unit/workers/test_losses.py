@@ -17,8 +17,8 @@ from tests.support.policy_loss_oracles import (
 )
 from verl_ext.errors import ConfigError
 from verl_ext.settings.losses import BASES, LOSSES, VERLS_SETTINGS
-from verl_ext.workers.inputs import LossInputs, provide
 from verl_ext.workers.loss_config import build_loss_config
+from verl_ext.workers.losses import LossInputs, provide
 
 TERM = 1.0  # the size of what the losses here are means of: terms of both signs
 

@@ -19,8 +19,7 @@ from verl_ext.launch.checks import loss_settings
 from verl_ext.settings.stability import stability_config
 from verl_ext.workers.first_pass import FirstPass
 from verl_ext.workers.head import CENTERING
-from verl_ext.workers.inputs import loss_inputs
-from verl_ext.workers.losses import apply_base
+from verl_ext.workers.losses import apply_base, loss_inputs
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "dppo_tv", "dppo_kl", "gpg", "dro")

@@ -168,8 +168,8 @@ def check_policy_losses(record: Record, place: Place) -> None:
 
     import verl_ext.workers.losses  # noqa: F401  (registers them)
     from tests.support import policy_loss_oracles as oracles
-    from verl_ext.workers.inputs import LossInputs, provide
     from verl_ext.workers.loss_config import build_loss_config
+    from verl_ext.workers.losses import LossInputs, provide
 
     def settings_of(mode: str, **settings: Any) -> Any:
         clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}

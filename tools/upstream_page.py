@@ -1,14 +1,15 @@
-"""The page of all changes: `python -m verl_ext.upstream > docs/upstream.md`."""
+"""The page of all changes: `python tools/upstream_page.py > docs/upstream.md`."""
 
 from collections.abc import Iterable
 
+from needs import HOOKS
+
 from verl_ext.upstream.changes import TABLE, Change
-from verl_ext.upstream.needs import HOOKS
 
 HEAD = """# Changes to verl and vLLM
 
-Made by `python -m verl_ext.upstream` from [verl_ext/upstream/changes.py](../verl_ext/upstream/changes.py) and
-[needs.py](../verl_ext/upstream/needs.py); a test holds them together.
+Made by `python tools/upstream_page.py` from [verl_ext/upstream/changes.py](../verl_ext/upstream/changes.py) and
+[tools/needs.py](../tools/needs.py); a test holds them together.
 
 Nothing is forked. Subclasses, arguments, and what is registered where verl offers it (losses, estimators, a platform,
 a checkpoint engine) are not listed here. Listed is everything else that changes verl, vLLM, torch, transformers or
@@ -25,8 +26,8 @@ Of verl as it stands: that something is there, that it takes these parameters (`
 behind a colon what its body has to name for our part to be called. Each file also needs what it imports of verl.
 
 ```bash
-python -m verl_ext.upstream.needs                  # of the installed verl
-python -m verl_ext.upstream.needs PATH/TO/verl     # of a checkout: which hooks this version breaks, and by what
+python tools/needs.py                  # of the installed verl
+python tools/needs.py PATH/TO/verl     # of a checkout: which hooks this version breaks, and by what
 ```
 
 It reads the sources, and neither imports nor runs them. That all is there does not prove that it still means the same:

@@ -7,14 +7,12 @@ import torch
 from torch import nn
 
 from verl_ext.core.fake_quant import fake_quantized
-from verl_ext.upstream.fake_quantization import LOAD_FORMAT, report
+from verl_ext.upstream.fake_quantization import LOAD_FORMAT, register_load_format, report
 
 pytest.importorskip("vllm")
 
 from vllm.config import LoadConfig
 from vllm.model_executor import model_loader
-
-from verl_ext.upstream import fake_quantized_loader
 
 FP4 = {"format": "fp4", "group": 16, "router": False, "head": False}
 FLOAT32 = SimpleNamespace(quantization=None, dtype=torch.float32)
@@ -33,7 +31,7 @@ class Model(nn.Module):
 @pytest.fixture
 def loader():
     """loader("dummy", their own extra config) -> vLLM's loader for our format."""
-    fake_quantized_loader.on_import(model_loader)
+    register_load_format(model_loader)
 
     def of(inner, **theirs):
         extra = {"verl_ext": {**FP4, "load_format": inner}, **theirs}
