@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from verl_ext.metrics.buckets import NAMES
+from verl_ext.base.metrics.buckets import NAMES
 
 LAYERS = 48
 PANDAS = "import sys, pandas; pandas.read_json(sys.argv[1], lines=True)"

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 from needs import HOOKS
 
-from verl_ext.upstream.changes import TABLE, Change
+from verl_ext.base.changes import TABLE, Change
 
 HEAD = """# Changes to verl and vLLM
 
-Made by `python tools/upstream_page.py` from [verl_ext/upstream/changes.py](../verl_ext/upstream/changes.py) and
+Made by `python tools/upstream_page.py` from [verl_ext/base/changes.py](../verl_ext/base/changes.py) and
 [tools/needs.py](../tools/needs.py); a test holds them together.
 
 Nothing is forked. Subclasses, arguments, and what is registered where verl offers it (losses, estimators, a platform,

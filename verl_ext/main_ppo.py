@@ -14,7 +14,7 @@ from typing import NoReturn
 import hydra
 from omegaconf import DictConfig
 
-from verl_ext.errors import GuardStopError, UserError, WorkerDiedError
+from verl_ext.base.errors import GuardStopError, UserError, WorkerDiedError
 from verl_ext.launch import compose
 from verl_ext.launch.checks import apply_engine_settings, check_run
 from verl_ext.launch.features import features

@@ -11,6 +11,7 @@ import json
 import shutil
 from pathlib import Path
 
+from verl_ext.base.names import EVENTS
 from verl_ext.lab.figures import LAB_PANELS, seeds_chart, variant_looks
 from verl_ext.lab.grid import METRICS
 from verl_ext.lab.summary import (
@@ -31,7 +32,6 @@ from verl_ext.lab.summary import (
 from verl_ext.report.load import read_run
 from verl_ext.report.page import overview, png, spec_of
 from verl_ext.report.run import Run
-from verl_ext.run_files import EVENTS
 
 HERE = Path(__file__).parent
 MADE, RUNS = Path(".collapse"), HERE / "runs"

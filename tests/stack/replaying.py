@@ -16,8 +16,8 @@ def replaying(trainer_class: type) -> type:
     """`trainer_class`, setting itself and its workers to SCHEDULE's next entry before each step."""
     from omegaconf import OmegaConf
 
+    from verl_ext.base.names import ROLLOUT_ROUTES
     from verl_ext.core.tokens import jagged
-    from verl_ext.fields import ROLLOUT_ROUTES
     from verl_ext.launch.bypass import BYPASS
     from verl_ext.launch.checks import loss_settings
     from verl_ext.launch.routing_checks import replay_setting

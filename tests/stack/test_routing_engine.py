@@ -12,8 +12,8 @@ from tests.support.closeness import close
 from tests.support.head_ranks import alone, logits_alone, response_values, sampler_heads
 from tests.support.routing_families import FAMILIES, TOP_K, build, moe_layers
 from tests.support.routing_ranks import LENGTHS, Case, rank_main, rollout_routes, routes_alone, sequences
+from verl_ext.base.names import HEAD_SUMS
 from verl_ext.core.routing import RouterSums
-from verl_ext.fields import HEAD_SUMS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

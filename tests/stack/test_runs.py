@@ -14,7 +14,7 @@ from tests.stack.running import (
     shares_by_lag,
 )
 from verl_ext import cli
-from verl_ext.metrics import OURS
+from verl_ext.base.metrics import OURS
 from verl_ext.report.trajectories import load_trajectories
 
 pytestmark = pytest.mark.e2e

@@ -15,9 +15,9 @@ import torch
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests.support.closeness import close
+from verl_ext.base.errors import HookError
+from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.core.fake_quant import fake_quantized
-from verl_ext.errors import HookError
-from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.upstream import agent_loop, engine_report
 
 vllm = pytest.importorskip("vllm")

@@ -1,8 +1,8 @@
-"""Which of the metrics that a run logged `verl_ext.metrics` does not know."""
+"""Which of the metrics that a run logged `verl_ext.base.metrics` does not know."""
 
 from collections.abc import Iterable
 
-from verl_ext.metrics import OURS, find
+from verl_ext.base.metrics import OURS, find
 
 OPEN = ("actor/**", "filter/*/*")  # families for verl's other losses and for a user's own filters
 

@@ -1,6 +1,6 @@
 """What the fix of an error does."""
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 
 
 def assert_fixed(error, run):

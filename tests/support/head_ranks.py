@@ -4,8 +4,8 @@ import torch
 
 from tests.support.routing_families import build
 from tests.support.routing_ranks import LENGTHS, batch, make_worker, sequences
+from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS, HEAD_SUMS
 from verl_ext.core.head import Head, centering, divergence, read, weights_of
-from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS, HEAD_SUMS
 
 K = 4
 WITHOUT = (1, 2)  # trajectory and response token that came without a head

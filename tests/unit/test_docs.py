@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from verl_ext.base.methods import defaults
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS
-from verl_ext.methods import defaults
 from verl_ext.settings.stability import default_node
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("*.md")]

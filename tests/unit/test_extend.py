@@ -15,13 +15,13 @@ import torch
 from omegaconf import OmegaConf
 
 from tests import ROOT
+from verl_ext.base.errors import ConfigError
 from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS, FilterBatch, apply_filters
 from verl_ext.core.losses import LOSSES
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
-from verl_ext.errors import ConfigError
 from verl_ext.launch.checks import apply_engine_settings, check_run
 from verl_ext.launch.features import IN_LOSS, features, uses
 from verl_ext.settings.stability import stability_config

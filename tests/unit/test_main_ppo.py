@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
 from verl_ext import main_ppo
-from verl_ext.errors import ConfigError, GuardStopError
+from verl_ext.base.errors import ConfigError, GuardStopError
 
 WRONG = {
     ("stability=icepop", "stability.icepop.alpha=6"): "verl_ext: error: stability.icepop.alpha=6 must be below beta=5",

@@ -11,8 +11,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests import ROOT
+from verl_ext.base.changes import CHANGES
 from verl_ext.launch.packages import EXTRAS
-from verl_ext.upstream.changes import CHANGES
 
 tomllib = pytest.importorskip("tomllib")
 

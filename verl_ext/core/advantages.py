@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from verl_ext.base.errors import BatchError
+from verl_ext.base.methods import Method, Registry, require, settings_of
 from verl_ext.core.lazily import torch
-from verl_ext.errors import BatchError
-from verl_ext.methods import Method, Registry, require, settings_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_ext.base.metrics.buckets import ENTROPY_EDGES, NAMES, POSITION_EDGES, PROBABILITY_EDGES, TURNS
 from verl_ext.core.blocks import Block, Scratch, lengths_between
 from verl_ext.core.tokens import segment_sums
-from verl_ext.metrics.buckets import ENTROPY_EDGES, NAMES, POSITION_EDGES, PROBABILITY_EDGES, TURNS
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from verl_ext.base.methods import Method, Registry, require, require_one_of, settings_of
 from verl_ext.core.lazily import Result, no_grad, torch
 from verl_ext.core.tokens import LOG_RATIO_BOUND
-from verl_ext.methods import Method, Registry, require, require_one_of, settings_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.methods import Method, Registry, require, settings_of
 from verl_ext.core.advantages import Sessions, group_ids, require_finite
 from verl_ext.core.lazily import torch
 from verl_ext.core.tokens import Lag, Tokens
-from verl_ext.errors import ConfigError
-from verl_ext.methods import Method, Registry, require, settings_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from verl_ext.base.methods import Chosen, Method, Registry, require, settings_of
+from verl_ext.base.metrics.buckets import NAMES
 from verl_ext.core.corrections import IcePop, icepop, register_correction
 from verl_ext.core.lazily import no_grad, torch
 from verl_ext.core.tokens import LOG_RATIO_BOUND
-from verl_ext.methods import Chosen, Method, Registry, require, settings_of
-from verl_ext.metrics.buckets import NAMES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl_ext.errors import HookError
+from verl_ext.base.errors import HookError
 
 LAYER = r"(?:^|\.)layers\.(\d+)"
 BLOCK = r"(?:mlp|block_sparse_moe|feed_forward)"

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from verl_ext.base.metrics.buckets import LAG_EDGES
 from verl_ext.core.lazily import torch
-from verl_ext.metrics.buckets import LAG_EDGES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,6 +1,6 @@
 """verl's Megatron engine on CPU cores: what megatron-core, mbridge and Megatron-Bridge take from CUDA.
 
-Each function is one change of `upstream.changes`: it checks that what it changes is what it expects, raises a
+Each function is one change of `base.changes`: it checks that what it changes is what it expects, raises a
 `PatchError` if not, and returns a function that undoes it. Only a process that builds a Megatron engine applies
 `install`. `cpu.transformer_engine` has the layers.
 
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl_ext.base.patching import Undo, expect, moved, patch, together, wrap
 from verl_ext.cpu.hollow import Finder, Torch
-from verl_ext.upstream.patching import Undo, expect, moved, patch, together, wrap
 
 CORE = "megatron.core"
 # In these modules of megatron-core 0.16.1, tensors are made with device="cuda".

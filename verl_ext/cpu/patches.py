@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed
 
-from verl_ext.upstream.patching import Undo, expect, moved, patch, together, wrap
+from verl_ext.base.patching import Undo, expect, moved, patch, together, wrap
 
 FSDP = ("fsdp", "fsdp2")
 

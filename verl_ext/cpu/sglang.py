@@ -3,7 +3,7 @@
 Importing this module prepares a process for SGLang: everything waits until SGLang is imported. verl's processes import
 it with the plugin. The processes that SGLang spawns import it first of all, because `run` is what they are to call.
 
-Each function that returns an `Undo` is one change of `upstream.changes`.
+Each function that returns an `Undo` is one change of `base.changes`.
 """
 
 import importlib
@@ -15,8 +15,8 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
+from verl_ext.base.patching import Undo, expect, patch, wrap
 from verl_ext.upstream import sglang_processes
-from verl_ext.upstream.patching import Undo, expect, patch, wrap
 
 # SGLang 0.5.12 imports these at the top of its modules; CPU runs call nothing of them.
 LEFT_OUT = ("sgl_kernel", "torchvision", "IPython")

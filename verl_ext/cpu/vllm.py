@@ -2,7 +2,7 @@
 
 verl loads new weights into a running engine after every training step, and asks it which experts each token was routed
 to; the sync canary asks it for log-probs of prompts. The CPU backend can do none of it as it is. Each function is one
-change of `upstream.changes`: it checks that what it changes is what it expects, raises a `PatchError` if not, and
+change of `base.changes`: it checks that what it changes is what it expects, raises a `PatchError` if not, and
 returns a function that undoes it.
 
 Two versions of vLLM are supported, the default and the newest. They differ in how experts are computed:
@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from verl_ext.upstream.patching import Undo, expect, expect_lookup, patch, together, wrap
+from verl_ext.base.patching import Undo, expect, expect_lookup, patch, together, wrap
 
 LAYERS = "vllm.model_executor.layers"
 WRAPPER = "vllm.lora.punica_wrapper.punica_cpu"

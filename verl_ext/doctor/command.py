@@ -11,11 +11,11 @@ from verl_ext.doctor import context as read
 from verl_ext.doctor import installation  # noqa: F401 (registers checks: first in the table)
 
 # isort: split
+from verl_ext.base.printable import printable
 from verl_ext.doctor import engine, hooks, precision, sampling, sizes, training, weight_sync  # noqa: F401 (as above)
 from verl_ext.doctor.composed import compose, given
 from verl_ext.doctor.findings import LEVELS, Finding, fixes, run_checks
 from verl_ext.launch.gpus import Gpu, present
-from verl_ext.printable import printable
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
 WIDTH = 120  # of the table where the output is not a terminal

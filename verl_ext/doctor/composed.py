@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_ext.errors import ConfigError
-from verl_ext.printable import printable
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.printable import printable
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -10,7 +10,7 @@ from verl_ext.doctor.context import Context
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from verl_ext.errors import UserError
+    from verl_ext.base.errors import UserError
 
 LEVELS = ("error", "warning", "note", "ok")  # worst first
 ABSENT = object()

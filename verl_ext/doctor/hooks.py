@@ -26,15 +26,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from verl_ext.base.patching import Undo, patch, together
 from verl_ext.doctor.context import ACTOR, MODEL, ROLLOUT, Context
 from verl_ext.doctor.findings import Finding, apply_fix, check
 from verl_ext.launch.installed import package_folder
-from verl_ext.upstream.patching import Undo, patch, together
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from verl_ext.errors import UserError
+    from verl_ext.base.errors import UserError
 
 NAME = f"{ROLLOUT}.name"
 FSDP_CONFIG = f"{ACTOR}.fsdp_config"
@@ -261,7 +261,7 @@ def _first_error(config: "DictConfig", read_model: bool) -> "UserError | None":
     """Returns the error that the run would stop with; None where it would not."""
     from omegaconf.errors import OmegaConfBaseException
 
-    from verl_ext.errors import UserError
+    from verl_ext.base.errors import UserError
     from verl_ext.launch.checks import check_run
     from verl_ext.launch.features import features
     from verl_ext.settings.stability import stability_config

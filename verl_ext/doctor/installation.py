@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
+from verl_ext.base.changes import ON_CPU, TABLE
 from verl_ext.doctor.context import PLUGIN_GROUPS, Context
 from verl_ext.doctor.findings import Finding, check
 from verl_ext.launch.packages import Import, imported, module, pinned, remedy
-from verl_ext.upstream.changes import ON_CPU, TABLE
 
 SUPPORTED = {
     "python": ">=3.10,<3.13",
@@ -140,7 +140,7 @@ def _loads_plugin(group: str, policy: str | None) -> bool:
 def upstream(context: Context) -> Iterable[Finding]:
     """The changes to verl, vLLM and what they stand on, against the versions that each was written for.
 
-    Source: the table in verl_ext/upstream/changes.py.
+    Source: the table in verl_ext/base/changes.py.
     """
     from packaging.specifiers import SpecifierSet
 

@@ -11,7 +11,7 @@ from verl_ext.doctor.findings import Finding, apply_fix, check
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from verl_ext.errors import ConfigError
+    from verl_ext.base.errors import ConfigError
     from verl_ext.launch.models import ModelShape
 
 LARGE = 0.01  # nats; 1% in every ratio of a model that never learnt to avoid the padding
@@ -26,7 +26,7 @@ def sizes(context: Context) -> Iterable[Finding]:
     """
     if context.config is None or context.engine is None or context.strategy not in STRATEGIES:
         return
-    from verl_ext.errors import ConfigError
+    from verl_ext.base.errors import ConfigError
     from verl_ext.launch.models import shape_of
 
     try:
@@ -117,7 +117,7 @@ def vocabulary(context: Context) -> Iterable[Finding]:
 
 
 def _sizes_error(config: "DictConfig", shape: "ModelShape | None") -> "ConfigError | None":
-    from verl_ext.errors import ConfigError
+    from verl_ext.base.errors import ConfigError
     from verl_ext.plan.sizes import check_sizes
 
     try:

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.metrics import MUST_BE_FINITE
 from verl_ext.guard.forecast import foresee, owner_clause, remember
 from verl_ext.guard.learning_rate import LowerLr, go_on, lower, scale
 from verl_ext.guard.rules import REFUSING, Rule, RuleState, apply_rule, describe, next_bound
 from verl_ext.guard.state import Boundary, Decision, Event, read_state
-from verl_ext.metrics import MUST_BE_FINITE
 
 LR_SCALE = "guard/lr_scale"
 REFUSED = "actor/gate/refused"  # share of a step's mini-batches that the workers refused

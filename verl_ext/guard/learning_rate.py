@@ -7,7 +7,7 @@ grows with the size of the updates. There the rate stays low; here it may recove
 import math
 from dataclasses import dataclass
 
-from verl_ext.methods import require
+from verl_ext.base.methods import require
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, is_dataclass
 from itertools import pairwise
 from typing import Any, get_args, get_origin, get_type_hints
 
+from verl_ext.base.methods import require
 from verl_ext.guard.learning_rate import LrState
 from verl_ext.guard.rules import FEWEST, REFUSING, RuleState
-from verl_ext.methods import require
 
 LARGEST = 2**63 - 1  # a whole number in a saved state
 NAMES = {

@@ -14,16 +14,16 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_ext.base.errors import ConfigError, GuardStopError, require_choice
+from verl_ext.base.methods import build, defaults
+from verl_ext.base.names import EVENTS
 from verl_ext.core.corrections import CORRECTIONS
-from verl_ext.errors import ConfigError, GuardStopError, require_choice
 from verl_ext.lab.regimes import REGIMES, regimes_named
 from verl_ext.lab.training import Setup, Training
 from verl_ext.lab.warm_up import LabSettings, warm_up
 from verl_ext.launch.bypass import BYPASS
 from verl_ext.launch.checks import apply_engine_settings, check_run
 from verl_ext.launch.compose import PRIMARY, VERL_CONFIGS, prepare, stability_choices
-from verl_ext.methods import build, defaults
-from verl_ext.run_files import EVENTS
 from verl_ext.settings.stability import stability_config
 from verl_ext.trainer.logs import EventLog
 

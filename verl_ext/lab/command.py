@@ -8,9 +8,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.errors import ConfigError, UserError
+from verl_ext.base.errors import ConfigError, UserError
+from verl_ext.base.printable import printable
 from verl_ext.launch.arguments import INTERRUPTED, REFUSED, add_own, names
-from verl_ext.printable import printable
 
 if TYPE_CHECKING:
     from verl_ext.lab.arms import Arm

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext import __version__
-from verl_ext.errors import UserError
-from verl_ext.printable import printable
+from verl_ext.base.errors import UserError
+from verl_ext.base.printable import printable
 from verl_ext.report.files import is_regular, open_regular, written_whole
 
 if TYPE_CHECKING:

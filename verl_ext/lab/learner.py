@@ -24,13 +24,7 @@ from verl.utils.torch_functional import get_constant_schedule_with_warmup
 from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.config.optimizer import build_optimizer
 
-from verl_ext.core.head import Head, Reading, centering, divergence, head_metrics, head_sums, read, weights_of
-from verl_ext.core.losses import router_deviation
-from verl_ext.core.mismatch import k3_sum
-from verl_ext.core.overlap import expert_overlap
-from verl_ext.core.routing import agreement
-from verl_ext.core.tokens import Lag, Tokens, jagged
-from verl_ext.fields import (
+from verl_ext.base.names import (
     ADVANTAGES,
     DEVIATION,
     ENTROPY,
@@ -40,6 +34,12 @@ from verl_ext.fields import (
     RESPONSES,
     ROLLOUT_LOG_PROBS,
 )
+from verl_ext.core.head import Head, Reading, centering, divergence, head_metrics, head_sums, read, weights_of
+from verl_ext.core.losses import router_deviation
+from verl_ext.core.mismatch import k3_sum
+from verl_ext.core.overlap import expert_overlap
+from verl_ext.core.routing import agreement
+from verl_ext.core.tokens import Lag, Tokens, jagged
 from verl_ext.lab.model import ModelSettings, Routing, Samples, Weights, forward
 from verl_ext.launch.checks import loss_settings
 from verl_ext.launch.routing_checks import replay_mode
@@ -130,8 +130,8 @@ class LossFields:
 
     Attributes:
         mask: bool, the tokens that filters left.
-        others: by name of verl_ext.fields; what a loss asks for and no one else.
-        filter_scale: see verl_ext.fields.
+        others: by name of verl_ext.base.names; what a loss asks for and no one else.
+        filter_scale: see verl_ext.base.names.
     """
 
     l_old: Tensor

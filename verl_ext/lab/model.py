@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl_ext.base.methods import require, require_one_of
 from verl_ext.core.head import Head
 from verl_ext.lab.tasks import END
-from verl_ext.methods import require, require_one_of
 
 Weights = Mapping[str, Tensor]
 

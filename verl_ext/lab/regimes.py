@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import torch
 
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.methods import require, require_one_of
 from verl_ext.core.fake_quant import FORMATS, fake_quantized
-from verl_ext.errors import ConfigError
 from verl_ext.lab.model import ATTENTION, EXPERTS, HEAD, ROUTER, RolloutEngine, Weights
-from verl_ext.methods import require, require_one_of
 
 MOST_MISSED = 1000  # updates whose weights are kept
 

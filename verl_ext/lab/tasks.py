@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_ext.methods import require, require_one_of
+from verl_ext.base.methods import require, require_one_of
 
 BASE = 10
 ASK, END = 10, 11  # tokens after the ten digits

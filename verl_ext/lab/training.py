@@ -17,11 +17,11 @@ from omegaconf import DictConfig
 from torch import Tensor
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
+from verl_ext.base.names import AGREEMENT, LAG, REF_LOG_PROBS, WEIGHTS
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.routing import router_metrics
 from verl_ext.core.tokens import Lag, Tokens
-from verl_ext.fields import AGREEMENT, LAG, REF_LOG_PROBS, WEIGHTS
 from verl_ext.guard.state import Decision
 from verl_ext.lab.learner import LabBatch, Learner, LossFields, Scores, compare_routing, score
 from verl_ext.lab.model import rollout_log_probs, sample_responses

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.methods import require
 from verl_ext.lab.model import ModelSettings, RolloutEngine, Routing, forward, init_weights, sample_responses
 from verl_ext.lab.tasks import VOCABULARY, TaskSettings, draw, rewards
-from verl_ext.methods import require
 
 LOOK_EVERY, SAMPLED = 10, 128  # steps between looks at the reward, and answers that one takes
 

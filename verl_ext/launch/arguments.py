@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from verl_ext.printable import printable
+from verl_ext.base.printable import printable
 
 REFUSED, INTERRUPTED = 2, 130  # exit codes
 NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")

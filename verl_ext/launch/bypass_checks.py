@@ -7,7 +7,7 @@ IcePop's band on exp(l_theta - l_infer) with that ratio once; prime-rl PR 3283, 
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.launch.bypass import BYPASS, WITHOUT_RATIO, bypasses, loss_has_ratio
 from verl_ext.launch.features import loss_mode
 from verl_ext.launch.routing_checks import replay_mode, replay_setting

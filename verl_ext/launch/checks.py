@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.launch.bypass import bypasses, loss_has_ratio
 from verl_ext.launch.bypass_checks import check_bypass
 from verl_ext.launch.features import (

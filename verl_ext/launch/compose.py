@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from verl_ext.errors import ConfigError, require_choice
+from verl_ext.base.errors import ConfigError, require_choice
 from verl_ext.launch.installed import package_folder
 from verl_ext.settings.config import FSDP_REPLAY
 from verl_ext.settings.losses import LOSS, own_settings

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext.base.methods import defaults, described
 from verl_ext.guard.rules import Rule
 from verl_ext.launch.bypass import bypasses
 from verl_ext.launch.head import head_k, truncates
 from verl_ext.launch.routing_checks import compares_routing, replay_mode, replays_here
-from verl_ext.methods import defaults, described
 from verl_ext.settings.config import UNBIASED, StabilityConfig
 from verl_ext.settings.estimators import estimator_of
 from verl_ext.settings.losses import LOSS, LOSSES, base_of, reads_k

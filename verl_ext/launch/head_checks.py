@@ -4,7 +4,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.launch.bypass import BYPASS, bypasses
 from verl_ext.launch.head import ROLLOUT, cuts, rollout_name, top_k, truncates
 from verl_ext.settings.config import StabilityConfig

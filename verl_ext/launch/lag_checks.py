@@ -2,7 +2,7 @@
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.launch.bypass import BYPASS, bypasses
 from verl_ext.settings.config import StabilityConfig
 

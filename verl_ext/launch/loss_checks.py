@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.launch.routing_checks import check_router_shift
 from verl_ext.settings.config import AGREEMENT, EVERY_AGREEMENT, StabilityConfig
 from verl_ext.settings.losses import (

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 
 BF16 = 2  # bytes
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.launch.routing_checks import ROLLOUT, hf_config_of
 from verl_ext.routing.engines import ENGINES
 from verl_ext.settings.config import StabilityConfig

@@ -7,8 +7,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_ext.errors import ConfigError, require_choice
-from verl_ext.fields import OLD_ROUTES, ROLLOUT_ROUTES
+from verl_ext.base.errors import ConfigError, require_choice
+from verl_ext.base.names import OLD_ROUTES, ROLLOUT_ROUTES
 from verl_ext.launch.bypass import bypasses
 from verl_ext.launch.models import check_folder
 from verl_ext.launch.rollouts import ROLLOUTS

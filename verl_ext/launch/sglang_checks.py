@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"

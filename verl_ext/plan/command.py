@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from verl_ext.base.errors import ConfigError, UserError
+from verl_ext.base.printable import printable
 from verl_ext.doctor import composed
-from verl_ext.errors import ConfigError, UserError
 from verl_ext.plan.memory import Memory, host_memory
 from verl_ext.plan.scale import Plan, at_nodes, read_plan, scale_table, units_line
 from verl_ext.plan.sizes import GIB, UNITS, Sizes, planned_gpu, planned_gpus
-from verl_ext.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

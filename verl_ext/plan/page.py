@@ -10,8 +10,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from verl_ext.base.errors import ConfigError
 from verl_ext.doctor.composed import compose
-from verl_ext.errors import ConfigError
 from verl_ext.plan import costs
 from verl_ext.plan.command import print_plan
 from verl_ext.plan.routing import markdown

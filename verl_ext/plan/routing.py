@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.launch.models import SHAPES
 
 # As vLLM looks them up, in this order (model_executor/layers/fused_moe/routed_experts_capturer.py).

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.plan.costs import AGREEMENT, UNITS_A_NODE, Cost, plan_costs, units_wanted
 from verl_ext.plan.memory import Memory, plan_memory
 from verl_ext.plan.sizes import UNITS, WORKERS, Sizes, Usage, as_config_errors, read_sizes, read_usage

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.errors import ConfigError, UserError
+from verl_ext.base.errors import ConfigError, UserError
 from verl_ext.launch.gpus import GPUS, DataSheet, named
 from verl_ext.launch.models import SHAPES, ModelShape, shape_of
 from verl_ext.launch.rollouts import ROLLOUTS

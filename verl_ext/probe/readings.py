@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_ext.base.errors import HookError
+from verl_ext.base.metrics.buckets import NAMES, POSITION_EDGES, PROBABILITY_EDGES
 from verl_ext.core.mismatch import k3_of
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.recorder import INDEXER, order_of
-from verl_ext.errors import HookError
-from verl_ext.metrics.buckets import NAMES, POSITION_EDGES, PROBABILITY_EDGES
 
 DECODE, PREFILL, TRAIN, REPLAYED = "decode", "prefill", "train", "replayed"
 PAIRS = ((DECODE, TRAIN), (DECODE, PREFILL), (PREFILL, TRAIN), (DECODE, REPLAYED))

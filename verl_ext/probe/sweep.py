@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_ext.errors import ConfigError, require_choice
+from verl_ext.base.errors import ConfigError, require_choice
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 ARGUMENTS = f"++{ROLLOUT}.engine_kwargs.vllm"

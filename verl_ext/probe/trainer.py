@@ -12,7 +12,8 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-from verl_ext.fields import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
+from verl_ext.base.names import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
+from verl_ext.base.patching import patch
 from verl_ext.probe.command import PROGRESS, experts_of
 from verl_ext.probe.readings import (
     DECODE,
@@ -31,7 +32,6 @@ from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync
 from verl_ext.trainer.transfer import get_fields, put_fields
 from verl_ext.trainer.watch import watch_of
 from verl_ext.upstream import engine_report
-from verl_ext.upstream.patching import patch
 
 OUT = "probe_out"  # a setting of the run's config: the file for what is found
 SEQUENCES = 4  # whose hidden states are compared

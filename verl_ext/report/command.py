@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_ext.printable import printable
+from verl_ext.base.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl_ext.metrics import Metric, find
-from verl_ext.printable import printable
+from verl_ext.base.metrics import Metric, find
+from verl_ext.base.printable import printable
 from verl_ext.report.noise import (
     CAVEAT,
     FLOOR,

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from verl_ext.base.names import older_part
 from verl_ext.report.figures.panels import PANELS
 from verl_ext.report.files import is_regular
 from verl_ext.report.page import PAGE, PICTURES, TRAJECTORIES, Progress, write_report
 from verl_ext.report.run import ReportError, Run
 from verl_ext.report.trajectories import Trajectory, read_trajectories, trajectories_file, write_trajectory_page
 from verl_ext.report.verdict import RunVerdict
-from verl_ext.run_files import older_part
 
 MOST_TOKENS = 400_000  # of all trajectories on a page: some 20 MB of HTML
 LARGE_DUMP = 20_000_000  # bytes; more is not read at every look

@@ -12,8 +12,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from verl_ext.base.names import EVENTS, TRAJECTORIES, older_part
+from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
-from verl_ext.printable import printable
 from verl_ext.report.files import is_regular, not_a_file, open_regular
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run
 from verl_ext.report.sources.csv_export import LIMITS, STEP_COLUMNS, CsvSource
@@ -24,7 +25,6 @@ from verl_ext.report.sources.table import TableRun
 from verl_ext.report.sources.tensorboard import EVENT_FILE, TensorBoardSource
 from verl_ext.report.sources.wandb import FILE as WANDB_FILE
 from verl_ext.report.sources.wandb import WandbFolder
-from verl_ext.run_files import EVENTS, TRAJECTORIES, older_part
 
 DEPTH = 3  # tensorboard_log/PROJECT/EXPERIMENT, mlruns/PROJECT/RUN
 LISTED = 10

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from verl_ext.metrics.metric import Scale
+from verl_ext.base.metrics.metric import Scale
 from verl_ext.report.run import Series
 
 NoiseVerdict = Literal["differs", "within noise", "too few steps"]

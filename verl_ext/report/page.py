@@ -18,8 +18,8 @@ from jinja2.environment import TemplateStream
 from markupsafe import Markup
 
 from verl_ext import __version__
+from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
-from verl_ext.printable import printable
 from verl_ext.report.comparison import Comparison, comparison_rows
 from verl_ext.report.figures.gap import DONE
 from verl_ext.report.figures.lines import CONFIG, DARK, INK, PAPER, READINGS, SERIES, WIDTH

@@ -7,9 +7,9 @@ from typing import TypeGuard
 
 import numpy as np
 
+from verl_ext.base.metrics import METRICS
+from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
-from verl_ext.metrics import METRICS
-from verl_ext.printable import printable
 
 LARGEST_STEP = 2**53  # from here on, a page's JavaScript cannot tell steps apart
 LARGEST = 1e100  # a value beyond it is as good as infinite: squares of it, and their sums, would be

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from verl_ext.metrics import METRICS, Metric, find, ours
-from verl_ext.printable import printable
+from verl_ext.base.metrics import METRICS, Metric, find, ours
+from verl_ext.base.printable import printable
 from verl_ext.report.run import MOST_MESSAGE, Run, Series, names_of
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import Any
 import orjson
 from markupsafe import Markup
 
+from verl_ext.base.names import TRAJECTORIES, older_part
 from verl_ext.report.files import is_regular, open_regular
 from verl_ext.report.page import asset, script_json, template, write_html
 from verl_ext.report.run import LARGEST, ReportError
-from verl_ext.run_files import TRAJECTORIES, older_part
 
 SCRIPTS = (
     "trajectory_scales.js",

@@ -22,10 +22,10 @@ from typing import Literal
 
 import numpy as np
 
+from verl_ext.base.metrics import is_of_the_gap
 from verl_ext.guard.collapse import GRADIENT, Collapse
 from verl_ext.guard.forecast import FEWEST, HORIZON
 from verl_ext.guard.state import Boundary, Event
-from verl_ext.metrics import is_of_the_gap
 from verl_ext.report.run import Run, Series
 from verl_ext.report.signals import (
     DROPPED,

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from verl_ext.errors import HookError
+from verl_ext.base.errors import HookError
+from verl_ext.base.patching import wrap
 from verl_ext.routing.engines import EXPERT_COUNTS, TOP_KS, first_of
-from verl_ext.upstream.patching import wrap
 
 ROUTES = "route_tokens_to_experts"  # the method of MoE blocks whose router module returns logits alone
 REPLAY_OFF = "actor_rollout_ref.actor.fsdp_config.router_replay.mode=disabled"

@@ -23,11 +23,12 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.config import TrainingWorkerConfig
 
+from verl_ext.base.errors import HookError
+from verl_ext.base.names import OLD_ROUTES, OWN_ROUTES, ROLLOUT_ROUTES
+from verl_ext.base.patching import wrap
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.routing import known_rows
 from verl_ext.core.tokens import left_out, with_gaps
-from verl_ext.errors import HookError
-from verl_ext.fields import OLD_ROUTES, OWN_ROUTES, ROLLOUT_ROUTES
 from verl_ext.routing.choices import (
     OFF,
     REPLAY_OFF,
@@ -38,7 +39,6 @@ from verl_ext.routing.choices import (
     find_choices,
 )
 from verl_ext.routing.outputs import RowLayout, believed, narrow_dtype, routing_outputs
-from verl_ext.upstream.patching import wrap
 
 OWN_AGREEMENT = "router_own_agreement"  # verl logs it as actor/router_own_agreement
 

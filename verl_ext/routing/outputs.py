@@ -13,10 +13,10 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import gather_outputs_and_unpad, get_ulysses_sequence_parallel_group
 
+from verl_ext.base.errors import HookError
+from verl_ext.base.names import AGREEMENT, RESPONSE_MASK, ROUTER_SUMS
 from verl_ext.core.routing import agreement, refused_rows
 from verl_ext.core.tokens import jagged
-from verl_ext.errors import HookError
-from verl_ext.fields import AGREEMENT, RESPONSE_MASK, ROUTER_SUMS
 
 
 @dataclass(frozen=True)

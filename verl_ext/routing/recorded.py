@@ -33,11 +33,11 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.config import EngineRouterReplayConfig, TrainingWorkerConfig
 
+from verl_ext.base.errors import HookError
+from verl_ext.base.names import ROLLOUT_ROUTES
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.routing import BLOCK, known_rows
 from verl_ext.core.tokens import blocks, left_out, with_gaps
-from verl_ext.errors import HookError
-from verl_ext.fields import ROLLOUT_ROUTES
 from verl_ext.routing.choices import expert_counts, find_choices
 from verl_ext.routing.outputs import believed, narrow_dtype, routing_outputs
 

@@ -17,14 +17,14 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils.device import get_device_id
 
+from verl_ext.base.errors import HookError
+from verl_ext.base.names import DEVIATION, RESPONSE_MASK, SHIFT_EXPERTS, SHIFT_SCORES
+from verl_ext.base.patching import wrap
 from verl_ext.core.losses import router_deviation
 from verl_ext.core.tokens import jagged
-from verl_ext.errors import HookError
-from verl_ext.fields import DEVIATION, RESPONSE_MASK, SHIFT_EXPERTS, SHIFT_SCORES
 from verl_ext.routing.choices import ROUTES, ChoicePoint, find_choices
 from verl_ext.routing.fsdp import is_old_policy
 from verl_ext.routing.outputs import RowLayout, packed_rows
-from verl_ext.upstream.patching import wrap
 
 TakeOutput = Callable[[int, nn.Module, Any], None]
 

@@ -14,11 +14,11 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from importlib import import_module
 from typing import Any, NamedTuple, get_type_hints
 
+from verl_ext.base.methods import Method
 from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS
 from verl_ext.guard.rules import SIDES, Rule
-from verl_ext.methods import Method
 from verl_ext.settings.config import FSDP_REPLAY, UNBIASED, StabilityConfig, Switches
 from verl_ext.settings.guard import RULE_NEEDS, RULE_SETTINGS, GuardSettings
 from verl_ext.settings.losses import BASES, LOSS, LOSSES, RATIO_BASES

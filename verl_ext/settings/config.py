@@ -3,11 +3,11 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.methods import Chosen, require, require_one_of
 from verl_ext.core.corrections import Correction
 from verl_ext.core.filters import BatchFilter
-from verl_ext.errors import ConfigError
 from verl_ext.guard.rules import Rule
-from verl_ext.methods import Chosen, require, require_one_of
 from verl_ext.settings.fake_quantization import FakeQuantization
 from verl_ext.settings.guard import READ_BY, BatchSkip, GuardSettings
 from verl_ext.settings.head import HeadSettings

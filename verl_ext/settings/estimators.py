@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from verl_ext.base.methods import Chosen, Method, build
 from verl_ext.core.advantages import ESTIMATORS
-from verl_ext.methods import Chosen, Method, build
 
 
 def estimator_settings(method: Method, algorithm: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from verl_ext.methods import described, require, require_one_of
+from verl_ext.base.methods import described, require, require_one_of
 
 NONE = "none"
 FORMATS = (NONE, "fp8", "int8", "int4", "fp4")

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.methods import require, require_known, require_one_of
+from verl_ext.base.metrics import OURS, comes_late, find, nearest
 from verl_ext.guard.learning_rate import LowerLr
 from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, Rule
 from verl_ext.guard.state import Boundary
-from verl_ext.methods import require, require_known, require_one_of
-from verl_ext.metrics import OURS, comes_late, find, nearest
 
 PREFIX = "stability.guard"
 SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3", "vllm_kl/head")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from verl_ext.methods import require
+from verl_ext.base.methods import require
 
 FOR_CENTERING = 128  # the paper's
 

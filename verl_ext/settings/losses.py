@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import verl_ext.core.losses  # noqa: F401 (to register them)
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.methods import Chosen, choose, defaults
 from verl_ext.core.losses import LOSSES, Loss
-from verl_ext.errors import ConfigError
-from verl_ext.methods import Chosen, choose, defaults
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 VERLS_TARGET = "verl.workers.config.PolicyLossConfig"

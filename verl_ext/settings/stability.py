@@ -11,11 +11,11 @@ from typing import Any
 
 import verl_ext.core.filters
 import verl_ext.core.losses  # noqa: F401 (both to register their methods)
+from verl_ext.base.errors import ConfigError, require_choice
+from verl_ext.base.methods import Chosen, build, choose, defaults, require_known
 from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.filters import BatchFilter, get_batch_filter
-from verl_ext.errors import ConfigError, require_choice
 from verl_ext.guard.rules import Rule
-from verl_ext.methods import Chosen, build, choose, defaults, require_known
 from verl_ext.settings.config import StabilityConfig, Switches
 from verl_ext.settings.guard import BatchSkip, parse_rules
 

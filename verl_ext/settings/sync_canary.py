@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from verl_ext.methods import require
+from verl_ext.base.methods import require
 
 
 @dataclass(frozen=True)

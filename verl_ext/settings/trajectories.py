@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from verl_ext.methods import require
+from verl_ext.base.methods import require
 
 
 @dataclass(frozen=True)

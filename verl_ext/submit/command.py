@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.printable import printable
 from verl_ext.launch.overrides import override
-from verl_ext.printable import printable
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient

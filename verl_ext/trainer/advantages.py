@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
+from verl_ext.base.errors import BatchError
+from verl_ext.base.methods import Method
 from verl_ext.core.advantages import ESTIMATORS, Sessions, group_ids
-from verl_ext.errors import BatchError
-from verl_ext.methods import Method
 from verl_ext.settings.estimators import estimator_settings
 
 _keys: ContextVar[Sequence[str] | None] = ContextVar("session_keys", default=None)

@@ -12,11 +12,8 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from verl_ext.core.filters import FilterBatch
-from verl_ext.core.mismatch import count_non_finite
-from verl_ext.core.tokens import Lag, Tokens
-from verl_ext.errors import BatchError
-from verl_ext.fields import (
+from verl_ext.base.errors import BatchError
+from verl_ext.base.names import (
     ADVANTAGES,
     AGREEMENT,
     ENTROPY,
@@ -26,6 +23,9 @@ from verl_ext.fields import (
     REWARDS,
     ROLLOUT_LOG_PROBS,
 )
+from verl_ext.core.filters import FilterBatch
+from verl_ext.core.mismatch import count_non_finite
+from verl_ext.core.tokens import Lag, Tokens
 
 FIELDS = (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, RESPONSE_MASK, ENTROPY, AGREEMENT)
 FILTER_FIELDS = (RESPONSE_MASK, RESPONSES, ADVANTAGES, REWARDS)

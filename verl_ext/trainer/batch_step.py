@@ -9,12 +9,12 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
+from verl_ext.base.errors import HookError
+from verl_ext.base.names import ADVANTAGES, HEAD_SUMS, LAG, LOSS_MASK, RESPONSE_MASK, REWARDS, ROUTER_SUMS, WEIGHTS
 from verl_ext.core.filters import FilterTally, put_together
 from verl_ext.core.head import head_metrics
 from verl_ext.core.measure import split_gap
 from verl_ext.core.tokens import Tokens, jagged
-from verl_ext.errors import HookError
-from verl_ext.fields import ADVANTAGES, HEAD_SUMS, LAG, LOSS_MASK, RESPONSE_MASK, REWARDS, ROUTER_SUMS, WEIGHTS
 from verl_ext.guard.state import Decision
 from verl_ext.trainer.active import Active
 from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS, filter_batch, lag_of

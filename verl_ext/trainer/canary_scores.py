@@ -17,8 +17,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
-from verl_ext.errors import HookError
-from verl_ext.fields import OWN_ROUTES, PROMPTS, RESPONSE_MASK, RESPONSES, ROLLOUT_LOG_PROBS
+from verl_ext.base.errors import HookError
+from verl_ext.base.names import OWN_ROUTES, PROMPTS, RESPONSE_MASK, RESPONSES, ROLLOUT_LOG_PROBS
 from verl_ext.guard.state import Decision
 from verl_ext.settings.sync_canary import SyncCanarySettings
 from verl_ext.trainer.sync_canary import SyncCanary

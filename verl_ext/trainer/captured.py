@@ -8,9 +8,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
+from verl_ext.base.errors import HookError
+from verl_ext.base.names import ROLLOUT_ROUTES
 from verl_ext.core.routing import REASONS, RouterSums, known_rows, refused_rows
-from verl_ext.errors import HookError
-from verl_ext.fields import ROLLOUT_ROUTES
 from verl_ext.guard.state import Decision, Event
 from verl_ext.launch.rollouts import ROLLOUTS
 from verl_ext.launch.routing_checks import SHARE, replay_mode, replay_setting, replays_here

@@ -15,10 +15,10 @@ from typing import Any
 from omegaconf import DictConfig, open_dict
 from ray.exceptions import RayTaskError
 
-from verl_ext.errors import UserError
+from verl_ext.base.errors import UserError
+from verl_ext.base.printable import printable
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.state import read_state
-from verl_ext.printable import printable
 
 STATE_FILE = "verl_ext.json"
 SIZES_FILE = "verl_ext_sizes.json"

@@ -15,7 +15,7 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import trainer_base
 
-from verl_ext.upstream.patching import moved, patch
+from verl_ext.base.patching import moved, patch
 
 
 class _Exchange:

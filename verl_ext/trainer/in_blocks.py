@@ -14,11 +14,11 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
+from verl_ext.base.names import ADVANTAGES, LOSS_MASK, OLD_LOG_PROBS, RESPONSE_MASK, REWARDS, ROLLOUT_LOG_PROBS
 from verl_ext.core.advantages import Sessions
 from verl_ext.core.measure import Gathered, Measured, Settings, gather, put_together
 from verl_ext.core.mismatch import signs_of_rows, sums_by_row, sums_by_sign
 from verl_ext.core.tokens import AT_ONCE, Lag, Tokens, jagged, segment_sums
-from verl_ext.fields import ADVANTAGES, LOSS_MASK, OLD_LOG_PROBS, RESPONSE_MASK, REWARDS, ROLLOUT_LOG_PROBS
 from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS, gaps, non_finite, require_generated, response_tokens
 from verl_ext.trainer.transfer import get_fields, put_fields
 

@@ -15,9 +15,9 @@ import orjson
 from omegaconf import DictConfig
 from verl.utils import tracking
 
+from verl_ext.base.names import EVENTS, TRAJECTORIES
+from verl_ext.base.patching import patch
 from verl_ext.guard.state import Event
-from verl_ext.run_files import EVENTS, TRAJECTORIES
-from verl_ext.upstream.patching import patch
 
 
 def metrics_path(project: str, experiment: str) -> Path:

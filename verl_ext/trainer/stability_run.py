@@ -10,9 +10,9 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
+from verl_ext.base.errors import BatchError, HookError
+from verl_ext.base.names import FILTER_SCALE, FIRST_PASS, ROLLOUT_ROUTES, ROUTER_SUMS, UPDATE
 from verl_ext.core.routing import router_metrics
-from verl_ext.errors import BatchError, HookError
-from verl_ext.fields import FILTER_SCALE, FIRST_PASS, ROLLOUT_ROUTES, ROUTER_SUMS, UPDATE
 from verl_ext.guard.state import Decision, Event
 from verl_ext.launch.head import truncates
 from verl_ext.settings.config import StabilityConfig

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from verl_ext.errors import HookError
+from verl_ext.base.errors import HookError
 from verl_ext.launch.checks import loss_settings
 from verl_ext.launch.features import AT_ROUTERS, CANARY, IN_WORKERS, Feature
 from verl_ext.launch.routing_checks import sglang_returns_routing

@@ -12,11 +12,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from verl_ext.base.names import ROLLOUT_LOG_PROBS
 from verl_ext.core.filters import FilterBatch, FilterOutcome, apply_filters
 from verl_ext.core.measure import Measured, Settings, measure
 from verl_ext.core.mismatch import advantage_metrics, mismatch_ratio
 from verl_ext.core.tokens import Tokens
-from verl_ext.fields import ROLLOUT_LOG_PROBS
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.state import Decision, Event
 from verl_ext.settings.config import StabilityConfig

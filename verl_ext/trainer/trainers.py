@@ -13,6 +13,7 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
+from verl_ext.base.patching import patch
 from verl_ext.settings.stability import stability_config
 from verl_ext.trainer import advantages, startup
 from verl_ext.trainer.active import Active
@@ -20,7 +21,6 @@ from verl_ext.trainer.advantages import session_keys
 from verl_ext.trainer.stability_run import StabilityRun
 from verl_ext.trainer.transfer import without_heavy
 from verl_ext.trainer.watch import watch_of
-from verl_ext.upstream.patching import patch
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer as VerlTrainer

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
-from verl_ext.fields import (
+from verl_ext.base.names import (
     HEAD_IDS,
     HEAD_LOG_PROBS,
     HEAD_SUMS,

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import ray
 
-from verl_ext.errors import UserError, WorkerDiedError
+from verl_ext.base.errors import UserError, WorkerDiedError
 from verl_ext.trainer.logs import say
 from verl_ext.upstream.sglang_processes import why_they_died
 

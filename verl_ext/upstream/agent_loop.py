@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from wrapt import register_post_import_hook
 
+from verl_ext.base.errors import ConfigError, HookError
+from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS, ROLLOUT_ROUTES
+from verl_ext.base.patching import PatchError, Undo, expect, expect_lookup, moved, together, wrap
 from verl_ext.core.lazily import torch
-from verl_ext.errors import ConfigError, HookError
-from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS, ROLLOUT_ROUTES
-from verl_ext.upstream.patching import PatchError, Undo, expect, expect_lookup, moved, together, wrap
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from wrapt import register_post_import_hook
 
-from verl_ext.errors import HookError
-from verl_ext.upstream.patching import Undo, expect, patch, together
+from verl_ext.base.errors import HookError
+from verl_ext.base.patching import Undo, expect, patch, together
 
 if TYPE_CHECKING:
     from torch import Tensor

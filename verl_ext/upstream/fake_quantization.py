@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from verl_ext.base.patching import Undo, wrap
 from verl_ext.core.fake_quant import fake_quantized
-from verl_ext.upstream.patching import Undo, wrap
 
 LOAD_FORMAT = "verl_ext_fake_quantized"  # as vLLM's argument names it
 OURS = "verl_ext"  # our part of vLLM's model_loader_extra_config

@@ -8,7 +8,7 @@ step that is the sum of both.
 from collections.abc import Callable
 from typing import Any
 
-from verl_ext.upstream.patching import Undo, wrap
+from verl_ext.base.patching import Undo, wrap
 
 
 def load_schedule(transformer_impl: Any) -> Undo:

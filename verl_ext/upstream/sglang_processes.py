@@ -18,7 +18,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from verl_ext.upstream.patching import Undo, expect, patch
+from verl_ext.base.patching import Undo, expect, patch
 
 MODULES = {"scheduler": "sglang.srt.managers.scheduler", "detokenizer": "sglang.srt.managers.detokenizer_manager"}
 ANSWER_S = 10.0  # a process that ends waits so long for its actor to have kept the reason

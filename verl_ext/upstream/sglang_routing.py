@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_ext.errors import HookError
-from verl_ext.upstream.patching import Undo, wrap
+from verl_ext.base.errors import HookError
+from verl_ext.base.patching import Undo, wrap
 
 
 def decode_routing(server_module: Any) -> Undo:

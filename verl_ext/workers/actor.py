@@ -17,8 +17,8 @@ from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
+from verl_ext.base.errors import HookError
 from verl_ext.core.recorder import Recorder
-from verl_ext.errors import HookError
 from verl_ext.routing.engines import ENGINES
 from verl_ext.routing.router_shift import ShiftRecorder
 from verl_ext.settings.losses import LOSSES

@@ -21,12 +21,12 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
 
+from verl_ext.base.errors import BatchError
+from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS, HEAD_SUMS, RESPONSE_MASK
+from verl_ext.base.patching import wrap
 from verl_ext.core.head import Divergence, Head, centering, divergence, head_sums, read, weights_of
 from verl_ext.core.tokens import filled
-from verl_ext.errors import BatchError
-from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS, HEAD_SUMS, RESPONSE_MASK
 from verl_ext.routing.outputs import packed_rows
-from verl_ext.upstream.patching import wrap
 
 CENTERING = "sampler_head_centering"  # model output, [B, T] with gradient
 ENTROPY = "sampler_head_entropy"

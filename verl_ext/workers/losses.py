@@ -20,24 +20,24 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, register_policy_loss
 from verl.utils.torch_functional import masked_mean
 
-from verl_ext import fields
+from verl_ext.base import names
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.methods import Chosen
 from verl_ext.core.losses import LossBatch, change
-from verl_ext.errors import ConfigError
-from verl_ext.methods import Chosen
 from verl_ext.settings.losses import LOSSES
 from verl_ext.workers import loss_config
 
 # attribute -> field of the batch, jagged [B, r]
 BATCH_FIELDS = {
-    "l_infer": fields.ROLLOUT_LOG_PROBS,
-    "entropy": fields.ENTROPY,
-    "router_agreement": fields.AGREEMENT,
-    "router_deviation": fields.DEVIATION,
-    "lag": fields.LAG,
+    "l_infer": names.ROLLOUT_LOG_PROBS,
+    "entropy": names.ENTROPY,
+    "router_agreement": names.AGREEMENT,
+    "router_deviation": names.DEVIATION,
+    "lag": names.LAG,
 }
 OPTIONAL = ("lag",)  # which a method reads where there is one
 # [B, r] too, where there are any.
-VERLS_FIELDS = (fields.OLD_LOG_PROBS, fields.REF_LOG_PROBS, fields.ADVANTAGES, fields.WEIGHTS)
+VERLS_FIELDS = (names.OLD_LOG_PROBS, names.REF_LOG_PROBS, names.ADVANTAGES, names.WEIGHTS)
 
 
 def padded_fields(data: TensorDict) -> TensorDict:
@@ -46,8 +46,8 @@ def padded_fields(data: TensorDict) -> TensorDict:
     verl masks by multiplying, or by torch.where on the result: a NaN that the rollout returned for a token of a tool's
     output would be a NaN in the loss by the one, in the gradient by both.
     """
-    padded = data.select(fields.RESPONSE_MASK, *VERLS_FIELDS, *BATCH_FIELDS.values(), strict=False).to_padded_tensor()
-    mask = padded[fields.RESPONSE_MASK].bool()
+    padded = data.select(names.RESPONSE_MASK, *VERLS_FIELDS, *BATCH_FIELDS.values(), strict=False).to_padded_tensor()
+    mask = padded[names.RESPONSE_MASK].bool()
     return padded.apply(lambda values: torch.where(mask, values, 0))
 
 

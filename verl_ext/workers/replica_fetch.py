@@ -24,9 +24,9 @@ from transfer_queue import BatchMeta, KVBatchMeta
 from verl.utils import transferqueue_utils
 from verl.utils.device import get_device_id
 
-from verl_ext.errors import BatchError
-from verl_ext.fields import OLD_ROUTES, ROLLOUT_ROUTES
-from verl_ext.upstream.patching import wrap
+from verl_ext.base.errors import BatchError
+from verl_ext.base.names import OLD_ROUTES, ROLLOUT_ROUTES
+from verl_ext.base.patching import wrap
 
 SHARED = (ROLLOUT_ROUTES, OLD_ROUTES)
 CHUNK = 64 << 20  # bytes that a rank holds on its device at a time, of all ranks' rows

@@ -21,10 +21,10 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
+from verl_ext.base.errors import ConfigError, require_choice
+from verl_ext.base.methods import Chosen, build, choose
 from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.losses import LossBatch, change, unbiased_kl
-from verl_ext.errors import ConfigError, require_choice
-from verl_ext.methods import Chosen, build, choose
 from verl_ext.settings.config import KL_DENOMINATORS, UNBIASED
 from verl_ext.settings.guard import MiniBatchGate
 from verl_ext.settings.losses import reads_k

@@ -17,9 +17,9 @@ from tests.support.filter_oracles import (
     off_policy_negative_tokens,
     overlong_rows,
 )
+from verl_ext.base.errors import BatchError, ConfigError
 from verl_ext.core.filters import apply_filters, get_batch_filter
 from verl_ext.core.tokens import Lag
-from verl_ext.errors import BatchError, ConfigError
 
 RELAXED = settings(deadline=None)  # the cores are shared
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.closeness import close
 from tests.support.loss_oracles import kl_oracle, llds_oracle, mean, opsm_oracle, random_batch, tensors
+from verl_ext.base.metrics.buckets import NAMES
 from verl_ext.core.losses import (
     LossBatch,
     llds_penalty,
@@ -19,7 +20,6 @@ from verl_ext.core.losses import (
     sequence_divergence,
     unbiased_kl,
 )
-from verl_ext.metrics.buckets import NAMES
 
 LOG_PROB = st.floats(-100, 0, width=32, allow_subnormal=False)
 OF_2_17 = st.integers(-100 * 2**17, 0).map(lambda n: n / 2**17)  # float32 holds them, and sums are exact in any order

@@ -14,11 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.examples import at_most
+from verl_ext.base.metrics.buckets import ENTROPY_EDGES, NAMES, POSITION_EDGES, PROBABILITY_EDGES
 from verl_ext.core import measure as module
 from verl_ext.core.blocks import Scratch
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Lag, Tokens
-from verl_ext.metrics.buckets import ENTROPY_EDGES, NAMES, POSITION_EDGES, PROBABILITY_EDGES
 
 CHOICES = (None, {"icepop": {"alpha": 0.5, "beta": 5.0}, "geo_mask": {"low": 0.7, "high": 1.4}})
 CORRELATION = "router/disagreement_gap_correlation"

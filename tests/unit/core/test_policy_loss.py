@@ -5,9 +5,9 @@ from unittest import mock
 import pytest
 import torch
 
+from verl_ext.base.methods import choose
 from verl_ext.core.corrections import CORRECTIONS, register_correction
 from verl_ext.core.losses import LOSSES, LossBatch, LossChange, change, register_loss
-from verl_ext.methods import choose
 
 BATCH = LossBatch(*torch.zeros(3, 2, 4), mask=torch.ones(2, 4, dtype=torch.bool))
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from verl_ext.base.errors import HookError
 from verl_ext.core.recorder import Recorder, own_positions, point_of, positions, state_of
-from verl_ext.errors import HookError
 
 
 def test_a_model_of_unknown_names_is_an_error():

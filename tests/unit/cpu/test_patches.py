@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.distributed
 
+from verl_ext.base.patching import PatchError
 from verl_ext.cpu import patches
-from verl_ext.upstream.patching import PatchError
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ vllm = pytest.importorskip("vllm")
 
 from vllm.platforms import current_platform  # noqa: E402
 
+from verl_ext.base.patching import PatchError  # noqa: E402
 from verl_ext.cpu.vllm import CAPTURE  # noqa: E402
 from verl_ext.upstream import engine_report, vllm_plugin  # noqa: E402
-from verl_ext.upstream.patching import PatchError  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM was not built for CPU")
 

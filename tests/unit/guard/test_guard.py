@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.guard.forecast import GAP, HORIZON
 from verl_ext.guard.guard import REFUSED, Guard
 from verl_ext.guard.rules import Rule

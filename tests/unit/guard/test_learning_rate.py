@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.learning_rate import LowerLr, LrState, go_on, lower, scale
 from verl_ext.guard.rules import Rule

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.guard.state import Event
 
 REGIMES = {"stale": SimpleNamespace(stands_for="asynchronous RL"), "bf16": SimpleNamespace(stands_for="two kernels")}

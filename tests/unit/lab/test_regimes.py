@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.methods import build
 from verl_ext.lab.regimes import (
     REGIMES,
     History,
@@ -15,7 +16,6 @@ from verl_ext.lab.regimes import (
     engine_of,
     regimes_named,
 )
-from verl_ext.methods import build
 
 
 def history(updates, reach=64):

@@ -8,7 +8,7 @@ import torch
 
 from tests.support import quick_compose
 from tests.support.closeness import close
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.lab import arms
 from verl_ext.lab.learner import LossFields, compare_routing, mini_batch, model_output
 from verl_ext.lab.summary import summarise

@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 
 from tests.support.fixing import assert_fixed
+from verl_ext.base.errors import ConfigError
 from verl_ext.core.corrections import CORRECTIONS, Weights, register_correction
-from verl_ext.errors import ConfigError
 from verl_ext.launch.bypass import BYPASS
 from verl_ext.launch.checks import check_run, loss_settings
 from verl_ext.launch.features import IN_LOSS, features, uses

@@ -6,8 +6,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.support.fixing import assert_fixed
+from verl_ext.base.errors import ConfigError
 from verl_ext.core.losses import Llds
-from verl_ext.errors import ConfigError
 from verl_ext.launch.checks import apply_engine_settings, check_run, loss_settings
 from verl_ext.launch.lag_checks import check_lag
 from verl_ext.launch.models import check_folder

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from tests.support.fixing import assert_fixed
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.launch.checks import apply_engine_settings, check_run, loss_settings
 from verl_ext.launch.features import HEAD, IN_LOSS, MEASURE, features, uses
 from verl_ext.settings.stability import stability_config

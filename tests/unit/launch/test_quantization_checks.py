@@ -4,7 +4,7 @@ import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.launch.checks import apply_engine_settings, check_run
 from verl_ext.settings.stability import stability_config
 from verl_ext.upstream.fake_quantization import LOAD_FORMAT

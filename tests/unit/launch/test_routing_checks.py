@@ -10,9 +10,9 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests.support.fixing import assert_fixed
+from verl_ext.base.errors import ConfigError, HookError
 from verl_ext.core.corrections import CORRECTIONS, register_correction
 from verl_ext.core.losses import LossChange, register_loss
-from verl_ext.errors import ConfigError, HookError
 from verl_ext.launch.checks import apply_engine_settings, check_run
 from verl_ext.launch.features import features
 from verl_ext.launch.routing_checks import compares_routing, replay_mode, replayed_field

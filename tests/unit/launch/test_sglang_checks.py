@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.examples import some
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.launch import sizes
 from verl_ext.launch.checks import apply_engine_settings, check_run
 from verl_ext.launch.compose import stability_choices

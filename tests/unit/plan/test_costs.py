@@ -55,8 +55,8 @@ def test_more_of_anything_that_carries_is_never_slower(how, gb, values, clients,
 
 
 def test_the_controller_reads_what_the_trainer_asks_for():
+    from verl_ext.base.names import REWARDS
     from verl_ext.core.routing import REASONS
-    from verl_ext.fields import REWARDS
     from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS
 
     def bytes_of(*names):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf, open_dict
 
+from verl_ext.base.errors import ConfigError
 from verl_ext.cli import main
-from verl_ext.errors import ConfigError
 from verl_ext.launch.gpus import GPUS
 from verl_ext.launch.models import SHAPES
 from verl_ext.plan.memory import ENGINE_RESERVE, plan_memory

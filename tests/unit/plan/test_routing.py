@@ -7,7 +7,7 @@ import pytest
 from transformers import DeepseekV3Config, Glm4MoeConfig, LlamaConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from tests import ROOT
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.plan import routing as cost
 from verl_ext.plan.costs import CLIENT_GET
 from verl_ext.plan.routing import MODELS, RoutingShape, main

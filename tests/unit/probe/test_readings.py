@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from verl_ext.base.errors import HookError
 from verl_ext.core.fake_quant import fake_quantized
 from verl_ext.core.recorder import Recorder, order_of
-from verl_ext.errors import HookError
 from verl_ext.probe.readings import (
     DECODE,
     FLIPS,

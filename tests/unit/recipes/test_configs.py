@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from tests import ROOT
 from tests.support.examples import some
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.launch.compose import VERL_CONFIGS, prepare, stability_choices
 from verl_ext.settings.config import StabilityConfig
 from verl_ext.settings.stability import stability_config

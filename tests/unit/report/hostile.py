@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from rich.console import Console
 
-from verl_ext.metrics.buckets import NAMES
+from verl_ext.base.metrics.buckets import NAMES
 from verl_ext.report import page
 from verl_ext.report.comparison import compare_runs, comparison_table
 from verl_ext.report.folder import write_pages

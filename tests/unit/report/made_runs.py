@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from verl_ext.base.metrics.buckets import NAMES
 from verl_ext.guard.state import Event
-from verl_ext.metrics.buckets import NAMES
 from verl_ext.report.run import Run, Series
 
 NAN = float("nan")

@@ -8,7 +8,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 
 from tests.support.closeness import close
 from tests.support.routing_families import EXPERTS, FAMILIES, SMALL, TOP_K, build, experts_inputs, moe_layers
-from verl_ext.errors import HookError
+from verl_ext.base.errors import HookError
 from verl_ext.routing.choices import (
     ExpertTopK,
     check_replayable,

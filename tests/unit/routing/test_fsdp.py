@@ -11,8 +11,8 @@ from verl.utils import tensordict_utils as tu
 
 from tests.support.routing_families import EXPERTS, build, moe_layers
 from tests.support.routing_ranks import LENGTHS, Case, batch, rollout_routes
+from verl_ext.base.errors import HookError
 from verl_ext.core.routing import RouterSums, router_metrics
-from verl_ext.errors import HookError
 from verl_ext.routing.fsdp import OLD_ROUTES, ROLLOUT_ROUTES, FsdpRouting, top_k_margin
 from verl_ext.upstream.agent_loop import whole_sequence
 from verl_ext.upstream.sglang_routing import decoded

@@ -32,7 +32,7 @@ from tests.support.recorded_routes import (
     some_routes,
 )
 from tests.support.routing_families import noise
-from verl_ext.errors import HookError
+from verl_ext.base.errors import HookError
 from verl_ext.routing.recorded import Recorders
 
 

@@ -8,8 +8,8 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from tests.support.micro_batches import nested
+from verl_ext.base.errors import HookError
 from verl_ext.core.routing import RouterSums
-from verl_ext.errors import HookError
 from verl_ext.routing.outputs import RowLayout, believed, packed_rows, routing_outputs
 
 LAYERS, TOP_K = 3, 4

@@ -19,8 +19,8 @@ from tests.support.recorded_routes import (
     some_routes,
     worker_config,
 )
+from verl_ext.base.errors import HookError
 from verl_ext.core.routing import RouterSums
-from verl_ext.errors import HookError
 from verl_ext.routing.recorded import RecordedRouting, Recorders, compare
 
 

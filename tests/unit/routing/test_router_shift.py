@@ -11,7 +11,7 @@ from verl.utils import tensordict_utils as tu
 from tests.support.closeness import close
 from tests.support.micro_batches import nested
 from tests.support.routing_families import FAMILIES, SMALL
-from verl_ext.errors import HookError
+from verl_ext.base.errors import HookError
 from verl_ext.routing.choices import find_choices, probe_choices
 from verl_ext.routing.router_shift import ShiftRecorder, check_outputs, refuse_probabilities, router_logits
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss

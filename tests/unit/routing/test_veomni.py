@@ -21,7 +21,7 @@ from tests.support.recorded_routes import (
     sequences,
     worker_config,
 )
-from verl_ext.errors import HookError
+from verl_ext.base.errors import HookError
 from verl_ext.routing.recorded import RecordedRouting, Recorders
 
 

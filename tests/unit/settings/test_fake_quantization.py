@@ -2,8 +2,8 @@
 
 import pytest
 
+from verl_ext.base.errors import ConfigError
 from verl_ext.core import fake_quant
-from verl_ext.errors import ConfigError
 from verl_ext.settings.fake_quantization import FORMATS, NONE
 from verl_ext.settings.stability import stability_config
 

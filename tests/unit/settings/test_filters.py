@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 
+from verl_ext.base.errors import ConfigError
 from verl_ext.core.filters import BATCH_FILTERS, BatchFilter, FilterBatch, apply_filters, register_batch_filter
 from verl_ext.core.tokens import Tokens
-from verl_ext.errors import ConfigError
 from verl_ext.settings.stability import stability_config
 
 ALL = {

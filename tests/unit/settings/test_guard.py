@@ -1,7 +1,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.guard.rules import Rule, describe
 from verl_ext.settings.stability import stability_config
 

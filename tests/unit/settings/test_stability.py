@@ -2,7 +2,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.support.fixing import assert_fixed
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.settings.config import StabilityConfig
 from verl_ext.settings.stability import stability_config
 

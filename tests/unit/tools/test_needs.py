@@ -11,7 +11,7 @@ import pytest
 from tests import ROOT
 from tools import needs
 from tools.needs import Source, mentioned, parameters
-from verl_ext.upstream.changes import TABLE, VERL
+from verl_ext.base.changes import TABLE, VERL
 
 BASE = "verl.trainer.ppo.v1.trainer_base"
 WORKERS = "verl.workers.engine_workers"

@@ -11,8 +11,8 @@ from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, get_adv_
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
 from tests.support.closeness import close
+from verl_ext.base.errors import BatchError, ConfigError
 from verl_ext.core.advantages import ESTIMATORS
-from verl_ext.errors import BatchError, ConfigError
 from verl_ext.settings.estimators import estimator_settings
 from verl_ext.trainer.advantages import session_keys
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from verl_ext.base.metrics.buckets import NAMES
 from verl_ext.core.tokens import jagged
-from verl_ext.metrics.buckets import NAMES
 from verl_ext.trainer.batch import lag_of, non_finite, response_tokens
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from verl_ext.base.errors import HookError
 from verl_ext.core.routing import FEWEST, REASONS
-from verl_ext.errors import HookError
 from verl_ext.trainer.captured import CapturedRouting, Counts
 
 

@@ -8,7 +8,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils import tracking
 
 from tests.support.store import Store, compute_advantage, nested
-from verl_ext.errors import GuardStopError, HookError
+from verl_ext.base.errors import GuardStopError, HookError
 from verl_ext.trainer import checkpoints, trainers
 from verl_ext.trainer.checkpoints import CheckpointError
 

@@ -8,10 +8,10 @@ from transfer_queue import KVBatchMeta
 
 from tests.support.examples import at_most
 from tests.support.store import made_batch
+from verl_ext.base.errors import BatchError
 from verl_ext.core.measure import measure
 from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.tokens import Tokens, jagged
-from verl_ext.errors import BatchError
 from verl_ext.trainer import in_blocks, transfer
 from verl_ext.trainer.batch import gaps
 from verl_ext.trainer.in_blocks import InBlocks, parts_of

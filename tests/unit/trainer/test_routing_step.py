@@ -5,8 +5,8 @@ import torch
 
 from tests.support.store import nested
 from tests.support.training_step import COLUMNS, READ, ran, router_sums
+from verl_ext.base.errors import BatchError, HookError
 from verl_ext.core.routing import RouterSums
-from verl_ext.errors import BatchError, HookError
 
 
 def test_routing_is_not_sent_to_stages_that_do_not_read_it(step, capsys):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_ext.errors import HookError
+from verl_ext.base.errors import HookError
 from verl_ext.settings.stability import stability_config
 from verl_ext.trainer.active import read_active
 from verl_ext.trainer.startup import Engines, Feature, print_table, verify

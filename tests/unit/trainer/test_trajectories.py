@@ -9,9 +9,9 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.names import older_part
 from verl_ext.core.tokens import Tokens
-from verl_ext.errors import ConfigError
-from verl_ext.run_files import older_part
 from verl_ext.settings.stability import stability_config
 from verl_ext.settings.trajectories import TrajectoryDump
 from verl_ext.trainer import trajectories

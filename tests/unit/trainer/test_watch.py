@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import pytest
 import ray
 
-from verl_ext.errors import WorkerDiedError
+from verl_ext.base.errors import WorkerDiedError
 from verl_ext.trainer import watch
 from verl_ext.trainer.watch import SlowStep, Watch
 

@@ -14,11 +14,11 @@ from verl.workers.rollout.replica import TokenOutput
 
 from tests.support.agent_loop_worker import asked_for, changed, client_of
 from tests.support.agent_loop_worker import run as run_in_worker
+from verl_ext.base.errors import HookError
+from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
+from verl_ext.base.patching import PatchError
 from verl_ext.core.head import Call, heads_of
-from verl_ext.errors import HookError
-from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.upstream import agent_loop
-from verl_ext.upstream.patching import PatchError
 
 K = 3
 PROMPT = [7, 8]

@@ -11,10 +11,10 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 
 from tests.support.agent_loop_worker import asked_for, changed
 from tests.support.agent_outputs import PROMPT, RESPONSE, output
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.patching import PatchError
 from verl_ext.upstream import agent_loop
 from verl_ext.upstream.agent_loop import Wanted, parsed
-from verl_ext.upstream.patching import PatchError
 
 PLACE = f"ray_kwargs.ray_init.runtime_env.env_vars.{agent_loop.VARIABLE}"
 CHANGE = (agent_loop.change_agent_loop, verls_agent_loop)

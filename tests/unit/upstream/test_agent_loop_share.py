@@ -15,7 +15,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from tests.support.agent_loop_worker import asked_for, changed
 from tests.support.agent_outputs import PROMPT, RESPONSE, output
-from verl_ext.fields import ROLLOUT_ROUTES
+from verl_ext.base.names import ROLLOUT_ROUTES
 from verl_ext.upstream import agent_loop
 from verl_ext.upstream.agent_loop import Systematic, Wanted
 

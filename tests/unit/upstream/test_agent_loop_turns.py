@@ -17,9 +17,9 @@ from verl.workers.rollout.replica import TokenOutput
 
 from tests.support.agent_loop_worker import asked_for, changed, client_of
 from tests.support.agent_loop_worker import run as run_in_worker
+from verl_ext.base.patching import PatchError
 from verl_ext.upstream import agent_loop
 from verl_ext.upstream.agent_loop import Turn, Wanted, common, parsed
-from verl_ext.upstream.patching import PatchError
 
 LAYERS, TOP_K = 2, 3
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from tests.support.routing_families import EXPERTS, FAMILIES, build
+from verl_ext.base.patching import PatchError
 from verl_ext.core.fake_quant import fake_quantized
 from verl_ext.upstream.fake_quantization import HEAD, LINEAR, ROUTER, kind_of, report, round_while_loading
-from verl_ext.upstream.patching import PatchError
 
 FP4 = {"format": "fp4", "group": 16, "router": False, "head": False}
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
 from tests.support.sglang_server import generated, server, verls_server_module
-from verl_ext.errors import HookError
-from verl_ext.upstream.patching import PatchError
+from verl_ext.base.errors import HookError
+from verl_ext.base.patching import PatchError
 from verl_ext.upstream.sglang_routing import decode_routing, decoded, decodes
 
 PROMPT, RESPONSE = [5, 6, 7], [8, 9]

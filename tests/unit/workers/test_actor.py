@@ -12,7 +12,7 @@ from verl.trainer.distillation import distillation_ppo_loss
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import ppo_loss
 
-from verl_ext.errors import ConfigError, HookError
+from verl_ext.base.errors import ConfigError, HookError
 from verl_ext.workers.actor import (
     LOSS_WORKERS,
     ROUTING_WORKERS,

@@ -16,12 +16,12 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import PolicyLossConfig
 
 from tests.support.micro_batches import nested
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS, FilterBatch
 from verl_ext.core.measure import gather
 from verl_ext.core.tokens import Lag, Tokens
-from verl_ext.errors import ConfigError
-from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.launch.checks import check_run, loss_settings
 from verl_ext.settings.stability import stability_config
 from verl_ext.trainer.step import leave_out

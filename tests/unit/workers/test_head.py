@@ -6,8 +6,8 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from tests.support.micro_batches import nested
-from verl_ext.errors import BatchError
-from verl_ext.fields import HEAD_IDS, HEAD_LOG_PROBS
+from verl_ext.base.errors import BatchError
+from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.workers.head import HeadReader, HeadUse, _whole
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from tests.support.policy_loss_oracles import (
     opsm_loss_oracle,
     router_shift_loss_oracle,
 )
-from verl_ext.errors import ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.settings.losses import BASES, LOSSES, VERLS_SETTINGS
 from verl_ext.workers.loss_config import build_loss_config
 from verl_ext.workers.losses import LossInputs, provide

@@ -12,9 +12,9 @@ from verl.workers.config import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 from tests.support.closeness import close
+from verl_ext.base.errors import ConfigError
 from verl_ext.core.corrections import CORRECTIONS, register_correction
 from verl_ext.core.losses import LossChange
-from verl_ext.errors import ConfigError
 from verl_ext.launch.checks import loss_settings
 from verl_ext.settings.stability import stability_config
 from verl_ext.workers.first_pass import FirstPass

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import altair as alt
 import numpy as np
 
-from verl_ext.metrics.buckets import NAMES
+from verl_ext.base.metrics.buckets import NAMES
 from verl_ext.report.figures.columns import AGREEMENT, REST, STAGES, stage_seconds
 from verl_ext.report.figures.lines import HEIGHT, SERIES, WIDTH, Line, data, line_chart
 from verl_ext.report.figures.panels import Panel, step_span

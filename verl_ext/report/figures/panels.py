@@ -7,8 +7,8 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from verl_ext.metrics import METRICS, find, ours
-from verl_ext.metrics.buckets import NAMES
+from verl_ext.base.metrics import METRICS, find, ours
+from verl_ext.base.metrics.buckets import NAMES
 from verl_ext.report.figures import columns, gap
 from verl_ext.report.figures.lines import (
     BLUE,

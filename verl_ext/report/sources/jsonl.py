@@ -14,8 +14,8 @@ from typing import Any
 
 import orjson
 
+from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
-from verl_ext.printable import printable
 from verl_ext.report.files import open_regular
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.table import MetricTable, TableRun

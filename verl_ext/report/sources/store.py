@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from verl_ext.printable import printable
+from verl_ext.base.printable import printable
 from verl_ext.report.run import ReportError
 from verl_ext.report.sources.table import FIRST_STEPS, MetricTable, TableRun
 

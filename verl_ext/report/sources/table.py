@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from verl_ext.printable import printable
+from verl_ext.base.printable import printable
 from verl_ext.report.run import LARGEST, ReportError, Series
 
 FLUSH_AT = 1 << 18  # values

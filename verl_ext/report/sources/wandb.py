@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from verl_ext.printable import printable
+from verl_ext.base.printable import printable
 from verl_ext.report.files import is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.store import Process

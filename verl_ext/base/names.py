@@ -1,8 +1,11 @@
-"""The fields of a batch that cross a process, by the names under which TransferQueue and the workers know them.
+"""Names that more than one process knows: the fields of a batch, and the files of a run.
 
-Jagged, one row a trajectory, [B, r] over its response tokens unless said otherwise; n of all its tokens, L MoE layers
-of the training engine, L' layers as the rollout ships them, K experts a token, H tokens of the sampler's head.
+Fields have the names by which TransferQueue and the workers know them. They are jagged, one row per trajectory, [B, r]
+over its response tokens unless said otherwise; n of all its tokens, L MoE layers of the training engine, L' layers as
+the rollout ships them, K experts per token, H tokens of the sampler's head.
 """
+
+from pathlib import Path
 
 # Of the rollout, as verl names them.
 PROMPTS = "prompts"  # token ids, of the prompt
@@ -42,3 +45,12 @@ OWN_ROUTES = "own_routes"  # true: a run that replays routing leaves this pass t
 FILTER_SCALE = "filter_scale"  # a number: trajectories with tokens over trajectories that the filters kept
 UPDATE = "guarded_update"  # arguments of the workers' Gate.begin_update
 FIRST_PASS = "first_pass"  # in bypass mode, arguments of the workers' FirstPass.begin_update
+
+# Files that a run writes next to its metrics file, as the trainer names them and the report finds them.
+EVENTS = ".guard.jsonl"
+TRAJECTORIES = ".trajectories.jsonl"
+
+
+def older_part(trajectories: Path) -> Path:
+    """`run.trajectories.jsonl` -> `run.trajectories.1.jsonl`"""
+    return trajectories.with_suffix(".1.jsonl")

@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from verl_ext.upstream.changes import CHANGES
-from verl_ext.upstream.patching import PatchError, expect, expect_lookup, moved, patch, together, wrap
+from verl_ext.base.changes import CHANGES
+from verl_ext.base.patching import PatchError, expect, expect_lookup, moved, patch, together, wrap
 
 CHANGE = "keep_metrics"
 

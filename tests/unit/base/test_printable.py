@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ext.printable import MOST, printable
+from verl_ext.base.printable import MOST, printable
 
 
 @pytest.mark.parametrize(

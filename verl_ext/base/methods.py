@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any, Generic, NoReturn, TypeVar, get_type_hints
 
-from verl_ext.errors import ConfigError, SettingError
+from verl_ext.base.errors import ConfigError, SettingError
 
 KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-from verl_ext.upstream.changes import CHANGES
+from verl_ext.base.changes import CHANGES
 
 Undo = Callable[[], None]
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests import ROOT
 from tests.support.documented import undocumented
-from verl_ext.metrics import METRICS, OURS, comes_late, find, is_of_the_gap, is_rare, nearest, ours
-from verl_ext.metrics.__main__ import page
+from verl_ext.base.metrics import METRICS, OURS, comes_late, find, is_of_the_gap, is_rare, nearest, ours
+from verl_ext.base.metrics.__main__ import page
 
 LOGGED = Path(__file__).with_name("logged_metrics.txt").read_text().split()  # by runs of tests/stack
 GAP = "\0"  # what an f-string computes
@@ -21,7 +21,7 @@ NAME = re.compile(rf"({'|'.join(OURS)}|actor/(gate|icepop|opsm|llds|router_shift
 def written() -> set[str]:
     """The names of ours in the source, GAP for what is computed; prefixes of names end in / or _."""
     found = set()
-    for file in {*(ROOT / "verl_ext").rglob("*.py")} - {*(ROOT / "verl_ext" / "metrics").iterdir()}:
+    for file in {*(ROOT / "verl_ext").rglob("*.py")} - {*(ROOT / "verl_ext" / "base" / "metrics").iterdir()}:
         nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
         strings = [node for node in nodes if isinstance(node, ast.JoinedStr)]
         parts = {part for string in strings for part in string.values}
@@ -42,13 +42,13 @@ def could_be(name: str) -> set[str]:
 
 
 def test_the_page_is_current():
-    assert (ROOT / "docs" / "metrics.md").read_text() == page(), "python -m verl_ext.metrics > docs/metrics.md"
+    assert (ROOT / "docs" / "metrics.md").read_text() == page(), "python -m verl_ext.base.metrics > docs/metrics.md"
 
 
 def test_every_name_in_the_source_is_documented():
     names = written()
     assert len(names) > 50 and "vllm_kl/k3" in names and f"router/{GAP}/layer_{GAP}" in names
-    assert {name for name in names if not could_be(name)} == set(), "an entry in verl_ext/metrics/ours.py"
+    assert {name for name in names if not could_be(name)} == set(), "an entry in verl_ext/base/metrics/ours.py"
 
 
 def test_every_name_that_a_run_logged_is_documented():

@@ -1,15 +1,15 @@
 """Every metric once: name, meaning, unit, which way is better, who logs it and when.
 
 Labels, units and directions in the report come from here, as does what the guard may expect of a signal;
-`python -m verl_ext.metrics > docs/metrics.md` makes the page.
+`python -m verl_ext.base.metrics > docs/metrics.md` makes the page.
 """
 
 from difflib import get_close_matches
 from functools import lru_cache
 
-from verl_ext.metrics import ours
-from verl_ext.metrics.metric import Metric, Section
-from verl_ext.metrics.verls import VERL
+from verl_ext.base.metrics import ours
+from verl_ext.base.metrics.metric import Metric, Section
+from verl_ext.base.metrics.verls import VERL
 
 SECTIONS: tuple[Section, ...] = (*ours.SECTIONS, VERL)
 METRICS = {metric.name: metric for section in SECTIONS for metric in section.metrics}

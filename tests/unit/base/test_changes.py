@@ -8,10 +8,10 @@ import pytest
 
 from tests import ROOT
 from tools.upstream_page import page
-from verl_ext.upstream.changes import CHANGES, TABLE
+from verl_ext.base.changes import CHANGES, TABLE
 
 PACKAGE = ROOT / "verl_ext"
-PATCHING = PACKAGE / "upstream" / "patching.py"
+PATCHING = PACKAGE / "base" / "patching.py"
 
 
 def calls(*functions: str) -> list[tuple[str, ast.Call]]:
@@ -52,5 +52,5 @@ def test_the_page_is_current():
 
 
 def test_the_table_is_read_without_what_it_changes():
-    code = "import sys, verl_ext.upstream.patching; print(*{'verl', 'vllm', 'torch', 'ray'} & {*sys.modules})"
+    code = "import sys, verl_ext.base.patching; print(*{'verl', 'vllm', 'torch', 'ray'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == []

@@ -22,7 +22,7 @@ class ConfigError(UserError, ValueError):
 
 
 class SettingError(ConfigError):
-    """Of a dataclass of settings, which does not know its place in the config: `verl_ext.methods.build` does.
+    """Of a dataclass of settings, which does not know its place in the config: `verl_ext.base.methods.build` does.
 
     Args:
         name, said: of the setting; the text is `NAME SAID`.

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from verl_ext.metrics.metric import Metric, Section
+from verl_ext.base.metrics.metric import Metric, Section
 
 after = partial(Metric, when="after")
 

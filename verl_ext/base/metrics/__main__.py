@@ -1,12 +1,13 @@
-"""The page of all metrics: `python -m verl_ext.metrics > docs/metrics.md`."""
+"""The page of all metrics: `python -m verl_ext.base.metrics > docs/metrics.md`."""
 
 from collections.abc import Iterator
 
-from verl_ext.metrics import SECTIONS, Metric, Section
+from verl_ext.base.metrics import SECTIONS, Metric, Section
 
 HEAD = """# Metrics
 
-Made by `python -m verl_ext.metrics` from [verl_ext/metrics](../verl_ext/metrics); a test holds the two together.
+Made by `python -m verl_ext.base.metrics` from [verl_ext/base/metrics](../verl_ext/base/metrics); a test holds the two
+together.
 
 They go through verl's own loggers (console, file, W&B, TensorBoard, ...). In a name, `*` stands for one part, `**` for
 all that follows, `{a,b}` for a or b. Notation: `l_infer`, `l_old` and `l_theta` are a token's log-probabilities under

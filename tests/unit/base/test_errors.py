@@ -9,8 +9,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from tests import ROOT
-from verl_ext import errors
-from verl_ext.errors import ConfigError
+from verl_ext.base import errors
+from verl_ext.base.errors import ConfigError
 
 PACKAGE = ROOT / "verl_ext"
 ROOMS = ("settings", "launch", "trainer", "workers", "routing", "upstream")
