@@ -56,7 +56,7 @@ class Parent:
         error = sys.exc_info()[1]  # SGLang calls this where it handles it
         reason = f"SGLang's {self._name} failed: {type(error).__name__}: {' '.join(str(error).split())}"
         with contextlib.suppress(OSError, EOFError):
-            self._actor.send(reason[:LONGEST])
+            self._actor.send(reason[:LONGEST].rstrip("."))  # it is told within a sentence
             self._actor.poll(ANSWER_S)
         if starter := multiprocessing.parent_process():
             os.kill(starter.pid or 0, signal.Signals(number))
