@@ -85,7 +85,19 @@ def _copied(copy_to_cpu: Callable[[Any], None], output: Any) -> None:
 def pickle_by_value(module: Any) -> Undo:
     """Weights travel to SGLang as handles of GPU memory; handles of CPU tensors need a common parent process."""
     expect("pickle_by_value", module, "ForkingPickler")
-    return patch("pickle_by_value", module, "ForkingPickler", pickle.Pickler)
+    return patch("pickle_by_value", module, "ForkingPickler", ByValue)
+
+
+class ByValue(pickle.Pickler):
+    """A pickler that writes a part of a storage by itself. Megatron's weights are parts of one buffer, and a tensor is
+    pickled with all of its storage."""
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+            return value.detach().clone(memory_format=torch.contiguous_format).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
 
 
 import_sglang()
