@@ -198,8 +198,9 @@ TABLE = (
     ),
     Change(
         name="sglang_processes",
-        target="`_launch_subprocesses` of `Engine` in `sglang.srt.entrypoints.engine`; in the processes that it "
-        "starts, `psutil` of `sglang.srt.managers.scheduler` and of `detokenizer_manager`",
+        target="`_launch_subprocesses` of `Engine` and `_check_processes` of `SubprocessWatchdog` in "
+        "`sglang.srt.entrypoints.engine`; in the processes that it starts, `psutil` of "
+        "`sglang.srt.managers.scheduler` and of `detokenizer_manager`",
         why="a process of SGLang that fails ends verl's actor without a word; this one leaves its reason first",
         when="always, in verl's SGLang servers",
         versions=VERL | SGLANG,

@@ -15,14 +15,13 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
-from verl_ext.base.patching import Undo, expect, patch
+from verl_ext.base.patching import Undo, expect, patch, together, wrap
 
 MODULES = {"scheduler": "sglang.srt.managers.scheduler", "detokenizer": "sglang.srt.managers.detokenizer_manager"}
 ANSWER_S = 10.0  # a process that ends waits so long for its actor to have kept the reason
-LOOK_S = 1.0
 LONGEST = 500  # characters of a reason
 NAMESPACE, PREFIX = b"verl_ext", b"sglang_died/"
 
@@ -78,22 +77,29 @@ def start_processes(server_module: Any, run: Callable[..., None] = run) -> Undo:
             kwargs[process] = partial(run, name, there, kwargs[process])
         return launch(*args, **kwargs)
 
-    return patch("sglang_processes", engine, "_launch_subprocesses", staticmethod(launch_subprocesses))
+    watchdog = expect("sglang_processes", server_module, "sglang.srt.entrypoints.engine.SubprocessWatchdog")
+    return together(
+        lambda: patch("sglang_processes", engine, "_launch_subprocesses", staticmethod(launch_subprocesses)),
+        lambda: wrap("sglang_processes", watchdog, "_check_processes", keep_exit_codes, "self"),
+    )
 
 
 def keep_reasons(reasons: Connection) -> None:
-    """Keep what the processes say in Ray's store, and that one was killed. Runs in a thread of the actor."""
+    """Keep what the processes say. Runs in a thread of the actor."""
     while True:
-        children = {child.sentinel: child for child in multiprocessing.active_children()}
-        for ready in wait([reasons, *children], timeout=LOOK_S):
-            if ready is reasons:
-                try:
-                    keep(reasons.recv())
-                    reasons.send("kept")
-                except (EOFError, OSError):  # the processes are gone, as at the end of every run
-                    return
-            elif (child := children[ready]).exitcode:  # type: ignore[index]
-                keep(f"an SGLang process (pid {child.pid}) ended with exit code {child.exitcode}")
+        try:
+            keep(reasons.recv())
+            reasons.send("kept")
+        except (EOFError, OSError):  # the processes are gone, as at the end of every run
+            return
+
+
+def keep_exit_codes(check: Callable[[Any], bool], watchdog: Any) -> bool:
+    """SGLang's look at its processes, which ends the actor where one of them was killed."""
+    for process in watchdog._processes:
+        if not process.is_alive() and process.exitcode:
+            keep(f"an SGLang process (pid {process.pid}) ended with exit code {process.exitcode}")
+    return check(watchdog)
 
 
 def keep(reason: str) -> None:
