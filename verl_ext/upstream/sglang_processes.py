@@ -57,8 +57,8 @@ class Parent:
         with contextlib.suppress(OSError, EOFError):
             self._actor.send(reason[:LONGEST].rstrip("."))  # it is told within a sentence
             self._actor.poll(ANSWER_S)
-        if starter := multiprocessing.parent_process():
-            os.kill(starter.pid or 0, signal.Signals(number))
+        if (starter := multiprocessing.parent_process()) and starter.pid:
+            os.kill(starter.pid, number)
 
 
 # In the actor
