@@ -32,7 +32,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.core.routing import REASONS, RouterSums
 from verl_ext.core.tokens import jagged
-from verl_ext.settings.stability import stability_config
+from verl_ext.features.stability import stability_config
 from verl_ext.trainer import exchange, in_blocks, transfer
 from verl_ext.trainer.stability_run import StabilityRun
 

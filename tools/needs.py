@@ -149,7 +149,7 @@ HOOKS = (
     ),
     Hook(
         "advantage estimators",
-        "trainer/advantages.py",
+        "features/advantages.py",
         (f"{ALGORITHMS}.register_adv_est(name_or_enum)", f"{ALGORITHMS}.ADV_ESTIMATOR_REGISTRY"),
     ),
     Hook(

@@ -9,16 +9,16 @@ import: they come after the checks that do without, so that a wrong setting is r
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn
 
 import hydra
 from omegaconf import DictConfig
 
 from verl_ext.base.errors import GuardStopError, UserError, WorkerDiedError
+from verl_ext.features.stability import stability_config
+from verl_ext.features.table import apply_engine_settings, check_run, read_features
 from verl_ext.launch import compose
-from verl_ext.launch.checks import apply_engine_settings, check_run
-from verl_ext.launch.features import features
-from verl_ext.settings.stability import stability_config
 from verl_ext.upstream.sglang_processes import why_they_died
 
 STOPPED = 3  # exit code of a run that the guard ended, for launch scripts that would start it again
@@ -30,10 +30,9 @@ def run(config: DictConfig, task_runner: Callable[[], type]) -> None:
     Args:
         task_runner: returns the class of the Ray actor that trains. It is called after the checks.
     """
-    stability = stability_config(config.stability)
-    active = bool(features(config, stability))
-    if active:
-        check_run(config, stability, read_model=False)
+    features = read_features(config, stability_config(config.stability), read_model=False)
+    if features.lines:
+        check_run(features)
     else:
         print("verl_ext: nothing of stability.* is switched on; running verl as it is", flush=True)
 
@@ -45,11 +44,11 @@ def run(config: DictConfig, task_runner: Callable[[], type]) -> None:
 
     import verl_ext.plugin  # noqa: F401 (also where VERL_USE_EXTERNAL_PLUGINS leaves it out)
 
-    if not active:
+    if not features.lines:
         verl_main.main.__wrapped__(config)
         return
-    check_run(config, stability)  # with the model, which verl may have to fetch (VERL_USE_MODELSCOPE)
-    apply_engine_settings(config, stability)
+    check_run(replace(features, read_model=True))  # the model, which verl may have to fetch (VERL_USE_MODELSCOPE)
+    apply_engine_settings(features)
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     verl_main.run_ppo(config, task_runner_class=ray.remote(task_runner()))

@@ -10,6 +10,7 @@ from importlib import import_module
 
 from wrapt import register_post_import_hook
 
+from verl_ext.features.advantages import register_estimators
 from verl_ext.upstream import agent_loop, on_cpu
 
 logger = logging.getLogger("verl_ext")
@@ -21,7 +22,7 @@ def load() -> None:
     """Install the hooks; those of the agent loop and of the CPU platform where the environment asks for them."""
     # Importing these registers them; they may be on their way in themselves, having imported verl's registry.
     register_post_import_hook(lambda _: import_module("verl_ext.workers.losses"), "verl.trainer.ppo.core_algos")
-    register_post_import_hook(lambda _: import_module("verl_ext.trainer.advantages"), "verl.trainer.ppo.core_algos")
+    register_post_import_hook(lambda _: register_estimators(), "verl.trainer.ppo.core_algos")
     agent_loop.install()
     register_post_import_hook("verl_ext.upstream.sglang_routing:decode_routing", SGLANG_SERVER)
     register_post_import_hook("verl_ext.upstream.megatron_schedule:load_schedule", MEGATRON_ENGINE)

@@ -54,7 +54,7 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
     from omegaconf import OmegaConf
 
     from verl_ext.core.tokens import jagged
-    from verl_ext.settings.stability import stability_config
+    from verl_ext.features.stability import stability_config
     from verl_ext.trainer.transfer import get_fields, put_fields
 
     def change(batch, field, edit):

@@ -18,9 +18,8 @@ def replaying(trainer_class: type) -> type:
 
     from verl_ext.base.names import ROLLOUT_ROUTES
     from verl_ext.core.tokens import jagged
-    from verl_ext.launch.bypass import BYPASS
-    from verl_ext.launch.checks import loss_settings
-    from verl_ext.launch.routing_checks import replay_setting
+    from verl_ext.features.table import loss_settings, read_features
+    from verl_ext.features.verl_config import BYPASS, replay_setting
     from verl_ext.trainer.transfer import get_fields, put_fields
 
     class ReplayingTrainer(trainer_class):
@@ -30,7 +29,7 @@ def replaying(trainer_class: type) -> type:
             stability = self.stability_run.active.stability
             if SCHEDULE[self.global_steps - 1] == BYPASSED:
                 OmegaConf.update(self.config, BYPASS, True)
-                self.actor_rollout_wg.configure_loss(loss_settings(self.config, stability))
+                self.actor_rollout_wg.configure_loss(loss_settings(read_features(self.config, stability)))
             self.stability_run.use(self.config, stability)
             self.actor_rollout_wg.set_replay(mode)
             return super().step(metrics, timing_raw)

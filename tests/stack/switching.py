@@ -110,16 +110,16 @@ def compose(overrides: list[str]):
     import hydra
     from omegaconf import OmegaConf, open_dict
 
-    from verl_ext.launch.checks import apply_engine_settings, check_run
+    from verl_ext.features.stability import stability_config
+    from verl_ext.features.table import apply_engine_settings, check_run, read_features
     from verl_ext.launch.compose import VERL_CONFIGS, prepare
-    from verl_ext.settings.stability import stability_config
 
     last = {override.split("=")[0].lstrip("+"): override for override in overrides}
     with hydra.initialize_config_dir(str(VERL_CONFIGS), version_base=None):
         config = hydra.compose("ppo_trainer", prepare(list(last.values())))
     stability = stability_config(config.stability)
-    check_run(config, stability)
-    apply_engine_settings(config, stability)
+    check_run(read_features(config, stability))
+    apply_engine_settings(read_features(config, stability))
     with open_dict(config):
         config.stability = OmegaConf.to_container(config.stability)
     return config, stability
@@ -130,7 +130,7 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
     from omegaconf import OmegaConf
 
     from verl_ext.core.tokens import AT_ONCE
-    from verl_ext.launch.checks import loss_settings
+    from verl_ext.features.table import loss_settings, read_features
     from verl_ext.trainer import in_blocks
 
     entries = list(schedule)
@@ -145,7 +145,7 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
             policy_loss = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss)
             policy_loss.pop("_target_", None)
             policy_loss.pop("rollout_correction", None)
-            settings = loss_settings(config, stability) | {"policy_loss": policy_loss}
+            settings = loss_settings(read_features(config, stability)) | {"policy_loss": policy_loss}
             active = self.actor_rollout_wg.configure_loss(settings)[0]
             print(f"switching: step {self.global_steps}: {' '.join(entry)}: {active}", flush=True)
             return super().step(metrics, timing_raw)

@@ -15,12 +15,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def launch(compose):
     """launch(overrides...) -> the config that the actor's workers get."""
-    from verl_ext.launch.checks import apply_engine_settings
-    from verl_ext.settings.stability import stability_config
+    from verl_ext.features.stability import stability_config
+    from verl_ext.features.table import apply_engine_settings, read_features
 
     def launch(*overrides):
         config = compose(*overrides)
-        apply_engine_settings(config, stability_config(config.stability))
+        apply_engine_settings(read_features(config, stability_config(config.stability)))
         return OmegaConf.create(OmegaConf.to_container(config, resolve=True)).actor_rollout_ref
 
     return launch

@@ -10,7 +10,7 @@ from tests import ROOT
 from verl_ext.base.methods import defaults
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS
-from verl_ext.settings.stability import default_node
+from verl_ext.features.stability import default_node
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("*.md")]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
@@ -89,7 +89,7 @@ def test_the_settings_page_has_every_setting_with_its_default():
     )
     settings = leaves(default_node(), "stability") | leaves(corrections, "stability", none="-")
     settings |= leaves(filters, "stability.filters", none="-")
-    assert dict(rows) == settings, "python -m verl_ext.settings > docs/settings.md"
+    assert dict(rows) == settings, "python -m verl_ext.features > docs/settings.md"
     assert len(rows) == len(dict(rows))
 
 

@@ -22,9 +22,9 @@ from verl_ext.core.filters import BATCH_FILTERS, FilterBatch, apply_filters
 from verl_ext.core.losses import LOSSES
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
-from verl_ext.launch.checks import apply_engine_settings, check_run
-from verl_ext.launch.features import IN_LOSS, features, uses
-from verl_ext.settings.stability import stability_config
+from verl_ext.features.feature import Part
+from verl_ext.features.stability import stability_config
+from verl_ext.features.table import apply_engine_settings, check_run, read_features
 from verl_ext.workers.losses import LossInputs, provide
 
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def launched(tmp_path, monkeypatch, compose) -> Iterator[Callable]:
     def launch(module):
         (command,) = [text for text in COMMANDS if module in text]
         config = compose(*shlex.split(command.replace("\\\n", ""))[3:-1])  # between main_ppo and the dots
-        check_run(config, stability_config(config.stability), read_model=False)
+        check_run(read_features(config, stability_config(config.stability), read_model=False))
         return config
 
     with ExitStack() as registries:
@@ -97,8 +97,8 @@ def launched_loss(config):
     from verl_ext.workers.losses import register
 
     stability = stability_config(config.stability)
-    assert uses(features(config, stability), IN_LOSS), "else the loss finds nothing to read"
-    apply_engine_settings(config, stability)
+    assert read_features(config, stability).uses(Part.LOSS), "else the loss finds nothing to read"
+    apply_engine_settings(read_features(config, stability))
     assert config.actor_rollout_ref.model.external_lib == ["my_loss"], "verl imports it in each worker"
     register()  # as the worker's loss does
     OmegaConf.update(config, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 1)
@@ -137,19 +137,19 @@ def test_a_setting_of_the_loss_is_checked_by_name_and_type(compose, launched):
         changed = copy.deepcopy(config)
         OmegaConf.update(changed, f"actor_rollout_ref.actor.policy_loss.{name}", value, force_add=True)
         with pytest.raises(ConfigError, match=message):
-            check_run(changed, stability_config(changed.stability), read_model=False)
+            check_run(read_features(changed, stability_config(changed.stability), read_model=False))
 
 
 def test_the_estimator(launched):
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-    from verl_ext.trainer import advantages
+    from verl_ext.features.advantages import register_estimators
 
     config = launched("my_estimator")
-    assert [feature.setting for feature in features(config, stability_config(config.stability))] == [
+    assert [feature.setting for feature in read_features(config, stability_config(config.stability)).lines] == [
         "against_the_batch, scale 0.5"
     ]
-    advantages.register()  # as our trainer does
+    register_estimators()  # as our trainer does
     estimate = get_adv_estimator_fn(config.algorithm.adv_estimator)
     rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 3.0]]), torch.tensor([[1, 1], [1, 0]])
     found, _ = estimate(token_level_rewards=rewards, response_mask=mask, index=["u", "v"], config=config.algorithm)

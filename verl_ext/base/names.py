@@ -5,7 +5,9 @@ over its response tokens unless said otherwise; n of all its tokens, L MoE layer
 the rollout ships them, K experts per token, H tokens of the sampler's head.
 """
 
+import os
 from pathlib import Path
+from typing import Any
 
 # Of the rollout, as verl names them.
 PROMPTS = "prompts"  # token ids, of the prompt
@@ -54,3 +56,20 @@ TRAJECTORIES = ".trajectories.jsonl"
 def older_part(trajectories: Path) -> Path:
     """`run.trajectories.jsonl` -> `run.trajectories.1.jsonl`"""
     return trajectories.with_suffix(".1.jsonl")
+
+
+def metrics_path(project: str, experiment: str) -> Path:
+    """The file that verl 0.9.1's file logger writes."""
+    if path := os.getenv("VERL_FILE_LOGGER_PATH"):
+        return Path(path)
+    return Path(os.path.expanduser(os.getenv("VERL_FILE_LOGGER_ROOT", ".")), project, f"{experiment}.jsonl")
+
+
+def events_path(config: Any) -> Path:
+    """The metrics file's path with .guard.jsonl for .jsonl; `config` is the run's."""
+    return metrics_path(config.trainer.project_name, config.trainer.experiment_name).with_suffix(EVENTS)
+
+
+def trajectories_path(config: Any) -> Path:
+    """The metrics file's path with .trajectories.jsonl for .jsonl; `config` is the run's."""
+    return metrics_path(config.trainer.project_name, config.trainer.experiment_name).with_suffix(TRAJECTORIES)

@@ -27,7 +27,7 @@ SILENT = ("triton_kernel", "flashinfer_trtllm", "flashinfer_mxfp4")  # of SGLang
 
 
 def captures_routing(context: Context) -> bool:
-    from verl_ext.launch.routing_checks import replay_mode
+    from verl_ext.features.verl_config import replay_mode
 
     if context.get(f"{ROLLOUT}.enable_rollout_routing_replay") or context.get("stability.router_agreement"):
         return True
@@ -209,7 +209,7 @@ def recorded_routing(context: Context) -> Iterable[Finding]:
     """
     from packaging.version import Version
 
-    from verl_ext.launch.routing_checks import replay_mode, replay_setting
+    from verl_ext.features.verl_config import replay_mode, replay_setting
     from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
     agreement = context.get("stability.router_agreement")

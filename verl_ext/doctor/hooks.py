@@ -73,7 +73,7 @@ def config_composes(context: Context) -> Iterable[Finding]:
 def hooks(context: Context) -> Iterable[Finding]:
     """What the start-up table would show, or each error that would come instead.
 
-    Source: `stability_config`, `features` and `check_run` of verl_ext, as `verl_ext.main_ppo.run` calls them;
+    Source: `stability_config`, `read_features` and `check_run` of verl_ext, as `verl_ext.main_ppo.run` calls them;
     `check_run` also probes the model's routers, where that runs no code of the model's own.
     """
     if context.config is None or not context.get(NAME) or context.plugin_modules:
@@ -82,14 +82,14 @@ def hooks(context: Context) -> Iterable[Finding]:
     yield from errors
     if errors:
         return
-    from verl_ext.launch.features import features
-    from verl_ext.settings.stability import stability_config
+    from verl_ext.features.stability import stability_config
+    from verl_ext.features.table import read_features
 
-    found = features(context.config, stability_config(context.config.stability))
-    if not found:
+    lines = read_features(context.config, stability_config(context.config.stability)).lines
+    if not lines:
         yield Finding("note", "nothing of stability.* is switched on", "verl runs as it is; see docs/methods.md")
-    for feature in found:
-        yield Finding("ok", f"{feature.name}: {feature.setting} ({feature.where})")
+    for line in lines:
+        yield Finding("ok", f"{line.name}: {line.setting} ({line.where})")
 
 
 @check("verl's validation")
@@ -130,7 +130,7 @@ def verl_validation(context: Context) -> Iterable[Finding]:
 def code(context: Context) -> Iterable[Finding]:
     """What the config names to be executed, and which checks were left out for it.
 
-    Source: `StabilityConfig.__post_init__` of verl_ext/settings/stability.py; `get_class_from_dynamic_module` of
+    Source: `stability_config` of verl_ext/features/stability.py; `get_class_from_dynamic_module` of
     transformers/dynamic_module_utils.py (5.10); `omega_conf_to_dataclass` of verl/utils/config.py (0.9.1).
     """
     if context.config is None or context.trust:
@@ -198,8 +198,8 @@ def built_settings(config: Any) -> dict[str, Any]:
 
 def settings_classes() -> set[str]:
     """The classes that verl's own files for actor and critic name, and what makes those of our losses."""
+    from verl_ext.features import losses
     from verl_ext.launch.compose import VERL_CONFIGS
-    from verl_ext.settings import losses
 
     files = (file for folder in FOLDERS for file in (VERL_CONFIGS / folder).glob("*.yaml"))
     verls = {target for file in files for target in TARGET_LINE.findall(file.read_text(encoding="utf-8"))}
@@ -246,14 +246,13 @@ def _errors_of(context: Context) -> list[Finding]:
 
 def _as_launched(config: "DictConfig") -> "DictConfig":
     """A config without errors, with what our entry point sets in it before verl gets it."""
-    from verl_ext.launch.checks import apply_engine_settings
-    from verl_ext.launch.features import features
-    from verl_ext.settings.stability import stability_config
+    from verl_ext.features.stability import stability_config
+    from verl_ext.features.table import apply_engine_settings, read_features
 
     config = copy.deepcopy(config)
-    stability = stability_config(config.stability)
-    if features(config, stability):
-        apply_engine_settings(config, stability)
+    features = read_features(config, stability_config(config.stability))
+    if features.lines:
+        apply_engine_settings(features)
     return config
 
 
@@ -262,14 +261,13 @@ def _first_error(config: "DictConfig", read_model: bool) -> "UserError | None":
     from omegaconf.errors import OmegaConfBaseException
 
     from verl_ext.base.errors import UserError
-    from verl_ext.launch.checks import check_run
-    from verl_ext.launch.features import features
-    from verl_ext.settings.stability import stability_config
+    from verl_ext.features.stability import stability_config
+    from verl_ext.features.table import check_run, read_features
 
     try:
-        stability = stability_config(config.stability)
-        if features(config, stability):
-            check_run(config, stability, read_model=read_model)
+        features = read_features(config, stability_config(config.stability), read_model=read_model)
+        if features.lines:
+            check_run(features)
     except UserError as error:
         return error
     except OmegaConfBaseException as error:

@@ -228,7 +228,7 @@ def fake_quantization(context: Context) -> Iterable[Finding]:
 
 def _corrected(context: Context) -> bool:
     """Whether any method weights the loss by the ratio of the engines."""
-    from verl_ext.settings.losses import LOSSES
+    from verl_ext.features.losses import LOSSES
 
     names = context.get("stability.correction", "none")
     ours = [name for name in ([names] if isinstance(names, str) else names) if name != "none"]

@@ -47,13 +47,14 @@ def truncated_sampling(context: Context) -> Iterable[Finding]:
 
 
 def _knows_kept_tokens(context: Context) -> bool:
-    from verl_ext.launch.features import HEAD, features, uses
-    from verl_ext.launch.head import truncates
-    from verl_ext.settings.stability import stability_config
+    from verl_ext.features.feature import Part
+    from verl_ext.features.stability import stability_config
+    from verl_ext.features.table import read_features
+    from verl_ext.features.verl_config import truncates
 
     if context.config is None or context.plugin_modules or not truncates(context.config):
         return False
-    return uses(features(context.config, stability_config(context.config.stability)), HEAD)
+    return read_features(context.config, stability_config(context.config.stability)).uses(Part.HEADS)
 
 
 @check("log-prob mode")
@@ -81,7 +82,7 @@ def rollout_logprobs(context: Context) -> Iterable[Finding]:
 
 
 def _sglang_log_probs(context: Context) -> Iterable[Finding]:
-    from verl_ext.launch.sglang_checks import RAW, RAW_SETTING, raw_log_probs
+    from verl_ext.features.mismatch import RAW, RAW_SETTING, raw_log_probs
 
     temperature = context.get(f"{ROLLOUT}.temperature", 1)
     raw = raw_log_probs(context.config, context.environ)

@@ -21,7 +21,7 @@ def weight_sync(context: Context) -> Iterable[Finding]:
     stays empty, and the gap looks like old rollouts. `lora.merge=true` sends full weights. Names that vLLM has no
     module for are dropped without a word (vLLM issues 34186 and 48019).
     """
-    from verl_ext.launch.sync_checks import MERGE, sends_adapter
+    from verl_ext.features.verl_config import MERGE_LORA, sends_adapter
 
     if context.config is None:
         return
@@ -29,7 +29,7 @@ def weight_sync(context: Context) -> Iterable[Finding]:
     if sends_adapter(context.config):
         if context.get(MODE) == "separate_async":
             why = "verl 0.9.1 sends the servers the base model at each sync and never the LoRA (verl issue 7495)"
-            yield Finding("warning", "a LoRA in separate_async", why, (MERGE,))
+            yield Finding("warning", "a LoRA in separate_async", why, (MERGE_LORA,))
         elif not watched:
             why = f"names that vLLM has no module for are dropped without a word; {CANARY}=8 tells, at the start too"
             yield Finding("note", "a LoRA is sent to the rollout as an adapter", why)

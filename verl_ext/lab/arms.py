@@ -18,13 +18,13 @@ from verl_ext.base.errors import ConfigError, GuardStopError, require_choice
 from verl_ext.base.methods import build, defaults
 from verl_ext.base.names import EVENTS
 from verl_ext.core.corrections import CORRECTIONS
+from verl_ext.features.stability import stability_config
+from verl_ext.features.table import apply_engine_settings, check_run, read_features
+from verl_ext.features.verl_config import BYPASS
 from verl_ext.lab.regimes import REGIMES, regimes_named
 from verl_ext.lab.training import Setup, Training
 from verl_ext.lab.warm_up import LabSettings, warm_up
-from verl_ext.launch.bypass import BYPASS
-from verl_ext.launch.checks import apply_engine_settings, check_run
 from verl_ext.launch.compose import PRIMARY, VERL_CONFIGS, prepare, stability_choices
-from verl_ext.settings.stability import stability_config
 from verl_ext.trainer.logs import EventLog
 
 WARM_UPS = "warm-ups"  # folder next to those of the arms
@@ -128,8 +128,9 @@ def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
     for setting, value in NOT_HERE.items():
         if (given := OmegaConf.select(config, setting)) != value:
             raise ConfigError(f"{setting}={given} is not in the lab", fix=(f"{setting}={_yaml(value)}",))
-    check_run(config, stability, read_model=False)
-    apply_engine_settings(config, stability)
+    features = read_features(config, stability, read_model=False)
+    check_run(features)
+    apply_engine_settings(features)
     node = OmegaConf.to_container(config.lab, resolve=True)
     node.pop("regimes")
     settings = {name: node.pop(name) for name in REGIMES}

@@ -40,11 +40,11 @@ from verl_ext.core.mismatch import k3_sum
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.routing import agreement
 from verl_ext.core.tokens import Lag, Tokens, jagged
+from verl_ext.features.losses import LOSSES
+from verl_ext.features.stability import StabilityConfig
+from verl_ext.features.table import loss_settings, read_features
+from verl_ext.features.verl_config import replay_mode
 from verl_ext.lab.model import ModelSettings, Routing, Samples, Weights, forward
-from verl_ext.launch.checks import loss_settings
-from verl_ext.launch.routing_checks import replay_mode
-from verl_ext.settings.config import StabilityConfig
-from verl_ext.settings.losses import LOSSES
 from verl_ext.workers.first_pass import FirstPass
 from verl_ext.workers.gate import AFTER_UPDATE, Undo, scaled_lr
 from verl_ext.workers.head import CENTERING, HeadUse
@@ -163,7 +163,7 @@ class Learner:
     ):
         self._actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         self._mini_batch = self._actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
-        settings = LossSettings.from_dict(loss_settings(config, stability))
+        settings = LossSettings.from_dict(loss_settings(read_features(config, stability)))
         self._rescored_after, self._undoes = settings.after_update, settings.undo
         self.use = replace(settings.head or HeadUse(), truncated=True) if knows_kept else settings.head
         self._first_pass = FirstPass(settings.first_pass) if settings.first_pass is not None else None

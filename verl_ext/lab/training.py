@@ -22,17 +22,17 @@ from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.routing import router_metrics
 from verl_ext.core.tokens import Lag, Tokens
+from verl_ext.features.advantages import session_keys
+from verl_ext.features.stability import StabilityConfig
+from verl_ext.features.verl_config import bypasses
 from verl_ext.guard.state import Decision
 from verl_ext.lab.learner import LabBatch, Learner, LossFields, Scores, compare_routing, score
 from verl_ext.lab.model import rollout_log_probs, sample_responses
 from verl_ext.lab.regimes import History, Regime, engine_of
 from verl_ext.lab.tasks import END, decode, draw, encode, rewards
 from verl_ext.lab.warm_up import LabSettings
-from verl_ext.launch.bypass import bypasses
-from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.active import read_active
-from verl_ext.trainer.advantages import session_keys
 from verl_ext.trainer.guarding import GuardActions, build_guard
 from verl_ext.trainer.step import (
     Judged,

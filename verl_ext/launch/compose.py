@@ -12,10 +12,10 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from verl_ext.base.errors import ConfigError, require_choice
+from verl_ext.features.losses import LOSS, own_settings
+from verl_ext.features.stability import default_node
+from verl_ext.features.verl_config import FSDP_REPLAY
 from verl_ext.launch.installed import package_folder
-from verl_ext.settings.config import FSDP_REPLAY
-from verl_ext.settings.losses import LOSS, own_settings
-from verl_ext.settings.stability import default_node
 
 CONFIG_MODULE = "verl_ext.configs"
 if (VERL := package_folder("verl")) is None:

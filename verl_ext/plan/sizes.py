@@ -8,9 +8,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import ConfigError, UserError
+from verl_ext.features.verl_config import ROLLOUTS
 from verl_ext.launch.gpus import GPUS, DataSheet, named
 from verl_ext.launch.models import SHAPES, ModelShape, shape_of
-from verl_ext.launch.rollouts import ROLLOUTS
 from verl_ext.launch.sizes import check_recipe, ulysses_size, world_size
 
 GIB = 2**30
@@ -152,34 +152,34 @@ def read_usage(config: DictConfig) -> Usage:
     Raises:
         ConfigError: its `stability` node is wrong, or the number of storage units or of agent loops is none.
     """
-    from verl_ext.launch.bypass import bypasses
-    from verl_ext.launch.features import GUARD, HEAD, IN_LOSS, LOG_PROBS, MEASURE, WEIGHTS, features, uses
-    from verl_ext.launch.head import head_k, reads_in_update
-    from verl_ext.launch.lag_checks import is_asynchronous
-    from verl_ext.launch.routing_checks import compares_routing, replay_mode, replay_setting
-    from verl_ext.settings.stability import stability_config
+    from verl_ext.features.feature import Part
+    from verl_ext.features.heads import head_k
+    from verl_ext.features.stability import stability_config
+    from verl_ext.features.table import read_features
+    from verl_ext.features.verl_config import is_asynchronous, replay_mode, replay_setting
 
     stability = stability_config(config.stability)
-    found, late = features(config, stability), bypasses(config)  # in bypass mode the workers measure, and weigh
+    run = read_features(config, stability)
+    late = run.uses(Part.MEASURE_IN_UPDATE)  # the workers measure, and weigh
     with as_config_errors():
         units, workers = (
             usual if OmegaConf.select(config, key) is None else whole(config, key)
             for key, usual in ((UNITS, USUAL_UNITS), (WORKERS, USUAL_WORKERS))
         )
     return Usage(
-        measures=uses(found, MEASURE),
-        weighs=uses(found, WEIGHTS) and not late,
-        guards=uses(found, GUARD),
-        compares=compares_routing(config, stability),
-        has_heads=uses(found, HEAD),
-        filters=bool(stability.filters) or stability.denominator == "kept",
+        measures=run.uses(Part.MEASURE),
+        weighs=run.uses(Part.WEIGHTS) and not late,
+        guards=run.uses(Part.GUARD),
+        compares=run.uses(Part.ROUTER_COMPARISON),
+        has_heads=run.uses(Part.HEADS),
+        filters=run.uses(Part.MASKS),
         signs=stability.breakdown and not late and config.algorithm.adv_estimator in BY_TOKEN,
-        head=head_k(config, stability, compares=uses(found, LOG_PROBS)) or USUAL_HEAD,
-        head_reads=2 if reads_in_update(config, stability) else 1,
+        head=head_k(run) or USUAL_HEAD,
+        head_reads=2 if run.uses(Part.HEADS_IN_UPDATE) else 1,
         agreement_share=stability.router_agreement_share,
         replay=replay_mode(config),
         replay_setting=replay_setting(config),
-        lag=uses(found, IN_LOSS) and is_asynchronous(config),
+        lag=run.uses(Part.LOSS) and is_asynchronous(config),
         simple=OmegaConf.select(config, BACKEND) in (None, "SimpleStorage"),
         units=units,
         workers=workers,

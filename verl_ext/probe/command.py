@@ -218,7 +218,7 @@ def probe_overrides(config: Any, prompts: int, out: Path) -> list[str]:
 
 def experts_of(config: Any) -> int:
     """Experts that a token uses; 0 for a dense model, and one whose config this machine cannot read."""
-    from verl_ext.launch.routing_checks import hf_config_of
+    from verl_ext.features.verl_config import hf_config_of
     from verl_ext.routing.engines import TOP_KS, first_of
 
     model = hf_config_of(config.actor_rollout_ref.model)

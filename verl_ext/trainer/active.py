@@ -4,38 +4,19 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from verl_ext.launch.bypass import bypasses
-from verl_ext.launch.features import HEAD, IN_LOSS, MEASURE, ROUTERS, VERSIONS, Feature, features, loss_reads_k, uses
-from verl_ext.launch.head import reads_in_update
-from verl_ext.launch.lag_checks import is_asynchronous
-from verl_ext.launch.routing_checks import compares_routing, replayed_field
-from verl_ext.settings.config import StabilityConfig
+from verl_ext.features.feature import Part, RunFeatures
+from verl_ext.features.losses import loss_reads_k
+from verl_ext.features.routing import replayed_field
+from verl_ext.features.stability import StabilityConfig
+from verl_ext.features.table import read_features
+from verl_ext.features.verl_config import is_asynchronous
 
 
 @dataclass(frozen=True)
 class Active:
-    """What is asked of a config, asked once.
-
-    Attributes:
-        config, stability: the run's config, and its `stability` node parsed.
-        features: all that is on.
-        asynchronous: a rollout may be older than the policy.
-        compares_engines: every batch is measured: the rollout's log-probabilities beside the training engine's.
-        measures_in_update: in its update, by the workers: in bypass mode there is no compute_log_prob.
-        loss_reads_k: the policy loss takes the ratio k in the place of weights, as icepop does.
-        filters: tokens are taken out of the loss's mask, by filters or by denominator=kept.
-        rescores: the workers keep weights of earlier steps, and score with them.
-        our_loss: the workers run our loss around verl's.
-        sees_routing: the workers hook their routers.
-        compares_routing: the experts of both engines are compared.
-        replayed: the batch's field whose routing the update replays; None where it replays none.
-        has_heads: the rollout returns the most likely tokens of each place.
-        update_reads_heads: and the update reads them too.
-    """
-
+    run: RunFeatures
     config: DictConfig
     stability: StabilityConfig
-    features: tuple[Feature, ...]
     asynchronous: bool
     compares_engines: bool
     measures_in_update: bool
@@ -51,26 +32,25 @@ class Active:
 
     @property
     def own_workers(self) -> bool:
-        """The actor's worker classes are ours: something of ours runs in them."""
-        return self.sees_routing or self.our_loss or self.rescores or self.replayed is not None
+        return self.run.own_workers or self.replayed is not None
 
 
 def read_active(config: DictConfig, stability: StabilityConfig) -> Active:
-    asked = features(config, stability)
+    run = read_features(config, stability)
     return Active(
+        run,
         config,
         stability,
-        asked,
         asynchronous=is_asynchronous(config),
-        compares_engines=uses(asked, MEASURE),
-        measures_in_update=bypasses(config) and uses(asked, MEASURE),
+        compares_engines=run.uses(Part.MEASURE),
+        measures_in_update=run.uses(Part.MEASURE_IN_UPDATE),
         loss_reads_k=loss_reads_k(config),
-        filters=bool(stability.filters) or stability.denominator == "kept",
-        rescores=uses(asked, VERSIONS),
-        our_loss=uses(asked, IN_LOSS),
-        sees_routing=uses(asked, ROUTERS),
-        compares_routing=compares_routing(config, stability),
+        filters=run.uses(Part.MASKS),
+        rescores=run.uses(Part.VERSIONS),
+        our_loss=run.uses(Part.LOSS),
+        sees_routing=run.uses(Part.ROUTERS),
+        compares_routing=run.uses(Part.ROUTER_COMPARISON),
         replayed=replayed_field(config),
-        has_heads=uses(asked, HEAD),
-        update_reads_heads=uses(asked, HEAD) and reads_in_update(config, stability),
+        has_heads=run.uses(Part.HEADS),
+        update_reads_heads=run.uses(Part.HEADS_IN_UPDATE),
     )

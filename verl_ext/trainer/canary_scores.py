@@ -19,8 +19,8 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import OWN_ROUTES, PROMPTS, RESPONSE_MASK, RESPONSES, ROLLOUT_LOG_PROBS
+from verl_ext.features.sync_canary import SyncCanarySettings
 from verl_ext.guard.state import Decision
-from verl_ext.settings.sync_canary import SyncCanarySettings
 from verl_ext.trainer.sync_canary import SyncCanary
 from verl_ext.trainer.transfer import get_fields
 

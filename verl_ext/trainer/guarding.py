@@ -11,9 +11,9 @@ from typing import Any
 
 from verl_ext.base.errors import GuardStopError, HookError
 from verl_ext.base.metrics import is_rare
+from verl_ext.features.stability import StabilityConfig
 from verl_ext.guard.guard import LR_SCALE, Guard
 from verl_ext.guard.state import Decision, Event
-from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.logs import EventLog
 

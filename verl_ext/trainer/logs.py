@@ -12,30 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import orjson
-from omegaconf import DictConfig
 from verl.utils import tracking
 
-from verl_ext.base.names import EVENTS, TRAJECTORIES
+from verl_ext.base.names import metrics_path
 from verl_ext.base.patching import patch
 from verl_ext.guard.state import Event
-
-
-def metrics_path(project: str, experiment: str) -> Path:
-    """The file that verl 0.9.1's file logger writes."""
-    if path := os.getenv("VERL_FILE_LOGGER_PATH"):
-        return Path(path)
-    return Path(os.path.expanduser(os.getenv("VERL_FILE_LOGGER_ROOT", ".")), project, f"{experiment}.jsonl")
-
-
-def events_path(config: DictConfig) -> Path:
-    """The metrics file's path with .guard.jsonl for .jsonl."""
-    return metrics_path(config.trainer.project_name, config.trainer.experiment_name).with_suffix(EVENTS)
-
-
-def trajectories_path(config: DictConfig) -> Path:
-    """The metrics file's path with .trajectories.jsonl for .jsonl."""
-    path = metrics_path(config.trainer.project_name, config.trainer.experiment_name)
-    return path.with_suffix(TRAJECTORIES)
 
 
 class EventLog:

@@ -11,18 +11,26 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from verl_ext.base.errors import BatchError, HookError
-from verl_ext.base.names import FILTER_SCALE, FIRST_PASS, ROLLOUT_ROUTES, ROUTER_SUMS, UPDATE
+from verl_ext.base.names import (
+    FILTER_SCALE,
+    FIRST_PASS,
+    ROLLOUT_ROUTES,
+    ROUTER_SUMS,
+    UPDATE,
+    events_path,
+    trajectories_path,
+)
 from verl_ext.core.routing import router_metrics
+from verl_ext.features.stability import StabilityConfig
+from verl_ext.features.verl_config import truncates
 from verl_ext.guard.state import Decision, Event
-from verl_ext.launch.head import truncates
-from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.active import Active, read_active
 from verl_ext.trainer.batch_step import BatchStep
 from verl_ext.trainer.canary_scores import CanaryRun
 from verl_ext.trainer.captured import CapturedRouting, Counts
 from verl_ext.trainer.guarding import GuardActions, build_guard
-from verl_ext.trainer.logs import EventLog, events_path, keep_metrics, trajectories_path
+from verl_ext.trainer.logs import EventLog, keep_metrics
 from verl_ext.trainer.rescoring import rescore
 from verl_ext.trainer.step import Outcome, judge_measured
 from verl_ext.trainer.trajectories import Dump, TrajectoryLog, forget_trajectories

@@ -17,9 +17,9 @@ from verl_ext.core.filters import FilterBatch, FilterOutcome, apply_filters
 from verl_ext.core.measure import Measured, Settings, measure
 from verl_ext.core.mismatch import advantage_metrics, mismatch_ratio
 from verl_ext.core.tokens import Tokens
+from verl_ext.features.stability import StabilityConfig
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.state import Decision, Event
-from verl_ext.settings.config import StabilityConfig
 from verl_ext.trainer.batch import non_finite
 
 

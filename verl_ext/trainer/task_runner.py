@@ -4,10 +4,15 @@ The entry point imports this after it has checked the config: verl takes seconds
 the trainers take as long again, and only the actor needs them.
 """
 
+from typing import Any
+
 from omegaconf import DictConfig
 from verl.trainer.main_ppo import TaskRunnerV1
 
-from verl_ext.trainer.startup import actor_class
+
+def actor_class(remote_class: Any) -> type:
+    """The class behind `ray.remote(cls)`."""
+    return remote_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 class StabilityTaskRunner(actor_class(TaskRunnerV1)):  # type: ignore[misc]

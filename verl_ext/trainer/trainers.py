@@ -14,11 +14,14 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
 from verl_ext.base.patching import patch
-from verl_ext.settings.stability import stability_config
-from verl_ext.trainer import advantages, startup
+from verl_ext.features.advantages import register_estimators, session_keys
+from verl_ext.features.feature import Engines
+from verl_ext.features.proof import print_table, verify
+from verl_ext.features.stability import stability_config
+from verl_ext.features.table import loss_settings
 from verl_ext.trainer.active import Active
-from verl_ext.trainer.advantages import session_keys
 from verl_ext.trainer.stability_run import StabilityRun
+from verl_ext.trainer.task_runner import actor_class
 from verl_ext.trainer.transfer import without_heavy
 from verl_ext.trainer.watch import watch_of
 
@@ -35,7 +38,7 @@ class StabilityMixin(VerlTrainer):
 
     def __init__(self, config: DictConfig):
         self.stability_run = StabilityRun(config, stability_config(config.stability))
-        advantages.register()  # those of stability.plugins too
+        register_estimators()  # those of stability.plugins too
         super().__init__(config)
 
     def _init_resource_pool_mgr(self) -> None:
@@ -44,8 +47,9 @@ class StabilityMixin(VerlTrainer):
 
     def init(self) -> None:
         super().init()
-        engines = startup.Engines(self.actor_rollout_wg, self._rollout_server_managers())
-        startup.print_table(startup.verify(self.stability_run.active, type(self), engines))
+        features = self.stability_run.active.run
+        engines = Engines(self.actor_rollout_wg, self._rollout_server_managers(), loss_settings(features))
+        print_table(verify(features, type(self), engines))
 
     def _load_checkpoint(self) -> None:
         with self.stability_run.loading():
@@ -153,5 +157,5 @@ def replace_workers(role_worker_mapping: dict[Role, Any], active: Active) -> Non
     workers: Mapping[type, type] = ROUTING_WORKERS if active.sees_routing else LOSS_WORKERS
     for role in ACTOR_ROLES:
         if role in role_worker_mapping:
-            verl_worker = startup.actor_class(role_worker_mapping[role])
+            verl_worker = actor_class(role_worker_mapping[role])
             patch("stability_workers", role_worker_mapping, role, ray.remote(workers[verl_worker]))

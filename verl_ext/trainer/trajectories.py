@@ -19,7 +19,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.base.names import older_part
 from verl_ext.core.tokens import Tokens
-from verl_ext.settings.trajectories import TrajectoryDump
+from verl_ext.features.trajectories import TrajectoryDump
 from verl_ext.trainer.in_blocks import InBlocks
 from verl_ext.trainer.logs import LineFile, say
 

@@ -19,9 +19,9 @@ from verl.workers.utils.losses import ppo_loss
 
 from verl_ext.base.errors import HookError
 from verl_ext.core.recorder import Recorder
+from verl_ext.features.losses import LOSSES
 from verl_ext.routing.engines import ENGINES
 from verl_ext.routing.router_shift import ShiftRecorder
-from verl_ext.settings.losses import LOSSES
 from verl_ext.workers.first_pass import FirstPass
 from verl_ext.workers.gate import Gate, undo_of
 from verl_ext.workers.head import HeadReader, HeadUse

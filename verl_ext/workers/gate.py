@@ -26,7 +26,7 @@ from verl.workers.utils.padding import response_from_nested
 from verl_ext.base.names import FIRST_PASS, OLD_LOG_PROBS, RESPONSE_MASK, ROLLOUT_LOG_PROBS, UPDATE
 from verl_ext.base.patching import wrap
 from verl_ext.core.mismatch import k3_sum
-from verl_ext.settings.guard import MiniBatchGate
+from verl_ext.features.guard import MiniBatchGate
 from verl_ext.workers.first_pass import FirstPass
 
 AFTER_UPDATE = "after_update"  # begins the names of what is measured then

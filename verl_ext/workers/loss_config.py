@@ -5,7 +5,7 @@ from typing import Any
 
 from verl.workers.config.actor import PolicyLossConfig
 
-from verl_ext.settings.losses import BASES, LOSSES, VERLS_SETTINGS, base_of, chosen_loss, require_base
+from verl_ext.features.losses import BASES, LOSSES, VERLS_SETTINGS, base_of, chosen_loss, require_base
 
 
 @dataclass

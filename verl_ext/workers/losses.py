@@ -24,7 +24,7 @@ from verl_ext.base import names
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Chosen
 from verl_ext.core.losses import LossBatch, change
-from verl_ext.settings.losses import LOSSES
+from verl_ext.features.losses import LOSSES
 from verl_ext.workers import loss_config
 
 # attribute -> field of the batch, jagged [B, r]

@@ -25,7 +25,7 @@ from verl_ext.doctor.hooks import (
     settings_classes,
     unknown_targets,
 )
-from verl_ext.settings.losses import TARGET
+from verl_ext.features.losses import TARGET
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LOSS = "actor_rollout_ref.actor.policy_loss"

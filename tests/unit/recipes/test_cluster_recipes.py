@@ -121,14 +121,15 @@ def test_a_recipe_passes_our_checks_and_verls_validation(compose, name, preset):
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-    from verl_ext.launch.checks import check_run
-    from verl_ext.settings.stability import stability_config
+    from verl_ext.features.stability import stability_config
+    from verl_ext.features.table import check_run, read_features
 
     length = (
         ["data.max_response_length=4096"] if name == "dense_smoke" else []
     )  # dapo's stretch of punishment is that long
     config = compose(f"recipe={name}", f"stability={preset}", *length)
-    check_run(config, stability_config(config.stability), read_model=name != "dense_smoke")  # whose model is made first
+    read_model = name != "dense_smoke"  # whose model is made first
+    check_run(read_features(config, stability_config(config.stability), read_model=read_model))
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
@@ -162,11 +163,11 @@ def test_deepseek_v3_also_fits_the_twelve_nodes_of_its_readme(compose):
 
 @pytest.mark.parametrize("preset", ["r3", "deepseek_v32", "guard", "quantized"])
 def test_other_presets_go_with_a_recipe_too(compose, preset):
-    from verl_ext.launch.checks import check_run
-    from verl_ext.settings.stability import stability_config
+    from verl_ext.features.stability import stability_config
+    from verl_ext.features.table import check_run, read_features
 
     config = compose("recipe=qwen3_30b_a3b", f"stability={preset}")
-    check_run(config, stability_config(config.stability))
+    check_run(read_features(config, stability_config(config.stability)))
 
 
 MEGATRON = "actor_rollout_ref.actor.megatron"

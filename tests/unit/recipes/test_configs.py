@@ -9,9 +9,8 @@ from omegaconf import OmegaConf
 from tests import ROOT
 from tests.support.examples import some
 from verl_ext.base.errors import ConfigError
+from verl_ext.features.stability import StabilityConfig, stability_config
 from verl_ext.launch.compose import VERL_CONFIGS, prepare, stability_choices
-from verl_ext.settings.config import StabilityConfig
-from verl_ext.settings.stability import stability_config
 
 CONFIGS = ROOT / "configs"
 METHODS = (CONFIGS.parent / "docs" / "methods.md").read_text()
@@ -70,11 +69,11 @@ def test_each_stability_option_passes_our_checks_and_verls_validation(compose, n
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
-    from verl_ext.launch.checks import check_run
+    from verl_ext.features.table import check_run, read_features
 
     model = ("actor_rollout_ref.model.path=some/model", "data.max_response_length=8192")
     config = compose("recipe=cpu_smoke", f"stability={name}", *model)
-    check_run(config, stability_config(config.stability))
+    check_run(read_features(config, stability_config(config.stability)))
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.unit.report.made_runs import make
+from verl_ext.features.stability import stability_config
 from verl_ext.report.figures.panels import PANELS
 from verl_ext.report.verdict import judge_run
-from verl_ext.settings.stability import stability_config
 
 GROWING = 1e-4 * np.exp(0.1 * np.arange(1, 41))
 STALE = {"training/off_policy/trajectory_staleness/mean": [3.0] * 40}

@@ -5,9 +5,9 @@ import ray
 from verl.trainer.ppo.utils import Role
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from verl_ext.settings.stability import stability_config
+from verl_ext.features.stability import stability_config
 from verl_ext.trainer.active import read_active
-from verl_ext.trainer.startup import actor_class
+from verl_ext.trainer.task_runner import actor_class
 from verl_ext.trainer.trainers import replace_workers
 from verl_ext.workers.actor import LossActorRolloutRefWorker, RoutingActorRolloutRefWorker
 

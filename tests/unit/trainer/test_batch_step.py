@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests.support.store import compute_advantage, made_batch
-from verl_ext.settings.trajectories import TrajectoryDump
+from verl_ext.features.trajectories import TrajectoryDump
 from verl_ext.trainer import in_blocks, trainers
 from verl_ext.trainer.trajectories import Dump, TrajectoryLog
 

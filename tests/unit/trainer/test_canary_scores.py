@@ -9,7 +9,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_ext.base.errors import HookError
-from verl_ext.settings.sync_canary import SyncCanarySettings
+from verl_ext.features.sync_canary import SyncCanarySettings
 from verl_ext.trainer import canary_scores, transfer
 from verl_ext.trainer.canary_scores import PARTITION, CanaryRun, CanaryScores, has_other_inputs
 

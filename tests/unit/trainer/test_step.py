@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl_ext.core.tokens import Tokens
-from verl_ext.settings.stability import stability_config
+from verl_ext.features.stability import stability_config
 from verl_ext.trainer.guarding import build_guard
 from verl_ext.trainer.step import Whole, judge, loss_weights
 

@@ -226,10 +226,10 @@ def test_it_is_off_unless_the_environment_asks(monkeypatch):
     ],
 )
 def test_a_launch_asks_for_it_where_a_loop_of_turns_returns_routing(compose, overrides, expected):
-    from verl_ext.launch.checks import apply_engine_settings
-    from verl_ext.settings.stability import stability_config
+    from verl_ext.features.stability import stability_config
+    from verl_ext.features.table import apply_engine_settings, read_features
 
     config = compose("stability=icepop", *overrides)
-    apply_engine_settings(config, stability_config(config.stability))
+    apply_engine_settings(read_features(config, stability_config(config.stability)))
     place = f"ray_kwargs.ray_init.runtime_env.env_vars.{agent_loop.VARIABLE}"
     assert Wanted(**parsed(OmegaConf.select(config, place) or "")).turns is expected

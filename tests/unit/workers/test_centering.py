@@ -22,8 +22,8 @@ from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS, FilterBatch
 from verl_ext.core.measure import gather
 from verl_ext.core.tokens import Lag, Tokens
-from verl_ext.launch.checks import check_run, loss_settings
-from verl_ext.settings.stability import stability_config
+from verl_ext.features.stability import stability_config
+from verl_ext.features.table import check_run, loss_settings, read_features
 from verl_ext.trainer.step import leave_out
 from verl_ext.workers.head import HeadReader
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
@@ -104,7 +104,7 @@ class Drift:
         other = self.logits[:, :T] + 0.5 * torch.randn(B, T, V, generator=generator)
         self.log_q, self.log_p = other.log_softmax(-1), self.logits[:, :T].log_softmax(-1)
         self.advantages = torch.tensor([[1.3, 1.3], [-0.7, -0.7]])
-        settings = LossSettings.from_dict(loss_settings(config, self.stability))
+        settings = LossSettings.from_dict(loss_settings(read_features(config, self.stability)))
         loss = PolicyLossConfig(loss_mode="vanilla")
         self.loss, _ = build_worker_loss(actor_config(loss, loss_agg_mode="token-mean"), settings)
         self.use = settings.head
@@ -185,7 +185,7 @@ def drift(compose, actor_config):
     def run(*overrides, checked=True):
         config = compose(*CENTERED, *overrides)
         if checked:
-            check_run(config, stability_config(config.stability), read_model=False)
+            check_run(read_features(config, stability_config(config.stability), read_model=False))
         return Drift(config, actor_config).mean().abs().max().item()
 
     return run

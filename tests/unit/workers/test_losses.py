@@ -16,7 +16,7 @@ from tests.support.policy_loss_oracles import (
     router_shift_loss_oracle,
 )
 from verl_ext.base.errors import ConfigError
-from verl_ext.settings.losses import BASES, LOSSES, VERLS_SETTINGS
+from verl_ext.features.losses import BASES, LOSSES, VERLS_SETTINGS
 from verl_ext.workers.loss_config import build_loss_config
 from verl_ext.workers.losses import LossInputs, provide
 

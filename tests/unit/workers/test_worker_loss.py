@@ -15,8 +15,9 @@ from tests.support.closeness import close
 from verl_ext.base.errors import ConfigError
 from verl_ext.core.corrections import CORRECTIONS, register_correction
 from verl_ext.core.losses import LossChange
-from verl_ext.launch.checks import loss_settings
-from verl_ext.settings.stability import stability_config
+from verl_ext.features.feature import RunFeatures
+from verl_ext.features.stability import stability_config
+from verl_ext.features.table import loss_settings
 from verl_ext.workers.first_pass import FirstPass
 from verl_ext.workers.head import CENTERING
 from verl_ext.workers.losses import apply_base, loss_inputs
@@ -175,7 +176,7 @@ def test_a_correction_of_ones_own_acts_in_the_update(make_batch, actor_config):
         with pytest.raises(ConfigError, match=r"stability\.likely\.least must be given"):
             stability_config({"correction": "likely"})
         loss, active = build_worker_loss(
-            actor_config(), LossSettings.from_dict(loss_settings(OmegaConf.create(), stability))
+            actor_config(), LossSettings.from_dict(loss_settings(RunFeatures(OmegaConf.create(), stability)))
         )
     assert active["corrections"] == {"likely": {"least": 0.2}}
     run(build(actor_config()), [batch.whole()])

@@ -216,7 +216,7 @@ def check_gate(record: Record, place: Place) -> None:
     """What the gate decides by, on one rank: the sums of a mini-batch in two micro-batches."""
     import verl_ext.plugin  # noqa: F401  (verl's platform for CPUs)
     from gpu.verl_engine import start_one_rank
-    from verl_ext.settings.guard import MiniBatchGate
+    from verl_ext.features.guard import MiniBatchGate
     from verl_ext.workers.gate import Gate
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,319 @@
+"""Settings that cannot work stop with one line before Ray starts."""
+
+from functools import partial
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.support.fixing import assert_fixed
+from verl_ext.base.errors import ConfigError
+from verl_ext.core.losses import Llds
+from verl_ext.features import rescoring
+from verl_ext.features.feature import RunFeatures
+from verl_ext.features.stability import stability_config
+from verl_ext.features.table import apply_engine_settings, check_run, loss_settings, read_features
+from verl_ext.features.verl_config import check_folder
+
+
+def check(compose, *overrides):
+    config = compose(*overrides)
+    check_run(read_features(config, stability_config(config.stability)))
+    return config
+
+
+LOSS = "actor_rollout_ref.actor.policy_loss"
+MODEL = "actor_rollout_ref.model"
+CHECKPOINT = "actor_rollout_ref.actor.checkpoint"
+
+
+def rule(action):
+    return f"stability.guard.rules={{r:{{signal:critic/score/mean,below:0,action:{action}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["stability=icepop", "actor_rollout_ref.rollout.calculate_log_probs=False"],
+            "set actor_rollout_ref.rollout.calculate_log_probs=True",
+        ),
+        (
+            ["stability=icepop", "algorithm.rollout_correction.rollout_is=token"],
+            "algorithm.rollout_correction.rollout_is=token and stability.correction=icepop both weight the loss",
+        ),
+        (
+            ["stability=icepop", "actor_rollout_ref.actor.policy_loss.loss_mode=icepop"],
+            "set stability.correction=none",
+        ),
+        (["stability=icepop", "trainer.use_v1=False"], "set trainer.use_v1=True"),
+        (
+            ["recipe=cpu_megatron", "stability=icepop", "trainer.total_training_steps=20"],
+            "lr_warmup_steps=20 must be below trainer.total_training_steps=20 with",
+        ),
+        (["stability=icepop", rule("rollback")], "rules.r: action=rollback has no checkpoint to go back to"),
+        (
+            ["stability=icepop", rule("rollback"), "trainer.save_freq=5", "trainer.max_actor_ckpt_to_keep=1"],
+            "set trainer.max_actor_ckpt_to_keep=2, or more",
+        ),
+        (
+            ["stability=icepop", rule("rollback"), "trainer.save_freq=5", f"{CHECKPOINT}.save_contents=[hf_model]"],
+            "action=rollback would not load model and optimizer",
+        ),
+        (
+            ["stability=icepop", rule("rollback"), "trainer.save_freq=5", f"{CHECKPOINT}.async_save=true"],
+            "set actor_rollout_ref.actor.checkpoint.async_save=false",
+        ),
+        (
+            ["stability=icepop", rule("rollback"), "trainer.save_freq=5", "+trainer.remove_previous_ckpt_in_save=true"],
+            "set trainer.remove_previous_ckpt_in_save=false",
+        ),
+        (
+            ["stability=icepop", "stability.guard.mini_batch.grad_norm=1", "actor_rollout_ref.actor.strategy=fsdp"],
+            "stability.guard.mini_batch.grad_norm reads the gradients of actor.strategy=fsdp2, and this run has fsdp",
+        ),
+        (
+            [
+                "stability=icepop",
+                "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs",
+                "actor_rollout_ref.rollout.temperature=0.7",
+            ],
+            "leaves out actor_rollout_ref.rollout.temperature=0.7",
+        ),
+        (
+            ["stability=icepop", "+actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=raw_logits"],
+            "set actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=processed_logprobs",
+        ),
+        (
+            ["stability=icepop", "actor_rollout_ref.rollout.logprobs_mode=raw_logits"],
+            "set actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
+        ),
+        (
+            ["stability=icepop", "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode"],
+            "cannot weight actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode",
+        ),
+        (
+            ["stability=icepop_loss", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
+            "loss_mode=icepop and actor_rollout_ref.actor.policy_loss.base=gspo",
+        ),
+        (
+            ["stability=none", "actor_rollout_ref.actor.policy_loss.loss_mode=opsm"],
+            "actor_rollout_ref.actor.policy_loss.delta must be given",
+        ),
+        (
+            ["stability=llds_loss", "actor_rollout_ref.actor.policy_loss.loss_mode=opsm"],
+            "actor_rollout_ref.actor.policy_loss.coef is not known; its settings are: delta",
+        ),
+        (
+            ["stability=llds_loss", "actor_rollout_ref.actor.policy_loss._target_=my.LldsConfig"],
+            "set actor_rollout_ref.actor.policy_loss._target_=verl_ext.workers.loss_config.build_loss_config",
+        ),
+        (
+            ["stability=opsm_loss", "actor_rollout_ref.actor.policy_loss.delta=null"],
+            "actor_rollout_ref.actor.policy_loss.delta must be given",
+        ),
+        (
+            ["stability=llds_loss", "actor_rollout_ref.actor.policy_loss.base=nothing"],
+            "actor_rollout_ref.actor.policy_loss.base=nothing cannot be built upon",
+        ),
+        (
+            ["stability=router_shift_loss", "model_engine=megatron"],
+            "no adapter for actor_rollout_ref.actor.strategy=megatron",
+        ),
+        (
+            [
+                "stability=none",
+                "actor_rollout_ref.actor.use_kl_loss=true",
+                "actor_rollout_ref.actor.kl_loss_type=unbiased",
+                "actor_rollout_ref.rollout.calculate_log_probs=False",
+            ],
+            "set actor_rollout_ref.rollout.calculate_log_probs=True",
+        ),
+        (
+            ["stability=none", "actor_rollout_ref.actor.kl_loss_type=unbiased"],
+            "set actor_rollout_ref.actor.use_kl_loss=true",
+        ),
+        (
+            ["stability=icepop", "stability.kl_denominator=old"],
+            "stability.kl_denominator=old is of the unbiased KL alone",
+        ),
+        (["stability=dapo"], "reward.reward_kwargs.overlong_buffer_cfg.len=4096 must be at most"),
+        (
+            ["stability=llds_loss", "actor_rollout_ref.actor.policy_loss.coef=abc"],
+            "actor_rollout_ref.actor.policy_loss.coef=abc must be a number",
+        ),
+        (["stability=qae", "algorithm.qae=3"], "algorithm.qae=3 must be a mapping"),
+        (
+            ["stability=qae", "algorithm.qae.k=2"],
+            "algorithm.qae.k=2 must be between 0 and 1",
+        ),
+        (
+            [
+                "actor_rollout_ref.actor.policy_loss.loss_mode=icepop",
+                "actor_rollout_ref.rollout.calculate_log_probs=False",
+            ],
+            "set actor_rollout_ref.rollout.calculate_log_probs=True",
+        ),
+        (
+            ["stability=icepop_loss", "algorithm.rollout_correction.rollout_is=sequence"],
+            "set algorithm.rollout_correction.rollout_is=null",
+        ),
+        (
+            ["stability=none", "stability.router_agreement=true", "model_engine=torchtitan"],
+            "no adapter for actor_rollout_ref.actor.strategy=torchtitan",
+        ),
+        (
+            ["stability=router_shift_loss", "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"],
+            "fsdp_config.ulysses_sequence_parallel_size=1, or choose another loss_mode",
+        ),
+        (
+            ["stability=router_shift_loss", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"],
+            "actor.ulysses_sequence_parallel_size=1, or choose another loss_mode",
+        ),
+        (
+            [
+                "stability=none",
+                "stability.router_agreement=true",
+                "actor_rollout_ref.rollout.pipeline_model_parallel_size=2",
+            ],
+            "pipeline_model_parallel_size=2",
+        ),
+        (
+            ["stability=none", "stability.router_agreement=true", "actor_rollout_ref.rollout.name=trtllm"],
+            "set actor_rollout_ref.rollout.name=vllm",
+        ),
+        (
+            ["stability=none", "stability.cascade_attention=off", "actor_rollout_ref.rollout.name=sglang"],
+            "set stability.cascade_attention=default",
+        ),
+        (
+            [
+                "stability=none",
+                "stability.cascade_attention=on",
+                "+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
+            ],
+            "contradicts stability.cascade_attention=on",
+        ),
+        (
+            ["stability=none", "stability.filters={too_stale:{versions:2}}"],
+            "filters.too_stale drops by the age of the rollouts, and trainer.v1.trainer_mode=sync has none",
+        ),
+        (
+            ["stability=none", "stability.rescoring.every=5"],
+            "stability.rescoring.every=5 scores rollouts again that are older than the policy, and "
+            "trainer.v1.trainer_mode=sync has none older than that",
+        ),
+        (
+            ["stability=none", "stability.rescoring.every=5", "trainer.v1.trainer_mode=colocate_async"],
+            "trainer_mode=colocate_async keeps no copy of the weights that sampled them: verl copies weights in "
+            "separate_async alone; set stability.rescoring.every=0",
+        ),
+    ],
+)
+def test_a_combination_that_cannot_work_names_the_remedy(compose, models, overrides, message):
+    model = f"actor_rollout_ref.model.path={models}/moe"
+    run = partial(check, compose, model, "actor_rollout_ref.rollout.name=vllm", *overrides)
+    with pytest.raises(ConfigError) as error:
+        run()
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert_fixed(error.value, run)
+
+
+ROUTING = ("stability=none", "stability.router_agreement=true", "actor_rollout_ref.rollout.name=vllm")
+
+
+def test_rescoring_where_verl_copies_weights(compose, models):
+    separate = ("trainer.v1.trainer_mode=separate_async", "stability.rescoring.every=5")
+    check(compose, f"actor_rollout_ref.model.path={models}/moe", "actor_rollout_ref.rollout.name=vllm", *separate)
+    config = compose(*separate)
+    for setting, value, said in (
+        ("algorithm.rollout_correction.bypass_mode", True, "verl copies no weights where algorithm.rollout_correction"),
+        ("actor_rollout_ref.actor.strategy", "torchtitan", "verl copies no weights of actor.strategy=torchtitan"),
+    ):
+        changed = config.copy()
+        OmegaConf.update(changed, setting, value)
+        with pytest.raises(ConfigError, match=f"rescoring.every=5: {said}.*; set stability.rescoring.every=0"):
+            rescoring.check(RunFeatures(changed, stability_config(config.stability)))
+
+
+def test_routing_of_a_dense_model_is_refused(compose, models):
+    run = partial(check, compose, *ROUTING, f"actor_rollout_ref.model.path={models}/dense")
+    with pytest.raises(ConfigError, match=r"dense is a dense model; set stability.router_agreement=false") as error:
+        run()
+    assert_fixed(error.value, run)
+
+
+@pytest.mark.parametrize("overrides", [("stability=icepop",), ROUTING])  # of these, the second reads the config
+@pytest.mark.parametrize("path", ["/no/such/model", "./no", ".no/such/model", "no/such/model"])
+def test_a_model_path_that_does_not_exist_is_named(compose, overrides, path):
+    with pytest.raises(ConfigError, match=rf"model\.path={path} does not exist"):
+        check(compose, *overrides, f"actor_rollout_ref.model.path={path}")
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-30B-A3B", "gpt2", "hdfs://a/b/c"])
+def test_a_model_of_the_hub_or_elsewhere_is_left_to_verl(path):
+    check_folder(OmegaConf.create({"path": path}))
+
+
+@pytest.mark.parametrize("overrides", [("stability=icepop",), ROUTING])
+def test_a_model_folder_without_a_config_is_named(compose, overrides, tmp_path):
+    with pytest.raises(ConfigError, match=rf"model\.path={tmp_path} has no config\.json"):
+        check(compose, *overrides, f"actor_rollout_ref.model.path={tmp_path}")
+
+
+def test_routing_of_an_moe_passes_and_sets_the_rollout_to_return_it(compose, models):
+    config = check(compose, *ROUTING, f"actor_rollout_ref.model.path={models}/moe")
+    assert not config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+    apply_engine_settings(read_features(config, stability_config(config.stability)))
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+
+
+def test_a_missing_tokenizer_is_named(compose, models):
+    with pytest.raises(ConfigError, match=r"no_tokenizer has no tokenizer.*tokenizer_path"):
+        check(compose, "stability=icepop", f"actor_rollout_ref.model.path={models}/no_tokenizer")
+
+
+@pytest.mark.parametrize(("setting", "disabled"), [("on", False), ("off", True)])
+def test_cascade_attention_becomes_vllms_argument(compose, models, setting, disabled):
+    config = check(
+        compose,
+        f"stability.cascade_attention={setting}",
+        "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.model.path={models}/moe",
+    )
+    apply_engine_settings(read_features(config, stability_config(config.stability)))
+    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn is disabled
+
+
+def test_the_workers_loss_is_told_of_opsm_and_of_the_kl(compose):
+    config = compose("stability=deepseek_v32", "stability.opsm.delta=0.2", "stability.kl_denominator=old")
+    told = loss_settings(read_features(config, stability_config(config.stability)))
+    gate = {"vllm_kl": None, "policy_kl": None, "grad_norm": None}
+    opsm = {"delta": 0.2, "stale_only": False}
+    nothing = {"undo": False, "after_update": 0}
+    assert told == {"corrections": {"opsm": opsm}, "kl_denominator": "old", "mini_batch": gate} | nothing
+
+
+def test_nothing_is_set_where_nothing_is_asked_for(compose):
+    config, untouched = compose("stability=icepop"), compose("stability=icepop")
+    apply_engine_settings(read_features(config, stability_config(config.stability)))
+    assert config == untouched
+
+
+def test_loss_mode_alone_names_the_loss(compose):
+    from verl.utils.config import omega_conf_to_dataclass
+
+    given = ("stability=none", f"{LOSS}.loss_mode=llds", f"{LOSS}.coef=0.5")
+    config = compose(*given, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
+    check_run(read_features(config, stability_config(config.stability), read_model=False))
+    apply_engine_settings(read_features(config, stability_config(config.stability)))
+    built = omega_conf_to_dataclass(config.actor_rollout_ref.actor).policy_loss
+    assert (built.loss_mode, built.base, built.settings) == ("llds", "vanilla", Llds(coef=0.5))
+
+
+def test_every_worker_imports_the_plugins_by_verls_own_setting(compose):
+    external = "actor_rollout_ref.model.external_lib"
+    for given, expected in ([], ["json"]), ([f"{external}=csv"], ["csv", "json"]), ([f"{external}=[json]"], ["json"]):
+        config = compose("stability=icepop", "stability.plugins=[json]", *given)
+        apply_engine_settings(read_features(config, stability_config(config.stability)))
+        assert config.actor_rollout_ref.model.external_lib == expected

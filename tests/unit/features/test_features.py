@@ -1,0 +1,111 @@
+"""What a config turns on, and which parts of the plugin that uses."""
+
+import pytest
+
+from verl_ext.features.feature import Part
+from verl_ext.features.stability import stability_config
+from verl_ext.features.table import read_features
+
+ACTOR = "actor_rollout_ref.actor"
+REPLAY = f"{ACTOR}.fsdp_config.router_replay.mode"
+MEASURED = {Part.LOG_PROBS, Part.MEASURE}
+COMPARED = {Part.ROUTERS, Part.ROUTER_COMPARISON}
+
+
+@pytest.fixture
+def asked(compose):
+    """asked("stability=icepop", ...) -> the features."""
+
+    def run(*overrides):
+        config = compose(*overrides)
+        return read_features(config, stability_config(config.stability)).lines
+
+    return run
+
+
+def parts(found):
+    return set().union(*(feature.parts for feature in found))
+
+
+def test_nothing_is_on_by_default(asked):
+    assert asked() == asked("stability=none") == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names", "used"),
+    [
+        (["stability.metrics=true"], ["mismatch metrics"], MEASURED),
+        (["stability.correction=icepop"], ["mismatch metrics", "correction"], {*MEASURED, Part.WEIGHTS, Part.LOSS}),
+        (
+            ["stability.correction=icepop", "stability.denominator=kept"],
+            ["mismatch metrics", "correction", "denominator"],
+            {*MEASURED, Part.WEIGHTS, Part.LOSS, Part.MASKS},
+        ),
+        (["stability.filters=[overlong]"], ["mismatch metrics", "batch filter"], {*MEASURED, Part.LOSS, Part.MASKS}),
+        (
+            ["stability.correction=opsm", "stability.opsm.delta=0.1"],
+            ["mismatch metrics", "correction"],
+            {*MEASURED, Part.LOSS},
+        ),
+        (["stability.batch_skip.threshold=0"], ["mismatch metrics", "batch skip"], {*MEASURED, Part.GUARD}),
+        (
+            ["stability.guard.rules.r={signal:mine/x,above:1,action:warn}"],
+            ["mismatch metrics", "guard rule"],
+            {*MEASURED, Part.GUARD},
+        ),
+        (["stability.guard.mini_batch.policy_kl=0.1"], ["mismatch metrics", "mini-batch gate"], {*MEASURED, Part.LOSS}),
+        (["stability.rescoring.every=10"], ["mismatch metrics", "rescoring"], {*MEASURED, Part.VERSIONS}),
+        (["stability.trajectories.per_step=2"], ["mismatch metrics", "trajectories"], MEASURED),
+        (["stability.router_agreement=true"], ["router agreement"], COMPARED),
+        ([f"{REPLAY}=R2"], ["routing replay"], {Part.ROUTERS}),
+        ([f"{REPLAY}=R3"], ["router agreement", "routing replay"], COMPARED),
+        (["stability.sync_canary.trajectories=8"], ["mismatch metrics", "sync canary"], MEASURED),
+        (["stability.cascade_attention=off"], ["cascade attention"], set()),
+        (["stability.fake_quantization.format=fp4"], ["fake quantization"], set()),
+        (["algorithm.adv_estimator=qae"], ["advantages"], set()),
+        (
+            ["stability=llds_loss", "stability.metrics=false", "stability.batch_skip.threshold=null"],
+            ["policy loss"],
+            {Part.LOG_PROBS, Part.LOSS},
+        ),
+        (
+            ["stability=icepop_loss", "stability.metrics=false", "stability.batch_skip.threshold=null"],
+            ["mismatch metrics", "policy loss"],
+            {*MEASURED, Part.WEIGHTS, Part.LOSS},
+        ),
+        (
+            ["stability=router_shift_loss", "stability.metrics=false", "stability.batch_skip.threshold=null"],
+            ["policy loss", "router shift"],
+            {Part.LOG_PROBS, Part.LOSS},
+        ),
+        (
+            [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=unbiased"],
+            ["KL to the reference"],
+            {Part.LOG_PROBS, Part.LOSS},
+        ),
+    ],
+)
+def test_what_turns_what_on(asked, overrides, names, used):
+    found = asked(*overrides)
+    assert [feature.name for feature in found] == names
+    assert parts(found) == used
+
+
+def test_settings_are_said(asked):
+    rule = "{signal:critic/score/mean,below:8,zscore_window:64,action:rollback}"
+    found = asked(
+        "stability.correction=[geo_mask,mis]",
+        "stability.filters={low_probability:{threshold:0.01}}",
+        f"stability.guard.rules.r={rule}",
+        "stability.guard.mini_batch.vllm_kl=0.1",
+        "stability.trajectories={per_step:2,every:10}",
+    )
+    assert [feature.setting for feature in found] == [
+        "vllm_kl/*",
+        "geo_mask, low 0.999, high 1.002",
+        "mis, cap 2, weight ratio",
+        "low_probability, threshold 0.01",
+        "2 every 10 steps",
+        "refuse past, vllm_kl 0.1",
+        "r: rollback at critic/score/mean < 8 sd of 64",
+    ]

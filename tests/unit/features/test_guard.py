@@ -1,0 +1,150 @@
+import pytest
+from omegaconf import OmegaConf
+
+from verl_ext.base.errors import ConfigError
+from verl_ext.features.stability import stability_config
+from verl_ext.guard.rules import Rule, describe
+
+
+def guard(**settings):
+    return stability_config(OmegaConf.create({"guard": settings}))
+
+
+def rules(**rule):
+    return guard(rules={"r": {"signal": "vllm_kl/k3", "action": "warn"} | rule})
+
+
+def test_a_rule_is_read_with_its_defaults():
+    assert rules(above=1).rules == (Rule("r", "vllm_kl/k3", 1.0, setting="stability.guard.rules.r.above"),)
+
+
+@pytest.mark.parametrize("signal", ["vllm_kl/k3/prob/0-0.01", "critic/vf_loss", "val-core/a/b/c", "mine/k3", "x"])
+def test_a_signal_may_be_of_a_family_or_of_verls_or_the_users_own(signal):
+    assert rules(above=1, signal=signal).rules[0].signal == signal
+
+
+def test_advice_is_said_with_the_reason():
+    (rule,) = rules(above=1, advice="try stability=kpop").rules
+    said = "vllm_kl/k3=2 passes stability.guard.rules.r.above=1"
+    assert describe(rule, 2.0, 1.0) == f"{said}: try stability=kpop"
+    (bare,) = rules(above=1, advice=None).rules
+    assert describe(bare, 2.0, 1.0) == said
+
+
+def test_batch_skip_is_the_first_rule():
+    node = {"batch_skip": {"threshold": 0.1}, "guard": {"rules": {"r": {"signal": "x", "below": 0, "action": "stop"}}}}
+    first, second = stability_config(OmegaConf.create(node)).rules
+    assert (first.name, first.signal, first.bound, first.action) == ("batch_skip", "vllm_kl/k3", 0.1, "skip")
+    assert (second.side, second.bound) == ("below", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ({}, "needs one bound: above or below"),
+        ({"above": 1, "below": 0}, "needs one bound: above or below"),
+        ({"above": 1, "signal": None}, "r.signal must be given"),
+        ({"above": 1, "action": "explode"}, "action=explode is not known; choose one of: warn, tighten"),
+        ({"above": 1, "patiense": 2}, "r.patiense is not known; near it are: patience"),
+        ({"treshold": 3}, "r.treshold is not known; its settings are: above, action, advice, below, patience, recover"),
+        ({"above": "high"}, "r.above=high must be a finite number"),
+        ({"above": float("nan")}, "r.above=nan must be a finite number"),
+        ({"above": True}, "r.above=True must be a finite number"),
+        ({"above": 1, "advice": 3}, "r.advice=3 must be text"),
+        ({"above": 1, "patience": 0}, "r.patience=0 must be a whole number of readings, at least 1"),
+        ({"above": 1, "patience": 1.5}, "r.patience=1.5 must be a whole number"),
+        ({"above": 1, "zscore_window": 3}, "r.zscore_window=3 must be a whole number of readings, at least 8"),
+        ({"above": -1, "zscore_window": 8}, "must be above 0"),
+        ({"above": 1, "recover": 2}, "r.recover=2 lies past above=1"),
+        ({"below": 1, "recover": 0.5}, "r.recover=0.5 lies past below=1"),
+        ({"below": 4, "recover": 5, "zscore_window": 8}, "r.recover=5 lies past below=4"),
+        ({"above": 1, "action": "skip", "signal": "actor/grad_norm"}, "comes with the update"),
+        ({"above": 1, "action": "skip", "signal": "response_length/mean"}, "comes with the update"),
+        ({"above": 1, "action": "skip", "signal": "val-core/acc"}, "comes with the update"),
+        ({"above": 1, "action": "skip", "signal": "rollout_corr/kl"}, "comes with the update"),
+        ({"above": 1, "signal": "vllm_kl/k33"}, "r.signal=vllm_kl/k33 is not known; near it are: vllm_kl/k3, "),
+        ({"above": 1, "signal": "corrections/dropped"}, "near it are: correction/dropped, "),
+        ({"above": 1, "signal": "guard/x"}, "A metric of your own may have any name"),
+        ({"above": 1, "action": "tighten"}, "name icepop in stability.correction"),
+        ({"above": 1, "action": "tighten", "signal": "correction/dropped"}, "would not recover"),
+        ({"above": 1, "signal": "router/agreement"}, "set stability.router_agreement=true"),
+    ],
+)
+def test_what_cannot_work_is_refused(rule, said):
+    with pytest.raises(ConfigError, match=r"stability\.guard\.rules\.r") as error:
+        rules(**rule)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rules": ["a"]}, "stability.guard.rules=['a'] must be a mapping"),
+        ({"rules": {"r": 3}}, "stability.guard.rules.r=3 must be a mapping"),
+        ({"stop_after": 0}, "stability.guard.stop_after=0 must be at least 1"),
+        ({"slow_step_s": 0}, "stability.guard.slow_step_s=0 must be above 0 seconds"),
+        ({"tighten_factor": 1.0}, "stability.guard.tighten_factor=1 must be between 0 and 1"),
+        ({"max_rollbacks": -1}, "stability.guard.max_rollbacks=-1"),
+        ({"mini_batch": {"vllm_kl": 0}}, "stability.guard.mini_batch.vllm_kl=0 must be above 0"),
+        ({"boundary": {"signal": "vllm_kl/chi"}}, "stability.guard.boundary.signal=vllm_kl/chi is not known; near it"),
+        ({"boundary": {"value": 0}}, "stability.guard.boundary.value=0"),
+        ({"boundary": {"window": 4}}, "stability.guard.boundary.window=4 must be at least 8"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, said):
+    with pytest.raises(ConfigError) as error:
+        guard(**settings)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"tighten_factor": 0.25},
+            "stability.guard.tighten_factor is set, and no rule has action=tighten; give a rule",
+        ),
+        ({"lower_lr": {"hold": 2}}, "stability.guard.lower_lr is set, and no rule has action=lower_lr"),
+        ({"max_rollbacks": 1}, "stability.guard.max_rollbacks is set, and no rule has action=rollback"),
+        ({"rollback_cooldown": 9}, "rollback_cooldown is set, and no rule has action=rollback or undo"),
+    ],
+)
+def test_a_setting_of_an_action_that_no_rule_has_is_refused(settings, said):
+    with pytest.raises(ConfigError) as error:
+        guard(**settings, rules={"r": {"signal": "vllm_kl/k3", "above": 1, "action": "stop"}})
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("action", "settings"),
+    [
+        ("lower_lr", {"lower_lr": {"hold": 2}}),
+        ("rollback", {"max_rollbacks": 1, "rollback_cooldown": 9}),
+        ("undo", {"rollback_cooldown": 9}),
+        ("warn", {"lower_lr": {"factor": 0.5}, "tighten_factor": 0.5}),  # the defaults, written out
+    ],
+)
+def test_a_setting_of_an_action_that_a_rule_has_is_read(action, settings):
+    assert guard(**settings, rules={"r": {"signal": "vllm_kl/k3", "above": 1, "action": action}}).rules
+
+
+def test_a_rule_may_not_take_the_name_of_batch_skip():
+    node = {"batch_skip": {"threshold": 0.1}, "guard": {"rules": {"batch_skip": {"signal": "x", "above": 1}}}}
+    node["guard"]["rules"]["batch_skip"]["action"] = "warn"
+    with pytest.raises(ConfigError, match=r"the name is taken by stability\.batch_skip"):
+        stability_config(OmegaConf.create(node))
+
+
+def test_the_tightened_band_is_narrower_in_logarithms():
+    rule = {"r": {"signal": "vllm_kl/k3", "above": 1, "action": "tighten"}}
+    node = {"correction": ["icepop", "geo_mask"], "guard": {"tighten_factor": 0.25, "rules": rule}}
+    narrowed = stability_config(OmegaConf.create(node)).corrections(tightened=True)
+    assert narrowed["icepop"] == {"alpha": 0.5**0.25, "beta": 5.0**0.25}
+    assert narrowed["geo_mask"] == {"low": 0.999, "high": 1.002} and list(narrowed) == ["icepop", "geo_mask"]
+
+
+def test_a_band_that_leaves_one_out_cannot_be_narrowed_towards_it():
+    rule = {"r": {"signal": "vllm_kl/k3", "above": 1, "action": "tighten"}}
+    node = {"correction": "icepop", "icepop": {"alpha": 2.0, "beta": 3.0}, "guard": {"rules": rule}}
+    with pytest.raises(ConfigError, match=r"lies outside stability\.icepop\.alpha=2 to beta=3"):
+        stability_config(OmegaConf.create(node))

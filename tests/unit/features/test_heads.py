@@ -1,0 +1,138 @@
+"""What heads, truncated sampling and score centering need, told before Ray starts."""
+
+from functools import partial
+
+import pytest
+
+from tests.support.fixing import assert_fixed
+from verl_ext.base.errors import ConfigError
+from verl_ext.features.feature import Part
+from verl_ext.features.stability import stability_config
+from verl_ext.features.table import apply_engine_settings, check_run, loss_settings, read_features
+from verl_ext.upstream.agent_loop import VARIABLE, parsed
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+MAX = f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs"
+ASKED = ("stability=icepop", "stability.head.k=32")
+KEPT = ("stability=icepop", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=64")
+ONE_UPDATE = ("data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64")
+CENTERED = ("stability=score_centering", *ONE_UPDATE)
+
+
+@pytest.fixture
+def check(compose, models):
+    """check(override, ...) -> the config, checked and set."""
+
+    def run(*overrides):
+        config = compose(f"actor_rollout_ref.model.path={models}/moe", f"{ROLLOUT}.name=vllm", *overrides)
+        stability = stability_config(config.stability)
+        check_run(read_features(config, stability))
+        apply_engine_settings(read_features(config, stability))
+        return config
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["stability=icepop", f"{ROLLOUT}.top_p=0.9"], f"set {ROLLOUT}.top_k=512, or {ROLLOUT}.top_p=1"),
+        ([*KEPT, "stability.head.k=32"], "keep more tokens than stability.head.k=32; set stability.head.k=64"),
+        (["stability=tis", f"{ROLLOUT}.top_k=1"], f"and so is the gradient; set {ROLLOUT}.top_k=512"),
+        (["stability=none", "stability.metrics=true", f"{ROLLOUT}.top_k=1"], "keep one token, whose l_old"),
+        ([*KEPT, f"{ACTOR}.use_kl_loss=true"], "compares it with a reference over the whole vocabulary"),
+        ([*KEPT, "algorithm.use_kl_in_reward=true"], "set algorithm.use_kl_in_reward=False"),
+        ([*ASKED, f"{ROLLOUT}.name=sglang"], f"{ROLLOUT}.name=sglang returns none through verl"),
+        ([*ASKED, f"+{MAX}=20"], f"{MAX}=20 allows fewer; set {MAX}=32"),
+        ([*KEPT, f"+{MAX}=20"], f"the 64 most likely tokens ({ROLLOUT}.top_k=64): {MAX}=20"),
+        ([*ASKED, "actor_rollout_ref.model.use_fused_kernels=true"], "set actor_rollout_ref.model.use_fused_kernels="),
+        ([*ASKED, f"{ACTOR}.fsdp_config.pad_to_length=true"], f"set {ACTOR}.fsdp_config.pad_to_length=False"),
+        (["stability=icepop", "stability.head.k=1000000"], "of a vocabulary of 151936; set stability.head.k=151936"),
+        (["stability=icepop", "stability.head.k=-1"], "stability.head.k=-1 must be a number of tokens, or 0"),
+        (
+            ["stability=none", "stability.batch_skip={metric:vllm_kl/head,threshold:0.1}"],
+            "stability.batch_skip.threshold: vllm_kl/head needs the sampler's head; set stability.head.k=32",
+        ),
+        (
+            ["stability=none", "stability.guard.rules={r:{signal:vllm_kl/head,above:1,action:warn}}"],
+            "vllm_kl/head needs the sampler's head; set stability.head.k=32",
+        ),
+        (
+            [*ASKED, "stability.batch_skip.metric=vllm_kl/head", "algorithm.rollout_correction.bypass_mode=true"],
+            "vllm_kl/head is of compute_log_prob, which does not run",
+        ),
+        (["stability=score_centering", f"{ACTOR}.ppo_mini_batch_size=32"], f"set {ACTOR}.ppo_mini_batch_size="),
+        ([*CENTERED, f"{ACTOR}.ppo_epochs=2"], f"set {ACTOR}.ppo_epochs=1"),
+        ([*CENTERED, f"{ACTOR}.policy_loss.loss_mode=gspo"], "loss_mode=gspo; set"),
+        ([*CENTERED, "algorithm.rollout_correction.bypass_mode=true"], "rollout_correction.bypass_mode=False"),
+        ([*CENTERED, "stability.correction=mis"], "not of each response: stability.correction=mis; take tis, icepop"),
+        ([*CENTERED, "stability.correction=icepop", "stability.denominator=kept"], "set stability.denominator=full"),
+        (
+            [*CENTERED, "algorithm.rollout_correction.rollout_is=token"],
+            "does not know verl's own weights: algorithm.rollout_correction.rollout_is=token; set algorithm.",
+        ),
+        (
+            [*CENTERED, "algorithm.rollout_correction.rollout_rs=token_k1"],
+            "set algorithm.rollout_correction.rollout_rs=",
+        ),
+        ([*CENTERED, "stability.filters={overlong: {}}"], "a filter would drop: stability.filters.overlong; leave the"),
+        (
+            [*CENTERED, "stability.correction=tis_sequence"],
+            "stability.correction=tis_sequence; take tis, icepop or kpop",
+        ),
+        (
+            [*CENTERED, f"{ROLLOUT}.top_k=50", f"{ROLLOUT}.logprobs_mode=raw_logprobs"],
+            f"set {ROLLOUT}.logprobs_mode=processed_logprobs",
+        ),
+        (
+            [
+                *CENTERED,
+                "stability.correction=icepop",
+                "stability.guard.rules={r:{signal:vllm_kl/k3,above:1,action:tighten}}",
+            ],
+            "would go on with the wide band: a rule with action=tighten",
+        ),
+    ],
+)
+def test_what_cannot_work_names_the_remedy(check, overrides, message):
+    run = partial(check, *overrides)
+    with pytest.raises(ConfigError) as error:
+        run()
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert_fixed(error.value, run)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "k", "use"),
+    [
+        (ASKED, 32, {"truncated": False, "centers": False}),
+        (KEPT, 64, {"truncated": True, "centers": False}),
+        ((*KEPT, "stability.head.k=80"), 80, {"truncated": True}),
+        (CENTERED, 128, {"centers": True, "corrections": {}}),
+        ((*CENTERED, f"{ROLLOUT}.top_k=50"), 50, {"truncated": True, "centers": True}),
+        ((*CENTERED, "stability.correction=tis"), 128, {"corrections": {"tis": {"cap": 2.0}}}),
+    ],
+)
+def test_what_needs_a_head_turns_it_on(check, overrides, k, use):
+    config = check(*overrides)
+    stability = stability_config(config.stability)
+    found = read_features(config, stability).lines
+    (feature,) = [one for one in found if one.name == "sampler's head"]
+    assert feature.setting.split()[0] == str(k) and {Part.HEADS, Part.MEASURE, Part.LOSS} <= feature.parts
+    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs == k
+    assert parsed(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["head"] == k
+    assert use.items() <= loss_settings(read_features(config, stability))["head"].items()
+
+
+def test_where_nothing_needs_it_there_is_none(check, compose):
+    config = check("stability=icepop")
+    assert not read_features(config, stability_config(config.stability)).uses(Part.HEADS)
+    assert "max_logprobs" not in (config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {})
+    assert VARIABLE not in str(config.ray_kwargs)
+    plain = compose("stability=none", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.name=vllm")
+    assert read_features(plain, stability_config(plain.stability)).lines == ()  # the run is verl's own
+
+
+def test_more_than_vllm_is_asked_for_is_left_to_the_user(check):
+    assert check(*ASKED, f"+{MAX}=-1").actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs == -1

@@ -1,0 +1,97 @@
+"""A planted gap on the launching machine: what it is refused with, and what vLLM is told."""
+
+import pytest
+from transformers import LlamaConfig, Qwen3MoeConfig
+
+from recipes.cpu_smoke.make_assets import build_tokenizer
+from verl_ext.base.errors import ConfigError
+from verl_ext.features.stability import stability_config
+from verl_ext.features.table import apply_engine_settings, check_run, read_features
+from verl_ext.upstream.fake_quantization import LOAD_FORMAT
+
+FAKE = "stability.fake_quantization"
+ROLLOUT = "actor_rollout_ref.rollout"
+VLLM = f"+{ROLLOUT}.engine_kwargs.vllm"
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    """Models of other shapes than those of `models`."""
+    folder = tmp_path_factory.mktemp("shapes")
+    tied = LlamaConfig(tie_word_embeddings=True)
+    narrow = Qwen3MoeConfig(num_experts=8, moe_intermediate_size=48)
+    quantized = LlamaConfig(quantization_config={"quant_method": "fp8"})
+    for name, config in (("tied", tied), ("narrow", narrow), ("quantized", quantized)):
+        config.save_pretrained(folder / name)
+        build_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def check(compose, models):
+    def run(*overrides, model=None):
+        model = model or models / "moe"
+        config = compose(f"{ROLLOUT}.name=vllm", f"actor_rollout_ref.model.path={model}", *overrides)
+        check_run(read_features(config, stability_config(config.stability)))
+        return config
+
+    return run
+
+
+def test_vllm_loads_by_our_format_which_loads_by_the_one_asked_for(check):
+    theirs = f"{VLLM}.model_loader_extra_config={{enable_multithread_load:true}}"
+    config = check(f"{FAKE}.format=fp4", f"{FAKE}.group=16", f"{FAKE}.router=true", theirs)
+    apply_engine_settings(read_features(config, stability_config(config.stability)))
+    arguments = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert arguments.load_format == LOAD_FORMAT
+    assert arguments.model_loader_extra_config == {
+        "enable_multithread_load": True,
+        "verl_ext": {"format": "fp4", "group": 16, "router": True, "head": False, "load_format": "dummy"},
+    }
+
+
+def test_a_load_format_of_vllms_own_arguments_goes_over_the_rollouts(check):
+    config = check(f"{FAKE}.format=int8", f"{FAKE}.group=channel", f"{VLLM}.load_format=safetensors")
+    apply_engine_settings(read_features(config, stability_config(config.stability)))
+    told = config.actor_rollout_ref.rollout.engine_kwargs.vllm.model_loader_extra_config.verl_ext
+    assert (told.load_format, told.group) == ("safetensors", "channel")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([f"{ROLLOUT}.name=sglang"], "rounds the weights of vLLM, not of actor_rollout_ref.rollout.name=sglang"),
+        ([f"{ROLLOUT}.quantization=fp8"], "quantization=fp8 makes a real one; set stability.fake_quantization.format="),
+        ([f"{VLLM}.quantization=fp8"], "engine_kwargs.vllm.quantization=fp8 makes a real one"),
+        (
+            ["actor_rollout_ref.actor.fsdp_config.qat.enable=true"],
+            "or set actor_rollout_ref.actor.fsdp_config.qat.enable",
+        ),
+        ([f"{ROLLOUT}.checkpoint_engine.backend=delta_sharded"], "changes those that are loaded already"),
+        ([f"{FAKE}.group=100"], "group=100 does not divide the model's hidden_size=2048; set"),
+    ],
+)
+def test_what_it_cannot_go_with(check, overrides, said):
+    with pytest.raises(ConfigError) as error:
+        check(f"{FAKE}.format=fp4", *overrides)
+    assert said in str(error.value) and "stability.fake_quantization" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "said"),
+    [
+        ("tied", [f"{FAKE}.head=true"], "head=true has no head to round"),
+        ("narrow", [], "group=32 does not divide the model's moe_intermediate_size=48"),
+        ("quantized", [], "rounds weights that are not quantised yet"),
+    ],
+)
+def test_models_that_it_cannot_round(check, shapes, model, overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        check(f"{FAKE}.format=fp4", *overrides, model=shapes / model)
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides"), [("tied", []), ("narrow", [f"{FAKE}.group=channel"]), ("narrow", [f"{FAKE}.group=16"])]
+)
+def test_models_that_it_can(check, shapes, model, overrides):
+    check(f"{FAKE}.format=fp4", *overrides, model=shapes / model)

@@ -1,0 +1,207 @@
+"""Settings of the routing: what they turn on, and what cannot work."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+from omegaconf import OmegaConf
+from transformers import DeepseekV2Config
+from verl.utils.config import omega_conf_to_dataclass
+
+from recipes.cpu_smoke.make_assets import build_tokenizer
+from tests.support.fixing import assert_fixed
+from verl_ext.base.errors import ConfigError, HookError
+from verl_ext.core.corrections import CORRECTIONS, register_correction
+from verl_ext.core.losses import LossChange, register_loss
+from verl_ext.features.feature import Part
+from verl_ext.features.losses import LOSS, LOSSES
+from verl_ext.features.routing import replayed_field
+from verl_ext.features.stability import stability_config
+from verl_ext.features.table import apply_engine_settings, check_run, read_features
+from verl_ext.features.verl_config import replay_mode
+from verl_ext.upstream.agent_loop import VARIABLE, parsed
+
+FSDP = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
+
+AGREEMENT = ("stability=none", "stability.router_agreement=true", "model_engine=megatron")
+
+
+def compares(config):
+    return read_features(config, stability_config(config.stability)).uses(Part.ROUTER_COMPARISON)
+
+
+@pytest.fixture
+def checked(compose, models):
+    """checked("stability=none", ...) -> the config after check_run and apply_engine_settings."""
+
+    def run(*overrides, model="moe"):
+        config = compose(
+            f"actor_rollout_ref.model.path={models}/{model}", "actor_rollout_ref.rollout.name=vllm", *overrides
+        )
+        assert read_features(config, stability_config(config.stability)).lines
+        check_run(read_features(config, stability_config(config.stability)))
+        apply_engine_settings(read_features(config, stability_config(config.stability)))
+        return config
+
+    return run
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_r3_under_fsdp_needs_no_other_setting(checked, plus):
+    config = checked("stability=none", f"{plus}{FSDP}=R3")
+    assert replay_mode(config) == "R3"
+    assert replayed_field(config) == "routed_experts"
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+    assert compares(config)
+    engine = omega_conf_to_dataclass(config.actor_rollout_ref.actor.fsdp_config)
+    assert engine.router_replay.mode == "R3"
+
+
+def test_r2_under_fsdp_asks_nothing_of_the_rollout(checked):
+    config = checked("stability=none", f"{FSDP}=R2")
+    assert replayed_field(config) == "old_routed_experts"
+    assert not config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+    assert not compares(config)
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_the_presets_are_these_settings_with_the_metrics(checked, mode):
+    config = checked(f"stability={mode.lower()}")
+    assert replay_mode(config) == mode
+    assert compares(config) and config.stability.metrics
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+
+
+def test_replay_is_off_unless_asked_for(checked):
+    config = checked("stability=icepop")
+    assert replay_mode(config) == "disabled"
+    assert replayed_field(config) is None
+    assert OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.router_replay") is None
+
+
+@pytest.mark.parametrize("engine", ["megatron", "veomni"])
+def test_verls_own_replay_is_left_to_verl_and_the_rollout_returns_what_it_replays(checked, engine):
+    setting = f"actor_rollout_ref.actor.{engine}.router_replay.mode"
+    config = checked("stability=icepop", f"model_engine={engine}", f"{setting}=R3")
+    assert replayed_field(config) == "routed_experts"
+    assert not compares(config)
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+    config = checked("stability=icepop", f"model_engine={engine}", f"{setting}=R2")
+    assert not config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+
+
+def test_agreement_on_megatron_asks_nothing_of_its_replay(checked):
+    config = checked("stability=none", "stability.router_agreement=true", "model_engine=megatron")
+    assert config.actor_rollout_ref.actor.megatron.router_replay.mode == "disabled"  # the worker builds it to record
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+
+
+SHARE = ("stability=none", "stability.router_agreement=true", "stability.router_agreement_share=0.25")
+LOAD_BALANCE = "actor_rollout_ref.rollout.moe_load_balance_metrics_interval"
+
+
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+def test_a_share_is_asked_for_in_every_process_and_named(checked, engine):
+    config = checked(*SHARE, f"model_engine={engine}")
+    assert parsed(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["share"] == 0.25
+    (feature,) = read_features(config, stability_config(config.stability)).lines
+    assert feature.setting == "compute_log_prob, share 0.25"
+    assert parsed(checked(*SHARE[:2]).ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["share"] == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{FSDP}=R2"], f"without routing, which {FSDP}=R2 replays; set stability.router_agreement_share=1"),
+        ([f"{FSDP}=R3"], f"without routing, which {FSDP}=R3 replays"),
+        (["model_engine=megatron", "actor_rollout_ref.actor.megatron.router_replay.mode=R2"], "mode=R2 replays"),
+        ([f"{LOAD_BALANCE}=10"], f"{LOAD_BALANCE}=10 would count them for expert 0; set {LOAD_BALANCE}=0, or set stab"),
+    ],
+)
+def test_what_reads_the_routing_of_all_trajectories_does_not_go_with_a_share(checked, overrides, message):
+    run = partial(checked, *SHARE, *overrides)
+    with pytest.raises(ConfigError) as error:
+        run()
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert_fixed(error.value, run)
+
+
+def test_methods_that_read_the_agreement_of_every_token_do_not_go_with_a_share(checked):
+    with mock.patch.dict(CORRECTIONS), mock.patch.dict(LOSSES):
+        register_correction("by_agreement", reads=("router_agreement",), in_update=True)(lambda batch: LossChange())
+        register_loss("of_agreement", reads=("router_agreement",))(lambda batch: LossChange())
+        for override in ("stability.correction=by_agreement", f"{LOSS}.loss_mode=of_agreement"):
+            with pytest.raises(ConfigError, match=f"{override} reads the routers' agreement of every token") as error:
+                checked(*SHARE, override)
+            assert error.value.fix == ("stability.router_agreement_share=1",)
+            checked(*SHARE, override, *error.value.fix)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_rollout_ref.actor.megatron.router_replay.mode=R3", "nothing to measure with .*megatron.*=R3"),
+        ("actor_rollout_ref.model.use_remove_padding=false", "set actor_rollout_ref.model.use_remove_padding=true"),
+        (
+            "actor_rollout_ref.actor.megatron.pad_to_length=true",
+            "set .*megatron.pad_to_length=false",
+        ),
+    ],
+)
+def test_agreement_where_verl_cannot_record_names_the_remedy(checked, override, message):
+    run = partial(checked, *AGREEMENT, "stability.metrics=true", override)
+    with pytest.raises(ConfigError, match=message) as error:
+        run()
+    assert_fixed(error.value, run)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{FSDP}=R4"], r"router_replay.mode=R4 is not known; choose one of: disabled, R2, R3"),
+        ([f"{FSDP}=R3", "actor_rollout_ref.rollout.name=trtllm"], "name=vllm, or set .*router_replay.mode=disabled"),
+        (
+            [f"{FSDP}=R3", "actor_rollout_ref.rollout.pipeline_model_parallel_size=2"],
+            "mode=R3 needs vLLM without pipeline parallelism",
+        ),
+        (
+            [
+                f"{FSDP}=R3",
+                "actor_rollout_ref.rollout.name=sglang",
+                "actor_rollout_ref.rollout.pipeline_model_parallel_size=2",
+            ],
+            "mode=R3 needs SGLang without pipeline parallelism",
+        ),
+        (["stability=r3", "model_engine=megatron"], r"is for FSDP.*set actor_rollout_ref.actor.megatron.router_replay"),
+        (
+            [
+                "model_engine=megatron",
+                "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
+                "actor_rollout_ref.rollout.pipeline_model_parallel_size=2",
+            ],
+            "megatron.router_replay.mode=R3 needs vLLM without pipeline parallelism",
+        ),
+        (["model_engine=torchtitan", f"{FSDP}=R3"], "mode=R3 has no adapter for .*strategy=torchtitan"),
+    ],
+)
+def test_a_replay_that_cannot_work_names_the_remedy(checked, overrides, message):
+    run = partial(checked, "stability.metrics=true", *overrides)
+    with pytest.raises(ConfigError, match=message) as error:
+        run()
+    assert_fixed(error.value, run)
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_replay_is_refused_where_the_model_gives_some_experts_no_weight(checked, mode, models):
+    limited = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "n_routed_experts": 8}
+    DeepseekV2Config(**limited).save_pretrained(models / "limited")
+    build_tokenizer().save_pretrained(models / "limited")
+    with pytest.raises(HookError, match=r"topk_method=group_limited_greedy.*set .*router_replay.mode=disabled$"):
+        checked(f"stability={mode.lower()}", model="limited")
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_replay_of_a_dense_model_is_refused(checked, mode):
+    with pytest.raises(ConfigError, match=f"mode={mode} needs a mixture of experts.*dense is a dense model") as error:
+        checked("stability=none", f"{FSDP}={mode}", model="dense")
+    assert error.value.fix == (f"{FSDP}=disabled",)

@@ -1,0 +1,127 @@
+"""A run whose rollout engine is SGLang: every preset passes, and what SGLang cannot do stops with one line."""
+
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.examples import some
+from verl_ext.base.errors import ConfigError
+from verl_ext.features.mismatch import RAW, RAW_SETTING
+from verl_ext.features.routing import SGLANG_ARGUMENTS as ARGUMENTS
+from verl_ext.features.routing import check_sglang_model
+from verl_ext.features.stability import stability_config
+from verl_ext.features.table import apply_engine_settings, check_run, read_features
+from verl_ext.launch import sizes
+from verl_ext.launch.compose import stability_choices
+
+ROLLOUT = "actor_rollout_ref.rollout"
+SGLANG = f"{ROLLOUT}.name=sglang"
+FSDP_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
+AGREEMENT = "stability.router_agreement=true"
+# Megatron's replay is verl's own; the plugin measures beside it.
+VERLS_OWN = ("stability.metrics=true", "model_engine=megatron", f"{ROLLOUT}.enable_rollout_routing_replay=true")
+
+
+@pytest.fixture
+def checked(compose, models):
+    """checked("stability=icepop", ...) -> the config of a run with SGLang, as verl gets it."""
+
+    def run(*overrides, model="moe"):
+        config = compose(f"actor_rollout_ref.model.path={models}/{model}", SGLANG, *overrides)
+        stability = stability_config(config.stability)
+        check_run(read_features(config, stability))
+        apply_engine_settings(read_features(config, stability))
+        return config
+
+    return run
+
+
+# Heads come from vLLM alone.
+@pytest.mark.parametrize("name", some(sorted(set(stability_choices()) - {"score_centering"})))
+def test_every_preset_runs_with_sglang(compose, models, name):
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
+    model = (f"actor_rollout_ref.model.path={models}/moe", "data.max_response_length=8192")
+    config = compose("recipe=cpu_smoke", f"stability={name}", *model, SGLANG)
+    stability = stability_config(config.stability)
+    check_run(read_features(config, stability))
+    apply_engine_settings(read_features(config, stability))
+    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+
+
+@pytest.mark.parametrize("recipe", some(["qwen3_30b_a3b", "qwen3_30b_a3b_async", "qwen3_30b_a3b_megatron"]))
+def test_a_recipe_takes_sglang_by_one_override(compose, recipe):
+    config = compose(f"recipe={recipe}", "stability=icepop", "stability.router_agreement=true", SGLANG)
+    check_run(read_features(config, stability_config(config.stability), read_model=False))
+    sizes.check_recipe(config, None)
+
+
+@pytest.mark.parametrize("overrides", [["stability=none", AGREEMENT], ["stability=r3"]])
+def test_routing_is_asked_for_by_verls_own_setting(checked, overrides):
+    assert checked(*overrides).actor_rollout_ref.rollout.enable_rollout_routing_replay
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{ROLLOUT}.top_p=0.9"],  # SGLang's log-probs are of all tokens: doctor warns, as of vLLM's raw_logprobs
+        [f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.logprobs_mode=raw_logprobs"],  # which SGLang does not see
+        [f"+{RAW_SETTING}='1'"],
+        [f"+{RAW_SETTING}='0'", f"{ROLLOUT}.temperature=0.7"],
+    ],
+)
+def test_log_probs_that_vllm_would_not_have(checked, overrides):
+    checked("stability=icepop", *overrides)
+
+
+def test_log_probs_without_the_temperature_are_refused(checked, monkeypatch):
+    run = partial(checked, "stability=icepop", f"{ROLLOUT}.temperature=0.7")
+    run()
+    monkeypatch.setenv(RAW, "true")
+    said = f"{RAW}=1 has SGLang leave out {ROLLOUT}.temperature=0.7"
+    with pytest.raises(ConfigError, match=re.escape(said) + ".*, or unset it") as error:
+        run()
+    run(*error.value.fix)
+
+
+@pytest.mark.parametrize("asked", [["stability=none", AGREEMENT], ["stability=r3"], VERLS_OWN])
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ([f"{ROLLOUT}.skip_tokenizer_init=false"], f"{ROLLOUT}.skip_tokenizer_init=false"),
+        ([f"{ROLLOUT}.disaggregation.enabled=true"], f"{ROLLOUT}.disaggregation.enabled=true"),
+        (
+            ["actor_rollout_ref.model.mtp.enable=true", "actor_rollout_ref.model.mtp.enable_rollout=true"],
+            "actor_rollout_ref.model.mtp.enable_rollout=true",
+        ),
+        ([f"+{ARGUMENTS}.enable_hierarchical_cache=true"], f"{ARGUMENTS}.enable_hierarchical_cache=true"),
+    ],
+)
+def test_routing_that_would_not_be_the_models_is_refused(checked, asked, setting, message):
+    checked("stability=icepop", *setting)  # without routing it is of no concern
+    run = partial(checked, *asked, *setting)
+    with pytest.raises(ConfigError, match="cannot use SGLang's routed experts with") as error:
+        run()
+    assert message in str(error.value)
+    run(*error.value.fix)
+
+
+def test_a_model_of_which_sglang_knows_no_top_k_is_refused():
+    off = AGREEMENT.replace("true", "false")
+    check_sglang_model(SimpleNamespace(num_experts_per_tok=8), "a/b", AGREEMENT, off)
+    with pytest.raises(
+        ConfigError, match=r"needs num_experts_per_tok in the model's config.*path=a/b has none"
+    ) as error:
+        check_sglang_model(SimpleNamespace(top_k_experts=8), "a/b", AGREEMENT, off)
+    assert error.value.fix == (off,)
+
+
+def test_the_engines_arguments_are_sglangs(compose, monkeypatch):
+    recipe = ("recipe=qwen3_30b_a3b", SGLANG, f"+{ARGUMENTS}.moe_runner_backend=triton")
+    monkeypatch.setattr(sizes, "sglang_arguments", lambda: frozenset({"moe_runner_backend"}))
+    sizes.check_recipe(compose(*recipe), None)
+    with pytest.raises(ConfigError, match=r"engine_kwargs.sglang.moe_backend is no argument of SGLang"):
+        sizes.check_recipe(compose(*recipe, f"+{ARGUMENTS}.moe_backend=triton"), None)

@@ -1,0 +1,225 @@
+"""The page of all settings: `python -m verl_ext.features > docs/settings.md`.
+
+The names and defaults are those of the dataclasses' fields, the meanings their `Attributes:`. A method that has no
+dataclass documents its settings under `Args:` of its function. `docs/NAME.md` in a docstring becomes a link.
+`python -m verl_ext.features my_module` imports my_module first, and lists the methods that it registers too.
+"""
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from importlib import import_module
+from typing import Any, NamedTuple, get_type_hints
+
+from verl_ext.base.methods import Method
+from verl_ext.core.advantages import ESTIMATORS
+from verl_ext.core.corrections import CORRECTIONS
+from verl_ext.core.filters import BATCH_FILTERS
+from verl_ext.features.guard import RULE_NEEDS, RULE_SETTINGS, GuardSettings
+from verl_ext.features.losses import BASES, LOSS, LOSSES, RATIO_BASES, UNBIASED
+from verl_ext.features.stability import StabilityConfig, Switches, default_node
+from verl_ext.features.verl_config import FSDP_REPLAY
+from verl_ext.guard.rules import SIDES, Rule
+
+HEAD = """# Settings
+
+Made by `python -m verl_ext.features` from the dataclasses in [verl_ext/features](../verl_ext/features),
+[verl_ext/core](../verl_ext/core) and [verl_ext/guard](../verl_ext/guard); a test holds them together. To list the
+settings of your own methods too, name their modules: `python -m verl_ext.features my_module`. Their meanings are read
+from `Attributes:` in the docstring of the settings' dataclass, or from `Args:` in that of the function.
+
+`stability=NAME` picks a file of [configs/stability](../configs/stability). Every setting in it can be overridden on the
+command line, `stability.icepop.beta=3`, or in a config of your own (`--config-path`, `--config-name`). What each method
+does: [methods.md](methods.md). All of it is off by default; then verl's own entry point runs unchanged.
+
+Values are checked before Ray starts. If one is out of range, or nothing uses it, the run stops with a line that names
+the setting and the remedy: `stability.icepop.alpha=6 must be below beta=5`. A setting whose default is `-` has to be
+given."""
+COLUMNS = ("setting", "default", "meaning")
+NO_DEFAULT = "-"
+# The parts of the `stability` node that have a section of their own, which begins with the dataclass's docstring.
+SECTIONS = {
+    "rescoring": "Rescoring",
+    "trajectories": "Trajectories",
+    "fake_quantization": "A gap on purpose",
+}
+
+
+class Row(NamedTuple):
+    setting: str
+    default: str
+    meaning: str
+
+
+# Settings outside of the `stability` node that no dataclass of ours has.
+BASE = Row(
+    f"{LOSS}.base",
+    "vanilla",
+    f"the loss of verl that it builds on: {', '.join(BASES)}, or one of your own under verl's decorator. A loss that "
+    f"rescales the ratio needs one of: {', '.join(RATIO_BASES)}.",
+)
+VERLS = (
+    Row(
+        "actor_rollout_ref.actor.kl_loss_type",
+        "verl's",
+        f"`{UNBIASED}`, in addition to verl's values: an unbiased KL to the reference. It needs `use_kl_loss=true`.",
+    ),
+    Row(
+        "algorithm.rollout_correction.bypass_mode",
+        "verl's",
+        "verl's bypass mode. With `true`, the gap is measured and tokens are weighed in the update "
+        "(docs/methods.md#bypass-mode).",
+    ),
+    Row(
+        FSDP_REPLAY,
+        "disabled",
+        "routing replay under FSDP: `disabled`, `R2` or `R3`. The same setting under `actor.megatron` and "
+        "`actor.veomni` is verl's own.",
+    ),
+    Row(
+        "VERL_EXT_AGENT_LOOP",
+        "set by the launch",
+        "an environment variable: how routing is sent. `narrow:0` sends it in verl's int16 instead of vLLM's dtype, "
+        "`turns:0` sends earlier turns again, `narrow:0,turns:0` does both (docs/routing.md#less-of-it).",
+    ),
+)
+
+
+def page() -> str:
+    described, node, parts = meanings(StabilityConfig), default_node(), get_type_hints(Switches)
+    chosen = [Row(f"stability.{name}", _shown(node[name]), described[name]) for name in ("correction", "filters")]
+    rules = Row("stability.guard.rules", _shown(node["guard"]["rules"]), described["rules"])
+    bare = ", ".join(f"`{name}`" for name, method in BATCH_FILTERS.items() if not fields(method.settings))
+    sections = (
+        HEAD,
+        section(
+            "What is measured, and the batch",
+            "",
+            [*chosen, *rows("stability", Switches, without=("guard", *SECTIONS))],
+        ),
+        section(
+            "Corrections",
+            "A correction is on when `stability.correction` names it.",
+            method_rows("stability", CORRECTIONS),
+        ),
+        section(
+            "Filters",
+            f"A filter is on when `stability.filters` names it. Filters without settings: {bare}.",
+            method_rows("stability.filters", BATCH_FILTERS),
+        ),
+        section("Guard", introduction(GuardSettings), [rules, *rows("stability.guard", GuardSettings)]),
+        "Each rule, `stability.guard.rules.NAME`, has a signal, one bound and an action:",
+        table(rule_rows()),
+        *(
+            section(title, introduction(parts[name]), rows(f"stability.{name}", parts[name]))
+            for name, title in SECTIONS.items()
+        ),
+        section(
+            "Policy losses",
+            "`loss_mode=NAME` chooses one, as `stability=NAME_loss` does. Its settings are in the same node as verl's.",
+            [BASE, *loss_rows()],
+        ),
+        section(
+            "Advantage estimators",
+            "`algorithm.adv_estimator=NAME` chooses one.",
+            method_rows("algorithm", ESTIMATORS),
+        ),
+        section("Settings of verl", "This package adds to what these do.", VERLS),
+    )
+    return "\n\n".join(sections) + "\n"
+
+
+def section(title: str, text: str, found: Iterable[Row]) -> str:
+    return "\n\n".join(filter(None, (f"## {title}", linked(text), table(found))))
+
+
+def method_rows(prefix: str, methods: Mapping[str, Method]) -> Iterator[Row]:
+    for name, method in methods.items():
+        yield from rows(f"{prefix}.{name}", method.settings, method.function)
+
+
+def loss_rows() -> Iterator[Row]:
+    """A policy loss has its settings beside those of the others, in one node."""
+    for name, method in LOSSES.items():
+        for row in rows(LOSS, method.settings, method.function):
+            yield row._replace(meaning=f"`{name}`: {row.meaning}".rstrip())
+
+
+def rule_rows() -> Iterator[Row]:
+    """A rule has its bound under the name of its side."""
+    described, usual = meanings(Rule), {one.name: _default(one) for one in fields(Rule)}
+    for name in RULE_SETTINGS:
+        yield Row(name, NO_DEFAULT if name in RULE_NEEDS else usual[name], described[name])
+        if name == "signal":
+            yield Row("` or `".join(SIDES), NO_DEFAULT, described["bound"])
+
+
+def rows(
+    prefix: str, kind: type, function: Callable[..., Any] | None = None, *, without: Collection[str] = ()
+) -> Iterator[Row]:
+    """The settings of a dataclass and of those nested in it.
+
+    Args:
+        function: the method that takes them; its docstring describes what the dataclass does not.
+        without: fields to leave out.
+    """
+    described, hints = meanings(kind, function), get_type_hints(kind)
+    for one in fields(kind):
+        name = f"{prefix}.{one.name}"
+        if one.name in without:
+            continue
+        if is_dataclass(nested := hints[one.name]):
+            yield from rows(name, nested)  # type: ignore[arg-type]
+        else:
+            yield Row(name, _default(one), described.get(one.name, ""))
+
+
+def meanings(kind: type, function: Callable[..., Any] | None = None) -> dict[str, str]:
+    """Field -> meaning, as the docstrings of a dataclass, of what it inherits from, and of a function have it."""
+    found: dict[str, str] = {}
+    for one in (function, *reversed(kind.__mro__[:-1])):
+        entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", inspect.cleandoc(one.__doc__ or ""), flags=re.MULTILINE)
+        found |= {name: " ".join(text.split()) for name, text in entries}
+    return found
+
+
+def introduction(kind: type) -> str:
+    """What a docstring says before `Attributes:`, a paragraph a line."""
+    text, _, _ = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n"))
+
+
+def linked(text: str) -> str:
+    """Pages and modules as links from a page in docs/."""
+    text = re.sub(r"\bdocs/([\w-]+\.md)(#[\w-]+)?", r"[\1](\1\2)", text)
+    return re.sub(r"\b(verl_ext/[\w/]+\.py)", r"[\1](../\1)", text)
+
+
+def table(found: Iterable[Row]) -> str:
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for row in found:
+        meaning = linked(row.meaning).replace("|", "\\|")
+        lines.append(f"| `{row.setting}` | {row.default} | {meaning} |")
+    return "\n".join(lines)
+
+
+def _default(one: Field) -> str:
+    if one.default_factory is not MISSING:
+        return _shown(one.default_factory())
+    return NO_DEFAULT if one.default is MISSING else _shown(one.default)
+
+
+def _shown(value: Any) -> str:
+    """The value as YAML has it."""
+    if value is None or isinstance(value, bool) or value == "":
+        return json.dumps(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    for module in sys.argv[1:]:
+        import_module(module)
+    print(page(), end="")

@@ -1,0 +1,132 @@
+"""Advantage estimators: those of `verl_ext.core.advantages` under verl's `register_adv_est` (the signature is verl's).
+
+    algorithm.adv_estimator=qae            +algorithm.qae.k=0.4
+    algorithm.adv_estimator=grpo_positive  +algorithm.grpo_positive.negative_scale=0.0
+
+Shape legend: B rows of a batch, T response tokens, S sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from verl_ext.base.errors import BatchError
+from verl_ext.base.methods import Chosen, Method, build
+from verl_ext.core.advantages import ESTIMATORS, Sessions, group_ids
+from verl_ext.core.lazily import torch
+from verl_ext.features.feature import IN_THE_STEP, Feature, Line, RunFeatures
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_keys: ContextVar[Sequence[str] | None] = ContextVar("session_keys", default=None)
+
+
+def estimator_settings(method: Method, algorithm: Any) -> Any:
+    """The validated settings of an estimator; `algorithm` is verl's node, or None for the defaults.
+
+    Raises:
+        ConfigError: a setting is unknown, not a number or out of range.
+    """
+    given = algorithm.get(method.name, None) if algorithm is not None else None
+    return build(method.settings, given, f"algorithm.{method.name}")
+
+
+def lines(run: RunFeatures) -> Iterator[Line]:
+    if (method := ESTIMATORS.get(run.config.algorithm.adv_estimator)) is not None:
+        chosen = Chosen(method, estimator_settings(method, run.config.algorithm))
+        yield Line("advantages", str(chosen), IN_THE_STEP)
+
+
+ESTIMATOR = Feature(lines)
+
+
+@contextmanager
+def session_keys(keys: Sequence[str]) -> Iterator[None]:
+    """Tell the estimators which rows are outputs of one session, while verl computes advantages.
+
+    verl passes an estimator the uid of each row only, and treats the several outputs of a session specially for its
+    own GRPO alone (`compute_advantage_for_multi_trajectories` in trainer/ppo/v1/utils.py). Inside this context ours do
+    the same: the reward of a session's final output counts once in its group, and its advantage goes to all of the
+    session's rows.
+
+    Args:
+        keys: [B] trajectory ids `{uid}_{session}_{index}`, in the order of the rows.
+    """
+    token = _keys.set(tuple(keys))
+    try:
+        yield
+    finally:
+        _keys.reset(token)
+
+
+def _outcome_advantages(
+    advantages_of: Callable[[Tensor, Tensor], Tensor],
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence[object],
+) -> tuple[Tensor, Tensor]:
+    """From rewards by token to advantages by token: one number a session, on the tokens its model generated."""
+    keys = _keys.get()
+    if keys is None:
+        final = session = list(range(len(index)))
+    elif len(keys) == len(index):
+        sessions = Sessions.from_keys(keys)
+        final, session = sessions.final_S, sessions.session_B
+    else:
+        raise BatchError(f"session_keys has {len(keys)} trajectory ids and the batch {len(index)} rows")
+    device = token_level_rewards.device
+    with torch.no_grad():
+        rewards_S = token_level_rewards.double().sum(dim=-1)[torch.tensor(final, dtype=torch.long, device=device)]
+        group_S = torch.tensor(group_ids([index[row] for row in final]), dtype=torch.long, device=device)
+        advantages_S = advantages_of(rewards_S, group_S)
+        row_of = torch.tensor(session, dtype=torch.long, device=device)
+        advantages = advantages_S[row_of].to(token_level_rewards.dtype).unsqueeze(-1) * response_mask
+    return advantages, advantages
+
+
+def _norm_by_std(config: Any) -> bool:
+    return True if config is None else bool(config.get("norm_adv_by_std_in_grpo", True))
+
+
+def estimate(
+    method: Method,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence[object],
+    config: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages by a registered estimator, its settings those of `algorithm.NAME`.
+
+    Divided by the group's standard deviation, as in the papers, unless `algorithm.norm_adv_by_std_in_grpo=false`.
+    Under plain verl, without `session_keys`, every row is a session of its own: with agent loops that return several
+    outputs, those count several times in their group.
+
+    Args:
+        token_level_rewards, response_mask: [B, T], as verl passes them; a row's reward is the sum over its tokens.
+        index: [B] uids; rows of the same uid form a group.
+        config: verl's `algorithm` node, or None for the defaults.
+
+    Returns advantages and returns, the same [B, T] tensor: constant over a row's generated tokens, 0 elsewhere.
+
+    Raises:
+        BatchError: a reward is NaN or infinite, or the keys of `session_keys` do not fit the batch.
+        ConfigError: a setting of `algorithm.NAME`.
+    """
+    settings = asdict(estimator_settings(method, config))
+    advantages_of = partial(method.function, norm_by_std=_norm_by_std(config), **settings)
+    return _outcome_advantages(advantages_of, token_level_rewards, response_mask, index)
+
+
+def register_estimators() -> None:
+    """Put our estimators under verl's `register_adv_est`; again where a plugin has brought more."""
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
+
+    for name, method in ESTIMATORS.items():
+        if name not in ADV_ESTIMATOR_REGISTRY:
+            register_adv_est(name)(partial(estimate, method))

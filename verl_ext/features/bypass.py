@@ -1,0 +1,125 @@
+"""What has no meaning in verl's bypass mode, one refusal each: it needs compute_log_prob, or would count r twice.
+
+The sources: verl's own bypass loss (0.9.1, `compute_policy_loss_bypass_mode` of core_algos.py), with masks beside
+either of its losses, and weights beside REINFORCE but not beside a clipped ratio; rllm PR 741 and prime-rl PR 3526,
+IcePop's band on exp(l_theta - l_infer) with that ratio once; prime-rl PR 3283, KPop's on the same two policies.
+"""
+
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.base.errors import ConfigError
+from verl_ext.features.feature import Feature, RunFeatures
+from verl_ext.features.losses import LOSS, LOSSES, WITHOUT_RATIO, base_of, loss_has_ratio, loss_mode
+from verl_ext.features.verl_config import ACTOR, BYPASS, bypasses, replay_mode, replay_setting
+
+if TYPE_CHECKING:
+    from verl_ext.features.stability import StabilityConfig
+
+OFF = f"{BYPASS}=False"
+ENTROPY = f"{ACTOR}.calculate_entropy"
+
+
+def check(run: RunFeatures) -> None:
+    config, stability = run.config, run.stability
+    if not bypasses(config):
+        return
+    _check_what_compute_log_prob_gives(config, stability)
+    _check_loss(config)
+    _check_ratio(config, stability)
+    _check_rules(config, stability)
+
+
+def _refuse(setting: str, why: str, *fix: str, otherwise: str = f"set {OFF}") -> None:
+    raise ConfigError(f"{setting} {why} in bypass mode ({BYPASS}=True)", fix=fix, otherwise=otherwise)
+
+
+def _check_what_compute_log_prob_gives(config: DictConfig, stability: "StabilityConfig") -> None:
+    if replay_mode(config) == "R2":
+        setting = replay_setting(config)
+        _refuse(f"{setting}=R2", "replays what compute_log_prob recorded, which does not run", f"{setting}=R3")
+    if stability.router_agreement:
+        _refuse(
+            "stability.router_agreement=true",
+            "compares the experts of compute_log_prob, which does not run",
+            "stability.router_agreement=false",
+        )
+    if stability.denominator == "kept":
+        _refuse(
+            "stability.denominator=kept",
+            "would divide by what is kept before the update knows it",
+            "stability.denominator=full",
+        )
+    if stability.trajectories.per_step:
+        _refuse(
+            "stability.trajectories.per_step",
+            "would write the training engine's log-probs, which stay in the workers",
+            "stability.trajectories.per_step=0",
+        )
+    for chosen in stability.filters:
+        if chosen.method.needs_l_old:
+            _refuse(
+                f"stability.filters.{chosen.name}",
+                "filters by the training engine's log-probs before they are known",
+                otherwise=f"leave it out, stability.correction=opsm does the same in the update; or set {OFF}",
+            )
+    if stability.kl_denominator == "old":
+        _refuse("stability.kl_denominator=old", "names a policy that there is not", "stability.kl_denominator=infer")
+    if stability.guard.mini_batch.policy_kl is not None:
+        limit = stability.guard.mini_batch.policy_kl
+        _refuse(
+            f"stability.guard.mini_batch.policy_kl={limit:g}",
+            "is the same as vllm_kl",
+            "stability.guard.mini_batch.policy_kl=null",
+            f"stability.guard.mini_batch.vllm_kl={limit:g}",
+        )
+
+
+def _check_loss(config: DictConfig) -> None:
+    if (name := loss_mode(config)) not in LOSSES:
+        return
+    asked, method = f"{LOSS}.loss_mode={name}", LOSSES[name]
+    if "k" in method.reads:
+        fix = f"{LOSS}.loss_mode={base_of(OmegaConf.select(config, LOSS))}"
+        _refuse(asked, "reads a ratio that is known in the update alone", fix, "stability.correction=icepop")
+    if "router_deviation" in method.reads:
+        _refuse(asked, "compares with the routers of compute_log_prob, which does not run")
+    if method.needs_l_old:
+        _refuse(asked, "compares with the training engine's log-probs before the update, which are the rollout's")
+
+
+def _check_ratio(config: DictConfig, stability: "StabilityConfig") -> None:
+    """Where the loss has r, a correction can but drop."""
+    if not loss_has_ratio(config):
+        return
+    for chosen in stability.before_update:
+        method = chosen.method
+        if not method.weighs_by_ratio(chosen.settings) or method.drops:
+            continue
+        fix = f"stability.{chosen.name}.{method.as_mask}" if method.as_mask else "stability.correction=icepop"
+        _refuse(
+            f"stability.correction={chosen.name}",
+            f"weighs a token by the ratio that {LOSS}.loss_mode={loss_mode(config)} has already, which would count "
+            "twice",
+            fix,
+            otherwise=f"{LOSS}.loss_mode={WITHOUT_RATIO[0]}",
+        )
+
+
+def _check_rules(config: DictConfig, stability: "StabilityConfig") -> None:
+    for rule in stability.rules:
+        where, late = f"stability.guard.rules.{rule.name}", rule.signal.startswith("guard/")
+        if rule.signal == "actor/entropy" and not OmegaConf.select(config, ENTROPY):
+            _refuse(f"{where}: actor/entropy", f"needs {ENTROPY}=true", f"{ENTROPY}=true")
+        if "/advantage" in rule.signal:
+            _refuse(f"{where}: {rule.signal}", "is measured before the update", otherwise="take vllm_kl/k3")
+        if rule.action == "skip" and (late or rule.signal == "actor/entropy"):
+            _refuse(
+                f"{where}: action=skip",
+                f"comes too late: {rule.signal} is known when the update is made",
+                otherwise="set action to warn, tighten, lower_lr, undo, rollback or stop",
+            )
+
+
+BYPASS_MODE = Feature(check=check)

@@ -1,0 +1,51 @@
+"""vLLM's cascade attention, on or off: its shared-prefix kernel computes other log-probabilities than the usual one."""
+
+from collections.abc import Iterator
+
+from omegaconf import OmegaConf
+
+from verl_ext.base.errors import ConfigError, HookError
+from verl_ext.features.feature import VLLM, Engines, Feature, Line, RunFeatures
+from verl_ext.features.verl_config import ROLLOUT, VLLM_ARGUMENTS
+
+OFF = ("stability.cascade_attention=default",)
+DISABLED = f"{VLLM_ARGUMENTS}.disable_cascade_attn"
+
+
+def check(run: RunFeatures) -> None:
+    if (setting := run.stability.cascade_attention) == "default":
+        return
+    asked = f"stability.cascade_attention={setting}"
+    if (name := run.config.actor_rollout_ref.rollout.name) != "vllm":
+        raise ConfigError(f"{asked} is a setting of vLLM, not of {ROLLOUT}.name={name}", fix=OFF)
+    disabled = OmegaConf.select(run.config, DISABLED)
+    if disabled is not None and disabled != (setting == "off"):
+        raise ConfigError(f"{DISABLED}={disabled} contradicts {asked}; leave the former out")
+
+
+def apply(run: RunFeatures) -> None:
+    if (setting := run.stability.cascade_attention) != "default":
+        OmegaConf.update(run.config, DISABLED, setting == "off", force_add=True)
+
+
+def lines(run: RunFeatures) -> Iterator[Line]:
+    if (setting := run.stability.cascade_attention) != "default":
+        yield Line("cascade attention", setting, VLLM, proof=lambda engines: _confirmed(setting, engines))
+
+
+def _confirmed(setting: str, engines: Engines) -> str:
+    """Returns how many of vLLM's workers run with the setting."""
+    running = engines.vllm("cascade_attention")
+    if not running:
+        raise HookError("stability.cascade_attention: no vLLM worker answered", fix=OFF)
+    if any(value != (setting == "on") for value in running):
+        state = "on" if running[0] else "off"
+        raise HookError(
+            f"stability.cascade_attention={setting}, but vLLM runs with it {state}: this engine or device does not "
+            "support the setting",
+            fix=OFF,
+        )
+    return f"confirmed by {len(running)} vLLM worker(s)"
+
+
+CASCADE_ATTENTION = Feature(lines, check, apply)

@@ -1,0 +1,81 @@
+"""Corrections: what a token's, or a response's, gap weighs its loss by.
+
+`stability.correction` names them, and their settings are next to their functions (core/corrections.py). Most act before
+the update; those that need l_theta act in the workers' loss.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.methods import Chosen
+from verl_ext.features.feature import Feature, Line, Part, RunFeatures
+from verl_ext.features.losses import LOSS, loss_has_ratio, loss_mode, loss_reads_k
+from verl_ext.features.verl_config import bypasses
+
+# The workers run our loss with each of these: filters and denominator=kept can leave a mini-batch without a token, for
+# which verl's own divides 0 by 0, and verl's geo_mean cannot take a weight per token.
+WEIGHED = frozenset({Part.MEASURE, Part.LOSS})
+
+
+def check(run: RunFeatures) -> None:
+    """One method only may weight the loss by a ratio, and the loss must use the weight."""
+    reads_k, names = loss_reads_k(run.config), run.stability.correction_names
+    if not (reads_k or run.stability.before_update):
+        return
+    ours = f"stability.correction={names[0] if len(names) == 1 else '[' + ','.join(names) + ']'}"
+    if reads_k and run.stability.before_update:
+        raise ConfigError(
+            f"{LOSS}.loss_mode={loss_mode(run.config)} and {ours} both weight the loss",
+            fix=("stability.correction=none",),
+        )
+    if reads_k:
+        ours = f"{LOSS}.loss_mode={loss_mode(run.config)}"
+    if verls := OmegaConf.select(run.config, "algorithm.rollout_correction.rollout_is"):
+        raise ConfigError(
+            f"algorithm.rollout_correction.rollout_is={verls} and {ours} both weight the loss",
+            fix=("algorithm.rollout_correction.rollout_is=null",),
+        )
+    if loss_mode(run.config) == "bypass_mode":
+        raise ConfigError(
+            f"{ours} cannot weight {LOSS}.loss_mode=bypass_mode, which computes weights of its own",
+            fix=("stability.correction=none",),
+            otherwise="another loss_mode",
+        )
+
+
+def loss_settings(run: RunFeatures) -> dict[str, Any]:
+    """The corrections that act in the update; in bypass mode, all of them do."""
+    stability = run.stability
+    found: dict[str, Any] = {"corrections": {chosen.name: asdict(chosen.settings) for chosen in stability.in_update}}
+    if run.uses(Part.MEASURE_IN_UPDATE):
+        found["first_pass"] = {
+            "corrections": stability.corrections(),
+            "narrowed": stability.corrections(tightened=True),
+            "as_mask": loss_has_ratio(run.config),
+            "breakdown": stability.breakdown,
+        }
+    return found
+
+
+def lines(run: RunFeatures) -> Iterator[Line]:
+    late = bypasses(run.config)
+    for chosen in run.stability.before_update:
+        if late:
+            yield _in_loss(chosen, WEIGHED | {Part.WEIGHTS})
+        else:
+            yield Line("correction", str(chosen), "weights in rollout_is_weights", WEIGHED | {Part.WEIGHTS})
+    for chosen in run.stability.in_update:
+        yield _in_loss(chosen, WEIGHED | {Part.LOG_PROBS})
+    if run.stability.denominator == "kept":
+        yield Line("denominator", "kept tokens", "response_mask and loss_mask", WEIGHED | {Part.MASKS})
+
+
+def _in_loss(chosen: Chosen, parts: frozenset[Part]) -> Line:
+    return Line("correction", str(chosen), "{loss}", parts, lambda told: chosen.name in told["corrections"])
+
+
+CORRECTION = Feature(lines, check, loss_settings=loss_settings)

@@ -1,0 +1,159 @@
+"""What a feature is: the lines that it puts into the start-up table, and its functions."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from verl_ext.base.errors import HookError
+
+if TYPE_CHECKING:
+    from verl_ext.features.stability import StabilityConfig
+
+# Places in a line's `at`, and what they are called before the engines run.
+PLACES = {
+    "loss": "worker_loss on every training rank",
+    "routers": "routers of the training engine",
+    "trainer": "PPOTrainer",
+}
+IN_THE_STEP = "{trainer}._compute_advantage"
+VLLM = "vLLM's workers"
+
+
+class Part(Enum):
+    """A part of the plugin that features use."""
+
+    LOG_PROBS = auto()  # every batch has the rollout's log-probabilities
+    MEASURE = auto()  # every batch is measured: l_infer next to the training engine's log-probabilities
+    MEASURE_IN_UPDATE = auto()  # the workers measure, in the update: in bypass mode there is no compute_log_prob
+    WEIGHTS = auto()  # the loss weighs tokens
+    MASKS = auto()  # tokens are taken out of the loss's mask
+    LOSS = auto()  # the workers run our loss around verl's
+    GUARD = auto()
+    VERSIONS = auto()  # the workers keep weights of earlier steps, and score with them
+    ROUTERS = auto()  # the workers hook their routers
+    ROUTER_COMPARISON = auto()  # the experts of both engines are compared
+    HEADS = auto()  # the rollout returns the most likely tokens of each place, and the workers read them
+    HEADS_IN_UPDATE = auto()  # the update reads them too, and not compute_log_prob alone
+
+
+MEASURED = frozenset({Part.LOG_PROBS, Part.MEASURE})
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the start-up table: something of a feature that is on.
+
+    Attributes:
+        name: what is on.
+        setting: what it is set to.
+        at: the place where it acts; `{loss}`, `{routers}` and `{trainer}` stand for PLACES.
+        parts: the parts of the plugin that it uses.
+        in_loss: whether it is in a worker's loss, asked of what `configure_loss` returns there.
+        proof: asks the started engines for it and returns the place where it was found, which replaces `at`.
+    """
+
+    name: str
+    setting: str
+    at: str
+    parts: frozenset[Part] = frozenset()
+    in_loss: Callable[[Mapping[str, Any]], bool] | None = None
+    proof: "Callable[[Engines], str] | None" = None
+
+    @property
+    def where(self) -> str:
+        """The place, before any engine runs."""
+        return self.at.format(**PLACES)
+
+
+@dataclass(frozen=True)
+class RunFeatures:
+    """What a run's config switches on.
+
+    Attributes:
+        config, stability: the run's config, and its `stability` node parsed.
+        lines: of all features that are on; () where the run is verl's own.
+        read_model: whether checks may read the model's files. transformers runs code of theirs if the config trusts it.
+    """
+
+    config: DictConfig
+    stability: "StabilityConfig"
+    lines: tuple[Line, ...] = ()
+    read_model: bool = True
+
+    def uses(self, part: Part) -> bool:
+        return any(part in line.parts for line in self.lines)
+
+    @property
+    def own_workers(self) -> bool:
+        """Whether the actor's worker classes are ours: something of ours runs in them."""
+        return any(self.uses(part) for part in (Part.ROUTERS, Part.LOSS, Part.VERSIONS))
+
+
+class Engines:
+    """The started engines, each asked once.
+
+    Args:
+        workers: verl's worker group of the actor.
+        server_managers: verl's managers of the rollout's servers.
+        loss_settings: what the workers' loss is asked for, as of `table.loss_settings`.
+    """
+
+    def __init__(self, workers: Any, server_managers: Sequence[Any], loss_settings: Mapping[str, Any]):
+        self.workers = workers
+        self.servers = [handle for manager in server_managers for handle in manager.server_handles]
+        self._loss_settings = loss_settings
+
+    @cached_property
+    def losses(self) -> list[dict[str, Any]]:
+        """Installs the workers' loss; what is active in it, by rank."""
+        return self.workers.configure_loss(self._loss_settings)
+
+    @cached_property
+    def routers(self) -> str:
+        """The routers that the training ranks have hooked.
+
+        Raises:
+            HookError: they are not the same on all ranks.
+        """
+        per_rank = self.workers.routing_hooks()
+        if len(set(per_rank)) != 1:
+            raise HookError(f"the training ranks hooked different routers: {sorted(set(per_rank))}")
+        name, count = per_rank[0]
+        return f"{count} x {name} on {len(per_rank)} rank(s)"
+
+    @cached_property
+    def _vllm_reports(self) -> list[dict[str, Any]]:
+        from verl_ext.upstream import engine_report
+
+        return [report for server in self.servers for report in engine_report.fetch(server)]
+
+    def vllm(self, name: str) -> list[Any]:
+        """The entry `name` of the report of each of vLLM's workers."""
+        return [report[name] for report in self._vllm_reports]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What a feature's file offers.
+
+    Attributes:
+        lines: its lines of the start-up table, none where it is off.
+        check: raises ConfigError for what it cannot work with.
+        apply: sets what it consists of in verl's config.
+        agent_loop: what it asks of verl's agent loop: fields of `upstream.agent_loop.Wanted`.
+        loss_settings: what it asks of the workers' loss: fields of `workers.worker_loss.LossSettings`.
+        prove: raises HookError where the started engines lack something that no line shows.
+        depends: its lines depend on what else is on: `lines` is asked last, and sees those of the others.
+    """
+
+    lines: Callable[[RunFeatures], Iterable[Line]] = field(default=lambda run: ())
+    check: Callable[[RunFeatures], None] = field(default=lambda run: None)
+    apply: Callable[[RunFeatures], None] = field(default=lambda run: None)
+    loss_settings: Callable[[RunFeatures], Mapping[str, Any]] = field(default=lambda run: {})
+    agent_loop: Callable[[RunFeatures], Mapping[str, Any]] = field(default=lambda run: {})
+    prove: Callable[[RunFeatures, Engines], None] = field(default=lambda run, engines: None)
+    depends: bool = False

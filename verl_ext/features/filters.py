@@ -1,0 +1,25 @@
+"""Batch filters: trajectories and tokens that `stability.filters` takes out of the loss's mask (core/filters.py)."""
+
+from collections.abc import Iterator
+
+from verl_ext.base.errors import ConfigError
+from verl_ext.features.corrections import WEIGHED
+from verl_ext.features.feature import Feature, Line, Part, RunFeatures
+from verl_ext.features.verl_config import MODE, is_asynchronous
+
+
+def check(run: RunFeatures) -> None:
+    for chosen in run.stability.filters:
+        if chosen.method.needs_lag and not is_asynchronous(run.config):
+            raise ConfigError(
+                f"stability.filters.{chosen.name} drops by the age of the rollouts, and {MODE}=sync has none that are "
+                "older than the policy; leave the filter out, or train in an asynchronous mode"
+            )
+
+
+def lines(run: RunFeatures) -> Iterator[Line]:
+    for chosen in run.stability.filters:
+        yield Line("batch filter", str(chosen), "response_mask and loss_mask", WEIGHED | {Part.MASKS})
+
+
+FILTER = Feature(lines, check)

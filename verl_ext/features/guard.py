@@ -1,0 +1,342 @@
+"""The guard: rules on logged signals, and what it does besides (docs/guard.md).
+
+stability:
+  guard:
+    rules:
+      probability: {signal: vllm_kl/prob_diff_mean, above: 0.05, recover: 0.04, patience: 3, action: warn}
+      collapse: {signal: guard/steps_to_boundary, below: 20, action: tighten}
+      reward: {signal: critic/score/mean, below: 8, zscore_window: 64, patience: 3, action: rollback}
+"""
+
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.methods import described, require, require_known, require_one_of
+from verl_ext.base.metrics import OURS, comes_late, find, nearest
+from verl_ext.features.feature import Feature, Line, Part, RunFeatures
+from verl_ext.features.verl_config import ACTOR, bypasses, strategy_of
+from verl_ext.guard.learning_rate import LowerLr
+from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, Rule
+from verl_ext.guard.state import Boundary
+
+PREFIX = "stability.guard"
+BATCH_SKIP = "batch_skip"  # the name of the rule that stability.batch_skip is
+AT_STEP = "optimizer_step, {loss}"
+AFTER_RULE = {
+    "warn": "log and event log",
+    "tighten": "the band of icepop",
+    "lower_lr": AT_STEP,
+    "skip": "in place of the update",
+    "undo": "end of the step",
+    "rollback": "end of the step",
+    "stop": "before the next step",
+}
+IN_GATE = ("lower_lr", "undo")  # actions that the workers carry out, around the optimizer's step
+SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3", "vllm_kl/head")
+# What a user writes in a rule, besides its bound: the arguments of Rule but for what the parser fills in.
+RULE_SETTINGS = tuple(
+    name for name in inspect.signature(Rule).parameters if name not in ("name", "bound", "side", "setting")
+)
+RULE_NEEDS = ("signal", "action")  # besides one of SIDES
+OWN_EFFECT = "correction/"  # what tightening itself moves
+# Setting of the guard -> the actions that read it.
+READ_BY = {
+    "tighten_factor": ("tighten",),
+    "lower_lr": ("lower_lr",),
+    "max_rollbacks": ("rollback",),
+    "rollback_cooldown": ("rollback", "undo"),
+}
+
+
+@dataclass(frozen=True)
+class BatchSkip:
+    """Skips the update of a batch when `metric` passes `threshold`.
+
+    Attributes:
+        metric: the metric that is compared: `vllm_kl/k3`, `vllm_kl/k1`, or `vllm_kl/head`, which needs
+            `stability.head.k`.
+        threshold: skip the update of a batch whose metric is above this. Weights, optimizer and learning-rate schedule
+            stay, and training continues. null never skips.
+    """
+
+    metric: str = "vllm_kl/k3"
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        require_one_of(self, "metric", SKIP_METRICS)
+        holds = self.threshold is None or self.threshold >= 0
+        require(self, "threshold", holds, "must be at least 0, or null to never skip")
+
+
+@dataclass(frozen=True)
+class MiniBatchGate:
+    """Refuses the optimizer step of a mini-batch that is past a bound; null sets no bound.
+
+    Attributes:
+        vllm_kl: refuse the optimizer step of a mini-batch whose k3 of l_infer against l_theta is above this. l_theta is
+            the policy at this mini-batch.
+        policy_kl: refuse the optimizer step if k3 of l_old against l_theta is above this. It measures how far the
+            step's earlier mini-batches have moved the policy.
+        grad_norm: refuse the optimizer step if the norm of the gradient before clipping is above this (FSDP2 only).
+    """
+
+    vllm_kl: float | None = None
+    policy_kl: float | None = None
+    grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require(self, name, value is None or 0 < value < math.inf, "must be above 0 and finite, or null")
+
+    @property
+    def active(self) -> bool:
+        return any(value is not None for value in vars(self).values())
+
+
+@dataclass(frozen=True)
+class AfterUpdate:
+    """Scores trajectories of a batch again after its update, so that a rule can undo the update.
+
+    Attributes:
+        trajectories: how many trajectories of a batch are scored again after its update, for `actor/after_update/*`.
+            Each costs a forward pass. FSDP2 only; 0 scores none.
+    """
+
+    trajectories: int = 0
+
+    def __post_init__(self) -> None:
+        require(self, "trajectories", self.trajectories >= 0, "must be a number of trajectories, or 0")
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """Rules, their actions and the mini-batch gate are explained in docs/guard.md.
+
+    Attributes:
+        stop_after: stop the run after this many steps in a row without an update; null never stops it.
+        slow_step_s: report what a step waits for if it takes longer than this many seconds, and three times as long as
+            the median step: how many trajectories wait at which line of a tool, a reward function or verl. null never
+            reports it.
+        tighten_factor: narrow IcePop's band by this factor, in logarithms, while a rule with `action: tighten` fires.
+        max_rollbacks: after this many rollbacks, the next one stops the run instead.
+        rollback_cooldown: for this many steps after a rollback, another one only skips the update. The same holds after
+            an undo of weights that the rollout has had.
+        lower_lr: what rules with `action: lower_lr` do to the learning rate.
+        after_update: score a few trajectories of each batch again after its update.
+        mini_batch: refuse single optimizer steps, in the workers.
+        boundary: the signal that is extrapolated, and the value it is extrapolated to.
+    """
+
+    stop_after: int | None = 10
+    slow_step_s: float | None = 600.0
+    tighten_factor: float = 0.5
+    max_rollbacks: int = 3
+    rollback_cooldown: int = 5
+    lower_lr: LowerLr = field(default_factory=LowerLr)
+    after_update: AfterUpdate = field(default_factory=AfterUpdate)
+    mini_batch: MiniBatchGate = field(default_factory=MiniBatchGate)
+    boundary: Boundary = field(default_factory=Boundary)
+
+    def __post_init__(self) -> None:
+        holds = self.stop_after is None or self.stop_after >= 1
+        require(self, "stop_after", holds, "must be at least 1, or null to never stop")
+        holds = self.slow_step_s is None or self.slow_step_s > 0
+        require(self, "slow_step_s", holds, "must be above 0 seconds, or null to never tell")
+        require(self, "tighten_factor", 0 < self.tighten_factor < 1, "must be between 0 and 1")
+        for name in ("max_rollbacks", "rollback_cooldown"):
+            require(self, name, getattr(self, name) >= 0, "must be at least 0")
+        _check_signal(f"{PREFIX}.boundary", self.boundary.signal)
+
+
+def parse_rules(given: Any) -> tuple[Rule, ...]:
+    """`stability.guard.rules`, name -> {signal, above or below, action, recover, patience, zscore_window, advice} as of
+    `guard.rules.Rule`, in the order written.
+
+    Raises:
+        ConfigError: a setting is unknown, missing or out of range, or an action cannot follow its signal.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"{PREFIX}.rules={given} must be a mapping from a name to a rule")
+    return tuple(_parse(str(name), rule) for name, rule in (given or {}).items())
+
+
+def _parse(name: str, given: Any) -> Rule:
+    where = f"{PREFIX}.rules.{name}"
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where}={given} must be a mapping with a signal, a bound and an action")
+    rule = dict(given)
+    require_known(rule, sorted([*RULE_SETTINGS, *SIDES]), where)
+    sides = [side for side in SIDES if rule.get(side) is not None]
+    if len(sides) != 1:
+        raise ConfigError(f"{where} needs one bound: above or below")
+    (side,) = sides
+    bound = rule.pop(side)
+    for key in RULE_NEEDS:
+        if not isinstance(rule.get(key), str):
+            raise ConfigError(f"{where}.{key} must be given")
+    if not isinstance(rule.get("advice") or "", str):
+        raise ConfigError(f"{where}.advice={rule['advice']} must be text")
+    for side_or_key, value in {side: bound, "recover": rule.get("recover")}.items():
+        if value is not None and not _is_finite(value):
+            raise ConfigError(f"{where}.{side_or_key}={value} must be a finite number")
+    for key, least in (("patience", 1), ("zscore_window", FEWEST)):
+        value = rule.get(key)
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ConfigError(f"{where}.{key}={value} must be a whole number of readings, at least {least}")
+    settings = {key: value for key, value in rule.items() if key in RULE_SETTINGS and value is not None}
+    parsed = Rule(name, bound=float(bound), side=side, setting=f"{where}.{side}", **settings)
+    _check(parsed, where)
+    return parsed
+
+
+def _check_signal(where: str, signal: str) -> None:
+    """Refuse what neither this package nor verl logs, but for what may be a metric of the user's own."""
+    if find(signal) is not None:
+        return
+    near = nearest(signal)
+    if near or signal.startswith(OURS):
+        raise ConfigError(
+            f"{where}.signal={signal} is not known; near it are: {', '.join(near) or 'none'}. A metric of your own may "
+            f"have any name that is not like one of these, outside of {', '.join(OURS)}: mine/NAME, for example"
+        )
+
+
+def _check(rule: Rule, where: str) -> None:
+    _check_signal(where, rule.signal)
+    if rule.action not in ACTIONS:
+        raise ConfigError(f"{where}.action={rule.action} is not known; choose one of: {', '.join(ACTIONS)}")
+    if rule.zscore_window is not None and rule.bound <= 0:
+        raise ConfigError(
+            f"{where}: with zscore_window, {rule.side}={rule.bound:g} counts robust standard deviations from the "
+            "median to that side, and must be above 0"
+        )
+    farther = rule.recover is not None and (
+        rule.recover > rule.bound if rule.side == "above" or rule.zscore_window else rule.recover < rule.bound
+    )
+    if farther:
+        raise ConfigError(f"{where}.recover={rule.recover:g} lies past {rule.side}={rule.bound:g}: it would flicker")
+    if rule.action == "skip" and comes_late(rule.signal):
+        raise ConfigError(
+            f"{where}: {rule.signal} comes with the update, which can then no longer be skipped; set action to warn, "
+            f"tighten, lower_lr, undo, rollback or stop, or use {PREFIX}.mini_batch"
+        )
+    if rule.action == "tighten" and rule.signal.startswith(OWN_EFFECT):
+        raise ConfigError(f"{where}: a narrower band itself raises {rule.signal}, so the rule would not recover")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check(run: RunFeatures) -> None:
+    """What the guard's actions need of verl."""
+    settings, strategy = run.stability.guard, strategy_of(run.config)
+    if settings.mini_batch.grad_norm is not None and strategy != "fsdp2":
+        raise ConfigError(
+            f"{PREFIX}.mini_batch.grad_norm reads the gradients of actor.strategy=fsdp2, and this run has {strategy}, "
+            "whose norm is known only with the step",
+            fix=(f"{PREFIX}.mini_batch.grad_norm=null",),
+            otherwise="use a rule on actor/grad_norm",
+        )
+    again = f"{PREFIX}.after_update.trajectories"
+    if settings.after_update.trajectories and strategy != "fsdp2":
+        raise ConfigError(
+            f"{again} is known to work with actor.strategy=fsdp2 alone, and this run has {strategy}",
+            fix=(f"{again}=0",),
+        )
+    for rule in run.stability.rules:
+        where = f"{PREFIX}.rules.{rule.name}"
+        if rule.action == "rollback":
+            _check_rollback(run.config, where)
+        if rule.action == "undo" and strategy != "fsdp2":
+            raise ConfigError(
+                f"{where}: action=undo keeps the shards of actor.strategy=fsdp2, and this run has {strategy}",
+                otherwise="set action to rollback, skip or lower_lr",
+            )
+        if rule.signal.startswith("actor/after_update/") and not settings.after_update.trajectories:
+            raise ConfigError(f"{where}: {rule.signal} needs trajectories that are scored again", fix=(f"{again}=16",))
+
+
+def _check_rollback(config: DictConfig, where: str) -> None:
+    """It goes back to a checkpoint that is there, has all of it, and is not the last one, which is not proven yet."""
+    trainer, checkpoint = config.trainer, f"{ACTOR}.checkpoint"
+    if trainer.save_freq < 1:
+        raise ConfigError(f"{where}: action=rollback has no checkpoint to go back to; set trainer.save_freq")
+    for kept in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
+        if trainer.get(kept) == 1:
+            raise ConfigError(
+                f"{where}: action=rollback needs the checkpoint before the last",
+                fix=(f"trainer.{kept}=2",),
+                otherwise="more",
+            )
+    if trainer.get("remove_previous_ckpt_in_save"):
+        raise ConfigError(
+            f"{where}: action=rollback needs the checkpoint before the last",
+            fix=("trainer.remove_previous_ckpt_in_save=false",),
+        )
+    loaded = OmegaConf.select(config, f"{checkpoint}.load_contents") or []
+    if missing := {"model", "optimizer"} - set(loaded):
+        raise ConfigError(
+            f"{where}: action=rollback would not load {' and '.join(sorted(missing))}; name them in "
+            f"{checkpoint}.save_contents and load_contents"
+        )
+    if OmegaConf.select(config, f"{checkpoint}.async_save"):
+        raise ConfigError(
+            f"{where}: action=rollback cannot tell when a checkpoint is complete",
+            fix=(f"{checkpoint}.async_save=false",),
+        )
+
+
+def loss_settings(run: RunFeatures) -> dict[str, Any]:
+    return {
+        "mini_batch": asdict(run.stability.guard.mini_batch),
+        "undo": _undoes(run.stability.rules),
+        "after_update": run.stability.guard.after_update.trajectories,
+    }
+
+
+def _undoes(rules: Iterable[Rule]) -> bool:
+    return any(rule.action == "undo" for rule in rules)
+
+
+def lines(run: RunFeatures) -> Iterator[Line]:
+    rules, settings = run.stability.rules, run.stability.guard
+    judged, in_gate = frozenset({Part.MEASURE, Part.GUARD}), frozenset({Part.MEASURE, Part.LOSS})
+    if settings.mini_batch.active:
+        limits = {name: limit for name, limit in vars(settings.mini_batch).items() if limit is not None}
+        yield Line(
+            *("mini-batch gate", described("refuse past", limits), AT_STEP, in_gate | {Part.LOG_PROBS}),
+            in_loss=lambda told: bool(told["mini_batch"]),
+        )
+    for rule in rules:
+        if rule.name == BATCH_SKIP:
+            at = AT_STEP if bypasses(run.config) else "{trainer}._update_actor, _update_critic"
+            yield Line("batch skip", f"{rule.signal} > {rule.bound:g}", at, judged)
+        else:
+            parts = judged | {Part.LOSS} if rule.action in IN_GATE else judged
+            yield Line("guard rule", f"{rule.name}: {_bound(rule)}", AFTER_RULE[rule.action], parts)
+    if _undoes(rules):
+        yield Line(
+            *("undo", "weights and optimizer are kept", "before optimizer_step, {loss}", judged | in_gate),
+            in_loss=lambda told: told["undo"],
+        )
+    if again := settings.after_update.trajectories:
+        yield Line(
+            *("after the update", f"{again} trajectories scored again", "{loss}", judged | in_gate),
+            in_loss=lambda told: bool(told["after_update"]),
+        )
+
+
+def _bound(rule: Rule) -> str:
+    sign = ">" if rule.side == "above" else "<"
+    unit = "" if rule.zscore_window is None else f" sd of {rule.zscore_window}"
+    return f"{rule.action} at {rule.signal} {sign} {rule.bound:g}{unit}"
+
+
+GUARD = Feature(lines, check, loss_settings=loss_settings)

@@ -1,0 +1,247 @@
+"""The sampler's head: the rollout's most likely tokens at each place, for truncated sampling and score centering."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.methods import require
+from verl_ext.features.feature import MEASURED, Feature, Line, Part, RunFeatures
+from verl_ext.features.losses import loss_mode
+from verl_ext.features.verl_config import (
+    ACTOR,
+    BYPASS,
+    MODEL,
+    ROLLOUT,
+    VLLM_ARGUMENTS,
+    bypasses,
+    cuts,
+    hf_config_of,
+    rollout_name,
+    top_k,
+    truncates,
+)
+
+FUSED = f"{MODEL}.use_fused_kernels"
+MAX = f"{VLLM_ARGUMENTS}.max_logprobs"
+USUAL_TOP_K = 512  # prime-rl's
+CENTERED_K = 128  # tokens of a head that score centering asks for: the paper's
+CENTERED = "stability.score_centering=true"
+LINEAR = ("vanilla", "gpg")  # losses whose gradient at the first update of a batch is the weighted score
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """The head of the sampler's distribution that the rollout returns with each token.
+
+    Attributes:
+        k: how many of the rollout's most likely tokens come with each token, with their log-probabilities, 8 bytes
+            each. Sets vLLM's `max_logprobs`. With 0, a feature that needs a head sets the number: truncated sampling
+            (`top_k`) or score centering (128). More in docs/methods.md#the-samplers-head.
+    """
+
+    k: int = 0
+
+    def __post_init__(self) -> None:
+        require(self, "k", self.k >= 0, "must be a number of tokens, or 0")
+
+
+def head_k(run: RunFeatures) -> int:
+    """How many tokens of each place the rollout is asked for; 0 for none.
+
+    Truncated sampling needs a head only where something compares the engines' log-probabilities.
+    """
+    if run.stability.head.k:
+        return run.stability.head.k
+    if truncates(run.config) and (run.uses(Part.LOG_PROBS) or run.stability.score_centering):
+        return top_k(run.config)
+    return CENTERED_K if run.stability.score_centering else 0
+
+
+def check(run: RunFeatures) -> None:
+    if not run.uses(Part.LOG_PROBS):
+        return
+    config, stability, k = run.config, run.stability, head_k(run)
+    if truncates(config):
+        _check_truncated(config, k)
+    if stability.score_centering:
+        _check_centering(run)
+    _check_signals(run, k)
+    if not k:
+        return
+    asked = f"the {k} most likely tokens ({_asking(run)})"
+    if (name := rollout_name(config)) != "vllm":
+        raise ConfigError(f"{asked}: {ROLLOUT}.name={name} returns none through verl", fix=(f"{ROLLOUT}.name=vllm",))
+    most = OmegaConf.select(config, MAX)
+    if most is not None and -1 != most < k:
+        raise ConfigError(f"{asked}: {MAX}={most} allows fewer", fix=(f"{MAX}={k}",))
+    if OmegaConf.select(config, FUSED):
+        raise ConfigError(f"{asked} are read from logits, and {FUSED}=True makes none", fix=(f"{FUSED}=False",))
+    for name in ("fsdp_config.pad_to_length", "megatron.pad_to_length", "megatron.dynamic_context_parallel"):
+        if OmegaConf.select(config, setting := f"{ACTOR}.{name}"):
+            raise ConfigError(
+                f"{asked}: verl puts nothing beside logits with {setting}=True", fix=(f"{setting}=False",)
+            )
+    if run.read_model:
+        _check_vocabulary(run, asked, k)
+
+
+def _asking(run: RunFeatures) -> str:
+    if run.stability.head.k:
+        return f"stability.head.k={run.stability.head.k}"
+    if truncates(run.config):
+        return f"{ROLLOUT}.top_k={top_k(run.config)}"
+    return CENTERED
+
+
+def _check_truncated(config: DictConfig, k: int) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    asked = f"{ROLLOUT}.top_p={rollout.top_p}"
+    if rollout.top_k <= 0:
+        raise ConfigError(
+            f"{asked} alone keeps any number of tokens, and the training engine has to be told of all that are kept",
+            fix=(f"{ROLLOUT}.top_k={USUAL_TOP_K}",),
+            otherwise=f"{ROLLOUT}.top_p=1",
+        )
+    asked = f"{asked} and top_k={rollout.top_k}"
+    if rollout.top_k == 1:
+        raise ConfigError(
+            f"{asked} keep one token, whose l_old and l_theta are then always 0, and so is the gradient",
+            fix=(f"{ROLLOUT}.top_k={USUAL_TOP_K}",),
+        )
+    if 0 < k < rollout.top_k:
+        raise ConfigError(
+            f"{asked} keep more tokens than stability.head.k={k}", fix=(f"stability.head.k={rollout.top_k}",)
+        )
+    for setting in (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"):
+        if OmegaConf.select(config, setting):
+            raise ConfigError(
+                f"{asked}: l_theta is then of the kept tokens, and {setting}=True compares it with a reference over "
+                "the whole vocabulary",
+                fix=(f"{setting}=False",),
+                otherwise=f"{ROLLOUT}.top_p=1 and top_k=-1",
+            )
+
+
+def _check_centering(run: RunFeatures) -> None:
+    """It cancels what the gradient of a loss has in the mean: known for A w grad log p, and for no clipped ratio."""
+    config = run.config
+    if bypasses(config):
+        _refuse("has no old log-probs to weigh by", f"{BYPASS}=True", f"{BYPASS}=False")
+    if cuts(config) and not truncates(config):
+        _refuse(
+            "needs the distribution that tokens are drawn from",
+            f"{ROLLOUT}.top_p, top_k with raw log-probs",
+            f"{ROLLOUT}.logprobs_mode=processed_logprobs",
+        )
+    setting = f"{ACTOR}.policy_loss.loss_mode"
+    if (mode := loss_mode(config)) not in LINEAR:
+        _refuse("centers A w grad log p, and not what this makes of it", f"{setting}={mode}", f"{setting}=vanilla")
+    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if batch != mini:
+        _refuse(
+            "centers the first update of a batch, where the policy is still l_old",
+            f"{ACTOR}.ppo_mini_batch_size={mini} of {batch}",
+            f"{ACTOR}.ppo_mini_batch_size={batch}",
+        )
+    epochs = f"{ACTOR}.ppo_epochs"
+    if (count := OmegaConf.select(config, epochs) or 1) > 1:
+        _refuse("centers the first update of a batch", f"{epochs}={count}", f"{epochs}=1")
+    _check_centered_weights(run)
+    if any(rule.action == "tighten" for rule in run.stability.rules):
+        _refuse("would go on with the wide band", "a rule with action=tighten", otherwise="take another action")
+
+
+def _check_centered_weights(run: RunFeatures) -> None:
+    """What weighs or drops a token by the token that was sampled has to be known of every token of the head.
+
+    Known are the corrections that weigh a single token. Whatever else looks at the sampled tokens would leave the
+    weighted score with a mean that centering does not subtract.
+    """
+    stability = run.stability
+    for chosen in (*stability.before_update, *stability.in_update):
+        if chosen.method.in_update or chosen.method.per_sequence:
+            _refuse(
+                "knows the weight of each token that might have been sampled, and not of each response",
+                f"stability.correction={chosen.name}",
+                otherwise="take tis, icepop or kpop, or set stability.score_centering=false",
+            )
+    if stability.denominator == "kept":
+        _refuse("subtracts a mean over all tokens", "stability.denominator=kept", "stability.denominator=full")
+    for one in stability.filters:
+        if one.method.sees_tokens:
+            _refuse(
+                "does not know which of the tokens that might have been sampled a filter would drop",
+                f"stability.filters.{one.name}",
+                otherwise="leave the filter out, or set stability.score_centering=false",
+            )
+    for name in ("rollout_is", "rollout_rs"):
+        setting = f"algorithm.rollout_correction.{name}"
+        if value := OmegaConf.select(run.config, setting):
+            _refuse("does not know verl's own weights", f"{setting}={value}", f"{setting}=null")
+
+
+def _refuse(why: str, what: str, *fix: str, otherwise: str = "set stability.score_centering=false") -> None:
+    raise ConfigError(f"{CENTERED} {why}: {what}", fix=fix, otherwise=otherwise)
+
+
+def _check_signals(run: RunFeatures, k: int) -> None:
+    signals = {rule.setting: rule.signal for rule in run.stability.rules}
+    signals["stability.guard.boundary.signal"] = run.stability.guard.boundary.signal
+    for setting, signal in signals.items():
+        if not signal.startswith("vllm_kl/head"):
+            continue
+        if not k:
+            raise ConfigError(f"{setting}: {signal} needs the sampler's head", fix=("stability.head.k=32",))
+        if bypasses(run.config):
+            raise ConfigError(
+                f"{setting}: {signal} is of compute_log_prob, which does not run with {BYPASS}=True",
+                fix=(f"{BYPASS}=False",),
+                otherwise="take vllm_kl/k3",
+            )
+
+
+def _check_vocabulary(run: RunFeatures, asked: str, k: int) -> None:
+    model = hf_config_of(run.config.actor_rollout_ref.model)
+    vocabulary = getattr(getattr(model, "text_config", None) or model, "vocab_size", None)
+    if vocabulary is not None and k > vocabulary:
+        by_top_k = truncates(run.config) and not run.stability.head.k
+        fix = f"{ROLLOUT}.top_k" if by_top_k else "stability.head.k"
+        raise ConfigError(f"{asked} of a vocabulary of {vocabulary}", fix=(f"{fix}={vocabulary}",))
+
+
+def apply(run: RunFeatures) -> None:
+    """Have vLLM allow as many log-probabilities."""
+    if (k := head_k(run)) and OmegaConf.select(run.config, MAX) is None:
+        OmegaConf.update(run.config, MAX, k, force_add=True)
+
+
+def loss_settings(run: RunFeatures) -> dict[str, Any]:
+    """The fields of the workers' HeadUse."""
+    if not run.uses(Part.HEADS):
+        return {}
+    of_tokens = [one for one in run.stability.before_update if not one.method.per_sequence]
+    use = {
+        "truncated": truncates(run.config),
+        "centers": run.stability.score_centering,
+        "corrections": {one.name: asdict(one.settings) for one in of_tokens},
+    }
+    return {"head": use}
+
+
+def lines(run: RunFeatures) -> Iterator[Line]:
+    parts = MEASURED | {Part.LOSS}
+    if run.stability.score_centering:
+        names = ", ".join(chosen.name for chosen in run.stability.before_update if not chosen.method.per_sequence)
+        setting = f"weights of {names}" if names else "no weights"
+        yield Line("score centering", setting, "{loss}", parts, lambda told: told["centers"])
+    if k := head_k(run):
+        truncated = truncates(run.config)
+        setting = f"{k} tokens{'; l_old and l_theta over what is kept' * truncated}"
+        late = {Part.HEADS_IN_UPDATE} if truncated or run.stability.score_centering else set()
+        yield Line("sampler's head", setting, "{loss}", parts | {Part.HEADS} | late, lambda told: told["head"])
+
+
+HEADS = Feature(lines, check, apply, loss_settings, agent_loop=lambda run: {"head": head_k(run)}, depends=True)

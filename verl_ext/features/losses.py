@@ -1,0 +1,214 @@
+"""The policy loss: one of ours, its settings flat in verl's `actor.policy_loss` next to `loss_mode` and `base`; and the
+unbiased KL to the reference.
+
+Nothing of verl is imported: a launch and doctor check the settings without it. Written for verl 0.9.1.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+import verl_ext.core.losses  # noqa: F401 (to register them)
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.methods import Chosen, choose, defaults, described
+from verl_ext.core.losses import LOSSES, Loss
+from verl_ext.features.feature import MEASURED, Engines, Feature, Line, Part, RunFeatures
+from verl_ext.features.verl_config import ACTOR, hf_config_of, trusts_code
+from verl_ext.routing.engines import HOOKED
+
+LOSS = f"{ACTOR}.policy_loss"
+EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
+VERLS_TARGET = "verl.workers.config.PolicyLossConfig"
+TARGET = "verl_ext.workers.loss_config.build_loss_config"  # verl calls it in every process that builds its ActorConfig
+VERLS_SETTINGS = (
+    *("_target_", "loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef"),
+    *("dro_beta", "rollout_correction"),
+)
+RATIO_BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov")  # l_old enters by the ratio alone
+BASES = (*RATIO_BASES, "dppo_kl", "dppo_tv", "dro", "geo_mean_weighted", "gpg", "kl_cov")
+WITHOUT_RATIO = ("gpg",)  # of verl's losses; -log pi_theta A, which has no l_old
+UNBIASED = "unbiased"  # our actor.kl_loss_type, next to verl's
+KL_DENOMINATORS = ("infer", "old")
+AGREEMENT = "stability.router_agreement=true"
+EVERY_AGREEMENT = "stability.router_agreement_share=1"
+
+
+def chosen_loss(policy_loss: Mapping[str, Any]) -> Chosen[Loss]:
+    """The loss of ours that `loss_mode` names, with its validated settings.
+
+    Raises:
+        ConfigError: a setting is unknown, missing or refused, or the loss cannot build upon `base`.
+    """
+    method, base = LOSSES[policy_loss["loss_mode"]], base_of(policy_loss)
+    if method.rescales and base not in RATIO_BASES:
+        raise ConfigError(f"{LOSS}.base={base} has no ratio to rescale; choose one of: {RATIO_BASES}")
+    own = {name: value for name, value in policy_loss.items() if name not in (*VERLS_SETTINGS, "base")}
+    return choose(method, own, LOSS)
+
+
+def reads_k(loss_mode: str) -> bool:
+    """Whether the policy loss makes the tokens' weights itself, of the mismatch ratio k, as icepop does."""
+    return loss_mode in LOSSES and "k" in LOSSES[loss_mode].reads
+
+
+def own_settings() -> list[str]:
+    """The names of all settings that losses have of their own."""
+    return [name for method in LOSSES.values() for name in defaults(method.settings)]
+
+
+def base_of(policy_loss: Mapping[str, Any]) -> str:
+    return policy_loss.get("base", "vanilla")
+
+
+def require_base(base: str, known: Collection[str] = BASES) -> None:
+    if base not in known:
+        raise ConfigError(f"{LOSS}.base={base} cannot be built upon; choose one of: {sorted(known)}")
+
+
+def loss_mode(config: DictConfig) -> str:
+    return OmegaConf.select(config, f"{LOSS}.loss_mode") or "vanilla"
+
+
+def loss_reads_k(config: DictConfig) -> bool:
+    return reads_k(loss_mode(config))
+
+
+def loss_has_ratio(config: DictConfig) -> bool:
+    """Whether the policy loss, or the one that it builds upon, weighs by r; one of the user's own counts as such."""
+    node = OmegaConf.select(config, LOSS) or {}
+    mode = node.get("loss_mode")
+    return (base_of(node) if mode in LOSSES else mode) not in WITHOUT_RATIO
+
+
+def uses_unbiased_kl(config: DictConfig) -> bool:
+    actor = config.actor_rollout_ref.actor
+    return bool(actor.get("use_kl_loss")) and actor.get("kl_loss_type") == UNBIASED
+
+
+def check(run: RunFeatures) -> None:
+    """A loss of ours accepts its settings and has what it reads; another has no such settings next to it."""
+    node: Any = OmegaConf.to_container(OmegaConf.select(run.config, LOSS), resolve=True)
+    name, target = node.get("loss_mode"), str(node.get("_target_"))
+    _check_overridden(name, target, node)
+    if name in LOSSES:
+        _check_ours(run, name, target, node)
+    _check_kl(run)
+
+
+def _check_overridden(name: Any, target: str, node: Mapping[str, Any]) -> None:
+    """`stability=icepop_loss` with another loss_mode would leave IcePop out without a word."""
+    if target != TARGET:
+        return
+    own = {ours: set(defaults(method.settings)) for ours, method in LOSSES.items()}
+    with_settings = next((ours for ours, settings in own.items() if settings and settings <= set(node)), None)
+    ours = name if name in LOSSES else with_settings
+    if ours in (None, name):
+        return
+    # What a loss builds upon; none of ours, nor what is no name: a config may be somebody else's.
+    is_base = str(name).isidentifier() and name not in (*LOSSES, "bypass_mode")
+    raise ConfigError(
+        f"{LOSS}.loss_mode={name} overrides the loss {ours}, whose settings stand beside it and which builds upon "
+        f"{LOSS}.base",
+        fix=(f"{LOSS}.loss_mode={ours}", *([f"{LOSS}.base={name}"] if is_base else [])),
+    )
+
+
+def _check_ours(run: RunFeatures, name: str, target: str, node: Mapping[str, Any]) -> None:
+    stability, asked = run.stability, f"{LOSS}.loss_mode={name}"
+    if target not in (VERLS_TARGET, TARGET):
+        raise ConfigError(
+            f"{asked} needs what builds its settings, and {LOSS}._target_={target} does not",
+            fix=(f"{LOSS}._target_={TARGET}",),
+            otherwise="leave it out",
+        )
+    reads = chosen_loss(node).method.reads
+    if not (stability.plugins or OmegaConf.select(run.config, EXTERNAL_LIB)):  # which may bring a base of their own
+        require_base(base_of(node))
+    if "router_agreement" in reads and not stability.router_agreement:
+        raise ConfigError(f"{asked} needs the routers' agreement", fix=(AGREEMENT,))
+    if "router_agreement" in reads and stability.router_agreement_share < 1:
+        raise ConfigError(f"{asked} {stability.needs_every_agreement}", fix=(EVERY_AGREEMENT,))
+    if "router_deviation" in reads:
+        _check_router_shift(run, asked)
+
+
+def _check_router_shift(run: RunFeatures, asked: str) -> None:
+    """How routers shift is read from the scores of a transformers model's routers, whole sequences at a time."""
+    actor, otherwise = run.config.actor_rollout_ref.actor, "choose another loss_mode"
+    if actor.strategy not in HOOKED:
+        raise ConfigError(
+            f"{asked} has no adapter for {ACTOR}.strategy={actor.strategy} (it has: {', '.join(HOOKED)})",
+            otherwise=otherwise,
+        )
+    # verl reads the size from either place.
+    places = ("fsdp_config.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size")
+    sizes = {f"{ACTOR}.{place}": OmegaConf.select(actor, place) or 1 for place in places}
+    if (ranks := max(sizes.values())) > 1:
+        raise ConfigError(
+            f"{asked} cannot gather the routers' scores over {ACTOR}.ulysses_sequence_parallel_size={ranks}",
+            fix=tuple(f"{place}=1" for place, size in sizes.items() if size > 1),
+            otherwise=otherwise,
+        )
+    model = run.config.actor_rollout_ref.model
+    if run.read_model and (hf_config := hf_config_of(model)) is not None:
+        from verl_ext.routing.choices import probe_choices
+        from verl_ext.routing.router_shift import check_outputs
+
+        probe_choices(hf_config, check_outputs, trust_remote_code=trusts_code(model))
+
+
+def _check_kl(run: RunFeatures) -> None:
+    actor, denominator = run.config.actor_rollout_ref.actor, run.stability.kl_denominator
+    if actor.get("kl_loss_type") == UNBIASED and not actor.get("use_kl_loss"):
+        raise ConfigError(
+            f"{ACTOR}.kl_loss_type={UNBIASED} does nothing without a KL loss", fix=(f"{ACTOR}.use_kl_loss=true",)
+        )
+    if denominator != "infer" and not uses_unbiased_kl(run.config):
+        raise ConfigError(
+            f"stability.kl_denominator={denominator} is of the unbiased KL alone",
+            fix=(f"{ACTOR}.kl_loss_type={UNBIASED}", f"{ACTOR}.use_kl_loss=true"),
+        )
+
+
+def apply(run: RunFeatures) -> None:
+    """Have verl build a loss's settings, and import in every worker what registers methods of the user's own."""
+    if loss_mode(run.config) in LOSSES:
+        OmegaConf.update(run.config, f"{LOSS}._target_", TARGET)
+    if run.stability.plugins:
+        modules = OmegaConf.select(run.config, EXTERNAL_LIB) or []
+        modules = [modules] if isinstance(modules, str) else modules
+        OmegaConf.update(run.config, EXTERNAL_LIB, list(dict.fromkeys([*modules, *run.stability.plugins])))
+
+
+def loss_settings(run: RunFeatures) -> dict[str, Any]:
+    return {"kl_denominator": run.stability.kl_denominator}
+
+
+def lines(run: RunFeatures) -> Iterator[Line]:
+    parts = frozenset({Part.LOG_PROBS, Part.LOSS})
+    if (name := loss_mode(run.config)) in LOSSES:
+        node, method = OmegaConf.select(run.config, LOSS), LOSSES[name]
+        settings = {key: node.get(key, usual) for key, usual in defaults(method.settings).items()}
+        setting = described(name, {"base": base_of(node), **settings})
+        weighs = MEASURED | {Part.WEIGHTS} if reads_k(name) else frozenset()
+        yield Line(
+            *("policy loss", setting, "{loss}", parts | weighs),
+            in_loss=lambda told: told["policy_loss"]["loss_mode"] == name,
+        )
+        if "router_deviation" in method.reads:
+            yield Line(
+                *("router shift", "compute_log_prob, update_actor", "{routers}", parts),
+                in_loss=lambda told: bool(told["router_shift"]),
+                proof=_shift_routers,
+            )
+    if uses_unbiased_kl(run.config):
+        setting = f"{UNBIASED}, over l_{run.stability.kl_denominator}"
+        yield Line("KL to the reference", setting, "{loss}", parts, lambda told: told["kl"] == setting)
+
+
+def _shift_routers(engines: Engines) -> str:
+    return f"{engines.losses[0]['router_shift']} routers"
+
+
+POLICY_LOSS = Feature(lines, check, apply, loss_settings)

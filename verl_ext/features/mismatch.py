@@ -1,0 +1,74 @@
+"""The metrics of the gap, `vllm_kl/*`: l_infer next to the training engine's log-probabilities, in every batch."""
+
+import os
+from collections.abc import Iterator, Mapping
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.base.errors import ConfigError
+from verl_ext.features.feature import IN_THE_STEP, MEASURED, Feature, Line, Part, RunFeatures
+from verl_ext.features.verl_config import ROLLOUT, bypasses, logprobs_mode, rollout_name
+
+RAW = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+RAW_SETTING = f"ray_kwargs.ray_init.runtime_env.env_vars.{RAW}"  # goes over the launching shell's
+
+
+def raw_log_probs(config: DictConfig, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether SGLang's log-probs are those before the temperature.
+
+    Source: srt/layers/sampler.py of SGLang 0.5.12. By default they are of the whole vocabulary, after the temperature
+    and before top-p and top-k; `rollout.logprobs_mode` is vLLM's, and does not reach SGLang.
+    """
+    given = OmegaConf.select(config, RAW_SETTING)
+    return str(environ.get(RAW, "") if given is None else given).lower() in ("1", "true")
+
+
+def check(run: RunFeatures) -> None:
+    """The rollout's log-probabilities must be there and mean what the training engine's mean."""
+    if not run.uses(Part.LOG_PROBS):
+        return
+    rollout = run.config.actor_rollout_ref.rollout
+    if not rollout.calculate_log_probs:
+        raise ConfigError(
+            f"{ROLLOUT}.calculate_log_probs=False leaves stability.* nothing to compare",
+            fix=(f"{ROLLOUT}.calculate_log_probs=True",),
+        )
+    if rollout_name(run.config) == "sglang":
+        _check_sglang(run.config)
+        return
+    mode, setting = logprobs_mode(run.config)
+    if mode == "processed_logprobs":  # of the kept tokens, where there is top-k: heads
+        return
+    if mode != "raw_logprobs":
+        raise ConfigError(
+            f"{setting}={mode} gives no log-probabilities to compare", fix=(f"{setting}=processed_logprobs",)
+        )
+    if rollout.temperature != 1:
+        raise ConfigError(
+            f"{setting}=raw_logprobs leaves out {ROLLOUT}.temperature={rollout.temperature}, which the training engine "
+            "applies",
+            fix=(f"{setting}=processed_logprobs",),
+        )
+
+
+def _check_sglang(config: DictConfig) -> None:
+    temperature = config.actor_rollout_ref.rollout.temperature
+    if temperature != 1 and raw_log_probs(config):
+        raise ConfigError(
+            f"{RAW}=1 has SGLang leave out {ROLLOUT}.temperature={temperature}, which the training engine applies",
+            fix=(f"++{RAW_SETTING}='0'",),
+            otherwise="unset it",
+        )
+
+
+def lines(run: RunFeatures) -> Iterator[Line]:
+    if not (run.stability.metrics or run.uses(Part.MEASURE)):
+        return
+    if bypasses(run.config):
+        parts = MEASURED | {Part.LOSS, Part.MEASURE_IN_UPDATE}
+        yield Line("mismatch metrics", "vllm_kl/*", "first mini-batch, {loss}", parts, lambda told: told["first_pass"])
+    else:
+        yield Line("mismatch metrics", "vllm_kl/*", IN_THE_STEP, MEASURED)
+
+
+MISMATCH = Feature(lines, check, depends=True)

@@ -1,0 +1,263 @@
+"""Routing: the experts of both engines are compared, in all trajectories or a share of them, and replayed.
+
+torch, transformers and verl are imported where a check needs them: `verl-ext plan` asks for settings alone.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_ext.base.errors import ConfigError, HookError, require_choice
+from verl_ext.base.methods import described
+from verl_ext.base.names import OLD_ROUTES, ROLLOUT_ROUTES
+from verl_ext.features.feature import Engines, Feature, Line, Part, RunFeatures
+from verl_ext.features.verl_config import (
+    FSDP_REPLAY,
+    MODEL,
+    ROLLOUT,
+    ROLLOUTS,
+    bypasses,
+    hf_config_of,
+    replay_mode,
+    replay_setting,
+    replays_here,
+    rollout_name,
+    strategy_of,
+    trusts_code,
+)
+from verl_ext.routing.engines import ACTOR, ENGINES, HOOKED
+
+RETURNED = f"{ROLLOUT}.enable_rollout_routing_replay"
+SHARE = "stability.router_agreement_share"
+LOAD_BALANCE = f"{ROLLOUT}.moe_load_balance_metrics_interval"
+MODES = ("disabled", "R2", "R3")
+REPLAYS = {"R2": "R2: update_actor as compute_log_prob", "R3": "R3: both as the rollout"}
+SGLANG_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
+MTP = f"{MODEL}.mtp"
+
+
+def reads_routes(run: RunFeatures) -> bool:
+    """Whether we read which experts the rollout chose."""
+    replayed = replays_here(run.config) and replay_mode(run.config) == "R3"
+    return run.stability.router_agreement or replayed
+
+
+def returns_turns(config: DictConfig) -> bool:
+    """Whether each turn of an agent loop brings routing that the process of the agent loop can hold."""
+    rollout = config.actor_rollout_ref.rollout
+    return bool(OmegaConf.select(config, RETURNED) and rollout.name == "vllm" and rollout.multi_turn.enable)
+
+
+def replayed_field(config: DictConfig) -> str | None:
+    """The field of the batch whose routing the update replays."""
+    if replay_mode(config) == "disabled":
+        return None
+    return OLD_ROUTES if replays_here(config) and replay_mode(config) == "R2" else ROLLOUT_ROUTES
+
+
+def check(run: RunFeatures) -> None:
+    """Checks what agreement and replay need; what else verl's own replay needs, on Megatron and VeOmni, verl checks."""
+    config, agreement = run.config, run.stability.router_agreement
+    setting, mode, strategy = replay_setting(config), replay_mode(config), strategy_of(config)
+    require_choice(setting, mode, MODES)
+    if setting != FSDP_REPLAY and OmegaConf.select(config, FSDP_REPLAY):
+        raise ConfigError(f"{FSDP_REPLAY} is for FSDP, and {ACTOR}.strategy={strategy}; leave it out and set {setting}")
+    if agreement:
+        asked, off = "stability.router_agreement=true", "stability.router_agreement=false"
+    else:
+        asked, off = f"{setting}={mode}", f"{setting}=disabled"
+    on = agreement or mode != "disabled"
+    if on and strategy not in ENGINES:
+        raise ConfigError(
+            f"{asked} has no adapter for {ACTOR}.strategy={strategy} (it has: {', '.join(ENGINES)})", fix=(off,)
+        )
+    if agreement and strategy not in HOOKED:
+        _check_recording(config, asked, off)
+    if agreement or mode == "R3":
+        _check_rollout(config, asked, off)
+    elif sglang_returns_routing(config):  # the user has it return its experts, and nothing of ours reads them
+        _check_sglang(config, f"{RETURNED}=true", f"{RETURNED}=false")
+    if on and run.read_model and (agreement or strategy in HOOKED):
+        _check_model(config, asked, off, read_routers=strategy in HOOKED)
+    if run.stability.router_agreement_share < 1:
+        _check_share(config, run.stability.router_agreement_share)
+
+
+def _check_share(config: DictConfig, share: float) -> None:
+    """What reads the routing of all trajectories, where only that of a share travels."""
+    whole = (f"{SHARE}=1",)
+    if (mode := replay_mode(config)) != "disabled":
+        raise ConfigError(
+            f"{SHARE}={share:g} leaves trajectories without routing, which {replay_setting(config)}={mode} replays",
+            fix=whole,
+        )
+    if (interval := OmegaConf.select(config, LOAD_BALANCE) or 0) > 0:
+        raise ConfigError(
+            f"{SHARE}={share:g} leaves trajectories without routing, and {LOAD_BALANCE}={interval} would count them "
+            "for expert 0",
+            fix=(f"{LOAD_BALANCE}=0",),
+            otherwise=f"set {whole[0]}",
+        )
+
+
+def _check_recording(config: DictConfig, asked: str, off: str) -> None:
+    """Where verl records for us, on Megatron and VeOmni."""
+    if replay_mode(config) == "R3":
+        raise ConfigError(
+            f"{asked} has nothing to measure with {replay_setting(config)}=R3: verl makes the training engine use the "
+            "rollout's experts and does not say which it would have chosen",
+            fix=(off,),
+        )
+    if not config.actor_rollout_ref.model.use_remove_padding:
+        raise ConfigError(
+            f"{asked} needs packed tokens on {ACTOR}.strategy={strategy_of(config)}",
+            fix=("actor_rollout_ref.model.use_remove_padding=true",),
+            otherwise=f"set {off}",
+        )
+    if OmegaConf.select(config, f"{ACTOR}.megatron.pad_to_length"):
+        raise ConfigError(
+            f"verl cannot record routing with {ACTOR}.megatron.pad_to_length=true",
+            fix=(f"{ACTOR}.megatron.pad_to_length=false",),
+            otherwise=f"set {off}",
+        )
+
+
+def _check_rollout(config: DictConfig, asked: str, off: str) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    if (engine := ROLLOUTS.get(rollout.name)) is None:
+        raise ConfigError(
+            f"{asked} reads the routed experts of vLLM or SGLang, not {ROLLOUT}.name={rollout.name}",
+            fix=(f"{ROLLOUT}.name=vllm",),
+            otherwise=f"set {off}",
+        )
+    if rollout.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            f"{asked} needs {engine} without pipeline parallelism, and {ROLLOUT}.pipeline_model_parallel_size="
+            f"{rollout.pipeline_model_parallel_size}",
+            fix=(f"{ROLLOUT}.pipeline_model_parallel_size=1",),
+            otherwise=f"set {off}",
+        )
+    if rollout.name == "sglang":
+        _check_sglang(config, asked, off)
+
+
+def sglang_returns_routing(config: DictConfig) -> bool:
+    return rollout_name(config) == "sglang" and bool(OmegaConf.select(config, RETURNED))
+
+
+def _check_sglang(config: DictConfig, asked: str, off: str) -> None:
+    """Refuses settings with which what SGLang returns is not the routing of the model that sampled.
+
+    Read in SGLang 0.5.12, which verl 0.9.1 pins, and in verl/workers/rollout/sglang_rollout.
+    """
+    for setting, value, why in _refused_of_sglang(config):
+        to = "true" if value == "false" else "false"
+        raise ConfigError(
+            f"{asked} cannot use SGLang's routed experts with {setting}={value}: {why}",
+            fix=(f"{'++' * setting.startswith(SGLANG_ARGUMENTS)}{setting}={to}",),
+            otherwise=f"set {off}",
+        )
+
+
+def _refused_of_sglang(config: DictConfig) -> Iterator[tuple[str, str, str]]:
+    """(setting, its value, why)"""
+
+    def on(setting: str) -> bool:
+        return bool(OmegaConf.select(config, setting))
+
+    if not on(f"{ROLLOUT}.skip_tokenizer_init"):
+        yield f"{ROLLOUT}.skip_tokenizer_init", "false", "verl then imports their decoder from where SGLang had it once"
+    if on(f"{ROLLOUT}.disaggregation.enabled"):
+        why = "the server that decodes has no routing of the prompt, which another one read"
+        yield f"{ROLLOUT}.disaggregation.enabled", "true", why
+    if on(f"{MTP}.enable") and on(f"{MTP}.enable_rollout"):
+        why = "the draft model's routers write over the model's, in SGLang before 0.5.15"
+        yield f"{MTP}.enable_rollout", "true", why
+    if on(f"{SGLANG_ARGUMENTS}.enable_hierarchical_cache"):
+        why = "keys come back from the host without the routing that was kept for them"
+        yield f"{SGLANG_ARGUMENTS}.enable_hierarchical_cache", "true", why
+
+
+def _check_model(config: DictConfig, asked: str, off: str, read_routers: bool) -> None:
+    model = config.actor_rollout_ref.model
+    hf_config = hf_config_of(model)
+    if hf_config is None:
+        return
+    from verl_ext.routing.choices import check_replayable, probe_choices
+    from verl_ext.routing.engines import EXPERT_COUNTS, first_of
+
+    if not first_of(hf_config.get_text_config(), EXPERT_COUNTS):
+        raise ConfigError(
+            f"{asked} needs a mixture of experts, and actor_rollout_ref.model.path={model.path} is a dense model",
+            fix=(off,),
+        )
+    if config.actor_rollout_ref.rollout.name == "sglang":
+        check_sglang_model(hf_config.get_text_config(), model.path, asked, off)
+    if replays_here(config):
+        check_replayable(hf_config)
+    if read_routers:
+        probe_choices(hf_config, trust_remote_code=trusts_code(model))
+
+
+def check_sglang_model(text_config: Any, path: str, asked: str, off: str) -> None:
+    if not hasattr(text_config, "num_experts_per_tok"):
+        raise ConfigError(
+            f"{asked} needs num_experts_per_tok in the model's config, by which SGLang knows how many experts to "
+            f"return, and {MODEL}.path={path} has none",
+            fix=(off,),
+        )
+
+
+def apply(run: RunFeatures) -> None:
+    """Have the rollout return its experts, and verl build the settings of a replay under FSDP."""
+    config = run.config
+    if reads_routes(run) or replay_mode(config) == "R3":
+        OmegaConf.update(config, RETURNED, True)
+    if replays_here(config):
+        node = OmegaConf.select(config, replay_setting(config).removesuffix(".mode"))
+        with open_dict(node):
+            node.setdefault("_target_", "verl.workers.config.EngineRouterReplayConfig")
+
+
+def agent_loop(run: RunFeatures) -> dict[str, Any]:
+    return {
+        "narrow": reads_routes(run),
+        "share": run.stability.router_agreement_share,
+        "turns": returns_turns(run.config),
+    }
+
+
+def lines(run: RunFeatures) -> Iterator[Line]:
+    """The routers' agreement, and the replay where it is ours.
+
+    R3 is always compared: its agreement is 1 wherever the rollout's experts are really used. In bypass mode nothing is,
+    because there is no compute_log_prob.
+    """
+    at_routers = frozenset({Part.ROUTERS})
+    if reads_routes(run) and not bypasses(run.config):
+        share = run.stability.router_agreement_share
+        setting = described("compute_log_prob", {"share": share} if share < 1 else {})
+        yield Line("router agreement", setting, "{routers}", at_routers | {Part.ROUTER_COMPARISON})
+    if replays_here(run.config):
+        mode = replay_mode(run.config)
+        setting = "R3: update_actor as the rollout" if bypasses(run.config) else REPLAYS.get(mode, mode)
+        yield Line("routing replay", setting, "{routers}", at_routers)
+
+
+def prove(run: RunFeatures, engines: Engines) -> None:
+    """SGLang's servers decode the experts that they return, whoever reads them.
+
+    Raises:
+        HookError: one does not.
+    """
+    from verl_ext.upstream import sglang_routing
+
+    if sglang_returns_routing(run.config) and not all(sglang_routing.fetch(server) for server in engines.servers):
+        raise HookError(
+            "an SGLang server returns routed experts as text, which verl cannot read: VERL_USE_EXTERNAL_PLUGINS, where "
+            "set, has to name verl_ext"
+        )
+
+
+ROUTING = Feature(lines, check, apply, agent_loop=agent_loop, prove=prove)

@@ -1,0 +1,72 @@
+"""All features, and what a launch, doctor, plan and the trainer ask of them together."""
+
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_ext.base.errors import ConfigError
+from verl_ext.features.advantages import ESTIMATOR
+from verl_ext.features.bypass import BYPASS_MODE
+from verl_ext.features.cascade_attention import CASCADE_ATTENTION
+from verl_ext.features.corrections import CORRECTION
+from verl_ext.features.fake_quantization import FAKE_QUANTIZATION
+from verl_ext.features.feature import Feature, Line, RunFeatures
+from verl_ext.features.filters import FILTER
+from verl_ext.features.guard import GUARD
+from verl_ext.features.heads import HEADS
+from verl_ext.features.losses import POLICY_LOSS
+from verl_ext.features.mismatch import MISMATCH
+from verl_ext.features.rescoring import RESCORING
+from verl_ext.features.routing import ROUTING
+from verl_ext.features.stability import StabilityConfig
+from verl_ext.features.sync_canary import CANARY
+from verl_ext.features.trajectories import TRAJECTORIES
+from verl_ext.features.verl_config import check_model_files, check_overlong, check_warmup
+
+# In the order of the start-up table.
+FEATURES: tuple[Feature, ...] = (
+    *(MISMATCH, CORRECTION, FILTER, ESTIMATOR, RESCORING, TRAJECTORIES, POLICY_LOSS, GUARD, ROUTING, CANARY),
+    *(CASCADE_ATTENTION, FAKE_QUANTIZATION, BYPASS_MODE, HEADS),
+)
+
+
+def read_features(config: DictConfig, stability: StabilityConfig, *, read_model: bool = True) -> RunFeatures:
+    """What a run's config switches on, from the config alone."""
+    run, lines = RunFeatures(config, stability, read_model=read_model), dict[Feature, tuple[Line, ...]]()
+    for feature in sorted(FEATURES, key=lambda one: one.depends):
+        lines[feature] = tuple(feature.lines(run))
+        run = replace(run, lines=(*run.lines, *lines[feature]))
+    return replace(run, lines=tuple(line for feature in FEATURES for line in lines[feature]))
+
+
+def check_run(run: RunFeatures) -> None:
+    """Raise ConfigError for a combination of settings that cannot work; one line that names the remedy."""
+    if not run.config.trainer.use_v1:
+        raise ConfigError("trainer.use_v1=False has no hooks for stability.*", fix=("trainer.use_v1=True",))
+    for feature in FEATURES:
+        feature.check(run)
+    check_overlong(run.config)
+    check_warmup(run.config)
+    if run.read_model:
+        check_model_files(run.config.actor_rollout_ref.model)
+
+
+def apply_engine_settings(run: RunFeatures) -> None:
+    """Set the arguments of the engines that the features consist of, and have the rollout's processes send along what
+    the features read, and no more."""
+    from verl_ext.upstream import agent_loop
+
+    wanted: dict[str, Any] = {}
+    for feature in FEATURES:
+        feature.apply(run)
+        wanted |= feature.agent_loop(run)
+    agent_loop.request(run.config, agent_loop.Wanted(**wanted))
+
+
+def loss_settings(run: RunFeatures) -> dict[str, Any]:
+    """What the workers' `configure_loss` takes."""
+    found: dict[str, Any] = {}
+    for feature in FEATURES:
+        found |= feature.loss_settings(run)
+    return found

@@ -1,0 +1,183 @@
+"""What a run's config says in verl's own settings, and what verl asserts of them without a message.
+
+Neither torch nor verl is imported: a launch, doctor and plan ask without computing. Written for verl 0.9.1.
+"""
+
+import os
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.base.errors import ConfigError
+from verl_ext.routing.engines import ACTOR, ENGINES, HOOKED
+
+MODEL = "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
+ROLLOUTS = {"vllm": "vLLM", "sglang": "SGLang"}  # those that the plugin knows, by rollout.name, as they call themselves
+VLLM_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.vllm"
+MODE = "trainer.v1.trainer_mode"
+BYPASS = "algorithm.rollout_correction.bypass_mode"
+FSDP_REPLAY = f"{ACTOR}.fsdp_config.router_replay.mode"  # verl's own name; its FSDP config leaves it out
+MERGE_LORA = f"++{MODEL}.lora.merge=true"
+
+
+def bypasses(config: DictConfig) -> bool:
+    """Whether verl takes the rollout's log-probabilities for the training engine's.
+
+    Its trainer copies `rollout_log_probs` to `old_log_probs` and leaves compute_log_prob out. The policy loss stays
+    what `policy_loss.loss_mode` says. So r = exp(l_theta - l_infer): what is k in the first pass of the update.
+    """
+    return bool(OmegaConf.select(config, BYPASS))
+
+
+def trainer_mode(config: DictConfig) -> str:
+    return OmegaConf.select(config, MODE) or "sync"
+
+
+def is_asynchronous(config: DictConfig) -> bool:
+    """Whether a rollout may be of older weights than those that l_old is of."""
+    return trainer_mode(config) != "sync"
+
+
+def rollout_name(config: DictConfig) -> str:
+    return OmegaConf.select(config, f"{ROLLOUT}.name", throw_on_missing=False) or "vllm"
+
+
+def logprobs_mode(config: DictConfig) -> tuple[str, str]:
+    """vLLM's `logprobs_mode`, and the setting that decides it."""
+    setting = f"{VLLM_ARGUMENTS}.logprobs_mode"  # goes over rollout's own
+    if above := OmegaConf.select(config, setting):
+        return above, setting
+    return OmegaConf.select(config, f"{ROLLOUT}.logprobs_mode") or "", f"{ROLLOUT}.logprobs_mode"
+
+
+def top_k(config: DictConfig) -> int:
+    """The rollout's top_k; 0 for none."""
+    return max(OmegaConf.select(config, f"{ROLLOUT}.top_k") or 0, 0)
+
+
+def cuts(config: DictConfig) -> bool:
+    """Whether the rollout samples from a part of the vocabulary."""
+    return (OmegaConf.select(config, f"{ROLLOUT}.top_p") or 1) < 1 or top_k(config) > 0
+
+
+def truncates(config: DictConfig) -> bool:
+    """Whether its log-probabilities are normalised over that part, so that the training engine's have to be."""
+    return rollout_name(config) == "vllm" and cuts(config) and logprobs_mode(config)[0] == "processed_logprobs"
+
+
+def strategy_of(config: DictConfig) -> str:
+    """The training engine."""
+    return OmegaConf.select(config, f"{ACTOR}.strategy") or "fsdp"
+
+
+def replay_setting(config: DictConfig) -> str:
+    """verl's name of the replay mode on this run's engine."""
+    return f"{ENGINES.get(strategy_of(config), ENGINES['fsdp']).settings}.router_replay.mode"
+
+
+def replay_mode(config: DictConfig) -> str:
+    return OmegaConf.select(config, replay_setting(config)) or "disabled"
+
+
+def replays_here(config: DictConfig) -> bool:
+    """Whether routing is replayed by us; on Megatron and VeOmni verl does it."""
+    return strategy_of(config) in HOOKED and replay_mode(config) != "disabled"
+
+
+def sends_adapter(config: DictConfig) -> bool:
+    """Whether a LoRA goes to vLLM as an adapter: `lora_as_adapter` of verl's server."""
+
+    def of_model(name: str) -> object:
+        return OmegaConf.select(config, f"{MODEL}.{name}", throw_on_missing=False)
+
+    rank = of_model("lora_rank") or of_model("lora.rank") or 0
+    trained = (isinstance(rank, int) and rank > 0) or of_model("lora_adapter_path") is not None
+    vllm = OmegaConf.select(config, f"{ROLLOUT}.name", throw_on_missing=False) == "vllm"
+    return vllm and trained and not of_model("lora.merge")
+
+
+def hf_config_of(model: DictConfig) -> Any:
+    """The model's transformers config; None where this machine cannot read it (a remote path, or no network)."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model.path, trust_remote_code=trusts_code(model))
+    except OSError:
+        return None
+    except ValueError as error:
+        check_folder(model)
+        raise ConfigError(
+            f"{MODEL}.path={model.path} has a config that transformers cannot read by itself: the architecture is not "
+            f"known to this version, or comes with code of its own, which {MODEL}.trust_remote_code allows"
+        ) from error
+
+
+def trusts_code(model: DictConfig) -> bool:
+    return bool(model.get("trust_remote_code"))
+
+
+def check_folder(model: Any) -> None:
+    """Refuse a model path on this machine that does not exist, or that has no config.json.
+
+    Names on the Hugging Face Hub and remote paths are left to verl.
+    """
+    path = os.path.expanduser(model.path)
+    if os.path.isdir(path):
+        if not model.get("hf_config_path") and not os.path.isfile(os.path.join(path, "config.json")):
+            raise ConfigError(
+                f"{MODEL}.path={model.path} has no config.json: it is not the folder of a model in Hugging Face's "
+                "format; correct the path"
+            )
+    elif "://" not in path and (path.count("/") > 1 or path.startswith((".", "/"))):  # the Hub has NAME and OWNER/NAME
+        raise ConfigError(f"{MODEL}.path={model.path} does not exist; correct the path")
+
+
+def check_model_files(model: DictConfig) -> None:
+    """The model folder must be there, with a config and a tokenizer; what is not a local path is left to verl."""
+    check_folder(model)
+    setting = "tokenizer_path" if model.get("tokenizer_path") else "path"
+    path = os.path.expanduser(model[setting])
+    if not os.path.isdir(path):
+        if os.path.isabs(path):
+            raise ConfigError(f"{MODEL}.{setting}={path} does not exist; correct the path")
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(path, trust_remote_code=trusts_code(model))
+    except Exception as error:
+        raise ConfigError(
+            f"{MODEL}.{setting}={path} has no tokenizer that loads ({type(error).__name__}); save one beside the "
+            f"model, or point {MODEL}.tokenizer_path at one"
+        ) from error
+
+
+def check_overlong(config: DictConfig) -> None:
+    """verl's reward manager `dapo` asserts this, once it runs."""
+    prefix = "reward.reward_kwargs"
+    if OmegaConf.select(config, "reward.reward_manager.name") != "dapo":
+        return
+    if not OmegaConf.select(config, f"{prefix}.overlong_buffer_cfg.enable"):
+        return
+    length, limit = (OmegaConf.select(config, f"{prefix}.{k}") for k in ("overlong_buffer_cfg.len", "max_resp_len"))
+    if limit is None or length > limit:
+        raise ConfigError(
+            f"{prefix}.overlong_buffer_cfg.len={length} must be at most {prefix}.max_resp_len={limit}: it is the "
+            "stretch before the limit over which the punishment grows"
+        )
+
+
+def check_warmup(config: DictConfig) -> None:
+    """megatron-core asserts, without a message, that the learning rate's warm-up ends before its schedule does."""
+    actor, steps = config.actor_rollout_ref.actor, config.trainer.total_training_steps
+    warmup = actor.optim.get("lr_warmup_steps") or 0
+    if actor.strategy != "megatron" or steps is None or actor.optim.get("lr_decay_steps") is not None:
+        return
+    if warmup >= steps:
+        setting = f"{ACTOR}.optim.lr_warmup_steps"
+        raise ConfigError(
+            f"{setting}={warmup} must be below trainer.total_training_steps={steps} with {ACTOR}.strategy=megatron",
+            fix=(f"{setting}=0",),
+            otherwise="train for more steps",
+        )

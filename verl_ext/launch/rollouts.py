@@ -1,3 +1,0 @@
-"""The rollout engines that the plugin knows, by verl's `rollout.name`, as they call themselves."""
-
-ROLLOUTS = {"vllm": "vLLM", "sglang": "SGLang"}
