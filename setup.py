@@ -56,7 +56,7 @@ setup(
     },
     entry_points={
         "console_scripts": ["verl-ext = verl_ext.cli:main"],
-        "verl.plugins": ["verl_ext = verl_ext.plugin"],
-        "vllm.general_plugins": ["verl_ext = verl_ext.upstream.vllm_plugin:register"],
+        "verl.plugins": ["verl_ext = verl_ext.plugins.verl"],
+        "vllm.general_plugins": ["verl_ext = verl_ext.plugins.vllm:register"],
     },
 )

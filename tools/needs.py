@@ -69,7 +69,7 @@ HOOKS = (
     ),
     Hook(
         "the entry point",
-        "main_ppo.py",
+        "trainer/start.py",
         (
             "verl.trainer.main_ppo.TaskRunnerV1.run(self, config)",
             "verl.trainer.main_ppo.run_ppo(config, task_runner_class)",
@@ -241,7 +241,7 @@ HOOKS = (
         (f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.optimizer_step: optimizer, scaler, module",),
     ),
     Hook("settings_alone", "doctor/hooks.py", ("verl.workers.config", "verl.utils.config.validate_config")),
-    Hook("the plugin", "plugin.py", ("verl: verl.plugins",)),
+    Hook("the plugin", "plugins/verl.py", ("verl: verl.plugins",)),
     Hook(
         "on CPU cores",
         "cpu/patches.py",

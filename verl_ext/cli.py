@@ -5,13 +5,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from verl_ext import __version__
+from verl_ext import __version__, submit
 from verl_ext.doctor import composed
 from verl_ext.lab import command as lab
 from verl_ext.plan import command as plan
 from verl_ext.probe import command as probe
 from verl_ext.report import command as report
-from verl_ext.submit import command as submit
 
 
 class Parser(argparse.ArgumentParser):

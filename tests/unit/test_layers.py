@@ -17,10 +17,11 @@ BELOW: dict[str, set[str]] = {
     "routing": {"base", "core", "upstream"},
     "features": {"base", "core", "guard", "routing", "upstream"},
     "launch": {"base", "features"},
+    "plugins": {"base", "cpu", "features", "upstream", "workers"},
     "workers": {"base", "core", "features", "routing", "upstream"},
-    "trainer": {"base", "core", "features", "guard", "upstream", "workers"},
+    "trainer": {"base", "core", "features", "guard", "launch", "plugins", "upstream", "workers"},
     "report": {"__version__", "base", "core", "guard"},
-    "probe": {"base", "core", "doctor", "features", "launch", "main_ppo", "report", "routing", "trainer", "upstream"},
+    "probe": {"base", "core", "doctor", "features", "launch", "report", "routing", "trainer", "upstream"},
     "lab": {"__version__", "base", "core", "features", "guard", "launch", "report", "trainer", "workers"},
 }
 ENGINES = {"verl", "ray", "vllm"}

@@ -9,8 +9,8 @@ import ray.exceptions
 from omegaconf import OmegaConf
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
-from verl_ext import main_ppo
 from verl_ext.base.errors import ConfigError, GuardStopError
+from verl_ext.trainer import start
 
 WRONG = {
     ("stability=icepop", "stability.icepop.alpha=6"): "verl_ext: error: stability.icepop.alpha=6 must be below beta=5",
@@ -49,14 +49,14 @@ def test_a_wrong_setting_is_reported_before_verl_ray_and_torch_are_imported(tmp_
         assert message in said and imported == []
 
 
-@pytest.mark.parametrize(("error", "code"), [(ConfigError("a b"), 1), (GuardStopError("a b"), main_ppo.STOPPED)])
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("a b"), 1), (GuardStopError("a b"), start.STOPPED)])
 def test_an_error_of_the_users_in_a_worker_is_one_line_too(error, code, monkeypatch, capsys):
     def fail(*_):
         raise ray.exceptions.RayTaskError("TaskRunner.run", "its traceback", error).as_instanceof_cause()
 
-    monkeypatch.setattr(main_ppo, "run", fail)
+    monkeypatch.setattr(start, "run", fail)
     with pytest.raises(SystemExit) as exit:
-        main_ppo.run_or_stop(OmegaConf.create(), main_ppo.stability_task_runner)
+        start.run_or_stop(OmegaConf.create(), start.stability_task_runner)
     assert exit.value.code == code
     assert capsys.readouterr().err == "verl_ext: error: a b\n"
 
@@ -65,15 +65,15 @@ def test_another_error_of_a_worker_stays_what_it_is(monkeypatch):
     def fail(*_):
         raise ray.exceptions.RayTaskError("TaskRunner.run", "its traceback", KeyError("x")).as_instanceof_cause()
 
-    monkeypatch.setattr(main_ppo, "run", fail)
+    monkeypatch.setattr(start, "run", fail)
     with pytest.raises(KeyError):
-        main_ppo.run_or_stop(OmegaConf.create(), main_ppo.stability_task_runner)
+        start.run_or_stop(OmegaConf.create(), start.stability_task_runner)
 
 
-@pytest.mark.parametrize(("error", "code"), [(ConfigError("a\nb"), 1), (GuardStopError("a b"), main_ppo.STOPPED)])
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("a\nb"), 1), (GuardStopError("a b"), start.STOPPED)])
 def test_an_error_of_the_users_is_one_line_and_a_stop_has_its_own_exit_code(error, code, capsys):
     with pytest.raises(SystemExit) as exit:
-        main_ppo.stop(error)
+        start.stop(error)
     assert exit.value.code == code
     assert capsys.readouterr().err == "verl_ext: error: a b\n"
 
@@ -87,9 +87,9 @@ def test_who_died_is_said_without_the_rest_of_rays_message():
         node_ip_address="10.0.0.7",
         error_message="The actor is dead. Worker exit detail: End of file. Some common causes include: (1)",
     )
-    said = main_ppo._who_died(str(ray.exceptions.ActorDiedError(context)))
+    said = start._who_died(str(ray.exceptions.ActorDiedError(context)))
     cause = "The actor is dead. Worker exit detail: End of file"
     assert said == f"name abcWorkerDict_0:0, pid 123, ip 10.0.0.7 ({cause})"
-    assert main_ppo._who_died(str(ray.exceptions.ActorDiedError())) == (
+    assert start._who_died(str(ray.exceptions.ActorDiedError())) == (
         "The actor died unexpectedly before finishing this task"
     )

@@ -379,7 +379,7 @@ def _as_with_own_runner(verify: Callable[[Any], None], config: Any) -> None:
 def install() -> Undo:
     """Apply all patches, or none if one does not fit. A second call applies nothing and undoes the same."""
     global _undo
-    # Before the first patch: where `upstream.vllm_plugin` waits for this import, that installs all of it at once.
+    # Before the first patch: where `plugins.vllm` waits for this import, that installs all of it at once.
     with suppress(ImportError):
         importlib.import_module(RUNNER)
     if _undo is None:
@@ -395,5 +395,5 @@ def install() -> Undo:
 
 
 def on_import(_module: object) -> None:
-    """`install`, as the hook that `vllm_plugin.register` sets on vLLM's CPU model runner."""
+    """`install`, as the hook that `plugins.vllm.register` sets on vLLM's CPU model runner."""
     install()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from verl_ext.doctor.composed import plugins
 from verl_ext.features.verl_config import ROLLOUTS
 from verl_ext.launch.gpus import Gpu
-from verl_ext.launch.installed import has_module, package_folder
+from verl_ext.launch.packages import has_module, package_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from verl_ext.base.patching import Undo, patch, together
 from verl_ext.doctor.context import ACTOR, MODEL, ROLLOUT, Context
 from verl_ext.doctor.findings import Finding, apply_fix, check
-from verl_ext.launch.installed import package_folder
+from verl_ext.launch.packages import package_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -73,7 +73,7 @@ def config_composes(context: Context) -> Iterable[Finding]:
 def hooks(context: Context) -> Iterable[Finding]:
     """What the start-up table would show, or each error that would come instead.
 
-    Source: `stability_config`, `read_features` and `check_run` of verl_ext, as `verl_ext.main_ppo.run` calls them;
+    Source: `stability_config`, `read_features` and `check_run` of verl_ext, as `verl_ext.trainer.start.run` calls them;
     `check_run` also probes the model's routers, where that runs no code of the model's own.
     """
     if context.config is None or not context.get(NAME) or context.plugin_modules:
@@ -96,7 +96,7 @@ def hooks(context: Context) -> Iterable[Finding]:
 def verl_validation(context: Context) -> Iterable[Finding]:
     """What verl refuses in the config as our entry point leaves it.
 
-    Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.main_ppo.run` calls it.
+    Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.trainer.start.run` calls it.
     """
     if context.config is None or not context.get(NAME) or context.plugin_modules or errors_once(context):
         return
@@ -276,7 +276,7 @@ def _first_error(config: "DictConfig", read_model: bool) -> "UserError | None":
 
 
 def _verls_validation() -> Callable[..., None]:
-    import verl_ext.plugin  # noqa: F401 (before verl, as `verl_ext.main_ppo` does)
+    import verl_ext.plugins.verl  # noqa: F401 (before verl, as `verl_ext.main_ppo` does)
 
     return importlib.import_module("verl.utils.config").validate_config
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.errors import ConfigError, UserError
 from verl_ext.base.printable import printable
-from verl_ext.launch.arguments import INTERRUPTED, REFUSED, add_own, names
+from verl_ext.launch.command_line import INTERRUPTED, REFUSED, add_own, names
 
 if TYPE_CHECKING:
     from verl_ext.lab.arms import Arm

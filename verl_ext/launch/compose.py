@@ -15,7 +15,7 @@ from verl_ext.base.errors import ConfigError, require_choice
 from verl_ext.features.losses import LOSS, own_settings
 from verl_ext.features.stability import default_node
 from verl_ext.features.verl_config import FSDP_REPLAY
-from verl_ext.launch.installed import package_folder
+from verl_ext.launch.packages import package_folder
 
 CONFIG_MODULE = "verl_ext.configs"
 if (VERL := package_folder("verl")) is None:

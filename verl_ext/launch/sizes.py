@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.verl_config import ROLLOUTS
-from verl_ext.launch.installed import sglang_arguments, vllm_arguments
 from verl_ext.launch.models import ModelShape
+from verl_ext.launch.packages import sglang_arguments, vllm_arguments
 
 ARP = "actor_rollout_ref"
 ACTOR = f"{ARP}.actor"

@@ -18,7 +18,7 @@ from typing import Any
 from verl_ext.base.errors import ConfigError, UserError
 from verl_ext.base.printable import printable
 from verl_ext.doctor import composed
-from verl_ext.launch.arguments import INTERRUPTED, REFUSED, add_own, names
+from verl_ext.launch.command_line import INTERRUPTED, REFUSED, add_own, names
 from verl_ext.probe.sweep import ALL, LAUNCH, NAMES, SettingChange, SweepResult, changes_of, with_change
 
 FAILED = 1

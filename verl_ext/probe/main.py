@@ -7,7 +7,7 @@ import hydra
 from omegaconf import DictConfig
 
 from verl_ext.launch import compose
-from verl_ext.main_ppo import run_or_stop, start
+from verl_ext.trainer.start import run_or_stop, start
 
 
 @hydra.main(version_base=None, config_path=str(compose.VERL_CONFIGS), config_name=compose.PRIMARY)

@@ -79,7 +79,7 @@ def round_while_loading(model: Any, settings: Mapping[str, Any]) -> Undo:
 
 
 def register_load_format(model_loader: Any) -> None:
-    """Register LOAD_FORMAT, as the hook that `vllm_plugin.register` sets on vLLM's loaders."""
+    """Register LOAD_FORMAT, as the hook that `plugins.vllm.register` sets on vLLM's loaders."""
 
     class FakeQuantizedLoader(model_loader.BaseModelLoader):
         """Loads by another load format, `load_format` of our part of the extra config, and leaves a Rounding behind."""

@@ -21,7 +21,8 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from verl_ext.base.patching import PatchError  # noqa: E402
 from verl_ext.cpu.vllm import CAPTURE  # noqa: E402
-from verl_ext.upstream import engine_report, vllm_plugin  # noqa: E402
+from verl_ext.plugins import vllm as vllm_plugin  # noqa: E402
+from verl_ext.upstream import engine_report  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM was not built for CPU")
 
@@ -90,7 +91,7 @@ TARGETS += [*OF_CLASSES, *TO_DELIVER] if CLASSES else OF_A_KERNEL
 @pytest.mark.slow
 def test_installing_where_the_plugin_waits_for_vllms_runner_patches_once(fresh_python: Callable) -> None:
     code = (
-        "from verl_ext.cpu import vllm; from verl_ext.upstream import vllm_plugin; vllm_plugin.register();"
+        "from verl_ext.cpu import vllm; from verl_ext.plugins import vllm as vllm_plugin; vllm_plugin.register();"
         "undo = vllm.install(); assert vllm.install() is undo; undo()"
     )
     done = fresh_python(code, VERL_PLATFORM="cpu")

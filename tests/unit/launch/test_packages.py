@@ -9,7 +9,6 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from verl_ext.launch.installed import has_module, package_folder, verl_pins
 from verl_ext.launch.packages import (
     EXTRAS,
     FSDP,
@@ -17,10 +16,13 @@ from verl_ext.launch.packages import (
     STRATEGY,
     TABLE,
     Import,
+    has_module,
     imported,
     module,
+    package_folder,
     pinned,
     remedy,
+    verl_pins,
 )
 
 VERL = package_folder("verl")

@@ -12,8 +12,8 @@ from tests import ROOT
 from tests.support.examples import some
 from tests.support.fixing import assert_fixed
 from verl_ext.base.errors import ConfigError
-from verl_ext.launch.installed import vllm_arguments
 from verl_ext.launch.models import SHAPES, shape_of
+from verl_ext.launch.packages import vllm_arguments
 from verl_ext.launch.sizes import check_recipe, pipeline_stages, world_size
 from verl_ext.plan.memory import plan_memory
 from verl_ext.plan.sizes import GIB, read_sizes

@@ -132,7 +132,7 @@ def test_it_is_asked_for_in_the_environment_of_rays_processes():
 def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, lengths):
     """By the plugin, with narrow routing."""
     code = (
-        "import verl_ext.plugin, numpy as np\n"
+        "import verl_ext.plugins.verl, numpy as np\n"
         "from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput\n"
         "output = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], metrics=AgentLoopMetrics(),\n"
         "                         routed_experts=np.ones((2, 1, 2), np.uint16))\n"
@@ -146,7 +146,7 @@ def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, le
 def test_a_forked_process_takes_its_own_environment_and_nothing_is_changed_twice(fresh_python):
     """As tools/prefork.py has it: the modules are imported, and changed, when the environment becomes another."""
     code = (
-        "import os, verl_ext.plugin, numpy as np\n"
+        "import os, verl_ext.plugins.verl, numpy as np\n"
         "from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput\n"
         "from verl_ext.upstream import agent_loop\n"
         "output = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], metrics=AgentLoopMetrics(),\n"

@@ -174,7 +174,7 @@ def test_log_probs_are_of_all_tokens_whatever_is_sampled_from(monkeypatch, raw):
 def test_the_names_of_sglang_that_we_use_are_its_own():
     from sglang.srt import server_args
 
-    from verl_ext.launch.installed import sglang_arguments
+    from verl_ext.launch.packages import sglang_arguments
 
     used = {"moe_runner_backend", "enable_hierarchical_cache", "kv_cache_dtype", "quantization", "dtype"}
     assert used <= sglang_arguments() == {field.name for field in fields(server_args.ServerArgs)}

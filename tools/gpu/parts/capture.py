@@ -29,7 +29,7 @@ AIM = 1.03  # of a forward pass with capture, over one without
 
 
 def run(record: Record, place: Place) -> None:
-    import verl_ext.plugin  # noqa: F401  (verl's platform for CPUs; a plugin that is not installed is not found)
+    import verl_ext.plugins.verl  # noqa: F401  (verl's platform for CPUs; a plugin that is not installed is not found)
 
     attention.register(PROMPT + RESPONSE)
     with tempfile.TemporaryDirectory() as folder:

@@ -214,7 +214,7 @@ def check_policy_losses(record: Record, place: Place) -> None:
 
 def check_gate(record: Record, place: Place) -> None:
     """What the gate decides by, on one rank: the sums of a mini-batch in two micro-batches."""
-    import verl_ext.plugin  # noqa: F401  (verl's platform for CPUs)
+    import verl_ext.plugins.verl  # noqa: F401  (verl's platform for CPUs)
     from gpu.verl_engine import start_one_rank
     from verl_ext.features.guard import MiniBatchGate
     from verl_ext.workers.gate import Gate

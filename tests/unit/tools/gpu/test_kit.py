@@ -15,7 +15,14 @@ from tests import ROOT
 from tests.support.forking import forked
 
 # Of all that the parts import, what takes its time; one process imports it, and theirs are forked from that.
-IMPORTS = ("triton", "tensordict", "ray", "transformers.modeling_utils", "verl.workers.engine.fsdp", "verl_ext.plugin")
+IMPORTS = (
+    "triton",
+    "tensordict",
+    "ray",
+    "transformers.modeling_utils",
+    "verl.workers.engine.fsdp",
+    "verl_ext.plugins.verl",
+)
 
 
 def states(folder):

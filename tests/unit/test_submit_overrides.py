@@ -5,7 +5,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from verl_ext.launch.overrides import override
+from verl_ext.submit import override
 
 GRAMMAR = "/aé1.-_=,:;#~+@%*?|$(){}[]\\'\" \t\n"  # what Hydra's lexer treats in ways of its own, and a little text
 

@@ -12,11 +12,11 @@ HEAVY = ("transformers.modeling_utils", "vllm", "verl.workers.engine", "verl.tra
 @pytest.mark.slow
 def test_loading_imports_no_engine_no_model_and_no_vllm():
     """In an interpreter that has imported nothing but verl."""
-    code = "import sys, verl; before = {*sys.modules}; import verl_ext.plugin; print(*{*sys.modules} - before)"
+    code = "import sys, verl; before = {*sys.modules}; import verl_ext.plugins.verl; print(*{*sys.modules} - before)"
     without = os.environ | {"VERL_USE_EXTERNAL_PLUGINS": "none"}
     without.pop("VERL_PLATFORM", None)
     added = subprocess.check_output([sys.executable, "-c", code], env=without, text=True).split()
-    assert "verl_ext.plugin" in added, "and not before"
+    assert "verl_ext.plugins.verl" in added, "and not before"
     for name in HEAVY:
         assert name not in added, f"the plugin imports {name} at load"
     assert not [name for name in added if name.startswith("verl_ext.cpu")], "nothing asks for CPU cores here"

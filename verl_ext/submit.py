@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -19,11 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.printable import printable
-from verl_ext.launch.overrides import override
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
+# Text that Hydra's override grammar (hydra/grammar/OverrideLexer.g4, 1.3) reads as a string without quotes; a name of
+# letters can also be one of its constants.
+PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.-]*")
+CONSTANTS = ("null", "true", "false", "inf", "nan")
 ADDRESS = "http://127.0.0.1:8265"  # Ray's own default
 DONE = ("SUCCEEDED", "FAILED", "STOPPED")
 POLL_S = 1.0
@@ -364,3 +368,16 @@ def _resume(arguments: argparse.Namespace) -> int:
 def _brief(message: str | None) -> str:
     lines = [line for line in (message or "").splitlines() if line.strip()]
     return printable(lines[0]) if lines else ""
+
+
+def override(key: str, value: str) -> str:
+    """`key=value` that Hydra reads back as this very string: no list, number, null, function or sweep.
+
+    OmegaConf comes after Hydra, and takes `${...}` for an interpolation in quotes too. No spelling of it lasts: verl
+    resolves its config in place, which undoes an escape, and reads it again. Refuse such a value before.
+    """
+    if PLAIN.fullmatch(value) and value.lower() not in CONSTANTS:
+        return f"{key}={value}"
+    # Backslashes count before a quote, and nowhere else.
+    quoted = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"{key}='{quoted}'"

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from tests.support.examples import at_most
+from verl_ext import submit
 from verl_ext.base.errors import ConfigError
 from verl_ext.cli import main
-from verl_ext.submit import command as submit
 
 
 def job(*overrides, **options):

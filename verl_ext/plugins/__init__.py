@@ -1,0 +1,1 @@
+"""What verl and vLLM load in each of their processes, by the entry points of setup.py."""
