@@ -3,5 +3,5 @@
 A feature's file holds, in this order, its settings, what it refuses, what it sets in verl's config, and its lines of
 the start-up table, each with the proof that the running engines give for it. The code that does the work is where it
 runs: in core, workers, routing and trainer. `table` lists the features; everything else loops over that list.
-`python -m verl_ext.features > docs/settings.md` makes the page of all settings.
+`python tools/settings_page.py > docs/settings.md` makes the page of all settings.
 """

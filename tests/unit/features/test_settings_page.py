@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 
 from tests import ROOT
+from tools.settings_page import meanings, page, rows
 from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS, register_correction
 from verl_ext.core.filters import BATCH_FILTERS
 from verl_ext.core.losses import LOSSES, register_loss
-from verl_ext.features.__main__ import meanings, page, rows
 from verl_ext.features.stability import StabilityConfig
 from verl_ext.guard.rules import Rule
 from verl_ext.upstream.agent_loop import BY_HAND, VARIABLE
@@ -42,7 +42,7 @@ def registries() -> Iterator[None]:
 
 
 def test_the_page_is_current():
-    assert (ROOT / "docs" / "settings.md").read_text() == page(), "python -m verl_ext.features > docs/settings.md"
+    assert (ROOT / "docs" / "settings.md").read_text() == page(), "python tools/settings_page.py > docs/settings.md"
 
 
 @pytest.mark.parametrize("kind", [*nested(StabilityConfig), Rule], ids=lambda kind: kind.__name__)
@@ -124,8 +124,7 @@ def test_modules_that_are_named_are_imported_first(tmp_path, monkeypatch, capsys
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", ["settings", "a_filter_of_my_own"])
     with mock.patch.dict(sys.modules):
-        sys.modules.pop("verl_ext.features.__main__", None)
-        runpy.run_module("verl_ext.features", run_name="__main__")
+        runpy.run_path(str(ROOT / "tools" / "settings_page.py"), run_name="__main__")
     assert "| `stability.filters.at_least.length` | 8 | the fewest tokens. |" in capsys.readouterr().out
 
 

@@ -1,8 +1,8 @@
-"""The page of all settings: `python -m verl_ext.features > docs/settings.md`.
+"""The page of all settings: `python tools/settings_page.py > docs/settings.md`.
 
 The names and defaults are those of the dataclasses' fields, the meanings their `Attributes:`. A method that has no
 dataclass documents its settings under `Args:` of its function. `docs/NAME.md` in a docstring becomes a link.
-`python -m verl_ext.features my_module` imports my_module first, and lists the methods that it registers too.
+`python tools/settings_page.py my_module` imports my_module first, and lists the methods that it registers too.
 """
 
 import inspect
@@ -26,9 +26,9 @@ from verl_ext.guard.rules import SIDES, Rule
 
 HEAD = """# Settings
 
-Made by `python -m verl_ext.features` from the dataclasses in [verl_ext/features](../verl_ext/features),
+Made by `python tools/settings_page.py` from the dataclasses in [verl_ext/features](../verl_ext/features),
 [verl_ext/core](../verl_ext/core) and [verl_ext/guard](../verl_ext/guard); a test holds them together. To list the
-settings of your own methods too, name their modules: `python -m verl_ext.features my_module`. Their meanings are read
+settings of your own methods too, name their modules: `python tools/settings_page.py my_module`. Their meanings are read
 from `Attributes:` in the docstring of the settings' dataclass, or from `Args:` in that of the function.
 
 `stability=NAME` picks a file of [configs/stability](../configs/stability). Every setting in it can be overridden on the
