@@ -21,7 +21,7 @@ def replaying(trainer_class: type) -> type:
     from verl_ext.launch.bypass import BYPASS
     from verl_ext.launch.checks import loss_settings
     from verl_ext.launch.routing_checks import replay_setting
-    from verl_ext.trainer.transfer import get_fields, put_fields
+    from verl_ext.trainer.queue import get_fields, put_fields
 
     class ReplayingTrainer(trainer_class):
         def step(self, metrics, timing_raw):

@@ -137,8 +137,8 @@ def _of_the_loss(config: DictConfig, stability: StabilityConfig) -> Iterator[Fea
         node, method = OmegaConf.select(config, LOSS), LOSSES[name]
         settings = {key: node.get(key, usual) for key, usual in defaults(method.settings).items()}
         settings = {"base": base_of(node), **settings}
-        weighs = frozenset({MEASURE, WEIGHTS}) if loss_reads_k(config) else frozenset()
-        yield Feature("policy loss", described(name, settings), IN_WORKERS, parts | weighs)
+        measured = frozenset({MEASURE}) if loss_reads_k(config) else frozenset()
+        yield Feature("policy loss", described(name, settings), IN_WORKERS, parts | measured)
         if "router_deviation" in method.reads:
             yield Feature("router shift", "compute_log_prob, update_actor", AT_ROUTERS, parts)
     for chosen in stability.in_update:

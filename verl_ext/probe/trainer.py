@@ -27,9 +27,9 @@ from verl_ext.probe.readings import (
     compare_states,
 )
 from verl_ext.trainer.canary_scores import CanaryScores
+from verl_ext.trainer.queue import get_fields, put_fields
 from verl_ext.trainer.task_runner import StabilityTaskRunner
 from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync
-from verl_ext.trainer.transfer import get_fields, put_fields
 from verl_ext.trainer.watch import watch_of
 from verl_ext.upstream import engine_report
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from verl_ext.launch.bypass import bypasses
-from verl_ext.launch.features import HEAD, IN_LOSS, MEASURE, ROUTERS, VERSIONS, Feature, features, loss_reads_k, uses
+from verl_ext.launch.features import HEAD, IN_LOSS, MEASURE, ROUTERS, VERSIONS, Feature, features, uses
 from verl_ext.launch.head import reads_in_update
 from verl_ext.launch.lag_checks import is_asynchronous
 from verl_ext.launch.routing_checks import compares_routing, replayed_field
@@ -22,7 +22,6 @@ class Active:
         asynchronous: a rollout may be older than the policy.
         compares_engines: every batch is measured: the rollout's log-probabilities beside the training engine's.
         measures_in_update: in its update, by the workers: in bypass mode there is no compute_log_prob.
-        loss_reads_k: the policy loss takes the ratio k in the place of weights, as icepop does.
         filters: tokens are taken out of the loss's mask, by filters or by denominator=kept.
         rescores: the workers keep weights of earlier steps, and score with them.
         our_loss: the workers run our loss around verl's.
@@ -39,7 +38,6 @@ class Active:
     asynchronous: bool
     compares_engines: bool
     measures_in_update: bool
-    loss_reads_k: bool
     filters: bool
     rescores: bool
     our_loss: bool
@@ -64,7 +62,6 @@ def read_active(config: DictConfig, stability: StabilityConfig) -> Active:
         asynchronous=is_asynchronous(config),
         compares_engines=uses(asked, MEASURE),
         measures_in_update=bypasses(config) and uses(asked, MEASURE),
-        loss_reads_k=loss_reads_k(config),
         filters=bool(stability.filters) or stability.denominator == "kept",
         rescores=uses(asked, VERSIONS),
         our_loss=uses(asked, IN_LOSS),

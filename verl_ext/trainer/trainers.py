@@ -18,8 +18,8 @@ from verl_ext.settings.stability import stability_config
 from verl_ext.trainer import advantages, startup
 from verl_ext.trainer.active import Active
 from verl_ext.trainer.advantages import session_keys
-from verl_ext.trainer.stability_run import StabilityRun
-from verl_ext.trainer.transfer import without_heavy
+from verl_ext.trainer.queue import without_heavy
+from verl_ext.trainer.run import StabilityRun
 from verl_ext.trainer.watch import watch_of
 
 if TYPE_CHECKING:
@@ -82,23 +82,23 @@ class StabilityMixin(VerlTrainer):
         if self.stability_run.active.rescores and self.local_trigger_step == 0:
             with marked_timer("rescore", self.timing_raw):
                 self.stability_run.rescore(batch, self.actor_rollout_wg)
-        sent = self.stability_run.for_log_prob(batch)
+        sent = self.stability_run.stages.for_log_prob(batch, self.stability_run.active)
         done = super()._compute_old_log_prob(sent, metrics)
         return batch if done is sent else done  # verl's bypass mode gives back what it was given
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        return super()._compute_ref_log_prob(
-            self.stability_run.for_reference(batch, in_actor=self.ref_in_actor), metrics
-        )
+        run = self.stability_run
+        sent = run.stages.for_reference(batch, run.active, in_actor=self.ref_in_actor)
+        return super()._compute_ref_log_prob(sent, metrics)
 
     def _compute_values(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         return super()._compute_values(without_heavy(batch), metrics)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        ours = self.stability_run.batch_step(batch, metrics, self.tokenizer)
-        with session_keys(batch.keys), ours.beside_advantages():
+        self.stability_run.measure(batch, metrics, self.tokenizer)
+        with session_keys(batch.keys):
             batch = super()._compute_advantage(batch, metrics)
-        return ours.finish(batch)
+        return self.stability_run.settle(batch, metrics, self.tokenizer)
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self.stability_run.outcome.refused is None:

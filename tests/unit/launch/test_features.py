@@ -69,7 +69,7 @@ def test_nothing_is_on_by_default(asked):
         (
             ["stability=icepop_loss", "stability.metrics=false", "stability.batch_skip.threshold=null"],
             ["mismatch metrics", "policy loss"],
-            {*MEASURED, WEIGHTS, IN_LOSS},
+            {*MEASURED, IN_LOSS},
         ),
         (
             ["stability=router_shift_loss", "stability.metrics=false", "stability.batch_skip.threshold=null"],

@@ -11,7 +11,7 @@ from verl_ext.core.tokens import jagged
 from verl_ext.settings.rescoring import Rescoring
 from verl_ext.trainer import rescoring
 from verl_ext.trainer.rescoring import NOW, choose, filled
-from verl_ext.trainer.stability_run import StabilityRun
+from verl_ext.trainer.run import StabilityRun
 
 
 def tag(low, high, **more):
