@@ -5,7 +5,7 @@
 Through Ray, TransferQueue and the training step's own code: trajectories of 32,768 response tokens with
 log-probabilities of both engines, entropy, router agreement, rewards and advantages are measured, weighed by IcePop,
 judged, split by the sign of the advantage, and, with --filters, filtered. A batch is taken in blocks of
-`in_blocks.AT_ONCE` tokens; beside that, up to --whole-up-to million tokens, at once. verl's own reading of the batch is
+`queue.AT_ONCE` tokens; beside that, up to --whole-up-to million tokens, at once. verl's own reading of the batch is
 left out: it pads it whole.
 
 TransferQueue holds --stored trajectories; a larger batch has each of them several times, under keys of its own.
@@ -33,8 +33,8 @@ from transfer_queue import KVBatchMeta
 from verl_ext.core.routing import REASONS, RouterSums
 from verl_ext.core.tokens import jagged
 from verl_ext.features.stability import stability_config
-from verl_ext.trainer import exchange, in_blocks, transfer
-from verl_ext.trainer.stability_run import StabilityRun
+from verl_ext.trainer import queue
+from verl_ext.trainer.run import StabilityRun
 
 LENGTH, GROUP = 32_768, 16  # response tokens of a trajectory; trajectories of a prompt
 LAYERS = 48
@@ -60,7 +60,7 @@ class Copies:
         return TensorDict(fields, batch_size=len(keys))
 
     def kv_batch_put(self, keys: list[str], partition_id: str, fields: TensorDict) -> KVBatchMeta:
-        if len(keys) <= self.stored:  # else it is verl's own write, which is not what is measured
+        if len(keys) <= self.stored:  # the write of more than is stored, at once, is left out
             tq.kv_batch_put(keys=self._there(keys), partition_id=partition_id, fields=fields)
         return KVBatchMeta(keys=keys, tags=[{}] * len(keys), partition_id=partition_id)
 
@@ -130,34 +130,26 @@ def run_of(filters: bool) -> StabilityRun:
     return run
 
 
-def one_batch(run: StabilityRun, batch: KVBatchMeta, told: TensorDict) -> dict[str, float]:
-    """The step's metrics of a batch, judged beside an exchange of next to nothing but what verl is told to write."""
+def one_batch(run: StabilityRun, batch: KVBatchMeta) -> dict[str, float]:
+    """The step's metrics of a batch, judged and settled around advantages that are there already."""
     metrics: dict[str, float] = {}
     run.guard.begin(run.guard.step + 1)
-    step = run.batch_step(batch, metrics, TOKENIZER)
-    with step.beside_advantages():
-        queue, where = exchange.trainer_base.tq, {"keys": batch.keys, "partition_id": "train"}
-        queue.kv_batch_get(**where, select_fields=["router_sums"])
-        queue.kv_batch_put(**where, fields=told)
-    step.finish(batch)
+    run.measure(batch, metrics, TOKENIZER)
+    run.settle(batch, metrics, TOKENIZER)
     assert metrics["guard/skipped"] == 0
     return metrics
 
 
 def measured(run: StabilityRun, trajectories: int, at_once: int) -> tuple[float, int, dict[str, float]]:
     """Seconds, bytes added at the peak, and metrics."""
-    in_blocks.AT_ONCE = at_once
+    queue.AT_ONCE = at_once
     tags = [{"response_len": LENGTH}] * trajectories
     batch = KVBatchMeta(keys=[name(i) for i in range(trajectories)], tags=tags, partition_id="train")
     found: list[Any] = []
-    # What verl writes, the same for all tokens of a trajectory; it takes no memory here.
-    offsets = torch.arange(0, (trajectories + 1) * LENGTH, LENGTH)
-    advantages = torch.nested.nested_tensor_from_jagged(torch.ones(1).expand(int(offsets[-1])), offsets)
-    told = TensorDict({"advantages": advantages}, batch_size=trajectories)
 
     def call() -> None:
         start = time.perf_counter()
-        metrics = one_batch(run, batch, told)
+        metrics = one_batch(run, batch)
         found.extend((time.perf_counter() - start, metrics))
 
     added = added_bytes(call)
@@ -194,9 +186,8 @@ def main() -> None:
         tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": arguments.units}}}))
         print(f"storing {stored:,} trajectories of {LENGTH:,} tokens", file=sys.stderr, flush=True)
         fill(stored)
-        for module in (transfer, exchange, exchange.trainer_base):
-            module.tq = Copies(stored)
-        run, block = run_of(arguments.filters), in_blocks.AT_ONCE
+        queue.tq = Copies(stored)
+        run, block = run_of(arguments.filters), queue.AT_ONCE
         measured(run, min(32, stored), block)  # first allocations
         whole = [size for size in sizes if size <= arguments.whole_up_to]
         # All of them in blocks first: what a batch at once has taken, the process does not give back.

@@ -113,14 +113,6 @@ HOOKS = (
         ),
     ),
     Hook(
-        "one_exchange",
-        "trainer/exchange.py",
-        (
-            "verl.trainer.ppo.v1.trainer_base.tq",
-            f"{TRAINER}._compute_advantage: tq, kv_batch_get, kv_batch_put",
-        ),
-    ),
-    Hook(
         "stability_workers",
         "workers/actor.py",
         (

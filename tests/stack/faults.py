@@ -55,7 +55,7 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
 
     from verl_ext.core.tokens import jagged
     from verl_ext.features.stability import stability_config
-    from verl_ext.trainer.transfer import get_fields, put_fields
+    from verl_ext.trainer.queue import get_fields, put_fields
 
     def change(batch, field, edit):
         """Put an edited copy of a field's values."""

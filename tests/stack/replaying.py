@@ -20,13 +20,13 @@ def replaying(trainer_class: type) -> type:
     from verl_ext.core.tokens import jagged
     from verl_ext.features.table import loss_settings, read_features
     from verl_ext.features.verl_config import BYPASS, replay_setting
-    from verl_ext.trainer.transfer import get_fields, put_fields
+    from verl_ext.trainer.queue import get_fields, put_fields
 
     class ReplayingTrainer(trainer_class):
         def step(self, metrics, timing_raw):
             mode = SCHEDULE[self.global_steps - 1].partition(",")[0]
             OmegaConf.update(self.config, replay_setting(self.config), mode)
-            stability = self.stability_run.active.stability
+            stability = self.stability_run.features.stability
             if SCHEDULE[self.global_steps - 1] == BYPASSED:
                 OmegaConf.update(self.config, BYPASS, True)
                 self.actor_rollout_wg.configure_loss(loss_settings(read_features(self.config, stability)))

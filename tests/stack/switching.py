@@ -131,7 +131,7 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
 
     from verl_ext.core.tokens import AT_ONCE
     from verl_ext.features.table import loss_settings, read_features
-    from verl_ext.trainer import in_blocks
+    from verl_ext.trainer import queue
 
     entries = list(schedule)
 
@@ -141,7 +141,7 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
             config, stability = compose([*base, *entry])
             self.config.algorithm = config.algorithm
             self.stability_run.use(config, stability)
-            in_blocks.AT_ONCE = BLOCK if self.global_steps % 2 else AT_ONCE
+            queue.AT_ONCE = BLOCK if self.global_steps % 2 else AT_ONCE
             policy_loss = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss)
             policy_loss.pop("_target_", None)
             policy_loss.pop("rollout_correction", None)

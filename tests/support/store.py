@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import torch
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import trainer_base
 
-from verl_ext.trainer import exchange, trajectories, transfer
+from verl_ext.trainer import queue, trajectories
 
 
 def nested(*rows):
@@ -15,7 +16,7 @@ def nested(*rows):
 
 class Installed:
     def install(self, monkeypatch):
-        for module in (transfer, exchange, exchange.trainer_base, trajectories):
+        for module in (queue, trainer_base, trajectories):
             monkeypatch.setattr(module, "tq", self)
         return self
 
@@ -56,7 +57,7 @@ VERLS = {"response_mask", "rm_scores"}  # what it reads, of what the tests have
 
 def compute_advantage(batch, advantages, rejected=None):
     """As verl's trainer does: one read, one write; of what its own rejection leaves too, where that is on."""
-    tq, where = exchange.trainer_base.tq, {"keys": batch.keys, "partition_id": batch.partition_id}
+    tq, where = trainer_base.tq, {"keys": batch.keys, "partition_id": batch.partition_id}
     data = tq.kv_batch_get(**where, select_fields=sorted(VERLS))
     assert set(data.keys()) == VERLS
     masks = {} if rejected is None else {"response_mask": rejected}

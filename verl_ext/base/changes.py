@@ -60,16 +60,6 @@ TABLE = (
         test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
     ),
     Change(
-        name="one_exchange",
-        target="`tq` in `verl.trainer.ppo.v1.trainer_base`, while `PPOTrainer._compute_advantage` runs",
-        why="what we read of the batch and write into it goes with verl's own read and write: each is a round trip "
-        "through TransferQueue",
-        when="the engines, their routing or their heads are compared",
-        versions=VERL,
-        file="trainer/exchange.py",
-        test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
-    ),
-    Change(
         name="probe_trainer",
         target="`sync` in `verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY`",
         why="a trainer that scores one batch and keeps nothing takes the place of ours",

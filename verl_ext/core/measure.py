@@ -211,6 +211,11 @@ class Gathered:
     tokens: int
     origin: Origin | None = None
 
+    @property
+    def non_finite(self) -> int:
+        """As of `Measured`."""
+        return self.tokens - (0 if self.sums is None else int(self.sums.mismatch.tokens))
+
 
 @torch.no_grad()
 def gather(

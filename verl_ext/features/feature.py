@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from verl_ext.base.errors import HookError
+from verl_ext.features.verl_config import replay_mode
 
 if TYPE_CHECKING:
     from verl_ext.features.stability import StabilityConfig
@@ -90,7 +91,8 @@ class RunFeatures:
     @property
     def own_workers(self) -> bool:
         """Whether the actor's worker classes are ours: something of ours runs in them."""
-        return any(self.uses(part) for part in (Part.ROUTERS, Part.LOSS, Part.VERSIONS))
+        ours = any(self.uses(part) for part in (Part.ROUTERS, Part.LOSS, Part.VERSIONS))
+        return ours or replay_mode(self.config) != "disabled"
 
 
 class Engines:

@@ -191,9 +191,9 @@ def lines(run: RunFeatures) -> Iterator[Line]:
         node, method = OmegaConf.select(run.config, LOSS), LOSSES[name]
         settings = {key: node.get(key, usual) for key, usual in defaults(method.settings).items()}
         setting = described(name, {"base": base_of(node), **settings})
-        weighs = MEASURED | {Part.WEIGHTS} if reads_k(name) else frozenset()
+        measured = MEASURED if reads_k(name) else frozenset()
         yield Line(
-            *("policy loss", setting, "{loss}", parts | weighs),
+            *("policy loss", setting, "{loss}", parts | measured),
             in_loss=lambda told: told["policy_loss"]["loss_mode"] == name,
         )
         if "router_deviation" in method.reads:

@@ -1,15 +1,15 @@
 """GRPO on a task of the lab: verl's step, by the same functions, without its processes.
 
 Sampling, scoring and updating are the lab's engines. What is measured, judged, weighed, filtered and minimised is what
-`verl_ext.trainer.stability_run` and `verl_ext.workers.actor` do in a run: `judge`, `loss_weights`, `leave_out`,
-`worker_loss`, in bypass mode `FirstPass`, the guard and its actions.
+`verl_ext.trainer.run` and `verl_ext.workers.actor` do in a run: the same `Step`, `worker_loss`, in bypass mode
+`FirstPass`, the guard and its actions.
 
 Shape legend: B trajectories, T columns of padded responses, N response tokens of all of them.
 """
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,37 +17,25 @@ from omegaconf import DictConfig
 from torch import Tensor
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-from verl_ext.base.names import AGREEMENT, LAG, REF_LOG_PROBS, WEIGHTS
+from verl_ext.base.names import AGREEMENT, REF_LOG_PROBS, RESPONSE_MASK, WEIGHTS
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.routing import router_metrics
 from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.features.advantages import session_keys
+from verl_ext.features.feature import Part
 from verl_ext.features.stability import StabilityConfig
+from verl_ext.features.table import read_features
 from verl_ext.features.verl_config import bypasses
-from verl_ext.guard.state import Decision
 from verl_ext.lab.learner import LabBatch, Learner, LossFields, Scores, compare_routing, score
 from verl_ext.lab.model import rollout_log_probs, sample_responses
 from verl_ext.lab.regimes import History, Regime, engine_of
 from verl_ext.lab.tasks import END, decode, draw, encode, rewards
 from verl_ext.lab.warm_up import LabSettings
 from verl_ext.trainer import checkpoints
-from verl_ext.trainer.active import read_active
 from verl_ext.trainer.guarding import GuardActions, build_guard
-from verl_ext.trainer.step import (
-    Judged,
-    Outcome,
-    Whole,
-    judge,
-    judge_before,
-    judge_by_advantage,
-    judge_measured,
-    leave_out,
-    loss_weights,
-    refusal,
-)
+from verl_ext.trainer.step import Outcome, Step
 from verl_ext.trainer.sync_canary import SyncCanary
-from verl_ext.workers.first_pass import take_measured
 
 MOST = 128  # tokens of a head: more than the tasks have
 
@@ -70,6 +58,52 @@ class Setup:
     seed: int
 
 
+@dataclass
+class StepBatch:
+    """A batch as the step takes it (`verl_ext.trainer.step.Batch`): one block, of tensors at hand.
+
+    Attributes:
+        tokens: as they were sampled and scored.
+        advantages: [B, T], once there are some.
+        fields: what the step has put for the update, by name: [B, T].
+    """
+
+    batch: LabBatch
+    tokens: Tokens
+    advantages: Tensor | None = None
+    fields: dict[str, Tensor] = field(default_factory=dict)
+
+    def blocks(self, *, by_sign: bool) -> Iterator[tuple[None, Tokens]]:
+        yield None, self.tokens
+
+    def put(self, block: None, fields: Mapping[str, Tensor]) -> None:
+        self.fields |= {name: self.batch.padded(values) for name, values in fields.items()}
+
+    def sums_by_sign(self) -> Tensor:
+        return sums_by_sign(self.tokens, self._packed_advantages)
+
+    def views(self, *, weighed: bool) -> Iterator[tuple[None, FilterBatch, Tensor | None]]:
+        batch = self.batch
+        view = FilterBatch(
+            tokens=self.tokens,
+            keys=batch.keys,
+            rewards_B=batch.rewards.double(),
+            advantages_N=self._packed_advantages,
+            responses_N=batch.packed(batch.sampled.responses),
+            max_response_length=batch.sampled.mask.shape[1],
+            eos_ids=frozenset({END}),
+            agreement_N=self.tokens.agreement,
+            decode=decode,
+            encode=encode,
+        )
+        yield None, view, batch.packed(self.fields[WEIGHTS]) if weighed and WEIGHTS in self.fields else None
+
+    @property
+    def _packed_advantages(self) -> Tensor:
+        assert self.advantages is not None
+        return self.batch.packed(self.advantages)
+
+
 class Training:
     """One run.
 
@@ -88,7 +122,7 @@ class Training:
         self.policy = self.learner.policy
         self.history = History(max([regime.reach for regime in setup.regimes.values()], default=0))
         self.history.add(self.policy.weights)
-        self.active = read_active(config, setup.stability)
+        self.features = read_features(config, setup.stability)
         self.guard = build_guard(setup.stability)
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
         self.canary = SyncCanary()
@@ -109,31 +143,23 @@ class Training:
         scored = self.learner.score_old(batch)
         metrics["actor/entropy"] = batch.packed(scored.entropy).mean().item()
         agreement_N = None
-        if self.active.compares_routing:
+        if self.features.uses(Part.ROUTER_COMPARISON):
             agreement_N, sums = compare_routing(batch, scored)
             metrics |= router_metrics(sums)
         metrics |= self.learner.head_metrics(batch, scored)
-        tokens = batch.tokens(scored, agreement_N)
-        first = judge_before if self.active.measures_in_update else judge
-        judged = first(Whole(tokens), metrics, self.setup.stability, self.guard, self.actions.due)
-        metrics |= judged.metrics
-        self.actions.carry_out(judged.decision)
-        fields, outcome = self._fields(batch, scored, tokens, judged, metrics)
-        narrowed, refused = self.guard.tightens, outcome.refused is not None
-        if not refused:
-            asked = {"narrowed": narrowed, "limits": self.guard.limits}
+        step, ours = Step(self.features, self.guard, self.actions), StepBatch(batch, batch.tokens(scored, agreement_N))
+        step.measure(ours, metrics)
+        ours.advantages = self._advantages(batch)
+        outcome = step.settle(ours, metrics)
+        if outcome.refused is None:
+            fields, asked = (
+                self._fields(ours, scored, outcome),
+                {"narrowed": outcome.narrowed, "limits": self.guard.limits},
+            )
             metrics |= self.learner.update(
                 batch, scored, fields, step=number, lr_scale=self.guard.lr_scale, asked=asked
             )
-        if self.active.measures_in_update:
-            measured, by_workers = take_measured(metrics)
-            refused = refused or by_workers
-        self.guard.count(refused)
-        metrics["guard/skipped"] = int(refused)
-        if self.active.measures_in_update:
-            decision, found = judge_measured(measured, metrics, self.setup.stability, self.guard, narrowed)
-            metrics |= found
-            self.actions.carry_out(decision)
+        step.judge_late(metrics)
         metrics["actor/lr"] = self.policy.end_step()
         self.actions.end_step(metrics, {"actor": self.policy})
         self._save(number)
@@ -155,37 +181,18 @@ class Training:
         lag = Lag(*(torch.full((len(keys),), ago) for ago in engine.lag)) if engine.lag else None
         return LabBatch(prompts, sampled, rewards(sampled.responses, answers), keys, lag)
 
-    def _fields(
-        self, batch: LabBatch, scored: Scores, tokens: Tokens, judged: Judged, metrics: dict[str, float]
-    ) -> tuple[LossFields, Outcome]:
-        """Weights, advantages, and what filters leave; and whether the batch may update the weights."""
-        sampled, stability = batch.sampled, self.setup.stability
-        advantages = self._advantages(batch)
-        if stability.breakdown and not self.active.measures_in_update:
-            sums = sums_by_sign(tokens, batch.packed(advantages))
-            judged, found = judge_by_advantage(judged, sums, metrics, stability, self.guard)
-            self.actions.carry_out(found)
-        outcome, mask = Outcome(judged.decision.refusal), sampled.mask
-        if outcome.refused is None and self.active.filters:
-            left = leave_out(self._view(batch, tokens, advantages), judged.measured.weight, stability)
-            metrics.update(left.metrics)
-            outcome, mask = Outcome(filter_scale=left.scale), batch.padded(left.keep_N)
-            if left.empty:
-                outcome = Outcome(refusal(self.guard.step, "filters", left.reason))
-                self.actions.carry_out(Decision((outcome.refused,)))  # type: ignore[arg-type]
-        others = {}
-        weights = loss_weights(tokens, judged.measured.weight, self.active.loss_reads_k)
-        if weights is not None:
-            others[WEIGHTS] = batch.padded(weights)
-        if tokens.agreement is not None:
-            others[AGREEMENT] = batch.padded(tokens.agreement)
-        if batch.lag is not None:
-            others[LAG] = batch.lag.buckets().unsqueeze(1).expand_as(sampled.mask)
+    def _fields(self, ours: StepBatch, scored: Scores, outcome: Outcome) -> LossFields:
+        """What the update reads of a batch that is settled."""
+        batch, others = ours.batch, dict(ours.fields)
+        mask = others.pop(RESPONSE_MASK, batch.sampled.mask)
+        if ours.tokens.agreement is not None:
+            others[AGREEMENT] = batch.padded(ours.tokens.agreement)
         if self.setup.config.actor_rollout_ref.actor.use_kl_loss:
             others[REF_LOG_PROBS] = self.learner.score_reference(batch)
         # In bypass mode the rollout's log-probs stand in the place of the training engine's.
-        l_old = sampled.l_infer if bypasses(self.setup.config) else scored.log_probs.detach()
-        return LossFields(l_old, advantages, mask, scored.entropy, others, outcome.filter_scale), outcome
+        l_old = batch.sampled.l_infer if bypasses(self.setup.config) else scored.log_probs.detach()
+        assert ours.advantages is not None
+        return LossFields(l_old, ours.advantages, mask, scored.entropy, others, outcome.filter_scale)
 
     def _advantages(self, batch: LabBatch) -> Tensor:
         """[B, T] by the estimator that verl has registered under algorithm.adv_estimator."""
@@ -200,20 +207,6 @@ class Training:
                 **(grpo if algorithm.adv_estimator == "grpo" else {}),
             )
         return advantages
-
-    def _view(self, batch: LabBatch, tokens: Tokens, advantages: Tensor) -> FilterBatch:
-        return FilterBatch(
-            tokens=tokens,
-            keys=batch.keys,
-            rewards_B=batch.rewards.double(),
-            advantages_N=batch.packed(advantages),
-            responses_N=batch.packed(batch.sampled.responses),
-            max_response_length=batch.sampled.mask.shape[1],
-            eos_ids=frozenset({END}),
-            agreement_N=tokens.agreement,
-            decode=decode,
-            encode=encode,
-        )
 
     def _watch(self, number: int, batch: LabBatch) -> None:
         """Keep trajectories of the first batch for the sync canary, where it is on."""

@@ -14,6 +14,8 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from verl_ext.base.names import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
 from verl_ext.base.patching import patch
+from verl_ext.features.feature import Line, Part
+from verl_ext.features.routing import replayed_field
 from verl_ext.probe.command import PROGRESS, experts_of
 from verl_ext.probe.readings import (
     DECODE,
@@ -27,9 +29,9 @@ from verl_ext.probe.readings import (
     compare_states,
 )
 from verl_ext.trainer.canary_scores import CanaryScores
+from verl_ext.trainer.queue import get_fields, put_fields
 from verl_ext.trainer.task_runner import StabilityTaskRunner
 from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync
-from verl_ext.trainer.transfer import get_fields, put_fields
 from verl_ext.trainer.watch import watch_of
 from verl_ext.upstream import engine_report
 
@@ -42,7 +44,8 @@ class ProbeTrainer(StabilityTrainerSync):
 
     def __init__(self, config: DictConfig):
         super().__init__(config)
-        self.stability_run.active = replace(self.stability_run.active, our_loss=True)  # for workers of ours
+        ours = Line("probe", "hidden states", "{loss}", frozenset({Part.LOSS}))  # for workers of ours
+        self.stability_run.features = replace(self.stability_run.features, lines=(ours,))
 
     def fit(self, agent_loop_manager: Any) -> None:
         with watch_of(self, agent_loop_manager):
@@ -89,7 +92,7 @@ class ProbeTrainer(StabilityTrainerSync):
         self.on_sample_end()
         print_progress("the training engine scores them")
         readings[TRAIN] = scores.by_workers(workers, replays=False)
-        if self.stability_run.active.replayed is not None:
+        if replayed_field(self.stability_run.features.config) is not None:
             print_progress("and with the experts of the rollout")
             readings[REPLAYED] = scores.by_workers(workers)
         workers.record_states(True)

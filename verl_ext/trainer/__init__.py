@@ -1,9 +1,9 @@
 """On the controller: the training step with correction and guard, checkpoints, files.
 
-To read in this order: trainers (the hooks into verl's trainer: `super()` calls around a StabilityRun), stability_run
-(what a run holds), batch_step (a batch's way through a step) with exchange (beside verl's own read and write) and
-in_blocks (so many tokens at a time), step (what is decided about a batch), guarding (what the guard decides, done).
-Below them: active (what is switched on), transfer and batch (verl's batch, as fields and as tokens), checkpoints, logs
-and trajectories (the files that a run leaves). Beside them: startup, watch (who has died, what a slow step waits for),
-advantages, task_runner (the actor that trains, which a launch imports without the trainers).
+To read in this order: trainers (the hooks into verl's trainer: `super()` calls around a StabilityRun), run (what a run
+holds from one batch to the next), step (what is decided about a batch), queue (the batch in TransferQueue, so many
+tokens at a time), guarding (what the guard decides, done). Below them: batch (tokens and
+the filters' view, from fields), checkpoints, logs and trajectories (the files that a run leaves). Beside them: startup,
+watch (who has died, what a slow step waits for), advantages, task_runner (the actor that trains, which a launch imports
+without the trainers).
 """

@@ -24,7 +24,6 @@ from verl_ext.base.names import (
     ROLLOUT_LOG_PROBS,
 )
 from verl_ext.core.filters import FilterBatch
-from verl_ext.core.mismatch import count_non_finite
 from verl_ext.core.tokens import Lag, Tokens
 
 FIELDS = (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, RESPONSE_MASK, ENTROPY, AGREEMENT)
@@ -66,15 +65,6 @@ def response_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Token
     )
 
 
-def require_generated(count: int) -> None:
-    """Raise BatchError unless the model generated any token of the batch."""
-    if not count:
-        raise BatchError(
-            "response_mask is 0 everywhere: no response of this batch has a token that the model generated; check "
-            "the agent loop and data.max_response_length"
-        )
-
-
 def packed_like_mask(data: Mapping[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]:
     """Name -> [N] values of the nested fields that `data` has, which must be divided as response_mask is.
 
@@ -99,12 +89,17 @@ def gaps(tokens: Tokens) -> tuple[Tensor, Tensor]:
     return tokens.row_sums(log_k.masked_fill_(~tokens.mask, 0.0)), tokens.row_sums(tokens.mask)
 
 
-def non_finite(tokens: Tokens) -> dict[str, int]:
-    """Field -> how many of its values on generated tokens are NaN or infinite."""
-    return {
-        ROLLOUT_LOG_PROBS: count_non_finite(tokens.l_infer, tokens.mask),
-        OLD_LOG_PROBS: count_non_finite(tokens.l_old, tokens.mask),
-    }
+def picked(tokens: Tokens, rows: Sequence[int]) -> tuple[Tokens, Tensor]:
+    """Some trajectories of a batch, in this order; and where their tokens stand among the N."""
+    ends = tokens.offsets.tolist()
+    places = torch.cat([torch.arange(ends[row], ends[row + 1]) for row in rows])
+    lengths = tokens.offsets.diff()[list(rows)]
+    lag = tokens.lag
+    return Tokens(
+        **{name: values[places] for name, values in tokens.per_token().items()},
+        offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        lag=None if lag is None else Lag(lag.newest[list(rows)], lag.oldest[list(rows)]),
+    ), places
 
 
 def filter_batch(

@@ -21,8 +21,8 @@ from verl_ext.base.errors import HookError
 from verl_ext.base.names import OWN_ROUTES, PROMPTS, RESPONSE_MASK, RESPONSES, ROLLOUT_LOG_PROBS
 from verl_ext.features.sync_canary import SyncCanarySettings
 from verl_ext.guard.state import Decision
+from verl_ext.trainer.queue import get_fields
 from verl_ext.trainer.sync_canary import SyncCanary
-from verl_ext.trainer.transfer import get_fields
 
 OTHERS = "multi_modal_inputs"
 PARTITION = "verl_ext_canary"  # the replay buffer looks into "train"

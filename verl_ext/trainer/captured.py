@@ -14,7 +14,7 @@ from verl_ext.core.routing import REASONS, RouterSums, known_rows, refused_rows
 from verl_ext.features.routing import SHARE
 from verl_ext.features.verl_config import ROLLOUTS, replay_mode, replay_setting, replays_here
 from verl_ext.guard.state import Decision, Event
-from verl_ext.trainer.transfer import get_fields
+from verl_ext.trainer.queue import get_fields
 
 SAMPLED = 4  # trajectories a step that are looked at where verl replays them: some 50 MB of 32,768 tokens each
 ENGINE_KWARGS = "++actor_rollout_ref.rollout.engine_kwargs"

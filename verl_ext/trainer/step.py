@@ -1,72 +1,55 @@
-"""What is decided about a batch: measure -> judge -> weigh, then, on verl's advantages, filter.
+"""The controller's part of one batch: measure -> judge -> weigh, then, on verl's advantages, judge by sign -> filter.
 
-A batch and scalars in, a decision out. Of what is passed in, the guard alone remembers anything. In bypass mode, the
-gap is measured in the update: `judge_before` it, `judge_measured` after.
+Everything that is decided about a batch is decided here. verl, Ray and TransferQueue are not known here: verl's
+trainers drive a step with what the queue holds (`trainer.queue.QueueBatch`), the lab with its tensors. In bypass mode
+the workers measure the gap in the update: the step judges what there is before it, and the rest after it.
 
-Shape legend: N response tokens, of a batch or of a part of it.
+Shape legend: N response tokens of a block.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from verl_ext.base.names import ROLLOUT_LOG_PROBS
-from verl_ext.core.filters import FilterBatch, FilterOutcome, apply_filters
-from verl_ext.core.measure import Measured, Settings, measure
-from verl_ext.core.mismatch import advantage_metrics, mismatch_ratio
+from verl_ext.base.errors import BatchError
+from verl_ext.base.names import LAG, OLD_LOG_PROBS, RESPONSE_MASK, ROLLOUT_LOG_PROBS, WEIGHTS
+from verl_ext.core.filters import FilterBatch, FilterOutcome, FilterTally, apply_filters
+from verl_ext.core.filters import put_together as tally_of
+from verl_ext.core.measure import Gathered, Measured, gather, put_together
+from verl_ext.core.mismatch import advantage_metrics, count_non_finite
 from verl_ext.core.tokens import Tokens
+from verl_ext.features.feature import Part, RunFeatures
 from verl_ext.features.stability import StabilityConfig
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.state import Decision, Event
-from verl_ext.trainer.batch import non_finite
+from verl_ext.workers.first_pass import take_measured
+
+if TYPE_CHECKING:
+    from verl_ext.trainer.guarding import GuardActions  # whose checkpoints know Ray
+
+Block = Any  # a batch's own name of some of its trajectories
 
 
 class Batch(Protocol):
-    """What is judged: its tokens are at hand, or come in parts."""
+    """A batch as the step takes it, in blocks: one where its tokens are at hand, several where they are read.
 
-    @property
-    def count(self) -> int:
-        """Generated tokens."""
-
-    def measure(self, corrections: Mapping[str, Settings], *, breakdown: bool) -> Measured:
-        """As `core.measure.measure`; the last one's weights are the batch's."""
-
-    def non_finite(self) -> dict[str, int]:
-        """Field -> how many of its values on generated tokens are NaN or infinite."""
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A batch whose tokens are at hand."""
-
-    tokens: Tokens
-
-    @property
-    def count(self) -> int:
-        return self.tokens.count
-
-    def measure(self, corrections: Mapping[str, Settings], *, breakdown: bool) -> Measured:
-        return measure(self.tokens, corrections, breakdown=breakdown)
-
-    def non_finite(self) -> dict[str, int]:
-        return non_finite(self.tokens)
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A batch before its advantages.
-
-    Attributes:
-        measured: what it was measured to be.
-        decision: the guard's, and what else refuses the batch.
-        metrics: the step's so far, those of this judgement among them.
+    All trajectories of a prompt are in the same block.
     """
 
-    measured: Measured
-    decision: Decision
-    metrics: dict[str, float]
+    def blocks(self, *, by_sign: bool) -> Iterator[tuple[Block, Tokens]]:
+        """Yields the tokens, block by block, as they were sampled; `by_sign`: `sums_by_sign` will be asked for."""
+
+    def put(self, block: Block, fields: Mapping[str, Tensor]) -> None:
+        """Takes what the update reads of a block's tokens: field of `base.names` -> [N] values."""
+
+    def sums_by_sign(self) -> Tensor:
+        """Returns `core.mismatch.sums_by_sign` of the batch, once it has advantages."""
+
+    def views(self, *, weighed: bool) -> Iterator[tuple[Block, FilterBatch, Tensor | None]]:
+        """Yields the blocks as filters see them, once there are advantages, with the weights that were put, if any were
+        and they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -76,83 +59,188 @@ class Outcome:
     Attributes:
         refused: the event that refuses their update; None where it takes place.
         filter_scale: trajectories with tokens over trajectories that the filters kept.
+        narrowed: whether the workers take the narrow band, where they measure the batch.
     """
 
     refused: Event | None = None
     filter_scale: float = 1.0
+    narrowed: bool = False
 
 
-def judge(
-    batch: Batch, signals: Mapping[str, float], stability: StabilityConfig, guard: Guard, due: str | None = None
-) -> Judged:
-    """Measure, let the guard judge, and measure again where it has just narrowed the band.
+class Step:
+    """What is decided about one batch: `measure`, then verl's advantages, then `settle`; `judge_late` after the update.
+
+    Each adds to the metrics that it is given, which are the step's so far. The batch is not held in between.
 
     Args:
-        signals: the step's metrics so far.
-        due: why a rollback or a stop that an earlier update caused is still to come, if one is.
+        features: what the run has switched on.
+        guard, actions: the run's, which alone remember anything from one batch to the next.
+
+    Attributes:
+        outcome: once it is settled.
     """
-    narrowed = guard.tightens
-    measured = _measure(batch, stability, narrowed)
-    metrics = {**signals, **measured.metrics}
-    foreseen, jump = guard.foresee(metrics)
-    metrics |= foreseen
-    found = guard.judge(metrics, batch.non_finite() if measured.non_finite else {})
-    if guard.tightens and not narrowed:
-        narrowed, measured = True, _measure(batch, stability, narrowed=True)
+
+    def __init__(self, features: RunFeatures, guard: Guard, actions: "GuardActions"):
+        self.outcome = Outcome()
+        self._features, self._stability = features, features.stability
+        self._guard, self._actions = guard, actions
+        self._refused: Event | None = None
+        self._is_late = False  # the workers measure it, and what they measure is still to be judged
+
+    def measure(self, batch: Batch, metrics: dict[str, float]) -> None:
+        """Measures, weighs and judges a batch as it was sampled; in bypass mode, judges what there is by then.
+
+        Raises:
+            BatchError: no token of the batch is the model's.
+        """
+        if self._features.uses(Part.MEASURE_IN_UPDATE):
+            decision = self._judge_unmeasured(batch, metrics)
+        else:
+            decision = self._judge_measured(batch, metrics)
+        self._actions.carry_out(decision)
+        self._refused = decision.refusal
+
+    def settle(self, batch: Batch, metrics: dict[str, float]) -> Outcome:
+        """Judges by the advantages' sign, filters, and counts what becomes of the batch; in bypass mode that is not all
+        yet."""
+        late = self._features.uses(Part.MEASURE_IN_UPDATE)
+        if self._stability.breakdown and not late:
+            found = advantage_metrics(batch.sums_by_sign())
+            metrics.update(found)
+            decision = self._guard.judge(found)
+            self._actions.carry_out(decision)
+            self._refused = self._refused or decision.refusal
+        scale = 1.0
+        if self._refused is None and self._features.uses(Part.MASKS):
+            scale = self._filter(batch, metrics)
+        self.outcome = Outcome(self._refused, scale, self._guard.tightens)
+        self._is_late = late
+        if not late:
+            self._count(self._refused is not None, metrics)
+        elif self._refused is not None:  # there will be no update
+            self.judge_late(metrics)
+        return self.outcome
+
+    def judge_late(self, metrics: dict[str, float]) -> None:
+        """In bypass mode, judges once what the workers measured in the update; without one, that there was none.
+
+        What refuses a batch here has refused its steps in the workers, which were given the guard's limits.
+        """
+        if not self._is_late:
+            return
+        self._is_late, guard = False, self._guard
+        measured, refused = take_measured(metrics)
+        self._count(refused or self.outcome.refused is not None, metrics)
+        foreseen, jump = guard.foresee(metrics | measured.metrics)
+        bad = {"the training engine's log-probs": measured.non_finite} if measured.non_finite else {}
+        found = guard.judge(measured.metrics | foreseen, bad)
+        decision = Decision((*jump.events, *found.events))
+        if measured.tokens:
+            decision = self._or_refused(decision, measured, of="the first mini-batch")
+        metrics |= measured.metrics | foreseen | self._guard_metrics(self.outcome.narrowed)
+        self._actions.carry_out(decision)
+
+    def _judge_measured(self, batch: Batch, metrics: dict[str, float]) -> Decision:
+        """Measures, lets the guard judge, and measures again where it has just narrowed the band."""
+        guard, narrowed = self._guard, self._guard.tightens
+        measured, bad = self._measure(batch, narrowed)
         metrics |= measured.metrics
-    metrics |= _guard_metrics(stability, guard, narrowed)
-    decision = _or_by_itself(Decision((*jump.events, *found.events)), measured, stability, guard.step, due)
-    return Judged(measured, decision, metrics)
+        foreseen, jump = guard.foresee(metrics)
+        metrics |= foreseen
+        found = guard.judge(metrics, bad)
+        if guard.tightens and not narrowed:
+            narrowed, (measured, _) = True, self._measure(batch, narrowed=True)
+            metrics |= measured.metrics
+        metrics |= self._guard_metrics(narrowed)
+        return self._or_refused(Decision((*jump.events, *found.events)), measured, due=self._actions.due)
 
+    def _judge_unmeasured(self, batch: Batch, metrics: dict[str, float]) -> Decision:
+        """l_old of these tokens is l_infer."""
+        tokens = bad = 0
+        for block, found in batch.blocks(by_sign=False):
+            tokens += found.count
+            bad += count_non_finite(found.l_infer, found.mask)
+            self._put(batch, block, found, None)
+        _require_generated(tokens)
+        decision = self._guard.judge(metrics, {ROLLOUT_LOG_PROBS: bad})
+        unmeasured = Measured(None, {}, tokens=tokens, kept=tokens, non_finite=0)
+        return self._or_refused(decision, unmeasured, due=self._actions.due)
 
-def judge_by_advantage(
-    judged: Judged, sums: Tensor, metrics: dict[str, float], stability: StabilityConfig, guard: Guard
-) -> tuple[Judged, Decision]:
-    """Once there are advantages, log the gap by their sign (`sums_by_sign`), and let the guard judge that; and what it
-    adds."""
-    found = advantage_metrics(sums)
-    metrics.update(found)
-    decision = guard.judge(found)
-    return replace(judged, decision=Decision((*judged.decision.events, *decision.events))), decision
+    def _measure(self, batch: Batch, narrowed: bool) -> tuple[Measured, dict[str, int]]:
+        """As `core.measure.measure`, the weights put into the batch; and field -> its values on generated tokens that
+        are NaN or infinite."""
+        corrections, breakdown = self._stability.corrections(tightened=narrowed), self._stability.breakdown
+        gathered, bad = list[Gathered](), {ROLLOUT_LOG_PROBS: 0, OLD_LOG_PROBS: 0}
+        for block, tokens in batch.blocks(by_sign=breakdown):
+            origin = gathered[-1].origin if gathered else None
+            weight, part = gather(tokens, corrections, breakdown=breakdown, origin=origin)
+            gathered.append(part)
+            if part.non_finite:
+                bad[ROLLOUT_LOG_PROBS] += count_non_finite(tokens.l_infer, tokens.mask)
+                bad[OLD_LOG_PROBS] += count_non_finite(tokens.l_old, tokens.mask)
+            self._put(batch, block, tokens, weight)
+        _require_generated(sum(part.tokens for part in gathered))
+        return put_together(gathered, corrections), bad
 
+    def _put(self, batch: Batch, block: Block, tokens: Tokens, weight: Tensor | None) -> None:
+        fields = {} if weight is None else {WEIGHTS: weight}
+        if tokens.lag is not None and self._features.uses(Part.LOSS):
+            fields[LAG] = tokens.lag.buckets()[tokens.row_of_token()]
+        if fields:
+            batch.put(block, fields)
 
-def judge_before(
-    batch: Batch, signals: Mapping[str, float], stability: StabilityConfig, guard: Guard, due: str | None = None
-) -> Judged:
-    """In bypass mode, let the guard judge what there is before the update; l_old of these tokens is l_infer."""
-    count, bad = batch.count, batch.non_finite()[ROLLOUT_LOG_PROBS]
-    found = guard.judge(signals, {ROLLOUT_LOG_PROBS: bad})
-    unmeasured = Measured(None, {}, tokens=count, kept=count, non_finite=0)
-    decision = _or_by_itself(found, unmeasured, stability, guard.step, due)
-    return Judged(unmeasured, decision, dict(signals))
+    def _filter(self, batch: Batch, metrics: dict[str, float]) -> float:
+        """Takes what is left out of the loss out of its mask, which stays as it is where nothing would be left; returns
+        the filters' scale."""
+        step, kept = self._guard.step, self._stability.denominator == "kept"
+        tallies, waiting = list[FilterTally](), list[tuple[Block, Tensor]]()
+        for block, view, weight in batch.views(weighed=kept):
+            left = leave_out(view, weight, self._stability)
+            tallies.append(left)
+            waiting.append((block, left.keep_N))
+            tally = tally_of(tallies)
+            while waiting and not tally.empty:
+                of, keep_N = waiting.pop()
+                batch.put(of, {RESPONSE_MASK: keep_N})
+        metrics.update(tally.metrics)
+        for name, key in tally.examples.items():
+            print(f"verl_ext: step {step}: filter {name} dropped tokens of {key}", flush=True)
+        if tally.empty:
+            self._refused = refusal(step, "filters", tally.reason)
+            self._actions.carry_out(Decision((self._refused,)))
+        return tally.scale
 
+    def _or_refused(
+        self, decision: Decision, measured: Measured, *, due: str | None = None, of: str = "the batch"
+    ) -> Decision:
+        """The guard's decision, or where it lets the batch pass, what else refuses it.
 
-def judge_measured(
-    measured: Measured, signals: Mapping[str, float], stability: StabilityConfig, guard: Guard, narrowed: bool
-) -> tuple[Decision, dict[str, float]]:
-    """In bypass mode, let the guard judge what was measured in the update; and what it went by.
+        Args:
+            due: why a rollback or a stop that an earlier update caused is still to come, if one is.
+        """
+        if decision.refusal is None and due:
+            event = refusal(self._guard.step, "due", f"a rollback or stop is due: {due}")
+        elif decision.refusal is None and measured.kept == 0:
+            names = " and ".join(self._stability.correction_names)
+            event = refusal(self._guard.step, "correction", f"{names} dropped all {measured.tokens} tokens of {of}")
+        else:
+            return decision
+        return Decision((*decision.events, event))
 
-    What refuses a batch here has refused its steps in the workers, which were given the guard's limits.
+    def _guard_metrics(self, narrowed: bool) -> dict[str, float]:
+        """What the guard went by, for the report, which sees nothing but metrics."""
+        metrics: dict[str, float] = {}
+        if any(rule.action == "tighten" for rule in self._guard.rules):
+            metrics["guard/tightened"] = int(narrowed)
+        if (threshold := self._stability.batch_skip.threshold) is not None:
+            metrics["guard/threshold"] = threshold
+        if (boundary := self._stability.guard.boundary).signal == "vllm_kl/k3":
+            metrics["guard/boundary"] = boundary.value
+        return metrics
 
-    Args:
-        measured: of the first mini-batch, without weights; of no token where the batch was refused before.
-        signals: the step's metrics so far.
-        narrowed: whether the band was.
-    """
-    foreseen, jump = guard.foresee({**signals, **measured.metrics})
-    bad = {"the training engine's log-probs": measured.non_finite} if measured.non_finite else {}
-    found = guard.judge({**measured.metrics, **foreseen}, bad)
-    decision = Decision((*jump.events, *found.events))
-    if measured.tokens:
-        decision = _or_by_itself(decision, measured, stability, guard.step, of="the first mini-batch")
-    return decision, {**measured.metrics, **foreseen, **_guard_metrics(stability, guard, narrowed)}
-
-
-def loss_weights(tokens: Tokens, weight: Tensor | None, loss_reads_k: bool) -> Tensor | None:
-    """[N] what goes to the loss for each token: the corrections' weight, or the ratio that the loss icepop bounds."""
-    if not loss_reads_k:
-        return weight
-    return mismatch_ratio(tokens.l_infer, tokens.l_old).nan_to_num_(0.0, 0.0, 0.0) * tokens.mask
+    def _count(self, refused: bool, metrics: dict[str, float]) -> None:
+        self._guard.count(refused)
+        metrics["guard/skipped"] = int(refused)
 
 
 def leave_out(batch: FilterBatch, weight: Tensor | None, stability: StabilityConfig) -> FilterOutcome:
@@ -167,34 +255,9 @@ def refusal(step: int, rule: str, reason: str) -> Event:
     return Event(step, rule, "", None, None, "skip", reason)
 
 
-def _measure(batch: Batch, stability: StabilityConfig, narrowed: bool) -> Measured:
-    return batch.measure(stability.corrections(tightened=narrowed), breakdown=stability.breakdown)
-
-
-def _guard_metrics(stability: StabilityConfig, guard: Guard, narrowed: bool) -> dict[str, float]:
-    """What the guard went by, for the report, which sees nothing but metrics."""
-    metrics: dict[str, float] = {}
-    if any(rule.action == "tighten" for rule in guard.rules):
-        metrics["guard/tightened"] = int(narrowed)
-    if (threshold := stability.batch_skip.threshold) is not None:
-        metrics["guard/threshold"] = threshold
-    if (boundary := stability.guard.boundary).signal == "vllm_kl/k3":
-        metrics["guard/boundary"] = boundary.value
-    return metrics
-
-
-def _or_by_itself(
-    decision: Decision,
-    measured: Measured,
-    stability: StabilityConfig,
-    step: int,
-    due: str | None = None,
-    of: str = "the batch",
-) -> Decision:
-    """The guard's decision, or where it lets the batch pass, what else refuses it."""
-    if decision.refusal is None and due:
-        return Decision((*decision.events, refusal(step, "due", f"a rollback or stop is due: {due}")))
-    if decision.refusal is None and measured.kept == 0:
-        reason = f"{' and '.join(stability.correction_names)} dropped all {measured.tokens} tokens of {of}"
-        return Decision((*decision.events, refusal(step, "correction", reason)))
-    return decision
+def _require_generated(tokens: int) -> None:
+    if not tokens:
+        raise BatchError(
+            "response_mask is 0 everywhere: no response of this batch has a token that the model generated; check "
+            "the agent loop and data.max_response_length"
+        )

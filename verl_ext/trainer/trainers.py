@@ -15,14 +15,14 @@ from verl.utils.debug import marked_timer
 
 from verl_ext.base.patching import patch
 from verl_ext.features.advantages import register_estimators, session_keys
-from verl_ext.features.feature import Engines
+from verl_ext.features.feature import Engines, Part, RunFeatures
 from verl_ext.features.proof import print_table, verify
+from verl_ext.features.routing import replayed_field
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import loss_settings
-from verl_ext.trainer.active import Active
-from verl_ext.trainer.stability_run import StabilityRun
+from verl_ext.trainer.queue import without_heavy
+from verl_ext.trainer.run import StabilityRun
 from verl_ext.trainer.task_runner import actor_class
-from verl_ext.trainer.transfer import without_heavy
 from verl_ext.trainer.watch import watch_of
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ class StabilityMixin(VerlTrainer):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        replace_workers(self.role_worker_mapping, self.stability_run.active)
+        replace_workers(self.role_worker_mapping, self.stability_run.features)
 
     def init(self) -> None:
         super().init()
-        features = self.stability_run.active.run
+        features = self.stability_run.features
         engines = Engines(self.actor_rollout_wg, self._rollout_server_managers(), loss_settings(features))
         print_table(verify(features, type(self), engines))
 
@@ -60,7 +60,7 @@ class StabilityMixin(VerlTrainer):
             super()._save_checkpoint()
 
     def fit(self, agent_loop_manager: Any) -> None:
-        slow_step_s = self.stability_run.active.stability.guard.slow_step_s
+        slow_step_s = self.stability_run.features.stability.guard.slow_step_s
         with self.stability_run.writing(resumed=self.global_steps), watch_of(self, agent_loop_manager, slow_step_s):
             super().fit(agent_loop_manager)
 
@@ -83,26 +83,26 @@ class StabilityMixin(VerlTrainer):
         self.stability_run.look_at_sync(self._rollout_server_managers()[-1].server_handles)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        if self.stability_run.active.rescores and self.local_trigger_step == 0:
+        if self.stability_run.features.uses(Part.VERSIONS) and self.local_trigger_step == 0:
             with marked_timer("rescore", self.timing_raw):
                 self.stability_run.rescore(batch, self.actor_rollout_wg)
-        sent = self.stability_run.for_log_prob(batch)
+        sent = self.stability_run.stages.for_log_prob(batch, self.stability_run.features)
         done = super()._compute_old_log_prob(sent, metrics)
         return batch if done is sent else done  # verl's bypass mode gives back what it was given
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        return super()._compute_ref_log_prob(
-            self.stability_run.for_reference(batch, in_actor=self.ref_in_actor), metrics
-        )
+        run = self.stability_run
+        sent = run.stages.for_reference(batch, run.features, in_actor=self.ref_in_actor)
+        return super()._compute_ref_log_prob(sent, metrics)
 
     def _compute_values(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         return super()._compute_values(without_heavy(batch), metrics)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        ours = self.stability_run.batch_step(batch, metrics, self.tokenizer)
-        with session_keys(batch.keys), ours.beside_advantages():
+        self.stability_run.measure(batch, metrics, self.tokenizer)
+        with session_keys(batch.keys):
             batch = super()._compute_advantage(batch, metrics)
-        return ours.finish(batch)
+        return self.stability_run.settle(batch, metrics, self.tokenizer)
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self.stability_run.outcome.refused is None:
@@ -111,7 +111,7 @@ class StabilityMixin(VerlTrainer):
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if canary := self.stability_run.canary:
-            sent = without_heavy(batch, {self.stability_run.active.replayed})
+            sent = without_heavy(batch, {replayed_field(self.stability_run.features.config)})
             canary.before_update(sent, self.actor_rollout_wg)
         if self.stability_run.outcome.refused is None:
             super()._update_actor(self.stability_run.for_update(batch), metrics)
@@ -148,13 +148,13 @@ def install() -> None:
     patch("stability_trainers", TRAINER_REGISTRY, "separate_async", StabilityTrainerSeparateAsync)
 
 
-def replace_workers(role_worker_mapping: dict[Role, Any], active: Active) -> None:
+def replace_workers(role_worker_mapping: dict[Role, Any], features: RunFeatures) -> None:
     """Put our worker classes in the place of verl's, where something of ours runs in them."""
     from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS
 
-    if not active.own_workers:
+    if not features.own_workers:
         return
-    workers: Mapping[type, type] = ROUTING_WORKERS if active.sees_routing else LOSS_WORKERS
+    workers: Mapping[type, type] = ROUTING_WORKERS if features.uses(Part.ROUTERS) else LOSS_WORKERS
     for role in ACTOR_ROLES:
         if role in role_worker_mapping:
             verl_worker = actor_class(role_worker_mapping[role])

@@ -20,8 +20,8 @@ from transfer_queue import KVBatchMeta
 from verl_ext.base.names import older_part
 from verl_ext.core.tokens import Tokens
 from verl_ext.features.trajectories import TrajectoryDump
-from verl_ext.trainer.in_blocks import InBlocks
 from verl_ext.trainer.logs import LineFile, say
+from verl_ext.trainer.queue import QueueBatch
 
 FIELDS = ("prompts", "responses", "response_mask", "advantages", "rm_scores")
 PROMPT_CHARACTERS = 4000  # of a longer prompt, its end
@@ -78,7 +78,7 @@ class Dump:
         self._last_step = -1
         self._chosen: list[ChosenTrajectory] = []
 
-    def look_at(self, batch: InBlocks, step: int) -> None:
+    def look_at(self, batch: QueueBatch, step: int) -> None:
         """Choose those of a batch that has been measured, where this step's are written."""
         if self._log is None or step % self._settings.every or step == self._last_step:
             return
@@ -135,14 +135,13 @@ class ChosenTrajectory:
     weight: Tensor | None
 
 
-def choose_trajectories(batch: InBlocks, count: int, step: int) -> list[ChosenTrajectory]:
+def choose_trajectories(batch: QueueBatch, count: int, step: int) -> list[ChosenTrajectory]:
     """Choose the trajectories of a measured batch that are written."""
     rows = choose_rows(*batch.gaps(), count, step, batch.added)
     if not rows:
         return []
-    tokens = batch.tokens_of(list(rows))
-    weight, ends = batch.weight(tokens), tokens.offsets.tolist()
-    parts = [slice(*span) for span in pairwise(ends)]
+    tokens, weight = batch.tokens_of(list(rows))
+    parts = [slice(*span) for span in pairwise(tokens.offsets.tolist())]
     return [
         ChosenTrajectory(row, why, _of(tokens, part), None if weight is None else weight[part])
         for (row, why), part in zip(rows.items(), parts, strict=True)

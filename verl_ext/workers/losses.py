@@ -6,7 +6,6 @@ signature of a policy loss has seven arguments and stands here once; what a loss
 Shape legend: B trajectories of a micro-batch, T response tokens (padded).
 """
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,6 +23,7 @@ from verl_ext.base import names
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Chosen
 from verl_ext.core.losses import LossBatch, change
+from verl_ext.core.mismatch import mismatch_ratio
 from verl_ext.features.losses import LOSSES
 from verl_ext.workers import loss_config
 
@@ -61,8 +61,7 @@ class LossInputs:
         router_agreement: share of a token's experts that both engines chose, mean over layers.
         router_deviation: |log r_theta - log r_old| of the router, mean over experts and layers (RSPO).
         lag: the trajectory's bucket of `core.tokens.Lag`, where rollouts can be older than the policy.
-        weight: the product of the weights that corrections gave in the update; None without any, and where verl's
-            `rollout_is_weights` carry it: where they carry the ratio k, the two stay apart.
+        k: the mismatch ratio exp(l_old - l_infer), 0 where it is not a number.
     """
 
     l_infer: Tensor | None = None
@@ -70,12 +69,16 @@ class LossInputs:
     router_agreement: Tensor | None = None
     router_deviation: Tensor | None = None
     lag: Tensor | None = None
-    weight: Tensor | None = None
+    k: Tensor | None = None
 
     @classmethod
     def of(cls, padded: TensorDict) -> "LossInputs":
         """The inputs among `padded_fields`."""
-        return cls(**{name: padded[field] for name, field in BATCH_FIELDS.items() if field in padded.keys()})  # noqa: SIM118
+        found = {name: padded[field] for name, field in BATCH_FIELDS.items() if field in padded.keys()}  # noqa: SIM118
+        if "l_infer" in found:
+            k = mismatch_ratio(found["l_infer"], padded[names.OLD_LOG_PROBS]).nan_to_num_(0.0, 0.0, 0.0)
+            found["k"] = k * padded[names.RESPONSE_MASK]
+        return cls(**found)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor | None]:
         """Name -> tensor that a method reads; None for what is OPTIONAL and not there."""
@@ -89,10 +92,11 @@ class LossInputs:
         """
         value = getattr(self, name)
         if value is None:
-            present = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None]
+            present = [each for each in BATCH_FIELDS if getattr(self, each) is not None]
+            field = BATCH_FIELDS["l_infer" if name == "k" else name]
             raise ConfigError(
-                f"the loss needs {name}, but the batch of update_actor has no field {BATCH_FIELDS[name]}; it brings of "
-                f"what losses read: {', '.join(present) or 'nothing'}"
+                f"the loss needs {name}, but the batch of update_actor has no field {field}; it brings of what losses "
+                f"read: {', '.join(present) or 'nothing'}"
             )
         return value
 
@@ -112,12 +116,6 @@ def loss_inputs() -> LossInputs:
         raise ConfigError(
             "this policy loss reads tensors that verl's loss function does not provide: launch with verl_ext.main_ppo"
         ) from None
-
-
-def weight_beside_k() -> Tensor | None:
-    """`LossInputs.weight` of the loss that is being computed; None where verl's own loss function is calling."""
-    inputs = _current.get(None)
-    return None if inputs is None else inputs.weight
 
 
 @contextmanager
@@ -146,10 +144,9 @@ def changed_loss(
         old_log_prob, log_prob, advantages, response_mask: [B, T].
         config: the ActorConfig. Where its `policy_loss` is of verl's class, as plain verl has it without a `_target_`,
             the defaults hold.
-        rollout_is_weights: [B, T] weights of the tokens, or None. For a loss that reads k, the raw mismatch ratio: the
-            entry point `verl_ext.main_ppo` puts it there; plain verl does with
-            `algorithm.rollout_correction.rollout_is=token` and a `rollout_is_threshold` far above any bound of the
-            loss (verl truncates the ratio at the threshold).
+        rollout_is_weights: [B, T] weights of the tokens, or None. Plain verl provides no `loss_inputs()`, and there a
+            loss that reads k takes them for it: with `algorithm.rollout_correction.rollout_is=token` and a
+            `rollout_is_threshold` far above any bound of the loss (verl truncates at it) they are the raw ratio.
 
     Raises:
         ConfigError: the batch does not bring what the loss reads, or a setting without a default is missing.
@@ -158,11 +155,10 @@ def changed_loss(
     if not isinstance(ours, loss_config.ComposedLossConfig):
         ours = loss_config.build_loss_config(loss_mode=name)
     method = LOSSES[name]
-    provided = [field for field in method.reads if field != "k"]
-    read = loss_inputs().read(provided) if provided else {}
-    weight = rollout_is_weights
-    if "k" in method.reads:
-        read["k"], weight = _mismatch_ratio(name, rollout_is_weights), weight_beside_k()
+    if method.reads == ("k",) and _current.get(None) is None:
+        read, weight = {"k": _ratio_of_plain_verl(name, rollout_is_weights)}, None
+    else:
+        read, weight = loss_inputs().read(method.reads) if method.reads else {}, rollout_is_weights
     batch = LossBatch(log_prob, old_log_prob, advantages, response_mask.bool(), **read)
     changed = change(Chosen(method, ours.settings), batch, method.gives)
     if changed.weight is not None:
@@ -188,7 +184,7 @@ def changed_loss(
     return loss, metrics | {f"actor/{name}/{metric}": value for metric, value in changed.metrics.items()}
 
 
-def _mismatch_ratio(name: str, rollout_is_weights: Tensor | None) -> Tensor:
+def _ratio_of_plain_verl(name: str, rollout_is_weights: Tensor | None) -> Tensor:
     if rollout_is_weights is None:
         raise ConfigError(
             f"policy_loss.loss_mode={name} needs the mismatch ratio in rollout_is_weights",

@@ -8,7 +8,7 @@ Shape legend: B trajectories of the micro-batch, T response tokens (padded).
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from verl_ext.base.methods import Chosen, build, choose
 from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.losses import LossBatch, change, unbiased_kl
 from verl_ext.features.guard import MiniBatchGate
-from verl_ext.features.losses import KL_DENOMINATORS, UNBIASED, reads_k
+from verl_ext.features.losses import KL_DENOMINATORS, UNBIASED
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.head import CENTERING, HeadUse
@@ -220,9 +220,7 @@ def worker_loss(
             weight = found.weight if weight is None else found.weight * weight
         shares = {f"actor/{chosen.name}/{metric}": value for metric, value in found.metrics.items()}
         metrics |= Metric.from_dict(shares, aggregation=AggregationType.MEAN)
-    if weight is not None and reads_k(config.policy_loss.loss_mode):
-        inputs = replace(inputs, weight=weight)
-    elif weight is not None:
+    if weight is not None:
         data["rollout_is_weights"] = weight * data.get("rollout_is_weights", 1)
     with provide(inputs):
         loss, verl_metrics = ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)

@@ -3,8 +3,8 @@ import torch
 from tensordict import TensorDict
 
 from verl_ext.base.metrics.buckets import NAMES
-from verl_ext.core.tokens import jagged
-from verl_ext.trainer.batch import lag_of, non_finite, response_tokens
+from verl_ext.core.tokens import Lag, jagged
+from verl_ext.trainer.batch import lag_of, picked, response_tokens
 
 
 def nested(*rows):
@@ -58,7 +58,9 @@ def test_as_many_log_probs_divided_differently_are_refused():
         response_tokens(batch(old_log_probs=nested([-1.5], [-2.0, -3.0])))
 
 
-def test_non_finite_values_are_counted_on_generated_tokens():
-    nan = float("nan")
-    tokens = response_tokens(batch(rollout_log_probs=nested([nan, nan], [float("-inf")])))
-    assert non_finite(tokens) == {"rollout_log_probs": 2, "old_log_probs": 0}
+def test_some_trajectories_are_picked_in_the_order_asked_for():
+    tokens = response_tokens(batch(entropy=nested([1.0, 2.0], [3.0])), Lag(torch.tensor([0, 1]), torch.tensor([0, 3])))
+    found, places = picked(tokens, [1, 0])
+    assert places.tolist() == [2, 0, 1] and found.offsets.tolist() == [0, 1, 3]
+    assert found.l_old.tolist() == [-3, -1.5, -2] and found.entropy.tolist() == [3, 1, 2]
+    assert (found.lag.newest.tolist(), found.lag.oldest.tolist()) == ([1, 0], [3, 0])

@@ -10,7 +10,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_ext.base.errors import HookError
 from verl_ext.features.sync_canary import SyncCanarySettings
-from verl_ext.trainer import canary_scores, transfer
+from verl_ext.trainer import canary_scores, queue
 from verl_ext.trainer.canary_scores import PARTITION, CanaryRun, CanaryScores, has_other_inputs
 
 PROMPTS = [[7, 8], [9], [5, 6, 7], [4]]
@@ -75,7 +75,7 @@ class Server:
 @pytest.fixture
 def store(monkeypatch):
     store = Store()
-    monkeypatch.setattr(transfer, "tq", store)
+    monkeypatch.setattr(queue, "tq", store)
     monkeypatch.setattr(canary_scores, "tq", store)
     monkeypatch.setattr("ray.get", lambda answers, timeout: answers)
     return store

@@ -11,7 +11,7 @@ from verl_ext.core.tokens import jagged
 from verl_ext.features.rescoring import Rescoring
 from verl_ext.trainer import rescoring
 from verl_ext.trainer.rescoring import NOW, choose, filled
-from verl_ext.trainer.stability_run import StabilityRun
+from verl_ext.trainer.run import StabilityRun
 
 
 def tag(low, high, **more):
@@ -89,8 +89,8 @@ def rescored(monkeypatch):
         keys = [f"k{row}" for row in range(len(TAGS))]
         batch = KVBatchMeta(keys=keys, tags=TAGS, partition_id="train", fields=["a"], extra_info={"temperature": 0.3})
         workers = Workers(store)
-        active = SimpleNamespace(config=config, stability=SimpleNamespace(rescoring=Rescoring(**settings)))
-        run = SimpleNamespace(active=active, guard=SimpleNamespace(step=step))
+        features = SimpleNamespace(config=config, stability=SimpleNamespace(rescoring=Rescoring(**settings)))
+        run = SimpleNamespace(features=features, guard=SimpleNamespace(step=step))
         StabilityRun.rescore(run, batch, workers)
         assert batch.extra_info == {"temperature": 0.3}, "the update is sent the same batch"
         return run._rescored, workers

@@ -1,64 +1,146 @@
 """What is decided about a batch, from tensors and scalars alone."""
 
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from verl_ext.core.tokens import Tokens
+from verl_ext.base.errors import BatchError
+from verl_ext.core.filters import FilterBatch
+from verl_ext.core.mismatch import sums_by_sign
+from verl_ext.core.tokens import Lag, Tokens
+from verl_ext.features.feature import Line, Part, RunFeatures
 from verl_ext.features.stability import stability_config
-from verl_ext.trainer.guarding import build_guard
-from verl_ext.trainer.step import Whole, judge, loss_weights
+from verl_ext.guard.state import Event
+from verl_ext.trainer.guarding import GuardActions, build_guard
+from verl_ext.trainer.step import Outcome, Step
 
 SIGNALS = {"critic/score/mean": 1.0}
 
 
-@pytest.fixture
-def judged():
-    """judged(settings, log_k, due=...) -> what is decided in step 7 about a response whose tokens have these log k."""
+class Whole:
+    """A batch of one response at hand; `put` is what the step has put into it, in order."""
 
-    def run(settings, log_k, **due):
+    def __init__(self, tokens):
+        self.tokens, self.put_fields = tokens, []
+
+    def blocks(self, *, by_sign):
+        yield "all", self.tokens
+
+    def put(self, block, fields):
+        assert block == "all"
+        self.put_fields.append(fields)
+
+    def sums_by_sign(self):
+        return sums_by_sign(self.tokens, torch.ones(len(self.tokens.mask)))
+
+    def views(self, *, weighed):
+        n = len(self.tokens.mask)
+        view = FilterBatch(self.tokens, ["a_0_0"], torch.ones(1), torch.ones(n), torch.ones(n).long(), 9, frozenset())
+        yield "all", view, self.put_fields[-1]["rollout_is_weights"] if weighed else None
+
+
+@pytest.fixture
+def decided():
+    """decided(settings, log_k, due=...) -> what becomes in step 7 of a response whose tokens have these log k."""
+
+    def run(settings, log_k, *, due=None, bypass=False, lag=None, our_loss=True):
         stability = stability_config(settings)
         guard = build_guard(stability)
         guard.begin(7)
+        actions = GuardActions(guard, "/no/such/folder")
+        actions.stop = due and Event(6, "r", "", None, None, "stop", due)
         l_infer = torch.full((len(log_k),), -2.0)
         mask, offsets = torch.ones(len(log_k), dtype=torch.bool), torch.tensor([0, len(log_k)])
-        tokens = Tokens(l_infer, l_infer + torch.tensor(log_k), mask, offsets)
-        return judge(Whole(tokens), SIGNALS, stability, guard, **due)
+        batch = Whole(Tokens(l_infer, l_infer + torch.tensor(log_k), mask, offsets, lag=lag))
+        masks = bool(stability.filters) or stability.denominator == "kept"
+        on = {Part.MEASURE_IN_UPDATE: bypass, Part.MASKS: masks, Part.LOSS: our_loss}
+        parts = frozenset(part for part, is_on in on.items() if is_on)
+        features = RunFeatures(OmegaConf.create(), stability, (Line("all", "", "", parts),))
+        step, metrics = Step(features, guard, actions), dict(SIGNALS)
+        step.measure(batch, metrics)
+        outcome = step.settle(batch, metrics)
+        return SimpleNamespace(outcome=outcome, metrics=metrics, batch=batch, step=step, guard=guard)
 
     return run
 
 
-def test_what_is_passed_in_is_left_alone_and_comes_back_with_what_was_measured(judged):
-    before = dict(SIGNALS)
-    result = judged({"metrics": True}, [0.0, 0.1])
-    assert before == SIGNALS and result.metrics.items() >= SIGNALS.items()
-    assert "vllm_kl/k3" in result.metrics
-    assert result.decision.refusal is None
+def test_what_is_measured_is_added_to_the_metrics_of_the_step(decided):
+    result = decided({"metrics": True}, [0.0, 0.1])
+    assert result.metrics.items() >= SIGNALS.items()
+    assert "vllm_kl/k3" in result.metrics and "vllm_kl/k3/advantage/positive" in result.metrics
+    assert result.outcome == result.step.outcome == Outcome()
+    assert result.batch.put_fields == []
+    with pytest.raises(AttributeError):
+        result.outcome.refused = "frozen"
 
 
-def test_what_is_due_refuses_a_batch_that_nothing_else_speaks_against(judged):
-    refused = judged({"metrics": True}, [0.0], due="the reward fell").decision.refusal
+def test_what_is_due_refuses_a_batch_that_nothing_else_speaks_against(decided):
+    refused = decided({"metrics": True}, [0.0], due="the reward fell").outcome.refused
     assert (refused.step, refused.rule, refused.action) == (7, "due", "skip")
     assert refused.reason == "a rollback or stop is due: the reward fell"
 
 
-def test_the_guards_own_reason_stands_before_what_is_due(judged):
-    refused = judged({"batch_skip": {"threshold": 0.1}}, [1.0], due="the reward fell").decision.refusal
+def test_the_guards_own_reason_stands_before_what_is_due(decided):
+    refused = decided({"batch_skip": {"threshold": 0.1}}, [1.0], due="the reward fell").outcome.refused
     assert refused.rule == "batch_skip"
 
 
-def test_a_rule_that_fires_narrows_the_band_of_the_batch_that_it_fires_at(judged):
+def test_a_rule_that_fires_narrows_the_band_of_the_batch_that_it_fires_at(decided):
     rule = {"signal": "vllm_kl/k3", "above": 0.01, "action": "tighten"}
     band = {"correction": "icepop", "icepop": {"alpha": 0.5, "beta": 1.44}}
     log_k = [0.3, 0.1]  # k = 1.35 lies in the band, and outside of its square root
-    assert judged(band, log_k).measured.kept == 2
-    result = judged(band | {"guard": {"rules": {"gap": rule}}}, log_k)
-    assert result.measured.kept == 1 and result.metrics["correction/dropped"] == 0.5
+    result = decided(band, log_k)
+    assert result.metrics["correction/dropped"] == 0 and not result.outcome.narrowed
+    result = decided(band | {"guard": {"rules": {"gap": rule}}}, log_k)
+    assert result.metrics["correction/dropped"] == 0.5 and result.outcome.narrowed
     assert result.metrics["guard/tightened"] == 1
+    wide, narrow = (fields["rollout_is_weights"].tolist() for fields in result.batch.put_fields)
+    assert wide == pytest.approx([1.35, 1.105], rel=1e-3) and narrow == pytest.approx([0, 1.105], rel=1e-3)
 
 
-def test_the_loss_icepop_weighs_by_the_ratio_and_any_other_by_the_corrections():
-    tokens = Tokens(torch.tensor([-2.0, -2.0]), torch.tensor([0.0, -2.0]), torch.ones(2).bool(), torch.tensor([0, 2]))
-    weight = torch.tensor([0.0, 1.0])
-    assert loss_weights(tokens, weight, loss_reads_k=False) is weight
-    assert loss_weights(tokens, None, loss_reads_k=True).tolist() == pytest.approx([7.389, 1.0], rel=1e-3)
-    assert loss_weights(tokens, None, loss_reads_k=False) is None
+def test_weights_are_computed_once_and_the_masks_go_by_them(decided):
+    result = decided({"correction": "icepop", "denominator": "kept"}, [2.0, 0.0])
+    weights, masks = result.batch.put_fields
+    assert weights.keys() == {"rollout_is_weights"} and weights["rollout_is_weights"].tolist() == [0.0, 1.0]
+    assert masks.keys() == {"response_mask"} and masks["response_mask"].tolist() == [False, True]
+    assert result.metrics["filter/kept_tokens"] == 0.5
+
+
+def test_only_the_corrections_weights_go_to_the_loss_and_the_lag_where_it_is_read(decided):
+    lag = Lag(torch.tensor([2]), torch.tensor([2]))
+    (fields,) = decided({"correction": "icepop"}, [0.0, 0.0], lag=lag).batch.put_fields
+    assert fields["version_lag"].tolist() == [2, 2] and fields["rollout_is_weights"].tolist() == [1, 1]
+    assert decided({"metrics": True}, [0.0, 0.0], lag=lag, our_loss=False).batch.put_fields == []
+
+
+def test_values_that_are_not_finite_refuse_the_batch_by_the_name_of_their_field(decided):
+    refused = decided({"correction": "icepop"}, [float("nan"), 0.0, float("-inf")]).outcome.refused
+    assert refused.reason == "old_log_probs has 2 non-finite values"
+
+
+def test_in_bypass_mode_a_batch_is_judged_once_more_with_what_the_workers_measured(decided):
+    result = decided({"correction": "icepop", "batch_skip": {"threshold": 0.1}}, [0.0], bypass=True)
+    assert "vllm_kl/k3" not in result.metrics and "guard/skipped" not in result.metrics
+    told = {"tokens": 1, "kept": 1, "non_finite": 0, "refused": 1.0}
+    metrics = {"actor/vllm_kl/k3": 0.2, **{f"actor/first_pass/{name}": value for name, value in told.items()}}
+    result.step.judge_late(metrics)
+    assert metrics["guard/skipped"] == 1 and metrics["vllm_kl/k3"] == 0.2 and result.guard.state.skips == 1
+    result.step.judge_late(metrics)
+    assert result.guard.state.skips == 1, "once"
+
+
+def test_a_batch_without_a_generated_token_names_the_tensor(decided):
+    with pytest.raises(BatchError, match="response_mask is 0 everywhere"):
+        decided({"metrics": True}, [])
+    with pytest.raises(BatchError, match="response_mask is 0 everywhere"):
+        decided({"metrics": True}, [], bypass=True)
+
+
+def test_it_knows_nothing_of_verl_ray_or_the_queue():
+    known = "import sys, verl_ext.trainer.step; print(*{'verl', 'ray', 'transfer_queue'} & {*sys.modules})"
+    found = subprocess.run([sys.executable, "-c", known], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []

@@ -11,6 +11,7 @@ from tests.support.training_step import COLUMNS, OLD, READ, Trainer, ran, router
 from verl_ext.features.stability import stability_config
 from verl_ext.features.trajectories import TrajectoryDump
 from verl_ext.trainer import trajectories
+from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS
 from verl_ext.trainer.trajectories import Dump, TrajectoryLog
 
 
@@ -58,9 +59,9 @@ def test_the_boundary_is_logged_where_it_is_one_of_k3(step):
     assert "guard/boundary" not in metrics
 
 
-def test_the_loss_icepop_gets_the_raw_ratio(step):
+def test_the_loss_icepop_is_sent_no_field_and_makes_k_itself(step):
     _, metrics, store = step({}, loss_mode="icepop")
-    assert store.fields["rollout_is_weights"].unbind()[1].item() == pytest.approx(math.exp(2.5), rel=1e-5)
+    assert "rollout_is_weights" not in store.fields
     assert "correction/dropped" not in metrics
     assert metrics["vllm_kl/k3"] > 0
 
@@ -147,18 +148,27 @@ def test_nan_in_the_rollouts_log_probs_skips_without_a_threshold(step, capsys):
     assert torch.isfinite(store.fields["rollout_is_weights"].values()).all()
 
 
-def test_what_the_step_reads_and_writes_goes_with_verls_own(step):
-    settings = {"correction": "icepop", "router_agreement": True}
-    _, metrics, store = step(settings, router_sums=router_sums(1, 1))
-    (read,), (written,) = store.read, store.written
-    assert read > {*VERLS, "router_sums", "rollout_log_probs", "old_log_probs"}
-    assert written == {"advantages", "rollout_is_weights"} and "vllm_kl/advantage_skew" in metrics
+MEASURED = {*FIELDS, "rm_scores"}
+
+
+def test_the_step_reads_before_verls_advantages_and_after_and_writes_once(step):
+    """Around verl's own read and write."""
+    verls = {"advantages"}
+    trainer, metrics, store = step({"correction": "icepop", "router_agreement": True}, router_sums=router_sums(1, 1))
+    assert store.read == [{"router_sums", *MEASURED}, VERLS, {"advantages"}]
+    assert store.written == [verls, {"rollout_is_weights"}] and "vllm_kl/advantage_skew" in metrics
+    assert "rollout_is_weights" in trainer.ran[-1][1], "the update is sent what was written last"
+    _, _, store = step({"correction": "icepop", "breakdown": False})
+    assert store.read == [MEASURED, VERLS] and store.written == [verls, {"rollout_is_weights"}]
+    _, _, store = step({"metrics": True})
+    assert store.read == [MEASURED, VERLS, {"advantages"}] and store.written == [verls]
     _, metrics, store = step({"router_agreement": True}, router_sums=router_sums(1, 1))
-    assert store.read == [{*VERLS, "router_sums"}] and metrics["router/tokens"] == 4
-    _, _, store = step({"filters": ["overlong"]})
-    assert len(store.read) == 1 and store.written == [{"advantages", "response_mask", "loss_mask"}]
+    assert store.read == [{"router_sums"}, VERLS] and metrics["router/tokens"] == 4
+    _, _, store = step({"filters": ["overlong"], "correction": "icepop"})
+    assert store.read == [MEASURED, VERLS, set(FILTER_FIELDS)]
+    assert store.written == [verls, {"rollout_is_weights", "response_mask", "loss_mask"}]
     _, _, store = step({})
-    assert store.read == [VERLS] and store.written == [{"advantages"}]
+    assert store.read == [VERLS] and store.written == [verls]
 
 
 def test_asynchronous_batches_are_measured_by_lag_and_the_workers_are_told_it(step):

@@ -1,9 +1,11 @@
 """The registered losses `icepop`, `opsm`, `llds` and `router_shift`, against the papers written out in float64."""
 
+import math
 from dataclasses import fields
 
 import pytest
 import torch
+from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.workers.config import ActorConfig, FSDPActorConfig, PolicyLossConfig
 
@@ -151,3 +153,17 @@ def test_under_plain_verl_a_loss_mode_alone_has_the_defaults():
 def test_what_is_known_of_verl_without_importing_it():
     assert set(VERLS_SETTINGS) == {field.name for field in fields(PolicyLossConfig)}
     assert {*BASES, *LOSSES, "bypass_mode"} == set(POLICY_LOSS_REGISTRY)
+
+
+def test_k_is_the_ratio_of_the_engines_on_generated_tokens_and_zero_where_it_is_not_a_number():
+    padded = {
+        "rollout_log_probs": torch.tensor([[-1.0, -2.0, float("nan"), 0.0], [-1.0, float("-inf"), -1.0, 0.0]]),
+        "old_log_probs": torch.tensor([[-0.5, -2.0, -1.0, 0.0], [-31.0, -1.0, float("-inf"), 0.0]]),
+        "response_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]]),
+    }
+    inputs = LossInputs.of(TensorDict(padded, batch_size=2))
+    bound = torch.tensor(20.0)  # of the log-ratio
+    expected = [[math.exp(0.5), 1.0, 0.0, 0.0], [(-bound).exp(), bound.exp(), (-bound).exp(), 0.0]]
+    torch.testing.assert_close(inputs.k, torch.tensor(expected))
+    with pytest.raises(ConfigError, match="needs k, but the batch of update_actor has no field rollout_log_probs"):
+        LossInputs().require("k")

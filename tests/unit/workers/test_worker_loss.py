@@ -71,12 +71,13 @@ def test_with_nothing_on_it_is_verls_loss(mode, kl, make_batch, actor_config):
 
 
 def test_a_corrections_drops_are_not_counted_as_those_of_a_loss_that_reads_k(make_batch, actor_config):
-    """`rollout_is_weights` carries k for such a loss, and not the weights of what acts beside it."""
+    """k is made in the worker, and the weights of what acts beside such a loss are multiplied with its own."""
     batch = make_batch(5, lengths=(6, 9, 4, 8), masked_row=None)
     mask = batch.padded("response_mask").bool()
     k = torch.ones_like(batch.padded("log_prob"))
     k[0, 0], k[1, 0] = 0.1, 9.0  # outside IcePop's band, one on either side
-    batch = with_weights(batch, k)
+    old, log_k = batch.rows["old_log_probs"], k.log()
+    batch.rows["rollout_log_probs"] = [row - log_k[index, : len(row)] for index, row in enumerate(old)]
     drops = kept(batch)
     assert 0 < ((drops == 0) & mask).sum() < mask.sum()
     config = actor_config(PolicyLossConfig(loss_mode="gpg"))

@@ -5,8 +5,9 @@ import ray
 from verl.trainer.ppo.utils import Role
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from verl_ext.features.feature import Part
 from verl_ext.features.stability import stability_config
-from verl_ext.trainer.active import read_active
+from verl_ext.features.table import read_features
 from verl_ext.trainer.task_runner import actor_class
 from verl_ext.trainer.trainers import replace_workers
 from verl_ext.workers.actor import LossActorRolloutRefWorker, RoutingActorRolloutRefWorker
@@ -15,10 +16,10 @@ MEGATRON = "actor_rollout_ref.actor.megatron"
 
 
 @pytest.fixture
-def active(compose):
+def features(compose):
     def read(*overrides):
         config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
-        return read_active(config, stability_config(config.stability))
+        return read_features(config, stability_config(config.stability))
 
     return read
 
@@ -33,8 +34,8 @@ def active(compose):
         (["actor_rollout_ref.actor.policy_loss.loss_mode=icepop"], True),
     ],
 )
-def test_batches_are_measured_where_something_reads_that(active, overrides, expected):
-    assert active(*overrides).compares_engines is expected
+def test_batches_are_measured_where_something_reads_that(features, overrides, expected):
+    assert features(*overrides).uses(Part.MEASURE) is expected
 
 
 @pytest.mark.parametrize(
@@ -50,8 +51,8 @@ def test_batches_are_measured_where_something_reads_that(active, overrides, expe
         ),
     ],
 )
-def test_the_actors_worker_is_ours_where_something_of_ours_runs_in_it(active, overrides, expected):
+def test_the_actors_worker_is_ours_where_something_of_ours_runs_in_it(features, overrides, expected):
     roles = {Role.ActorRollout: ray.remote(ActorRolloutRefWorker), Role.Critic: ray.remote(TrainingWorker)}
-    replace_workers(roles, active(*overrides))
+    replace_workers(roles, features(*overrides))
     assert actor_class(roles[Role.ActorRollout]) is expected
     assert actor_class(roles[Role.Critic]) is TrainingWorker

@@ -8,8 +8,9 @@ from omegaconf import OmegaConf
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests.support.store import compute_advantage, made_batch
+from verl_ext.base.errors import BatchError
 from verl_ext.features.trajectories import TrajectoryDump
-from verl_ext.trainer import in_blocks, trainers
+from verl_ext.trainer import queue, trainers
 from verl_ext.trainer.trajectories import Dump, TrajectoryLog
 
 LENGTHS = [5, 1, 9, 3, 3, 4, 8, 2, 1, 6, 6, 7]
@@ -43,11 +44,12 @@ class Trainer(trainers.StabilityMixin, VerlTrainer):
 def after(monkeypatch, tmp_path):
     """after(settings, at_once) -> what a batch of LENGTHS becomes: metrics, store, trainer, lines of the dump."""
 
-    def run(settings, at_once, rejects=False):
-        monkeypatch.setattr(in_blocks, "AT_ONCE", at_once)
+    def run(settings, at_once, rejects=False, change=lambda row: None, bypass=False):
+        monkeypatch.setattr(queue, "AT_ONCE", at_once)
         batch, store = made_batch(LENGTHS, 3, seed=1, added={2})
         for row in store.rows.values():
             row["old_log_probs"].nan_to_num_(-1.0)
+            change(row)
         store.install(monkeypatch)
         parts = {
             "actor": {"policy_loss": {"loss_mode": "vanilla"}},
@@ -55,6 +57,7 @@ def after(monkeypatch, tmp_path):
             "model": {"path": "/no/such/model"},
         }
         config = {"stability": settings, "actor_rollout_ref": parts, "algorithm": {"adv_estimator": "grpo"}}
+        config["algorithm"]["rollout_correction"] = {"bypass_mode": bypass}
         trainer = Trainer(OmegaConf.create(config | {"trainer": {"default_local_dir": "/no/such/folder"}}))
         trainer.advantages = torch.nested.as_nested_tensor(
             [row["advantages"] for row in store.rows.values()], layout=torch.jagged
@@ -116,3 +119,21 @@ def test_what_is_written_is_not_the_batch_as_it_was(after):
     assert any(not row["response_mask"].any() for row in store.rows.values())
     _, store, *_ = after(SETTINGS["nothing left"], 16)
     assert all(row["response_mask"].any() for row in store.rows.values() if len(row["response_mask"]) > 2)
+
+
+@pytest.mark.parametrize("at_once", [16, 1000])
+@pytest.mark.parametrize("bypass", [False, True])
+def test_a_batch_without_a_generated_token_names_the_tensor(after, at_once, bypass):
+    with pytest.raises(BatchError, match="response_mask is 0 everywhere"):
+        after({"metrics": True}, at_once, change=lambda row: row["response_mask"].zero_(), bypass=bypass)
+
+
+@pytest.mark.parametrize("at_once", [16, 1000])
+def test_values_that_are_not_finite_are_counted_by_field(after, at_once):
+    def change(row):
+        row["old_log_probs"][row["response_mask"].bool()] = torch.nan
+        row["rollout_log_probs"][row["response_mask"] == 0] = torch.nan  # of what the model did not generate
+
+    _, store, trainer, _ = after({"correction": "icepop"}, at_once, change=change)
+    count = sum(int(row["response_mask"].sum()) for row in store.rows.values())
+    assert trainer.stability_run.outcome.refused.reason == f"old_log_probs has {count} non-finite values"

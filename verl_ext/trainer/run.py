@@ -1,8 +1,8 @@
-"""What our trainers hold of a run: its settings, its guard, its files, and what was decided about the batch at hand."""
+"""What our trainers hold of a run from one batch to the next: its settings, its guard, its files, what is told once."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
@@ -14,28 +14,31 @@ from verl_ext.base.errors import BatchError, HookError
 from verl_ext.base.names import (
     FILTER_SCALE,
     FIRST_PASS,
+    HEAD_SUMS,
     ROLLOUT_ROUTES,
     ROUTER_SUMS,
     UPDATE,
     events_path,
     trajectories_path,
 )
+from verl_ext.core.head import head_metrics
+from verl_ext.core.measure import split_gap
 from verl_ext.core.routing import router_metrics
+from verl_ext.features.feature import Part, RunFeatures
 from verl_ext.features.stability import StabilityConfig
-from verl_ext.features.verl_config import truncates
+from verl_ext.features.table import read_features
+from verl_ext.features.verl_config import is_asynchronous, truncates
 from verl_ext.guard.state import Decision, Event
 from verl_ext.trainer import checkpoints
-from verl_ext.trainer.active import Active, read_active
-from verl_ext.trainer.batch_step import BatchStep
+from verl_ext.trainer.batch import filter_batch, lag_of
 from verl_ext.trainer.canary_scores import CanaryRun
-from verl_ext.trainer.captured import CapturedRouting, Counts
+from verl_ext.trainer.captured import CapturedRouting, Counts, sampled_counts
 from verl_ext.trainer.guarding import GuardActions, build_guard
 from verl_ext.trainer.logs import EventLog, keep_metrics
+from verl_ext.trainer.queue import QueueBatch, Stages, get_fields, of_rows, schema_of
 from verl_ext.trainer.rescoring import rescore
-from verl_ext.trainer.step import Outcome, judge_measured
+from verl_ext.trainer.step import Outcome, Step
 from verl_ext.trainer.trajectories import Dump, TrajectoryLog, forget_trajectories
-from verl_ext.trainer.transfer import HEAD_FIELDS, SEEN, SHIFT_FIELDS, of_rows, schema_of, without, without_heavy
-from verl_ext.workers.first_pass import take_measured
 
 
 class StabilityRun:
@@ -46,35 +49,34 @@ class StabilityRun:
         stability: its `stability` node.
 
     Attributes:
-        active: what is switched on; `use` replaces it.
+        features: what is switched on; `use` replaces it.
         guard, actions: what decides, with the rules that the run began with, and what carries that out.
-        outcome: of the last batch that has its advantages.
+        stages: which fields of a batch the workers are sent.
         dump: where trajectories go, once the run trains.
         canary: what looks at the weight syncs, where that is asked for.
     """
 
-    active: Active
+    features: RunFeatures
 
     def __init__(self, config: DictConfig, stability: StabilityConfig):
         self.use(config, stability)
         self.guard = build_guard(stability)
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
-        self.outcome = Outcome()
+        self.stages = Stages()
         self.dump: Dump | None = None
         asked = stability.sync_canary
         self.canary = CanaryRun(asked, _unprocessed(config)) if asked.trajectories else None
         self._config = config
         self._routing_dtype_told = False
-        self._narrowed = False  # the band, for the update at hand
-        self._judges_late = False  # the batch at hand is still to be judged, with its update
         self._heads_missed = False  # has been told
         self._captured = CapturedRouting()
-        self._unread: frozenset[str] = frozenset()  # fields of the batch at hand
         self._rescored: dict[str, Tensor] = {}  # key -> l of the response under the weights that sampled it
+        self._step: Step | None = None  # of the batch at hand, where it is measured
+        self._batch: QueueBatch | None = None  # while verl computes its advantages
 
     def use(self, config: DictConfig, stability: StabilityConfig) -> None:
         """Take these settings from the next batch on. The guard and the files stay those of the run."""
-        self.active = read_active(config, stability)
+        self.features = read_features(config, stability)
 
     @contextmanager
     def writing(self, resumed: int) -> Iterator[None]:
@@ -86,12 +88,12 @@ class StabilityRun:
         """
         keep_metrics(resume=resumed > 0)
         with ExitStack() as files:
-            if self.active.compares_engines:
+            if self.features.uses(Part.MEASURE):
                 events = EventLog(events_path(self._config), resume=resumed > 0)
                 self.actions.events = files.enter_context(closing(events))
             elif not resumed:
                 events_path(self._config).unlink(missing_ok=True)
-            settings, path = self.active.stability.trajectories, trajectories_path(self._config)
+            settings, path = self.features.stability.trajectories, trajectories_path(self._config)
             if settings.per_step:
                 log = TrajectoryLog(path, settings, resumed=resumed)
                 self.dump = files.enter_context(closing(Dump(log, settings)))
@@ -109,12 +111,12 @@ class StabilityRun:
     def end_step(self, metrics: dict[str, float], groups: Mapping[str, Any]) -> None:
         """See `GuardActions.end_step`."""
         self.judge_update(metrics)  # where there was none: the critic warms up
-        if self.active.compares_engines:
+        if self.features.uses(Part.MEASURE):
             self.actions.end_step(metrics, groups)
 
     def judge_logged(self, metrics: Mapping[str, float]) -> None:
         """Judge what verl logs last, and put that into the checkpoint, if one was saved in this step."""
-        if self.active.compares_engines:
+        if self.features.uses(Part.MEASURE):
             self.actions.judge_logged(metrics)
         now = self.guard.step
         if (now, now) in self.guard.state.unproven:
@@ -141,17 +143,17 @@ class StabilityRun:
 
     def judge_routing(self, counts: Counts, found: dict[str, float], metrics: dict[str, float]) -> None:
         metrics.update(found)
-        self.actions.carry_out(self._captured.judge(counts, self.active.config, self.guard.step))
+        self.actions.carry_out(self._captured.judge(counts, self.features.config, self.guard.step))
 
     def judge_heads(self, found: dict[str, float], metrics: dict[str, float]) -> None:
         """Add `vllm_kl/head*` to the step's metrics, and warn once where tokens that the update reads have no head."""
         metrics.update(found)
         missing = found.get("vllm_kl/head_missing", 0.0)
-        if not missing or self._heads_missed or not self.active.update_reads_heads:
+        if not missing or self._heads_missed or not self.features.uses(Part.HEADS_IN_UPDATE):
             return
         self._heads_missed = True
-        what = ["their score is not centered"] * self.active.stability.score_centering
-        what += ["their l_old and entropy are over the whole vocabulary"] * truncates(self.active.config)
+        what = ["their score is not centered"] * self.features.stability.score_centering
+        what += ["their l_old and entropy are over the whole vocabulary"] * truncates(self.features.config)
         reason = (
             f"{missing:.2%} of the model's tokens came without the sampler's head, so {' and '.join(what)}: the agent "
             "loop returns tokens that the rollout engine did not sample there"
@@ -160,53 +162,73 @@ class StabilityRun:
         self.actions.carry_out(Decision((event,)))
 
     def rescore(self, batch: KVBatchMeta, workers: Any) -> None:
-        """See `rescoring.rescore`; `judge` makes metrics of it."""
-        rollout = self.active.config.actor_rollout_ref.rollout
+        """See `rescoring.rescore`; `measure` makes metrics of it."""
+        rollout = self.features.config.actor_rollout_ref.rollout
         ranks = max(workers._dispatch_info["actor"]) + 1  # as verl's _balance_batch reads it, which ran before
-        settings = self.active.stability.rescoring
+        settings = self.features.stability.rescoring
         self._rescored = rescore(batch, self.guard.step, settings, workers, ranks, rollout.temperature)
 
-    def take_rescored(self) -> dict[str, Tensor]:
-        """What was rescored of the batch at hand: key -> l of its response under the weights that sampled it."""
-        found, self._rescored = self._rescored, {}
-        return found
+    @property
+    def outcome(self) -> Outcome:
+        """What the batch at hand may do to the weights."""
+        return Outcome() if self._step is None else self._step.outcome
 
-    def batch_step(self, batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any) -> BatchStep:
-        """What is to be done around the advantages of the next batch."""
-        self.outcome = Outcome()
-        return BatchStep(self, batch, metrics, tokenizer)
+    def measure(self, batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any) -> None:
+        """Before verl computes advantages: measures the batch, from one read where it is one block, and judges it.
 
-    def settle(self, outcome: Outcome, metrics: dict[str, float]) -> None:
-        """What the batch at hand may do to the weights; in bypass mode that is not all yet."""
-        self.outcome = outcome
-        self._narrowed, self._judges_late = self.guard.tightens, self.active.measures_in_update
-        if not self._judges_late:
-            self._count(outcome.refused is not None, metrics)
-        elif outcome.refused is not None:
-            self.judge_update(metrics)
+        verl's own rejection takes the worst tokens out of response_mask with them, and they are what is measured.
+
+        Raises:
+            HookError: the batch lacks what compute_log_prob was to leave in it.
+        """
+        features, self._step = self.features, None
+        if not features.uses(Part.ROUTER_COMPARISON) and (counts := sampled_counts(batch, features.config)) is not None:
+            self.judge_routing(counts, counts.metrics, metrics)
+        reads_heads = features.uses(Part.HEADS) and not features.uses(Part.MEASURE_IN_UPDATE)
+        sums = [ROUTER_SUMS] * features.uses(Part.ROUTER_COMPARISON) + [HEAD_SUMS] * reads_heads
+        if features.uses(Part.MEASURE):
+            lag = lag_of(batch.tags, self.guard.step) if is_asynchronous(features.config) else None
+            view = partial(filter_batch, models=features.config.actor_rollout_ref, tokenizer=tokenizer)
+            self._batch = QueueBatch(batch, lag, view if features.uses(Part.MASKS) else None)
+            found = self._batch.start(sums)
+        elif sums:
+            found = get_fields(batch, sums)
+        if features.uses(Part.ROUTER_COMPARISON):
+            self.compare_routing(batch, found, metrics)
+        if reads_heads:
+            self.judge_heads(_compared_heads(found), metrics)
+        if self._batch is None:
+            return
+        metrics["critic/score/mean"] = self._batch.mean_score()  # verl logs it after the update
+        if rescored := self._rescored:
+            self._rescored = {}
+            tokens, _ = self._batch.tokens_of([batch.keys.index(key) for key in rescored])
+            metrics.update(split_gap(tokens, list(rescored.values())))
+        self._step = Step(features, self.guard, self.actions)
+        self._step.measure(self._batch, metrics)
+        if self.dump is not None:
+            self.dump.look_at(self._batch, self.guard.step)
+
+    def settle(self, batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any) -> KVBatchMeta:
+        """Once verl has written the advantages: settles what becomes of the batch, and writes what goes to the loss.
+
+        Filters may ask for the advantages' sign, and the rewards of what they drop still belong to its group.
+
+        Returns the batch, as verl's own `_compute_advantage` does: its meta names what was written.
+        """
+        queued, self._batch = self._batch, None  # what a whole batch holds is not held through the update
+        if self._step is None or queued is None:
+            return batch
+        refused = self._step.settle(queued, metrics).refused
+        batch = queued.write(batch)
+        if self.dump is not None:
+            self.dump.write(batch, tokenizer, skipped=refused.reason if refused else "")
+        return batch
 
     def look_at_sync(self, handles: Sequence[Any]) -> None:
         """After a weight sync: did it reach the servers behind these handles?"""
         if self.canary is not None:
             self.actions.carry_out(self.canary.after_sync(self.guard.step, handles))
-
-    def for_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """The batch as compute_log_prob is sent it, a copy: the first stage of a batch that goes to the workers.
-
-        Workers of verl's own and ours read no columns of the dataset, nor what the agent loop notes of a trajectory:
-        some twenty fields, and a row of each costs whoever fetches the batch as much as a row of numbers.
-        """
-        if not self.active.own_workers:  # those of somebody else may read all of it
-            self._unread = frozenset()
-            return replace(batch)
-        schema = schema_of(batch)
-        self._unread = frozenset(name for name, of in schema.items() if of["is_non_tensor"] and name != SEEN)
-        return without(replace(batch, fields=batch.fields or list(schema)), self._unread)
-
-    def for_reference(self, batch: KVBatchMeta, *, in_actor: bool) -> KVBatchMeta:
-        """The batch as the reference is sent it: a copy."""
-        # A LoRA's reference is the actor without its adapter, and is routed as the actor is.
-        return without(without_heavy(batch, {self.active.replayed} if in_actor else set()), self._unread)
 
     def for_update(self, batch: KVBatchMeta) -> KVBatchMeta:
         """The batch as the actor's update is sent it: a copy.
@@ -215,19 +237,18 @@ class StabilityRun:
             BatchError: scores are centered, and the batch is more than one optimizer step.
         """
         self._require_one_step(batch)
-        heads = HEAD_FIELDS if self.active.update_reads_heads else ()
-        sent = without(without_heavy(batch, {self.active.replayed, *SHIFT_FIELDS, *heads}), self._unread)
+        sent = self.stages.for_update(batch, self.features)
         # For the losses that divide by a number of trajectories, dropped ones included: worker_loss.
         sent.extra_info[FILTER_SCALE] = self.outcome.filter_scale
         sent.extra_info[UPDATE] = {"step": self.guard.step, "lr_scale": self.guard.lr_scale}
-        if self.active.measures_in_update:
-            sent.extra_info[FIRST_PASS] = {"narrowed": self._narrowed, "limits": self.guard.limits}
+        if self.features.uses(Part.MEASURE_IN_UPDATE):
+            sent.extra_info[FIRST_PASS] = {"narrowed": self.outcome.narrowed, "limits": self.guard.limits}
         return sent
 
     def _require_one_step(self, batch: KVBatchMeta) -> None:
-        if not self.active.stability.score_centering:
+        if not self.features.stability.score_centering:
             return
-        rollouts = self.active.config.actor_rollout_ref
+        rollouts = self.features.config.actor_rollout_ref
         one_step = rollouts.actor.ppo_mini_batch_size * rollouts.rollout.n
         if len(batch.keys) > one_step:
             raise BatchError(
@@ -239,19 +260,23 @@ class StabilityRun:
             )
 
     def judge_update(self, metrics: dict[str, float]) -> None:
-        """In bypass mode, judge what the workers measured in the update, and refused by it."""
-        if not self._judges_late:
-            return
-        self._judges_late = False
-        measured, refused = take_measured(metrics)
-        self._count(refused or self.outcome.refused is not None, metrics)
-        decision, found = judge_measured(measured, metrics, self.active.stability, self.guard, self._narrowed)
-        metrics.update(found)
-        self.actions.carry_out(decision)
+        """See `Step.judge_late`."""
+        if self._step is not None:
+            self._step.judge_late(metrics)
 
-    def _count(self, refused: bool, metrics: dict[str, float]) -> None:
-        self.guard.count(refused)
-        metrics["guard/skipped"] = int(refused)
+
+def _compared_heads(data: TensorDict) -> dict[str, float]:
+    """`vllm_kl/head*`, from the sums that compute_log_prob left in the batch.
+
+    Raises:
+        HookError: there are none.
+    """
+    if HEAD_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
+        raise HookError(
+            "compute_log_prob read no heads: the rollout's batch has no sampler_head_ids",
+            otherwise="check that VERL_USE_EXTERNAL_PLUGINS, where set, names verl_ext on all nodes",
+        )
+    return head_metrics(of_rows(data[HEAD_SUMS]))
 
 
 def _unprocessed(config: DictConfig) -> bool:

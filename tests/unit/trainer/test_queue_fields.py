@@ -4,7 +4,7 @@ import torch
 from transfer_queue import KVBatchMeta
 
 from tests.support.store import Store
-from verl_ext.trainer.transfer import schema_of, without, without_heavy
+from verl_ext.trainer.queue import schema_of, without, without_heavy
 
 STORED = {"uid": "a", "multi_modal_inputs": {}, "input_ids": torch.ones(1, 3), "routed_experts": torch.ones(1, 3, 2, 2)}
 

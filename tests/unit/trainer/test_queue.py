@@ -8,13 +8,12 @@ from transfer_queue import KVBatchMeta
 
 from tests.support.examples import at_most
 from tests.support.store import made_batch
-from verl_ext.base.errors import BatchError
-from verl_ext.core.measure import measure
+from verl_ext.core.measure import gather, measure, put_together
 from verl_ext.core.mismatch import sums_by_sign
-from verl_ext.core.tokens import Tokens, jagged
-from verl_ext.trainer import in_blocks, transfer
+from verl_ext.core.tokens import Tokens
+from verl_ext.trainer import queue
 from verl_ext.trainer.batch import gaps
-from verl_ext.trainer.in_blocks import InBlocks, parts_of
+from verl_ext.trainer.queue import QueueBatch, parts_of
 
 CORRECTIONS = {"icepop": {"alpha": 0.5, "beta": 2.0}, "geo_mask": {"low": 0.5, "high": 2.0}}
 
@@ -47,44 +46,46 @@ def test_in_blocks_as_whole(lengths, group, at_once, seed):
     batch, store, tokens, whole = made(lengths, group, seed)
     if not tokens.mask.any():
         return
+    lengths_of = tokens.offsets.diff().tolist()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(in_blocks, "AT_ONCE", at_once)
-        patched.setattr(transfer, "tq", store)
-        blocks = InBlocks(batch, None, lambda tokens, weight: {"rollout_is_weights": weight})
-        if blocks.whole:
-            blocks.take(store.kv_batch_get(batch.keys, "train", list(next(iter(store.rows.values())))))
-        wanted, found = measure(tokens, CORRECTIONS), blocks.measure(CORRECTIONS, breakdown=True)
+        patched.setattr(queue, "AT_ONCE", at_once)
+        patched.setattr(queue, "tq", store)
+        blocks = QueueBatch(batch)
+        sums = blocks.start(["prompts"])
+        assert len(sums["prompts"]) == len(lengths)
+        wanted, gathered = measure(tokens, CORRECTIONS), []
+        for block, found in blocks.blocks(by_sign=True):
+            weight, part = gather(found, CORRECTIONS, origin=gathered[-1].origin if gathered else None)
+            gathered.append(part)
+            blocks.put(block, {"rollout_is_weights": weight})
+        found = put_together(gathered, CORRECTIONS)
         assert (found.tokens, found.kept, found.non_finite) == (wanted.tokens, wanted.kept, wanted.non_finite)
+        assert sum(part.non_finite for part in gathered) == wanted.non_finite
         assert found.metrics.keys() == wanted.metrics.keys()
         for name, value in wanted.metrics.items():
             # k is added up in float32, block by block; a correlation is what is left of two sums of squares.
             assert found.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-7), name
-        written = blocks.written.get("rollout_is_weights")
-        weights = written.unbind() if blocks.whole else [one["rollout_is_weights"] for one in store.rows.values()]
-        assert torch.equal(torch.cat(list(weights)), wanted.weight)
-        by_sign = sums_by_sign(tokens, whole["advantages"])
-        advantages = jagged(whole["advantages"], tokens.offsets)
-        torch.testing.assert_close(blocks.sums_by_sign(advantages), by_sign, rtol=1e-9, atol=1e-12)
-        assert blocks.count == tokens.count and blocks.added == {1}
-        bad = (~whole["old_log_probs"].isfinite() & tokens.mask).sum()
-        assert blocks.non_finite() == {"rollout_log_probs": 0, "old_log_probs": int(bad)}
         for mine, theirs in zip(blocks.gaps(), gaps(tokens), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0)
         scores = [float(one["rm_scores"].double().sum()) for one in store.rows.values()]
         real = [score for place, score in enumerate(scores) if place != 1]
-        assert blocks.mean_score() == pytest.approx(sum(real) / len(real), rel=1e-6)
+        assert blocks.mean_score() == pytest.approx(sum(real) / len(real), rel=1e-6) and blocks.added == {1}
         largest = max(sum(n for row, n in enumerate(lengths) if row // group == one) for one in range(len(lengths)))
         assert blocks.whole or store.most <= max(at_once, largest)
         some = [len(lengths) - 1, 0]
-        picked = blocks.tokens_of(some)
-        assert [len(row) for row in picked.offsets.diff().split(1)] == [1, 1]
+        picked, weight = blocks.tokens_of(some)
         last, first = (slice(*tokens.offsets[row : row + 2].tolist()) for row in some)
+        assert picked.offsets.diff().tolist() == [lengths_of[row] for row in some]
         assert torch.equal(picked.l_infer, torch.cat([tokens.l_infer[last], tokens.l_infer[first]]))
-        assert torch.equal(blocks.weight(picked), torch.cat([wanted.weight[last], wanted.weight[first]]))
+        assert torch.equal(weight, torch.cat([wanted.weight[last], wanted.weight[first]]))
+        by_sign = sums_by_sign(tokens, whole["advantages"])
+        torch.testing.assert_close(blocks.sums_by_sign(), by_sign, rtol=1e-9, atol=1e-12)
+        assert blocks.write(batch) is batch or blocks.whole
+        assert torch.equal(torch.cat([one["rollout_is_weights"] for one in store.rows.values()]), wanted.weight)
 
 
 def test_a_prompts_trajectories_are_never_divided(monkeypatch):
-    monkeypatch.setattr(in_blocks, "AT_ONCE", 10)
+    monkeypatch.setattr(queue, "AT_ONCE", 10)
     batch, *_ = made([4, 4, 4, 4, 4, 4, 1, 1], 2, 0)
     parts = parts_of(batch)
     prompts = [{batch.keys[row].split("_")[0] for row in part.rows} for part in parts]
@@ -94,19 +95,6 @@ def test_a_prompts_trajectories_are_never_divided(monkeypatch):
 
 
 def test_lengths_that_nobody_tells_make_one_block(monkeypatch):
-    monkeypatch.setattr(in_blocks, "AT_ONCE", 1)
+    monkeypatch.setattr(queue, "AT_ONCE", 1)
     batch = KVBatchMeta(keys=["a_0_0", "b_0_0"], tags=[{}, {}], partition_id="train")
     assert [part.rows for part in parts_of(batch)] == [[0, 1]]
-
-
-@pytest.mark.parametrize("at_once", [1, 99])
-def test_a_batch_without_a_generated_token_names_the_tensor(monkeypatch, at_once):
-    batch, store, *_ = made([2, 3, 2], 1, 0)
-    for row in store.rows.values():
-        row["response_mask"].zero_()
-    monkeypatch.setattr(in_blocks, "AT_ONCE", at_once)
-    monkeypatch.setattr(transfer, "tq", store)
-    blocks = InBlocks(batch, None)
-    for look in (lambda: blocks.measure({}, breakdown=True), lambda: blocks.count):
-        with pytest.raises(BatchError, match="response_mask is 0 everywhere"):
-            look()
