@@ -167,7 +167,7 @@ def get_batch_filter(name: str) -> BatchFilter:
 
 @dataclass(frozen=True)
 class FilterTally:
-    """What all filters together did to a batch, or to a part of it; tallies of parts are `put_together`.
+    """What all filters together did to a batch, or to a part of it; those of parts are merged by `merge_tallies`.
 
     Attributes:
         tokens, trajectories: generated tokens, and trajectories that have one; `kept_*` of them, what is left.
@@ -233,8 +233,8 @@ class FilterOutcome(FilterTally):
     keep_N: Tensor
 
 
-def put_together(parts: Sequence[FilterTally]) -> FilterTally:
-    """Of a batch in parts; of what a filter tells itself, the mean over them, weighted by their trajectories."""
+def merge_tallies(parts: Sequence[FilterTally]) -> FilterTally:
+    """The tally of a batch in parts; what a filter tells itself is the mean over them, weighted by trajectories."""
 
     def mean(name: str) -> float:
         told = [(part.own[name], part.trajectories) for part in parts if name in part.own]

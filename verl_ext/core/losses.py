@@ -34,8 +34,7 @@ class LossBatch:
     Attributes:
         l_theta: with gradient.
         mask: m, bool.
-        k: the mismatch ratio exp(l_old - l_infer), which comes in the place of the tokens' weights: a loss that reads
-            it gives the only weights there are.
+        k: the mismatch ratio exp(l_old - l_infer), 0 where it is not a number.
         entropy: of the training policy before the update, in nats.
         router_agreement: share of a token's experts that both engines chose, mean over layers.
         router_deviation: |log r_theta - log r_old| of the router, mean over experts and layers.

@@ -30,12 +30,12 @@ READ_SHARE = 0.005  # of a step: what the training ranks may wait for the storag
 VERLS_ID_BYTES = 2  # which are sent where an engine's are wider
 HEAD_BYTES = 8  # an id in int32 and a log-probability in float32
 SUM_BYTES = 8
-# Bytes a response token, and how many fields that is, of what our trainers read and write (trainer/in_blocks.py,
-# batch_step.py, filtering.py). Of a batch that is one block, beside what verl reads: entropy, responses for filters. Of
-# a larger one, once for each thing that is done: rewards; log-probabilities of both engines, mask and entropy; those
-# with advantages, where these differ in sign within a trajectory; and for filters with what they look at besides.
-BESIDE, BESIDE_FILTERS = (4, 1), (8, 1)
-REWARDS, FIELDS, SIGNS, FILTERS = (4, 1), (20, 4), (20, 4), (44, 8)
+# Bytes per response token, and how many fields that is, of what our trainers read and write (trainer/queue.py). Before
+# verl's advantages: rewards; log-probabilities of both engines, mask and entropy. After them: the advantages, or for
+# filters all that they look at. A batch that is one block has the rest at hand by then; a larger one is read again: for
+# filters, and where advantages differ in sign within a trajectory.
+REWARDS, FIELDS, ADVANTAGES = (4, 1), (20, 4), (4, 1)
+FILTERS, FILTERS_AGAIN, SIGNS_AGAIN = (24, 4), (44, 8), (20, 4)
 READ_AGREEMENT = (4, 1)
 WRITTEN_WEIGHTS, WRITTEN_LAG, WRITTEN_MASKS = (4, 1), (8, 1), (16, 2)
 AGREEMENT_BYTES = 4  # router_agreement, a response token, beside a trajectory's sums
@@ -137,10 +137,11 @@ def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: flo
 def controller_reads(usage: Usage, tokens: float) -> list[tuple[int, int]]:
     """Bytes a response token and fields of each read."""
     agreement = [READ_AGREEMENT] * usage.compares
+    found = [REWARDS, FIELDS, *agreement]
     if tokens <= AT_ONCE:
-        return [BESIDE, *agreement, *[BESIDE_FILTERS] * usage.filters]
-    found = [REWARDS, FIELDS, *agreement, *[SIGNS] * usage.signs]
-    return [*found, FILTERS, *agreement] if usage.filters else found
+        return [*found, *([FILTERS] if usage.filters else [ADVANTAGES] * usage.splits)]
+    found += [ADVANTAGES] * usage.splits + [SIGNS_AGAIN] * usage.signs
+    return [*found, FILTERS_AGAIN, *agreement] if usage.filters else found
 
 
 def id_bytes(sizes: Sizes) -> int:

@@ -116,7 +116,7 @@ class Plan:
         if usage.simple and self.units_wanted > usage.units:
             found.append((f"{UNITS}={self.units_wanted}", self.but(units=self.units_wanted)))
         if usage.measures and usage.signs:
-            found.append(("stability.breakdown=false", self.but(signs=False)))
+            found.append(("stability.breakdown=false", self.but(splits=False, signs=False)))
         if any(cost.waited for cost in self.on if cost.hidden):
             more = 2 * usage.workers
             found.append((f"{WORKERS}={more}", self.but(workers=more)))

@@ -98,7 +98,8 @@ class Usage:
     Attributes:
         measures, weighs, guards, compares, has_heads: the parts of the plugin that are on.
         filters: tokens are taken out of the loss's mask.
-        signs: the gap is split by the sign of advantages that differ within a trajectory.
+        splits: the gap is split by the sign of the advantages.
+        signs: and these may differ within a trajectory.
         head: tokens of the sampler's head, or the usual ones.
         head_reads: stages that read it.
         agreement_share: of the trajectories, whose expert ids travel for router agreement.
@@ -115,6 +116,7 @@ class Usage:
     compares: bool = False
     has_heads: bool = False
     filters: bool = False
+    splits: bool = False
     signs: bool = False
     head: int = USUAL_HEAD
     head_reads: int = 1
@@ -173,6 +175,7 @@ def read_usage(config: DictConfig) -> Usage:
         compares=run.uses(Part.ROUTER_COMPARISON),
         has_heads=run.uses(Part.HEADS),
         filters=run.uses(Part.MASKS),
+        splits=stability.breakdown and not late,
         signs=stability.breakdown and not late and config.algorithm.adv_estimator in BY_TOKEN,
         head=head_k(run) or USUAL_HEAD,
         head_reads=2 if run.uses(Part.HEADS_IN_UPDATE) else 1,

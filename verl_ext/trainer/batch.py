@@ -89,7 +89,7 @@ def gaps(tokens: Tokens) -> tuple[Tensor, Tensor]:
     return tokens.row_sums(log_k.masked_fill_(~tokens.mask, 0.0)), tokens.row_sums(tokens.mask)
 
 
-def picked(tokens: Tokens, rows: Sequence[int]) -> tuple[Tokens, Tensor]:
+def pick_rows(tokens: Tokens, rows: Sequence[int]) -> tuple[Tokens, Tensor]:
     """Some trajectories of a batch, in this order; and where their tokens stand among the N."""
     ends = tokens.offsets.tolist()
     places = torch.cat([torch.arange(ends[row], ends[row + 1]) for row in rows])

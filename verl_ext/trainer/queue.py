@@ -38,7 +38,7 @@ from verl_ext.core.mismatch import signs_of_rows, sums_by_row, sums_by_sign
 from verl_ext.core.tokens import AT_ONCE, Lag, Tokens, jagged, segment_sums
 from verl_ext.features.feature import Part, RunFeatures
 from verl_ext.features.routing import replayed_field
-from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS, gaps, picked, response_tokens
+from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS, gaps, pick_rows, response_tokens
 
 SHIFT_FIELDS = (SHIFT_EXPERTS, SHIFT_SCORES)  # what the loss router_shift compares the current router with
 HEAD_FIELDS = (HEAD_IDS, HEAD_LOG_PROBS)
@@ -220,7 +220,7 @@ class QueueBatch:
             mixed += [part.rows[row] for row in rows]
         for part in parts_of(part_of(self._batch, mixed)) if mixed else ():
             data = get_fields(part.batch, (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, LOSS_MASK, ADVANTAGES))
-            found += sums_by_sign(_as_sampled(data), data[ADVANTAGES].values())
+            found += sums_by_sign(_sampled_tokens(data), data[ADVANTAGES].values())
         return found
 
     def views(self, *, weighed: bool) -> Iterator[tuple[Rows, FilterBatch, Tensor | None]]:
@@ -232,7 +232,7 @@ class QueueBatch:
             else:
                 names = dict.fromkeys((*FIELDS, LOSS_MASK, *FILTER_FIELDS, *[WEIGHTS] * weighed))
                 data = weights = dict(get_fields(part.batch, list(names)).items())
-                tokens = _as_sampled(data, self._lag_of(part.rows))
+                tokens = _sampled_tokens(data, self._lag_of(part.rows))
             view = self._view(tokens, part.batch.keys, data)
             yield replace(part, offsets=tokens.offsets), view, weights[WEIGHTS].values() if weighed else None
 
@@ -260,7 +260,7 @@ class QueueBatch:
     def tokens_of(self, rows: Sequence[int]) -> tuple[Tokens, Tensor | None]:
         """Tokens of some trajectories before verl has computed advantages, and their weights where any were put."""
         if self._tokens is not None:
-            tokens, places = picked(self._tokens, rows)
+            tokens, places = pick_rows(self._tokens, rows)
             return tokens, self._waiting[WEIGHTS].values()[places] if self._is_weighed else None
         data = dict(get_fields(part_of(self._batch, rows), (*FIELDS, *[WEIGHTS] * self._is_weighed)).items())
         return response_tokens(data, self._lag_of(rows)), data[WEIGHTS].values() if self._is_weighed else None
@@ -281,6 +281,6 @@ class QueueBatch:
         return None if self._lag is None else Lag(self._lag.newest[list(rows)], self._lag.oldest[list(rows)])
 
 
-def _as_sampled(data: Mapping[str, Tensor], lag: Lag | None = None) -> Tokens:
+def _sampled_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Tokens:
     """The tokens as they were measured: verl's own rejection may have taken some out of response_mask since."""
     return response_tokens({**dict(data.items()), RESPONSE_MASK: data[LOSS_MASK]}, lag)

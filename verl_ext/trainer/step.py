@@ -15,8 +15,7 @@ from torch import Tensor
 
 from verl_ext.base.errors import BatchError
 from verl_ext.base.names import LAG, OLD_LOG_PROBS, RESPONSE_MASK, ROLLOUT_LOG_PROBS, WEIGHTS
-from verl_ext.core.filters import FilterBatch, FilterOutcome, FilterTally, apply_filters
-from verl_ext.core.filters import put_together as tally_of
+from verl_ext.core.filters import FilterBatch, FilterOutcome, FilterTally, apply_filters, merge_tallies
 from verl_ext.core.measure import Gathered, Measured, gather, put_together
 from verl_ext.core.mismatch import advantage_metrics, count_non_finite
 from verl_ext.core.tokens import Tokens
@@ -198,10 +197,10 @@ class Step:
             left = leave_out(view, weight, self._stability)
             tallies.append(left)
             waiting.append((block, left.keep_N))
-            tally = tally_of(tallies)
+            tally = merge_tallies(tallies)
             while waiting and not tally.empty:
-                of, keep_N = waiting.pop()
-                batch.put(of, {RESPONSE_MASK: keep_N})
+                filtered, keep_N = waiting.pop()
+                batch.put(filtered, {RESPONSE_MASK: keep_N})
         metrics.update(tally.metrics)
         for name, key in tally.examples.items():
             print(f"verl_ext: step {step}: filter {name} dropped tokens of {key}", flush=True)

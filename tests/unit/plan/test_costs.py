@@ -64,27 +64,31 @@ def test_the_controller_reads_what_the_trainer_asks_for():
 
     fields, agreement = [name for name in FIELDS if name != "router_agreement"], "router_agreement"
     engines = ("rollout_log_probs", "old_log_probs", "response_mask")
-    assert (bytes_of("entropy"), bytes_of("responses")) == (module.BESIDE, module.BESIDE_FILTERS)
-    assert (bytes_of(REWARDS), bytes_of(*fields), bytes_of(agreement)) == (
+    assert (bytes_of(REWARDS), bytes_of(*fields), bytes_of(agreement), bytes_of("advantages")) == (
         module.REWARDS,
         module.FIELDS,
         module.READ_AGREEMENT,
+        module.ADVANTAGES,
     )
-    looked_at = bytes_of(*dict.fromkeys([*fields, "loss_mask", *FILTER_FIELDS]))
-    assert (bytes_of(*engines, "advantages"), looked_at) == (module.SIGNS, module.FILTERS)
+    again = bytes_of(*dict.fromkeys([*fields, "loss_mask", *FILTER_FIELDS]))
+    assert (bytes_of(*FILTER_FIELDS), again) == (module.FILTERS, module.FILTERS_AGAIN)
+    assert bytes_of(*engines, "advantages") == module.SIGNS_AGAIN
     assert bytes_of("rollout_is_weights") == module.WRITTEN_WEIGHTS
     assert bytes_of("response_mask", "loss_mask") == module.WRITTEN_MASKS
 
     reads = "corrections, vllm_kl/*", "controller", "reads"
-    plain, large = Usage(measures=True, signs=False), replace(FSDP, sequences=2048)
-    assert gigabytes(FSDP, plain, *reads) == pytest.approx(4 * TOKENS)
-    assert gigabytes(FSDP, replace(plain, signs=True), *reads) == pytest.approx(4 * TOKENS)
-    assert gigabytes(FSDP, replace(plain, filters=True), *reads) == pytest.approx(12 * TOKENS)
+    plain, large = Usage(measures=True), replace(FSDP, sequences=2048)
+    splits = replace(plain, splits=True)
+    assert gigabytes(FSDP, plain, *reads) == pytest.approx(24 * TOKENS)
+    assert gigabytes(FSDP, splits, *reads) == pytest.approx(28 * TOKENS)
+    assert gigabytes(FSDP, replace(splits, signs=True), *reads) == pytest.approx(28 * TOKENS)
+    assert gigabytes(FSDP, replace(splits, filters=True), *reads) == pytest.approx(48 * TOKENS)
     assert gigabytes(large, plain, *reads) == pytest.approx(24 * 2 * TOKENS)
-    assert gigabytes(large, replace(plain, signs=True), *reads) == pytest.approx(44 * 2 * TOKENS)
+    assert gigabytes(large, splits, *reads) == pytest.approx(28 * 2 * TOKENS)
+    assert gigabytes(large, replace(splits, signs=True), *reads) == pytest.approx(48 * 2 * TOKENS)
     assert gigabytes(large, replace(plain, filters=True), *reads) == pytest.approx(68 * 2 * TOKENS)
     sums = 1024 * 8 * (4 * 48 + 5 + len(REASONS))
-    assert gigabytes(FSDP, replace(plain, compares=True), *reads) == pytest.approx(8 * TOKENS + sums)
+    assert gigabytes(FSDP, replace(plain, compares=True), *reads) == pytest.approx((24 + 4) * TOKENS + sums)
     both = replace(plain, compares=True, filters=True)
     assert gigabytes(large, both, *reads) == pytest.approx((68 + 8) * 2 * TOKENS + 2 * sums)
     seconds = 24 * 2 * TOKENS / 1e9 / module.CLIENT_GET + 5 * 2048 * module.VALUE_GET_US / 1e6
@@ -153,6 +157,7 @@ runs = st.builds(
     has_heads=st.booleans(),
     filters=st.booleans(),
     signs=st.booleans(),
+    splits=st.booleans(),
     head=st.integers(1, 256),
     head_reads=st.integers(1, 2),
     agreement_share=st.floats(0.01, 1),

@@ -18,7 +18,7 @@ ASKED = (RECIPE, "stability=icepop", "stability.router_agreement=true")
 
 CHANGES = {
     "stability.router_agreement_share": lambda value: {"agreement_share": float(value)},
-    "stability.breakdown": lambda value: {"signs": value == "true"},
+    "stability.breakdown": lambda value: {"signs": value == "true", "splits": value == "true"},
     UNITS: lambda value: {"units": int(value)},
 }
 

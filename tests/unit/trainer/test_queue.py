@@ -1,4 +1,4 @@
-"""A batch in blocks is measured, weighed and filtered as it would be whole, and never held at once."""
+"""A batch in blocks is what it would be whole, and never held at once; and which fields of it a stage is sent."""
 
 import pytest
 import torch
@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from transfer_queue import KVBatchMeta
 
 from tests.support.examples import at_most
-from tests.support.store import made_batch
+from tests.support.store import Store, made_batch
 from verl_ext.core.measure import gather, measure, put_together
 from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.tokens import Tokens
 from verl_ext.trainer import queue
 from verl_ext.trainer.batch import gaps
-from verl_ext.trainer.queue import QueueBatch, parts_of
+from verl_ext.trainer.queue import QueueBatch, parts_of, schema_of, without, without_heavy
 
 CORRECTIONS = {"icepop": {"alpha": 0.5, "beta": 2.0}, "geo_mask": {"low": 0.5, "high": 2.0}}
 
@@ -98,3 +98,30 @@ def test_lengths_that_nobody_tells_make_one_block(monkeypatch):
     monkeypatch.setattr(queue, "AT_ONCE", 1)
     batch = KVBatchMeta(keys=["a_0_0", "b_0_0"], tags=[{}, {}], partition_id="train")
     assert [part.rows for part in parts_of(batch)] == [[0, 1]]
+
+
+STORED = {"uid": "a", "multi_modal_inputs": {}, "input_ids": torch.ones(1, 3), "routed_experts": torch.ones(1, 3, 2, 2)}
+
+
+def meta(fields):
+    return KVBatchMeta(keys=["a_0_0"], tags=[{}], partition_id="train", fields=fields, extra_info={"temperature": 1})
+
+
+def test_which_fields_are_numbers_is_asked_without_reading_one(monkeypatch):
+    store = Store(**STORED).install(monkeypatch)
+    numbers = {"uid": False, "multi_modal_inputs": False, "input_ids": True, "routed_experts": True}
+    for fields in (None, ["uid"]):
+        schema = schema_of(meta(fields))
+        assert {name: not of["is_non_tensor"] for name, of in schema.items()} == numbers
+        assert schema["routed_experts"]["dtype"] == torch.float32
+    assert store.read == []
+
+
+def test_a_copy_is_left_without_fields(monkeypatch):
+    whole = meta(["uid", "input_ids", "routed_experts"])
+    sent = without(whole, {"uid", "of no batch"})
+    assert sent.fields == ["input_ids", "routed_experts"] and whole.fields == ["uid", "input_ids", "routed_experts"]
+    assert (sent.keys, sent.tags, sent.extra_info) == (whole.keys, whole.tags, whole.extra_info)
+    assert without_heavy(whole).fields == ["uid", "input_ids"]
+    assert without_heavy(whole, {"routed_experts"}).fields == whole.fields
+    assert without(meta(None), {"uid"}).fields is None  # all of them, whatever they are
