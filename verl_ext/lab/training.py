@@ -10,6 +10,7 @@ Shape legend: B trajectories, T columns of padded responses, N response tokens o
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +18,14 @@ from omegaconf import DictConfig
 from torch import Tensor
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-from verl_ext.base.names import AGREEMENT, LAG, REF_LOG_PROBS, WEIGHTS
+from verl_ext.base.names import AGREEMENT, FIRST_PASS, LAG, REF_LOG_PROBS, UPDATE, WEIGHTS
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.routing import router_metrics
 from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.guard.state import Decision
-from verl_ext.lab.learner import LabBatch, Learner, LossFields, Scores, compare_routing, score
+from verl_ext.lab.engine import Scores, score
+from verl_ext.lab.learner import LabBatch, Learner, LossFields, compare_routing
 from verl_ext.lab.model import rollout_log_probs, sample_responses
 from verl_ext.lab.regimes import History, Regime, engine_of
 from verl_ext.lab.tasks import END, decode, draw, encode, rewards
@@ -85,7 +87,7 @@ class Training:
         self.setup = setup
         knows_kept = any(regime.reports_kept for regime in setup.regimes.values())
         self.learner = Learner(config, setup.stability, setup.lab.model, weights, knows_kept)
-        self.policy = self.learner.policy
+        self.policy = self.learner.engine
         self.history = History(max([regime.reach for regime in setup.regimes.values()], default=0))
         self.history.add(self.policy.weights)
         self.active = read_active(config, setup.stability)
@@ -121,10 +123,10 @@ class Training:
         fields, outcome = self._fields(batch, scored, tokens, judged, metrics)
         narrowed, refused = self.guard.tightens, outcome.refused is not None
         if not refused:
-            asked = {"narrowed": narrowed, "limits": self.guard.limits}
-            metrics |= self.learner.update(
-                batch, scored, fields, step=number, lr_scale=self.guard.lr_scale, asked=asked
-            )
+            asked: dict[str, Any] = {UPDATE: {"step": number, "lr_scale": self.guard.lr_scale}}
+            if self.active.measures_in_update:
+                asked[FIRST_PASS] = {"narrowed": narrowed, "limits": self.guard.limits}
+            metrics |= self.learner.update(batch, scored, fields, asked)
         if self.active.measures_in_update:
             measured, by_workers = take_measured(metrics)
             refused = refused or by_workers
@@ -135,7 +137,7 @@ class Training:
             metrics |= found
             self.actions.carry_out(decision)
         metrics["actor/lr"] = self.policy.end_step()
-        self.actions.end_step(metrics, {"actor": self.policy})
+        self.actions.end_step(metrics, {"actor": self.learner})
         self._save(number)
         self.history.add(self.policy.weights)
         metrics |= self._look_at_sync(number)
