@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
@@ -40,7 +40,6 @@ from verl_ext.base.names import (
 )
 from verl_ext.core.head import Head, Reading, centering, read, weights_of
 from verl_ext.core.losses import router_deviation
-from verl_ext.core.tokens import jagged
 from verl_ext.lab.model import ModelSettings, Routing, Weights, forward
 from verl_ext.workers.head import CENTERING, HeadUse
 
@@ -198,7 +197,7 @@ class LabWorker:
             found = self.engine.train_batch(mini_batch, loss_function=self.loss_fn)["metrics"]
             single = {name: value.aggregate() for name, value in found.items() if isinstance(value, Metric)}
             append_to_dict(metrics, found | single)
-        return tu.get_tensordict({}, {"metrics": metrics})
+        return TensorDict({"metrics": NonTensorData(metrics)})
 
     def infer_batch(self, data: TensorDict) -> dict[str, Tensor]:
         """`log_probs` of prompts and responses, packed."""
@@ -206,21 +205,23 @@ class LabWorker:
 
 
 def split(data: TensorDict, size: int, epochs: int) -> Iterator[TensorDict]:
-    """The mini-batches of a batch. verl's own iterator takes the rows of jagged fields one by one."""
+    """The mini-batches of a batch; verl's own iterator takes the rows of jagged fields one by one."""
+    if size >= len(data):
+        yield from [data] * epochs
+        return
     nested = {name: data[name].values().view(len(data), -1) for name in (PROMPTS, RESPONSES)}
     others = data.exclude(*nested)
-    for _ in range(epochs):
-        for start in range(0, len(data), size):
-            rows = slice(start, start + size)
-            mini_batch = others[rows]
-            for name, values in nested.items():
-                mini_batch[name] = equal_rows(values[rows])
-            yield mini_batch
+    for start in [*range(0, len(data), size)] * epochs:
+        mini_batch = others[start : start + size]
+        for name, values in nested.items():
+            mini_batch[name] = equal_rows(values[start : start + size])
+        yield mini_batch
 
 
 def equal_rows(values: Tensor) -> Tensor:
     """[B, n] as a nested tensor of B rows."""
-    return jagged(values.flatten(), torch.arange(0, values.numel() + 1, values.shape[1]))
+    B, n = values.shape
+    return torch.nested.nested_tensor_from_jagged(values.flatten(), torch.arange(0, B * n + 1, n), max_seqlen=n)
 
 
 def pack(values: Tensor, prompt: int) -> Tensor:

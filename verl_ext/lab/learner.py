@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
@@ -185,7 +185,7 @@ class Learner:
     ) -> TensorDict:
         """What a run sends to its workers' update; see `LabWorker.train_mini_batch` for the layout."""
         sampled, T = batch.sampled, batch.sampled.mask.shape[1]
-        tensors = {
+        tensors: dict[str, Any] = {
             PROMPTS: equal_rows(batch.prompts),
             RESPONSES: equal_rows(sampled.responses),
             RESPONSE_MASK: fields.mask.long(),
@@ -207,9 +207,8 @@ class Learner:
         if sampled.head is not None:
             rows = (len(batch.keys), T, -1)
             tensors |= {HEAD_IDS: sampled.head.ids.view(rows), HEAD_LOG_PROBS: sampled.head.log_q.view(rows)}
-        data = TensorDict(tensors, batch_size=len(batch.keys))
-        tu.assign_non_tensor(data, **self._asked, **{FILTER_SCALE: fields.filter_scale}, **(asked or {}))
-        return data
+        told = {**self._asked, FILTER_SCALE: fields.filter_scale, **(asked or {})}
+        return TensorDict(tensors | {name: NonTensorData(value) for name, value in told.items()}, len(batch.keys))
 
     def head_metrics(self, batch: LabBatch, scored: Scores) -> dict[str, float]:
         """`vllm_kl/head*`; none where the rollout returns no heads."""
