@@ -110,7 +110,7 @@ class LabEngine:
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """One pass over a mini-batch, which is one micro-batch and is all of its ranks' here."""
+        """A pass over a mini-batch, as one micro-batch on one rank."""
         prompts, responses = (data[name].values().view(len(data), -1) for name in (PROMPTS, RESPONSES))
         head = None
         if HEAD_IDS in data.keys():  # noqa: SIM118 (a TensorDict)
@@ -166,7 +166,7 @@ class LabEngine:
         return score(self.weights, self._model, prompts, responses, replayed, head, truncated)
 
     def _take_kept(self, responses: Tensor) -> Scores | None:
-        """The scores of `score_old`, once and at first, where they are of these trajectories."""
+        """The scores of `score_old` if they are of these trajectories; for the first training pass after it only."""
         kept, self._kept = self._kept, None
         return kept[1] if kept is not None and torch.equal(kept[0], responses) else None
 

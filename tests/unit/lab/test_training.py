@@ -159,16 +159,16 @@ def test_agreement_is_counted_on_the_passes_that_predict_the_response(training):
     assert next(found, None) is None
 
 
-def test_r2_replays_the_first_pass_in_every_update(training):
-    run = training("stale", "r2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", steps=2)
+def test_r2_replays_the_first_pass_in_every_update_and_after_it(training):
+    updates = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+    run = training("stale", "r2", updates, "stability.guard.after_update.trajectories=8", steps=2)
     batch, scored = of_a_step(run, 3)
     run.policy.weights["0.router"].data.neg_()
     passes, score = [], run.policy._score
     run.policy._score = lambda *given: passes.append(score(*given)) or passes[-1]
     run.learner.update(batch, scored, all_tokens(batch, scored), {})
-    assert len(passes) == 4
-    for number, now in enumerate(passes):
-        rows = slice(16 * number, 16 * (number + 1))
+    for start, now in zip((0, 16, 32, 48, 0), passes, strict=True):  # the last after the update
+        rows = slice(start, start + len(now.log_probs))
         assert torch.equal(now.routing.stacked(), scored.routing.stacked()[rows])
         assert not torch.equal(now.routing.own[0], scored.routing.own[0][rows])
 
