@@ -10,6 +10,7 @@ Shape legend: B trajectories, T columns of padded responses, N response tokens o
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-from verl_ext.base.names import AGREEMENT, REF_LOG_PROBS, RESPONSE_MASK, WEIGHTS
+from verl_ext.base.names import AGREEMENT, FIRST_PASS, REF_LOG_PROBS, RESPONSE_MASK, UPDATE, WEIGHTS
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.routing import router_metrics
@@ -27,7 +28,8 @@ from verl_ext.features.feature import Part
 from verl_ext.features.stability import StabilityConfig
 from verl_ext.features.table import read_features
 from verl_ext.features.verl_config import bypasses
-from verl_ext.lab.learner import LabBatch, Learner, LossFields, Scores, compare_routing, score
+from verl_ext.lab.engine import Scores, score
+from verl_ext.lab.learner import LabBatch, Learner, LossFields, compare_routing
 from verl_ext.lab.model import rollout_log_probs, sample_responses
 from verl_ext.lab.regimes import History, Regime, engine_of
 from verl_ext.lab.tasks import END, decode, draw, encode, rewards
@@ -119,7 +121,7 @@ class Training:
         self.setup = setup
         knows_kept = any(regime.reports_kept for regime in setup.regimes.values())
         self.learner = Learner(config, setup.stability, setup.lab.model, weights, knows_kept)
-        self.policy = self.learner.policy
+        self.policy = self.learner.engine
         self.history = History(max([regime.reach for regime in setup.regimes.values()], default=0))
         self.history.add(self.policy.weights)
         self.features = read_features(config, setup.stability)
@@ -152,16 +154,13 @@ class Training:
         ours.advantages = self._advantages(batch)
         outcome = step.settle(ours, metrics)
         if outcome.refused is None:
-            fields, asked = (
-                self._fields(ours, scored, outcome),
-                {"narrowed": outcome.narrowed, "limits": self.guard.limits},
-            )
-            metrics |= self.learner.update(
-                batch, scored, fields, step=number, lr_scale=self.guard.lr_scale, asked=asked
-            )
+            asked: dict[str, Any] = {UPDATE: {"step": number, "lr_scale": self.guard.lr_scale}}
+            if self.features.uses(Part.MEASURE_IN_UPDATE):
+                asked[FIRST_PASS] = {"narrowed": outcome.narrowed, "limits": self.guard.limits}
+            metrics |= self.learner.update(batch, scored, self._fields(ours, scored, outcome), asked)
         step.judge_late(metrics)
         metrics["actor/lr"] = self.policy.end_step()
-        self.actions.end_step(metrics, {"actor": self.policy})
+        self.actions.end_step(metrics, {"actor": self.learner})
         self._save(number)
         self.history.add(self.policy.weights)
         metrics |= self._look_at_sync(number)

@@ -22,12 +22,11 @@ from verl_ext.core.recorder import Recorder
 from verl_ext.features.losses import LOSSES
 from verl_ext.routing.engines import ENGINES
 from verl_ext.routing.router_shift import ShiftRecorder
-from verl_ext.workers.first_pass import FirstPass
-from verl_ext.workers.gate import Gate, undo_of
+from verl_ext.workers.gate import Gate
 from verl_ext.workers.head import HeadReader, HeadUse
 from verl_ext.workers.replica_fetch import share_fetches
 from verl_ext.workers.versions import VersionsMixin
-from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
+from verl_ext.workers.worker_loss import LossSettings, install_loss
 
 
 class SharingTrainingWorker(TrainingWorker):
@@ -55,9 +54,9 @@ class LossMixin:
         Args:
             settings: fields of LossSettings; what is left out is off.
 
-        Returns what is active on this rank: `policy_loss`, `corrections`, `kl`, `mini_batch`, `first_pass`, `centers`
-        (see `build_worker_loss`); `router_shift`, how many routers are hooked, or None; `head`, whether the sampler's
-        heads are read; `undo`, whether an update can be taken back; `after_update`, trajectories scored again.
+        Returns what is active on this rank: `policy_loss`, `corrections`, `kl`, `mini_batch`, `first_pass`, `centers`,
+        `undo`, `after_update` (see `install_loss`); `router_shift`, how many routers are hooked, or None; `head`,
+        whether the sampler's heads are read.
 
         Raises:
             ConfigError: a setting cannot work.
@@ -70,11 +69,7 @@ class LossMixin:
         wanted = LossSettings.from_dict(settings)
         if self.gate is None:
             self.gate = Gate(self.actor)
-        first_pass = FirstPass(wanted.first_pass) if wanted.first_pass is not None else None
-        loss, active = build_worker_loss(self.loss_fn.keywords["config"], wanted, self.gate, first_pass)
-        self.gate.limits, self.gate.first_pass = wanted.mini_batch, first_pass
-        self.gate.undo = (self.gate.undo or undo_of(self.actor.engine)) if wanted.undo else None
-        self.gate.after_update = wanted.after_update
+        active = install_loss(self.gate, self.loss_fn.keywords["config"], wanted)
         ours = LOSSES.get(active["policy_loss"]["loss_mode"])
         shifts = ours is not None and "router_deviation" in ours.reads
         if shifts and self.shift is None:
@@ -85,15 +80,13 @@ class LossMixin:
             self.head = HeadReader(self.actor.engine)
         if self.head is not None:
             self.head.use = wanted.head or HeadUse()
-        self.actor.set_loss_fn(loss)
         routers = len(self.shift.routers) if shifts and self.shift else None
-        told = {"router_shift": routers, "head": wanted.head is not None}
-        return active | told | {"undo": wanted.undo, "after_update": wanted.after_update}
+        return active | {"router_shift": routers, "head": wanted.head is not None}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_back(self, after: int) -> int | None:
-        """See `verl_ext.workers.undo.Undo.take_back`."""
-        return self.gate.undo.take_back(after) if self.gate is not None and self.gate.undo is not None else None
+        """See `verl_ext.workers.gate.Gate.take_back`."""
+        return self.gate.take_back(after) if self.gate is not None else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def record_states(self, begin: bool) -> dict[str, Tensor]:

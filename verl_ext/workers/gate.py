@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
-from verl.workers.utils.padding import response_from_nested
+from verl.workers.utils.padding import no_padding_2_padding
 
 from verl_ext.base.names import FIRST_PASS, OLD_LOG_PROBS, RESPONSE_MASK, ROLLOUT_LOG_PROBS, UPDATE
 from verl_ext.base.patching import wrap
@@ -51,7 +51,7 @@ class Gate:
     """
 
     def __init__(self, worker: Any):
-        self._worker, self.engine = worker, (engine := worker.engine)
+        self.worker, self.engine = worker, (engine := worker.engine)
         self.limits = MiniBatchGate()
         self.first_pass: FirstPass | None = None
         self.undo: Undo | None = None
@@ -83,7 +83,7 @@ class Gate:
             self.first_pass.begin_update(**asked)
         outputs = verls(data)
         if self.after_update:
-            metrics = score_again(self._worker, data, self.after_update)
+            metrics = score_again(self.worker, data, self.after_update)
             if outputs is not None:
                 tu.get(outputs, "metrics").update({name: [value] for name, value in metrics.items()})
         return outputs
@@ -138,12 +138,15 @@ class Gate:
         with scaled_lr(self.engine.optimizer, self._lr_scale):
             return verls()
 
+    def take_back(self, after: int) -> int | None:
+        """See `Undo.take_back`; nothing where nothing is kept."""
+        return self.undo.take_back(after) if self.undo is not None else None
+
     def _agree(self) -> dict[str, float]:
         """The mini-batch's signals, the same on every rank."""
         norm = 0.0 if self.limits.grad_norm is None else gradient_norm(self.engine)
-        sums = torch.cat([self._sums.to(get_device_id()), self._sums.new_tensor([norm, 1.0]).to(get_device_id())])
         # Ranks that share a mini-batch (tensor, sequence parallelism) add it equally often, so means stay means.
-        torch.distributed.all_reduce(sums)
+        sums = sum_over_ranks(torch.cat([self._sums, self._sums.new_tensor([norm, 1.0])]))
         tokens, policy_kl, vllm_kl, norms, ranks = sums.tolist()
         signals = {"policy_kl": policy_kl / max(tokens, 1.0), "vllm_kl": vllm_kl / max(tokens, 1.0)}
         if self.first_pass is not None:  # l_old is l_infer
@@ -219,7 +222,7 @@ class Undo:
 
 
 def undo_of(engine: Any) -> Undo:
-    """The undo of a started FSDP2 engine of verl's."""
+    """The undo of a started FSDP2 engine of verl's, or of another whose module is whole in this process."""
 
     def weights() -> dict[str, Tensor]:
         for module in engine.module.modules():
@@ -240,7 +243,7 @@ def score_again(worker: Any, data: TensorDict, count: int) -> dict[str, float]:
 
     Args:
         worker: verl's training worker, its update done.
-        data: what it was sent, [B] jagged; with l_old where compute_log_prob came first.
+        data: what it was sent, [B] jagged or padded; with l_old where compute_log_prob came first.
         count: of trajectories of a batch, which the ranks share.
     """
     engine = worker.engine
@@ -250,15 +253,20 @@ def score_again(worker: Any, data: TensorDict, count: int) -> dict[str, float]:
     output = worker.infer_batch(rows)
     sums = torch.zeros(3, dtype=torch.float64)
     if engine.is_mp_src_rank_with_outputs():
-        l_new = response_from_nested(output["log_probs"], rows[RESPONSE_MASK]).values().cpu()
-        mask = rows[RESPONSE_MASK].values().bool().cpu()
-        l_old, l_infer = (rows[name].values().cpu() for name in (OLD_LOG_PROBS, ROLLOUT_LOG_PROBS))
-        moved, apart = (k3_sum((l_new.double() - of)[mask]) for of in (l_old, l_infer))
+        before = rows.select(RESPONSE_MASK, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS).to_padded_tensor().cpu()
+        l_new, mask = no_padding_2_padding(output["log_probs"], rows).cpu().double(), before[RESPONSE_MASK].bool()
+        moved, apart = (k3_sum((l_new - before[name])[mask]) for name in (OLD_LOG_PROBS, ROLLOUT_LOG_PROBS))
         sums = torch.stack([mask.sum(), moved, apart])
-    sums = sums.to(get_device_id())
-    torch.distributed.all_reduce(sums)
-    tokens, moved, apart = sums.tolist()
+    tokens, moved, apart = sum_over_ranks(sums).tolist()
     return {f"{AFTER_UPDATE}/policy_kl": moved / max(tokens, 1.0), f"{AFTER_UPDATE}/vllm_kl": apart / max(tokens, 1.0)}
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The sums over all ranks; `values` in a process alone, such as the lab's."""
+    if torch.distributed.is_initialized():
+        values = values.to(get_device_id())
+        torch.distributed.all_reduce(values)
+    return values
 
 
 @contextmanager
@@ -301,8 +309,7 @@ def finite_gradients(engine: Any) -> bool:
     gradients = [parameter.main_grad for parameter in parameters if getattr(parameter, "main_grad", None) is not None]
     norms = torch._foreach_norm(gradients) if gradients else []  # a rank may have nothing to train
     bad = torch.stack(norms).isfinite().logical_not().any().float() if norms else torch.zeros(())
-    bad = bad.to(get_device_id())
-    torch.distributed.all_reduce(bad)
+    bad = sum_over_ranks(bad)
     if bad:
         for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
             if (scaler := getattr(optimizer, "grad_scaler", None)) is not None:

@@ -28,7 +28,7 @@ from verl_ext.core.losses import LossBatch, change, unbiased_kl
 from verl_ext.features.guard import MiniBatchGate
 from verl_ext.features.losses import KL_DENOMINATORS, UNBIASED
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
-from verl_ext.workers.gate import Gate
+from verl_ext.workers.gate import Gate, undo_of
 from verl_ext.workers.head import CENTERING, HeadUse
 from verl_ext.workers.loss_config import ComposedLossConfig, build_loss_config
 from verl_ext.workers.losses import LossInputs, padded_fields, provide, register
@@ -85,6 +85,28 @@ class LossSettings:
         if built.kl_denominator not in KL_DENOMINATORS:
             raise ConfigError(f"kl_denominator={built.kl_denominator} is not known; choose one of: {KL_DENOMINATORS}")
         return built
+
+
+def install_loss(gate: Gate, config: ActorConfig, settings: LossSettings) -> dict[str, Any]:
+    """Give the gate's worker the loss of the settings, and the gate itself what it judges, keeps and measures.
+
+    It may be called again. An error leaves what is installed.
+
+    Args:
+        config: the worker's ActorConfig, which stays as it is.
+
+    Returns what is active: see `build_worker_loss`; `undo`, whether an update can be taken back; `after_update`,
+    trajectories scored again.
+
+    Raises:
+        ConfigError: see `build_worker_loss`.
+    """
+    first_pass = FirstPass(settings.first_pass) if settings.first_pass is not None else None
+    loss, active = build_worker_loss(config, settings, gate, first_pass)
+    gate.limits, gate.first_pass, gate.after_update = settings.mini_batch, first_pass, settings.after_update
+    gate.undo = (gate.undo or undo_of(gate.engine)) if settings.undo else None
+    gate.worker.set_loss_fn(loss)
+    return active | {"undo": settings.undo, "after_update": settings.after_update}
 
 
 def build_worker_loss(

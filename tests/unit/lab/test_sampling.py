@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.closeness import close
-from verl_ext.lab.learner import score
+from verl_ext.lab.engine import score
 from verl_ext.lab.model import (
     ModelSettings,
     RolloutEngine,

@@ -10,7 +10,8 @@ from tests.support import quick_compose
 from tests.support.closeness import close
 from verl_ext.base.errors import ConfigError
 from verl_ext.lab import arms
-from verl_ext.lab.learner import LossFields, compare_routing, mini_batch, model_output
+from verl_ext.lab.learner import LossFields, compare_routing
+from verl_ext.lab.model import init_weights
 from verl_ext.lab.summary import summarise
 from verl_ext.lab.training import Training
 from verl_ext.lab.warm_up import warm_up
@@ -59,11 +60,17 @@ def of_a_step(run, number=1):
     return batch, run.learner.score_old(batch)
 
 
+def all_tokens(batch, scored):
+    """What the loss reads where every token has advantage 1."""
+    l_old = scored.log_probs.detach()
+    return LossFields(l_old, torch.ones_like(l_old), batch.sampled.mask.clone(), scored.entropy)
+
+
 def gradient(run, batch, scored, fields):
     """Of the workers' loss, with respect to the log-probabilities [B, T]."""
     l_theta = scored.log_probs.detach().requires_grad_()
-    data = mini_batch(batch, fields, slice(0, len(batch.keys)))
-    run.learner._loss(model_output(l_theta), data)[0].backward()
+    run.policy._kept = batch.sampled.responses, replace(scored, log_probs=l_theta)
+    run.policy.forward_backward_batch(run.learner.update_data(batch, scored, fields), run.learner.worker.loss_fn)
     return l_theta.grad
 
 
@@ -91,7 +98,7 @@ def test_the_weights_of_a_step_are_the_corrections(training):
     k = (scored.log_probs.detach().double() - batch.sampled.l_infer).exp()
     fields = {}
 
-    def update(batch, old, given, **asked):
+    def update(batch, old, given, asked):
         fields["seen"] = given
         return {}
 
@@ -152,20 +159,25 @@ def test_agreement_is_counted_on_the_passes_that_predict_the_response(training):
     assert next(found, None) is None
 
 
-def test_r2_replays_the_first_pass_in_every_update(training):
-    run = training("stale", "r2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", steps=2)
+def test_r2_replays_the_first_pass_in_every_update_and_after_it(training):
+    updates = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+    run = training("stale", "r2", updates, "stability.guard.after_update.trajectories=8", steps=2)
     batch, scored = of_a_step(run, 3)
     run.policy.weights["0.router"].data.neg_()
-    now = run.learner._score_now(batch, scored, slice(0, 16))
-    assert torch.equal(now.routing.stacked(), scored.routing.stacked()[:16])
-    assert not torch.equal(now.routing.own[0], scored.routing.own[0][:16])
+    passes, score = [], run.policy._score
+    run.policy._score = lambda *given: passes.append(score(*given)) or passes[-1]
+    run.learner.update(batch, scored, all_tokens(batch, scored), {})
+    for start, now in zip((0, 16, 32, 48, 0), passes, strict=True):  # the last after the update
+        rows = slice(start, start + len(now.log_probs))
+        assert torch.equal(now.routing.stacked(), scored.routing.stacked()[rows])
+        assert not torch.equal(now.routing.own[0], scored.routing.own[0][rows])
 
 
 def test_bypass_takes_the_ratio_against_the_rollout(training):
     run = training("stale", "bypass", steps=4)
     told = run.step(5)
     seen = {}
-    run.learner.update = lambda batch, old, fields, **asked: (
+    run.learner.update = lambda batch, old, fields, asked: (
         seen.update(l_old=fields.l_old, l_infer=batch.sampled.l_infer) or {}
     )
     run.step(6)
@@ -319,16 +331,50 @@ def test_a_centered_score_has_no_drift(training):
     large += ("actor_rollout_ref.actor.ppo_mini_batch_size=256",)
     run = training("stale", "score_centering", *large, steps=4)
     batch, scored = of_a_step(run, 5)
-    ones = torch.ones_like(scored.log_probs)
-    fields = LossFields(scored.log_probs.detach(), ones, batch.sampled.mask, scored.entropy)
-    rows = slice(0, len(batch.keys))
-    data, found = mini_batch(batch, fields, rows), {}
+    data, found = run.learner.update_data(batch, scored, all_tokens(batch, scored)), {}
     for centered in (True, False):
-        run.learner._loss.keywords["centers"] = centered
-        loss, _ = run.learner._loss(run.learner._model_output(batch, scored, rows), data)
-        gradients = torch.autograd.grad(loss, list(run.policy.weights.values()), retain_graph=True)
-        found[centered] = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        run.learner.worker.loss_fn.keywords["centers"] = centered
+        run.policy.optimizer.zero_grad()
+        run.policy.forward_backward_batch(data, run.learner.worker.loss_fn)
+        found[centered] = torch.cat([weight.grad.flatten() for weight in run.policy.weights.values()]).norm()
     assert found[True] < found[False] / 2
+
+
+UPDATES = "actor_rollout_ref.actor.ppo_mini_batch_size=4"  # two a step
+LIMITS = "stability.guard.mini_batch"
+
+
+@pytest.mark.parametrize(
+    ("limit", "refused"), [("policy_kl=1e-9", 0.5), ("vllm_kl=1e-30", 1), ("grad_norm=1e-9", 1), ("grad_norm=1e9", 0)]
+)
+def test_mini_batches_past_a_limit_are_refused(training, limit, refused):
+    run = training("stale+bf16", "none", UPDATES, f"{LIMITS}.{limit}")
+    before = {name: value.detach().clone() for name, value in run.policy.weights.items()}
+    told = run.step(1)
+    assert told["actor/gate/refused"] == refused
+    assert ("actor/grad_norm" in told) == (refused < 1)
+    moved = any(not torch.equal(run.policy.weights[name], before[name]) for name in before)
+    assert moved == (refused < 1)
+
+
+def test_a_mini_batch_without_a_token_takes_no_step(training):
+    run = training("stale", "none", UPDATES)
+    batch, scored = of_a_step(run)
+    fields = all_tokens(batch, scored)
+    fields.mask[:32] = False
+    steps, step = [], run.policy.optimizer.step
+    run.policy.optimizer.step = lambda: steps.append(step())
+    told = run.learner.update(batch, scored, fields, {})
+    assert len(steps) == 1 and told["actor/grad_norm"] > 0
+    fields.mask[:] = False
+    assert "actor/grad_norm" not in run.learner.update(batch, scored, fields, {}) and len(steps) == 1
+
+
+def test_the_engines_module_holds_the_weights_under_their_names(training):
+    run = training()
+    named = dict(run.policy.module.named_parameters())
+    assert list(named) == list(init_weights(run.setup.lab.model, 12, 11, torch.Generator()))
+    assert all(named[name] is value for name, value in run.policy.weights.items())
 
 
 def test_the_guard_takes_an_update_back_and_lowers_the_learning_rate(training):

@@ -1,0 +1,286 @@
+"""The lab's training engine and the worker that drives it, in the shape of verl's.
+
+A worker takes a batch through its mini-batches; an engine takes a mini-batch through forward and backward pass and the
+optimizer step. So the workers' `Gate` stands around them as it stands around verl's (`workers/engine_workers.py` and
+`workers/engine/base.py` of verl 0.9.1), whose base classes are not inherited: importing them imports Megatron.
+
+Shape legend: B trajectories, P tokens of a prompt, T columns of padded responses, L layers, E experts, K experts per
+token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tensordict import NonTensorData, TensorDict
+from torch import Tensor, nn
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import Metric
+from verl.utils.py_functional import append_to_dict
+from verl.utils.torch_functional import get_constant_schedule_with_warmup
+from verl.workers.config import FSDPActorConfig
+from verl.workers.config.optimizer import build_optimizer
+
+from verl_ext.base.names import (
+    DEVIATION,
+    HEAD_IDS,
+    HEAD_LOG_PROBS,
+    OLD_ROUTES,
+    PROMPTS,
+    RESPONSE_MASK,
+    RESPONSES,
+    ROLLOUT_ROUTES,
+    SHIFT_EXPERTS,
+    SHIFT_SCORES,
+)
+from verl_ext.core.head import Head, Reading, centering, read, weights_of
+from verl_ext.core.losses import router_deviation
+from verl_ext.lab.model import ModelSettings, Routing, Weights, forward
+from verl_ext.workers.head import CENTERING, HeadUse
+
+CHECKPOINT = "model.pt"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The training engine's reading of a rollout.
+
+    Attributes:
+        log_probs: [B, T], with gradient where one was asked for.
+        entropy: [B, T] in nats, without.
+        routing: of each token's forward pass, the one that predicted response token t at P - 1 + t.
+        reading: of the sampler's head, at all B T places; None where there is none.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    routing: Routing
+    reading: Reading | None = None
+
+
+class LabEngine:
+    """The policy, its optimizer and schedule; the passes that score and train it.
+
+    Attributes:
+        module: the weights, under their names in `verl_ext.lab.model`.
+        weights: the same, as the model takes them; they require gradients.
+        use: what is made of the sampler's heads; None where the rollout need not return them.
+    """
+
+    def __init__(self, model: ModelSettings, weights: Weights, actor: FSDPActorConfig, use: HeadUse | None):
+        self.engine_config, self._clip = actor.engine, actor.optim.clip_grad
+        self.module, self.use = build_module(weights), use
+        self.weights = dict(self.module.named_parameters())
+        self.optimizer = build_optimizer(list(self.weights.values()), actor.optim)
+        self.lr_scheduler = get_constant_schedule_with_warmup(self.optimizer, max(actor.optim.lr_warmup_steps, 0))
+        self._model = model
+        self._kept: tuple[Tensor, Scores] | None = None
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return True
+
+    def get_data_parallel_size(self) -> int:
+        return 1
+
+    def score_old(self, prompts: Tensor, responses: Tensor, replayed: Tensor | None, head: Head | None) -> Scores:
+        """The scores of compute_log_prob; see `score`.
+
+        They have a gradient: an update whose first mini-batch is the same trajectories starts from this pass.
+        """
+        scores = self._score(prompts, responses, replayed, head)
+        self._kept = responses, scores
+        return scores
+
+    def train_batch(self, data: TensorDict, loss_function: Callable) -> dict[str, Any]:
+        """One optimizer step on a mini-batch, and what the loss and the optimizer report."""
+        self.optimizer.zero_grad(set_to_none=True)
+        outputs = self.forward_backward_batch(data, loss_function, forward_only=False)
+        outputs["metrics"]["grad_norm"] = self.optimizer_step()
+        return outputs
+
+    def infer_batch(self, data: TensorDict) -> dict[str, Any]:
+        with torch.no_grad():
+            return self.forward_backward_batch(data, None, forward_only=True)
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """A pass over a mini-batch, as one micro-batch on one rank."""
+        prompts, responses = (data[name].values().view(len(data), -1) for name in (PROMPTS, RESPONSES))
+        head = None
+        if HEAD_IDS in data.keys():  # noqa: SIM118 (a TensorDict)
+            head = Head(*(data[name].flatten(0, 1) for name in (HEAD_IDS, HEAD_LOG_PROBS)))
+        scores = None if forward_only else self._take_kept(responses)
+        if scores is None:
+            replayed = data.get(OLD_ROUTES, data.get(ROLLOUT_ROUTES, None))
+            scores = self._score(prompts, responses, replayed, head)
+        output = {"log_probs": pack(scores.log_probs, prompts.shape[1])}
+        if loss_function is None:
+            return {"model_output": output, "metrics": {}}
+        if self.use is not None and self.use.centers and scores.reading is not None and head is not None:
+            term = centering(scores.reading, head, weights_of(self.use.corrections), truncated=self.use.truncated)
+            output[CENTERING] = pack(term.view_as(scores.log_probs), prompts.shape[1])
+        if SHIFT_EXPERTS in data.keys():  # noqa: SIM118
+            data[DEVIATION] = _deviation(data, scores.routing)
+        tokens = int(data[RESPONSE_MASK].sum())
+        tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=len(data))
+        loss, metrics = loss_function(model_output=output, data=data)
+        loss.backward()
+        return {"model_output": output, "metrics": metrics}
+
+    def optimizer_step(self) -> float:
+        """The gradient's norm before it is clipped; as in verl's engines, one that is not finite changes nothing."""
+        norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self._clip)
+        if norm.isfinite():
+            self.optimizer.step()
+        return norm.item()
+
+    def end_step(self) -> float:
+        """The learning rate of this step's updates; the schedule moves on, once a step, as verl's does."""
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.lr_scheduler.step()
+        return rate
+
+    def save_checkpoint(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: value.detach() for name, value in self.weights.items()}
+        torch.save({"weights": weights, "optimizer": self.optimizer.state_dict()}, folder / CHECKPOINT)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Weights and optimizer of a checkpoint; the schedule goes on."""
+        saved = torch.load(folder / CHECKPOINT)
+        rate = self.optimizer.param_groups[0]["lr"]
+        with torch.no_grad():
+            for name, value in saved["weights"].items():
+                self.weights[name].copy_(value)
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.optimizer.param_groups[0]["lr"] = rate
+
+    def _score(self, prompts: Tensor, responses: Tensor, replayed: Tensor | None, head: Head | None) -> Scores:
+        truncated = self.use is not None and self.use.truncated
+        return score(self.weights, self._model, prompts, responses, replayed, head, truncated)
+
+    def _take_kept(self, responses: Tensor) -> Scores | None:
+        """The scores of `score_old` if they are of these trajectories; for the first training pass after it only."""
+        kept, self._kept = self._kept, None
+        return kept[1] if kept is not None and torch.equal(kept[0], responses) else None
+
+
+class LabWorker:
+    """Drives an engine through the mini-batches of a batch, as verl's TrainingWorker does on one rank."""
+
+    loss_fn: Callable
+
+    def __init__(self, engine: LabEngine):
+        self.engine = engine
+
+    def set_loss_fn(self, loss_fn: Callable) -> None:
+        self.loss_fn = loss_fn
+
+    def train_mini_batch(self, data: TensorDict) -> TensorDict:
+        """All updates of a batch, `epochs` times through mini-batches of `mini_batch_size` trajectories.
+
+        Args:
+            data: fields of verl_ext.base.names. Prompts and responses are jagged with rows of one length, because verl
+                reads the lengths of both there; the others are padded, as losses pad them first.
+
+        Returns `metrics`: name -> one value per mini-batch.
+        """
+        size, epochs = tu.pop(data, "mini_batch_size"), tu.pop(data, "epochs")
+        metrics: dict[str, Any] = {}
+        for mini_batch in split(data, size, epochs):
+            found = self.engine.train_batch(mini_batch, loss_function=self.loss_fn)["metrics"]
+            single = {name: value.aggregate() for name, value in found.items() if isinstance(value, Metric)}
+            append_to_dict(metrics, found | single)
+        return TensorDict({"metrics": NonTensorData(metrics)})
+
+    def infer_batch(self, data: TensorDict) -> dict[str, Tensor]:
+        """`log_probs` of prompts and responses, packed."""
+        return self.engine.infer_batch(data)["model_output"]
+
+
+def split(data: TensorDict, size: int, epochs: int) -> Iterator[TensorDict]:
+    """The mini-batches of a batch; verl's own iterator takes the rows of jagged fields one by one."""
+    if size >= len(data):
+        yield from [data] * epochs
+        return
+    nested = {name: data[name].values().view(len(data), -1) for name in (PROMPTS, RESPONSES)}
+    others = data.exclude(*nested)
+    for start in [*range(0, len(data), size)] * epochs:
+        mini_batch = others[start : start + size]
+        for name, values in nested.items():
+            mini_batch[name] = equal_rows(values[start : start + size])
+        yield mini_batch
+
+
+def equal_rows(values: Tensor) -> Tensor:
+    """[B, n] as a nested tensor of B rows."""
+    B, n = values.shape
+    return torch.nested.nested_tensor_from_jagged(values.flatten(), torch.arange(0, B * n + 1, n), max_seqlen=n)
+
+
+def pack(values: Tensor, prompt: int) -> Tensor:
+    """[B, T] as engines return them: [B (P + T)], of every token of a sequence the value of the one that follows it."""
+    return F.pad(values, (prompt - 1, 1)).flatten()
+
+
+def build_module(weights: Weights) -> nn.Module:
+    """A module with copies of the weights as its parameters, under the same names and in their order."""
+    module = nn.Module()
+    for name, value in weights.items():
+        path, _, last = name.rpartition(".")
+        if path and path not in module._modules:
+            module.add_module(path, nn.Module())
+        module.get_submodule(path).register_parameter(last, nn.Parameter(value.detach().clone()))
+    return module
+
+
+def score(
+    weights: Weights,
+    model: ModelSettings,
+    prompts: Tensor,
+    responses: Tensor,
+    replayed: Tensor | None = None,
+    head: Head | None = None,
+    truncated: bool = False,
+) -> Scores:
+    """Log-probabilities of [B, T] response tokens after [B, P] prompts, at temperature 1.
+
+    Args:
+        replayed: [B, P + T - 1, L, K] experts to use.
+        head: the sampler's, of the B T places; `truncated`: normalise over the tokens that it kept.
+    """
+    tokens = torch.cat([prompts, responses], 1)[:, :-1]
+    logits, routing = forward(weights, model, tokens, last=responses.shape[1], replayed=replayed)
+    if head is not None:
+        reading = read(logits.flatten(0, 1), responses.flatten(), head, truncated=truncated)
+    all_log_probs = logits.log_softmax(-1)
+    with torch.no_grad():
+        entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
+    if head is not None and reading.entropy is not None:
+        of_head = reading.entropy.detach().view_as(responses)
+        entropy = torch.where(head.known.view_as(responses), of_head, entropy)
+        return Scores(reading.l_own.view_as(responses), entropy, routing, reading)
+    own = all_log_probs.gather(-1, responses.unsqueeze(-1)).squeeze(-1)
+    return Scores(own, entropy, routing, reading if head is not None else None)
+
+
+def chosen_scores(logits: Tensor, experts: Tensor) -> Tensor:
+    """[..., K] log-probabilities that a router with logits [..., E] gives to its experts [..., K]."""
+    return logits.log_softmax(-1).gather(-1, experts)
+
+
+def _deviation(data: TensorDict, now: Routing) -> Tensor:
+    """[B, T], mean over layers of how far the routers have moved on the experts that they chose (RSPO)."""
+    experts, before = data[SHIFT_EXPERTS], data[SHIFT_SCORES]
+    B, T = experts.shape[:2]
+    by_layer = []
+    for layer, logits in enumerate(now.logits):
+        current = chosen_scores(logits.detach()[:, -T:], experts[:, :, layer])
+        by_layer.append(router_deviation(before[:, :, layer].flatten(0, 1), current.flatten(0, 1)))
+    return torch.stack(by_layer).mean(0).view(B, T)
