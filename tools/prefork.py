@@ -171,7 +171,7 @@ def renew() -> None:
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     if agent_loop := sys.modules.get("verl_ext.upstream.agent_loop"):
-        agent_loop.install()  # as this process's environment asks
+        agent_loop.install_changes()  # as this process's environment asks
     if ray := sys.modules.get("ray"):
         ray._raylet.Config.initialize("")  # RAY_* once more: whether the cluster wants a token, for example
         ray._private.state.next_job_id = lambda: ray.JobID(bytes.fromhex(JOB))  # which every cluster counts from 1

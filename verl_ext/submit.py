@@ -253,7 +253,7 @@ async def _print_log(client: "JobSubmissionClient", job_id: str) -> None:
 def _exit_code(client: "JobSubmissionClient", job_id: str) -> int:
     while (info := client.get_job_info(job_id)).status not in DONE:  # the log ends a moment before
         time.sleep(POLL_S)
-    print(f"verl-ext submit: {job_id} {info.status}: {_brief(info.message)}", file=sys.stderr)
+    print(f"verl-ext submit: {job_id} {info.status}: {_first_line(info.message)}", file=sys.stderr)
     if info.driver_exit_code is not None:
         return info.driver_exit_code
     return 0 if info.status == "SUCCEEDED" else 1
@@ -365,7 +365,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     return _submit(client, job, None, arguments.detach)
 
 
-def _brief(message: str | None) -> str:
+def _first_line(message: str | None) -> str:
     lines = [line for line in (message or "").splitlines() if line.strip()]
     return printable(lines[0]) if lines else ""
 

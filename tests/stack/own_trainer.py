@@ -19,7 +19,7 @@ def main(wrap: Callable[[type], type], wrap_worker: Callable[[type], type] = lam
             from verl_ext.trainer import trainers
             from verl_ext.workers.actor import ROUTING_WORKERS
 
-            install = trainers.install
+            install = trainers.install_trainers
 
             def install_wrapped():
                 install()
@@ -27,7 +27,7 @@ def main(wrap: Callable[[type], type], wrap_worker: Callable[[type], type] = lam
                     TRAINER_REGISTRY[mode] = wrap(trainer)
                 ROUTING_WORKERS[ActorRolloutRefWorker] = wrap_worker(ROUTING_WORKERS[ActorRolloutRefWorker])
 
-            trainers.install = install_wrapped
+            trainers.install_trainers = install_wrapped
             super().run(config)
 
     task_runner.StabilityTaskRunner = WrappingTaskRunner

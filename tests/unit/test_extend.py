@@ -94,13 +94,13 @@ def launched_loss(config):
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.utils.config import omega_conf_to_dataclass
 
-    from verl_ext.workers.losses import register
+    from verl_ext.workers.losses import register_losses
 
     stability = stability_config(config.stability)
     assert read_features(config, stability).uses(Part.LOSS), "else the loss finds nothing to read"
     apply_engine_settings(read_features(config, stability))
     assert config.actor_rollout_ref.model.external_lib == ["my_loss"], "verl imports it in each worker"
-    register()  # as the worker's loss does
+    register_losses()  # as the worker's loss does
     OmegaConf.update(config, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 1)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     return get_policy_loss_fn(actor.policy_loss.loss_mode), actor

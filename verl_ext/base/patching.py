@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import operator
+import os
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -136,3 +137,13 @@ def _installed(distribution: str) -> str:
 
 def _called(owner: Any) -> str:
     return owner if isinstance(owner, str) else getattr(owner, "__name__", type(owner).__name__)
+
+
+def runs_on_cpu() -> bool:
+    """Whether verl is to run on CPU cores here, by verl's own switch VERL_PLATFORM=cpu."""
+    return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+
+
+def actor_class(remote_class: Any) -> type:
+    """The class behind Ray's `ray.remote(cls)`."""
+    return remote_class.__ray_metadata__.modified_class.__ray_actor_class__

@@ -66,7 +66,7 @@ def adapt_engine(transformer_impl: Any) -> Undo:
 
 
 def _installed_first(build: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
-    install()
+    adapt_megatron()
     build(engine, *args, **kwargs)
 
 
@@ -81,14 +81,14 @@ def register_megatron_engines() -> Undo:
         missing = [(devices, devices["cuda"]) for devices in by_device if "cpu" not in devices]
     except (KeyError, TypeError) as error:
         raise moved(change, f"EngineRegistry has no Megatron engine for cuda: {error!r}") from error
-    return together(*(partial(_register, devices, engine) for devices, engine in missing))
+    return together(*(partial(_register_megatron, devices, engine) for devices, engine in missing))
 
 
-def _register(devices: dict[str, type], engine: type) -> Undo:
+def _register_megatron(devices: dict[str, type], engine: type) -> Undo:
     return patch("register_megatron_engines", devices, "cpu", engine, new=True)
 
 
-def install() -> Undo:
+def adapt_megatron() -> Undo:
     """Apply everything below, or nothing if one part does not fit. A second call applies nothing."""
     global _undo
     if _undo is None:

@@ -73,8 +73,8 @@ def register_fsdp_engines() -> Undo:
         missing = [(devices, devices["cuda"]) for devices in by_device if "cpu" not in devices]
     except (KeyError, TypeError) as error:
         raise moved("register_fsdp_engines", f"EngineRegistry has no FSDP engine for cuda: {error!r}") from error
-    return together(*(partial(_register, devices, engine) for devices, engine in missing))
+    return together(*(partial(_register_fsdp, devices, engine) for devices, engine in missing))
 
 
-def _register(devices: dict[str, type], engine: type) -> Undo:
+def _register_fsdp(devices: dict[str, type], engine: type) -> Undo:
     return patch("register_fsdp_engines", devices, "cpu", engine, new=True)

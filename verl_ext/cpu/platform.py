@@ -144,7 +144,7 @@ class PlatformCPU(PlatformBase):
         return None
 
 
-def install() -> None:
+def install_platform() -> None:
     """Register the platform and the changes to verl and torch; an engine's changes wait until it is imported."""
     PlatformRegistry.register(platform="cpu")(PlatformCPU)
     patches.collapse_duplicate_gloo()

@@ -24,11 +24,11 @@ LEFT_OUT = ("sgl_kernel", "torchvision", "IPython")
 
 def start_processes(server_module: Any) -> Undo:
     """`upstream.sglang_processes.start_processes`, for processes that import this module first."""
-    return sglang_processes.start_processes(server_module, run)
+    return sglang_processes.start_processes(server_module, run_process)
 
 
-def run(*args: Any, **kwargs: Any) -> None:
-    sglang_processes.run(*args, **kwargs)
+def run_process(*args: Any, **kwargs: Any) -> None:
+    sglang_processes.run_process(*args, **kwargs)
 
 
 class BeforeSGLang:
@@ -74,10 +74,10 @@ def copy_captured(module: Any) -> Undo:
 
     On a CPU, `.to("cpu")` copies nothing: without this, routing is wrong and nothing says so.
     """
-    return wrap("copy_captured", module.TopkCaptureOutput, "copy_to_cpu", _copied, "self")
+    return wrap("copy_captured", module.TopkCaptureOutput, "copy_to_cpu", _copy_and_clone, "self")
 
 
-def _copied(copy_to_cpu: Callable[[Any], None], output: Any) -> None:
+def _copy_and_clone(copy_to_cpu: Callable[[Any], None], output: Any) -> None:
     copy_to_cpu(output)
     output.topk = output.topk.clone()
 

@@ -376,7 +376,7 @@ def _as_with_own_runner(verify: Callable[[Any], None], config: Any) -> None:
         undo()
 
 
-def install() -> Undo:
+def adapt_vllm() -> Undo:
     """Apply all patches, or none if one does not fit. A second call applies nothing and undoes the same."""
     global _undo
     # Before the first patch: where `plugins.vllm` waits for this import, that installs all of it at once.
@@ -395,5 +395,5 @@ def install() -> Undo:
 
 
 def on_import(_module: object) -> None:
-    """`install`, as the hook that `plugins.vllm.register` sets on vLLM's CPU model runner."""
-    install()
+    """`adapt_vllm`, as the hook that `plugins.vllm.register` sets on vLLM's CPU model runner."""
+    adapt_vllm()

@@ -19,7 +19,7 @@ from verl_ext.base.errors import BatchError
 from verl_ext.base.methods import Chosen, Method, build
 from verl_ext.core.advantages import ESTIMATORS, Sessions, group_ids
 from verl_ext.core.lazily import torch
-from verl_ext.features.feature import IN_THE_STEP, Feature, Line, RunFeatures
+from verl_ext.features.feature import IN_THE_STEP, Feature, RunFeatures, TableLine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,10 +37,10 @@ def estimator_settings(method: Method, algorithm: Any) -> Any:
     return build(method.settings, given, f"algorithm.{method.name}")
 
 
-def lines(run: RunFeatures) -> Iterator[Line]:
+def lines(run: RunFeatures) -> Iterator[TableLine]:
     if (method := ESTIMATORS.get(run.config.algorithm.adv_estimator)) is not None:
         chosen = Chosen(method, estimator_settings(method, run.config.algorithm))
-        yield Line("advantages", str(chosen), IN_THE_STEP)
+        yield TableLine("advantages", str(chosen), IN_THE_STEP)
 
 
 ESTIMATOR = Feature(lines)

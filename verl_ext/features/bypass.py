@@ -31,44 +31,44 @@ def check(run: RunFeatures) -> None:
     _check_rules(config, stability)
 
 
-def _refuse(setting: str, why: str, *fix: str, otherwise: str = f"set {OFF}") -> None:
+def _forbid(setting: str, why: str, *fix: str, otherwise: str = f"set {OFF}") -> None:
     raise ConfigError(f"{setting} {why} in bypass mode ({BYPASS}=True)", fix=fix, otherwise=otherwise)
 
 
 def _check_what_compute_log_prob_gives(config: DictConfig, stability: "StabilityConfig") -> None:
     if replay_mode(config) == "R2":
         setting = replay_setting(config)
-        _refuse(f"{setting}=R2", "replays what compute_log_prob recorded, which does not run", f"{setting}=R3")
+        _forbid(f"{setting}=R2", "replays what compute_log_prob recorded, which does not run", f"{setting}=R3")
     if stability.router_agreement:
-        _refuse(
+        _forbid(
             "stability.router_agreement=true",
             "compares the experts of compute_log_prob, which does not run",
             "stability.router_agreement=false",
         )
     if stability.denominator == "kept":
-        _refuse(
+        _forbid(
             "stability.denominator=kept",
             "would divide by what is kept before the update knows it",
             "stability.denominator=full",
         )
     if stability.trajectories.per_step:
-        _refuse(
+        _forbid(
             "stability.trajectories.per_step",
             "would write the training engine's log-probs, which stay in the workers",
             "stability.trajectories.per_step=0",
         )
     for chosen in stability.filters:
         if chosen.method.needs_l_old:
-            _refuse(
+            _forbid(
                 f"stability.filters.{chosen.name}",
                 "filters by the training engine's log-probs before they are known",
                 otherwise=f"leave it out, stability.correction=opsm does the same in the update; or set {OFF}",
             )
     if stability.kl_denominator == "old":
-        _refuse("stability.kl_denominator=old", "names a policy that there is not", "stability.kl_denominator=infer")
+        _forbid("stability.kl_denominator=old", "names a policy that there is not", "stability.kl_denominator=infer")
     if stability.guard.mini_batch.policy_kl is not None:
         limit = stability.guard.mini_batch.policy_kl
-        _refuse(
+        _forbid(
             f"stability.guard.mini_batch.policy_kl={limit:g}",
             "is the same as vllm_kl",
             "stability.guard.mini_batch.policy_kl=null",
@@ -82,11 +82,11 @@ def _check_loss(config: DictConfig) -> None:
     asked, method = f"{LOSS}.loss_mode={name}", LOSSES[name]
     if "k" in method.reads:
         fix = f"{LOSS}.loss_mode={base_of(OmegaConf.select(config, LOSS))}"
-        _refuse(asked, "reads a ratio that is known in the update alone", fix, "stability.correction=icepop")
+        _forbid(asked, "reads a ratio that is known in the update alone", fix, "stability.correction=icepop")
     if "router_deviation" in method.reads:
-        _refuse(asked, "compares with the routers of compute_log_prob, which does not run")
+        _forbid(asked, "compares with the routers of compute_log_prob, which does not run")
     if method.needs_l_old:
-        _refuse(asked, "compares with the training engine's log-probs before the update, which are the rollout's")
+        _forbid(asked, "compares with the training engine's log-probs before the update, which are the rollout's")
 
 
 def _check_ratio(config: DictConfig, stability: "StabilityConfig") -> None:
@@ -98,7 +98,7 @@ def _check_ratio(config: DictConfig, stability: "StabilityConfig") -> None:
         if not method.weighs_by_ratio(chosen.settings) or method.drops:
             continue
         fix = f"stability.{chosen.name}.{method.as_mask}" if method.as_mask else "stability.correction=icepop"
-        _refuse(
+        _forbid(
             f"stability.correction={chosen.name}",
             f"weighs a token by the ratio that {LOSS}.loss_mode={loss_mode(config)} has already, which would count "
             "twice",
@@ -111,11 +111,11 @@ def _check_rules(config: DictConfig, stability: "StabilityConfig") -> None:
     for rule in stability.rules:
         where, late = f"stability.guard.rules.{rule.name}", rule.signal.startswith("guard/")
         if rule.signal == "actor/entropy" and not OmegaConf.select(config, ENTROPY):
-            _refuse(f"{where}: actor/entropy", f"needs {ENTROPY}=true", f"{ENTROPY}=true")
+            _forbid(f"{where}: actor/entropy", f"needs {ENTROPY}=true", f"{ENTROPY}=true")
         if "/advantage" in rule.signal:
-            _refuse(f"{where}: {rule.signal}", "is measured before the update", otherwise="take vllm_kl/k3")
+            _forbid(f"{where}: {rule.signal}", "is measured before the update", otherwise="take vllm_kl/k3")
         if rule.action == "skip" and (late or rule.signal == "actor/entropy"):
-            _refuse(
+            _forbid(
                 f"{where}: action=skip",
                 f"comes too late: {rule.signal} is known when the update is made",
                 otherwise="set action to warn, tighten, lower_lr, undo, rollback or stop",

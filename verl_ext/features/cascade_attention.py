@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from omegaconf import OmegaConf
 
 from verl_ext.base.errors import ConfigError, HookError
-from verl_ext.features.feature import VLLM, Engines, Feature, Line, RunFeatures
+from verl_ext.features.feature import VLLM, Engines, Feature, RunFeatures, TableLine
 from verl_ext.features.verl_config import ROLLOUT, VLLM_ARGUMENTS
 
 OFF = ("stability.cascade_attention=default",)
@@ -28,9 +28,9 @@ def apply(run: RunFeatures) -> None:
         OmegaConf.update(run.config, DISABLED, setting == "off", force_add=True)
 
 
-def lines(run: RunFeatures) -> Iterator[Line]:
+def lines(run: RunFeatures) -> Iterator[TableLine]:
     if (setting := run.stability.cascade_attention) != "default":
-        yield Line("cascade attention", setting, VLLM, proof=lambda engines: _confirmed(setting, engines))
+        yield TableLine("cascade attention", setting, VLLM, proof=lambda engines: _confirmed(setting, engines))
 
 
 def _confirmed(setting: str, engines: Engines) -> str:

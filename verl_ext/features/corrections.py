@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Chosen
-from verl_ext.features.feature import Feature, Line, Part, RunFeatures
+from verl_ext.features.feature import Feature, Part, RunFeatures, TableLine
 from verl_ext.features.losses import LOSS, loss_has_ratio, loss_mode, loss_reads_k
 from verl_ext.features.verl_config import bypasses
 
@@ -61,21 +61,21 @@ def loss_settings(run: RunFeatures) -> dict[str, Any]:
     return found
 
 
-def lines(run: RunFeatures) -> Iterator[Line]:
+def lines(run: RunFeatures) -> Iterator[TableLine]:
     late = bypasses(run.config)
     for chosen in run.stability.before_update:
         if late:
             yield _in_loss(chosen, WEIGHED | {Part.WEIGHTS})
         else:
-            yield Line("correction", str(chosen), "weights in rollout_is_weights", WEIGHED | {Part.WEIGHTS})
+            yield TableLine("correction", str(chosen), "weights in rollout_is_weights", WEIGHED | {Part.WEIGHTS})
     for chosen in run.stability.in_update:
         yield _in_loss(chosen, WEIGHED | {Part.LOG_PROBS})
     if run.stability.denominator == "kept":
-        yield Line("denominator", "kept tokens", "response_mask and loss_mask", WEIGHED | {Part.MASKS})
+        yield TableLine("denominator", "kept tokens", "response_mask and loss_mask", WEIGHED | {Part.MASKS})
 
 
-def _in_loss(chosen: Chosen, parts: frozenset[Part]) -> Line:
-    return Line("correction", str(chosen), "{loss}", parts, lambda told: chosen.name in told["corrections"])
+def _in_loss(chosen: Chosen, parts: frozenset[Part]) -> TableLine:
+    return TableLine("correction", str(chosen), "{loss}", parts, lambda told: chosen.name in told["corrections"])
 
 
 CORRECTION = Feature(lines, check, loss_settings=loss_settings)

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from verl_ext.base.errors import ConfigError, HookError
 from verl_ext.base.methods import described, require, require_one_of
-from verl_ext.features.feature import VLLM, Engines, Feature, Line, RunFeatures
+from verl_ext.features.feature import VLLM, Engines, Feature, RunFeatures, TableLine
 from verl_ext.features.verl_config import ROLLOUT, VLLM_ARGUMENTS, hf_config_of, strategy_of
 from verl_ext.routing.engines import ENGINES
 
@@ -92,10 +92,10 @@ def check(run: RunFeatures) -> None:
             fix=(OFF,),
         )
     if run.read_model and (hf_config := hf_config_of(config.actor_rollout_ref.model)) is not None:
-        _check_model(asked, hf_config, said)
+        _check_rounded_model(asked, hf_config, said)
 
 
-def _check_model(asked: FakeQuantization, hf_config: Any, said: str) -> None:
+def _check_rounded_model(asked: FakeQuantization, hf_config: Any, said: str) -> None:
     text = hf_config.get_text_config()
     if getattr(hf_config, "quantization_config", None):
         raise ConfigError(f"{said} rounds weights that are not quantised yet, as the model's are", fix=(OFF,))
@@ -136,9 +136,11 @@ def apply(run: RunFeatures) -> None:
     OmegaConf.update(run.config, f"{VLLM_ARGUMENTS}.model_loader_extra_config.{OURS}", told, force_add=True)
 
 
-def lines(run: RunFeatures) -> Iterator[Line]:
+def lines(run: RunFeatures) -> Iterator[TableLine]:
     if (asked := run.stability.fake_quantization).active:
-        yield Line("fake quantization", str(asked), VLLM, proof=lambda engines: _confirmed_rounding(asked, engines))
+        yield TableLine(
+            "fake quantization", str(asked), VLLM, proof=lambda engines: _confirmed_rounding(asked, engines)
+        )
 
 
 def _confirmed_rounding(asked: FakeQuantization, engines: Engines) -> str:

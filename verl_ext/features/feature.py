@@ -45,7 +45,7 @@ MEASURED = frozenset({Part.LOG_PROBS, Part.MEASURE})
 
 
 @dataclass(frozen=True)
-class Line:
+class TableLine:
     """A line of the start-up table: something of a feature that is on.
 
     Attributes:
@@ -82,7 +82,7 @@ class RunFeatures:
 
     config: DictConfig
     stability: "StabilityConfig"
-    lines: tuple[Line, ...] = ()
+    lines: tuple[TableLine, ...] = ()
     read_model: bool = True
 
     def uses(self, part: Part) -> bool:
@@ -131,7 +131,7 @@ class Engines:
     def _vllm_reports(self) -> list[dict[str, Any]]:
         from verl_ext.upstream import engine_report
 
-        return [report for server in self.servers for report in engine_report.fetch(server)]
+        return [report for server in self.servers for report in engine_report.fetch_reports(server)]
 
     def vllm(self, name: str) -> list[Any]:
         """The entry `name` of the report of each of vLLM's workers."""
@@ -152,7 +152,7 @@ class Feature:
         depends: its lines depend on what else is on: `lines` is asked last, and sees those of the others.
     """
 
-    lines: Callable[[RunFeatures], Iterable[Line]] = field(default=lambda run: ())
+    lines: Callable[[RunFeatures], Iterable[TableLine]] = field(default=lambda run: ())
     check: Callable[[RunFeatures], None] = field(default=lambda run: None)
     apply: Callable[[RunFeatures], None] = field(default=lambda run: None)
     loss_settings: Callable[[RunFeatures], Mapping[str, Any]] = field(default=lambda run: {})

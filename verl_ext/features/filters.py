@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.corrections import WEIGHED
-from verl_ext.features.feature import Feature, Line, Part, RunFeatures
+from verl_ext.features.feature import Feature, Part, RunFeatures, TableLine
 from verl_ext.features.verl_config import MODE, is_asynchronous
 
 
@@ -17,9 +17,9 @@ def check(run: RunFeatures) -> None:
             )
 
 
-def lines(run: RunFeatures) -> Iterator[Line]:
+def lines(run: RunFeatures) -> Iterator[TableLine]:
     for chosen in run.stability.filters:
-        yield Line("batch filter", str(chosen), "response_mask and loss_mask", WEIGHED | {Part.MASKS})
+        yield TableLine("batch filter", str(chosen), "response_mask and loss_mask", WEIGHED | {Part.MASKS})
 
 
 FILTER = Feature(lines, check)

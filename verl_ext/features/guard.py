@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import described, require, require_known, require_one_of
 from verl_ext.base.metrics import OURS, comes_late, find, nearest
-from verl_ext.features.feature import Feature, Line, Part, RunFeatures
+from verl_ext.features.feature import Feature, Part, RunFeatures, TableLine
 from verl_ext.features.verl_config import ACTOR, bypasses, strategy_of
 from verl_ext.guard.learning_rate import LowerLr
 from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, Rule
@@ -305,29 +305,29 @@ def _undoes(rules: Iterable[Rule]) -> bool:
     return any(rule.action == "undo" for rule in rules)
 
 
-def lines(run: RunFeatures) -> Iterator[Line]:
+def lines(run: RunFeatures) -> Iterator[TableLine]:
     rules, settings = run.stability.rules, run.stability.guard
     judged, in_gate = frozenset({Part.MEASURE, Part.GUARD}), frozenset({Part.MEASURE, Part.LOSS})
     if settings.mini_batch.active:
         limits = {name: limit for name, limit in vars(settings.mini_batch).items() if limit is not None}
-        yield Line(
+        yield TableLine(
             *("mini-batch gate", described("refuse past", limits), AT_STEP, in_gate | {Part.LOG_PROBS}),
             in_loss=lambda told: bool(told["mini_batch"]),
         )
     for rule in rules:
         if rule.name == BATCH_SKIP:
             at = AT_STEP if bypasses(run.config) else "{trainer}._update_actor, _update_critic"
-            yield Line("batch skip", f"{rule.signal} > {rule.bound:g}", at, judged)
+            yield TableLine("batch skip", f"{rule.signal} > {rule.bound:g}", at, judged)
         else:
             parts = judged | {Part.LOSS} if rule.action in IN_GATE else judged
-            yield Line("guard rule", f"{rule.name}: {_bound(rule)}", AFTER_RULE[rule.action], parts)
+            yield TableLine("guard rule", f"{rule.name}: {_bound(rule)}", AFTER_RULE[rule.action], parts)
     if _undoes(rules):
-        yield Line(
+        yield TableLine(
             *("undo", "weights and optimizer are kept", "before optimizer_step, {loss}", judged | in_gate),
             in_loss=lambda told: told["undo"],
         )
     if again := settings.after_update.trajectories:
-        yield Line(
+        yield TableLine(
             *("after the update", f"{again} trajectories scored again", "{loss}", judged | in_gate),
             in_loss=lambda told: bool(told["after_update"]),
         )

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import require
-from verl_ext.features.feature import MEASURED, Feature, Line, Part, RunFeatures
+from verl_ext.features.feature import MEASURED, Feature, Part, RunFeatures, TableLine
 from verl_ext.features.losses import loss_mode
 from verl_ext.features.verl_config import (
     ACTOR,
@@ -231,17 +231,17 @@ def loss_settings(run: RunFeatures) -> dict[str, Any]:
     return {"head": use}
 
 
-def lines(run: RunFeatures) -> Iterator[Line]:
+def lines(run: RunFeatures) -> Iterator[TableLine]:
     parts = MEASURED | {Part.LOSS}
     if run.stability.score_centering:
         names = ", ".join(chosen.name for chosen in run.stability.before_update if not chosen.method.per_sequence)
         setting = f"weights of {names}" if names else "no weights"
-        yield Line("score centering", setting, "{loss}", parts, lambda told: told["centers"])
+        yield TableLine("score centering", setting, "{loss}", parts, lambda told: told["centers"])
     if k := head_k(run):
         truncated = truncates(run.config)
         setting = f"{k} tokens{'; l_old and l_theta over what is kept' * truncated}"
         late = {Part.HEADS_IN_UPDATE} if truncated or run.stability.score_centering else set()
-        yield Line("sampler's head", setting, "{loss}", parts | {Part.HEADS} | late, lambda told: told["head"])
+        yield TableLine("sampler's head", setting, "{loss}", parts | {Part.HEADS} | late, lambda told: told["head"])
 
 
 HEADS = Feature(lines, check, apply, loss_settings, agent_loop=lambda run: {"head": head_k(run)}, depends=True)

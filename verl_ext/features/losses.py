@@ -13,7 +13,7 @@ import verl_ext.core.losses  # noqa: F401 (to register them)
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Chosen, choose, defaults, described
 from verl_ext.core.losses import LOSSES, Loss
-from verl_ext.features.feature import MEASURED, Engines, Feature, Line, Part, RunFeatures
+from verl_ext.features.feature import MEASURED, Engines, Feature, Part, RunFeatures, TableLine
 from verl_ext.features.verl_config import ACTOR, hf_config_of, trusts_code
 from verl_ext.routing.engines import HOOKED
 
@@ -185,26 +185,26 @@ def loss_settings(run: RunFeatures) -> dict[str, Any]:
     return {"kl_denominator": run.stability.kl_denominator}
 
 
-def lines(run: RunFeatures) -> Iterator[Line]:
+def lines(run: RunFeatures) -> Iterator[TableLine]:
     parts = frozenset({Part.LOG_PROBS, Part.LOSS})
     if (name := loss_mode(run.config)) in LOSSES:
         node, method = OmegaConf.select(run.config, LOSS), LOSSES[name]
         settings = {key: node.get(key, usual) for key, usual in defaults(method.settings).items()}
         setting = described(name, {"base": base_of(node), **settings})
         measured = MEASURED if reads_k(name) else frozenset()
-        yield Line(
+        yield TableLine(
             *("policy loss", setting, "{loss}", parts | measured),
             in_loss=lambda told: told["policy_loss"]["loss_mode"] == name,
         )
         if "router_deviation" in method.reads:
-            yield Line(
+            yield TableLine(
                 *("router shift", "compute_log_prob, update_actor", "{routers}", parts),
                 in_loss=lambda told: bool(told["router_shift"]),
                 proof=_shift_routers,
             )
     if uses_unbiased_kl(run.config):
         setting = f"{UNBIASED}, over l_{run.stability.kl_denominator}"
-        yield Line("KL to the reference", setting, "{loss}", parts, lambda told: told["kl"] == setting)
+        yield TableLine("KL to the reference", setting, "{loss}", parts, lambda told: told["kl"] == setting)
 
 
 def _shift_routers(engines: Engines) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.features.feature import IN_THE_STEP, MEASURED, Feature, Line, Part, RunFeatures
+from verl_ext.features.feature import IN_THE_STEP, MEASURED, Feature, Part, RunFeatures, TableLine
 from verl_ext.features.verl_config import ROLLOUT, bypasses, logprobs_mode, rollout_name
 
 RAW = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -34,7 +34,7 @@ def check(run: RunFeatures) -> None:
             fix=(f"{ROLLOUT}.calculate_log_probs=True",),
         )
     if rollout_name(run.config) == "sglang":
-        _check_sglang(run.config)
+        _check_temperature(run.config)
         return
     mode, setting = logprobs_mode(run.config)
     if mode == "processed_logprobs":  # of the kept tokens, where there is top-k: heads
@@ -51,7 +51,7 @@ def check(run: RunFeatures) -> None:
         )
 
 
-def _check_sglang(config: DictConfig) -> None:
+def _check_temperature(config: DictConfig) -> None:
     temperature = config.actor_rollout_ref.rollout.temperature
     if temperature != 1 and raw_log_probs(config):
         raise ConfigError(
@@ -61,14 +61,16 @@ def _check_sglang(config: DictConfig) -> None:
         )
 
 
-def lines(run: RunFeatures) -> Iterator[Line]:
+def lines(run: RunFeatures) -> Iterator[TableLine]:
     if not (run.stability.metrics or run.uses(Part.MEASURE)):
         return
     if bypasses(run.config):
         parts = MEASURED | {Part.LOSS, Part.MEASURE_IN_UPDATE}
-        yield Line("mismatch metrics", "vllm_kl/*", "first mini-batch, {loss}", parts, lambda told: told["first_pass"])
+        yield TableLine(
+            "mismatch metrics", "vllm_kl/*", "first mini-batch, {loss}", parts, lambda told: told["first_pass"]
+        )
     else:
-        yield Line("mismatch metrics", "vllm_kl/*", IN_THE_STEP, MEASURED)
+        yield TableLine("mismatch metrics", "vllm_kl/*", IN_THE_STEP, MEASURED)
 
 
 MISMATCH = Feature(lines, check, depends=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import require
-from verl_ext.features.feature import Engines, Feature, Line, Part, RunFeatures
+from verl_ext.features.feature import Engines, Feature, Part, RunFeatures, TableLine
 from verl_ext.features.verl_config import BYPASS, MODE, bypasses, is_asynchronous, strategy_of, trainer_mode
 
 COPIED = ("fsdp", "fsdp2", "veomni", "megatron")  # DetachActorWorker._get_strategy_handlers of verl 0.9.1
@@ -68,10 +68,10 @@ def check(run: RunFeatures) -> None:
         raise ConfigError(f"{where}: verl copies no weights of actor.strategy={strategy}", fix=never)
 
 
-def lines(run: RunFeatures) -> Iterator[Line]:
+def lines(run: RunFeatures) -> Iterator[TableLine]:
     if run.stability.rescoring.every:
         parts = frozenset({Part.MEASURE, Part.VERSIONS})
-        yield Line(
+        yield TableLine(
             *("rescoring", str(run.stability.rescoring), "{trainer}._compute_old_log_prob", parts), proof=_kept_versions
         )
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_ext.base.errors import ConfigError, HookError, require_choice
 from verl_ext.base.methods import described
 from verl_ext.base.names import OLD_ROUTES, ROLLOUT_ROUTES
-from verl_ext.features.feature import Engines, Feature, Line, Part, RunFeatures
+from verl_ext.features.feature import Engines, Feature, Part, RunFeatures, TableLine
 from verl_ext.features.verl_config import (
     FSDP_REPLAY,
     MODEL,
@@ -75,11 +75,11 @@ def check(run: RunFeatures) -> None:
     if agreement and strategy not in HOOKED:
         _check_recording(config, asked, off)
     if agreement or mode == "R3":
-        _check_rollout(config, asked, off)
+        _check_returned_experts(config, asked, off)
     elif sglang_returns_routing(config):  # the user has it return its experts, and nothing of ours reads them
         _check_sglang(config, f"{RETURNED}=true", f"{RETURNED}=false")
     if on and run.read_model and (agreement or strategy in HOOKED):
-        _check_model(config, asked, off, read_routers=strategy in HOOKED)
+        _check_experts(config, asked, off, read_routers=strategy in HOOKED)
     if run.stability.router_agreement_share < 1:
         _check_share(config, run.stability.router_agreement_share)
 
@@ -123,7 +123,7 @@ def _check_recording(config: DictConfig, asked: str, off: str) -> None:
         )
 
 
-def _check_rollout(config: DictConfig, asked: str, off: str) -> None:
+def _check_returned_experts(config: DictConfig, asked: str, off: str) -> None:
     rollout = config.actor_rollout_ref.rollout
     if (engine := ROLLOUTS.get(rollout.name)) is None:
         raise ConfigError(
@@ -179,7 +179,7 @@ def _refused_of_sglang(config: DictConfig) -> Iterator[tuple[str, str, str]]:
         yield f"{SGLANG_ARGUMENTS}.enable_hierarchical_cache", "true", why
 
 
-def _check_model(config: DictConfig, asked: str, off: str, read_routers: bool) -> None:
+def _check_experts(config: DictConfig, asked: str, off: str, read_routers: bool) -> None:
     model = config.actor_rollout_ref.model
     hf_config = hf_config_of(model)
     if hf_config is None:
@@ -228,7 +228,7 @@ def agent_loop(run: RunFeatures) -> dict[str, Any]:
     }
 
 
-def lines(run: RunFeatures) -> Iterator[Line]:
+def lines(run: RunFeatures) -> Iterator[TableLine]:
     """The routers' agreement, and the replay where it is ours.
 
     R3 is always compared: its agreement is 1 wherever the rollout's experts are really used. In bypass mode nothing is,
@@ -238,11 +238,11 @@ def lines(run: RunFeatures) -> Iterator[Line]:
     if reads_routes(run) and not bypasses(run.config):
         share = run.stability.router_agreement_share
         setting = described("compute_log_prob", {"share": share} if share < 1 else {})
-        yield Line("router agreement", setting, "{routers}", at_routers | {Part.ROUTER_COMPARISON})
+        yield TableLine("router agreement", setting, "{routers}", at_routers | {Part.ROUTER_COMPARISON})
     if replays_here(run.config):
         mode = replay_mode(run.config)
         setting = "R3: update_actor as the rollout" if bypasses(run.config) else REPLAYS.get(mode, mode)
-        yield Line("routing replay", setting, "{routers}", at_routers)
+        yield TableLine("routing replay", setting, "{routers}", at_routers)
 
 
 def prove(run: RunFeatures, engines: Engines) -> None:
@@ -253,7 +253,8 @@ def prove(run: RunFeatures, engines: Engines) -> None:
     """
     from verl_ext.upstream import sglang_routing
 
-    if sglang_returns_routing(run.config) and not all(sglang_routing.fetch(server) for server in engines.servers):
+    returns = sglang_returns_routing(run.config)
+    if returns and not all(sglang_routing.decodes_routing(server) for server in engines.servers):
         raise HookError(
             "an SGLang server returns routed experts as text, which verl cannot read: VERL_USE_EXTERNAL_PLUGINS, where "
             "set, has to name verl_ext"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from verl_ext.base.errors import HookError
 from verl_ext.base.methods import require
-from verl_ext.features.feature import MEASURED, Engines, Feature, Line, RunFeatures
+from verl_ext.features.feature import MEASURED, Engines, Feature, RunFeatures, TableLine
 from verl_ext.features.verl_config import MERGE_LORA, sends_adapter
 
 NAMED = 4  # in an error, of the names that vLLM did not take
@@ -30,12 +30,12 @@ class SyncCanarySettings:
         require(self, "every", self.every >= 1, "must be at least 1")
 
 
-def lines(run: RunFeatures) -> Iterator[Line]:
+def lines(run: RunFeatures) -> Iterator[TableLine]:
     if (canary := run.stability.sync_canary).trajectories:
         often = "each sync" if canary.every == 1 else f"every {canary.every} syncs"
         setting = f"{canary.trajectories} trajectories, {often}"
         proof = _confirmed_adapter if sends_adapter(run.config) else None
-        yield Line("sync canary", setting, AFTER_SYNC, MEASURED, proof=proof)
+        yield TableLine("sync canary", setting, AFTER_SYNC, MEASURED, proof=proof)
 
 
 def _confirmed_adapter(engines: Engines) -> str:

@@ -11,7 +11,7 @@ from verl_ext.features.bypass import BYPASS_MODE
 from verl_ext.features.cascade_attention import CASCADE_ATTENTION
 from verl_ext.features.corrections import CORRECTION
 from verl_ext.features.fake_quantization import FAKE_QUANTIZATION
-from verl_ext.features.feature import Feature, Line, RunFeatures
+from verl_ext.features.feature import Feature, RunFeatures, TableLine
 from verl_ext.features.filters import FILTER
 from verl_ext.features.guard import GUARD
 from verl_ext.features.heads import HEADS
@@ -33,7 +33,7 @@ FEATURES: tuple[Feature, ...] = (
 
 def read_features(config: DictConfig, stability: StabilityConfig, *, read_model: bool = True) -> RunFeatures:
     """What a run's config switches on, from the config alone."""
-    run, lines = RunFeatures(config, stability, read_model=read_model), dict[Feature, tuple[Line, ...]]()
+    run, lines = RunFeatures(config, stability, read_model=read_model), dict[Feature, tuple[TableLine, ...]]()
     for feature in sorted(FEATURES, key=lambda one: one.depends):
         lines[feature] = tuple(feature.lines(run))
         run = replace(run, lines=(*run.lines, *lines[feature]))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from verl_ext.base.methods import require
 from verl_ext.base.names import trajectories_path
-from verl_ext.features.feature import Feature, Line, Part, RunFeatures
+from verl_ext.features.feature import Feature, Part, RunFeatures, TableLine
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class TrajectoryDump:
         require(self, "max_megabytes", 0 < self.max_megabytes < math.inf, "must be above 0 and finite")
 
 
-def lines(run: RunFeatures) -> Iterator[Line]:
+def lines(run: RunFeatures) -> Iterator[TableLine]:
     if (dump := run.stability.trajectories).per_step:
         often = "a step" if dump.every == 1 else f"every {dump.every} steps"
-        yield Line(
+        yield TableLine(
             *("trajectories", f"{dump.per_step} {often}", "*.trajectories.jsonl", frozenset({Part.MEASURE})),
             proof=lambda engines: trajectories_path(run.config).name,
         )

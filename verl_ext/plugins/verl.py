@@ -10,8 +10,9 @@ from importlib import import_module
 
 from wrapt import register_post_import_hook
 
+from verl_ext.base.patching import runs_on_cpu
 from verl_ext.features.advantages import register_estimators
-from verl_ext.upstream import agent_loop, on_cpu
+from verl_ext.upstream import agent_loop
 
 logger = logging.getLogger("verl_ext")
 MEGATRON_ENGINE = "verl.workers.engine.megatron.transformer_impl"
@@ -23,14 +24,14 @@ def load() -> None:
     # Importing these registers them; they may be on their way in themselves, having imported verl's registry.
     register_post_import_hook(lambda _: import_module("verl_ext.workers.losses"), "verl.trainer.ppo.core_algos")
     register_post_import_hook(lambda _: register_estimators(), "verl.trainer.ppo.core_algos")
-    agent_loop.install()
+    agent_loop.install_changes()
     register_post_import_hook("verl_ext.upstream.sglang_routing:decode_routing", SGLANG_SERVER)
     register_post_import_hook("verl_ext.upstream.megatron_schedule:load_schedule", MEGATRON_ENGINE)
-    if on_cpu.requested():
+    if runs_on_cpu():
         from verl_ext.cpu import platform
 
-        platform.install()
-    starter = "verl_ext.cpu.sglang" if on_cpu.requested() else "verl_ext.upstream.sglang_processes"
+        platform.install_platform()
+    starter = "verl_ext.cpu.sglang" if runs_on_cpu() else "verl_ext.upstream.sglang_processes"
     register_post_import_hook(f"{starter}:start_processes", SGLANG_SERVER)
 
 

@@ -2,7 +2,8 @@
 
 from wrapt import register_post_import_hook
 
-from verl_ext.upstream import engine_report, on_cpu
+from verl_ext.base.patching import runs_on_cpu
+from verl_ext.upstream import engine_report
 
 
 def register() -> None:
@@ -12,10 +13,10 @@ def register() -> None:
     config, on CPU cores); a front-end process pays for nothing. A patch that no longer fits the installed vLLM raises
     a `PatchError` out of that import, so that no engine starts without it. A second call in a process changes nothing.
     """
-    engine_report.install()
+    engine_report.report_from_workers()
     register_post_import_hook(
         "verl_ext.upstream.fake_quantization:register_load_format", "vllm.model_executor.model_loader"
     )
-    if on_cpu.requested():
+    if runs_on_cpu():
         register_post_import_hook("verl_ext.cpu.vllm:on_import", "vllm.v1.worker.cpu_model_runner")
         register_post_import_hook("verl_ext.cpu.vllm:allow_delivery", "vllm.config.vllm")

@@ -14,7 +14,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from verl_ext.base.names import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
 from verl_ext.base.patching import patch
-from verl_ext.features.feature import Line, Part
+from verl_ext.features.feature import Part, TableLine
 from verl_ext.features.routing import replayed_field
 from verl_ext.probe.command import PROGRESS, experts_of
 from verl_ext.probe.readings import (
@@ -44,7 +44,7 @@ class ProbeTrainer(StabilityTrainerSync):
 
     def __init__(self, config: DictConfig):
         super().__init__(config)
-        ours = Line("probe", "hidden states", "{loss}", frozenset({Part.LOSS}))  # for workers of ours
+        ours = TableLine("probe", "hidden states", "{loss}", frozenset({Part.LOSS}))  # for workers of ours
         self.stability_run.features = replace(self.stability_run.features, lines=(ours,))
 
     def fit(self, agent_loop_manager: Any) -> None:

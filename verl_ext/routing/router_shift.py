@@ -133,7 +133,7 @@ class ResponseRows:
 def readable(point: ChoicePoint) -> ChoicePoint:
     """Raise HookError for a router module that does not choose by itself, and so does not return what it chose."""
     if point.method == ROUTES:
-        raise _unreadable(point.module, "leaves the choice of experts to the block around it")
+        raise _unreadable_scores(point.module, "leaves the choice of experts to the block around it")
     return point
 
 
@@ -148,7 +148,7 @@ def expert_ids(router: nn.Module, output: Any) -> Tensor:
     outputs = output if isinstance(output, tuple | list) else (output,)
     found = [v for v in outputs if isinstance(v, Tensor) and not v.is_floating_point() and v.dim() == 2]
     if len(found) != 1:
-        raise _unreadable(router, f"returns {len(found)} integer [tokens, top_k] tensors instead of one")
+        raise _unreadable_scores(router, f"returns {len(found)} integer [tokens, top_k] tensors instead of one")
     return found[0].detach().to(torch.int16)
 
 
@@ -156,7 +156,7 @@ def router_logits(router: nn.Module, output: Any) -> Tensor:
     """[N, E], the widest of a router's [tokens, *] float tensors: the combine weights have K columns."""
     found = [v for v in output if isinstance(v, Tensor) and v.is_floating_point() and v.dim() == 2]
     if not found:
-        raise _unreadable(router, "returns no [tokens, experts] logits")
+        raise _unreadable_scores(router, "returns no [tokens, experts] logits")
     return max(found, key=lambda value: value.shape[1])
 
 
@@ -171,7 +171,7 @@ def refuse_probabilities(router: nn.Module, logits_NE: Tensor) -> None:
         )
 
 
-def _unreadable(router: nn.Module, why: str) -> HookError:
+def _unreadable_scores(router: nn.Module, why: str) -> HookError:
     return HookError(
         f"the loss router_shift cannot read router {type(router).__name__}, which {why}; choose another "
         "policy_loss.loss_mode"

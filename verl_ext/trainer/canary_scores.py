@@ -95,7 +95,7 @@ class CanaryScores:
         """
         import ray
 
-        asked = [[_ask(handle, ids) for ids in self.ids] for handle in handles]
+        asked = [[_ask_server(handle, ids) for ids in self.ids] for handle in handles]
         try:
             return [self._of_answers(ray.get(each, timeout=TIMEOUT_S)) for each in asked]
         except ray.exceptions.RayError as error:
@@ -107,7 +107,7 @@ class CanaryScores:
         import ray
 
         for ids in self.ids:
-            ray.get(_ask(handle, ids), timeout=TIMEOUT_S)
+            ray.get(_ask_server(handle, ids), timeout=TIMEOUT_S)
 
     def _of_answers(self, answers: Sequence[Any]) -> Tensor:
         scored = []
@@ -126,7 +126,7 @@ def _scored(nested: Tensor, responses: Tensor) -> Tensor:
     return torch.cat([row[: len(response) - 1].cpu() for row, response in rows])
 
 
-def _ask(handle: Any, ids: list[int]) -> Any:
+def _ask_server(handle: Any, ids: list[int]) -> Any:
     """Of verl 0.9.1's servers, of vLLM as of SGLang, which score prompts for the teachers of a distillation."""
     return handle.generate.remote(
         prompt_ids=ids,

@@ -4,15 +4,10 @@ The entry point imports this after it has checked the config: verl takes seconds
 the trainers take as long again, and only the actor needs them.
 """
 
-from typing import Any
-
 from omegaconf import DictConfig
 from verl.trainer.main_ppo import TaskRunnerV1
 
-
-def actor_class(remote_class: Any) -> type:
-    """The class behind `ray.remote(cls)`."""
-    return remote_class.__ray_metadata__.modified_class.__ray_actor_class__
+from verl_ext.base.patching import actor_class
 
 
 class StabilityTaskRunner(actor_class(TaskRunnerV1)):  # type: ignore[misc]
@@ -25,4 +20,4 @@ class StabilityTaskRunner(actor_class(TaskRunnerV1)):  # type: ignore[misc]
     def install(self) -> None:
         from verl_ext.trainer import trainers
 
-        trainers.install()
+        trainers.install_trainers()

@@ -13,7 +13,7 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
-from verl_ext.base.patching import patch
+from verl_ext.base.patching import actor_class, patch
 from verl_ext.features.advantages import register_estimators, session_keys
 from verl_ext.features.feature import Engines, Part, RunFeatures
 from verl_ext.features.proof import print_table, verify
@@ -22,7 +22,6 @@ from verl_ext.features.stability import stability_config
 from verl_ext.features.table import loss_settings
 from verl_ext.trainer.queue import without_heavy
 from verl_ext.trainer.run import StabilityRun
-from verl_ext.trainer.task_runner import actor_class
 from verl_ext.trainer.watch import watch_of
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ class StabilityTrainerSeparateAsync(StabilityMixin, PPOTrainerSeparateAsync):
     """`trainer.v1.trainer_mode=separate_async`"""
 
 
-def install() -> None:
+def install_trainers() -> None:
     """Put our trainers in the place of verl's, in this process.
 
     verl's `register_trainer` refuses a taken name, and much of its trainer compares the mode's name, so a

@@ -217,7 +217,7 @@ def places(actor: Any) -> list[str]:
     # By type: to isinstance, a weak proxy is what it stands for, and raises where that is gone.
     tasks = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Task) and not each.done()]
     found = [_place(list(_awaited(task.get_coro())), (_of_the_user, _of_verl)) for task in tasks]
-    found += [_place(list(_called(frame))[::-1], (_of_the_user,)) for frame in sys._current_frames().values()]
+    found += [_place(list(_frames_of(frame))[::-1], (_of_the_user,)) for frame in sys._current_frames().values()]
     return [place for place in found if place]
 
 
@@ -258,7 +258,7 @@ def _awaited(coroutine: Any) -> Iterator[FrameType]:
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
 
 
-def _called(frame: FrameType | None) -> Iterator[FrameType]:
+def _frames_of(frame: FrameType | None) -> Iterator[FrameType]:
     """The frames of a thread, the innermost first."""
     while frame is not None:
         yield frame

@@ -6,7 +6,8 @@
     head     The K most likely tokens at each place, as two fields next to `responses`. verl asks for none.
 
 A process does what the environment variable VERL_EXT_AGENT_LOOP asks for, such as `narrow:1,head:32`, and without it
-leaves verl as it is. The launch asks for what the run's features need (`request`). `install` reads the variable.
+leaves verl as it is. The launch asks for what the run's features need (`request`). `install_changes` reads the
+variable.
 
 The functions follow an answer on its way: vLLM's server, the client that an agent loop calls, the worker that runs the
 agent loop, and the fields that this worker writes. The pure ones are at the bottom.
@@ -104,7 +105,8 @@ def parsed(text: str) -> dict[str, Any]:
     return found
 
 
-# What this process was asked for when it last called `install`, and which trajectories bring expert ids: None for all.
+# What this process was asked for when it last called `install_changes`, and which trajectories bring expert ids: None
+# for all.
 _wanted = Wanted()
 _sampling: Systematic | None = None
 
@@ -126,7 +128,7 @@ def request(config: Any, wanted: Wanted) -> None:
     OmegaConf.update(config, place, str(wanted), force_add=True)
 
 
-def install() -> None:
+def install_changes() -> None:
     """Change verl's modules as soon as this process imports them, where its environment asks for anything.
 
     After a fork, another call takes the environment of the new process. No module is changed twice.

@@ -66,7 +66,7 @@ def hidden_states(worker: Any, begin: bool) -> bytes:
     return written.getvalue()
 
 
-def install() -> None:
+def report_from_workers() -> None:
     """Make `collective_rpc(REPORT)` and `collective_rpc(STATES)` answer in every vLLM worker of this process."""
     register_post_import_hook(add_methods, "vllm.v1.worker.worker_base")
 
@@ -79,7 +79,7 @@ def add_methods(worker_base: Any) -> Undo:
     )
 
 
-def fetch(server_handle: Any) -> list[dict[str, Any]]:
+def fetch_reports(server_handle: Any) -> list[dict[str, Any]]:
     """The reports of all workers behind one of verl's vLLM server actors; HookError as of `call`."""
     return call(server_handle, REPORT)
 

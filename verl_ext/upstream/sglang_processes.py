@@ -28,7 +28,7 @@ NAMESPACE, PREFIX = b"verl_ext", b"sglang_died/"
 # In the process that is started
 
 
-def run(name: str, actor: Connection, process: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def run_process(name: str, actor: Connection, process: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Call `process`, SGLang's function for this process, with the actor as its parent."""
     parent = Parent(name, actor)
     try:
@@ -64,7 +64,7 @@ class Parent:
 # In the actor
 
 
-def start_processes(server_module: Any, run: Callable[..., None] = run) -> Undo:
+def start_processes(server_module: Any, run: Callable[..., None] = run_process) -> Undo:
     """Have the SGLang servers that verl starts in this process start theirs through `run`."""
     engine = expect("sglang_processes", server_module, "sglang.srt.entrypoints.engine.Engine")
     launch = expect("sglang_processes", engine, "_launch_subprocesses", "server_args, ...")

@@ -66,7 +66,7 @@ def decoded(text: str, tokens: int, layers: int, top_k: int) -> Tensor:
     return torch.from_numpy(ids.astype(np.int16)).view(-1, layers, top_k)
 
 
-def fetch(server_handle: Any) -> bool:
+def decodes_routing(server_handle: Any) -> bool:
     """Whether the server behind one of verl's SGLang actors returns tensors.
 
     Raises:

@@ -95,7 +95,7 @@ class HeadReader:
         if "entropy" in output and entropy is not None:
             output["entropy"] = _where_known(known, entropy, output["entropy"])
         if compares:
-            output[HEAD_SUMS] = _sums(output, known, data)
+            output[HEAD_SUMS] = _packed_sums(output, known, data)
         if loss_function is None:
             return torch.ones((), device=output["log_probs"].device), {}
         return loss_function(model_output=output, data=data, dp_group=given.get("dp_group"))
@@ -104,7 +104,7 @@ class HeadReader:
         self, logits: Tensor, data: TensorDict, data_format: str | None, compares: bool, centers: bool
     ) -> dict[str, Tensor]:
         """[1, n] each."""
-        layout = _packed if data_format is None else partial(_megatron, data_format=data_format)
+        layout = _packed if data_format is None else partial(_of_megatron, data_format=data_format)
         sampled, head = layout(data, device=logits.device)
         group = None if data_format is None else _tensor_group()
         rows, truncated = logits.flatten(0, 1), self.use.truncated
@@ -129,7 +129,7 @@ def _where_known(known: Tensor, entropy: Tensor, verls: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, verls.offsets())
 
 
-def _sums(output: dict[str, Tensor], known: Tensor, data: TensorDict) -> Tensor:
+def _packed_sums(output: dict[str, Tensor], known: Tensor, data: TensorDict) -> Tensor:
     """[B, *], from the values of each token, which stay here."""
     mask = data[RESPONSE_MASK]
     offsets = mask.offsets()
@@ -167,7 +167,7 @@ def _packed(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]:
     return sampled, Head(ids, log_q)
 
 
-def _megatron(data: TensorDict, device: torch.device, data_format: str) -> tuple[Tensor, Head]:
+def _of_megatron(data: TensorDict, device: torch.device, data_format: str) -> tuple[Tensor, Head]:
     """[n] as Megatron lays them out, by verl's own functions."""
     from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
 

@@ -225,10 +225,10 @@ def geo_mean_weighted_loss(
     return loss, metrics
 
 
-def register() -> None:
+def register_losses() -> None:
     """Under verl's `register_policy_loss`, what is registered with us; again where a plugin has brought more."""
     for name in LOSSES:
         register_policy_loss(name)(partial(changed_loss, name))
 
 
-register()
+register_losses()

@@ -53,7 +53,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Part:
+class FetchedShare:
     """What a rank has fetched, as it tells the others before any of them sends rows.
 
     Attributes:
@@ -120,7 +120,7 @@ class ReplicaFetch:
             batch = transferqueue_utils.kv_batch_meta2batch_meta(meta) if isinstance(meta, KVBatchMeta) else meta
             part, data, rows = self._fetch_part(verls, batch)
         except Exception as error:
-            part, failed = Part(failure=" ".join(f"{type(error).__name__}: {error}".split())), error
+            part, failed = FetchedShare(failure=" ".join(f"{type(error).__name__}: {error}".split())), error
         parts: list[Any] = [None] * self.ranks
         dist.all_gather_object(parts, part, group=self.group)
         if failed is not None:
@@ -136,12 +136,12 @@ class ReplicaFetch:
             data[name] = self._gather(rows.pop(name, None), of_ranks)
         return data
 
-    def _fetch_part(self, verls: Fetch, batch: BatchMeta) -> tuple[Part, TensorDict, dict[str, Tensor]]:
+    def _fetch_part(self, verls: Fetch, batch: BatchMeta) -> tuple[FetchedShare, TensorDict, dict[str, Tensor]]:
         """What the others are told, the fields that are not shared, and by field this rank's rows of those that are."""
         shared = [name for name in SHARED if name in batch.field_names]
         others = [name for name in batch.field_names if name not in shared]
         if not shared or not others:  # TransferQueue makes an empty batch of no fields
-            return Part(), verls(batch), {}
+            return FetchedShare(), verls(batch), {}
         starts = divide([prod(shape or ()) for shape in batch.get_shapes(shared[0])], self.ranks)
         whole = (tuple(batch.global_indexes), tuple(batch.field_names), tuple(starts))
         rank = dist.get_rank(self.group)
@@ -150,7 +150,7 @@ class ReplicaFetch:
         if mine:
             fetched = verls(batch.select_fields(shared).select_samples(mine))
             rows = {name: fetched[name] for name in shared}
-        return Part(whole, {name: layout_of(value) for name, value in rows.items()}), data, rows
+        return FetchedShare(whole, {name: layout_of(value) for name, value in rows.items()}), data, rows
 
     def _gather(self, own: Tensor | None, of_ranks: Sequence[Layout]) -> Tensor:
         """The jagged tensor of all rows, from this rank's own; on the host."""
@@ -202,7 +202,7 @@ def layout_of(value: Any) -> Layout | None:
     return Layout(tuple(shape[0] for shape in shapes), tails.pop(), value.dtype) if len(tails) == 1 else None
 
 
-def of_all_ranks(parts: Sequence[Part]) -> dict[str, list[Layout]] | None:
+def of_all_ranks(parts: Sequence[FetchedShare]) -> dict[str, list[Layout]] | None:
     """By field, the layout of each rank's rows; None where the ranks have not fetched parts of one jagged tensor.
 
     They have not where they were sent different trajectories, as to a reference that is parallel in another way.

@@ -31,7 +31,7 @@ from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
 from verl_ext.workers.gate import Gate, undo_of
 from verl_ext.workers.head import CENTERING, HeadUse
 from verl_ext.workers.loss_config import ComposedLossConfig, build_loss_config
-from verl_ext.workers.losses import LossInputs, padded_fields, provide, register
+from verl_ext.workers.losses import LossInputs, padded_fields, provide, register_losses
 
 VERLS_OWN = ("_target_", "rollout_correction")  # fields of a PolicyLossConfig that are no settings of the loss
 
@@ -125,7 +125,7 @@ def build_worker_loss(
     Raises:
         ConfigError: a setting of the policy loss cannot work, or it discards the weights that corrections are.
     """
-    register()  # those of stability.plugins too
+    register_losses()  # those of stability.plugins too
     policy_loss = config.policy_loss if settings.policy_loss is None else build_loss_config(**settings.policy_loss)
     if settings.corrections and policy_loss.loss_mode == "bypass_mode":
         names = " and ".join(f"stability.{chosen.name}" for chosen in settings.corrections)

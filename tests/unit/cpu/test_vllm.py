@@ -43,9 +43,9 @@ def cpu() -> Iterator[Any]:
     """`cpu.vllm`, with no patch applied before and after."""
     from verl_ext.cpu import vllm
 
-    vllm.install()()
+    vllm.adapt_vllm()()
     yield vllm
-    vllm.install()()
+    vllm.adapt_vllm()()
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ TARGETS += [*OF_CLASSES, *TO_DELIVER] if CLASSES else OF_A_KERNEL
 def test_installing_where_the_plugin_waits_for_vllms_runner_patches_once(fresh_python: Callable) -> None:
     code = (
         "from verl_ext.cpu import vllm; from verl_ext.plugins import vllm as vllm_plugin; vllm_plugin.register();"
-        "undo = vllm.install(); assert vllm.install() is undo; undo()"
+        "undo = vllm.adapt_vllm(); assert vllm.adapt_vllm() is undo; undo()"
     )
     done = fresh_python(code, VERL_PLATFORM="cpu")
     assert done.returncode == 0, done.stderr
@@ -151,9 +151,9 @@ def replaced() -> list[Any]:
 
 def test_undo_restores_the_originals(cpu: Any) -> None:
     before = replaced()
-    undo = cpu.install()
+    undo = cpu.adapt_vllm()
     assert all(new is not old for new, old in zip(replaced(), before, strict=True))
-    assert cpu.install() is undo  # a second call applies nothing
+    assert cpu.adapt_vllm() is undo  # a second call applies nothing
     undo()
     assert all(new is old for new, old in zip(replaced(), before, strict=True))
 
@@ -164,7 +164,7 @@ def test_install_applies_all_patches_or_none(cpu: Any, monkeypatch: pytest.Monke
         _, module, owner, name = TARGETS[-1]  # of the patch that comes last
         patch.delattr(find(module, owner), name)
         with pytest.raises(PatchError, match="capture_routed_experts"):
-            cpu.install()
+            cpu.adapt_vllm()
     assert all(new is old for new, old in zip(replaced(), before, strict=True))
 
 
@@ -176,7 +176,7 @@ def test_register_patches_only_where_verl_runs_on_cpu(
 ) -> None:
     found: list[str] = []
     monkeypatch.setenv("VERL_PLATFORM", platform)
-    monkeypatch.setattr(engine_report, "install", lambda: None)
+    monkeypatch.setattr(engine_report, "report_from_workers", lambda: None)
     monkeypatch.setattr(vllm_plugin, "register_post_import_hook", lambda hook, module: found.append(module))
     vllm_plugin.register()
     assert found == hooks

@@ -103,7 +103,7 @@ def servers_of(compose, monkeypatch):
     workers = SimpleNamespace(routing_hooks=lambda: [("Router", 4)], configure_loss=lambda settings: [TOLD])
 
     def start(*decoding):
-        monkeypatch.setattr(sglang_routing, "fetch", lambda server: server)
+        monkeypatch.setattr(sglang_routing, "decodes_routing", lambda server: server)
         active = read_features(config, stability_config(config.stability))
         managers = [SimpleNamespace(server_handles=[server]) for server in decoding]
         return verify(active, StabilityTrainerSync, Engines(workers, managers, {}))
@@ -130,7 +130,7 @@ def rounding_of(compose, monkeypatch):
 
     def row(*rounded, settings=settings):
         told = [{"fake_quantization": one and {"settings": settings, "rounded": one}} for one in rounded]
-        monkeypatch.setattr(engine_report, "fetch", lambda server: told)
+        monkeypatch.setattr(engine_report, "fetch_reports", lambda server: told)
         engines = Engines(None, [SimpleNamespace(server_handles=["server"])], {})
         (found,) = verify(active, StabilityTrainerSync, engines)
         return found.where
@@ -167,7 +167,7 @@ def adapter_of(compose, monkeypatch):
     def where(*told, overrides=(lora, canary)):
         config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
         active = read_features(config, stability_config(config.stability))
-        monkeypatch.setattr(engine_report, "fetch", lambda server: [{"adapter": one} for one in told])
+        monkeypatch.setattr(engine_report, "fetch_reports", lambda server: [{"adapter": one} for one in told])
         engines = Engines(None, [SimpleNamespace(server_handles=["server"])], {})
         return verify(active, StabilityTrainerSync, engines)[-1].where
 

@@ -5,10 +5,10 @@ import ray
 from verl.trainer.ppo.utils import Role
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from verl_ext.base.patching import actor_class
 from verl_ext.features.feature import Part
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import read_features
-from verl_ext.trainer.task_runner import actor_class
 from verl_ext.trainer.trainers import replace_workers
 from verl_ext.workers.actor import LossActorRolloutRefWorker, RoutingActorRolloutRefWorker
 

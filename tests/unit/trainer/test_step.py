@@ -12,7 +12,7 @@ from verl_ext.base.errors import BatchError
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.tokens import Lag, Tokens
-from verl_ext.features.feature import Line, Part, RunFeatures
+from verl_ext.features.feature import Part, RunFeatures, TableLine
 from verl_ext.features.stability import stability_config
 from verl_ext.guard.state import Event
 from verl_ext.trainer.guarding import GuardActions, build_guard
@@ -59,7 +59,7 @@ def decided():
         masks = bool(stability.filters) or stability.denominator == "kept"
         on = {Part.MEASURE_IN_UPDATE: bypass, Part.MASKS: masks, Part.LOSS: our_loss}
         parts = frozenset(part for part, is_on in on.items() if is_on)
-        features = RunFeatures(OmegaConf.create(), stability, (Line("all", "", "", parts),))
+        features = RunFeatures(OmegaConf.create(), stability, (TableLine("all", "", "", parts),))
         step, metrics = Step(features, guard, actions), dict(SIGNALS)
         step.measure(batch, metrics)
         outcome = step.settle(batch, metrics)

@@ -158,10 +158,10 @@ def test_it_is_off_unless_the_environment_asks(monkeypatch):
     monkeypatch.setattr(agent_loop, "register_post_import_hook", lambda hook, module: asked.append(module))
     monkeypatch.delenv(agent_loop.VARIABLE, raising=False)
     with asked_for():
-        agent_loop.install()
+        agent_loop.install_changes()
         assert asked == []
         monkeypatch.setenv(agent_loop.VARIABLE, "head:8")
-        agent_loop.install()
+        agent_loop.install_changes()
     assert asked == [agent_loop.SERVER, agent_loop.CLIENT, agent_loop.AGENT_LOOP]
 
 

@@ -158,7 +158,7 @@ def test_a_value_that_means_nothing_is_an_error(text):
 @pytest.mark.parametrize(("value", "dtype"), [("narrow:1", "uint8"), ("narrow:0", "int16"), (None, "int16")])
 def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, dtype):
     code = (
-        "from verl_ext.upstream import agent_loop; agent_loop.install()\n"
+        "from verl_ext.upstream import agent_loop; agent_loop.install_changes()\n"
         "import sys; assert agent_loop.AGENT_LOOP not in sys.modules\n"
         "import numpy as np\n"
         "from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput\n"

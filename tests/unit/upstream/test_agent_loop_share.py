@@ -113,7 +113,7 @@ def test_pythons_own_random_state_is_left_alone(monkeypatch):
     before, starts = random.getstate(), []
     with asked_for():
         for _ in range(2):
-            agent_loop.install()
+            agent_loop.install_changes()
             starts.append(agent_loop._sampling._due)
     assert random.getstate() == before
     assert len(set(starts)) == 2 and all(0 <= start < 1 for start in starts)
@@ -153,7 +153,7 @@ def test_a_forked_process_takes_its_own_environment_and_nothing_is_changed_twice
         "                         routed_experts=np.ones((2, 1, 2), np.uint8))\n"
         "for value in ('narrow:1', 'narrow:1', ''):\n"
         "    os.environ[agent_loop.VARIABLE] = value\n"
-        "    agent_loop.install()\n"
+        "    agent_loop.install_changes()\n"
         "    fields = output.as_dict()\n"
         "    print(len(fields['routed_experts']), fields['routed_experts'].dtype,\n"
         "          hasattr(AgentLoopOutput.as_dict.__wrapped__, '__wrapped__'))"

@@ -212,7 +212,7 @@ def test_it_is_off_unless_the_environment_asks(monkeypatch):
     with asked_for():
         for value, expected in (("turns:0", 0), ("turns:1", 3)):
             monkeypatch.setenv(agent_loop.VARIABLE, value)
-            agent_loop.install()
+            agent_loop.install_changes()
             assert len(asked) == expected
 
 

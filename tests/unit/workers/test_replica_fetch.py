@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ext.workers.replica_fetch import Layout, Part, divide, layout_of, of_all_ranks
+from verl_ext.workers.replica_fetch import FetchedShare, Layout, divide, layout_of, of_all_ranks
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(2, 6))
@@ -46,21 +46,25 @@ def test_a_layout_is_of_a_jagged_tensor_whose_rows_differ_in_length(value, expec
 
 WHOLE = ((1, 2, 3), ("input_ids", "routed_experts"), (0, 2, 3, 3))
 TWO, ONE = Layout((5, 6), (2, 4), torch.uint8), Layout((7,), (2, 4), torch.uint8)
-PARTS = [Part(WHOLE, {"routed_experts": TWO}), Part(WHOLE, {"routed_experts": ONE}), Part(WHOLE)]
+PARTS = [
+    FetchedShare(WHOLE, {"routed_experts": TWO}),
+    FetchedShare(WHOLE, {"routed_experts": ONE}),
+    FetchedShare(WHOLE),
+]
 
 
 def test_rows_are_joined_and_a_rank_may_have_none():
     assert of_all_ranks(PARTS) == {"routed_experts": [TWO, ONE, replace(ONE, lengths=())]}
-    assert of_all_ranks([Part(), Part()]) == {}
+    assert of_all_ranks([FetchedShare(), FetchedShare()]) == {}
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        Part(((1, 2, 4), *WHOLE[1:]), {"routed_experts": ONE}),
-        Part(WHOLE, {"routed_experts": None}),
-        Part(WHOLE, {"routed_experts": replace(ONE, tail=(3, 4))}),
-        Part(WHOLE, {"routed_experts": replace(ONE, dtype=torch.int16)}),
+        FetchedShare(((1, 2, 4), *WHOLE[1:]), {"routed_experts": ONE}),
+        FetchedShare(WHOLE, {"routed_experts": None}),
+        FetchedShare(WHOLE, {"routed_experts": replace(ONE, tail=(3, 4))}),
+        FetchedShare(WHOLE, {"routed_experts": replace(ONE, dtype=torch.int16)}),
     ],
     ids=["trajectories", "not jagged", "layers", "dtype"],
 )
