@@ -45,7 +45,8 @@ class ProbeTrainer(StabilityTrainerSync):
     def __init__(self, config: DictConfig):
         super().__init__(config)
         ours = TableLine("probe", "hidden states", "{loss}", frozenset({Part.LOSS}))  # for workers of ours
-        self.stability_run.features = replace(self.stability_run.features, lines=(ours,))
+        features = self.stability_run.features
+        self.stability_run.features = replace(features, lines=(*features.lines, ours))
 
     def fit(self, agent_loop_manager: Any) -> None:
         with watch_of(self, agent_loop_manager):
