@@ -16,10 +16,9 @@ from verl.utils.debug import marked_timer
 from verl_ext.base.patching import actor_class, patch
 from verl_ext.features.advantages import register_estimators, session_keys
 from verl_ext.features.feature import Engines, Part, RunFeatures
-from verl_ext.features.proof import print_table, verify
 from verl_ext.features.routing import replayed_field
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import loss_settings
+from verl_ext.features.table import loss_settings, print_table, verify
 from verl_ext.trainer.queue import without_heavy
 from verl_ext.trainer.run import StabilityRun
 from verl_ext.trainer.watch import watch_of

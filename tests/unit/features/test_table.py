@@ -7,9 +7,8 @@ import pytest
 
 from verl_ext.base.errors import HookError
 from verl_ext.features.feature import Engines
-from verl_ext.features.proof import Proven, print_table, verify
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import read_features
+from verl_ext.features.table import Proven, print_table, read_features, verify
 from verl_ext.trainer.trainers import StabilityTrainerSync
 from verl_ext.upstream import engine_report, sglang_routing
 
