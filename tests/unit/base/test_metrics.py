@@ -9,8 +9,8 @@ import pytest
 
 from tests import ROOT
 from tests.support.documented import undocumented
+from tools.metrics_page import metrics_page
 from verl_ext.base.metrics import METRICS, OURS, comes_late, find, is_of_the_gap, is_rare, nearest, ours
-from verl_ext.base.metrics.__main__ import page
 
 LOGGED = Path(__file__).with_name("logged_metrics.txt").read_text().split()  # by runs of tests/stack
 GAP = "\0"  # what an f-string computes
@@ -42,7 +42,9 @@ def could_be(name: str) -> set[str]:
 
 
 def test_the_page_is_current():
-    assert (ROOT / "docs" / "metrics.md").read_text() == page(), "python -m verl_ext.base.metrics > docs/metrics.md"
+    assert (ROOT / "docs" / "metrics.md").read_text() == metrics_page(), (
+        "python tools/metrics_page.py > docs/metrics.md"
+    )
 
 
 def test_every_name_in_the_source_is_documented():

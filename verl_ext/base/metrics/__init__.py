@@ -1,7 +1,7 @@
 """Every metric once: name, meaning, unit, which way is better, who logs it and when.
 
 Labels, units and directions in the report come from here, as does what the guard may expect of a signal;
-`python -m verl_ext.base.metrics > docs/metrics.md` makes the page.
+`python tools/metrics_page.py > docs/metrics.md` makes the page.
 """
 
 from difflib import get_close_matches
