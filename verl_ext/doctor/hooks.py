@@ -126,14 +126,14 @@ def verl_validation(context: Context) -> Iterable[Finding]:
     yield Finding("ok", "verl's validate_config passes")
 
 
-@check("code")
+@check("code", needs="config")
 def code(context: Context) -> Iterable[Finding]:
     """What the config names to be executed, and which checks were left out for it.
 
     Source: `StabilityConfig.__post_init__` of verl_ext/settings/stability.py; `get_class_from_dynamic_module` of
     transformers/dynamic_module_utils.py (5.10); `omega_conf_to_dataclass` of verl/utils/config.py (0.9.1).
     """
-    if context.config is None or context.trust:
+    if context.trust:
         return
     if plugins := context.plugin_modules:
         yield Finding(

@@ -67,7 +67,7 @@ def _package(name: str, version: str | None) -> Iterable[Finding]:
         )
 
 
-@check("imports")
+@check("imports", needs="config")
 def imported_packages(context: Context) -> Iterable[Finding]:
     """What this config will import: an error where it is not installed, on the machine of the run.
 
@@ -76,8 +76,6 @@ def imported_packages(context: Context) -> Iterable[Finding]:
 
     Source: the table in verl_ext/launch/packages.py; versions and extras from verl's metadata.
     """
-    if context.config is None:
-        return
     asked = list(imported(context.config))
     missing = {row: [one for one in row.packages if not _importable(one, context)] for row in asked}
     for row, packages in missing.items():

@@ -18,13 +18,13 @@ LARGE = 0.01  # nats; 1% in every ratio of a model that never learnt to avoid th
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
 
 
-@check("sizes")
+@check("sizes", needs="engine")
 def sizes(context: Context) -> Iterable[Finding]:
     """What the rules of `verl_ext/launch/sizes.py` refuse; those on the model, where its shape is in the table.
 
     Source: the comments there, on verl 0.9.1, megatron-core 0.16, transformers and vLLM 0.27.
     """
-    if context.config is None or context.engine is None or context.strategy not in STRATEGIES:
+    if context.strategy not in STRATEGIES:
         return
     from verl_ext.base.errors import ConfigError
     from verl_ext.launch.models import shape_of
@@ -53,14 +53,14 @@ def gpu(context: Context) -> Iterable[Finding]:
         )
 
 
-@check("model files")
+@check("model files", needs="config")
 def model_files(context: Context) -> Iterable[Finding]:
     """Whether the model could be looked at here, and what is not checked where it could not.
 
     Source: `lengths`, `vocabulary` and `hooks` of this folder, which read its config and tokenizer.
     """
     path = context.get(f"{MODEL}.path")
-    if context.config is None or not path or context.model_code:
+    if not path or context.model_code:
         return
     if context.model_config is None:
         missing, checks = "the model's config", "lengths, vocabulary and the model's routers were not checked"
@@ -85,7 +85,7 @@ def data_files(context: Context) -> Iterable[Finding]:
                 yield Finding("warning", f"data.{name}={file} is not on this machine", why)
 
 
-@check("vocabulary")
+@check("vocabulary", needs="with_vllm")
 def vocabulary(context: Context) -> Iterable[Finding]:
     """Rows of the vocabulary that no token of the tokenizer has.
 
@@ -95,7 +95,7 @@ def vocabulary(context: Context) -> Iterable[Finding]:
     other (0.24 was measured for 128 rows and 101 tokens, with random weights), next to nothing where the model has
     learnt that they never come.
     """
-    if not context.with_vllm or context.model_config is None or context.tokenizer_length is None:
+    if context.model_config is None or context.tokenizer_length is None:
         return
     rows = getattr(context.model_config.get_text_config(), "vocab_size", None)
     tokens = context.tokenizer_length

@@ -12,7 +12,7 @@ KNOWN_VERL = "0.9.1"
 STOP_AFTER = "stability.guard.stop_after"
 
 
-@check("weight sync")
+@check("weight sync", needs="config")
 def weight_sync(context: Context) -> Iterable[Finding]:
     """Syncs that do not happen, and what would tell.
 
@@ -23,8 +23,6 @@ def weight_sync(context: Context) -> Iterable[Finding]:
     """
     from verl_ext.launch.sync_checks import MERGE, sends_adapter
 
-    if context.config is None:
-        return
     watched = context.get(CANARY, 0)
     if sends_adapter(context.config):
         if context.get(MODE) == "separate_async":
@@ -40,7 +38,7 @@ def weight_sync(context: Context) -> Iterable[Finding]:
             yield Finding("warning", "the sync canary beside speculative decoding", why, (f"{CANARY}=0",))
 
 
-@check("prefix caching")
+@check("prefix caching", needs="with_vllm")
 def prefix_caching(context: Context) -> Iterable[Finding]:
     """Keys and values of older weights, found again by their tokens alone.
 
@@ -48,7 +46,7 @@ def prefix_caching(context: Context) -> Iterable[Finding]:
     prime-rl PR 1650. verl 0.9.1 clears it at every sync: `clear_kv_cache` at the end of `update_weights`
     (workers/rollout/vllm_rollout/vllm_rollout.py), with what a KV connector keeps (`reset_connector=True`).
     """
-    if not context.with_vllm or not context.engine_argument("enable_prefix_caching")[1]:
+    if not context.engine_argument("enable_prefix_caching")[1]:
         return
     if _older_verl(context):
         why = f"that verl {KNOWN_VERL} clears the cache at every weight sync was read, of older ones it was not"
@@ -57,7 +55,7 @@ def prefix_caching(context: Context) -> Iterable[Finding]:
         yield Finding("ok", "prefix caching: cleared at every weight sync")
 
 
-@check("speculative decoding")
+@check("speculative decoding", needs="with_vllm")
 def speculative_decoding(context: Context) -> Iterable[Finding]:
     """Drafts of a model that training leaves behind.
 
@@ -67,8 +65,7 @@ def speculative_decoding(context: Context) -> Iterable[Finding]:
     distribution whatever the draft, and its log-probs are of the target's logits (`RejectionSampler` of
     v1/sample/rejection_sampler.py, vLLM 0.27): an old draft costs speed.
     """
-    method = context.drafter
-    if not context.with_vllm or not method:
+    if not (method := context.drafter):
         return
     if method != "mtp":
         why = "verl updates no drafter but MTP's: ever fewer drafts are accepted as training goes on (vLLM issue 48296)"
