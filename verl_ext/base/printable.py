@@ -11,19 +11,25 @@ MOST = 400  # characters of a name; none that a person gave is longer
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
-def printable(text: str, most: int = MOST) -> str:
+def printable(text: str, most: int | None = MOST) -> str:
     """The text in one line, as it is where it only has visible characters and spaces.
 
     Every other character becomes Python's escape for it (`\\x1b`, `\\n`, `\\u202e`, `\\udc80`), so that different names
-    stay different. Of more than `most` characters, the middle is left out. What it returns can be encoded as UTF-8, and
+    stay different. Of more than `most` characters, the middle is left out;
+    None keeps all. What it returns can be encoded as UTF-8, and
     stand in XML. It is not escaped for HTML, nor for rich's markup.
     """
-    if len(text) > most:
+    if most is not None and len(text) > most:
         half = (most - 3) // 2
         text = f"{text[:half]}...{text[len(text) - half :]}"
     if text.isprintable():
         return text
     return "".join(_escaped(each) if unicodedata.category(each) in HIDDEN else each for each in text)
+
+
+def one_line(text: str) -> str:
+    """All of a text in one printable line, with single spaces."""
+    return printable(" ".join(text.split()), most=None)
 
 
 def _escaped(character: str) -> str:

@@ -18,6 +18,7 @@ from verl_ext.doctor.findings import LEVELS, Finding, fixes, run_checks
 from verl_ext.launch.gpus import Gpu, present
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
+COLUMNS = ("level", "check", "found", "why", "fix")  # of the JSON
 WIDTH = 120  # of the table where the output is not a terminal
 
 
@@ -47,9 +48,12 @@ def run_doctor(arguments: argparse.Namespace) -> int:
             print(override)
         for finding in findings:
             if finding.level == "error" and not finding.fix:
-                print(f"verl-ext doctor: {finding.check}: {_one_line(finding.found)}; {finding.why}", file=sys.stderr)
+                print(
+                    f"verl-ext doctor: {finding.check}: {printable(finding.found, most=None)}; {finding.why}",
+                    file=sys.stderr,
+                )
     elif arguments.json:
-        print(json.dumps([_finding_as_json(finding) for finding in findings], indent=2))
+        print(json.dumps([{name: getattr(finding, name) for name in COLUMNS} for finding in findings], indent=2))
     else:
         print_findings(findings)
     bad = ("error", "warning") if arguments.strict else ("error",)
@@ -67,9 +71,9 @@ def print_findings(findings: Sequence[Finding]) -> None:
     table.add_column("found, and why it matters", overflow="fold")
     for finding in sorted(findings, key=lambda found: LEVELS.index(found.level)):
         level = Text(finding.level, style=STYLES[finding.level])
-        said = Text(_one_line(finding.found))  # Text: brackets are no markup
+        said = Text(printable(finding.found, most=None))  # Text: brackets are no markup
         if finding.why:
-            said.append(f"\n{_one_line(finding.why)}", style="dim")
+            said.append(f"\n{printable(finding.why, most=None)}", style="dim")
         table.add_row(level, finding.check, said)
     console.print(table)
     count = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
@@ -78,18 +82,3 @@ def print_findings(findings: Sequence[Finding]) -> None:
         print(" these overrides fix what can be fixed by one:")
         for override in overrides:
             print(f"   {override}")
-
-
-def _one_line(text: str) -> str:
-    """Escapes a text that may quote a config, and leaves out none of it."""
-    return printable(text, most=len(text))
-
-
-def _finding_as_json(finding: Finding) -> dict[str, object]:
-    return {
-        "level": finding.level,
-        "check": finding.check,
-        "found": finding.found,
-        "why": finding.why,
-        "fix": list(finding.fix),
-    }

@@ -83,7 +83,7 @@ class Context:
         folder: where a package's source lies.
         has: whether a module can be found.
         other_machine: whether the run was said to be for another machine than this, by --gpu.
-        known: what `once` keeps.
+        errors: what `hooks.errors_once` found.
     """
 
     versions: Mapping[str, str]
@@ -96,13 +96,7 @@ class Context:
     folder: Callable[[str], Path | None] = package_folder
     has: Callable[[str], bool] = has_module
     other_machine: bool = False
-    known: dict[str, Any] = field(default_factory=dict)
-
-    def once(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Returns what `compute` returned the first time, for all checks that ask for the same."""
-        if name not in self.known:
-            self.known[name] = compute()
-        return self.known[name]
+    errors: list[Any] | None = None
 
     def get(self, key: str, default: Any = None) -> Any:
         """A setting; `default` where it is not there, null, mandatory and missing, or an interpolation of nothing."""

@@ -157,7 +157,9 @@ def code(context: Context) -> Iterable[Finding]:
 
 def errors_once(context: Context) -> list[Finding]:
     """The errors of the run's own checks, for those that would tell the same; none where plugins are not imported."""
-    return context.once("errors", lambda: [] if context.plugin_modules else _errors_of(context))
+    if context.errors is None:
+        context.errors = [] if context.plugin_modules else _errors_of(context)
+    return context.errors
 
 
 def needs_reference(config: "DictConfig") -> bool:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.base.errors import ConfigError, UserError
-from verl_ext.base.printable import printable
+from verl_ext.base.errors import ConfigError, UserError, print_error
 from verl_ext.doctor import composed
 from verl_ext.plan.memory import Memory, host_memory
 from verl_ext.plan.scale import Plan, at_nodes, read_plan, scale_table, units_line
@@ -25,7 +24,7 @@ NOTHING_ON = (
 )
 
 
-def add_parser(commands: Any) -> None:
+def add_plan_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="does a run fit its GPUs, and where does its time go",
@@ -71,9 +70,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
             for number in nodes
         ]
     except UserError as error:
-        line = " ".join(str(error).split())
-        print(f"verl-ext plan: {printable(line, most=len(line))}", file=sys.stderr)
-        return 2
+        return print_error("plan", error)
     if arguments.json:
         found = [_as_json(plan) for plan in plans]
         print(json.dumps(found if len(found) > 1 else found[0], indent=2))

@@ -15,10 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from verl_ext.base.errors import ConfigError, UserError
-from verl_ext.base.printable import printable
+from verl_ext.base.errors import ConfigError, UserError, print_error
 from verl_ext.doctor import composed
-from verl_ext.launch.arguments import INTERRUPTED, REFUSED, add_own, names
+from verl_ext.launch.arguments import INTERRUPTED, add_own, names
 from verl_ext.probe.sweep import ALL, LAUNCH, NAMES, SettingChange, SweepResult, changes_of, with_change
 
 FAILED = 1
@@ -50,7 +49,7 @@ examples:
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_probe_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "probe",
         help="where do rollout and training come apart, before a run",
@@ -78,9 +77,7 @@ def run_probe(arguments: argparse.Namespace) -> int:
     try:
         found = _find_gap(arguments)
     except UserError as error:
-        line = " ".join(str(error).split())
-        print(f"verl-ext probe: {printable(line, most=len(line))}", file=sys.stderr)
-        return REFUSED
+        return print_error("probe", error)
     except KeyboardInterrupt:
         print("verl-ext probe: interrupted; the same command goes on with a sweep's next setting", file=sys.stderr)
         return INTERRUPTED

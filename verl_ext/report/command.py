@@ -55,7 +55,7 @@ examples:
 """
 
 
-def add_parsers(commands) -> None:
+def add_report_parsers(commands) -> None:
     report = _add(
         commands,
         "report",
