@@ -11,11 +11,10 @@ Python's csv reads the rows: to pandas' reader, a row that is cut looks like one
 
 import csv
 import io
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl_ext.report.files import open_regular
+from verl_ext.report.files import fingerprint, open_regular
 from verl_ext.report.run import LARGEST_STEP, ReportError
 from verl_ext.report.sources.table import MetricTable, TableRun
 
@@ -38,14 +37,13 @@ class CsvSource:
         self._path = path
         self._which = which
         self._chosen = False
-        self._seen: tuple[int, ...] = ()
+        self._seen: tuple[object, ...] = ()
         self._table = MetricTable(rows_are_units=False)
         self._notes: tuple[str, ...] = ()
 
     def refresh(self) -> bool:
         """An export is written once; another one is read from its start."""
-        status = os.stat(self._path)
-        seen = status.st_ino, status.st_size, status.st_mtime_ns
+        seen = fingerprint(self.files)
         if seen == self._seen:
             return False
         with io.TextIOWrapper(open_regular(self._path), "utf-8-sig", errors="replace", newline="") as file:

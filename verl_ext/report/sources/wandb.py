@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from verl_ext.base.printable import printable
-from verl_ext.report.files import is_regular, open_regular
+from verl_ext.report.files import fingerprint, is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.store import Process
 from verl_ext.report.sources.table import MetricTable
@@ -51,8 +51,7 @@ class WandbFolder:
         return sorted(file for file in found if file not in latest and is_regular(file))
 
     def state(self) -> Hashable:
-        statuses = [(file, file.stat()) for file in self.files()]
-        return tuple((file, status.st_ino, status.st_size, status.st_mtime_ns) for file, status in statuses)
+        return fingerprint(self.files())
 
     def processes(self) -> list[Process]:
         return [_wandb_process(file) for file in self.files()]
