@@ -126,7 +126,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from verl_ext.report.load import read_run
-    from verl_ext.report.terminal import dashboard
+    from verl_ext.report.terminal import Dashboard
     from verl_ext.report.verdict import judge_run
 
     with errors_are_one_line("report") as outcome:
@@ -135,7 +135,7 @@ def run_report(arguments: argparse.Namespace) -> int:
         console = Console()
         run = read_run(arguments.path, arguments.which)
         verdict = judge_run(run)
-        console.print(dashboard(run, verdict))
+        console.print(Dashboard(run, verdict))
         if not arguments.no_page:
             _write_pages(run, verdict, arguments, console)
     return outcome.status
@@ -187,11 +187,11 @@ def _show_and_write(run: "Run", arguments: argparse.Namespace, tidy: bool, live:
     """Show the run as it stands; whether its pages could be written. A disk that is full now may have room later."""
     from rich.console import Group
 
-    from verl_ext.report.terminal import dashboard, indented
+    from verl_ext.report.terminal import Dashboard, indented
     from verl_ext.report.verdict import judge_run
 
     verdict = judge_run(run)
-    screen = dashboard(run, verdict)
+    screen = Dashboard(run, verdict)
     live.update(screen, refresh=True)
     if arguments.no_page:
         return True
@@ -230,7 +230,7 @@ def tell(console: "Console", name: str, page: Path) -> None:
 def run_compare(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from verl_ext.report.comparison import compare_runs, comparison_table, unique_names
+    from verl_ext.report.comparison import ComparisonTable, compare_runs, unique_names
     from verl_ext.report.load import read_run
     from verl_ext.report.page import write_comparison
 
@@ -240,7 +240,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
         extra = [printable(name) for name in arguments.metric]  # as names of metrics are read
         comparison = compare_runs(runs, extra=extra, window=arguments.window, cut=not arguments.full)
         console = Console()
-        console.print(comparison_table(comparison))
+        console.print(ComparisonTable(comparison))
         if not arguments.no_page:
             named = {run.name: run for run in runs}
             with drawing(console) as progress:

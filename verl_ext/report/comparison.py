@@ -1,6 +1,6 @@
 """Several runs side by side: the end of each metric, and which differences to the first run are more than noise.
 
-`compare_runs` compares, `comparison_rows` gives the text of a page, `comparison_table` the table of a terminal.
+`compare_runs` compares, `comparison_rows` gives the text of a page, `ComparisonTable` the table of a terminal.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +27,7 @@ from verl_ext.report.signals import fall_of
 from verl_ext.report.terminal import Unit, encodable, format_of, format_value, indented, wrap_name
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 MOST_RUNS = 6  # that a table has room for
 REWARD = "critic/score/mean"
@@ -103,9 +102,7 @@ def compare_runs(
     for metric in _table_metrics(cut_runs, extra):
         cells = [_cell(run, metric, window) for run in cut_runs]
         if any(cell.final or cell.total for cell in cells):
-            rows.append(
-                (metric, [_with_difference(cells[0], cell) if index else cell for index, cell in enumerate(cells)])
-            )
+            rows.append((metric, [cells[0], *(_compared(cells[0], cell) for cell in cells[1:])]))
     judged = _judge_rows(rows)
     falls = {name: fall for name, run in zip(names, runs, strict=True) if (fall := fall_of(run))}
     notes = [" ".join((f"{name}:", str(fall), *fall.moved())) for name, fall in falls.items()]
@@ -159,11 +156,6 @@ def comparison_rows(comparison: Comparison) -> list[dict[str, Any]]:
     ]
 
 
-def comparison_table(comparison: Comparison) -> "RenderableType":
-    """The table for a terminal: 2 or 3 runs fit 100 columns, more are wrapped; in ASCII where it has no UTF-8."""
-    return _ComparisonTable(comparison)
-
-
 def _table_metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric]:
     """The rows that may come, in their order: reward, validation, the known ones, those the user named."""
     validation = sorted({name for run in runs for name in run.validations()})
@@ -190,7 +182,7 @@ def _cell(run: Run, metric: Metric, window: int | None) -> MetricCell:
     return MetricCell(final=final(series, window, metric.scale))
 
 
-def _with_difference(baseline: MetricCell, cell: MetricCell) -> MetricCell:
+def _compared(baseline: MetricCell, cell: MetricCell) -> MetricCell:
     if baseline.final is None or cell.final is None:
         return cell
     return replace(cell, difference=compare_finals(baseline.final, cell.final))
@@ -203,15 +195,12 @@ def _judge_rows(rows: Sequence[tuple[Metric, list[MetricCell]]]) -> tuple[tuple[
     def judged(metric: Metric, cell: MetricCell) -> MetricCell:
         if cell.difference is None:
             return cell
-        return replace(cell, verdict=_verdict_word(metric, cell.difference, next(verdicts)))
+        verdict: str = next(verdicts)
+        if verdict == "differs" and metric.better:
+            verdict = "better" if (cell.difference.change > 0) == (metric.better == "higher") else "worse"
+        return replace(cell, verdict=verdict)
 
     return tuple((metric, tuple(judged(metric, cell) for cell in cells)) for metric, cells in rows)
-
-
-def _verdict_word(metric: Metric, difference: Difference, verdict: str) -> str:
-    if verdict != "differs" or not metric.better:
-        return verdict
-    return "better" if (difference.change > 0) == (metric.better == "higher") else "worse"
 
 
 def _comparison_notes(
@@ -259,7 +248,9 @@ def _stops_early(cell: MetricCell, cells: Sequence[MetricCell]) -> bool:
 
 
 @dataclass(frozen=True)
-class _ComparisonTable:
+class ComparisonTable:
+    """The table for a terminal: 2 or 3 runs fit 100 columns, more are wrapped; in ASCII where it has no UTF-8."""
+
     comparison: Comparison
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":

@@ -1,6 +1,6 @@
 """One run on one screen: what happened, why, what to do; then how each metric moved, and what is missing."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -11,7 +11,7 @@ from verl_ext.base.printable import printable
 from verl_ext.report.run import MOST_MESSAGE, Run, Series, names_of
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.padding import Padding
 
     from verl_ext.report.verdict import RunVerdict
@@ -37,11 +37,11 @@ COLOURS = {
 }
 
 
-def _furthest_from_zero(values: np.ndarray) -> float:
-    return values[np.argmax(np.abs(values))]
-
-
-WORST: dict[str, Callable[[np.ndarray], float]] = {"highest": np.max, "lowest": np.min, "largest": _furthest_from_zero}
+WORST: dict[str, Callable[[np.ndarray], float]] = {
+    "highest": np.max,
+    "lowest": np.min,
+    "largest": lambda values: values[np.argmax(np.abs(values))],
+}
 FORMATS: dict[str, Unit] = {"share": "share", "nats a token": "small", "tokens": "count", "s": "seconds"}
 ROWS = (  # in the order of the table
     "critic/score/mean",
@@ -91,20 +91,6 @@ def dashboard_rows(run: Run) -> list[DashboardRow]:
     for name in run.validations()[:MOST_VALIDATIONS]:
         found.append(_metric_row(run.get(name), name, "val " + name.removeprefix("val-core/")))
     return [row for row in found if row is not None]
-
-
-def notes(run: Run) -> list[str]:
-    """What does not fit the table's columns, one line each: skips, the guard, values that were not numbers, gaps."""
-    return list(_note_lines(run))
-
-
-def dashboard(run: Run, verdict: "RunVerdict | None") -> "RenderableType":
-    """The run for a terminal of 80 columns, in ASCII where the terminal has no UTF-8.
-
-    A sparkline spans all steps of the run, each cell the median of its steps, a gap where none was finite; that of a
-    divergence is logarithmic.
-    """
-    return _Dashboard(run, verdict)
 
 
 def format_of(metric: Metric) -> Unit:
@@ -172,7 +158,13 @@ def indented(text: str, options: "ConsoleOptions", style: str = "") -> "Padding"
 
 
 @dataclass(frozen=True)
-class _Dashboard:
+class Dashboard:
+    """The run for a terminal of 80 columns, in ASCII where the terminal has no UTF-8.
+
+    A sparkline spans all steps of the run, each cell the median of its steps, a gap where none was finite; that of a
+    divergence is logarithmic.
+    """
+
     run: Run
     verdict: "RunVerdict | None"
 
@@ -200,29 +192,26 @@ class _Dashboard:
         if table.row_count:
             yield table
         for note in notes(self.run):
-            yield indented(_truncate(note, WIDTH - 2) if note.startswith(EVENT) else note, options)
+            short = note.startswith(EVENT) and len(note) > WIDTH - 2
+            yield indented(f"{note[: WIDTH - 5]}..." if short else note, options)
 
     def _heading(self) -> Iterator[tuple[str, str]]:
         """Lines and their styles."""
-        heading = f"{self.run.name}, step {self.run.steps[-1]}"
-        if self.verdict is None:
+        heading, verdict = f"{self.run.name}, step {self.run.steps[-1]}", self.verdict
+        if verdict is None:
             yield heading, "bold"
             return
-        yield f"{heading}: {self.verdict.state}", f"bold {COLOURS[self.verdict.state]}"
-        yield self.verdict.sentence, ""
-        for sentence in self.verdict.why:
-            yield sentence, ""
-        if first := self.verdict.first:
+        yield f"{heading}: {verdict.state}", f"bold {COLOURS[verdict.state]}"
+        yield from ((sentence, "") for sentence in (verdict.sentence, *verdict.why))
+        if first := verdict.first:
             yield from (("", ""), ("Do this first: start the run again with", "bold"), (first.text, "bold"))
             yield first.sentence, ""
-        if self.verdict.others:
+        if verdict.others:
             yield from (("", ""), ("Then:" if first else "Worth adding:", "bold"))
-        for override in self.verdict.others:
-            yield f"- {override.text}: {override.why}", ""
-        if self.verdict.evidence:
+            yield from ((f"- {override.text}: {override.why}", "") for override in verdict.others)
+        if verdict.evidence:
             yield from (("", ""), ("What else the metrics say:", "bold"))
-        for evidence in self.verdict.evidence:
-            yield f"- {evidence}", "dim"
+            yield from ((f"- {evidence}", "dim") for evidence in verdict.evidence)
 
 
 def _metric_row(series: Series | None, name: str, label: str) -> DashboardRow | None:
@@ -253,7 +242,8 @@ def _worst_layer(run: Run) -> DashboardRow | None:
     return _metric_row(layers[layer], name, f"  worst layer {layer}")
 
 
-def _note_lines(run: Run) -> Iterator[str]:
+def notes(run: Run) -> Iterator[str]:
+    """What does not fit the table's columns, one line each: skips, the guard, values that were not numbers, gaps."""
     yield f"first and last are means over {WINDOW} readings, fewer in a short run"
     if (skipped := run.get("guard/skipped")) is not None:
         yield f"updates skipped: {int((skipped.values > 0).sum())} of {len(skipped.values)} (guard/skipped)"
@@ -268,24 +258,15 @@ def _note_lines(run: Run) -> Iterator[str]:
             yield f"not logged: {what}; add {override}"
 
 
-def _truncate(line: str, width: int) -> str:
-    return line if len(line) <= width else f"{line[: width - 3]}..."
-
-
 def not_finite(run: Run) -> Iterator[str]:
     """Which metrics were not numbers, and how often; those of the table first."""
     missing = {name: int((~np.isfinite(series.values)).sum()) for name, series in run.metrics.items()}
-    names = [name for name in _shown_first(missing) if missing[name]]
+    table = [name for metric in ROWS for name in names_of(metric) if name in missing]
+    names = [name for name in dict.fromkeys([*table, *sorted(missing)]) if missing[name]]
     for name in names[:MOST_NAMED]:
         yield f"{name} was not a finite number in {missing[name]} of {len(run.metrics[name].values)} steps"
     if (more := len(names) - MOST_NAMED) > 0:
         yield f"{more} more metrics were not finite in some steps"
-
-
-def _shown_first(names: Collection[str]) -> list[str]:
-    """The metrics of the table, then the others."""
-    table = [name for metric in ROWS for name in names_of(metric)]
-    return [name for name in table if name in names] + sorted(set(names) - set(table))
 
 
 def _log_size(values: np.ndarray) -> np.ndarray:
