@@ -14,9 +14,8 @@ import numpy as np
 
 from verl_ext.base.names import EVENTS, TRAJECTORIES, older_part
 from verl_ext.base.printable import printable
-from verl_ext.guard.state import Event
 from verl_ext.report.files import is_regular, not_a_file, open_regular
-from verl_ext.report.run import MOST_MESSAGE, ReportError, Run
+from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, own_steps
 from verl_ext.report.sources.csv_export import LIMITS, STEP_COLUMNS, CsvSource
 from verl_ext.report.sources.jsonl import EventReader, JsonlSource
 from verl_ext.report.sources.mlflow import DATABASE_ENDINGS, DATABASE_NAMES, MlflowDatabase, MlflowFolder, is_run
@@ -121,7 +120,8 @@ class Reader:
     def _build(self, source: RunSource) -> Run:
         part = source.run(self._which)
         log = self._events
-        events, strange = _own_events(() if log is None else log.of(part), int(part.steps[-1]))
+        told = () if log is None else log.of(part)
+        events, strange = own_steps(told, int(part.steps[-1]), "decision of the guard", "decisions of the guard")
         name = printable(source.name)
         return Run(
             # Several runs of one file may be compared.
@@ -129,7 +129,7 @@ class Reader:
             sources=source.files if log is None else (*source.files, log.path),
             steps=part.steps.astype(np.int64, copy=False),
             metrics=part.metrics,
-            events=events,
+            events=tuple(events),
             notes=(*part.notes, *source.notes(), *(() if log is None else log.notes()), *strange),
             last=part.number == part.runs,
         )
@@ -148,21 +148,6 @@ def _numbered(path: Path, which: int | None) -> tuple[Path, int | None]:
     if which not in (None, int(number)):
         raise ReportError(f"{path}: --run says {which}; give one of the two")
     return Path(file), int(number)
-
-
-def _own_events(events: tuple[Event, ...], last: int) -> tuple[tuple[Event, ...], tuple[str, ...]]:
-    """Decisions that can be of a run with this last step, and a note on the others.
-
-    One of the step after it can be: the metrics of a step at which the guard stops the run may not be logged.
-    """
-    own = tuple(event for event in events if event.step <= last + 1)
-    if not (strange := len(events) - len(own)):
-        return own, ()
-    if strange == 1:
-        return own, ("1 decision of the guard is of a later step than the metrics: left out; it is another run's",)
-    return own, (
-        f"{strange} decisions of the guard are of later steps than the metrics: left out; they are another run's",
-    )
 
 
 def _open(found: Found, which: int | None) -> RunSource:

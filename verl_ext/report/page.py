@@ -51,19 +51,13 @@ def write_report(
     out: Path,
     *,
     trajectories: str | None = None,
-    refresh: int | None = None,
-    pictures: bool = True,
-    tidy: bool | None = None,
-    progress: Progress = lambda what: None,
+    **options: Any,
 ) -> Path:
     """Write the page of one run, and the figures beside it.
 
     Args:
-        out: a folder, made where it is missing.
         trajectories: where the page links to, relative to it.
-        refresh: seconds after which the page loads itself again.
-        pictures: write the PNG files too.
-        tidy: remove what an earlier report left in the folder; by default where one stands there.
+        options: of `write_page`.
     """
     steps = f"step {run.steps[0]}" if len(run.steps) == 1 else f"steps {run.steps[0]} to {run.steps[-1]}"
     files = ", ".join(file.name for file in run.sources)
@@ -77,18 +71,11 @@ def write_report(
     }
     charts = {panel: panel.chart(run) for panel in PANELS}
     said = {panel.key: facts(panel, run) for panel in PANELS}
-    return write_page(out, charts, context, said=said, refresh=refresh, pictures=pictures, tidy=tidy, progress=progress)
+    return write_page(out, charts, context, said=said, **options)
 
 
-def write_comparison(
-    runs: Mapping[str, Run],
-    comparison: Comparison,
-    out: Path,
-    *,
-    pictures: bool = True,
-    progress: Progress = lambda what: None,
-) -> Path:
-    """Write the page of several runs, by the names they are compared under, and the figures beside it."""
+def write_comparison(runs: Mapping[str, Run], comparison: Comparison, out: Path, **options: Any) -> Path:
+    """Write the page of several runs, by the names they are compared under, with `options` of `write_page`."""
     context = {
         "title": " / ".join(runs),
         "about": f"{len(runs)} runs; changes are against {next(iter(runs))}",
@@ -97,7 +84,7 @@ def write_comparison(
         "notes": [*comparison.notes, *(f"{name}: {note}" for name, run in runs.items() for note in run.notes)],
     }
     charts = {panel: overlay(panel, runs) for panel in PANELS}
-    return write_page(out, charts, context, pictures=pictures, progress=progress)
+    return write_page(out, charts, context, **options)
 
 
 def write_page(
@@ -111,12 +98,17 @@ def write_page(
     tidy: bool | None = None,
     progress: Progress = lambda what: None,
 ) -> Path:
-    """Write a page of these figures, and the figures beside it; as `write_report`.
+    """Write a page of these figures, and the figures beside it.
 
     Args:
+        out: a folder, made where it is missing.
         charts: None where there is nothing to draw, which the page says.
         context: what stands above them: `title`, `about`, `notes` and the template's sections.
         said: below a figure, by the key of its panel.
+        refresh: seconds after which the page loads itself again.
+        pictures: write the PNG files too.
+        tidy: remove what an earlier report left in the folder; by default where one stands there.
+        progress: is called with what is being drawn.
     """
     said = said or {}
     tidy = is_ours(out) if tidy is None else tidy  # before anything is written
@@ -170,15 +162,7 @@ def _decisions(events: Sequence[Event]) -> dict[str, Any] | None:
     if not events:
         return None
     shown = events[-MOST_DECISIONS:]
-    rows = [
-        {
-            "step": event.step,
-            "action": WORDS.get(event.action, event.action),
-            "rule": event.rule,
-            "reason": event.reason,
-        }
-        for event in shown
-    ]
+    rows = [vars(event) | {"action": WORDS.get(event.action, event.action)} for event in shown]
     return {"rows": rows, "left_out": len(events) - len(shown), "folded": len(rows) > MOST_OPEN}
 
 

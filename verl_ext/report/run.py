@@ -1,9 +1,10 @@
 """A run as the report sees it: every numeric metric over its steps, and what the guard decided."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -27,6 +28,25 @@ class ReportError(ValueError):
 def is_step(value: object) -> TypeGuard[int]:
     """Whether it can be a step: a whole number with which steps can be counted, here and on a page."""
     return type(value) is int and abs(value) < LARGEST_STEP
+
+
+def own_steps(found: Sequence[Any], last: int, one: str, several: str) -> tuple[list[Any], list[str]]:
+    """What lies beside a run with this last step and can be its own, and a note on the rest.
+
+    The step after it counts too: the metrics of a step at which the guard stops the run may not be logged.
+
+    Args:
+        found: anything with a `step`.
+        one, several: what it is called.
+    """
+    own = [each for each in found if each.step <= last + 1]
+    match len(found) - len(own):
+        case 0:
+            return own, []
+        case 1:
+            return own, [f"1 {one} is of a later step than the metrics: left out; it is another run's"]
+        case count:
+            return own, [f"{count} {several} are of later steps than the metrics: left out; they are another run's"]
 
 
 def names_of(name: str) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ def gap_of(run: Run) -> Gap | None:
     alone: dict[int, float] = {}
     for name in reversed(engines_names(K3)):
         if (series := run.get(name)) is not None:
-            alone |= dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+            alone |= dict(_as_readings(series))
     steps = sorted(alone)
     if speaks(steps, int(run.steps[-1]), Boundary.window):
         series = Series(np.array(steps), np.array([alone[step] for step in steps]))
@@ -81,16 +81,18 @@ def age_drives(run: Run) -> bool:
 
 def routing_drives(run: Run) -> bool:
     """Whether tokens for which the engines chose other experts make much of the gap."""
-    agreement, differs, equal = (run.get(f"router/{name}") for name in ("agreement", "gap_differs", "gap_equal"))
-    if agreement is not None and now_of(agreement) < LOW_AGREEMENT:
-        return True
-    return differs is not None and equal is not None and now_of(differs) > ROUTED_GAP * now_of(equal)
+    agreement, differs, equal = (latest(run, f"router/{name}") for name in ("agreement", "gap_differs", "gap_equal"))
+    return agreement < LOW_AGREEMENT or differs > ROUTED_GAP * equal
 
 
 def staleness(run: Run) -> float:
     """Versions that rollouts are behind, on average."""
-    series = run.get("training/off_policy/trajectory_staleness/mean")
-    return 0.0 if series is None else now_of(series)
+    return latest(run, "training/off_policy/trajectory_staleness/mean", 0.0)
+
+
+def latest(run: Run, name: str, default: float = np.nan) -> float:
+    """What a metric is now; `default` where it was not logged."""
+    return default if (series := run.get(name)) is None else now_of(series)
 
 
 def now_of(series: Series) -> float:
@@ -137,8 +139,7 @@ def _fit_growth(series: Series | None, boundary: float) -> tuple[Series, Growth]
     if series is None:
         return None
     window = Series(series.steps[-Boundary.window :], series.values[-Boundary.window :])
-    readings = zip(window.steps.tolist(), window.values.tolist(), strict=True)
-    growth = estimate_growth(readings, boundary)
+    growth = estimate_growth(_as_readings(window), boundary)
     return None if growth is None else (window, growth)
 
 

@@ -45,6 +45,7 @@ from verl_ext.report.signals import (
     foretold_at,
     gap_of,
     growth_of,
+    latest,
     level_of,
     now_of,
     passed_at,
@@ -127,16 +128,12 @@ def judge_run(run: Run) -> RunVerdict:
 
 
 def _verdict_of_metrics(run: Run) -> RunVerdict:
-    past, gap, acts, fell = (
-        list(_limit_sentences(run)),
-        list(_movement_sentences(run)),
-        list(_act_sentences(run)),
-        broken_reward(run),
-    )
     if fall := fall_of(run):
         return _collapse_verdict(run, fall)
-    if past:
+    fell = broken_reward(run)
+    if past := list(_limit_sentences(run)):
         return _boundary_verdict(run, past, fell)
+    gap, acts = list(_movement_sentences(run)), list(map(_act_sentence, _recent_acts(run)))
     if gap or acts or fell:
         return _drift_verdict(run, gap, acts, fell)
     if (k3 := gap_of(run)) is None or len(k3.series.steps) < FEWEST:
@@ -192,7 +189,7 @@ def _evidence(run: Run, told: Collection[str]) -> tuple[str, ...]:
     sentences = (
         *_limit_sentences(run),
         *_movement_sentences(run),
-        *_act_sentences(run),
+        *map(_act_sentence, _recent_acts(run)),
         *_gap_sentences(run),
         *_surroundings(run),
     )
@@ -300,7 +297,7 @@ def _limit_sentences(run: Run) -> Iterator[str]:
     """What is past a limit: updates that are not made come first, for such a run learns nothing."""
     yield from _skip_sentence(run)
     yield from _past_gap_sentence(run)
-    if (mean := run.get("vllm_kl/prob_diff_mean")) is not None and (now := now_of(mean)) > FAILING_DIFFERENCE:
+    if (now := latest(run, "vllm_kl/prob_diff_mean")) > FAILING_DIFFERENCE:
         yield (f"Probabilities differ by {now:.3g} on average; past {FAILING_DIFFERENCE:g}, training was seen to fail.")
     logged = run.logged(K3)
     tail = np.empty(0) if logged is None else logged.values[-LAST:]
@@ -332,22 +329,23 @@ def _since_step(run: Run, name: str) -> str:
 
 
 def _movement_sentences(run: Run) -> Iterator[str]:
-    found = growth_of(run)
+    found, gap = growth_of(run), gap_of(run)
+    name = gap.name if gap else "k3"
     if found and (growth := found[1]).low > 0 and 0 < growth.steps < HORIZON:
         percent = 100 * np.expm1([growth.low, growth.high])
         yield (
-            f"{_gap_name(run)} grows by {percent[0]:.1f} to {percent[1]:.1f} % a step; at this pace it passes "
+            f"{name} grows by {percent[0]:.1f} to {percent[1]:.1f} % a step; at this pace it passes "
             f"{boundary_of(run):g} in about {growth.steps:.0f} steps."
         )
     if rise := _rise(run):
         best, now = rise
         suspect = "." if age_drives(run) else ": did weight syncs fail, or a setting change?"
         yield (
-            f"{_gap_name(run)} is {now / best:.0f} times what it was in the run's best stretch "
+            f"{name} is {now / best:.0f} times what it was in the run's best stretch "
             f"({best:.2g} to {now:.2g}) and stays there{suspect}"
         )
-    if (dropped := run.get("correction/dropped")) is not None and (now := now_of(dropped)) > TOO_MANY_DROPPED:
-        yield f"The correction drops {100 * now:.1f} % of the tokens; IcePop's authors saw 0.1 to 0.2 %."
+    if (dropped := latest(run, DROPPED)) > TOO_MANY_DROPPED:
+        yield f"The correction drops {100 * dropped:.1f} % of the tokens; IcePop's authors saw 0.1 to 0.2 %."
     if moves := blind_mask(run):
         shares, gaps = (100 * np.expm1(growth.rate) for growth in moves)
         yield (
@@ -359,11 +357,6 @@ def _movement_sentences(run: Run) -> Iterator[str]:
 ACTED = {"undo": "took an update back", "rollback": "rolled back", "stop": "stopped the run"}
 
 
-def _act_sentences(run: Run) -> Iterator[str]:
-    for event in _recent_acts(run):
-        yield _act_sentence(event)
-
-
 def _act_sentence(event: Event) -> str:
     return f"The guard {ACTED[event.action]} in step {event.step}: {event.reason}."
 
@@ -371,11 +364,6 @@ def _act_sentence(event: Event) -> str:
 def _recent_acts(run: Run) -> list[Event]:
     """What the guard lately did that ends a run, or goes back in it."""
     return [e for e in run.events if e.action in ACTED and e.step > run.steps[-1] - WINDOW]
-
-
-def _gap_name(run: Run) -> str:
-    gap = gap_of(run)
-    return gap.name if gap else "k3"
 
 
 def _rise(run: Run) -> tuple[float, float] | None:
@@ -412,8 +400,8 @@ def _far_below(now: float, boundary: float) -> str:
 
 def _surroundings(run: Run) -> Iterator[str]:
     """What else belongs to the picture."""
-    if (dropped := run.get("correction/dropped")) is not None and now_of(dropped) <= TOO_MANY_DROPPED:
-        yield _dropped_sentence(dropped.finite())
+    if (dropped := run.get(DROPPED)) is not None and now_of(dropped) <= TOO_MANY_DROPPED:
+        yield _dropped_sentence(dropped)
     yield from _agreement_sentence(run)
     if (skipped := run.get("guard/skipped")) is not None and (count := int((skipped.values > 0).sum())):
         yield f"{count} of {len(skipped.values)} updates were skipped."
@@ -438,8 +426,8 @@ def _dropped_sentence(share: Series) -> str:
 
 def _agreement_sentence(run: Run) -> Iterator[str]:
     if (agreement := run.get("router/agreement")) is not None:
-        error = run.get("router/agreement/error")
-        within = "" if error is None else f" (by a share of the trajectories: +- {200 * now_of(error):.2g} % a step)"
+        error = latest(run, "router/agreement/error")
+        within = "" if np.isnan(error) else f" (by a share of the trajectories: +- {200 * error:.2g} % a step)"
         yield f"The engines choose {100 * now_of(agreement):.2f} % of the experts alike{within}."
 
 
