@@ -31,7 +31,12 @@ def test_a_wheel_from_a_clean_checkout_holds_configs_and_entry_points(tmp_path):
         (entry_points,) = (file.read(name).decode() for name in names if name.endswith("entry_points.txt"))
     for config in (ROOT / "configs").rglob("*.yaml"):
         assert f"verl_ext/configs/{config.relative_to(ROOT / 'configs')}" in names
-    assert {"verl_ext/plugin.py", "verl_ext/core/mismatch.py", "verl_ext/cpu/vllm.py"} <= names
+    assert {
+        "verl_ext/plugin.py",
+        "verl_ext/core/mismatch.py",
+        "verl_ext/cpu/vllm.py",
+        "verl_ext/base/metrics/table.md",
+    } <= names
     assert not any(name.startswith(("tests/", "configs/", "recipes/")) for name in names)
     for line in (
         "verl-ext = verl_ext.cli:main",
