@@ -22,7 +22,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +117,8 @@ def verl_validation(context: Context) -> Iterable[Finding]:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it says that it passes
             warnings.simplefilter("ignore")  # of what it would rather have
             if context.trust or not passes_quickly(config, **roles):  # a class of the run's own needs all of verl
-                _verls_validation()(config, **roles)
+                importlib.import_module("verl_ext.plugin")  # before verl, as `verl_ext.main_ppo` does
+                importlib.import_module("verl.utils.config").validate_config(config, **roles)
     except Exception as error:  # assertions, ValueErrors and Hydra's wrapping of both
         cause = error.__cause__ or error
         said = " ".join(str(cause).split()) or type(cause).__name__
@@ -277,12 +278,6 @@ def _first_error(config: "DictConfig", read_model: bool) -> "UserError | None":
     except OmegaConfBaseException as error:
         return UserError(f"{error.full_key}: {str(error).splitlines()[0]}")
     return None
-
-
-def _verls_validation() -> Callable[..., None]:
-    import verl_ext.plugin  # noqa: F401 (before verl, as `verl_ext.main_ppo` does)
-
-    return importlib.import_module("verl.utils.config").validate_config
 
 
 def _instead(engine: "DictConfig") -> str:

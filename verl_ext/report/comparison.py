@@ -226,18 +226,15 @@ def _comparison_notes(
         yield "too few steps: too few independent readings in these windows; windows of 30 steps or more find more"
     yield CAVEAT
     for index, name in enumerate(names):
-        if moving := [_title(metric) for metric, cells in rows if (end := cells[index].final) and end.drift]:
-            yield f"still moving at the end of {name}: {', '.join(moving)}"
+        moving = [metric for metric, cells in rows if (end := cells[index].final) and end.drift]
+        if titles := [metric.name if metric.label == "validation" else metric.label for metric in moving]:
+            yield f"still moving at the end of {name}: {', '.join(titles)}"
         if ended := [metric.name for metric, cells in rows if _stops_early(cells[index], cells)]:
             yield f"not logged any more when the others' windows begin, in {name}: {', '.join(ended)}"
     shown = {metric.name for metric, _ in rows}
     for name in dict.fromkeys(extra):
         if name not in shown:
             yield f"{name} has no finite value in any run"
-
-
-def _title(metric: Metric) -> str:
-    return metric.name if metric.label == "validation" else metric.label
 
 
 def _stops_early(cell: MetricCell, cells: Sequence[MetricCell]) -> bool:
@@ -273,8 +270,11 @@ class ComparisonTable:
                 title.append("\n" + encodable(wrap_name(row["metric"], label), options), style="dim")
             cells = []
             for cell in row["cells"]:
-                verdict = SHORT.get(cell["verdict"], cell["verdict"]) if narrow else cell["verdict"]
-                value, change = (_abbreviate(cell[key]) if narrow else cell[key] for key in ("value", "change"))
+                value, change, verdict = cell["value"], cell["change"], cell["verdict"]
+                if narrow:
+                    verdict = SHORT.get(verdict, verdict)
+                    for long, short in ((" points", " pt"), (" %", "%"), (" s", "s")):
+                        value, change = value.replace(long, short), change.replace(long, short)
                 text = Text(encodable(value, options))
                 if change:
                     text.append(encodable(f"\n{change} ", options))
@@ -284,10 +284,6 @@ class ComparisonTable:
         yield table
         for note in self.comparison.notes:
             yield indented(note, options)
-
-
-def _abbreviate(text: str) -> str:
-    return text.replace(" points", " pt").replace(" %", "%").replace(" s", "s")
 
 
 def _value_text(metric: Metric, cell: MetricCell) -> str:

@@ -52,7 +52,8 @@ def _write_trajectories(run: Run, dump: Path, out: Path, *, again: bool) -> Path
     """ReportError where the run's page cannot have one of trajectories, or not yet."""
     if not run.last:
         raise ReportError(f"{dump.name} holds trajectories of the file's last run: not shown")
-    if again and _dump_bytes(dump) > LARGE_DUMP:
+    parts = [part for part in (dump, older_part(dump)) if is_regular(part)]
+    if again and sum(part.stat().st_size for part in parts) > LARGE_DUMP:
         raise ReportError(f"{dump.name} is large: the page of trajectories is written when the watch ends")
     found, notes = read_trajectories(dump)
     own, note = own_steps(found, int(run.steps[-1]), "trajectory", "trajectories")
@@ -62,11 +63,6 @@ def _write_trajectories(run: Run, dump: Path, out: Path, *, again: bool) -> Path
     more = [f"the newest {len(newest)} of {len(own)} trajectories are shown"] if len(newest) < len(own) else []
     title = f"{run.name}: trajectories"
     return write_trajectory_page(newest, out / TRAJECTORIES, title=title, report=PAGE, notes=[*notes, *note, *more])
-
-
-def _dump_bytes(dump: Path) -> int:
-    """The size of a dump with its older part."""
-    return sum(part.stat().st_size for part in (dump, older_part(dump)) if is_regular(part))
 
 
 def _newest(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:

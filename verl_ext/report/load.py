@@ -95,8 +95,10 @@ class Reader:
             changed = self._source.refresh()
             if self._events is None and (log := _events_file(self._source.files)) is not None:
                 self._events = EventReader(log)
-            if self._events is not None:
-                changed = self._refresh_events() or changed
+            try:
+                changed = (self._events is not None and self._events.refresh()) or changed
+            except FileNotFoundError:
+                self._events, changed = None, True
             if self._run is None or changed:
                 self._run = None  # stays so when there is an error
                 self._run = self._build(self._source)
@@ -108,14 +110,6 @@ class Reader:
         except OSError as error:
             raise ReportError(f"{error.filename or self._path}: {error.strerror}") from error
         return self._run
-
-    def _refresh_events(self) -> bool:
-        assert self._events is not None
-        try:
-            return self._events.refresh()
-        except FileNotFoundError:
-            self._events = None
-            return True
 
     def _build(self, source: RunSource) -> Run:
         part = source.run(self._which)

@@ -117,7 +117,15 @@ def write_page(
     progress("page")
     page = template("report.html.j2").stream(
         {**dict.fromkeys(SECTIONS), **context},
-        panels=[_card(panel, said.get(panel.key, ""), "comparison" in context) for panel in drawn],
+        panels=[
+            {
+                "key": panel.key,
+                "title": panel.title,
+                "reading": panel.compared if "comparison" in context and panel.compared else panel.reading,
+                "facts": said.get(panel.key, ""),
+            }
+            for panel in drawn
+        ],
         missing=[panel for panel in charts if panel not in drawn],
         figures=script_json({panel.key: spec for panel, spec in drawn.items()}),
         dark=script_json(DARK),
@@ -166,11 +174,6 @@ def _decisions(events: Sequence[Event]) -> dict[str, Any] | None:
     return {"rows": rows, "left_out": len(events) - len(shown), "folded": len(rows) > MOST_OPEN}
 
 
-def _card(panel: Panel, said: str, compared: bool) -> dict[str, str]:
-    reading = panel.compared if compared and panel.compared else panel.reading
-    return {"key": panel.key, "title": panel.title, "reading": reading, "facts": said}
-
-
 def _write_pictures(out: Path, drawn: Mapping[Panel, Spec], title: str, progress: Progress) -> None:
     folder = out / PICTURES
     if folder.is_symlink():
@@ -197,14 +200,10 @@ def template(name: str) -> Template:
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
-        finalize=_finalize,
+        # Text that is not markup may quote anything.
+        finalize=lambda value: printable(value, MOST_MESSAGE) if type(value) is str else value,
     )
     return environment.get_template(name)
-
-
-def _finalize(value: Any) -> Any:
-    """What a template writes: text that is not markup may quote anything."""
-    return printable(value, MOST_MESSAGE) if type(value) is str else value
 
 
 def script_json(value: object) -> Markup:

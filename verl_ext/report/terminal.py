@@ -86,8 +86,10 @@ def dashboard_rows(run: Run) -> list[DashboardRow]:
     found = []
     for name in ROWS:
         found.append(_metric_row(run.get(name), name, "  " * (name in PARTS) + METRICS[name].label))
-        if name == "router/agreement/error":
-            found.append(_worst_layer(run))
+        if name == "router/agreement/error" and (layers := run.layers("router/agreement")):
+            # Only the layer that agrees least at the end: models have up to 94 of them.
+            worst = min(layers, key=lambda number: layers[number].values[-WINDOW:].mean())
+            found.append(_metric_row(layers[worst], f"router/agreement/layer_{worst:02d}", f"  worst layer {worst}"))
     for name in run.validations()[:MOST_VALIDATIONS]:
         found.append(_metric_row(run.get(name), name, "val " + name.removeprefix("val-core/")))
     return [row for row in found if row is not None]
@@ -230,16 +232,6 @@ def _metric_row(series: Series | None, name: str, label: str) -> DashboardRow | 
         unit=format_of(metric),
         series=series,
     )
-
-
-def _worst_layer(run: Run) -> DashboardRow | None:
-    """Only the layer that agrees least at the end: models have up to 94 of them."""
-    layers = run.layers("router/agreement")
-    if not layers:
-        return None
-    layer = min(layers, key=lambda number: layers[number].values[-WINDOW:].mean())
-    name = f"router/agreement/layer_{layer:02d}"
-    return _metric_row(layers[layer], name, f"  worst layer {layer}")
 
 
 def notes(run: Run) -> Iterator[str]:

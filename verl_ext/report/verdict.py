@@ -36,7 +36,6 @@ from verl_ext.report.signals import (
     STRETCHES,
     Fall,
     Gap,
-    Levels,
     age_drives,
     blind_mask,
     boundary_of,
@@ -157,15 +156,24 @@ def _boundary_verdict(run: Run, past: list[str], fell: tuple[float, float] | Non
     level = level_of(run)
     holds = level is not None and fell is None and level.last >= SOUND * level.best > 0
     first, *others = past
-    why = (*(_last_refusal(run) if any(_skip_sentence(run)) else ()), *others, *_forecast_sentence(run))
-    why += tuple(_reward_at_the_boundary(level, fell, holds))
+    why: list[str] = []
+    refused = next((event for event in reversed(run.events) if event.action == "skip"), None)
+    if refused and any(_skip_sentence(run)):
+        why.append(f"The last one was skipped because {refused.reason}.")
+    why += others
+    if (passed := passed_at(run, int(run.steps[-1]))) and (forecast := foretold_at(run, passed[1] - 1)) is not None:
+        why.append(f"The guard's forecast warned at step {forecast}, {_steps_before(passed[1] - forecast)} that.")
+    if fell:
+        why.append(_fall_sentence(fell))
+    elif level:
+        why.append(f"The reward {'holds: it ' * holds}is {level.last:.3g}, and was {level.best:.3g} at its best.")
     if not holds and any(_past_gap_sentence(run)):
-        why += (TOO_OLD if age_drives(run) else TOO_FAR,)
-    why += tuple(_driver_sentences(run))
+        why.append(TOO_OLD if age_drives(run) else TOO_FAR)
+    why += _driver_sentences(run)
     overrides = _advice_overrides(
         run, "past the boundary", of_gap=True, reward_fell=fell is not None, reward_holds=holds
     )
-    return RunVerdict("past the boundary", first, why, tuple(overrides), _evidence(run, (first, *why)))
+    return RunVerdict("past the boundary", first, tuple(why), tuple(overrides), _evidence(run, (first, *why)))
 
 
 def _drift_verdict(run: Run, gap: list[str], acts: list[str], fell: tuple[float, float] | None) -> RunVerdict:
@@ -253,27 +261,8 @@ def _driver_sentences(run: Run) -> Iterator[str]:
         yield from _agreement_sentence(run)
 
 
-def _forecast_sentence(run: Run) -> Iterator[str]:
-    """What warned before the gap passed the boundary."""
-    if (passed := passed_at(run, int(run.steps[-1]))) and (forecast := foretold_at(run, passed[1] - 1)) is not None:
-        yield f"The guard's forecast warned at step {forecast}, {_steps_before(passed[1] - forecast)} that."
-
-
-def _last_refusal(run: Run) -> Iterator[str]:
-    """Why the guard skipped the last update that it skipped."""
-    if skip := next((event for event in reversed(run.events) if event.action == "skip"), None):
-        yield f"The last one was skipped because {skip.reason}."
-
-
 def _fall_sentence(fell: tuple[float, float]) -> str:
     return f"The reward fell from {fell[0]:.3g} to {fell[1]:.3g}."
-
-
-def _reward_at_the_boundary(level: Levels | None, fell: tuple[float, float] | None, holds: bool) -> Iterator[str]:
-    if fell:
-        yield _fall_sentence(fell)
-    elif level:
-        yield f"The reward {'holds: it ' * holds}is {level.last:.3g}, and was {level.best:.3g} at its best."
 
 
 def _reward_since_start(run: Run) -> str:

@@ -101,7 +101,8 @@ def _history_row(history: Any) -> tuple[int | None, object, dict[str, object]]:
     media = {key[:-1] for key in keys if key[-1] == "_type"}  # a table, an image: its size is no metric
     data: dict[str, object] = {}
     for key, value in zip(keys, _json_values([text for _, text in items]), strict=True):
-        if len(key) > MOST_NESTED or (media and _is_inside(key, media)):
+        inside = media and any(key[:length] in media for length in range(1, len(key)))
+        if inside or len(key) > MOST_NESTED:
             continue
         if isinstance(value, dict):
             data.update(_flatten(".".join(key), value))
@@ -111,10 +112,6 @@ def _history_row(history: Any) -> tuple[int | None, object, dict[str, object]]:
     if history.HasField("step"):
         own = history.step.num
     return next(filter(is_step, (data.get(STEP), own)), None), own, data
-
-
-def _is_inside(key: tuple[str, ...], outer: set[tuple[str, ...]]) -> bool:
-    return any(key[:length] in outer for length in range(1, len(key)))
 
 
 def _json_values(texts: list[str]) -> list[object]:
