@@ -4,9 +4,16 @@ A terminal obeys ESC and the C1 controls; a lone surrogate (a JSON escape, a fil
 printed nor written; XML, and with it every figure, has no NUL and no U+FFFF; U+202E turns the text around.
 """
 
+import sys
 import unicodedata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 MOST = 400  # characters of a name; none that a person gave is longer
+WIDTH = 120  # columns
 # Controls, formats (some turn the direction of text), surrogates, private use, not assigned, line separators.
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
@@ -30,6 +37,23 @@ def printable(text: str, most: int | None = MOST) -> str:
 def one_line(text: str) -> str:
     """All of a text in one printable line, with single spaces."""
     return printable(" ".join(text.split()), most=None)
+
+
+def wide_console() -> "Console":
+    """A console of WIDTH columns where the output is not a terminal: a file, a log of CI."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+
+
+def number_table(*columns: str, labels: int = 1, title: str | None = None) -> "Table":
+    """A table for rich. The first `labels` columns are text, the others are numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < labels else "right")
+    return table
 
 
 def _escaped(character: str) -> str:

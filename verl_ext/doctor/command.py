@@ -11,7 +11,7 @@ from verl_ext.doctor import context as read
 from verl_ext.doctor import installation  # noqa: F401 (registers checks: first in the table)
 
 # isort: split
-from verl_ext.base.printable import printable
+from verl_ext.base.printable import printable, wide_console
 from verl_ext.doctor import engine, hooks, precision, sampling, sizes, training, weight_sync  # noqa: F401 (as above)
 from verl_ext.doctor.composed import compose, given
 from verl_ext.doctor.findings import LEVELS, Finding, fixes, run_checks
@@ -19,7 +19,6 @@ from verl_ext.launch.gpus import Gpu, present
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
 COLUMNS = ("level", "check", "found", "why", "fix")  # of the JSON
-WIDTH = 120  # of the table where the output is not a terminal
 
 
 def diagnose(arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False) -> list[Finding]:
@@ -62,11 +61,9 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 def print_findings(findings: Sequence[Finding]) -> None:
     """The table, worst first, and below it the overrides that fix."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     table = Table("level", "check", title="verl-ext doctor", title_justify="left")
     table.add_column("found, and why it matters", overflow="fold")
     for finding in sorted(findings, key=lambda found: LEVELS.index(found.level)):
@@ -75,7 +72,7 @@ def print_findings(findings: Sequence[Finding]) -> None:
         if finding.why:
             said.append(f"\n{printable(finding.why, most=None)}", style="dim")
         table.add_row(level, finding.check, said)
-    console.print(table)
+    wide_console().print(table)
     count = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     print(" " + ", ".join(f"{level}: {number}" for level, number in count.items()))
     if overrides := fixes(findings):

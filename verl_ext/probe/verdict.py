@@ -6,10 +6,10 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from verl_ext.base.printable import number_table, wide_console
 from verl_ext.probe.readings import DECODE, PREFILL, REPLAYED, SYNC, TRAIN, UPDATE, Pair, Place, Stage
 from verl_ext.probe.sweep import LAUNCH, SweepResult, matters, ranked_by_gap, sweep_sentence
 
@@ -33,7 +33,6 @@ READING_WORDS = {
     "train": "training",
     "replayed": "training, the rollout's experts",
 }
-WIDTH = 120  # where the output is not a terminal
 LOOK_FOR_NAN = (
     "look on that side for weights that did not arrive and for an overflow; --sweep fp32 shows whether it is the dtype"
 )
@@ -214,9 +213,7 @@ def stage_sentence(one: Stage) -> str:
 
 
 def print_probe(result: ProbeResult) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = wide_console()
     for table in result.tables():
         console.print(_drawn(table))
     for sentence in result.sentences():
@@ -295,9 +292,7 @@ _STAGE_SENTENCES = {SYNC: _sync_sentence, UPDATE: _update_sentence}
 
 
 def _drawn(table: ProbeTable) -> Table:
-    drawn = Table(title=table.title, title_justify="left")
-    for number, column in enumerate(table.columns):
-        drawn.add_column(column, justify="left" if number < table.labels else "right")
+    drawn = number_table(*table.columns, labels=table.labels, title=table.title)
     for number, row in enumerate(table.rows):
         drawn.add_row(*(Text(text) for text in row), style="bold" if number == table.marked else "")
     return drawn
