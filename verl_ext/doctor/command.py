@@ -7,6 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from rich.table import Table
+from rich.text import Text
+
 from verl_ext.doctor import context as read
 from verl_ext.doctor import installation  # noqa: F401 (registers checks: first in the table)
 
@@ -61,9 +64,6 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 def print_findings(findings: Sequence[Finding]) -> None:
     """The table, worst first, and below it the overrides that fix."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table("level", "check", title="verl-ext doctor", title_justify="left")
     table.add_column("found, and why it matters", overflow="fold")
     for finding in sorted(findings, key=lambda found: LEVELS.index(found.level)):

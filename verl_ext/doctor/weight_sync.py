@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from math import ceil
 
+from packaging.version import Version
+
 from verl_ext.doctor.context import ASYNCHRONOUS, MODE, MODEL, ROLLOUT, Context
 from verl_ext.doctor.engine import captures_routing
 from verl_ext.doctor.findings import Finding, check
@@ -130,6 +132,4 @@ def _skips_updates(context: Context) -> bool:
 
 
 def _older_verl(context: Context) -> bool:
-    from packaging.version import Version
-
     return Version(context.versions.get("verl", KNOWN_VERL)) < Version(KNOWN_VERL)

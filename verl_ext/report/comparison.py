@@ -5,9 +5,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
 
 from verl_ext.base.metrics import Metric, find
 from verl_ext.base.printable import printable
@@ -25,9 +29,6 @@ from verl_ext.report.noise import (
 from verl_ext.report.run import ReportError, Run, Series
 from verl_ext.report.signals import fall_of
 from verl_ext.report.terminal import Unit, encodable, format_of, format_value, indented, wrap_name
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
 
 MOST_RUNS = 6  # that a table has room for
 REWARD = "critic/score/mean"
@@ -250,11 +251,7 @@ class ComparisonTable:
 
     comparison: Comparison
 
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         names = self.comparison.names
         wide = min(options.max_width, 100)
         narrow = len(names) > 3 or wide < 90

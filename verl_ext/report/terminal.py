@@ -2,19 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from verl_ext.base.metrics import METRICS, Metric, find, override_for
 from verl_ext.base.printable import printable
 from verl_ext.report.run import MOST_MESSAGE, Run, Series, names_of
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.padding import Padding
-
-    from verl_ext.report.verdict import RunVerdict
+from verl_ext.report.verdict import RunVerdict
 
 Unit = Literal["number", "small", "share", "count", "seconds"]
 
@@ -146,16 +146,13 @@ def wrap_name(name: str, width: int) -> str:
     return "\n".join([*lines, name])
 
 
-def encodable(text: str, options: "ConsoleOptions") -> str:
+def encodable(text: str, options: ConsoleOptions) -> str:
     """The text as this terminal can show it; characters that ASCII has no likeness of become `?`."""
     return text.translate(ASCII).encode("ascii", "replace").decode() if options.ascii_only else text
 
 
-def indented(text: str, options: "ConsoleOptions", style: str = "") -> "Padding":
+def indented(text: str, options: ConsoleOptions, style: str = "") -> Padding:
     """A paragraph one column to the right, as the tables stand."""
-    from rich.padding import Padding
-    from rich.text import Text
-
     return Padding(Text(encodable(printable(text, MOST_MESSAGE), options), style=style), (0, 0, 0, 1), expand=False)
 
 
@@ -168,13 +165,9 @@ class Dashboard:
     """
 
     run: Run
-    verdict: "RunVerdict | None"
+    verdict: RunVerdict | None
 
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for text, style in self._heading():
             yield indented(text, options, style) if text else ""
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, width=min(WIDTH, options.max_width))
