@@ -1,4 +1,4 @@
-"""What the checks may look at; what is slow to read is read once, when first asked for."""
+"""The installation and the config that checks look at. Whatever is slow to read is read once, when first needed."""
 
 import ast
 import contextlib
@@ -135,7 +135,7 @@ class Context:
 
     @property
     def vllm(self) -> str:
-        """The same in words, "vLLM 0.31"."""
+        """Name and version of the run's vLLM, "vLLM 0.31"."""
         return f"vLLM {'.'.join(map(str, self.vllm_release))}"
 
     @property

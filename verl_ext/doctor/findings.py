@@ -1,4 +1,4 @@
-"""What a check returns, the registry of checks, and the fixes that findings carry."""
+"""Findings, the registry of the checks that return them, and their fixes."""
 
 import copy
 import functools

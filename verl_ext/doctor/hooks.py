@@ -145,7 +145,11 @@ def code(context: Context) -> Iterable[Finding]:
             f"{MODEL}.trust_remote_code=True, and the model has code of its own, which was not run",
             "lengths, vocabulary, tokenizer and the model's routers were not checked; --trust runs it, as the run does",
         )
-    for path, target in _unknown_targets(context.config):
+    try:
+        targets = unknown_targets(built_settings(context.config))
+    except OmegaConfBaseException:  # the validation reports it
+        return
+    for path, target in targets:
         yield Finding(
             "warning",
             f"{path}._target_={target} is no settings class of verl or verl_ext, and was not called",
@@ -274,13 +278,6 @@ def _instead(engine: DictConfig) -> str:
     if engine.get("dtype") == "float16":
         return "use precision=fp16_megatron; precision=fp16 is for FSDP"
     return "leave out actor.fsdp_config and precision=bf16 or fp32, which set it; Megatron computes in bfloat16 without"
-
-
-def _unknown_targets(config: Any) -> list[tuple[str, str]]:
-    try:
-        return unknown_targets(built_settings(config))
-    except OmegaConfBaseException:  # told by the validation
-        return []
 
 
 def _targets(values: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""What the rollout samples from, what its log-probabilities mean, and corrections that bypass mode leaves out."""
+"""The distribution that the rollout samples from, its log-probabilities, and corrections in bypass mode."""
 
 from collections.abc import Iterable
 

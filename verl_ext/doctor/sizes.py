@@ -107,11 +107,11 @@ def vocabulary(context: Context) -> Iterable[Finding]:
     elif rows == tokens:
         yield Finding("ok", f"vocab_size={rows}, as many as the tokenizer has")
     else:
-        gap = math.log(rows / tokens)
+        log_k = math.log(rows / tokens)
         yield Finding(
-            "warning" if gap > LARGE else "note",
+            "warning" if log_k > LARGE else "note",
             f"vocab_size={rows}, len(tokenizer)={tokens}",
-            f"verl masks the ids between in vLLM and not in training: about {gap:.2g} nats in every log-ratio, for a "
+            f"verl masks the ids between in vLLM and not in training: about {log_k:.2g} nats in every log-ratio, for a "
             "model that has not learnt to avoid them",
         )
 

@@ -1,4 +1,4 @@
-"""What a weight sync brings to the rollout, what the rollout keeps of older weights, and what waits meanwhile."""
+"""Weight syncs, what the rollout keeps of older weights, and batches that wait."""
 
 from collections.abc import Iterable
 from math import ceil

@@ -1,4 +1,4 @@
-"""What the plugin's features cost a step: bytes through TransferQueue, and the seconds that somebody waits for them.
+"""The cost of the plugin's features per step: bytes through TransferQueue, and seconds that somebody waits for them.
 
 A transfer takes as long as the slowest of its ends: the clients that move together, each a process that copies by
 itself; the storage units; the machines' network. docs/plan.md has the formulas, and the tables that the rates below are

@@ -1,4 +1,4 @@
-"""What a probe found, in words and tables: the cause of the gap, and what to try."""
+"""The result of a probe in words and tables: the cause of the gap, and what to try."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ class ProbeTable:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a probe wrote to its file.
+    """Everything that a probe wrote to its file.
 
     Attributes:
         swept: results of a sweep, the launch as it is first; [] without one.

@@ -142,7 +142,7 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace, console: "Console") -> int:
-    """The same again and again; PNG files once, at the end."""
+    """Repeats the report as the run goes on; PNG files are written once, at the end."""
     from rich.live import Live
 
     from verl_ext.report.load import Reader
@@ -184,7 +184,7 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
 
 
 def _show_and_write(run: "Run", arguments: argparse.Namespace, tidy: bool, live: "Live") -> bool:
-    """Show the run as it stands; whether its pages could be written. A disk that is full now may have room later."""
+    """Shows the run, and returns whether its pages could be written: a full disk may have room at the next look."""
     from rich.console import Group
 
     from verl_ext.report.terminal import Dashboard, indented
@@ -257,7 +257,7 @@ class _Outcome:
 
 @contextmanager
 def errors_are_one_line(command: str) -> Iterator[_Outcome]:
-    """What the user can do something about becomes one line and a status."""
+    """Turns errors that the user can do something about into one line and an exit code."""
     from verl_ext.report.run import MOST_MESSAGE, ReportError
 
     outcome = _Outcome()

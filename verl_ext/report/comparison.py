@@ -112,7 +112,7 @@ def compare_runs(
 
 
 def unique_names(runs: Sequence[Run]) -> list[str]:
-    """What tells the runs apart: their names, the folder in which runs of one name differ, or a number after all."""
+    """Names that differ: those of the runs, else with the folder in which they differ, else with a number."""
     names = [run.name for run in runs]
     parents = [
         [printable(parent.name) for parent in run.sources[0].resolve().parents] if run.sources else [] for run in runs

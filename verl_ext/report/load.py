@@ -6,6 +6,7 @@
 import csv
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -39,8 +40,6 @@ SKIPPED_FOLDERS = re.compile(r"\.|global_step_\d+$|__pycache__$")  # checkpoints
 ADVICE = "trainer.logger=[console,file] gives a .jsonl file (add tensorboard for TensorBoard's)"
 
 Kind = Literal["jsonl", "wandb", "mlflow", "mlflow database", "tensorboard", "csv"]
-# One run's numbers may lie in several of these: the first has every digit, the last has seven.
-SAME_RUN: tuple[Kind, ...] = ("jsonl", "wandb", "mlflow", "mlflow database", "tensorboard")
 
 
 class RunSource(Protocol):
@@ -57,6 +56,18 @@ class RunSource(Protocol):
     def run(self, which: int | None) -> TableRun: ...
 
     def notes(self) -> tuple[str, ...]: ...
+
+
+SOURCES: dict[Kind, Callable[[Path, int | None], RunSource]] = {
+    "jsonl": lambda path, which: JsonlSource(path),
+    "wandb": lambda path, which: StoreSource(WandbFolder(path), path, which),
+    "mlflow": lambda path, which: StoreSource(MlflowFolder(path), path, which),
+    "mlflow database": lambda path, which: StoreSource(MlflowDatabase(path), path, which),
+    "tensorboard": lambda path, which: TensorBoardSource(path),
+    "csv": CsvSource,
+}
+# One run's numbers may be in several of these: the first has every digit, the one before CSV has seven.
+BEST_FIRST = tuple(SOURCES)
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,8 @@ class Reader:
         try:
             if self._source is None:
                 path, self._which = _numbered(self._path, self._which)
-                self._source = _open(_find(path), self._which)
+                found = _find(path)
+                self._source = SOURCES[found.kind](found.path, self._which)
             changed = self._source.refresh()
             if self._events is None and (log := _events_file(self._source.files)) is not None:
                 self._events = EventReader(log)
@@ -130,12 +142,12 @@ class Reader:
 
 
 def read_run(path: Path, which: int | None = None) -> Run:
-    """A run as it stands on disk. ReportError, in one line, where there is none."""
+    """Reads a run as it is on disk now; ReportError, in one line, if there is none."""
     return Reader(path, which=which).refresh()
 
 
 def _numbered(path: Path, which: int | None) -> tuple[Path, int | None]:
-    """Which run of which file: FILE:N is one of FILE, unless a file has that name."""
+    """Splits FILE:N into the file and the number of a run in it, unless a file has that name."""
     file, colon, number = str(path).rpartition(":")
     if not (file and colon and number.isascii() and number.isdigit()) or path.exists() or not Path(file).exists():
         return path, which
@@ -144,24 +156,9 @@ def _numbered(path: Path, which: int | None) -> tuple[Path, int | None]:
     return Path(file), int(number)
 
 
-def _open(found: Found, which: int | None) -> RunSource:
-    path = found.path
-    match found.kind:
-        case "tensorboard":
-            return TensorBoardSource(path)
-        case "wandb":
-            return StoreSource(WandbFolder(path), path, which)
-        case "mlflow":
-            return StoreSource(MlflowFolder(path), path, which)
-        case "mlflow database":
-            return StoreSource(MlflowDatabase(path), path, which)
-        case "csv":
-            return CsvSource(path, which)
-    return JsonlSource(path)
-
-
 def _events_file(files: tuple[Path, ...]) -> Path | None:
-    """X.guard.jsonl for X.jsonl; beside other kinds of files, the only one that there is; none beside a database."""
+    """The guard's log: X.guard.jsonl for X.jsonl. For another kind of file, the only one in its folder; none for a
+    database."""
     if not files or files[0].suffix in DATABASE_ENDINGS:  # they have just been removed; it may lie in /tmp
         return None
     metrics = files[0]
@@ -176,7 +173,7 @@ def _find(path: Path) -> Found:
     """The file to read, or the folder: of event files, or of runs.
 
     A folder stands for the only run in it: one that lies in it directly, else one up to three folders below. Of several
-    loggers with one each, the first of SAME_RUN is read.
+    loggers with one each, the first of BEST_FIRST is read.
     """
     if is_regular(path):
         for ending, what in NOT_METRICS.items():
@@ -197,7 +194,7 @@ def _find(path: Path) -> Found:
         raise ReportError(f"{path}: no metrics in this folder{also}; {ADVICE}")
     kinds = [run.kind for run in candidates]
     if len(set(kinds)) == len(kinds) and "csv" not in kinds:
-        return min(candidates, key=lambda run: SAME_RUN.index(run.kind))
+        return min(candidates, key=lambda run: BEST_FIRST.index(run.kind))
     if len(candidates) > 1:
         names = [str(run.path.relative_to(path)) for run in candidates]
         more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
@@ -215,7 +212,7 @@ def _kind_of_file(path: Path) -> Kind:
 
 
 def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:
-    """What can be a run, and what could not be looked at, with the reason. OSError where that is the folder itself."""
+    """Finds what can be a run, and what could not be read, with the reason; OSError if that is the folder itself."""
     found: list[Found] = []
     empty: list[Found] = []
     refused: list[str] = []

@@ -1,4 +1,4 @@
-"""The report's pages: each is one HTML file that needs nothing else, with its figures as PNG files beside it.
+"""The report's pages: each is one HTML file that needs nothing else, with its figures as PNG files in the same folder.
 
 vl-convert draws the figures without a network or a browser.
 """
@@ -53,7 +53,7 @@ def write_report(
     trajectories: str | None = None,
     **options: Any,
 ) -> Path:
-    """Write the page of one run, and the figures beside it.
+    """Write the page of one run, and its figures.
 
     Args:
         trajectories: where the page links to, relative to it.
@@ -98,16 +98,16 @@ def write_page(
     tidy: bool | None = None,
     progress: Progress = lambda what: None,
 ) -> Path:
-    """Write a page of these figures, and the figures beside it.
+    """Write a page of these figures, and the figures as PNG files.
 
     Args:
         out: a folder, made where it is missing.
         charts: None where there is nothing to draw, which the page says.
-        context: what stands above them: `title`, `about`, `notes` and the template's sections.
+        context: what comes above them: `title`, `about`, `notes` and the template's sections.
         said: below a figure, by the key of its panel.
         refresh: seconds after which the page loads itself again.
         pictures: write the PNG files too.
-        tidy: remove what an earlier report left in the folder; by default where one stands there.
+        tidy: remove what an earlier report left in the folder; by default if there is one.
         progress: is called with what is being drawn.
     """
     said = said or {}
@@ -145,7 +145,7 @@ def write_page(
 
 
 def is_ours(out: Path) -> bool:
-    """Whether a report stands in this folder: then the files of a report's names beside it are a report's as well."""
+    """Whether this folder has a report. Then files with the names of a report's figures are a report's as well."""
     if (out / PAGE).is_symlink():  # to a report that may stand anywhere
         return False
     try:
@@ -156,7 +156,7 @@ def is_ours(out: Path) -> bool:
 
 
 def _forget(out: Path, drawn: Collection[Panel], trajectories: str | None) -> None:
-    """What is left of an earlier report in this folder, and would pass for this one's. A report writes no links."""
+    """Removes files of an earlier report that would be taken for this one's. A report writes no links."""
     gone = [out / PICTURES / f"{panel.key}.png" for panel in PANELS if panel not in drawn]
     gone += [] if drawn else [out / OVERVIEW]
     gone += [] if trajectories else [out / TRAJECTORIES]
@@ -209,7 +209,7 @@ def template(name: str) -> Template:
 def script_json(value: object) -> Markup:
     """JSON that can stand in a script element, whatever the strings in it hold: no `</script>`, no `<!--`.
 
-    What is not visible stands as its escape, so that the page's source can be read, and shows what is there.
+    Invisible characters are escaped, so that the source of the page shows what is there.
     """
     text = orjson.dumps(value).decode().replace("<", r"\u003c")
     return Markup(text if text.isprintable() else BEYOND_ASCII.sub(_escape, text))
@@ -237,7 +237,7 @@ def spec_of(chart: alt.LayerChart) -> Spec:
 
 
 def png(spec: Spec, title: str) -> bytes:
-    """The figure alone, under its title, without what only a pointer needs."""
+    """Draws one figure under its title, without the layer that only answers the pointer."""
     import vl_convert
 
     layers: Sequence[Spec] = [layer for layer in spec["layer"] if layer.get("name") != READINGS]

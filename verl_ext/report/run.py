@@ -31,7 +31,7 @@ def is_step(value: object) -> TypeGuard[int]:
 
 
 def own_steps(found: Sequence[Any], last: int, one: str, several: str) -> tuple[list[Any], list[str]]:
-    """What lies beside a run with this last step and can be its own, and a note on the rest.
+    """Selects what can belong to a run with this last step, and says how much else there was.
 
     The step after it counts too: the metrics of a step at which the guard stops the run may not be logged.
 
@@ -50,7 +50,7 @@ def own_steps(found: Sequence[Any], last: int, one: str, several: str) -> tuple[
 
 
 def names_of(name: str) -> tuple[str, ...]:
-    """A metric, then what verl logs of the same quantity, which stands in for it where the plugin is off."""
+    """A metric, then the name under which verl itself logs the same quantity, where the plugin is off."""
     metric = METRICS.get(name)
     return (name, metric.verls) if metric and metric.verls else (name,)
 
@@ -78,7 +78,7 @@ class Run:
         metrics: by name as it was logged.
         events: of the guard, by step.
         notes: what the reader should know about the files, one sentence each: lines left out, steps logged twice.
-        last: whether it is the last of its file, which what else stands beside the file is taken to be of.
+        last: whether it is the last of its file. Other files in the folder are taken to be of the last run.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Run:
         return next((series for series in found if series.steps.size), None)
 
     def logged(self, name: str) -> Series | None:
-        """The same as `get`, with the values that are not finite."""
+        """As `get`, but with the values that are not finite."""
         found = (self.metrics.get(each) for each in names_of(name))
         return next((series for series in found if series is not None), None)
 

@@ -1,4 +1,4 @@
-"""What became of the two things that a verdict is about: the gap between the engines, and the reward.
+"""The two things that a verdict is about: the gap between the engines, and the reward.
 
 The gap is k3. Where it is going is the guard's forecast, on the last readings of a run.
 
@@ -68,9 +68,9 @@ def gap_of(run: Run) -> Gap | None:
 
 
 def age_drives(run: Run) -> bool:
-    """Whether the rollouts' age, and not the engines, is what something has to be done about.
+    """Whether the age of the rollouts is the problem, and not the engines.
 
-    It is where k3 is past the boundary and the engines' part is not. Where no metric shows that part, it is wherever
+    It is if k3 is past the boundary and the engines' part of it is not. If no metric shows that part, it is whenever
     rollouts are old.
     """
     gap, whole = gap_of(run), run.get(K3)
@@ -91,7 +91,7 @@ def staleness(run: Run) -> float:
 
 
 def latest(run: Run, name: str, default: float = np.nan) -> float:
-    """What a metric is now; `default` where it was not logged."""
+    """The median of a metric's last readings; `default` if it was not logged."""
     return default if (series := run.get(name)) is None else now_of(series)
 
 
@@ -100,7 +100,7 @@ def now_of(series: Series) -> float:
 
 
 def passed_at(run: Run, until: int) -> tuple[str, int] | None:
-    """What stayed past the boundary until this step, and the step at which it passed; the engines' own gap first."""
+    """The name of the k3 that is past the boundary until this step, and the step at which it passed it."""
     gap, whole = gap_of(run), run.get(K3)
     found = [(gap.name, gap.series)] if gap is not None else []
     found += [("k3", whole)] if whole is not None else []
@@ -153,7 +153,7 @@ def blind_mask(run: Run) -> tuple[Growth, Growth] | None:
 
 
 def boundary_of(run: Run) -> float:
-    """The mismatch past which a run is taken to collapse: as the guard logged it, or its default."""
+    """The k3 past which a run is taken to collapse: as the guard logged it, or its default."""
     logged = run.get("guard/boundary")
     return Boundary.value if logged is None or logged.values[-1] <= 0 else float(logged.values[-1])
 
@@ -185,7 +185,7 @@ class Fall:
         return f"The run collapsed at step {self.step}: {fell}, and is {now:.2g} now."
 
     def moved(self, but: str = "") -> Iterator[str]:
-        """What else moved around the fall, the earliest first; `but` is a metric of which the reader knows."""
+        """Lists what else moved around the fall, the earliest first, except for the metric `but`."""
         if moves := [str(move) for move in self.collapse.moves if move.signal != but]:
             yield f"Also moved: {', then '.join(moves)}."
 
@@ -264,7 +264,7 @@ def _as_readings(series: Series) -> Readings:
 
 
 def _level_noise(values: np.ndarray) -> float:
-    """What two levels, the best and the lowest of a run, may differ by without a fall."""
+    """The difference that noise alone may make between the best and the lowest level of a run."""
     stretches = min(STRETCHES, len(values) // WINDOW)
     return SIGMAS * float(np.sqrt(2)) * _mean_error(values, WINDOW, stretches=stretches, jumps=1, caution=1.0)
 

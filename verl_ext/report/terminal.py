@@ -228,7 +228,7 @@ def _metric_row(series: Series | None, name: str, label: str) -> DashboardRow | 
 
 
 def notes(run: Run) -> Iterator[str]:
-    """What does not fit the table's columns, one line each: skips, the guard, values that were not numbers, gaps."""
+    """Lines below the table: skips, the guard, values that were not numbers, what is not logged."""
     yield f"first and last are means over {WINDOW} readings, fewer in a short run"
     if (skipped := run.get("guard/skipped")) is not None:
         yield f"updates skipped: {int((skipped.values > 0).sum())} of {len(skipped.values)} (guard/skipped)"

@@ -70,7 +70,7 @@ class Trajectory:
     reward: float | None = None
     advantage: float | None = None
 
-    def gaps(self) -> list[float]:
+    def log_k_sizes(self) -> list[float]:
         """|log k| of every token that has both log-probs."""
         pairs = zip(self.l_infer, self.l_old, strict=True)
         return [abs(old - infer) for infer, old in pairs if infer is not None and old is not None]
@@ -83,7 +83,7 @@ class Trajectory:
 
 
 def trajectories_file(metrics_file: Path) -> Path | None:
-    """The dump beside a metrics file, None where there is none. `load_trajectories` reads its older part with it."""
+    """The dump that belongs to a metrics file; None if there is none. `load_trajectories` reads its older part too."""
     file = metrics_file.with_suffix(TRAJECTORIES)
     return file if is_regular(file) or is_regular(older_part(file)) else None
 
@@ -94,7 +94,7 @@ def load_trajectories(file: Path) -> list[Trajectory]:
 
 
 def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
-    """What `load_trajectories` gives, and notes for the reader: which lines were left out.
+    """Reads the trajectories as `load_trajectories` does, and notes which lines were left out.
 
     A last line without a newline that cannot be read was cut by a crash, or is being written: no note. Where
     the steps go back, the run was resumed: what it had written of the steps from there on is left out.
@@ -245,20 +245,20 @@ def _check_stretches(trajectory: Trajectory) -> None:
 
 def _summary(trajectory: Trajectory) -> dict[str, object]:
     """A row of the page's list."""
-    gaps = trajectory.gaps()
+    sizes = trajectory.log_k_sizes()
     generated = sum(trajectory.generated)
     scalars = ("step", "key", "why", "reward", "advantage", "tokens", "skipped")
     return {name: getattr(trajectory, name) for name in scalars} | {
         "shown": len(trajectory.text),
         "generated": generated,
-        "mean": math.fsum(gaps) / len(gaps) if gaps else None,
-        "max": max(gaps, default=None),
+        "mean": math.fsum(sizes) / len(sizes) if sizes else None,
+        "max": max(sizes, default=None),
         "dropped": trajectory.dropped() / generated if generated else None,
     }
 
 
 def _tokens(trajectory: Trajectory) -> dict[str, object]:
-    """What the page needs besides the summary. Digits that float32 does not have are not written, nor are 0/1 lists."""
+    """The tokens of a trajectory for the page: numbers with the digits of float32, lists of 0 and 1 as text."""
     numbers = {name: getattr(trajectory, name) for name in NUMBER_LISTS}
     return {
         **{name: getattr(trajectory, name) for name in ("prompt", "start", "length", "text", "id")},

@@ -1,4 +1,4 @@
-"""What a run's metrics say, in plain words: what happened, why, and what to do.
+"""A run's metrics in plain words: what happened, why, and what to do.
 
 The state is about the gap between the engines and about what it can end in, a reward that breaks down. It is decided by
 the first of these that holds:
@@ -87,7 +87,7 @@ SPOILED = "the last weights are spoiled"
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """What a reader is shown, from top to bottom.
+    """The verdict, in the order in which a reader sees it.
 
     Attributes:
         sentence: what happened.
@@ -193,7 +193,7 @@ def _healthy_verdict(run: Run) -> RunVerdict:
 
 
 def _evidence(run: Run, told: Collection[str]) -> tuple[str, ...]:
-    """What the metrics say besides what the reader has been told."""
+    """All sentences about the run, except those in `told`."""
     sentences = (
         *_limit_sentences(run),
         *_movement_sentences(run),
@@ -205,7 +205,7 @@ def _evidence(run: Run, told: Collection[str]) -> tuple[str, ...]:
 
 
 def _warning_sentence(run: Run, collapse: Collapse) -> str:
-    """What warned before the step in which the reward began to fall."""
+    """Says what warned before the reward began to fall."""
     began, boundary = collapse.step, f"{boundary_of(run):g}"
     forecast, passed = foretold_at(run, began - 1), passed_at(run, began - 1)
     if forecast is not None and passed is not None:
@@ -237,7 +237,7 @@ def _steps_before(steps: int) -> str:
 
 
 def _cause_sentences(run: Run, by_gap: bool) -> Iterator[str]:
-    """What the metrics say about why the reward collapsed."""
+    """Says why the reward collapsed, as far as the metrics show it."""
     if by_gap and age_drives(run):
         yield "The likely cause is the age of the rollouts."
     elif by_gap:
@@ -283,7 +283,7 @@ def _missing_sentence(k3: Gap | None) -> str:
 
 
 def _limit_sentences(run: Run) -> Iterator[str]:
-    """What is past a limit: updates that are not made come first, for such a run learns nothing."""
+    """Names what is past a limit. Skipped updates come first, because such a run learns nothing."""
     yield from _skip_sentence(run)
     yield from _past_gap_sentence(run)
     if (now := latest(run, "vllm_kl/prob_diff_mean")) > FAILING_DIFFERENCE:
@@ -351,7 +351,7 @@ def _act_sentence(event: Event) -> str:
 
 
 def _recent_acts(run: Run) -> list[Event]:
-    """What the guard lately did that ends a run, or goes back in it."""
+    """The guard's recent actions that stop a run or take it back."""
     return [e for e in run.events if e.action in ACTED and e.step > run.steps[-1] - WINDOW]
 
 
@@ -388,7 +388,7 @@ def _far_below(now: float, boundary: float) -> str:
 
 
 def _surroundings(run: Run) -> Iterator[str]:
-    """What else belongs to the picture."""
+    """Describes dropped tokens, routing, skips, warnings, age and gradients."""
     if (dropped := run.get(DROPPED)) is not None and now_of(dropped) <= TOO_MANY_DROPPED:
         yield _dropped_sentence(dropped)
     yield from _agreement_sentence(run)
@@ -403,7 +403,7 @@ def _surroundings(run: Run) -> Iterator[str]:
 
 
 def _dropped_sentence(share: Series) -> str:
-    """Over the run: the last steps alone often drop nothing."""
+    """Describes the whole run, because its last steps often drop nothing."""
     steps, most = len(share.steps), int(share.values.argmax())
     if not share.values[most]:
         return f"The correction looked at every token of {steps} steps and dropped none: none was outside its bounds."
@@ -434,7 +434,7 @@ def _age_sentence(run: Run) -> Iterator[str]:
 def _advice_overrides(
     run: Run, state: State, *, of_gap: bool, reward_fell: bool, reward_holds: bool
 ) -> Iterator[Override]:
-    """What to do about a run that has not collapsed.
+    """Changes for a run that has not collapsed.
 
     Args:
         of_gap: whether the gap of the engines is what something has to be done about.
@@ -478,7 +478,7 @@ def _with_checkpoint(run: Run, change: Override, sound: int) -> Override:
 
 
 def _gap_overrides(run: Run, *, tighten: bool) -> Iterator[Override]:
-    """What brings the engines together, or keeps their gap out of the update. The lab has tried which one helps.
+    """Changes that bring the engines together, or keep their gap out of the update. The lab has tried which one helps.
 
     Where rollouts are old, routers disagree because they have moved: replay then helps nothing, and masks of single
     tokens little. Where routers disagree by themselves, replay helps, weights go with it, and masks do harm
@@ -539,7 +539,7 @@ def _lower_rate(run: Run, also: str = "") -> Override:
 
 
 def _measuring_overrides(run: Run) -> Iterator[Override]:
-    """What would show more of the same run."""
+    """Settings that would measure more of the same run."""
     if run.get(K3) is None or run.get("vllm_kl/log_ratio_abs_mean") is None:
         yield Override("stability.metrics=true", "measures the gap of the engines, by probability and position too")
     if run.get("router/agreement") is None:

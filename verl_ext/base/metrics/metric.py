@@ -1,4 +1,4 @@
-"""What is known of one metric, and how it is read from table.md."""
+"""The description of a metric, and how it is read from table.md."""
 
 import re
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Metric:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """What the names of the family match in full."""
+        """Matches the names of the family in full."""
         text = re.escape(self.name).replace(r"\*\*", ".*").replace(r"\*", "[^/]+")
         return re.compile(re.sub(r"\\\{(.+?)\\\}", lambda found: f"({found[1].replace(',', '|')})", text), re.DOTALL)
 

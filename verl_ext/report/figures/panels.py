@@ -40,10 +40,10 @@ class Panel:
         key: names its file and its place in the page.
         reading: how to read it and what to do, one sentence.
         chart: of a run, None where it has nothing to draw.
-        missing: said instead of the figure; `override` is what would make the run log it, if an override does.
+        missing: shown instead of the figure, with the `override` that would make the run log it.
         metric: the one that a comparison of runs draws, and the text below the figure is about.
         log, zero: of that metric's axis.
-        compared: in place of `reading` where a comparison of runs draws another kind of figure.
+        compared: replaces `reading` if a comparison of runs draws another kind of figure.
     """
 
     key: str
@@ -114,7 +114,7 @@ def _validation_chart(run: Run) -> alt.LayerChart | None:
 
 
 def _bucket_chart(axis: str, colours: Sequence[str] = ORDERED, **beside: str) -> Callable[[Run], alt.LayerChart | None]:
-    """k3 of each bucket, and of what stands `beside` them: label=metric."""
+    """Draws k3 of each bucket, and the metrics in `beside`, label=metric, next to them."""
 
     def chart(run: Run) -> alt.LayerChart | None:
         found = run.parts(K3, f"{axis}/")

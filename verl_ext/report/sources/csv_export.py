@@ -16,7 +16,7 @@ from pathlib import Path
 
 from verl_ext.report.files import fingerprint, open_regular
 from verl_ext.report.run import LARGEST_STEP, ReportError
-from verl_ext.report.sources.table import MetricTable, TableRun
+from verl_ext.report.sources.table import MetricTable, TableRun, chosen_run
 
 STEP_COLUMNS = ("Step", "_step", "trainer/global_step", "training/global_step", "global_step")
 SEPARATOR = " - "
@@ -101,10 +101,8 @@ class CsvSource:
             listed = ", ".join(f"{number} = {name}" for number, name in enumerate(runs[:10], start=1))
             more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
             raise ReportError(f"{len(runs)} runs in this file; choose one with --run N or FILE:N: {listed}{more}")
-        if which is not None and not 1 <= which <= len(runs):
-            raise ReportError(f"there is no run {which}: {len(runs)} in it")
         self._chosen = True
-        self.name = runs[0 if which is None else which - 1]
+        self.name = runs[chosen_run(which, len(runs)) - 1]
         return self.name
 
     def run(self, which: int | None) -> TableRun:

@@ -122,7 +122,7 @@ class MlflowDatabase:
 
     @contextmanager
     def _rows(self) -> Iterator[Callable[..., Iterator[tuple]]]:
-        """What gives the rows of a query. Nothing is written, and what a foreign file defines is not run."""
+        """Yields a function that runs a query. Nothing is written, and no code that a foreign file defines is run."""
         with open_regular(self._path) as file:
             if not BEGINNING.startswith(file.read(len(BEGINNING))):
                 raise ReportError("this is not a SQLite database")

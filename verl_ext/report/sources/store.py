@@ -62,7 +62,7 @@ class StoreSource:
         self._notes: tuple[str, ...] = ()
 
     def refresh(self) -> bool:
-        """What has changed is read anew."""
+        """Reads everything again if anything has changed."""
         state = self._store.state()
         if state == self._state:
             return False

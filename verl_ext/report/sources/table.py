@@ -63,7 +63,7 @@ class _Units:
 
 @dataclass(frozen=True)
 class _Resumes:
-    """What a run logged of which steps, over all the times it was resumed.
+    """Which rows of a resumed run count.
 
     Attributes:
         keep: by row, whether it stands.

@@ -66,7 +66,7 @@ class TensorBoardSource:
         return again or any(changed)
 
     def _only_last_grew(self, files: tuple[Path, ...]) -> bool:
-        """Rows are kept in the order of the files, so anything but a longer last file or a new one is read anew."""
+        """Whether reading on is enough: rows are kept in the order of the files, so no older one may have grown."""
         known = tuple(self._read)
         if known != files[: len(known)]:
             return False

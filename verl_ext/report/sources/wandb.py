@@ -58,7 +58,7 @@ class WandbFolder:
 
 
 def _wandb_process(file: Path) -> Process:
-    """What the file begins with: whose it is, and its first row."""
+    """Reads the beginning of the file: whose it is, and its first row."""
     name, project, started, first = file.stem.removeprefix("run-"), "", (0, 0), None
     with open_regular(file) as opened:
         for message in _wandb_records(opened):
@@ -136,7 +136,7 @@ def _json_value(text: str) -> object:
 
 
 def _flatten(name: str, outer: dict) -> Iterator[tuple[str, object]]:
-    """What is in dictionaries within each other, but for text, lists and media."""
+    """Yields the numbers in nested dictionaries, by their names with dots."""
     inside = [(name, outer, 1)]
     while inside:
         name, outer, depth = inside.pop()
