@@ -34,9 +34,10 @@ import ray
 import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
+from routing_cost import RoutingShape, load_shape
 from tensordict import TensorDict
 
-from verl_ext.plan.routing import GB, RoutingShape, load_shape
+from verl_ext.plan.costs import GB
 
 PARTITION, FIELD = "train", "routed_experts"
 AHEAD = 0.1  # seconds that a call takes to reach all clients
@@ -247,7 +248,7 @@ def main() -> None:
     add("--clients", type=int, nargs="+", default=[1, 2, 4], help="clients (default: %(default)s)")
     add("--megabytes", type=int, default=64, help="of a client (default: %(default)s)")
     add("--tokens", type=int, default=32768, help="of a trajectory (default: %(default)s)")
-    add("--model", default="Qwen3-30B-A3B", help="of verl_ext/plan/routing.py, or a path (default: %(default)s)")
+    add("--model", default="Qwen3-30B-A3B", help="of tools/routing_cost.py, or a path (default: %(default)s)")
     add("--rounds", type=int, default=2, help="over all units and clients, in random order (default: %(default)s)")
     add("--repeats", type=int, default=4, help="of a cell in a round (default: %(default)s)")
     add("--minutes", type=float, default=6, help="after which no TransferQueue is started (default: %(default)s)")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import ConfigError, print_error
 from verl_ext.base.printable import printable
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ HIDDEN = "(hidden)"
 CLUSTERS_OWN = ("ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.num_gpus")
 
 
-def add_parser(commands: Any) -> None:
+def add_submit_parser(commands: Any) -> None:
     """`verl-ext submit run|status|logs|stop|resume`."""
     parser = commands.add_parser(
         "submit",
@@ -288,9 +288,7 @@ def _reported(run: Any, arguments: argparse.Namespace) -> int:
     try:
         return run(arguments)
     except (ConfigError, RuntimeError) as error:  # Ray's client raises RuntimeError with the server's sentence
-        line = " ".join(str(error).split())
-        print(f"verl-ext submit: {printable(line, most=len(line))}", file=sys.stderr)
-        return 2
+        return print_error("submit", error)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -335,7 +333,7 @@ def _status(arguments: argparse.Namespace) -> int:
     Console().print(table)
     if arguments.job and (message := client.get_job_info(arguments.job).message):
         for line in message.splitlines():
-            print(printable(line, most=len(line)))
+            print(printable(line, most=None))
     return 0
 
 

@@ -9,7 +9,7 @@ from tests.stack.running import SMALL, run
 from verl_ext.doctor.composed import compose
 from verl_ext.probe.command import probe_overrides
 from verl_ext.probe.readings import Stage
-from verl_ext.probe.verdict import conclude
+from verl_ext.probe.verdict import ProbeResult
 
 pytestmark = pytest.mark.e2e
 
@@ -26,7 +26,7 @@ def found(assets, stack, tmp_path_factory):
 
 
 def test_engines_that_compute_the_same_agree(found):
-    told = conclude(found["nothing"])
+    told = ProbeResult.read(found["nothing"]).conclusion
     assert (told.cause, told.start) == ("none", "")
     pairs = {(pair["one"], pair["other"]): pair for pair in found["nothing"]["pairs"]}
     assert set(pairs) == {("decode", "train"), ("decode", "prefill"), ("prefill", "train"), ("decode", "replayed")}
@@ -38,7 +38,7 @@ def test_engines_that_compute_the_same_agree(found):
 
 @pytest.mark.parametrize("cause", [cause for cause in CAUSES if cause != "nothing"])
 def test_a_planted_cause_is_found_at_its_place(found, cause):
-    told = conclude(found[cause])
+    told = ProbeResult.read(found[cause]).conclusion
     assert told.start == CAUSES[cause][1]
     if cause != "router in bf16":  # which is routing, where it takes another expert for any token
         assert told.cause == "arithmetic", told.sentence

@@ -82,7 +82,7 @@ def assert_the_report_shows(run):
     for line in lines:
         step = run.steps[line.step - 1]
         assert len(line.text) == line.tokens <= 16 and all(line.generated) and all(line.kept)
-        assert 0 < max(line.gaps()) <= step["vllm_kl/log_ratio_abs_max"] * (1 + 1e-5)
+        assert 0 < max(line.log_k_sizes()) <= step["vllm_kl/log_ratio_abs_max"] * (1 + 1e-5)
         assert set(line.agreement) == {None} or all(0 <= share <= 1 for share in line.agreement)
         k = [math.exp(a - b) for a, b in zip(line.l_old, line.l_infer, strict=True)]
         assert line.weight == pytest.approx(k, rel=1e-5)

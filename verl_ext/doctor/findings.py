@@ -1,16 +1,14 @@
-"""What a check returns, the registry of checks, and the fixes that findings carry."""
+"""Findings, the registry of the checks that return them, and their fixes."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.base.errors import UserError
 from verl_ext.doctor.context import Context
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from verl_ext.base.errors import UserError
 
 LEVELS = ("error", "warning", "note", "ok")  # worst first
 ABSENT = object()
@@ -39,13 +37,22 @@ Check = Callable[[Context], Iterable[Finding]]
 CHECKS: dict[str, Check] = {}
 
 
-def check(name: str) -> Callable[[Check], Check]:
-    """Register a check: a pure function of the context, its docstring naming where its claim was read."""
+def check(name: str, needs: str = "") -> Callable[[Check], Check]:
+    """Register a check: a pure function of the context. Its docstring names where its claim was read.
+
+    Args:
+        needs: what the context must have, by the name of its attribute; else the check finds nothing.
+    """
 
     def register(function: Check) -> Check:
         assert name not in CHECKS, name
-        CHECKS[name] = function
-        return function
+
+        @functools.wraps(function)
+        def checked(context: Context) -> Iterable[Finding]:
+            return function(context) if not needs or getattr(context, needs) else ()
+
+        CHECKS[name] = checked
+        return checked
 
     return register
 
@@ -69,8 +76,8 @@ def fixes(findings: Iterable[Finding]) -> list[str]:
 
 
 def apply_fix(
-    config: "DictConfig", error: "UserError", found: Callable[["DictConfig"], "UserError | None"]
-) -> tuple["DictConfig", tuple[str, ...]]:
+    config: DictConfig, error: UserError, found: Callable[[DictConfig], UserError | None]
+) -> tuple[DictConfig, tuple[str, ...]]:
     """Applies the fix that an error carries, to see whether the error goes away.
 
     Returns the config with the fix, and the overrides in it that were not set already; the config as it was, and (),
@@ -79,8 +86,6 @@ def apply_fix(
     Args:
         found: the error that a config has; None where it has none.
     """
-    from omegaconf import OmegaConf
-
     fixed, fix = copy.deepcopy(config), list[str]()
     for override in error.fix:
         key, _, _ = override.partition("=")

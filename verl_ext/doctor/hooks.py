@@ -22,19 +22,18 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_ext.base.errors import UserError
 from verl_ext.base.patching import Undo, patch, together
 from verl_ext.doctor.context import ACTOR, MODEL, ROLLOUT, Context
 from verl_ext.doctor.findings import Finding, apply_fix, check
 from verl_ext.launch.packages import package_folder
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from verl_ext.base.errors import UserError
 
 NAME = f"{ROLLOUT}.name"
 FSDP_CONFIG = f"{ACTOR}.fsdp_config"
@@ -100,8 +99,6 @@ def verl_validation(context: Context) -> Iterable[Finding]:
     """
     if context.config is None or not context.get(NAME) or context.plugin_modules or errors_once(context):
         return
-    from omegaconf import OmegaConf
-
     if context.strategy == "megatron" and (engine := context.get(FSDP_CONFIG)):
         yield Finding("error", "actor.fsdp_config is set, and verl's Megatron engine has none", _instead(engine))
         return
@@ -117,7 +114,8 @@ def verl_validation(context: Context) -> Iterable[Finding]:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it says that it passes
             warnings.simplefilter("ignore")  # of what it would rather have
             if context.trust or not passes_quickly(config, **roles):  # a class of the run's own needs all of verl
-                _verls_validation()(config, **roles)
+                importlib.import_module("verl_ext.plugins.verl")  # before verl, as `verl_ext.main_ppo` does
+                importlib.import_module("verl.utils.config").validate_config(config, **roles)
     except Exception as error:  # assertions, ValueErrors and Hydra's wrapping of both
         cause = error.__cause__ or error
         said = " ".join(str(cause).split()) or type(cause).__name__
@@ -126,14 +124,14 @@ def verl_validation(context: Context) -> Iterable[Finding]:
     yield Finding("ok", "verl's validate_config passes")
 
 
-@check("code")
+@check("code", needs="config")
 def code(context: Context) -> Iterable[Finding]:
     """What the config names to be executed, and which checks were left out for it.
 
     Source: `stability_config` of verl_ext/features/stability.py; `get_class_from_dynamic_module` of
     transformers/dynamic_module_utils.py (5.10); `omega_conf_to_dataclass` of verl/utils/config.py (0.9.1).
     """
-    if context.config is None or context.trust:
+    if context.trust:
         return
     if plugins := context.plugin_modules:
         yield Finding(
@@ -147,7 +145,11 @@ def code(context: Context) -> Iterable[Finding]:
             f"{MODEL}.trust_remote_code=True, and the model has code of its own, which was not run",
             "lengths, vocabulary, tokenizer and the model's routers were not checked; --trust runs it, as the run does",
         )
-    for path, target in _unknown_targets(context.config):
+    try:
+        targets = unknown_targets(built_settings(context.config))
+    except OmegaConfBaseException:  # the validation reports it
+        return
+    for path, target in targets:
         yield Finding(
             "warning",
             f"{path}._target_={target} is no settings class of verl or verl_ext, and was not called",
@@ -157,15 +159,17 @@ def code(context: Context) -> Iterable[Finding]:
 
 def errors_once(context: Context) -> list[Finding]:
     """The errors of the run's own checks, for those that would tell the same; none where plugins are not imported."""
-    return context.once("errors", lambda: [] if context.plugin_modules else _errors_of(context))
+    if context.errors is None:
+        context.errors = [] if context.plugin_modules else _errors_of(context)
+    return context.errors
 
 
-def needs_reference(config: "DictConfig") -> bool:
+def needs_reference(config: DictConfig) -> bool:
     """`need_reference_policy` of verl/trainer/ppo/utils.py (0.9.1), whose import brings pandas and datasets along."""
     return bool(config.algorithm.get("use_kl_in_reward", False) or config.actor_rollout_ref.actor.use_kl_loss)
 
 
-def needs_critic(config: "DictConfig") -> bool:
+def needs_critic(config: DictConfig) -> bool:
     """`need_critic`, of the same file."""
     enabled = config.critic.enable
     return bool(enabled) if enabled is not None else config.algorithm.adv_estimator == "gae"
@@ -187,8 +191,6 @@ def built_settings(config: Any) -> dict[str, Any]:
     Raises:
         OmegaConfBaseException: an interpolation does not resolve.
     """
-    from omegaconf import OmegaConf
-
     built = {path: OmegaConf.select(config, path) for path in BUILT}
     built = {path: OmegaConf.to_container(node, resolve=True) for path, node in built.items() if node is not None}
     if "critic" in built:
@@ -228,8 +230,6 @@ def passes_quickly(config: Any, **roles: bool) -> bool:
 
 def _errors_of(context: Context) -> list[Finding]:
     """The errors of a config, each found by fixing those before it."""
-    from omegaconf import OmegaConf
-
     config, read_model = context.config, not context.model_code
     if context.get(TRUST) and not context.trust:
         config = copy.deepcopy(config)
@@ -244,7 +244,7 @@ def _errors_of(context: Context) -> list[Finding]:
     return found
 
 
-def _as_launched(config: "DictConfig") -> "DictConfig":
+def _as_launched(config: DictConfig) -> DictConfig:
     """A config without errors, with what our entry point sets in it before verl gets it."""
     from verl_ext.features.stability import stability_config
     from verl_ext.features.table import apply_engine_settings, read_features
@@ -256,11 +256,8 @@ def _as_launched(config: "DictConfig") -> "DictConfig":
     return config
 
 
-def _first_error(config: "DictConfig", read_model: bool) -> "UserError | None":
+def _first_error(config: DictConfig, read_model: bool) -> UserError | None:
     """Returns the error that the run would stop with; None where it would not."""
-    from omegaconf.errors import OmegaConfBaseException
-
-    from verl_ext.base.errors import UserError
     from verl_ext.features.stability import stability_config
     from verl_ext.features.table import check_run, read_features
 
@@ -275,25 +272,10 @@ def _first_error(config: "DictConfig", read_model: bool) -> "UserError | None":
     return None
 
 
-def _verls_validation() -> Callable[..., None]:
-    import verl_ext.plugins.verl  # noqa: F401 (before verl, as `verl_ext.main_ppo` does)
-
-    return importlib.import_module("verl.utils.config").validate_config
-
-
-def _instead(engine: "DictConfig") -> str:
+def _instead(engine: DictConfig) -> str:
     if engine.get("dtype") == "float16":
         return "use precision=fp16_megatron; precision=fp16 is for FSDP"
     return "leave out actor.fsdp_config and precision=bf16 or fp32, which set it; Megatron computes in bfloat16 without"
-
-
-def _unknown_targets(config: Any) -> list[tuple[str, str]]:
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        return unknown_targets(built_settings(config))
-    except OmegaConfBaseException:  # told by the validation
-        return []
 
 
 def _targets(values: Any, path: str) -> Iterator[tuple[str, Any]]:

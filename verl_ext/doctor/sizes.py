@@ -5,28 +5,28 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from omegaconf import DictConfig
+
+from verl_ext.base.errors import ConfigError
 from verl_ext.doctor.context import MODEL, Context
 from verl_ext.doctor.findings import Finding, apply_fix, check
+from verl_ext.plan.sizes import check_sizes
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from verl_ext.base.errors import ConfigError
     from verl_ext.launch.models import ModelShape
 
 LARGE = 0.01  # nats; 1% in every ratio of a model that never learnt to avoid the padding
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
 
 
-@check("sizes")
+@check("sizes", needs="engine")
 def sizes(context: Context) -> Iterable[Finding]:
     """What the rules of `verl_ext/launch/sizes.py` refuse; those on the model, where its shape is in the table.
 
     Source: the comments there, on verl 0.9.1, megatron-core 0.16, transformers and vLLM 0.27.
     """
-    if context.config is None or context.engine is None or context.strategy not in STRATEGIES:
+    if context.strategy not in STRATEGIES:
         return
-    from verl_ext.base.errors import ConfigError
     from verl_ext.launch.models import shape_of
 
     try:
@@ -53,14 +53,14 @@ def gpu(context: Context) -> Iterable[Finding]:
         )
 
 
-@check("model files")
+@check("model files", needs="config")
 def model_files(context: Context) -> Iterable[Finding]:
     """Whether the model could be looked at here, and what is not checked where it could not.
 
     Source: `lengths`, `vocabulary` and `hooks` of this folder, which read its config and tokenizer.
     """
     path = context.get(f"{MODEL}.path")
-    if context.config is None or not path or context.model_code:
+    if not path or context.model_code:
         return
     if context.model_config is None:
         missing, checks = "the model's config", "lengths, vocabulary and the model's routers were not checked"
@@ -85,7 +85,7 @@ def data_files(context: Context) -> Iterable[Finding]:
                 yield Finding("warning", f"data.{name}={file} is not on this machine", why)
 
 
-@check("vocabulary")
+@check("vocabulary", needs="with_vllm")
 def vocabulary(context: Context) -> Iterable[Finding]:
     """Rows of the vocabulary that no token of the tokenizer has.
 
@@ -95,7 +95,7 @@ def vocabulary(context: Context) -> Iterable[Finding]:
     other (0.24 was measured for 128 rows and 101 tokens, with random weights), next to nothing where the model has
     learnt that they never come.
     """
-    if not context.with_vllm or context.model_config is None or context.tokenizer_length is None:
+    if context.model_config is None or context.tokenizer_length is None:
         return
     rows = getattr(context.model_config.get_text_config(), "vocab_size", None)
     tokens = context.tokenizer_length
@@ -107,19 +107,16 @@ def vocabulary(context: Context) -> Iterable[Finding]:
     elif rows == tokens:
         yield Finding("ok", f"vocab_size={rows}, as many as the tokenizer has")
     else:
-        gap = math.log(rows / tokens)
+        log_k = math.log(rows / tokens)
         yield Finding(
-            "warning" if gap > LARGE else "note",
+            "warning" if log_k > LARGE else "note",
             f"vocab_size={rows}, len(tokenizer)={tokens}",
-            f"verl masks the ids between in vLLM and not in training: about {gap:.2g} nats in every log-ratio, for a "
+            f"verl masks the ids between in vLLM and not in training: about {log_k:.2g} nats in every log-ratio, for a "
             "model that has not learnt to avoid them",
         )
 
 
-def _sizes_error(config: "DictConfig", shape: "ModelShape | None") -> "ConfigError | None":
-    from verl_ext.base.errors import ConfigError
-    from verl_ext.plan.sizes import check_sizes
-
+def _sizes_error(config: DictConfig, shape: "ModelShape | None") -> ConfigError | None:
     try:
         check_sizes(config, shape)
     except ConfigError as error:

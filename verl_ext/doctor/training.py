@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 
+from packaging.version import Version
+
 from verl_ext.doctor.context import ACTOR, Context
 from verl_ext.doctor.findings import Finding, check
 from verl_ext.doctor.hooks import needs_critic
+from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
 AGGREGATION = f"{ACTOR}.loss_agg_mode"
 BY_SEQUENCE = "seq-mean-token-mean"
@@ -58,10 +61,6 @@ def expert_gradients(context: Context) -> Iterable[Finding]:
     2.12, and no longer in 2.13 and 2.16.1 (pytorch/module/grouped_linear.py), and what is not marked
     `param_is_not_tensor_parallel_duplicate` counts on the first tensor-parallel rank only. Read, not tried.
     """
-    from packaging.version import Version
-
-    from verl_ext.routing.engines import EXPERT_COUNTS, first_of
-
     model = context.model_config
     if model is not None and not first_of(model.get_text_config(), EXPERT_COUNTS):
         return

@@ -1,7 +1,9 @@
-"""What a weight sync brings to the rollout, what the rollout keeps of older weights, and what waits meanwhile."""
+"""Weight syncs, what the rollout keeps of older weights, and batches that wait."""
 
 from collections.abc import Iterable
 from math import ceil
+
+from packaging.version import Version
 
 from verl_ext.doctor.context import ASYNCHRONOUS, MODE, MODEL, ROLLOUT, Context
 from verl_ext.doctor.engine import captures_routing
@@ -12,7 +14,7 @@ KNOWN_VERL = "0.9.1"
 STOP_AFTER = "stability.guard.stop_after"
 
 
-@check("weight sync")
+@check("weight sync", needs="config")
 def weight_sync(context: Context) -> Iterable[Finding]:
     """Syncs that do not happen, and what would tell.
 
@@ -23,8 +25,6 @@ def weight_sync(context: Context) -> Iterable[Finding]:
     """
     from verl_ext.features.verl_config import MERGE_LORA, sends_adapter
 
-    if context.config is None:
-        return
     watched = context.get(CANARY, 0)
     if sends_adapter(context.config):
         if context.get(MODE) == "separate_async":
@@ -40,7 +40,7 @@ def weight_sync(context: Context) -> Iterable[Finding]:
             yield Finding("warning", "the sync canary beside speculative decoding", why, (f"{CANARY}=0",))
 
 
-@check("prefix caching")
+@check("prefix caching", needs="with_vllm")
 def prefix_caching(context: Context) -> Iterable[Finding]:
     """Keys and values of older weights, found again by their tokens alone.
 
@@ -48,7 +48,7 @@ def prefix_caching(context: Context) -> Iterable[Finding]:
     prime-rl PR 1650. verl 0.9.1 clears it at every sync: `clear_kv_cache` at the end of `update_weights`
     (workers/rollout/vllm_rollout/vllm_rollout.py), with what a KV connector keeps (`reset_connector=True`).
     """
-    if not context.with_vllm or not context.engine_argument("enable_prefix_caching")[1]:
+    if not context.engine_argument("enable_prefix_caching")[1]:
         return
     if _older_verl(context):
         why = f"that verl {KNOWN_VERL} clears the cache at every weight sync was read, of older ones it was not"
@@ -57,7 +57,7 @@ def prefix_caching(context: Context) -> Iterable[Finding]:
         yield Finding("ok", "prefix caching: cleared at every weight sync")
 
 
-@check("speculative decoding")
+@check("speculative decoding", needs="with_vllm")
 def speculative_decoding(context: Context) -> Iterable[Finding]:
     """Drafts of a model that training leaves behind.
 
@@ -67,8 +67,7 @@ def speculative_decoding(context: Context) -> Iterable[Finding]:
     distribution whatever the draft, and its log-probs are of the target's logits (`RejectionSampler` of
     v1/sample/rejection_sampler.py, vLLM 0.27): an old draft costs speed.
     """
-    method = context.drafter
-    if not context.with_vllm or not method:
+    if not (method := context.drafter):
         return
     if method != "mtp":
         why = "verl updates no drafter but MTP's: ever fewer drafts are accepted as training goes on (vLLM issue 48296)"
@@ -133,6 +132,4 @@ def _skips_updates(context: Context) -> bool:
 
 
 def _older_verl(context: Context) -> bool:
-    from packaging.version import Version
-
     return Version(context.versions.get("verl", KNOWN_VERL)) < Version(KNOWN_VERL)

@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.base.errors import ConfigError, UserError
-from verl_ext.base.printable import printable
+from verl_ext.base.errors import ConfigError, UserError, print_error
+from verl_ext.base.printable import number_table, wide_console
 from verl_ext.doctor import composed
 from verl_ext.plan.memory import Memory, host_memory
 from verl_ext.plan.scale import Plan, at_nodes, read_plan, scale_table, units_line
@@ -16,16 +15,14 @@ from verl_ext.plan.sizes import GIB, UNITS, Sizes, planned_gpu, planned_gpus
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
-WIDTH = 120  # where the output is not a terminal
 ROUGH = "rough estimates by a roofline, without weight sync, rewards and tools"
 NOTHING_ON = (
     "nothing of the plugin is switched on; to see what it takes, add what you would switch on, such as stability=icepop"
 )
 
 
-def add_parser(commands: Any) -> None:
+def add_plan_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="does a run fit its GPUs, and where does its time go",
@@ -71,9 +68,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
             for number in nodes
         ]
     except UserError as error:
-        line = " ".join(str(error).split())
-        print(f"verl-ext plan: {printable(line, most=len(line))}", file=sys.stderr)
-        return 2
+        return print_error("plan", error)
     if arguments.json:
         found = [_as_json(plan) for plan in plans]
         print(json.dumps(found if len(found) > 1 else found[0], indent=2))
@@ -126,7 +121,7 @@ def _host(plan: Plan) -> dict[str, float]:
 def _print_sizes(plans: Sequence[Plan], gpu: str) -> None:
     from rich.table import Table
 
-    console = _console()
+    console = wide_console()
     console.print(f"{plans[0].sizes.shape.parameters / 1e9:.1f} B parameters, {gpu}", soft_wrap=True)
     header, *rows = scale_table(plans)
     shown = len(header) - 1 if any(plan.on for plan in plans) else 2  # what helps comes as lines; GPUs, and the step
@@ -143,14 +138,14 @@ def _print_sizes(plans: Sequence[Plan], gpu: str) -> None:
 
 
 def print_plan(plan: Plan, gpu: str) -> None:
-    console = _console()
+    console = wide_console()
     sizes, memory, timing, shape = plan.sizes, plan.memory, plan.timing, plan.sizes.shape
     generate = "and generate" if sizes.shared else f"and {sizes.rollout_gpus} others generate"
     console.print(
         f"{shape.parameters / 1e9:.1f} B parameters, {shape.active_parameters / 1e9:.1f} B active; "
         f"{sizes.gpus} x {gpu} train {generate}"
     )
-    table = _number_table("GiB a GPU", "update", "rollout")
+    table = number_table("GiB a GPU", "update", "rollout")
     for name in dict.fromkeys([*memory.update.lines, *memory.rollout.lines]):
         cells = (phase.lines.get(name) for phase in (memory.update, memory.rollout))
         table.add_row(name, *("" if value is None else f"{value / GIB:.1f}" for value in cells))
@@ -163,7 +158,7 @@ def print_plan(plan: Plan, gpu: str) -> None:
     if not memory.fits(sizes):
         return
 
-    table = _number_table("stage", "seconds", "share")
+    table = number_table("stage", "seconds", "share")
     for stage, seconds in timing.stages.items():
         table.add_row(stage, f"{seconds:.0f}", f"{timing.share(stage):.0%}")
     console.print(table)
@@ -174,7 +169,7 @@ def print_plan(plan: Plan, gpu: str) -> None:
     else:
         console.print(NOTHING_ON, soft_wrap=True)
     if host := _host(plan):
-        table = _number_table("kept in the host's memory", "GiB a machine")
+        table = number_table("kept in the host's memory", "GiB a machine")
         for name, value in host.items():
             table.add_row(name, f"{value / GIB:.1f}")
         console.print(table)
@@ -185,8 +180,7 @@ def print_plan(plan: Plan, gpu: str) -> None:
 def _print_costs(console: "Console", plan: Plan) -> None:
     """Prints the seconds that a step waits for what is switched on, and those that the generation hides."""
     hides = any(cost.hidden for cost in plan.on)
-    table = _number_table("switched on", "who", "GB", "seconds", "share", *["hidden"] * hides)
-    table.columns[1].justify = "left"
+    table = number_table("switched on", "who", "GB", "seconds", "share", *["hidden"] * hides, labels=2)
     for cost in plan.on:
         gb = f"{cost.gb:.2f}" if cost.gb else ""
         hidden = [f"{cost.hidden:.2f}" if cost.hidden else ""] * hides
@@ -202,21 +196,6 @@ def _print_costs(console: "Console", plan: Plan) -> None:
 
 def _seconds_text(seconds: float) -> str:
     return f"{seconds:.2f}" if seconds >= 0.005 or not seconds else f"{seconds:.4f}"
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console(highlight=False) if sys.stdout.isatty() else Console(width=WIDTH, highlight=False)
-
-
-def _number_table(name: str, *numbers: str) -> "Table":
-    from rich.table import Table
-
-    table = Table(name, *numbers)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    return table
 
 
 def advice_lines(plan: Plan) -> list[str]:

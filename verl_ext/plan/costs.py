@@ -1,4 +1,4 @@
-"""What the plugin's features cost a step: bytes through TransferQueue, and the seconds that somebody waits for them.
+"""The cost of the plugin's features per step: bytes through TransferQueue, and seconds that somebody waits for them.
 
 A transfer takes as long as the slowest of its ends: the clients that move together, each a process that copies by
 itself; the storage units; the machines' network. docs/plan.md has the formulas, and the tables that the rates below are
@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from verl_ext.core.tokens import AT_ONCE
-from verl_ext.plan.routing import GB, RoutingShape, routing_cost
 from verl_ext.plan.sizes import Sizes, Usage
 
 # python tools/bench_transfer.py, GB/s of expert ids: one client with one unit; one unit with the most clients.
@@ -27,7 +26,9 @@ GUARD_MS = 0.5  # of the controller, a step: python tools/bench_guard.py
 UNITS_A_NODE = 2  # TransferQueue's own advice: "Recommended: >= 2 x number of nodes" (its config.yaml, 0.1.11)
 READ_SHARE = 0.005  # of a step: what the training ranks may wait for the storage units
 
-VERLS_ID_BYTES = 2  # which are sent where an engine's are wider
+GB = 1e9
+BYTE_IDS = 256  # experts up to which vLLM returns uint8; uint16 above
+VERLS_ID_BYTES = 2  # of an expert id, which verl sends in int16 for every engine but vLLM
 HEAD_BYTES = 8  # an id in int32 and a log-probability in float32
 SUM_BYTES = 8
 # Bytes per response token, and how many fields that is, of what our trainers read and write (trainer/queue.py). Before
@@ -144,10 +145,16 @@ def controller_reads(usage: Usage, tokens: float) -> list[tuple[int, int]]:
     return [*found, FILTERS_AGAIN, *agreement] if usage.filters else found
 
 
+def engine_id_bytes(experts: int) -> int:
+    """Bytes of one expert id as vLLM returns it."""
+    return 1 if experts <= BYTE_IDS else 2
+
+
 def id_bytes(sizes: Sizes) -> int:
-    """Returns the bytes of a token's expert ids, as the agent loops write them."""
-    shape = _routing_shape(sizes)
-    return shape.ids * (shape.engine_id_bytes if sizes.engine == "vLLM" else VERLS_ID_BYTES)
+    """Bytes of a token's expert ids as the agent loops write them: of all layers, dense ones too, as vLLM returns."""
+    shape = sizes.shape
+    each = engine_id_bytes(shape.routed_experts) if sizes.engine == "vLLM" else VERLS_ID_BYTES
+    return shape.layers * shape.top_k * each
 
 
 def units_wanted(sizes: Sizes, usage: Usage, costs: Iterable[Cost], generation: float, step: float) -> int:
@@ -162,34 +169,21 @@ def units_wanted(sizes: Sizes, usage: Usage, costs: Iterable[Cost], generation: 
     return max(UNITS_A_NODE * sizes.nodes, math.ceil(by_read), math.ceil(by_write))
 
 
-def _routing_shape(sizes: Sizes) -> RoutingShape:
-    shape = sizes.shape
-    return RoutingShape(shape.layers, shape.moe_layers, shape.routed_experts, shape.top_k)
-
-
 def _routing_flows(sizes: Sizes, usage: Usage, mean_response: float) -> list[tuple[str, str, str, bool, float, float]]:
     """(feature, who, how, on, GB, values) of what routing sends, and is read once for a model replica. With R3 all ids
     travel, and agreement takes part in its first read; R2 writes and reads what compute_log_prob used."""
-    shape, rows = _routing_shape(sizes), sizes.sequences
-    narrow, r3, compares = sizes.engine == "vLLM", usage.replay == "R3", usage.compares
-    length = sizes.prompt / 2 + mean_response
-
-    def hops(reads: int) -> tuple[float, float]:
-        found = routing_cost(shape, 1, 1, narrow=narrow, reads=reads)
-        put, get = (found[hop].bytes_per_token * rows * length / GB for hop in ("put", "get"))
-        return put, get
-
-    put, get = hops(1)
-    share = usage.agreement_share
-    used = rows * length * shape.moe_layers * shape.top_k * shape.engine_id_bytes / GB  # R2's
-    agrees = 0.0 if r3 else share
+    shape, rows = sizes.shape, sizes.sequences
+    r3, compares = usage.replay == "R3", usage.compares
+    tokens = rows * (sizes.prompt / 2 + mean_response)
+    ids = id_bytes(sizes) * tokens / GB
+    used = shape.moe_layers * shape.top_k * engine_id_bytes(shape.routed_experts) * tokens / GB  # R2's
+    agrees = 0.0 if r3 else usage.agreement_share
     result = rows * (AGREEMENT_BYTES * mean_response + (4 * shape.moe_layers + 8) * SUM_BYTES) / GB
     found = [
-        (AGREEMENT, LOOPS, "writes", compares and not r3, agrees * put, agrees * rows),
-        (AGREEMENT, RANKS, "reads", compares and not r3, agrees * get, agrees * rows),
+        (AGREEMENT, LOOPS, "writes", compares and not r3, agrees * ids, agrees * rows),
+        (AGREEMENT, RANKS, "reads", compares and not r3, agrees * ids, agrees * rows),
         (AGREEMENT, RANKS, "writes", compares, result, 2 * rows),
     ]
     if usage.replay == "R2":
         return [*found, (REPLAY, RANKS, "writes", True, used, rows), (REPLAY, RANKS, "reads", True, used, rows)]
-    twice = hops(2)[1]
-    return [*found, (REPLAY, LOOPS, "writes", r3, put, rows), (REPLAY, RANKS, "reads", r3, twice, 2 * rows)]
+    return [*found, (REPLAY, LOOPS, "writes", r3, ids, rows), (REPLAY, RANKS, "reads", r3, 2 * ids, 2 * rows)]

@@ -5,8 +5,7 @@ docs/plan.md explains each line. `RESERVE` stands for what a library decides (wo
 
 from dataclasses import dataclass
 
-from verl_ext.plan.costs import AGREEMENT, HEAD, LOOPS, REPLAY, Cost, id_bytes
-from verl_ext.plan.routing import GB
+from verl_ext.plan.costs import AGREEMENT, GB, HEAD, LOOPS, REPLAY, Cost, id_bytes
 from verl_ext.plan.sizes import GIB, Sizes, Usage
 
 RESERVE = 5 * GIB  # contexts of the processes on a GPU, NCCL's buffers, fragmentation, a sleeping vLLM

@@ -15,10 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from verl_ext.base.errors import ConfigError, UserError
-from verl_ext.base.printable import printable
+from verl_ext.base.errors import ConfigError, UserError, print_error
 from verl_ext.doctor import composed
-from verl_ext.launch.command_line import INTERRUPTED, REFUSED, add_own, names
+from verl_ext.launch.command_line import INTERRUPTED, add_own, names
 from verl_ext.probe.sweep import ALL, LAUNCH, NAMES, SettingChange, SweepResult, changes_of, with_change
 
 FAILED = 1
@@ -50,7 +49,7 @@ examples:
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_probe_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "probe",
         help="where do rollout and training come apart, before a run",
@@ -78,25 +77,23 @@ def run_probe(arguments: argparse.Namespace) -> int:
     try:
         found = _find_gap(arguments)
     except UserError as error:
-        line = " ".join(str(error).split())
-        print(f"verl-ext probe: {printable(line, most=len(line))}", file=sys.stderr)
-        return REFUSED
+        return print_error("probe", error)
     except KeyboardInterrupt:
         print("verl-ext probe: interrupted; the same command goes on with a sweep's next setting", file=sys.stderr)
         return INTERRUPTED
-    from verl_ext.probe.verdict import agrees, conclude, print_probe
+    from verl_ext.probe.verdict import ProbeResult, print_probe
 
-    conclusion = conclude(found)
+    result = ProbeResult.read(found)
     if arguments.json:
-        print(json.dumps({**found, "verdict": asdict(conclusion)}, indent=2))
+        print(json.dumps({**found, "verdict": asdict(result.conclusion)}, indent=2))
     else:
-        print_probe(found, conclusion)
+        print_probe(result)
     if not arguments.no_page:
         from verl_ext.probe.page import write_probe_page
 
-        page = write_probe_page(found, conclusion, arguments.out)
+        page = write_probe_page(result, arguments.out)
         print(f"page: {page}", file=sys.stderr if arguments.json else sys.stdout)
-    return 0 if arguments.fail_above is None or agrees(found, conclusion, arguments.fail_above) else FAILED
+    return 0 if arguments.fail_above is None or result.agrees(arguments.fail_above) else FAILED
 
 
 def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -151,22 +148,14 @@ def _measure_changes(
 
 
 def _result_of(name: str, overrides: tuple[str, ...], found: Mapping[str, Any]) -> SweepResult:
-    from verl_ext.probe.verdict import NOT_FINITE, conclude
+    from verl_ext.probe.verdict import NOT_FINITE, ProbeResult
 
-    conclusion = conclude(found)
-    if conclusion.cause == NOT_FINITE:  # k3 over what is left of the tokens is not compared with k3 over all
-        return SweepResult(name, overrides, seconds=found.get("seconds", 0.0), error=conclusion.sentence)
-    k3 = {(pair["one"], pair["other"]): pair for pair in found["pairs"]}
-    whole = k3["decode", "train"]
-    return SweepResult(
-        name,
-        overrides,
-        whole["k3"],
-        whole["k3_error"],
-        k3["decode", "prefill"]["k3"],
-        k3["prefill", "train"]["k3"],
-        found.get("seconds", 0.0),
-    )
+    result, seconds = ProbeResult.read(found), found.get("seconds", 0.0)
+    if result.conclusion.cause == NOT_FINITE:  # k3 over what is left of the tokens is not compared with k3 over all
+        return SweepResult(name, overrides, seconds=seconds, error=result.conclusion.sentence)
+    whole, sampling, rest = result.pairs[:3]  # in the order of readings.PAIRS
+    assert whole.k3 is not None and whole.k3_error is not None and sampling.k3 is not None and rest.k3 is not None
+    return SweepResult(name, overrides, whole.k3, whole.k3_error, sampling.k3, rest.k3, seconds)
 
 
 def probe_overrides(config: Any, prompts: int, out: Path) -> list[str]:

@@ -1,92 +1,87 @@
 """The page of a probe: the tables, what they say, and figures over names; in the look of the report."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import altair as alt
 import numpy as np
 
+from verl_ext.probe.readings import Place
 from verl_ext.probe.sweep import LAUNCH, SweepResult, ranked_by_gap
-from verl_ext.probe.verdict import Conclusion, ProbeTable, sentences, tables
+from verl_ext.probe.verdict import ProbeResult
 from verl_ext.report.figures.lines import BLUE, HEIGHT, ORANGE, VERMILION, WIDTH, data, decades, value_axis
 from verl_ext.report.figures.panels import Panel
 from verl_ext.report.page import write_page
 
+K3 = "k3, nats a token"
+PANELS = (  # key, title, how to read it
+    (
+        "states",
+        "Hidden states",
+        "Relative error from the embedding on, rollout against training. A jump is where a cause sits; a slow climb is "
+        "rounding.",
+    ),
+    (
+        "probability",
+        "The gap by probability",
+        "k3 between sampling and training, by what the rollout gave the token. Rare tokens hold most of what rounding "
+        "leaves.",
+    ),
+    (
+        "position",
+        "The gap by position",
+        "k3 between sampling and training, by the token's place in its response. A climb compounds over the length.",
+    ),
+    (
+        "sweep",
+        "Settings, one changed at a time",
+        "k3 with each, two standard errors to both sides. What stands lower than the launch as it is, and apart from "
+        "it, closes the gap.",
+    ),
+)
 
-def write_probe_page(
-    found: Mapping[str, Any], conclusion: Conclusion, out: Path, progress: Callable[[str], None] = lambda what: None
-) -> Path:
+
+def write_probe_page(result: ProbeResult, out: Path) -> Path:
     """Write `report.html`, `report.png` and the figures to `out`."""
-    pair = found["pairs"][0]
-    charts = {
-        _panel(
-            "states",
-            "Hidden states",
-            "Relative error from the embedding on, rollout against training. A jump is where a cause sits; a slow "
-            "climb is rounding.",
-        ): states_chart(found["places"], conclusion.start),
-        _panel(
-            "probability",
-            "The gap by probability",
-            "k3 between sampling and training, by what the rollout gave the token. Rare tokens hold most of what "
-            "rounding leaves.",
-        ): bucket_chart(pair["by_probability"]),
-        _panel(
-            "position",
-            "The gap by position",
-            "k3 between sampling and training, by the token's place in its response. A climb compounds over the "
-            "length.",
-        ): bucket_chart(pair["by_position"]),
-        _panel(
-            "sweep",
-            "Settings, one changed at a time",
-            "k3 with each, two standard errors to both sides. What stands lower than the launch as it is, and apart "
-            "from it, closes the gap.",
-        ): sweep_chart(found.get("sweep", [])),
-    }
+    pair, conclusion = result.pairs[0], result.conclusion
+    charts = (
+        states_chart(result.places, conclusion.start),
+        bucket_chart(pair.by_probability),
+        bucket_chart(pair.by_position),
+        sweep_chart(result.swept),
+    )
     context = {
         "title": "Probe: rollout against training",
-        "about": f"{found['tokens']} tokens in {found['dtype']}",
+        "about": f"{result.tokens} tokens in {result.dtype}",
         "notes": [],
-        "tables": [_as_dict(table) for table in tables(found, conclusion)],
-        "said": [*sentences(found, conclusion), *([f"Next: {conclusion.advice}"] if conclusion.advice else [])],
+        "tables": result.tables(),
+        "said": [*result.sentences(), *([f"Next: {conclusion.advice}"] if conclusion.advice else [])],
     }
-    drawn = {panel: chart for panel, chart in charts.items() if chart is not None}
-    return write_page(out, drawn, context, progress=progress)
+    drawn = {
+        Panel(*panel, chart=lambda run: None, missing=""): chart
+        for panel, chart in zip(PANELS, charts, strict=True)
+        if chart is not None
+    }
+    return write_page(out, drawn, context)
 
 
-def states_chart(places: Sequence[Mapping[str, Any]], start: str) -> alt.LayerChart | None:
+def states_chart(places: Sequence[Place], start: str) -> alt.LayerChart | None:
     """Relative error at each point of the computation, in its order."""
-    points = [
-        (place["point"], place["error"] or 0.0, VERMILION if place["point"] == start else BLUE) for place in places
-    ]
+    points = [(place.point, place.error or 0.0, VERMILION if place.point == start else BLUE) for place in places]
     return _dots(points, "relative error", line=True)
 
 
-def bucket_chart(buckets: Mapping[str, float], colour: str = BLUE) -> alt.LayerChart | None:
+def bucket_chart(buckets: Mapping[str, float]) -> alt.LayerChart | None:
     """k3 of each bucket; None for a single one, which is the whole."""
-    return (
-        None
-        if len(buckets) < 2
-        else _dots([(name, k3, colour) for name, k3 in buckets.items()], "k3, nats a token", line=True)
-    )
+    points = [(name, k3, BLUE) for name, k3 in buckets.items()]
+    return _dots(points, K3, line=True) if len(points) > 1 else None
 
 
-def sweep_chart(sweep: Sequence[Mapping[str, Any]]) -> alt.LayerChart | None:
+def sweep_chart(swept: Sequence[SweepResult]) -> alt.LayerChart | None:
     """k3 with each setting changed, the least first; a bar reaches two standard errors to both sides."""
-    swept = [one for one in ranked_by_gap([SweepResult(**one) for one in sweep]) if not one.error]
-    points = [(one.name or LAUNCH, one.k3, BLUE if one.name else ORANGE) for one in swept]
-    errors = {one.name or LAUNCH: 2 * one.k3_error for one in swept}
-    return _dots(points, "k3, nats a token", errors=errors)
-
-
-def _panel(key: str, title: str, reading: str) -> Panel:
-    return Panel(key, title, reading, chart=lambda run: None, missing="")
-
-
-def _as_dict(table: ProbeTable) -> dict[str, Any]:
-    return {"title": table.title, "columns": table.columns, "rows": table.rows, "marked": table.marked}
+    measured = [one for one in ranked_by_gap(swept) if not one.error]
+    points = [(one.name or LAUNCH, one.k3, BLUE if one.name else ORANGE) for one in measured]
+    return _dots(points, K3, errors={one.name or LAUNCH: 2 * one.k3_error for one in measured})
 
 
 def _dots(
@@ -115,12 +110,9 @@ def _dots(
     y = value_axis(grid=decades(np.array([value for _, value, _ in drawn])), unit=unit)
     tooltip = [alt.Tooltip("name:N", title="at"), alt.Tooltip("value:Q", format=".2e", title=unit)]
     base = alt.Chart(data(values)).encode(x=x, y=y)
+    colour = alt.Color("colour:N", scale=None)
     layers = [base.mark_line(color=BLUE, opacity=0.4)] if line else []
     if errors:
-        layers.append(base.mark_rule(strokeWidth=2).encode(y=alt.Y("low:Q"), y2="high:Q", color=_colour()))
-    layers.append(base.mark_point(filled=True, size=60, opacity=1).encode(color=_colour(), tooltip=tooltip))
+        layers.append(base.mark_rule(strokeWidth=2).encode(y=alt.Y("low:Q"), y2="high:Q", color=colour))
+    layers.append(base.mark_point(filled=True, size=60, opacity=1).encode(color=colour, tooltip=tooltip))
     return alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
-
-
-def _colour() -> alt.Color:
-    return alt.Color("colour:N", scale=None)

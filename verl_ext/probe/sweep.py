@@ -1,4 +1,4 @@
-"""What the gap may depend on: settings of the engines, changed one at a time."""
+"""Settings of the engines that the gap may depend on, changed one at a time."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +9,13 @@ from omegaconf import OmegaConf
 from verl_ext.base.errors import ConfigError, require_choice
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-ARGUMENTS = f"++{ROLLOUT}.engine_kwargs.vllm"
 EAGER, CHUNKED, CACHED = (
     f"{ROLLOUT}.{name}" for name in ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching")
 )
+SEQUENCES, TENSOR, QUANTIZED = (
+    f"{ROLLOUT}.{name}" for name in ("max_num_seqs", "tensor_model_parallel_size", "quantization")
+)
+BACKEND, DRAFTS = f"{ROLLOUT}.engine_kwargs.vllm.attention_backend", f"{MODEL}.mtp.enable_rollout"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 ALL = "all"
 LAUNCH = "the launch as it is"
@@ -39,19 +42,21 @@ def _setting_is(setting: str, *values: Any) -> Fits:
     return lambda config: OmegaConf.select(config, setting) in values
 
 
+def _setting_is_not(setting: str, value: Any) -> Fits:
+    return lambda config: OmegaConf.select(config, setting) != value
+
+
+def _setting_above_1(setting: str) -> Fits:
+    return lambda config: OmegaConf.select(config, setting) > 1
+
+
 def _on_gpu(fits: Fits) -> Fits:
     return lambda config: config.trainer.device != "cpu" and fits(config)
 
 
-def _backend(name: str) -> SettingChange:
-    setting = f"{ROLLOUT}.engine_kwargs.vllm.attention_backend"
-    fits = _on_gpu(lambda config: OmegaConf.select(config, setting) != name)
-    return SettingChange(f"attention_{name.lower()}", (f"{ARGUMENTS}.attention_backend={name}",), fits)
-
-
 CHANGES = (
-    SettingChange("fp32", ("precision=fp32",), lambda config: config.actor_rollout_ref.rollout.dtype != "float32"),
-    SettingChange("fp16", ("precision=fp16",), lambda config: config.actor_rollout_ref.rollout.dtype != "float16"),
+    SettingChange("fp32", ("precision=fp32",), _setting_is_not(f"{ROLLOUT}.dtype", "float32")),
+    SettingChange("fp16", ("precision=fp16",), _setting_is_not(f"{ROLLOUT}.dtype", "float16")),
     SettingChange("eager", (f"{EAGER}=true",), _setting_is(EAGER, False)),
     SettingChange("graphs", (f"{EAGER}=false",), _on_gpu(_setting_is(EAGER, True))),
     SettingChange("whole_prefill", (f"{CHUNKED}=false",), _setting_is(CHUNKED, True)),
@@ -59,39 +64,24 @@ CHANGES = (
     SettingChange(
         "no_cascade",
         ("stability.cascade_attention=off",),
-        _on_gpu(lambda config: config.stability.cascade_attention != "off"),
+        _on_gpu(_setting_is_not("stability.cascade_attention", "off")),
     ),
-    SettingChange(
-        "one_at_a_time",
-        (f"{ROLLOUT}.max_num_seqs=1",),
-        lambda config: config.actor_rollout_ref.rollout.max_num_seqs > 1,
-    ),
-    SettingChange(
-        "tensor_parallel_1",
-        (f"{ROLLOUT}.tensor_model_parallel_size=1",),
-        lambda config: config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1,
-    ),
+    SettingChange("one_at_a_time", (f"{SEQUENCES}=1",), _setting_above_1(SEQUENCES)),
+    SettingChange("tensor_parallel_1", (f"{TENSOR}=1",), _setting_above_1(TENSOR)),
     SettingChange(
         "tensor_parallel_2",
-        (f"{ROLLOUT}.tensor_model_parallel_size=2",),
-        lambda config: (
-            config.actor_rollout_ref.rollout.tensor_model_parallel_size == 1 and config.trainer.n_gpus_per_node % 2 == 0
-        ),
+        (f"{TENSOR}=2",),
+        lambda config: OmegaConf.select(config, TENSOR) == 1 and config.trainer.n_gpus_per_node % 2 == 0,
     ),
-    SettingChange(
-        "no_quantization",
-        (f"{ROLLOUT}.quantization=null",),
-        lambda config: config.actor_rollout_ref.rollout.quantization is not None,
+    SettingChange("no_quantization", (f"{QUANTIZED}=null",), _setting_is_not(QUANTIZED, None)),
+    SettingChange("no_speculation", (f"{DRAFTS}=false",), _setting_is(DRAFTS, True)),
+    *(
+        SettingChange(f"attention_{name.lower()}", (f"++{BACKEND}={name}",), _on_gpu(_setting_is_not(BACKEND, name)))
+        for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
     ),
-    SettingChange(
-        "no_speculation", (f"{MODEL}.mtp.enable_rollout=false",), _setting_is(f"{MODEL}.mtp.enable_rollout", True)
-    ),
-    *(_backend(name) for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")),
-    SettingChange(
-        "training_sdpa", (f"++{ATTENTION}=sdpa",), lambda config: OmegaConf.select(config, ATTENTION) != "sdpa"
-    ),
-    SettingChange(
-        "training_eager", (f"++{ATTENTION}=eager",), lambda config: OmegaConf.select(config, ATTENTION) != "eager"
+    *(
+        SettingChange(f"training_{name}", (f"++{ATTENTION}={name}",), _setting_is_not(ATTENTION, name))
+        for name in ("sdpa", "eager")
     ),
 )
 NAMES = tuple(change.name for change in CHANGES)

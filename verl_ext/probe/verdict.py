@@ -1,14 +1,15 @@
-"""What a probe found, in words and tables: the cause of the gap, and what to try."""
+"""The result of a probe in words and tables: the cause of the gap, and what to try."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from verl_ext.base.printable import number_table, wide_console
 from verl_ext.probe.readings import DECODE, PREFILL, REPLAYED, SYNC, TRAIN, UPDATE, Pair, Place, Stage
 from verl_ext.probe.sweep import LAUNCH, SweepResult, matters, ranked_by_gap, sweep_sentence
 
@@ -32,7 +33,6 @@ READING_WORDS = {
     "train": "training",
     "replayed": "training, the rollout's experts",
 }
-WIDTH = 120  # where the output is not a terminal
 LOOK_FOR_NAN = (
     "look on that side for weights that did not arrive and for an overflow; --sweep fp32 shows whether it is the dtype"
 )
@@ -72,16 +72,54 @@ class ProbeTable:
     marked: int | None = None
 
 
-def conclude(found: Mapping[str, Any]) -> Conclusion:
-    """Judges the file that the probe wrote."""
-    pairs, places = [Pair(**pair) for pair in found["pairs"]], [Place(**place) for place in found["places"]]
-    return judge_gap(pairs, places, found["dtype"])
+@dataclass(frozen=True)
+class ProbeResult:
+    """Everything that a probe wrote to its file.
 
+    Attributes:
+        swept: results of a sweep, the launch as it is first; [] without one.
+        error: what ended the probe before it had found all; else "".
+    """
 
-def agrees(found: Mapping[str, Any], conclusion: Conclusion, limit: float) -> bool:
-    """Whether every value is finite, after a sync and an update too, and k3 of sampling and training at most this."""
-    finite = conclusion.cause != NOT_FINITE and not any(Stage(**one).not_finite for one in found.get("stages", []))
-    return finite and found["pairs"][0]["k3"] <= limit
+    tokens: int
+    dtype: str
+    pairs: list[Pair]
+    places: list[Place]
+    stages: list[Stage]
+    swept: list[SweepResult]
+    error: str
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> "ProbeResult":
+        def each(name: str, kind: Callable[..., Any]) -> list[Any]:
+            return [kind(**one) for one in found.get(name, [])]
+
+        engines = each("pairs", Pair), each("places", Place), each("stages", Stage)
+        return cls(found["tokens"], found["dtype"], *engines, each("sweep", SweepResult), found.get("error") or "")
+
+    @cached_property
+    def conclusion(self) -> Conclusion:
+        return judge_gap(self.pairs, self.places, self.dtype)
+
+    def agrees(self, limit: float) -> bool:
+        """Whether all is finite, after a sync and an update too, and k3 of sampling and training at most this."""
+        finite = self.conclusion.cause != NOT_FINITE and not any(stage.not_finite for stage in self.stages)
+        return finite and self.pairs[0].k3 is not None and self.pairs[0].k3 <= limit
+
+    def sentences(self) -> list[str]:
+        """All that is said of it in words, the verdict first."""
+        start = self.conclusion.start
+        where = f" They come apart at {start}." if start and self.conclusion.cause != "none" else ""
+        said = [f"{self.conclusion.sentence}{where}", *map(stage_sentence, self.stages)]
+        said += [sweep_sentence(self.swept)] if self.swept else []
+        said += [f"{one.name} could not be measured: {one.error}" for one in self.swept[1:] if one.error]
+        return said + ([f"What came then could not be measured: {self.error}"] if self.error else [])
+
+    def tables(self) -> list[ProbeTable]:
+        """The tables that have a row. "NaN or inf" counts tokens of the first / the second engine or reading."""
+        every = (_readings_table(self), _bucket_table(self.pairs[0]), _states_table(self.places, self.conclusion.start))
+        more = (_stages_table(self.stages), _sweep_table(self.swept))
+        return [table for table in (*every, *more) if table.rows]
 
 
 def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "float32") -> Conclusion:
@@ -105,9 +143,19 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
         start = HEAD
     if max(whole, sampling) < ROUNDED:
         return Conclusion("none", f"The engines agree: k3 is {whole:.1e} nats a token.", start)
-    undecided = []
-    own, closes = sampling >= OWN * whole, whole - rest >= MOST * whole > 0
-    if (own and chance[DECODE, PREFILL] <= NOISE) or (closes and chance[PREFILL, TRAIN] <= NOISE):
+    replayed = k3.get((DECODE, REPLAYED))
+    claims = (
+        (sampling >= OWN * whole, (DECODE, PREFILL), f"{sampling:.1e} within the rollout engine"),
+        (whole - rest >= MOST * whole > 0, (PREFILL, TRAIN), f"{rest:.1e} if the rollout engine scores them at once"),
+        (
+            replayed is not None and whole - replayed >= MOST * whole > 0,
+            (DECODE, REPLAYED),
+            f"{replayed or 0:.1e} with the rollout's experts replayed",
+        ),
+    )
+    likely = [(pair, words) for holds, pair, words in claims if holds]
+    certain = [pair for pair, _ in likely if chance[pair] <= NOISE]
+    if certain and certain[0] != (DECODE, REPLAYED):
         return Conclusion(
             "sampling path",
             "The rollout engine does not agree with itself: k3 between what it said as it sampled and what it says of "
@@ -116,26 +164,20 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
             start,
             "look at prefix caching, chunked prefill, speculative decoding and the attention backend, one at a time",
         )
-    if own:
-        undecided.append(f"{sampling:.1e} within the rollout engine (p = {chance[DECODE, PREFILL]:.2g})")
-    if closes:
-        undecided.append(f"{rest:.1e} if the rollout engine scores them at once (p = {chance[PREFILL, TRAIN]:.2g})")
-    replayed = k3.get((DECODE, REPLAYED))
-    if replayed is not None and whole - replayed >= MOST * whole > 0:
-        if chance[DECODE, REPLAYED] <= NOISE:
-            return Conclusion(
-                "routing",
-                f"{(whole - replayed) / whole:.0%} of the gap is routing: with the rollout's experts replayed, k3 "
-                f"falls from {whole:.1e} to {replayed:.1e}.",
-                start,
-                "stability=r3",
-            )
-        undecided.append(f"{replayed:.1e} with the rollout's experts replayed (p = {chance[DECODE, REPLAYED]:.2g})")
-    if undecided:
+    if certain and replayed is not None:
+        return Conclusion(
+            "routing",
+            f"{(whole - replayed) / whole:.0%} of the gap is routing: with the rollout's experts replayed, k3 falls "
+            f"from {whole:.1e} to {replayed:.1e}.",
+            start,
+            "stability=r3",
+        )
+    if likely:
+        undecided = " and ".join(f"{words} (p = {chance[pair]:.2g})" for pair, words in likely)
         return Conclusion(
             UNDECIDED,
-            f"The engines differ, and the cause is not decided: k3 is {whole:.1e}, and "
-            f"{' and '.join(undecided)}. Over {tokens} tokens, such a difference is within noise.",
+            f"The engines differ, and the cause is not decided: k3 is {whole:.1e}, and {undecided}. Over {tokens} "
+            "tokens, such a difference is within noise.",
             start,
             "score more tokens: a larger --prompts",
         )
@@ -160,17 +202,6 @@ def start_of(places: Sequence[Place], dtype: str = "float32") -> str:
     return ""
 
 
-def sentences(found: Mapping[str, Any], conclusion: Conclusion) -> list[str]:
-    """All that is said of it in words, the verdict first."""
-    where = f" They come apart at {conclusion.start}." if conclusion.start and conclusion.cause != "none" else ""
-    said = [f"{conclusion.sentence}{where}"]
-    said += [stage_sentence(Stage(**one)) for one in found.get("stages", [])]
-    swept = [SweepResult(**one) for one in found.get("sweep", [])]
-    said += [sweep_sentence(swept)] if swept else []
-    said += [f"{one.name} could not be measured: {one.error}" for one in swept[1:] if one.error]
-    return said + ([f"What came then could not be measured: {found['error']}"] if found.get("error") else [])
-
-
 def stage_sentence(one: Stage) -> str:
     """Returns what a stage shows, in a sentence."""
     if one.not_finite:
@@ -181,23 +212,14 @@ def stage_sentence(one: Stage) -> str:
     return _STAGE_SENTENCES[one.name](one.before, one.after, one.rollout_moved, one.train_moved)
 
 
-def print_probe(found: Mapping[str, Any], conclusion: Conclusion) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    for table in tables(found, conclusion):
+def print_probe(result: ProbeResult) -> None:
+    console = wide_console()
+    for table in result.tables():
         console.print(_drawn(table))
-    for sentence in sentences(found, conclusion):
+    for sentence in result.sentences():
         console.print(Text(sentence), soft_wrap=True)
-    if conclusion.advice:
-        console.print(Text(f"next: {conclusion.advice}"), soft_wrap=True)
-
-
-def tables(found: Mapping[str, Any], conclusion: Conclusion) -> list[ProbeTable]:
-    """Returns the tables that have a row. "NaN or inf" counts tokens of the first / the second engine or reading."""
-    every = (_readings_table(found), _bucket_table(found["pairs"][0]), _states_table(found["places"], conclusion.start))
-    more = (_stages_table(found.get("stages", [])), _sweep_table(found.get("sweep", [])))
-    return [table for table in (*every, *more) if table.rows]
+    if result.conclusion.advice:
+        console.print(Text(f"next: {result.conclusion.advice}"), soft_wrap=True)
 
 
 def _not_finite_sentences(pairs: Sequence[Pair], places: Sequence[Place]) -> str:
@@ -270,15 +292,13 @@ _STAGE_SENTENCES = {SYNC: _sync_sentence, UPDATE: _update_sentence}
 
 
 def _drawn(table: ProbeTable) -> Table:
-    drawn = Table(title=table.title, title_justify="left")
-    for number, column in enumerate(table.columns):
-        drawn.add_column(column, justify="left" if number < table.labels else "right")
+    drawn = number_table(*table.columns, labels=table.labels, title=table.title)
     for number, row in enumerate(table.rows):
         drawn.add_row(*(Text(text) for text in row), style="bold" if number == table.marked else "")
     return drawn
 
 
-def _readings_table(found: Mapping[str, Any]) -> ProbeTable:
+def _readings_table(result: ProbeResult) -> ProbeTable:
     rows = tuple(
         (
             READING_WORDS[pair.one],
@@ -288,20 +308,19 @@ def _readings_table(found: Mapping[str, Any]) -> ProbeTable:
             _formatted(pair.equal, ".0%"),
             f"{pair.one_not_finite} / {pair.other_not_finite}",
         )
-        for pair in (Pair(**each) for each in found["pairs"])
+        for pair in result.pairs
     )
     columns = ("one", "other", "k3, nats a token", "max |log p - log q|", "equal", "NaN or inf")
-    return ProbeTable(f"the same {found['tokens']} tokens", columns, rows, labels=2)
+    return ProbeTable(f"the same {result.tokens} tokens", columns, rows, labels=2)
 
 
-def _bucket_table(pair: Mapping[str, Any]) -> ProbeTable:
-    sides = [[(name, f"{k3:.2e}") for name, k3 in pair[by].items()] for by in ("by_probability", "by_position")]
+def _bucket_table(pair: Pair) -> ProbeTable:
+    sides = [[(name, f"{k3:.2e}") for name, k3 in by.items()] for by in (pair.by_probability, pair.by_position)]
     rows = tuple((*one, *other) for one, other in zip_longest(*sides, fillvalue=("", "")))
     return ProbeTable("k3 between sampling and training", ("probability", "k3", "position", "k3"), rows)
 
 
-def _states_table(found: Sequence[Mapping[str, Any]], start: str) -> ProbeTable:
-    places = [Place(**each) for each in found]
+def _states_table(places: Sequence[Place], start: str) -> ProbeTable:
     rows = tuple(
         (
             place.point,
@@ -317,14 +336,14 @@ def _states_table(found: Sequence[Mapping[str, Any]], start: str) -> ProbeTable:
     return ProbeTable("hidden states, rollout against training", columns, rows, marked=marked)
 
 
-def _stages_table(found: Sequence[Mapping[str, Any]]) -> ProbeTable:
+def _stages_table(stages: Sequence[Stage]) -> ProbeTable:
     rows = tuple(
         (
             AFTER[one.name],
             *(_formatted(number, ".2e") for number in (one.before, one.after, one.rollout_moved, one.train_moved)),
             f"{one.rollout_not_finite} / {one.train_not_finite}",
         )
-        for one in (Stage(**each) for each in found)
+        for one in stages
     )
     columns = ("after", "k3 before", "k3 after", "rollout moved", "training moved", "NaN or inf")
     return ProbeTable("the same tokens once more; moved: mean |change of log p|", columns, rows)
@@ -335,10 +354,9 @@ def _formatted(number: float | None, form: str) -> str:
     return "none" if number is None else format(number, form)
 
 
-def _sweep_table(sweep: Sequence[Mapping[str, Any]]) -> ProbeTable:
-    if not sweep:
+def _sweep_table(swept: Sequence[SweepResult]) -> ProbeTable:
+    if not swept:
         return ProbeTable("", (), ())
-    swept = [SweepResult(**one) for one in sweep]
     base, order = swept[0], ranked_by_gap(swept)
     rows = tuple((one.name or LAUNCH, *_sweep_numbers(one, base)) for one in order)
     columns = ("setting", "k3", "of the launch's", "decode, prefill", "prefill, training", "seconds")

@@ -55,7 +55,7 @@ examples:
 """
 
 
-def add_parsers(commands) -> None:
+def add_report_parsers(commands) -> None:
     report = _add(
         commands,
         "report",
@@ -126,7 +126,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from verl_ext.report.load import read_run
-    from verl_ext.report.terminal import dashboard
+    from verl_ext.report.terminal import Dashboard
     from verl_ext.report.verdict import judge_run
 
     with errors_are_one_line("report") as outcome:
@@ -135,14 +135,14 @@ def run_report(arguments: argparse.Namespace) -> int:
         console = Console()
         run = read_run(arguments.path, arguments.which)
         verdict = judge_run(run)
-        console.print(dashboard(run, verdict))
+        console.print(Dashboard(run, verdict))
         if not arguments.no_page:
             _write_pages(run, verdict, arguments, console)
     return outcome.status
 
 
 def _watch(arguments: argparse.Namespace, console: "Console") -> int:
-    """The same again and again; PNG files once, at the end."""
+    """Repeats the report as the run goes on; PNG files are written once, at the end."""
     from rich.live import Live
 
     from verl_ext.report.load import Reader
@@ -184,14 +184,14 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
 
 
 def _show_and_write(run: "Run", arguments: argparse.Namespace, tidy: bool, live: "Live") -> bool:
-    """Show the run as it stands; whether its pages could be written. A disk that is full now may have room later."""
+    """Shows the run, and returns whether its pages could be written: a full disk may have room at the next look."""
     from rich.console import Group
 
-    from verl_ext.report.terminal import dashboard, indented
+    from verl_ext.report.terminal import Dashboard, indented
     from verl_ext.report.verdict import judge_run
 
     verdict = judge_run(run)
-    screen = dashboard(run, verdict)
+    screen = Dashboard(run, verdict)
     live.update(screen, refresh=True)
     if arguments.no_page:
         return True
@@ -230,7 +230,7 @@ def tell(console: "Console", name: str, page: Path) -> None:
 def run_compare(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from verl_ext.report.comparison import compare_runs, comparison_table, unique_names
+    from verl_ext.report.comparison import ComparisonTable, compare_runs, unique_names
     from verl_ext.report.load import read_run
     from verl_ext.report.page import write_comparison
 
@@ -240,7 +240,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
         extra = [printable(name) for name in arguments.metric]  # as names of metrics are read
         comparison = compare_runs(runs, extra=extra, window=arguments.window, cut=not arguments.full)
         console = Console()
-        console.print(comparison_table(comparison))
+        console.print(ComparisonTable(comparison))
         if not arguments.no_page:
             named = {run.name: run for run in runs}
             with drawing(console) as progress:
@@ -257,7 +257,7 @@ class _Outcome:
 
 @contextmanager
 def errors_are_one_line(command: str) -> Iterator[_Outcome]:
-    """What the user can do something about becomes one line and a status."""
+    """Turns errors that the user can do something about into one line and an exit code."""
     from verl_ext.report.run import MOST_MESSAGE, ReportError
 
     outcome = _Outcome()

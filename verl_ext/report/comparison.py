@@ -1,13 +1,17 @@
 """Several runs side by side: the end of each metric, and which differences to the first run are more than noise.
 
-`compare_runs` compares, `comparison_rows` gives the text of a page, `comparison_table` the table of a terminal.
+`compare_runs` compares, `comparison_rows` gives the text of a page, `ComparisonTable` the table of a terminal.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
 
 from verl_ext.base.metrics import Metric, find
 from verl_ext.base.printable import printable
@@ -25,10 +29,6 @@ from verl_ext.report.noise import (
 from verl_ext.report.run import ReportError, Run, Series
 from verl_ext.report.signals import fall_of
 from verl_ext.report.terminal import Unit, encodable, format_of, format_value, indented, wrap_name
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-
 
 MOST_RUNS = 6  # that a table has room for
 REWARD = "critic/score/mean"
@@ -103,9 +103,7 @@ def compare_runs(
     for metric in _table_metrics(cut_runs, extra):
         cells = [_cell(run, metric, window) for run in cut_runs]
         if any(cell.final or cell.total for cell in cells):
-            rows.append(
-                (metric, [_with_difference(cells[0], cell) if index else cell for index, cell in enumerate(cells)])
-            )
+            rows.append((metric, [cells[0], *(_compared(cells[0], cell) for cell in cells[1:])]))
     judged = _judge_rows(rows)
     falls = {name: fall for name, run in zip(names, runs, strict=True) if (fall := fall_of(run))}
     notes = [" ".join((f"{name}:", str(fall), *fall.moved())) for name, fall in falls.items()]
@@ -114,7 +112,7 @@ def compare_runs(
 
 
 def unique_names(runs: Sequence[Run]) -> list[str]:
-    """What tells the runs apart: their names, the folder in which runs of one name differ, or a number after all."""
+    """Names that differ: those of the runs, else with the folder in which they differ, else with a number."""
     names = [run.name for run in runs]
     parents = [
         [printable(parent.name) for parent in run.sources[0].resolve().parents] if run.sources else [] for run in runs
@@ -159,11 +157,6 @@ def comparison_rows(comparison: Comparison) -> list[dict[str, Any]]:
     ]
 
 
-def comparison_table(comparison: Comparison) -> "RenderableType":
-    """The table for a terminal: 2 or 3 runs fit 100 columns, more are wrapped; in ASCII where it has no UTF-8."""
-    return _ComparisonTable(comparison)
-
-
 def _table_metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric]:
     """The rows that may come, in their order: reward, validation, the known ones, those the user named."""
     validation = sorted({name for run in runs for name in run.validations()})
@@ -190,7 +183,7 @@ def _cell(run: Run, metric: Metric, window: int | None) -> MetricCell:
     return MetricCell(final=final(series, window, metric.scale))
 
 
-def _with_difference(baseline: MetricCell, cell: MetricCell) -> MetricCell:
+def _compared(baseline: MetricCell, cell: MetricCell) -> MetricCell:
     if baseline.final is None or cell.final is None:
         return cell
     return replace(cell, difference=compare_finals(baseline.final, cell.final))
@@ -203,15 +196,12 @@ def _judge_rows(rows: Sequence[tuple[Metric, list[MetricCell]]]) -> tuple[tuple[
     def judged(metric: Metric, cell: MetricCell) -> MetricCell:
         if cell.difference is None:
             return cell
-        return replace(cell, verdict=_verdict_word(metric, cell.difference, next(verdicts)))
+        verdict: str = next(verdicts)
+        if verdict == "differs" and metric.better:
+            verdict = "better" if (cell.difference.change > 0) == (metric.better == "higher") else "worse"
+        return replace(cell, verdict=verdict)
 
     return tuple((metric, tuple(judged(metric, cell) for cell in cells)) for metric, cells in rows)
-
-
-def _verdict_word(metric: Metric, difference: Difference, verdict: str) -> str:
-    if verdict != "differs" or not metric.better:
-        return verdict
-    return "better" if (difference.change > 0) == (metric.better == "higher") else "worse"
 
 
 def _comparison_notes(
@@ -237,18 +227,15 @@ def _comparison_notes(
         yield "too few steps: too few independent readings in these windows; windows of 30 steps or more find more"
     yield CAVEAT
     for index, name in enumerate(names):
-        if moving := [_title(metric) for metric, cells in rows if (end := cells[index].final) and end.drift]:
-            yield f"still moving at the end of {name}: {', '.join(moving)}"
+        moving = [metric for metric, cells in rows if (end := cells[index].final) and end.drift]
+        if titles := [metric.name if metric.label == "validation" else metric.label for metric in moving]:
+            yield f"still moving at the end of {name}: {', '.join(titles)}"
         if ended := [metric.name for metric, cells in rows if _stops_early(cells[index], cells)]:
             yield f"not logged any more when the others' windows begin, in {name}: {', '.join(ended)}"
     shown = {metric.name for metric, _ in rows}
     for name in dict.fromkeys(extra):
         if name not in shown:
             yield f"{name} has no finite value in any run"
-
-
-def _title(metric: Metric) -> str:
-    return metric.name if metric.label == "validation" else metric.label
 
 
 def _stops_early(cell: MetricCell, cells: Sequence[MetricCell]) -> bool:
@@ -259,14 +246,12 @@ def _stops_early(cell: MetricCell, cells: Sequence[MetricCell]) -> bool:
 
 
 @dataclass(frozen=True)
-class _ComparisonTable:
+class ComparisonTable:
+    """The table for a terminal: 2 or 3 runs fit 100 columns, more are wrapped; in ASCII where it has no UTF-8."""
+
     comparison: Comparison
 
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         names = self.comparison.names
         wide = min(options.max_width, 100)
         narrow = len(names) > 3 or wide < 90
@@ -282,8 +267,11 @@ class _ComparisonTable:
                 title.append("\n" + encodable(wrap_name(row["metric"], label), options), style="dim")
             cells = []
             for cell in row["cells"]:
-                verdict = SHORT.get(cell["verdict"], cell["verdict"]) if narrow else cell["verdict"]
-                value, change = (_abbreviate(cell[key]) if narrow else cell[key] for key in ("value", "change"))
+                value, change, verdict = cell["value"], cell["change"], cell["verdict"]
+                if narrow:
+                    verdict = SHORT.get(verdict, verdict)
+                    for long, short in ((" points", " pt"), (" %", "%"), (" s", "s")):
+                        value, change = value.replace(long, short), change.replace(long, short)
                 text = Text(encodable(value, options))
                 if change:
                     text.append(encodable(f"\n{change} ", options))
@@ -293,10 +281,6 @@ class _ComparisonTable:
         yield table
         for note in self.comparison.notes:
             yield indented(note, options)
-
-
-def _abbreviate(text: str) -> str:
-    return text.replace(" points", " pt").replace(" %", "%").replace(" s", "s")
 
 
 def _value_text(metric: Metric, cell: MetricCell) -> str:

@@ -4,7 +4,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -46,6 +46,12 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(file)
         raise not_a_file(path, mode)
     return open(file, "rb")
+
+
+def fingerprint(files: Iterable[Path]) -> tuple[object, ...]:
+    """Another one when a file was written to, replaced, added or removed."""
+    statuses = [(file, os.stat(file)) for file in files]
+    return tuple((file, status.st_ino, status.st_size, status.st_mtime_ns) for file, status in statuses)
 
 
 @contextmanager

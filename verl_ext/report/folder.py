@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from verl_ext.base.names import older_part
 from verl_ext.report.figures.panels import PANELS
 from verl_ext.report.files import is_regular
 from verl_ext.report.page import PAGE, PICTURES, TRAJECTORIES, Progress, write_report
-from verl_ext.report.run import ReportError, Run
+from verl_ext.report.run import ReportError, Run, own_steps
 from verl_ext.report.trajectories import Trajectory, read_trajectories, trajectories_file, write_trajectory_page
 from verl_ext.report.verdict import RunVerdict
 
@@ -23,10 +24,14 @@ def write_pages(
     *,
     refresh: int | None = None,
     pictures: bool,
-    tidy: bool | None = None,
     progress: Progress = lambda what: None,
+    **options: Any,
 ) -> dict[str, Path]:
-    """Write the pages of a run; what each is called. With `refresh`, they will be written again."""
+    """Write the pages of a run; what each is called. With `refresh`, they will be written again.
+
+    Args:
+        options: further ones of `write_page`.
+    """
     written = {}
     notes, link = [], None
     if (dump := trajectories_file(run.sources[0])) is not None:
@@ -37,9 +42,8 @@ def write_pages(
         except ReportError as error:  # a dump that cannot be shown must not cost the report
             notes.append(str(error))
     run = replace(run, notes=(*run.notes, *notes))
-    page = write_report(
-        run, verdict, out, trajectories=link, refresh=refresh, pictures=pictures, tidy=tidy, progress=progress
-    )
+    options |= {"refresh": refresh, "pictures": pictures, "progress": progress}
+    page = write_report(run, verdict, out, trajectories=link, **options)
     drawn = pictures and any((out / PICTURES / f"{panel.key}.png").is_file() for panel in PANELS)
     return {"page": page, **({"figures": out / PICTURES} if drawn else {}), **written}
 
@@ -48,34 +52,17 @@ def _write_trajectories(run: Run, dump: Path, out: Path, *, again: bool) -> Path
     """ReportError where the run's page cannot have one of trajectories, or not yet."""
     if not run.last:
         raise ReportError(f"{dump.name} holds trajectories of the file's last run: not shown")
-    if again and _dump_bytes(dump) > LARGE_DUMP:
+    parts = [part for part in (dump, older_part(dump)) if is_regular(part)]
+    if again and sum(part.stat().st_size for part in parts) > LARGE_DUMP:
         raise ReportError(f"{dump.name} is large: the page of trajectories is written when the watch ends")
     found, notes = read_trajectories(dump)
-    own, note = _own_trajectories(found, int(run.steps[-1]))
+    own, note = own_steps(found, int(run.steps[-1]), "trajectory", "trajectories")
     if not own:
         raise ReportError(f"{dump.name}: {note[0]}")
     newest = _newest(own)
     more = [f"the newest {len(newest)} of {len(own)} trajectories are shown"] if len(newest) < len(own) else []
     title = f"{run.name}: trajectories"
     return write_trajectory_page(newest, out / TRAJECTORIES, title=title, report=PAGE, notes=[*notes, *note, *more])
-
-
-def _dump_bytes(dump: Path) -> int:
-    """The size of a dump with its older part."""
-    return sum(part.stat().st_size for part in (dump, older_part(dump)) if is_regular(part))
-
-
-def _own_trajectories(trajectories: Sequence[Trajectory], last: int) -> tuple[list[Trajectory], list[str]]:
-    """The trajectories that can be of a run with this last step, and a note on the others.
-
-    Those of the step after it can be, like the guard's decisions.
-    """
-    own = [trajectory for trajectory in trajectories if trajectory.step <= last + 1]
-    if not (strange := len(trajectories) - len(own)):
-        return own, []
-    if strange == 1:
-        return own, ["1 trajectory is of a later step than the metrics: left out; it is another run's"]
-    return own, [f"{strange} trajectories are of later steps than the metrics: left out; they are another run's"]
 
 
 def _newest(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:

@@ -15,7 +15,7 @@ MOST_CELLS = 1 << 28  # 2 GiB; a run of 10,000 steps with 500 metrics has 5 mill
 
 
 def load_run(path: str | Path, run: int | None = None) -> "pd.DataFrame":
-    """The metrics of a run as a pandas frame: whatever `verl-ext report` reads, as it stands on disk.
+    """The metrics of a run as a pandas frame: whatever `verl-ext report` reads, as it is on disk now.
 
     Args:
         path: a file or folder of verl's file logger, W&B, MLflow or TensorBoard; PATH:N is the Nth of several runs.

@@ -6,6 +6,7 @@
 import csv
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -14,9 +15,8 @@ import numpy as np
 
 from verl_ext.base.names import EVENTS, TRAJECTORIES, older_part
 from verl_ext.base.printable import printable
-from verl_ext.guard.state import Event
 from verl_ext.report.files import is_regular, not_a_file, open_regular
-from verl_ext.report.run import MOST_MESSAGE, ReportError, Run
+from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, own_steps
 from verl_ext.report.sources.csv_export import LIMITS, STEP_COLUMNS, CsvSource
 from verl_ext.report.sources.jsonl import EventReader, JsonlSource
 from verl_ext.report.sources.mlflow import DATABASE_ENDINGS, DATABASE_NAMES, MlflowDatabase, MlflowFolder, is_run
@@ -40,8 +40,6 @@ SKIPPED_FOLDERS = re.compile(r"\.|global_step_\d+$|__pycache__$")  # checkpoints
 ADVICE = "trainer.logger=[console,file] gives a .jsonl file (add tensorboard for TensorBoard's)"
 
 Kind = Literal["jsonl", "wandb", "mlflow", "mlflow database", "tensorboard", "csv"]
-# One run's numbers may lie in several of these: the first has every digit, the last has seven.
-SAME_RUN: tuple[Kind, ...] = ("jsonl", "wandb", "mlflow", "mlflow database", "tensorboard")
 
 
 class RunSource(Protocol):
@@ -58,6 +56,18 @@ class RunSource(Protocol):
     def run(self, which: int | None) -> TableRun: ...
 
     def notes(self) -> tuple[str, ...]: ...
+
+
+SOURCES: dict[Kind, Callable[[Path, int | None], RunSource]] = {
+    "jsonl": lambda path, which: JsonlSource(path),
+    "wandb": lambda path, which: StoreSource(WandbFolder(path), path, which),
+    "mlflow": lambda path, which: StoreSource(MlflowFolder(path), path, which),
+    "mlflow database": lambda path, which: StoreSource(MlflowDatabase(path), path, which),
+    "tensorboard": lambda path, which: TensorBoardSource(path),
+    "csv": CsvSource,
+}
+# One run's numbers may be in several of these: the first has every digit, the one before CSV has seven.
+BEST_FIRST = tuple(SOURCES)
 
 
 @dataclass(frozen=True)
@@ -92,12 +102,15 @@ class Reader:
         try:
             if self._source is None:
                 path, self._which = _numbered(self._path, self._which)
-                self._source = _open(_find(path), self._which)
+                found = _find(path)
+                self._source = SOURCES[found.kind](found.path, self._which)
             changed = self._source.refresh()
             if self._events is None and (log := _events_file(self._source.files)) is not None:
                 self._events = EventReader(log)
-            if self._events is not None:
-                changed = self._refresh_events() or changed
+            try:
+                changed = (self._events is not None and self._events.refresh()) or changed
+            except FileNotFoundError:
+                self._events, changed = None, True
             if self._run is None or changed:
                 self._run = None  # stays so when there is an error
                 self._run = self._build(self._source)
@@ -110,18 +123,11 @@ class Reader:
             raise ReportError(f"{error.filename or self._path}: {error.strerror}") from error
         return self._run
 
-    def _refresh_events(self) -> bool:
-        assert self._events is not None
-        try:
-            return self._events.refresh()
-        except FileNotFoundError:
-            self._events = None
-            return True
-
     def _build(self, source: RunSource) -> Run:
         part = source.run(self._which)
         log = self._events
-        events, strange = _own_events(() if log is None else log.of(part), int(part.steps[-1]))
+        told = () if log is None else log.of(part)
+        events, strange = own_steps(told, int(part.steps[-1]), "decision of the guard", "decisions of the guard")
         name = printable(source.name)
         return Run(
             # Several runs of one file may be compared.
@@ -129,19 +135,19 @@ class Reader:
             sources=source.files if log is None else (*source.files, log.path),
             steps=part.steps.astype(np.int64, copy=False),
             metrics=part.metrics,
-            events=events,
+            events=tuple(events),
             notes=(*part.notes, *source.notes(), *(() if log is None else log.notes()), *strange),
             last=part.number == part.runs,
         )
 
 
 def read_run(path: Path, which: int | None = None) -> Run:
-    """A run as it stands on disk. ReportError, in one line, where there is none."""
+    """Reads a run as it is on disk now; ReportError, in one line, if there is none."""
     return Reader(path, which=which).refresh()
 
 
 def _numbered(path: Path, which: int | None) -> tuple[Path, int | None]:
-    """Which run of which file: FILE:N is one of FILE, unless a file has that name."""
+    """Splits FILE:N into the file and the number of a run in it, unless a file has that name."""
     file, colon, number = str(path).rpartition(":")
     if not (file and colon and number.isascii() and number.isdigit()) or path.exists() or not Path(file).exists():
         return path, which
@@ -150,39 +156,9 @@ def _numbered(path: Path, which: int | None) -> tuple[Path, int | None]:
     return Path(file), int(number)
 
 
-def _own_events(events: tuple[Event, ...], last: int) -> tuple[tuple[Event, ...], tuple[str, ...]]:
-    """Decisions that can be of a run with this last step, and a note on the others.
-
-    One of the step after it can be: the metrics of a step at which the guard stops the run may not be logged.
-    """
-    own = tuple(event for event in events if event.step <= last + 1)
-    if not (strange := len(events) - len(own)):
-        return own, ()
-    if strange == 1:
-        return own, ("1 decision of the guard is of a later step than the metrics: left out; it is another run's",)
-    return own, (
-        f"{strange} decisions of the guard are of later steps than the metrics: left out; they are another run's",
-    )
-
-
-def _open(found: Found, which: int | None) -> RunSource:
-    path = found.path
-    match found.kind:
-        case "tensorboard":
-            return TensorBoardSource(path)
-        case "wandb":
-            return StoreSource(WandbFolder(path), path, which)
-        case "mlflow":
-            return StoreSource(MlflowFolder(path), path, which)
-        case "mlflow database":
-            return StoreSource(MlflowDatabase(path), path, which)
-        case "csv":
-            return CsvSource(path, which)
-    return JsonlSource(path)
-
-
 def _events_file(files: tuple[Path, ...]) -> Path | None:
-    """X.guard.jsonl for X.jsonl; beside other kinds of files, the only one that there is; none beside a database."""
+    """The guard's log: X.guard.jsonl for X.jsonl. For another kind of file, the only one in its folder; none for a
+    database."""
     if not files or files[0].suffix in DATABASE_ENDINGS:  # they have just been removed; it may lie in /tmp
         return None
     metrics = files[0]
@@ -197,7 +173,7 @@ def _find(path: Path) -> Found:
     """The file to read, or the folder: of event files, or of runs.
 
     A folder stands for the only run in it: one that lies in it directly, else one up to three folders below. Of several
-    loggers with one each, the first of SAME_RUN is read.
+    loggers with one each, the first of BEST_FIRST is read.
     """
     if is_regular(path):
         for ending, what in NOT_METRICS.items():
@@ -218,7 +194,7 @@ def _find(path: Path) -> Found:
         raise ReportError(f"{path}: no metrics in this folder{also}; {ADVICE}")
     kinds = [run.kind for run in candidates]
     if len(set(kinds)) == len(kinds) and "csv" not in kinds:
-        return min(candidates, key=lambda run: SAME_RUN.index(run.kind))
+        return min(candidates, key=lambda run: BEST_FIRST.index(run.kind))
     if len(candidates) > 1:
         names = [str(run.path.relative_to(path)) for run in candidates]
         more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
@@ -236,7 +212,7 @@ def _kind_of_file(path: Path) -> Kind:
 
 
 def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:
-    """What can be a run, and what could not be looked at, with the reason. OSError where that is the folder itself."""
+    """Finds what can be a run, and what could not be read, with the reason; OSError if that is the folder itself."""
     found: list[Found] = []
     empty: list[Found] = []
     refused: list[str] = []

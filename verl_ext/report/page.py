@@ -1,4 +1,4 @@
-"""The report's pages: each is one HTML file that needs nothing else, with its figures as PNG files beside it.
+"""The report's pages: each is one HTML file that needs nothing else, with its figures as PNG files in the same folder.
 
 vl-convert draws the figures without a network or a browser.
 """
@@ -51,19 +51,13 @@ def write_report(
     out: Path,
     *,
     trajectories: str | None = None,
-    refresh: int | None = None,
-    pictures: bool = True,
-    tidy: bool | None = None,
-    progress: Progress = lambda what: None,
+    **options: Any,
 ) -> Path:
-    """Write the page of one run, and the figures beside it.
+    """Write the page of one run, and its figures.
 
     Args:
-        out: a folder, made where it is missing.
         trajectories: where the page links to, relative to it.
-        refresh: seconds after which the page loads itself again.
-        pictures: write the PNG files too.
-        tidy: remove what an earlier report left in the folder; by default where one stands there.
+        options: of `write_page`.
     """
     steps = f"step {run.steps[0]}" if len(run.steps) == 1 else f"steps {run.steps[0]} to {run.steps[-1]}"
     files = ", ".join(file.name for file in run.sources)
@@ -77,18 +71,11 @@ def write_report(
     }
     charts = {panel: panel.chart(run) for panel in PANELS}
     said = {panel.key: facts(panel, run) for panel in PANELS}
-    return write_page(out, charts, context, said=said, refresh=refresh, pictures=pictures, tidy=tidy, progress=progress)
+    return write_page(out, charts, context, said=said, **options)
 
 
-def write_comparison(
-    runs: Mapping[str, Run],
-    comparison: Comparison,
-    out: Path,
-    *,
-    pictures: bool = True,
-    progress: Progress = lambda what: None,
-) -> Path:
-    """Write the page of several runs, by the names they are compared under, and the figures beside it."""
+def write_comparison(runs: Mapping[str, Run], comparison: Comparison, out: Path, **options: Any) -> Path:
+    """Write the page of several runs, by the names they are compared under, with `options` of `write_page`."""
     context = {
         "title": " / ".join(runs),
         "about": f"{len(runs)} runs; changes are against {next(iter(runs))}",
@@ -97,7 +84,7 @@ def write_comparison(
         "notes": [*comparison.notes, *(f"{name}: {note}" for name, run in runs.items() for note in run.notes)],
     }
     charts = {panel: overlay(panel, runs) for panel in PANELS}
-    return write_page(out, charts, context, pictures=pictures, progress=progress)
+    return write_page(out, charts, context, **options)
 
 
 def write_page(
@@ -111,12 +98,17 @@ def write_page(
     tidy: bool | None = None,
     progress: Progress = lambda what: None,
 ) -> Path:
-    """Write a page of these figures, and the figures beside it; as `write_report`.
+    """Write a page of these figures, and the figures as PNG files.
 
     Args:
+        out: a folder, made where it is missing.
         charts: None where there is nothing to draw, which the page says.
-        context: what stands above them: `title`, `about`, `notes` and the template's sections.
+        context: what comes above them: `title`, `about`, `notes` and the template's sections.
         said: below a figure, by the key of its panel.
+        refresh: seconds after which the page loads itself again.
+        pictures: write the PNG files too.
+        tidy: remove what an earlier report left in the folder; by default if there is one.
+        progress: is called with what is being drawn.
     """
     said = said or {}
     tidy = is_ours(out) if tidy is None else tidy  # before anything is written
@@ -125,7 +117,15 @@ def write_page(
     progress("page")
     page = template("report.html.j2").stream(
         {**dict.fromkeys(SECTIONS), **context},
-        panels=[_card(panel, said.get(panel.key, ""), "comparison" in context) for panel in drawn],
+        panels=[
+            {
+                "key": panel.key,
+                "title": panel.title,
+                "reading": panel.compared if "comparison" in context and panel.compared else panel.reading,
+                "facts": said.get(panel.key, ""),
+            }
+            for panel in drawn
+        ],
         missing=[panel for panel in charts if panel not in drawn],
         figures=script_json({panel.key: spec for panel, spec in drawn.items()}),
         dark=script_json(DARK),
@@ -145,7 +145,7 @@ def write_page(
 
 
 def is_ours(out: Path) -> bool:
-    """Whether a report stands in this folder: then the files of a report's names beside it are a report's as well."""
+    """Whether this folder has a report. Then files with the names of a report's figures are a report's as well."""
     if (out / PAGE).is_symlink():  # to a report that may stand anywhere
         return False
     try:
@@ -156,7 +156,7 @@ def is_ours(out: Path) -> bool:
 
 
 def _forget(out: Path, drawn: Collection[Panel], trajectories: str | None) -> None:
-    """What is left of an earlier report in this folder, and would pass for this one's. A report writes no links."""
+    """Removes files of an earlier report that would be taken for this one's. A report writes no links."""
     gone = [out / PICTURES / f"{panel.key}.png" for panel in PANELS if panel not in drawn]
     gone += [] if drawn else [out / OVERVIEW]
     gone += [] if trajectories else [out / TRAJECTORIES]
@@ -170,21 +170,8 @@ def _decisions(events: Sequence[Event]) -> dict[str, Any] | None:
     if not events:
         return None
     shown = events[-MOST_DECISIONS:]
-    rows = [
-        {
-            "step": event.step,
-            "action": WORDS.get(event.action, event.action),
-            "rule": event.rule,
-            "reason": event.reason,
-        }
-        for event in shown
-    ]
+    rows = [vars(event) | {"action": WORDS.get(event.action, event.action)} for event in shown]
     return {"rows": rows, "left_out": len(events) - len(shown), "folded": len(rows) > MOST_OPEN}
-
-
-def _card(panel: Panel, said: str, compared: bool) -> dict[str, str]:
-    reading = panel.compared if compared and panel.compared else panel.reading
-    return {"key": panel.key, "title": panel.title, "reading": reading, "facts": said}
 
 
 def _write_pictures(out: Path, drawn: Mapping[Panel, Spec], title: str, progress: Progress) -> None:
@@ -213,20 +200,16 @@ def template(name: str) -> Template:
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
-        finalize=_finalize,
+        # Text that is not markup may quote anything.
+        finalize=lambda value: printable(value, MOST_MESSAGE) if type(value) is str else value,
     )
     return environment.get_template(name)
-
-
-def _finalize(value: Any) -> Any:
-    """What a template writes: text that is not markup may quote anything."""
-    return printable(value, MOST_MESSAGE) if type(value) is str else value
 
 
 def script_json(value: object) -> Markup:
     """JSON that can stand in a script element, whatever the strings in it hold: no `</script>`, no `<!--`.
 
-    What is not visible stands as its escape, so that the page's source can be read, and shows what is there.
+    Invisible characters are escaped, so that the source of the page shows what is there.
     """
     text = orjson.dumps(value).decode().replace("<", r"\u003c")
     return Markup(text if text.isprintable() else BEYOND_ASCII.sub(_escape, text))
@@ -254,7 +237,7 @@ def spec_of(chart: alt.LayerChart) -> Spec:
 
 
 def png(spec: Spec, title: str) -> bytes:
-    """The figure alone, under its title, without what only a pointer needs."""
+    """Draws one figure under its title, without the layer that only answers the pointer."""
     import vl_convert
 
     layers: Sequence[Spec] = [layer for layer in spec["layer"] if layer.get("name") != READINGS]

@@ -1,9 +1,10 @@
 """A run as the report sees it: every numeric metric over its steps, and what the guard decided."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -29,8 +30,27 @@ def is_step(value: object) -> TypeGuard[int]:
     return type(value) is int and abs(value) < LARGEST_STEP
 
 
+def own_steps(found: Sequence[Any], last: int, one: str, several: str) -> tuple[list[Any], list[str]]:
+    """Selects what can belong to a run with this last step, and says how much else there was.
+
+    The step after it counts too: the metrics of a step at which the guard stops the run may not be logged.
+
+    Args:
+        found: anything with a `step`.
+        one, several: what it is called.
+    """
+    own = [each for each in found if each.step <= last + 1]
+    match len(found) - len(own):
+        case 0:
+            return own, []
+        case 1:
+            return own, [f"1 {one} is of a later step than the metrics: left out; it is another run's"]
+        case count:
+            return own, [f"{count} {several} are of later steps than the metrics: left out; they are another run's"]
+
+
 def names_of(name: str) -> tuple[str, ...]:
-    """A metric, then what verl logs of the same quantity, which stands in for it where the plugin is off."""
+    """A metric, then the name under which verl itself logs the same quantity, where the plugin is off."""
     metric = METRICS.get(name)
     return (name, metric.verls) if metric and metric.verls else (name,)
 
@@ -58,7 +78,7 @@ class Run:
         metrics: by name as it was logged.
         events: of the guard, by step.
         notes: what the reader should know about the files, one sentence each: lines left out, steps logged twice.
-        last: whether it is the last of its file, which what else stands beside the file is taken to be of.
+        last: whether it is the last of its file. Other files in the folder are taken to be of the last run.
     """
 
     name: str
@@ -75,7 +95,7 @@ class Run:
         return next((series for series in found if series.steps.size), None)
 
     def logged(self, name: str) -> Series | None:
-        """The same as `get`, with the values that are not finite."""
+        """As `get`, but with the values that are not finite."""
         found = (self.metrics.get(each) for each in names_of(name))
         return next((series for series in found if series is not None), None)
 

@@ -1,4 +1,4 @@
-"""What became of the two things that a verdict is about: the gap between the engines, and the reward.
+"""The two things that a verdict is about: the gap between the engines, and the reward.
 
 The gap is k3. Where it is going is the guard's forecast, on the last readings of a run.
 
@@ -59,7 +59,7 @@ def gap_of(run: Run) -> Gap | None:
     alone: dict[int, float] = {}
     for name in reversed(engines_names(K3)):
         if (series := run.get(name)) is not None:
-            alone |= dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+            alone |= dict(_as_readings(series))
     steps = sorted(alone)
     if speaks(steps, int(run.steps[-1]), Boundary.window):
         series = Series(np.array(steps), np.array([alone[step] for step in steps]))
@@ -68,9 +68,9 @@ def gap_of(run: Run) -> Gap | None:
 
 
 def age_drives(run: Run) -> bool:
-    """Whether the rollouts' age, and not the engines, is what something has to be done about.
+    """Whether the age of the rollouts is the problem, and not the engines.
 
-    It is where k3 is past the boundary and the engines' part is not. Where no metric shows that part, it is wherever
+    It is if k3 is past the boundary and the engines' part of it is not. If no metric shows that part, it is whenever
     rollouts are old.
     """
     gap, whole = gap_of(run), run.get(K3)
@@ -81,16 +81,18 @@ def age_drives(run: Run) -> bool:
 
 def routing_drives(run: Run) -> bool:
     """Whether tokens for which the engines chose other experts make much of the gap."""
-    agreement, differs, equal = (run.get(f"router/{name}") for name in ("agreement", "gap_differs", "gap_equal"))
-    if agreement is not None and now_of(agreement) < LOW_AGREEMENT:
-        return True
-    return differs is not None and equal is not None and now_of(differs) > ROUTED_GAP * now_of(equal)
+    agreement, differs, equal = (latest(run, f"router/{name}") for name in ("agreement", "gap_differs", "gap_equal"))
+    return agreement < LOW_AGREEMENT or differs > ROUTED_GAP * equal
 
 
 def staleness(run: Run) -> float:
     """Versions that rollouts are behind, on average."""
-    series = run.get("training/off_policy/trajectory_staleness/mean")
-    return 0.0 if series is None else now_of(series)
+    return latest(run, "training/off_policy/trajectory_staleness/mean", 0.0)
+
+
+def latest(run: Run, name: str, default: float = np.nan) -> float:
+    """The median of a metric's last readings; `default` if it was not logged."""
+    return default if (series := run.get(name)) is None else now_of(series)
 
 
 def now_of(series: Series) -> float:
@@ -98,7 +100,7 @@ def now_of(series: Series) -> float:
 
 
 def passed_at(run: Run, until: int) -> tuple[str, int] | None:
-    """What stayed past the boundary until this step, and the step at which it passed; the engines' own gap first."""
+    """The name of the k3 that is past the boundary until this step, and the step at which it passed it."""
     gap, whole = gap_of(run), run.get(K3)
     found = [(gap.name, gap.series)] if gap is not None else []
     found += [("k3", whole)] if whole is not None else []
@@ -137,8 +139,7 @@ def _fit_growth(series: Series | None, boundary: float) -> tuple[Series, Growth]
     if series is None:
         return None
     window = Series(series.steps[-Boundary.window :], series.values[-Boundary.window :])
-    readings = zip(window.steps.tolist(), window.values.tolist(), strict=True)
-    growth = estimate_growth(readings, boundary)
+    growth = estimate_growth(_as_readings(window), boundary)
     return None if growth is None else (window, growth)
 
 
@@ -152,7 +153,7 @@ def blind_mask(run: Run) -> tuple[Growth, Growth] | None:
 
 
 def boundary_of(run: Run) -> float:
-    """The mismatch past which a run is taken to collapse: as the guard logged it, or its default."""
+    """The k3 past which a run is taken to collapse: as the guard logged it, or its default."""
     logged = run.get("guard/boundary")
     return Boundary.value if logged is None or logged.values[-1] <= 0 else float(logged.values[-1])
 
@@ -184,7 +185,7 @@ class Fall:
         return f"The run collapsed at step {self.step}: {fell}, and is {now:.2g} now."
 
     def moved(self, but: str = "") -> Iterator[str]:
-        """What else moved around the fall, the earliest first; `but` is a metric of which the reader knows."""
+        """Lists what else moved around the fall, the earliest first, except for the metric `but`."""
         if moves := [str(move) for move in self.collapse.moves if move.signal != but]:
             yield f"Also moved: {', then '.join(moves)}."
 
@@ -263,7 +264,7 @@ def _as_readings(series: Series) -> Readings:
 
 
 def _level_noise(values: np.ndarray) -> float:
-    """What two levels, the best and the lowest of a run, may differ by without a fall."""
+    """The difference that noise alone may make between the best and the lowest level of a run."""
     stretches = min(STRETCHES, len(values) // WINDOW)
     return SIGMAS * float(np.sqrt(2)) * _mean_error(values, WINDOW, stretches=stretches, jumps=1, caution=1.0)
 

@@ -1,20 +1,20 @@
 """One run on one screen: what happened, why, what to do; then how each metric moved, and what is missing."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
-from verl_ext.base.metrics import METRICS, Metric, find, ours
+from verl_ext.base.metrics import METRICS, Metric, find, override_for
 from verl_ext.base.printable import printable
 from verl_ext.report.run import MOST_MESSAGE, Run, Series, names_of
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-    from rich.padding import Padding
-
-    from verl_ext.report.verdict import RunVerdict
+from verl_ext.report.verdict import RunVerdict
 
 Unit = Literal["number", "small", "share", "count", "seconds"]
 
@@ -37,11 +37,11 @@ COLOURS = {
 }
 
 
-def _furthest_from_zero(values: np.ndarray) -> float:
-    return values[np.argmax(np.abs(values))]
-
-
-WORST: dict[str, Callable[[np.ndarray], float]] = {"highest": np.max, "lowest": np.min, "largest": _furthest_from_zero}
+WORST: dict[str, Callable[[np.ndarray], float]] = {
+    "highest": np.max,
+    "lowest": np.min,
+    "largest": lambda values: values[np.argmax(np.abs(values))],
+}
 FORMATS: dict[str, Unit] = {"share": "share", "nats a token": "small", "tokens": "count", "s": "seconds"}
 ROWS = (  # in the order of the table
     "critic/score/mean",
@@ -62,9 +62,9 @@ ROWS = (  # in the order of the table
 PARTS = ("correction/dropped_low", "correction/dropped_high", "router/agreement/error")  # of a row above them
 # What would make the run log a metric.
 REMEDIES = [
-    ("vllm_kl/k3", "the engines' mismatch", ours.GAP.override),
-    ("router/agreement", "router agreement (mixtures of experts)", ours.ROUTING.override),
-    ("correction/dropped", "tokens dropped", f"a correction, for example {ours.CORRECTIONS.override}"),
+    ("vllm_kl/k3", "the engines' mismatch", override_for("vllm_kl/k3")),
+    ("router/agreement", "router agreement (mixtures of experts)", override_for("router/agreement")),
+    ("correction/dropped", "tokens dropped", f"a correction, for example {override_for('correction/dropped')}"),
 ]
 
 
@@ -86,25 +86,13 @@ def dashboard_rows(run: Run) -> list[DashboardRow]:
     found = []
     for name in ROWS:
         found.append(_metric_row(run.get(name), name, "  " * (name in PARTS) + METRICS[name].label))
-        if name == "router/agreement/error":
-            found.append(_worst_layer(run))
+        if name == "router/agreement/error" and (layers := run.layers("router/agreement")):
+            # Only the layer that agrees least at the end: models have up to 94 of them.
+            worst = min(layers, key=lambda number: layers[number].values[-WINDOW:].mean())
+            found.append(_metric_row(layers[worst], f"router/agreement/layer_{worst:02d}", f"  worst layer {worst}"))
     for name in run.validations()[:MOST_VALIDATIONS]:
         found.append(_metric_row(run.get(name), name, "val " + name.removeprefix("val-core/")))
     return [row for row in found if row is not None]
-
-
-def notes(run: Run) -> list[str]:
-    """What does not fit the table's columns, one line each: skips, the guard, values that were not numbers, gaps."""
-    return list(_note_lines(run))
-
-
-def dashboard(run: Run, verdict: "RunVerdict | None") -> "RenderableType":
-    """The run for a terminal of 80 columns, in ASCII where the terminal has no UTF-8.
-
-    A sparkline spans all steps of the run, each cell the median of its steps, a gap where none was finite; that of a
-    divergence is logarithmic.
-    """
-    return _Dashboard(run, verdict)
 
 
 def format_of(metric: Metric) -> Unit:
@@ -158,29 +146,28 @@ def wrap_name(name: str, width: int) -> str:
     return "\n".join([*lines, name])
 
 
-def encodable(text: str, options: "ConsoleOptions") -> str:
+def encodable(text: str, options: ConsoleOptions) -> str:
     """The text as this terminal can show it; characters that ASCII has no likeness of become `?`."""
     return text.translate(ASCII).encode("ascii", "replace").decode() if options.ascii_only else text
 
 
-def indented(text: str, options: "ConsoleOptions", style: str = "") -> "Padding":
+def indented(text: str, options: ConsoleOptions, style: str = "") -> Padding:
     """A paragraph one column to the right, as the tables stand."""
-    from rich.padding import Padding
-    from rich.text import Text
-
     return Padding(Text(encodable(printable(text, MOST_MESSAGE), options), style=style), (0, 0, 0, 1), expand=False)
 
 
 @dataclass(frozen=True)
-class _Dashboard:
+class Dashboard:
+    """The run for a terminal of 80 columns, in ASCII where the terminal has no UTF-8.
+
+    A sparkline spans all steps of the run, each cell the median of its steps, a gap where none was finite; that of a
+    divergence is logarithmic.
+    """
+
     run: Run
-    verdict: "RunVerdict | None"
+    verdict: RunVerdict | None
 
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for text, style in self._heading():
             yield indented(text, options, style) if text else ""
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, width=min(WIDTH, options.max_width))
@@ -200,29 +187,26 @@ class _Dashboard:
         if table.row_count:
             yield table
         for note in notes(self.run):
-            yield indented(_truncate(note, WIDTH - 2) if note.startswith(EVENT) else note, options)
+            short = note.startswith(EVENT) and len(note) > WIDTH - 2
+            yield indented(f"{note[: WIDTH - 5]}..." if short else note, options)
 
     def _heading(self) -> Iterator[tuple[str, str]]:
         """Lines and their styles."""
-        heading = f"{self.run.name}, step {self.run.steps[-1]}"
-        if self.verdict is None:
+        heading, verdict = f"{self.run.name}, step {self.run.steps[-1]}", self.verdict
+        if verdict is None:
             yield heading, "bold"
             return
-        yield f"{heading}: {self.verdict.state}", f"bold {COLOURS[self.verdict.state]}"
-        yield self.verdict.sentence, ""
-        for sentence in self.verdict.why:
-            yield sentence, ""
-        if first := self.verdict.first:
+        yield f"{heading}: {verdict.state}", f"bold {COLOURS[verdict.state]}"
+        yield from ((sentence, "") for sentence in (verdict.sentence, *verdict.why))
+        if first := verdict.first:
             yield from (("", ""), ("Do this first: start the run again with", "bold"), (first.text, "bold"))
             yield first.sentence, ""
-        if self.verdict.others:
+        if verdict.others:
             yield from (("", ""), ("Then:" if first else "Worth adding:", "bold"))
-        for override in self.verdict.others:
-            yield f"- {override.text}: {override.why}", ""
-        if self.verdict.evidence:
+            yield from ((f"- {override.text}: {override.why}", "") for override in verdict.others)
+        if verdict.evidence:
             yield from (("", ""), ("What else the metrics say:", "bold"))
-        for evidence in self.verdict.evidence:
-            yield f"- {evidence}", "dim"
+            yield from ((f"- {evidence}", "dim") for evidence in verdict.evidence)
 
 
 def _metric_row(series: Series | None, name: str, label: str) -> DashboardRow | None:
@@ -243,17 +227,8 @@ def _metric_row(series: Series | None, name: str, label: str) -> DashboardRow | 
     )
 
 
-def _worst_layer(run: Run) -> DashboardRow | None:
-    """Only the layer that agrees least at the end: models have up to 94 of them."""
-    layers = run.layers("router/agreement")
-    if not layers:
-        return None
-    layer = min(layers, key=lambda number: layers[number].values[-WINDOW:].mean())
-    name = f"router/agreement/layer_{layer:02d}"
-    return _metric_row(layers[layer], name, f"  worst layer {layer}")
-
-
-def _note_lines(run: Run) -> Iterator[str]:
+def notes(run: Run) -> Iterator[str]:
+    """Lines below the table: skips, the guard, values that were not numbers, what is not logged."""
     yield f"first and last are means over {WINDOW} readings, fewer in a short run"
     if (skipped := run.get("guard/skipped")) is not None:
         yield f"updates skipped: {int((skipped.values > 0).sum())} of {len(skipped.values)} (guard/skipped)"
@@ -268,24 +243,15 @@ def _note_lines(run: Run) -> Iterator[str]:
             yield f"not logged: {what}; add {override}"
 
 
-def _truncate(line: str, width: int) -> str:
-    return line if len(line) <= width else f"{line[: width - 3]}..."
-
-
 def not_finite(run: Run) -> Iterator[str]:
     """Which metrics were not numbers, and how often; those of the table first."""
     missing = {name: int((~np.isfinite(series.values)).sum()) for name, series in run.metrics.items()}
-    names = [name for name in _shown_first(missing) if missing[name]]
+    table = [name for metric in ROWS for name in names_of(metric) if name in missing]
+    names = [name for name in dict.fromkeys([*table, *sorted(missing)]) if missing[name]]
     for name in names[:MOST_NAMED]:
         yield f"{name} was not a finite number in {missing[name]} of {len(run.metrics[name].values)} steps"
     if (more := len(names) - MOST_NAMED) > 0:
         yield f"{more} more metrics were not finite in some steps"
-
-
-def _shown_first(names: Collection[str]) -> list[str]:
-    """The metrics of the table, then the others."""
-    table = [name for metric in ROWS for name in names_of(metric)]
-    return [name for name in table if name in names] + sorted(set(names) - set(table))
 
 
 def _log_size(values: np.ndarray) -> np.ndarray:

@@ -70,7 +70,7 @@ class Trajectory:
     reward: float | None = None
     advantage: float | None = None
 
-    def gaps(self) -> list[float]:
+    def log_k_sizes(self) -> list[float]:
         """|log k| of every token that has both log-probs."""
         pairs = zip(self.l_infer, self.l_old, strict=True)
         return [abs(old - infer) for infer, old in pairs if infer is not None and old is not None]
@@ -79,11 +79,11 @@ class Trajectory:
         """How many of the model's own tokens take no part in the loss."""
         weights = self.weight or (None,) * len(self.kept)
         rows = zip(self.generated, self.kept, weights, strict=True)
-        return sum(1 for generated, kept, weight in rows if generated and (not kept or weight == 0))
+        return sum(bool(generated and (not kept or weight == 0)) for generated, kept, weight in rows)
 
 
 def trajectories_file(metrics_file: Path) -> Path | None:
-    """The dump beside a metrics file, None where there is none. `load_trajectories` reads its older part with it."""
+    """The dump that belongs to a metrics file; None if there is none. `load_trajectories` reads its older part too."""
     file = metrics_file.with_suffix(TRAJECTORIES)
     return file if is_regular(file) or is_regular(older_part(file)) else None
 
@@ -94,7 +94,7 @@ def load_trajectories(file: Path) -> list[Trajectory]:
 
 
 def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
-    """What `load_trajectories` gives, and notes for the reader: which lines were left out.
+    """Reads the trajectories as `load_trajectories` does, and notes which lines were left out.
 
     A last line without a newline that cannot be read was cut by a crash, or is being written: no note. Where
     the steps go back, the run was resumed: what it had written of the steps from there on is left out.
@@ -174,7 +174,15 @@ def _dump_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 REQUIRED_LISTS: dict[str, type] = {"start": int, "length": int, "text": str, "id": int, "generated": int, "kept": int}
 NUMBER_LISTS = {"l_infer": True, "l_old": True, "weight": False, "agreement": False, "entropy": False}  # required?
-SCALARS: dict[str, Any] = {"why": str, "prompt": str, "skipped": str, "reward": (int, float), "advantage": (int, float)}
+FLAGS = ("generated", "kept")  # 0 or 1
+REQUIRED: dict[str, type] = {"step": int, "key": str, "tokens": int}
+OPTIONAL: dict[str, Any] = {
+    "why": str,
+    "prompt": str,
+    "skipped": str,
+    "reward": (int, float),
+    "advantage": (int, float),
+}
 NAMES = {entry.name for entry in fields(Trajectory)}
 
 
@@ -184,10 +192,10 @@ def _parse_trajectory(line: bytes) -> Trajectory:
     if not isinstance(record, dict):
         raise ValueError("not an object")
     values: dict[str, Any] = {name: value for name, value in record.items() if name in NAMES and value is not None}
-    for name, kinds in {"step": int, "key": str, "tokens": int}.items():
+    for name, kinds in REQUIRED.items():
         if not _has_type(values.get(name), kinds):
             raise ValueError(f"{name} is missing or of another type")
-    for name, kinds in SCALARS.items():
+    for name, kinds in OPTIONAL.items():
         if name in values and not _has_type(values[name], kinds):
             raise ValueError(f"{name} is of another type")
     for name, kind in REQUIRED_LISTS.items():
@@ -217,11 +225,11 @@ def _as_tuple(value: Any, name: str, good: Any) -> tuple:
 
 def _check_stretches(trajectory: Trajectory) -> None:
     count = len(trajectory.text)
-    for name in ("id", "generated", "kept", *NUMBER_LISTS):
+    for name in ("id", *FLAGS, *NUMBER_LISTS):
         values = getattr(trajectory, name)
         if values is not None and len(values) != count:
             raise ValueError(f"{name} has {len(values)} entries, text has {count}")
-    for name in ("generated", "kept"):
+    for name in FLAGS:
         if not set(getattr(trajectory, name)) <= {0, 1}:
             raise ValueError(f"{name} holds something besides 0 and 1")
     if len(trajectory.start) != len(trajectory.length) or sum(trajectory.length) != count:
@@ -237,35 +245,24 @@ def _check_stretches(trajectory: Trajectory) -> None:
 
 def _summary(trajectory: Trajectory) -> dict[str, object]:
     """A row of the page's list."""
-    gaps = trajectory.gaps()
+    sizes = trajectory.log_k_sizes()
     generated = sum(trajectory.generated)
-    return {
-        "step": trajectory.step,
-        "key": trajectory.key,
-        "why": trajectory.why,
-        "reward": trajectory.reward,
-        "advantage": trajectory.advantage,
-        "tokens": trajectory.tokens,
+    scalars = ("step", "key", "why", "reward", "advantage", "tokens", "skipped")
+    return {name: getattr(trajectory, name) for name in scalars} | {
         "shown": len(trajectory.text),
         "generated": generated,
-        "mean": math.fsum(gaps) / len(gaps) if gaps else None,
-        "max": max(gaps, default=None),
+        "mean": math.fsum(sizes) / len(sizes) if sizes else None,
+        "max": max(sizes, default=None),
         "dropped": trajectory.dropped() / generated if generated else None,
-        "skipped": trajectory.skipped,
     }
 
 
 def _tokens(trajectory: Trajectory) -> dict[str, object]:
-    """What the page needs besides the summary. Digits that float32 does not have are not written, nor are 0/1 lists."""
+    """The tokens of a trajectory for the page: numbers with the digits of float32, lists of 0 and 1 as text."""
     numbers = {name: getattr(trajectory, name) for name in NUMBER_LISTS}
     return {
-        "prompt": trajectory.prompt,
-        "start": trajectory.start,
-        "length": trajectory.length,
-        "text": trajectory.text,
-        "id": trajectory.id,
-        "generated": "".join(map(str, trajectory.generated)),
-        "kept": "".join(map(str, trajectory.kept)),
+        **{name: getattr(trajectory, name) for name in ("prompt", "start", "length", "text", "id")},
+        **{name: "".join(map(str, getattr(trajectory, name))) for name in FLAGS},
         **{name: values and [_rounded(value) for value in values] for name, values in numbers.items()},
     }
 

@@ -1,4 +1,4 @@
-"""What a run's metrics say, in plain words: what happened, why, and what to do.
+"""A run's metrics in plain words: what happened, why, and what to do.
 
 The state is about the gap between the engines and about what it can end in, a reward that breaks down. It is decided by
 the first of these that holds:
@@ -36,7 +36,6 @@ from verl_ext.report.signals import (
     STRETCHES,
     Fall,
     Gap,
-    Levels,
     age_drives,
     blind_mask,
     boundary_of,
@@ -45,6 +44,7 @@ from verl_ext.report.signals import (
     foretold_at,
     gap_of,
     growth_of,
+    latest,
     level_of,
     now_of,
     passed_at,
@@ -87,7 +87,7 @@ SPOILED = "the last weights are spoiled"
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """What a reader is shown, from top to bottom.
+    """The verdict, in the order in which a reader sees it.
 
     Attributes:
         sentence: what happened.
@@ -127,16 +127,12 @@ def judge_run(run: Run) -> RunVerdict:
 
 
 def _verdict_of_metrics(run: Run) -> RunVerdict:
-    past, gap, acts, fell = (
-        list(_limit_sentences(run)),
-        list(_movement_sentences(run)),
-        list(_act_sentences(run)),
-        broken_reward(run),
-    )
     if fall := fall_of(run):
         return _collapse_verdict(run, fall)
-    if past:
+    fell = broken_reward(run)
+    if past := list(_limit_sentences(run)):
         return _boundary_verdict(run, past, fell)
+    gap, acts = list(_movement_sentences(run)), list(map(_act_sentence, _recent_acts(run)))
     if gap or acts or fell:
         return _drift_verdict(run, gap, acts, fell)
     if (k3 := gap_of(run)) is None or len(k3.series.steps) < FEWEST:
@@ -160,15 +156,24 @@ def _boundary_verdict(run: Run, past: list[str], fell: tuple[float, float] | Non
     level = level_of(run)
     holds = level is not None and fell is None and level.last >= SOUND * level.best > 0
     first, *others = past
-    why = (*(_last_refusal(run) if any(_skip_sentence(run)) else ()), *others, *_forecast_sentence(run))
-    why += tuple(_reward_at_the_boundary(level, fell, holds))
+    why: list[str] = []
+    refused = next((event for event in reversed(run.events) if event.action == "skip"), None)
+    if refused and any(_skip_sentence(run)):
+        why.append(f"The last one was skipped because {refused.reason}.")
+    why += others
+    if (passed := passed_at(run, int(run.steps[-1]))) and (forecast := foretold_at(run, passed[1] - 1)) is not None:
+        why.append(f"The guard's forecast warned at step {forecast}, {_steps_before(passed[1] - forecast)} that.")
+    if fell:
+        why.append(_fall_sentence(fell))
+    elif level:
+        why.append(f"The reward {'holds: it ' * holds}is {level.last:.3g}, and was {level.best:.3g} at its best.")
     if not holds and any(_past_gap_sentence(run)):
-        why += (TOO_OLD if age_drives(run) else TOO_FAR,)
-    why += tuple(_driver_sentences(run))
+        why.append(TOO_OLD if age_drives(run) else TOO_FAR)
+    why += _driver_sentences(run)
     overrides = _advice_overrides(
         run, "past the boundary", of_gap=True, reward_fell=fell is not None, reward_holds=holds
     )
-    return RunVerdict("past the boundary", first, why, tuple(overrides), _evidence(run, (first, *why)))
+    return RunVerdict("past the boundary", first, tuple(why), tuple(overrides), _evidence(run, (first, *why)))
 
 
 def _drift_verdict(run: Run, gap: list[str], acts: list[str], fell: tuple[float, float] | None) -> RunVerdict:
@@ -188,11 +193,11 @@ def _healthy_verdict(run: Run) -> RunVerdict:
 
 
 def _evidence(run: Run, told: Collection[str]) -> tuple[str, ...]:
-    """What the metrics say besides what the reader has been told."""
+    """All sentences about the run, except those in `told`."""
     sentences = (
         *_limit_sentences(run),
         *_movement_sentences(run),
-        *_act_sentences(run),
+        *map(_act_sentence, _recent_acts(run)),
         *_gap_sentences(run),
         *_surroundings(run),
     )
@@ -200,7 +205,7 @@ def _evidence(run: Run, told: Collection[str]) -> tuple[str, ...]:
 
 
 def _warning_sentence(run: Run, collapse: Collapse) -> str:
-    """What warned before the step in which the reward began to fall."""
+    """Says what warned before the reward began to fall."""
     began, boundary = collapse.step, f"{boundary_of(run):g}"
     forecast, passed = foretold_at(run, began - 1), passed_at(run, began - 1)
     if forecast is not None and passed is not None:
@@ -232,7 +237,7 @@ def _steps_before(steps: int) -> str:
 
 
 def _cause_sentences(run: Run, by_gap: bool) -> Iterator[str]:
-    """What the metrics say about why the reward collapsed."""
+    """Says why the reward collapsed, as far as the metrics show it."""
     if by_gap and age_drives(run):
         yield "The likely cause is the age of the rollouts."
     elif by_gap:
@@ -256,27 +261,8 @@ def _driver_sentences(run: Run) -> Iterator[str]:
         yield from _agreement_sentence(run)
 
 
-def _forecast_sentence(run: Run) -> Iterator[str]:
-    """What warned before the gap passed the boundary."""
-    if (passed := passed_at(run, int(run.steps[-1]))) and (forecast := foretold_at(run, passed[1] - 1)) is not None:
-        yield f"The guard's forecast warned at step {forecast}, {_steps_before(passed[1] - forecast)} that."
-
-
-def _last_refusal(run: Run) -> Iterator[str]:
-    """Why the guard skipped the last update that it skipped."""
-    if skip := next((event for event in reversed(run.events) if event.action == "skip"), None):
-        yield f"The last one was skipped because {skip.reason}."
-
-
 def _fall_sentence(fell: tuple[float, float]) -> str:
     return f"The reward fell from {fell[0]:.3g} to {fell[1]:.3g}."
-
-
-def _reward_at_the_boundary(level: Levels | None, fell: tuple[float, float] | None, holds: bool) -> Iterator[str]:
-    if fell:
-        yield _fall_sentence(fell)
-    elif level:
-        yield f"The reward {'holds: it ' * holds}is {level.last:.3g}, and was {level.best:.3g} at its best."
 
 
 def _reward_since_start(run: Run) -> str:
@@ -297,10 +283,10 @@ def _missing_sentence(k3: Gap | None) -> str:
 
 
 def _limit_sentences(run: Run) -> Iterator[str]:
-    """What is past a limit: updates that are not made come first, for such a run learns nothing."""
+    """Names what is past a limit. Skipped updates come first, because such a run learns nothing."""
     yield from _skip_sentence(run)
     yield from _past_gap_sentence(run)
-    if (mean := run.get("vllm_kl/prob_diff_mean")) is not None and (now := now_of(mean)) > FAILING_DIFFERENCE:
+    if (now := latest(run, "vllm_kl/prob_diff_mean")) > FAILING_DIFFERENCE:
         yield (f"Probabilities differ by {now:.3g} on average; past {FAILING_DIFFERENCE:g}, training was seen to fail.")
     logged = run.logged(K3)
     tail = np.empty(0) if logged is None else logged.values[-LAST:]
@@ -332,22 +318,23 @@ def _since_step(run: Run, name: str) -> str:
 
 
 def _movement_sentences(run: Run) -> Iterator[str]:
-    found = growth_of(run)
+    found, gap = growth_of(run), gap_of(run)
+    name = gap.name if gap else "k3"
     if found and (growth := found[1]).low > 0 and 0 < growth.steps < HORIZON:
         percent = 100 * np.expm1([growth.low, growth.high])
         yield (
-            f"{_gap_name(run)} grows by {percent[0]:.1f} to {percent[1]:.1f} % a step; at this pace it passes "
+            f"{name} grows by {percent[0]:.1f} to {percent[1]:.1f} % a step; at this pace it passes "
             f"{boundary_of(run):g} in about {growth.steps:.0f} steps."
         )
     if rise := _rise(run):
         best, now = rise
         suspect = "." if age_drives(run) else ": did weight syncs fail, or a setting change?"
         yield (
-            f"{_gap_name(run)} is {now / best:.0f} times what it was in the run's best stretch "
+            f"{name} is {now / best:.0f} times what it was in the run's best stretch "
             f"({best:.2g} to {now:.2g}) and stays there{suspect}"
         )
-    if (dropped := run.get("correction/dropped")) is not None and (now := now_of(dropped)) > TOO_MANY_DROPPED:
-        yield f"The correction drops {100 * now:.1f} % of the tokens; IcePop's authors saw 0.1 to 0.2 %."
+    if (dropped := latest(run, DROPPED)) > TOO_MANY_DROPPED:
+        yield f"The correction drops {100 * dropped:.1f} % of the tokens; IcePop's authors saw 0.1 to 0.2 %."
     if moves := blind_mask(run):
         shares, gaps = (100 * np.expm1(growth.rate) for growth in moves)
         yield (
@@ -359,23 +346,13 @@ def _movement_sentences(run: Run) -> Iterator[str]:
 ACTED = {"undo": "took an update back", "rollback": "rolled back", "stop": "stopped the run"}
 
 
-def _act_sentences(run: Run) -> Iterator[str]:
-    for event in _recent_acts(run):
-        yield _act_sentence(event)
-
-
 def _act_sentence(event: Event) -> str:
     return f"The guard {ACTED[event.action]} in step {event.step}: {event.reason}."
 
 
 def _recent_acts(run: Run) -> list[Event]:
-    """What the guard lately did that ends a run, or goes back in it."""
+    """The guard's recent actions that stop a run or take it back."""
     return [e for e in run.events if e.action in ACTED and e.step > run.steps[-1] - WINDOW]
-
-
-def _gap_name(run: Run) -> str:
-    gap = gap_of(run)
-    return gap.name if gap else "k3"
 
 
 def _rise(run: Run) -> tuple[float, float] | None:
@@ -411,9 +388,9 @@ def _far_below(now: float, boundary: float) -> str:
 
 
 def _surroundings(run: Run) -> Iterator[str]:
-    """What else belongs to the picture."""
-    if (dropped := run.get("correction/dropped")) is not None and now_of(dropped) <= TOO_MANY_DROPPED:
-        yield _dropped_sentence(dropped.finite())
+    """Describes dropped tokens, routing, skips, warnings, age and gradients."""
+    if (dropped := run.get(DROPPED)) is not None and now_of(dropped) <= TOO_MANY_DROPPED:
+        yield _dropped_sentence(dropped)
     yield from _agreement_sentence(run)
     if (skipped := run.get("guard/skipped")) is not None and (count := int((skipped.values > 0).sum())):
         yield f"{count} of {len(skipped.values)} updates were skipped."
@@ -426,7 +403,7 @@ def _surroundings(run: Run) -> Iterator[str]:
 
 
 def _dropped_sentence(share: Series) -> str:
-    """Over the run: the last steps alone often drop nothing."""
+    """Describes the whole run, because its last steps often drop nothing."""
     steps, most = len(share.steps), int(share.values.argmax())
     if not share.values[most]:
         return f"The correction looked at every token of {steps} steps and dropped none: none was outside its bounds."
@@ -438,8 +415,8 @@ def _dropped_sentence(share: Series) -> str:
 
 def _agreement_sentence(run: Run) -> Iterator[str]:
     if (agreement := run.get("router/agreement")) is not None:
-        error = run.get("router/agreement/error")
-        within = "" if error is None else f" (by a share of the trajectories: +- {200 * now_of(error):.2g} % a step)"
+        error = latest(run, "router/agreement/error")
+        within = "" if np.isnan(error) else f" (by a share of the trajectories: +- {200 * error:.2g} % a step)"
         yield f"The engines choose {100 * now_of(agreement):.2f} % of the experts alike{within}."
 
 
@@ -457,7 +434,7 @@ def _age_sentence(run: Run) -> Iterator[str]:
 def _advice_overrides(
     run: Run, state: State, *, of_gap: bool, reward_fell: bool, reward_holds: bool
 ) -> Iterator[Override]:
-    """What to do about a run that has not collapsed.
+    """Changes for a run that has not collapsed.
 
     Args:
         of_gap: whether the gap of the engines is what something has to be done about.
@@ -501,7 +478,7 @@ def _with_checkpoint(run: Run, change: Override, sound: int) -> Override:
 
 
 def _gap_overrides(run: Run, *, tighten: bool) -> Iterator[Override]:
-    """What brings the engines together, or keeps their gap out of the update. The lab has tried which one helps.
+    """Changes that bring the engines together, or keep their gap out of the update. The lab has tried which one helps.
 
     Where rollouts are old, routers disagree because they have moved: replay then helps nothing, and masks of single
     tokens little. Where routers disagree by themselves, replay helps, weights go with it, and masks do harm
@@ -562,7 +539,7 @@ def _lower_rate(run: Run, also: str = "") -> Override:
 
 
 def _measuring_overrides(run: Run) -> Iterator[Override]:
-    """What would show more of the same run."""
+    """Settings that would measure more of the same run."""
     if run.get(K3) is None or run.get("vllm_kl/log_ratio_abs_mean") is None:
         yield Override("stability.metrics=true", "measures the gap of the engines, by probability and position too")
     if run.get("router/agreement") is None:

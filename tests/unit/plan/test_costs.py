@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plan.test_plan import FSDP, MEGATRON
+from tools.routing_cost import FOR_THE_UPDATE, WITH_THE_IDS
 from verl_ext.launch.models import SHAPES
 from verl_ext.plan import costs as module
 from verl_ext.plan.costs import plan_costs, transfer_seconds, units_wanted
 from verl_ext.plan.memory import CACHED, UNDO, VERSIONS, host_memory, plan_memory
-from verl_ext.plan.routing import FOR_THE_UPDATE, WITH_THE_IDS
 from verl_ext.plan.sizes import Usage
 
 ALL = Usage(measures=True, weighs=True, guards=True, compares=True, has_heads=True, head_reads=2)

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from tests import ROOT
+from tools.plan_page import RECIPES, parts, plans
 from verl_ext.cli import main
 from verl_ext.plan.command import advice_lines
 from verl_ext.plan.costs import AGREEMENT, UNITS_A_NODE
-from verl_ext.plan.page import RECIPES, parts, plans
 from verl_ext.plan.scale import SMALL_SHARE, WORTH, at_nodes, read_plan, units_line
 from verl_ext.plan.sizes import UNITS, read_sizes
 
@@ -33,7 +33,7 @@ def test_the_pages_tables_and_its_sample_are_those_of_the_code():
     text = PAGE.read_text(encoding="utf-8")
     for name, part in parts().items():
         block = f"<!-- {name} -->\n{part}\n<!-- /{name} -->"
-        assert block in text, f"python -m verl_ext.plan.page docs/plan.md writes {name} anew:\n{part}"
+        assert block in text, f"python tools/plan_page.py docs/plan.md writes {name} anew:\n{part}"
 
 
 def test_agreement_on_a_share_of_the_trajectories_is_below_half_a_percent_of_a_step(found):

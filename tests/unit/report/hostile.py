@@ -14,12 +14,12 @@ from rich.console import Console
 
 from verl_ext.base.metrics.buckets import NAMES
 from verl_ext.report import page
-from verl_ext.report.comparison import compare_runs, comparison_table
+from verl_ext.report.comparison import ComparisonTable, compare_runs
 from verl_ext.report.folder import write_pages
 from verl_ext.report.load import read_run
 from verl_ext.report.page import write_comparison
 from verl_ext.report.run import ReportError, Run
-from verl_ext.report.terminal import dashboard
+from verl_ext.report.terminal import Dashboard
 from verl_ext.report.verdict import judge_run
 
 OBEYED = "\x1b]0;x\x07\x9b31m\ud800\uffff\u202e\0"  # what a terminal obeys, or a page or a figure cannot hold
@@ -67,7 +67,7 @@ def look(path: Path, out: Path, *, panels: Sequence[page.Panel] = (), compared: 
         try:
             run = read_run(path)
             verdict = judge_run(run)
-            _on_screen(dashboard(run, verdict))
+            _on_screen(Dashboard(run, verdict))
             written = list(write_pages(run, verdict, out, pictures=False).values())
             if compared:
                 written.append(_compare(run, out / "compared"))
@@ -82,7 +82,7 @@ def look(path: Path, out: Path, *, panels: Sequence[page.Panel] = (), compared: 
 def _compare(run: Run, out: Path) -> Path:
     runs = [Run(**vars(run) | {"name": f"{run.name} {index}"}) for index in (1, 2)]
     comparison = compare_runs(runs, extra=sorted(run.metrics)[:3])
-    _on_screen(comparison_table(comparison))
+    _on_screen(ComparisonTable(comparison))
     return write_comparison({run.name: run for run in runs}, comparison, out, pictures=False)
 
 

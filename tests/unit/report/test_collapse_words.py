@@ -12,12 +12,12 @@ from rich.console import Console
 
 from tests import ROOT
 from tests.unit.report.made_runs import make
-from verl_ext.report.comparison import compare_runs, comparison_table
+from verl_ext.report.comparison import ComparisonTable, compare_runs
 from verl_ext.report.load import read_run
 from verl_ext.report.page import write_report
 from verl_ext.report.run import Run
 from verl_ext.report.signals import fall_of
-from verl_ext.report.terminal import dashboard
+from verl_ext.report.terminal import Dashboard
 from verl_ext.report.verdict import judge_run
 
 DATA = ROOT / "tests" / "support" / "data"
@@ -47,7 +47,7 @@ def in_order(text: str, parts: Sequence[str]) -> bool:
 
 
 def test_the_terminal():
-    text = printed(dashboard(DEAD, VERDICT))
+    text = printed(Dashboard(DEAD, VERDICT))
     assert f"collapsed_lr_1e-2, step 100: collapsed {WORDS} {VERDICT.why[0]}" in text
     assert in_order(text, ORDER) and "Do this first: start the run again with actor_rollout_ref.actor.optim.lr" in text
 
@@ -65,12 +65,12 @@ def test_the_terminal_on_a_recorded_run():
         "What else the metrics say: - k3 is 95 times",
         "step 1 to 120",
     )
-    assert in_order(printed(dashboard(STALE, verdict)), parts)
+    assert in_order(printed(Dashboard(STALE, verdict)), parts)
 
 
 def test_a_healthy_run_has_nothing_to_do_first():
     healthy = recorded("noisy_lr_3e-3")
-    text = printed(dashboard(healthy, judge_run(healthy)))
+    text = printed(Dashboard(healthy, judge_run(healthy)))
     assert "Do this first" not in text and "Worth adding: - stability.metrics=true" in text
 
 
@@ -86,6 +86,6 @@ def test_a_comparison():
     healthy = recorded("noisy_lr_3e-3")
     told = compare_runs([healthy, DEAD])
     assert told.notes[0].startswith(f"collapsed_lr_1e-2: {WORDS} Also moved: the gradient norm (0.44 to 0.9, from")
-    assert told.notes[0] in printed(comparison_table(told))
+    assert told.notes[0] in printed(ComparisonTable(told))
     assert not any("noisy_lr_3e-3: The run collapsed" in note for note in told.notes)
     assert f": {WORDS}" in compare_runs([make({"own": [1.0] * 20}), DEAD]).notes[0], "of the whole run"

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl_ext.report.comparison import Comparison, compare_runs, comparison_rows, comparison_table
+from verl_ext.report.comparison import Comparison, ComparisonTable, compare_runs, comparison_rows
 from verl_ext.report.noise import CAVEAT
 from verl_ext.report.run import ReportError, Run, Series
 
@@ -32,7 +32,7 @@ def printed(comparison: Comparison, width: int = 100, encoding: str = "utf-8") -
 
     raw = io.BytesIO()
     console = Console(width=width, file=io.TextIOWrapper(raw, encoding=encoding, write_through=True))
-    console.print(comparison_table(comparison))
+    console.print(ComparisonTable(comparison))
     return raw.getvalue().decode(encoding)
 
 

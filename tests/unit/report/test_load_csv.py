@@ -81,7 +81,7 @@ def test_a_charts_export_of_several_runs_wants_a_choice(tmp_path):
     one, two = read_run(file, which=1), read_run(file, which=2)
     assert (one.name, values(one, "critic/score/mean")) == ("lively-1", {1: 0.5})
     assert (two.name, values(two, "critic/score/mean")) == ("my - exp", {2: 0.7})
-    with pytest.raises(ReportError, match="there is no run 3: 2 in it"):
+    with pytest.raises(ReportError, match="there is no run 3: 2 runs are in it"):
         read_run(file, which=3)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from verl_ext.guard.state import Event
 from verl_ext.report.run import Run, Series
-from verl_ext.report.terminal import BLOCKS, dashboard, dashboard_rows, format_value, notes, sparkline, wrap_name
+from verl_ext.report.terminal import BLOCKS, Dashboard, dashboard_rows, format_value, notes, sparkline, wrap_name
 from verl_ext.report.verdict import Override, RunVerdict
 
 NAN = float("nan")
@@ -62,7 +62,7 @@ def printed(run: Run, verdict=None, encoding: str = "utf-8", width: int = 80, **
 
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
-    Console(width=width, file=file, **console).print(dashboard(run, verdict))
+    Console(width=width, file=file, **console).print(Dashboard(run, verdict))
     return raw.getvalue().decode(encoding)
 
 
@@ -107,13 +107,13 @@ def test_validation_metrics_are_those_of_val_core_with_anything_finite():
 
 
 def test_notes_tell_skips_events_numbers_that_were_none_and_what_is_missing():
-    text = notes(full())
+    text = list(notes(full()))
     assert "updates skipped: 2 of 8 (guard/skipped)" in text
     assert [note[:22] for note in text if "reason" in note] == [f"guard, step {step}: tighten" for step in (3, 4, 5)]
     assert "line 3 was left out: cut off" in text
     assert not any("not logged" in note or "not a finite" in note for note in text)
 
-    text = notes(make({"vllm_kl/k3": [1.0, NAN, float("inf")], **{f"own/{name}": [NAN] for name in "abcd"}}))
+    text = list(notes(make({"vllm_kl/k3": [1.0, NAN, float("inf")], **{f"own/{name}": [NAN] for name in "abcd"}})))
     assert "vllm_kl/k3 was not a finite number in 2 of 3 steps" in text
     assert "own/b was not a finite number in 1 of 1 steps" in text
     assert "2 more metrics were not finite in some steps" in text

@@ -32,7 +32,7 @@ def test_what_a_run_may_leave_out(tmp_path):
     (got,) = load_trajectories(dump(tmp_path, [row | {"agreement": None}]))
     assert (got.reward, got.advantage, got.weight, got.agreement, got.entropy) == (None,) * 5
     (empty,) = load_trajectories(dump(tmp_path, [line(1, "a", texts=[], start=[], length=[])]))
-    assert empty.text == () and empty.gaps() == [] and empty.dropped() == 0
+    assert empty.text == () and empty.log_k_sizes() == [] and empty.dropped() == 0
 
 
 def test_gaps_and_what_was_dropped(tmp_path):
@@ -47,7 +47,7 @@ def test_gaps_and_what_was_dropped(tmp_path):
         generated=[1, 1, 1, 1, 0],
     )
     (got,) = load_trajectories(dump(tmp_path, [row]))
-    assert got.gaps() == [0.5, 0.25] and got.dropped() == 3
+    assert got.log_k_sizes() == [0.5, 0.25] and got.dropped() == 3
 
 
 def test_the_older_file_comes_first_and_a_later_attempt_stands(tmp_path):

@@ -153,5 +153,5 @@ def share_chart(run: Run) -> alt.LayerChart | None:
 
 
 def _column_axis(edges: np.ndarray) -> alt.X:
-    """The steps, half a step wider at each end: a column stands around its step."""
+    """The axis of the steps, half a step wider at each end, because a column is centred on its step."""
     return step_axis((float(edges[0]) - 0.5, float(edges[-1]) - 0.5))

@@ -47,8 +47,8 @@ DONE = {
 
 
 def kl_chart(run: Run) -> alt.LayerChart | None:
-    """k3, that of the engines alone where rollouts are old, the KL over the sampler's head, and the size of k1, which
-    may be negative: hollow then."""
+    """Draws k3, the engines' part of it where rollouts are old, the KL over the sampler's head, and |k1|, with hollow
+    marks where k1 is negative."""
     k1, k3 = run.get(K1), run.get(K3)
     if k1 is None and k3 is None:
         return None
@@ -72,7 +72,7 @@ def kl_chart(run: Run) -> alt.LayerChart | None:
 
 
 def growth_sentence(run: Run) -> str:
-    """What the fit says, for the text below the figure."""
+    """Says how fast k3 grows, for the text below the figure."""
     found = growth_of(run)
     if found is None:
         return ""
@@ -142,12 +142,12 @@ def _growth_layers(
 
 
 def _heights(growth: Growth, *steps: int) -> np.ndarray:
-    """The fitted line's heights so many steps after the last reading, where it is growth.level."""
+    """Heights of the fitted line at these steps, counted from the last reading, where it is growth.level."""
     return growth.level * np.exp(growth.rate * np.array(steps))
 
 
 def _marks(run: Run) -> list[alt.Chart]:
-    """What the guard did, along the upper edge: a step may have been skipped because its KL was not a number."""
+    """The guard's actions, along the upper edge: a step may have been skipped because its KL was not a number."""
     first = int(run.steps[0])  # a mark far outside the axis would make the figure as wide
     happened = [
         (event.step, event.action, event.reason)

@@ -243,7 +243,7 @@ def _strokes(line: Line, series: Series, opacity: float) -> alt.Chart:
 
 
 def _hover_layer(lines: Sequence[Line]) -> alt.Chart:
-    """What the pointer finds: the nearest reading, marked, with its numbers."""
+    """Marks the reading nearest to the pointer, and shows its numbers."""
     values = [row for line in lines for row in chart_rows(thin(line.series), label=line.label)]
     nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", empty=False)
     # Spelled out: under `nearest`, Vega-Lite's own takes numbers from datum.datum, but text from datum, which has none.

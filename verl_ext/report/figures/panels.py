@@ -7,7 +7,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from verl_ext.base.metrics import METRICS, find, ours
+from verl_ext.base.metrics import METRICS, find, override_for
 from verl_ext.base.metrics.buckets import NAMES
 from verl_ext.report.figures import columns, gap
 from verl_ext.report.figures.lines import (
@@ -40,10 +40,10 @@ class Panel:
         key: names its file and its place in the page.
         reading: how to read it and what to do, one sentence.
         chart: of a run, None where it has nothing to draw.
-        missing: said instead of the figure; `override` is what would make the run log it, if an override does.
+        missing: shown instead of the figure, with the `override` that would make the run log it.
         metric: the one that a comparison of runs draws, and the text below the figure is about.
         log, zero: of that metric's axis.
-        compared: in place of `reading` where a comparison of runs draws another kind of figure.
+        compared: replaces `reading` if a comparison of runs draws another kind of figure.
     """
 
     key: str
@@ -114,7 +114,7 @@ def _validation_chart(run: Run) -> alt.LayerChart | None:
 
 
 def _bucket_chart(axis: str, colours: Sequence[str] = ORDERED, **beside: str) -> Callable[[Run], alt.LayerChart | None]:
-    """k3 of each bucket, and of what stands `beside` them: label=metric."""
+    """Draws k3 of each bucket, and the metrics in `beside`, label=metric, next to them."""
 
     def chart(run: Run) -> alt.LayerChart | None:
         found = run.parts(K3, f"{axis}/")
@@ -160,7 +160,7 @@ PANELS = (
         "ends in collapse: act while the predicted crossing is far.",
         gap.kl_chart,
         "No log-probabilities of the rollout were compared.",
-        ours.GAP.override,
+        override_for(K3),
         metric=K3,
         log=True,
     ),
@@ -171,7 +171,7 @@ PANELS = (
         "flat, and past 0.05 training was seen to fail.",
         _line_chart_of(("vllm_kl/prob_diff_max", "max", VERMILION), ("vllm_kl/prob_diff_mean", "mean", BLUE), log=True),
         "No log-probabilities of the rollout were compared.",
-        ours.GAP.override,
+        override_for(K3),
         metric="vllm_kl/prob_diff_mean",
         log=True,
     ),
@@ -189,7 +189,7 @@ PANELS = (
             zero=True,
         ),
         "No correction was on.",
-        ours.CORRECTIONS.override,
+        override_for("correction/dropped"),
         metric="correction/dropped",
         zero=True,
     ),
@@ -205,7 +205,7 @@ PANELS = (
             unit="nats",
         ),
         "No correction was on, or it dropped nothing.",
-        ours.CORRECTIONS.override,
+        override_for("correction/dropped"),
         metric="correction/entropy_dropped",
         zero=True,
     ),
@@ -216,7 +216,7 @@ PANELS = (
         "likely ones climb, the engines compute different functions.",
         _bucket_chart("prob"),
         "No log-probabilities of the rollout were compared, or stability.breakdown is off.",
-        ours.GAP.override,
+        override_for(K3),
     ),
     Panel(
         "by_position",
@@ -242,7 +242,7 @@ PANELS = (
         "together.",
         columns.agreement_chart,
         "The experts of the two engines were not compared.",
-        ours.ROUTING.override,
+        override_for(columns.AGREEMENT),
         metric=columns.AGREEMENT,
         compared="Share of a token's experts that both engines chose, at the end of each run; lower is worse. Where "
         "one run lies far below, routing replay (stability=r3) holds the engines together.",

@@ -11,13 +11,12 @@ Python's csv reads the rows: to pandas' reader, a row that is cut looks like one
 
 import csv
 import io
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl_ext.report.files import open_regular
+from verl_ext.report.files import fingerprint, open_regular
 from verl_ext.report.run import LARGEST_STEP, ReportError
-from verl_ext.report.sources.table import MetricTable, TableRun
+from verl_ext.report.sources.table import MetricTable, TableRun, chosen_run
 
 STEP_COLUMNS = ("Step", "_step", "trainer/global_step", "training/global_step", "global_step")
 SEPARATOR = " - "
@@ -38,14 +37,13 @@ class CsvSource:
         self._path = path
         self._which = which
         self._chosen = False
-        self._seen: tuple[int, ...] = ()
+        self._seen: tuple[object, ...] = ()
         self._table = MetricTable(rows_are_units=False)
         self._notes: tuple[str, ...] = ()
 
     def refresh(self) -> bool:
         """An export is written once; another one is read from its start."""
-        status = os.stat(self._path)
-        seen = status.st_ino, status.st_size, status.st_mtime_ns
+        seen = fingerprint(self.files)
         if seen == self._seen:
             return False
         with io.TextIOWrapper(open_regular(self._path), "utf-8-sig", errors="replace", newline="") as file:
@@ -103,10 +101,8 @@ class CsvSource:
             listed = ", ".join(f"{number} = {name}" for number, name in enumerate(runs[:10], start=1))
             more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
             raise ReportError(f"{len(runs)} runs in this file; choose one with --run N or FILE:N: {listed}{more}")
-        if which is not None and not 1 <= which <= len(runs):
-            raise ReportError(f"there is no run {which}: {len(runs)} in it")
         self._chosen = True
-        self.name = runs[0 if which is None else which - 1]
+        self.name = runs[chosen_run(which, len(runs)) - 1]
         return self.name
 
     def run(self, which: int | None) -> TableRun:

@@ -26,7 +26,7 @@ from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
 
-from verl_ext.report.files import is_regular, open_regular
+from verl_ext.report.files import fingerprint, is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.store import Process
 from verl_ext.report.sources.table import MetricTable
@@ -70,9 +70,9 @@ class MlflowFolder:
         return sorted(folder for folder in found if is_run(folder))
 
     def state(self) -> Hashable:
-        files = [file for run in self._runs() for file in (run / META, *(file for _, file in _metric_files(run)))]
-        statuses = [(file, file.stat()) for file in files]
-        return tuple((file, status.st_ino, status.st_size, status.st_mtime_ns) for file, status in statuses)
+        return fingerprint(
+            file for run in self._runs() for file in (run / META, *(file for _, file in _metric_files(run)))
+        )
 
     def processes(self) -> list[Process]:
         found = [(run, _meta(run / META)) for run in self._runs()]
@@ -91,8 +91,7 @@ class MlflowDatabase:
 
     def state(self) -> Hashable:
         journal = self._path.with_name(f"{self._path.name}-wal")
-        statuses = [file.stat() for file in (self._path, journal) if file.exists()]
-        return tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in statuses)
+        return fingerprint(file for file in (self._path, journal) if file.exists())
 
     def processes(self) -> list[Process]:
         with self._rows() as rows:
@@ -123,7 +122,7 @@ class MlflowDatabase:
 
     @contextmanager
     def _rows(self) -> Iterator[Callable[..., Iterator[tuple]]]:
-        """What gives the rows of a query. Nothing is written, and what a foreign file defines is not run."""
+        """Yields a function that runs a query. Nothing is written, and no code that a foreign file defines is run."""
         with open_regular(self._path) as file:
             if not BEGINNING.startswith(file.read(len(BEGINNING))):
                 raise ReportError("this is not a SQLite database")

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from verl_ext.base.printable import printable
 from verl_ext.report.run import ReportError
-from verl_ext.report.sources.table import FIRST_STEPS, MetricTable, TableRun
+from verl_ext.report.sources.table import FIRST_STEPS, MetricTable, TableRun, chosen_run
 
 LISTED = 10
 SHOWN = 80  # characters of a name
@@ -62,7 +62,7 @@ class StoreSource:
         self._notes: tuple[str, ...] = ()
 
     def refresh(self) -> bool:
-        """What has changed is read anew."""
+        """Reads everything again if anything has changed."""
         state = self._store.state()
         if state == self._state:
             return False
@@ -70,7 +70,7 @@ class StoreSource:
         runs = runs_of(self._store.processes())
         if not runs:
             raise ReportError(f"no step in this {self._store.what}; has the run finished its first step?")
-        self._number, self._runs = self._choose(len(runs)), len(runs)
+        self._number, self._runs = chosen_run(self._which, len(runs)), len(runs)
         chosen = runs[self._number - 1]
         self.name, self.files = chosen[-1].name, tuple(file for process in chosen for file in process.files)
         self._table = MetricTable(rows_are_units=False)
@@ -81,13 +81,6 @@ class StoreSource:
         self._notes = tuple(notes)
         self._state = state
         return True
-
-    def _choose(self, runs: int) -> int:
-        if self._which is None:
-            return runs
-        if not 1 <= self._which <= runs:
-            raise ReportError(f"there is no run {self._which}: {'1 run is' if runs == 1 else f'{runs} runs are'} in it")
-        return self._which
 
     def _others(self, runs: list[list[Process]]) -> str:
         of_each = [printable(f"{run[-1].project}/{run[-1].name}", SHOWN) for run in runs]

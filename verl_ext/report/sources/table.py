@@ -27,6 +27,13 @@ VALIDATION = ("val-", "val/")  # val-core/, val-aux/, and the SFT trainer's val/
 FIRST_STEPS = 1  # 0 where the run validates before training, else 1
 
 
+def chosen_run(which: int | None, runs: int) -> int:
+    """The number of the run that is read, from 1: the last by default."""
+    if which is not None and not 1 <= which <= runs:
+        raise ReportError(f"there is no run {which}: {'1 run is' if runs == 1 else f'{runs} runs are'} in it")
+    return which or runs
+
+
 @dataclass(frozen=True)
 class TableRun:
     """One run of a table. `gone`: steps that were logged and do not stand, see the module."""
@@ -56,7 +63,7 @@ class _Units:
 
 @dataclass(frozen=True)
 class _Resumes:
-    """What a run logged of which steps, over all the times it was resumed.
+    """Which rows of a resumed run count.
 
     Attributes:
         keep: by row, whether it stands.
@@ -157,9 +164,7 @@ class MetricTable:
         units, unit_of_row = self._units(steps, validation)
         starts = [*_run_starts(units), units.low.size]
         runs = len(starts) - 1
-        number = runs if which is None else which
-        if not 1 <= number <= runs:
-            raise ReportError(f"there is no run {which}: {'1 run is' if runs == 1 else f'{runs} runs are'} in it")
+        number = chosen_run(which, runs)
         chosen = slice(starts[number - 1], starts[number])
         first, last = (int(np.searchsorted(unit_of_row, unit)) for unit in (chosen.start, chosen.stop))
         found = _standing_rows(

@@ -46,7 +46,7 @@ class TensorBoardSource:
 
     def _start_over(self) -> None:
         self._table = MetricTable(rows_are_units=False)
-        self._read: dict[Path, tuple[int, int]] = {}  # inode, offset
+        self._read: dict[Path, tuple[int, int, int]] = {}  # inode and size as it was read, offset
         self._damaged: dict[Path, int] = {}  # where
         self._unreadable = 0
 
@@ -62,39 +62,29 @@ class TensorBoardSource:
         again = not self._only_last_grew(files)
         if again:
             self._start_over()
-        before = dict(self._read)
-        for file in files:
-            if file not in self._read:
-                self._table.begin_unit()
-                self._read[file] = (file.stat().st_ino, 0)
-            self._read_on(file)
-        return again or self._read != before
+        changed = [self._read_on(file) for file in files]
+        return again or any(changed)
 
     def _only_last_grew(self, files: tuple[Path, ...]) -> bool:
-        """Rows are kept in the order of the files, so anything but a longer last file or a new one is read anew."""
+        """Whether reading on is enough: rows are kept in the order of the files, so no older one may have grown."""
         known = tuple(self._read)
         if known != files[: len(known)]:
             return False
-        for file, (inode, offset) in self._read.items():
+        for file, (inode, size, offset) in self._read.items():
             status = file.stat()
-            if status.st_ino != inode or status.st_size < offset:
-                return False
-            longer = file != known[-1] and status.st_size > offset
-            if longer and file not in self._damaged and self._complete_record(file, offset):
+            longer = file != known[-1] and status.st_size > size
+            if longer or status.st_ino != inode or status.st_size < offset:
                 return False
         return True
 
-    def _complete_record(self, file: Path, offset: int) -> bool:
-        with open_regular(file) as opened:
-            try:
-                return next(_event_records(opened, offset), None) is not None
-            except DamageError:
-                return False
-
-    def _read_on(self, file: Path) -> None:
+    def _read_on(self, file: Path) -> bool:
+        """Whether there was anything new."""
+        if new := file not in self._read:
+            self._table.begin_unit()
         if file in self._damaged:
-            return
-        inode, offset = self._read[file]
+            return False
+        status, start = file.stat(), 0 if new else self._read[file][2]
+        offset = start
         step, data = 0, dict[str, object]()
         try:
             with open_regular(file) as opened:
@@ -114,7 +104,8 @@ class TensorBoardSource:
         except DamageError:
             self._damaged[file] = offset
         self._add(step, data)
-        self._read[file] = (inode, offset)
+        self._read[file] = (status.st_ino, status.st_size, offset)
+        return new or offset > start
 
     def _event(self, record: bytes | None) -> Any | None:
         """None where it cannot be read, or cannot be of a step."""

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from verl_ext.base.printable import printable
-from verl_ext.report.files import is_regular, open_regular
+from verl_ext.report.files import fingerprint, is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.store import Process
 from verl_ext.report.sources.table import MetricTable
@@ -51,15 +51,14 @@ class WandbFolder:
         return sorted(file for file in found if file not in latest and is_regular(file))
 
     def state(self) -> Hashable:
-        statuses = [(file, file.stat()) for file in self.files()]
-        return tuple((file, status.st_ino, status.st_size, status.st_mtime_ns) for file, status in statuses)
+        return fingerprint(self.files())
 
     def processes(self) -> list[Process]:
         return [_wandb_process(file) for file in self.files()]
 
 
 def _wandb_process(file: Path) -> Process:
-    """What the file begins with: whose it is, and its first row."""
+    """Reads the beginning of the file: whose it is, and its first row."""
     name, project, started, first = file.stem.removeprefix("run-"), "", (0, 0), None
     with open_regular(file) as opened:
         for message in _wandb_records(opened):
@@ -102,7 +101,8 @@ def _history_row(history: Any) -> tuple[int | None, object, dict[str, object]]:
     media = {key[:-1] for key in keys if key[-1] == "_type"}  # a table, an image: its size is no metric
     data: dict[str, object] = {}
     for key, value in zip(keys, _json_values([text for _, text in items]), strict=True):
-        if len(key) > MOST_NESTED or (media and _is_inside(key, media)):
+        inside = media and any(key[:length] in media for length in range(1, len(key)))
+        if inside or len(key) > MOST_NESTED:
             continue
         if isinstance(value, dict):
             data.update(_flatten(".".join(key), value))
@@ -112,10 +112,6 @@ def _history_row(history: Any) -> tuple[int | None, object, dict[str, object]]:
     if history.HasField("step"):
         own = history.step.num
     return next(filter(is_step, (data.get(STEP), own)), None), own, data
-
-
-def _is_inside(key: tuple[str, ...], outer: set[tuple[str, ...]]) -> bool:
-    return any(key[:length] in outer for length in range(1, len(key)))
 
 
 def _json_values(texts: list[str]) -> list[object]:
@@ -140,7 +136,7 @@ def _json_value(text: str) -> object:
 
 
 def _flatten(name: str, outer: dict) -> Iterator[tuple[str, object]]:
-    """What is in dictionaries within each other, but for text, lists and media."""
+    """Yields the numbers in nested dictionaries, by their names with dots."""
     inside = [(name, outer, 1)]
     while inside:
         name, outer, depth = inside.pop()

@@ -1,4 +1,4 @@
-"""The parts of docs/plan.md that follow from the code: `python -m verl_ext.plan.page docs/plan.md` writes them anew.
+"""The parts of docs/plan.md that follow from the code: `python tools/plan_page.py docs/plan.md` writes them anew.
 
 A table, and a sample of what the command prints, stand between the comments <!-- NAME --> and <!-- /NAME -->.
 """
@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 from omegaconf import DictConfig
+from routing_cost import markdown
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.doctor.composed import compose
 from verl_ext.plan import costs
 from verl_ext.plan.command import print_plan
-from verl_ext.plan.routing import markdown
 from verl_ext.plan.scale import SMALL_SHARE, Plan, at_nodes, read_plan, scale_table
 from verl_ext.plan.sizes import UNITS
 

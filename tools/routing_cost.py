@@ -1,7 +1,7 @@
 """The size of the rollout's routing, expert ids of [tokens, layers, top_k], on each hop to the training workers.
 
-python -m verl_ext.plan.routing --model Qwen3-30B-A3B --tokens 32768 --trajectories 512
-python -m verl_ext.plan.routing --model PATH --replay --ranks 8 --get-gb-s 4 --step-seconds 500
+python tools/routing_cost.py --model Qwen3-30B-A3B --tokens 32768 --trajectories 512
+python tools/routing_cost.py --model PATH --replay --ranks 8 --get-gb-s 4 --step-seconds 500
 
 Written for verl 0.9.1 and vLLM 0.27. The hops, one by one: docs/routing.md. 1 GB is 10^9 bytes. How fast TransferQueue
 carries such ids here: tools/bench_transfer.py.
@@ -15,12 +15,11 @@ from typing import Any
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.launch.models import SHAPES
+from verl_ext.plan.costs import GB, VERLS_ID_BYTES, engine_id_bytes
 
 # As vLLM looks them up, in this order (model_executor/layers/fused_moe/routed_experts_capturer.py).
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 TOP_KS = ("num_experts_per_tok", "top_k_experts")
-BYTE_IDS = 256  # experts up to which vLLM returns uint8; uint16 above
-GB = 1e9
 
 # Bytes a response token of the other fields that verl 0.9.1 puts into TransferQueue, a prompt token having the first
 # three alone; seen in a run of recipes/cpu_smoke. Entropy and log-probabilities are bfloat16 on some engines.
@@ -73,7 +72,7 @@ class RoutingShape:
     @property
     def engine_id_bytes(self) -> int:
         """Bytes of one id as vLLM returns it."""
-        return 1 if self.experts <= BYTE_IDS else 2
+        return engine_id_bytes(self.experts)
 
     @property
     def ids(self) -> int:
@@ -142,7 +141,7 @@ def routing_cost(
         if value < 1:
             raise ConfigError(f"{name}={value} must be at least 1")
     returned = shape.engine_id_bytes
-    queued = returned if narrow else 2
+    queued = returned if narrow else VERLS_ID_BYTES
     again, once = ("(turns + 1) / 2", (turns + 1) / 2), ("1", 1.0)
     passages: dict[str, tuple[str, str, int, tuple[str, float]]] = {
         "capture": ("vLLM worker", "scheduler", 4, once),
@@ -262,7 +261,7 @@ def _print_hops(arguments: argparse.Namespace) -> None:
 
 def _hops_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.plan.routing",
+        prog="python tools/routing_cost.py",
         description="Bytes of the rollout's routing on each hop to the training workers, and what they take of a step.",
     )
     positive: dict[str, Any] = {"type": _positive, "metavar": "N"}

@@ -1,4 +1,4 @@
-"""The page of all metrics: `python -m verl_ext.base.metrics > docs/metrics.md`."""
+"""The page of all metrics: `python tools/metrics_page.py > docs/metrics.md`."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from verl_ext.base.metrics import SECTIONS, Metric, Section
 
 HEAD = """# Metrics
 
-Made by `python -m verl_ext.base.metrics` from [verl_ext/base/metrics](../verl_ext/base/metrics); a test holds the two
+Made by `python tools/metrics_page.py` from [verl_ext/base/metrics](../verl_ext/base/metrics); a test holds the two
 together.
 
 They go through verl's own loggers (console, file, W&B, TensorBoard, ...). In a name, `*` stands for one part, `**` for
@@ -21,7 +21,7 @@ away for many steps, and a rule waits for it.
 COLUMNS = ("name", "meaning", "unit", "better", "when")
 
 
-def page() -> str:
+def metrics_page() -> str:
     return "\n".join([HEAD, *("\n".join(_section(section)) + "\n" for section in SECTIONS)]).rstrip("\n") + "\n"
 
 
@@ -43,4 +43,4 @@ def _cells(metric: Metric) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(metrics_page(), end="")

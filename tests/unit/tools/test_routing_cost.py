@@ -7,10 +7,10 @@ import pytest
 from transformers import DeepseekV3Config, Glm4MoeConfig, LlamaConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from tests import ROOT
+from tools import routing_cost as cost
+from tools.routing_cost import MODELS, RoutingShape, main
 from verl_ext.base.errors import ConfigError
-from verl_ext.plan import routing as cost
 from verl_ext.plan.costs import CLIENT_GET
-from verl_ext.plan.routing import MODELS, RoutingShape, main
 
 PAGE = (ROOT / "docs" / "routing.md").read_text(encoding="utf-8")
 SMALL = RoutingShape(layers=4, moe_layers=3, experts=16, top_k=2)
