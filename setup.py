@@ -37,11 +37,7 @@ setup(
     # `verl_ext.configs`, where Hydra finds it (pkg://verl_ext.configs).
     packages=[*find_packages(include=["verl_ext", "verl_ext.*"]), "verl_ext.configs"],
     package_dir={"verl_ext.configs": "configs"},
-    package_data={
-        "verl_ext.configs": ["*.yaml", "*/*.yaml"],
-        "verl_ext.report": ["templates/*"],
-        "verl_ext.base.metrics": ["*.md"],
-    },
+    package_data={"verl_ext.configs": ["*.yaml", "*/*.yaml"], "verl_ext.report": ["templates/*"]},
     install_requires=[
         "verl==0.9.1",
         "hydra-core>=1.3.2",

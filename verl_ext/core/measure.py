@@ -187,8 +187,8 @@ def measure(
         breakdown: also give metrics by probability, entropy, position and turn.
         block: tokens taken at a time, in whole trajectories (default: BLOCK on a CPU, GPU_BLOCK on a GPU).
 
-    The metrics are in verl_ext/base/metrics/table.md: the gap, corrections and, with `tokens.agreement`, routing, over
-    the tokens that were compared, where it is not NaN. Means are over tokens with m = 1; what is a mean over none is
+    The metrics are in `verl_ext.base.metrics.ours`: GAP, CORRECTIONS and, with `tokens.agreement`, ROUTING, of the
+    tokens where that is not NaN: which were compared. Means are over tokens with m = 1; what is a mean over none is
     left out, as are a correlation with what does not vary and an axis with a single bucket in use. With `tokens.lag`,
     they come by lag too, whatever `breakdown` says: the guard goes by it.
     """

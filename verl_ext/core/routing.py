@@ -143,7 +143,7 @@ def agreement(
 def router_metrics(packed_BC: Tensor) -> dict[str, float]:
     """The `router/*` metrics from the trajectories' `RouterSums`, packed; {} when the model generated no token.
 
-    They are in verl_ext/base/metrics/table.md. What is a mean over none is left out, and so are margins where the
+    They are in `verl_ext.base.metrics.ours.ROUTING`; what is a mean over none is left out, and so are margins where the
     engine's adapter does not see them, and the error of a share where all trajectories were compared.
     """
     packed_BC = packed_BC.double()

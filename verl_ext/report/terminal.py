@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from verl_ext.base.metrics import METRICS, Metric, find, override_for
+from verl_ext.base.metrics import METRICS, Metric, find, ours
 from verl_ext.base.printable import printable
 from verl_ext.report.run import MOST_MESSAGE, Run, Series, names_of
 from verl_ext.report.verdict import RunVerdict
@@ -62,9 +62,9 @@ ROWS = (  # in the order of the table
 PARTS = ("correction/dropped_low", "correction/dropped_high", "router/agreement/error")  # of a row above them
 # What would make the run log a metric.
 REMEDIES = [
-    ("vllm_kl/k3", "the engines' mismatch", override_for("vllm_kl/k3")),
-    ("router/agreement", "router agreement (mixtures of experts)", override_for("router/agreement")),
-    ("correction/dropped", "tokens dropped", f"a correction, for example {override_for('correction/dropped')}"),
+    ("vllm_kl/k3", "the engines' mismatch", ours.GAP.override),
+    ("router/agreement", "router agreement (mixtures of experts)", ours.ROUTING.override),
+    ("correction/dropped", "tokens dropped", f"a correction, for example {ours.CORRECTIONS.override}"),
 ]
 
 

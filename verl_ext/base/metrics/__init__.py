@@ -1,4 +1,4 @@
-"""Every metric once, in table.md: name, meaning, unit, which way is better, who logs it and when.
+"""Every metric once: name, meaning, unit, which way is better, who logs it and when.
 
 Labels, units and directions in the report come from here, as does what the guard may expect of a signal;
 `python tools/metrics_page.py > docs/metrics.md` makes the page.
@@ -6,11 +6,12 @@ Labels, units and directions in the report come from here, as does what the guar
 
 from difflib import get_close_matches
 from functools import lru_cache
-from pathlib import Path
 
-from verl_ext.base.metrics.metric import Metric, Section, read_sections
+from verl_ext.base.metrics import ours
+from verl_ext.base.metrics.metric import Metric, Section
+from verl_ext.base.metrics.verls import VERL
 
-SECTIONS = read_sections(Path(__file__).with_name("table.md").read_text(encoding="utf-8"))
+SECTIONS: tuple[Section, ...] = (*ours.SECTIONS, VERL)
 METRICS = {metric.name: metric for section in SECTIONS for metric in section.metrics}
 MUST_BE_FINITE = tuple(name for name, metric in METRICS.items() if metric.finite)
 
@@ -19,18 +20,13 @@ def _prefixes(section: Section) -> list[str]:
     return [f"{metric.name.split('/')[0]}/" for metric in section.metrics]
 
 
-OURS = tuple(dict.fromkeys(each for section in SECTIONS[:-1] for each in _prefixes(section) if each != "actor/"))
+OURS = tuple(dict.fromkeys(each for section in ours.SECTIONS for each in _prefixes(section) if each != "actor/"))
 
 
 @lru_cache(maxsize=4096)
 def find(name: str) -> Metric | None:
     """The metric of this name, or the first family that it belongs to."""
     return METRICS.get(name) or next((each for each in METRICS.values() if each.pattern.fullmatch(name)), None)
-
-
-def override_for(name: str) -> str:
-    """The override that makes a run log this metric; "" where none is known."""
-    return next((section.override for section in SECTIONS if METRICS[name] in section.metrics), "")
 
 
 def comes_late(name: str) -> bool:

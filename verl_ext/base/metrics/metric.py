@@ -1,9 +1,9 @@
-"""The description of a metric, and how it is read from table.md."""
+"""The description of a metric."""
 
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 Scale = Literal["linear", "log"]
 Better = Literal["higher", "lower", ""]
@@ -64,27 +64,3 @@ class Section:
     metrics: tuple[Metric, ...]
     override: str = ""
     of_gap: bool = False
-
-
-def read_sections(text: str) -> tuple[Section, ...]:
-    """The sections of table.md, whose head says what stands in it."""
-    return tuple(_section_of(part) for part in text.split("\n## ")[1:])
-
-
-def _section_of(part: str) -> Section:
-    title, *lines = part.splitlines()
-    rows = [line for line in lines if line.startswith("|")][2:]
-    tags = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
-    said = [line for line in lines if line and not line.startswith(("|", "- "))]
-    override = next((tag.removeprefix("override: ") for tag in tags if tag.startswith("override: ")), "")
-    return Section(title, " ".join(said), tuple(map(_metric_of, rows)), override, of_gap="of the gap" in tags)
-
-
-def _metric_of(row: str) -> Metric:
-    cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
-    name, meaning, unit, better, when, more = cells
-    found: dict[str, Any] = {}
-    for word in filter(None, more.split("; ")):
-        key, named, value = word.partition(": ")
-        found |= {"scale": "log"} if key == "log" else {key: value if named else True}
-    return Metric(name.strip("`"), meaning, unit, better, when=when, **found)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from verl_ext.base.metrics import METRICS, find, override_for
+from verl_ext.base.metrics import METRICS, find, ours
 from verl_ext.base.metrics.buckets import NAMES
 from verl_ext.report.figures import columns, gap
 from verl_ext.report.figures.lines import (
@@ -160,7 +160,7 @@ PANELS = (
         "ends in collapse: act while the predicted crossing is far.",
         gap.kl_chart,
         "No log-probabilities of the rollout were compared.",
-        override_for(K3),
+        ours.GAP.override,
         metric=K3,
         log=True,
     ),
@@ -171,7 +171,7 @@ PANELS = (
         "flat, and past 0.05 training was seen to fail.",
         _line_chart_of(("vllm_kl/prob_diff_max", "max", VERMILION), ("vllm_kl/prob_diff_mean", "mean", BLUE), log=True),
         "No log-probabilities of the rollout were compared.",
-        override_for(K3),
+        ours.GAP.override,
         metric="vllm_kl/prob_diff_mean",
         log=True,
     ),
@@ -189,7 +189,7 @@ PANELS = (
             zero=True,
         ),
         "No correction was on.",
-        override_for("correction/dropped"),
+        ours.CORRECTIONS.override,
         metric="correction/dropped",
         zero=True,
     ),
@@ -205,7 +205,7 @@ PANELS = (
             unit="nats",
         ),
         "No correction was on, or it dropped nothing.",
-        override_for("correction/dropped"),
+        ours.CORRECTIONS.override,
         metric="correction/entropy_dropped",
         zero=True,
     ),
@@ -216,7 +216,7 @@ PANELS = (
         "likely ones climb, the engines compute different functions.",
         _bucket_chart("prob"),
         "No log-probabilities of the rollout were compared, or stability.breakdown is off.",
-        override_for(K3),
+        ours.GAP.override,
     ),
     Panel(
         "by_position",
@@ -242,7 +242,7 @@ PANELS = (
         "together.",
         columns.agreement_chart,
         "The experts of the two engines were not compared.",
-        override_for(columns.AGREEMENT),
+        ours.ROUTING.override,
         metric=columns.AGREEMENT,
         compared="Share of a token's experts that both engines chose, at the end of each run; lower is worse. Where "
         "one run lies far below, routing replay (stability=r3) holds the engines together.",

@@ -1,0 +1,344 @@
+"""The metrics of this package. Notation as in the README: l_infer, l_old, l_theta, and k = exp(l_old - l_infer)."""
+
+from functools import partial
+
+from verl_ext.base.metrics.metric import Metric, Section
+
+AXES = "{prob,entropy,position,turn}"
+LOSS = "nats a token"
+
+after = partial(Metric, when="after")
+divergence = partial(Metric, better="lower", scale="log")
+by_sign = partial(Metric, rare=True)  # a batch may have none of a sign
+by_lag = rescored = partial(Metric, rare=True)  # a batch may have no trajectory of a lag; with stability.rescoring
+
+GAP = Section(
+    "The gap between the engines",
+    "With `stability.metrics=true`, or whatever reads them: a correction, a filter, a threshold, a rule, dumped "
+    "trajectories. Over the response tokens that the model wrote (m = 1). In the asynchronous modes a rollout may be "
+    "older than the policy it trains; then all of them include what the policy moved in between, and come by lag, the "
+    "number of weight versions: `/lag/0` is the engines' part, `/lag/span` of trajectories that several versions "
+    "sampled. In bypass mode they are of a step's first mini-batch, after batch filters, not by lag, and come with the "
+    "update. By bucket of an axis, such as `/prob/0-0.01`, `/entropy/2-`, `/position/0-256`, `/turn/01`: with "
+    "`stability.breakdown=true`, the default, where more than one bucket of the axis is in use; and by the sign of the "
+    "advantage, but not in bypass mode.",
+    (
+        Metric(
+            "vllm_kl/k1",
+            "mean of l_infer - l_old, an estimate of KL(rollout || training) that can be negative",
+            LOSS,
+            worst="largest",
+            finite=True,
+            label="engine KL, k1",
+            verls="rollout_corr/kl",
+        ),
+        divergence(
+            "vllm_kl/k3",
+            "mean of k - log k - 1, the same KL, never negative",
+            LOSS,
+            worst="highest",
+            finite=True,
+            label="engine KL, k3",
+            verls="rollout_corr/k3_kl",
+        ),
+        divergence(
+            "vllm_kl/prob_diff_mean",
+            "mean of |exp(l_infer) - exp(l_old)|",
+            label="mean prob. diff.",
+            verls="training/rollout_probs_diff_mean",
+        ),
+        divergence(
+            "vllm_kl/prob_diff_max",
+            "the largest of them",
+            worst="highest",
+            label="largest prob. diff.",
+            verls="training/rollout_probs_diff_max",
+        ),
+        divergence("vllm_kl/prob_diff_std", "their standard deviation"),
+        divergence("vllm_kl/log_ratio_abs_mean", "mean of |l_infer - l_old|", LOSS),
+        divergence("vllm_kl/log_ratio_abs_max", "the largest of them", LOSS),
+        Metric("vllm_kl/ess", "effective sample size of k: (sum k)^2 / sum k^2 over the tokens", "share", "higher"),
+        divergence("vllm_kl/chi2", "mean of k^2, less 1"),
+        divergence(
+            "vllm_kl/sequence_gap_mean",
+            "mean of |mean of l_infer - l_old over a response|, which `geo_mask` and `opsm` bound",
+            LOSS,
+        ),
+        divergence("vllm_kl/sequence_gap_max", "the largest of them", LOSS),
+        Metric(f"vllm_kl/share/{AXES}/*", "tokens in the bucket", "share"),
+        Metric(f"vllm_kl/k1/{AXES}/*", "k1 of the bucket's tokens", LOSS),
+        divergence(f"vllm_kl/k3/{AXES}/*", "k3 of the bucket's tokens", LOSS),
+        by_sign("vllm_kl/share/advantage/{positive,negative}", "tokens with an advantage of this sign", "share"),
+        by_sign("vllm_kl/k1/advantage/{positive,negative}", "their k1", LOSS),
+        by_sign("vllm_kl/k3/advantage/{positive,negative}", "their k3", LOSS, better="lower", scale="log"),
+        by_sign("vllm_kl/advantage_skew", "k1 of positive advantages less k1 of negative ones", LOSS, worst="largest"),
+        by_lag("vllm_kl/share/lag/*", "tokens whose trajectory was sampled so many versions ago", "share"),
+        by_lag("vllm_kl/k1/lag/*", "their k1", LOSS),
+        by_lag("vllm_kl/k3/lag/*", "their k3", LOSS, better="lower", scale="log"),
+        by_lag("vllm_kl/log_ratio_abs_mean/lag/*", "their |l_infer - l_old|", LOSS, better="lower", scale="log"),
+        rescored("vllm_kl/engine/k1", "mean of l_infer - l, of l under the weights that sampled a trajectory", LOSS),
+        rescored("vllm_kl/engine/k3", "k3 of these: the engines' part", LOSS, better="lower", scale="log"),
+        rescored("vllm_kl/engine/log_ratio_abs_mean", "their |l_infer - l|", LOSS, better="lower", scale="log"),
+        rescored("vllm_kl/stale/k1", "mean of l - l_old: what the policy has moved since", LOSS),
+        rescored("vllm_kl/stale/k3", "by how much that raises k3; it may lower it", LOSS),
+        rescored("vllm_kl/rescored", "trajectories of these five; engine and stale add up to their k1 and k3"),
+    ),
+    override="stability.metrics=true",
+    of_gap=True,
+)
+
+HEAD = Section(
+    "The sampler's head",
+    "With `stability.head.k`, or what asks for it: truncated sampling, score centering. From the most likely tokens of "
+    "each place, which the rollout returns with the sampled one, and the training engine's log-probabilities of the "
+    "same: they do not hang on which token was drawn. Not in bypass mode, which has no compute_log_prob.",
+    (
+        divergence(
+            "vllm_kl/head",
+            "KL(rollout || training) over the head, all other tokens as one: what k1 and k3 estimate, or a little "
+            "less, without their noise; with truncated sampling over the kept tokens",
+            LOSS,
+            worst="highest",
+            label="engine KL, head",
+        ),
+        Metric("vllm_kl/head_mass", "what the rollout gives to the head", "share"),
+        Metric(
+            "vllm_kl/head_differs", "tokens whose most likely one is another in the training engine", "share", "lower"
+        ),
+        Metric("vllm_kl/head_missing", "tokens of the model that came without a head", "share", "lower"),
+        after("actor/score_centering", "the term that centers the score, in the loss"),
+    ),
+    override="stability.head.k=32",
+    of_gap=True,
+)
+
+CORRECTIONS = Section(
+    "Corrections",
+    "With a correction; in bypass mode as the gap. IcePop's authors saw 1 to 2 per mille of the tokens dropped, rising "
+    "as training went on ([their post](https://ringtech.notion.site/icepop), figure 10), and later a share that fell "
+    "while the gap grew ([KPop](https://ringtech.notion.site/kpop)).",
+    (
+        Metric("correction/dropped", "tokens at weight 0", "share", worst="highest", label="tokens dropped"),
+        Metric(
+            "correction/dropped_low",
+            "of them, those below the bounds of a correction",
+            "share",
+            worst="highest",
+            label="ratio too low",
+        ),
+        Metric("correction/dropped_high", "the others", "share", worst="highest", label="ratio too high"),
+        Metric(f"correction/{{dropped_low,dropped_high}}/{AXES}/*", "the same of the bucket's tokens", "share"),
+        by_lag(
+            "correction/{dropped_low,dropped_high}/lag/*",
+            "the same of the tokens sampled so many versions ago",
+            "share",
+        ),
+        Metric("correction/sequences_dropped", "responses that kept no token", "share"),
+        Metric("correction/weight_mean", "mean weight of a token"),
+        Metric("correction/entropy_dropped", "mean entropy of the tokens dropped, where there are any", "nats"),
+        Metric("correction/entropy_kept", "mean entropy of the tokens kept", "nats"),
+        Metric(
+            "correction/*/low",
+            "tokens (responses, for `mis`, `geo_mask`, `tis_sequence`) below the bounds of the correction so named",
+            "share",
+        ),
+        Metric("correction/*/high", "the same above them", "share"),
+    ),
+    override="stability=icepop",
+    of_gap=True,
+)
+
+ROUTING = Section(
+    "Routing",
+    "With `stability.router_agreement=true`. T and I are the experts that training and inference chose for a token "
+    "in a layer; means are over the tokens compared and the MoE layers, which are numbered from 0 (dense ones left "
+    "out). What compares the agreement with the gap also needs the metrics of the gap.",
+    (
+        Metric(
+            "router/agreement",
+            "experts that both engines chose: |T and I| / top-k",
+            "share",
+            "higher",
+            worst="lowest",
+            label="router agreement",
+        ),
+        Metric(
+            "router/agreement/error",
+            "with `stability.router_agreement_share` below 1: its standard error as the agreement of the whole batch, "
+            "which lies within two of them in about 95% of steps",
+            "share",
+            "lower",
+            label="standard error",
+        ),
+        Metric("router/sampled", "with it, the trajectories compared, of those with generated tokens", "share"),
+        Metric("router/agreement/layer_*", "the same in one layer", "share", "higher", worst="lowest"),
+        Metric(f"router/agreement/{AXES}/*", "the same of the bucket's tokens", "share", "higher"),
+        by_lag("router/agreement/lag/*", "the same of the tokens sampled so many versions ago", "share", "higher"),
+        Metric("router/exact_match", "tokens with T = I", "share", "higher"),
+        Metric("router/exact_match/layer_*", "the same in one layer", "share", "higher"),
+        Metric(
+            "router/any_layer_differs",
+            "tokens with T != I in at least one layer",
+            "share",
+            "lower",
+            worst="highest",
+            label="differs in any layer",
+        ),
+        Metric("router/first_differing_layer", "of these tokens, mean number of the first such layer"),
+        Metric("router/first_differs/layer_*", "tokens of which this layer is the first that differs", "share"),
+        Metric(
+            "router/margin_equal",
+            "gap between the k-th and the next of the scores that the top-k is taken of, where T = I; as far as the "
+            "engine's adapter sees it",
+        ),
+        Metric("router/margin_differs", "the same where T != I"),
+        Metric(
+            "router/own_agreement",
+            "under replay, the agreement of the experts that the training router would have chosen itself",
+            "share",
+            "higher",
+        ),
+        Metric("router/tokens", "tokens compared", "tokens"),
+        Metric("router/unknown", "tokens to be compared whose routing the rollout did not return", "share", "lower"),
+        Metric(
+            "router/invalid",
+            "tokens whose routing was refused, for no router chooses like that; they route themselves",
+            "share",
+            "lower",
+            worst="highest",
+            label="routing refused",
+        ),
+        Metric("router/disagreement_gap_correlation", "correlation of 1 - agreement with |log k|, where both vary"),
+        Metric("router/gap_equal", "mean |log k| of the tokens whose experts all agree", LOSS, "lower"),
+        Metric("router/gap_differs", "mean |log k| of the others", LOSS, "lower"),
+    ),
+    override="stability.router_agreement=true",
+    of_gap=True,
+)
+
+FILTERS = Section(
+    "Filters",
+    "With batch filters, or `stability.denominator=kept`. Shares are of the batch's tokens and of its trajectories "
+    "with a token.",
+    (
+        after("filter/kept_tokens", "tokens that all filters kept", "share"),
+        after("filter/kept_trajectories", "trajectories that kept a token", "share"),
+        after("filter/*/dropped_tokens", "tokens that this filter dropped, and none before it", "share"),
+        after("filter/*/dropped_trajectories", "trajectories of which it dropped all that was left", "share"),
+        after("filter/retokenization_drift/drifted", "trajectories that encode otherwise than they were", "share"),
+        after("filter/*/*", "what a filter of your own returns"),
+    ),
+)
+
+GUARD = Section(
+    "The guard",
+    "Wherever the metrics of the gap are measured ([docs/guard.md](guard.md)). The growth is that of k3, or of "
+    "`stability.guard.boundary.signal`.",
+    (
+        after(
+            "guard/skipped",
+            "updates skipped in this step: 0 or 1, where it has one",
+            "share",
+            "lower",
+            label="updates skipped",
+        ),
+        after("guard/skips", "updates skipped so far, over restarts", "updates", "lower"),
+        after("guard/rollbacks", "rollbacks so far, over restarts", "rollbacks", "lower"),
+        after(
+            "guard/undos",
+            "updates taken back so far, over restarts, where a rule can do that",
+            "updates",
+            "lower",
+            rare=True,
+        ),
+        after(
+            "guard/lr_scale", "what the schedule's learning rate is multiplied by, where a rule can lower it", rare=True
+        ),
+        after("guard/threshold", "`stability.batch_skip.threshold`", rare=True),
+        after("guard/boundary", "`stability.guard.boundary.value`, where the growth is that of k3", LOSS, rare=True),
+        after("guard/tightened", "1 while IcePop's band is narrowed, where a rule can do that", rare=True),
+        Metric(
+            "guard/growth_rate", "slope of log k3 over its last readings, from 8 on", "nats a step", "lower", rare=True
+        ),
+        Metric("guard/growth_rate_low", "the lower end of its interval", "nats a step", rare=True),
+        Metric("guard/growth_rate_high", "the upper end", "nats a step", rare=True),
+        Metric(
+            "guard/steps_to_boundary",
+            "until k3 passes the boundary, if it grows on like this; 0 past it, 1000 where it is not in sight",
+            "steps",
+            "higher",
+        ),
+        Metric(
+            "guard/growth_mixed",
+            "0 where that growth is of the engines alone (lag 0, or rescored), 1 where the rollouts' age is in it",
+            rare=True,
+        ),
+        Metric(
+            "guard/mask_blind",
+            "1 while k3 grows for certain and ever fewer tokens are dropped, where `icepop` is a correction",
+            better="lower",
+            rare=True,
+        ),
+        Metric(
+            "guard/collapsed",
+            "1 while the reward has lost nine tenths of its best and stays there",
+            better="lower",
+            rare=True,
+        ),
+    ),
+    of_gap=True,
+)
+
+SYNC = Section(
+    "The weight sync",
+    "With `stability.sync_canary.trajectories`, after each sync that is looked at; the worst of the rollout engines. "
+    "The share of what training's log-probabilities moved, since the last sync that arrived, that is in the rollout's "
+    "too ([docs/guard.md](guard.md#a-weight-sync-that-did-not-happen)): 1 but for rounding, 0 where nothing came.",
+    (
+        after("sync/moved", "root mean square of what training moved, on a token", LOSS, rare=True),
+        after("sync/arrived_low", "the lower end of the share's interval", "share", "higher", rare=True),
+        after(
+            "sync/arrived_high",
+            "the upper end, once the updates have moved more than the gap may hide",
+            "share",
+            "higher",
+            worst="lowest",
+            rare=True,
+            label="update arrived, at most",
+        ),
+    ),
+    override="stability.sync_canary.trajectories=8",
+)
+
+UPDATE = Section(
+    "In the update",
+    "From the workers, with the feature that the name says: the mini-batch gate, a policy loss, OPSM, a filter, "
+    "routing replay. Shares and means are of a micro-batch, averaged over the step.",
+    (
+        after("actor/gate/refused", "mini-batches whose optimizer step was refused", "share", "lower"),
+        after("actor/gate/vllm_kl", "k3 of l_infer against l_theta", LOSS),
+        after("actor/gate/policy_kl", "k3 of l_old against l_theta; not in bypass mode, where it is the other", LOSS),
+        after("actor/after_update/policy_kl", "k3 of l_old against the policy that the update made", LOSS),
+        after(
+            "actor/after_update/vllm_kl", "k3 of l_infer against it; both over a few trajectories of the batch", LOSS
+        ),
+        after("actor/gate/grad_norm", "the gradient's norm before clipping, where it is bounded"),
+        after("actor/icepop/dropped_low", "tokens below the band", "share"),
+        after("actor/icepop/dropped_high", "tokens above it", "share"),
+        after("actor/opsm/dropped", "tokens dropped", "share"),
+        after("actor/opsm/sequences_dropped", "responses dropped", "share"),
+        after("actor/opsm/mismatch", "l_infer - l_old over a response: between the engines (bypass: 0)", LOSS),
+        after(
+            "actor/opsm/{mismatch,sequences_dropped}/lag/*", "what responses sampled so many versions ago bring to it"
+        ),
+        after("actor/opsm/staleness", "l_old - l_theta over a response: since the old policy (bypass: both)", LOSS),
+        after("actor/llds/penalised", "tokens penalised", "share"),
+        after("actor/llds/penalty", "mean of max(0, l_old - l_theta) over all tokens, 0 where it does not count", LOSS),
+        after("actor/router_shift/factor", "mean of RSPO's factor on the ratio"),
+        after("actor/router_shift/floored", "tokens at its floor", "share"),
+        after("actor/filter_scale", "what sequence means are multiplied by, where filters dropped whole responses"),
+        after("actor/router_own_agreement", "`router/own_agreement` of the update's own pass", "share", "higher"),
+    ),
+)
+
+SECTIONS = (GAP, HEAD, CORRECTIONS, ROUTING, FILTERS, GUARD, SYNC, UPDATE)
