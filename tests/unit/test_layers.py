@@ -65,3 +65,17 @@ def test_a_room_imports_only_what_is_below_it(room):
 @pytest.mark.parametrize("room", WITHOUT)
 def test_a_room_works_without_the_engines_that_it_need_not_know(room):
     assert not {(file, name) for file, name in imports_of(room) if name.split(".")[0] in WITHOUT[room]}
+
+
+# Names that several files may have: what every feature's file offers, and entry points.
+SHARED = {"check", "apply", "lines", "loss_settings", "main"}
+
+
+def test_a_name_is_defined_once():
+    """A search for the name of a class or function finds one place."""
+    found: dict[str, list[str]] = {}
+    for file in sorted((ROOT / "verl_ext").rglob("*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.setdefault(node.name, []).append(file.relative_to(ROOT).as_posix())
+    assert {name: files for name, files in found.items() if len(files) > 1 and name not in SHARED} == {}

@@ -42,7 +42,7 @@ class NullEvent:
         return 0.0
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None: ...
+def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 def _resident_bytes(*args: Any) -> int:
@@ -59,12 +59,12 @@ def cpu_device_module() -> types.ModuleType:
         "device_count": lambda: 1,
         "current_device": lambda: torch.device("cpu"),
         "get_device_name": lambda *args: "cpu",
-        "set_device": _nothing,
-        "synchronize": _nothing,
-        "empty_cache": _nothing,
-        "ipc_collect": _nothing,
-        "reset_peak_memory_stats": _nothing,
-        "set_per_process_memory_fraction": _nothing,
+        "set_device": _do_nothing,
+        "synchronize": _do_nothing,
+        "empty_cache": _do_nothing,
+        "ipc_collect": _do_nothing,
+        "reset_peak_memory_stats": _do_nothing,
+        "set_per_process_memory_fraction": _do_nothing,
         "Stream": lambda *args, **kwargs: NullStream(),
         "stream": lambda stream: NullStream(),
         "current_stream": lambda *args: NullStream(),

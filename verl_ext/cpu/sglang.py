@@ -22,12 +22,12 @@ from verl_ext.upstream import sglang_processes
 LEFT_OUT = ("sgl_kernel", "torchvision", "IPython")
 
 
-def start_processes(server_module: Any) -> Undo:
+def start_cpu_processes(server_module: Any) -> Undo:
     """`upstream.sglang_processes.start_processes`, for processes that import this module first."""
-    return sglang_processes.start_processes(server_module, run_process)
+    return sglang_processes.start_processes(server_module, run_cpu_process)
 
 
-def run_process(*args: Any, **kwargs: Any) -> None:
+def run_cpu_process(*args: Any, **kwargs: Any) -> None:
     sglang_processes.run_process(*args, **kwargs)
 
 

@@ -1,5 +1,4 @@
-"""Published model shapes, and what follows from them: parameters, active parameters, bytes of KV cache a token. And
-whether a model's folder is one.
+"""Published model shapes, and what follows from them: parameters, active parameters, bytes of KV cache a token.
 
 Numbers are those of the config.json on Hugging Face. That file itself was not at hand for any of them: `source` says
 which copy of its numbers was read instead. tests/unit/recipes/test_cluster_recipes.py compares the parameters that they
@@ -7,9 +6,7 @@ give with those that the publishers name. Norms and biases are left out, below 0
 multi-token prediction, which the recipes do not train.
 """
 
-import os
 from dataclasses import dataclass
-from typing import Any
 
 from verl_ext.base.errors import ConfigError
 
@@ -295,19 +292,3 @@ def shape_of(path: str) -> ModelShape:
     raise ConfigError(
         f"actor_rollout_ref.model.path={path} is none of the models of verl_ext/launch/models.py: {', '.join(SHAPES)}"
     )
-
-
-def check_folder(model: Any) -> None:
-    """Refuse a model path on this machine that does not exist, or that has no config.json.
-
-    Names on the Hugging Face Hub and remote paths are left to verl.
-    """
-    path = os.path.expanduser(model.path)
-    if os.path.isdir(path):
-        if not model.get("hf_config_path") and not os.path.isfile(os.path.join(path, "config.json")):
-            raise ConfigError(
-                f"actor_rollout_ref.model.path={model.path} has no config.json: it is not the folder of a model in "
-                "Hugging Face's format; correct the path"
-            )
-    elif "://" not in path and (path.count("/") > 1 or path.startswith((".", "/"))):  # the Hub has NAME and OWNER/NAME
-        raise ConfigError(f"actor_rollout_ref.model.path={model.path} does not exist; correct the path")

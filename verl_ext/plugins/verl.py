@@ -31,8 +31,9 @@ def load() -> None:
         from verl_ext.cpu import platform
 
         platform.install_platform()
-    starter = "verl_ext.cpu.sglang" if runs_on_cpu() else "verl_ext.upstream.sglang_processes"
-    register_post_import_hook(f"{starter}:start_processes", SGLANG_SERVER)
+    on_gpu = "verl_ext.upstream.sglang_processes:start_processes"
+    start_processes = "verl_ext.cpu.sglang:start_cpu_processes" if runs_on_cpu() else on_gpu
+    register_post_import_hook(start_processes, SGLANG_SERVER)
 
 
 try:

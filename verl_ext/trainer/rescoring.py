@@ -34,7 +34,7 @@ def rescore(
         temperature: of the rollout.
     """
     kept = workers.keep_version(step - 2, oldest=step - 1 - settings.versions)[0]
-    chosen = choose_rows(batch.tags, kept, settings.trajectories, seed=step) if step % settings.every == 0 else {}
+    chosen = rows_by_version(batch.tags, kept, settings.trajectories, seed=step) if step % settings.every == 0 else {}
     if not chosen:
         return {}
     found: dict[str, Tensor] = {}
@@ -55,7 +55,9 @@ def rescore(
     return found
 
 
-def choose_rows(tags: Sequence[Mapping[str, Any]], kept: Sequence[int], count: int, seed: int) -> dict[int, list[int]]:
+def rows_by_version(
+    tags: Sequence[Mapping[str, Any]], kept: Sequence[int], count: int, seed: int
+) -> dict[int, list[int]]:
     """Version -> rows: up to `count` at random, of the trajectories that one of the kept versions sampled alone."""
     able = [
         row
