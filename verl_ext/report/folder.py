@@ -46,18 +46,24 @@ def write_pages(
 
 def _write_trajectories(run: Run, dump: Path, out: Path, *, again: bool) -> Path:
     """ReportError where the run's page cannot have one of trajectories, or not yet."""
+    if run.last and again and _dump_bytes(dump) > LARGE_DUMP:
+        raise ReportError(f"{dump.name} is large: the page of trajectories is written when the watch ends")
+    own, notes = read_own(run, dump)
+    newest = _newest(own)
+    more = [f"the newest {len(newest)} of {len(own)} trajectories are shown"] if len(newest) < len(own) else []
+    title = f"{run.name}: trajectories"
+    return write_trajectory_page(newest, out / TRAJECTORIES, title=title, report=PAGE, notes=[*notes, *more])
+
+
+def read_own(run: Run, dump: Path) -> tuple[list[Trajectory], list[str]]:
+    """The trajectories of a dump that are this run's, one at least, and notes. ReportError where none is."""
     if not run.last:
         raise ReportError(f"{dump.name} holds trajectories of the file's last run: not shown")
-    if again and _dump_bytes(dump) > LARGE_DUMP:
-        raise ReportError(f"{dump.name} is large: the page of trajectories is written when the watch ends")
     found, notes = read_trajectories(dump)
     own, note = _own_trajectories(found, int(run.steps[-1]))
     if not own:
         raise ReportError(f"{dump.name}: {note[0]}")
-    newest = _newest(own)
-    more = [f"the newest {len(newest)} of {len(own)} trajectories are shown"] if len(newest) < len(own) else []
-    title = f"{run.name}: trajectories"
-    return write_trajectory_page(newest, out / TRAJECTORIES, title=title, report=PAGE, notes=[*notes, *note, *more])
+    return own, [*notes, *note]
 
 
 def _dump_bytes(dump: Path) -> int:
