@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MOST_CELLS = 1 << 28  # 2 GiB; a run of 10,000 steps with 500 metrics has 5 million
 COLUMNS = 100  # of what is shown as text
-FRAME = '<iframe srcdoc="{page}" style="width: 100%; height: 640px; border: 0"></iframe>'
+IFRAME = '<iframe srcdoc="{page}" style="width: 100%; height: 640px; border: 0"></iframe>'
 TEXT = '<pre style="line-height: 1.3; white-space: pre">{code}</pre>'
 
 
@@ -157,20 +157,18 @@ class ComparedRuns(_Shown):
 
     @cached_property
     def frame(self) -> "pd.DataFrame":
-        """The table as a pandas frame of texts: a row for each metric; for each run `value`, `change` and `verdict`."""
+        """The table as a pandas frame of texts: a row for each metric; `value`, `change`, `verdict` of each run."""
         import pandas as pd
 
         from verl_ext.report.comparison import comparison_rows
 
-        rows = {
-            row["metric"]: {
-                (cell["run"], part): cell[part] for cell in row["cells"] for part in ("value", "change", "verdict")
-            }
-            for row in comparison_rows(self.comparison)
+        rows = comparison_rows(self.comparison)
+        texts = {
+            (name, part): [row["cells"][place][part] for row in rows]
+            for place, name in enumerate(self.comparison.names)
+            for part in (("value", "change", "verdict") if place else ("value",))
         }
-        frame = pd.DataFrame.from_dict(rows, orient="index")
-        frame.columns = pd.MultiIndex.from_tuples(frame.columns)
-        return frame.drop(columns=[(self.comparison.names[0], part) for part in ("change", "verdict")])
+        return pd.DataFrame(texts, index=[row["metric"] for row in rows])
 
     def figure(self, key: str) -> "alt.LayerChart":
         """The report's figure of this key, with all runs in it. ReportError where no run has such data."""
@@ -193,7 +191,7 @@ class TokenView:
 
         with TemporaryDirectory() as folder:
             page = write_trajectory_page([self.trajectory], Path(folder) / "page.html", title=self.run)
-            return FRAME.format(page=html.escape(page.read_text(encoding="utf-8")))
+            return IFRAME.format(page=html.escape(page.read_text(encoding="utf-8")))
 
 
 def _panel(key: str) -> "Panel":

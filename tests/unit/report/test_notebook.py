@@ -135,6 +135,7 @@ def test_what_is_not_there_is_one_line(tmp_path):
         run.figure("vllm_kl")
     with pytest.raises(ReportError, match=r"^reward: No critic/score/mean: verl logs it"):
         compare(run, run).figure("reward")
+    assert compare(run, run).frame.empty
     with pytest.raises(ReportError, match=r"no trajectories beside this file; add stability\.trajectories\.per_step=2"):
         run.tokens()
 
