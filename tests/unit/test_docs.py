@@ -96,3 +96,8 @@ def test_the_settings_page_has_every_setting_with_its_default():
 def test_the_front_page_names_every_correction():
     named = set(re.findall(r"`(?:stability=)?(\w+)`", read(ROOT / "README.md")))
     assert set(CORRECTIONS) <= named, "in the table of README.md, What you can switch on"
+
+
+def test_the_page_of_checks_names_every_benchmark():
+    page = read(ROOT / "docs" / "checks.md")
+    assert [file.name for file in (ROOT / "tools").glob("bench_*.py") if f"tools/{file.name}" not in page] == []

@@ -251,6 +251,13 @@ def run_compare(arguments: argparse.Namespace) -> int:
     return outcome.status
 
 
+def missing_package(error: ModuleNotFoundError) -> str:
+    """What to install. Raises the error again where its module is not one of the report's own."""
+    if error.name not in (*DRAWING, STATISTICS):
+        raise error
+    return f"{error.name} is missing: pip install {STATISTICS if error.name == STATISTICS else LIBRARIES}"
+
+
 class _Outcome:
     status = 0
 
@@ -264,10 +271,7 @@ def errors_are_one_line(command: str) -> Iterator[_Outcome]:
     try:
         yield outcome
     except ModuleNotFoundError as error:
-        if error.name not in (*DRAWING, STATISTICS):
-            raise
-        packages = STATISTICS if error.name == STATISTICS else LIBRARIES
-        print(f"verl-ext {command}: {error.name} is missing: pip install {packages}", file=sys.stderr)
+        print(f"verl-ext {command}: {missing_package(error)}", file=sys.stderr)
         outcome.status = FAILED
     except (ReportError, OSError) as error:
         print(f"verl-ext {command}: {printable(str(error), MOST_MESSAGE)}", file=sys.stderr)

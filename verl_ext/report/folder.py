@@ -50,19 +50,25 @@ def write_pages(
 
 def _write_trajectories(run: Run, dump: Path, out: Path, *, again: bool) -> Path:
     """ReportError where the run's page cannot have one of trajectories, or not yet."""
+    parts = [part for part in (dump, older_part(dump)) if is_regular(part)]
+    if run.last and again and sum(part.stat().st_size for part in parts) > LARGE_DUMP:
+        raise ReportError(f"{dump.name} is large: the page of trajectories is written when the watch ends")
+    own, notes = read_own(run, dump)
+    newest = _newest(own)
+    more = [f"the newest {len(newest)} of {len(own)} trajectories are shown"] if len(newest) < len(own) else []
+    title = f"{run.name}: trajectories"
+    return write_trajectory_page(newest, out / TRAJECTORIES, title=title, report=PAGE, notes=[*notes, *more])
+
+
+def read_own(run: Run, dump: Path) -> tuple[list[Trajectory], list[str]]:
+    """The trajectories of a dump that are this run's, one at least, and notes. ReportError where none is."""
     if not run.last:
         raise ReportError(f"{dump.name} holds trajectories of the file's last run: not shown")
-    parts = [part for part in (dump, older_part(dump)) if is_regular(part)]
-    if again and sum(part.stat().st_size for part in parts) > LARGE_DUMP:
-        raise ReportError(f"{dump.name} is large: the page of trajectories is written when the watch ends")
     found, notes = read_trajectories(dump)
     own, note = own_steps(found, int(run.steps[-1]), "trajectory", "trajectories")
     if not own:
         raise ReportError(f"{dump.name}: {note[0]}")
-    newest = _newest(own)
-    more = [f"the newest {len(newest)} of {len(own)} trajectories are shown"] if len(newest) < len(own) else []
-    title = f"{run.name}: trajectories"
-    return write_trajectory_page(newest, out / TRAJECTORIES, title=title, report=PAGE, notes=[*notes, *note, *more])
+    return own, [*notes, *note]
 
 
 def _newest(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.browser import launched, lowest_contrast, needs_browser, open_page
 from tests.unit.report.made_trajectories import dump, line
+from verl_ext.report.notebook import TokenView
 from verl_ext.report.trajectories import load_trajectories, read_trajectories, write_trajectory_page
 
 pytestmark = needs_browser
@@ -280,3 +281,14 @@ def test_a_long_response_is_drawn_in_under_a_second(browser, file):
             " return performance.now() - t; })"
         )
         assert min(times) < 1000, times
+
+
+def test_a_notebook_shows_the_page_in_a_frame(tmp_path, browser, file):
+    view = TokenView("run <1>", load_trajectories(file.parents[1] / "run.trajectories.jsonl")[1])
+    cell = tmp_path / "cell.html"
+    cell.write_text(f"<!doctype html><meta charset=utf-8>{view._repr_html_()}", encoding="utf-8")
+    with open_page(cell, browser=browser) as (page, errors):
+        frame = page.frame_locator("iframe")
+        assert frame.locator("h1").inner_text() == "run <1>"
+        assert "<b>bold</b>" in frame.locator("body").inner_text()
+        assert errors == []

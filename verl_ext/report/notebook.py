@@ -1,0 +1,221 @@
+"""Runs in a notebook: what `verl-ext report` and `verl-ext compare` show, as objects that a cell displays.
+
+What draws is imported when a figure is asked for; `load_run` works without the packages of the `report` extra.
+"""
+
+import html
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from verl_ext.report.command import missing_package
+from verl_ext.report.load import read_run
+from verl_ext.report.run import ReportError, Run
+from verl_ext.report.terminal import dashboard
+from verl_ext.report.verdict import RunVerdict, judge_run
+
+if TYPE_CHECKING:
+    import altair as alt
+    import pandas as pd
+    from rich.console import Console, RenderableType
+
+    from verl_ext.report.comparison import Comparison
+    from verl_ext.report.figures.panels import Panel
+    from verl_ext.report.trajectories import Trajectory
+
+MOST_CELLS = 1 << 28  # 2 GiB; a run of 10,000 steps with 500 metrics has 5 million
+COLUMNS = 100  # of what is shown as text
+IFRAME = '<iframe srcdoc="{page}" style="width: 100%; height: 640px; border: 0"></iframe>'
+TEXT = '<pre style="line-height: 1.3; white-space: pre">{code}</pre>'
+
+
+def load_run(path: str | Path, run: int | None = None) -> "LoadedRun":
+    """A run as it stands on disk: whatever `verl-ext report` reads.
+
+    Args:
+        path: a file or folder of verl's file logger, W&B, MLflow or TensorBoard; PATH:N is the Nth of several runs.
+        run: that number, counted from 1; the last by default.
+
+    Raises:
+        ReportError: there is no run that can be read; one line says why.
+    """
+    return LoadedRun(read_run(Path(path), run))
+
+
+def compare(
+    *runs: "LoadedRun", extra: Sequence[str] = (), window: int | None = None, cut: bool = True
+) -> "ComparedRuns":
+    """Compares the ends of runs with the first one's; the arguments are those of `comparison.compare_runs`."""
+    with _extra_packages():
+        from verl_ext.report.comparison import compare_runs
+
+        found = [loaded.run for loaded in runs]
+        comparison = compare_runs(found, extra=extra, window=window, cut=cut)
+    return ComparedRuns(dict(zip(comparison.names, found, strict=True)), comparison)
+
+
+class _Shown:
+    """An object that a cell displays as the command's text, in colour; `print` and a terminal show it without."""
+
+    def _renderable(self) -> "RenderableType":
+        raise NotImplementedError
+
+    def _console(self) -> "Console":
+        from rich.console import Console
+
+        # Left to itself, rich writes into the cell as well when it finds itself in a notebook.
+        console = Console(file=io.StringIO(), width=COLUMNS, record=True, force_jupyter=False)
+        console.print(self._renderable())
+        return console
+
+    def __repr__(self) -> str:
+        return self._console().export_text()
+
+    def _repr_html_(self) -> str:
+        return self._console().export_html(inline_styles=True, code_format=TEXT)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LoadedRun(_Shown):
+    """One run; a cell displays the verdict, what to do, and the table of metrics."""
+
+    run: Run
+
+    def _renderable(self) -> "RenderableType":
+        return dashboard(self.run, self.verdict)
+
+    @cached_property
+    def verdict(self) -> RunVerdict:
+        return judge_run(self.run)
+
+    @cached_property
+    def frame(self) -> "pd.DataFrame":
+        """The metrics as a pandas frame.
+
+        Index `step` (int64, ascending), a column of float64 for each metric, by the name under which it was logged.
+        NaN where a step did not log it, or logged no number; infinite beyond 1e100. `attrs` has the `name` of the run,
+        its `sources` (files), and `notes`: what was left out of them, and which other runs are there.
+
+        Raises:
+            ReportError: there are more cells than a frame should have.
+        """
+        import pandas as pd
+
+        run = self.run
+        if run.steps.size * len(run.metrics) > MOST_CELLS:
+            raise ReportError(
+                f"{run.name}: a frame of {run.steps.size} steps and {len(run.metrics)} metrics has too many cells; "
+                "verl_ext.report.load.read_run gives each metric with the steps that logged it"
+            )
+        cells = np.full((len(run.metrics), run.steps.size), np.nan)
+        for row, series in zip(cells, run.metrics.values(), strict=True):
+            row[np.searchsorted(run.steps, series.steps)] = series.values
+        frame = pd.DataFrame(cells.T, index=pd.Index(run.steps, name="step"), columns=list(run.metrics))
+        frame.attrs = {"name": run.name, "sources": [str(file) for file in run.sources], "notes": list(run.notes)}
+        return frame
+
+    def figure(self, key: str) -> "alt.LayerChart":
+        """A figure of the report, by its key: `reward`, `vllm_kl`, `dropped`, ... ReportError without such data."""
+        with _extra_packages():
+            panel = _panel(key)
+            return _chart(panel, panel.chart(self.run))
+
+    @cached_property
+    def trajectories(self) -> "list[Trajectory]":
+        """The trajectories that the run wrote down, by step. ReportError where it wrote none."""
+        with _extra_packages():
+            from verl_ext.report.folder import read_own
+            from verl_ext.report.trajectories import REMEDY, trajectories_file
+
+            if (dump := trajectories_file(self.run.sources[0])) is None:
+                raise ReportError(f"{self.run.sources[0]}: no trajectories beside this file; {REMEDY}")
+            return read_own(self.run, dump)[0]
+
+    def tokens(self, number: int = -1) -> "TokenView":
+        """One of `trajectories`, token by token; the last by default."""
+        return TokenView(self.run.name, self.trajectories[number])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ComparedRuns(_Shown):
+    """Runs by the names they are compared under; a cell displays the table of `verl-ext compare` and its notes."""
+
+    runs: dict[str, Run]
+    comparison: "Comparison"
+
+    def _renderable(self) -> "RenderableType":
+        from verl_ext.report.comparison import comparison_table
+
+        return comparison_table(self.comparison)
+
+    @cached_property
+    def frame(self) -> "pd.DataFrame":
+        """The table as a pandas frame of texts: a row for each metric; `value`, `change`, `verdict` of each run."""
+        import pandas as pd
+
+        from verl_ext.report.comparison import comparison_rows
+
+        rows = comparison_rows(self.comparison)
+        texts = {
+            (name, part): [row["cells"][place][part] for row in rows]
+            for place, name in enumerate(self.comparison.names)
+            for part in (("value", "change", "verdict") if place else ("value",))
+        }
+        return pd.DataFrame(texts, index=[row["metric"] for row in rows])
+
+    def figure(self, key: str) -> "alt.LayerChart":
+        """The report's figure of this key, with all runs in it. ReportError where no run has such data."""
+        with _extra_packages():
+            from verl_ext.report.figures.overlay import overlay
+
+            panel = _panel(key)
+            return _chart(panel, overlay(panel, self.runs))
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """One trajectory; a cell displays the report's page of it, coloured by |log k|, with every number on hover."""
+
+    run: str
+    trajectory: "Trajectory"
+
+    def _repr_html_(self) -> str:
+        from verl_ext.report.trajectories import write_trajectory_page
+
+        with TemporaryDirectory() as folder:
+            page = write_trajectory_page([self.trajectory], Path(folder) / "page.html", title=self.run)
+            return IFRAME.format(page=html.escape(page.read_text(encoding="utf-8")))
+
+
+def _panel(key: str) -> "Panel":
+    from verl_ext.report.figures.panels import PANELS
+
+    panels = {panel.key: panel for panel in PANELS}
+    if key not in panels:
+        raise ReportError(f"there is no figure {key!r}; there are {', '.join(panels)}")
+    return panels[key]
+
+
+def _chart(panel: "Panel", chart: "alt.LayerChart | None") -> "alt.LayerChart":
+    """The figure with its title and the looks of the page."""
+    from verl_ext.report.figures.lines import CONFIG
+
+    if chart is None:
+        raise ReportError(f"{panel.key}: {panel.missing}" + (f" Add {panel.override}" if panel.override else ""))
+    return chart.properties(title=panel.title).configure(**CONFIG)
+
+
+@contextmanager
+def _extra_packages() -> Iterator[None]:
+    """Turns the error for a package of the `report` extra that is not installed into one line."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ReportError(missing_package(error)) from error
