@@ -18,7 +18,7 @@ import numpy as np
 from verl_ext.report.command import missing_package
 from verl_ext.report.load import read_run
 from verl_ext.report.run import ReportError, Run
-from verl_ext.report.terminal import dashboard
+from verl_ext.report.terminal import Dashboard
 from verl_ext.report.verdict import RunVerdict, judge_run
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class LoadedRun(_Shown):
     run: Run
 
     def _renderable(self) -> "RenderableType":
-        return dashboard(self.run, self.verdict)
+        return Dashboard(self.run, self.verdict)
 
     @cached_property
     def verdict(self) -> RunVerdict:
@@ -151,9 +151,9 @@ class ComparedRuns(_Shown):
     comparison: "Comparison"
 
     def _renderable(self) -> "RenderableType":
-        from verl_ext.report.comparison import comparison_table
+        from verl_ext.report.comparison import ComparisonTable
 
-        return comparison_table(self.comparison)
+        return ComparisonTable(self.comparison)
 
     @cached_property
     def frame(self) -> "pd.DataFrame":

@@ -145,7 +145,7 @@ class RecordedRouting:
         recorded = output.get(ROUTES, None)
         if recorded is None:
             raise HookError(f"verl returned no {ROUTES} from compute_log_prob, though its engine was built to", (OFF,))
-        for name, value in compare(recorded, rollout, self.recorders, data).items():
+        for name, value in compare_recorded(recorded, rollout, self.recorders, data).items():
             output[name] = value.cpu()
         if self.mode != "R2":
             return _without_routes(output)
@@ -164,7 +164,7 @@ def _without_routes(output: TensorDict | None) -> TensorDict | None:
     return None if output is None else output.exclude(ROUTES)
 
 
-def compare(
+def compare_recorded(
     recorded: Tensor, rollout: Tensor, recorders: Recorders, data: TensorDict, *, block: int = BLOCK
 ) -> dict[str, Tensor]:
     """`routing_outputs` from jagged routes of both engines, [B, n, L, K] and [B, n, l, K], on any device; trajectories
