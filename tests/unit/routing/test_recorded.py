@@ -21,7 +21,7 @@ from tests.support.recorded_routes import (
 )
 from verl_ext.base.errors import HookError
 from verl_ext.core.routing import RouterSums
-from verl_ext.routing.recorded import RecordedRouting, Recorders, compare
+from verl_ext.routing.recorded import RecordedRouting, Recorders, compare_recorded
 
 
 @pytest.mark.parametrize("strategy", ["megatron", "veomni"])
@@ -179,7 +179,7 @@ def test_an_engine_that_records_nothing_is_an_error():
 
 def compared(routes, rollout, recorders=None, **settings):
     recorders = recorders or Recorders("TopKRouter", MOE, LAYERS, EXPERTS)
-    return compare(nested(routes), nested(rollout), recorders, batch(), **settings)
+    return compare_recorded(nested(routes), nested(rollout), recorders, batch(), **settings)
 
 
 @pytest.mark.parametrize("block", [1, 7, 1000])
@@ -202,7 +202,7 @@ def test_tool_tokens_and_unknown_rows_are_not_compared():
     masks = [torch.ones(response, dtype=torch.long) for _, response in LENGTHS]
     masks[0][1] = 0
     data["response_mask"] = nested(masks)
-    found = compare(nested(routes), nested(rollout), Recorders("TopKRouter", MOE, LAYERS, EXPERTS), data)
+    found = compare_recorded(nested(routes), nested(rollout), Recorders("TopKRouter", MOE, LAYERS, EXPERTS), data)
     sums = RouterSums.unpack(found["router_sums"])
     assert sums.tokens.flatten().tolist() == [2, 4, 1, 4] and sums.unknown.flatten().tolist() == [0, 1, 0, 0]
     assert sums.exact.tolist() == [[n] * 3 for n in (2, 4, 1, 4)]
@@ -262,7 +262,7 @@ def test_the_rest_of_a_batch_is_compared_as_if_it_were_alone(left_out, block):
     assert found["router_sums"][gone].sum() == sums.left_out.sum()
     assert all(agreement[row].isnan().all() for row in gone.nonzero()[:, 0])
     if kept:
-        alone = compare(
+        alone = compare_recorded(
             nested([routes[row] for row in kept]), nested([rollout[row] for row in kept]), recorders, batch(which=kept)
         )
         assert torch.equal(found["router_sums"][kept], alone["router_sums"])
