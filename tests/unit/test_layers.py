@@ -1,6 +1,7 @@
 """Imports point down: what each room of the package imports anywhere in its files, inside functions too."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,41 @@ def test_a_name_is_defined_once():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.setdefault(node.name, []).append(file.relative_to(ROOT).as_posix())
     assert {name: files for name, files in found.items() if len(files) > 1 and name not in SHARED} == {}
+
+
+POINTER = re.compile(r"`(?:verl_ext\.)?((?:\w+\.)+)(\w+)`")
+
+
+def named_in(file: Path) -> set[str]:
+    """Dotted names in backticks whose first part is a room of the package: `core.tokens.Lag`."""
+    rooms = {*BELOW, "doctor", "plan"} - {
+        "guard",
+        "lab",
+        "report",
+        "trainer",
+    }  # which are nodes of a config, or a file's name
+    found = {(path + name) for path, name in POINTER.findall(file.read_text(encoding="utf-8"))}
+    return {name for name in found if name.split(".")[0] in rooms}
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name is a folder, a file, or a name that a file defines; a member of that is not looked at."""
+    path = ROOT / "verl_ext"
+    for part in name.split("."):
+        if (path / part).is_dir():
+            path = path / part
+            continue
+        if (file := path / f"{part}.py").is_file():
+            path = file
+            continue
+        text = (path if path.is_file() else path / "__init__.py").read_text(encoding="utf-8")
+        return re.search(rf"^\s*(?:def |class |@?){part}\b", text, flags=re.MULTILINE) is not None
+    return True
+
+
+@pytest.mark.parametrize(
+    "room", ["base", *WITHOUT.keys() - {"base"}, "workers", "trainer", "routing", "upstream", "doctor"]
+)
+def test_names_that_a_file_points_to_are_there(room):
+    files = sorted((ROOT / "verl_ext" / room).rglob("*.py"))
+    assert [(file.name, name) for file in files for name in named_in(file) if not is_there(name)] == []

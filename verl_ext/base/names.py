@@ -38,7 +38,7 @@ WEIGHTS = "rollout_is_weights"  # on the policy-gradient loss
 REF_LOG_PROBS = "ref_log_prob"
 
 # Of the trainer: ours.
-LAG = "version_lag"  # [B, r] int64, a trajectory's bucket of `core.lag.Lag` on each of its tokens
+LAG = "version_lag"  # [B, r] int64, a trajectory's bucket of `core.tokens.Lag` on each of its tokens
 
 # Within a worker's update.
 DEVIATION = "router_deviation"  # what the loss router_shift is made of

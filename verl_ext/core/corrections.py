@@ -1,6 +1,6 @@
 """Corrections: a weight on the policy-gradient loss, made from the mismatch between the engines.
 
-Each is a pure function of what its registration says it reads, and of its settings; `core.weigh` computes those
+Each is a pure function of what its registration says it reads, and of its settings; `core.measure.weigh` computes those
 quantities, multiplies the weights of all corrections that are asked for, and counts what they did. Weights are detached
 constants. A token weighted 0 leaves the numerator of the loss; what divides is the trainer's choice
 (`stability.denominator`). One that acts in the update, on the policy being updated, is a function of a LossBatch that

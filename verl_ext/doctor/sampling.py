@@ -22,7 +22,7 @@ def truncated_sampling(context: Context) -> Iterable[Finding]:
     rollout.top_p and top_k on (verl/trainer/ppo/v1/agent_loop_tq.py), and its training engines know neither. With
     `stability.head` the kept tokens come with each token, and log-probs of both engines are of them (TRL issue 7269).
     """
-    if any(f"{ROLLOUT}.top_p=" in error.found for error in errors_once(context)):  # the run's own check tells it
+    if any(f"{ROLLOUT}.top_p=" in error.found for error in errors_once(context)):  # features/heads.py says so
         return
     top_p, top_k = context.get(f"{ROLLOUT}.top_p", 1), context.get(f"{ROLLOUT}.top_k", -1)
     if top_p >= 1 and top_k <= 0:
@@ -61,7 +61,7 @@ def rollout_logprobs(context: Context) -> Iterable[Finding]:
 
     Source: `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27), whose own default is raw_logprobs, before the
     temperature; `_scale_logits_by_temperature` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) applies it. Of
-    SGLang: `verl_ext.launch.sglang_checks.raw_log_probs`.
+    SGLang: `verl_ext.features.mismatch.raw_log_probs`.
     """
     if context.with_sglang:
         yield from _sglang_log_probs(context)

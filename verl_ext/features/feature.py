@@ -54,7 +54,8 @@ class TableLine:
         at: the place where it acts; `{loss}`, `{routers}` and `{trainer}` stand for PLACES.
         parts: the parts of the plugin that it uses.
         in_loss: whether it is in a worker's loss, asked of what `configure_loss` returns there.
-        proof: asks the started engines for it and returns the place where it was found, which replaces `at`.
+        proof: asks the started engines for it and returns the place where it was found, which replaces `at`. What acts
+            in the trainer itself needs neither this nor `in_loss`.
     """
 
     name: str

@@ -1,6 +1,7 @@
 """All features: what a launch, doctor, plan and the trainer ask of them together, and the start-up table.
 
-The table shows what is on and where it was found on the started engines.
+The table shows what is on and where it acts. What acts in a worker or a rollout engine was found there, or the run
+stops; what acts in the trainer is part of the class that draws the table.
 """
 
 from collections.abc import Iterable
@@ -76,15 +77,15 @@ def loss_settings(run: RunFeatures) -> dict[str, Any]:
     return found
 
 
-class Proven(NamedTuple):
-    """A row of the start-up table: something that is on, and the place where it was found."""
+class StartupRow(NamedTuple):
+    """A row of the start-up table: something that is on, and where it acts."""
 
     name: str
     setting: str
     where: str
 
 
-def verify(run: RunFeatures, trainer_class: type, engines: Engines) -> list[Proven]:
+def verify(run: RunFeatures, trainer_class: type, engines: Engines) -> list[StartupRow]:
     """The lines of the run's features, each with the place where it was found on the started engines.
 
     Raises:
@@ -102,11 +103,11 @@ def verify(run: RunFeatures, trainer_class: type, engines: Engines) -> list[Prov
         if line.in_loss and not all(line.in_loss(told) for told in engines.losses):
             raise HookError(f"{line.name} ({line.setting}) is switched on, and a worker's loss does without it")
         at = line.proof(engines) if line.proof else line.at
-        rows.append(Proven(line.name, line.setting, at.format(**places)))
+        rows.append(StartupRow(line.name, line.setting, at.format(**places)))
     return rows
 
 
-def print_table(rows: Iterable[Proven]) -> None:
+def print_table(rows: Iterable[StartupRow]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

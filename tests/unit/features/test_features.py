@@ -3,8 +3,10 @@
 import pytest
 
 from verl_ext.features.feature import Part
+from verl_ext.features.guard import AFTER_RULE
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import read_features
+from verl_ext.launch.compose import stability_choices
 
 ACTOR = "actor_rollout_ref.actor"
 REPLAY = f"{ACTOR}.fsdp_config.router_replay.mode"
@@ -109,3 +111,14 @@ def test_settings_are_said(asked):
         "refuse past, vllm_kl 0.1",
         "r: rollback at critic/score/mean < 8 sd of 64",
     ]
+
+
+IN_THE_TRAINER = {"weights in rollout_is_weights", "response_mask and loss_mask", *AFTER_RULE.values()}
+
+
+@pytest.mark.parametrize("preset", stability_choices())
+def test_what_acts_outside_the_trainer_is_proven_on_the_engines(asked, preset):
+    for line in asked(f"stability={preset}", "stability.cascade_attention=off", "stability.sync_canary.trajectories=8"):
+        of_trainer = line.at in IN_THE_TRAINER or line.at.startswith("{trainer}")
+        counted = line.at.startswith(("{routers}", "{loss}"))  # by verify, for all lines of the kind
+        assert of_trainer or counted or line.proof or line.in_loss, line

@@ -8,7 +8,7 @@ import pytest
 from verl_ext.base.errors import HookError
 from verl_ext.features.feature import Engines
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import Proven, print_table, read_features, verify
+from verl_ext.features.table import StartupRow, print_table, read_features, verify
 from verl_ext.trainer.trainers import StabilityTrainerSync
 from verl_ext.upstream import engine_report, sglang_routing
 
@@ -18,7 +18,7 @@ from verl_ext.upstream import engine_report, sglang_routing
     ["r: warn at val-core/[/math]/acc < 0.5", "r: stop at val-core/[math]/:smile: > 1", "[red]r: warn at a > 1"],
 )
 def test_what_looks_like_markup_is_printed_as_it_stands(capsys, setting):
-    print_table([Proven("guard rule", setting, "log and event log")])
+    print_table([StartupRow("guard rule", setting, "log and event log")])
     assert setting in capsys.readouterr().out
 
 
