@@ -197,7 +197,9 @@ def check_policy_losses(record: Record, place: Place) -> None:
         }
         for mode, (value, gradient) in expected.items():
             theta = new.detach().to(place.device).requires_grad_()
-            inputs = LossInputs(l_infer=l_infer.to(place.device), router_deviation=deviation.to(place.device))
+            inputs = LossInputs(
+                l_infer=l_infer.to(place.device), router_deviation=deviation.to(place.device), k=k.to(place.device)
+            )
             with provide(inputs):
                 loss, _ = get_policy_loss_fn(mode)(
                     old_log_prob=old.to(place.device),
@@ -205,7 +207,6 @@ def check_policy_losses(record: Record, place: Place) -> None:
                     advantages=advantages.to(place.device),
                     response_mask=mask.to(place.device),
                     config=settings_of(mode, **given[mode]),
-                    rollout_is_weights=k.to(place.device) if mode == "icepop" else None,
                 )
             loss.backward()
             close(record, f"{mode}, batch {seed}", loss, value, scale=1.0)
