@@ -2,10 +2,30 @@
 # Set up and run every check: ruff, types, the fast tests, then the end-to-end runs; two at a time.
 #   bash tools/test.sh          everything
 #   bash tools/test.sh --fast   without the end-to-end runs and other slow tests, and with fewer examples of each property
+#   bash tools/test.sh PATH...  only the tests of these files or folders: tests/unit/guard, or verl_ext/guard for its own
 set -euo pipefail
 cd "$(dirname "$0")/.."
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n '2,5s/^# \{0,1\}//p' "$0"; exit; fi
+paths=()
+for path in "$@"; do
+  case "$path" in
+    --fast) ;;
+    -*) echo "error: test.sh has no option $path; see --help" >&2; exit 2 ;;
+    verl_ext/*) room=${path#verl_ext/}; paths+=("tests/unit/${room%%/*}") ;;
+    *) paths+=("$path") ;;
+  esac
+done
+for path in "${paths[@]}"; do
+  [ -e "$path" ] || { echo "error: there is no $path" >&2; exit 2; }
+done
 bash tools/setup_cpu.sh megatron sglang
 export PATH="$(cd "${VENV:-.venv${VLLM:+-$VLLM}}/bin" && pwd):$PATH"
+
+export OMP_NUM_THREADS=1 # for each of the two workers: what a test computes is small
+if [ ${#paths[@]} -gt 0 ]; then
+  pytest "${paths[@]}" -m "not network" -rfEs -n 2 --dist worksteal
+  exit
+fi
 
 # The report's pages are looked at in a real browser; those tests are skipped, and say so, where there is none.
 if [ "${1:-}" != --fast ] && ! command -v chromium google-chrome chromium-browser >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
@@ -17,8 +37,6 @@ fi
 ruff check .
 ruff format --check .
 mypy
-# One thread for each of the two: what a test computes is small.
-export OMP_NUM_THREADS=1
 if [ "${1:-}" = --fast ]; then
   HYPOTHESIS_PROFILE=fast pytest -m "not e2e and not gpu and not slow and not network" -rfEs -n 2 --dist worksteal
   exit
