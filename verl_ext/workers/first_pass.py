@@ -78,7 +78,7 @@ class FirstPass:
         Args:
             counts: false on ranks that hold the tokens of another.
         """
-        own = merged(self._parts) if counts else Gathered(None, None, 0)
+        own = merged(self._parts) if counts else Gathered({}, 0)
         measured = put_together(over_ranks(own), self._corrections)
         unusable = measured.kept == 0 or measured.non_finite > 0
         if not self._measures:
