@@ -22,22 +22,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 
-from verl_ext.base.names import (
-    ADVANTAGES,
-    ENTROPY,
-    FILTER_SCALE,
-    HEAD_IDS,
-    HEAD_LOG_PROBS,
-    OLD_LOG_PROBS,
-    OLD_ROUTES,
-    PROMPTS,
-    RESPONSE_MASK,
-    RESPONSES,
-    ROLLOUT_LOG_PROBS,
-    ROLLOUT_ROUTES,
-    SHIFT_EXPERTS,
-    SHIFT_SCORES,
-)
+from verl_ext.base import names
 from verl_ext.core.head import divergence, head_metrics, head_sums
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.routing import agreement
@@ -186,28 +171,31 @@ class Learner:
         """What a run sends to its workers' update; see `LabWorker.train_mini_batch` for the layout."""
         sampled, T = batch.sampled, batch.sampled.mask.shape[1]
         tensors: dict[str, Any] = {
-            PROMPTS: equal_rows(batch.prompts),
-            RESPONSES: equal_rows(sampled.responses),
-            RESPONSE_MASK: fields.mask.long(),
-            ROLLOUT_LOG_PROBS: sampled.l_infer,
-            OLD_LOG_PROBS: fields.l_old,
-            ADVANTAGES: fields.advantages,
-            ENTROPY: fields.entropy,
+            names.PROMPTS: equal_rows(batch.prompts),
+            names.RESPONSES: equal_rows(sampled.responses),
+            names.RESPONSE_MASK: fields.mask.long(),
+            names.ROLLOUT_LOG_PROBS: sampled.l_infer,
+            names.OLD_LOG_PROBS: fields.l_old,
+            names.ADVANTAGES: fields.advantages,
+            names.ENTROPY: fields.entropy,
             **fields.others,
         }
         if self._replay_mode == "R2":
-            tensors[OLD_ROUTES] = old.routing.stacked()
+            tensors[names.OLD_ROUTES] = old.routing.stacked()
         if self._replay_mode == "R3":
-            tensors[ROLLOUT_ROUTES] = sampled.experts
+            tensors[names.ROLLOUT_ROUTES] = sampled.experts
         if self._reads_deviation:
             layers = [*zip(old.routing.logits, old.routing.experts, strict=True)]
-            tensors[SHIFT_EXPERTS] = torch.stack([experts[:, -T:] for _, experts in layers], 2)
+            tensors[names.SHIFT_EXPERTS] = torch.stack([experts[:, -T:] for _, experts in layers], 2)
             found = [chosen_scores(logits.detach()[:, -T:], experts[:, -T:]) for logits, experts in layers]
-            tensors[SHIFT_SCORES] = torch.stack(found, 2)
+            tensors[names.SHIFT_SCORES] = torch.stack(found, 2)
         if sampled.head is not None:
             rows = (len(batch.keys), T, -1)
-            tensors |= {HEAD_IDS: sampled.head.ids.view(rows), HEAD_LOG_PROBS: sampled.head.log_q.view(rows)}
-        told = {**self._asked, FILTER_SCALE: fields.filter_scale, **(asked or {})}
+            tensors |= {
+                names.HEAD_IDS: sampled.head.ids.view(rows),
+                names.HEAD_LOG_PROBS: sampled.head.log_q.view(rows),
+            }
+        told = {**self._asked, names.FILTER_SCALE: fields.filter_scale, **(asked or {})}
         return TensorDict(tensors | {name: NonTensorData(value) for name, value in told.items()}, len(batch.keys))
 
     def head_metrics(self, batch: LabBatch, scored: Scores) -> dict[str, float]:
