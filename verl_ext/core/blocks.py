@@ -130,7 +130,7 @@ Sums = dict[str, Tensor]
 LARGEST = "largest/"
 
 
-def combined(blocks: Sequence[Sums]) -> Sums:
+def add_up(blocks: Sequence[Sums]) -> Sums:
     """The sums of all blocks, float64; they have the same names."""
 
     def over_blocks(name: str) -> Tensor:

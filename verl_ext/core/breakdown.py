@@ -1,5 +1,5 @@
-"""Where in a batch the mismatch sits: by probability, by entropy, by position in the response, by turn, by
-the age of the weights that sampled it.
+"""The mismatch of a batch by probability, by entropy, by position in the response, by turn, and by the age of the
+weights that sampled it.
 
 Shape legend: p tokens of a block, n of these that count, C runs of tokens, S buckets of one axis, M measures.
 
@@ -32,7 +32,7 @@ def bucket_sums(block: Block, p_infer: Tensor, measures: dict[str, Tensor], scra
     sums_SM["prob"] = _indicate(inside_Sn, p_infer, PROBABILITY_EDGES) @ values_Mn.T
     if block.entropy is not None:
         sums_SM["entropy"] = _indicate(inside_Sn, block.entropy, ENTROPY_EDGES) @ values_Mn.T
-    runs = Runs.of(block.mask, block.starts)
+    runs = Runs.cut(block.mask, block.starts)
     lengths = lengths_between(runs.starts, block.places)
     sums_CM = torch.stack([lengths.double(), *(segment_sums(row, lengths) for row in values_Mn[1:])], dim=1)
     for axis, bucket in (("position", runs.position), ("turn", runs.turn)):
@@ -79,7 +79,7 @@ class Runs:
     turn: Tensor
 
     @classmethod
-    def of(cls, mask: Tensor, trajectory_starts: Tensor) -> "Runs":
+    def cut(cls, mask: Tensor, trajectory_starts: Tensor) -> "Runs":
         """Cut a block at trajectories, at POSITION_EDGES and at the start of each turn.
 
         A turn is what the model generated between two stretches of tool output: it starts where the mask rises.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_ext.core.blocks import Block, Scratch, Sums, combined, on_host, read_blocks
+from verl_ext.core.blocks import Block, Scratch, Sums, add_up, on_host, read_blocks
 from verl_ext.core.breakdown import (
     Origin,
     agreement_measures,
@@ -219,14 +219,14 @@ def gather(
     scratch = Scratch(device)
     sums: list[Sums] = []
     for part in read_blocks(tokens, size, scratch):
-        mismatch, weighed = Mismatch.of(part, scratch), None
+        mismatch, weighed = Mismatch.from_block(part, scratch), None
         if weight is not None:
             weighed = weigh(part, mismatch, corrections, scratch, as_mask=as_mask)
             part.put(weighed.weight, into=weight)
         if part.agreement is not None and origin is None:
             origin = origin_of(part.agreement, mismatch.log_k)
         sums.append(_sums(part, mismatch, weighed, origin, breakdown, scratch))
-    return weight, Gathered(on_host(combined(sums)) if sums else {}, tokens.count, origin)
+    return weight, Gathered(on_host(add_up(sums)) if sums else {}, tokens.count, origin)
 
 
 def put_together(
@@ -236,7 +236,7 @@ def put_together(
 
     Parts with the routers' agreement have one `origin`.
     """
-    whole = merged(parts)
+    whole = merge(parts)
     sums, masked = whole.sums, whole.tokens
     if not sums:
         return Measured(weight, {}, tokens=masked, kept=0, non_finite=masked)
@@ -252,10 +252,10 @@ def put_together(
     )
 
 
-def merged(parts: Sequence[Gathered]) -> Gathered:
+def merge(parts: Sequence[Gathered]) -> Gathered:
     """What the metrics are made of, over all parts."""
     sums = [part.sums for part in parts if part.sums]
-    return Gathered(combined(sums) if sums else {}, sum(part.tokens for part in parts))
+    return Gathered(add_up(sums) if sums else {}, sum(part.tokens for part in parts))
 
 
 def _sums(

@@ -54,7 +54,7 @@ class Mismatch:
     log_rho: Tensor
 
     @classmethod
-    def of(cls, block: Block, scratch: Scratch) -> "Mismatch":
+    def from_block(cls, block: Block, scratch: Scratch) -> "Mismatch":
         log_k = scratch.copy(block.l_old).sub_(scratch.copy(block.l_infer))
         bounded = scratch.copy(log_k).clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         k_minus_1 = scratch.copy(bounded).expm1_()
@@ -128,7 +128,7 @@ def mismatch_metrics(sums: Sums) -> dict[str, Tensor]:
 
 SIGNS = {"positive": 1, "negative": -1}
 BLOCK = 1 << 20
-NEAR = 1 << 17  # tokens, in whole trajectories: what is made of them stays near a core
+ROW_BLOCK = 1 << 17  # tokens, in whole trajectories: what is made of them stays near a core
 
 
 @torch.no_grad()
@@ -157,7 +157,7 @@ def sums_by_row(tokens: Tokens) -> Tensor:
     """[B, 4] float64: of each trajectory the tokens that count, as of `sums_by_sign`, their k1 and k3, and its
     generated tokens."""
     sums = torch.zeros(len(tokens.offsets) - 1, 4, dtype=torch.float64, device=tokens.mask.device)
-    for part, rows in blocks(tokens.offsets, NEAR):
+    for part, rows in blocks(tokens.offsets, ROW_BLOCK):
         mask, lengths = tokens.mask[part], tokens.offsets[rows.start : rows.stop + 1].diff()
         log_k = tokens.l_old[part].double() - tokens.l_infer[part].double()
         counts = mask & log_k.isfinite()
@@ -178,7 +178,7 @@ def signs_of_rows(sums_B4: Tensor, advantages: Tensor) -> tuple[Tensor, list[int
     """
     values, offsets, found = advantages.values(), advantages.offsets(), torch.zeros(3, 3, dtype=torch.float64)
     left = torch.zeros(len(sums_B4), dtype=torch.bool)  # also of what has no tokens
-    for part, rows in blocks(offsets, NEAR):
+    for part, rows in blocks(offsets, ROW_BLOCK):
         lengths, of_row = offsets[rows.start : rows.stop + 1].diff(), sums_B4[rows]
         above, below = (segment_sums(signs.double(), lengths).cpu() for signs in (values[part] > 0, values[part] < 0))
         alike = ((above == of_row[:, 3]) & (below == 0), (below == of_row[:, 3]) & (above == 0))

@@ -60,7 +60,7 @@ class Recorder:
 
 
 def point_of(name: str) -> str | None:
-    """Of a module's name: "embedding", "3.indexer", "3.attention", "3.router", "3.experts", "3.layer" or "norm"."""
+    """The point of a module's name: "embedding", "norm", or with its layer's number as in "3.router"."""
     for point, pattern in POINTS.items():
         if found := re.search(pattern, name):
             return f"{found[1]}.{point}"
@@ -68,7 +68,7 @@ def point_of(name: str) -> str | None:
 
 
 def order_of(point: str) -> tuple[int, int]:
-    """Where it stands in the computation."""
+    """The place of a point in the computation."""
     if point in ENDS:
         return (-1, 0) if point == "embedding" else (10**9, 0)
     layer, _, part = point.partition(".")

@@ -1,4 +1,4 @@
-"""Where a run is going: the gap of the engines, a mask that is blind to it, a jump of it, a reward that collapses.
+"""Forecasts a run: the gap of the engines, a mask that is blind to it, a jump of it, a reward that collapses.
 
 IcePop's appendix shows that past a critical size the mismatch delta grows at least geometrically, delta_{t+1} >=
 (1 + eta mu) delta_t ("Small Leak Can Sink a Great Ship", compounding lemma). log delta against the step is then a
@@ -183,7 +183,7 @@ def _collapse_events(state: GuardState, step: int, old_rollouts: bool) -> tuple[
         # The weights of these steps were measured, and nothing spoke against them yet.
         state.good = [saved for saved in state.good if saved < found.since]
         reason = f"{found} {found.remedy}"
-        if found.by_gap and old_rollouts:
+        if found.gap_first and old_rollouts:
             reason += " Rollouts are older than the policy: k3 has its own movement in it."
         return (Event(step, "collapse", REWARD, found.now, None, "warn", reason),)
     level = sum(value for _, value in state.record[REWARD][-STRETCH:]) / STRETCH

@@ -25,7 +25,7 @@ from verl_ext.lab.regimes import REGIMES, regimes_named
 from verl_ext.lab.training import Setup, Training
 from verl_ext.lab.warm_up import LabSettings, warm_up
 from verl_ext.launch.compose import PRIMARY, VERL_CONFIGS, prepare, stability_choices
-from verl_ext.trainer.logs import EventLog
+from verl_ext.trainer.logs import LineFile
 
 WARM_UPS = "warm-ups"  # folder next to those of the arms
 MEASURED = ("stability.metrics=true", "stability.breakdown=false", "stability.router_agreement=true")
@@ -37,7 +37,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 KEEP_SKIP = ("guard",)  # files that are about the guard; the others' batch skip would hide what their method does
 # Settings of verl and of ours that the lab has nothing for -> the value that leaves them out.
-NOT_HERE: dict[str, Any] = {
+ABSENT_SETTINGS: dict[str, Any] = {
     "algorithm.filter_groups.enable": False,
     "algorithm.use_kl_in_reward": False,
     "algorithm.rollout_correction.rollout_is": None,
@@ -122,7 +122,7 @@ def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
     names = regimes_named("+".join(config.lab.regimes) or "exact")
     if modes := {REGIMES[name].trainer_mode for name in names} - {"sync"}:
         (config.trainer.v1.trainer_mode,) = modes
-    for setting, value in NOT_HERE.items():
+    for setting, value in ABSENT_SETTINGS.items():
         if (given := OmegaConf.select(config, setting)) != value:
             raise ConfigError(f"{setting}={given} is not in the lab", fix=(f"{setting}={_yaml(value)}",))
     features = read_features(config, stability, read_model=False)
@@ -155,7 +155,7 @@ def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -
         metrics.open("wb") as file,
         (folder / "console.log").open("w") as console,
         contextlib.redirect_stdout(console),
-        contextlib.closing(EventLog(metrics.with_suffix(EVENTS), resume=False)) as events,
+        contextlib.closing(LineFile(metrics.with_suffix(EVENTS), resume=False)) as events,
     ):
         training.actions.events = events
         try:

@@ -9,7 +9,7 @@ L layers, K experts per token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,24 +92,6 @@ class LabBatch:
         )
 
 
-@dataclass(frozen=True)
-class LossFields:
-    """The fields of a batch that the loss reads besides its tokens: [B, T] each.
-
-    Attributes:
-        mask: bool, the tokens that filters left.
-        others: by name of verl_ext.base.names; what a loss asks for and no one else.
-        filter_scale: see verl_ext.base.names.
-    """
-
-    l_old: Tensor
-    advantages: Tensor
-    mask: Tensor
-    entropy: Tensor
-    others: Mapping[str, Tensor] = field(default_factory=dict)
-    filter_scale: float = 1.0
-
-
 class Learner:
     """The actor's worker of such a run, its engine the lab's, with the workers' gate and loss.
 
@@ -141,7 +123,7 @@ class Learner:
         self._reads_deviation = ours is not None and "router_deviation" in ours.reads
         self._replay_mode = replay_mode(config)
         size = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
-        self._asked = {"mini_batch_size": size, "epochs": actor.ppo_epochs}
+        self._sizes = {"mini_batch_size": size, "epochs": actor.ppo_epochs}
         self._model = model
         self._reference = {name: value.detach().clone() for name, value in weights.items()}
 
@@ -155,30 +137,30 @@ class Learner:
         with torch.no_grad():
             return score(self._reference, self._model, batch.prompts, batch.sampled.responses).log_probs
 
-    def update(self, batch: LabBatch, old: Scores, fields: LossFields, asked: Mapping[str, Any]) -> dict[str, float]:
+    def update(
+        self, batch: LabBatch, old: Scores, fields: Mapping[str, Tensor], asked: Mapping[str, Any]
+    ) -> dict[str, float]:
         """All updates of a step; means over them of what the loss, the gate and the optimizer report.
 
         Args:
-            asked: what a run's trainer asks of its workers: `UPDATE` and `FIRST_PASS` of verl_ext.base.names.
+            fields: what the loss reads besides the tokens, [B, T] each by name of verl_ext.base.names.
+            asked: what a run's trainer asks of its workers: `UPDATE`, `FIRST_PASS` and `FILTER_SCALE`.
         """
         output = self.worker.train_mini_batch(self.update_data(batch, old, fields, asked))
         metrics = rename_dict(tu.get(output, "metrics"), "actor/")
         return {name: float(value) for name, value in reduce_metrics(metrics).items()}
 
     def update_data(
-        self, batch: LabBatch, old: Scores, fields: LossFields, asked: Mapping[str, Any] | None = None
+        self, batch: LabBatch, old: Scores, fields: Mapping[str, Tensor], asked: Mapping[str, Any]
     ) -> TensorDict:
         """What a run sends to its workers' update; see `LabWorker.train_mini_batch` for the layout."""
         sampled, T = batch.sampled, batch.sampled.mask.shape[1]
         tensors: dict[str, Any] = {
             names.PROMPTS: equal_rows(batch.prompts),
             names.RESPONSES: equal_rows(sampled.responses),
-            names.RESPONSE_MASK: fields.mask.long(),
             names.ROLLOUT_LOG_PROBS: sampled.l_infer,
-            names.OLD_LOG_PROBS: fields.l_old,
-            names.ADVANTAGES: fields.advantages,
-            names.ENTROPY: fields.entropy,
-            **fields.others,
+            **fields,
+            names.RESPONSE_MASK: fields[names.RESPONSE_MASK].long(),
         }
         if self._replay_mode == "R2":
             tensors[names.OLD_ROUTES] = old.routing.stacked()
@@ -195,8 +177,8 @@ class Learner:
                 names.HEAD_IDS: sampled.head.ids.view(rows),
                 names.HEAD_LOG_PROBS: sampled.head.log_q.view(rows),
             }
-        told = {**self._asked, names.FILTER_SCALE: fields.filter_scale, **(asked or {})}
-        return TensorDict(tensors | {name: NonTensorData(value) for name, value in told.items()}, len(batch.keys))
+        settings = {name: NonTensorData(value) for name, value in {**self._sizes, **asked}.items()}
+        return TensorDict(tensors | settings, len(batch.keys))
 
     def head_metrics(self, batch: LabBatch, scored: Scores) -> dict[str, float]:
         """`vllm_kl/head*`; none where the rollout returns no heads."""

@@ -187,14 +187,6 @@ class Samples:
     experts: Tensor
     head: Head | None = None
 
-    def head_of(self, rows: slice) -> Head | None:
-        """The heads of these trajectories; None where none were asked for."""
-        if self.head is None:
-            return None
-        B, T = self.mask.shape
-        ids, log_q = (value.view(B, T, -1)[rows].flatten(0, 1) for value in (self.head.ids, self.head.log_q))
-        return Head(ids, log_q)
-
 
 def sample_responses(
     engine: RolloutEngine, model: ModelSettings, prompts: Tensor, length: int, generator: torch.Generator, head: int = 0

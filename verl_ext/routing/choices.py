@@ -1,4 +1,4 @@
-"""Where a transformers model chooses experts, and how to see the choice and to put another in its place.
+"""Sees where a transformers model chooses experts, and puts another choice in its place.
 
 Shape legend: N tokens of a forward pass, E experts, K experts per token (top-k).
 
@@ -26,7 +26,7 @@ REPLAY_OFF = "actor_rollout_ref.actor.fsdp_config.router_replay.mode=disabled"
 OFF = ("stability.router_agreement=false", REPLAY_OFF)
 
 Choose = Callable[[Tensor, Tensor], Tensor]
-"""From scores [N, E] and the chosen ids [N, K] int64, the ids to use; the same tensor to leave them as they are."""
+"""The ids to use, of scores [N, E] and the chosen ids [N, K] int64; the same tensor to leave them as they are."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ExpertTopK(TorchFunctionMode):
 
 
 def find_choices(model: nn.Module) -> list[ChoicePoint]:
-    """Where a transformers MoE chooses experts, in layer order.
+    """The points where a transformers MoE chooses experts, in layer order.
 
     A model declares its router class in `_can_record_outputs["router_logits"]`; some routers return logits alone, and
     the block around them chooses in `route_tokens_to_experts`. Layers for multi-token prediction are left out: the

@@ -1,7 +1,7 @@
 """What our trainers hold of a run from one batch to the next: its settings, its guard, its files, what is told once."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,10 @@ from verl_ext.trainer import checkpoints
 from verl_ext.trainer.batch import filter_batch, lag_of
 from verl_ext.trainer.captured import CapturedRouting, Counts, sampled_counts
 from verl_ext.trainer.guarding import GuardActions, build_guard
-from verl_ext.trainer.logs import EventLog, keep_metrics
-from verl_ext.trainer.queue import QueueBatch, Stages, get_fields, of_rows, schema_of
+from verl_ext.trainer.logs import LineFile, keep_metrics
+from verl_ext.trainer.queue import QueueBatch, Stages, get_fields, row_matrix, schema_of
 from verl_ext.trainer.rescoring import rescore
-from verl_ext.trainer.step import Outcome, Step
+from verl_ext.trainer.step import Outcome, Step, update_request
 from verl_ext.trainer.sync_canary import CanaryRun
 from verl_ext.trainer.trajectories import Dump, TrajectoryLog, forget_trajectories
 
@@ -80,7 +80,7 @@ class StabilityRun:
         keep_metrics(resume=resumed > 0)
         with ExitStack() as files:
             if self.features.uses(Part.MEASURE):
-                events = EventLog(names.events_path(self._config), resume=resumed > 0)
+                events = LineFile(names.events_path(self._config), resume=resumed > 0)
                 self.actions.events = files.enter_context(closing(events))
             elif not resumed:
                 names.events_path(self._config).unlink(missing_ok=True)
@@ -92,12 +92,6 @@ class StabilityRun:
                 forget_trajectories(path)
             yield
         self.actions.end_run()
-
-    def saving(self, step: int) -> AbstractContextManager[None]:
-        return checkpoints.saving(self.guard, self._config, step)
-
-    def loading(self) -> AbstractContextManager[None]:
-        return checkpoints.loading(self.guard, self._config)
 
     def end_step(self, metrics: dict[str, float], groups: Mapping[str, Any]) -> None:
         """See `GuardActions.end_step`."""
@@ -129,8 +123,8 @@ class StabilityRun:
             self._routing_dtype_told = True
             dtype = schema_of(batch).get(names.ROLLOUT_ROUTES, {}).get("dtype")
             print(f"verl_ext: routed_experts travels as {dtype}", flush=True)
-        packed = of_rows(data[names.ROUTER_SUMS])
-        self.judge_routing(Counts.of_sums(packed), router_metrics(packed), metrics)
+        packed = row_matrix(data[names.ROUTER_SUMS])
+        self.judge_routing(Counts.from_sums(packed), router_metrics(packed), metrics)
 
     def judge_routing(self, counts: Counts, found: dict[str, float], metrics: dict[str, float]) -> None:
         metrics.update(found)
@@ -221,19 +215,15 @@ class StabilityRun:
         if self.canary is not None:
             self.actions.carry_out(self.canary.after_sync(self.guard.step, handles))
 
-    def for_update(self, batch: KVBatchMeta) -> KVBatchMeta:
+    def update_batch(self, batch: KVBatchMeta) -> KVBatchMeta:
         """The batch as the actor's update is sent it: a copy.
 
         Raises:
             BatchError: scores are centered, and the batch is more than one optimizer step.
         """
         self._require_one_step(batch)
-        sent = self.stages.for_update(batch, self.features)
-        # For the losses that divide by a number of trajectories, dropped ones included: worker_loss.
-        sent.extra_info[names.FILTER_SCALE] = self.outcome.filter_scale
-        sent.extra_info[names.UPDATE] = {"step": self.guard.step, "lr_scale": self.guard.lr_scale}
-        if self.features.uses(Part.MEASURE_IN_UPDATE):
-            sent.extra_info[names.FIRST_PASS] = {"narrowed": self.outcome.narrowed, "limits": self.guard.limits}
+        sent = self.stages.update_batch(batch, self.features)
+        sent.extra_info |= update_request(self.features, self.guard, self.outcome)
         return sent
 
     def _require_one_step(self, batch: KVBatchMeta) -> None:
@@ -267,7 +257,7 @@ def _compared_heads(data: TensorDict) -> dict[str, float]:
             "compute_log_prob read no heads: the rollout's batch has no sampler_head_ids",
             otherwise="check that VERL_USE_EXTERNAL_PLUGINS, where set, names verl_ext on all nodes",
         )
-    return head_metrics(of_rows(data[names.HEAD_SUMS]))
+    return head_metrics(row_matrix(data[names.HEAD_SUMS]))
 
 
 def _unprocessed(config: DictConfig) -> bool:

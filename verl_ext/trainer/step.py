@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from verl_ext.base.errors import BatchError
-from verl_ext.base.names import LAG, OLD_LOG_PROBS, RESPONSE_MASK, ROLLOUT_LOG_PROBS, WEIGHTS
+from verl_ext.base.names import (
+    FILTER_SCALE,
+    FIRST_PASS,
+    LAG,
+    OLD_LOG_PROBS,
+    RESPONSE_MASK,
+    ROLLOUT_LOG_PROBS,
+    UPDATE,
+    WEIGHTS,
+)
 from verl_ext.core.filters import FilterBatch, FilterOutcome, FilterTally, apply_filters, merge_tallies
 from verl_ext.core.measure import Gathered, Measured, gather, put_together
 from verl_ext.core.mismatch import advantage_metrics, count_non_finite
@@ -121,7 +130,7 @@ class Step:
         return self.outcome
 
     def judge_late(self, metrics: dict[str, float]) -> None:
-        """In bypass mode, judges once what the workers measured in the update; without one, that there was none.
+        """Judges once what the workers measured in the update, in bypass mode; without an update, that there was none.
 
         What refuses a batch here has refused its steps in the workers, which were given the guard's limits.
         """
@@ -166,8 +175,8 @@ class Step:
         return self._or_refused(decision, unmeasured, due=self._actions.due)
 
     def _measure(self, batch: Batch, narrowed: bool) -> tuple[Measured, dict[str, int]]:
-        """As `core.measure.measure`, the weights put into the batch; and field -> its values on generated tokens that
-        are NaN or infinite."""
+        """Measures as `core.measure.measure`, and puts the weights into the batch; returns field -> its values on
+        generated tokens that are NaN or infinite, too."""
         corrections, breakdown = self._stability.corrections(tightened=narrowed), self._stability.breakdown
         gathered, bad = list[Gathered](), {ROLLOUT_LOG_PROBS: 0, OLD_LOG_PROBS: 0}
         for block, tokens in batch.blocks(by_sign=breakdown):
@@ -240,6 +249,18 @@ class Step:
     def _count(self, refused: bool, metrics: dict[str, float]) -> None:
         self._guard.count(refused)
         metrics["guard/skipped"] = int(refused)
+
+
+def update_request(features: RunFeatures, guard: Guard, outcome: Outcome) -> dict[str, Any]:
+    """What the workers are asked besides an update of the batch, by name of base.names."""
+    # FILTER_SCALE is for the losses that divide by a number of trajectories, dropped ones included: worker_loss.
+    asked: dict[str, Any] = {
+        FILTER_SCALE: outcome.filter_scale,
+        UPDATE: {"step": guard.step, "lr_scale": guard.lr_scale},
+    }
+    if features.uses(Part.MEASURE_IN_UPDATE):
+        asked[FIRST_PASS] = {"narrowed": outcome.narrowed, "limits": guard.limits}
+    return asked
 
 
 def leave_out(batch: FilterBatch, weight: Tensor | None, stability: StabilityConfig) -> FilterOutcome:

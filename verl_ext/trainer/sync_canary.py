@@ -33,7 +33,7 @@ from verl_ext.base.errors import HookError
 from verl_ext.base.names import OWN_ROUTES, PROMPTS, RESPONSE_MASK, RESPONSES, ROLLOUT_LOG_PROBS
 from verl_ext.features.sync_canary import SyncCanarySettings
 from verl_ext.guard.state import Decision, Event
-from verl_ext.trainer.queue import SEEN, get_fields, part_of
+from verl_ext.trainer.queue import MODEL_INPUTS, get_fields, part_of
 
 FEWEST = 16  # tokens
 SIGMAS = 4.0  # standard errors, to either side
@@ -64,7 +64,7 @@ class Arrival:
 
 
 def arrival(train: tuple[Tensor, Tensor], infer: tuple[Tensor, Tensor]) -> Arrival:
-    """From log-probabilities of the same tokens, [N] before and [N] after the update and its sync.
+    """Compares log-probabilities of the same tokens, [N] before and [N] after the update and its sync.
 
     Tokens with a value that is not finite are left out. With fewer than FEWEST, or where none moved, the interval has
     no upper end.
@@ -149,7 +149,7 @@ ONE_A_PASS = {"calculate_entropy": False, "compute_loss": False, "temperature": 
 
 def has_other_inputs(data: TensorDict) -> bool:
     """Whether any trajectory has images or the like; verl gives all of them the field, and leaves it empty for text."""
-    return SEEN in data.keys() and any(data[SEEN])  # noqa: SIM118 (a TensorDict has no `in`)
+    return MODEL_INPUTS in data.keys() and any(data[MODEL_INPUTS])  # noqa: SIM118 (a TensorDict has no `in`)
 
 
 class CanaryTrajectories:

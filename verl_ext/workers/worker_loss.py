@@ -225,7 +225,7 @@ def worker_loss(
     # A loop over the rows, which verl goes through as well: only for what reads it.
     read = gate is not None or first_pass is not None or corrections or kl_denominator is not None
     l_theta = no_padding_2_padding(model_output["log_probs"], data) if read else None
-    l_old, mask, inputs = padded["old_log_probs"], padded["response_mask"].bool(), LossInputs.of(padded)
+    l_old, mask, inputs = padded["old_log_probs"], padded["response_mask"].bool(), LossInputs.from_fields(padded)
     if gate is not None:
         gate.observe(l_theta, l_old, inputs.require("l_infer"), mask)
     if first_pass is not None:
@@ -247,24 +247,14 @@ def worker_loss(
     with provide(inputs):
         loss, verl_metrics = ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
     metrics |= verl_metrics
+    mean = partial(agg_loss, loss_mask=mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info)
     if centers:
-        expected = no_padding_2_padding(model_output[CENTERING], data)
-        term = agg_loss(
-            loss_mat=padded["advantages"] * expected,
-            loss_mask=mask,
-            loss_agg_mode=config.loss_agg_mode,
-            **config.global_batch_info,
-        )
+        term = mean(loss_mat=padded["advantages"] * no_padding_2_padding(model_output[CENTERING], data))
         loss = loss + term
         metrics["actor/score_centering"] = Metric(value=term, aggregation=verl_metrics["actor/pg_loss"].aggregation)
     if kl_denominator is not None:
         sampled = inputs.require("l_infer") if kl_denominator == "infer" else l_old
-        term = agg_loss(
-            loss_mat=unbiased_kl(l_theta, padded["ref_log_prob"], sampled, mask),
-            loss_mask=mask,
-            loss_agg_mode=config.loss_agg_mode,
-            **config.global_batch_info,
-        )
+        term = mean(loss_mat=unbiased_kl(l_theta, padded["ref_log_prob"], sampled, mask))
         loss = loss + config.kl_loss_coef * term
         metrics["kl_loss"] = Metric(value=term, aggregation=verl_metrics["actor/pg_loss"].aggregation)
         metrics["kl_coef"] = config.kl_loss_coef
