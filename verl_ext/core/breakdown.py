@@ -8,7 +8,6 @@ constant over runs of tokens, whose sums serve both; age is constant over trajec
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,10 +31,10 @@ def bucket_sums(block: Block, p_infer: Tensor, measures: dict[str, Tensor], scra
     sums_SM["prob"] = _indicate(inside_Sn, p_infer, PROBABILITY_EDGES) @ values_Mn.T
     if block.entropy is not None:
         sums_SM["entropy"] = _indicate(inside_Sn, block.entropy, ENTROPY_EDGES) @ values_Mn.T
-    runs = Runs.cut(block.mask, block.starts)
-    lengths = lengths_between(runs.starts, block.places)
+    starts, position, turn = cut_runs(block.mask, block.starts)
+    lengths = lengths_between(starts, block.places)
     sums_CM = torch.stack([lengths.double(), *(segment_sums(row, lengths) for row in values_Mn[1:])], dim=1)
-    for axis, bucket in (("position", runs.position), ("turn", runs.turn)):
+    for axis, bucket in (("position", position), ("turn", turn)):
         sums_SM[axis] = _by_bucket(axis, bucket, sums_CM)
     return {name: sums for axis, each in sums_SM.items() for name, sums in _named(axis, measures, each).items()}
 
@@ -65,38 +64,27 @@ def _indicate(inside_Sn: Tensor, values: Tensor, edges: Sequence[float]) -> Tens
     return inside_Sn
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Runs of tokens of one trajectory, position bucket and turn.
+def cut_runs(mask: Tensor, trajectory_starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut a block at trajectories, at POSITION_EDGES and at the start of each turn.
 
-    Attributes:
-        starts: [C + 1] int64, where each run begins in the block; the last entry is p.
-        position, turn: [C] int64, the buckets of a run.
+    A turn is what the model generated between two stretches of tool output: it starts where the mask rises.
+
+    Returns where each run begins in the block, [C + 1] int64, whose last entry is p; and the buckets of a run's
+    position and turn, [C] int64.
     """
-
-    starts: Tensor
-    position: Tensor
-    turn: Tensor
-
-    @classmethod
-    def cut(cls, mask: Tensor, trajectory_starts: Tensor) -> "Runs":
-        """Cut a block at trajectories, at POSITION_EDGES and at the start of each turn.
-
-        A turn is what the model generated between two stretches of tool output: it starts where the mask rises.
-        """
-        begin, end = trajectory_starts[:-1], trajectory_starts[1:]
-        rises = torch.empty_like(mask)
-        torch.gt(mask[1:], mask[:-1], out=rises[1:])
-        firsts = begin[begin < end]
-        rises[firsts] = mask[firsts]  # whatever the trajectory before ended with
-        turn_starts = rises.nonzero().squeeze(1)
-        by_position = begin[:, None] + begin.new_tensor(POSITION_EDGES)
-        starts = torch.cat([by_position[by_position < end[:, None]], turn_starts]).unique()
-        trajectory = torch.searchsorted(trajectory_starts, starts, right=True) - 1
-        position = torch.bucketize(starts - begin[trajectory], starts.new_tensor(POSITION_EDGES[1:]), right=True)
-        earlier = torch.searchsorted(turn_starts, begin[trajectory])
-        turn = torch.searchsorted(turn_starts, starts, right=True) - earlier - 1
-        return cls(torch.cat([starts, end[-1:]]), position, turn.clamp(0, TURNS - 1))
+    begin, end = trajectory_starts[:-1], trajectory_starts[1:]
+    rises = torch.empty_like(mask)
+    torch.gt(mask[1:], mask[:-1], out=rises[1:])
+    firsts = begin[begin < end]
+    rises[firsts] = mask[firsts]  # whatever the trajectory before ended with
+    turn_starts = rises.nonzero().squeeze(1)
+    by_position = begin[:, None] + begin.new_tensor(POSITION_EDGES)
+    starts = torch.cat([by_position[by_position < end[:, None]], turn_starts]).unique()
+    trajectory = torch.searchsorted(trajectory_starts, starts, right=True) - 1
+    position = torch.bucketize(starts - begin[trajectory], starts.new_tensor(POSITION_EDGES[1:]), right=True)
+    earlier = torch.searchsorted(turn_starts, begin[trajectory])
+    turn = torch.searchsorted(turn_starts, starts, right=True) - earlier - 1
+    return torch.cat([starts, end[-1:]]), position, turn.clamp(0, TURNS - 1)
 
 
 def bucket_metrics(sums: Sums) -> dict[str, Tensor]:

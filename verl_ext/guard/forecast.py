@@ -212,7 +212,11 @@ def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> G
     at_last = [y - rate * (t - last) for t, y in points]  # the line's height at the last step, by each reading
     level = median(at_last)
     residuals = [y - level for y in at_last]
-    outside = (len(slopes) - SIGMAS * math.sqrt(_variance_of_s(len(points)) * _inflation(residuals))) / 2
+    n = len(points)
+    variance = (
+        n * (n - 1) * (2 * n + 5) / 18
+    )  # of Kendall's S, rising pairs less falling ones, for independent readings
+    outside = (len(slopes) - SIGMAS * math.sqrt(variance * _inflation(residuals))) / 2
     low = slopes[int(outside)] if outside >= 0 else -math.inf
     high = slopes[len(slopes) - 1 - int(outside)] if outside >= 0 else math.inf
     if len(points) >= SCATTER_FEWEST:
@@ -226,11 +230,6 @@ def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> G
     else:
         steps = min(left / rate, float(HORIZON))
     return Growth(rate, low, high, math.exp(min(level, HIGHEST)), steps)
-
-
-def _variance_of_s(n: int) -> float:
-    """Returns the variance of Kendall's S, rising pairs less falling ones, for n independent readings."""
-    return n * (n - 1) * (2 * n + 5) / 18
 
 
 def _inflation(residuals: Sequence[float]) -> float:

@@ -99,7 +99,9 @@ def arms_of(
     common = (*MEASURED, *overrides, *([f"trainer.total_training_steps={steps}"] if steps else []))
     arms = [Arm("exact", ("+lab=grpo", *VARIANTS["none"], *common, "lab.regimes=[]"))]
     wanted = {name: _overrides_of(name) for name in names if name != "exact"}
-    wanted |= {name: (*_base(text), *text.split()) for name, text in added.items()}
+    for name, text in added.items():
+        presets = any(word.startswith("stability=") for word in text.split())  # else it starts from none
+        wanted[name] = (*(() if presets else VARIANTS["none"]), *text.split())
     arms += [
         Arm(name, ("+lab=grpo", given[0], *common, *given[1:], f"lab.regimes=[{wrong}]"))
         for name, given in wanted.items()
@@ -183,11 +185,6 @@ def _overrides_of(name: str) -> tuple[str, ...]:
     for part in parts:
         require_choice("--variants", part, (*variants(), *CORRECTIONS) if len(parts) == 1 else tuple(CORRECTIONS))
     return ("stability=none", f"stability.correction=[{','.join(parts)}]")
-
-
-def _base(text: str) -> tuple[str, ...]:
-    """The preset that a variant of the user's own starts from, unless it names one."""
-    return () if any(word.startswith("stability=") for word in text.split()) else VARIANTS["none"]
 
 
 def _yaml(value: Any) -> str:

@@ -9,7 +9,7 @@ Shape legend: B trajectories, T columns of padded responses, N response tokens o
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -65,20 +65,18 @@ class StepBatch:
 
     Attributes:
         tokens: as they were sampled and scored.
-        advantages: [B, T], once there are some.
-        fields: what the step has put for the update, by name: [B, T].
+        fields: what the update reads, by name: [B, T]; the step adds to them.
     """
 
     batch: LabBatch
     tokens: Tokens
-    advantages: Tensor | None = None
-    fields: dict[str, Tensor] = field(default_factory=dict)
+    fields: dict[str, Tensor]
 
     def blocks(self, *, by_sign: bool) -> Iterator[tuple[None, Tokens]]:
         yield None, self.tokens
 
     def put(self, block: None, fields: Mapping[str, Tensor]) -> None:
-        self.fields |= {name: self.batch.padded(values) for name, values in fields.items()}
+        self.fields.update({name: self.batch.padded(values) for name, values in fields.items()})
 
     def sums_by_sign(self) -> Tensor:
         return sums_by_sign(self.tokens, self._packed_advantages)
@@ -101,8 +99,7 @@ class StepBatch:
 
     @property
     def _packed_advantages(self) -> Tensor:
-        assert self.advantages is not None
-        return self.batch.packed(self.advantages)
+        return self.batch.packed(self.fields[names.ADVANTAGES])
 
 
 class Training:
@@ -148,13 +145,16 @@ class Training:
             agreement_N, sums = compare_routing(batch, scored)
             metrics |= router_metrics(sums)
         metrics |= self.learner.head_metrics(batch, scored)
-        step, ours = Step(self.features, self.guard, self.actions), StepBatch(batch, batch.tokens(scored, agreement_N))
+        step, fields = Step(self.features, self.guard, self.actions), self._fields(batch, scored, agreement_N)
+        ours = StepBatch(batch, batch.tokens(scored, agreement_N), fields)
         step.measure(ours, metrics)
-        ours.advantages = self._advantages(batch)
+        fields[names.ADVANTAGES] = self._advantages(batch)
         outcome = step.settle(ours, metrics)
         if outcome.refused is None:
+            if self.setup.config.actor_rollout_ref.actor.use_kl_loss:
+                fields[names.REF_LOG_PROBS] = self.learner.score_reference(batch)
             asked = update_request(self.features, self.guard, outcome)
-            metrics |= self.learner.update(batch, scored, self._fields(ours, scored), asked)
+            metrics |= self.learner.update(batch, scored, fields, asked)
         step.judge_late(metrics)
         metrics["actor/lr"] = self.policy.end_step()
         self.actions.end_step(metrics, {"actor": self.learner})
@@ -177,22 +177,17 @@ class Training:
         lag = Lag(*(torch.full((len(keys),), ago) for ago in engine.lag)) if engine.lag else None
         return LabBatch(prompts, sampled, rewards(sampled.responses, answers), keys, lag)
 
-    def _fields(self, ours: StepBatch, scored: Scores) -> dict[str, Tensor]:
-        """What the update reads of a batch that is settled, [B, T] by name."""
-        batch = ours.batch
-        assert ours.advantages is not None
+    def _fields(self, batch: LabBatch, scored: Scores, agreement_N: Tensor | None) -> dict[str, Tensor]:
+        """What the update reads of a batch as it was scored, [B, T] by name."""
         fields = {
             names.RESPONSE_MASK: batch.sampled.mask,
             # In bypass mode the rollout's log-probs stand in the place of the training engine's.
             names.OLD_LOG_PROBS: batch.sampled.l_infer if bypasses(self.setup.config) else scored.log_probs.detach(),
-            names.ADVANTAGES: ours.advantages,
             names.ENTROPY: scored.entropy,
         }
-        if ours.tokens.agreement is not None:
-            fields[names.AGREEMENT] = batch.padded(ours.tokens.agreement)
-        if self.setup.config.actor_rollout_ref.actor.use_kl_loss:
-            fields[names.REF_LOG_PROBS] = self.learner.score_reference(batch)
-        return fields | ours.fields
+        if agreement_N is not None:
+            fields[names.AGREEMENT] = batch.padded(agreement_N)
+        return fields
 
     def _advantages(self, batch: LabBatch) -> Tensor:
         """[B, T] by the estimator that verl has registered under algorithm.adv_estimator."""

@@ -75,7 +75,9 @@ def loading(guard: Guard, config: DictConfig) -> Iterator[None]:
         trainer.resume_mode, trainer.resume_from_path = asked
     if state is not None:
         guard.load_state_dict(state)
-        print(f"verl_ext: guard state of step {step_of(folder)}: {json.dumps(_brief(guard))}", flush=True)
+        firing = [name for name, rule in guard.state.rules.items() if rule.firing]
+        brief = {"skips": guard.state.skips, "rollbacks": guard.state.rollbacks, "firing": firing}
+        print(f"verl_ext: guard state of step {step_of(folder)}: {json.dumps(brief)}", flush=True)
 
 
 def folder_of(root: str | Path, step: int) -> Path:
@@ -234,12 +236,6 @@ def _to_resume(trainer: DictConfig) -> Path | None:
             f"trainer.resume_from_path={trainer.resume_from_path} is damaged: {wrong}; name another one"
         )
     return Path(trainer.resume_from_path)
-
-
-def _brief(guard: Guard) -> dict[str, Any]:
-    state = guard.state
-    firing = [name for name, rule in state.rules.items() if rule.firing]
-    return {"skips": state.skips, "rollbacks": state.rollbacks, "firing": firing}
 
 
 def _tracker(root: str | Path) -> Path:

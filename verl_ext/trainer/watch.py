@@ -23,9 +23,9 @@ from typing import Any, Self
 
 import ray
 
-from verl_ext.base.errors import UserError, WorkerDiedError
+from verl_ext.base.errors import UserError
 from verl_ext.trainer.logs import say
-from verl_ext.upstream.sglang_processes import why_they_died
+from verl_ext.upstream.sglang_processes import worker_died
 
 EVERY_S, TIMEOUT_S = 10.0, 60.0
 PLACES_TIMEOUT_S = 20.0
@@ -116,11 +116,9 @@ class Watch:
             return
         if self._died:
             waits = "" if isinstance(error, Exception) else ", and verl would wait for its answers without end"
-            reason = why_they_died()
-            raise WorkerDiedError(
-                f"{self._died}{waits}{reason and f': {reason}'}. Checkpoints stand in {self._folder}: with "
-                "trainer.resume_mode=auto, the same command goes on from the last whole one"
-            ) from (error if isinstance(error, Exception) else None)
+            raise worker_died(f"{self._died}{waits}", self._folder) from (
+                error if isinstance(error, Exception) else None
+            )
 
     def _look_on(self) -> None:
         if ray.is_initialized():
