@@ -90,17 +90,17 @@ def read_blocks(tokens: Tokens, size: int, scratch: Scratch) -> Iterator[Block]:
         starts = tokens.offsets[rows.start : rows.stop + 1] - span.start
         entropy = agreement = None
         if tokens.entropy is not None:
-            entropy = scratch.copy(_at(places, tokens.entropy[span])).nan_to_num_(0.0)
+            entropy = scratch.copy(_select(places, tokens.entropy[span])).nan_to_num_(0.0)
         if tokens.agreement is not None:
-            agreement = scratch.copy(_at(places, tokens.agreement[span]))
+            agreement = scratch.copy(_select(places, tokens.agreement[span]))
         yield Block(
             span=span,
             mask=mask,
             starts=starts,
             lengths=lengths_between(starts, places),
             places=places,
-            l_infer=_at(places, l_infer),
-            l_old=_at(places, l_old),
+            l_infer=_select(places, l_infer),
+            l_old=_select(places, l_old),
             entropy=entropy,
             agreement=agreement,
             lag_bucket=None if lag_buckets is None else lag_buckets[rows],
@@ -121,7 +121,7 @@ def _places(mask: Tensor, l_infer: Tensor, l_old: Tensor) -> Tensor | None:
     return mask.nonzero().squeeze(1)
 
 
-def _at(places: Tensor | None, values: Tensor) -> Tensor:
+def _select(places: Tensor | None, values: Tensor) -> Tensor:
     return values if places is None else values.index_select(0, places)
 
 
@@ -140,7 +140,7 @@ def add_up(blocks: Sequence[Sums]) -> Sums:
     return {name: over_blocks(name) for name in blocks[0]}
 
 
-def on_host(sums: Sums) -> Sums:
+def copy_to_host(sums: Sums) -> Sums:
     """A copy on the host of sums of one dtype, in one transfer, wherever they live."""
     flat = torch.cat([values.flatten() for values in sums.values()]).cpu()
     parts = flat.split([values.numel() for values in sums.values()])

@@ -35,22 +35,22 @@ def bucket_sums(block: Block, p_infer: Tensor, measures: dict[str, Tensor], scra
     lengths = lengths_between(starts, block.places)
     sums_CM = torch.stack([lengths.double(), *(segment_sums(row, lengths) for row in values_Mn[1:])], dim=1)
     for axis, bucket in (("position", position), ("turn", turn)):
-        sums_SM[axis] = _by_bucket(axis, bucket, sums_CM)
-    return {name: sums for axis, each in sums_SM.items() for name, sums in _named(axis, measures, each).items()}
+        sums_SM[axis] = _sum_buckets(axis, bucket, sums_CM)
+    return {name: sums for axis, each in sums_SM.items() for name, sums in _name_sums(axis, measures, each).items()}
 
 
 def lag_sums(block: Block, lag_bucket: Tensor, measures: dict[str, Tensor]) -> Sums:
     """The same by the trajectories' buckets of their lag, [b]."""
     rows = (segment_sums(row, block.lengths).double() for row in measures.values())
     sums_bM = torch.stack([block.lengths.double(), *rows], 1)
-    return _named("lag", measures, _by_bucket("lag", lag_bucket, sums_bM))
+    return _name_sums("lag", measures, _sum_buckets("lag", lag_bucket, sums_bM))
 
 
-def _by_bucket(axis: str, bucket_C: Tensor, sums_CM: Tensor) -> Tensor:
+def _sum_buckets(axis: str, bucket_C: Tensor, sums_CM: Tensor) -> Tensor:
     return sums_CM.new_zeros(len(NAMES[axis]), sums_CM.shape[1]).index_add_(0, bucket_C, sums_CM)
 
 
-def _named(axis: str, measures: dict[str, Tensor], sums_SM: Tensor) -> Sums:
+def _name_sums(axis: str, measures: dict[str, Tensor], sums_SM: Tensor) -> Sums:
     return {f"{axis}:{measure}": sums_S for measure, sums_S in zip(("tokens", *measures), sums_SM.T, strict=True)}
 
 

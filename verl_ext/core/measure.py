@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_ext.core.blocks import Block, Scratch, Sums, add_up, on_host, read_blocks
+from verl_ext.core.blocks import Block, Scratch, Sums, add_up, copy_to_host, read_blocks
 from verl_ext.core.breakdown import (
     Origin,
     agreement_measures,
@@ -226,7 +226,7 @@ def gather(
         if part.agreement is not None and origin is None:
             origin = origin_of(part.agreement, mismatch.log_k)
         sums.append(_sums(part, mismatch, weighed, origin, breakdown, scratch))
-    return weight, Gathered(on_host(add_up(sums)) if sums else {}, tokens.count, origin)
+    return weight, Gathered(copy_to_host(add_up(sums)) if sums else {}, tokens.count, origin)
 
 
 def put_together(

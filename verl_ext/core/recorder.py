@@ -47,7 +47,7 @@ class Recorder:
         """Take the hooks away; point -> [tokens, width] float32 on the host, of all passes since."""
         for handle in self._handles:
             handle.remove()
-        return {point: _joined(parts) for point, parts in self._passes.items()}
+        return {point: _join(parts) for point, parts in self._passes.items()}
 
     def _hook(self, point: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -100,7 +100,7 @@ def own_positions(inputs: tuple[Any, ...]) -> Tensor:
     return torch.arange(hidden.shape[-2], device=hidden.device)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _join(parts: list[Tensor]) -> Tensor:
     """One after another, rows filled with -1 to the longest: an indexer chooses fewer positions of a short sequence."""
     width = max(part.shape[-1] for part in parts)
     return torch.cat([nn.functional.pad(part, (0, width - part.shape[-1]), value=-1) for part in parts])

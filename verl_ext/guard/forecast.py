@@ -85,8 +85,8 @@ def foresee(
     where that part of the gap is seen often enough.
     """
     part = engines_part(boundary.signal, signals)
-    state.growth = _added(state.growth, step, signals.get(boundary.signal), boundary.window)
-    state.growth_alone = _added(state.growth_alone, step, part[1] if part else None, boundary.window)
+    state.growth = _append(state.growth, step, signals.get(boundary.signal), boundary.window)
+    state.growth_alone = _append(state.growth_alone, step, part[1] if part else None, boundary.window)
     of_all = growth = estimate_growth(state.growth, boundary.value)
     metrics = {"guard/steps_to_boundary": float(HORIZON)}
     if speaks([at for at, _ in state.growth_alone], step, boundary.window):
@@ -110,7 +110,7 @@ def foresee(
     return metrics, Decision(events)
 
 
-def _added(readings: list[tuple[int, float]], step: int, value: float | None, window: int) -> list[tuple[int, float]]:
+def _append(readings: list[tuple[int, float]], step: int, value: float | None, window: int) -> list[tuple[int, float]]:
     """The last `window` readings, with that of this step where it has one and none is there yet."""
     if value is None or (readings and readings[-1][0] >= step):
         return readings

@@ -117,7 +117,7 @@ def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
     Raises:
         ConfigError: a setting cannot work.
     """
-    config = _composed(arm.overrides)
+    config = _compose(arm.overrides)
     with open_dict(config):
         config.trainer.default_local_dir = str((folder or Path()) / "checkpoints")
     stability = stability_config(config.stability)
@@ -168,7 +168,7 @@ def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -
             print(f"verl_ext: {error}")
 
 
-def _composed(overrides: Sequence[str]) -> DictConfig:
+def _compose(overrides: Sequence[str]) -> DictConfig:
     try:
         with initialize_config_dir(str(VERL_CONFIGS), version_base=None):
             return compose(PRIMARY, prepare(overrides))

@@ -91,13 +91,13 @@ def find_choices(model: nn.Module) -> list[ChoicePoint]:
     specs = [
         spec
         for module in model.modules()
-        for spec in _as_list((getattr(module, "_can_record_outputs", None) or {}).get("router_logits"))
+        for spec in _to_list((getattr(module, "_can_record_outputs", None) or {}).get("router_logits"))
     ]
     points = {}
     for name, module in model.named_modules():
         if hasattr(module, ROUTES):
             points[name] = ROUTES
-        elif any(_matches(spec, name, module) for spec in specs) and not _within(name, points):
+        elif any(_matches(spec, name, module) for spec in specs) and not _is_inside(name, points):
             points[name] = "forward"
     found = [
         ChoicePoint(name, _layer(name), model.get_submodule(name), method)
@@ -113,7 +113,7 @@ def find_choices(model: nn.Module) -> list[ChoicePoint]:
     return sorted(found, key=lambda point: point.layer)
 
 
-def _as_list(spec: Any) -> list[Any]:
+def _to_list(spec: Any) -> list[Any]:
     if spec is None:
         return []
     return list(spec) if isinstance(spec, list | tuple) else [spec]
@@ -126,7 +126,7 @@ def _matches(spec: Any, name: str, module: nn.Module) -> bool:
     return isinstance(module, target) and (layer_name is None or layer_name in name)
 
 
-def _within(name: str, points: dict[str, str]) -> bool:
+def _is_inside(name: str, points: dict[str, str]) -> bool:
     return any(name.startswith(f"{outer}.") for outer in points)
 
 

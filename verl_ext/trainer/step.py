@@ -144,7 +144,7 @@ class Step:
         found = guard.judge(measured.metrics | foreseen, bad)
         decision = Decision((*jump.events, *found.events))
         if measured.tokens:
-            decision = self._or_refused(decision, measured, of="the first mini-batch")
+            decision = self._add_refusal(decision, measured, of="the first mini-batch")
         metrics |= measured.metrics | foreseen | self._guard_metrics(self.outcome.narrowed)
         self._actions.carry_out(decision)
 
@@ -160,7 +160,7 @@ class Step:
             narrowed, (measured, _) = True, self._measure(batch, narrowed=True)
             metrics |= measured.metrics
         metrics |= self._guard_metrics(narrowed)
-        return self._or_refused(Decision((*jump.events, *found.events)), measured, due=self._actions.due)
+        return self._add_refusal(Decision((*jump.events, *found.events)), measured, due=self._actions.due)
 
     def _judge_unmeasured(self, batch: Batch, metrics: dict[str, float]) -> Decision:
         """l_old of these tokens is l_infer."""
@@ -172,7 +172,7 @@ class Step:
         _require_generated(tokens)
         decision = self._guard.judge(metrics, {ROLLOUT_LOG_PROBS: bad})
         unmeasured = Measured(None, {}, tokens=tokens, kept=tokens, non_finite=0)
-        return self._or_refused(decision, unmeasured, due=self._actions.due)
+        return self._add_refusal(decision, unmeasured, due=self._actions.due)
 
     def _measure(self, batch: Batch, narrowed: bool) -> tuple[Measured, dict[str, int]]:
         """Measures as `core.measure.measure`, and puts the weights into the batch; returns field -> its values on
@@ -218,7 +218,7 @@ class Step:
             self._actions.carry_out(Decision((self._refused,)))
         return tally.scale
 
-    def _or_refused(
+    def _add_refusal(
         self, decision: Decision, measured: Measured, *, due: str | None = None, of: str = "the batch"
     ) -> Decision:
         """The guard's decision, or where it lets the batch pass, what else refuses it.

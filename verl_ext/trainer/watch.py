@@ -202,7 +202,7 @@ class SlowStep:
             return ""
         self._told = taken
         before = f" (usually {_duration(usual)})" if self._taken else ""
-        return f"step {number} has been going for {_duration(taken)}{before}{_waits(self._workers())}"
+        return f"step {number} has been going for {_duration(taken)}{before}{_describe_waits(self._workers())}"
 
 
 def places(actor: Any) -> list[str]:
@@ -214,12 +214,12 @@ def places(actor: Any) -> list[str]:
     # Ray calls this beside the thread of the actor's event loop, for which all_tasks would ask.
     # By type: to isinstance, a weak proxy is what it stands for, and raises where that is gone.
     tasks = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Task) and not each.done()]
-    found = [_place(list(_awaited(task.get_coro())), (_is_users, _is_verls)) for task in tasks]
+    found = [_place(list(_awaited_frames(task.get_coro())), (_is_users, _is_verls)) for task in tasks]
     found += [_place(list(_frames_of(frame))[::-1], (_is_users,)) for frame in sys._current_frames().values()]
     return [place for place in found if place]
 
 
-def _waits(workers: Mapping[str, Iterable[Any]]) -> str:
+def _describe_waits(workers: Mapping[str, Iterable[Any]]) -> str:
     """The places of each role's actors, in words. All are asked at once."""
     asked = {role: [actor.__ray_call__.remote(places) for actor in actors] for role, actors in workers.items()}
     if everything := [ref for refs in asked.values() for ref in refs]:
@@ -246,7 +246,7 @@ def _describe_places(role: str, refs: list[Any]) -> str:
     return f"{role}: {', '.join(said) or 'nothing to wait for'}"
 
 
-def _awaited(coroutine: Any) -> Iterator[FrameType]:
+def _awaited_frames(coroutine: Any) -> Iterator[FrameType]:
     """The frames of a suspended coroutine, the outermost first."""
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)

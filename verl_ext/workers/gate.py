@@ -181,7 +181,7 @@ class Undo:
     def keep(self, step: int) -> None:
         """Copy what this step is about to change; called before its first change of the weights."""
         now: dict[Any, Any] = {**self._weights(), **{moment: state[moment[1]] for moment, state in self._moments()}}
-        self._kept = {name: _copied(value, self._kept.get(name)) for name, value in now.items()}
+        self._kept = {name: _copy_to_host(value, self._kept.get(name)) for name, value in now.items()}
         groups = [{key: group[key] for key in group if key != "params"} for group in self._optimizer.param_groups]
         self._settings = copy.deepcopy({"groups": groups, "states": [part.state_dict() for part in self._states]})
         self.of = step
@@ -332,7 +332,7 @@ def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _copied(value: Any, into: Any) -> Any:
+def _copy_to_host(value: Any, into: Any) -> Any:
     """A copy in the host's memory, in `into` where that fits."""
     if not isinstance(value, Tensor):
         return value

@@ -93,7 +93,7 @@ class HeadReader:
         output = given["model_output"]
         known, entropy = output.pop(KNOWN, None), output.pop(ENTROPY, None)
         if "entropy" in output and entropy is not None:
-            output["entropy"] = _where_known(known, entropy, output["entropy"])
+            output["entropy"] = _choose_known(known, entropy, output["entropy"])
         if compares:
             output[HEAD_SUMS] = _packed_sums(output, known, data)
         if loss_function is None:
@@ -123,7 +123,7 @@ class HeadReader:
         return {name: value.view(logits.shape[:2]) for name, value in found.items()}
 
 
-def _where_known(known: Tensor, entropy: Tensor, verls: Tensor) -> Tensor:
+def _choose_known(known: Tensor, entropy: Tensor, verls: Tensor) -> Tensor:
     """The entropy over what the sampler could take at places with a head, and verl's over the vocabulary elsewhere."""
     values = torch.where(known.values().bool(), entropy.values(), verls.values())
     return torch.nested.nested_tensor_from_jagged(values, verls.offsets())
