@@ -5,7 +5,7 @@
 Through Ray, TransferQueue and the training step's own code: trajectories of 32,768 response tokens with
 log-probabilities of both engines, entropy, router agreement, rewards and advantages are measured, weighed by IcePop,
 judged, split by the sign of the advantage, and, with --filters, filtered. A batch is taken in blocks of
-`queue.AT_ONCE` tokens; beside that, up to --whole-up-to million tokens, at once. verl's own reading of the batch is
+`queue.BLOCK_TOKENS` tokens; besides, up to --whole-up-to million tokens, at once. verl's own reading of the batch is
 left out: it pads it whole.
 
 TransferQueue holds --stored trajectories; a larger batch has each of them several times, under keys of its own.
@@ -142,7 +142,7 @@ def one_batch(run: StabilityRun, batch: KVBatchMeta) -> dict[str, float]:
 
 def measured(run: StabilityRun, trajectories: int, at_once: int) -> tuple[float, int, dict[str, float]]:
     """Seconds, bytes added at the peak, and metrics."""
-    queue.AT_ONCE = at_once
+    queue.BLOCK_TOKENS = at_once
     tags = [{"response_len": LENGTH}] * trajectories
     batch = KVBatchMeta(keys=[name(i) for i in range(trajectories)], tags=tags, partition_id="train")
     found: list[Any] = []
@@ -187,7 +187,7 @@ def main() -> None:
         print(f"storing {stored:,} trajectories of {LENGTH:,} tokens", file=sys.stderr, flush=True)
         fill(stored)
         queue.tq = Copies(stored)
-        run, block = run_of(arguments.filters), queue.AT_ONCE
+        run, block = run_of(arguments.filters), queue.BLOCK_TOKENS
         measured(run, min(32, stored), block)  # first allocations
         whole = [size for size in sizes if size <= arguments.whole_up_to]
         # All of them in blocks first: what a batch at once has taken, the process does not give back.

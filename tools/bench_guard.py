@@ -10,8 +10,10 @@ import argparse
 import random
 import statistics
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
+import orjson
 import torch
 from measuring import seconds
 
@@ -21,7 +23,11 @@ from verl_ext.guard.forecast import REMEMBERED
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.rules import Rule
 from verl_ext.guard.state import Boundary, Event
-from verl_ext.trainer.logs import EventLog
+from verl_ext.trainer.logs import LineFile
+
+
+def line(event: Event) -> bytes:
+    return orjson.dumps(asdict(event)) + b"\n"
 
 
 def build(rules: int) -> Guard:
@@ -70,9 +76,9 @@ def main() -> None:
     event = Event(1, "r", "signal/0", 1.0, 0.5, "warn", "signal/0=1 passes rules.r0.above=0.5")
     judged, measured = [], []
     with tempfile.TemporaryDirectory() as folder:
-        log = EventLog(Path(folder) / "events.jsonl", resume=False)
+        log = LineFile(Path(folder) / "events.jsonl", resume=False)
         for repeat in range(arguments.repeats):
-            judged.append(seconds(lambda step=1000 + repeat: (one_step(guard, step), log.write(event))))
+            judged.append(seconds(lambda step=1000 + repeat: (one_step(guard, step), log.write(line(event)))))
             measured.append(seconds(lambda: measure(tokens, {"icepop": {"alpha": 0.5, "beta": 5.0}})))
         log.close()
     ours, other = statistics.median(judged), statistics.median(measured)

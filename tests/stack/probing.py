@@ -77,15 +77,15 @@ def planting(worker_class: type) -> type:
 def looking_often(trainer_class: type) -> type:
     class PlantingTrainer(trainer_class):
         def probe(self, batch):
-            from verl_ext.trainer import canary_scores
+            from verl_ext.trainer import sync_canary
 
             found = {}
             for name in CAUSES:
                 self.actor_rollout_wg.plant(name)
-                canary_scores.ALONE["temperature"] = WRONG_TEMPERATURE if name == "wrong temperature" else 1.0
+                sync_canary.ONE_A_PASS["temperature"] = WRONG_TEMPERATURE if name == "wrong temperature" else 1.0
                 found[name] = super().probe(batch)
             self.actor_rollout_wg.plant("nothing")
-            canary_scores.ALONE["temperature"] = 1.0
+            sync_canary.ONE_A_PASS["temperature"] = 1.0
             super().probe(batch)
             return found
 

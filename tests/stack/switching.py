@@ -129,7 +129,7 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
     """`trainer_class`, taking the settings of the schedule's next entry before each step."""
     from omegaconf import OmegaConf
 
-    from verl_ext.core.tokens import AT_ONCE
+    from verl_ext.core.tokens import BLOCK_TOKENS
     from verl_ext.features.table import loss_settings, read_features
     from verl_ext.trainer import queue
 
@@ -141,7 +141,7 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
             config, stability = compose([*base, *entry])
             self.config.algorithm = config.algorithm
             self.stability_run.use(config, stability)
-            queue.AT_ONCE = BLOCK if self.global_steps % 2 else AT_ONCE
+            queue.BLOCK_TOKENS = BLOCK if self.global_steps % 2 else BLOCK_TOKENS
             policy_loss = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss)
             policy_loss.pop("_target_", None)
             policy_loss.pop("rollout_correction", None)
@@ -151,7 +151,7 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
             return super().step(metrics, timing_raw)
 
         def _update_actor(self, batch, metrics):
-            sent = self.stability_run.for_update(batch)
+            sent = self.stability_run.update_batch(batch)
             print(f"switching: there is {' '.join(batch.fields)}; sent is {' '.join(sent.fields)}", flush=True)
             return super()._update_actor(batch, metrics)
 

@@ -16,7 +16,7 @@ from verl_ext.upstream import agent_loop
 def asked_for(sampling=None, **wanted):
     """A process that was asked for this; `sampling` decides which trajectories bring their expert ids."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agent_loop, "_wanted", agent_loop.Wanted(**wanted))
+        patch.setattr(agent_loop, "_extras", agent_loop.Extras(**wanted))
         patch.setattr(agent_loop, "_sampling", sampling)
         yield
 

@@ -39,7 +39,7 @@ class Sessions:
 
     @classmethod
     def from_keys(cls, keys: Sequence[str]) -> Sessions:
-        """From trajectory ids, in any order; a uid may contain underscores.
+        """Reads trajectory ids, in any order; a uid may contain underscores.
 
         Raises:
             BatchError: a key is not `{uid}_{session}_{index}`.
@@ -92,16 +92,8 @@ def register_estimator(
     return register
 
 
-@dataclass(frozen=True)
-class _Groups:
-    """Statistics of each session's group, each [S] float64; `centred` is the reward minus the group's mean."""
-
-    size: Tensor
-    centred: Tensor
-    std: Tensor
-
-
-def _groups(rewards_S: Tensor, group_S: Tensor) -> _Groups:
+def _group_statistics(rewards_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Size of each session's group, its reward minus the group's mean, and the group's std; [S] float64 each."""
     require_finite(rewards_S)
     size, low, total = (rewards_S.new_zeros(_group_count(group_S)) for _ in range(3))
     size.index_add_(0, group_S, torch.ones_like(rewards_S))
@@ -112,7 +104,7 @@ def _groups(rewards_S: Tensor, group_S: Tensor) -> _Groups:
     centred = above - (total.index_add_(0, group_S, above) / size)[group_S]
     squares = torch.zeros_like(size).index_add_(0, group_S, centred.square())
     std = (squares / (size - 1).clamp(min=1)).sqrt()
-    return _Groups(size[group_S], centred, std[group_S])
+    return size[group_S], centred, std[group_S]
 
 
 def _group_count(group_S: Tensor) -> int:
@@ -185,9 +177,9 @@ def quantile_baseline_advantages(rewards_S: Tensor, group_S: Tensor, *, k: float
         BatchError: a reward is NaN or infinite.
     """
     rewards_S = rewards_S.double()
-    groups = _groups(rewards_S, group_S)
+    _, _, std = _group_statistics(rewards_S, group_S)
     advantages = rewards_S - quantile_baselines(rewards_S, group_S, k)
-    return advantages / (groups.std + EPSILON) if norm_by_std else advantages
+    return advantages / (std + EPSILON) if norm_by_std else advantages
 
 
 @dataclass(frozen=True)
@@ -218,9 +210,9 @@ def grpo_positive_advantages(
     Args, returns and errors as of `quantile_baseline_advantages`; negative_scale >= 0.
     """
     rewards_S = rewards_S.double()
-    groups = _groups(rewards_S, group_S)
-    alone = groups.size == 1
-    advantages = torch.where(alone, rewards_S, groups.centred)
+    size, centred, std = _group_statistics(rewards_S, group_S)
+    alone = size == 1
+    advantages = torch.where(alone, rewards_S, centred)
     if norm_by_std:
-        advantages = advantages / (torch.where(alone, 1.0, groups.std) + EPSILON)
+        advantages = advantages / (torch.where(alone, 1.0, std) + EPSILON)
     return torch.where(advantages < 0, advantages * negative_scale, advantages)

@@ -4,9 +4,8 @@ Shape legend: N tokens of the batch, p tokens of a block, n of these that count,
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,7 +56,7 @@ class Block:
         l_infer, l_old: [n], of the dtype that they came in.
         entropy: [n] float64, NaN as 0; None where it was not computed.
         agreement: [n] float64, NaN where it was not compared; None where it was not for any token.
-        lag: [b] int64, each trajectory's bucket of `Lag`; None where no rollout is older than the policy.
+        lag_bucket: [b] int64, each trajectory's bucket of `Lag`; None where no rollout is older than the policy.
     """
 
     span: slice
@@ -69,7 +68,7 @@ class Block:
     l_old: Tensor
     entropy: Tensor | None
     agreement: Tensor | None
-    lag: Tensor | None
+    lag_bucket: Tensor | None
 
     def put(self, values: Tensor, into: Tensor) -> None:
         """Write [n] values into [N], each where its token stands."""
@@ -81,7 +80,7 @@ class Block:
 
 def read_blocks(tokens: Tokens, size: int, scratch: Scratch) -> Iterator[Block]:
     """The blocks in which any token counts, of `size` tokens or one trajectory; each is good until the next one."""
-    lag = None if tokens.lag is None else tokens.lag.buckets()
+    lag_buckets = None if tokens.lag is None else tokens.lag.buckets()
     for span, rows in blocks(tokens.offsets, size):
         scratch.next_block()
         mask, l_infer, l_old = tokens.mask[span], tokens.l_infer[span], tokens.l_old[span]
@@ -91,20 +90,20 @@ def read_blocks(tokens: Tokens, size: int, scratch: Scratch) -> Iterator[Block]:
         starts = tokens.offsets[rows.start : rows.stop + 1] - span.start
         entropy = agreement = None
         if tokens.entropy is not None:
-            entropy = scratch.copy(_at(places, tokens.entropy[span])).nan_to_num_(0.0)
+            entropy = scratch.copy(_select(places, tokens.entropy[span])).nan_to_num_(0.0)
         if tokens.agreement is not None:
-            agreement = scratch.copy(_at(places, tokens.agreement[span]))
+            agreement = scratch.copy(_select(places, tokens.agreement[span]))
         yield Block(
             span=span,
             mask=mask,
             starts=starts,
             lengths=lengths_between(starts, places),
             places=places,
-            l_infer=_at(places, l_infer),
-            l_old=_at(places, l_old),
+            l_infer=_select(places, l_infer),
+            l_old=_select(places, l_old),
             entropy=entropy,
             agreement=agreement,
-            lag=None if lag is None else lag[rows],
+            lag_bucket=None if lag_buckets is None else lag_buckets[rows],
         )
 
 
@@ -122,35 +121,27 @@ def _places(mask: Tensor, l_infer: Tensor, l_old: Tensor) -> Tensor | None:
     return mask.nonzero().squeeze(1)
 
 
-def _at(places: Tensor | None, values: Tensor) -> Tensor:
+def _select(places: Tensor | None, values: Tensor) -> Tensor:
     return values if places is None else values.index_select(0, places)
 
 
-Tree = TypeVar("Tree")
+Sums = dict[str, Tensor]
+"""Name -> what is added up over blocks, of any shape; over blocks, what begins with LARGEST takes the largest."""
+LARGEST = "largest/"
 
 
-def combined(trees: Sequence[Tree], how: Callable[[Tensor, int], Tensor]) -> Tree:
-    """One tree in float64 from those of all blocks: `torch.sum` or `torch.amax` over the blocks at each place."""
-    return _merged(trees, lambda tensors: how(torch.stack(tensors).double(), 0))
+def add_up(blocks: Sequence[Sums]) -> Sums:
+    """The sums of all blocks, float64; they have the same names."""
+
+    def over_blocks(name: str) -> Tensor:
+        values = torch.stack([sums[name] for sums in blocks]).double()
+        return values.amax(0) if name.startswith(LARGEST) else values.sum(0)
+
+    return {name: over_blocks(name) for name in blocks[0]}
 
 
-def on_host(tree: Tree) -> Tree:
-    """A copy on the host of a tree of one dtype, in one transfer, wherever its tensors live."""
-    tensors: list[Tensor] = []
-    _merged([tree], tensors.extend)
-    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
-    copies = iter(flat.split([tensor.numel() for tensor in tensors]))
-    return _merged([tree], lambda found: next(copies).view(found[0].shape))
-
-
-def _merged(trees: Sequence[Any], merge: Callable[[list[Tensor]], Any]) -> Any:
-    first = trees[0]
-    if first is None:
-        return None
-    if isinstance(first, Tensor):
-        return merge(list(trees))
-    if isinstance(first, tuple):
-        return tuple(_merged(values, merge) for values in zip(*trees, strict=True))
-    if isinstance(first, dict):
-        return {key: _merged([tree[key] for tree in trees], merge) for key in first}
-    return type(first)(**_merged([vars(tree) for tree in trees], merge))
+def copy_to_host(sums: Sums) -> Sums:
+    """A copy on the host of sums of one dtype, in one transfer, wherever they live."""
+    flat = torch.cat([values.flatten() for values in sums.values()]).cpu()
+    parts = flat.split([values.numel() for values in sums.values()])
+    return {name: part.view(values.shape) for (name, values), part in zip(sums.items(), parts, strict=True)}

@@ -82,12 +82,10 @@ def register_correction(
     settings: type | None = None,
     *,
     reads: tuple[str, ...] = (),
-    by_ratio: bool | Callable[[Any], bool] = False,
-    as_mask: str = "",
-    drops: bool = False,
     in_update: bool = False,
+    **traits: Any,
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Register a correction; the arguments are attributes of Correction.
+    """Register a correction; `traits` are further attributes of Correction.
 
     Args:
         settings: a dataclass, a field a keyword argument of the function; by default the function's keyword-only
@@ -108,7 +106,7 @@ def register_correction(
     def register(function: Callable[..., Result]) -> Callable[..., Result]:
         detached = no_grad(function)
         kind = settings or settings_of(function)
-        CORRECTIONS.add(Correction(name, detached, kind, reads, by_ratio, as_mask, drops, in_update))
+        CORRECTIONS.add(Correction(name, detached, kind, reads=reads, in_update=in_update, **traits))
         return detached
 
     return register

@@ -54,7 +54,7 @@ def fake_quantized(weight: Tensor, format: str, group: int | str) -> Tensor:
     scaled_fp8_quant`; int8 by 127 as in `int8_utils.py`. Int4 is symmetric too; some kernels use a -8 besides.
     """
     largest_of_format, rounded = FORMATS[format]
-    groups = _in_groups(weight.to(torch.promote_types(weight.dtype, torch.float32)), group)
+    groups = _group_values(weight.to(torch.promote_types(weight.dtype, torch.float32)), group)
     largest = groups.abs().amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == 0, 1)
     # By `largest` itself, not by a scale made of it: the largest value then comes back bit by bit, so a second
@@ -63,7 +63,7 @@ def fake_quantized(weight: Tensor, format: str, group: int | str) -> Tensor:
     return points.reshape(weight.shape).to(weight.dtype)
 
 
-def _in_groups(weight: Tensor, group: int | str) -> Tensor:
+def _group_values(weight: Tensor, group: int | str) -> Tensor:
     """[..., values that share a scale]"""
     if group == "tensor":
         return weight.flatten(-2)

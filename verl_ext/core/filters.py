@@ -132,15 +132,9 @@ BATCH_FILTERS: Registry[BatchFilter] = Registry("batch filter")
 
 
 def register_batch_filter(
-    name: str,
-    settings: type | None = None,
-    *,
-    needs_agreement: bool = False,
-    needs_l_old: bool = False,
-    needs_lag: bool = False,
-    sees_tokens: bool = True,
+    name: str, settings: type | None = None, **traits: bool
 ) -> Callable[[FilterFunction], FilterFunction]:
-    """Register a function of a FilterBatch and settings; see BatchFilter.
+    """Register a function of a FilterBatch and settings; `traits` are attributes of BatchFilter.
 
     Args:
         settings: a dataclass, a field a keyword argument of the function; by default the function's keyword-only
@@ -151,8 +145,7 @@ def register_batch_filter(
     """
 
     def register(function: FilterFunction) -> FilterFunction:
-        given = settings or settings_of(function)
-        BATCH_FILTERS.add(BatchFilter(name, function, given, needs_agreement, needs_l_old, needs_lag, sees_tokens))
+        BATCH_FILTERS.add(BatchFilter(name, function, settings or settings_of(function), **traits))
         return function
 
     return register
@@ -224,7 +217,7 @@ class FilterTally:
 
 @dataclass(frozen=True)
 class FilterOutcome(FilterTally):
-    """And to each token.
+    """The tally, and what was done to each token.
 
     Attributes:
         keep_N: [N] bool, the generated tokens that stay: the new mask of the loss.
@@ -303,7 +296,7 @@ def first_drift(
     decode: Callable[[list[int]], str],
     encode: Callable[[str], list[int]],
 ) -> int | None:
-    """Where encode(decode(ids)) first differs from the ids of a response; None where it gives them all back.
+    """The place where encode(decode(ids)) first differs from the ids of a response; None where it gives them all back.
 
     Each run of generated tokens is encoded by itself: what is in between was tokenised by the agent loop. Where a run
     encodes to itself and more, the index is the run's end, which may be the response's.
@@ -434,8 +427,8 @@ def off_policy_negative(batch: FilterBatch, *, delta: float) -> Tensor:
     within the step. The mean is over the tokens kept so far; one that is NaN counts as past delta, as in `opsm_mask`.
     """
     tokens = batch.tokens
-    gap = torch.where(batch.kept_N, tokens.l_infer.double() - tokens.l_old.double(), 0.0)
-    near_B = tokens.row_sums(gap) <= delta * tokens.row_sums(batch.kept_N)  # false for NaN
+    log_k = torch.where(batch.kept_N, tokens.l_old.double() - tokens.l_infer.double(), 0.0)
+    near_B = -tokens.row_sums(log_k) <= delta * tokens.row_sums(batch.kept_N)  # false for NaN
     return near_B[tokens.row_of_token()] | ~(batch.advantages_N < 0)
 
 

@@ -149,7 +149,7 @@ def read(logits: Tensor, sampled: Tensor, head: Head, *, truncated: bool, group:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Of two distributions at N places, float64; 0 where there is no head.
+    """How far two distributions at N places are apart, float64; 0 where there is no head.
 
     Attributes:
         kl: KL(q || p) in nats, with all tokens outside the head as one: a lower bound of the KL over the vocabulary,

@@ -103,14 +103,10 @@ LOSSES: Registry[Loss] = Registry("policy loss")
 
 
 def register_loss(
-    name: str,
-    settings: type | None = None,
-    *,
-    reads: tuple[str, ...] = (),
-    rescales: bool = False,
-    needs_l_old: bool = False,
+    name: str, settings: type | None = None, *, reads: tuple[str, ...] = (), **traits: bool
 ) -> Callable[[LossFunction], LossFunction]:
-    """Register a function of a LossBatch and settings, which becomes `policy_loss.loss_mode=NAME`; see Loss.
+    """Register a function of a LossBatch and settings, which becomes `policy_loss.loss_mode=NAME`; `traits` are further
+    attributes of Loss.
 
     Args:
         settings: a dataclass, a field a keyword argument of the function; by default the function's keyword-only
@@ -123,7 +119,7 @@ def register_loss(
         raise ValueError(f"the policy loss {name} reads {sorted(unknown)}; choose from {READABLE}")
 
     def register(function: LossFunction) -> LossFunction:
-        LOSSES.add(Loss(name, function, settings or settings_of(function), reads, rescales, needs_l_old))
+        LOSSES.add(Loss(name, function, settings or settings_of(function), reads, **traits))
         return function
 
     return register
@@ -193,7 +189,7 @@ def sequence_divergence(l_infer: Tensor, l_old: Tensor, l_theta: Tensor, mask: T
     n = chosen.sum(-1).clamp(min=1)
     # torch.where, not a product: whatever stands in padding, NaN included, stays out of the mean.
     return SequenceDivergence(
-        *(torch.where(chosen, gap, 0.0).sum(-1) / n for gap in (l_infer.double() - l_old, l_old.double() - l_theta))
+        *(torch.where(chosen, part, 0.0).sum(-1) / n for part in (l_infer.double() - l_old, l_old.double() - l_theta))
     )
 
 

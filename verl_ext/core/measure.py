@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_ext.core.blocks import Block, Scratch, combined, on_host, read_blocks
+from verl_ext.core.blocks import Block, Scratch, Sums, add_up, copy_to_host, read_blocks
 from verl_ext.core.breakdown import (
-    AgreementSums,
-    BucketSums,
     Origin,
+    agreement_measures,
     agreement_metrics,
     agreement_sums,
     bucket_metrics,
@@ -25,14 +24,7 @@ from verl_ext.core.breakdown import (
     origin_of,
 )
 from verl_ext.core.corrections import CORRECTIONS
-from verl_ext.core.mismatch import (
-    Mismatch,
-    MismatchMaxima,
-    MismatchSums,
-    mismatch_metrics,
-    mismatch_sums,
-    probabilities,
-)
+from verl_ext.core.mismatch import Mismatch, mismatch_metrics, mismatch_sums, probabilities
 from verl_ext.core.tokens import EXACT, Tokens, expand, segment_sums, total
 
 Settings = Mapping[str, Any]
@@ -99,51 +91,40 @@ def _quantities(block: Block, mismatch: Mismatch, corrections: Mapping[str, Sett
     return quantities
 
 
-@dataclass(frozen=True)
-class CorrectionSums:
-    """Sums over the tokens that count, and over the trajectories that have any."""
-
-    weight: Tensor
-    low: Tensor
-    high: Tensor
-    trajectories_dropped: Tensor  # that kept no token
-    outside: Tensor  # [C, 2], as in `Weighed`
-    entropy: Tensor | None
-    entropy_dropped: Tensor | None  # of the tokens dropped
-
-
-def correction_sums(block: Block, weighed: Weighed) -> CorrectionSums:
-    """Of one block."""
-    dropped, entropy = segment_sums(weighed.dropped, block.lengths), block.entropy
-    return CorrectionSums(
-        weight=total(weighed.weight),
-        low=total(weighed.low),
-        high=total(weighed.high),
-        trajectories_dropped=((block.lengths > 0) & (dropped == block.lengths)).sum(),
-        outside=weighed.outside,
-        entropy=None if entropy is None else entropy.sum(),
-        entropy_dropped=None if entropy is None else torch.dot(entropy, weighed.dropped.double()),
-    )
+def correction_sums(block: Block, weighed: Weighed) -> Sums:
+    """Sums over the tokens of one block that count, and over its trajectories that have any."""
+    dropped = segment_sums(weighed.dropped, block.lengths)
+    sums = {
+        "weight": total(weighed.weight),
+        "low": total(weighed.low),
+        "high": total(weighed.high),
+        "trajectories_dropped": ((block.lengths > 0) & (dropped == block.lengths)).sum(),  # that kept no token
+        "outside": weighed.outside,
+    }
+    if block.entropy is not None:
+        sums["entropy"] = block.entropy.sum()
+        sums["entropy_dropped"] = torch.dot(block.entropy, weighed.dropped.double())
+    return sums
 
 
-def correction_metrics(
-    sums: CorrectionSums, tokens: Tensor, trajectories: Tensor, corrections: Mapping[str, Settings]
-) -> dict[str, Tensor]:
-    """`correction/*` of a batch with so many tokens that count, and trajectories that have any."""
-    dropped = sums.low + sums.high
+def correction_metrics(sums: Sums, corrections: Mapping[str, Settings]) -> dict[str, Tensor]:
+    """`correction/*` of a batch; {} without corrections."""
+    if not corrections:
+        return {}
+    tokens, trajectories, dropped = sums["tokens"], sums["trajectories"], sums["low"] + sums["high"]
     metrics = {
         "correction/dropped": dropped / tokens,
-        "correction/dropped_low": sums.low / tokens,
-        "correction/dropped_high": sums.high / tokens,
-        "correction/sequences_dropped": sums.trajectories_dropped / trajectories,
-        "correction/weight_mean": sums.weight / tokens,
+        "correction/dropped_low": sums["low"] / tokens,
+        "correction/dropped_high": sums["high"] / tokens,
+        "correction/sequences_dropped": sums["trajectories_dropped"] / trajectories,
+        "correction/weight_mean": sums["weight"] / tokens,
     }
-    if sums.entropy is not None and sums.entropy_dropped is not None:
+    if "entropy" in sums:
         if dropped > 0:
-            metrics["correction/entropy_dropped"] = sums.entropy_dropped / dropped
+            metrics["correction/entropy_dropped"] = sums["entropy_dropped"] / dropped
         if dropped < tokens:
-            metrics["correction/entropy_kept"] = (sums.entropy - sums.entropy_dropped) / (tokens - dropped)
-    for name, (low, high) in zip(corrections, sums.outside, strict=True):
+            metrics["correction/entropy_kept"] = (sums["entropy"] - sums["entropy_dropped"]) / (tokens - dropped)
+    for name, (low, high) in zip(corrections, sums["outside"], strict=True):
         whole = trajectories if CORRECTIONS[name].per_sequence else tokens
         metrics[f"correction/{name}/low"] = low / whole
         metrics[f"correction/{name}/high"] = high / whole
@@ -201,20 +182,19 @@ class Gathered:
     """What remains of some tokens once they are measured, on the host.
 
     Attributes:
-        sums, maxima: None where no token counts.
+        sums: {} where no token counts.
         tokens: masked in.
         origin: what the sums of the routers' agreement are relative to; None where there are none.
     """
 
-    sums: "Sums | None"
-    maxima: MismatchMaxima | None
+    sums: Sums
     tokens: int
     origin: Origin | None = None
 
     @property
     def non_finite(self) -> int:
-        """As of `Measured`."""
-        return self.tokens - (0 if self.sums is None else int(self.sums.mismatch.tokens))
+        """See `Measured`."""
+        return self.tokens - int(self.sums.get("tokens", 0))
 
 
 @torch.no_grad()
@@ -227,7 +207,7 @@ def gather(
     as_mask: bool = False,
     origin: Origin | None = None,
 ) -> tuple[Tensor | None, Gathered]:
-    """The weights as of `Measured`, and what the metrics are made of; arguments as of `measure`.
+    """The weights as in `Measured`, and what the metrics are made of; arguments as for `measure`.
 
     Args:
         as_mask: what has a weight weighs 1, for a loss that has the ratio already.
@@ -238,20 +218,15 @@ def gather(
     weight = torch.zeros(len(tokens.mask), device=device) if corrections else None
     scratch = Scratch(device)
     sums: list[Sums] = []
-    maxima: list[MismatchMaxima] = []
     for part in read_blocks(tokens, size, scratch):
-        mismatch, weighed = Mismatch.of(part, scratch), None
+        mismatch, weighed = Mismatch.from_block(part, scratch), None
         if weight is not None:
             weighed = weigh(part, mismatch, corrections, scratch, as_mask=as_mask)
             part.put(weighed.weight, into=weight)
         if part.agreement is not None and origin is None:
             origin = origin_of(part.agreement, mismatch.log_k)
-        part_sums, part_maxima = _sums(part, mismatch, weighed, origin, breakdown, scratch)
-        sums.append(part_sums)
-        maxima.append(part_maxima)
-    if not sums:
-        return weight, Gathered(None, None, tokens.count, origin)
-    return weight, Gathered(*on_host((combined(sums, torch.sum), combined(maxima, torch.amax))), tokens.count, origin)
+        sums.append(_sums(part, mismatch, weighed, origin, breakdown, scratch))
+    return weight, Gathered(copy_to_host(add_up(sums)) if sums else {}, tokens.count, origin)
 
 
 def put_together(
@@ -261,67 +236,47 @@ def put_together(
 
     Parts with the routers' agreement have one `origin`.
     """
-    whole = merged(parts)
-    batch, largest, masked = whole.sums, whole.maxima, whole.tokens
-    if batch is None or largest is None:
+    whole = merge(parts)
+    sums, masked = whole.sums, whole.tokens
+    if not sums:
         return Measured(weight, {}, tokens=masked, kept=0, non_finite=masked)
-    n, trajectories = batch.mismatch.tokens, batch.mismatch.trajectories
-    metrics, dropped = mismatch_metrics(batch.mismatch, largest), 0.0
-    if batch.corrections is not None:
-        metrics |= correction_metrics(batch.corrections, n, trajectories, corrections)
-        dropped = batch.corrections.low + batch.corrections.high
-    if batch.agreement is not None:
-        metrics |= agreement_metrics(batch.agreement)
-    metrics |= bucket_metrics(batch.buckets)
+    metrics = mismatch_metrics(sums) | correction_metrics(sums, corrections)
+    metrics |= agreement_metrics(sums) | bucket_metrics(sums)
+    dropped = sums["low"] + sums["high"] if corrections else 0.0
     return Measured(
         weight=weight,
         metrics={name: value.item() for name, value in metrics.items()},
         tokens=masked,
-        kept=int(n - dropped),
-        non_finite=masked - int(n),
+        kept=int(sums["tokens"] - dropped),
+        non_finite=whole.non_finite,
     )
 
 
-def merged(parts: Sequence[Gathered]) -> Gathered:
-    """Of all parts, what the metrics are made of."""
-    sums = [part.sums for part in parts if part.sums is not None]
-    maxima = [part.maxima for part in parts if part.maxima is not None]
-    tokens = sum(part.tokens for part in parts)
-    if not sums:
-        return Gathered(None, None, tokens)
-    return Gathered(combined(sums, torch.sum), combined(maxima, torch.amax), tokens)
-
-
-@dataclass(frozen=True)
-class Sums:
-    """All sums of a block, or of the batch; None and {} for what was not asked for."""
-
-    mismatch: MismatchSums
-    corrections: CorrectionSums | None
-    agreement: AgreementSums | None
-    buckets: dict[str, BucketSums]  # axis -> sums
+def merge(parts: Sequence[Gathered]) -> Gathered:
+    """What the metrics are made of, over all parts."""
+    sums = [part.sums for part in parts if part.sums]
+    return Gathered(add_up(sums) if sums else {}, sum(part.tokens for part in parts))
 
 
 def _sums(
     block: Block, mismatch: Mismatch, weighed: Weighed | None, origin: Origin | None, breakdown: bool, scratch: Scratch
-) -> tuple[Sums, MismatchMaxima]:
-    of_mismatch, maxima = mismatch_sums(block, mismatch)
-    of_agreement, buckets = None, {}
-    partial: dict[str, Tensor] = {}
+) -> Sums:
+    sums = mismatch_sums(block, mismatch)
+    if weighed is not None:
+        sums |= correction_sums(block, weighed)
     if block.agreement is not None:
-        of_agreement = agreement_sums(block.agreement, mismatch.log_k, origin)
-    if breakdown or block.lag is not None:
+        sums |= agreement_sums(block.agreement, mismatch.log_k, origin)
+    if breakdown or block.lag_bucket is not None:
         measures = {"vllm_kl/k1": -mismatch.log_k, "vllm_kl/k3": mismatch.k3}
         if weighed is not None:
             measures |= {"correction/dropped_low": weighed.low, "correction/dropped_high": weighed.high}
-        if block.agreement is not None:
-            partial["router/agreement"] = block.agreement
+        by_lag = measures | {"vllm_kl/log_ratio_abs_mean": mismatch.log_k.abs()}
+        known = {} if block.agreement is None else agreement_measures(block.agreement)
         if breakdown:
-            buckets = bucket_sums(block, mismatch.p_infer, measures, partial, scratch)
-        if block.lag is not None:
-            measures["vllm_kl/log_ratio_abs_mean"] = mismatch.log_k.abs()
-            buckets["lag"] = lag_sums(block, block.lag, measures, partial)
-    return Sums(of_mismatch, correction_sums(block, weighed) if weighed else None, of_agreement, buckets), maxima
+            sums |= bucket_sums(block, mismatch.p_infer, measures | known, scratch)
+        if block.lag_bucket is not None:
+            sums |= lag_sums(block, block.lag_bucket, by_lag | known)
+    return sums
 
 
 PARTED = ("vllm_kl/k1", "vllm_kl/k3")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_ext.core.blocks import Block, Scratch
+from verl_ext.core.blocks import LARGEST, Block, Scratch, Sums
 from verl_ext.core.tokens import LOG_RATIO_BOUND, Tokens, blocks, segment_sums, total
 
 
@@ -23,11 +23,6 @@ def k3_of(log_ratio: Tensor) -> Tensor:
     """r - log r - 1 of [n] log-ratios, clamped to +-20; NaN where one is not finite."""
     x = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return torch.where(log_ratio.isfinite(), torch.expm1(x) - x, torch.nan)
-
-
-def k3_sum(log_ratio: Tensor) -> Tensor:
-    """Sum of `k3_of`."""
-    return k3_of(log_ratio).sum()
 
 
 def count_non_finite(tensor: Tensor, mask: Tensor) -> int:
@@ -59,7 +54,7 @@ class Mismatch:
     log_rho: Tensor
 
     @classmethod
-    def of(cls, block: Block, scratch: Scratch) -> "Mismatch":
+    def from_block(cls, block: Block, scratch: Scratch) -> "Mismatch":
         log_k = scratch.copy(block.l_old).sub_(scratch.copy(block.l_infer))
         bounded = scratch.copy(log_k).clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         k_minus_1 = scratch.copy(bounded).expm1_()
@@ -78,87 +73,62 @@ def probabilities(block: Block) -> tuple[Tensor, Tensor]:
     return block.l_infer.double().exp(), block.l_old.double().exp()
 
 
-@dataclass(frozen=True)
-class MismatchSums:
-    """Sums over the tokens that count, and over the trajectories that have any."""
-
-    tokens: Tensor
-    log_k: Tensor
-    log_k_abs: Tensor
-    k: Tensor
-    k_squared: Tensor
-    k_minus_1: Tensor
-    k_minus_1_squared: Tensor
-    k3: Tensor
-    difference: Tensor  # |p_old - p_infer|
-    difference_squared: Tensor
-    trajectories: Tensor
-    trajectory_gap: Tensor  # |mean of log k|
-
-
-@dataclass(frozen=True)
-class MismatchMaxima:
-    log_k_abs: Tensor
-    difference: Tensor
-    trajectory_gap: Tensor
-
-
-def mismatch_sums(block: Block, mismatch: Mismatch) -> tuple[MismatchSums, MismatchMaxima]:
-    """Of one block."""
+def mismatch_sums(block: Block, mismatch: Mismatch) -> Sums:
+    """Sums over the tokens of one block that count, and over its trajectories that have any; and the largest values."""
     k, k_minus_1, log_k_abs = mismatch.k, mismatch.k_minus_1, mismatch.log_k.abs()
     furthest = log_k_abs.amax()
-    if bool(furthest <= LOG_RATIO_BOUND):
-        difference = (
-            mismatch.p_infer.double().mul_(k_minus_1).abs_()
-        )  # p_old - p_infer, at less cost than an exact p_old
+    if bool(furthest <= LOG_RATIO_BOUND):  # p_old - p_infer, at less cost than an exact p_old
+        difference = mismatch.p_infer.double().mul_(k_minus_1).abs_()
     else:
         p_infer, p_old = probabilities(block)
         difference = (p_old - p_infer).abs_()
     trajectory_gap = (mismatch.log_rho / block.lengths.clamp(min=1)).abs()
-    sums = MismatchSums(
-        tokens=block.lengths.sum(),
-        log_k=mismatch.log_k.sum(),
-        log_k_abs=log_k_abs.sum(),
-        k=total(k),
-        k_squared=total(k * k),
-        k_minus_1=k_minus_1.sum(),
-        k_minus_1_squared=torch.dot(k_minus_1, k_minus_1),
-        k3=mismatch.k3.sum(),
-        difference=difference.sum(),
-        difference_squared=torch.dot(difference, difference),
-        trajectories=block.lengths.count_nonzero(),
-        trajectory_gap=trajectory_gap.sum(),
-    )
-    return sums, MismatchMaxima(furthest, difference.amax(), trajectory_gap.amax())
+    return {
+        "tokens": block.lengths.sum(),
+        "log_k": mismatch.log_k.sum(),
+        "log_k_abs": log_k_abs.sum(),
+        "k": total(k),
+        "k_squared": total(k * k),
+        "k_minus_1": k_minus_1.sum(),
+        "k_minus_1_squared": torch.dot(k_minus_1, k_minus_1),
+        "k3": mismatch.k3.sum(),
+        "difference": difference.sum(),
+        "difference_squared": torch.dot(difference, difference),
+        "trajectories": block.lengths.count_nonzero(),
+        "trajectory_gap": trajectory_gap.sum(),
+        f"{LARGEST}log_k_abs": furthest,
+        f"{LARGEST}difference": difference.amax(),
+        f"{LARGEST}trajectory_gap": trajectory_gap.amax(),
+    }
 
 
-def mismatch_metrics(sums: MismatchSums, maxima: MismatchMaxima) -> dict[str, Tensor]:
+def mismatch_metrics(sums: Sums) -> dict[str, Tensor]:
     """`vllm_kl/*` of a batch.
 
     k3: Schulman, "Approximating KL Divergence", 2020, with x ~ pi_infer and r = pi_train / pi_infer.
     """
-    n = sums.tokens
-    difference = sums.difference / n
+    n = sums["tokens"]
+    difference = sums["difference"] / n
     return {
-        "vllm_kl/k1": -sums.log_k / n,
-        "vllm_kl/k3": sums.k3 / n,
+        "vllm_kl/k1": -sums["log_k"] / n,
+        "vllm_kl/k3": sums["k3"] / n,
         "vllm_kl/prob_diff_mean": difference,
-        "vllm_kl/prob_diff_max": maxima.difference,
-        "vllm_kl/prob_diff_std": (sums.difference_squared / n - difference**2).clamp(min=0).sqrt(),
-        "vllm_kl/log_ratio_abs_mean": sums.log_k_abs / n,
-        "vllm_kl/log_ratio_abs_max": maxima.log_k_abs,
+        "vllm_kl/prob_diff_max": sums[f"{LARGEST}difference"],
+        "vllm_kl/prob_diff_std": (sums["difference_squared"] / n - difference**2).clamp(min=0).sqrt(),
+        "vllm_kl/log_ratio_abs_mean": sums["log_k_abs"] / n,
+        "vllm_kl/log_ratio_abs_max": sums[f"{LARGEST}log_k_abs"],
         # Not from k - 1: n + sum (k - 1) has no digits left of a sum k that is small against n.
-        "vllm_kl/ess": sums.k**2 / sums.k_squared / n,
+        "vllm_kl/ess": sums["k"] ** 2 / sums["k_squared"] / n,
         # mean(k^2) - 1, by k^2 - 1 = (k - 1)^2 + 2 (k - 1): it keeps its digits where k is close to 1.
-        "vllm_kl/chi2": (sums.k_minus_1_squared + 2 * sums.k_minus_1) / n,
-        "vllm_kl/sequence_gap_mean": sums.trajectory_gap / sums.trajectories,
-        "vllm_kl/sequence_gap_max": maxima.trajectory_gap,
+        "vllm_kl/chi2": (sums["k_minus_1_squared"] + 2 * sums["k_minus_1"]) / n,
+        "vllm_kl/sequence_gap_mean": sums["trajectory_gap"] / sums["trajectories"],
+        "vllm_kl/sequence_gap_max": sums[f"{LARGEST}trajectory_gap"],
     }
 
 
 SIGNS = {"positive": 1, "negative": -1}
 BLOCK = 1 << 20
-NEAR = 1 << 17  # tokens, in whole trajectories: what is made of them stays near a core
+ROW_BLOCK = 1 << 17  # tokens, in whole trajectories: what is made of them stays near a core
 
 
 @torch.no_grad()
@@ -178,7 +148,7 @@ def sums_by_sign(tokens: Tokens, advantages_N: Tensor) -> Tensor:
         sums[2, 0] += counts_n.sum().cpu()
         for row, sign in zip(sums, SIGNS.values(), strict=False):
             log_k = log_k_n[counts_n & (advantages_N[block] * sign > 0)]
-            row += torch.stack([log_k.new_tensor(len(log_k)), -log_k.sum(), k3_sum(log_k)]).cpu()
+            row += torch.stack([log_k.new_tensor(len(log_k)), -log_k.sum(), k3_of(log_k).sum()]).cpu()
     return sums
 
 
@@ -187,7 +157,7 @@ def sums_by_row(tokens: Tokens) -> Tensor:
     """[B, 4] float64: of each trajectory the tokens that count, as of `sums_by_sign`, their k1 and k3, and its
     generated tokens."""
     sums = torch.zeros(len(tokens.offsets) - 1, 4, dtype=torch.float64, device=tokens.mask.device)
-    for part, rows in blocks(tokens.offsets, NEAR):
+    for part, rows in blocks(tokens.offsets, ROW_BLOCK):
         mask, lengths = tokens.mask[part], tokens.offsets[rows.start : rows.stop + 1].diff()
         log_k = tokens.l_old[part].double() - tokens.l_infer[part].double()
         counts = mask & log_k.isfinite()
@@ -208,7 +178,7 @@ def signs_of_rows(sums_B4: Tensor, advantages: Tensor) -> tuple[Tensor, list[int
     """
     values, offsets, found = advantages.values(), advantages.offsets(), torch.zeros(3, 3, dtype=torch.float64)
     left = torch.zeros(len(sums_B4), dtype=torch.bool)  # also of what has no tokens
-    for part, rows in blocks(offsets, NEAR):
+    for part, rows in blocks(offsets, ROW_BLOCK):
         lengths, of_row = offsets[rows.start : rows.stop + 1].diff(), sums_B4[rows]
         above, below = (segment_sums(signs.double(), lengths).cpu() for signs in (values[part] > 0, values[part] < 0))
         alike = ((above == of_row[:, 3]) & (below == 0), (below == of_row[:, 3]) & (above == 0))

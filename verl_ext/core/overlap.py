@@ -49,7 +49,7 @@ def blockwise_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
     tokens, scratch = max(1, PAIRS // max(1, L)), Scratch(train_NLK.device)
     for start in range(0, N, tokens):
         part = slice(start, start + tokens)
-        train_PW, infer_PW = _as_words(
+        train_PW, infer_PW = _view_words(
             *(ids[part].to(dtype).contiguous().view(-1, K) for ids in (train_NLK, infer_NLK))
         )
         unequal_P = train_PW[:, 0] != infer_PW[:, 0]
@@ -65,7 +65,7 @@ def blockwise_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
     return overlap_NL
 
 
-def _as_words(train_PK: Tensor, infer_PK: Tensor) -> tuple[Tensor, Tensor]:
+def _view_words(train_PK: Tensor, infer_PK: Tensor) -> tuple[Tensor, Tensor]:
     """The same bytes in the widest words that make up a row, and that start at a multiple of their width in both."""
     places = (train_PK.shape[1], train_PK.storage_offset(), infer_PK.storage_offset())
     size = train_PK.element_size()

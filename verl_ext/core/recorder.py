@@ -47,7 +47,7 @@ class Recorder:
         """Take the hooks away; point -> [tokens, width] float32 on the host, of all passes since."""
         for handle in self._handles:
             handle.remove()
-        return {point: _joined(parts) for point, parts in self._passes.items()}
+        return {point: _join(parts) for point, parts in self._passes.items()}
 
     def _hook(self, point: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -60,7 +60,7 @@ class Recorder:
 
 
 def point_of(name: str) -> str | None:
-    """Of a module's name: "embedding", "3.indexer", "3.attention", "3.router", "3.experts", "3.layer" or "norm"."""
+    """The point of a module's name: "embedding", "norm", or with its layer's number as in "3.router"."""
     for point, pattern in POINTS.items():
         if found := re.search(pattern, name):
             return f"{found[1]}.{point}"
@@ -68,7 +68,7 @@ def point_of(name: str) -> str | None:
 
 
 def order_of(point: str) -> tuple[int, int]:
-    """Where it stands in the computation."""
+    """The place of a point in the computation."""
     if point in ENDS:
         return (-1, 0) if point == "embedding" else (10**9, 0)
     layer, _, part = point.partition(".")
@@ -100,7 +100,7 @@ def own_positions(inputs: tuple[Any, ...]) -> Tensor:
     return torch.arange(hidden.shape[-2], device=hidden.device)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _join(parts: list[Tensor]) -> Tensor:
     """One after another, rows filled with -1 to the longest: an indexer chooses fewer positions of a short sequence."""
     width = max(part.shape[-1] for part in parts)
     return torch.cat([nn.functional.pad(part, (0, width - part.shape[-1]), value=-1) for part in parts])

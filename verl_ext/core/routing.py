@@ -147,7 +147,7 @@ def router_metrics(packed_BC: Tensor) -> dict[str, float]:
     engine's adapter does not see them, and the error of a share where all trajectories were compared.
     """
     packed_BC = packed_BC.double()
-    sampled, sums = _sampled(RouterSums.unpack(packed_BC)), RouterSums.unpack(packed_BC.sum(0, keepdim=True))
+    sampled, sums = _sampling_error(RouterSums.unpack(packed_BC)), RouterSums.unpack(packed_BC.sum(0, keepdim=True))
     n, unknown, invalid = sums.tokens.item(), sums.unknown.item(), sums.refused.sum().item()
     generated = n + unknown + invalid
     if generated == 0:
@@ -178,7 +178,7 @@ def router_metrics(packed_BC: Tensor) -> dict[str, float]:
     return metrics
 
 
-def _sampled(sums: RouterSums) -> dict[str, float]:
+def _sampling_error(sums: RouterSums) -> dict[str, float]:
     """What it means for `router/agreement` that m of M trajectories with generated tokens were compared; {} for all.
 
     The agreement is a ratio, R = sum a / sum n of the m compared: of a trajectory, a is the sum over its tokens of the

@@ -37,7 +37,7 @@ class Lag:
 
 EXACT = 2**24  # up to here float32 counts, and stops
 # Response tokens of a batch that the controller holds: of a step's fields 120 MB, and as much again on their way.
-AT_ONCE = 2**22
+BLOCK_TOKENS = 2**22
 
 
 def blocks(offsets: Tensor, size: int) -> Iterator[tuple[slice, slice]]:
@@ -78,7 +78,7 @@ def jagged(values: Tensor, offsets: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets, max_seqlen=int(offsets.diff().max()))
 
 
-def filled(field: Tensor, lengths: Tensor, generated: Tensor) -> Tensor:
+def fill_added_rows(field: Tensor, lengths: Tensor, generated: Tensor) -> Tensor:
     """[N, ...] of a nested field [B, n, ...], with zeros in the rows that verl has added to fill a batch.
 
     Such a row is a copy of a trajectory in which verl shortens the fields that it knows, and takes the mask away; of a
@@ -99,7 +99,7 @@ def filled(field: Tensor, lengths: Tensor, generated: Tensor) -> Tensor:
     )
 
 
-def left_out(field: Tensor, lengths: Tensor) -> Tensor:
+def left_out_rows(field: Tensor, lengths: Tensor) -> Tensor:
     """[B] bool: the rows of a nested field [B, n, ...] that came empty where they ought to have `lengths`, [B] int64.
 
     A trajectory whose routing did not travel (upstream/agent_loop.py).
@@ -107,7 +107,7 @@ def left_out(field: Tensor, lengths: Tensor) -> Tensor:
     return (field.offsets().diff().to(lengths.device) == 0) & (lengths > 0)
 
 
-def with_gaps(values: Tensor, lengths: Tensor, left_out_B: Tensor) -> Tensor:
+def fill_gaps(values: Tensor, lengths: Tensor, left_out_B: Tensor) -> Tensor:
     """[N, ...] of the packed values of the rows that are there: zeros on the tokens of those that are left out."""
     if not left_out_B.any():
         return values

@@ -147,7 +147,7 @@ class Feature:
         lines: its lines of the start-up table, none where it is off.
         check: raises ConfigError for what it cannot work with.
         apply: sets what it consists of in verl's config.
-        agent_loop: what it asks of verl's agent loop: fields of `upstream.agent_loop.Wanted`.
+        agent_loop: what it asks of verl's agent loop: fields of `upstream.agent_loop.Extras`.
         loss_settings: what it asks of the workers' loss: fields of `workers.worker_loss.LossSettings`.
         prove: raises HookError where the started engines lack something that no line shows.
         depends: its lines depend on what else is on: `lines` is asked last, and sees those of the others.

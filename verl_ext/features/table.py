@@ -66,7 +66,7 @@ def apply_engine_settings(run: RunFeatures) -> None:
     for feature in FEATURES:
         feature.apply(run)
         wanted |= feature.agent_loop(run)
-    agent_loop.request(run.config, agent_loop.Wanted(**wanted))
+    agent_loop.request(run.config, agent_loop.Extras(**wanted))
 
 
 def loss_settings(run: RunFeatures) -> dict[str, Any]:

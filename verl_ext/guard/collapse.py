@@ -67,7 +67,7 @@ class Collapse:
     moves: tuple[Move, ...] = ()
 
     @property
-    def by_gap(self) -> bool:
+    def gap_first(self) -> bool:
         """Whether the engines came apart before anything else moved."""
         return bool(self.moves) and self.moves[0].signal == K3 and self.moves[0].step <= self.step
 
@@ -79,7 +79,7 @@ class Collapse:
     @property
     def remedy(self) -> str:
         back = f"go back to a checkpoint from before step {self.since}"
-        if self.by_gap:
+        if self.gap_first:
             return f"The engines came apart first: {back}, and close their gap, or lower the learning rate."
         return f"Nothing says that the engines came apart first: {back}, and lower the learning rate."
 

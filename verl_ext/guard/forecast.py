@@ -1,4 +1,4 @@
-"""Where a run is going: the gap of the engines, a mask that is blind to it, a jump of it, a reward that collapses.
+"""Forecasts a run: the gap of the engines, a mask that is blind to it, a jump of it, a reward that collapses.
 
 IcePop's appendix shows that past a critical size the mismatch delta grows at least geometrically, delta_{t+1} >=
 (1 + eta mu) delta_t ("Small Leak Can Sink a Great Ship", compounding lemma). log delta against the step is then a
@@ -85,8 +85,8 @@ def foresee(
     where that part of the gap is seen often enough.
     """
     part = engines_part(boundary.signal, signals)
-    state.growth = _added(state.growth, step, signals.get(boundary.signal), boundary.window)
-    state.growth_alone = _added(state.growth_alone, step, part[1] if part else None, boundary.window)
+    state.growth = _append(state.growth, step, signals.get(boundary.signal), boundary.window)
+    state.growth_alone = _append(state.growth_alone, step, part[1] if part else None, boundary.window)
     of_all = growth = estimate_growth(state.growth, boundary.value)
     metrics = {"guard/steps_to_boundary": float(HORIZON)}
     if speaks([at for at, _ in state.growth_alone], step, boundary.window):
@@ -110,7 +110,7 @@ def foresee(
     return metrics, Decision(events)
 
 
-def _added(readings: list[tuple[int, float]], step: int, value: float | None, window: int) -> list[tuple[int, float]]:
+def _append(readings: list[tuple[int, float]], step: int, value: float | None, window: int) -> list[tuple[int, float]]:
     """The last `window` readings, with that of this step where it has one and none is there yet."""
     if value is None or (readings and readings[-1][0] >= step):
         return readings
@@ -183,7 +183,7 @@ def _collapse_events(state: GuardState, step: int, old_rollouts: bool) -> tuple[
         # The weights of these steps were measured, and nothing spoke against them yet.
         state.good = [saved for saved in state.good if saved < found.since]
         reason = f"{found} {found.remedy}"
-        if found.by_gap and old_rollouts:
+        if found.gap_first and old_rollouts:
             reason += " Rollouts are older than the policy: k3 has its own movement in it."
         return (Event(step, "collapse", REWARD, found.now, None, "warn", reason),)
     level = sum(value for _, value in state.record[REWARD][-STRETCH:]) / STRETCH
@@ -212,7 +212,11 @@ def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> G
     at_last = [y - rate * (t - last) for t, y in points]  # the line's height at the last step, by each reading
     level = median(at_last)
     residuals = [y - level for y in at_last]
-    outside = (len(slopes) - SIGMAS * math.sqrt(_variance_of_s(len(points)) * _inflation(residuals))) / 2
+    n = len(points)
+    variance = (
+        n * (n - 1) * (2 * n + 5) / 18
+    )  # of Kendall's S, rising pairs less falling ones, for independent readings
+    outside = (len(slopes) - SIGMAS * math.sqrt(variance * _inflation(residuals))) / 2
     low = slopes[int(outside)] if outside >= 0 else -math.inf
     high = slopes[len(slopes) - 1 - int(outside)] if outside >= 0 else math.inf
     if len(points) >= SCATTER_FEWEST:
@@ -226,11 +230,6 @@ def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> G
     else:
         steps = min(left / rate, float(HORIZON))
     return Growth(rate, low, high, math.exp(min(level, HIGHEST)), steps)
-
-
-def _variance_of_s(n: int) -> float:
-    """Returns the variance of Kendall's S, rising pairs less falling ones, for n independent readings."""
-    return n * (n - 1) * (2 * n + 5) / 18
 
 
 def _inflation(residuals: Sequence[float]) -> float:

@@ -8,7 +8,7 @@ signals in the same order give the same decisions, also across `state_dict` and 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import Any
 
 from verl_ext.base.errors import ConfigError
@@ -25,10 +25,11 @@ KEPT = 20  # checkpoints remembered as good
 Limit = tuple[str, str, float]  # a signal, the side on which it is bad, and its bound
 
 
+@dataclass(eq=False)
 class Guard:
     """The rules with their state.
 
-    Args:
+    Attributes:
         rules: judged in this order.
         stop_after: steps in a row without a good update after which the run stops; None never stops for that reason.
         max_rollbacks: after so many, a rollback is a stop.
@@ -37,26 +38,20 @@ class Guard:
         lower_lr: by how much the learning rate is lowered, where a rule asks for that.
         boundary: what is extrapolated.
         mask: the share of tokens that a mask with a fixed band drops, a metric's name; empty where there is none.
+        unread: rules whose signal has not been logged yet.
     """
 
-    def __init__(
-        self,
-        rules: Sequence[Rule] = (),
-        *,
-        stop_after: int | None = None,
-        max_rollbacks: int = 3,
-        cooldown: int = 5,
-        lower_lr: LowerLr | None = None,
-        boundary: Boundary | None = None,
-        mask: str = "",
-    ):
-        self.rules = tuple(rules)
-        self.stop_after = stop_after
-        self.max_rollbacks = max_rollbacks
-        self.cooldown = cooldown
-        self.lower_lr = lower_lr or LowerLr()
-        self.boundary, self.mask = boundary or Boundary(), mask
-        self.unread = {rule.name for rule in rules}  # rules whose signal has not been logged yet
+    rules: Sequence[Rule] = ()
+    _: KW_ONLY
+    stop_after: int | None = None
+    max_rollbacks: int = 3
+    cooldown: int = 5
+    lower_lr: LowerLr = field(default_factory=LowerLr)
+    boundary: Boundary = field(default_factory=Boundary)
+    mask: str = ""
+
+    def __post_init__(self) -> None:
+        self.unread = {rule.name for rule in self.rules}
         self.step, self._failed = 0, False
         self._judged: set[str] = set()  # signals
         self.load_state_dict({})

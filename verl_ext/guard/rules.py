@@ -42,7 +42,7 @@ class Rule:
     advice: str = ""
     setting: str = ""
 
-    def past(self, value: float, threshold: float) -> bool:
+    def is_past(self, value: float, threshold: float) -> bool:
         return value > threshold if self.side == "above" else value < threshold
 
 
@@ -76,11 +76,11 @@ def apply_rule(rule: Rule, state: RuleState, value: float) -> RuleOutcome:
     if threshold is None or back is None:
         return RuleOutcome(None, fires=state.firing)
     if state.firing:
-        state.firing = rule.past(value, back)
+        state.firing = rule.is_past(value, back)
         if not state.firing:
             state.streak = 0
         return RuleOutcome(threshold, fires=state.firing, ended=not state.firing)
-    state.streak = state.streak + 1 if rule.past(value, threshold) else 0
+    state.streak = state.streak + 1 if rule.is_past(value, threshold) else 0
     state.firing = state.streak >= rule.patience
     return RuleOutcome(threshold, fires=state.firing, began=state.firing)
 

@@ -122,14 +122,14 @@ class GuardState:
 
     def forget(self, after: int) -> None:
         """Drops all readings after this step: they are of weights that were given up."""
-        self.growth = _up_to(after, self.growth)
-        self.growth_alone = _up_to(after, self.growth_alone)
-        self.dropped = _up_to(after, self.dropped)
-        self.record = {name: _up_to(after, readings) for name, readings in self.record.items()}
+        self.growth = _keep_until(after, self.growth)
+        self.growth_alone = _keep_until(after, self.growth_alone)
+        self.dropped = _keep_until(after, self.dropped)
+        self.record = {name: _keep_until(after, readings) for name, readings in self.record.items()}
         self.mask_blind = self.collapsed = False
 
 
-def _up_to(step: int, readings: list[tuple[int, float]]) -> list[tuple[int, float]]:
+def _keep_until(step: int, readings: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return [reading for reading in readings if reading[0] <= step]
 
 
@@ -139,7 +139,7 @@ def read_state(saved: Mapping[str, Any]) -> GuardState:
     Raises:
         ValueError: an entry is unknown, not of its field's type, or not in the order of its steps; names the entry.
     """
-    state: GuardState = _restored(GuardState, saved)
+    state: GuardState = _restore(GuardState, saved)
     series = {name: getattr(state, name) for name in ("growth", "growth_alone", "dropped")}
     for name, readings in (series | {f"record.{name}": each for name, each in state.record.items()}).items():
         if any(earlier >= later for (earlier, _), (later, _) in pairwise(readings)):
@@ -147,7 +147,7 @@ def read_state(saved: Mapping[str, Any]) -> GuardState:
     return state
 
 
-def _restored(kind: Any, value: Any, path: str = "") -> Any:
+def _restore(kind: Any, value: Any, path: str = "") -> Any:
     """Returns a value of this type from JSON that may be half written, of another version or somebody else's.
 
     Types may be int (0 to 2^63 - 1), float (finite), bool, str, dataclasses, and lists, pairs and mappings of these.
@@ -160,13 +160,13 @@ def _restored(kind: Any, value: Any, path: str = "") -> Any:
     if hints:
         if unknown := [key for key in value if key not in hints]:
             raise ValueError(f"{where} has an entry {unknown[0]}, which is not known here")
-        return kind(**{key: _restored(hints[key], each, f"{path}.{key}".lstrip(".")) for key, each in value.items()})
+        return kind(**{key: _restore(hints[key], each, f"{path}.{key}".lstrip(".")) for key, each in value.items()})
     if outer is list:
-        return [_restored(inner[0], each, path) for each in value]
+        return [_restore(inner[0], each, path) for each in value]
     if outer is tuple:
-        return tuple(_restored(part, each, path) for part, each in zip(inner, value, strict=True))
+        return tuple(_restore(part, each, path) for part, each in zip(inner, value, strict=True))
     if outer is dict:
-        return {key: _restored(inner[1], each, f"{path}.{key}") for key, each in value.items()}
+        return {key: _restore(inner[1], each, f"{path}.{key}") for key, each in value.items()}
     return value
 
 

@@ -25,7 +25,7 @@ from verl_ext.lab.regimes import REGIMES, regimes_named
 from verl_ext.lab.training import Setup, Training
 from verl_ext.lab.warm_up import LabSettings, warm_up
 from verl_ext.launch.compose import PRIMARY, VERL_CONFIGS, prepare, stability_choices
-from verl_ext.trainer.logs import EventLog
+from verl_ext.trainer.logs import LineFile
 
 WARM_UPS = "warm-ups"  # folder next to those of the arms
 MEASURED = ("stability.metrics=true", "stability.breakdown=false", "stability.router_agreement=true")
@@ -37,7 +37,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 KEEP_SKIP = ("guard",)  # files that are about the guard; the others' batch skip would hide what their method does
 # Settings of verl and of ours that the lab has nothing for -> the value that leaves them out.
-NOT_HERE: dict[str, Any] = {
+ABSENT_SETTINGS: dict[str, Any] = {
     "algorithm.filter_groups.enable": False,
     "algorithm.use_kl_in_reward": False,
     "algorithm.rollout_correction.rollout_is": None,
@@ -99,7 +99,9 @@ def arms_of(
     common = (*MEASURED, *overrides, *([f"trainer.total_training_steps={steps}"] if steps else []))
     arms = [Arm("exact", ("+lab=grpo", *VARIANTS["none"], *common, "lab.regimes=[]"))]
     wanted = {name: _overrides_of(name) for name in names if name != "exact"}
-    wanted |= {name: (*_base(text), *text.split()) for name, text in added.items()}
+    for name, text in added.items():
+        presets = any(word.startswith("stability=") for word in text.split())  # else it starts from none
+        wanted[name] = (*(() if presets else VARIANTS["none"]), *text.split())
     arms += [
         Arm(name, ("+lab=grpo", given[0], *common, *given[1:], f"lab.regimes=[{wrong}]"))
         for name, given in wanted.items()
@@ -115,14 +117,14 @@ def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
     Raises:
         ConfigError: a setting cannot work.
     """
-    config = _composed(arm.overrides)
+    config = _compose(arm.overrides)
     with open_dict(config):
         config.trainer.default_local_dir = str((folder or Path()) / "checkpoints")
     stability = stability_config(config.stability)
     names = regimes_named("+".join(config.lab.regimes) or "exact")
     if modes := {REGIMES[name].trainer_mode for name in names} - {"sync"}:
         (config.trainer.v1.trainer_mode,) = modes
-    for setting, value in NOT_HERE.items():
+    for setting, value in ABSENT_SETTINGS.items():
         if (given := OmegaConf.select(config, setting)) != value:
             raise ConfigError(f"{setting}={given} is not in the lab", fix=(f"{setting}={_yaml(value)}",))
     features = read_features(config, stability, read_model=False)
@@ -155,7 +157,7 @@ def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -
         metrics.open("wb") as file,
         (folder / "console.log").open("w") as console,
         contextlib.redirect_stdout(console),
-        contextlib.closing(EventLog(metrics.with_suffix(EVENTS), resume=False)) as events,
+        contextlib.closing(LineFile(metrics.with_suffix(EVENTS), resume=False)) as events,
     ):
         training.actions.events = events
         try:
@@ -166,7 +168,7 @@ def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -
             print(f"verl_ext: {error}")
 
 
-def _composed(overrides: Sequence[str]) -> DictConfig:
+def _compose(overrides: Sequence[str]) -> DictConfig:
     try:
         with initialize_config_dir(str(VERL_CONFIGS), version_base=None):
             return compose(PRIMARY, prepare(overrides))
@@ -183,11 +185,6 @@ def _overrides_of(name: str) -> tuple[str, ...]:
     for part in parts:
         require_choice("--variants", part, (*variants(), *CORRECTIONS) if len(parts) == 1 else tuple(CORRECTIONS))
     return ("stability=none", f"stability.correction=[{','.join(parts)}]")
-
-
-def _base(text: str) -> tuple[str, ...]:
-    """The preset that a variant of the user's own starts from, unless it names one."""
-    return () if any(word.startswith("stability=") for word in text.split()) else VARIANTS["none"]
 
 
 def _yaml(value: Any) -> str:

@@ -169,7 +169,7 @@ def _show_result(
     from rich.console import Console
 
     from verl_ext.lab.summary import collect_runs
-    from verl_ext.lab.table import findings_of, results_of, results_text, terminal_table, write_results
+    from verl_ext.lab.table import TerminalTable, findings_of, results_of, results_text, write_results
     from verl_ext.report.command import drawing, tell
 
     variants, runs = collect_runs(arms, cells, out, result.failed)
@@ -183,7 +183,7 @@ def _show_result(
     if arguments.json:
         print(results_text(results))
     else:
-        console.print(terminal_table(variants, findings))
+        console.print(TerminalTable(variants, findings))
     if result.interrupted:
         print("interrupted: the same command goes on with what is not done yet", file=sys.stderr)
         return

@@ -26,18 +26,7 @@ from verl.utils.torch_functional import get_constant_schedule_with_warmup
 from verl.workers.config import FSDPActorConfig
 from verl.workers.config.optimizer import build_optimizer
 
-from verl_ext.base.names import (
-    DEVIATION,
-    HEAD_IDS,
-    HEAD_LOG_PROBS,
-    OLD_ROUTES,
-    PROMPTS,
-    RESPONSE_MASK,
-    RESPONSES,
-    ROLLOUT_ROUTES,
-    SHIFT_EXPERTS,
-    SHIFT_SCORES,
-)
+from verl_ext.base import names
 from verl_ext.core.head import Head, Reading, centering, read, weights_of
 from verl_ext.core.losses import router_deviation
 from verl_ext.lab.model import ModelSettings, Routing, Weights, forward
@@ -111,13 +100,13 @@ class LabEngine:
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, Any]:
         """A pass over a mini-batch, as one micro-batch on one rank."""
-        prompts, responses = (data[name].values().view(len(data), -1) for name in (PROMPTS, RESPONSES))
+        prompts, responses = (data[name].values().view(len(data), -1) for name in (names.PROMPTS, names.RESPONSES))
         head = None
-        if HEAD_IDS in data.keys():  # noqa: SIM118 (a TensorDict)
-            head = Head(*(data[name].flatten(0, 1) for name in (HEAD_IDS, HEAD_LOG_PROBS)))
+        if names.HEAD_IDS in data.keys():  # noqa: SIM118 (a TensorDict)
+            head = Head(*(data[name].flatten(0, 1) for name in (names.HEAD_IDS, names.HEAD_LOG_PROBS)))
         scores = None if forward_only else self._take_kept(responses)
         if scores is None:
-            replayed = data.get(OLD_ROUTES, data.get(ROLLOUT_ROUTES, None))
+            replayed = data.get(names.OLD_ROUTES, data.get(names.ROLLOUT_ROUTES, None))
             scores = self._score(prompts, responses, replayed, head)
         output = {"log_probs": pack(scores.log_probs, prompts.shape[1])}
         if loss_function is None:
@@ -125,9 +114,9 @@ class LabEngine:
         if self.use is not None and self.use.centers and scores.reading is not None and head is not None:
             term = centering(scores.reading, head, weights_of(self.use.corrections), truncated=self.use.truncated)
             output[CENTERING] = pack(term.view_as(scores.log_probs), prompts.shape[1])
-        if SHIFT_EXPERTS in data.keys():  # noqa: SIM118
-            data[DEVIATION] = _deviation(data, scores.routing)
-        tokens = int(data[RESPONSE_MASK].sum())
+        if names.SHIFT_EXPERTS in data.keys():  # noqa: SIM118
+            data[names.DEVIATION] = _deviation(data, scores.routing)
+        tokens = int(data[names.RESPONSE_MASK].sum())
         tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=len(data))
         loss, metrics = loss_function(model_output=output, data=data)
         loss.backward()
@@ -209,7 +198,7 @@ def split(data: TensorDict, size: int, epochs: int) -> Iterator[TensorDict]:
     if size >= len(data):
         yield from [data] * epochs
         return
-    nested = {name: data[name].values().view(len(data), -1) for name in (PROMPTS, RESPONSES)}
+    nested = {name: data[name].values().view(len(data), -1) for name in (names.PROMPTS, names.RESPONSES)}
     others = data.exclude(*nested)
     for start in [*range(0, len(data), size)] * epochs:
         mini_batch = others[start : start + size]
@@ -277,7 +266,7 @@ def chosen_scores(logits: Tensor, experts: Tensor) -> Tensor:
 
 def _deviation(data: TensorDict, now: Routing) -> Tensor:
     """[B, T], mean over layers of how far the routers have moved on the experts that they chose (RSPO)."""
-    experts, before = data[SHIFT_EXPERTS], data[SHIFT_SCORES]
+    experts, before = data[names.SHIFT_EXPERTS], data[names.SHIFT_SCORES]
     B, T = experts.shape[:2]
     by_layer = []
     for layer, logits in enumerate(now.logits):

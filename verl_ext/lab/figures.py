@@ -94,7 +94,7 @@ def seeds_chart(panel: Panel, runs: Runs, look: Mapping[str, Look]) -> alt.Layer
     for name, each in found.items():
         colour, dash = look[name]
         curves = [_curve(series, edges) for series in each]
-        found_there = over_seeds(np.stack([curve.values for curve in curves]), log=panel.log)
+        found_there = seed_spread(np.stack([curve.values for curve in curves]), log=panel.log)
         all_run = edges[:-1] <= min(run.steps[-1] for run in runs[name])
         middle, low, high = (np.where(all_run, values, np.nan) for values in found_there)
         drawn = Series(curves[0].steps, middle).finite()
@@ -111,7 +111,7 @@ def seeds_chart(panel: Panel, runs: Runs, look: Mapping[str, Look]) -> alt.Layer
     return line_chart(lines, span, log=panel.log, percent=panel.percent, zero=panel.zero, under=under)
 
 
-def over_seeds(values: np.ndarray, *, log: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def seed_spread(values: np.ndarray, *, log: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Mean, least and largest of [seeds, points]; on a logarithmic axis of what is above 0, the mean geometric.
 
     A seed is left out where it is NaN; NaN where all are.

@@ -180,13 +180,13 @@ def run_grid(cells: Iterable[GridCell], out: Path, run: RunArm, jobs: int) -> Ge
         while waiting or running:
             while waiting and len(running) < jobs:
                 cell = waiting.popleft()
-                with _deferred_ctrl_c():
+                with _defer_ctrl_c():
                     events, process = _start(run, cell, out)
                     running[events] = cell, process
             ready = wait(running)
             for events in [each for each in running if each in ready]:
                 cell, process = running[events]
-                event = _received(events, cell, process)
+                event = _receive(events, cell, process)
                 if isinstance(event, RunEnd):
                     del running[events]
                     events.close()
@@ -258,7 +258,7 @@ def _start(run: RunArm, cell: GridCell, out: Path) -> tuple[Connection, ForkServ
     return events, process
 
 
-def _received(events: Connection, cell: GridCell, process: ForkServerProcess) -> RunStep | RunEnd:
+def _receive(events: Connection, cell: GridCell, process: ForkServerProcess) -> RunStep | RunEnd:
     try:
         return events.recv()
     except EOFError:
@@ -276,7 +276,7 @@ def _prepare(run: RunArm) -> None:
 
 
 @contextmanager
-def _deferred_ctrl_c() -> Iterator[None]:
+def _defer_ctrl_c() -> Iterator[None]:
     """Defers a Ctrl-C to the end of the block: half a start would leave a process that nobody knows."""
     heard = list[int]()
     heeding = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))

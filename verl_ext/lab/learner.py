@@ -9,7 +9,7 @@ L layers, K experts per token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 
-from verl_ext.base.names import (
-    ADVANTAGES,
-    ENTROPY,
-    FILTER_SCALE,
-    HEAD_IDS,
-    HEAD_LOG_PROBS,
-    OLD_LOG_PROBS,
-    OLD_ROUTES,
-    PROMPTS,
-    RESPONSE_MASK,
-    RESPONSES,
-    ROLLOUT_LOG_PROBS,
-    ROLLOUT_ROUTES,
-    SHIFT_EXPERTS,
-    SHIFT_SCORES,
-)
+from verl_ext.base import names
 from verl_ext.core.head import divergence, head_metrics, head_sums
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.routing import agreement
@@ -107,24 +92,6 @@ class LabBatch:
         )
 
 
-@dataclass(frozen=True)
-class LossFields:
-    """The fields of a batch that the loss reads besides its tokens: [B, T] each.
-
-    Attributes:
-        mask: bool, the tokens that filters left.
-        others: by name of verl_ext.base.names; what a loss asks for and no one else.
-        filter_scale: see verl_ext.base.names.
-    """
-
-    l_old: Tensor
-    advantages: Tensor
-    mask: Tensor
-    entropy: Tensor
-    others: Mapping[str, Tensor] = field(default_factory=dict)
-    filter_scale: float = 1.0
-
-
 class Learner:
     """The actor's worker of such a run, its engine the lab's, with the workers' gate and loss.
 
@@ -156,7 +123,7 @@ class Learner:
         self._reads_deviation = ours is not None and "router_deviation" in ours.reads
         self._replay_mode = replay_mode(config)
         size = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
-        self._asked = {"mini_batch_size": size, "epochs": actor.ppo_epochs}
+        self._sizes = {"mini_batch_size": size, "epochs": actor.ppo_epochs}
         self._model = model
         self._reference = {name: value.detach().clone() for name, value in weights.items()}
 
@@ -170,45 +137,48 @@ class Learner:
         with torch.no_grad():
             return score(self._reference, self._model, batch.prompts, batch.sampled.responses).log_probs
 
-    def update(self, batch: LabBatch, old: Scores, fields: LossFields, asked: Mapping[str, Any]) -> dict[str, float]:
+    def update(
+        self, batch: LabBatch, old: Scores, fields: Mapping[str, Tensor], asked: Mapping[str, Any]
+    ) -> dict[str, float]:
         """All updates of a step; means over them of what the loss, the gate and the optimizer report.
 
         Args:
-            asked: what a run's trainer asks of its workers: `UPDATE` and `FIRST_PASS` of verl_ext.base.names.
+            fields: what the loss reads besides the tokens, [B, T] each by name of verl_ext.base.names.
+            asked: what a run's trainer asks of its workers: `UPDATE`, `FIRST_PASS` and `FILTER_SCALE`.
         """
         output = self.worker.train_mini_batch(self.update_data(batch, old, fields, asked))
         metrics = rename_dict(tu.get(output, "metrics"), "actor/")
         return {name: float(value) for name, value in reduce_metrics(metrics).items()}
 
     def update_data(
-        self, batch: LabBatch, old: Scores, fields: LossFields, asked: Mapping[str, Any] | None = None
+        self, batch: LabBatch, old: Scores, fields: Mapping[str, Tensor], asked: Mapping[str, Any]
     ) -> TensorDict:
         """What a run sends to its workers' update; see `LabWorker.train_mini_batch` for the layout."""
         sampled, T = batch.sampled, batch.sampled.mask.shape[1]
         tensors: dict[str, Any] = {
-            PROMPTS: equal_rows(batch.prompts),
-            RESPONSES: equal_rows(sampled.responses),
-            RESPONSE_MASK: fields.mask.long(),
-            ROLLOUT_LOG_PROBS: sampled.l_infer,
-            OLD_LOG_PROBS: fields.l_old,
-            ADVANTAGES: fields.advantages,
-            ENTROPY: fields.entropy,
-            **fields.others,
+            names.PROMPTS: equal_rows(batch.prompts),
+            names.RESPONSES: equal_rows(sampled.responses),
+            names.ROLLOUT_LOG_PROBS: sampled.l_infer,
+            **fields,
+            names.RESPONSE_MASK: fields[names.RESPONSE_MASK].long(),
         }
         if self._replay_mode == "R2":
-            tensors[OLD_ROUTES] = old.routing.stacked()
+            tensors[names.OLD_ROUTES] = old.routing.stacked()
         if self._replay_mode == "R3":
-            tensors[ROLLOUT_ROUTES] = sampled.experts
+            tensors[names.ROLLOUT_ROUTES] = sampled.experts
         if self._reads_deviation:
             layers = [*zip(old.routing.logits, old.routing.experts, strict=True)]
-            tensors[SHIFT_EXPERTS] = torch.stack([experts[:, -T:] for _, experts in layers], 2)
+            tensors[names.SHIFT_EXPERTS] = torch.stack([experts[:, -T:] for _, experts in layers], 2)
             found = [chosen_scores(logits.detach()[:, -T:], experts[:, -T:]) for logits, experts in layers]
-            tensors[SHIFT_SCORES] = torch.stack(found, 2)
+            tensors[names.SHIFT_SCORES] = torch.stack(found, 2)
         if sampled.head is not None:
             rows = (len(batch.keys), T, -1)
-            tensors |= {HEAD_IDS: sampled.head.ids.view(rows), HEAD_LOG_PROBS: sampled.head.log_q.view(rows)}
-        told = {**self._asked, FILTER_SCALE: fields.filter_scale, **(asked or {})}
-        return TensorDict(tensors | {name: NonTensorData(value) for name, value in told.items()}, len(batch.keys))
+            tensors |= {
+                names.HEAD_IDS: sampled.head.ids.view(rows),
+                names.HEAD_LOG_PROBS: sampled.head.log_q.view(rows),
+            }
+        settings = {name: NonTensorData(value) for name, value in {**self._sizes, **asked}.items()}
+        return TensorDict(tensors | settings, len(batch.keys))
 
     def head_metrics(self, batch: LabBatch, scored: Scores) -> dict[str, float]:
         """`vllm_kl/head*`; none where the rollout returns no heads."""

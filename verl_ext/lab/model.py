@@ -187,14 +187,6 @@ class Samples:
     experts: Tensor
     head: Head | None = None
 
-    def head_of(self, rows: slice) -> Head | None:
-        """The heads of these trajectories; None where none were asked for."""
-        if self.head is None:
-            return None
-        B, T = self.mask.shape
-        ids, log_q = (value.view(B, T, -1)[rows].flatten(0, 1) for value in (self.head.ids, self.head.log_q))
-        return Head(ids, log_q)
-
 
 def sample_responses(
     engine: RolloutEngine, model: ModelSettings, prompts: Tensor, length: int, generator: torch.Generator, head: int = 0
@@ -317,18 +309,18 @@ def _experts(
     routing.experts.append(experts)
     routing.own.append(own)
     routing.logits.append(logits)
-    mixed = _all_mixed if x.shape[1] == 1 else _chosen_mixed
-    return mixed(x, experts, shares, weights[f"{layer}.up"], weights[f"{layer}.down"])
+    mix = _mix_all if x.shape[1] == 1 else _mix_chosen
+    return mix(x, experts, shares, weights[f"{layer}.up"], weights[f"{layer}.down"])
 
 
-def _all_mixed(x: Tensor, experts: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _mix_all(x: Tensor, experts: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """All experts computed, those not chosen counting 0: for few tokens the faster."""
     share = shares.new_zeros(*shares.shape[:-1], len(up)).scatter(-1, experts, shares)
     inner = F.silu(F.linear(x, up.flatten(0, 1))).unflatten(-1, up.shape[:2]) * share.unsqueeze(-1)
     return F.linear(inner.flatten(-2), down.transpose(0, 1).flatten(1))
 
 
-def _chosen_mixed(x: Tensor, experts: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _mix_chosen(x: Tensor, experts: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Tokens sorted by their experts, which compute those that they were chosen for: for many tokens the faster."""
     expert, order = experts.flatten().sort(stable=True)
     token = order // experts.shape[-1]

@@ -121,7 +121,7 @@ class Variant:
     runs: Mapping[int, Summary]
     failed: Mapping[int, str] = field(default_factory=dict)
 
-    def of(self, measure: str) -> dict[int, float]:
+    def by_seed(self, measure: str) -> dict[int, float]:
         """The measure by seed, without the runs that do not have it."""
         return {seed: value for seed, run in self.runs.items() if (value := getattr(run, measure)) is not None}
 
@@ -129,24 +129,24 @@ class Variant:
         """The measure's mean over the seeds. No final reward where the guard ended runs: the rest were selected."""
         if measure == "final" and self.stopped:
             return None
-        return interval(list(self.of(measure).values()))
+        return interval(list(self.by_seed(measure).values()))
 
-    def against(self, other: "Variant", measure: str = "final") -> Interval | None:
+    def difference_to(self, other: "Variant", measure: str = "final") -> Interval | None:
         """This less the other, on the seeds that both have; None where the guard ended runs of either early."""
         if self.stopped or other.stopped:
             return None
-        ours, theirs = self.of(measure), other.of(measure)
+        ours, theirs = self.by_seed(measure), other.by_seed(measure)
         return interval([value - theirs[seed] for seed, value in ours.items() if seed in theirs])
 
     @property
     def collapsed(self) -> dict[int, int]:
         """The steps, by seed."""
-        return {seed: int(step) for seed, step in self.of("collapsed").items()}
+        return {seed: int(step) for seed, step in self.by_seed("collapsed").items()}
 
     @property
     def stopped(self) -> dict[int, int]:
         """The last steps of the runs that the guard ended early, by seed."""
-        return {seed: int(step) for seed, step in self.of("stopped").items()}
+        return {seed: int(step) for seed, step in self.by_seed("stopped").items()}
 
     @property
     def reward_then(self) -> Interval | None:

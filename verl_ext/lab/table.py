@@ -27,7 +27,7 @@ from verl_ext.report.files import written_whole
 from verl_ext.report.terminal import encodable, indented, wrap_name
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 RESULTS = "results.json"
 NAME, DIFFERENCE = 14, 12  # columns of the terminal; with the others' and one between two, 80
@@ -66,11 +66,6 @@ class TableRow:
     cells: tuple[Entry, ...]
 
 
-def terminal_table(variants: Sequence[Variant], findings: Sequence[str]) -> "RenderableType":
-    """The table and the findings under it, for a terminal of 80 columns or more; in ASCII where it has no UTF-8."""
-    return _TerminalTable(variants, findings)
-
-
 def table_columns(variants: Sequence[Variant]) -> list[Column]:
     """The columns of a table of these variants, after the name."""
     early = _any_ended_early(variants)
@@ -80,18 +75,18 @@ def table_columns(variants: Sequence[Variant]) -> list[Column]:
         if (other := variant_named(variants, name)) is not None
     ]
     endings = [
-        Column("ended early", 9, _ended_early_cell),
+        Column("ended early", 9, lambda variant: _share_text(variant.stopped.values(), len(variant.runs))),
         Column("reward then", 10, lambda variant: _reward_cell(variant.reward_then), spare=True),
     ]
     return [
         Column("final reward", 10, lambda variant: _reward_cell(variant.mean("final"))),
         *against,
         Column("peak", 10, lambda variant: _reward_cell(variant.mean("peak")), spare=True),
-        Column("collapsed", 9, _collapsed_cell),
+        Column("collapsed", 9, lambda variant: _share_text(variant.collapsed.values(), variant.known)),
         *(endings if early else []),
         Column("k3, start", 7, _mean_cell("k3_start", "{:.1e}"), spare=early),
         Column("k3, before", 7, _mean_cell("k3_before", "{:.1e}")),
-        Column("dropped", 7, _dropped_cell, spare=early),
+        Column("dropped", 7, _mean_cell("dropped", "{:.1f} %", scale=100), spare=early),
         Column("warning", 7, _warning_cell),
         Column("grad norm, median", 10, _mean_cell("grad_norm_median", "{:.2g}"), spare=True),
         Column("grad norm, max", 10, _mean_cell("grad_norm_max", "{:.2g}"), spare=True),
@@ -118,7 +113,22 @@ def legend(variants: Sequence[Variant]) -> str:
 
 def findings_of(variants: Sequence[Variant]) -> list[str]:
     """The findings in sentences, also where the seeds show nothing."""
-    return list(_findings(ranked_variants(variants)))
+    order = ranked_variants(variants)
+    exact, none = variant_named(order, EXACT), variant_named(order, NONE)
+    others = [variant for variant in order if variant.name not in (EXACT, NONE)]
+    return [
+        *_damage(exact, none),
+        *(_ranking(others, none) if none is not None else ()),
+        *_collapses(order),
+        *_guard_endings(order),
+        *_warnings(order),
+        *_caveats(order),
+        *(
+            f"{variant.name}, seed {seed} failed: {error}"
+            for variant in order
+            for seed, error in variant.failed.items()
+        ),
+    ]
 
 
 def results_of(about: Mapping[str, Any], variants: Sequence[Variant], findings: Sequence[str]) -> dict[str, Any]:
@@ -164,7 +174,9 @@ def write_results(results: Mapping[str, Any], out: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class _TerminalTable:
+class TerminalTable:
+    """The table and the findings under it, for a terminal of 80 columns or more; in ASCII where it has no UTF-8."""
+
     variants: Sequence[Variant]
     findings: Sequence[str]
 
@@ -205,7 +217,7 @@ def _label(variant: Variant) -> str:
 
 def _against_cell(other: Variant) -> Callable[[Variant], Entry]:
     def say(variant: Variant) -> Entry:
-        if other is variant or (change := variant.against(other)) is None:
+        if other is variant or (change := variant.difference_to(other)) is None:
             return Entry("-")
         verdict = ("better" if change.mean > 0 else "worse") if change.sure else ""
         return Entry(change.text(SIGNED) + "*" * bool(verdict), verdict)
@@ -217,20 +229,12 @@ def _reward_cell(found: Interval | None) -> str:
     return "-" if found is None else found.text()
 
 
-def _mean_cell(measure: str, text: str) -> Callable[[Variant], str]:
+def _mean_cell(measure: str, text: str, scale: int = 1) -> Callable[[Variant], str]:
     def say(variant: Variant) -> str:
         found = variant.mean(measure)
-        return "-" if found is None else text.format(found.mean)
+        return "-" if found is None else text.format(scale * found.mean)
 
     return say
-
-
-def _collapsed_cell(variant: Variant) -> str:
-    return _share_text(variant.collapsed.values(), variant.known)
-
-
-def _ended_early_cell(variant: Variant) -> str:
-    return _share_text(variant.stopped.values(), len(variant.runs))
 
 
 def _share_text(steps: Collection[int], of: int) -> str:
@@ -244,38 +248,18 @@ def _any_ended_early(variants: Sequence[Variant]) -> bool:
     return any(variant.stopped for variant in variants)
 
 
-def _dropped_cell(variant: Variant) -> str:
-    found = variant.mean("dropped")
-    return "-" if found is None else f"{100 * found.mean:.1f} %"
-
-
 def _warning_cell(variant: Variant) -> str:
     """Steps ahead of the fall, where it fell; else how often it was for nothing."""
-    if leads := variant.of("warning").values():
+    if leads := variant.by_seed("warning").values():
         return f"{mean(leads):+.0f}"
     if variant.collapsed:
         return "never"
     return f"{len(variant.false_alarms)} false" if variant.false_alarms else "-"
 
 
-def _findings(variants: Sequence[Variant]) -> Iterator[str]:
-    exact, none = variant_named(variants, EXACT), variant_named(variants, NONE)
-    yield from _damage(exact, none)
-    others = [variant for variant in variants if variant.name not in (EXACT, NONE)]
-    if none is not None:
-        yield from _ranking(others, none)
-    yield from _collapses(variants)
-    yield from _guard_endings(variants)
-    yield from _warnings(variants)
-    yield from _caveats(variants)
-    for variant in variants:
-        for seed, error in variant.failed.items():
-            yield f"{variant.name}, seed {seed} failed: {error}"
-
-
 def _damage(exact: Variant | None, none: Variant | None) -> Iterator[str]:
     """Whether there is anything here that a method could win back."""
-    if exact is None or none is None or (cost := exact.against(none)) is None:
+    if exact is None or none is None or (cost := exact.difference_to(none)) is None:
         return
     if cost.sure and cost.mean > 0:
         yield f"The gap costs {cost.text()} of the final reward: {NONE} against {EXACT}."
@@ -285,7 +269,7 @@ def _damage(exact: Variant | None, none: Variant | None) -> Iterator[str]:
 
 
 def _ranking(others: Sequence[Variant], none: Variant) -> Iterator[str]:
-    found = [(variant.name, change) for variant in others if (change := variant.against(none)) is not None]
+    found = [(variant.name, change) for variant in others if (change := variant.difference_to(none)) is not None]
     kinds = {
         f"Better than {NONE} by more than the seeds' noise": [
             each for each in found if each[1].sure and each[1].mean > 0
@@ -335,7 +319,7 @@ def _endings_of(variant: Variant) -> str:
 def _warnings(variants: Sequence[Variant]) -> Iterator[str]:
     died = sum(len(variant.collapsed) for variant in variants)
     lived = sum(variant.known for variant in variants) - died
-    early = [int(lead) for variant in variants for lead in variant.of("warning").values() if lead > 0]
+    early = [int(lead) for variant in variants for lead in variant.by_seed("warning").values() if lead > 0]
     ahead = f", {min(early)} to {max(early)} steps ahead of the fall" if early else ""
     came = [f"in {len(early)} of {died} collapses in time{ahead}"] if died else []
     if false := sum(len(variant.false_alarms) for variant in variants):
@@ -363,7 +347,7 @@ def _outcome_json(at: Mapping[int, int], of: int) -> dict[str, Any]:
 
 
 def _difference_json(variant: Variant, other: Variant | None) -> dict[str, float] | None:
-    return None if other is None or other is variant else _interval_json(variant.against(other))
+    return None if other is None or other is variant else _interval_json(variant.difference_to(other))
 
 
 def _interval_json(found: Interval | None) -> dict[str, float] | None:

@@ -45,7 +45,7 @@ def draw(task: TaskSettings, count: int, generator: torch.Generator) -> tuple[Te
     """Prompts [count, n + 1], which end with ASK, and their answers [count, n + 1], which end with END."""
     digits = torch.randint(0, BASE, (count, task.digits), generator=generator)
     answers = TASKS[task.name](digits)
-    return _closed(digits, ASK), _closed(answers, END)
+    return _close(digits, ASK), _close(answers, END)
 
 
 def rewards(responses: Tensor, answers: Tensor) -> Tensor:
@@ -67,5 +67,5 @@ def encode(text: str) -> list[int]:
     return [CHARACTERS.index(character) for character in text]
 
 
-def _closed(digits: Tensor, last: int) -> Tensor:
+def _close(digits: Tensor, last: int) -> Tensor:
     return torch.cat([digits, torch.full_like(digits[:, :1], last)], 1)

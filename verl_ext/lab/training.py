@@ -9,8 +9,7 @@ Shape legend: B trajectories, T columns of padded responses, N response tokens o
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-from verl_ext.base.names import AGREEMENT, FIRST_PASS, REF_LOG_PROBS, RESPONSE_MASK, UPDATE, WEIGHTS
+from verl_ext.base import names
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.routing import router_metrics
@@ -29,14 +28,14 @@ from verl_ext.features.stability import StabilityConfig
 from verl_ext.features.table import read_features
 from verl_ext.features.verl_config import bypasses
 from verl_ext.lab.engine import Scores, score
-from verl_ext.lab.learner import LabBatch, Learner, LossFields, compare_routing
+from verl_ext.lab.learner import LabBatch, Learner, compare_routing
 from verl_ext.lab.model import rollout_log_probs, sample_responses
 from verl_ext.lab.regimes import History, Regime, engine_of
 from verl_ext.lab.tasks import END, decode, draw, encode, rewards
 from verl_ext.lab.warm_up import LabSettings
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.guarding import GuardActions, build_guard
-from verl_ext.trainer.step import Outcome, Step
+from verl_ext.trainer.step import Step, update_request
 from verl_ext.trainer.sync_canary import SyncCanary
 
 MOST = 128  # tokens of a head: more than the tasks have
@@ -66,20 +65,18 @@ class StepBatch:
 
     Attributes:
         tokens: as they were sampled and scored.
-        advantages: [B, T], once there are some.
-        fields: what the step has put for the update, by name: [B, T].
+        fields: what the update reads, by name: [B, T]; the step adds to them.
     """
 
     batch: LabBatch
     tokens: Tokens
-    advantages: Tensor | None = None
-    fields: dict[str, Tensor] = field(default_factory=dict)
+    fields: dict[str, Tensor]
 
     def blocks(self, *, by_sign: bool) -> Iterator[tuple[None, Tokens]]:
         yield None, self.tokens
 
     def put(self, block: None, fields: Mapping[str, Tensor]) -> None:
-        self.fields |= {name: self.batch.padded(values) for name, values in fields.items()}
+        self.fields.update({name: self.batch.padded(values) for name, values in fields.items()})
 
     def sums_by_sign(self) -> Tensor:
         return sums_by_sign(self.tokens, self._packed_advantages)
@@ -98,12 +95,11 @@ class StepBatch:
             decode=decode,
             encode=encode,
         )
-        yield None, view, batch.packed(self.fields[WEIGHTS]) if weighed and WEIGHTS in self.fields else None
+        yield None, view, batch.packed(self.fields[names.WEIGHTS]) if weighed and names.WEIGHTS in self.fields else None
 
     @property
     def _packed_advantages(self) -> Tensor:
-        assert self.advantages is not None
-        return self.batch.packed(self.advantages)
+        return self.batch.packed(self.fields[names.ADVANTAGES])
 
 
 class Training:
@@ -149,15 +145,16 @@ class Training:
             agreement_N, sums = compare_routing(batch, scored)
             metrics |= router_metrics(sums)
         metrics |= self.learner.head_metrics(batch, scored)
-        step, ours = Step(self.features, self.guard, self.actions), StepBatch(batch, batch.tokens(scored, agreement_N))
+        step, fields = Step(self.features, self.guard, self.actions), self._fields(batch, scored, agreement_N)
+        ours = StepBatch(batch, batch.tokens(scored, agreement_N), fields)
         step.measure(ours, metrics)
-        ours.advantages = self._advantages(batch)
+        fields[names.ADVANTAGES] = self._advantages(batch)
         outcome = step.settle(ours, metrics)
         if outcome.refused is None:
-            asked: dict[str, Any] = {UPDATE: {"step": number, "lr_scale": self.guard.lr_scale}}
-            if self.features.uses(Part.MEASURE_IN_UPDATE):
-                asked[FIRST_PASS] = {"narrowed": outcome.narrowed, "limits": self.guard.limits}
-            metrics |= self.learner.update(batch, scored, self._fields(ours, scored, outcome), asked)
+            if self.setup.config.actor_rollout_ref.actor.use_kl_loss:
+                fields[names.REF_LOG_PROBS] = self.learner.score_reference(batch)
+            asked = update_request(self.features, self.guard, outcome)
+            metrics |= self.learner.update(batch, scored, fields, asked)
         step.judge_late(metrics)
         metrics["actor/lr"] = self.policy.end_step()
         self.actions.end_step(metrics, {"actor": self.learner})
@@ -180,18 +177,17 @@ class Training:
         lag = Lag(*(torch.full((len(keys),), ago) for ago in engine.lag)) if engine.lag else None
         return LabBatch(prompts, sampled, rewards(sampled.responses, answers), keys, lag)
 
-    def _fields(self, ours: StepBatch, scored: Scores, outcome: Outcome) -> LossFields:
-        """What the update reads of a batch that is settled."""
-        batch, others = ours.batch, dict(ours.fields)
-        mask = others.pop(RESPONSE_MASK, batch.sampled.mask)
-        if ours.tokens.agreement is not None:
-            others[AGREEMENT] = batch.padded(ours.tokens.agreement)
-        if self.setup.config.actor_rollout_ref.actor.use_kl_loss:
-            others[REF_LOG_PROBS] = self.learner.score_reference(batch)
-        # In bypass mode the rollout's log-probs stand in the place of the training engine's.
-        l_old = batch.sampled.l_infer if bypasses(self.setup.config) else scored.log_probs.detach()
-        assert ours.advantages is not None
-        return LossFields(l_old, ours.advantages, mask, scored.entropy, others, outcome.filter_scale)
+    def _fields(self, batch: LabBatch, scored: Scores, agreement_N: Tensor | None) -> dict[str, Tensor]:
+        """What the update reads of a batch as it was scored, [B, T] by name."""
+        fields = {
+            names.RESPONSE_MASK: batch.sampled.mask,
+            # In bypass mode the rollout's log-probs stand in the place of the training engine's.
+            names.OLD_LOG_PROBS: batch.sampled.l_infer if bypasses(self.setup.config) else scored.log_probs.detach(),
+            names.ENTROPY: scored.entropy,
+        }
+        if agreement_N is not None:
+            fields[names.AGREEMENT] = batch.padded(agreement_N)
+        return fields
 
     def _advantages(self, batch: LabBatch) -> Tensor:
         """[B, T] by the estimator that verl has registered under algorithm.adv_estimator."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from verl_ext.core.tokens import AT_ONCE
+from verl_ext.core.tokens import BLOCK_TOKENS
 from verl_ext.plan.sizes import Sizes, Usage
 
 # python tools/bench_transfer.py, GB/s of expert ids: one client with one unit; one unit with the most clients.
@@ -139,7 +139,7 @@ def controller_reads(usage: Usage, tokens: float) -> list[tuple[int, int]]:
     """Bytes a response token and fields of each read."""
     agreement = [READ_AGREEMENT] * usage.compares
     found = [REWARDS, FIELDS, *agreement]
-    if tokens <= AT_ONCE:
+    if tokens <= BLOCK_TOKENS:
         return [*found, *([FILTERS] if usage.filters else [ADVANTAGES] * usage.splits)]
     found += [ADVANTAGES] * usage.splits + [SIGNS_AGAIN] * usage.signs
     return [*found, FILTERS_AGAIN, *agreement] if usage.filters else found

@@ -28,8 +28,8 @@ from verl_ext.probe.readings import (
     compare_stage,
     compare_states,
 )
-from verl_ext.trainer.canary_scores import CanaryScores
 from verl_ext.trainer.queue import get_fields, put_fields
+from verl_ext.trainer.sync_canary import CanaryTrajectories
 from verl_ext.trainer.task_runner import StabilityTaskRunner
 from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync
 from verl_ext.trainer.watch import watch_of
@@ -83,27 +83,27 @@ class ProbeTrainer(StabilityTrainerSync):
         """Compares the readings and the hidden states of a batch; returns what JSON can hold."""
         workers, server = self.actor_rollout_wg, self._rollout_server_managers()[-1].server_handles[0]
         ranks = max(workers._dispatch_info["actor"]) + 1  # which verl has asked for, to balance the batch
-        self.scores = scores = CanaryScores(batch, len(batch), ranks)
-        compared = CanaryScores(batch, min(SEQUENCES, len(batch) // ranks) * ranks, ranks)
-        print_progress(f"the rollout engine scores {len(scores.sampled_N)} tokens")
-        readings: dict[str, Tensor] = {DECODE: scores.sampled_N, PREFILL: scores.by_servers([server])[0]}
+        self.scores = scores = CanaryTrajectories(batch, len(batch), ranks)
+        compared = CanaryTrajectories(batch, min(SEQUENCES, len(batch) // ranks) * ranks, ranks)
+        print_progress(f"the rollout engine scores {len(scores.l_infer_N)} tokens")
+        readings: dict[str, Tensor] = {DECODE: scores.l_infer_N, PREFILL: scores.score_in_servers([server])[0]}
         engine_report.begin_states(server)
-        compared.by_turns(server)  # each a pass by itself, however many the engine would take at once
+        compared.pass_through_server(server)  # each a pass by itself, however many the engine would take at once
         rollout = engine_report.end_states(server)
         self.on_sample_end()
         print_progress("the training engine scores them")
-        readings[TRAIN] = scores.by_workers(workers, replays=False)
+        readings[TRAIN] = scores.score_in_workers(workers, replays=False)
         if replayed_field(self.stability_run.features.config) is not None:
             print_progress("and with the experts of the rollout")
-            readings[REPLAYED] = scores.by_workers(workers)
+            readings[REPLAYED] = scores.score_in_workers(workers)
         workers.record_states(True)
-        compared.by_workers(workers, replays=False)
+        compared.score_in_workers(workers, replays=False)
         train = workers.record_states(False)[0]
         lengths = [len(ids) for ids in compared.ids[: len(compared.ids) // ranks]]  # of the first rank
         places = compare_states(first_rows(rollout, lengths, 0), first_rows(train, lengths, 1), experts_of(self.config))
         self.now = readings[PREFILL], readings[TRAIN]
         return {
-            "tokens": len(scores.sampled_N),
+            "tokens": len(scores.l_infer_N),
             "dtype": self.config.actor_rollout_ref.rollout.dtype,
             "pairs": [asdict(pair) for pair in compare_readings(readings, scores.positions_N)],
             "places": [asdict(place) for place in places],
@@ -124,9 +124,9 @@ class ProbeTrainer(StabilityTrainerSync):
     def synced(self) -> tuple[Tensor, Tensor]:
         """Syncs the weights, and returns what the rollout engine and the training engine say then."""
         self.checkpoint_manager.update_weights(self.global_steps)
-        rollout = self.scores.by_servers([self._rollout_server_managers()[-1].server_handles[0]])[0]
+        rollout = self.scores.score_in_servers([self._rollout_server_managers()[-1].server_handles[0]])[0]
         self.on_sample_end()
-        return rollout, self.scores.by_workers(self.actor_rollout_wg, replays=False)
+        return rollout, self.scores.score_in_workers(self.actor_rollout_wg, replays=False)
 
     def update(self, batch: KVBatchMeta) -> None:
         """Makes one update, with advantages of 1 and -1 in turn: a few answers may all have earned the same."""

@@ -145,7 +145,7 @@ def _verdict_of_metrics(run: Run) -> RunVerdict:
 
 def _collapse_verdict(run: Run, fall: Fall) -> RunVerdict:
     before = fall.collapse.step - 1
-    by_gap = fall.collapse.by_gap or any(at(run, before) is not None for at in (passed_at, foretold_at))
+    by_gap = fall.collapse.gap_first or any(at(run, before) is not None for at in (passed_at, foretold_at))
     why = (_warning_sentence(run, fall.collapse), *_cause_sentences(run, by_gap), *fall.moved(but=K3 if by_gap else ""))
     return RunVerdict(
         "collapsed", str(fall), why, tuple(_revival_overrides(run, fall, by_gap=by_gap)), _evidence(run, why)
@@ -222,7 +222,7 @@ def _warning_sentence(run: Run, collapse: Collapse) -> str:
     if passed is not None:
         name, step = passed
         return f"{name} passed {boundary} at step {step}, {_steps_before(began - step)} the reward began to fall."
-    if collapse.by_gap:
+    if collapse.gap_first:
         k3 = collapse.moves[0]
         return f"k3 rose from {k3.before:.2g} to {k3.after:.2g} from step {k3.step} on; the fall began at step {began}."
     if late := passed_at(run, int(run.steps[-1])):

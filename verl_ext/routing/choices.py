@@ -1,4 +1,4 @@
-"""Where a transformers model chooses experts, and how to see the choice and to put another in its place.
+"""Sees where a transformers model chooses experts, and puts another choice in its place.
 
 Shape legend: N tokens of a forward pass, E experts, K experts per token (top-k).
 
@@ -26,7 +26,7 @@ REPLAY_OFF = "actor_rollout_ref.actor.fsdp_config.router_replay.mode=disabled"
 OFF = ("stability.router_agreement=false", REPLAY_OFF)
 
 Choose = Callable[[Tensor, Tensor], Tensor]
-"""From scores [N, E] and the chosen ids [N, K] int64, the ids to use; the same tensor to leave them as they are."""
+"""The ids to use, of scores [N, E] and the chosen ids [N, K] int64; the same tensor to leave them as they are."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ExpertTopK(TorchFunctionMode):
 
 
 def find_choices(model: nn.Module) -> list[ChoicePoint]:
-    """Where a transformers MoE chooses experts, in layer order.
+    """The points where a transformers MoE chooses experts, in layer order.
 
     A model declares its router class in `_can_record_outputs["router_logits"]`; some routers return logits alone, and
     the block around them chooses in `route_tokens_to_experts`. Layers for multi-token prediction are left out: the
@@ -91,13 +91,13 @@ def find_choices(model: nn.Module) -> list[ChoicePoint]:
     specs = [
         spec
         for module in model.modules()
-        for spec in _as_list((getattr(module, "_can_record_outputs", None) or {}).get("router_logits"))
+        for spec in _to_list((getattr(module, "_can_record_outputs", None) or {}).get("router_logits"))
     ]
     points = {}
     for name, module in model.named_modules():
         if hasattr(module, ROUTES):
             points[name] = ROUTES
-        elif any(_matches(spec, name, module) for spec in specs) and not _within(name, points):
+        elif any(_matches(spec, name, module) for spec in specs) and not _is_inside(name, points):
             points[name] = "forward"
     found = [
         ChoicePoint(name, _layer(name), model.get_submodule(name), method)
@@ -113,7 +113,7 @@ def find_choices(model: nn.Module) -> list[ChoicePoint]:
     return sorted(found, key=lambda point: point.layer)
 
 
-def _as_list(spec: Any) -> list[Any]:
+def _to_list(spec: Any) -> list[Any]:
     if spec is None:
         return []
     return list(spec) if isinstance(spec, list | tuple) else [spec]
@@ -126,7 +126,7 @@ def _matches(spec: Any, name: str, module: nn.Module) -> bool:
     return isinstance(module, target) and (layer_name is None or layer_name in name)
 
 
-def _within(name: str, points: dict[str, str]) -> bool:
+def _is_inside(name: str, points: dict[str, str]) -> bool:
     return any(name.startswith(f"{outer}.") for outer in points)
 
 

@@ -5,40 +5,14 @@ Neither engines nor torch are imported here: a launch, `verl-ext doctor` and `pl
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-    from verl.workers.config import TrainingWorkerConfig
+from typing import Any
 
 ACTOR = "actor_rollout_ref.actor"
 # How the transformers configs of mixtures of experts name them.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_KS = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
-
-
-class RoutingAdapter(Protocol):
-    """How the routing of an engine is seen, and replayed where verl does not.
-
-    Attributes:
-        config: what to build the engine from.
-    """
-
-    config: TrainingWorkerConfig
-
-    def __init__(self, config: TrainingWorkerConfig): ...
-
-    def prepare(self, engine: Any) -> None:
-        """Hook the initialized engine. Raises HookError: it has no routers, or they cannot be hooked."""
-
-    def hooks(self) -> tuple[str, int]:
-        """(class that chooses experts, how many are hooked)."""
-
-    def compute(self, infer: Callable[[TensorDict], TensorDict | None], data: TensorDict) -> TensorDict | None:
-        """`infer(data)`, with `router_agreement` and `router_sums` among its outputs where there is what to compare."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +21,9 @@ class Engine:
 
     Attributes:
         settings: where a config has those of the engine.
-        adapter: module and class of its RoutingAdapter.
+        adapter: module and class of what sees the engine's routing: made of a worker's config, its `config` builds the
+            engine, `prepare(engine)` hooks it, `hooks()` reports that, and `compute(infer, data)` is `infer(data)` with
+            `router_agreement` and `router_sums` among its outputs where there is what to compare.
         hooked: whether it runs models of transformers, whose routers we hook and replay ourselves; verl records and
             replays on the others.
     """
@@ -56,7 +32,7 @@ class Engine:
     adapter: str
     hooked: bool = False
 
-    def load_adapter(self) -> type[RoutingAdapter]:
+    def load_adapter(self) -> type:
         module, name = self.adapter.split(":")
         return getattr(import_module(module), name)
 

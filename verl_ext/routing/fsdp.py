@@ -28,7 +28,7 @@ from verl_ext.base.names import OLD_ROUTES, OWN_ROUTES, ROLLOUT_ROUTES
 from verl_ext.base.patching import wrap
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.routing import known_rows
-from verl_ext.core.tokens import left_out, with_gaps
+from verl_ext.core.tokens import fill_gaps, left_out_rows
 from verl_ext.routing.choices import (
     OFF,
     REPLAY_OFF,
@@ -38,7 +38,7 @@ from verl_ext.routing.choices import (
     expert_counts,
     find_choices,
 )
-from verl_ext.routing.outputs import RowLayout, believed, narrow_dtype, routing_outputs
+from verl_ext.routing.outputs import RowLayout, drop_refused, narrow_dtype, routing_outputs
 
 OWN_AGREEMENT = "router_own_agreement"  # verl logs it as actor/router_own_agreement
 
@@ -186,7 +186,7 @@ class FsdpRouting:
             self.current = None
             return verls(micro_batch, loss_function=loss_function, forward_only=forward_only)
 
-        layout = RowLayout.of(micro_batch, get_device_id())
+        layout = RowLayout.from_batch(micro_batch, get_device_id())
         compares = compared_TLK is not None
         now = ForwardPass(layout, len(self.points), narrow_dtype(self.experts), replayed_TLK, compares)
         self.current = now  # stays until the next forward pass: the backward pass of this one may run the routers again
@@ -214,7 +214,7 @@ class FsdpRouting:
             self.top_k,
             known_rows(rollout_TLK),
             micro_batch,
-            left_out_B=left_out(micro_batch[ROLLOUT_ROUTES], micro_batch["input_ids"].offsets().diff()),
+            left_out_B=left_out_rows(micro_batch[ROLLOUT_ROUTES], micro_batch["input_ids"].offsets().diff()),
             refused_T=refused_T,
             margin_TL=now.packed(now.margin),
             own_TL=own_TL,
@@ -222,14 +222,14 @@ class FsdpRouting:
 
     def _rollout_routes(self, micro_batch: TensorDict) -> tuple[Tensor | None, Tensor | None]:
         """[T, L, K] of the rollout, the layers in the order of the routers, and [T] why rows of it are refused, see
-        `believed`; None where the batch has none. Trajectories that were left out are zeros.
+        `drop_refused`; None where the batch has none. Trajectories that were left out are zeros.
 
         vLLM and SGLang ship a row for each decoder layer, dense ones included; others those of the MoE layers alone.
         """
         if (routes := micro_batch.get(ROLLOUT_ROUTES, None)) is None:
             return None, None
         routes_TLK, offsets = routes.values(), micro_batch["input_ids"].offsets()
-        left_out_B = left_out(routes, lengths_B := offsets.diff())
+        left_out_B = left_out_rows(routes, lengths_B := offsets.diff())
         tokens, layers, top_k = int(lengths_B[~left_out_B].sum()), routes_TLK.shape[1], routes_TLK.shape[2]
         if layers not in (self.decoder_layers, len(self.points)) or top_k != self.top_k or len(routes_TLK) != tokens:
             raise HookError(
@@ -239,15 +239,11 @@ class FsdpRouting:
                 "the two engines number this model's layers differently",
                 OFF,
             )
-        routes_TLK = with_gaps(self._of_routers(routes_TLK).to(get_device_id()), lengths_B, left_out_B)
-        routes_TLK, refused_T = believed(routes_TLK, self.experts, offsets)
+        if layers != len(self.points):
+            routes_TLK = routes_TLK[:, [point.layer for point in self.points]]
+        routes_TLK = fill_gaps(routes_TLK.to(get_device_id()), lengths_B, left_out_B)
+        routes_TLK, refused_T = drop_refused(routes_TLK, self.experts, offsets)
         return routes_TLK.to(narrow_dtype(self.experts)), refused_T
-
-    def _of_routers(self, shipped: Tensor) -> Tensor:
-        """The layers that have a router, of [T, L', K]."""
-        if shipped.shape[1] == len(self.points):
-            return shipped
-        return shipped[:, [point.layer for point in self.points]]
 
     def _old_routes(self, micro_batch: TensorDict) -> Tensor | None:
         """[T, L, K] as `compute_log_prob` returned them."""

@@ -35,7 +35,7 @@ class RowLayout:
     packed: bool
 
     @classmethod
-    def of(cls, micro_batch: TensorDict, device: torch.device) -> "RowLayout":
+    def from_batch(cls, micro_batch: TensorDict, device: torch.device) -> "RowLayout":
         lengths = micro_batch["input_ids"].offsets().diff().to(device)
         return cls(lengths, tu.get_non_tensor_data(micro_batch, "use_remove_padding", default=True))
 
@@ -112,7 +112,7 @@ def packed_rows(lengths_B: Tensor, response_lengths_B: Tensor) -> Tensor:
     return shift_R + torch.arange(count, device=lengths_B.device)
 
 
-def believed(routes_TLK: Tensor, experts: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
+def drop_refused(routes_TLK: Tensor, experts: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """A rollout's routing with zeros in the rows that are refused, as it leaves them where it has none; and [T] uint8
     why, see `core.routing.refused_rows`. Those tokens then route themselves, and count in no agreement."""
     refused_T = refused_rows(routes_TLK, experts, offsets)
@@ -138,8 +138,8 @@ def routing_outputs(
         overlap_TL: integer, |T and I| of each token's forward pass, packed in the order of the batch.
         known_T: bool, rows whose routing the rollout returned (`core.routing.known_rows`) and is not refused.
         batch: with jagged `input_ids` [B, n] and `response_mask` [B, r], on any device.
-        left_out_B: bool, trajectories whose routing did not travel (`core.tokens.left_out`).
-        refused_T: why rows are refused, as of `believed`.
+        left_out_B: bool, trajectories whose routing did not travel (`core.tokens.left_out_rows`).
+        refused_T: why rows are refused, as of `drop_refused`.
         margin_TL, own_TL: see `core.routing.agreement`.
 
     Returns model outputs, on the device of `overlap_TL`:

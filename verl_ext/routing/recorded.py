@@ -37,9 +37,9 @@ from verl_ext.base.errors import HookError
 from verl_ext.base.names import ROLLOUT_ROUTES
 from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.routing import BLOCK, known_rows
-from verl_ext.core.tokens import blocks, left_out, with_gaps
+from verl_ext.core.tokens import blocks, fill_gaps, left_out_rows
 from verl_ext.routing.choices import expert_counts, find_choices
-from verl_ext.routing.outputs import believed, narrow_dtype, routing_outputs
+from verl_ext.routing.outputs import drop_refused, narrow_dtype, routing_outputs
 
 ROUTES = ROLLOUT_ROUTES  # one field: jagged [B, n, l, K] from the rollout, [B, n, L, K] from the engine
 OFF = "stability.router_agreement=false"
@@ -177,7 +177,7 @@ def compare_recorded(
     """
     device, offsets = get_device_id(), data["input_ids"].offsets()
     train_TLK, infer_TlK = recorded.values(), rollout.values()
-    left_out_B, starts = left_out(rollout, lengths_B := offsets.diff()), rollout.offsets().tolist()
+    left_out_B, starts = left_out_rows(rollout, lengths_B := offsets.diff()), rollout.offsets().tolist()
     tokens, layers = int(offsets[-1]), recorders.layers
     shipped = infer_TlK.shape[1]
     whole = shipped == recorders.decoder_layers
@@ -200,9 +200,9 @@ def compare_recorded(
     for part, of in blocks(offsets, block):
         infer_tlK = infer_TlK[starts[of.start] : starts[of.stop]].to(device)
         routed_l |= infer_tlK.any(0).bool().any(1)  # any() of uint8 is uint8
-        infer_tLK = with_gaps(infer_tlK[:, columns], lengths_B[of], left_out_B[of])
+        infer_tLK = fill_gaps(infer_tlK[:, columns], lengths_B[of], left_out_B[of])
         here = offsets[of.start : of.stop + 1] - part.start
-        infer_tLK, refused_T[part] = believed(infer_tLK, recorders.experts, here)
+        infer_tLK, refused_T[part] = drop_refused(infer_tLK, recorders.experts, here)
         infer_tLK = infer_tLK.to(narrow)
         known_T[part] = known_rows(infer_tLK)
         overlap_TL[part] = expert_overlap(train_TLK[part].to(device).to(narrow), infer_tLK)

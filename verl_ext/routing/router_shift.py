@@ -38,7 +38,7 @@ class ShiftRecorder:
 
     def __init__(self, engine: Any):
         self.enabled = False
-        self.routers = [readable(point).module for point in find_choices(engine.module)]
+        self.routers = [require_readable(point).module for point in find_choices(engine.module)]
         self._take: TakeOutput | None = None
         self._checked: set[int] = set()
         for layer, router in enumerate(self.routers):
@@ -86,7 +86,7 @@ class ShiftRecorder:
         rows = ResponseRows(micro_batch, layers[0][0].device)
         # Log-probabilities lie in about [-20, 0], where float16 has three bits more than bfloat16.
         for field, index, dtype in ((SHIFT_EXPERTS, 0, torch.int16), (SHIFT_SCORES, 1, torch.float16)):
-            values_RLK = torch.stack([rows.of(kept[index]).to(dtype) for kept in layers], dim=1)
+            values_RLK = torch.stack([rows.take(kept[index]).to(dtype) for kept in layers], dim=1)
             output["model_output"][field] = torch.nested.nested_tensor_from_jagged(values_RLK, rows.offsets)
         return loss, output
 
@@ -99,7 +99,7 @@ class ShiftRecorder:
         visited: list[int] = []
 
         def add(layer: int, router: nn.Module, output: Any) -> None:
-            current_RE = rows.of(router_logits(router, output)).float().log_softmax(-1)
+            current_RE = rows.take(router_logits(router, output)).float().log_softmax(-1)
             deviation_R.add_(router_deviation(old_RLK[:, layer], current_RE.gather(1, ids_RLK[:, layer])))
             visited.append(layer)
 
@@ -122,15 +122,15 @@ class ResponseRows:
     """The rows of a forward pass that predicted the response tokens of a micro-batch."""
 
     def __init__(self, micro_batch: TensorDict, device: torch.device):
-        self.layout = RowLayout.of(micro_batch, device)
+        self.layout = RowLayout.from_batch(micro_batch, device)
         self.offsets = micro_batch[RESPONSE_MASK].offsets().to(device)
         self.rows = packed_rows(self.layout.lengths, self.offsets.diff())
 
-    def of(self, values_N: Tensor) -> Tensor:
+    def take(self, values_N: Tensor) -> Tensor:
         return self.layout.collect(values_N)[self.rows]
 
 
-def readable(point: ChoicePoint) -> ChoicePoint:
+def require_readable(point: ChoicePoint) -> ChoicePoint:
     """Raise HookError for a router module that does not choose by itself, and so does not return what it chose."""
     if point.method == ROUTES:
         raise _unreadable_scores(point.module, "leaves the choice of experts to the block around it")
@@ -139,7 +139,7 @@ def readable(point: ChoicePoint) -> ChoicePoint:
 
 def check_outputs(point: ChoicePoint, output: Any) -> None:
     """Raise HookError unless a router returns what is read here: expert ids and logits."""
-    expert_ids(readable(point).module, output)
+    expert_ids(require_readable(point).module, output)
     router_logits(point.module, output)
 
 

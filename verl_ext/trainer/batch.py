@@ -82,7 +82,7 @@ def packed_like_mask(data: Mapping[str, Tensor], names: tuple[str, ...]) -> dict
     return packed
 
 
-def gaps(tokens: Tokens) -> tuple[Tensor, Tensor]:
+def log_k_sums(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """[B] float64 each: the sum of |log k| over a trajectory's generated tokens, inf where one is not a number; and how
     many there are."""
     log_k = (tokens.l_old.double() - tokens.l_infer.double()).abs_().nan_to_num_(torch.inf)

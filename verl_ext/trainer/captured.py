@@ -1,4 +1,4 @@
-"""What is said of a rollout's routing that is not there, or cannot be what its routers chose (core/routing.py)."""
+"""Warnings about a rollout's routing that is missing, or cannot be what its routers chose (core/routing.py)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,16 +41,16 @@ class Counts:
         return self.believed + self.unknown + sum(self.refused.values())
 
     @classmethod
-    def of_sums(cls, packed_BC: Tensor) -> "Counts":
-        """From the trajectories' RouterSums, packed: of the tokens that the model generated."""
+    def from_sums(cls, packed_BC: Tensor) -> "Counts":
+        """Counts the tokens that the model generated, by the trajectories' RouterSums, packed."""
         left_out = int((RouterSums.unpack(packed_BC).left_out > 0).sum())
         sums = RouterSums.unpack(packed_BC.sum(0, keepdim=True))
         refused = dict(zip(REASONS, map(int, sums.refused[0].tolist()), strict=True))
         return cls(int(sums.tokens), int(sums.unknown), refused, len(packed_BC) - left_out, left_out)
 
     @classmethod
-    def of_routes(cls, routes: Sequence[Tensor]) -> "Counts":
-        """From a rollout's routes of a few trajectories, [n, l, K] each: of all tokens but their last, which have none.
+    def from_routes(cls, routes: Sequence[Tensor]) -> "Counts":
+        """Counts the tokens of a few trajectories, by their routes [n, l, K]; not their last, which have none.
 
         A layer that is zeros throughout is taken for a dense one, and every id that is not negative for an expert.
         """
@@ -72,18 +72,18 @@ class Counts:
 
 
 def sampled_counts(batch: KVBatchMeta, config: DictConfig) -> Counts | None:
-    """Of a few trajectories, where the rollout's experts are replayed and not compared; None where they are not."""
+    """Counts a few trajectories, where the rollout's experts are replayed and not compared; else None."""
     if replay_mode(config) != "R3":
         return None
     few = KVBatchMeta(keys=batch.keys[:SAMPLED], tags=batch.tags[:SAMPLED], partition_id=batch.partition_id)
     data = get_fields(few, [ROLLOUT_ROUTES])
     if ROLLOUT_ROUTES not in data.keys():  # noqa: SIM118 (a TensorDict)
         return None
-    return Counts.of_routes(data[ROLLOUT_ROUTES].unbind())
+    return Counts.from_routes(data[ROLLOUT_ROUTES].unbind())
 
 
 class CapturedRouting:
-    """Tells of each thing that was wrong once, and stops a run that would replay nothing from its start."""
+    """Warns once of each thing that is wrong, and stops a run that would replay nothing from its start."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -91,7 +91,7 @@ class CapturedRouting:
         self._compared = self._left_out = 0
 
     def judge(self, counts: Counts, config: DictConfig, step: int) -> Decision:
-        """What is new.
+        """Warns of what is new.
 
         Raises:
             HookError: R3, and since the start of this process not one token had routing that can be believed; or of a

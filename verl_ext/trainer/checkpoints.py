@@ -40,7 +40,7 @@ def saving(guard: Guard, config: DictConfig, step: int) -> Iterator[None]:
     """
     guard.saved(step)
     folder = save_guard(guard, config, step)
-    with _written(folder):
+    with _explain_failure(folder):
         forget(folder)  # what was known of an older checkpoint of this step
         yield
         if not config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False):
@@ -50,7 +50,7 @@ def saving(guard: Guard, config: DictConfig, step: int) -> Iterator[None]:
 def save_guard(guard: Guard, config: DictConfig, step: int) -> Path:
     """The guard's state into the checkpoint of a step; its folder. Raises CheckpointError."""
     folder = folder_of(config.trainer.default_local_dir, step)
-    with _written(folder):
+    with _explain_failure(folder):
         save_state(folder, guard.state_dict())
     return folder
 
@@ -62,7 +62,7 @@ def loading(guard: Guard, config: DictConfig) -> Iterator[None]:
     Raises:
         CheckpointError: none can be resumed from, or not the one that was asked for.
     """
-    folder = _to_resume(config.trainer)
+    folder = _checkpoint_to_resume(config.trainer)
     if folder is None:
         yield
         return
@@ -75,7 +75,9 @@ def loading(guard: Guard, config: DictConfig) -> Iterator[None]:
         trainer.resume_mode, trainer.resume_from_path = asked
     if state is not None:
         guard.load_state_dict(state)
-        print(f"verl_ext: guard state of step {step_of(folder)}: {json.dumps(_brief(guard))}", flush=True)
+        firing = [name for name, rule in guard.state.rules.items() if rule.firing]
+        brief = {"skips": guard.state.skips, "rollbacks": guard.state.rollbacks, "firing": firing}
+        print(f"verl_ext: guard state of step {step_of(folder)}: {json.dumps(brief)}", flush=True)
 
 
 def folder_of(root: str | Path, step: int) -> Path:
@@ -149,10 +151,10 @@ def damage(folder: Path) -> str:
         return f"{SIZES_FILE} is not JSON ({error})"
     if not isinstance(saved, dict):
         return f"{SIZES_FILE} is not a mapping from a file to its size"
-    return _changed(saved, dict(_sizes(folder)))
+    return _first_change(saved, dict(_sizes(folder)))
 
 
-def _changed(saved: Mapping[str, Any], found: Mapping[str, int]) -> str:
+def _first_change(saved: Mapping[str, Any], found: Mapping[str, int]) -> str:
     """The first file that is not as it was saved, in one clause; empty where all are."""
     for name, size in saved.items():
         if type(size) is not int:
@@ -208,7 +210,7 @@ def newest_of(root: str | Path, steps: Iterable[int]) -> Path | None:
 
 
 @contextmanager
-def _written(folder: Path) -> Iterator[None]:
+def _explain_failure(folder: Path) -> Iterator[None]:
     """Context of what is written to a checkpoint, here or in the workers, all of which have to write their part."""
     try:
         yield
@@ -223,7 +225,7 @@ def _written(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _to_resume(trainer: DictConfig) -> Path | None:
+def _checkpoint_to_resume(trainer: DictConfig) -> Path | None:
     """None where there is no checkpoint to name: verl starts anew, or says what is missing."""
     if trainer.resume_mode == "auto":
         return newest_whole(trainer.default_local_dir)
@@ -234,12 +236,6 @@ def _to_resume(trainer: DictConfig) -> Path | None:
             f"trainer.resume_from_path={trainer.resume_from_path} is damaged: {wrong}; name another one"
         )
     return Path(trainer.resume_from_path)
-
-
-def _brief(guard: Guard) -> dict[str, Any]:
-    state = guard.state
-    firing = [name for name, rule in state.rules.items() if rule.firing]
-    return {"skips": state.skips, "rollbacks": state.rollbacks, "firing": firing}
 
 
 def _tracker(root: str | Path) -> Path:

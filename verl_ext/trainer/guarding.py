@@ -7,7 +7,10 @@ saves a checkpoint and synchronises the weights; a stop before the next step, wh
 import difflib
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
+
+import orjson
 
 from verl_ext.base.errors import GuardStopError, HookError
 from verl_ext.base.metrics import is_rare
@@ -15,7 +18,7 @@ from verl_ext.features.stability import StabilityConfig
 from verl_ext.guard.guard import LR_SCALE, Guard
 from verl_ext.guard.state import Decision, Event
 from verl_ext.trainer import checkpoints
-from verl_ext.trainer.logs import EventLog
+from verl_ext.trainer.logs import LineFile
 
 UNREAD_AFTER = 3  # steps with an update after which every rule must have had its signal
 
@@ -42,12 +45,12 @@ class GuardActions:
         root: the folder of the run's checkpoints, trainer.default_local_dir.
 
     Attributes:
-        events: where decisions are written down, once the run trains.
+        events: the file of decisions, a JSON line each, once the run trains.
         stop: the event for which the run ends before its next step, if there is one.
     """
 
     def __init__(self, guard: Guard, root: str):
-        self.events: EventLog | None = None
+        self.events: LineFile | None = None
         self.stop: Event | None = None
         self._guard, self._root = guard, root
         self._updated_steps = 0
@@ -109,7 +112,7 @@ class GuardActions:
 
     def _tell(self, event: Event) -> None:
         if self.events is not None:
-            self.events.write(event)
+            self.events.write(orjson.dumps(asdict(event)) + b"\n")
         what = "update skipped" if event.action == "skip" else event.action
         print(f"verl_ext: step {event.step}: {what}: {event.reason}", flush=True)
 

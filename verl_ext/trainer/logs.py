@@ -8,28 +8,12 @@ import contextlib
 import os
 import shutil
 import stat
-from dataclasses import asdict
 from pathlib import Path
 
-import orjson
 from verl.utils import tracking
 
 from verl_ext.base.names import metrics_path
 from verl_ext.base.patching import patch
-from verl_ext.guard.state import Event
-
-
-class EventLog:
-    """One JSON line a decision: step, rule, signal, value, threshold, action, reason."""
-
-    def __init__(self, path: Path, *, resume: bool):
-        self._file = LineFile(path, resume=resume)
-
-    def write(self, event: Event) -> None:
-        self._file.write(orjson.dumps(asdict(event)) + b"\n")
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def keep_metrics(*, resume: bool) -> None:

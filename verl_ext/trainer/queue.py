@@ -35,14 +35,14 @@ from verl_ext.base.names import (
 from verl_ext.core.advantages import Sessions
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import signs_of_rows, sums_by_row, sums_by_sign
-from verl_ext.core.tokens import AT_ONCE, Lag, Tokens, jagged, segment_sums
+from verl_ext.core.tokens import BLOCK_TOKENS, Lag, Tokens, jagged, segment_sums
 from verl_ext.features.feature import Part, RunFeatures
 from verl_ext.features.routing import replayed_field
-from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS, gaps, pick_rows, response_tokens
+from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS, log_k_sums, pick_rows, response_tokens
 
 SHIFT_FIELDS = (SHIFT_EXPERTS, SHIFT_SCORES)  # what the loss router_shift compares the current router with
 HEAD_FIELDS = (HEAD_IDS, HEAD_LOG_PROBS)
-SEEN = "multi_modal_inputs"  # by the model, beside its tokens: the one field without numbers that workers read
+MODEL_INPUTS = "multi_modal_inputs"  # by the model, beside its tokens: the one field without numbers that workers read
 HEAVY_FIELDS = (ROLLOUT_ROUTES, OLD_ROUTES, ROUTER_SUMS, *SHIFT_FIELDS, *HEAD_FIELDS, HEAD_SUMS)
 ENGINES = (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, RESPONSE_MASK)
 
@@ -59,8 +59,8 @@ def put_fields(batch: KVBatchMeta, fields: Mapping[str, Tensor]) -> KVBatchMeta:
     return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data)
 
 
-def of_rows(field: Tensor) -> Tensor:
-    """[B, n] of a field whose rows have as many numbers each, in whatever way TransferQueue has put them together."""
+def row_matrix(field: Tensor) -> Tensor:
+    """[B, n] of a field whose rows are of equal length, in whatever way TransferQueue has put them together."""
     return field.values().view(len(field), -1) if field.is_nested else field
 
 
@@ -69,16 +69,16 @@ def schema_of(batch: KVBatchMeta) -> dict[str, dict[str, Any]]:
     return tq.get_client().kv_retrieve_meta(keys=list(batch.keys), partition_id=batch.partition_id).field_schema
 
 
-def without(batch: KVBatchMeta, unread: Collection[str]) -> KVBatchMeta:
+def drop_fields(batch: KVBatchMeta, unread: Collection[str]) -> KVBatchMeta:
     """A copy of the meta without these fields."""
     if batch.fields is None:
         return replace(batch)
     return replace(batch, fields=[field for field in batch.fields if field not in unread])
 
 
-def without_heavy(batch: KVBatchMeta, read: Collection[str | None] = ()) -> KVBatchMeta:
+def drop_heavy_fields(batch: KVBatchMeta, read: Collection[str | None] = ()) -> KVBatchMeta:
     """A copy of the meta without routing and heads, hundreds of bytes a token each, but for what a stage reads."""
-    return without(batch, set(HEAVY_FIELDS) - set(read))
+    return drop_fields(batch, set(HEAVY_FIELDS) - set(read))
 
 
 class Stages:
@@ -87,7 +87,7 @@ class Stages:
     def __init__(self) -> None:
         self._unread: frozenset[str] = frozenset()
 
-    def for_log_prob(self, batch: KVBatchMeta, features: RunFeatures) -> KVBatchMeta:
+    def log_prob_batch(self, batch: KVBatchMeta, features: RunFeatures) -> KVBatchMeta:
         """The batch as compute_log_prob is sent it: the first stage of a batch that goes to the workers.
 
         Workers of verl's own and ours read no columns of the dataset, nor what the agent loop notes of a trajectory:
@@ -97,18 +97,22 @@ class Stages:
             self._unread = frozenset()
             return replace(batch)
         schema = schema_of(batch)
-        self._unread = frozenset(name for name, of in schema.items() if of["is_non_tensor"] and name != SEEN)
-        return without(replace(batch, fields=batch.fields or list(schema)), self._unread)
+        self._unread = frozenset(name for name, of in schema.items() if of["is_non_tensor"] and name != MODEL_INPUTS)
+        return drop_fields(replace(batch, fields=batch.fields or list(schema)), self._unread)
 
-    def for_reference(self, batch: KVBatchMeta, features: RunFeatures, *, in_actor: bool) -> KVBatchMeta:
+    def reference_batch(self, batch: KVBatchMeta, features: RunFeatures, *, in_actor: bool) -> KVBatchMeta:
         """The batch as the reference is sent it."""
         # A LoRA's reference is the actor without its adapter, and is routed as the actor is.
-        return without(without_heavy(batch, {replayed_field(features.config)} if in_actor else set()), self._unread)
+        return drop_fields(
+            drop_heavy_fields(batch, {replayed_field(features.config)} if in_actor else set()), self._unread
+        )
 
-    def for_update(self, batch: KVBatchMeta, features: RunFeatures) -> KVBatchMeta:
+    def update_batch(self, batch: KVBatchMeta, features: RunFeatures) -> KVBatchMeta:
         """The batch as the actor's update is sent it."""
         heads = HEAD_FIELDS if features.uses(Part.HEADS_IN_UPDATE) else ()
-        return without(without_heavy(batch, {replayed_field(features.config), *SHIFT_FIELDS, *heads}), self._unread)
+        return drop_fields(
+            drop_heavy_fields(batch, {replayed_field(features.config), *SHIFT_FIELDS, *heads}), self._unread
+        )
 
 
 @dataclass(frozen=True)
@@ -127,9 +131,9 @@ class Rows:
 
 
 def parts_of(batch: KVBatchMeta) -> list[Rows]:
-    """In blocks of AT_ONCE tokens, or of one group; one part where that is all, or where lengths are not known."""
+    """Parts of BLOCK_TOKENS tokens, or of one group; one part where that is all, or where lengths are not known."""
     lengths = [tag.get("response_len") for tag in batch.tags]
-    if None in lengths or sum(lengths) <= AT_ONCE:
+    if None in lengths or sum(lengths) <= BLOCK_TOKENS:
         return [Rows(list(range(len(batch.keys))), batch)]
     sessions, groups = Sessions.from_keys(batch.keys), dict[object, list[int]]()
     for row, session in enumerate(sessions.session_B):
@@ -139,7 +143,7 @@ def parts_of(batch: KVBatchMeta) -> list[Rows]:
         tokens = sum(lengths[row] for row in rows)
         if not blocks or tokens > room:
             blocks.append([])
-            room = AT_ONCE
+            room = BLOCK_TOKENS
         blocks[-1] += rows
         room -= tokens
     return [Rows(rows, part_of(batch, rows)) for rows in blocks]
@@ -153,7 +157,7 @@ def part_of(batch: KVBatchMeta, rows: Sequence[int]) -> KVBatchMeta:
 class QueueBatch:
     """A step's batch, as the step takes it and as a run looks at it.
 
-    Up to AT_ONCE tokens are one block: `start` reads it, what is put waits for `write`, and the advantages are read
+    Up to BLOCK_TOKENS are one block: `start` reads it, what is put waits for `write`, and the advantages are read
     once. A larger batch is read block by block, once for each thing that is done with it, and written as it is put.
 
     Args:
@@ -207,8 +211,8 @@ class QueueBatch:
         return replace(batch, fields=put_fields(batch, self._waiting).fields) if self._waiting else batch
 
     def sums_by_sign(self) -> Tensor:
-        """Of a batch in blocks, `blocks` has kept each trajectory's sums, and only trajectories whose tokens differ in
-        sign are read again."""
+        """See `trainer.step.Batch`. `blocks` has kept the sums of each trajectory; it is read again only if its tokens
+        differ in sign."""
         if self._tokens is not None:
             return sums_by_sign(self._tokens, self._advantages[ADVANTAGES].values())
         assert self._by_row is not None
@@ -250,12 +254,12 @@ class QueueBatch:
         scores[list(self.added)] = 0.0
         return scores.sum().item() / (len(scores) - len(self.added))
 
-    def gaps(self) -> tuple[Tensor, Tensor]:
-        """[B] each, of `trainer.batch.gaps`."""
-        gap, counts = torch.zeros(2, len(self._batch.keys), dtype=torch.float64).unbind()
+    def log_k_sums(self) -> tuple[Tensor, Tensor]:
+        """[B] each, see `trainer.batch.log_k_sums`."""
+        sums, counts = torch.zeros(2, len(self._batch.keys), dtype=torch.float64).unbind()
         for part, tokens in self._read(ENGINES):
-            gap[part.rows], counts[part.rows] = gaps(tokens)
-        return gap, counts
+            sums[part.rows], counts[part.rows] = log_k_sums(tokens)
+        return sums, counts
 
     def tokens_of(self, rows: Sequence[int]) -> tuple[Tokens, Tensor | None]:
         """Tokens of some trajectories before verl has computed advantages, and their weights where any were put."""
@@ -267,7 +271,7 @@ class QueueBatch:
 
     @cached_property
     def _advantages(self) -> Mapping[str, Tensor]:
-        """Of a whole batch, once verl has computed them: the advantages, and what else filters look at."""
+        """The advantages of a whole batch, once verl has computed them, and what else filters look at."""
         return dict(get_fields(self._batch, [ADVANTAGES] if self._view is None else FILTER_FIELDS).items())
 
     def _read(self, names: Sequence[str]) -> Iterator[tuple[Rows, Tokens]]:

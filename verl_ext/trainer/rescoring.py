@@ -34,14 +34,14 @@ def rescore(
         temperature: of the rollout.
     """
     kept = workers.keep_version(step - 2, oldest=step - 1 - settings.versions)[0]
-    chosen = rows_by_version(batch.tags, kept, settings.trajectories, seed=step) if step % settings.every == 0 else {}
+    chosen = choose_by_version(batch.tags, kept, settings.trajectories, seed=step) if step % settings.every == 0 else {}
     if not chosen:
         return {}
     found: dict[str, Tensor] = {}
     workers.save_model_to_cpu(NOW)
     for version, rows in chosen.items():
         workers.use_version(version)
-        sent = batch.select_keys([batch.keys[row] for row in filled_rows(rows, ranks, len(batch))])
+        sent = batch.select_keys([batch.keys[row] for row in fill_rows(rows, ranks, len(batch))])
         sent.extra_info |= {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
         # So few trajectories need not fill the run's micro-batches, and verl takes a whole number of them alone.
         sent.extra_info["micro_batch_size_per_gpu"] = 1
@@ -55,7 +55,7 @@ def rescore(
     return found
 
 
-def rows_by_version(
+def choose_by_version(
     tags: Sequence[Mapping[str, Any]], kept: Sequence[int], count: int, seed: int
 ) -> dict[int, list[int]]:
     """Version -> rows: up to `count` at random, of the trajectories that one of the kept versions sampled alone."""
@@ -71,7 +71,7 @@ def rows_by_version(
     return by_version
 
 
-def filled_rows(rows: Sequence[int], ranks: int, size: int) -> list[int]:
+def fill_rows(rows: Sequence[int], ranks: int, size: int) -> list[int]:
     """Returns these rows, and others of the batch until their number is a multiple of the ranks."""
     taken = set(rows)
     others = [row for row in range(size) if row not in taken]

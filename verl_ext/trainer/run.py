@@ -1,7 +1,7 @@
 """What our trainers hold of a run from one batch to the next: its settings, its guard, its files, what is told once."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,17 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
+from verl_ext.base import names
 from verl_ext.base.errors import BatchError, HookError
-from verl_ext.base.names import (
-    FILTER_SCALE,
-    FIRST_PASS,
-    HEAD_SUMS,
-    ROLLOUT_ROUTES,
-    ROUTER_SUMS,
-    UPDATE,
-    events_path,
-    trajectories_path,
-)
 from verl_ext.core.head import head_metrics
 from verl_ext.core.measure import split_gap
 from verl_ext.core.routing import router_metrics
@@ -31,13 +22,13 @@ from verl_ext.features.verl_config import is_asynchronous, truncates
 from verl_ext.guard.state import Decision, Event
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.batch import filter_batch, lag_of
-from verl_ext.trainer.canary_scores import CanaryRun
 from verl_ext.trainer.captured import CapturedRouting, Counts, sampled_counts
 from verl_ext.trainer.guarding import GuardActions, build_guard
-from verl_ext.trainer.logs import EventLog, keep_metrics
-from verl_ext.trainer.queue import QueueBatch, Stages, get_fields, of_rows, schema_of
+from verl_ext.trainer.logs import LineFile, keep_metrics
+from verl_ext.trainer.queue import QueueBatch, Stages, get_fields, row_matrix, schema_of
 from verl_ext.trainer.rescoring import rescore
-from verl_ext.trainer.step import Outcome, Step
+from verl_ext.trainer.step import Outcome, Step, update_request
+from verl_ext.trainer.sync_canary import CanaryRun
 from verl_ext.trainer.trajectories import Dump, TrajectoryLog, forget_trajectories
 
 
@@ -89,11 +80,11 @@ class StabilityRun:
         keep_metrics(resume=resumed > 0)
         with ExitStack() as files:
             if self.features.uses(Part.MEASURE):
-                events = EventLog(events_path(self._config), resume=resumed > 0)
+                events = LineFile(names.events_path(self._config), resume=resumed > 0)
                 self.actions.events = files.enter_context(closing(events))
             elif not resumed:
-                events_path(self._config).unlink(missing_ok=True)
-            settings, path = self.features.stability.trajectories, trajectories_path(self._config)
+                names.events_path(self._config).unlink(missing_ok=True)
+            settings, path = self.features.stability.trajectories, names.trajectories_path(self._config)
             if settings.per_step:
                 log = TrajectoryLog(path, settings, resumed=resumed)
                 self.dump = files.enter_context(closing(Dump(log, settings)))
@@ -101,12 +92,6 @@ class StabilityRun:
                 forget_trajectories(path)
             yield
         self.actions.end_run()
-
-    def saving(self, step: int) -> AbstractContextManager[None]:
-        return checkpoints.saving(self.guard, self._config, step)
-
-    def loading(self) -> AbstractContextManager[None]:
-        return checkpoints.loading(self.guard, self._config)
 
     def end_step(self, metrics: dict[str, float], groups: Mapping[str, Any]) -> None:
         """See `GuardActions.end_step`."""
@@ -128,7 +113,7 @@ class StabilityRun:
         Raises:
             HookError: there is no routing, or none from the start that a replay could use.
         """
-        if ROUTER_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
+        if names.ROUTER_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
             raise HookError(
                 "compute_log_prob returned no routing: the rollout's batch has no routed_experts",
                 fix=("stability.router_agreement=false",),
@@ -136,10 +121,10 @@ class StabilityRun:
             )
         if not self._routing_dtype_told:  # not at the start: there is no routing yet
             self._routing_dtype_told = True
-            dtype = schema_of(batch).get(ROLLOUT_ROUTES, {}).get("dtype")
+            dtype = schema_of(batch).get(names.ROLLOUT_ROUTES, {}).get("dtype")
             print(f"verl_ext: routed_experts travels as {dtype}", flush=True)
-        packed = of_rows(data[ROUTER_SUMS])
-        self.judge_routing(Counts.of_sums(packed), router_metrics(packed), metrics)
+        packed = row_matrix(data[names.ROUTER_SUMS])
+        self.judge_routing(Counts.from_sums(packed), router_metrics(packed), metrics)
 
     def judge_routing(self, counts: Counts, found: dict[str, float], metrics: dict[str, float]) -> None:
         metrics.update(found)
@@ -185,7 +170,7 @@ class StabilityRun:
         if not features.uses(Part.ROUTER_COMPARISON) and (counts := sampled_counts(batch, features.config)) is not None:
             self.judge_routing(counts, counts.metrics, metrics)
         reads_heads = features.uses(Part.HEADS) and not features.uses(Part.MEASURE_IN_UPDATE)
-        sums = [ROUTER_SUMS] * features.uses(Part.ROUTER_COMPARISON) + [HEAD_SUMS] * reads_heads
+        sums = [names.ROUTER_SUMS] * features.uses(Part.ROUTER_COMPARISON) + [names.HEAD_SUMS] * reads_heads
         if features.uses(Part.MEASURE):
             lag = lag_of(batch.tags, self.guard.step) if is_asynchronous(features.config) else None
             view = partial(filter_batch, models=features.config.actor_rollout_ref, tokenizer=tokenizer)
@@ -230,19 +215,15 @@ class StabilityRun:
         if self.canary is not None:
             self.actions.carry_out(self.canary.after_sync(self.guard.step, handles))
 
-    def for_update(self, batch: KVBatchMeta) -> KVBatchMeta:
+    def update_batch(self, batch: KVBatchMeta) -> KVBatchMeta:
         """The batch as the actor's update is sent it: a copy.
 
         Raises:
             BatchError: scores are centered, and the batch is more than one optimizer step.
         """
         self._require_one_step(batch)
-        sent = self.stages.for_update(batch, self.features)
-        # For the losses that divide by a number of trajectories, dropped ones included: worker_loss.
-        sent.extra_info[FILTER_SCALE] = self.outcome.filter_scale
-        sent.extra_info[UPDATE] = {"step": self.guard.step, "lr_scale": self.guard.lr_scale}
-        if self.features.uses(Part.MEASURE_IN_UPDATE):
-            sent.extra_info[FIRST_PASS] = {"narrowed": self.outcome.narrowed, "limits": self.guard.limits}
+        sent = self.stages.update_batch(batch, self.features)
+        sent.extra_info |= update_request(self.features, self.guard, self.outcome)
         return sent
 
     def _require_one_step(self, batch: KVBatchMeta) -> None:
@@ -271,12 +252,12 @@ def _compared_heads(data: TensorDict) -> dict[str, float]:
     Raises:
         HookError: there are none.
     """
-    if HEAD_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
+    if names.HEAD_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
         raise HookError(
             "compute_log_prob read no heads: the rollout's batch has no sampler_head_ids",
             otherwise="check that VERL_USE_EXTERNAL_PLUGINS, where set, names verl_ext on all nodes",
         )
-    return head_metrics(of_rows(data[HEAD_SUMS]))
+    return head_metrics(row_matrix(data[names.HEAD_SUMS]))
 
 
 def _unprocessed(config: DictConfig) -> bool:

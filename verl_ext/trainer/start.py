@@ -12,11 +12,11 @@ from typing import NoReturn
 
 from omegaconf import DictConfig
 
-from verl_ext.base.errors import GuardStopError, UserError, WorkerDiedError
+from verl_ext.base.errors import GuardStopError, UserError
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import apply_engine_settings, check_run, read_features
 from verl_ext.launch import compose
-from verl_ext.upstream.sglang_processes import why_they_died
+from verl_ext.upstream.sglang_processes import worker_died
 
 STOPPED = 3  # exit code of a run that the guard ended, for launch scripts that would start it again
 
@@ -78,12 +78,7 @@ def _cause(error: Exception, config: DictConfig) -> Exception:
     while isinstance(cause, RayTaskError):  # raised in a worker, passed on by the trainer
         cause = cause.cause
     if isinstance(cause, RayActorError):
-        reason = why_they_died()
-        return WorkerDiedError(
-            f"a worker of the run died: {_who_died(str(cause))}{reason and f': {reason}'}. Checkpoints stand in "
-            f"{config.trainer.default_local_dir}: with trainer.resume_mode=auto, the same command goes on from the "
-            "last whole one"
-        )
+        return worker_died(f"a worker of the run died: {_who_died(str(cause))}", config.trainer.default_local_dir)
     return cause
 
 

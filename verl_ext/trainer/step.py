@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from verl_ext.base.errors import BatchError
-from verl_ext.base.names import LAG, OLD_LOG_PROBS, RESPONSE_MASK, ROLLOUT_LOG_PROBS, WEIGHTS
+from verl_ext.base.names import (
+    FILTER_SCALE,
+    FIRST_PASS,
+    LAG,
+    OLD_LOG_PROBS,
+    RESPONSE_MASK,
+    ROLLOUT_LOG_PROBS,
+    UPDATE,
+    WEIGHTS,
+)
 from verl_ext.core.filters import FilterBatch, FilterOutcome, FilterTally, apply_filters, merge_tallies
 from verl_ext.core.measure import Gathered, Measured, gather, put_together
 from verl_ext.core.mismatch import advantage_metrics, count_non_finite
@@ -121,7 +130,7 @@ class Step:
         return self.outcome
 
     def judge_late(self, metrics: dict[str, float]) -> None:
-        """In bypass mode, judges once what the workers measured in the update; without one, that there was none.
+        """Judges once what the workers measured in the update, in bypass mode; without an update, that there was none.
 
         What refuses a batch here has refused its steps in the workers, which were given the guard's limits.
         """
@@ -135,7 +144,7 @@ class Step:
         found = guard.judge(measured.metrics | foreseen, bad)
         decision = Decision((*jump.events, *found.events))
         if measured.tokens:
-            decision = self._or_refused(decision, measured, of="the first mini-batch")
+            decision = self._add_refusal(decision, measured, of="the first mini-batch")
         metrics |= measured.metrics | foreseen | self._guard_metrics(self.outcome.narrowed)
         self._actions.carry_out(decision)
 
@@ -151,7 +160,7 @@ class Step:
             narrowed, (measured, _) = True, self._measure(batch, narrowed=True)
             metrics |= measured.metrics
         metrics |= self._guard_metrics(narrowed)
-        return self._or_refused(Decision((*jump.events, *found.events)), measured, due=self._actions.due)
+        return self._add_refusal(Decision((*jump.events, *found.events)), measured, due=self._actions.due)
 
     def _judge_unmeasured(self, batch: Batch, metrics: dict[str, float]) -> Decision:
         """l_old of these tokens is l_infer."""
@@ -163,11 +172,11 @@ class Step:
         _require_generated(tokens)
         decision = self._guard.judge(metrics, {ROLLOUT_LOG_PROBS: bad})
         unmeasured = Measured(None, {}, tokens=tokens, kept=tokens, non_finite=0)
-        return self._or_refused(decision, unmeasured, due=self._actions.due)
+        return self._add_refusal(decision, unmeasured, due=self._actions.due)
 
     def _measure(self, batch: Batch, narrowed: bool) -> tuple[Measured, dict[str, int]]:
-        """As `core.measure.measure`, the weights put into the batch; and field -> its values on generated tokens that
-        are NaN or infinite."""
+        """Measures as `core.measure.measure`, and puts the weights into the batch; returns field -> its values on
+        generated tokens that are NaN or infinite, too."""
         corrections, breakdown = self._stability.corrections(tightened=narrowed), self._stability.breakdown
         gathered, bad = list[Gathered](), {ROLLOUT_LOG_PROBS: 0, OLD_LOG_PROBS: 0}
         for block, tokens in batch.blocks(by_sign=breakdown):
@@ -209,7 +218,7 @@ class Step:
             self._actions.carry_out(Decision((self._refused,)))
         return tally.scale
 
-    def _or_refused(
+    def _add_refusal(
         self, decision: Decision, measured: Measured, *, due: str | None = None, of: str = "the batch"
     ) -> Decision:
         """The guard's decision, or where it lets the batch pass, what else refuses it.
@@ -240,6 +249,18 @@ class Step:
     def _count(self, refused: bool, metrics: dict[str, float]) -> None:
         self._guard.count(refused)
         metrics["guard/skipped"] = int(refused)
+
+
+def update_request(features: RunFeatures, guard: Guard, outcome: Outcome) -> dict[str, Any]:
+    """What the workers are asked besides an update of the batch, by name of base.names."""
+    # FILTER_SCALE is for the losses that divide by a number of trajectories, dropped ones included: worker_loss.
+    asked: dict[str, Any] = {
+        FILTER_SCALE: outcome.filter_scale,
+        UPDATE: {"step": guard.step, "lr_scale": guard.lr_scale},
+    }
+    if features.uses(Part.MEASURE_IN_UPDATE):
+        asked[FIRST_PASS] = {"narrowed": outcome.narrowed, "limits": guard.limits}
+    return asked
 
 
 def leave_out(batch: FilterBatch, weight: Tensor | None, stability: StabilityConfig) -> FilterOutcome:

@@ -4,17 +4,84 @@ and after the sync that brings it to the rollout.
 Before the first update of a run the gap on them is the engines' own (with a LoRA, that of B = 0). From then on, what
 the training engine's log-probabilities moved must show in those of every rollout engine.
 
-Shape legend: N tokens of these trajectories.
+A token's log-probability under the training engine moves by x between two scorings, under the rollout engine by y. A
+weight sync in between makes y = x but for rounding; one that did not happen leaves y = 0. So the share that arrived is
+E[x y] / E[x^2]: a matched filter, which sees updates far below the gap of the engines, for that does not move with x.
+The training engine rounds anew in each scoring. That counts in E[x^2] alone and makes the quotient too small; its power
+is at most that of the gap, twice, which is taken off for the upper end.
+
+On verl the trajectories are kept in TransferQueue beside the batch, and scored by workers and servers: at temperature 1
+and without top-k and top-p, because that is how a server scores tokens that it is given.
+
+Shape legend: N response tokens of these trajectories that the model generated, but for the last of each.
 """
 
 import math
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
 from torch import Tensor
+from transfer_queue import KVBatchMeta
 
-from verl_ext.core.arrival import MISSING, arrival
+from verl_ext.base.errors import HookError
+from verl_ext.base.names import OWN_ROUTES, PROMPTS, RESPONSE_MASK, RESPONSES, ROLLOUT_LOG_PROBS
+from verl_ext.features.sync_canary import SyncCanarySettings
 from verl_ext.guard.state import Decision, Event
+from verl_ext.trainer.queue import MODEL_INPUTS, get_fields, part_of
+
+FEWEST = 16  # tokens
+SIGMAS = 4.0  # standard errors, to either side
+MISSING = 0.75  # an upper end below it: part of the update at least did not arrive
+ARRIVED = 0.5  # a lower end above it: the update did
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The share of an update that reached the rollout, as an interval.
+
+    Attributes:
+        low, high: its ends; `high` is infinite while the update is smaller than the gap may hide.
+        moved: root mean square of x, in nats a token.
+    """
+
+    low: float
+    high: float
+    moved: float
+
+    @property
+    def missing(self) -> bool:
+        return self.high < MISSING
+
+    @property
+    def arrived(self) -> bool:
+        return self.low > ARRIVED and not self.missing
+
+
+def arrival(train: tuple[Tensor, Tensor], infer: tuple[Tensor, Tensor]) -> Arrival:
+    """Compares log-probabilities of the same tokens, [N] before and [N] after the update and its sync.
+
+    Tokens with a value that is not finite are left out. With fewer than FEWEST, or where none moved, the interval has
+    no upper end.
+    """
+    scores_4N = torch.stack([*train, *infer]).double()
+    before, after, infer_before, infer_after = scores_4N[:, scores_4N.isfinite().all(0)]
+    x, y = after - before, infer_after - infer_before
+    power = x.square().mean().item() if len(x) >= FEWEST else 0.0
+    if power == 0:
+        return Arrival(0.0, math.inf, 0.0)
+    common = (x * y).mean().item()
+    rest = y - common / power * x
+    error = SIGMAS * math.sqrt((x * rest).square().mean().item() / len(x))  # of a slope through 0 (White, 1980)
+    least = power - 2 * (before - infer_before).var().item()  # of what the weights moved
+    high = max(common + error, 0.0) / least if least > 0 else math.inf
+    return Arrival(max(common - error, 0.0) / power, high, math.sqrt(power))
+
 
 RULE = "weight_sync"  # of its events, as of the guard's jump
 SIGNAL = "sync/arrived_high"
@@ -71,3 +138,148 @@ class SyncCanary:
         if math.isfinite(high := min(seen.high for seen in found)):
             metrics[SIGNAL] = high
         return metrics, Decision(tuple(events))
+
+
+PARTITION = "verl_ext_canary"  # the replay buffer looks into "train"
+OFF = ("stability.sync_canary.trajectories=0",)
+TIMEOUT_S = 600.0
+# One forward pass a trajectory: a batch as small as this need not fit the run's micro-batches.
+ONE_A_PASS = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0, "micro_batch_size_per_gpu": 1}
+
+
+def has_other_inputs(data: TensorDict) -> bool:
+    """Whether any trajectory has images or the like; verl gives all of them the field, and leaves it empty for text."""
+    return MODEL_INPUTS in data.keys() and any(data[MODEL_INPUTS])  # noqa: SIM118 (a TensorDict has no `in`)
+
+
+class CanaryTrajectories:
+    """Some trajectories of a batch, and what either engine makes of them.
+
+    Attributes:
+        ids: of each trajectory, but for its last token: a server generates one more, and a full one has no room for it.
+        l_infer_N: the log-probabilities that the rollout returned.
+        positions_N: of each of these tokens in its response, from 0.
+
+    Args:
+        batch: with the fields that compute_log_prob is to be sent.
+        count: of trajectories; rounded up so that `ranks`, which share them, have the same number each.
+
+    Raises:
+        HookError: they have images or the like, which a server would have to be sent too, or are too few.
+    """
+
+    def __init__(self, batch: KVBatchMeta, count: int, ranks: int):
+        real = (number for number, tag in enumerate(batch.tags) if not tag.get("is_padding", False))
+        rows = list(islice(real, -(-count // ranks) * ranks))
+        if len(rows) % ranks:
+            raise HookError(f"stability.sync_canary: {len(rows)} trajectories for {ranks} ranks", fix=OFF)
+        chosen = part_of(batch, rows)
+        data = get_fields(chosen, batch.fields)
+        if has_other_inputs(data):
+            raise HookError("stability.sync_canary scores text alone, and this batch has other inputs", fix=OFF)
+        self._batch = tq.kv_batch_put(keys=chosen.keys, partition_id=PARTITION, fields=data, tags=chosen.tags)
+        self._lengths = [len(response) for response in data[RESPONSES].unbind()]
+        self._mask_N = self._all_but_last(data[RESPONSE_MASK].unbind()).bool()
+        self.ids = [
+            torch.cat([prompt, response[:-1]]).tolist()
+            for prompt, response in zip(data[PROMPTS].unbind(), data[RESPONSES].unbind(), strict=True)
+        ]
+        self.l_infer_N = self._packed(data[ROLLOUT_LOG_PROBS].unbind())
+        self.positions_N = self._packed([torch.arange(length) for length in self._lengths])
+
+    def score_in_workers(self, workers: Any, *, replays: bool = True) -> Tensor:
+        """[N] from the training engine as it is; `replays`: with routing replayed, where the run does that."""
+        from verl.workers.utils.padding import response_from_nested
+
+        self._batch.extra_info = ONE_A_PASS | ({} if replays else {OWN_ROUTES: True})
+        workers.compute_log_prob(self._batch)
+        data = get_fields(self._batch, ("log_probs", RESPONSE_MASK))
+        return self._packed(response_from_nested(data["log_probs"], data[RESPONSE_MASK]).unbind())
+
+    def score_in_servers(self, handles: Sequence[Any]) -> list[Tensor]:
+        """[N] from each rollout engine as it is.
+
+        Raises:
+            HookError: one does not answer.
+        """
+        import ray
+
+        asked = [[_ask_server(handle, ids) for ids in self.ids] for handle in handles]
+        try:
+            answers = [ray.get(each, timeout=TIMEOUT_S) for each in asked]
+        except ray.exceptions.RayError as error:
+            said = f"stability.sync_canary: a rollout engine did not score {len(self.ids)} trajectories ({error!r})"
+            raise HookError(said, fix=OFF) from error
+        return [self._packed(map(_response_scores, each, self._lengths)) for each in answers]
+
+    def pass_through_server(self, handle: Any) -> None:
+        """Have a rollout engine score one trajectory after another, in their order."""
+        import ray
+
+        for ids in self.ids:
+            ray.get(_ask_server(handle, ids))
+
+    def _packed(self, rows: Iterable[Tensor]) -> Tensor:
+        return self._all_but_last(rows)[self._mask_N]
+
+    def _all_but_last(self, rows: Iterable[Tensor]) -> Tensor:
+        return torch.cat([row[: length - 1].cpu() for row, length in zip(rows, self._lengths, strict=True)])
+
+
+def _response_scores(answer: Any, length: int) -> Tensor:
+    """[r - 1] of a server's answer: of each token of prompt and response the next one's; of the last one nothing."""
+    rows = answer.extra_fields["prompt_logprobs"]
+    return torch.tensor([row[0] for row in rows[:-1]][len(rows) - length :])
+
+
+def _ask_server(handle: Any, ids: list[int]) -> Any:
+    """Ask one of verl 0.9.1's servers, vLLM's or SGLang's, which score prompts for the teachers of a distillation."""
+    return handle.generate.remote(
+        prompt_ids=ids,
+        sampling_params={"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
+        request_id=uuid.uuid4().hex,
+    )
+
+
+class CanaryRun:
+    """The canary in a run's steps: before the first update, after each one, after its sync.
+
+    Args:
+        settings: trajectories, every.
+        comparable: whether a rollout's log-probabilities are what a server says of given tokens, so that those of the
+            first batch do for the first comparison.
+    """
+
+    def __init__(self, settings: SyncCanarySettings, comparable: bool):
+        self.canary = SyncCanary()
+        self.metrics: dict[str, float] = {}
+        self._settings, self._comparable = settings, comparable
+        self._trajectories: CanaryTrajectories | None = None
+        self._first: Tensor | None = None
+        self._train: Tensor | None = None
+
+    def before_update(self, batch: KVBatchMeta, workers: Any) -> None:
+        """Choose the trajectories in the first batch, and score them."""
+        if self._trajectories is None:
+            ranks = max(workers._dispatch_info["actor"]) + 1  # which verl has asked for, to balance the batch
+            self._trajectories = CanaryTrajectories(batch, self._settings.trajectories, ranks)
+            self._first = self._trajectories.score_in_workers(workers) if self._comparable else None
+
+    def after_update(self, step: int, workers: Any) -> None:
+        """Score while the workers have the engine to themselves: at the sync they may give way to the rollout."""
+        due = self._trajectories is not None and step % self._settings.every == 0
+        self._train = self._trajectories.score_in_workers(workers) if due and self._trajectories else None
+
+    def after_sync(self, step: int, handles: Sequence[Any]) -> Decision:
+        """Look at the sync of this step; `metrics` are what it logs."""
+        self.metrics = {}
+        if self._trajectories is None or self._train is None:
+            return Decision()
+        infer = self._trajectories.score_in_servers(handles)
+        if not self.canary.begun:
+            if self._first is None:
+                self.canary.begin(step, self._train, infer)
+                return Decision()
+            self.canary.begin(step - 1, self._first, [self._trajectories.l_infer_N] * len(infer))
+        self.metrics, decision = self.canary.check(step, self._train, infer)
+        return decision

@@ -19,7 +19,8 @@ from verl_ext.features.feature import Engines, Part, RunFeatures
 from verl_ext.features.routing import replayed_field
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import loss_settings, print_table, verify
-from verl_ext.trainer.queue import without_heavy
+from verl_ext.trainer import checkpoints
+from verl_ext.trainer.queue import drop_heavy_fields
 from verl_ext.trainer.run import StabilityRun
 from verl_ext.trainer.watch import watch_of
 
@@ -50,11 +51,11 @@ class StabilityMixin(VerlTrainer):
         print_table(verify(features, type(self), engines))
 
     def _load_checkpoint(self) -> None:
-        with self.stability_run.loading():
+        with checkpoints.loading(self.stability_run.guard, self.config):
             super()._load_checkpoint()
 
     def _save_checkpoint(self) -> None:
-        with self.stability_run.saving(self.global_steps):
+        with checkpoints.saving(self.stability_run.guard, self.config, self.global_steps):
             super()._save_checkpoint()
 
     def fit(self, agent_loop_manager: Any) -> None:
@@ -84,17 +85,17 @@ class StabilityMixin(VerlTrainer):
         if self.stability_run.features.uses(Part.VERSIONS) and self.local_trigger_step == 0:
             with marked_timer("rescore", self.timing_raw):
                 self.stability_run.rescore(batch, self.actor_rollout_wg)
-        sent = self.stability_run.stages.for_log_prob(batch, self.stability_run.features)
+        sent = self.stability_run.stages.log_prob_batch(batch, self.stability_run.features)
         done = super()._compute_old_log_prob(sent, metrics)
         return batch if done is sent else done  # verl's bypass mode gives back what it was given
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         run = self.stability_run
-        sent = run.stages.for_reference(batch, run.features, in_actor=self.ref_in_actor)
+        sent = run.stages.reference_batch(batch, run.features, in_actor=self.ref_in_actor)
         return super()._compute_ref_log_prob(sent, metrics)
 
     def _compute_values(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        return super()._compute_values(without_heavy(batch), metrics)
+        return super()._compute_values(drop_heavy_fields(batch), metrics)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         self.stability_run.measure(batch, metrics, self.tokenizer)
@@ -104,15 +105,15 @@ class StabilityMixin(VerlTrainer):
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self.stability_run.outcome.refused is None:
-            super()._update_critic(without_heavy(batch), metrics)
+            super()._update_critic(drop_heavy_fields(batch), metrics)
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if canary := self.stability_run.canary:
-            sent = without_heavy(batch, {replayed_field(self.stability_run.features.config)})
+            sent = drop_heavy_fields(batch, {replayed_field(self.stability_run.features.config)})
             canary.before_update(sent, self.actor_rollout_wg)
         if self.stability_run.outcome.refused is None:
-            super()._update_actor(self.stability_run.for_update(batch), metrics)
+            super()._update_actor(self.stability_run.update_batch(batch), metrics)
             self.stability_run.judge_update(metrics)
         return batch
 

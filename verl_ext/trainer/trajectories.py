@@ -20,6 +20,7 @@ from transfer_queue import KVBatchMeta
 from verl_ext.base.names import older_part
 from verl_ext.core.tokens import Tokens
 from verl_ext.features.trajectories import TrajectoryDump
+from verl_ext.trainer.batch import pick_rows
 from verl_ext.trainer.logs import LineFile, say
 from verl_ext.trainer.queue import QueueBatch
 
@@ -137,26 +138,28 @@ class ChosenTrajectory:
 
 def choose_trajectories(batch: QueueBatch, count: int, step: int) -> list[ChosenTrajectory]:
     """Choose the trajectories of a measured batch that are written."""
-    rows = choose_rows(*batch.gaps(), count, step, batch.added)
+    rows = choose_shown(*batch.log_k_sums(), count, step, batch.added)
     if not rows:
         return []
     tokens, weight = batch.tokens_of(list(rows))
     parts = [slice(*span) for span in pairwise(tokens.offsets.tolist())]
     return [
-        ChosenTrajectory(row, why, _of(tokens, part), None if weight is None else weight[part])
-        for (row, why), part in zip(rows.items(), parts, strict=True)
+        ChosenTrajectory(row, why, pick_rows(tokens, [place])[0], None if weight is None else weight[part])
+        for place, ((row, why), part) in enumerate(zip(rows.items(), parts, strict=True))
     ]
 
 
-def choose_rows(gap_B: Tensor, counts_B: Tensor, count: int, step: int, never: Collection[int] = ()) -> dict[int, str]:
+def choose_shown(
+    log_k_B: Tensor, counts_B: Tensor, count: int, step: int, never: Collection[int] = ()
+) -> dict[int, str]:
     """Row -> why it was chosen: the largest mean |log k| of its generated tokens, or chance, the same in a rerun.
 
     Rows without generated tokens, and `never`, are left out.
 
     Args:
-        gap_B, counts_B: of `batch.gaps`.
+        log_k_B, counts_B: of `batch.log_k_sums`.
     """
-    mean_B, counts = gap_B / counts_B, counts_B.tolist()
+    mean_B, counts = log_k_B / counts_B, counts_B.tolist()
     rows = [row for row in mean_B.argsort(descending=True, stable=True).tolist() if counts[row] and row not in never]
     largest = rows[: (count + 1) // 2]
     others = sorted(rows[len(largest) :])
@@ -222,12 +225,6 @@ def record(
     }
 
 
-def _of(tokens: Tokens, part: slice) -> Tokens:
-    """One trajectory."""
-    own = {name: values[part] for name, values in tokens.per_token().items()}
-    return Tokens(**own, offsets=torch.tensor([0, part.stop - part.start]))
-
-
 def _numbers(values: Tensor, generated: Tensor) -> list[float | None]:
     """Rounded, None for what the model did not write; orjson makes null of what is not finite."""
     pairs = zip(values.double().tolist(), generated.tolist(), strict=True)
@@ -252,9 +249,8 @@ def decode_pieces(ids: Sequence[int], tokenizer: Any) -> list[str]:
         return [_decode(tokenizer, [token]) for token in ids]
     from tokenizers.decoders import DecodeStream
 
-    pieces: list[str] = []
-    waiting: list[int]
-    stream, waiting = DecodeStream(skip_special_tokens=False), []
+    pieces, waiting = list[str](), list[int]()
+    stream = DecodeStream(skip_special_tokens=False)
     for token in ids:
         waiting.append(token)
         try:

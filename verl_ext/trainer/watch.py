@@ -23,9 +23,9 @@ from typing import Any, Self
 
 import ray
 
-from verl_ext.base.errors import UserError, WorkerDiedError
+from verl_ext.base.errors import UserError
 from verl_ext.trainer.logs import say
-from verl_ext.upstream.sglang_processes import why_they_died
+from verl_ext.upstream.sglang_processes import worker_died
 
 EVERY_S, TIMEOUT_S = 10.0, 60.0
 PLACES_TIMEOUT_S = 20.0
@@ -116,11 +116,9 @@ class Watch:
             return
         if self._died:
             waits = "" if isinstance(error, Exception) else ", and verl would wait for its answers without end"
-            reason = why_they_died()
-            raise WorkerDiedError(
-                f"{self._died}{waits}{reason and f': {reason}'}. Checkpoints stand in {self._folder}: with "
-                "trainer.resume_mode=auto, the same command goes on from the last whole one"
-            ) from (error if isinstance(error, Exception) else None)
+            raise worker_died(f"{self._died}{waits}", self._folder) from (
+                error if isinstance(error, Exception) else None
+            )
 
     def _look_on(self) -> None:
         if ray.is_initialized():
@@ -204,7 +202,7 @@ class SlowStep:
             return ""
         self._told = taken
         before = f" (usually {_duration(usual)})" if self._taken else ""
-        return f"step {number} has been going for {_duration(taken)}{before}{_waits(self._workers())}"
+        return f"step {number} has been going for {_duration(taken)}{before}{_describe_waits(self._workers())}"
 
 
 def places(actor: Any) -> list[str]:
@@ -216,20 +214,20 @@ def places(actor: Any) -> list[str]:
     # Ray calls this beside the thread of the actor's event loop, for which all_tasks would ask.
     # By type: to isinstance, a weak proxy is what it stands for, and raises where that is gone.
     tasks = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Task) and not each.done()]
-    found = [_place(list(_awaited(task.get_coro())), (_of_the_user, _of_verl)) for task in tasks]
-    found += [_place(list(_frames_of(frame))[::-1], (_of_the_user,)) for frame in sys._current_frames().values()]
+    found = [_place(list(_awaited_frames(task.get_coro())), (_is_users, _is_verls)) for task in tasks]
+    found += [_place(list(_frames_of(frame))[::-1], (_is_users,)) for frame in sys._current_frames().values()]
     return [place for place in found if place]
 
 
-def _waits(workers: Mapping[str, Iterable[Any]]) -> str:
+def _describe_waits(workers: Mapping[str, Iterable[Any]]) -> str:
     """The places of each role's actors, in words. All are asked at once."""
     asked = {role: [actor.__ray_call__.remote(places) for actor in actors] for role, actors in workers.items()}
     if everything := [ref for refs in asked.values() for ref in refs]:
         ray.wait(everything, num_returns=len(everything), timeout=PLACES_TIMEOUT_S)
-    return "".join(f"; {_stands(role, refs)}" for role, refs in asked.items() if refs)
+    return "".join(f"; {_describe_places(role, refs)}" for role, refs in asked.items() if refs)
 
 
-def _stands(role: str, refs: list[Any]) -> str:
+def _describe_places(role: str, refs: list[Any]) -> str:
     counted: Counter[str] = Counter()
     answered, silent = ray.wait(refs, num_returns=len(refs), timeout=0)
     failed = []
@@ -248,7 +246,7 @@ def _stands(role: str, refs: list[Any]) -> str:
     return f"{role}: {', '.join(said) or 'nothing to wait for'}"
 
 
-def _awaited(coroutine: Any) -> Iterator[FrameType]:
+def _awaited_frames(coroutine: Any) -> Iterator[FrameType]:
     """The frames of a suspended coroutine, the outermost first."""
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
@@ -265,21 +263,21 @@ def _frames_of(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _place(frames: list[FrameType], whose: tuple[Callable[[str], bool], ...]) -> str:
-    """The innermost of these frames, the outermost first, in the first code of `whose` that is in any of them."""
-    for theirs in whose:
+def _place(frames: list[FrameType], owners: tuple[Callable[[str], bool], ...]) -> str:
+    """The innermost of these frames, the outermost first, in the code of the first owner that has any of them."""
+    for is_owners in owners:
         for frame in reversed(frames):
             file = frame.f_code.co_filename
-            if theirs(file):
+            if is_owners(file):
                 return f"{frame.f_code.co_name} ({Path(file).name}:{frame.f_lineno})"
     return ""
 
 
-def _of_verl(file: str) -> bool:
+def _is_verls(file: str) -> bool:
     return file.startswith(VERL)
 
 
-def _of_the_user(file: str) -> bool:
+def _is_users(file: str) -> bool:
     return Path(file).is_absolute() and not file.startswith((*INSTALLED, VERL, OURS))
 
 

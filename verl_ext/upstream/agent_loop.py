@@ -53,7 +53,7 @@ HEAD_ASKED = "verl_ext_head"  # in the extra_args of a request
 MEDIA = ("image_data", "video_data", "audio_data")
 
 # Besides temperature, top-k and top-p, the parameters of a request that change the distribution -> the neutral value.
-UNKNOWN = {
+DISTRIBUTION_CHANGES = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
     "repetition_penalty": 1,
@@ -65,8 +65,8 @@ UNKNOWN = {
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is asked for.
+class Extras:
+    """What a rollout is asked to send along.
 
     Attributes:
         narrow: expert ids in uint8 travel in uint8.
@@ -84,13 +84,13 @@ class Wanted:
         return ",".join(f"{field.name}:{+getattr(self, field.name)}" for field in fields(self))  # +True is 1
 
 
-def parsed(text: str) -> dict[str, Any]:
-    """The fields of `Wanted` that a text such as `narrow:0,head:32` names.
+def parse_extras(text: str) -> dict[str, Any]:
+    """The fields of `Extras` that a text such as `narrow:0,head:32` names.
 
     Raises:
         ConfigError: it names something else, or gives a value that is not a number.
     """
-    kinds: dict[str, Callable[[float], Any]] = {field.name: type(field.default) for field in fields(Wanted)}
+    kinds: dict[str, Callable[[float], Any]] = {field.name: type(field.default) for field in fields(Extras)}
     found = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition(":")
@@ -107,11 +107,11 @@ def parsed(text: str) -> dict[str, Any]:
 
 # What this process was asked for when it last called `install_changes`, and which trajectories bring expert ids: None
 # for all.
-_wanted = Wanted()
+_extras = Extras()
 _sampling: Systematic | None = None
 
 
-def request(config: Any, wanted: Wanted) -> None:
+def request(config: Any, wanted: Extras) -> None:
     """Have all Ray processes of a run start with what is wanted; vLLM's own processes have their environment from them.
 
     Where the launching shell or, over it, the run's own runtime_env says something of narrow ids or turns, that stays.
@@ -120,10 +120,10 @@ def request(config: Any, wanted: Wanted) -> None:
     """
     from omegaconf import OmegaConf
 
-    if wanted == Wanted():
+    if wanted == Extras():
         return
     place = f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}"
-    given = parsed(os.environ.get(VARIABLE, "")) | parsed(str(OmegaConf.select(config, place) or ""))
+    given = parse_extras(os.environ.get(VARIABLE, "")) | parse_extras(str(OmegaConf.select(config, place) or ""))
     wanted = replace(wanted, **{name: value for name, value in given.items() if name in BY_HAND})
     OmegaConf.update(config, place, str(wanted), force_add=True)
 
@@ -133,13 +133,13 @@ def install_changes() -> None:
 
     After a fork, another call takes the environment of the new process. No module is changed twice.
     """
-    global _wanted, _sampling
-    _wanted = Wanted(**parsed(os.environ.get(VARIABLE, "")))
-    _sampling = Systematic(_wanted.share, random.Random().random()) if _wanted.share < 1 else None
-    if _wanted.turns or _wanted.head:
+    global _extras, _sampling
+    _extras = Extras(**parse_extras(os.environ.get(VARIABLE, "")))
+    _sampling = Systematic(_extras.share, random.Random().random()) if _extras.share < 1 else None
+    if _extras.turns or _extras.head:
         register_post_import_hook(change_server, SERVER)
         register_post_import_hook(change_client, CLIENT)
-    if _wanted != Wanted():
+    if _extras != Extras():
         register_post_import_hook(change_agent_loop, AGENT_LOOP)
 
 
@@ -153,11 +153,11 @@ def change_server(server: Any) -> Undo:
         PatchError: it takes other arguments, or makes the request or reads the answer in another way.
     """
     changes: list[Callable[[], Undo]] = []
-    if _wanted.turns:
+    if _extras.turns:
         owner = expect(CHANGE, server, "vLLMHttpServer")
         expect(CHANGE, owner, "generate", "self, prompt_ids, sampling_params, ...")
         changes += [lambda: wrap("agent_loop", owner, "generate", generate_in_server)]
-    if _wanted.head:
+    if _extras.head:
         expect(CHANGE, server, "extract_prompt_logprobs", "output, num_prompt_logprobs, result_dict")
         changes += [
             lambda: wrap("agent_loop", server, "SamplingParams", ask_for_head),
@@ -192,7 +192,7 @@ def ask_for_head(vllms: Callable[..., Any], **arguments: Any) -> Any:
     """
     found = vllms(**arguments)
     if found.extra_args and (k := found.extra_args.pop(HEAD_ASKED, 0)):
-        for name, usual in UNKNOWN.items():
+        for name, usual in DISTRIBUTION_CHANGES.items():
             if (value := getattr(found, name, usual)) and value != usual:
                 raise HookError(
                     f"a request has {name}={value}, by which the sampler's head is of another distribution than the "
@@ -215,7 +215,7 @@ def take_head(verls: Callable[..., None], *, output: Any, num_prompt_logprobs: i
     answer = output.outputs[0]
     if not hasattr(answer.logprobs, "start_indices") or not answer.token_ids:  # not asked for, or no token generated
         return
-    sampled, ids, log_q = unpacked(answer.logprobs, answer.token_ids)
+    sampled, ids, log_q = unpack_head(answer.logprobs, answer.token_ids)
     result_dict[HEAD_IDS], result_dict[HEAD_LOG_PROBS] = ids, log_q
     # As with logprobs=0: verl reads the value of the sampled token, and would make K objects at each place.
     answer.logprobs = [{token: value} for token, value in zip(answer.token_ids, sampled, strict=True)]
@@ -268,7 +268,7 @@ async def generate_in_client(verls: Callable, client: Any, request_id: Any, **ar
     if before is not None and (held := before.held(prompt)):
         asked[ROWS_HELD] = held
     if calls is not None:
-        asked[HEAD_ASKED] = _wanted.head
+        asked[HEAD_ASKED] = _extras.head
     if asked:
         sampling = dict(arguments["sampling_params"])
         sampling["extra_args"] = {**(sampling.get("extra_args") or {}), **asked}
@@ -303,10 +303,10 @@ def change_agent_loop(agent_loop: Any) -> Undo:
     """
     output = expect(CHANGE, agent_loop, "AgentLoopOutput")
     verls_as_dict = inspect.unwrap(expect(CHANGE, output, "as_dict"))  # also where ours is around it already
-    if _wanted.narrow:
+    if _extras.narrow:
         _compare(agent_loop, verls_as_dict)
     changes: list[Callable[[], Undo]] = [lambda: wrap("agent_loop", output, "as_dict", as_dict)]
-    if _wanted.turns or _wanted.head:
+    if _extras.turns or _extras.head:
         worker = expect(CHANGE, agent_loop, "AgentLoopWorker")
         expect_lookup(CHANGE, expect(CHANGE, worker, "_run_agent_loop"), "rollout_trace_attr")
         changes += [lambda: wrap("agent_loop", agent_loop, "rollout_trace_attr", trajectory_context)]
@@ -316,8 +316,8 @@ def change_agent_loop(agent_loop: Any) -> Undo:
 @contextmanager
 def trajectory_context(verls: Callable, *arguments: Any, validate: bool, **settings: Any) -> Iterator[None]:
     """verl's `rollout_trace_attr`, inside which a worker runs an agent loop and writes its output, in one task."""
-    asks = _wanted.head and not validate
-    token = _trajectory.set(TrajectoryState(turns={} if _wanted.turns else None, calls=[] if asks else None))
+    asks = _extras.head and not validate
+    token = _trajectory.set(TrajectoryState(turns={} if _extras.turns else None, calls=[] if asks else None))
     try:
         with verls(*arguments, validate=validate, **settings):
             yield
@@ -328,7 +328,7 @@ def trajectory_context(verls: Callable, *arguments: Any, validate: bool, **setti
 def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, Any]:
     """The fields of an AgentLoopOutput: verl's, with the expert ids and the heads that are wanted."""
     rows = output.routed_experts
-    narrow = _wanted.narrow and isinstance(rows, np.ndarray) and rows.dtype == np.uint8  # wider ids are left to verl
+    narrow = _extras.narrow and isinstance(rows, np.ndarray) and rows.dtype == np.uint8  # wider ids are left to verl
     if rows is not None and _sampling is not None and not _sampling.take():
         # All trajectories of a batch have the same fields in TransferQueue, so [0, L, K] takes the place of the ids.
         none = whole_sequence(rows, 0) if narrow else _no_rows(verls, output)
@@ -341,7 +341,7 @@ def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, An
     if trajectory is not None and trajectory.calls is not None:
         from verl_ext.core.head import heads_of
 
-        ids, log_q = heads_of(trajectory.calls, output.prompt_ids, output.response_ids, _wanted.head)
+        ids, log_q = heads_of(trajectory.calls, output.prompt_ids, output.response_ids, _extras.head)
         written |= {HEAD_IDS: ids, HEAD_LOG_PROBS: log_q}
     return written
 
@@ -435,7 +435,7 @@ class Turn:
 
     def held(self, prompt: Sequence[int]) -> int:
         """How many rows belong to the prompt's first tokens. The last one generated was not forwarded: it has none."""
-        return min(common(self.tokens, prompt), len(self.rows_mLK), len(self.tokens) - 1)
+        return min(common_length(self.tokens, prompt), len(self.rows_mLK), len(self.tokens) - 1)
 
     def joined(self, held: int, new_nLK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[held + n, L, K], and the memory that holds it. Over a trajectory, each row is written about twice."""
@@ -448,7 +448,7 @@ class Turn:
         return memory[:total], memory
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens both begin with."""
     shorter = min(len(one), len(other))
     if one[:shorter] == other[:shorter]:  # as between most turns; and quick
@@ -465,7 +465,7 @@ class Value:
         self.logprob = logprob
 
 
-def unpacked(flat: Any, token_ids: Any) -> tuple[list[Value], np.ndarray, np.ndarray]:
+def unpack_head(flat: Any, token_ids: Any) -> tuple[list[Value], np.ndarray, np.ndarray]:
     """vLLM's FlatLogprobs at n places, at least one, as the sampled tokens' values, ids [n, K] int32 and log q [n, K]
     float32.
 

@@ -18,6 +18,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from verl_ext.base.errors import WorkerDiedError
 from verl_ext.base.patching import Undo, expect, patch, together, wrap
 
 MODULES = {"scheduler": "sglang.srt.managers.scheduler", "detokenizer": "sglang.srt.managers.detokenizer_manager"}
@@ -112,6 +113,15 @@ def keep(reason: str) -> None:
 
 
 # Where the run ends
+
+
+def worker_died(sentence: str, checkpoints: str) -> WorkerDiedError:
+    """The error of a run part of which has died, with the reasons that SGLang's processes left."""
+    reason = why_they_died()
+    return WorkerDiedError(
+        f"{sentence}{reason and f': {reason}'}. Checkpoints stand in {checkpoints}: with trainer.resume_mode=auto, the "
+        "same command goes on from the last whole one"
+    )
 
 
 def why_they_died() -> str:

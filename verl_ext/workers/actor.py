@@ -131,19 +131,19 @@ class RoutingMixin(LossMixin):
 
 
 class LossActorRolloutRefWorker(LossMixin, ActorRolloutRefWorker):
-    """For the trainer modes `sync` and `colocate_async`."""
+    """The worker of the trainer modes `sync` and `colocate_async`."""
 
 
 class LossDetachActorWorker(VersionsMixin, LossMixin, DetachActorWorker):
-    """For the trainer mode `separate_async`."""
+    """The worker of the trainer mode `separate_async`."""
 
 
 class RoutingActorRolloutRefWorker(RoutingMixin, ActorRolloutRefWorker):
-    """For the trainer modes `sync` and `colocate_async`."""
+    """The worker of the trainer modes `sync` and `colocate_async`."""
 
 
 class RoutingDetachActorWorker(VersionsMixin, RoutingMixin, DetachActorWorker):
-    """For the trainer mode `separate_async`."""
+    """The worker of the trainer mode `separate_async`."""
 
 
 LOSS_WORKERS = {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_ext.core.measure import Gathered, Measured, gather, merged, put_together
+from verl_ext.core.measure import Gathered, Measured, gather, merge, put_together
 from verl_ext.core.tokens import Tokens
 
 Corrections = Mapping[str, Mapping[str, Any]]
@@ -78,20 +78,20 @@ class FirstPass:
         Args:
             counts: false on ranks that hold the tokens of another.
         """
-        own = merged(self._parts) if counts else Gathered(None, None, 0)
-        measured = put_together(over_ranks(own), self._corrections)
+        own = merge(self._parts) if counts else Gathered({}, 0)
+        measured = put_together(gather_over_ranks(own), self._corrections)
         unusable = measured.kept == 0 or measured.non_finite > 0
         if not self._measures:
             return not (self._refused or unusable), {}
         self._measures = False
-        self._refused = unusable or any(past(measured.metrics, limit) for limit in self._limits)
+        self._refused = unusable or any(is_past(measured.metrics, limit) for limit in self._limits)
         told = {"tokens": measured.tokens, "kept": measured.kept, "non_finite": measured.non_finite}
         told["refused"] = self._refused
         return not self._refused, measured.metrics | {f"{COUNTS}{name}": float(n) for name, n in told.items()}
 
 
 def take_measured(metrics: MutableMapping[str, float]) -> tuple[Measured, bool]:
-    """For the controller: what the first mini-batch measured, and whether the workers refused the batch by it.
+    """What the first mini-batch measured, for the controller, and whether the workers refused the batch by it.
 
     Measures of no token where no update was made.
 
@@ -107,7 +107,7 @@ def take_measured(metrics: MutableMapping[str, float]) -> tuple[Measured, bool]:
     return Measured(None, found, **{"tokens": 0, "kept": 0, "non_finite": 0, **told}), refused
 
 
-def past(signals: Mapping[str, float], limit: tuple[str, str, float]) -> bool:
+def is_past(signals: Mapping[str, float], limit: tuple[str, str, float]) -> bool:
     """Whether a signal is there, and past its limit or not finite."""
     name, side, bound = limit
     if name not in signals:
@@ -116,7 +116,7 @@ def past(signals: Mapping[str, float], limit: tuple[str, str, float]) -> bool:
     return not math.isfinite(value) or (value > bound if side == "above" else value < bound)
 
 
-def over_ranks(own: Gathered) -> list[Gathered]:
+def gather_over_ranks(own: Gathered) -> list[Gathered]:
     """The parts of all ranks, in their order: one object a rank, some kilobytes, as verl's own metrics are gathered."""
     if not torch.distributed.is_initialized():
         return [own]

@@ -25,7 +25,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from verl_ext.base.names import FIRST_PASS, OLD_LOG_PROBS, RESPONSE_MASK, ROLLOUT_LOG_PROBS, UPDATE
 from verl_ext.base.patching import wrap
-from verl_ext.core.mismatch import k3_sum
+from verl_ext.core.mismatch import k3_of
 from verl_ext.features.guard import MiniBatchGate
 from verl_ext.workers.first_pass import FirstPass
 
@@ -111,7 +111,7 @@ class Gate:
         mask = mask.bool()
         current = l_theta[mask].double()
         tokens = current.new_tensor(len(current))
-        sums = torch.stack([tokens, k3_sum(current - l_old[mask]), k3_sum(current - l_infer[mask])])
+        sums = torch.stack([tokens, k3_of(current - l_old[mask]).sum(), k3_of(current - l_infer[mask]).sum()])
         self._sums = self._sums.to(sums.device) + sums
 
     def optimizer_step(self, verls: Callable[[], float]) -> float:
@@ -181,7 +181,7 @@ class Undo:
     def keep(self, step: int) -> None:
         """Copy what this step is about to change; called before its first change of the weights."""
         now: dict[Any, Any] = {**self._weights(), **{moment: state[moment[1]] for moment, state in self._moments()}}
-        self._kept = {name: _copied(value, self._kept.get(name)) for name, value in now.items()}
+        self._kept = {name: _copy_to_host(value, self._kept.get(name)) for name, value in now.items()}
         groups = [{key: group[key] for key in group if key != "params"} for group in self._optimizer.param_groups]
         self._settings = copy.deepcopy({"groups": groups, "states": [part.state_dict() for part in self._states]})
         self.of = step
@@ -255,7 +255,7 @@ def score_again(worker: Any, data: TensorDict, count: int) -> dict[str, float]:
     if engine.is_mp_src_rank_with_outputs():
         before = rows.select(RESPONSE_MASK, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS).to_padded_tensor().cpu()
         l_new, mask = no_padding_2_padding(output["log_probs"], rows).cpu().double(), before[RESPONSE_MASK].bool()
-        moved, apart = (k3_sum((l_new - before[name])[mask]) for name in (OLD_LOG_PROBS, ROLLOUT_LOG_PROBS))
+        moved, apart = (k3_of((l_new - before[name])[mask]).sum() for name in (OLD_LOG_PROBS, ROLLOUT_LOG_PROBS))
         sums = torch.stack([mask.sum(), moved, apart])
     tokens, moved, apart = sum_over_ranks(sums).tolist()
     return {f"{AFTER_UPDATE}/policy_kl": moved / max(tokens, 1.0), f"{AFTER_UPDATE}/vllm_kl": apart / max(tokens, 1.0)}
@@ -332,7 +332,7 @@ def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _copied(value: Any, into: Any) -> Any:
+def _copy_to_host(value: Any, into: Any) -> Any:
     """A copy in the host's memory, in `into` where that fits."""
     if not isinstance(value, Tensor):
         return value

@@ -25,13 +25,13 @@ from verl_ext.base.errors import BatchError
 from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS, HEAD_SUMS, RESPONSE_MASK
 from verl_ext.base.patching import wrap
 from verl_ext.core.head import Divergence, Head, centering, divergence, head_sums, read, weights_of
-from verl_ext.core.tokens import filled
+from verl_ext.core.tokens import fill_added_rows
 from verl_ext.routing.outputs import packed_rows
 
 CENTERING = "sampler_head_centering"  # model output, [B, T] with gradient
 ENTROPY = "sampler_head_entropy"
 KNOWN = "sampler_head_known"
-OF_DIVERGENCE = {name: f"sampler_head_{name}" for name in ("kl", "mass", "differs")}
+DIVERGENCE_FIELDS = {name: f"sampler_head_{name}" for name in ("kl", "mass", "differs")}
 
 Corrections = Mapping[str, Mapping[str, Any]]
 
@@ -81,19 +81,19 @@ class HeadReader:
         if HEAD_IDS not in data.keys() or not (self.use.replaces or old_policy):  # noqa: SIM118 (a TensorDict)
             return verls(data, loss_function, forward_only)
         tu.assign_non_tensor(data, distillation_use_topk=True, distillation_only=self.use.replaces)
-        ours = partial(self._called, loss_function, compares=old_policy, centers=self.use.centers and not forward_only)
+        ours = partial(self._call, loss_function, compares=old_policy, centers=self.use.centers and not forward_only)
         return verls(data, ours, forward_only)
 
-    def _called(
+    def _call(
         self, loss_function: Callable | None, *, compares: bool, centers: bool, data: TensorDict, **given: Any
     ) -> Any:
-        """By verl twice a micro-batch: with its logits, and with all that came of them."""
+        """Called by verl twice per micro-batch: with its logits, and with all that came of them."""
         if "student_logits" in given:
             return self._read(given["student_logits"], data, given.get("data_format"), compares, centers)
         output = given["model_output"]
         known, entropy = output.pop(KNOWN, None), output.pop(ENTROPY, None)
         if "entropy" in output and entropy is not None:
-            output["entropy"] = _where_known(known, entropy, output["entropy"])
+            output["entropy"] = _choose_known(known, entropy, output["entropy"])
         if compares:
             output[HEAD_SUMS] = _packed_sums(output, known, data)
         if loss_function is None:
@@ -104,7 +104,7 @@ class HeadReader:
         self, logits: Tensor, data: TensorDict, data_format: str | None, compares: bool, centers: bool
     ) -> dict[str, Tensor]:
         """[1, n] each."""
-        layout = _packed if data_format is None else partial(_of_megatron, data_format=data_format)
+        layout = _packed_layout if data_format is None else partial(_megatron_layout, data_format=data_format)
         sampled, head = layout(data, device=logits.device)
         group = None if data_format is None else _tensor_group()
         rows, truncated = logits.flatten(0, 1), self.use.truncated
@@ -119,11 +119,11 @@ class HeadReader:
             found[CENTERING] = centering(reading, head, weights_of(self.use.corrections), truncated=truncated)
         if compares:
             apart = divergence(reading, head, truncated=truncated)
-            found |= {key: getattr(apart, name).float() for name, key in OF_DIVERGENCE.items()}
+            found |= {key: getattr(apart, name).float() for name, key in DIVERGENCE_FIELDS.items()}
         return {name: value.view(logits.shape[:2]) for name, value in found.items()}
 
 
-def _where_known(known: Tensor, entropy: Tensor, verls: Tensor) -> Tensor:
+def _choose_known(known: Tensor, entropy: Tensor, verls: Tensor) -> Tensor:
     """The entropy over what the sampler could take at places with a head, and verl's over the vocabulary elsewhere."""
     values = torch.where(known.values().bool(), entropy.values(), verls.values())
     return torch.nested.nested_tensor_from_jagged(values, verls.offsets())
@@ -135,15 +135,15 @@ def _packed_sums(output: dict[str, Tensor], known: Tensor, data: TensorDict) -> 
     offsets = mask.offsets()
     rows_R = packed_rows(data["input_ids"].offsets().diff(), offsets.diff())
     known_R = known.values()[rows_R].bool()
-    found = Divergence(**{name: output.pop(key).values()[rows_R].double() for name, key in OF_DIVERGENCE.items()})
+    found = Divergence(**{name: output.pop(key).values()[rows_R].double() for name, key in DIVERGENCE_FIELDS.items()})
     return head_sums(found, known_R, mask.values().to(known_R.device).bool(), offsets.to(known_R.device))
 
 
-def _whole(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]:
+def _token_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]:
     """[T] of each row the token that follows it, and its head: of the response tokens alone."""
     input_ids, mask = data["input_ids"], data[RESPONSE_MASK]
     lengths_B = mask.offsets().diff()
-    ids_RK, log_q_RK = (filled(data[name], lengths_B, mask).to(device) for name in (HEAD_IDS, HEAD_LOG_PROBS))
+    ids_RK, log_q_RK = (fill_added_rows(data[name], lengths_B, mask).to(device) for name in (HEAD_IDS, HEAD_LOG_PROBS))
     tokens = input_ids.values().to(device)
     rows_R = packed_rows(input_ids.offsets().diff(), lengths_B).to(device)
     if len(ids_RK) != len(rows_R) or ids_RK.shape != log_q_RK.shape:
@@ -157,9 +157,9 @@ def _whole(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]:
     return tokens.roll(-1), Head(ids_TK, log_q_TK)
 
 
-def _packed(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]:
+def _packed_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]:
     """[n] as verl's FSDP and VeOmni engines lay them out: whole, or this rank's share under Ulysses."""
-    sampled, head = _whole(data, device)
+    sampled, head = _token_layout(data, device)
     if get_ulysses_sequence_parallel_world_size() == 1:
         return sampled, head
     parts = (slice_input_tensor(value[None], dim=1)[0] for value in (sampled, head.ids, head.log_q))
@@ -167,12 +167,12 @@ def _packed(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]:
     return sampled, Head(ids, log_q)
 
 
-def _of_megatron(data: TensorDict, device: torch.device, data_format: str) -> tuple[Tensor, Head]:
+def _megatron_layout(data: TensorDict, device: torch.device, data_format: str) -> tuple[Tensor, Head]:
     """[n] as Megatron lays them out, by verl's own functions."""
     from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
 
     arrange = preprocess_thd_engine if data_format == "thd" else preprocess_bshd_engine
-    sampled, head = _whole(data, device)
+    sampled, head = _token_layout(data, device)
     offsets = data["input_ids"].offsets().to(device)
     parts = (
         arrange(torch.nested.nested_tensor_from_jagged(value, offsets), pre_process=True)[0].flatten(0, 1)

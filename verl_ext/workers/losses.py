@@ -53,16 +53,7 @@ def padded_fields(data: TensorDict) -> TensorDict:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """[B, T] each, 0 outside the mask, aligned with the tensors that verl passes; None where the batch lacks the field.
-
-    Attributes:
-        l_infer: log-probabilities under the rollout engine.
-        entropy: of the training policy before the update, in nats, from compute_log_prob.
-        router_agreement: share of a token's experts that both engines chose, mean over layers.
-        router_deviation: |log r_theta - log r_old| of the router, mean over experts and layers (RSPO).
-        lag: the trajectory's bucket of `core.tokens.Lag`, where rollouts can be older than the policy.
-        k: the mismatch ratio exp(l_old - l_infer), 0 where it is not a number.
-    """
+    """The optional tensors of a `core.losses.LossBatch`, 0 outside the mask; None where the batch lacks the field."""
 
     l_infer: Tensor | None = None
     entropy: Tensor | None = None
@@ -72,7 +63,7 @@ class LossInputs:
     k: Tensor | None = None
 
     @classmethod
-    def of(cls, padded: TensorDict) -> "LossInputs":
+    def from_fields(cls, padded: TensorDict) -> "LossInputs":
         """The inputs among `padded_fields`."""
         found = {name: padded[field] for name, field in BATCH_FIELDS.items() if field in padded.keys()}  # noqa: SIM118
         if "l_infer" in found:

@@ -129,7 +129,7 @@ class ReplicaFetch:
             if other.failure:
                 where = f"rank {rank} of this rank's model replica"
                 raise BatchError(f"{where} could not fetch its part of the batch from TransferQueue: {other.failure}")
-        layouts = of_all_ranks(parts)
+        layouts = shared_layouts(parts)
         if layouts is None:
             return verls(batch)
         for name, of_ranks in layouts.items():
@@ -155,7 +155,7 @@ class ReplicaFetch:
     def _gather(self, own: Tensor | None, of_ranks: Sequence[Layout]) -> Tensor:
         """The jagged tensor of all rows, from this rank's own; on the host."""
         sizes = [layout.nbytes for layout in of_ranks]
-        sent = torch.empty(0, dtype=torch.uint8) if own is None else as_bytes(own)
+        sent = torch.empty(0, dtype=torch.uint8) if own is None else byte_view(own)
         all_bytes = torch.empty(sum(sizes), dtype=torch.uint8)
         places = list(all_bytes.split(sizes))
         step = CHUNK // self.ranks
@@ -202,8 +202,8 @@ def layout_of(value: Any) -> Layout | None:
     return Layout(tuple(shape[0] for shape in shapes), tails.pop(), value.dtype) if len(tails) == 1 else None
 
 
-def of_all_ranks(parts: Sequence[FetchedShare]) -> dict[str, list[Layout]] | None:
-    """By field, the layout of each rank's rows; None where the ranks have not fetched parts of one jagged tensor.
+def shared_layouts(parts: Sequence[FetchedShare]) -> dict[str, list[Layout]] | None:
+    """The layout of each rank's rows, by field; None where the ranks have not fetched parts of one jagged tensor.
 
     They have not where they were sent different trajectories, as to a reference that is parallel in another way.
     """
@@ -221,6 +221,6 @@ def of_all_ranks(parts: Sequence[FetchedShare]) -> dict[str, list[Layout]] | Non
     return found
 
 
-def as_bytes(jagged: Tensor) -> Tensor:
+def byte_view(jagged: Tensor) -> Tensor:
     """[bytes] uint8, without a copy: NCCL knows not all dtypes, int16 for one."""
     return jagged.values().reshape(-1).view(torch.uint8)

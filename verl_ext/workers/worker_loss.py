@@ -135,10 +135,10 @@ def build_worker_loss(
         )
     unbiased = config.use_kl_loss and config.kl_loss_type == UNBIASED
     # verl's kl_penalty refuses a name it does not know, in the first update.
-    ours = _replaced(config, policy_loss=policy_loss, **({"use_kl_loss": False} if unbiased else {}))
+    ours = _replace_fields(config, policy_loss=policy_loss, **({"use_kl_loss": False} if unbiased else {}))
     loss = partial(
         worker_loss,
-        config=_weighted(ours),
+        config=_weigh_tokens(ours),
         corrections=settings.corrections,
         kl_denominator=settings.kl_denominator if unbiased else None,
         gate=gate if settings.mini_batch.active else None,
@@ -148,7 +148,7 @@ def build_worker_loss(
     before = {} if settings.first_pass is None else settings.first_pass.corrections
     kl = f"{UNBIASED}, over l_{settings.kl_denominator}" if unbiased else config.kl_loss_type
     return loss, {
-        "policy_loss": _flat(policy_loss),
+        "policy_loss": _flatten(policy_loss),
         "corrections": {**before, **{chosen.name: asdict(chosen.settings) for chosen in settings.corrections}},
         "kl": kl if config.use_kl_loss else None,
         "mini_batch": {name: limit for name, limit in asdict(settings.mini_batch).items() if limit is not None},
@@ -157,7 +157,7 @@ def build_worker_loss(
     }
 
 
-def _flat(policy_loss: PolicyLossConfig) -> dict[str, Any]:
+def _flatten(policy_loss: PolicyLossConfig) -> dict[str, Any]:
     """Its settings as a config has them."""
     found = {name: policy_loss[name] for name in policy_loss if name not in VERLS_OWN}
     if isinstance(policy_loss, ComposedLossConfig):
@@ -165,7 +165,7 @@ def _flat(policy_loss: PolicyLossConfig) -> dict[str, Any]:
     return found
 
 
-def _replaced(config: Any, **values: Any) -> Any:
+def _replace_fields(config: Any, **values: Any) -> Any:
     """A shallow copy of one of verl's frozen configs; dataclasses.replace would run its __post_init__ again."""
     changed = copy.copy(config)
     for name, value in values.items():
@@ -173,11 +173,11 @@ def _replaced(config: Any, **values: Any) -> Any:
     return changed
 
 
-def _weighted(config: ActorConfig) -> ActorConfig:
+def _weigh_tokens(config: ActorConfig) -> ActorConfig:
     """`config`, its policy loss one that takes weights per token and means over the global batch."""
     if config.policy_loss.loss_mode != "geo_mean":
         return config
-    return _replaced(config, policy_loss=_replaced(config.policy_loss, loss_mode="geo_mean_weighted"))
+    return _replace_fields(config, policy_loss=_replace_fields(config.policy_loss, loss_mode="geo_mean_weighted"))
 
 
 def worker_loss(
@@ -225,7 +225,7 @@ def worker_loss(
     # A loop over the rows, which verl goes through as well: only for what reads it.
     read = gate is not None or first_pass is not None or corrections or kl_denominator is not None
     l_theta = no_padding_2_padding(model_output["log_probs"], data) if read else None
-    l_old, mask, inputs = padded["old_log_probs"], padded["response_mask"].bool(), LossInputs.of(padded)
+    l_old, mask, inputs = padded["old_log_probs"], padded["response_mask"].bool(), LossInputs.from_fields(padded)
     if gate is not None:
         gate.observe(l_theta, l_old, inputs.require("l_infer"), mask)
     if first_pass is not None:
@@ -247,24 +247,14 @@ def worker_loss(
     with provide(inputs):
         loss, verl_metrics = ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
     metrics |= verl_metrics
+    mean = partial(agg_loss, loss_mask=mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info)
     if centers:
-        expected = no_padding_2_padding(model_output[CENTERING], data)
-        term = agg_loss(
-            loss_mat=padded["advantages"] * expected,
-            loss_mask=mask,
-            loss_agg_mode=config.loss_agg_mode,
-            **config.global_batch_info,
-        )
+        term = mean(loss_mat=padded["advantages"] * no_padding_2_padding(model_output[CENTERING], data))
         loss = loss + term
         metrics["actor/score_centering"] = Metric(value=term, aggregation=verl_metrics["actor/pg_loss"].aggregation)
     if kl_denominator is not None:
         sampled = inputs.require("l_infer") if kl_denominator == "infer" else l_old
-        term = agg_loss(
-            loss_mat=unbiased_kl(l_theta, padded["ref_log_prob"], sampled, mask),
-            loss_mask=mask,
-            loss_agg_mode=config.loss_agg_mode,
-            **config.global_batch_info,
-        )
+        term = mean(loss_mat=unbiased_kl(l_theta, padded["ref_log_prob"], sampled, mask))
         loss = loss + config.kl_loss_coef * term
         metrics["kl_loss"] = Metric(value=term, aggregation=verl_metrics["actor/pg_loss"].aggregation)
         metrics["kl_coef"] = config.kl_loss_coef

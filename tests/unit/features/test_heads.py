@@ -9,7 +9,7 @@ from verl_ext.base.errors import ConfigError
 from verl_ext.features.feature import Part
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import apply_engine_settings, check_run, loss_settings, read_features
-from verl_ext.upstream.agent_loop import VARIABLE, parsed
+from verl_ext.upstream.agent_loop import VARIABLE, parse_extras
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
@@ -121,7 +121,7 @@ def test_what_needs_a_head_turns_it_on(check, overrides, k, use):
     (feature,) = [one for one in found if one.name == "sampler's head"]
     assert feature.setting.split()[0] == str(k) and {Part.HEADS, Part.MEASURE, Part.LOSS} <= feature.parts
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs == k
-    assert parsed(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["head"] == k
+    assert parse_extras(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["head"] == k
     assert use.items() <= loss_settings(read_features(config, stability))["head"].items()
 
 

@@ -19,7 +19,7 @@ from verl_ext.features.routing import replayed_field
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import apply_engine_settings, check_run, read_features
 from verl_ext.features.verl_config import replay_mode
-from verl_ext.upstream.agent_loop import VARIABLE, parsed
+from verl_ext.upstream.agent_loop import VARIABLE, parse_extras
 
 FSDP = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
 
@@ -103,10 +103,10 @@ LOAD_BALANCE = "actor_rollout_ref.rollout.moe_load_balance_metrics_interval"
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
 def test_a_share_is_asked_for_in_every_process_and_named(checked, engine):
     config = checked(*SHARE, f"model_engine={engine}")
-    assert parsed(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["share"] == 0.25
+    assert parse_extras(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["share"] == 0.25
     (feature,) = read_features(config, stability_config(config.stability)).lines
     assert feature.setting == "compute_log_prob, share 0.25"
-    assert parsed(checked(*SHARE[:2]).ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["share"] == 1
+    assert parse_extras(checked(*SHARE[:2]).ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["share"] == 1
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_a_reward_that_fell_to_a_tenth_and_stays_there_has_collapsed():
     found = find_collapse(series(reward=np.abs(falling(0.55, 0.03) + noise(0.02, 84))))
     assert found.best == pytest.approx(0.55, abs=0.03) and found.now == pytest.approx(0.03, abs=0.02)
     assert abs(found.step - 41) <= 2, "the first reading of the line that leaves the noise"
-    assert found.since == found.step and not found.by_gap
+    assert found.since == found.step and not found.gap_first
     assert "from step 4" in str(found) and str(found).endswith("Nothing else that is logged moved before it.")
     assert f"before step {found.step}, and lower the learning rate" in found.remedy
 
@@ -98,7 +98,7 @@ def test_what_moved_first():
     assert (
         first.step == 51 and first.before == pytest.approx(0.6, rel=0.1) and first.after == pytest.approx(2.5, rel=0.2)
     )
-    assert then.step == 65 and found.step == pytest.approx(61, abs=2) and found.since == 51 and not found.by_gap
+    assert then.step == 65 and found.step == pytest.approx(61, abs=2) and found.since == 51 and not found.gap_first
     assert "Before it moved the gradient norm (0." in str(found) and "; with or after it, the response length" in str(
         found
     )
@@ -110,7 +110,7 @@ def test_engines_that_come_apart_first_are_to_blame():
     k3 = 1e-4 * np.exp(np.clip(np.arange(104) - 30, 0, 40) * 0.2 + noise(0.1, 104, 1))
     gradient = np.where(np.arange(104) < 58, 0.6, 2.5) * np.exp(noise(0.1, 104, 2))
     found = find_collapse(series(reward=reward, gradient=gradient, k3=k3))
-    assert [move.signal for move in found.moves] == [K3, GRADIENT] and found.by_gap
+    assert [move.signal for move in found.moves] == [K3, GRADIENT] and found.gap_first
     assert 40 <= found.since <= 50, "where it passes a hundredth of the boundary"
     assert found.remedy.startswith("The engines came apart first")
 
@@ -126,7 +126,7 @@ def test_engines_that_come_apart_first_are_to_blame():
 )
 def test_a_gap_that_did_not_grow_before_is_not_to_blame(k3):
     found = find_collapse(series(reward=falling(0.55, 0.03, calm=60), k3=k3))
-    assert not found.by_gap and found.moves == ()
+    assert not found.gap_first and found.moves == ()
 
 
 def test_what_is_not_logged_or_only_now_and_then_is_left_out():
@@ -154,7 +154,7 @@ def test_recorded_runs_that_died_of_their_learning_rate():
         "before it; with or after it, the gradient norm (0.44 to 0.9, from step 14), then the entropy (0.31 to 0.45, "
         "from step 15), then the response length (17 to 20, from step 18)."
     )
-    assert not equal.by_gap and rounded.by_gap
+    assert not equal.gap_first and rounded.gap_first
     assert "Before it moved k3 (0.061 to 0.25, from step 15)" in str(rounded)
 
 

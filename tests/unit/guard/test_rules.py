@@ -59,7 +59,7 @@ def test_the_next_bound_is_what_the_next_reading_is_judged_by(values, side, pati
     state = RuleState()
     for value in values:
         bound = next_bound(one, state)
-        expected = bound is not None and one.past(value, bound)
+        expected = bound is not None and one.is_past(value, bound)
         reading = apply_rule(one, state, value)
         assert (reading.fires and reading.threshold is not None) is expected
 

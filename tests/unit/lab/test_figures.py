@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from tests.support.browser import launched, lowest_contrast, needs_browser, open_page
 from tests.unit.lab.standin import curves
 from tests.unit.report.made_runs import NAN, make
-from verl_ext.lab.figures import LAB_PANELS, over_seeds, seeds_chart, variant_looks, write_lab_page
+from verl_ext.lab.figures import LAB_PANELS, seed_spread, seeds_chart, variant_looks, write_lab_page
 from verl_ext.lab.summary import Variant, summarise
 from verl_ext.lab.table import findings_of
 from verl_ext.report.page import OVERVIEW, PAGE, spec_of
@@ -33,7 +33,7 @@ RUNS = {name: runs_of(name, seeds=3) for name in NAMES}
 
 @given(arrays(np.float64, (3, 7), elements=st.one_of(st.floats(1e-6, 1e3), st.just(0.0), st.just(NAN))), st.booleans())
 def test_the_line_is_the_mean_of_the_seeds_and_the_band_reaches_to_both_ends(values, log):
-    middle, low, high = over_seeds(values, log=log)
+    middle, low, high = seed_spread(values, log=log)
     for at, column in enumerate(values.T):
         there = [value for value in column if value == value and (value > 0 or not log)]
         if not there:

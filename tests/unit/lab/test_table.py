@@ -6,7 +6,7 @@ from rich.console import Console
 
 from tests.unit.lab.made_variants import summary, variant
 from verl_ext.lab.summary import Variant
-from verl_ext.lab.table import findings_of, results_of, results_text, table_columns, table_rows, terminal_table
+from verl_ext.lab.table import TerminalTable, findings_of, results_of, results_text, table_columns, table_rows
 
 NONE = Variant(
     "none",
@@ -31,7 +31,7 @@ VARIANTS = [
 def drawn(width: int, encoding: str = "utf-8", variants=VARIANTS) -> str:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding)
-    Console(file=file, width=width).print(terminal_table(variants, findings_of(variants)))
+    Console(file=file, width=width).print(TerminalTable(variants, findings_of(variants)))
     file.flush()
     return raw.getvalue().decode(encoding)
 

@@ -10,7 +10,7 @@ from tests.support import quick_compose
 from tests.support.closeness import close
 from verl_ext.base.errors import ConfigError
 from verl_ext.lab import arms
-from verl_ext.lab.learner import LossFields, compare_routing
+from verl_ext.lab.learner import compare_routing
 from verl_ext.lab.model import init_weights
 from verl_ext.lab.summary import summarise
 from verl_ext.lab.training import Training
@@ -63,14 +63,19 @@ def of_a_step(run, number=1):
 def all_tokens(batch, scored):
     """What the loss reads where every token has advantage 1."""
     l_old = scored.log_probs.detach()
-    return LossFields(l_old, torch.ones_like(l_old), batch.sampled.mask.clone(), scored.entropy)
+    return loss_fields(l_old, torch.ones_like(l_old), batch.sampled.mask.clone(), scored.entropy)
+
+
+def loss_fields(l_old, advantages, mask, entropy, **others):
+    named = {"old_log_probs": l_old, "advantages": advantages, "response_mask": mask, "entropy": entropy}
+    return named | others
 
 
 def gradient(run, batch, scored, fields):
     """Of the workers' loss, with respect to the log-probabilities [B, T]."""
     l_theta = scored.log_probs.detach().requires_grad_()
     run.policy._kept = batch.sampled.responses, replace(scored, log_probs=l_theta)
-    run.policy.forward_backward_batch(run.learner.update_data(batch, scored, fields), run.learner.worker.loss_fn)
+    run.policy.forward_backward_batch(run.learner.update_data(batch, scored, fields, {}), run.learner.worker.loss_fn)
     return l_theta.grad
 
 
@@ -82,13 +87,13 @@ def test_the_gradient_is_that_of_the_weighted_clipped_objective(training):
     l_old, mask = scored.log_probs.detach(), batch.sampled.mask
     weights = torch.rand(mask.shape)
     advantages = run._advantages(batch)
-    fields = LossFields(l_old, advantages, mask, scored.entropy, {"rollout_is_weights": weights})
+    fields = loss_fields(l_old, advantages, mask, scored.entropy, rollout_is_weights=weights)
     rewards = batch.rewards.double().view(8, 8)
     A = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).view(-1, 1)
     expected = -(weights * A * mask) / mask.sum()
     close(gradient(run, batch, scored, fields), expected, 1e-5)
     off = l_old - 1.0  # all ratios are e: clipped where the advantage is positive, and free where it is not
-    clipped = gradient(run, batch, scored, replace(fields, l_old=off))
+    clipped = gradient(run, batch, scored, fields | {"old_log_probs": off})
     close(clipped, torch.where(A < 0, expected * torch.e, 0.0), 1e-5)
 
 
@@ -104,7 +109,7 @@ def test_the_weights_of_a_step_are_the_corrections(training):
 
     run._rollout, run.learner.score_old, run.learner.update = lambda number: batch, lambda batch: scored, update
     run.step(5)
-    close(fields["seen"].others["rollout_is_weights"], k.clamp(max=2) * batch.sampled.mask, 1e-5)
+    close(fields["seen"]["rollout_is_weights"], k.clamp(max=2) * batch.sampled.mask, 1e-5)
 
 
 def test_exact_has_no_gap_and_stale_has_one(training):
@@ -178,7 +183,7 @@ def test_bypass_takes_the_ratio_against_the_rollout(training):
     told = run.step(5)
     seen = {}
     run.learner.update = lambda batch, old, fields, asked: (
-        seen.update(l_old=fields.l_old, l_infer=batch.sampled.l_infer) or {}
+        seen.update(l_old=fields["old_log_probs"], l_infer=batch.sampled.l_infer) or {}
     )
     run.step(6)
     assert torch.equal(seen["l_old"], seen["l_infer"])
@@ -331,7 +336,7 @@ def test_a_centered_score_has_no_drift(training):
     large += ("actor_rollout_ref.actor.ppo_mini_batch_size=256",)
     run = training("stale", "score_centering", *large, steps=4)
     batch, scored = of_a_step(run, 5)
-    data, found = run.learner.update_data(batch, scored, all_tokens(batch, scored)), {}
+    data, found = run.learner.update_data(batch, scored, all_tokens(batch, scored), {}), {}
     for centered in (True, False):
         run.learner.worker.loss_fn.keywords["centers"] = centered
         run.policy.optimizer.zero_grad()
@@ -361,12 +366,12 @@ def test_a_mini_batch_without_a_token_takes_no_step(training):
     run = training("stale", "none", UPDATES)
     batch, scored = of_a_step(run)
     fields = all_tokens(batch, scored)
-    fields.mask[:32] = False
+    fields["response_mask"][:32] = False
     steps, step = [], run.policy.optimizer.step
     run.policy.optimizer.step = lambda: steps.append(step())
     told = run.learner.update(batch, scored, fields, {})
     assert len(steps) == 1 and told["actor/grad_norm"] > 0
-    fields.mask[:] = False
+    fields["response_mask"][:] = False
     assert "actor/grad_norm" not in run.learner.update(batch, scored, fields, {}) and len(steps) == 1
 
 

@@ -31,25 +31,25 @@ def test_one_seed_has_no_interval_and_none_no_mean():
 @given(st.lists(st.tuples(REWARDS, REWARDS), min_size=2, max_size=10))
 def test_differences_are_paired_by_seed(pairs):
     ours, theirs = (variant(name, [pair[at] for pair in pairs]) for at, name in enumerate(("tis", "none")))
-    found = ours.against(theirs)
+    found = ours.difference_to(theirs)
     changes = [a - b for a, b in pairs]
     assert found.mean == pytest.approx(fmean(changes), abs=1e-12)
     assert found.half == pytest.approx(T[len(pairs) - 1] * stdev(changes) / math.sqrt(len(pairs)), rel=2e-4, abs=1e-9)
-    assert theirs.against(ours).mean == pytest.approx(-found.mean, abs=1e-12)
+    assert theirs.difference_to(ours).mean == pytest.approx(-found.mean, abs=1e-12)
 
 
 def test_only_seeds_that_both_have_count():
     ours = Variant("tis", (), {0: summary(0.9), 3: summary(0.8), 4: summary(None)})
     theirs = Variant("none", (), {3: summary(0.5), 4: summary(0.1), 7: summary(0.2)})
-    found = ours.against(theirs)
+    found = ours.difference_to(theirs)
     assert found.seeds == 1 and found.mean == pytest.approx(0.3)
-    assert ours.against(Variant("none", (), {9: summary()})) is None
+    assert ours.difference_to(Variant("none", (), {9: summary()})) is None
 
 
 def test_a_shift_shared_by_all_seeds_is_sure_however_the_seeds_scatter():
     base = [0.1, 0.5, 0.9, 0.3]
     better = [value + shift for value, shift in zip(base, (0.09, 0.1, 0.11, 0.1), strict=True)]
-    found = variant("tis", better).against(variant("none", base))
+    found = variant("tis", better).difference_to(variant("none", base))
     assert found.sure and found.mean == pytest.approx(0.1)
 
 
@@ -74,7 +74,7 @@ def test_exact_is_first_and_the_best_final_reward_next():
 def test_where_the_guard_ended_runs_nothing_is_compared_and_there_is_no_final_reward():
     runs = {0: summary(0.9), 1: summary(None, last=0.3, stopped=40), 2: summary(None, stopped=9)}
     ours, other = Variant("guard", (), runs), variant("none", [0.2, 0.3, 0.2])
-    assert ours.mean("final") is None and ours.against(other) is None and other.against(ours) is None
+    assert ours.mean("final") is None and ours.difference_to(other) is None and other.difference_to(ours) is None
     assert ours.stopped == {1: 40, 2: 9} and ours.known == 1 and other.known == 3
     assert ours.reward_then.mean == pytest.approx(0.3) and ours.reward_then.seeds == 1 and other.reward_then is None
     assert ours.mean("peak") is not None

@@ -10,7 +10,7 @@ from verl.utils import tensordict_utils as tu
 from tests.support.micro_batches import nested
 from verl_ext.base.errors import HookError
 from verl_ext.core.routing import RouterSums
-from verl_ext.routing.outputs import RowLayout, believed, packed_rows, routing_outputs
+from verl_ext.routing.outputs import RowLayout, drop_refused, packed_rows, routing_outputs
 
 LAYERS, TOP_K = 3, 4
 LENGTHS = [(4, 3), (2, 5), (1, 1), (3, 0)]  # prompt and response length of each trajectory
@@ -139,10 +139,12 @@ def test_refused_rows_count_by_their_reason_and_as_agreeing():
 def test_what_is_refused_is_made_zeros_in_a_copy(dtype):
     routes = torch.tensor([[[1, 2]], [[3, 3]], [[0, 0]], [[4, 9]]], dtype=dtype)
     given = routes.clone()
-    found, refused = believed(routes, 8, torch.tensor([0, 1, 4]))
+    found, refused = drop_refused(routes, 8, torch.tensor([0, 1, 4]))
     assert found.tolist() == [[[1, 2]], [[0, 0]], [[0, 0]], [[0, 0]]] and refused.tolist() == [0, 2, 0, 1]
     assert torch.equal(routes, given)
-    assert believed(routes[:1], 8, torch.tensor([0, 1]))[0].data_ptr() == routes.data_ptr()  # nothing refused: no copy
+    assert (
+        drop_refused(routes[:1], 8, torch.tensor([0, 1]))[0].data_ptr() == routes.data_ptr()
+    )  # nothing refused: no copy
 
 
 @pytest.mark.parametrize("name", ["overlap_TL", "known_T", "margin_TL", "refused_T"])
@@ -167,7 +169,7 @@ def layout(lengths, packed):
     rows = [torch.zeros(length, dtype=torch.long) for length in lengths]
     data = TensorDict({"input_ids": nested(rows)}, batch_size=len(rows))
     tu.assign_non_tensor_data(data, "use_remove_padding", packed)
-    return RowLayout.of(data, CPU)
+    return RowLayout.from_batch(data, CPU)
 
 
 def test_padded_tokens_are_spread_by_hand():

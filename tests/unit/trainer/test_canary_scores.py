@@ -10,8 +10,8 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_ext.base.errors import HookError
 from verl_ext.features.sync_canary import SyncCanarySettings
-from verl_ext.trainer import canary_scores, queue
-from verl_ext.trainer.canary_scores import PARTITION, CanaryRun, CanaryScores, has_other_inputs
+from verl_ext.trainer import queue, sync_canary
+from verl_ext.trainer.sync_canary import PARTITION, CanaryRun, CanaryTrajectories, has_other_inputs
 
 PROMPTS = [[7, 8], [9], [5, 6, 7], [4]]
 RESPONSES = [list(range(20)), [4, 5], [6], [8, 9, 10, 11]]
@@ -76,7 +76,7 @@ class Server:
 def store(monkeypatch):
     store = Store()
     monkeypatch.setattr(queue, "tq", store)
-    monkeypatch.setattr(canary_scores, "tq", store)
+    monkeypatch.setattr(sync_canary, "tq", store)
     monkeypatch.setattr("ray.get", lambda answers, timeout: answers)
     return store
 
@@ -96,26 +96,28 @@ def batch(store):
 
 def test_both_engines_score_the_same_tokens(store, batch):
     """All but the last of each response, a tool's left out, of rows that are no padding."""
-    scores = CanaryScores(batch, 2, ranks=1)
+    scores = CanaryTrajectories(batch, 2, ranks=1)
     expected = value([*PROMPTS[0], *RESPONSES[0]])[2:-1]  # of the response [6] nothing is left
-    assert scores.sampled_N.tolist() == pytest.approx(expected)
+    assert scores.l_infer_N.tolist() == pytest.approx(expected)
     workers = Workers(store)
-    assert scores.by_workers(workers).tolist() == pytest.approx(expected)
-    assert [scored.tolist() for scored in scores.by_servers([Server(), Server()])] == [pytest.approx(expected)] * 2
+    assert scores.score_in_workers(workers).tolist() == pytest.approx(expected)
+    assert [scored.tolist() for scored in scores.score_in_servers([Server(), Server()])] == [
+        pytest.approx(expected)
+    ] * 2
     (asked,) = workers.asked
     assert asked.partition_id == PARTITION and asked.keys == ["k0", "k2"]
     assert not asked.extra_info["calculate_entropy"] and not asked.extra_info["compute_loss"]
 
 
 def test_a_tools_tokens_are_not_scored(store, batch):
-    scores = CanaryScores(batch, 3, ranks=1)
-    assert scores.sampled_N.tolist() == pytest.approx([*value([*PROMPTS[0], *RESPONSES[0]])[2:-1], -8.01, -10.03])
-    assert torch.equal(scores.by_servers([Server()])[0], scores.by_workers(Workers(store)))
+    scores = CanaryTrajectories(batch, 3, ranks=1)
+    assert scores.l_infer_N.tolist() == pytest.approx([*value([*PROMPTS[0], *RESPONSES[0]])[2:-1], -8.01, -10.03])
+    assert torch.equal(scores.score_in_servers([Server()])[0], scores.score_in_workers(Workers(store)))
 
 
 def test_the_ranks_share_them_evenly_or_the_run_stops(store, batch):
     with pytest.raises(HookError, match="3 trajectories for 2 ranks") as error:
-        CanaryScores(batch, 3, ranks=2)  # four, and one of the batch's is padding
+        CanaryTrajectories(batch, 3, ranks=2)  # four, and one of the batch's is padding
     assert error.value.fix == ("stability.sync_canary.trajectories=0",)
 
 

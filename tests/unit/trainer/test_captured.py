@@ -117,10 +117,10 @@ def test_a_sample_counts_the_tokens_but_the_last_of_each_trajectory():
     routes[0][2] = 0
     routes[0][3, 1, 0] = -1
     routes[1][:-1, 1] = torch.tensor([3, 4])
-    found = Counts.of_routes(routes)
+    found = Counts.from_routes(routes)
     assert found == Counts(1, 1, {"out_of_range": 1, "repeated": 1, "stuck": FEWEST})
     assert found.metrics == {"router/unknown": 1 / (FEWEST + 4), "router/invalid": (FEWEST + 2) / (FEWEST + 4)}
 
 
 def test_a_sample_of_zeros_is_unknown():
-    assert Counts.of_routes([torch.zeros(4, 3, 2, dtype=torch.uint8)]) == counts(unknown=3)
+    assert Counts.from_routes([torch.zeros(4, 3, 2, dtype=torch.uint8)]) == counts(unknown=3)

@@ -9,7 +9,7 @@ from verl_ext.trainer.checkpoints import (
     SIZES_FILE,
     STATE_FILE,
     CheckpointError,
-    _written,
+    _explain_failure,
     damage,
     folder_of,
     forget,
@@ -162,7 +162,7 @@ def in_a_worker(cause):
 def test_it_is_one_line_that_names_the_checkpoint_and_how_to_go_on(error, said):
     with (
         pytest.raises(CheckpointError, match=rf"global_step_3 cannot be written \(.*{said}") as raised,
-        _written(FOLDER),
+        _explain_failure(FOLDER),
     ):
         raise error
     assert "resume_mode=auto" in str(raised.value) and "more" not in str(raised.value)
@@ -170,6 +170,6 @@ def test_it_is_one_line_that_names_the_checkpoint_and_how_to_go_on(error, said):
 
 @pytest.mark.parametrize("error", [in_a_worker(RuntimeError("gloo: connection reset")), in_a_worker(AssertionError())])
 def test_what_is_no_matter_of_writing_stays_what_it_is(error):
-    with pytest.raises(RayTaskError) as raised, _written(FOLDER):
+    with pytest.raises(RayTaskError) as raised, _explain_failure(FOLDER):
         raise error
     assert raised.value is error

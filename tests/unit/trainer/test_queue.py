@@ -12,8 +12,8 @@ from verl_ext.core.measure import gather, measure, put_together
 from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.tokens import Tokens
 from verl_ext.trainer import queue
-from verl_ext.trainer.batch import gaps
-from verl_ext.trainer.queue import QueueBatch, parts_of, schema_of, without, without_heavy
+from verl_ext.trainer.batch import log_k_sums
+from verl_ext.trainer.queue import QueueBatch, drop_fields, drop_heavy_fields, parts_of, schema_of
 
 CORRECTIONS = {"icepop": {"alpha": 0.5, "beta": 2.0}, "geo_mask": {"low": 0.5, "high": 2.0}}
 
@@ -48,7 +48,7 @@ def test_in_blocks_as_whole(lengths, group, at_once, seed):
         return
     lengths_of = tokens.offsets.diff().tolist()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(queue, "AT_ONCE", at_once)
+        patched.setattr(queue, "BLOCK_TOKENS", at_once)
         patched.setattr(queue, "tq", store)
         blocks = QueueBatch(batch)
         sums = blocks.start(["prompts"])
@@ -65,7 +65,7 @@ def test_in_blocks_as_whole(lengths, group, at_once, seed):
         for name, value in wanted.metrics.items():
             # k is added up in float32, block by block; a correlation is what is left of two sums of squares.
             assert found.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-7), name
-        for mine, theirs in zip(blocks.gaps(), gaps(tokens), strict=True):
+        for mine, theirs in zip(blocks.log_k_sums(), log_k_sums(tokens), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0)
         scores = [float(one["rm_scores"].double().sum()) for one in store.rows.values()]
         real = [score for place, score in enumerate(scores) if place != 1]
@@ -85,7 +85,7 @@ def test_in_blocks_as_whole(lengths, group, at_once, seed):
 
 
 def test_a_prompts_trajectories_are_never_divided(monkeypatch):
-    monkeypatch.setattr(queue, "AT_ONCE", 10)
+    monkeypatch.setattr(queue, "BLOCK_TOKENS", 10)
     batch, *_ = made([4, 4, 4, 4, 4, 4, 1, 1], 2, 0)
     parts = parts_of(batch)
     prompts = [{batch.keys[row].split("_")[0] for row in part.rows} for part in parts]
@@ -95,7 +95,7 @@ def test_a_prompts_trajectories_are_never_divided(monkeypatch):
 
 
 def test_lengths_that_nobody_tells_make_one_block(monkeypatch):
-    monkeypatch.setattr(queue, "AT_ONCE", 1)
+    monkeypatch.setattr(queue, "BLOCK_TOKENS", 1)
     batch = KVBatchMeta(keys=["a_0_0", "b_0_0"], tags=[{}, {}], partition_id="train")
     assert [part.rows for part in parts_of(batch)] == [[0, 1]]
 
@@ -119,9 +119,9 @@ def test_which_fields_are_numbers_is_asked_without_reading_one(monkeypatch):
 
 def test_a_copy_is_left_without_fields(monkeypatch):
     whole = meta(["uid", "input_ids", "routed_experts"])
-    sent = without(whole, {"uid", "of no batch"})
+    sent = drop_fields(whole, {"uid", "of no batch"})
     assert sent.fields == ["input_ids", "routed_experts"] and whole.fields == ["uid", "input_ids", "routed_experts"]
     assert (sent.keys, sent.tags, sent.extra_info) == (whole.keys, whole.tags, whole.extra_info)
-    assert without_heavy(whole).fields == ["uid", "input_ids"]
-    assert without_heavy(whole, {"routed_experts"}).fields == whole.fields
-    assert without(meta(None), {"uid"}).fields is None  # all of them, whatever they are
+    assert drop_heavy_fields(whole).fields == ["uid", "input_ids"]
+    assert drop_heavy_fields(whole, {"routed_experts"}).fields == whole.fields
+    assert drop_fields(meta(None), {"uid"}).fields is None  # all of them, whatever they are

@@ -10,7 +10,7 @@ from transfer_queue import KVBatchMeta
 from verl_ext.core.tokens import jagged
 from verl_ext.features.rescoring import Rescoring
 from verl_ext.trainer import rescoring
-from verl_ext.trainer.rescoring import NOW, filled_rows, rows_by_version
+from verl_ext.trainer.rescoring import NOW, choose_by_version, fill_rows
 from verl_ext.trainer.run import StabilityRun
 
 
@@ -22,20 +22,20 @@ TAGS = [tag(6, 6), tag(5, 5), tag(4, 5), tag(5, 5), tag(3, 3), tag(5, 5, is_padd
 
 
 def test_only_what_one_kept_version_sampled_is_chosen():
-    assert rows_by_version(TAGS, kept=[4, 5], count=9, seed=0) == {5: [1, 3], 4: [6]}
-    assert rows_by_version(TAGS, kept=[], count=9, seed=0) == {}
+    assert choose_by_version(TAGS, kept=[4, 5], count=9, seed=0) == {5: [1, 3], 4: [6]}
+    assert choose_by_version(TAGS, kept=[], count=9, seed=0) == {}
 
 
 def test_as_many_as_are_asked_for_others_in_other_steps_and_the_same_in_the_same():
     tags = [tag(5, 5)] * 40
-    found = [tuple(rows_by_version(tags, [5], 4, seed)[5]) for seed in range(20)]
+    found = [tuple(choose_by_version(tags, [5], 4, seed)[5]) for seed in range(20)]
     assert {len(rows) for rows in found} == {4} and len(set(found)) > 15
-    assert found == [tuple(rows_by_version(tags, [5], 4, seed)[5]) for seed in range(20)]
+    assert found == [tuple(choose_by_version(tags, [5], 4, seed)[5]) for seed in range(20)]
 
 
 @pytest.mark.parametrize(("rows", "ranks", "sent"), [([1, 3], 2, [1, 3]), ([1, 3], 4, [1, 3, 0, 2]), ([2], 1, [2])])
 def test_others_of_the_batch_make_a_number_that_the_workers_can_divide(rows, ranks, sent):
-    assert filled_rows(rows, ranks, size=5) == sent
+    assert fill_rows(rows, ranks, size=5) == sent
 
 
 class Workers:

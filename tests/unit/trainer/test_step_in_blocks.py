@@ -45,7 +45,7 @@ def after(monkeypatch, tmp_path):
     """after(settings, at_once) -> what a batch of LENGTHS becomes: metrics, store, trainer, lines of the dump."""
 
     def run(settings, at_once, rejects=False, change=lambda row: None, bypass=False):
-        monkeypatch.setattr(queue, "AT_ONCE", at_once)
+        monkeypatch.setattr(queue, "BLOCK_TOKENS", at_once)
         batch, store = made_batch(LENGTHS, 3, seed=1, added={2})
         for row in store.rows.values():
             row["old_log_probs"].nan_to_num_(-1.0)

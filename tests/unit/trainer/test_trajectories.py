@@ -15,12 +15,12 @@ from verl_ext.core.tokens import Tokens
 from verl_ext.features.stability import stability_config
 from verl_ext.features.trajectories import TrajectoryDump
 from verl_ext.trainer import trajectories
-from verl_ext.trainer.batch import gaps
+from verl_ext.trainer.batch import log_k_sums
 from verl_ext.trainer.trajectories import (
     ChosenTrajectory,
     Dump,
     TrajectoryLog,
-    choose_rows,
+    choose_shown,
     decode_pieces,
     forget_trajectories,
     kept_stretches,
@@ -39,7 +39,7 @@ def tokens_of(*gaps, mask=None, **more):
 
 
 def choose(tokens, count, step, never=()):
-    return choose_rows(*gaps(tokens), count, step, never)
+    return choose_shown(*log_k_sums(tokens), count, step, never)
 
 
 def test_the_largest_gap_is_chosen_and_others_at_random():

@@ -177,7 +177,7 @@ def flat(n, width):
 
 
 def test_what_vllm_returns_flat_becomes_two_arrays_and_the_sampled_tokens_values():
-    sampled, ids, log_q = agent_loop.unpacked(flat(2, 1 + K), [0, 4])
+    sampled, ids, log_q = agent_loop.unpack_head(flat(2, 1 + K), [0, 4])
     assert [value.logprob for value in sampled] == [0, -4]
     assert ids.tolist() == [[1, 2, 3], [5, 6, 7]] and log_q.tolist() == [[-1, -2, -3], [-5, -6, -7]]
 
@@ -185,7 +185,7 @@ def test_what_vllm_returns_flat_becomes_two_arrays_and_the_sampled_tokens_values
 @pytest.mark.parametrize(("answered", "tokens"), [(flat(2, 4), 3), (flat(2, 1), 2)])
 def test_heads_of_another_number_than_tokens_are_an_error(answered, tokens):
     with pytest.raises(HookError, match=r"stability\.head\.k=0"):
-        agent_loop.unpacked(answered, list(range(tokens)))
+        agent_loop.unpack_head(answered, list(range(tokens)))
 
 
 def test_a_head_is_not_put_to_a_token_of_another_answer():

@@ -14,7 +14,7 @@ from tests.support.agent_outputs import PROMPT, RESPONSE, output
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.patching import PatchError
 from verl_ext.upstream import agent_loop
-from verl_ext.upstream.agent_loop import Wanted, parsed
+from verl_ext.upstream.agent_loop import Extras, parse_extras
 
 PLACE = f"ray_kwargs.ray_init.runtime_env.env_vars.{agent_loop.VARIABLE}"
 CHANGE = (agent_loop.change_agent_loop, verls_agent_loop)
@@ -111,7 +111,7 @@ def test_it_is_asked_for_once_in_the_environment_of_rays_processes(compose, monk
 
     monkeypatch.delenv(agent_loop.VARIABLE, raising=False)
     config = compose("+ray_kwargs.ray_init.runtime_env.env_vars.MINE=1")
-    agent_loop.request(config, Wanted(narrow=True))
+    agent_loop.request(config, Extras(narrow=True))
     asked = config.ray_kwargs.ray_init.runtime_env
     merged = OmegaConf.to_container(OmegaConf.merge(get_ppo_ray_runtime_env(config), asked))["env_vars"]  # as run_ppo
     assert merged[agent_loop.VARIABLE] == "narrow:1,share:1.0,turns:0,head:0"
@@ -121,38 +121,38 @@ def test_it_is_asked_for_once_in_the_environment_of_rays_processes(compose, monk
 def test_the_run_and_the_shell_can_decline(compose, monkeypatch):
     monkeypatch.delenv(agent_loop.VARIABLE, raising=False)
     declined = compose(f"+{PLACE}=narrow:0")
-    agent_loop.request(declined, Wanted(narrow=True))
+    agent_loop.request(declined, Extras(narrow=True))
     monkeypatch.setenv(agent_loop.VARIABLE, "narrow:0")
     by_the_shell = compose()
-    agent_loop.request(by_the_shell, Wanted(narrow=True))
-    assert found(declined) == found(by_the_shell) == Wanted(narrow=False)
+    agent_loop.request(by_the_shell, Extras(narrow=True))
+    assert found(declined) == found(by_the_shell) == Extras(narrow=False)
 
 
 def found(config):
     """What the run's processes find."""
-    return Wanted(**parsed(OmegaConf.select(config, PLACE)))
+    return Extras(**parse_extras(OmegaConf.select(config, PLACE)))
 
 
 def test_each_part_that_is_declined_is_off_and_what_the_config_decides_is_the_configs(compose, monkeypatch):
-    wanted = Wanted(narrow=True, share=0.25, turns=True, head=8)
+    wanted = Extras(narrow=True, share=0.25, turns=True, head=8)
     monkeypatch.setenv(agent_loop.VARIABLE, "narrow:1,turns:0,head:4")
     config = compose(f"+{PLACE}='narrow:0,share:0.5'")
     agent_loop.request(config, wanted)
-    assert found(config) == Wanted(narrow=False, share=0.25, turns=False, head=8)
+    assert found(config) == Extras(narrow=False, share=0.25, turns=False, head=8)
     nothing = compose()
-    agent_loop.request(nothing, Wanted())
+    agent_loop.request(nothing, Extras())
     assert OmegaConf.select(nothing, PLACE) is None
 
 
-@pytest.mark.parametrize("wanted", [Wanted(), Wanted(True, 0.123456789, True, 32), Wanted(share=1e-9)])
+@pytest.mark.parametrize("wanted", [Extras(), Extras(True, 0.123456789, True, 32), Extras(share=1e-9)])
 def test_what_is_written_is_what_is_read(wanted):
-    assert Wanted(**parsed(str(wanted))) == wanted
+    assert Extras(**parse_extras(str(wanted))) == wanted
 
 
 @pytest.mark.parametrize("text", ["narrow", "narrow:no", "narow:0", "0", "narrow=0"])
 def test_a_value_that_means_nothing_is_an_error(text):
     with pytest.raises(ConfigError, match="VERL_EXT_AGENT_LOOP=narrow:0 or VERL_EXT_AGENT_LOOP=turns:0"):
-        parsed(text)
+        parse_extras(text)
 
 
 @pytest.mark.parametrize(("value", "dtype"), [("narrow:1", "uint8"), ("narrow:0", "int16"), (None, "int16")])

@@ -17,7 +17,7 @@ from tests.support.agent_loop_worker import asked_for, changed
 from tests.support.agent_outputs import PROMPT, RESPONSE, output
 from verl_ext.base.names import ROLLOUT_ROUTES
 from verl_ext.upstream import agent_loop
-from verl_ext.upstream.agent_loop import Systematic, Wanted
+from verl_ext.upstream.agent_loop import Extras, Systematic
 
 LAYERS, TOP_K = 3, 2
 
@@ -121,7 +121,7 @@ def test_pythons_own_random_state_is_left_alone(monkeypatch):
 
 def test_it_is_asked_for_in_the_environment_of_rays_processes():
     config = OmegaConf.create({"ray_kwargs": {"ray_init": {"runtime_env": {"env_vars": {"MINE": "1"}}}}})
-    agent_loop.request(config, Wanted(share=0.25))
+    agent_loop.request(config, Extras(share=0.25))
     assert config.ray_kwargs.ray_init.runtime_env.env_vars == {
         "MINE": "1",
         agent_loop.VARIABLE: "narrow:0,share:0.25,turns:0,head:0",

@@ -19,7 +19,7 @@ from tests.support.agent_loop_worker import asked_for, changed, client_of
 from tests.support.agent_loop_worker import run as run_in_worker
 from verl_ext.base.patching import PatchError
 from verl_ext.upstream import agent_loop
-from verl_ext.upstream.agent_loop import Turn, Wanted, common, parsed
+from verl_ext.upstream.agent_loop import Extras, Turn, common_length, parse_extras
 
 LAYERS, TOP_K = 2, 3
 
@@ -182,7 +182,7 @@ def test_the_last_token_has_no_row_whatever_the_engine_returned():
 
 @given(tokens, tokens)
 def test_common_is_where_they_first_differ(one, other):
-    same = common(one, other)
+    same = common_length(one, other)
     assert one[:same] == other[:same]
     assert same == min(len(one), len(other)) or one[same] != other[same]
 
@@ -232,4 +232,4 @@ def test_a_launch_asks_for_it_where_a_loop_of_turns_returns_routing(compose, ove
     config = compose("stability=icepop", *overrides)
     apply_engine_settings(read_features(config, stability_config(config.stability)))
     place = f"ray_kwargs.ray_init.runtime_env.env_vars.{agent_loop.VARIABLE}"
-    assert Wanted(**parsed(OmegaConf.select(config, place) or "")).turns is expected
+    assert Extras(**parse_extras(OmegaConf.select(config, place) or "")).turns is expected

@@ -12,7 +12,7 @@ from tests.support.measure_oracle import random_batch, ratio
 from tests.unit.workers.first_pass_ranks import RANKS, judged, rank_main
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
-from verl_ext.workers.first_pass import FirstPass, FirstPassSettings, past
+from verl_ext.workers.first_pass import FirstPass, FirstPassSettings, is_past
 
 ICEPOP = {"icepop": {"alpha": 0.8, "beta": 1.25}}
 NARROW = {"icepop": {"alpha": 0.9, "beta": 1.1}}
@@ -158,4 +158,4 @@ def test_ranks_decide_alike_by_the_tokens_of_all_each_once(quick_ranks, tmp_path
     ],
 )
 def test_a_value_at_its_limit_is_not_past_it_and_one_that_is_no_number_is(value, side, expected):
-    assert past({"x": value}, ("x", side, 0.1)) is expected
+    assert is_past({"x": value}, ("x", side, 0.1)) is expected

@@ -8,7 +8,7 @@ from verl.utils import tensordict_utils as tu
 from tests.support.micro_batches import nested
 from verl_ext.base.errors import BatchError
 from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
-from verl_ext.workers.head import HeadReader, HeadUse, _whole
+from verl_ext.workers.head import HeadReader, HeadUse, _token_layout
 
 CPU = torch.device("cpu")
 LENGTHS = [(2, 3), (1, 2)]  # prompt and response of each trajectory
@@ -117,8 +117,8 @@ def test_a_row_that_verl_has_added_needs_no_heads_of_its_length():
         input_ids=input_ids,
         **{name: [whole[name].unbind()[0], whole[name].unbind()[1][:1] * 0] for name in (HEAD_IDS, HEAD_LOG_PROBS)},
     )
-    sampled, head = _whole(added, CPU)
-    _, wanted = _whole(expected, CPU)
+    sampled, head = _token_layout(added, CPU)
+    _, wanted = _token_layout(expected, CPU)
     assert len(sampled) == 8
     assert torch.equal(head.ids, wanted.ids) and torch.equal(head.log_q, wanted.log_q)
 

@@ -161,7 +161,7 @@ def test_k_is_the_ratio_of_the_engines_on_generated_tokens_and_zero_where_it_is_
         "old_log_probs": torch.tensor([[-0.5, -2.0, -1.0, 0.0], [-31.0, -1.0, float("-inf"), 0.0]]),
         "response_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]]),
     }
-    inputs = LossInputs.of(TensorDict(padded, batch_size=2))
+    inputs = LossInputs.from_fields(TensorDict(padded, batch_size=2))
     bound = torch.tensor(20.0)  # of the log-ratio
     expected = [[math.exp(0.5), 1.0, 0.0, 0.0], [(-bound).exp(), bound.exp(), (-bound).exp(), 0.0]]
     torch.testing.assert_close(inputs.k, torch.tensor(expected))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ext.workers.replica_fetch import FetchedShare, Layout, divide, layout_of, of_all_ranks
+from verl_ext.workers.replica_fetch import FetchedShare, Layout, divide, layout_of, shared_layouts
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(2, 6))
@@ -54,8 +54,8 @@ PARTS = [
 
 
 def test_rows_are_joined_and_a_rank_may_have_none():
-    assert of_all_ranks(PARTS) == {"routed_experts": [TWO, ONE, replace(ONE, lengths=())]}
-    assert of_all_ranks([FetchedShare(), FetchedShare()]) == {}
+    assert shared_layouts(PARTS) == {"routed_experts": [TWO, ONE, replace(ONE, lengths=())]}
+    assert shared_layouts([FetchedShare(), FetchedShare()]) == {}
 
 
 @pytest.mark.parametrize(
@@ -69,4 +69,4 @@ def test_rows_are_joined_and_a_rank_may_have_none():
     ids=["trajectories", "not jagged", "layers", "dtype"],
 )
 def test_parts_of_different_wholes_are_not_joined(other):
-    assert of_all_ranks([PARTS[0], other, PARTS[2]]) is None
+    assert shared_layouts([PARTS[0], other, PARTS[2]]) is None

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.core.arrival import SIGMAS, arrival
+from verl_ext.trainer.sync_canary import SIGMAS, arrival
 
 N = 4096
 
