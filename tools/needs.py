@@ -166,7 +166,7 @@ HOOKS = (
     ),
     Hook(
         "recorded routing of Megatron",
-        "routing/recorded.py",
+        "routing/megatron.py",
         (
             "verl.utils.megatron.router_replay_utils.iter_model_routers(model)",
             "verl.utils.megatron.router_replay_utils.get_moe_num_layers_to_build(config, vp_stage, pp_rank)",

@@ -161,12 +161,13 @@ def undo(case, rank, folder):
     from tensordict import NonTensorData
     from verl.utils import tensordict_utils as tu
 
-    from verl_ext.workers.gate import Gate, undo_of
+    from verl_ext.workers.gate import Gate
+    from verl_ext.workers.undo import keep_updates_of
     from verl_ext.workers.worker_loss import LossSettings
 
     worker = build_worker(folder, **UNDO_CASES[case])
     gate = Gate(worker)
-    gate.undo, gate.after_update = undo_of(worker.engine), 4  # two of each rank
+    gate.undo, gate.after_update = keep_updates_of(worker.engine), 4  # two of each rank
     set_loss(worker, gate, LossSettings())
 
     def update(step, lr_scale=1.0):

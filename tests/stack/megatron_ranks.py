@@ -23,7 +23,7 @@ from tests.support.recorded_routes import (
 )
 from verl_ext.base.names import HEAD_SUMS
 from verl_ext.core.head import log_probs_at
-from verl_ext.routing.recorded import RecordedRouting, Recorders
+from verl_ext.routing.megatron import RecordedRouting, Recorders
 from verl_ext.workers.head import HeadReader, HeadUse
 from verl_ext.workers.replica_fetch import replica_group
 

@@ -21,7 +21,7 @@ from tests.support.recorded_routes import (
     sequences,
     worker_config,
 )
-from verl_ext.routing.recorded import RecordedRouting
+from verl_ext.routing.megatron import RecordedRouting
 
 
 class OnCPU(TorchFunctionMode):

@@ -155,7 +155,7 @@ class Training:
                 fields[names.REF_LOG_PROBS] = self.learner.score_reference(batch)
             asked = update_request(self.features, self.guard, outcome)
             metrics |= self.learner.update(batch, scored, fields, asked)
-        step.judge_late(metrics)
+        step.judge_first_pass(metrics)
         metrics["actor/lr"] = self.policy.end_step()
         self.actions.end_step(metrics, {"actor": self.learner})
         self._save(number)

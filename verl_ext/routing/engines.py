@@ -38,7 +38,7 @@ class Engine:
 
 
 _FSDP = Engine(f"{ACTOR}.fsdp_config", "verl_ext.routing.fsdp:FsdpRouting", hooked=True)
-_RECORDED = "verl_ext.routing.recorded:RecordedRouting"
+_RECORDED = "verl_ext.routing.megatron:RecordedRouting"
 ENGINES = {
     "fsdp": _FSDP,
     "fsdp2": _FSDP,

@@ -95,7 +95,7 @@ class StabilityRun:
 
     def end_step(self, metrics: dict[str, float], groups: Mapping[str, Any]) -> None:
         """See `GuardActions.end_step`."""
-        self.judge_update(metrics)  # where there was none: the critic warms up
+        self.judge_first_pass(metrics)  # where there was none: the critic warms up
         if self.features.uses(Part.MEASURE):
             self.actions.end_step(metrics, groups)
 
@@ -240,10 +240,10 @@ class StabilityRun:
                 fix=("stability.score_centering=false",),
             )
 
-    def judge_update(self, metrics: dict[str, float]) -> None:
-        """See `Step.judge_late`."""
+    def judge_first_pass(self, metrics: dict[str, float]) -> None:
+        """See `Step.judge_first_pass`."""
         if self._step is not None:
-            self._step.judge_late(metrics)
+            self._step.judge_first_pass(metrics)
 
 
 def _compared_heads(data: TensorDict) -> dict[str, float]:

@@ -76,7 +76,9 @@ class Outcome:
 
 
 class Step:
-    """What is decided about one batch: `measure`, then verl's advantages, then `settle`; `judge_late` after the update.
+    """What is decided about one batch.
+
+    First `measure`, then verl's advantages, then `settle`; in bypass mode `judge_first_pass` after the update.
 
     Each adds to the metrics that it is given, which are the step's so far. The batch is not held in between.
 
@@ -126,10 +128,10 @@ class Step:
         if not late:
             self._count(self._refused is not None, metrics)
         elif self._refused is not None:  # there will be no update
-            self.judge_late(metrics)
+            self.judge_first_pass(metrics)
         return self.outcome
 
-    def judge_late(self, metrics: dict[str, float]) -> None:
+    def judge_first_pass(self, metrics: dict[str, float]) -> None:
         """Judges once what the workers measured in the update, in bypass mode; without an update, that there was none.
 
         What refuses a batch here has refused its steps in the workers, which were given the guard's limits.

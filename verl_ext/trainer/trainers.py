@@ -114,7 +114,7 @@ class StabilityMixin(VerlTrainer):
             canary.before_update(sent, self.actor_rollout_wg)
         if self.stability_run.outcome.refused is None:
             super()._update_actor(self.stability_run.update_batch(batch), metrics)
-            self.stability_run.judge_update(metrics)
+            self.stability_run.judge_first_pass(metrics)
         return batch
 
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, *args: Any, **kwargs: Any) -> None:

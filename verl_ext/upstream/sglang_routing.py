@@ -45,12 +45,12 @@ async def generate_request(sglangs: Callable[..., Any], obj: Any, request: Any =
             meta = output.get("meta_info", {}) if isinstance(output, dict) and request is None else {}
             if isinstance(text := meta.get("routed_experts"), str):
                 tokens = meta["prompt_tokens"] + meta["completion_tokens"]
-                ids_nLK = decode(text, tokens, text_config.num_hidden_layers, text_config.num_experts_per_tok)
+                ids_nLK = decode_experts(text, tokens, text_config.num_hidden_layers, text_config.num_experts_per_tok)
                 output = output | {"meta_info": meta | {"routed_experts": ids_nLK}}
             yield output
 
 
-def decode(text: str, tokens: int, layers: int, top_k: int) -> Tensor:
+def decode_experts(text: str, tokens: int, layers: int, top_k: int) -> Tensor:
     """[n, L, K] int16, in which verl carries them on.
 
     Raises:

@@ -7,7 +7,6 @@ all-reduce over the engine's ranks lets all of them decide alike, and none waits
 Shape legend: B trajectories of a batch or micro-batch, T response tokens (padded).
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
@@ -28,6 +26,7 @@ from verl_ext.base.patching import wrap
 from verl_ext.core.mismatch import k3_of
 from verl_ext.features.guard import MiniBatchGate
 from verl_ext.workers.first_pass import FirstPass
+from verl_ext.workers.undo import KeptUpdate
 
 AFTER_UPDATE = "after_update"  # begins the names of what is measured then
 # One trajectory a forward pass: so few need not fit the run's micro-batches.
@@ -54,7 +53,7 @@ class Gate:
         self.worker, self.engine = worker, (engine := worker.engine)
         self.limits = MiniBatchGate()
         self.first_pass: FirstPass | None = None
-        self.undo: Undo | None = None
+        self.undo: KeptUpdate | None = None
         self.after_update = 0
         self.begin_update(step=0, lr_scale=1.0)
         wrap("mini_batch_gate", worker, "train_mini_batch", self.train_mini_batch, "data")
@@ -139,7 +138,7 @@ class Gate:
             return verls()
 
     def take_back(self, after: int) -> int | None:
-        """See `Undo.take_back`; nothing where nothing is kept."""
+        """See `KeptUpdate.take_back`; nothing where nothing is kept."""
         return self.undo.take_back(after) if self.undo is not None else None
 
     def _agree(self) -> dict[str, float]:
@@ -154,84 +153,6 @@ class Gate:
         if self.limits.grad_norm is not None:
             signals["grad_norm"] = norms / ranks  # which differ in the last digit where groups of ranks reduce apart
         return signals
-
-
-class Undo:
-    """One update taken back: what it changes is kept in the host's memory before its first optimizer step.
-
-    For FSDP2, whose ranks each keep their own shards: 12 bytes for a parameter that is trained with Adam in float32.
-
-    Args:
-        weights: name -> parameter or buffer, as they are now.
-        optimizer, scheduler: of them.
-        scaler: of the loss, where there is one.
-
-    Attributes:
-        of: the step whose update can be taken back; None where there is none.
-    """
-
-    def __init__(self, weights: Callable[[], dict[str, Tensor]], optimizer: Any, scheduler: Any, scaler: Any = None):
-        self._weights, self._optimizer = weights, optimizer
-        self._states = [part for part in (scheduler, scaler) if part is not None]
-        self.of: int | None = None
-        self._kept: dict[Any, Any] = {}  # by name; its memory is written anew each time
-        self._settings: dict[str, Any] = {}
-
-    @torch.no_grad()
-    def keep(self, step: int) -> None:
-        """Copy what this step is about to change; called before its first change of the weights."""
-        now: dict[Any, Any] = {**self._weights(), **{moment: state[moment[1]] for moment, state in self._moments()}}
-        self._kept = {name: _copy_to_host(value, self._kept.get(name)) for name, value in now.items()}
-        groups = [{key: group[key] for key in group if key != "params"} for group in self._optimizer.param_groups]
-        self._settings = copy.deepcopy({"groups": groups, "states": [part.state_dict() for part in self._states]})
-        self.of = step
-
-    @torch.no_grad()
-    def take_back(self, after: int) -> int | None:
-        """Make everything again what it was, bit for bit; the step that `keep` was called in.
-
-        Nothing where that is not after the step `after`, at whose end weights were given up already.
-        """
-        of, self.of = self.of, None
-        if of is None or of <= after:
-            return None
-        for name, weight in self._weights().items():
-            _local(weight).copy_(self._kept[name])
-        for moment, state in list(self._moments()):
-            key = moment[1]
-            if moment not in self._kept:  # there was none before the first step
-                del state[key]
-            elif isinstance(state[key], Tensor):
-                _local(state[key]).copy_(self._kept[moment])
-            else:
-                state[key] = self._kept[moment]
-        settings = copy.deepcopy(self._settings)
-        for group, kept in zip(self._optimizer.param_groups, settings["groups"], strict=True):
-            group.update(kept)
-        for part, kept in zip(self._states, settings["states"], strict=True):
-            part.load_state_dict(kept)
-        return of
-
-    def _moments(self) -> Iterator[tuple[tuple[int, str], dict[str, Any]]]:
-        """((number of a parameter, name of what the optimizer holds of it), where that stands)."""
-        parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
-        for number, parameter in enumerate(parameters):
-            state = self._optimizer.state.get(parameter, {})
-            for key in state:
-                yield (number, key), state
-
-
-def undo_of(engine: Any) -> Undo:
-    """The undo of a started FSDP2 engine of verl's, or of another whose module is whole in this process."""
-
-    def weights() -> dict[str, Tensor]:
-        for module in engine.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # what is gathered for a pass is a copy
-        trained = {name: value for name, value in engine.module.named_parameters() if value.requires_grad}
-        return {**trained, **dict(engine.module.named_buffers())}
-
-    return Undo(weights, engine.optimizer, engine.lr_scheduler, getattr(engine, "scaler", None))
 
 
 def score_again(worker: Any, data: TensorDict, count: int) -> dict[str, float]:
@@ -325,18 +246,3 @@ def gradient_norm(engine: Any) -> float:
         norm = norm.full_tensor()
     scaler = getattr(engine, "scaler", None)
     return norm.item() / (scaler.get_scale() if scaler is not None else 1.0)
-
-
-def _local(value: Tensor) -> Tensor:
-    value = value.detach()
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _copy_to_host(value: Any, into: Any) -> Any:
-    """A copy in the host's memory, in `into` where that fits."""
-    if not isinstance(value, Tensor):
-        return value
-    value = _local(value)
-    if into is None or into.shape != value.shape or into.dtype != value.dtype:
-        into = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-    return into.copy_(value)

@@ -28,10 +28,11 @@ from verl_ext.core.losses import LossBatch, change, unbiased_kl
 from verl_ext.features.guard import MiniBatchGate
 from verl_ext.features.losses import KL_DENOMINATORS, UNBIASED
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
-from verl_ext.workers.gate import Gate, undo_of
+from verl_ext.workers.gate import Gate
 from verl_ext.workers.head import CENTERING, HeadUse
 from verl_ext.workers.loss_config import ComposedLossConfig, build_loss_config
 from verl_ext.workers.losses import LossInputs, padded_fields, provide, register_losses
+from verl_ext.workers.undo import keep_updates_of
 
 VERLS_OWN = ("_target_", "rollout_correction")  # fields of a PolicyLossConfig that are no settings of the loss
 
@@ -104,7 +105,7 @@ def install_loss(gate: Gate, config: ActorConfig, settings: LossSettings) -> dic
     first_pass = FirstPass(settings.first_pass) if settings.first_pass is not None else None
     loss, active = build_worker_loss(config, settings, gate, first_pass)
     gate.limits, gate.first_pass, gate.after_update = settings.mini_batch, first_pass, settings.after_update
-    gate.undo = (gate.undo or undo_of(gate.engine)) if settings.undo else None
+    gate.undo = (gate.undo or keep_updates_of(gate.engine)) if settings.undo else None
     gate.worker.set_loss_fn(loss)
     return active | {"undo": settings.undo, "after_update": settings.after_update}
 
@@ -148,7 +149,7 @@ def build_worker_loss(
     before = {} if settings.first_pass is None else settings.first_pass.corrections
     kl = f"{UNBIASED}, over l_{settings.kl_denominator}" if unbiased else config.kl_loss_type
     return loss, {
-        "policy_loss": _flatten(policy_loss),
+        "policy_loss": _flat_settings(policy_loss),
         "corrections": {**before, **{chosen.name: asdict(chosen.settings) for chosen in settings.corrections}},
         "kl": kl if config.use_kl_loss else None,
         "mini_batch": {name: limit for name, limit in asdict(settings.mini_batch).items() if limit is not None},
@@ -157,7 +158,7 @@ def build_worker_loss(
     }
 
 
-def _flatten(policy_loss: PolicyLossConfig) -> dict[str, Any]:
+def _flat_settings(policy_loss: PolicyLossConfig) -> dict[str, Any]:
     """Its settings as a config has them."""
     found = {name: policy_loss[name] for name in policy_loss if name not in VERLS_OWN}
     if isinstance(policy_loss, ComposedLossConfig):

@@ -33,7 +33,7 @@ from tests.support.recorded_routes import (
 )
 from tests.support.routing_families import noise
 from verl_ext.base.errors import HookError
-from verl_ext.routing.recorded import Recorders
+from verl_ext.routing.megatron import Recorders
 
 
 @pytest.fixture(scope="module")

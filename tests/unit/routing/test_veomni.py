@@ -22,7 +22,7 @@ from tests.support.recorded_routes import (
     worker_config,
 )
 from verl_ext.base.errors import HookError
-from verl_ext.routing.recorded import RecordedRouting, Recorders
+from verl_ext.routing.megatron import RecordedRouting, Recorders
 
 
 def veomni_engine(monkeypatch):

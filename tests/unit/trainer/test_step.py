@@ -127,9 +127,9 @@ def test_in_bypass_mode_a_batch_is_judged_once_more_with_what_the_workers_measur
     assert "vllm_kl/k3" not in result.metrics and "guard/skipped" not in result.metrics
     told = {"tokens": 1, "kept": 1, "non_finite": 0, "refused": 1.0}
     metrics = {"actor/vllm_kl/k3": 0.2, **{f"actor/first_pass/{name}": value for name, value in told.items()}}
-    result.step.judge_late(metrics)
+    result.step.judge_first_pass(metrics)
     assert metrics["guard/skipped"] == 1 and metrics["vllm_kl/k3"] == 0.2 and result.guard.state.skips == 1
-    result.step.judge_late(metrics)
+    result.step.judge_first_pass(metrics)
     assert result.guard.state.skips == 1, "once"
 
 

@@ -14,7 +14,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from tests.support.sglang_server import generated, server, verls_server_module
 from verl_ext.base.errors import HookError
 from verl_ext.base.patching import PatchError
-from verl_ext.upstream.sglang_routing import decode, decode_routing, decodes
+from verl_ext.upstream.sglang_routing import decode_experts, decode_routing, decodes
 
 PROMPT, RESPONSE = [5, 6, 7], [8, 9]
 LAYERS, TOP_K = 4, 2
@@ -27,7 +27,7 @@ def ids(rows=ROWS, layers=LAYERS, top_k=TOP_K, experts=512):
 
 def text_of(routes):
     """As SGLang 0.5.10 to 0.5.12 write it: base64 of the int32, row by row, in this machine's byte order."""
-    return base64.b64encode(routes.tobytes()).decode("utf-8")
+    return base64.b64encode(routes.tobytes()).decode_experts("utf-8")
 
 
 class Manager:
@@ -119,11 +119,11 @@ def test_a_server_of_another_verl_is_refused():
 @given(st.integers(2, 6), st.integers(1, 5), st.integers(1, 4))
 def test_the_text_is_read_back_as_it_was_written(tokens, layers, top_k):
     routes = ids(tokens - 1, layers, top_k, experts=2**15)
-    found = decode(text_of(routes), tokens, layers, top_k)
+    found = decode_experts(text_of(routes), tokens, layers, top_k)
     assert found.dtype == torch.int16 and np.array_equal(found.numpy(), routes)
 
 
 @pytest.mark.parametrize(("rows", "layers", "tokens"), [(3, LAYERS, 5), (4, LAYERS + 1, 5), (4, LAYERS, 6)])
 def test_ids_of_another_size_are_refused(rows, layers, tokens):
     with pytest.raises(HookError, match=rf"for {tokens} tokens, 4 layers and top-2.*SGLang 0.5.12"):
-        decode(text_of(ids(rows, layers)), tokens, LAYERS, TOP_K)
+        decode_experts(text_of(ids(rows, layers)), tokens, LAYERS, TOP_K)

@@ -21,7 +21,7 @@ from tests.support.recorded_routes import (
 )
 from verl_ext.base.errors import HookError
 from verl_ext.core.routing import RouterSums
-from verl_ext.routing.recorded import RecordedRouting, Recorders, compare_recorded
+from verl_ext.routing.megatron import RecordedRouting, Recorders, compare_recorded
 
 
 @pytest.mark.parametrize("strategy", ["megatron", "veomni"])
