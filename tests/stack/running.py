@@ -169,6 +169,15 @@ def wait_for(condition: Callable[[], bool], started: subprocess.Popen, console: 
         time.sleep(0.2)
 
 
+def spawned(mark: str) -> list[psutil.Process]:
+    """What the rollout engine of a forked run started, the oldest first: vLLM's engine core, SGLang's scheduler.
+
+    A forked process has no title. Its client, with which it ends, has a command.
+    """
+    found = [process for process in processes(mark) if "--multiprocessing-fork" in process.cmdline()]
+    return sorted(found, key=lambda process: process.create_time())
+
+
 def kill_all(mark: str) -> None:
     """SIGKILL, the daemons of Ray too."""
     while found := processes(mark):

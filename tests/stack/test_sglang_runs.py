@@ -14,9 +14,9 @@ from tests.stack.running import (
     assert_documented,
     forked_command,
     kill_all,
-    processes,
     run,
     shares_by_lag,
+    spawned,
     start,
     wait_for,
 )
@@ -120,10 +120,8 @@ def test_a_scheduler_that_is_killed_ends_the_run_which_goes_on_from_its_checkpoi
     console, started = start(forked_command(arguments, sglang_stack), tmp_path, mark, sglang_stack.environment)
     try:
         wait_for(lambda: saved(tmp_path, 2), started, console)
-        # SGLang starts the scheduler first. A forked one has no title; its client, with which it ends, has a command.
-        spawned = [process for process in processes(mark) if "--multiprocessing-fork" in process.cmdline()]
-        assert len(spawned) == 2, "the scheduler and the detokenizer"
-        min(spawned, key=lambda process: process.create_time()).kill()
+        scheduler, _detokenizer = spawned(mark)
+        scheduler.kill()
         assert started.wait(150) == 1
     finally:
         kill_all(mark)

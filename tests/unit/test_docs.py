@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tools import runs_page
 from verl_ext.base.methods import defaults
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS
@@ -101,3 +102,7 @@ def test_the_front_page_names_every_correction():
 def test_the_page_of_checks_names_every_benchmark():
     page = read(ROOT / "docs" / "checks.md")
     assert [file.name for file in (ROOT / "tools").glob("bench_*.py") if f"tools/{file.name}" not in page] == []
+
+
+def test_the_page_of_whole_runs_is_current():
+    assert read(ROOT / "docs" / "runs.md") == runs_page.page(), "python tools/runs_page.py > docs/runs.md"
