@@ -139,7 +139,7 @@ def test_a_reward_that_is_no_number_then_hangs_and_then_raises(begin, tmp_path):
     mark, word = uuid.uuid4().hex, tmp_path / "reward"
     reward = f"reward.custom_reward_function.path={ROOT}/tests/stack/faulty_reward.py"
     slow = "stability.guard.slow_step_s=5"
-    console, started = begin(mark, reward, slow, **{FILE: str(word), "PYTHONPATH": str(ROOT)})
+    console, started = begin(mark, reward, slow, plain=True, **{FILE: str(word), "PYTHONPATH": str(ROOT)})
     guard, metrics = (tmp_path / "verl_ext" / f"cpu_smoke{kind}.jsonl" for kind in (".guard", ""))
     try:
         wait_for(lambda: saved(tmp_path, 2), started, console)

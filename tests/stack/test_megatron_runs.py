@@ -206,7 +206,7 @@ def test_separate_async_with_truncated_sampling_and_score_centering(assets, stac
         (step, why) for step in (1, 2, 3) for why in ("largest gap", "at random")
     ]
     for line in lines:
-        assert 0 < max(line.gaps()) <= finished.steps[line.step - 1]["vllm_kl/log_ratio_abs_max"] * (1 + 1e-5)
+        assert 0 < max(line.log_k_sizes()) <= finished.steps[line.step - 1]["vllm_kl/log_ratio_abs_max"] * (1 + 1e-5)
         assert set(line.agreement) == {None} or all(0 <= share <= 1 for share in line.agreement)
 
 
