@@ -116,7 +116,7 @@ def _check_rounded_model(asked: FakeQuantization, hf_config: Any, said: str) -> 
 
 
 def _inputs(text: Any) -> Iterator[tuple[str, int]]:
-    """Of weights that every model has; others, as of MLA's low ranks, are looked at when they are loaded."""
+    """The inputs of weights that every model has; others, as of MLA's low ranks, are checked when they are loaded."""
     yield "hidden_size", text.hidden_size
     width = "moe_intermediate_size" if getattr(text, "moe_intermediate_size", None) else "intermediate_size"
     if isinstance(inputs := getattr(text, width, None), int):

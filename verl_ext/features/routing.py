@@ -102,7 +102,7 @@ def _check_share(config: DictConfig, share: float) -> None:
 
 
 def _check_recording(config: DictConfig, asked: str, off: str) -> None:
-    """Where verl records for us, on Megatron and VeOmni."""
+    """Checks what verl's own recording needs, on Megatron and VeOmni."""
     if replay_mode(config) == "R3":
         raise ConfigError(
             f"{asked} has nothing to measure with {replay_setting(config)}=R3: verl makes the training engine use the "

@@ -203,7 +203,7 @@ def _extra_with(package: str, config: DictConfig) -> str:
 
 
 def package_folder(name: str) -> Path | None:
-    """Where a package lies; None where it is not installed."""
+    """The folder of a package; None where it is not installed."""
     spec = find_spec(name)
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 

@@ -95,7 +95,7 @@ class Run:
         return next((series for series in found if series.steps.size), None)
 
     def logged(self, name: str) -> Series | None:
-        """As `get`, but with the values that are not finite."""
+        """The series of `get` with its values that are not finite."""
         found = (self.metrics.get(each) for each in names_of(name))
         return next((series for series in found if series is not None), None)
 
