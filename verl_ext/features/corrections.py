@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Chosen
 from verl_ext.features.feature import Feature, Part, RunFeatures, TableLine
-from verl_ext.features.losses import LOSS, loss_has_ratio, loss_mode, loss_reads_k
+from verl_ext.features.losses import LOSS, loss_has_ratio, loss_mode, reads_k
 from verl_ext.features.verl_config import bypasses
 
 # The workers run our loss with each of these: filters and denominator=kept can leave a mini-batch without a token, for
@@ -23,23 +23,24 @@ WEIGHED = frozenset({Part.MEASURE, Part.LOSS})
 
 def check(run: RunFeatures) -> None:
     """One method only may weight the loss by a ratio, and the loss must use the weight."""
-    reads_k, names = loss_reads_k(run.config), run.stability.correction_names
-    if not (reads_k or run.stability.before_update):
+    mode, names = loss_mode(run.config), run.stability.correction_names
+    makes_weights = reads_k(mode)
+    if not (makes_weights or run.stability.before_update):
         return
     ours = f"stability.correction={names[0] if len(names) == 1 else '[' + ','.join(names) + ']'}"
-    if reads_k and run.stability.before_update:
+    if makes_weights and run.stability.before_update:
         raise ConfigError(
-            f"{LOSS}.loss_mode={loss_mode(run.config)} and {ours} both weight the loss",
+            f"{LOSS}.loss_mode={mode} and {ours} both weight the loss",
             fix=("stability.correction=none",),
         )
-    if reads_k:
-        ours = f"{LOSS}.loss_mode={loss_mode(run.config)}"
+    if makes_weights:
+        ours = f"{LOSS}.loss_mode={mode}"
     if verls := OmegaConf.select(run.config, "algorithm.rollout_correction.rollout_is"):
         raise ConfigError(
             f"algorithm.rollout_correction.rollout_is={verls} and {ours} both weight the loss",
             fix=("algorithm.rollout_correction.rollout_is=null",),
         )
-    if loss_mode(run.config) == "bypass_mode":
+    if mode == "bypass_mode":
         raise ConfigError(
             f"{ours} cannot weight {LOSS}.loss_mode=bypass_mode, which computes weights of its own",
             fix=("stability.correction=none",),

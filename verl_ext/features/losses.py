@@ -70,10 +70,6 @@ def loss_mode(config: DictConfig) -> str:
     return OmegaConf.select(config, f"{LOSS}.loss_mode") or "vanilla"
 
 
-def loss_reads_k(config: DictConfig) -> bool:
-    return reads_k(loss_mode(config))
-
-
 def loss_has_ratio(config: DictConfig) -> bool:
     """Whether the policy loss, or the one that it builds upon, weighs by r; one of the user's own counts as such."""
     node = OmegaConf.select(config, LOSS) or {}

@@ -5,6 +5,7 @@ What draws is imported when a figure is asked for; `load_run` works without the 
 
 import html
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,11 +62,12 @@ def compare(
     return ComparedRuns(dict(zip(comparison.names, found, strict=True)), comparison)
 
 
-class _Shown:
+class _Shown(ABC):
     """An object that a cell displays as the command's text, in colour; `print` and a terminal show it without."""
 
+    @abstractmethod
     def _renderable(self) -> "RenderableType":
-        raise NotImplementedError
+        """What rich prints."""
 
     def _console(self) -> "Console":
         from rich.console import Console

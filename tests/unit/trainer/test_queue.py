@@ -19,7 +19,7 @@ CORRECTIONS = {"icepop": {"alpha": 0.5, "beta": 2.0}, "geo_mask": {"low": 0.5, "
 
 
 def made(lengths, group, seed):
-    """And all its tokens one after another."""
+    """A made batch in blocks, and all its tokens one after another."""
     batch, store = made_batch(lengths, group, seed, added={1})
     first = next(iter(store.rows.values()))
     whole = {name: torch.cat([one[name] for one in store.rows.values()]) for name in first}
