@@ -42,7 +42,6 @@ ABSENT_SETTINGS: dict[str, Any] = {
     "algorithm.use_kl_in_reward": False,
     "algorithm.rollout_correction.rollout_is": None,
     "algorithm.rollout_correction.rollout_rs": None,
-    "actor_rollout_ref.actor.entropy_coeff": 0,
     "actor_rollout_ref.rollout.temperature": 1.0,
     "actor_rollout_ref.rollout.top_p": 1,
     "actor_rollout_ref.rollout.top_k": -1,

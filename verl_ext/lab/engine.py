@@ -41,7 +41,7 @@ class Scores:
 
     Attributes:
         log_probs: [B, T], with gradient where one was asked for.
-        entropy: [B, T] in nats, without.
+        entropy: [B, T] in nats; with one where its bonus is trained.
         routing: of each token's forward pass, the one that predicted response token t at P - 1 + t.
         reading: of the sampler's head, at all B T places; None where there is none.
     """
@@ -63,6 +63,7 @@ class LabEngine:
 
     def __init__(self, model: ModelSettings, weights: Weights, actor: FSDPActorConfig, use: HeadUse | None):
         self.engine_config, self._clip = actor.engine, actor.optim.clip_grad
+        self._trains_entropy = actor.entropy_coeff != 0
         self.module, self.use = build_module(weights), use
         self.weights = dict(self.module.named_parameters())
         self.optimizer = build_optimizer(list(self.weights.values()), actor.optim)
@@ -109,6 +110,8 @@ class LabEngine:
             replayed = data.get(names.OLD_ROUTES, data.get(names.ROLLOUT_ROUTES, None))
             scores = self._score(prompts, responses, replayed, head)
         output = {"log_probs": pack(scores.log_probs, prompts.shape[1])}
+        if self._trains_entropy:
+            output["entropy"] = pack(scores.entropy, prompts.shape[1])
         if loss_function is None:
             return {"model_output": output, "metrics": {}}
         if self.use is not None and self.use.centers and scores.reading is not None and head is not None:
@@ -152,7 +155,16 @@ class LabEngine:
 
     def _score(self, prompts: Tensor, responses: Tensor, replayed: Tensor | None, head: Head | None) -> Scores:
         truncated = self.use is not None and self.use.truncated
-        return score(self.weights, self._model, prompts, responses, replayed, head, truncated)
+        return score(
+            self.weights,
+            self._model,
+            prompts,
+            responses,
+            replayed,
+            head,
+            truncated,
+            trains_entropy=self._trains_entropy,
+        )
 
     def _take_kept(self, responses: Tensor) -> Scores | None:
         """The scores of `score_old` if they are of these trajectories; for the first training pass after it only."""
@@ -237,19 +249,21 @@ def score(
     replayed: Tensor | None = None,
     head: Head | None = None,
     truncated: bool = False,
+    trains_entropy: bool = False,
 ) -> Scores:
     """Log-probabilities of [B, T] response tokens after [B, P] prompts, at temperature 1.
 
     Args:
         replayed: [B, P + T - 1, L, K] experts to use.
         head: the sampler's, of the B T places; `truncated`: normalise over the tokens that it kept.
+        trains_entropy: whether the entropy has a gradient too.
     """
     tokens = torch.cat([prompts, responses], 1)[:, :-1]
     logits, routing = forward(weights, model, tokens, last=responses.shape[1], replayed=replayed)
     if head is not None:
         reading = read(logits.flatten(0, 1), responses.flatten(), head, truncated=truncated)
     all_log_probs = logits.log_softmax(-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(trains_entropy and torch.is_grad_enabled()):
         entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
     if head is not None and reading.entropy is not None:
         of_head = reading.entropy.detach().view_as(responses)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -94,6 +94,26 @@ def init_weights(
     return weights
 
 
+@dataclass(frozen=True)
+class Faults:
+    """Ways in which a rollout engine computes another function than the training engine.
+
+    Attributes:
+        router_dtype: of the routers' weights, inputs and logits; None for that of the others.
+        router_bias: [L, E], added to a router's logits where experts are chosen, and not where they are weighed.
+        positions_off: how many places further a response's tokens stand than they should.
+        leaks: whether a sequence also attends to the one before it in the batch, as packed sequences without a mask.
+    """
+
+    router_dtype: torch.dtype | None = None
+    router_bias: Tensor | None = None
+    positions_off: int = 0
+    leaks: bool = False
+
+
+SOUND = Faults()
+
+
 @dataclass
 class Routing:
     """The choices of the routers in a pass, one tensor per layer.
@@ -130,6 +150,7 @@ def forward(
     last: int = 1,
     cache: Cache | None = None,
     replayed: Tensor | None = None,
+    faults: Faults = SOUND,
 ) -> tuple[Tensor, Routing]:
     """Logits [B, last, V] in float32 of the last of [B, S] tokens, and the routing of all, in the dtype of the weights.
 
@@ -138,12 +159,15 @@ def forward(
         replayed: [B, S, L, K] experts to use; the weights of the chosen are still the router's, with gradient (R3).
     """
     start = cache.length if cache else 0
-    x = F.embedding(tokens, weights["embedding"]) + weights["positions"][start : start + tokens.shape[1]]
+    places = torch.arange(start, start + tokens.shape[1])
+    if faults.positions_off and start:  # of the response alone, as after a prompt padded by one too many
+        places = (places + faults.positions_off).clamp(max=len(weights["positions"]) - 1)
+    x = F.embedding(tokens, weights["embedding"]) + weights["positions"][places]
     routing = Routing([], [], [])
     for layer in range(model.layers):
-        x = x + _attention(weights, model, layer, _norm(x, weights[f"{layer}.norm_attention"]), cache)
+        x = x + _attention(weights, model, layer, _norm(x, weights[f"{layer}.norm_attention"]), cache, faults.leaks)
         given = None if replayed is None else replayed[:, :, layer]
-        x = x + _experts(weights, model, layer, _norm(x, weights[f"{layer}.norm_experts"]), given, routing)
+        x = x + _experts(weights, model, layer, _norm(x, weights[f"{layer}.norm_experts"]), given, routing, faults)
     if cache:
         cache.length += tokens.shape[1]
     return F.linear(_norm(x[:, -last:], weights["norm"]), weights[HEAD]).float(), routing
@@ -159,6 +183,10 @@ class RolloutEngine:
         dtype: of weights and arithmetic.
         lag: versions behind the policy that it says of the newest and the oldest of them; None where it says nothing.
         temperature, top_k, top_p: of the distribution that is sampled from; no top_k is 0.
+        reported: the temperature of the log-probabilities that it returns; None for that of the sampled distribution.
+        respelled: share of the sampled tokens in whose place training gets another one.
+        misrouted: whether a trajectory comes with the experts of another one.
+        faults: of its passes.
     """
 
     parts: tuple[Weights, ...]
@@ -167,6 +195,10 @@ class RolloutEngine:
     top_k: int = 0
     top_p: float = 1.0
     lag: tuple[int, int] | None = None
+    reported: float | None = None
+    respelled: float = 0.0
+    misrouted: bool = False
+    faults: Faults = SOUND
 
 
 @dataclass(frozen=True)
@@ -198,7 +230,13 @@ def sample_responses(
     """
     vocabulary = engine.parts[0]["head"].shape[0]
     noise = torch.empty(length, len(prompts), vocabulary).exponential_(generator=generator).log_()
-    return _sample_loop(engine, model, prompts, length, lambda t, log_probs: (log_probs - noise[t]).argmax(-1), head)
+    found = _sample_loop(engine, model, prompts, length, lambda t, log_probs: (log_probs - noise[t]).argmax(-1), head)
+    if engine.respelled:
+        other = (found.responses + 1 + (noise[:, :, 0].T.exp() * 7).long() % (END - 1)) % END
+        drawn = (-noise[:, :, 1].T.exp()).exp() > 1 - engine.respelled
+        here = drawn & found.mask & (found.responses != END)
+        found = replace(found, responses=other.where(here, found.responses))
+    return replace(found, experts=found.experts.roll(len(prompts) // 2, 0)) if engine.misrouted else found
 
 
 def rollout_log_probs(engine: RolloutEngine, model: ModelSettings, prompts: Tensor, responses: Tensor) -> Tensor:
@@ -263,10 +301,13 @@ def _sample_loop(
         going, tokens = torch.ones(B, dtype=torch.bool), prompts
         for t in range(length):
             first = cache.length
-            logits, routing = forward(parts[t * len(parts) // length], model, tokens, cache=cache)
+            part = parts[t * len(parts) // length]
+            logits, routing = forward(part, model, tokens, cache=cache, faults=engine.faults)
             experts[:, first : cache.length] = routing.stacked()
             log_probs = truncate_logits(logits[:, -1] / engine.temperature, engine.top_k, engine.top_p).log_softmax(-1)
             chosen = choose(t, log_probs).where(going, END)
+            if engine.reported is not None:
+                log_probs = (logits[:, -1] / engine.reported).log_softmax(-1)
             responses[:, t], mask[:, t] = chosen, going
             l_infer[:, t] = log_probs.gather(1, chosen.unsqueeze(1)).squeeze(1).where(going, 0.0)
             if head:
@@ -286,7 +327,9 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.layer_norm(x, weight.shape, weight)
 
 
-def _attention(weights: Weights, model: ModelSettings, layer: int, x: Tensor, cache: Cache | None) -> Tensor:
+def _attention(
+    weights: Weights, model: ModelSettings, layer: int, x: Tensor, cache: Cache | None, leaks: bool
+) -> Tensor:
     B, S, d = x.shape
     qkv = F.linear(x, weights[f"{layer}.qkv"]).view(B, S, 3, model.heads, -1)
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
@@ -295,15 +338,25 @@ def _attention(weights: Weights, model: ModelSettings, layer: int, x: Tensor, ca
         cache.keys[layer, :, :, cache.length : until] = k
         cache.values[layer, :, :, cache.length : until] = v
         k, v = cache.keys[layer, :, :, :until], cache.values[layer, :, :, :until]
+    if leaks and S == 1:  # the response's tokens see the sequence before theirs as well
+        k, v = (torch.cat([x, x.roll(1, 0)], 2) for x in (k, v))
     seen = F.scaled_dot_product_attention(q, k, v, is_causal=S > 1)  # several tokens only come first
     return F.linear(seen.transpose(1, 2).reshape(B, S, d), weights[f"{layer}.out"])
 
 
 def _experts(
-    weights: Weights, model: ModelSettings, layer: int, x: Tensor, given: Tensor | None, routing: Routing
+    weights: Weights,
+    model: ModelSettings,
+    layer: int,
+    x: Tensor,
+    given: Tensor | None,
+    routing: Routing,
+    faults: Faults,
 ) -> Tensor:
-    logits = F.linear(x, weights[f"{layer}.{ROUTER}"]).float()
-    own = choose_experts(logits.detach(), model)
+    dtype = faults.router_dtype or x.dtype
+    logits = F.linear(x.to(dtype), weights[f"{layer}.{ROUTER}"].to(dtype)).float()
+    bias = 0 if faults.router_bias is None else faults.router_bias[layer]
+    own = choose_experts(logits.detach() + bias, model)
     experts = own if given is None else given
     shares = expert_weights(logits, experts, model).to(x.dtype)
     routing.experts.append(experts)

@@ -160,6 +160,60 @@ class MissedSync(Regime):
         return replace(engine, parts=(history.ago(missed),))
 
 
+@register_regime("partial_sync")
+@dataclass(frozen=True)
+class PartialSync(Regime):
+    """Some of the weights stay what they were at the start.
+
+    Attributes:
+        layers: the first of them, whose weights do not arrive; -1 for all but the embedding, the norm and the head.
+        names: ends of the names of weights, of which only those do not arrive; none for all of those layers.
+    """
+
+    stands_for: ClassVar[str] = "a weight sync that loses some names: a bucket, a layer, experts under another name"
+
+    layers: int = 1
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(self, "layers", self.layers >= -1, "must be at least -1")
+
+    @property
+    def reach(self) -> int:
+        return MOST_MISSED
+
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
+        first = history.ago(MOST_MISSED)
+        stays = {name: value for name, value in first.items() if self._stays(name)}
+        return replace(engine, parts=tuple({**part, **stays} for part in engine.parts))
+
+    def _stays(self, name: str) -> bool:
+        layer, _, end = name.rpartition(".")
+        return bool(layer) and (self.layers == -1 or int(layer) < self.layers) and (not self.names or end in self.names)
+
+
+@register_regime("scaled_update")
+@dataclass(frozen=True)
+class ScaledUpdate(Regime):
+    """What training has changed arrives multiplied by a factor."""
+
+    stands_for: ClassVar[str] = "a LoRA that is merged or served with another alpha / rank than it was trained with"
+
+    scale: float = 2.0
+
+    @property
+    def reach(self) -> int:
+        return MOST_MISSED
+
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
+        first = history.ago(MOST_MISSED)
+        parts = (
+            {name: first[name] + self.scale * (now - first[name]) for name, now in part.items()}
+            for part in engine.parts
+        )
+        return replace(engine, parts=tuple(parts))
+
+
 @register_regime("quantized")
 @dataclass(frozen=True)
 class Quantized(Regime):
@@ -250,3 +304,135 @@ class WrongTemperature(Regime):
 
     def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
         return replace(engine, temperature=self.temperature)
+
+
+@register_regime("raw_log_probs")
+@dataclass(frozen=True)
+class RawLogProbs(Regime):
+    """The rollout samples as the training engine computes, and returns log-probabilities of another temperature."""
+
+    stands_for: ClassVar[str] = (
+        "log-probs from before the temperature (vLLM's raw_logprobs), with a temperature other than 1"
+    )
+
+    temperature: float = 1.3
+
+    def __post_init__(self) -> None:
+        require(self, "temperature", self.temperature > 0, "must be above 0")
+
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
+        return replace(engine, reported=self.temperature)
+
+
+@register_regime("router_dtype")
+@dataclass(frozen=True)
+class RouterDtype(Regime):
+    """The rollout's routers compute in bfloat16, all else in float32."""
+
+    stands_for: ClassVar[str] = "routers in bfloat16 in one engine and in float32 in the other"
+
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
+        return replace(engine, faults=replace(engine.faults, router_dtype=torch.bfloat16))
+
+
+@register_regime("router_bias")
+@dataclass(frozen=True)
+class RouterBias(Regime):
+    """The rollout chooses experts with a bias that the training engine does not have.
+
+    Attributes:
+        scale: standard deviation of the bias, in logits.
+    """
+
+    stands_for: ClassVar[str] = "a bias for the choice of experts (e_score_correction_bias) that one engine drops"
+
+    scale: float = 0.5
+
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
+        routers = [weight for name, weight in engine.parts[0].items() if name.endswith(f".{ROUTER}")]
+        generator = torch.Generator().manual_seed(0)
+        bias = self.scale * torch.randn(len(routers), len(routers[0]), generator=generator)
+        return replace(engine, faults=replace(engine.faults, router_bias=bias))
+
+
+@register_regime("wrong_weights")
+@dataclass(frozen=True)
+class WrongWeights(Regime):
+    """The experts of a layer stand in another order, or a layer has the experts of its neighbour.
+
+    Attributes:
+        layer: which one.
+        kind: `permuted` experts, or those of the `neighbour` layer.
+    """
+
+    stands_for: ClassVar[str] = "weights converted wrongly: experts in another order, another layer's tensor"
+
+    layer: int = 0
+    kind: str = "permuted"
+
+    def __post_init__(self) -> None:
+        require_one_of(self, "kind", ("permuted", "neighbour"))
+
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
+        return replace(engine, parts=tuple(self._changed(part) for part in engine.parts))
+
+    def _changed(self, weights: Weights) -> Weights:
+        changed = dict(weights)
+        for end in EXPERTS:
+            name = f"{self.layer}.{end}"
+            if self.kind == "neighbour":
+                changed[name] = weights[f"{self.layer - 1 if self.layer else 1}.{end}"]
+            else:
+                changed[name] = weights[name].roll(1, 0)
+        return changed
+
+
+@register_regime("packed_leak")
+@dataclass(frozen=True)
+class PackedLeak(Regime):
+    """Tokens of a response attend to the sequence before theirs as well."""
+
+    stands_for: ClassVar[str] = "packed sequences without a mask between them; a prefix cache of another prompt"
+
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
+        return replace(engine, faults=replace(engine.faults, leaks=True))
+
+
+@register_regime("positions_off")
+@dataclass(frozen=True)
+class PositionsOff(Regime):
+    """The response's tokens stand one place further than in the training engine."""
+
+    stands_for: ClassVar[str] = "position ids off by one: padding, a prompt's end, a cut turn"
+
+    places: int = 1
+
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
+        return replace(engine, faults=replace(engine.faults, positions_off=self.places))
+
+
+@register_regime("respelled")
+@dataclass(frozen=True)
+class Respelled(Regime):
+    """A share of the sampled tokens is another one in training."""
+
+    stands_for: ClassVar[str] = "retokenisation: text that is decoded and encoded again between rollout and training"
+
+    share: float = 0.01
+
+    def __post_init__(self) -> None:
+        require(self, "share", 0 < self.share < 1, "must be between 0 and 1")
+
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
+        return replace(engine, respelled=self.share)
+
+
+@register_regime("misrouted")
+@dataclass(frozen=True)
+class Misrouted(Regime):
+    """A trajectory comes with the experts of the one before it."""
+
+    stands_for: ClassVar[str] = "routes that are replayed for other tokens: rows in another order, a cut that is off"
+
+    def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
+        return replace(engine, misrouted=True)

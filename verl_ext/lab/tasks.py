@@ -41,6 +41,33 @@ class TaskSettings:
         require(self, "digits", self.digits >= 1, "must be at least 1")
 
 
+@dataclass(frozen=True)
+class GraderSettings:
+    """The `lab.grader` node: what is wrong with the rewards.
+
+    Attributes:
+        noise: share of the rewards in whose place a random one from 0 to 1 stands.
+        length: added for each token of a response, whether right or wrong.
+        constant: whether every response gets the same reward.
+    """
+
+    noise: float = 0.0
+    length: float = 0.0
+    constant: bool = False
+
+    def __post_init__(self) -> None:
+        require(self, "noise", 0 <= self.noise <= 1, "must be from 0 to 1")
+
+    def grade(self, right: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
+        """Rewards [B] in the place of the `right` ones."""
+        if self.constant:
+            return torch.full_like(right, 0.5)
+        if self.noise:
+            drawn, other = torch.rand(2, len(right), generator=generator)
+            right = other.where(drawn < self.noise, right)
+        return right + self.length * lengths
+
+
 def draw(task: TaskSettings, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Prompts [count, n + 1], which end with ASK, and their answers [count, n + 1], which end with END."""
     digits = torch.randint(0, BASE, (count, task.digits), generator=generator)

@@ -135,9 +135,12 @@ class Training:
         batch = self._rollout(number)
         self._watch(number, batch)
         metrics: dict[str, float] = {
-            "critic/score/mean": batch.rewards.mean().item(),
-            "response_length/mean": batch.sampled.mask.sum(1).float().mean().item(),
+            **summary("critic/score", batch.rewards),
+            **summary("response_length", lengths := batch.sampled.mask.sum(1).float()),
+            "response_length/clip_ratio": (lengths == lengths.max()).float().mean().item(),
         }
+        if batch.lag is not None:
+            metrics["training/off_policy/trajectory_staleness/mean"] = batch.lag.newest.float().mean().item()
         scored = self.learner.score_old(batch)
         metrics["actor/entropy"] = batch.packed(scored.entropy).mean().item()
         agreement_N = None
@@ -149,6 +152,7 @@ class Training:
         ours = StepBatch(batch, batch.tokens(scored, agreement_N), fields)
         step.measure(ours, metrics)
         fields[names.ADVANTAGES] = self._advantages(batch)
+        metrics |= summary("critic/advantages", batch.packed(fields[names.ADVANTAGES]))
         outcome = step.settle(ours, metrics)
         if outcome.refused is None:
             if self.setup.config.actor_rollout_ref.actor.use_kl_loss:
@@ -175,7 +179,9 @@ class Training:
         sampled = sample_responses(engine, self.setup.lab.model, prompts, length, self._samples, head)
         keys = [f"{number}-{row // n}_{row % n}_0" for row in range(len(prompts))]
         lag = Lag(*(torch.full((len(keys),), ago) for ago in engine.lag)) if engine.lag else None
-        return LabBatch(prompts, sampled, rewards(sampled.responses, answers), keys, lag)
+        right = rewards(sampled.responses, answers)
+        graded = self.setup.lab.grader.grade(right, sampled.mask.sum(1) / length, self._samples)
+        return LabBatch(prompts, sampled, graded, keys, lag)
 
     def _fields(self, batch: LabBatch, scored: Scores, agreement_N: Tensor | None) -> dict[str, Tensor]:
         """What the update reads of a batch as it was scored, [B, T] by name."""
@@ -231,3 +237,8 @@ class Training:
             with checkpoints.saving(self.guard, self.setup.config, number):
                 folder = checkpoints.folder_of(self.setup.config.trainer.default_local_dir, number)
                 self.policy.save_checkpoint(folder / "actor")
+
+
+def summary(name: str, values: Tensor) -> dict[str, float]:
+    """`name`/mean, max and min, as verl logs them."""
+    return {f"{name}/{kind}": getattr(values, kind)().item() for kind in ("mean", "max", "min")}

@@ -13,7 +13,7 @@ from torch import Tensor
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import require
 from verl_ext.lab.model import ModelSettings, RolloutEngine, Routing, forward, init_weights, sample_responses
-from verl_ext.lab.tasks import VOCABULARY, TaskSettings, draw, rewards
+from verl_ext.lab.tasks import VOCABULARY, GraderSettings, TaskSettings, draw, rewards
 
 LOOK_EVERY, SAMPLED = 10, 128  # steps between looks at the reward, and answers that one takes
 
@@ -46,6 +46,7 @@ class LabSettings:
     model: ModelSettings = field(default_factory=ModelSettings)
     task: TaskSettings = field(default_factory=TaskSettings)
     warm_up: WarmUpSettings = field(default_factory=WarmUpSettings)
+    grader: GraderSettings = field(default_factory=GraderSettings)
 
 
 def warm_up(lab: LabSettings, length: int, seed: int, folder: Path) -> dict[str, Tensor]:
@@ -57,7 +58,8 @@ def warm_up(lab: LabSettings, length: int, seed: int, folder: Path) -> dict[str,
     Raises:
         ConfigError: the reward was not reached.
     """
-    settings = json.dumps([asdict(lab), length, seed], sort_keys=True)
+    model = {name: value for name, value in asdict(lab).items() if name != "grader"}
+    settings = json.dumps([model, length, seed], sort_keys=True)
     file = folder / f"{zlib.crc32(settings.encode()):08x}-{seed}.pt"
     if file.exists():
         return torch.load(file)

@@ -29,6 +29,7 @@ LEAST_SPAN = {"log": np.log(2.0), "share": 0.01}
 LEAST_RELATIVE_SPAN = 0.02
 COLOURS = {
     "healthy": "green",
+    "suspect": "yellow",
     "drifting": "yellow",
     "past the boundary": "red",
     "collapsed": "red",
@@ -198,6 +199,11 @@ class Dashboard:
             return
         yield f"{heading}: {verdict.state}", f"bold {COLOURS[verdict.state]}"
         yield from ((sentence, "") for sentence in (verdict.sentence, *verdict.why))
+        for place, suspect in enumerate(verdict.suspects):
+            yield f"{'likely cause' if place == 0 else 'or'}: {suspect.cause.title}", "" if place else "bold"
+            yield from ((f"+ {text}", "") for text in suspect.speaks_for)
+            yield from ((f"- {text}", "dim") for text in suspect.speaks_against)
+            yield f"check: {suspect.cause.check}", ""
         if first := verdict.first:
             yield from (("", ""), ("Do this first: start the run again with", "bold"), (first.text, "bold"))
             yield first.sentence, ""

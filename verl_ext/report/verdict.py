@@ -10,20 +10,24 @@ the first of these that holds:
                         5 % of the tokens are dropped, or ever fewer while the gap grows; the reward lost most of what
                         it had gained; or the guard lately rolled back or stopped
     not enough data     fewer than 8 readings of the gap
+    suspect             a cause other than rounding is named (`guard.diagnosis`), or the gap is large and none is
     healthy             none of them
+
+The likeliest causes come with every state, and what mends the first of them is advised first.
 
 Of what helps, one thing comes first, the most useful one. What only measures comes last, unless nothing is wrong. Which
 change helps follows docs/methods.md, "Which one, when", and the runs of docs/lab.md.
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from verl_ext.base.metrics import is_of_the_gap
 from verl_ext.guard.collapse import GRADIENT, Collapse
+from verl_ext.guard.diagnosis import LARGE, READ, Suspect, diagnose
 from verl_ext.guard.forecast import FEWEST, HORIZON
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.report.run import Run, Series
@@ -52,7 +56,7 @@ from verl_ext.report.signals import (
     staleness,
 )
 
-State = Literal["stopped", "collapsed", "healthy", "drifting", "past the boundary", "not enough data"]
+State = Literal["stopped", "collapsed", "healthy", "suspect", "drifting", "past the boundary", "not enough data"]
 
 WINDOW = 10  # steps of which most were skipped, for a run that no longer learns
 RISE = 25.0  # times the k3 of the run's best stretch: 5 times the mean gap of a token, which the guard calls a jump
@@ -63,6 +67,10 @@ TOO_MANY_DROPPED = 0.05  # share of tokens; IcePop's authors saw 0.001 to 0.002
 TOO_FAR = "The engines have come apart so far that updates no longer follow the rollouts."
 TOO_OLD = "The rollouts are so much older than the policy that updates no longer follow them."
 DEFAULT_RATE = 1e-6  # of verl's actor
+MOST_SUSPECTS = 3
+CORRECTING = ("stability=r3", "stability=icepop", "stability=kpop", "precision=")  # mends nothing that is a fault
+MENDED_BY_CORRECTION = ("quantized", "router_bias")
+KNOWN_ADVICE = ("old_weights", "learning_rate", "two_precisions")  # for which the run's own numbers decide what to do
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,7 @@ class RunVerdict:
         why: what warned of it before, then what explains it; one sentence each.
         overrides: what to do, the most useful first.
         evidence: what else the metrics say.
+        suspects: the likeliest causes, the first one first.
     """
 
     state: State
@@ -101,11 +110,13 @@ class RunVerdict:
     why: tuple[str, ...]
     overrides: tuple[Override, ...]
     evidence: tuple[str, ...]
+    suspects: tuple[Suspect, ...] = ()
 
     @property
     def first(self) -> Override | None:
-        """The one thing to do; None where nothing is known to be wrong."""
-        return self.overrides[0] if self.overrides and self.state not in ("healthy", "not enough data") else None
+        """The one thing to do; None where nothing is known to be wrong, or nobody knows what."""
+        idle = self.state in ("healthy", "not enough data") or (self.state == "suspect" and not self.suspects)
+        return None if idle or not self.overrides else self.overrides[0]
 
     @property
     def others(self) -> tuple[Override, ...]:
@@ -114,7 +125,7 @@ class RunVerdict:
 
 def judge_run(run: Run) -> RunVerdict:
     """The verdict on a run as far as it has come."""
-    found = _verdict_of_metrics(run)
+    found = _with_suspects(run, _verdict_of_metrics(run))
     stop = next((event for event in run.events if event.action == "stop" and event.step >= run.steps[-1]), None)
     if stop is None:
         return found
@@ -123,7 +134,7 @@ def judge_run(run: Run) -> RunVerdict:
         tuple(sentence for sentence in sentences if sentence != told)
         for sentences in ((found.sentence, *found.why), found.evidence)
     )
-    return RunVerdict("stopped", told, why, found.overrides, evidence)
+    return replace(found, state="stopped", sentence=told, why=why, evidence=evidence)
 
 
 def _verdict_of_metrics(run: Run) -> RunVerdict:
@@ -141,6 +152,43 @@ def _verdict_of_metrics(run: Run) -> RunVerdict:
             "not enough data", _missing_sentence(k3), why, tuple(_measuring_overrides(run)), tuple(_surroundings(run))
         )
     return _healthy_verdict(run)
+
+
+def _with_suspects(run: Run, found: RunVerdict) -> RunVerdict:
+    """The verdict with the likeliest causes, and with what mends the first of them before all other advice."""
+    series = {
+        name: np.column_stack([finite.steps, finite.values])
+        for name, logged in run.metrics.items()
+        if name.startswith(READ) and (finite := logged.finite()).steps.size
+    }
+    suspects = tuple(diagnose(series)[:MOST_SUSPECTS])
+    found = replace(found, suspects=suspects)
+    first = suspects[0] if suspects and not suspects[0].harmless else None
+    if found.state == "healthy":
+        k3 = gap_of(run)
+        if first is not None:
+            sentence = f"The reward holds, but something is wrong: {_lower_first(first.cause.title)}."
+        elif k3 is None or suspects or (staleness(run) > STALE and not k3.alone):  # of old rollouts, the age is known
+            return found
+        elif (now := now_of(k3.series)) > LARGE:
+            sentence = f"The reward holds, but {k3.name} is {now:.2g}, and nothing that was measured explains it."
+        else:
+            return found
+        held = found.sentence.removeprefix("The run is healthy: ")
+        held = held if held.startswith("k3") else f"{held[:1].upper()}{held[1:]}"
+        found = replace(found, state="suspect", sentence=sentence, why=(held, *found.why))
+    if first is None or first.cause.name in KNOWN_ADVICE or not first.cause.override:
+        return found
+    change = Override(first.cause.override, first.cause.title)
+    if found.state == "collapsed" and (fall := fall_of(run)):
+        change = _with_checkpoint(run, change, fall.sound)
+    idle = () if first.cause.name in MENDED_BY_CORRECTION else CORRECTING
+    others = tuple(each for each in found.overrides if each.text != change.text and not each.text.startswith(idle))
+    return replace(found, overrides=(change, *others))
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
 
 
 def _collapse_verdict(run: Run, fall: Fall) -> RunVerdict:

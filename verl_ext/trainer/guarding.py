@@ -15,6 +15,7 @@ import orjson
 from verl_ext.base.errors import GuardStopError, HookError
 from verl_ext.base.metrics import is_rare
 from verl_ext.features.stability import StabilityConfig
+from verl_ext.guard.diagnosis import Diagnosis
 from verl_ext.guard.guard import LR_SCALE, Guard
 from verl_ext.guard.state import Decision, Event
 from verl_ext.trainer import checkpoints
@@ -47,11 +48,13 @@ class GuardActions:
     Attributes:
         events: the file of decisions, a JSON line each, once the run trains.
         stop: the event for which the run ends before its next step, if there is one.
+        diagnosis: of the run since it began or was resumed.
     """
 
     def __init__(self, guard: Guard, root: str):
         self.events: LineFile | None = None
         self.stop: Event | None = None
+        self.diagnosis = Diagnosis()
         self._guard, self._root = guard, root
         self._updated_steps = 0
 
@@ -98,15 +101,22 @@ class GuardActions:
     def judge_logged(self, metrics: Mapping[str, float]) -> None:
         """Judge what verl logs last, after it has saved a checkpoint."""
         self.carry_out(self._guard.judge_late(metrics))
+        if (named := self.diagnosis.add(self._guard.step, metrics)) is not None:
+            self._tell(named)
         self._require_signals(metrics)
 
     def stop_if_asked(self) -> None:
         if self.stop is not None:
-            raise GuardStopError(f"the guard stopped the run: {self.stop.reason}; {self._good_checkpoint()}")
+            suspects = self.diagnosis.look()
+            cause = f" Likely cause: {suspects[0].cause.title}; {suspects[0].advice}." if suspects else ""
+            raise GuardStopError(f"the guard stopped the run: {self.stop.reason}; {self._good_checkpoint()}.{cause}")
 
     def end_run(self) -> None:
-        """What was decided in the last step and finds no next one."""
+        """Tell the likeliest cause, and what was decided in the last step and finds no next one."""
         self.stop_if_asked()
+        if (suspects := self.diagnosis.look()) and not suspects[0].harmless:
+            first = suspects[0]
+            print(f"verl_ext: likely cause: {first.cause.title} ({first.reasons}); {first.advice}", flush=True)
         if due := self._guard.state.rollback_due:
             print(f"verl_ext: the run ended with a rollback due: {due}; {self._good_checkpoint()}", flush=True)
 

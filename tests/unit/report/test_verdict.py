@@ -248,10 +248,13 @@ RUNS = sorted((ROOT / "recipes" / "collapse" / "runs").glob("*/*/seed*"))
 @pytest.mark.parametrize("folder", RUNS, ids=lambda folder: "/".join(folder.parts[-3:]))
 def test_every_recorded_run_has_the_state_that_its_recipe_tells(folder):
     regime, arm = folder.parts[-3:-1]
-    states = {"none": "collapsed", "exact": "healthy"} if regime == "stale" else {"none": "healthy", "r3": "healthy"}
+    states = {"none": "collapsed", "exact": "healthy"} if regime == "stale" else {"none": "suspect", "r3": "suspect"}
+    # These logs were cut down to thirteen metrics: what replay leaves of the gap of fp4 has no mark in them.
+    cause = {"exact": "", "r3": ""}.get(arm, "old_weights" if regime == "stale" else "quantized")
     verdict = judge_run(read_run(folder))
     assert verdict.state == states.get(arm, "past the boundary")
-    assert (verdict.first is None) == (verdict.state == "healthy")
+    assert [suspect.cause.name for suspect in verdict.suspects] == [cause] * bool(cause)
+    assert (verdict.first is None) == (cause == "")
     if verdict.state == "past the boundary":
         assert verdict.first.text == "stability=opsm stability.batch_skip.threshold=null"
 
@@ -463,7 +466,7 @@ def test_what_old_rollouts_add_to_k3_is_not_the_engines():
     )
     assert judge_run(make(old | {"vllm_kl/engine/k3": QUIET})).evidence == verdict.evidence
     few = judge_run(make(old | {"vllm_kl/k3/lag/0": QUIET[:7]}))
-    assert few.sentence.startswith("The run is healthy: k3 is 0.02, ")
+    assert few.sentence.startswith("The run is healthy: k3 is 0.02, "), "their age is known"
     assert "part of the gap is the policy's own" in few.evidence[0]
 
 

@@ -1,0 +1,159 @@
+"""The causes that the marks of a run point to, on made-up runs with one cause's marks each."""
+
+import numpy as np
+import pytest
+
+from verl_ext.guard.diagnosis import CAUSES, LEAST, LOOK_EVERY, LOOKS, Diagnosis, Marks, diagnose
+
+STEPS = 100
+LEARNS = {"critic/score/mean": (0.4, 0.9), "actor/entropy": (0.3, 0.1), "actor/grad_norm": (0.5, 0.5)}
+EQUAL = {"router/agreement": 1.0, "router/own_agreement": 1.0}
+
+
+def routers(first, last, own=None):
+    """Agreement of two layers, their mean, and the same of the training router's own choice."""
+    mean = (first + last) / 2
+    layers = {"router/agreement/layer_00": first, "router/agreement/layer_01": last}
+    return layers | {"router/agreement": mean, "router/own_agreement": mean if own is None else own}
+
+
+def by_probability(*shares, k3=0.01):
+    """k1 of each bucket as a share of sqrt(2 k3)."""
+    names = ("0-0.01", "0.01-0.1", "0.1-0.5", "0.5-0.9", "0.9-")
+    levels = {f"vllm_kl/k1/prob/{name}": share * (2 * k3) ** 0.5 for name, share in zip(names, shares, strict=True)}
+    return levels | {f"vllm_kl/k3/prob/{name}": k3 for name in names}
+
+
+def gap(k3, k1=None, size=None, most=3.0):
+    """The gap's metrics: k1 is k3 where k averages 1; `most` is the largest gap of a trajectory over the mean."""
+    size = k3**0.5 if size is None else size
+    return {
+        "vllm_kl/k3": k3,
+        "vllm_kl/k1": k3 if k1 is None else k1,
+        "vllm_kl/log_ratio_abs_mean": size,
+        "vllm_kl/sequence_gap_mean": size / 4,
+        "vllm_kl/sequence_gap_max": most * size / 4,
+    }
+
+
+def arrived(low, high):
+    return {"sync/arrived_low": low, "sync/arrived_high": high}
+
+
+def grown(**levels):
+    """The gap's metrics as they become when it comes with the updates."""
+    return {name: (value * 1e-6, value) for name, value in gap(**levels).items()}
+
+
+SMALL = gap(1e-14)
+# What a run with this cause shows, as constants or as (first, last).
+SHOWN = {
+    "old_weights": grown(k3=0.5) | {"training/off_policy/trajectory_staleness/mean": 8.0},
+    "lost_sync": grown(k3=0.5) | arrived(0.0, 0.0),
+    "partial_sync": grown(k3=0.2) | arrived(0.1, 0.6),
+    "scaled_update": grown(k3=0.2) | arrived(0.45, 0.55),
+    "two_precisions": gap(5e-4) | routers(0.997, 0.994),
+    "quantized": gap(0.05) | routers(0.93, 0.88) | by_probability(0.3, 0.4, 0.5, 0.4, 0.1),
+    "router_bias": gap(0.1) | routers(0.83, 0.84) | {"router/gap_differs": 0.5, "router/gap_equal": 0.01},
+    "wrong_weights": gap(1.5) | routers(1.0, 0.45),
+    "positions": gap(5.0, most=1.4) | routers(0.5, 0.45),
+    "leak": gap(0.6, size=0.6, most=11) | routers(0.97, 0.95),
+    "respelled": gap(0.3, size=0.1, most=12) | routers(0.993, 0.993),
+    "wrong_routes": gap(0.1) | routers(1.0, 1.0, own=0.36),
+    "temperature": gap(0.012, size=0.05) | EQUAL | by_probability(1.2, 1.0, 0.0, -0.9, -0.8),
+    "truncated": gap(4e-4, k1=0.02, size=0.02) | EQUAL | by_probability(0.9, 0.9, 0.9, 0.8, 0.7, k3=4e-4),
+    "raw_log_probs": gap(0.01, k1=-0.02, size=0.05) | EQUAL | by_probability(1.2, 1.0, 0.1, -0.9, -0.8),
+    "learning_rate": SMALL | {"critic/score/mean": (0.6, 0.01)},
+    "entropy_collapse": SMALL | {"critic/score/mean": (0.2, 0.2), "actor/entropy": (0.8, 0.02)},
+    "hacked_reward": SMALL | {"response_length/mean": (17.0, 47.0), "response_length/clip_ratio": 0.97},
+    "noisy_reward": SMALL | {"critic/score/mean": (0.5, 0.48), "actor/entropy": (0.3, 0.6)},
+    "no_signal": SMALL | {"critic/advantages/max": 0.0, "actor/grad_norm": 0.0, "critic/score/mean": (0.5, 0.5)},
+}
+
+
+def series(shown, steps=STEPS, first=1):
+    """Readings of each metric with noise of 2 %: constant, or moved from the first value to the last by a third."""
+    draw = np.random.default_rng(0)
+    found = {}
+    for name, level in (LEARNS | shown).items():
+        begin, end = level if isinstance(level, tuple) else (level, level)
+        share = np.clip(np.arange(steps) / (steps / 3), 0, 1)
+        noise = 1 + 0.02 * draw.standard_normal(steps)
+        values = begin + (end - begin) * share
+        values = 1 - (1 - values) * noise if name.startswith(("router/agr", "router/own")) else values * noise
+        found[name] = [*zip(range(first, first + steps), values, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_marks_of_a_cause_name_it_first(cause):
+    found = diagnose(series(SHOWN[cause]))
+    assert [suspect.cause.name for suspect in found[:1]] == [cause]
+    assert found[0].points >= LEAST and found[0].speaks_for and found[0].cause.check
+    assert found[0].reasons and "check" in found[0].advice
+
+
+def test_a_run_that_learns_with_equal_engines_has_no_suspect():
+    assert diagnose(series(SMALL | EQUAL)) == []
+    assert diagnose(series({})) == [], "nothing but a reward that rises"
+    assert diagnose({}) == []
+
+
+def test_a_few_readings_say_nothing():
+    shown = series(SHOWN["truncated"], steps=7)
+    assert diagnose(shown) == []
+
+
+def test_rounding_is_harmless_as_long_as_it_is_small():
+    (first, *_) = diagnose(series(SHOWN["two_precisions"]))
+    assert first.harmless
+    (first, *_) = diagnose(series(SHOWN["quantized"]))
+    assert not first.harmless
+
+
+def test_what_was_not_measured_is_told():
+    """From verl's own metrics alone a cut distribution is seen; what would tell more is named."""
+    plain = {"rollout_corr/kl": 0.02, "rollout_corr/k3_kl": 4e-4}
+    (first, *_) = diagnose(series(plain))
+    assert first.cause.name == "truncated"
+    assert "stability.router_agreement=true" in first.missing and "stability.breakdown=true" in first.missing
+
+
+def test_a_gap_that_comes_slowly_is_not_taken_for_a_lost_sync():
+    """A run whose engines come apart step by step, as in IcePop's appendix."""
+    steps = np.arange(STEPS)
+    shown = series({})
+    shown["vllm_kl/k3"] = [*zip(steps + 1, 1e-4 * np.exp(0.07 * steps), strict=True)]
+    assert "lost_sync" not in [suspect.cause.name for suspect in diagnose(shown)]
+
+
+def test_a_resumed_run_does_not_know_what_its_gap_was_at_once():
+    assert Marks(series(SHOWN["quantized"], first=51)).at_once is None
+    assert Marks(series(SHOWN["quantized"])).at_once == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize("shown", SHOWN.values(), ids=SHOWN)
+def test_any_missing_metric_is_borne(shown):
+    whole = series(shown)
+    for name in whole:
+        diagnose({other: found for other, found in whole.items() if other != name})
+
+
+def test_a_run_names_a_cause_once_after_some_looks():
+    diagnosis, events = Diagnosis(), []
+    shown = series(SHOWN["truncated"])
+    for step in range(1, STEPS + 1):
+        metrics = {name: dict(found)[step] for name, found in shown.items()}
+        events.append(diagnosis.add(step, metrics | {"vllm_kl/k3/turn/00": float("nan")}))
+    (told,) = filter(None, events)
+    assert (told.rule, told.action) == ("diagnosis", "warn")
+    assert told.step <= 10 + LOOKS * LOOK_EVERY and "cuts its distribution" in told.reason
+    assert diagnosis.look()[0].cause.name == "truncated"
+
+
+def test_harmless_rounding_is_not_told():
+    diagnosis = Diagnosis()
+    shown = series(SHOWN["two_precisions"])
+    for step in range(1, STEPS + 1):
+        assert diagnosis.add(step, {name: dict(found)[step] for name, found in shown.items()}) is None
+    assert diagnosis.suspects[0].cause.name == "two_precisions"

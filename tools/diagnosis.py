@@ -1,0 +1,301 @@
+"""How often the diagnosis names the right cause: runs of the lab with one planted cause each, and who was accused.
+
+    python tools/diagnosis.py run [--runs 8]     make the runs that are not there yet; 40 minutes a core
+    python tools/diagnosis.py judge              judge them, and print docs/diagnosis.md's tables
+
+Each run of a cause has a task, a model, a learning rate and a severity of its own, drawn by its number. The points of
+`verl_ext.guard.diagnosis` were chosen on the set `development` and on the runs of `held_out` before FIRST; the tables
+are of those from FIRST on, which no rule was chosen on.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+
+from verl_ext.guard.diagnosis import Diagnosis, diagnose
+from verl_ext.lab.arms import Arm
+from verl_ext.lab.grid import GridCell, run_missing
+
+STEPS = 150
+FIRST = {"development": 0, "held_out": 5}  # the number of the first run that is judged
+COMMON = (
+    *("+lab=grpo", "stability=none", "stability.metrics=true", "stability.breakdown=true"),
+    *("stability.router_agreement=true", "stability.sync_canary.trajectories=8", "stability.sync_canary.every=5"),
+    f"trainer.total_training_steps={STEPS}",
+)
+LR = "actor_rollout_ref.actor.optim.lr"
+REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3"
+# What a run may differ by, whatever its cause.
+SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "development": {
+        "lab.task.name": ("prefix_sums", "reverse"),
+        "lab.model.layers": ("2", "3"),
+        "lab.model.experts": ("8", "16"),
+        LR: ("1.0e-3", "5.0e-4"),
+        "actor_rollout_ref.actor.ppo_mini_batch_size": ("8", "4"),
+    },
+    "held_out": {
+        "lab.task.name": ("prefix_sums", "reverse", "sort"),
+        "lab.model.layers": ("2", "3", "4"),
+        "lab.model.experts": ("8", "12", "24"),
+        LR: ("1.0e-3", "7.0e-4", "4.0e-4"),
+        "actor_rollout_ref.actor.ppo_mini_batch_size": ("8", "4", "2"),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A cause as it is planted.
+
+    Attributes:
+        cause: its name in `verl_ext.guard.diagnosis`; "" for a sound run.
+        regime: of the lab.
+        development, held_out: overrides of each severity, separated by blanks; drawn in turn.
+        always: overrides of every run of it.
+    """
+
+    cause: str
+    regime: str
+    development: tuple[str, ...] = ("",)
+    held_out: tuple[str, ...] = ("",)
+    always: tuple[str, ...] = ()
+
+    def overrides(self, which: str, number: int) -> tuple[str, ...]:
+        severities = self.development if which == "development" else self.held_out
+        return (*self.always, *severities[number % len(severities)].split())
+
+
+def each(setting: str, *values: object) -> tuple[str, ...]:
+    return tuple(f"{setting}={value}" for value in values)
+
+
+PLANTED: dict[str, Planted] = {
+    "sound": Planted("", ""),
+    "sound_noisy": Planted(
+        "",
+        "",
+        always=("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "lab.grader.noise=0.2"),
+    ),
+    "two_precisions": Planted("two_precisions", "bf16"),
+    "quantized": Planted(
+        "quantized",
+        "quantized",
+        (*each("lab.quantized.format", "fp4", "fp8", "int4"), "lab.quantized.router=false"),
+        ("lab.quantized.group=16", "lab.quantized.format=fp8 lab.quantized.router=false", "lab.quantized.format=int4"),
+    ),
+    "old_weights": Planted("old_weights", "stale", each("lab.stale.lag", 8, 32), each("lab.stale.lag", 6, 12, 24, 48)),
+    "lost_sync": Planted(
+        "lost_sync",
+        "missed_sync",
+        each("lab.missed_sync.update", 0, 30, 60),
+        each("lab.missed_sync.update", 0, 20, 45, 75),
+    ),
+    "partial_sync": Planted(
+        "partial_sync",
+        "partial_sync",
+        ("lab.partial_sync.layers=1", "lab.partial_sync.layers=-1 lab.partial_sync.names=[up,down]"),
+        (
+            "lab.partial_sync.layers=2",
+            "lab.partial_sync.layers=1 lab.partial_sync.names=[up,down,router]",
+            "lab.partial_sync.layers=-1 lab.partial_sync.names=[qkv,out]",
+        ),
+    ),
+    "scaled_update": Planted(
+        "scaled_update",
+        "scaled_update",
+        each("lab.scaled_update.scale", 2.0, 0.5),
+        each("lab.scaled_update.scale", 1.5, 0.3, 3.0, 0.6),
+    ),
+    "router_dtype": Planted("two_precisions", "router_dtype"),  # metrics do not tell which part has another dtype
+    "router_bias": Planted(
+        "router_bias",
+        "router_bias",
+        each("lab.router_bias.scale", 0.5, 1.0),
+        each("lab.router_bias.scale", 0.3, 0.7, 1.5),
+    ),
+    "wrong_weights": Planted(
+        "wrong_weights",
+        "wrong_weights",
+        ("", "lab.wrong_weights.layer=1", "lab.wrong_weights.kind=neighbour"),
+        ("", "lab.wrong_weights.layer=1", "lab.wrong_weights.layer=1 lab.wrong_weights.kind=neighbour"),
+    ),
+    "temperature": Planted(
+        "temperature",
+        "wrong_temperature",
+        each("lab.wrong_temperature.temperature", 1.3, 0.8),
+        each("lab.wrong_temperature.temperature", 1.15, 0.7, 1.5, 0.9),
+    ),
+    "truncated": Planted(
+        "truncated",
+        "truncated",
+        ("", "lab.truncated.top_p=1.0 lab.truncated.top_k=2"),
+        ("lab.truncated.top_p=0.95", "lab.truncated.top_p=0.8", "lab.truncated.top_p=1.0 lab.truncated.top_k=3"),
+    ),
+    "raw_log_probs": Planted(
+        "raw_log_probs",
+        "raw_log_probs",
+        each("lab.raw_log_probs.temperature", 1.3, 0.8),
+        each("lab.raw_log_probs.temperature", 1.15, 0.7, 1.5, 0.9),
+    ),
+    "leak": Planted("leak", "packed_leak"),
+    "positions": Planted(
+        "positions", "positions_off", each("lab.positions_off.places", 1), each("lab.positions_off.places", 1, 2)
+    ),
+    "respelled": Planted(
+        "respelled",
+        "respelled",
+        each("lab.respelled.share", 0.01, 0.003),
+        each("lab.respelled.share", 0.005, 0.02, 0.002),
+    ),
+    "wrong_routes": Planted("wrong_routes", "misrouted", always=(REPLAY,)),
+    "learning_rate": Planted("learning_rate", "", each(LR, "1.0e-2"), each(LR, "2.0e-2", "7.0e-3", "1.2e-2")),
+    "entropy_collapse": Planted(
+        "entropy_collapse",
+        "",
+        each("actor_rollout_ref.actor.entropy_coeff", -10, -30),
+        each("actor_rollout_ref.actor.entropy_coeff", -15, -50),
+        ("lab.warm_up.reward=0.15",),  # a model that knows the answers only gets better by being certain
+    ),
+    "hacked_reward": Planted(
+        "hacked_reward",
+        "",
+        ("lab.grader.length=1.0",),
+        ("lab.grader.length=0.7", "lab.grader.length=2.0"),
+        ("data.max_response_length=48",),
+    ),
+    "noisy_reward": Planted("noisy_reward", "", each("lab.grader.noise", 0.8, 1.0), each("lab.grader.noise", 0.9, 1.0)),
+    "no_signal": Planted("no_signal", "", always=("lab.grader.constant=true",)),
+}
+
+
+def cells(which: str, runs: int, names: list[str]) -> Iterator[tuple[str, GridCell]]:
+    """(name, run) of each planted cause; the first of a cause come before the second of another."""
+    first = 0 if which == "development" else 1000
+    for number in range(FIRST[which], FIRST[which] + runs):
+        for name in names:
+            draw = random.Random(f"{which} {name} {number}")
+            drawn = {setting: draw.choice(values) for setting, values in SETTINGS[which].items()}
+            planted = PLANTED[name]
+            own = planted.overrides(which, number)
+            general = [
+                f"{key}={value}" for key, value in drawn.items() if not any(o.startswith(f"{key}=") for o in own)
+            ]
+            overrides = (*COMMON, *general, *own, f"lab.regimes=[{planted.regime}]")
+            yield name, GridCell(Arm(f"{name}/{number}", overrides), first + number, STEPS)
+
+
+Metrics = dict[str, list[tuple[int, float]]]
+VERLS = ("rollout_corr/", "training/", "critic/", "actor/", "response_length/")  # what verl 0.9.1 logs by itself
+ALIASES = {"vllm_kl/k1": "rollout_corr/kl", "vllm_kl/k3": "rollout_corr/k3_kl"}
+
+
+def read_metrics(file: Path) -> Metrics:
+    """The finite readings of each metric."""
+    found: Metrics = defaultdict(list)
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        for name, value in row["data"].items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                found[name].append((row["step"], float(value)))
+    return found
+
+
+def plain(metrics: Metrics) -> Metrics:
+    """What verl logs of the same run without the plugin, algorithm.rollout_correction on."""
+    renamed = {ALIASES.get(name, name): found for name, found in metrics.items()}
+    return {name: found for name, found in renamed.items() if name.startswith(VERLS)}
+
+
+def named_at(metrics: Metrics) -> tuple[list[tuple[int, str]], int]:
+    """The causes that a run tells while it runs, by step, and its number of steps."""
+    by_step: dict[int, dict[str, float]] = defaultdict(dict)
+    for name, found in metrics.items():
+        for step, value in found:
+            by_step[step][name] = value
+    watching, told = Diagnosis(), []
+    for step in sorted(by_step):
+        if watching.add(step, by_step[step]) is not None:
+            told.append((step, watching.suspects[0].cause.name))
+    return told, len(by_step)
+
+
+def judge(which: str, out: Path) -> None:
+    """Print the tables of docs/diagnosis.md: by planted cause, who came first, and how soon the run told it."""
+    first, second, plainly, total = (Counter[str]() for _ in range(4))
+    wrong: dict[str, Counter[str]] = defaultdict(Counter)
+    delays: dict[str, list[int]] = defaultdict(list)
+    alarms = steps_of_sound = 0
+    for name, planted in PLANTED.items():
+        folders = sorted((out / which / name).glob("*/seed*/done.json"))
+        for folder in (file.parent for file in folders if int(file.parents[1].name) >= FIRST[which]):
+            metrics = read_metrics(folder / "metrics.jsonl")
+            found = [suspect.cause.name for suspect in diagnose(metrics)]
+            told, steps = named_at(metrics)
+            total[name] += 1
+            first[name] += found[:1] == ([planted.cause] if planted.cause else [])
+            second[name] += (planted.cause in found[:2]) if planted.cause else not found
+            without = [suspect.cause.name for suspect in diagnose(plain(metrics))]
+            plainly[name] += without[:1] == ([planted.cause] if planted.cause else [])
+            if found[:1] != ([planted.cause] if planted.cause else []):
+                wrong[name][found[0] if found else "not known"] += 1
+            if planted.cause:
+                onset = onset_of(folder)
+                delays[name] += [step - onset for step, cause in told if cause == planted.cause][:1]
+            else:
+                alarms, steps_of_sound = alarms + len(told), steps_of_sound + steps
+    columns = ("planted", "runs", "first", "first two", "otherwise", "told after", "verl's metrics alone")
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for name in total:
+        others = ", ".join(f"{cause} {count}" for cause, count in wrong[name].items())
+        delay = f"{median(delays[name]):.0f} steps" if delays[name] else ""
+        row = (name, total[name], first[name], second[name], others, delay, plainly[name])
+        print(f"| {' | '.join(map(str, row))} |")
+    faulty = [name for name in total if PLANTED[name].cause]
+    runs = sum(total[name] for name in faulty)
+    one, two = (sum(count[name] for name in faulty) for count in (first, second))
+    print(
+        f"\nOf {runs} runs with a cause, it comes first in {one} ({one / runs:.1%}), among two in {two} ({two / runs:.1%})."
+    )
+    sound = [name for name in total if not PLANTED[name].cause]
+    accused, all_sound = (sum(total[name] - minus[name] for name in sound) for minus in (first, Counter[str]()))
+    print(f"Of {all_sound} sound runs, {accused} are accused; {alarms} alarms in {steps_of_sound} steps.")
+
+
+def onset_of(folder: Path) -> int:
+    """The step from which the planted cause acts: the last update that arrived, for a sync that is lost."""
+    overrides = json.loads((folder / "done.json").read_text())["settings"]["overrides"]
+    return next((int(each.rpartition("=")[2]) for each in overrides if each.startswith("lab.missed_sync.update")), 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "judge"))
+    parser.add_argument("--set", choices=tuple(SETTINGS), default="held_out")
+    parser.add_argument("--runs", type=int, default=8, help="of each cause (default: %(default)s)")
+    parser.add_argument("--causes", help="names, with commas between them (default: all)")
+    parser.add_argument("--jobs", type=int)
+    parser.add_argument("--out", type=Path, default=Path(".diagnosis"))
+    given = parser.parse_args()
+    if given.what == "judge":
+        judge(given.set, given.out)
+        return 0
+    names = given.causes.split(",") if given.causes else list(PLANTED)
+    wanted = [cell for _, cell in cells(given.set, given.runs, names)]
+    result = run_missing(wanted, given.out / given.set, given.jobs, Console(stderr=True))
+    for cell, error in result.failed.items():
+        print(f"{cell}: {error}", file=sys.stderr)
+    return int(bool(result.failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

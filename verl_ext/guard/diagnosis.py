@@ -1,0 +1,975 @@
+"""What is wrong with a run: the likeliest causes of its gap or of its fall, with what speaks for and against each.
+
+Causes leave marks of their own in the metrics. The most telling ones:
+
+- **Is the mean of k 1?** If l_infer is the log-probability with which a token was sampled, the mean of
+  k = exp(l_old - l_infer) over the sampled tokens is 1, whatever else is wrong: old weights, rounding, another router.
+  The metrics hold it as 1 + k3 - k1. A mean that is not 1 says that the rollout returned log-probabilities of another
+  distribution than it sampled from, or that training reads other tokens than were sampled.
+- **Was the gap there before the first update?** Then the engines compute differently from the same weights. If it
+  came with the updates, the weights of the updates did not arrive.
+- **How much gap comes with how much disagreement of the routers?** Rounding moves both a little. Another function
+  (another layer's weights, positions, a mask) moves probabilities much further than it moves routers. Where routers
+  agree, the difference lies behind the last of them: the head, the temperature, a cut of the distribution.
+- **Whose gap is it?** A few tokens', a few trajectories', or every token's.
+
+A cause gains points for a mark that it explains and loses points for one that it does not. It is named from LEAST
+points on, and causes are ranked by their points. The points were chosen on runs of the lab in which one cause was
+planted (the set `development` of tools/diagnosis.py). docs/diagnosis.md tells how often the right cause comes first in
+runs that no rule was chosen on.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from verl_ext.guard.collapse import ENTROPY, GRADIENT, K3, LENGTH, REWARD, Readings
+from verl_ext.guard.state import Event
+
+LEAST = 3.0  # points from which a cause is named
+FIRST, WINDOW = 3, 20  # readings: of the first updates, of a run's beginning and of its end
+APART = 1e-7  # k3 that float32 does not leave by itself
+LARGE = 0.01  # k3 past what bf16 and fp8 rollouts were published with; docs/diagnosis.md lists the sources
+FEWEST = 8  # readings before anything is said
+LOOK_EVERY, LOOKS = 5, 3  # steps between looks in a run, and looks in a row that name the same cause before it is told
+REMEMBERED = 512  # readings of a metric that a run keeps, besides its first
+READ = (  # beginnings of the names of all metrics that a mark is made of
+    *("vllm_kl/", "rollout_corr/", "router/", "sync/arrived", "training/rollout_probs_diff", "training/off_policy/"),
+    *(REWARD, "critic/advantages/max", ENTROPY, GRADIENT, "response_length/", "filter/retokenization_drift/"),
+)
+SIGMAS = 4.0
+FROZEN, MOVED = 0.2, 0.05  # share of the gap that was there at once: from the one on it is static, up to the other not
+ROUNDED = 0.01  # disagreement of the routers that 16 bits leave in the lab; 8 bits and fewer leave more
+PROBABILITIES = ("0-0.01", "0.01-0.1", "0.1-0.5", "0.5-0.9", "0.9-")  # buckets, by l_infer
+# What to switch on where a mark was not measured, by the beginnings of its metrics' names.
+SWITCHES = {
+    "router/": "stability.router_agreement=true",
+    "vllm_kl/k1/prob/": "stability.breakdown=true",
+    "sync/": "stability.sync_canary.trajectories=8",
+    "vllm_kl/": "stability.metrics=true",
+}
+
+
+class Marks:
+    """What the metrics of a run show. Each mark is None where nothing measured it, and its name is then in `missing`.
+
+    Args:
+        series: name -> its finite readings, in ascending steps; names of verl's own will do where it logs the same.
+
+    Attributes:
+        missing: settings that would measure more.
+    """
+
+    def __init__(self, series: Mapping[str, Readings | np.ndarray]):
+        self._series = {
+            name: np.array(found, dtype=float).reshape(-1, 2) for name, found in series.items() if len(found)
+        }
+        self.missing: set[str] = set()
+
+    def values(self, *names: str) -> np.ndarray:
+        """The readings of the first of these metrics that was logged; empty where none was."""
+        for name in names:
+            if name in self._series:
+                return self._series[name][:, 1]
+        self.missing |= {setting for start, setting in SWITCHES.items() if names[0].startswith(start)}
+        return np.empty(0)
+
+    def late(self, *names: str) -> float | None:
+        """The mean of the last readings."""
+        found = self.values(*names)[-WINDOW:]
+        return float(found.mean()) if found.size else None
+
+    def early(self, *names: str) -> float | None:
+        """The mean of the first readings."""
+        found = self.values(*names)[:WINDOW]
+        return float(found.mean()) if found.size else None
+
+    def _paired(self, one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        count = min(len(one), len(other))
+        return one[len(one) - count :], other[len(other) - count :]
+
+    # The gap.
+
+    @cached_property
+    def k3(self) -> float | None:
+        return self.late(K3, "rollout_corr/k3_kl")
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether the engines differ by more than float32 leaves."""
+        return self.k3 is not None and self.k3 > APART
+
+    @cached_property
+    def _k1s(self) -> np.ndarray:
+        return self.values("vllm_kl/k1", "rollout_corr/kl")[-4 * WINDOW :]
+
+    @cached_property
+    def _k3s(self) -> np.ndarray:
+        return self.values(K3, "rollout_corr/k3_kl")[-4 * WINDOW :]
+
+    @cached_property
+    def one_sided(self) -> float | None:
+        """k3 / k1: 1 where k averages 1, near 0 where every k is a little below 1."""
+        k1, k3 = self._paired(self._k1s, self._k3s)
+        return float(k3.mean() / k1.mean()) if k1.size and k1.mean() > 0 else None
+
+    @cached_property
+    def excess(self) -> float | None:
+        """The mean of k - 1, in its standard errors."""
+        k1, k3 = self._paired(self._k1s, self._k3s)
+        return _in_errors(k3 - k1)
+
+    @cached_property
+    def k1_sign(self) -> float | None:
+        """k1 in its standard errors: a KL is not negative."""
+        return _in_errors(self._k1s)
+
+    @cached_property
+    def at_once(self) -> float | None:
+        """The size of the gap in the first steps, as a share of what it is now; None in a run that was resumed."""
+        names = ("vllm_kl/log_ratio_abs_mean", "training/rollout_probs_diff_mean", K3, "rollout_corr/k3_kl")
+        for name in names:
+            if (found := self._series.get(name)) is not None and len(found):
+                if found[0, 0] > FIRST:
+                    return None
+                first, now = found[:FIRST, 1].mean(), np.median(found[-WINDOW:, 1])
+                share = float(first / now) if now > 0 else 1.0
+                return share**0.5 if name.endswith(("k3", "k3_kl")) else share
+        return None
+
+    @cached_property
+    def static(self) -> bool:
+        return self.at_once is not None and self.at_once >= FROZEN
+
+    @cached_property
+    def came_with_updates(self) -> bool:
+        return self.at_once is not None and self.at_once <= MOVED
+
+    @cached_property
+    def sudden(self) -> bool:
+        """Whether k3 once rose a hundredfold from a few readings to the next; a run that comes apart takes longer."""
+        found = np.maximum(self.values(K3, "rollout_corr/k3_kl"), 1e-12)
+        if len(found) < 2 * FIRST:
+            return False
+        medians = np.median(np.lib.stride_tricks.sliding_window_view(found, FIRST), axis=1)
+        return bool((medians[FIRST:] > 100 * medians[:-FIRST]).any())
+
+    @cached_property
+    def by_probability(self) -> tuple[float, ...] | None:
+        """Of each bucket of probability, k1 / sqrt(2 k3): 1 or -1 where every token of it moves alike, 0 for noise."""
+        found = []
+        for bucket in PROBABILITIES:
+            k1, k3 = (self.late(f"vllm_kl/{kind}/prob/{bucket}") for kind in ("k1", "k3"))
+            if k1 is not None and k3 is not None and k3 > 0:
+                found.append(k1 / (2 * k3) ** 0.5)
+        return tuple(found) if len(found) >= 3 else None
+
+    @cached_property
+    def tilted(self) -> bool:
+        """Whether unlikely tokens move one way and likely ones the other, all tokens of a bucket alike."""
+        by = self.by_probability
+        return by is not None and by[0] * by[-1] < 0 and min(abs(by[0]), abs(by[-1])) > 0.4
+
+    @cached_property
+    def few_tokens(self) -> float | None:
+        """k3 over the square of the mean |log k|: 0.5 to 5 where many tokens make the gap, large where few do."""
+        size = self.late("vllm_kl/log_ratio_abs_mean")
+        return None if not size or self.k3 is None else self.k3 / size**2
+
+    @cached_property
+    def few_trajectories(self) -> float | None:
+        """The largest gap of a trajectory over the mean one."""
+        most, mean = (self.late(f"vllm_kl/sequence_gap_{kind}") for kind in ("max", "mean"))
+        return None if not mean or most is None else most / mean
+
+    # The routers.
+
+    @cached_property
+    def replayed(self) -> bool:
+        """Whether training uses the rollout's experts, so that its own choices alone tell of the routers."""
+        agreement, own = self.late("router/agreement"), self.late("router/own_agreement")
+        return agreement is not None and own is not None and agreement > 0.9999 and own < 0.999
+
+    @cached_property
+    def differ(self) -> float | None:
+        """The share of experts that the engines' routers choose differently."""
+        agreement = self.late("router/own_agreement", "router/agreement")
+        return None if agreement is None else 1 - agreement
+
+    @cached_property
+    def by_layer(self) -> tuple[float, ...]:
+        """The same by layer, of the experts that were used; empty under replay."""
+        names = [name for name in self._series if name.startswith("router/agreement/layer_")]
+        return () if self.replayed else tuple(1 - (self.late(name) or 0.0) for name in sorted(names))
+
+    @cached_property
+    def gap_per_choice(self) -> float | None:
+        """k3 over the share of experts chosen differently; None where no choice differs."""
+        return None if not self.differ or self.differ < 1e-5 or self.k3 is None else self.k3 / self.differ
+
+    @cached_property
+    def routed(self) -> float | None:
+        """How many times the gap of tokens with the same experts those with others have."""
+        differs, equal = self.late("router/gap_differs"), self.late("router/gap_equal")
+        return None if not equal or differs is None else differs / equal
+
+    @cached_property
+    def starts_in_layer(self) -> int | None:
+        """The layer in front of which the routers agree and behind which they do not."""
+        for layer, (before, after) in enumerate(zip(self.by_layer, self.by_layer[1:], strict=False)):
+            if after > 0.02 and before <= 0.1 * after:
+                return layer
+        return None
+
+    # The weight syncs.
+
+    @cached_property
+    def staleness(self) -> float | None:
+        return self.late("training/off_policy/trajectory_staleness/mean")
+
+    @cached_property
+    def arrivals(self) -> np.ndarray:
+        """[looks, 2] the last intervals of the share of an update that arrived, of looks that could tell."""
+        low, high = (self._series.get(f"sync/arrived_{end}") for end in ("low", "high"))
+        if low is None or high is None:
+            self.missing.add(SWITCHES["sync/"])
+            return np.empty((0, 2))
+        ends = dict(high.tolist())
+        return np.array([(value, ends[step]) for step, value in low.tolist() if step in ends]).reshape(-1, 2)
+
+    @cached_property
+    def arrived(self) -> tuple[float, float] | None:
+        """The interval of the share of the last updates that arrived, as the middle one of three looks sees it."""
+        if not len(self.arrivals):
+            return None
+        last = self.arrivals[-3:]
+        return float(np.median(last[:, 0])), float(np.median(last[:, 1]))
+
+    @cached_property
+    def scaled(self) -> float | None:
+        """The one share that the looks agree on, where it is not 1."""
+        if len(self.arrivals) and self.arrivals[:, 0].max() > 1.25:
+            return float(self.arrivals[self.arrivals[:, 0].argmax()].mean())
+        if len(self.arrivals) > 1:  # the first updates are so small that a scaled one moves every token by its share
+            (low, high), then = self.arrivals[0], float(self.arrivals[1].mean())
+            if high - low < 0.1 and 0.1 < (low + high) / 2 < 0.85 and abs(then - (low + high) / 2) < 0.1:
+                return float(low + high) / 2
+        recent = self.arrivals[len(self.arrivals) // 2 :]
+        telling = recent[recent[:, 1] - recent[:, 0] < 0.3]
+        if len(telling) < 2 or len(telling) < len(recent) / 2:
+            return None
+        middle = float(np.median(telling))
+        return middle if 0.1 < middle < 0.8 and ((telling[:, 0] <= middle) & (telling[:, 1] >= middle)).all() else None
+
+    # The learning.
+
+    def change(self, name: str) -> float | None:
+        """The last readings over the first ones."""
+        early, late = self.early(name), self.late(name)
+        return None if early is None or late is None or early <= 0 else late / early
+
+    @cached_property
+    def reward_kept(self) -> float | None:
+        """The last reward over the best level that there was; None for rewards that can be negative."""
+        found = self.values(REWARD)
+        if len(found) < 2 * WINDOW or found.min() < 0:
+            return None
+        best = np.convolve(found, np.full(5, 1 / 5), mode="valid").max()  # short: a run can die within ten steps
+        return float(found[-WINDOW:].mean() / best) if best > 0 else None
+
+    @cached_property
+    def stands_low(self) -> float | None:
+        """The reward over that of the best answers, in a run that has gained nothing for a third of its steps though
+        half of that is still to be had."""
+        found, best = self.values(REWARD), self.late("critic/score/max")
+        if len(found) < 4 * WINDOW or not best or best <= 0:
+            return None
+        last, before = found[-len(found) // 6 :].mean(), found[-len(found) // 3 : -len(found) // 6].mean()
+        return float(last / best) if last < 0.7 * best and last < 1.03 * before else None
+
+    @cached_property
+    def entropy_at_fall(self) -> float | None:
+        """The entropy when the reward first lost a third of its best level, over the first entropy."""
+        reward, entropy = self.values(REWARD), self.values(ENTROPY)
+        if self.reward_kept is None or len(entropy) != len(reward):
+            return None
+        levels = np.convolve(reward, np.full(8, 1 / 8), mode="valid")
+        low = np.flatnonzero(levels < 2 / 3 * np.maximum.accumulate(levels))
+        at = int(low[0]) + 7 if low.size else len(entropy) - 1
+        return float(entropy[max(at - 3, 0) : at + 1].mean() / entropy[:5].mean())
+
+
+@dataclass(frozen=True)
+class Sign:
+    """One mark as it speaks for a cause, or against it where the points are negative."""
+
+    points: float
+    text: str
+
+
+Judge = Callable[[Marks], Iterator[Sign]]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Something that can be wrong with a run.
+
+    Attributes:
+        name: as planted runs and tables call it.
+        title: what is wrong, a sentence without its dot.
+        judge: the signs of a run.
+        check: the one thing to look at; `verl-ext probe` and `verl-ext doctor` use the same words.
+        override: what to try, the text after `python -m verl_ext.main_ppo`; "" where no setting mends it.
+    """
+
+    name: str
+    title: str
+    judge: Judge
+    check: str
+    override: str = ""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A cause that the marks of a run point to.
+
+    Attributes:
+        missing: settings that would measure more marks.
+        harmless: whether it is rounding, of a size that sound runs were published with.
+    """
+
+    cause: Cause
+    signs: tuple[Sign, ...]
+    missing: tuple[str, ...] = ()
+    harmless: bool = False
+
+    @property
+    def points(self) -> float:
+        return sum(sign.points for sign in self.signs)
+
+    @property
+    def speaks_for(self) -> tuple[str, ...]:
+        return tuple(sign.text for sign in self.signs if sign.points > 0)
+
+    @property
+    def speaks_against(self) -> tuple[str, ...]:
+        return tuple(sign.text for sign in self.signs if sign.points < 0)
+
+    @property
+    def reasons(self) -> str:
+        """What speaks for it, as one text, the strongest first."""
+        signs = sorted((sign for sign in self.signs if sign.points > 0), key=lambda sign: -sign.points)
+        return "; ".join(sign.text for sign in signs)
+
+    @property
+    def advice(self) -> str:
+        """What to check, and what to try."""
+        return f"check {self.cause.check}" + (f"; try {self.cause.override}" if self.cause.override else "")
+
+
+CAUSES: dict[str, Cause] = {}
+ROUNDING = ("two_precisions", "quantized")
+
+
+def diagnose(series: Mapping[str, Readings | np.ndarray]) -> list[Suspect]:
+    """The causes that are named, the likeliest first; none where nothing points anywhere.
+
+    Args:
+        series: name of a metric -> its finite readings (step, value), in ascending steps.
+    """
+    marks = Marks(series)
+    if max(len(marks.values(K3, "rollout_corr/k3_kl")), len(marks.values(REWARD))) < FEWEST:
+        return []
+    judged = [(each, tuple(each.judge(marks))) for each in CAUSES.values()]
+    missing, small = tuple(sorted(marks.missing)), marks.k3 is not None and marks.k3 < LARGE
+    found = [Suspect(each, signs, missing, harmless=small and each.name in ROUNDING) for each, signs in judged]
+    return sorted((one for one in found if one.points >= LEAST), key=lambda suspect: -suspect.points)
+
+
+class Diagnosis:
+    """The diagnosis of a run while it runs, which speaks when the likeliest cause becomes another one.
+
+    Attributes:
+        suspects: those of the last look, the likeliest first.
+    """
+
+    def __init__(self) -> None:
+        self.suspects: list[Suspect] = []
+        self._first: dict[str, list[tuple[int, float]]] = {}
+        self._last: dict[str, deque[tuple[int, float]]] = {}
+        self._seen: list[str] = []
+        self._told = ""
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> Event | None:
+        """Take the metrics of a step; an event where a cause is named that was not told before.
+
+        It has to come first in LOOKS looks, one every LOOK_EVERY steps, so that one odd batch names nothing. Rounding
+        of a harmless size is not told.
+        """
+        for name, value in metrics.items():
+            if not isinstance(value, int | float) or not math.isfinite(value) or not name.startswith(READ):
+                continue
+            first = self._first.setdefault(name, [])
+            if len(first) < WINDOW:
+                first.append((step, value))
+            else:
+                self._last.setdefault(name, deque(maxlen=REMEMBERED)).append((step, value))
+        if step % LOOK_EVERY:
+            return None
+        self.suspects = self.look()
+        named = self.suspects[0].cause.name if self.suspects and not self.suspects[0].harmless else ""
+        self._seen = [*self._seen, named][-LOOKS:]
+        if not named or named == self._told or self._seen != [named] * LOOKS:
+            return None
+        self._told = named
+        suspect = self.suspects[0]
+        reason = f"likely cause: {suspect.cause.title} ({suspect.reasons}); {suspect.advice}"
+        return Event(step, "diagnosis", "", None, None, "warn", reason)
+
+    def look(self) -> list[Suspect]:
+        """The causes that all readings so far point to."""
+        return diagnose({name: [*first, *self._last.get(name, ())] for name, first in self._first.items()})
+
+
+def cause(name: str, title: str, check: str, override: str = "") -> Callable[[Judge], Judge]:
+    def register(judge: Judge) -> Judge:
+        CAUSES[name] = Cause(name, title, judge, check, override)
+        return judge
+
+    return register
+
+
+# Weights that did not arrive.
+
+
+def _came(marks: Marks) -> Iterator[Sign]:
+    if not marks.apart:
+        yield Sign(-9, f"k3 is {_number(marks.k3)}: the engines agree")
+    elif marks.came_with_updates:
+        yield Sign(2 if marks.sudden else 1, _with_updates_sentence(marks))
+    elif marks.static:
+        yield Sign(-4, _at_once_sentence(marks))
+
+
+@cause(
+    "old_weights",
+    "The rollouts are made with old weights",
+    "by how many versions rollouts are behind: training/off_policy/trajectory_staleness, and vllm_kl/k3/lag/*",
+    "stability=opsm",
+)
+def _old_weights(marks: Marks) -> Iterator[Sign]:
+    """Lab, `stale`: k3 grows with the movement of the policy over the lag, and stops growing with it."""
+    yield from _came(marks)
+    if marks.staleness is None:
+        yield Sign(-1, "no trajectory says that it is older than the policy")
+    elif marks.staleness >= 1:
+        yield Sign(3, f"rollouts are {marks.staleness:.1f} versions behind the policy")
+    else:
+        yield Sign(-3, f"rollouts are {marks.staleness:.1f} versions behind the policy")
+
+
+def _unsynced(marks: Marks) -> Iterator[Sign]:
+    yield from _came(marks)
+    if marks.staleness is not None and marks.staleness >= 1:
+        yield Sign(-3, f"rollouts are known to be {marks.staleness:.1f} versions behind")
+    if marks.arrived is not None and marks.arrived[0] > 0.75 and marks.arrived[1] < 1.3:
+        yield Sign(-4, f"{_interval(marks.arrived)} of the last updates arrived")
+
+
+@cause(
+    "lost_sync",
+    "Weight syncs do not arrive in the rollout",
+    "the names and the count of the weights that a sync sends; a LoRA that the server does not serve",
+    "stability.sync_canary.trajectories=8",
+)
+def _lost_sync(marks: Marks) -> Iterator[Sign]:
+    """Lab, `missed_sync`: 0 of an update arrives; the gap grows for as long as the policy moves."""
+    yield from _unsynced(marks)
+    if marks.arrived is not None:
+        if marks.arrived[1] < 0.1:
+            yield Sign(3, f"{_interval(marks.arrived)} of the last updates arrived")
+        else:
+            yield Sign(-2, f"{_interval(marks.arrived)} of the last updates arrived")
+    elif marks.apart and marks.k3 is not None and marks.k3 > LARGE:
+        yield Sign(1, f"k3 is {_number(marks.k3)}, more than rounding leaves")
+
+
+@cause(
+    "partial_sync",
+    "Weight syncs arrive in part",
+    "the names that a sync sends against those of the rollout's model: a layer, a bucket, the experts",
+    "stability.sync_canary.trajectories=8",
+)
+def _partial_sync(marks: Marks) -> Iterator[Sign]:
+    """Lab, `partial_sync`: a part of an update arrives, another one each time; routers before the stale layer agree."""
+    yield from _unsynced(marks)
+    if marks.scaled is not None:
+        yield Sign(-1, f"all looks see the same share of it: {marks.scaled:.2f}")
+    if marks.arrived is not None:
+        if marks.arrived[1] < 0.1:
+            yield Sign(-2, f"{_interval(marks.arrived)} of the last updates arrived")
+        elif marks.arrived[0] < 0.75:
+            yield Sign(2, f"{_interval(marks.arrived)} of the last updates arrived")
+    if marks.starts_in_layer is not None:
+        yield Sign(1.5, f"routers agree up to layer {marks.starts_in_layer}, and not behind it")
+
+
+@cause(
+    "scaled_update",
+    "Updates arrive, multiplied by a factor",
+    "alpha / rank of the LoRA on both sides, and whether it is merged twice",
+)
+def _scaled_update(marks: Marks) -> Iterator[Sign]:
+    """Lab, `scaled_update`: all looks at the syncs see the same share, which is not 1."""
+    yield from _unsynced(marks)
+    if marks.scaled is not None:
+        yield Sign(3, f"{marks.scaled:.2f} of every update arrived")
+    elif marks.arrived is not None:
+        yield Sign(-1, "the looks at the syncs do not agree on a share")
+
+
+# Two computations from the same weights.
+
+
+def _static(marks: Marks) -> Iterator[Sign]:
+    if not marks.apart:
+        yield Sign(-9, f"k3 is {_number(marks.k3)}: the engines agree")
+    elif marks.static:
+        yield Sign(1, _at_once_sentence(marks))
+    elif marks.came_with_updates:
+        yield Sign(-4, _with_updates_sentence(marks))
+    elif marks.staleness is not None and marks.staleness >= 1:
+        yield Sign(-1.5, f"rollouts are {marks.staleness:.1f} versions behind, which is a gap of its own")
+
+
+def _sampled_as_said(marks: Marks, points: float = 0.5) -> Iterator[Sign]:
+    if marks.excess is not None and marks.one_sided is not None:
+        if abs(marks.excess) < SIGMAS or 0.6 < marks.one_sided < 1.6:
+            yield Sign(
+                points, f"k averages 1 (k3 / k1 is {marks.one_sided:.2f}), as where tokens are sampled by l_infer"
+            )
+        else:
+            yield Sign(-2, f"k does not average 1: k3 / k1 is {marks.one_sided:.2f}")
+
+
+@cause(
+    "two_precisions",
+    "The engines round differently: dtypes or kernels",
+    "the dtypes of weights, routers and head on both sides (`verl-ext doctor`, precision)",
+    "precision=fp16",
+)
+def _two_precisions(marks: Marks) -> Iterator[Sign]:
+    """Lab, `bf16` and `router_dtype`: little gap, and routers differ in near ties alone."""
+    yield from _static(marks)
+    yield from _sampled_as_said(marks)
+    if marks.differ is not None:
+        if marks.differ > ROUNDED:
+            yield Sign(-2, f"routers choose {marks.differ:.1%} of the experts differently")
+        elif marks.differ > 0:
+            yield Sign(1.5, f"routers choose {marks.differ:.2%} of the experts differently, as near ties do")
+        else:
+            yield Sign(-1, "routers agree exactly, which rounding does not leave")
+    yield from _rounds(marks)
+
+
+@cause(
+    "quantized",
+    "The rollout computes with rounded weights",
+    "rollout.quantization and the kernels of its experts; which layers are left out of it",
+    "stability=r3 stability.correction=tis",
+)
+def _quantized(marks: Marks) -> Iterator[Sign]:
+    """Lab, `quantized`: routers differ more the deeper the layer, and the gap stays small for how much they differ."""
+    yield from _static(marks)
+    yield from _sampled_as_said(marks)
+    if marks.differ is not None:
+        if marks.replayed and marks.differ > 0.3:
+            yield Sign(-2, f"{marks.differ:.0%} of the replayed experts are not the training router's own")
+        elif marks.differ > ROUNDED:
+            yield Sign(1.5, f"routers choose {marks.differ:.1%} of the experts differently, more than 16 bits leave")
+        else:
+            yield Sign(-2, f"routers choose {marks.differ:.2%} of the experts differently")
+    if len(marks.by_layer) > 1 and marks.by_layer[-1] > ROUNDED:
+        if marks.by_layer[0] < 0.85 * marks.by_layer[-1]:
+            yield Sign(0.5, f"they differ more in the last layer ({marks.by_layer[-1]:.1%}) than in the first")
+        else:
+            yield Sign(-1, f"they differ as much in the first layer ({marks.by_layer[0]:.1%}) as in the last")
+    if marks.routed is not None and marks.routed > 40 and (marks.differ or 0) > 0.03:
+        yield Sign(-1.5, f"tokens with other experts have {marks.routed:.0f} times the gap of the others")
+    yield from _rounds(marks)
+
+
+def _rounds(marks: Marks) -> Iterator[Sign]:
+    if marks.gap_per_choice is not None:
+        if marks.gap_per_choice < 1.5:
+            yield Sign(1, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts, as rounding leaves it")
+        elif marks.gap_per_choice > 3:
+            yield Sign(-3, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts: more than rounding")
+    if marks.by_probability is not None:
+        if marks.tilted:
+            yield Sign(-2, "the gap depends on the probability alone")
+        elif max(map(abs, marks.by_probability[-2:])) < 0.7:
+            yield Sign(0.5, "tokens of one probability move to either side")
+    if marks.starts_in_layer is not None:
+        yield Sign(-2, f"routers agree up to layer {marks.starts_in_layer}, and not behind it")
+
+
+@cause(
+    "router_bias",
+    "One engine chooses experts with a bias that the other lacks",
+    "e_score_correction_bias (or its like) on both sides, and whether a sync sends it",
+    "stability=r3",
+)
+def _router_bias(marks: Marks) -> Iterator[Sign]:
+    """Lab, `router_bias`: routers differ as much in the first layer as in the last, and the gap is that of tokens with
+    other experts."""
+    yield from _static(marks)
+    yield from _sampled_as_said(marks)
+    if marks.differ is None or marks.replayed:
+        return
+    if marks.differ < 0.05:
+        yield Sign(-2, f"routers choose {marks.differ:.2%} of the experts differently")
+        return
+    yield Sign(1, f"routers choose {marks.differ:.1%} of the experts differently")
+    if len(marks.by_layer) > 1:
+        if marks.by_layer[0] >= 0.85 * marks.by_layer[-1]:
+            yield Sign(1.5, f"as many in the first layer ({marks.by_layer[0]:.1%}) as in the last")
+        elif marks.by_layer[0] < 0.3 * marks.by_layer[-1]:
+            yield Sign(-2, f"far fewer in the first layer ({marks.by_layer[0]:.1%}) than in the last")
+    if marks.routed is not None and marks.routed > 6 and marks.differ > 0.1:
+        yield Sign(1, f"tokens with other experts have {marks.routed:.0f} times the gap of the others")
+    if marks.gap_per_choice is not None:
+        if marks.gap_per_choice < 4.5:
+            yield Sign(0.5, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts")
+        else:
+            yield Sign(-2, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts: more than choices make")
+
+
+@cause(
+    "wrong_weights",
+    "A layer has other weights in one engine",
+    "the layer's tensors on both sides, and the order of its experts (`verl-ext probe`: where states come apart)",
+)
+def _wrong_weights(marks: Marks) -> Iterator[Sign]:
+    """Lab, `wrong_weights`: routers agree up to the layer and not behind it; of the last layer they all agree."""
+    yield from _static(marks)
+    yield from _sampled_as_said(marks)
+    if marks.starts_in_layer is not None:
+        yield Sign(3, f"routers agree up to layer {marks.starts_in_layer}, and not behind it")
+    elif marks.values("router/own_agreement").size and not marks.replayed and marks.differ is not None:
+        if marks.differ < 1e-4 and marks.k3 is not None and marks.k3 > LARGE and not marks.tilted:
+            yield Sign(2.5, f"all routers agree, and k3 is {_number(marks.k3)}: the difference is behind the last one")
+        else:
+            yield Sign(-2, "the routers' disagreement does not begin behind a layer")
+    if marks.gap_per_choice is not None and marks.gap_per_choice > 2:
+        yield Sign(0.5, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts: more than rounding")
+
+
+@cause(
+    "positions",
+    "Tokens stand at other positions in one engine",
+    "position ids at the end of the prompt and of each turn, padding on the left, rope settings",
+)
+def _positions(marks: Marks) -> Iterator[Sign]:
+    """Lab, `positions_off`: every token and every router is far off, from the first layer on."""
+    yield from _static(marks)
+    if marks.differ is not None and not marks.replayed:
+        if marks.differ > 0.2:
+            yield Sign(2, f"routers choose {marks.differ:.0%} of the experts differently")
+        else:
+            yield Sign(-2, f"routers choose only {marks.differ:.1%} of the experts differently")
+    if marks.by_layer and marks.by_layer[0] > 0.15:
+        yield Sign(1, f"{marks.by_layer[0]:.0%} in the first layer already")
+    if marks.gap_per_choice is not None:
+        if marks.gap_per_choice > 4.5:
+            yield Sign(1, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts: more than rounding")
+        else:
+            yield Sign(-3, f"k3 is only {marks.gap_per_choice:.2g} times the share of other experts")
+    if marks.few_trajectories is not None and marks.few_trajectories < 2.5:
+        yield Sign(1, f"every trajectory is off: the largest gap is {marks.few_trajectories:.1f} times the mean")
+
+
+@cause(
+    "leak",
+    "Tokens attend to another sequence",
+    "the mask between packed sequences, and the prefix cache (`verl-ext probe`: packed against alone)",
+    "actor_rollout_ref.model.use_remove_padding=false",
+)
+def _leak(marks: Marks) -> Iterator[Sign]:
+    """Lab, `packed_leak`: probabilities move much further than routers, in some trajectories, over many tokens."""
+    yield from _static(marks)
+    yield from _far_but_few(marks)
+    if marks.few_tokens is not None:
+        yield Sign(0.5 if marks.few_tokens < 5 else -1.5, _tokens_sentence(marks.few_tokens))
+    if marks.differ is not None and not marks.replayed:
+        yield Sign(1 if marks.differ > 0.02 else -1, f"routers choose {marks.differ:.1%} of the experts differently")
+
+
+@cause(
+    "respelled",
+    "Training reads other tokens than were sampled",
+    "whether text is decoded and encoded again between rollout and training (a tool loop, a chat template)",
+    "stability.filters={retokenization_drift:{}}",
+)
+def _respelled(marks: Marks) -> Iterator[Sign]:
+    """Lab, `respelled`: a few tokens, in a few trajectories, with a very large gap, and routers that agree."""
+    yield from _static(marks)
+    if (drifted := marks.late("filter/retokenization_drift/drifted")) is not None:
+        told = f"{drifted:.1%} of the trajectories encode otherwise than they were sampled"
+        yield Sign(4 if drifted > 0 else -4, told)
+    yield from _far_but_few(marks)
+    if marks.few_tokens is not None:
+        yield Sign(1.5 if marks.few_tokens >= 5 else -0.5, _tokens_sentence(marks.few_tokens))
+    if marks.differ is not None and not marks.replayed:
+        yield Sign(1 if marks.differ < 0.02 else -2, f"routers choose {marks.differ:.1%} of the experts differently")
+
+
+def _far_but_few(marks: Marks) -> Iterator[Sign]:
+    if marks.gap_per_choice is not None:
+        if marks.gap_per_choice > 4:
+            yield Sign(1.5, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts: more than rounding")
+        else:
+            yield Sign(-2, f"k3 is only {marks.gap_per_choice:.2g} times the share of other experts")
+    if marks.few_trajectories is not None:
+        if marks.few_trajectories > 7:
+            yield Sign(1.5, f"few trajectories make it: the largest gap is {marks.few_trajectories:.0f} times the mean")
+        else:
+            yield Sign(
+                -1.5, f"most trajectories have it: the largest gap is {marks.few_trajectories:.0f} times the mean"
+            )
+    if marks.tilted:
+        yield Sign(-2, "the gap depends on the probability alone")
+
+
+def _tokens_sentence(few_tokens: float) -> str:
+    return (
+        f"{'few' if few_tokens >= 5 else 'many'} tokens make it: k3 is {few_tokens:.2g} times the squared mean |log k|"
+    )
+
+
+@cause(
+    "wrong_routes",
+    "Replayed experts are those of other tokens",
+    "the order and the cuts of routed_experts against input_ids; stability.router_agreement=true without replay",
+    "actor_rollout_ref.actor.fsdp_config.router_replay.mode=disabled",
+)
+def _wrong_routes(marks: Marks) -> Iterator[Sign]:
+    """Lab, `misrouted`: under replay, the training router would have chosen nearly other experts throughout."""
+    yield from _static(marks)
+    if not marks.replayed or marks.differ is None:
+        yield Sign(-9, "no experts are replayed")
+        return
+    if marks.differ > 0.3:
+        yield Sign(3, f"{marks.differ:.0%} of the replayed experts are not those that the training router would choose")
+    else:
+        yield Sign(-2, f"{1 - marks.differ:.0%} of the replayed experts are those of the training router")
+
+
+# What is sampled, and what is said of it.
+
+
+@cause(
+    "temperature",
+    "The engines apply different temperatures",
+    "rollout.temperature, the model's generation_config, and who divides the logits",
+    "actor_rollout_ref.rollout.temperature=1.0",
+)
+def _temperature(marks: Marks) -> Iterator[Sign]:
+    """Lab, `wrong_temperature`: the log-ratio is a function of the probability, of either sign; k averages 1."""
+    yield from _static(marks)
+    if marks.by_probability is not None:
+        if marks.tilted:
+            yield Sign(3, "unlikely tokens move one way and likely ones the other, all tokens of a probability alike")
+        else:
+            yield Sign(-2, "tokens of one probability do not move alike")
+    yield from _sampled_as_said(marks, 1)
+    if marks.k1_sign is not None and marks.k1_sign < -SIGMAS:
+        yield Sign(-3, f"k1 is negative by {-marks.k1_sign:.0f} standard errors, which no KL is")
+    if marks.differ is not None:
+        if marks.differ < ROUNDED:
+            yield Sign(0.5, f"routers choose {1 - marks.differ:.2%} of the experts alike")
+        else:
+            yield Sign(-2, f"routers choose {marks.differ:.1%} of the experts differently")
+
+
+@cause(
+    "truncated",
+    "The rollout cuts its distribution, and training does not know",
+    "rollout.top_p and rollout.top_k, the model's generation_config, min_p, logits processors",
+    "actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1",
+)
+def _truncated(marks: Marks) -> Iterator[Sign]:
+    """Lab, `truncated`: every token is likelier by the mass that was cut, so k1 is large and k3 small."""
+    yield from _static(marks)
+    if marks.one_sided is not None and marks.excess is not None:
+        if marks.one_sided < 0.4 and marks.excess < -SIGMAS:
+            yield Sign(
+                3, f"k averages less than 1, by {-marks.excess:.0f} standard errors: k3 / k1 is {marks.one_sided:.2f}"
+            )
+        else:
+            yield Sign(-3, f"k3 / k1 is {marks.one_sided:.2f}")
+    k1, size = marks.late("vllm_kl/k1"), marks.late("vllm_kl/log_ratio_abs_mean")
+    if k1 is not None and size:
+        if k1 / size > 0.9:
+            yield Sign(
+                1.5, f"{k1 / size:.0%} of the gap is to one side: every sampled token is likelier in the rollout"
+            )
+        else:
+            yield Sign(-1, f"{k1 / size:.0%} of the gap is to one side")
+
+
+@cause(
+    "raw_log_probs",
+    "The rollout returns log-probabilities of another distribution than it samples from",
+    "rollout.logprobs_mode (vLLM: processed_logprobs) and SGLANG_RETURN_ORIGINAL_LOGPROB",
+    "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
+)
+def _raw_log_probs(marks: Marks) -> Iterator[Sign]:
+    """Lab, `raw_log_probs`: k1 is negative, which it is not where l_infer is of the sampled distribution."""
+    yield from _static(marks)
+    if marks.k1_sign is not None:
+        if marks.k1_sign < -SIGMAS:
+            yield Sign(3, f"k1 is negative by {-marks.k1_sign:.0f} standard errors, which no KL is")
+        else:
+            yield Sign(-2, "k1 is not negative")
+    if marks.tilted:
+        yield Sign(1, "unlikely tokens move one way and likely ones the other, all tokens of a probability alike")
+
+
+# The learning itself.
+
+
+def _gap_is_small(marks: Marks) -> Iterator[Sign]:
+    if marks.k3 is not None:
+        if marks.k3 < LARGE:
+            yield Sign(0.5, f"the engines are not far apart: k3 is {_number(marks.k3)}")
+        else:
+            yield Sign(-3, f"k3 is {_number(marks.k3)}, a gap that has to be explained first")
+
+
+@cause(
+    "learning_rate",
+    "Updates are too large: the learning rate",
+    "actor/grad_norm, actor/ppo_kl and actor/pg_clipfrac in the steps before the fall",
+)
+def _learning_rate(marks: Marks) -> Iterator[Sign]:
+    """Lab, a learning rate ten times too high: the reward dies while the engines agree."""
+    yield from _gap_is_small(marks)
+    if marks.reward_kept is None:
+        return
+    if marks.reward_kept < 0.5:
+        yield Sign(3.5, f"the reward is {marks.reward_kept:.0%} of its best level")
+    else:
+        yield Sign(-3, f"the reward is {marks.reward_kept:.0%} of its best level")
+    if marks.entropy_at_fall is not None and marks.entropy_at_fall < 0.35:
+        yield Sign(-2, f"the entropy had come down to {marks.entropy_at_fall:.0%} before the reward fell")
+
+
+@cause(
+    "entropy_collapse",
+    "The entropy collapses before the task is learnt",
+    "actor/entropy against the reward; the entropy bonus, clip_ratio_high, the share of positive advantages",
+    "actor_rollout_ref.actor.clip_ratio_high=0.28",
+)
+def _entropy_collapse(marks: Marks) -> Iterator[Sign]:
+    """Lab, a negative entropy bonus: the entropy falls to a fraction and the reward gains nothing, or falls after."""
+    yield from _gap_is_small(marks)
+    entropy, reward = marks.change(ENTROPY), marks.change(REWARD)
+    if entropy is None or reward is None:
+        return
+    if entropy > 0.35:
+        yield Sign(-3, f"the entropy is {entropy:.0%} of what it was")
+        return
+    yield Sign(1.5, f"the entropy is {entropy:.0%} of what it was")
+    if reward < 1.15:
+        yield Sign(2, f"the reward is {reward:.0%} of what it was")
+    elif marks.stands_low is not None:
+        yield Sign(1.5, f"the reward rises no more, at {marks.stands_low:.0%} of what the best answers get")
+    else:
+        yield Sign(-2, f"the reward has grown to {reward:.0%}: a task that is learnt needs less entropy")
+    if marks.entropy_at_fall is not None and marks.reward_kept is not None and marks.reward_kept < 2 / 3:
+        if marks.entropy_at_fall < 0.35:
+            yield Sign(0.5, f"it had come down to {marks.entropy_at_fall:.0%} before the reward fell")
+        else:
+            yield Sign(-3, f"it was {marks.entropy_at_fall:.0%} when the reward fell")
+
+
+@cause(
+    "hacked_reward",
+    "The reward pays for length",
+    "a few of the longest answers (trajectories), and the reward by length; an overlong penalty",
+    "reward.reward_manager.name=dapo",
+)
+def _hacked_reward(marks: Marks) -> Iterator[Sign]:
+    """Lab, a bonus for each token: answers grow to the limit while the reward rises."""
+    yield from _gap_is_small(marks)
+    length, reward, cut = marks.change(LENGTH), marks.change(REWARD), marks.late("response_length/clip_ratio")
+    if length is None or reward is None:
+        return
+    yield Sign(2 if length > 1.5 else -3, f"answers are {length:.2g} times as long as at the start")
+    if cut is not None and cut > 0.5 and length > 1.2:
+        yield Sign(1, f"{cut:.0%} of them are as long as the longest")
+    yield Sign(1 if reward > 1.1 else -2, f"the reward is {reward:.0%} of what it was")
+
+
+@cause(
+    "noisy_reward",
+    "The reward does not rise: it does not tell right from wrong, or nothing is learnt from it",
+    "the grader on a few trajectories (the same answer twice, a wrong one, an empty one), then the learning rate",
+)
+def _noisy_reward(marks: Marks) -> Iterator[Sign]:
+    """Lab, rewards drawn at random: the reward does not rise, and the policy drifts to more entropy."""
+    yield from _gap_is_small(marks)
+    entropy, reward = marks.change(ENTROPY), marks.change(REWARD)
+    if entropy is None or reward is None or marks.reward_kept is None:
+        return
+    flat = reward < 1.1 and marks.reward_kept > 0.5 and len(marks.values(REWARD)) >= 4 * WINDOW
+    yield Sign(1.5 if flat else -3, f"the reward is {reward:.0%} of what it was")
+    stands_still = 0.93 < reward < 1.07 and 0.93 < entropy < 1.07
+    points = 1.5 if entropy > 1.2 else 1 if stands_still else -1.5
+    yield Sign(points, f"the entropy is {entropy:.0%} of what it was: the policy does not become surer")
+
+
+@cause(
+    "no_signal",
+    "All answers to a prompt get the same reward",
+    "critic/score/min and max, and prompts that are always or never solved",
+    "algorithm.filter_groups.enable=true",
+)
+def _no_signal(marks: Marks) -> Iterator[Sign]:
+    """Lab, a constant reward: advantages are 0, so is the gradient."""
+    most, norm = marks.late("critic/advantages/max"), marks.late(GRADIENT)
+    if most is not None:
+        yield Sign(4 if most < 1e-6 else -4, f"the largest advantage is {_number(most)}")
+    if marks.reward_kept is not None and marks.reward_kept < 0.7:
+        yield Sign(-3, f"the reward is {marks.reward_kept:.0%} of its best level: the answers became alike as it fell")
+    if norm is not None:
+        yield Sign(1 if norm < 1e-6 else -2, f"the gradient's norm is {_number(norm)}")
+
+
+def _in_errors(values: np.ndarray) -> float | None:
+    if len(values) < 8:
+        return None
+    error = float(values.std(ddof=1)) / len(values) ** 0.5
+    return float(values.mean()) / error if error > 0 else 0.0
+
+
+def _at_once_sentence(marks: Marks) -> str:
+    share = min(marks.at_once or 0.0, 1.0)
+    return f"the gap was there before the weights moved, {'as large as now' if share == 1 else f'{share:.0%} of it'}"
+
+
+def _with_updates_sentence(marks: Marks) -> str:
+    return f"the gap came with the updates: in the first steps it was {marks.at_once or 0:.1%} of what it is"
+
+
+def _interval(share: tuple[float, float]) -> str:
+    return f"{share[0]:.0%} to {share[1]:.0%}"
+
+
+def _number(value: float | None) -> str:
+    return "not known" if value is None else f"{value:.2g}"
