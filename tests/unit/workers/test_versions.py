@@ -40,6 +40,7 @@ def worker():
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.shows("rescoring", engine="fsdp2")
 def test_steps_keep_the_weights_of_the_last_versions(worker):
     """As `rescore` and verl call it: what was copied at the start of a step is kept in the next, under its version."""
     kept = []
