@@ -1,6 +1,6 @@
 """`verl-ext doctor`: what is wrong with an installation and a run's settings, shown before anything starts.
 
-command.py        reads the command line, prints      composed.py   the run's config, for `plan` too
+command.py        composes the run's config, runs the checks, prints
 context.py        what checks may look at
 findings.py       what they return, their registry, and fixes
 installation.py   packages, imports, plugins

@@ -16,8 +16,8 @@ from verl_ext.doctor import installation  # noqa: F401 (registers checks: first 
 # isort: split
 from verl_ext.base.printable import printable, wide_console
 from verl_ext.doctor import engine, hooks, precision, sampling, sizes, training, weight_sync  # noqa: F401 (as above)
-from verl_ext.doctor.composed import compose, given
 from verl_ext.doctor.findings import LEVELS, Finding, fixes, run_checks
+from verl_ext.launch.command_line import compose, given_arguments
 from verl_ext.launch.gpus import Gpu, present
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
@@ -44,7 +44,7 @@ def diagnose(arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False) 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Print the findings; 1 where there is an error, or with --strict a warning."""
-    findings = diagnose(given(arguments), arguments.gpu, trust=arguments.trust)
+    findings = diagnose(given_arguments(arguments), arguments.gpu, trust=arguments.trust)
     if arguments.fix:
         for override in fixes(findings):
             print(override)

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from packaging.version import Version
 
-from verl_ext.doctor.composed import plugins
 from verl_ext.features.verl_config import ROLLOUTS
+from verl_ext.launch.command_line import plugins
 from verl_ext.launch.gpus import Gpu
 from verl_ext.launch.packages import has_module, package_folder
 

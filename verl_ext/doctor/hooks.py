@@ -6,7 +6,7 @@ names, unless --trust allows it. A config names code in
     stability.plugins             imported by `StabilityConfig`
     model.trust_remote_code       lets transformers import Python files that lie beside the model
     _target_                      called by `hydra.utils.instantiate` in verl's `validate_config`: any callable
-    hydra.searchpath=[pkg://...]  imported by Hydra as it composes (`composed.py` looks before)
+    hydra.searchpath=[pkg://...]  imported by Hydra as it composes (`launch/command_line.py` looks before)
 
 Other code, such as reward functions, data set classes, `external_lib`, agent loops and chat templates, is used by a run
 only: no check of this folder goes near it.

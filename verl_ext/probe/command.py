@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.base.errors import ConfigError, UserError, print_error
-from verl_ext.doctor import composed
-from verl_ext.launch.command_line import INTERRUPTED, add_own, names
+from verl_ext.launch.command_line import INTERRUPTED, add_arguments, add_own, given_arguments, names, required_config
 from verl_ext.probe.sweep import ALL, LAUNCH, NAMES, SettingChange, SweepResult, changes_of, with_change
 
 FAILED = 1
@@ -57,7 +56,7 @@ def add_probe_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    composed.add_arguments(parser)
+    add_arguments(parser)
     parser.add_argument("--prompts", type=int, default=16, help="one answer each (default: %(default)s)")
     parser.add_argument(
         "--sweep", type=names, default=(), metavar="NAME,...", help=f"settings to change one at a time, or {ALL}"
@@ -102,8 +101,8 @@ def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
 
     if arguments.prompts < 1:
         raise ConfigError(f"--prompts={arguments.prompts} must be at least 1")
-    config = composed.required(arguments)
-    out, given = arguments.out.absolute(), composed.given(arguments)
+    config = required_config(arguments)
+    out, given = arguments.out.absolute(), given_arguments(arguments)
     console = Console(stderr=True)
     changes = changes_of(config, arguments.sweep, dict(arguments.add)) if arguments.sweep or arguments.add else []
     with console.status("starting Ray, vLLM and FSDP2") as status:

@@ -146,7 +146,7 @@ def test_engines_that_end_without_a_word_leave_a_console(probe, capsys):
 def test_a_dense_model_is_probed_without_its_routing(tmp_path):
     from transformers import Qwen3Config
 
-    from verl_ext.doctor.composed import compose
+    from verl_ext.launch.command_line import compose
     from verl_ext.probe.command import probe_overrides
 
     Qwen3Config().save_pretrained(tmp_path)
