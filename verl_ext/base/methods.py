@@ -2,7 +2,7 @@
 
 A method is registered where it is written, by its kind's decorator (`register_correction`, `register_batch_filter`,
 `register_estimator`); whatever knows methods by name reads the kind's registry. A function takes its settings as
-keyword arguments. Torch is not needed to read settings: `verl_ext.core.lazily`.
+keyword arguments. Torch is not needed to read settings: `verl_ext.core`.
 """
 
 import difflib

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from verl_ext.base.methods import Chosen, Method, Registry, require, settings_of
 from verl_ext.base.names import BUCKETS
+from verl_ext.core import no_grad, torch
 from verl_ext.core.corrections import IcePop, icepop, register_correction
-from verl_ext.core.lazily import no_grad, torch
 from verl_ext.core.tokens import LOG_RATIO_BOUND
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_ext.base.names import LAG_EDGES
-from verl_ext.core.lazily import torch
+from verl_ext.core import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
