@@ -9,8 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
 
-from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS
-from verl_ext.workers.versions import VersionsMixin
+from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS, VersionsMixin
 
 
 class Worker(VersionsMixin, DetachActorWorker):
