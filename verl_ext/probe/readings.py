@@ -17,8 +17,8 @@ from torch import Tensor
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import BUCKETS, POSITION_EDGES, PROBABILITY_EDGES
 from verl_ext.core.mismatch import k3_of
-from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.recorder import INDEXER, order_of
+from verl_ext.core.routing import expert_overlap
 
 DECODE, PREFILL, TRAIN, REPLAYED = "decode", "prefill", "train", "replayed"
 PAIRS = ((DECODE, TRAIN), (DECODE, PREFILL), (PREFILL, TRAIN), (DECODE, REPLAYED))
