@@ -1,6 +1,6 @@
 """`verl-ext probe`: start the run's engines, have them score the same tokens, and say where they come apart.
 
-The engines run in a process of their own (`main.py`), which leaves DIR/probe.json and DIR/console.log.
+The engines run in a process of their own (`run_engines`), which leaves DIR/probe.json and DIR/console.log.
 """
 
 import argparse
@@ -227,7 +227,7 @@ def start_engines(overrides: Sequence[str], out: Path, tell: Tell) -> dict[str, 
     file, console = out / FOUND_FILE, out / CONSOLE_FILE
     file.unlink(missing_ok=True)
     begin = time.monotonic()
-    command = [sys.executable, "-m", "verl_ext.probe.main", *overrides, f"+probe_out={file}"]
+    command = [sys.executable, "-m", "verl_ext.probe.command", *overrides, f"+probe_out={file}"]
     error = follow_engines(command, console, tell)
     if not file.exists():
         raise ConfigError(error or f"the engines found nothing; everything they said: {console}")
@@ -275,3 +275,26 @@ def follow_engines(command: Sequence[str], console: Path, tell: Tell) -> str:
     if process.returncode and not error:
         return f"the engines ended with exit code {process.returncode}; everything they said: {console}"
     return error
+
+
+def run_engines() -> None:
+    """Runs `verl_ext.main_ppo` with the probe's trainer: the process that `start_engines` starts."""
+    import hydra
+
+    from verl_ext.launch import compose
+    from verl_ext.trainer import start
+
+    def task_runner() -> type:
+        from verl_ext.probe.trainer import ProbeTaskRunner
+
+        return ProbeTaskRunner
+
+    @hydra.main(version_base=None, config_path=str(compose.VERL_CONFIGS), config_name=compose.PRIMARY)
+    def run(config: Any) -> None:
+        start.run_or_stop(config, task_runner)
+
+    start.start(run)
+
+
+if __name__ == "__main__":
+    run_engines()

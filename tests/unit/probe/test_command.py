@@ -51,7 +51,7 @@ def test_it_shows_which_pair_holds_the_gap_and_what_to_try(probe, capsys, tmp_pa
     assert "the same 193 tokens" in out and "training, the rollout's" in out and "0.attention" in out
     assert "of a library" in (tmp_path / "console.log").read_text()
     (given,) = probe.ran
-    assert given[1:3] == ["-m", "verl_ext.probe.main"] and "recipe=cpu_smoke" in given
+    assert given[1:3] == ["-m", "verl_ext.probe.command"] and "recipe=cpu_smoke" in given
     assert given.index("recipe=cpu_smoke") < given.index("actor_rollout_ref.rollout.n=1")
 
 
