@@ -8,8 +8,7 @@ from collections.abc import Iterable
 
 from packaging.version import Version
 
-from verl_ext.doctor.context import ROLLOUT, VLLM_ARGUMENTS, Context
-from verl_ext.doctor.findings import Finding, check
+from verl_ext.doctor.checks import ROLLOUT, VLLM_ARGUMENTS, Context, Finding, check
 from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
 DISABLE_CASCADE = f"{VLLM_ARGUMENTS}.disable_cascade_attn"

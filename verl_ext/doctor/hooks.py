@@ -31,8 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import UserError
 from verl_ext.base.patching import Undo, patch, together
-from verl_ext.doctor.context import ACTOR, MODEL, ROLLOUT, Context
-from verl_ext.doctor.findings import Finding, apply_fix, check
+from verl_ext.doctor.checks import ACTOR, MODEL, ROLLOUT, Context, Finding, apply_fix, check
 from verl_ext.launch.packages import package_folder
 
 NAME = f"{ROLLOUT}.name"

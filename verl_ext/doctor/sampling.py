@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-from verl_ext.doctor.context import ACTOR, MODEL, ROLLOUT, Context
-from verl_ext.doctor.findings import Finding, check
+from verl_ext.doctor.checks import ACTOR, MODEL, ROLLOUT, Context, Finding, check
 from verl_ext.doctor.hooks import errors_once
 from verl_ext.doctor.precision import FLOAT32, TRANSFORMERS, training_dtype
 

@@ -5,9 +5,8 @@ from math import ceil
 
 from packaging.version import Version
 
-from verl_ext.doctor.context import ASYNCHRONOUS, MODE, MODEL, ROLLOUT, Context
+from verl_ext.doctor.checks import ASYNCHRONOUS, MODE, MODEL, ROLLOUT, Context, Finding, check
 from verl_ext.doctor.engine import captures_routing
-from verl_ext.doctor.findings import Finding, check
 
 CANARY = "stability.sync_canary.trajectories"
 KNOWN_VERL = "0.9.1"
