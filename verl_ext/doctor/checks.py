@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from packaging.version import Version
 
 from verl_ext.base.errors import UserError
-from verl_ext.features.verl_config import ROLLOUTS
+from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, ROLLOUTS, VLLM_ARGUMENTS
 from verl_ext.launch.command_line import plugins
 from verl_ext.launch.gpus import Gpu
 from verl_ext.launch.packages import has_module, package_folder
@@ -41,10 +41,6 @@ DISTRIBUTIONS = (
     "flash-attn",
 )
 PLUGIN_GROUPS = ("verl.plugins", "vllm.general_plugins")
-ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-MODE, ASYNCHRONOUS = "trainer.v1.trainer_mode", ("colocate_async", "separate_async")
-ROLLOUT = "actor_rollout_ref.rollout"
-VLLM_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.vllm"
 
 
 def _json_at(path: str, name: str) -> dict[str, Any]:

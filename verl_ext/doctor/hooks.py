@@ -31,7 +31,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import UserError
 from verl_ext.base.patching import Undo, patch, together
-from verl_ext.doctor.checks import ACTOR, MODEL, ROLLOUT, Context, Finding, apply_fix, check
+from verl_ext.doctor.checks import Context, Finding, apply_fix, check
+from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT
 from verl_ext.launch.packages import package_folder
 
 NAME = f"{ROLLOUT}.name"

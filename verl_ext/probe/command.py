@@ -210,7 +210,7 @@ def experts_of(config: Any) -> int:
     from verl_ext.routing.engines import TOP_KS, first_of
 
     model = hf_config_of(config.actor_rollout_ref.model)
-    return first_of(getattr(model, "text_config", None) or model, TOP_KS)
+    return first_of(model.get_text_config(), TOP_KS) if model else 0
 
 
 def start_engines(overrides: Sequence[str], out: Path, tell: Tell) -> dict[str, Any]:
