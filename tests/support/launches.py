@@ -13,9 +13,13 @@ from tests.stack import replaying, running, switching
 from tests.support import forking
 
 STACK = ROOT / "tests" / "stack"
-# test_submit.py and test_two_nodes.py build a cluster before they start a run on it, with settings that others have.
-FILES = sorted({*STACK.glob("test_*runs.py"), *(STACK / f"test_{name}.py" for name in ("ends", "methods", "probe"))})
-FILES.append(STACK / "test_routing_replay.py")
+# These start an engine alone, or build a cluster or a file system before a run on it, with settings that others have.
+LEFT_OUT = ("test_kills.py", "test_sglang_engine.py", "test_submit.py", "test_two_nodes.py")
+FILES = [
+    file
+    for file in sorted(STACK.glob("test_*.py"))
+    if running.__name__ in file.read_text(encoding="utf-8") and file.name not in LEFT_OUT
+]
 NO_STEP = "no_step"  # the mark of a test whose run ends before its first step
 NOWHERE = "/nowhere/python"
 
