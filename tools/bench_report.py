@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from verl_ext.base.metrics.buckets import NAMES
+from verl_ext.base.names import BUCKETS
 
 LAYERS = 48
 PANDAS = "import sys, pandas; pandas.read_json(sys.argv[1], lines=True)"
@@ -27,7 +27,7 @@ DRAWN = (
     *("correction/entropy_dropped", "correction/entropy_kept", "router/agreement", "response_length/mean"),
     *("response_length/max", "response_length/clip_ratio", "actor/entropy", "actor/pg_clipfrac", "actor/grad_norm"),
     *("timing_s/step", "timing_s/gen", "timing_s/old_log_prob", "timing_s/update_actor", "timing_s/update_weights"),
-    *(f"vllm_kl/k3/{axis}/{name}" for axis in ("prob", "position") for name in NAMES[axis]),
+    *(f"vllm_kl/k3/{axis}/{name}" for axis in ("prob", "position") for name in BUCKETS[axis]),
     *(f"router/agreement/layer_{layer:02d}" for layer in range(LAYERS)),
 )
 

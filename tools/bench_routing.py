@@ -30,8 +30,7 @@ import torch
 from measuring import RETURN_FREED, added_bytes, alternating
 from torch import Tensor
 
-from verl_ext.core.overlap import blockwise_overlap
-from verl_ext.core.routing import refused_rows
+from verl_ext.core.routing import blockwise_overlap, refused_rows
 
 SIZES = ("16384x48x128x8", "16384x48x512x10", "131072x94x256x8", "1048576x94x256x8")
 TILE = 4096  # tokens drawn at random; more repeat them

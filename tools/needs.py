@@ -79,7 +79,7 @@ HOOKS = (
     ),
     Hook(
         "load_schedule",
-        "upstream/megatron_schedule.py",
+        "plugins/verl.py",
         (f"{ENGINE}.megatron.transformer_impl.MegatronEngine.load_checkpoint(self, ...)",),
     ),
     Hook(

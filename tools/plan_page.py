@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from routing_cost import markdown
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.doctor.composed import compose
+from verl_ext.launch.command_line import compose
 from verl_ext.plan import costs
 from verl_ext.plan.command import print_plan
 from verl_ext.plan.scale import SMALL_SHARE, Plan, at_nodes, read_plan, scale_table

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from verl_ext import __version__, submit
-from verl_ext.doctor import composed
 from verl_ext.lab import command as lab
+from verl_ext.launch import command_line
 from verl_ext.plan import command as plan
 from verl_ext.probe import command as probe
 from verl_ext.report import command as report
@@ -79,7 +79,7 @@ def _add_doctor(commands) -> None:
         epilog=DOCTOR_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    composed.add_arguments(parser)
+    command_line.add_arguments(parser)
     parser.add_argument("--gpu", type=_gpu, metavar="NAME", help="of the rollout, such as A100, H100, H200 or L20")
     parser.add_argument("--strict", action="store_true", help="exit with 1 for warnings too")
     output = parser.add_mutually_exclusive_group()

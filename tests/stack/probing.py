@@ -93,7 +93,7 @@ def looking_often(trainer_class: type) -> type:
 
 
 def main() -> None:
-    from verl_ext.probe import main, trainer
+    from verl_ext.probe import command, trainer
     from verl_ext.trainer import task_runner
 
     class PlantingTaskRunner(task_runner.StabilityTaskRunner):
@@ -109,7 +109,7 @@ def main() -> None:
             ROUTING_WORKERS[ActorRolloutRefWorker] = planting(ROUTING_WORKERS[ActorRolloutRefWorker])
 
     trainer.ProbeTaskRunner = PlantingTaskRunner
-    main.main()
+    command.run_engines()
 
 
 if __name__ == "__main__":

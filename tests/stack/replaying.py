@@ -6,10 +6,17 @@ It starts with what R3 needs, which is all that any of them needs; SCHEDULE says
 second token of the rollout comes with an expert that is named twice; the last is in verl's bypass mode.
 """
 
+from verl_ext.features.verl_config import BYPASS, FSDP_REPLAY
+
 STEPS = 3
 BROKEN = "R3, broken"
 BYPASSED = "R3, bypass"
 SCHEDULE = [*(mode for mode in ("disabled", "R2", "R3") for _ in range(STEPS)), BROKEN, BYPASSED]
+
+
+def settings_of(entry: str) -> dict[str, object]:
+    """What a step with this entry changes in the run's config."""
+    return {FSDP_REPLAY: entry.partition(",")[0], BYPASS: entry == BYPASSED}
 
 
 def replaying(trainer_class: type) -> type:
@@ -19,19 +26,17 @@ def replaying(trainer_class: type) -> type:
     from verl_ext.base.names import ROLLOUT_ROUTES
     from verl_ext.core.tokens import jagged
     from verl_ext.features.table import loss_settings, read_features
-    from verl_ext.features.verl_config import BYPASS, replay_setting
     from verl_ext.trainer.queue import get_fields, put_fields
 
     class ReplayingTrainer(trainer_class):
         def step(self, metrics, timing_raw):
-            mode = SCHEDULE[self.global_steps - 1].partition(",")[0]
-            OmegaConf.update(self.config, replay_setting(self.config), mode)
-            stability = self.stability_run.features.stability
-            if SCHEDULE[self.global_steps - 1] == BYPASSED:
-                OmegaConf.update(self.config, BYPASS, True)
+            changed, stability = settings_of(SCHEDULE[self.global_steps - 1]), self.stability_run.features.stability
+            for name, value in changed.items():
+                OmegaConf.update(self.config, name, value)
+            if changed[BYPASS]:
                 self.actor_rollout_wg.configure_loss(loss_settings(read_features(self.config, stability)))
             self.stability_run.use(self.config, stability)
-            self.actor_rollout_wg.set_replay(mode)
+            self.actor_rollout_wg.set_replay(changed[FSDP_REPLAY])
             return super().step(metrics, timing_raw)
 
         def _compute_old_log_prob(self, batch, metrics):

@@ -17,6 +17,7 @@ def ranks(quick_ranks, tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
+@pytest.mark.shows("vllm_kl", "policy_kl", "grad_norm", engine="fsdp2")
 @pytest.mark.parametrize(
     ("case", "steps", "refused"),
     [
@@ -75,6 +76,7 @@ def test_a_batch_refused_in_bypass_mode_leaves_the_weights(ranks):
     assert not torch.equal(ranks[0]["bypass"]["weights"], ranks[0]["moved"]["weights"])
 
 
+@pytest.mark.shows("undo", engine="fsdp2")
 @pytest.mark.parametrize("case", UNDO_CASES)
 def test_an_update_is_taken_back_bit_for_bit_on_every_rank(ranks, case):
     for rank in ranks:
@@ -83,6 +85,7 @@ def test_an_update_is_taken_back_bit_for_bit_on_every_rank(ranks, case):
         assert found["moved at half the rate"] == pytest.approx(0.5, rel=0.02) and found["rate"] == 1e-2
 
 
+@pytest.mark.shows("after_update.trajectories", engine="fsdp2")
 @pytest.mark.parametrize("case", UNDO_CASES)
 def test_what_an_update_moved_is_scored_again_over_all_ranks(ranks, case):
     told = [rank[case]["after_update"] for rank in ranks]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.stack.probing import CAUSES
 from tests.stack.running import SMALL, run
-from verl_ext.doctor.composed import compose
+from verl_ext.launch.command_line import compose
 from verl_ext.probe.command import probe_overrides
 from verl_ext.probe.readings import Stage
 from verl_ext.probe.verdict import ProbeResult

@@ -144,6 +144,7 @@ def test_the_ranks_of_ulysses_fetch_together(ran, name):
     assert [rank["shares"] for rank in ran[name]] == ([[0, 1]] * 2 if ALL[name].ranks == 2 else [None])
 
 
+@pytest.mark.shows("R2", engine="fsdp2")
 @pytest.mark.parametrize("name", [name for name, case in ALL.items() if case.mode == "R2"])
 def test_r2_replays_what_compute_log_prob_used(ran, name):
     case, found = ALL[name], ran[name]

@@ -244,6 +244,7 @@ def test_none_logs_what_plain_verl_logs(train, plain_verl):
     assert {"actor/grad_norm", "critic/score/mean", "rollout_corr/kl"} <= keys(none)[0]
 
 
+@pytest.mark.no_step
 def test_cascade_attention_that_the_engine_does_not_run_stops_the_run(train):
     # vLLM's CPU model runner accepts the argument and never uses cascade attention.
     run = train("stability=icepop_loss", "stability.cascade_attention=on")

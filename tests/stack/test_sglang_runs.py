@@ -102,6 +102,7 @@ def test_megatron_and_sglang_in_separate_async(train):
     assert later[-1]["vllm_kl/k3"] > 100 * FLOAT32, "the policy has moved away from old rollouts"
 
 
+@pytest.mark.no_step
 def test_a_scheduler_that_cannot_start_ends_the_run_with_its_reason(train):
     finished = train("stability=icepop", f"++{OF_SGLANG}.mem_fraction_static=-1", f"{OF_SGLANG}.max_total_tokens=null")
     assert finished.code == 1, finished.tail

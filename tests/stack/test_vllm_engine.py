@@ -196,6 +196,7 @@ def test_logprobs_follow_a_sync_of_one_part(engine: Engine, part: str) -> None:
         assert (actual - reference(old, output)[0]).abs().max() > 0.01
 
 
+@pytest.mark.shows("fake quantization", engine="vllm")
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("besides", "rounded"),

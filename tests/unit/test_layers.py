@@ -22,7 +22,7 @@ BELOW: dict[str, set[str]] = {
     "workers": {"base", "core", "features", "routing", "upstream"},
     "trainer": {"base", "core", "features", "guard", "launch", "plugins", "upstream", "workers"},
     "report": {"__version__", "base", "core", "guard"},
-    "probe": {"base", "core", "doctor", "features", "launch", "report", "routing", "trainer", "upstream"},
+    "probe": {"base", "core", "features", "launch", "report", "routing", "trainer", "upstream"},
     "lab": {"__version__", "base", "core", "features", "guard", "launch", "report", "trainer", "workers"},
 }
 ENGINES = {"verl", "ray", "vllm"}

@@ -93,7 +93,7 @@ TABLE = (
         "guard's rollback it would go on at their sum",
         when="always, in verl's Megatron engines",
         versions=VERL,
-        file="upstream/megatron_schedule.py",
+        file="plugins/verl.py",
         test="tests/stack/test_megatron_recipes.py::test_each_recipe_computes_what_transformers_does_and_trains",
     ),
     Change(

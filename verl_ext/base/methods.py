@@ -2,13 +2,14 @@
 
 A method is registered where it is written, by its kind's decorator (`register_correction`, `register_batch_filter`,
 `register_estimator`); whatever knows methods by name reads the kind's registry. A function takes its settings as
-keyword arguments. Torch is not needed to read settings: `verl_ext.core.lazily`.
+keyword arguments. Torch is not needed to read settings: `verl_ext.core`.
 """
 
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache
 from typing import Any, Generic, NoReturn, TypeVar, get_type_hints
 
 from verl_ext.base.errors import ConfigError, SettingError
@@ -148,12 +149,19 @@ def _converted(hint: Any, value: Any, setting: str) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    schema = OmegaConf.structured(make_dataclass("Setting", [("value", hint)]))
     try:
-        return OmegaConf.to_container(OmegaConf.merge(schema, {"value": value}))["value"]
+        return OmegaConf.to_container(OmegaConf.merge(_schema(hint), {"value": value}))["value"]
     except OmegaConfBaseException as error:
         kinds = [words for one, words in KINDS.items() if hint in (one, one | None)]
         raise ConfigError(f"{setting}={value} must be {kinds[0] if kinds else f'of type {hint}'}") from error
+
+
+@cache
+def _schema(hint: Any) -> Any:
+    """One setting of this type, as OmegaConf reads it."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(make_dataclass("Setting", [("value", hint)]))
 
 
 def _raise_missing(one: Field, setting: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Names that more than one process knows: the fields of a batch, and the files of a run.
+"""Names that several processes know: the fields of a batch, the files of a run, the buckets of a breakdown.
 
 Fields have the names by which TransferQueue and the workers know them. They are jagged, one row per trajectory, [B, r]
 over its response tokens unless said otherwise; n of all its tokens, L MoE layers of the training engine, L' layers as
@@ -73,3 +73,26 @@ def events_path(config: Any) -> Path:
 def trajectories_path(config: Any) -> Path:
     """The metrics file's path with .trajectories.jsonl for .jsonl; `config` is the run's."""
     return metrics_path(config.trainer.project_name, config.trainer.experiment_name).with_suffix(TRAJECTORIES)
+
+
+# The buckets of a breakdown, as metrics name them.
+PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.5, 0.9)  # of exp(l_infer); the last bucket ends at 1
+ENTROPY_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0)  # of the training policy, in nats
+POSITION_EDGES = (0, 256, 1024, 4096, 16384)  # of the response, tool output counted
+TURNS = 8  # the last bucket holds all later turns
+LAG_EDGES = (0, 1, 2, 3, 4, 8)  # of weight versions behind the policy; trajectories that span versions stand apart
+
+
+def bucket_names(edges: tuple[float, ...]) -> list[str]:
+    """`low-high` for each bucket; the last one is open: `low-`."""
+    ends = [f"{edge:g}" for edge in edges[1:]] + [""]
+    return [f"{low:g}-{high}" for low, high in zip(edges, ends, strict=True)]
+
+
+BUCKETS = {  # axis -> the names of its buckets
+    "prob": bucket_names(PROBABILITY_EDGES),
+    "entropy": bucket_names(ENTROPY_EDGES),
+    "position": bucket_names(POSITION_EDGES),
+    "turn": [f"{turn:02d}" for turn in range(TURNS - 1)] + [f"{TURNS - 1:02d}-"],
+    "lag": ["0", "1", "2", "3", "4-7", "8-", "span"],
+}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from verl_ext.base.errors import BatchError
 from verl_ext.base.methods import Method, Registry, require, settings_of
-from verl_ext.core.lazily import torch
+from verl_ext.core import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

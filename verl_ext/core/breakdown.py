@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from verl_ext.base.metrics.buckets import ENTROPY_EDGES, NAMES, POSITION_EDGES, PROBABILITY_EDGES, TURNS
+from verl_ext.base.names import BUCKETS, ENTROPY_EDGES, POSITION_EDGES, PROBABILITY_EDGES, TURNS
 from verl_ext.core.blocks import Block, Scratch, Sums, lengths_between
 from verl_ext.core.tokens import segment_sums
 
@@ -47,7 +47,7 @@ def lag_sums(block: Block, lag_bucket: Tensor, measures: dict[str, Tensor]) -> S
 
 
 def _sum_buckets(axis: str, bucket_C: Tensor, sums_CM: Tensor) -> Tensor:
-    return sums_CM.new_zeros(len(NAMES[axis]), sums_CM.shape[1]).index_add_(0, bucket_C, sums_CM)
+    return sums_CM.new_zeros(len(BUCKETS[axis]), sums_CM.shape[1]).index_add_(0, bucket_C, sums_CM)
 
 
 def _name_sums(axis: str, measures: dict[str, Tensor], sums_SM: Tensor) -> Sums:
@@ -94,7 +94,7 @@ def bucket_metrics(sums: Sums) -> dict[str, Tensor]:
     over the tokens that were compared.
     """
     metrics = {}
-    for axis, names in NAMES.items():
+    for axis, names in BUCKETS.items():
         measures = {name.partition(":")[2]: sums_S for name, sums_S in sums.items() if name.startswith(f"{axis}:")}
         tokens, compared = measures.pop("tokens", None), measures.pop(COMPARED, None)
         used = [] if tokens is None else tokens.nonzero().flatten().tolist()

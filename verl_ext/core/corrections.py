@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.methods import Method, Registry, require, require_one_of, settings_of
-from verl_ext.core.lazily import Result, no_grad, torch
+from verl_ext.core import Result, no_grad, torch
 from verl_ext.core.tokens import LOG_RATIO_BOUND
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Method, Registry, require, settings_of
+from verl_ext.core import torch
 from verl_ext.core.advantages import Sessions, group_ids, require_finite
-from verl_ext.core.lazily import torch
 from verl_ext.core.tokens import Lag, Tokens
 
 if TYPE_CHECKING:

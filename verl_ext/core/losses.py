@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from verl_ext.base.methods import Chosen, Method, Registry, require, settings_of
-from verl_ext.base.metrics.buckets import NAMES
+from verl_ext.base.names import BUCKETS
+from verl_ext.core import no_grad, torch
 from verl_ext.core.corrections import IcePop, icepop, register_correction
-from verl_ext.core.lazily import no_grad, torch
 from verl_ext.core.tokens import LOG_RATIO_BOUND
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def opsm(batch: LossBatch, *, delta: float, stale_only: bool = False) -> LossCha
         "staleness": _mean(parts.staleness, rows),
     }
     if batch.lag is not None:
-        for index, name in enumerate(NAMES["lag"]):
+        for index, name in enumerate(BUCKETS["lag"]):
             # Parts of a mean, not means: verl averages over micro-batches and ranks, all of which must have all names.
             of_lag = rows & (batch.lag.amax(-1) == index)
             metrics[f"mismatch/lag/{name}"] = _mean(torch.where(of_lag, parts.mismatch, 0.0), rows)

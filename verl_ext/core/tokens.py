@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_ext.base.metrics.buckets import LAG_EDGES
-from verl_ext.core.lazily import torch
+from verl_ext.base.names import LAG_EDGES
+from verl_ext.core import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ class Lag:
     oldest: Tensor
 
     def buckets(self) -> Tensor:
-        """[B] int64, where each stands in `NAMES["lag"]`: by its lag, or at the end where it spans versions."""
+        """[B] int64, where each stands in `BUCKETS["lag"]`: by its lag, or at the end where it spans versions."""
         edges = torch.tensor(LAG_EDGES[1:], device=self.oldest.device)
         spans = self.newest != self.oldest
         return torch.where(spans, len(LAG_EDGES), torch.bucketize(self.oldest, edges, right=True))

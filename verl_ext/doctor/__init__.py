@@ -1,8 +1,7 @@
 """`verl-ext doctor`: what is wrong with an installation and a run's settings, shown before anything starts.
 
-command.py        reads the command line, prints      composed.py   the run's config, for `plan` too
-context.py        what checks may look at
-findings.py       what they return, their registry, and fixes
+command.py        composes the run's config, runs the checks, prints
+checks.py         what a check looks at and returns, the registry of all, and fixes
 installation.py   packages, imports, plugins
 hooks.py          which hooks of ours attach, verl's own validation, code that a config names
 engine.py         the rollout engine: attention, lengths, experts that it returns, versions of vLLM

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from verl_ext.doctor import context as read
 from verl_ext.doctor import installation  # noqa: F401 (registers checks: first in the table)
 
 # isort: split
 from verl_ext.base.printable import printable, wide_console
 from verl_ext.doctor import engine, hooks, precision, sampling, sizes, training, weight_sync  # noqa: F401 (as above)
-from verl_ext.doctor.composed import compose, given
-from verl_ext.doctor.findings import LEVELS, Finding, fixes, run_checks
+from verl_ext.doctor.checks import LEVELS, Context, Finding, fixes, installed_plugins, installed_versions, run_checks
+from verl_ext.launch.command_line import compose, given_arguments
 from verl_ext.launch.gpus import Gpu, present
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
@@ -30,21 +29,21 @@ def diagnose(arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False) 
     Code that its config names is run with `trust` alone.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read as transformers is imported; nothing is fetched
-    versions = read.installed_versions()  # before verl is imported
+    versions = installed_versions()  # before verl is imported
     config, failure, other_machine = None, "", gpu is not None
     with contextlib.redirect_stdout(sys.stderr):  # verl and what it imports print; stdout is the findings'
         if arguments:
             config, failure = compose(arguments, trust=trust)
             gpu = gpu or present()
-        context = read.Context(
-            versions, read.installed_plugins(), os.environ, config, failure, gpu, trust, other_machine=other_machine
+        context = Context(
+            versions, installed_plugins(), os.environ, config, failure, gpu, trust, other_machine=other_machine
         )
         return run_checks(context)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Print the findings; 1 where there is an error, or with --strict a warning."""
-    findings = diagnose(given(arguments), arguments.gpu, trust=arguments.trust)
+    findings = diagnose(given_arguments(arguments), arguments.gpu, trust=arguments.trust)
     if arguments.fix:
         for override in fixes(findings):
             print(override)

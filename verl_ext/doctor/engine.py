@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from packaging.version import Version
 
-from verl_ext.doctor.context import ROLLOUT, VLLM_ARGUMENTS, Context
-from verl_ext.doctor.findings import Finding, check
+from verl_ext.doctor.checks import Context, Finding, check
+from verl_ext.features.verl_config import ROLLOUT, VLLM_ARGUMENTS, replay_mode, replay_setting
 from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
 DISABLE_CASCADE = f"{VLLM_ARGUMENTS}.disable_cascade_attn"
@@ -31,8 +31,6 @@ SILENT = ("triton_kernel", "flashinfer_trtllm", "flashinfer_mxfp4")  # of SGLang
 
 
 def captures_routing(context: Context) -> bool:
-    from verl_ext.features.verl_config import replay_mode
-
     if context.get(f"{ROLLOUT}.enable_rollout_routing_replay") or context.get("stability.router_agreement"):
         return True
     return replay_mode(context.config) == "R3"
@@ -197,8 +195,6 @@ def recorded_routing(context: Context) -> Iterable[Finding]:
 
     Source: verl/utils/megatron/router_replay_utils.py: `to(torch.uint8)` in 0.9.0, int16 from 0.9.1 on (PR 7407).
     """
-    from verl_ext.features.verl_config import replay_mode, replay_setting
-
     agreement = context.get("stability.router_agreement")
     if context.strategy != "megatron" or context.model_config is None or "verl" not in context.versions:
         return

@@ -6,7 +6,7 @@ names, unless --trust allows it. A config names code in
     stability.plugins             imported by `StabilityConfig`
     model.trust_remote_code       lets transformers import Python files that lie beside the model
     _target_                      called by `hydra.utils.instantiate` in verl's `validate_config`: any callable
-    hydra.searchpath=[pkg://...]  imported by Hydra as it composes (`composed.py` looks before)
+    hydra.searchpath=[pkg://...]  imported by Hydra as it composes (`launch/command_line.py` looks before)
 
 Other code, such as reward functions, data set classes, `external_lib`, agent loops and chat templates, is used by a run
 only: no check of this folder goes near it.
@@ -31,8 +31,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import UserError
 from verl_ext.base.patching import Undo, patch, together
-from verl_ext.doctor.context import ACTOR, MODEL, ROLLOUT, Context
-from verl_ext.doctor.findings import Finding, apply_fix, check
+from verl_ext.doctor.checks import Context, Finding, apply_fix, check
+from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT
 from verl_ext.launch.packages import package_folder
 
 NAME = f"{ROLLOUT}.name"

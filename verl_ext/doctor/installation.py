@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from packaging.specifiers import SpecifierSet
 
 from verl_ext.base.changes import ON_CPU, TABLE
-from verl_ext.doctor.context import PLUGIN_GROUPS, Context
-from verl_ext.doctor.findings import Finding, check
+from verl_ext.doctor.checks import PLUGIN_GROUPS, Context, Finding, check
 from verl_ext.launch.packages import Import, imported, module, pinned, remedy
 
 SUPPORTED = {

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from verl_ext.doctor.context import ACTOR, ROLLOUT, Context
-from verl_ext.doctor.findings import Finding, check
+from verl_ext.doctor.checks import Context, Finding, check
+from verl_ext.features.verl_config import ACTOR, ROLLOUT
 
 FSDP = f"{ACTOR}.fsdp_config"
 PARAM_DTYPE = f"{FSDP}.mixed_precision.param_dtype"

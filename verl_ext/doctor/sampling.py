@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from verl_ext.doctor.context import ACTOR, MODEL, ROLLOUT, Context
-from verl_ext.doctor.findings import Finding, check
+from verl_ext.doctor.checks import Context, Finding, check
 from verl_ext.doctor.hooks import errors_once
 from verl_ext.doctor.precision import FLOAT32, TRANSFORMERS, training_dtype
+from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, truncates
 
 CORRECTION = "algorithm.rollout_correction"
 POLICY_LOSS = f"{ACTOR}.policy_loss"
@@ -48,7 +48,6 @@ def _knows_kept_tokens(context: Context) -> bool:
     from verl_ext.features.feature import Part
     from verl_ext.features.stability import stability_config
     from verl_ext.features.table import read_features
-    from verl_ext.features.verl_config import truncates
 
     if context.plugin_modules or not truncates(context.config):
         return False

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.doctor.context import MODEL, Context
-from verl_ext.doctor.findings import Finding, apply_fix, check
+from verl_ext.doctor.checks import Context, Finding, apply_fix, check
+from verl_ext.features.verl_config import MODEL
 from verl_ext.plan.sizes import check_sizes
 
 if TYPE_CHECKING:

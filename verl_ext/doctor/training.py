@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator
 
 from packaging.version import Version
 
-from verl_ext.doctor.context import ACTOR, Context
-from verl_ext.doctor.findings import Finding, check
+from verl_ext.doctor.checks import Context, Finding, check
 from verl_ext.doctor.hooks import needs_critic
+from verl_ext.features.verl_config import ACTOR
 from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
 AGGREGATION = f"{ACTOR}.loss_agg_mode"

@@ -5,9 +5,9 @@ from math import ceil
 
 from packaging.version import Version
 
-from verl_ext.doctor.context import ASYNCHRONOUS, MODE, MODEL, ROLLOUT, Context
+from verl_ext.doctor.checks import Context, Finding, check
 from verl_ext.doctor.engine import captures_routing
-from verl_ext.doctor.findings import Finding, check
+from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, ROLLOUT, sends_adapter
 
 CANARY = "stability.sync_canary.trajectories"
 KNOWN_VERL = "0.9.1"
@@ -23,8 +23,6 @@ def weight_sync(context: Context) -> Iterable[Finding]:
     stays empty, and the gap looks like old rollouts. `lora.merge=true` sends full weights. Names that vLLM has no
     module for are dropped without a word (vLLM issues 34186 and 48019).
     """
-    from verl_ext.features.verl_config import MERGE_LORA, sends_adapter
-
     watched = context.get(CANARY, 0)
     if sends_adapter(context.config):
         if context.get(MODE) == "separate_async":
@@ -92,8 +90,8 @@ def partial_rollouts(context: Context) -> Iterable[Finding]:
     those of earlier turns are then of newer weights than their log-probs. Not with vLLM, where upstream/agent_loop.py
     keeps those of earlier turns, unless there are images, audio or video.
     """
-    mode = context.get(MODE)
-    if mode not in ASYNCHRONOUS:
+    mode = context.get(MODE, "sync")
+    if mode == "sync":
         return
     kept = context.get(f"{ROLLOUT}.name") == "vllm"
     if context.get(f"{ROLLOUT}.multi_turn.enable") and captures_routing(context) and not kept:
@@ -111,9 +109,9 @@ def waiting_batches(context: Context) -> Iterable[Finding]:
 
     Source: recipes/collapse, where with 32 batches waiting, stop_after=10 ended a run that went on, and lived, with 50.
     """
-    mode = context.get(MODE)
+    mode = context.get(MODE, "sync")
     stop_after = context.get(STOP_AFTER)
-    if mode not in ASYNCHRONOUS or stop_after is None or not _skips_updates(context):
+    if mode == "sync" or stop_after is None or not _skips_updates(context):
         return
     waiting = ceil(context.get(f"trainer.v1.{mode}.num_warmup_batches", 0))
     if waiting < stop_after:

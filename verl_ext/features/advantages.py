@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.errors import BatchError
 from verl_ext.base.methods import Chosen, Method, build
+from verl_ext.core import torch
 from verl_ext.core.advantages import ESTIMATORS, Sessions, group_ids
-from verl_ext.core.lazily import torch
 from verl_ext.features.feature import IN_THE_STEP, Feature, RunFeatures, TableLine
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from verl_ext.base.methods import described, require, require_known, require_one
 from verl_ext.base.metrics import OURS, comes_late, find, nearest
 from verl_ext.features.feature import Feature, Part, RunFeatures, TableLine
 from verl_ext.features.verl_config import ACTOR, bypasses, strategy_of
-from verl_ext.guard.learning_rate import LowerLr
-from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, Rule
+from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, LowerLr, Rule
 from verl_ext.guard.state import Boundary
 
 PREFIX = "stability.guard"

@@ -204,8 +204,9 @@ def _check_signals(run: RunFeatures, k: int) -> None:
 
 
 def _check_vocabulary(run: RunFeatures, asked: str, k: int) -> None:
-    model = hf_config_of(run.config.actor_rollout_ref.model)
-    vocabulary = getattr(getattr(model, "text_config", None) or model, "vocab_size", None)
+    if (model := hf_config_of(run.config.actor_rollout_ref.model)) is None:
+        return
+    vocabulary = getattr(model.get_text_config(), "vocab_size", None)
     if vocabulary is not None and k > vocabulary:
         by_top_k = truncates(run.config) and not run.stability.head.k
         fix = f"{ROLLOUT}.top_k" if by_top_k else "stability.head.k"

@@ -14,8 +14,18 @@ from typing import Any
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.metrics import MUST_BE_FINITE
 from verl_ext.guard.forecast import foresee, owner_clause, remember
-from verl_ext.guard.learning_rate import LowerLr, go_on, lower, scale
-from verl_ext.guard.rules import REFUSING, Rule, RuleState, apply_rule, describe, next_bound
+from verl_ext.guard.rules import (
+    REFUSING,
+    LowerLr,
+    Rule,
+    RuleState,
+    apply_rule,
+    describe,
+    hold_rate,
+    lower_rate,
+    lr_scale,
+    next_bound,
+)
 from verl_ext.guard.state import Boundary, Decision, Event, read_state
 
 LR_SCALE = "guard/lr_scale"
@@ -64,7 +74,7 @@ class Guard:
     @property
     def lr_scale(self) -> float:
         """The factor of the schedule's learning rate."""
-        return scale(self.lower_lr, self.state.lr)
+        return lr_scale(self.lower_lr, self.state.lr)
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -138,7 +148,7 @@ class Guard:
         self.state.in_a_row = 0 if self.state.updated and not self._failed else self.state.in_a_row + 1
         events = []
         firing = self._fires("lower_lr")
-        if go_on(self.lower_lr, self.state.lr, self.step, firing):
+        if hold_rate(self.lower_lr, self.state.lr, self.step, firing):
             why = "a rule still fires" if firing else "no rule asks for less"
             action = "lower_lr" if firing else "recover"
             events.append(Event(self.step, "lower_lr", LR_SCALE, self.lr_scale, None, action, f"{why}: {self._rate()}"))
@@ -249,7 +259,7 @@ class Guard:
 
     def _action(self, rule: Rule, reason: str, early: bool) -> tuple[str, str]:
         if rule.action == "lower_lr":
-            lower(self.lower_lr, self.state.lr, self.step)
+            lower_rate(self.lower_lr, self.state.lr, self.step)
             return rule.action, f"{reason}: {self._rate()}"
         if rule.action == "undo" and early and self.step < self.state.calm_from:
             return "skip", f"{reason} (soon after weights were given up: no undo yet)"

@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import Any, get_args, get_origin, get_type_hints
 
 from verl_ext.base.methods import require
-from verl_ext.guard.learning_rate import LrState
-from verl_ext.guard.rules import FEWEST, REFUSING, RuleState
+from verl_ext.guard.rules import FEWEST, REFUSING, LrState, RuleState
 
 LARGEST = 2**63 - 1  # a whole number in a saved state
 NAMES = {

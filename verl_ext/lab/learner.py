@@ -24,8 +24,7 @@ from verl.utils.py_functional import rename_dict
 
 from verl_ext.base import names
 from verl_ext.core.head import divergence, head_metrics, head_sums
-from verl_ext.core.overlap import expert_overlap
-from verl_ext.core.routing import agreement
+from verl_ext.core.routing import agreement, expert_overlap
 from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.features.losses import LOSSES
 from verl_ext.features.stability import StabilityConfig

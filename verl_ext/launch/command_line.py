@@ -1,12 +1,24 @@
-"""What several commands take as arguments, and how they end."""
+"""What the commands take as arguments, the config of the run that they describe, and how commands end."""
 
 import argparse
+import contextlib
 import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_ext.base.errors import ConfigError
 from verl_ext.base.printable import printable
 
 REFUSED, INTERRUPTED = 2, 130  # exit codes
 NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
+FLAGS = ("config-path", "config-name")
+KEY = "hydra.searchpath"
+MOST_SAID = 2000  # characters; OmegaConf names a key in 1,000 brackets
+KNOWN_PATH = re.compile(r"file://|pkg://(verl|verl_ext)(\.|/|$)")
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -33,3 +45,95 @@ def add_own(parser: argparse.ArgumentParser, what: str) -> None:
         metavar="NAME='OVERRIDES'",
         help=f"{what} of your own; may be repeated",
     )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", metavar="OVERRIDE", nargs="*", help="as given to verl_ext.main_ppo, such as stability=icepop"
+    )
+    parser.add_argument("--config-path", metavar="DIR", help="Hydra's, as for verl_ext.main_ppo")
+    parser.add_argument("--config-name", metavar="NAME", help="Hydra's, as for verl_ext.main_ppo")
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="run the code that the config names: stability.plugins, a model's own under trust_remote_code, classes in "
+        "_target_; without it, checks that need it are left out",
+    )
+
+
+def given_arguments(arguments: argparse.Namespace) -> list[str]:
+    """Returns the arguments that were given, as `verl_ext.main_ppo` takes it."""
+    values = {flag: getattr(arguments, flag.replace("-", "_")) for flag in FLAGS}
+    return [*arguments.overrides, *(f"--{flag}={value}" for flag, value in values.items() if value)]
+
+
+def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple[DictConfig | None, str]:
+    """The config of a run, or None and why there is none.
+
+    Without `trust`, one that has Hydra import packages (`pkg://` in hydra.searchpath) other than verl's is refused.
+    """
+    try:
+        import hydra
+
+        from verl_ext.launch import compose as ours
+    except ImportError as error:
+        return None, f"the run's config cannot be composed here: {error}"
+    try:
+        folder, name, overrides = ours.VERL_CONFIGS, ours.PRIMARY, []
+        for argument in ours.prepare(arguments):
+            flag, _, value = argument.partition("=")
+            if flag == "--config-path":
+                folder = Path(value)
+            elif flag == "--config-name":
+                name = value
+            else:
+                overrides.append(argument)
+        if not trust and (packages := _packages(folder / f"{name.removesuffix('.yaml')}.yaml", overrides)):
+            return None, f"hydra.searchpath={packages} would be imported; --trust imports it"
+        with hydra.initialize_config_dir(str(folder.absolute()), version_base=None):
+            return hydra.compose(name, overrides), ""
+    except Exception as error:  # of a broken config, Hydra and OmegaConf raise nearly any
+        said = str(error).partition("\nConfig search path:")[0] or type(error).__name__
+        return None, printable(" ".join(said.split()), MOST_SAID)
+
+
+def required_config(arguments: argparse.Namespace) -> DictConfig:
+    """The config of a run that these describe, for a command that can do nothing without.
+
+    Raises:
+        ConfigError: there is none, or it has modules imported without --trust.
+    """
+    with contextlib.redirect_stdout(sys.stderr):  # what --trust imports may print
+        config, failure = compose(given_arguments(arguments), trust=arguments.trust)
+    if config is None:
+        raise ConfigError(failure)
+    if not arguments.trust and (named := plugins(config)):
+        raise ConfigError(f"stability.plugins={named} would be imported; --trust imports it, or leave it out here")
+    return config
+
+
+def plugins(config: DictConfig | None) -> list[str]:
+    """The modules that a config has verl_ext import."""
+    try:
+        given = OmegaConf.select(config, "stability.plugins", throw_on_missing=False) if config is not None else None
+    except OmegaConfBaseException:  # `stability_config` ends on it, before it imports any
+        return []
+    names = OmegaConf.to_container(given) if OmegaConf.is_list(given) else [given] if given else []
+    return [str(name) for name in names]
+
+
+def _packages(primary: Path, overrides: Sequence[str]) -> list[str]:
+    """Returns the entries of hydra.searchpath that name packages, which Hydra imports, except those of verl.
+
+    It is read from the primary config and from the command line alone: `_process_config_searchpath` of
+    hydra/_internal/config_loader_impl.py (1.3).
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    given = [
+        one.value() for one in OverridesParser.create().parse_overrides(list(overrides)) if one.key_or_group == KEY
+    ]
+    if primary.is_file() and OmegaConf.is_dict(content := OmegaConf.load(primary)):
+        given.append(OmegaConf.select(content, KEY))
+    entries = [str(entry) for path in given for entry in (path if isinstance(path, Sequence) else [path])]
+    return [entry for entry in entries if "://" in entry and not KNOWN_PATH.match(entry)]

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT
+
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-ACTOR = "actor_rollout_ref.actor"
-MODEL = "actor_rollout_ref.model"
-ROLLOUT = "actor_rollout_ref.rollout"
 STRATEGY = f"{ACTOR}.strategy"
 MEGATRON = f"{ACTOR}.megatron"
 BRIDGE = f"{MEGATRON}.vanilla_mbridge"

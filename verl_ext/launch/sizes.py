@@ -10,14 +10,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.features.verl_config import ROLLOUTS
+from verl_ext.features.verl_config import ACTOR, ROLLOUT, ROLLOUTS
 from verl_ext.launch.models import ModelShape
 from verl_ext.launch.packages import sglang_arguments, vllm_arguments
 
 ARP = "actor_rollout_ref"
-ACTOR = f"{ARP}.actor"
 MEGATRON = f"{ACTOR}.megatron"
-ROLLOUT = f"{ARP}.rollout"
 STAGE = f"{MEGATRON}.override_transformer_config"
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.errors import ConfigError, UserError, print_error
 from verl_ext.base.printable import number_table, wide_console
-from verl_ext.doctor import composed
+from verl_ext.launch import command_line
 from verl_ext.plan.memory import Memory, host_memory
 from verl_ext.plan.scale import Plan, at_nodes, read_plan, scale_table, units_line
 from verl_ext.plan.sizes import GIB, UNITS, Sizes, planned_gpu, planned_gpus
@@ -31,7 +31,7 @@ def add_plan_parser(commands: Any) -> None:
         epilog="example: verl-ext plan --gpu H100 --nodes 2 recipe=qwen3_30b_a3b stability=icepop. Exit code: 0 it "
         "fits, 1 it does not, 2 it cannot be planned.",
     )
-    composed.add_arguments(parser)
+    command_line.add_arguments(parser)
     known = ", ".join(planned_gpus())
     parser.add_argument("--gpu", default="H100", metavar="NAME", help=f"{known} (default: %(default)s)")
     parser.add_argument(
@@ -56,7 +56,7 @@ def add_plan_parser(commands: Any) -> None:
 def run_plan(arguments: argparse.Namespace) -> int:
     """0 when it fits, 1 when it does not, at any of the sizes, 2 when the config cannot be planned."""
     try:
-        config, nodes = composed.required(arguments), _node_counts(arguments.nodes)
+        config, nodes = command_line.required_config(arguments), _node_counts(arguments.nodes)
         plans = [
             read_plan(
                 config if number is None else at_nodes(config, number, scale_batch=arguments.scale_batch),

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import ConfigError, UserError
-from verl_ext.features.verl_config import ROLLOUTS
+from verl_ext.features.verl_config import ACTOR, ROLLOUT, ROLLOUTS
 from verl_ext.launch.gpus import GPUS, DataSheet, named
 from verl_ext.launch.models import SHAPES, ModelShape, shape_of
 from verl_ext.launch.sizes import check_recipe, ulysses_size, world_size
@@ -16,7 +16,6 @@ from verl_ext.launch.sizes import check_recipe, ulysses_size, world_size
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "bf16": 2, "fp16": 2, "fp32": 4}
 LARGEST = 10**12  # of any number that is counted: products of several are still floats
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # What the checks of sizes divide by.
 COUNTED = (
     "trainer.nnodes",
@@ -24,17 +23,17 @@ COUNTED = (
     "data.train_batch_size",
     "data.max_prompt_length",
     "data.max_response_length",
-    "actor_rollout_ref.actor.ppo_mini_batch_size",
-    "actor_rollout_ref.rollout.n",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size",
-    "actor_rollout_ref.rollout.data_parallel_size",
-    "actor_rollout_ref.rollout.expert_parallel_size",
+    f"{ACTOR}.ppo_mini_batch_size",
+    f"{ROLLOUT}.n",
+    f"{ROLLOUT}.tensor_model_parallel_size",
+    f"{ROLLOUT}.data_parallel_size",
+    f"{ROLLOUT}.expert_parallel_size",
 )
 UNITS = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
 BACKEND = "transfer_queue.backend.storage_backend"
 # verl's estimators that may give the tokens of one trajectory advantages of different signs.
 BY_TOKEN = ("gae", "reinforce_plus_plus")
-WORKERS = "actor_rollout_ref.rollout.agent.num_workers"
+WORKERS = f"{ROLLOUT}.agent.num_workers"
 USUAL_UNITS, USUAL_WORKERS, USUAL_HEAD = 8, 8, 32  # verl's, verl's; tokens of a head where none is asked for
 
 

@@ -6,11 +6,13 @@ not imported already: each registration waits until the module that owns the reg
 
 import logging
 import traceback
+from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 from wrapt import register_post_import_hook
 
-from verl_ext.base.patching import runs_on_cpu
+from verl_ext.base.patching import Undo, runs_on_cpu, wrap
 from verl_ext.features.advantages import register_estimators
 from verl_ext.upstream import agent_loop
 
@@ -26,7 +28,7 @@ def load() -> None:
     register_post_import_hook(lambda _: register_estimators(), "verl.trainer.ppo.core_algos")
     agent_loop.install_changes()
     register_post_import_hook("verl_ext.upstream.sglang_routing:decode_routing", SGLANG_SERVER)
-    register_post_import_hook("verl_ext.upstream.megatron_schedule:load_schedule", MEGATRON_ENGINE)
+    register_post_import_hook(load_schedule, MEGATRON_ENGINE)
     if runs_on_cpu():
         from verl_ext.cpu import platform
 
@@ -34,6 +36,22 @@ def load() -> None:
     on_gpu = "verl_ext.upstream.sglang_processes:start_processes"
     start_processes = "verl_ext.cpu.sglang:start_cpu_processes" if runs_on_cpu() else on_gpu
     register_post_import_hook(start_processes, SGLANG_SERVER)
+
+
+def load_schedule(transformer_impl: Any) -> Undo:
+    """Have verl's Megatron engines forget the steps of their learning-rate schedule before they load a checkpoint.
+
+    megatron-core's `OptimizerParamScheduler` (0.16.1) adds the steps that it loads to those that it has taken. A
+    resumed run loads into a new engine, which has taken none. The guard's rollback loads into a running one, which
+    would go on at a step that is the sum of both.
+    """
+    return wrap("load_schedule", transformer_impl.MegatronEngine, "load_checkpoint", _forget_and_load, "self, ...")
+
+
+def _forget_and_load(load: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
+    if engine.lr_scheduler is not None:
+        engine.lr_scheduler.num_steps = 0
+    load(engine, *args, **kwargs)
 
 
 try:

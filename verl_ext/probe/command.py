@@ -1,6 +1,6 @@
 """`verl-ext probe`: start the run's engines, have them score the same tokens, and say where they come apart.
 
-The engines run in a process of their own (`main.py`), which leaves DIR/probe.json and DIR/console.log.
+The engines run in a process of their own (`run_engines`), which leaves DIR/probe.json and DIR/console.log.
 """
 
 import argparse
@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.base.errors import ConfigError, UserError, print_error
-from verl_ext.doctor import composed
-from verl_ext.launch.command_line import INTERRUPTED, add_own, names
+from verl_ext.launch.command_line import INTERRUPTED, add_arguments, add_own, given_arguments, names, required_config
 from verl_ext.probe.sweep import ALL, LAUNCH, NAMES, SettingChange, SweepResult, changes_of, with_change
 
 FAILED = 1
@@ -57,7 +56,7 @@ def add_probe_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    composed.add_arguments(parser)
+    add_arguments(parser)
     parser.add_argument("--prompts", type=int, default=16, help="one answer each (default: %(default)s)")
     parser.add_argument(
         "--sweep", type=names, default=(), metavar="NAME,...", help=f"settings to change one at a time, or {ALL}"
@@ -102,8 +101,8 @@ def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
 
     if arguments.prompts < 1:
         raise ConfigError(f"--prompts={arguments.prompts} must be at least 1")
-    config = composed.required(arguments)
-    out, given = arguments.out.absolute(), composed.given(arguments)
+    config = required_config(arguments)
+    out, given = arguments.out.absolute(), given_arguments(arguments)
     console = Console(stderr=True)
     changes = changes_of(config, arguments.sweep, dict(arguments.add)) if arguments.sweep or arguments.add else []
     with console.status("starting Ray, vLLM and FSDP2") as status:
@@ -211,7 +210,7 @@ def experts_of(config: Any) -> int:
     from verl_ext.routing.engines import TOP_KS, first_of
 
     model = hf_config_of(config.actor_rollout_ref.model)
-    return first_of(getattr(model, "text_config", None) or model, TOP_KS)
+    return first_of(model.get_text_config(), TOP_KS) if model else 0
 
 
 def start_engines(overrides: Sequence[str], out: Path, tell: Tell) -> dict[str, Any]:
@@ -228,7 +227,7 @@ def start_engines(overrides: Sequence[str], out: Path, tell: Tell) -> dict[str, 
     file, console = out / FOUND_FILE, out / CONSOLE_FILE
     file.unlink(missing_ok=True)
     begin = time.monotonic()
-    command = [sys.executable, "-m", "verl_ext.probe.main", *overrides, f"+probe_out={file}"]
+    command = [sys.executable, "-m", "verl_ext.probe.command", *overrides, f"+probe_out={file}"]
     error = follow_engines(command, console, tell)
     if not file.exists():
         raise ConfigError(error or f"the engines found nothing; everything they said: {console}")
@@ -276,3 +275,26 @@ def follow_engines(command: Sequence[str], console: Path, tell: Tell) -> str:
     if process.returncode and not error:
         return f"the engines ended with exit code {process.returncode}; everything they said: {console}"
     return error
+
+
+def run_engines() -> None:
+    """Runs `verl_ext.main_ppo` with the probe's trainer: the process that `start_engines` starts."""
+    import hydra
+
+    from verl_ext.launch import compose
+    from verl_ext.trainer import start
+
+    def task_runner() -> type:
+        from verl_ext.probe.trainer import ProbeTaskRunner
+
+        return ProbeTaskRunner
+
+    @hydra.main(version_base=None, config_path=str(compose.VERL_CONFIGS), config_name=compose.PRIMARY)
+    def run(config: Any) -> None:
+        start.run_or_stop(config, task_runner)
+
+    start.start(run)
+
+
+if __name__ == "__main__":
+    run_engines()

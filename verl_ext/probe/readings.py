@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from verl_ext.base.errors import HookError
-from verl_ext.base.metrics.buckets import NAMES, POSITION_EDGES, PROBABILITY_EDGES
+from verl_ext.base.names import BUCKETS, POSITION_EDGES, PROBABILITY_EDGES
 from verl_ext.core.mismatch import k3_of
-from verl_ext.core.overlap import expert_overlap
 from verl_ext.core.recorder import INDEXER, order_of
+from verl_ext.core.routing import expert_overlap
 
 DECODE, PREFILL, TRAIN, REPLAYED = "decode", "prefill", "train", "replayed"
 PAIRS = ((DECODE, TRAIN), (DECODE, PREFILL), (PREFILL, TRAIN), (DECODE, REPLAYED))
@@ -199,8 +199,8 @@ def _pair_of(readings: Mapping[str, Tensor], one: str, other: str, positions_N: 
         k3_error=(float(k3.std()) / n**0.5 if n > 1 else 0.0) if n else None,
         largest=float((log_p - log_q).abs().max()) if n else None,
         equal=float((log_p == log_q).double().mean()) if n else None,
-        by_probability=_k3_by_bucket(k3, log_q.exp(), PROBABILITY_EDGES, NAMES["prob"]),
-        by_position=_k3_by_bucket(k3, positions_N[finite_N], POSITION_EDGES, NAMES["position"]),
+        by_probability=_k3_by_bucket(k3, log_q.exp(), PROBABILITY_EDGES, BUCKETS["prob"]),
+        by_position=_k3_by_bucket(k3, positions_N[finite_N], POSITION_EDGES, BUCKETS["position"]),
         tokens=len(k3_N),
         not_finite=len(k3_N) - n,
         one_not_finite=int((~log_q_N.isfinite()).sum()),

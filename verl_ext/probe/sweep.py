@@ -7,15 +7,15 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_ext.base.errors import ConfigError, require_choice
+from verl_ext.features.verl_config import MODEL, ROLLOUT, VLLM_ARGUMENTS
 
-ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 EAGER, CHUNKED, CACHED = (
     f"{ROLLOUT}.{name}" for name in ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching")
 )
 SEQUENCES, TENSOR, QUANTIZED = (
     f"{ROLLOUT}.{name}" for name in ("max_num_seqs", "tensor_model_parallel_size", "quantization")
 )
-BACKEND, DRAFTS = f"{ROLLOUT}.engine_kwargs.vllm.attention_backend", f"{MODEL}.mtp.enable_rollout"
+BACKEND, DRAFTS = f"{VLLM_ARGUMENTS}.attention_backend", f"{MODEL}.mtp.enable_rollout"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 ALL = "all"
 LAUNCH = "the launch as it is"

@@ -26,8 +26,7 @@ from verl.workers.config import TrainingWorkerConfig
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import OLD_ROUTES, OWN_ROUTES, ROLLOUT_ROUTES
 from verl_ext.base.patching import wrap
-from verl_ext.core.overlap import expert_overlap
-from verl_ext.core.routing import known_rows
+from verl_ext.core.routing import expert_overlap, known_rows
 from verl_ext.core.tokens import fill_gaps, left_out_rows
 from verl_ext.routing.choices import (
     OFF,

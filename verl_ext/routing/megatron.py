@@ -35,8 +35,7 @@ from verl.workers.config import EngineRouterReplayConfig, TrainingWorkerConfig
 
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import ROLLOUT_ROUTES
-from verl_ext.core.overlap import expert_overlap
-from verl_ext.core.routing import BLOCK, known_rows
+from verl_ext.core.routing import BLOCK, expert_overlap, known_rows
 from verl_ext.core.tokens import blocks, fill_gaps, left_out_rows
 from verl_ext.routing.choices import expert_counts, find_choices
 from verl_ext.routing.outputs import drop_refused, narrow_dtype, routing_outputs

@@ -1,6 +1,6 @@
 """Scores a few trajectories with the weights that sampled them, where the rollouts are older than the policy.
 
-The workers keep verl's copies of earlier weights (`verl_ext.workers.versions`). On a step that is due they compute with
+The workers keep verl's copies of earlier weights (`verl_ext.workers.actor`). On a step that is due they compute with
 one of them after another, by verl's own compute_log_prob, and then with the present weights again. What that leaves in
 the batch, log-probs and routing of old weights, is replaced by verl's own pass, which comes after it.
 """

@@ -34,7 +34,7 @@ from wrapt import register_post_import_hook
 from verl_ext.base.errors import ConfigError, HookError
 from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS, ROLLOUT_ROUTES
 from verl_ext.base.patching import PatchError, Undo, expect, expect_lookup, moved, together, wrap
-from verl_ext.core.lazily import torch
+from verl_ext.core import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

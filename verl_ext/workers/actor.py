@@ -4,7 +4,7 @@
 classes until `configure_loss` is called, but that the ranks of a model replica share what routing they fetch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,10 @@ from verl_ext.routing.router_shift import ShiftRecorder
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.head import HeadReader, HeadUse
 from verl_ext.workers.replica_fetch import share_fetches
-from verl_ext.workers.versions import VersionsMixin
 from verl_ext.workers.worker_loss import LossSettings, install_loss
+
+STEP_START = 0  # verl's key of that copy
+SHARDED = ("fsdp2", "veomni")
 
 
 class SharingTrainingWorker(TrainingWorker):
@@ -128,6 +130,60 @@ class RoutingMixin(LossMixin):
     def routing_hooks(self) -> tuple[str, int]:
         """(class that chooses experts, how many are hooked) on this rank."""
         return self.actor.routing.hooks()
+
+
+class VersionsMixin(DetachActorWorker):
+    """Keeps weights of earlier steps in the host's memory, for rescoring: verl's own copies, by version and for longer.
+
+    Written for verl 0.9.1, whose `separate_async` copies the weights at the start of each step, to compute all of the
+    step's l_old with them (`PPOTrainerSeparateAsync._compute_old_log_prob`).
+    """
+
+    @property
+    def copy_handler(self) -> Callable[[Any], Any]:
+        """verl's. Of a shard that is on the CPU already, its copy would be the shard itself, which updates change
+        (`fsdp2_sharded_save_to_cpu` of verl 0.9.1)."""
+        copied = super().copy_handler
+        if self.config.actor.strategy not in SHARDED:
+            return copied
+
+        def apart(module: Any) -> Any:
+            shards, spec = copied(module)
+            if next(module.parameters()).device.type == "cpu":
+                shards = {name: (shard.clone(), its_spec) for name, (shard, its_spec) in shards.items()}
+            return shards, spec
+
+        return apart
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def keep_version(self, version: int, oldest: int) -> list[int]:
+        """Keep verl's copy of the step before, before it makes the next; forget what is older than `oldest`.
+
+        Returns the versions kept, which `use_version` takes.
+        """
+        saved = self.__dict__.setdefault("cpu_saved_models", {})
+        if STEP_START in saved:
+            saved[_version_key(version)] = saved[STEP_START]
+        kept = self.kept_versions()
+        for old in kept:
+            if old < oldest:
+                self.clear_cpu_model(_version_key(old))
+        return [one for one in kept if one >= oldest]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def kept_versions(self) -> list[int]:
+        return sorted(key[1] for key in self.__dict__.get("cpu_saved_models", {}) if isinstance(key, tuple))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def use_version(self, version: int) -> None:
+        """Compute with these weights from now on; KeyError where they are not kept."""
+        if _version_key(version) not in self.cpu_saved_models:
+            raise KeyError(f"the weights of version {version} are not kept")
+        self.restore_model_from_cpu(_version_key(version))
+
+
+def _version_key(version: int) -> tuple[str, int]:
+    return ("version", version)
 
 
 class LossActorRolloutRefWorker(LossMixin, ActorRolloutRefWorker):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.closeness import close
 from tests.support.loss_oracles import kl_oracle, llds_oracle, mean, opsm_oracle, random_batch, tensors
-from verl_ext.base.metrics.buckets import NAMES
+from verl_ext.base.names import BUCKETS
 from verl_ext.core.losses import (
     LossBatch,
     llds_penalty,
@@ -69,7 +69,7 @@ def test_what_each_lag_brings_to_opsms_metrics_adds_up_to_them(seed):
     found = opsm(LossBatch(l_theta, l_old, advantages, mask, l_infer=l_infer, lag=lag), delta=0.0).metrics
     rows = mask.any(-1)
     for metric in ("mismatch", "sequences_dropped"):
-        parts = {name: found.pop(f"{metric}/lag/{name}") for name in NAMES["lag"]}
+        parts = {name: found.pop(f"{metric}/lag/{name}") for name in BUCKETS["lag"]}
         assert sum(parts.values()) == pytest.approx(found[metric])
         assert all(value == 0 for name, value in parts.items() if name not in ("0", "1", "4-7", "span"))
     mean_gap = (l_infer - l_old)[3][mask[3]].double().mean()

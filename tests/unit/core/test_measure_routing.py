@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.examples import at_most
-from verl_ext.base.metrics.buckets import ENTROPY_EDGES, NAMES, POSITION_EDGES, PROBABILITY_EDGES
+from verl_ext.base.names import BUCKETS, ENTROPY_EDGES, POSITION_EDGES, PROBABILITY_EDGES
 from verl_ext.core import measure as module
 from verl_ext.core.blocks import Scratch
 from verl_ext.core.measure import measure
@@ -83,7 +83,7 @@ def oracle(batch, breakdown=True):
         for bucket in buckets if breakdown and len(buckets) > 1 else ():
             inside = [t["agreement"] for t in tokens if bisect.bisect_right(edges, t[axis]) - 1 == bucket]
             if inside:
-                metrics[f"router/agreement/{axis}/{NAMES[axis][bucket]}"] = mean(inside)
+                metrics[f"router/agreement/{axis}/{BUCKETS[axis][bucket]}"] = mean(inside)
     return metrics
 
 

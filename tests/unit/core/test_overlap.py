@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import profile
 
-from verl_ext.core import overlap
-from verl_ext.core.overlap import expert_overlap
+from verl_ext.core import routing
+from verl_ext.core.routing import expert_overlap
 
 RELAXED = settings(deadline=None)  # the cores are shared
 U8, I16, I32, I64 = torch.uint8, torch.int16, torch.int32, torch.int64
@@ -64,7 +64,7 @@ def test_overlap_equals_pythons_set_intersection(N, L, K, ids, layouts, equal, b
     same = torch.rand(N, L, 1, generator=torch.Generator().manual_seed(seed)) < equal
     sets = (train, torch.where(same, train, infer))
     train, infer = (LAYOUTS[layout](ids.to(dtype)) for ids, layout, dtype in zip(sets, layouts, dtypes, strict=True))
-    with mock.patch.multiple(overlap, PAIRS=block, COMPARISONS=4 * block):
+    with mock.patch.multiple(routing, PAIRS=block, COMPARISONS=4 * block):
         found = expert_overlap(train, infer)
     assert found.dtype == U8 and found.shape == (N, L)
     assert found.tolist() == intersection_sizes(train, infer)
@@ -115,7 +115,7 @@ def temporary_bytes(function, tokens):
 
 
 def test_temporaries_do_not_grow_with_the_tokens(monkeypatch):
-    monkeypatch.setattr(overlap, "PAIRS", 2**10)
+    monkeypatch.setattr(routing, "PAIRS", 2**10)
     block = 2**10 // 4  # tokens
     assert temporary_bytes(expert_overlap, 3 * block) == temporary_bytes(expert_overlap, 7 * block + 1)
     assert temporary_bytes(plain_overlap, 3 * block) < temporary_bytes(plain_overlap, 7 * block)  # it does see them

@@ -7,8 +7,7 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from verl_ext.doctor import command  # noqa: F401 (registers the checks)
-from verl_ext.doctor.context import Context
-from verl_ext.doctor.findings import CHECKS
+from verl_ext.doctor.checks import CHECKS, Context
 
 VERSIONS = {
     "python": "3.11.7",

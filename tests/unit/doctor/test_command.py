@@ -8,8 +8,7 @@ import pytest
 
 from verl_ext.cli import main
 from verl_ext.doctor import command
-from verl_ext.doctor.context import Context
-from verl_ext.doctor.findings import LEVELS, Finding, fixes, run_checks
+from verl_ext.doctor.checks import LEVELS, Context, Finding, fixes, run_checks
 from verl_ext.launch.gpus import named
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -4,7 +4,7 @@ import pytest
 
 from tests import ROOT
 from tests.unit.doctor.conftest import VERSIONS
-from verl_ext.doctor.findings import CHECKS, LEVELS
+from verl_ext.doctor.checks import CHECKS, LEVELS
 from verl_ext.launch.gpus import named
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -403,7 +403,7 @@ def test_with_flash_attn_nothing_is_said_of_log_prob_precision(findings):
 
 
 def test_the_default_of_the_installed_vllm_is_read_from_its_source():
-    from verl_ext.doctor.context import Context
+    from verl_ext.doctor.checks import Context
 
     assert Context(versions={}).cascade_disabled_by_default is True
 

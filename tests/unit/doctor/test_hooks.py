@@ -14,9 +14,8 @@ from transformers import LlamaConfig
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests import ROOT
 from verl_ext.cli import main
+from verl_ext.doctor.checks import CHECKS, Context, Finding, run_checks
 from verl_ext.doctor.command import print_findings
-from verl_ext.doctor.context import Context
-from verl_ext.doctor.findings import CHECKS, Finding, run_checks
 from verl_ext.doctor.hooks import (
     built_settings,
     needs_critic,

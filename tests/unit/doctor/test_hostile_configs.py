@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.examples import at_most
 from verl_ext.base.errors import ConfigError
-from verl_ext.doctor.composed import compose
+from verl_ext.launch.command_line import compose
 from verl_ext.launch.compose import prepare
 
 words = st.sampled_from(["defaults", "stability", "_self_", "ppo_trainer", "trainer", "recipe"]) | st.text(max_size=5)

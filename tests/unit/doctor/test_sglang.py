@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.examples import some
 from tests.unit.doctor.conftest import VERSIONS
-from verl_ext.doctor.findings import run_checks
+from verl_ext.doctor.checks import run_checks
 from verl_ext.launch.compose import stability_choices
 from verl_ext.launch.gpus import named
 

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.guard.guard import Guard
-from verl_ext.guard.learning_rate import LowerLr, LrState, go_on, lower, scale
-from verl_ext.guard.rules import Rule
+from verl_ext.guard.rules import LowerLr, LrState, Rule, hold_rate, lower_rate, lr_scale
 
 
 def after(settings, firing):
@@ -15,11 +14,11 @@ def after(settings, firing):
     state, scales, fired = LrState(), [], False
     for step, fires in enumerate(firing, start=1):
         if fires and not fired:
-            lower(settings, state, step)
+            lower_rate(settings, state, step)
         if fired and not fires:
             state.since = step
-        go_on(settings, state, step, fires)
-        scales.append(scale(settings, state))
+        hold_rate(settings, state, step, fires)
+        scales.append(lr_scale(settings, state))
         fired = fires
     return scales
 

@@ -51,7 +51,7 @@ def test_it_shows_which_pair_holds_the_gap_and_what_to_try(probe, capsys, tmp_pa
     assert "the same 193 tokens" in out and "training, the rollout's" in out and "0.attention" in out
     assert "of a library" in (tmp_path / "console.log").read_text()
     (given,) = probe.ran
-    assert given[1:3] == ["-m", "verl_ext.probe.main"] and "recipe=cpu_smoke" in given
+    assert given[1:3] == ["-m", "verl_ext.probe.command"] and "recipe=cpu_smoke" in given
     assert given.index("recipe=cpu_smoke") < given.index("actor_rollout_ref.rollout.n=1")
 
 
@@ -146,7 +146,7 @@ def test_engines_that_end_without_a_word_leave_a_console(probe, capsys):
 def test_a_dense_model_is_probed_without_its_routing(tmp_path):
     from transformers import Qwen3Config
 
-    from verl_ext.doctor.composed import compose
+    from verl_ext.launch.command_line import compose
     from verl_ext.probe.command import probe_overrides
 
     Qwen3Config().save_pretrained(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.probe.test_command import FOUND
 from verl_ext import cli
 from verl_ext.base.errors import ConfigError
-from verl_ext.doctor.composed import compose
+from verl_ext.launch.command_line import compose
 from verl_ext.probe import command as probe_command
 from verl_ext.probe.sweep import (
     CHANGES,

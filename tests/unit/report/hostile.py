@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from rich.console import Console
 
-from verl_ext.base.metrics.buckets import NAMES
+from verl_ext.base.names import BUCKETS
 from verl_ext.report import page
 from verl_ext.report.comparison import ComparisonTable, compare_runs
 from verl_ext.report.folder import write_pages
@@ -28,7 +28,7 @@ METRICS = (
     *("correction/dropped", "router/agreement", "router/agreement/layer_00", "router/agreement/layer_1"),
     *("response_length/mean", "actor/entropy", "actor/grad_norm", "timing_s/step", "timing_s/gen"),
     *("guard/boundary", "guard/threshold", "guard/skipped", "val-core/gsm8k/acc/mean@1"),
-    *("training/off_policy/trajectory_staleness/mean", f"vllm_kl/k3/prob/{NAMES['prob'][0]}"),
+    *("training/off_policy/trajectory_staleness/mean", f"vllm_kl/k3/prob/{BUCKETS['prob'][0]}"),
 )
 PREFIXES = ("val-core/", "router/agreement/layer_", "vllm_kl/k3/prob/", "")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from verl_ext.base.metrics.buckets import NAMES
+from verl_ext.base.names import BUCKETS
 from verl_ext.guard.state import Event
 from verl_ext.report.run import Run, Series
 
@@ -36,8 +36,8 @@ def full(steps: int = 120, layers: int = 8, seed: int = 0) -> Run:
 
     seconds = {name: noise(each) for name, each in (("gen", 60), ("old_log_prob", 10), ("ref", 8), ("adv", 3))}
     seconds |= {"update_actor": noise(20), "update_weights": noise(4)}
-    buckets = {f"vllm_kl/k3/prob/{name}": noise(1e-3 / 3**place) for place, name in enumerate(NAMES["prob"])}
-    buckets |= {f"vllm_kl/k3/position/{name}": noise(1e-4 * 2**place) for place, name in enumerate(NAMES["position"])}
+    buckets = {f"vllm_kl/k3/prob/{name}": noise(1e-3 / 3**place) for place, name in enumerate(BUCKETS["prob"])}
+    buckets |= {f"vllm_kl/k3/position/{name}": noise(1e-4 * 2**place) for place, name in enumerate(BUCKETS["position"])}
     metrics = {
         "critic/score/mean": 0.6 - 0.5 * np.exp(-at / 40) + 0.02 * dice.normal(size=steps),
         "val-core/gsm8k/acc/mean@1": 0.3 + at / 1000,
@@ -67,7 +67,7 @@ def full(steps: int = 120, layers: int = 8, seed: int = 0) -> Run:
         "guard/boundary": np.full(steps, 0.1),
         "guard/threshold": np.full(steps, 0.05),
         "guard/skipped": (at % 50 == 7).astype(float),
-        **{f"vllm_kl/k3/lag/{name}": noise(1e-3 * 2**place) for place, name in enumerate(NAMES["lag"]) if place},
+        **{f"vllm_kl/k3/lag/{name}": noise(1e-3 * 2**place) for place, name in enumerate(BUCKETS["lag"]) if place},
     }
     events = [event(step, "skip", "vllm_kl/k3 0.2 > 0.05") for step in range(7, steps + 1, 50)]
     return make(metrics, events)

@@ -118,6 +118,7 @@ def transformers_routes(engine, index):
     return torch.stack(seen, dim=1)
 
 
+@pytest.mark.shows("router agreement", engine="veomni")
 def test_a_disagreement_with_veomnis_controller_is_found_at_its_token_and_layer(monkeypatch):
     engine = veomni_engine(monkeypatch)
     routing = RecordedRouting(worker_config("disabled", "veomni"))

@@ -2,7 +2,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from verl_ext.base.metrics.buckets import NAMES
+from verl_ext.base.names import BUCKETS
 from verl_ext.core.tokens import Lag, jagged
 from verl_ext.trainer.batch import lag_of, pick_rows, response_tokens
 
@@ -34,7 +34,7 @@ def test_a_trajectory_is_as_many_versions_behind_as_steps_have_synchronised_sinc
     tags = [{"min_global_steps": low, "max_global_steps": high} for low, high in ((6, 6), (3, 5))]
     lag = lag_of(tags, step=7)
     assert (lag.newest.tolist(), lag.oldest.tolist()) == ([0, 1], [0, 3])
-    assert [NAMES["lag"][bucket] for bucket in lag.buckets()] == ["0", "span"]
+    assert [BUCKETS["lag"][bucket] for bucket in lag.buckets()] == ["0", "span"]
     assert response_tokens(batch(), lag).lag is lag
 
 

@@ -9,8 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
 
-from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS
-from verl_ext.workers.versions import VersionsMixin
+from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS, VersionsMixin
 
 
 class Worker(VersionsMixin, DetachActorWorker):
@@ -40,6 +39,7 @@ def worker():
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.shows("rescoring", engine="fsdp2")
 def test_steps_keep_the_weights_of_the_last_versions(worker):
     """As `rescore` and verl call it: what was copied at the start of a step is kept in the next, under its version."""
     kept = []

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpu.models import build, config_of
 from gpu.record import SHARE, Place, Record
 from verl_ext.core.measure import measure
-from verl_ext.core.overlap import expert_overlap
+from verl_ext.core.routing import expert_overlap
 from verl_ext.core.tokens import Tokens
 from verl_ext.routing.choices import expert_counts, find_choices
 

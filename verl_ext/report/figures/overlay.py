@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import altair as alt
 import numpy as np
 
-from verl_ext.base.metrics.buckets import NAMES
+from verl_ext.base.names import BUCKETS
 from verl_ext.report.figures.columns import AGREEMENT, REST, STAGES, stage_seconds
 from verl_ext.report.figures.lines import HEIGHT, SERIES, WIDTH, Line, data, line_chart
 from verl_ext.report.figures.panels import Panel, step_span
@@ -60,10 +60,10 @@ def _bucket_overlay(axis: str) -> Callable[[Runs], alt.LayerChart | None]:
         found = {name: run.parts(K3, f"{axis}/") for name, run in runs.items()}
         return _profile(
             {
-                name: {bucket: _end(parts[bucket]) for bucket in NAMES[axis] if bucket in parts}
+                name: {bucket: _end(parts[bucket]) for bucket in BUCKETS[axis] if bucket in parts}
                 for name, parts in found.items()
             },
-            NAMES[axis],
+            BUCKETS[axis],
             title=AXES[axis],
             scale=alt.Scale(type="log"),
             axis_format="~e",

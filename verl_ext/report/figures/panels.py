@@ -8,7 +8,7 @@ import altair as alt
 import numpy as np
 
 from verl_ext.base.metrics import METRICS, find, ours
-from verl_ext.base.metrics.buckets import NAMES
+from verl_ext.base.names import BUCKETS
 from verl_ext.report.figures import columns, gap
 from verl_ext.report.figures.lines import (
     BLUE,
@@ -118,7 +118,7 @@ def _bucket_chart(axis: str, colours: Sequence[str] = ORDERED, **beside: str) ->
 
     def chart(run: Run) -> alt.LayerChart | None:
         found = run.parts(K3, f"{axis}/")
-        named = [(name, colour) for name, colour in zip(NAMES[axis], colours, strict=True) if name in found]
+        named = [(name, colour) for name, colour in zip(BUCKETS[axis], colours, strict=True) if name in found]
         lines = [Line(name, found[name], colour) for name, colour in named]
         lines += [Line(label, s, INK) for label, metric in beside.items() if (s := run.get(metric)) is not None]
         return line_chart(lines, step_span(run), log=True, unit="nats a token") if lines else None
