@@ -696,7 +696,7 @@ def _positions(marks: Marks) -> Iterator[Sign]:
 @cause(
     "leak",
     "Tokens attend to another sequence",
-    "the mask between packed sequences, and the prefix cache (`verl-ext probe`: packed against alone)",
+    "the mask between packed sequences, and the prefix cache: switch packing off, then prefix caching",
     "actor_rollout_ref.model.use_remove_padding=false",
 )
 def _leak(marks: Marks) -> Iterator[Sign]:
@@ -713,7 +713,7 @@ def _leak(marks: Marks) -> Iterator[Sign]:
     "respelled",
     "Training reads other tokens than were sampled",
     "whether text is decoded and encoded again between rollout and training (a tool loop, a chat template)",
-    "stability.filters={retokenization_drift:{}}",
+    "stability.filters='{retokenization_drift:{}}'",
 )
 def _respelled(marks: Marks) -> Iterator[Sign]:
     """Lab, `respelled`: a few tokens, in a few trajectories, with a very large gap, and routers that agree."""
@@ -754,8 +754,7 @@ def _tokens_sentence(few_tokens: float) -> str:
 @cause(
     "wrong_routes",
     "Replayed experts are those of other tokens",
-    "the order and the cuts of routed_experts against input_ids; stability.router_agreement=true without replay",
-    "actor_rollout_ref.actor.fsdp_config.router_replay.mode=disabled",
+    "the order and the cuts of routed_experts against input_ids; a run without replay, for comparison",
 )
 def _wrong_routes(marks: Marks) -> Iterator[Sign]:
     """Lab, `misrouted`: under replay, the training router would have chosen nearly other experts throughout."""
