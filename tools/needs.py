@@ -229,8 +229,12 @@ HOOKS = (
     ),
     Hook(
         "undo",
-        "workers/gate.py",
-        (f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.optimizer_step: optimizer, scaler, module",),
+        "workers/undo.py",
+        (
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.optimizer_step: optimizer, scaler, module",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.optimizer_step: optimizer",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.lr_scheduler_step: lr_scheduler",
+        ),
     ),
     Hook("settings_alone", "doctor/hooks.py", ("verl.workers.config", "verl.utils.config.validate_config")),
     Hook("the plugin", "plugins/verl.py", ("verl: verl.plugins",)),

@@ -23,19 +23,20 @@ LENGTHS = (27, 20, 9, 14, 30, 11, 16, 22)
 LEARNING_RATE = 1e-3
 VANILLA = {"vanilla_mbridge": True}
 ONE_RANK = {"mbridge": VANILLA, "Megatron-Bridge": {}}
+DP2: dict = {}
 EP2 = {"expert_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 TP2_EP2 = TP2 | EP2 | {"expert_tensor_parallel_size": 1}
 PP2_VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 TWO_RANKS = {
-    "mbridge DP2": VANILLA,
+    "mbridge DP2": VANILLA | DP2,
     "mbridge EP2": VANILLA | EP2,
     "mbridge TP2": VANILLA | TP2,
     "mbridge TP2 EP2": VANILLA | TP2_EP2,
     "mbridge PP2": VANILLA | PP2,
     "mbridge PP2 VPP2": VANILLA | PP2_VPP2,
-    "Megatron-Bridge DP2": {},
+    "Megatron-Bridge DP2": DP2,
     "Megatron-Bridge EP2": EP2,
     "Megatron-Bridge TP2": TP2,
     "Megatron-Bridge TP2 EP2": TP2_EP2,

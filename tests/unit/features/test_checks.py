@@ -69,7 +69,20 @@ def rule(action):
         ),
         (
             ["stability=icepop", "stability.guard.mini_batch.grad_norm=1", "actor_rollout_ref.actor.strategy=fsdp"],
-            "stability.guard.mini_batch.grad_norm reads the gradients of actor.strategy=fsdp2, and this run has fsdp",
+            "mini_batch.grad_norm is for actor_rollout_ref.actor.strategy=fsdp2 and megatron, and this run has fsdp",
+        ),
+        (
+            ["stability=icepop", rule("undo"), "actor_rollout_ref.actor.strategy=fsdp"],
+            "action=undo is for actor_rollout_ref.actor.strategy=fsdp2 and megatron, and this run has fsdp",
+        ),
+        (
+            [
+                "stability=icepop",
+                "stability.guard.after_update.trajectories=4",
+                "model_engine=megatron",
+                "actor_rollout_ref.actor.megatron.use_megatron_fsdp=true",
+            ],
+            "set actor_rollout_ref.actor.megatron.use_megatron_fsdp=false",
         ),
         (
             [
