@@ -165,6 +165,15 @@ HOOKS = (
         ),
     ),
     Hook(
+        "shift_recorder of Megatron",
+        "routing/router_shift.py",
+        (
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngineWithLMHead.forward_step"
+            "(self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func)",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngineWithLMHead.postprocess_micro_batch_func: model_output",
+        ),
+    ),
+    Hook(
         "recorded routing of Megatron",
         "routing/megatron.py",
         (

@@ -129,8 +129,24 @@ def rule(action):
             "actor_rollout_ref.actor.policy_loss.base=nothing cannot be built upon",
         ),
         (
-            ["stability=router_shift_loss", "model_engine=megatron"],
-            "no adapter for actor_rollout_ref.actor.strategy=megatron",
+            [
+                "stability=router_shift_loss",
+                "model_engine=megatron",
+                "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+            ],
+            "set actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",
+        ),
+        (
+            [
+                "stability=router_shift_loss",
+                "model_engine=megatron",
+                "actor_rollout_ref.model.use_remove_padding=false",
+            ],
+            "set actor_rollout_ref.model.use_remove_padding=true",
+        ),
+        (
+            ["stability=router_shift_loss", "model_engine=veomni"],
+            "no adapter for actor_rollout_ref.actor.strategy=veomni (it has: fsdp, fsdp2, megatron)",
         ),
         (
             [
