@@ -94,6 +94,8 @@ class KeptUpdate:
     def take_back(self, after: int) -> int | None:
         """Make everything again what it was, bit for bit; the step that `keep` was called in.
 
+        A loss scale that an overflow lowered stays low.
+
         Nothing where that is not after the step `after`, at whose end weights were given up already.
         """
         of, self.of = self.of, None
@@ -118,13 +120,19 @@ class KeptUpdate:
                     _local(state[key]).copy_(self._kept[moment])
                 else:
                     state[key] = self._kept[moment]
+        for optimizer in self._parts.optimizers:
+            for held in _held_by(optimizer):
+                for parameter in _parameters(optimizer):
+                    if not held.get(parameter, True):  # an optimizer may ask whether it has a state, not what is in it
+                        del held[parameter]
         for optimizer, groups in zip(self._parts.optimizers, settings["groups"], strict=True):
             for group, kept in zip(optimizer.param_groups, groups, strict=True):
                 for key in _group_settings(group).keys() - kept.keys():
                     del group[key]
                 group.update(kept)
         for part, kept in zip(self._parts.states, settings["states"], strict=True):
-            part.load_state_dict(kept)
+            if not _is_lowered(part.state_dict(), kept):
+                part.load_state_dict(kept)
 
     def _tensors(self) -> Iterator[tuple[Any, Tensor]]:
         """(name, weight), and the optimizer's own copies of weights: ((number of optimizer, of parameter), copy)."""
@@ -137,14 +145,13 @@ class KeptUpdate:
                     yield (number, index), parameter
 
     def _moments(self) -> Iterator[tuple[tuple[int, int, str], dict[str, Any]]]:
-        """((number of an optimizer, of a parameter, name of what is held of it), where that stands)."""
+        """((number of what an optimizer holds, of a parameter, name of what is held of it), where that stands)."""
         for number, optimizer in enumerate(self._parts.optimizers):
-            # Transformer Engine's FusedAdam holds the scales of 16-bit moments besides: -1 - number here.
-            for sign, held in ((number, optimizer.state), (-1 - number, getattr(optimizer, "_scales", {}))):
+            for kind, held in enumerate(_held_by(optimizer)):
                 for index, parameter in enumerate(_parameters(optimizer)):
                     state = held.get(parameter, {})
                     for key in state:
-                        yield (sign, index, key), state
+                        yield (2 * number + kind, index, key), state
 
 
 class ScheduleSteps:
@@ -204,6 +211,16 @@ def _megatron_parts(engine: Any) -> UpdateParts:
 def megatron_optimizers(engine: Any) -> list[Any]:
     """megatron-core's optimizers of a Megatron engine: one, or one for its experts besides."""
     return list(getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]))
+
+
+def _held_by(optimizer: Any) -> tuple[Any, Any]:
+    """parameter -> what an optimizer holds of it: moments, and for Transformer Engine's FusedAdam their scales."""
+    return optimizer.state, getattr(optimizer, "_scales", {})
+
+
+def _is_lowered(now: dict[str, Any], kept: dict[str, Any]) -> bool:
+    """Whether fp16's gradients overflowed: the loss scale stays as low as that made it, or they would again."""
+    return "scale" in kept and float(now["scale"]) < float(kept["scale"])
 
 
 def _group_settings(group: dict[str, Any]) -> dict[str, Any]:
