@@ -14,7 +14,7 @@ import torch
 from measuring import seconds
 from torch.optim.lr_scheduler import LambdaLR
 
-from verl_ext.workers.undo import KeptUpdate
+from verl_ext.workers.undo import KeptUpdate, UpdateParts
 
 
 def main() -> None:
@@ -29,7 +29,8 @@ def main() -> None:
     for weight in weights.values():
         weight.grad = torch.randn_like(weight)
     optimizer = torch.optim.AdamW(weights.values(), lr=1e-6, fused=True)
-    undo = KeptUpdate(lambda: weights, optimizer, LambdaLR(optimizer, lambda step: 1.0))
+    schedule = LambdaLR(optimizer, lambda step: 1.0)
+    undo = KeptUpdate(UpdateParts(lambda: weights, dict, [optimizer], [schedule]))
 
     def step() -> None:
         optimizer.step()

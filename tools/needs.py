@@ -165,6 +165,15 @@ HOOKS = (
         ),
     ),
     Hook(
+        "shift_recorder of Megatron",
+        "routing/router_shift.py",
+        (
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngineWithLMHead.forward_step"
+            "(self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func)",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngineWithLMHead.postprocess_micro_batch_func: model_output",
+        ),
+    ),
+    Hook(
         "recorded routing of Megatron",
         "routing/megatron.py",
         (
@@ -229,8 +238,12 @@ HOOKS = (
     ),
     Hook(
         "undo",
-        "workers/gate.py",
-        (f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.optimizer_step: optimizer, scaler, module",),
+        "workers/undo.py",
+        (
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.optimizer_step: optimizer, scaler, module",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.optimizer_step: optimizer",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.lr_scheduler_step: lr_scheduler",
+        ),
     ),
     Hook("settings_alone", "doctor/hooks.py", ("verl.workers.config", "verl.utils.config.validate_config")),
     Hook("the plugin", "plugins/verl.py", ("verl: verl.plugins",)),

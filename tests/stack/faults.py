@@ -18,10 +18,12 @@ EVERY_ACTION = {
     8: "filters drop everything",
     9: "reward -5",
     10: "wrong experts",
+    11: "reward 45",
+    12: "huge advantages",
+    13: "reward 100",
 }
 SCENARIOS = {
-    "every action": EVERY_ACTION | {11: "reward 45", 12: "huge advantages", 13: "reward 100"},
-    "every action but undo": EVERY_ACTION | {11: "reward 100"},
+    "every action": EVERY_ACTION,
     "lost adapter": {1: "missed sync"},
     "short log-probs": {2: "short log-probs"},
     "shifted experts": {2: "shifted experts"},
@@ -40,7 +42,6 @@ RULES = {  # of the guard, which see the faults
     "burst": "{signal:actor/grad_norm,above:1.0e+6,action:undo}",
     "norm": "{signal:actor/grad_norm,above:1.0e-6,patience:2,action:warn}",
 }
-WITHOUT_UNDO = tuple(name for name, rule in RULES.items() if "undo" not in rule)
 CANARY = "stability.sync_canary.trajectories=8"
 
 

@@ -156,24 +156,25 @@ UNDO_CASES = {
 }
 
 
-def undo(case, rank, folder):
-    """Updates of two mini-batches each, taken back and made again."""
-    from tensordict import NonTensorData
-    from verl.utils import tensordict_utils as tu
+def take_back_updates(gate, rank, everything=everything, weights_of=weights_of, again=4):
+    """Updates of two mini-batches each, taken back and made again.
 
-    from verl_ext.workers.gate import Gate
+    Args:
+        gate: around a training worker of verl's; it keeps updates from now on.
+        rank: this one's share of the data; ranks that have the same have the same batch.
+        again: trajectories to score again; they become four.
+        everything, weights_of: read from the worker what an update changes, and its weights in one row.
+    """
     from verl_ext.workers.undo import keep_updates_of
     from verl_ext.workers.worker_loss import LossSettings
 
-    worker = build_worker(folder, **UNDO_CASES[case])
-    gate = Gate(worker)
-    gate.undo, gate.after_update = keep_updates_of(worker.engine), 4  # two of each rank
+    worker = gate.worker
+    shares = worker.engine.get_data_parallel_size()
+    gate.undo, gate.after_update = keep_updates_of(worker.engine), again  # of two ranks, two of each
     set_loss(worker, gate, LossSettings())
 
     def update(step, lr_scale=1.0):
-        data = batch(rank)
-        data["guarded_update"] = NonTensorData({"step": step, "lr_scale": lr_scale})
-        return dict(tu.get(worker.train_mini_batch(data=data), "metrics"))
+        return update_once(worker, rank, step, lr_scale)
 
     def restored(before, step):
         return gate.undo.take_back(step - 1) == step and equal(everything(worker), before)
@@ -185,8 +186,9 @@ def undo(case, rank, folder):
     before, weights = everything(worker), weights_of(worker)
     second = update(3)
     moved = weights_of(worker) - weights
-    found["after_update"] = second["after_update/policy_kl"], second["after_update/vllm_kl"]
-    found["independently"] = scored_again(worker, rank)  # after a forward pass, the root's parameters are gathered
+    found["after_update"] = second.get("after_update/policy_kl"), second.get("after_update/vllm_kl")
+    # After a forward pass, the root's parameters of FSDP2 are gathered.
+    found["independently"] = scored_again(worker, rank, 4 // shares)
     found["one with moments"] = restored(before, 3)
     update(4, lr_scale=0.5)
     found["moved at half the rate"] = float((weights_of(worker) - weights).norm() / moved.norm())
@@ -196,19 +198,34 @@ def undo(case, rank, folder):
     return found
 
 
-def same_metrics(one, other):
-    return all(one[name] == other[name] for name in ("grad_norm", "after_update/policy_kl", "actor/pg_loss"))
-
-
-def scored_again(worker, rank):
-    """Sum of k3 of l_old against the policy as it is, over the first two trajectories; and their tokens."""
+def update_once(worker, rank, step, lr_scale=1.0):
+    """The metrics of an update of two mini-batches; {} where the rank has none."""
+    from tensordict import NonTensorData
     from verl.utils import tensordict_utils as tu
 
-    rows = tu.index_select_tensor_dict(batch(rank), [0, 1])
+    shares = worker.engine.get_data_parallel_size()
+    data = batch(rank)
+    tu.assign_non_tensor(data, mini_batch_size=2 * shares, global_batch_size=2 * shares)
+    data["guarded_update"] = NonTensorData({"step": step, "lr_scale": lr_scale})
+    output = worker.train_mini_batch(data=data)
+    return dict(tu.get(output, "metrics")) if output is not None else {}
+
+
+def same_metrics(one, other):
+    names = ("grad_norm", "after_update/policy_kl", "actor/pg_loss")
+    return one.keys() == other.keys() and all(one[name] == other[name] for name in names if one)
+
+
+def scored_again(worker, rank, count):
+    """Sum of k3 of l_old against the policy as it is, over the first trajectories; and their tokens."""
+    from verl.utils import tensordict_utils as tu
+
+    rows = tu.index_select_tensor_dict(batch(rank), list(range(count)))
     tu.assign_non_tensor(rows, compute_loss=False)
-    log_probs = worker.infer_batch(rows)["log_probs"]
+    output = worker.infer_batch(rows)
     total = tokens = 0
-    for scored, (prompt, response) in zip(log_probs.unbind(), LENGTHS[:2], strict=True):
+    scored_rows = output["log_probs"].unbind() if output is not None else ()
+    for scored, (prompt, response) in zip(scored_rows, LENGTHS, strict=False):
         x = scored[prompt - 1 : prompt + response - 1].double() + 4.5
         total += float((x.exp() - 1 - x).sum())
         tokens += response
@@ -216,10 +233,13 @@ def scored_again(worker, rank):
 
 
 def rank_main(rank, ranks, folder, address, results):
+    from verl_ext.workers.gate import Gate
+
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"DIST_INIT_METHOD": address, "MASTER_ADDR": "unused", "MASTER_PORT": "0"}
     torch.set_num_threads(1)
     found = {case: run(case, rank, folder) for case in (*CASES, *BYPASS_CASES)}
-    found |= {case: undo(case, rank, folder) for case in UNDO_CASES}
+    for case, engine in UNDO_CASES.items():
+        found[case] = take_back_updates(Gate(build_worker(folder, **engine)), rank)
     torch.save(found, f"{results}/{rank}.pt")
     dist.destroy_process_group()

@@ -23,25 +23,37 @@ LENGTHS = (27, 20, 9, 14, 30, 11, 16, 22)
 LEARNING_RATE = 1e-3
 VANILLA = {"vanilla_mbridge": True}
 ONE_RANK = {"mbridge": VANILLA, "Megatron-Bridge": {}}
+DP2: dict = {}
 EP2 = {"expert_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 TP2_EP2 = TP2 | EP2 | {"expert_tensor_parallel_size": 1}
 PP2_VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 TWO_RANKS = {
-    "mbridge DP2": VANILLA,
+    "mbridge DP2": VANILLA | DP2,
     "mbridge EP2": VANILLA | EP2,
     "mbridge TP2": VANILLA | TP2,
     "mbridge TP2 EP2": VANILLA | TP2_EP2,
     "mbridge PP2": VANILLA | PP2,
     "mbridge PP2 VPP2": VANILLA | PP2_VPP2,
-    "Megatron-Bridge DP2": {},
+    "Megatron-Bridge DP2": DP2,
     "Megatron-Bridge EP2": EP2,
     "Megatron-Bridge TP2": TP2,
     "Megatron-Bridge TP2 EP2": TP2_EP2,
     "Megatron-Bridge PP2": PP2,
     "Megatron-Bridge PP2 VPP2": PP2_VPP2,
 }
+
+
+DENSE = {
+    "mbridge TP2": VANILLA | TP2,
+    "mbridge PP2": VANILLA | PP2,
+    "Megatron-Bridge TP2": TP2,
+    "Megatron-Bridge PP2": PP2,
+}
+
+
+VALUES = {"mbridge TP2": VANILLA | TP2, "Megatron-Bridge TP2": TP2, "Megatron-Bridge PP2": PP2}
 
 
 def sequences(vocabulary: int) -> list[torch.Tensor]:
@@ -92,7 +104,7 @@ def by_name(model) -> dict[str, torch.Tensor]:
 # verl
 
 
-def build(folder: Path, settings: dict):
+def build(folder: Path, settings: dict, kind: str = "language_model"):
     import verl  # noqa: F401  its plugins
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
@@ -102,9 +114,11 @@ def build(folder: Path, settings: dict):
     if not settings.get("vanilla_mbridge"):
         layers |= {"moe_permute_fusion": False, "apply_rope_fusion": False}
     engine = EngineRegistry.new(
-        model_type="language_model",
+        model_type=kind,
         backend="megatron",
-        model_config=HFModelConfig(path=str(folder / "model"), override_config={"attn_implementation": "eager"}),
+        model_config=HFModelConfig(
+            path=str(folder / "model"), model_type=kind, override_config={"attn_implementation": "eager"}
+        ),
         engine_config=McoreEngineConfig(
             strategy="megatron", dtype="float32", override_transformer_config=layers, **settings
         ),
@@ -216,6 +230,39 @@ def compare(folder: Path, layouts: dict[str, dict]) -> None:
         mpu.destroy_model_parallel()
 
 
+def value(folder: Path) -> None:
+    """A critic's values, and its gradient's norm: those of transformers' last hidden states under the same head."""
+    from megatron.core import parallel_state as mpu
+    from transformers import AutoModel
+
+    for name, settings in VALUES.items():
+        engine = build(folder, settings, "value_model")
+        rows = sequences(AutoModel.from_pretrained(folder / "model").config.vocab_size)
+        tokens = sum(len(ids) for ids in rows)
+        with engine.eval_mode():
+            read = engine.infer_batch(batch(rows))
+
+        def loss(model_output, data, dp_group=None, tokens=tokens, **_):
+            return model_output["values"].values().float().square().sum() / tokens, {}
+
+        head = [p.detach().clone() for n, p in engine.module[-1].named_parameters() if "output_layer" in n]
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(batch(rows), loss)
+            norm = float(engine.optimizer_step())
+        if engine.is_mp_src_rank_with_outputs():
+            base = AutoModel.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
+            (weight,) = [part.requires_grad_() for part in head]
+            expected = [base(ids[None]).last_hidden_state[0] @ weight.T for ids in rows]
+            for found, one in zip(read["model_output"]["values"].unbind(), expected, strict=True):
+                close(found.flatten(), one[:, 0], scale=10.0)
+            (sum(one.square().sum() for one in expected) / tokens).backward()
+            close(norm, torch.nn.utils.get_total_norm([p.grad for p in (*base.parameters(), weight)]))
+        print(f"checked: {name}", flush=True)
+        torch.distributed.barrier()
+        mpu.destroy_model_parallel()
+
+
 def save(folder: Path) -> None:
     """A step, a checkpoint, and the step that a resumed run has to take."""
     rank = Rank(folder, build(folder, VANILLA))
@@ -240,8 +287,10 @@ def resume(folder: Path) -> None:
 
 
 TASKS = {
+    "dense": lambda folder: compare(folder / "dense", DENSE),
     "one": lambda folder: compare(folder, ONE_RANK),
     "two": lambda folder: compare(folder, TWO_RANKS),
+    "value": value,
     "save": save,
     "resume": resume,
 }

@@ -9,6 +9,7 @@ from tests.support.closeness import close
 from tests.support.head_ranks import alone as read_alone
 from tests.support.head_ranks import give, response_values, sampler_heads
 from tests.support.megatron_cpu import build_engine, infer, logits_alone, put_on_cpu, route_alone, verls_patch
+from tests.support.megatron_shift import check_shift, move_routers, scores_alone
 from tests.support.recorded_routes import (
     EXPERTS,
     LAYERS,
@@ -49,6 +50,10 @@ def rank_main(rank, store):
         weights = alone.module[0].state_dict()
         heads = list(sampler_heads(logits_alone(alone), sequences(), LENGTHS))
         read = {cut: read_alone(logits_alone(alone), heads, cut, sequences(), LENGTHS) for cut in (True, False)}
+        weights = {name: value.clone() for name, value in weights.items() if torch.is_tensor(value)}
+        old = scores_alone(alone)
+        move_routers(alone)
+        current = scores_alone(alone)
         mpu.destroy_model_parallel()
         for name, parallel in PARALLEL.items():
             engine = build_engine("disabled", parallel)
@@ -68,6 +73,8 @@ def rank_main(rank, store):
                 if output is not None:
                     close(response_values(output["log_probs"], LENGTHS), l_own)
                     close(torch.stack(list(output[HEAD_SUMS].unbind())), sums)
+            if "pipeline_model_parallel_size" not in parallel:  # refused
+                check_shift(engine, old, current)
             if engine.is_mp_src_rank_with_outputs():
                 print(f"checked: {name}", flush=True)
             torch.distributed.barrier()

@@ -95,13 +95,11 @@ ALL: list[tuple[str, ...]] = [
 # On CPU cores, FSDP takes log-probabilities of bfloat16 logits and Megatron of float32: its sequences are nearer.
 BY_SEQUENCE = (("stability=geo_mask",), ("stability=seq_mask_tis",), COMPOSED)
 NARROW_GEO = ("stability.geo_mask.low=0.9999", "stability.geo_mask.high=1.0001")
-# Engine -> entry -> the overrides of its step. The launch refuses router_shift_loss on Megatron.
+# Engine -> entry -> the overrides of its step.
 SCHEDULES: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
     "fsdp2": {entry: entry for entry in ALL},
     "sglang": {entry: entry for entry in ALL},
-    "megatron": {
-        entry: (*entry, *NARROW_GEO) if entry in BY_SEQUENCE else entry for entry in ALL if entry not in SHIFTS
-    },
+    "megatron": {entry: (*entry, *NARROW_GEO) if entry in BY_SEQUENCE else entry for entry in ALL},
 }
 
 

@@ -5,18 +5,17 @@ import torch
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from recipes.cpu_tool.make_assets import build_model
-from tests.stack.megatron_engine import ONE_RANK, TWO_RANKS, expect_of_transformers, run_ranks
+from recipes.dense_smoke.make_assets import build_model as build_dense
+from tests.stack.megatron_engine import DENSE, ONE_RANK, TWO_RANKS, VALUES, expect_of_transformers, run_ranks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def write_model(folder, build):
     """`model/` with an even vocabulary, which tensor parallelism halves, and what transformers makes of it."""
-    folder = tmp_path_factory.mktemp("megatron")
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<spare>"])
-    model = build_model(tokenizer).float()
+    model = build(tokenizer).float()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
@@ -24,6 +23,14 @@ def folder(tmp_path_factory):
     for part in (model, tokenizer):
         part.save_pretrained(folder / "model")
     expect_of_transformers(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A mixture of experts; in `dense/` a model without."""
+    folder = tmp_path_factory.mktemp("megatron")
+    write_model(folder, build_model)
+    write_model(folder / "dense", build_dense)
     return folder
 
 
@@ -39,6 +46,14 @@ def test_one_rank(ranks):
 
 def test_two_ranks(ranks):
     assert ranks("two", 2) == [[*TWO_RANKS]] * 2
+
+
+def test_a_dense_model_on_two_ranks(ranks):
+    assert ranks("dense", 2) == [[*DENSE]] * 2
+
+
+def test_a_critics_values_on_two_ranks(ranks):
+    assert ranks("value", 2) == [[*VALUES]] * 2
 
 
 def test_a_resumed_engine_takes_the_next_step_bit_for_bit(ranks):

@@ -8,7 +8,7 @@ import torch
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from recipes.cpu_tool.make_assets import build_model
-from tests.stack.faults import CANARY, WITHOUT_UNDO, rules
+from tests.stack.faults import CANARY, RULES, rules
 from tests.stack.left import SAVES, events, last_saved, megatron_optimizer, megatron_weights, same, told
 from tests.stack.running import (
     ASYNC_BUFFER,
@@ -99,13 +99,15 @@ def test_r3_replays_the_rollouts_experts_and_a_wrong_replay_is_refused_as_fp16s_
     assert 0 < after["actor/grad_norm"] < 100, "without the loss scale, 32768 at first"
 
 
-def test_every_action_of_the_guard_but_undo(with_faults):
-    """SGLang generates: it gets the weights of a rollback as vLLM does in test_guard_runs.py."""
-    guard = (rules(*WITHOUT_UNDO), "stability.guard.lower_lr.hold=2", "stability.guard.rollback_cooldown=1")
+def test_every_action_of_the_guard(with_faults):
+    """SGLang generates: it gets the weights of a rollback and of an undo as vLLM does in test_guard_runs.py."""
+    limit = "mini_batch={grad_norm:1.0e+30}"  # which only measures
+    guard = ("after_update.trajectories=8", "lower_lr.hold=2", "rollback_cooldown=1", limit)
     saves = (*SAVES, f"{MEGATRON}.dist_ckpt_optim_fully_reshardable=true")
-    settings = ("stability=icepop", "stability.router_agreement=true", CANARY, *saves, *guard)
+    settings = ("stability=icepop", "stability.router_agreement=true", CANARY, *saves, rules(*RULES))
+    settings += tuple(f"stability.guard.{setting}" for setting in guard)
     recipe = {"recipe": "recipe=cpu_megatron_sglang", "forked_from": "sglang_stack"}
-    finished = with_faults("every action but undo", *settings, steps=12, **recipe)
+    finished = with_faults("every action", *settings, steps=14, **recipe)
     assert finished.code == 3, finished.tail
     folder, steps = finished.folder, finished.steps
     assert told(folder) == [
@@ -119,21 +121,28 @@ def test_every_action_of_the_guard_but_undo(with_faults):
         (6, "weight_sync", "recover"),
         (7, "gap", "recover"),
         (7, "rate", "recover"),
-        (7, "non_finite", "warn"),  # of the loss, and of the gradient's norm
-        (7, "non_finite", "warn"),
+        (7, "non_finite", "warn"),  # of the loss
+        (7, "non_finite", "undo"),  # of the gradient's norm, which a rule undoes by
+        (7, "undo", "restored"),
         (8, "filters", "skip"),
         (9, "reward", "rollback"),
         (9, "lower_lr", "recover"),
         (9, "rollback", "restored"),
         (10, "routing", "warn"),
-        (11, "cheat", "stop"),
+        (11, "purse", "undo"),
+        (11, "undo", "restored"),
+        (12, "burst", "undo"),
+        (12, "undo", "restored"),
+        (13, "purse", "undo"),
+        (13, "cheat", "stop"),
     ]
     reasons = {event["step"]: event["reason"] for event in events(folder)}
     assert "icepop dropped all" in reasons[4] and "low_probability dropped 100%" in reasons[8]
     assert "name an expert twice" in reasons[10] and "They are not compared." in reasons[10]
     assert "the guard stopped the run: critic/score/mean=100 passes" in finished.console
-    assert [step["guard/skipped"] for step in steps] == [0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 1]
-    assert [step["guard/lr_scale"] for step in steps] == [1] * 5 + [0.5] * 3 + [1] * 3
+    assert [step["guard/skipped"] for step in steps] == [0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 1, 0, 1]
+    assert [step["guard/undos"] for step in steps] == [0] * 6 + [1] * 4 + [2, 3, 3]
+    assert [step["guard/lr_scale"] for step in steps] == [1] * 5 + [0.5] * 3 + [1] * 5
     assert [step["guard/tightened"] for step in steps[4:8]] == [0, 1, 1, 0]
 
     # A skipped update and one with a NaN gradient leave the weights and the optimizer as they were.
@@ -149,6 +158,15 @@ def test_every_action_of_the_guard_but_undo(with_faults):
     assert 0 < wrong["router/unknown"] < 0.1 and 0 < wrong["router/invalid"] < 0.1
     assert wrong["actor/grad_norm"] > 0, "and the run goes on from there"
     assert not same(megatron_weights(folder, 10), megatron_weights(folder, 9))
+    # Step 11 took back the update of step 10, which the rollout had had; step 12 its own.
+    for after in (11, 12):
+        assert_same(folder, 9, after)
+    assert steps[11]["vllm_kl/k3"] < 1e-3
+    moved = [step["actor/after_update/policy_kl"] for step in steps if "actor/after_update/policy_kl" in step]
+    assert len(moved) == 7 and all(0 < value < 1 for value in moved[:4]), "as many as there were updates"
+    for step in steps:
+        if step.get("actor/grad_norm") is not None:
+            assert step["actor/gate/grad_norm"] == pytest.approx(step["actor/grad_norm"], rel=1e-6)
 
 
 def assert_same(folder, one, other):

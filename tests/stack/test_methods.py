@@ -195,7 +195,7 @@ def test_our_losses_report_what_they_did(step_of):
     assert 0 < step_of("stability=llds_loss")["actor/llds/penalised"] < 1
 
 
-@with_fsdp
+@pytest.mark.parametrize("engine", ["fsdp2", "megatron"], indirect=True)
 def test_how_far_routers_shift_scales_the_ratio(step_of):
     for entry in SHIFTS:
         assert 0.9 < step_of(*entry)["actor/router_shift/factor"] < 1

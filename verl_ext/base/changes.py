@@ -117,7 +117,7 @@ TABLE = (
     ),
     Change(
         name="shift_recorder",
-        target="`forward_step` of the actor's FSDP engine",
+        target="`forward_step` of the actor's FSDP or Megatron engine; `routing` of megatron-core's routers",
         why="the old policy's router scores are recorded, and the current router is compared with them in the update",
         when="`policy_loss.loss_mode=router_shift`",
         versions=VERL,

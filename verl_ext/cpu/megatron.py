@@ -4,8 +4,9 @@ Each function is one change of `base.changes`: it checks that what it changes is
 `PatchError` if not, and returns a function that undoes it. Only a process that builds a Megatron engine applies
 `install`. `cpu.transformer_engine` has the layers.
 
-Open: context parallelism, latent attention through mbridge and over sequences that are not packed, dense models on
-Megatron-Bridge, value heads.
+Open: context parallelism, latent attention through mbridge and over sequences that are not packed; gpt-oss, whose
+experts have a bias and whose attention has sinks; LoRA, which verl 0.9.1 builds by functions (`create_peft`) of a later
+Megatron-Bridge than 0.3.1.
 """
 
 import importlib

@@ -36,6 +36,7 @@ AFTER_RULE = {
     "rollback": "end of the step",
     "stop": "before the next step",
 }
+KNOWN = ("fsdp2", "megatron")  # values of actor.strategy whose gradients and optimizers `workers` read
 IN_GATE = ("lower_lr", "undo")  # actions that the workers carry out, around the optimizer's step
 SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3", "vllm_kl/head")
 # What a user writes in a rule, besides its bound: the arguments of Rule but for what the parser fills in.
@@ -82,7 +83,8 @@ class MiniBatchGate:
             the policy at this mini-batch.
         policy_kl: refuse the optimizer step if k3 of l_old against l_theta is above this. It measures how far the
             step's earlier mini-batches have moved the policy.
-        grad_norm: refuse the optimizer step if the norm of the gradient before clipping is above this (FSDP2 only).
+        grad_norm: refuse the optimizer step if the norm of the gradient before clipping is above this (FSDP2
+            and Megatron).
     """
 
     vllm_kl: float | None = None
@@ -104,7 +106,7 @@ class AfterUpdate:
 
     Attributes:
         trajectories: how many trajectories of a batch are scored again after its update, for `actor/after_update/*`.
-            Each costs a forward pass. FSDP2 only; 0 scores none.
+            Each costs a forward pass. FSDP2 and Megatron; 0 scores none.
     """
 
     trajectories: int = 0
@@ -235,31 +237,35 @@ def _is_finite(value: Any) -> bool:
 
 def check(run: RunFeatures) -> None:
     """What the guard's actions need of verl."""
-    settings, strategy = run.stability.guard, strategy_of(run.config)
-    if settings.mini_batch.grad_norm is not None and strategy != "fsdp2":
-        raise ConfigError(
-            f"{PREFIX}.mini_batch.grad_norm reads the gradients of actor.strategy=fsdp2, and this run has {strategy}, "
-            "whose norm is known only with the step",
-            fix=(f"{PREFIX}.mini_batch.grad_norm=null",),
-            otherwise="use a rule on actor/grad_norm",
-        )
-    again = f"{PREFIX}.after_update.trajectories"
-    if settings.after_update.trajectories and strategy != "fsdp2":
-        raise ConfigError(
-            f"{again} is known to work with actor.strategy=fsdp2 alone, and this run has {strategy}",
-            fix=(f"{again}=0",),
-        )
+    settings, again = run.stability.guard, f"{PREFIX}.after_update.trajectories"
+    if settings.mini_batch.grad_norm is not None:
+        norm = f"{PREFIX}.mini_batch.grad_norm"
+        _check_engine(run.config, norm, (f"{norm}=null",), "use a rule on actor/grad_norm")
+    if settings.after_update.trajectories:
+        _check_engine(run.config, again, (f"{again}=0",))
     for rule in run.stability.rules:
         where = f"{PREFIX}.rules.{rule.name}"
         if rule.action == "rollback":
             _check_rollback(run.config, where)
-        if rule.action == "undo" and strategy != "fsdp2":
-            raise ConfigError(
-                f"{where}: action=undo keeps the shards of actor.strategy=fsdp2, and this run has {strategy}",
-                otherwise="set action to rollback, skip or lower_lr",
-            )
+        if rule.action == "undo":
+            instead = "set action to rollback, skip or lower_lr"
+            _check_engine(run.config, f"{where}: action=undo", otherwise=instead)
         if rule.signal.startswith("actor/after_update/") and not settings.after_update.trajectories:
             raise ConfigError(f"{where}: {rule.signal} needs trajectories that are scored again", fix=(f"{again}=16",))
+
+
+def _check_engine(config: DictConfig, asked: str, fix: tuple[str, ...] = (), otherwise: str = "") -> None:
+    """What reads the engine itself is written for FSDP2's shards and for those of megatron-core's own optimizers."""
+    strategy, sharded = strategy_of(config), f"{ACTOR}.megatron.use_megatron_fsdp"
+    if strategy not in KNOWN:
+        found = f"this run has {strategy}"
+    elif strategy == "megatron" and OmegaConf.select(config, sharded):
+        found, fix = f"this run has {sharded}=true", (f"{sharded}=false",)
+    else:
+        return
+    raise ConfigError(
+        f"{asked} is for {ACTOR}.strategy={' and '.join(KNOWN)}, and {found}", fix=fix, otherwise=otherwise
+    )
 
 
 def _check_rollback(config: DictConfig, where: str) -> None:

@@ -130,12 +130,15 @@ def _check_ours(run: RunFeatures, name: str, target: str, node: Mapping[str, Any
 
 
 def _check_router_shift(run: RunFeatures, asked: str) -> None:
-    """How routers shift is read from the scores of a transformers model's routers, whole sequences at a time."""
+    """How routers shift is read from the scores of all of a model's routers on a rank, whole sequences at a time."""
     actor, otherwise = run.config.actor_rollout_ref.actor, "choose another loss_mode"
+    if actor.strategy == "megatron":
+        _check_megatron_shift(run.config, asked, otherwise)
+        return
     if actor.strategy not in HOOKED:
+        known = ", ".join((*HOOKED, "megatron"))
         raise ConfigError(
-            f"{asked} has no adapter for {ACTOR}.strategy={actor.strategy} (it has: {', '.join(HOOKED)})",
-            otherwise=otherwise,
+            f"{asked} has no adapter for {ACTOR}.strategy={actor.strategy} (it has: {known})", otherwise=otherwise
         )
     # verl reads the size from either place.
     places = ("fsdp_config.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size")
@@ -152,6 +155,25 @@ def _check_router_shift(run: RunFeatures, asked: str) -> None:
         from verl_ext.routing.router_shift import check_outputs
 
         probe_choices(hf_config, check_outputs, trust_remote_code=trusts_code(model))
+
+
+def _check_megatron_shift(config: DictConfig, asked: str, otherwise: str) -> None:
+    """The loss, on the last stage of a pipeline, would wait for the routers of each other stage."""
+    megatron = f"{ACTOR}.megatron"
+    alone = {
+        f"{megatron}.pipeline_model_parallel_size": (1, "cannot gather the routers' scores over"),
+        f"{megatron}.context_parallel_size": (1, "cannot gather the routers' scores over"),
+        f"{megatron}.dynamic_context_parallel": (False, "cannot gather the routers' scores over"),
+        f"{megatron}.pad_to_length": (False, "does not find the tokens under"),
+        f"{megatron}.override_transformer_config.moe_expert_capacity_factor": (None, "compares dropped experts under"),
+    }
+    for setting, (usual, why) in alone.items():
+        if (value := OmegaConf.select(config, setting)) not in (usual, None):
+            fix = f"{setting}={'null' if usual is None else str(usual).lower()}"
+            raise ConfigError(f"{asked} {why} {setting}={value}", fix=(fix,), otherwise=otherwise)
+    packed = "actor_rollout_ref.model.use_remove_padding"
+    if not OmegaConf.select(config, packed):
+        raise ConfigError(f"{asked} needs packed tokens on Megatron", fix=(f"{packed}=true",), otherwise=otherwise)
 
 
 def _check_kl(run: RunFeatures) -> None:

@@ -13,7 +13,6 @@ ENGINE_RESERVE = 3 * GIB  # the rollout engine's own activations and graphs: wit
 # Activations of a layer per token and hidden unit (Korthikanti et al., 2022, without attention scores).
 LAYER_BYTES = 34
 LOGIT_BYTES = 8  # per token and vocabulary entry: logits and gradient in 2 bytes each, softmax in 4
-UNDO_BYTES = 12  # a parameter: a float32 and Adam's two moments of it (workers/gate.py)
 UNDO, VERSIONS, CACHED = "undo: weights and optimizer", "rescoring: old weights", "expert ids of the KV cache"
 
 
@@ -81,7 +80,8 @@ def host_memory(sizes: Sizes, usage: Usage, memory: Memory, costs: list[Cost]) -
     wait in TransferQueue and in vLLM."""
     lines = {}
     if usage.undoes:
-        lines[UNDO] = UNDO_BYTES * sizes.shape.parameters / sizes.gpus * sizes.per_node
+        weights, _, optimizer = _state(sizes)  # which workers/undo.py copies
+        lines[UNDO] = (weights + optimizer) * sizes.per_node
     if usage.versions:
         lines[VERSIONS] = usage.versions * memory.update.lines["weights"] * sizes.per_node
     for cost in costs:

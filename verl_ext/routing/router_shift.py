@@ -10,6 +10,7 @@ and top-8). In the update, the hooks add each layer's deviation to one number a 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from verl_ext.routing.choices import ROUTES, ChoicePoint, find_choices
 from verl_ext.routing.fsdp import is_old_policy
 from verl_ext.routing.outputs import RowLayout, packed_rows
 
-TakeOutput = Callable[[int, nn.Module, Any], None]
+Take = Callable[[int, Any, Any], None]  # (number of the layer, router, what it returns)
 
 
 class ShiftRecorder:
@@ -34,88 +35,206 @@ class ShiftRecorder:
 
     Written for verl 0.9.1, where `forward_step(micro_batch, loss_function, forward_only)` runs the model once and then
     the loss. Gradient checkpointing runs the routers once more in the backward pass, when nothing records.
+
+    Raises:
+        HookError: a router does not return what is read here, or there is none.
     """
 
     def __init__(self, engine: Any):
         self.enabled = False
-        self.routers = [require_readable(point).module for point in find_choices(engine.module)]
-        self._take: TakeOutput | None = None
+        self.routers = self._find_routers(engine)
+        self._take: Take | None = None
         self._checked: set[int] = set()
+        self._hook(engine)
+
+    def _find_routers(self, engine: Any) -> list[Any]:
+        return [require_readable(point).module for point in find_choices(engine.module)]
+
+    def _hook(self, engine: Any) -> None:
         for layer, router in enumerate(self.routers):
-            router.register_forward_hook(self._hook(layer))
+
+            def pass_on(module: nn.Module, args: Any, output: Any, layer: int = layer) -> None:
+                self._pass(layer, module, output)
+
+            router.register_forward_hook(pass_on)
         wrap("shift_recorder", engine, "forward_step", self.forward_step, "micro_batch, loss_function, forward_only")
 
-    def _hook(self, layer: int) -> Any:
-        def pass_on(module: nn.Module, args: Any, output: Any) -> None:
-            if self._take is not None:
-                with torch.no_grad():
-                    self._take(layer, module, output)
+    def _rows(self, micro_batch: TensorDict, device: torch.device) -> "ResponseRows | MegatronRows":
+        return ResponseRows(micro_batch, device)
 
-        return pass_on
+    def _ids(self, router: Any, output: Any) -> Tensor:
+        return expert_ids(router, output)
+
+    def _logits(self, router: Any, output: Any) -> Tensor:
+        return router_logits(router, output)
+
+    def _pass(self, layer: int, router: Any, output: Any) -> None:
+        if self._take is not None:
+            with torch.no_grad():
+                self._take(layer, router, output)
 
     @contextmanager
-    def _taking(self, take: TakeOutput) -> Iterator[None]:
+    def _taking(self, take: Take) -> Iterator[None]:
         self._take = take
         try:
             yield
         finally:
             self._take = None
 
+    def _records(self, micro_batch: TensorDict, forward_only: bool) -> bool:
+        return self.enabled and is_old_policy(micro_batch, forward_only)
+
+    def _compares(self, micro_batch: TensorDict, forward_only: bool) -> bool:
+        return self.enabled and not forward_only and SHIFT_SCORES in micro_batch.keys()  # noqa: SIM118 (a TensorDict)
+
     def forward_step(self, verls: Callable, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
         """verl's own, recording where the old policy's scores are made or compared."""
-        if self.enabled and is_old_policy(micro_batch, forward_only):
-            return self._record(verls, micro_batch, loss_function)
-        if self.enabled and not forward_only and SHIFT_SCORES in micro_batch.keys():  # noqa: SIM118 (a TensorDict)
-            return self._compare(verls, micro_batch, loss_function)
-        return verls(micro_batch, loss_function=loss_function, forward_only=forward_only)
+        if self._records(micro_batch, forward_only):
+            with self._recording(micro_batch) as fields:
+                loss, output = verls(micro_batch, loss_function=loss_function, forward_only=True)
+            output["model_output"].update(fields())
+            return loss, output
+        if not self._compares(micro_batch, forward_only):
+            return verls(micro_batch, loss_function=loss_function, forward_only=forward_only)
+        with self._comparing(micro_batch) as deviation:
 
-    def _record(self, verls: Callable, micro_batch: TensorDict, loss_function: Any) -> Any:
+            def loss_with_deviation(model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
+                data[DEVIATION] = deviation()
+                return loss_function(model_output=model_output, data=data, dp_group=dp_group)
+
+            return verls(micro_batch, loss_function=loss_with_deviation, forward_only=False)
+
+    @contextmanager
+    def _recording(self, micro_batch: TensorDict) -> Iterator[Callable[[], dict[str, Tensor]]]:
+        """Record the passes inside; gives what makes the jagged fields of it, once they are over."""
         seen: dict[int, tuple[Tensor, Tensor]] = {}
 
-        def keep(layer: int, router: nn.Module, output: Any) -> None:
-            ids_NK, logits_NE = expert_ids(router, output), router_logits(router, output)
+        def keep(layer: int, router: Any, output: Any) -> None:
+            ids_NK, logits_NE = self._ids(router, output), self._logits(router, output)
             if layer not in self._checked:
                 refuse_probabilities(router, logits_NE)
                 self._checked.add(layer)
             seen[layer] = ids_NK, logits_NE.float().log_softmax(-1).gather(1, ids_NK.long())
 
-        with self._taking(keep):
-            loss, output = verls(micro_batch, loss_function=loss_function, forward_only=True)
-        self._expect(len(seen), "compute_log_prob")
-        layers = [seen[layer] for layer in range(len(self.routers))]
-        rows = ResponseRows(micro_batch, layers[0][0].device)
-        # Log-probabilities lie in about [-20, 0], where float16 has three bits more than bfloat16.
-        for field, index, dtype in ((SHIFT_EXPERTS, 0, torch.int16), (SHIFT_SCORES, 1, torch.float16)):
-            values_RLK = torch.stack([rows.take(kept[index]).to(dtype) for kept in layers], dim=1)
-            output["model_output"][field] = torch.nested.nested_tensor_from_jagged(values_RLK, rows.offsets)
-        return loss, output
+        def fields() -> dict[str, Tensor]:
+            self._expect(len(seen), "compute_log_prob")
+            layers = [seen[layer] for layer in range(len(self.routers))]
+            rows, found = self._rows(micro_batch, layers[0][0].device), {}
+            # Log-probabilities lie in about [-20, 0], where float16 has three bits more than bfloat16.
+            for field, index, dtype in ((SHIFT_EXPERTS, 0, torch.int16), (SHIFT_SCORES, 1, torch.float16)):
+                values_RLK = torch.stack([rows.take(kept[index]).to(dtype) for kept in layers], dim=1)
+                found[field] = torch.nested.nested_tensor_from_jagged(values_RLK, rows.offsets)
+            return found
 
-    def _compare(self, verls: Callable, micro_batch: TensorDict, loss_function: Any) -> Any:
+        with self._taking(keep):
+            yield fields
+
+    @contextmanager
+    def _comparing(self, micro_batch: TensorDict) -> Iterator[Callable[[], Tensor]]:
+        """Compare the routers in the pass inside; gives what makes the jagged deviations, once the model has run."""
         device = get_device_id()  # where verl's forward_step moves the micro-batch
-        rows = ResponseRows(micro_batch, device)
+        rows = self._rows(micro_batch, device)
         ids_RLK = micro_batch[SHIFT_EXPERTS].values().to(device).long()
         old_RLK = micro_batch[SHIFT_SCORES].values().to(device).float()
         deviation_R = torch.zeros(len(ids_RLK), device=device)
         visited: list[int] = []
 
-        def add(layer: int, router: nn.Module, output: Any) -> None:
-            current_RE = rows.take(router_logits(router, output)).float().log_softmax(-1)
+        def add(layer: int, router: Any, output: Any) -> None:
+            current_RE = rows.take(self._logits(router, output)).float().log_softmax(-1)
             deviation_R.add_(router_deviation(old_RLK[:, layer], current_RE.gather(1, ids_RLK[:, layer])))
             visited.append(layer)
 
-        def loss_with_deviation(model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
+        def deviation() -> Tensor:
             self._expect(len(visited), "update_actor")
-            data[DEVIATION] = jagged(deviation_R / len(self.routers), data[RESPONSE_MASK].offsets())
-            return loss_function(model_output=model_output, data=data, dp_group=dp_group)
+            return jagged(deviation_R / len(self.routers), micro_batch[RESPONSE_MASK].offsets().to(device))
 
         with self._taking(add):
-            return verls(micro_batch, loss_function=loss_with_deviation, forward_only=False)
+            yield deviation
 
     def _expect(self, calls: int, stage: str) -> None:
         if calls != len(self.routers):
             raise HookError(
                 f"{calls} of {len(self.routers)} routers ran in {stage}; the loss router_shift needs each once"
             )
+
+
+class MegatronShiftRecorder(ShiftRecorder):
+    """The same on a Megatron engine without pipeline or context parallelism, whose last stage would need the others'.
+
+    verl's `forward_step(batch_iter, model, logits_processor_func, postprocess_micro_batch_func)` runs the model and
+    returns a partial of the last, which megatron-core calls with the output: it has the micro-batch and the loss.
+    megatron-core's TopKRouter returns no logits: its `routing` is hooked, which is given them.
+    """
+
+    def _find_routers(self, engine: Any) -> list[Any]:
+        from megatron.core.transformer.moe.router import TopKRouter
+        from verl.utils.megatron_utils import unwrap_model
+
+        (model,) = unwrap_model(engine.module)
+        # The layers for multi-token prediction, beside the decoder, are not in the ratio.
+        routers = [module for module in model.decoder.modules() if isinstance(module, TopKRouter)]
+        if not routers:
+            raise HookError("the loss router_shift found no router in Megatron's decoder; choose another loss_mode")
+        for router in routers:
+            if router.score_function != "softmax":
+                raise _unreadable_scores(router, f"scores experts by {router.score_function}, not by a softmax")
+        return routers
+
+    def _hook(self, engine: Any) -> None:
+        for layer, router in enumerate(self.routers):
+            wrap("shift_recorder", router, "routing", partial(self._route, layer, router), "logits, ...")
+        takes = "batch_iter, model, logits_processor_func, postprocess_micro_batch_func"
+        wrap("shift_recorder", engine, "forward_step", self.forward_step_of_megatron, takes)
+
+    def _rows(self, micro_batch: TensorDict, device: torch.device) -> "MegatronRows":
+        return MegatronRows(micro_batch, device)
+
+    def _ids(self, router: Any, output: Any) -> Tensor:
+        logits_NE, chosen_NE = output
+        return (
+            logits_NE.float().masked_fill(~chosen_NE, -torch.inf).topk(router.topk).indices.int()
+        )  # no collective takes int16
+
+    def _logits(self, router: Any, output: Any) -> Tensor:
+        return output[0]
+
+    def _route(self, layer: int, router: Any, verls: Callable, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        probs, chosen_NE = verls(logits, *args, **kwargs)
+        self._pass(layer, router, (logits.detach().flatten(0, -2), chosen_NE))
+        return probs, chosen_NE
+
+    def forward_step_of_megatron(
+        self,
+        verls: Callable,
+        batch_iter: Iterator[TensorDict],
+        model: Any,
+        logits_processor_func: Any,
+        postprocess_micro_batch_func: Any,
+    ) -> Any:
+        """verl's own, recording as `forward_step` does."""
+        micro_batch = next(batch_iter)
+        forward_only = postprocess_micro_batch_func.keywords["forward_only"]
+
+        def run() -> Any:
+            return verls(iter([micro_batch]), model, logits_processor_func, postprocess_micro_batch_func)
+
+        if self._records(micro_batch, forward_only):
+            with self._recording(micro_batch) as fields:
+                output, finish = run()
+            found = fields()
+
+            def finish_with_fields(output: Any) -> Any:
+                result = finish(output)
+                result[-1]["model_output"].update(found)
+                return result
+
+            return output, finish_with_fields
+        if not self._compares(micro_batch, forward_only):
+            return run()
+        with self._comparing(micro_batch) as deviation:
+            output, finish = run()
+        finish.keywords["data"][DEVIATION] = deviation()
+        return output, finish
 
 
 class ResponseRows:
@@ -128,6 +247,37 @@ class ResponseRows:
 
     def take(self, values_N: Tensor) -> Tensor:
         return self.layout.collect(values_N)[self.rows]
+
+
+class MegatronRows:
+    """The same rows, where Megatron has its tokens: each sequence padded for the ranks that then split them."""
+
+    def __init__(self, micro_batch: TensorDict, device: torch.device):
+        from verl.models.mcore.util import preprocess_thd_engine
+
+        offsets = micro_batch["input_ids"].offsets().to(device)
+        self.offsets = micro_batch[RESPONSE_MASK].offsets().to(device)
+        numbers = torch.arange(1, int(offsets[-1]) + 1, device=device)
+        arranged, *_ = preprocess_thd_engine(torch.nested.nested_tensor_from_jagged(numbers, offsets), pre_process=True)
+        placed_n = arranged.flatten()  # 0 on padding
+        (places,) = placed_n.nonzero(as_tuple=True)
+        place_T = torch.empty_like(numbers)
+        place_T[placed_n[places] - 1] = places
+        self.count = len(placed_n)
+        self.rows = place_T[packed_rows(offsets.diff(), self.offsets.diff())]
+
+    def take(self, values_n: Tensor) -> Tensor:
+        """[R, *] from the [n, *] of each rank that shares the sequence."""
+        if len(values_n) != self.count:
+            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+            values_n = gather_from_sequence_parallel_region(values_n.contiguous(), tensor_parallel_output_grad=False)
+        if len(values_n) != self.count:
+            raise HookError(
+                f"Megatron's routers saw {len(values_n)} tokens on all ranks of a sequence, and verl laid out "
+                f"{self.count}: the loss router_shift cannot tell which is which; choose another loss_mode"
+            )
+        return values_n[self.rows]
 
 
 def require_readable(point: ChoicePoint) -> ChoicePoint:

@@ -21,7 +21,7 @@ from verl_ext.base.errors import HookError
 from verl_ext.core.recorder import Recorder
 from verl_ext.features.losses import LOSSES
 from verl_ext.routing.engines import ENGINES
-from verl_ext.routing.router_shift import ShiftRecorder
+from verl_ext.routing.router_shift import MegatronShiftRecorder, ShiftRecorder
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.head import HeadReader, HeadUse
 from verl_ext.workers.replica_fetch import share_fetches
@@ -75,7 +75,8 @@ class LossMixin:
         ours = LOSSES.get(active["policy_loss"]["loss_mode"])
         shifts = ours is not None and "router_deviation" in ours.reads
         if shifts and self.shift is None:
-            self.shift = ShiftRecorder(self.actor.engine)
+            megatron = self.actor.engine.engine_config.strategy == "megatron"
+            self.shift = (MegatronShiftRecorder if megatron else ShiftRecorder)(self.actor.engine)
         if self.shift is not None:
             self.shift.enabled = shifts
         if wanted.head is not None and self.head is None:

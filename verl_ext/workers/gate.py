@@ -26,7 +26,7 @@ from verl_ext.base.patching import wrap
 from verl_ext.core.mismatch import k3_of
 from verl_ext.features.guard import MiniBatchGate
 from verl_ext.workers.first_pass import FirstPass
-from verl_ext.workers.undo import KeptUpdate
+from verl_ext.workers.undo import KeptUpdate, megatron_optimizers
 
 AFTER_UPDATE = "after_update"  # begins the names of what is measured then
 # One trajectory a forward pass: so few need not fit the run's micro-batches.
@@ -93,6 +93,8 @@ class Gate:
         self._data, self._taken, self._metrics = data, True, {}
         if self.first_pass is not None:
             self.first_pass.begin_mini_batch()
+        if self.undo is not None:
+            self.undo.begin(self._step)
         self._sums = torch.zeros(3, dtype=torch.float64)
         try:
             outputs = verls(data, loss_function)
@@ -130,10 +132,11 @@ class Gate:
             self._metrics |= {name: [value] for name, value in measured.items()}
         if not self._taken:
             return 0.0
+        if self.undo is not None and self.undo.of != self._step:
+            # Before a step that its engine leaves out as well: an undo for its NaN is not of the update before.
+            self.undo.keep(self._step)
         if self.engine.engine_config.strategy == "megatron" and not finite_gradients(self.engine):
             return math.nan
-        if self.undo is not None and self.undo.of != self._step:
-            self.undo.keep(self._step)
         with scaled_lr(self.engine.optimizer, self._lr_scale):
             return verls()
 
@@ -168,8 +171,10 @@ def score_again(worker: Any, data: TensorDict, count: int) -> dict[str, float]:
         count: of trajectories of a batch, which the ranks share.
     """
     engine = worker.engine
-    ranks = engine.get_data_parallel_size()
-    rows = tu.index_select_tensor_dict(data, list(range(min(-(-count // ranks), len(data)))))
+    each = -(-count // engine.get_data_parallel_size())
+    group = _passes_together(engine)
+    each = min(-(-each // group), len(data) // group) * group
+    rows = tu.index_select_tensor_dict(data, list(range(each)))
     tu.assign_non_tensor(rows, **ONE_A_PASS)
     output = worker.infer_batch(rows)
     sums = torch.zeros(3, dtype=torch.float64)
@@ -180,6 +185,12 @@ def score_again(worker: Any, data: TensorDict, count: int) -> dict[str, float]:
         sums = torch.stack([mask.sum(), moved, apart])
     tokens, moved, apart = sum_over_ranks(sums).tolist()
     return {f"{AFTER_UPDATE}/policy_kl": moved / max(tokens, 1.0), f"{AFTER_UPDATE}/vllm_kl": apart / max(tokens, 1.0)}
+
+
+def _passes_together(engine: Any) -> int:
+    """Micro-batches that an interleaved pipeline takes at a time: verl's Megatron engine asserts a multiple of them."""
+    interleaved = engine.engine_config.strategy == "megatron" and len(engine.module) > 1
+    return engine.tf_config.microbatch_group_size_per_vp_stage if interleaved else 1
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -232,17 +243,42 @@ def finite_gradients(engine: Any) -> bool:
     bad = torch.stack(norms).isfinite().logical_not().any().float() if norms else torch.zeros(())
     bad = sum_over_ranks(bad)
     if bad:
-        for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+        for optimizer in megatron_optimizers(engine):
             if (scaler := getattr(optimizer, "grad_scaler", None)) is not None:
                 scaler.update(True)
     return not bad
 
 
+@torch.no_grad()
 def gradient_norm(engine: Any) -> float:
-    """The norm of an FSDP2 engine's gradients before clipping, without fp16's loss scale; the same on every rank."""
+    """The norm of an engine's gradients before clipping, without fp16's loss scale; the same on every rank.
+
+    FSDP2's and Megatron's, as the optimizer's step computes it next.
+    """
+    if engine.engine_config.strategy == "megatron":
+        return _megatron_norm(engine)
     gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     scaler = getattr(engine, "scaler", None)
     return norm.item() / (scaler.get_scale() if scaler is not None else 1.0)
+
+
+def _megatron_norm(engine: Any) -> float:
+    """megatron-core's own, of the gradients as they come from the backward pass.
+
+    `prepare_grads` (0.16.1) copies them to where the optimizer reads them, and under fp16 then divides them, in place
+    where they are float32, by the loss scale, which it moves. The step does that: here they are copied alone, which
+    changes nothing that the step's own copy does not write again.
+    """
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+    for optimizer in megatron_optimizers(engine):
+        if optimizer.is_stub_optimizer:  # this rank has nothing of it to train
+            continue
+        if isinstance(optimizer, MixedPrecisionOptimizer):
+            optimizer._copy_model_grads_to_main_grads()
+        else:
+            optimizer.prepare_grads()  # FP32Optimizer's only copies
+    return float(engine.optimizer.get_grad_norm()) / float(engine.optimizer.get_loss_scale())

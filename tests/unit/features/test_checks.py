@@ -69,7 +69,20 @@ def rule(action):
         ),
         (
             ["stability=icepop", "stability.guard.mini_batch.grad_norm=1", "actor_rollout_ref.actor.strategy=fsdp"],
-            "stability.guard.mini_batch.grad_norm reads the gradients of actor.strategy=fsdp2, and this run has fsdp",
+            "mini_batch.grad_norm is for actor_rollout_ref.actor.strategy=fsdp2 and megatron, and this run has fsdp",
+        ),
+        (
+            ["stability=icepop", rule("undo"), "actor_rollout_ref.actor.strategy=fsdp"],
+            "action=undo is for actor_rollout_ref.actor.strategy=fsdp2 and megatron, and this run has fsdp",
+        ),
+        (
+            [
+                "stability=icepop",
+                "stability.guard.after_update.trajectories=4",
+                "model_engine=megatron",
+                "actor_rollout_ref.actor.megatron.use_megatron_fsdp=true",
+            ],
+            "set actor_rollout_ref.actor.megatron.use_megatron_fsdp=false",
         ),
         (
             [
@@ -116,8 +129,24 @@ def rule(action):
             "actor_rollout_ref.actor.policy_loss.base=nothing cannot be built upon",
         ),
         (
-            ["stability=router_shift_loss", "model_engine=megatron"],
-            "no adapter for actor_rollout_ref.actor.strategy=megatron",
+            [
+                "stability=router_shift_loss",
+                "model_engine=megatron",
+                "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+            ],
+            "set actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",
+        ),
+        (
+            [
+                "stability=router_shift_loss",
+                "model_engine=megatron",
+                "actor_rollout_ref.model.use_remove_padding=false",
+            ],
+            "set actor_rollout_ref.model.use_remove_padding=true",
+        ),
+        (
+            ["stability=router_shift_loss", "model_engine=veomni"],
+            "no adapter for actor_rollout_ref.actor.strategy=veomni (it has: fsdp, fsdp2, megatron)",
         ),
         (
             [

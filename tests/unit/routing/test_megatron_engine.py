@@ -19,6 +19,7 @@ from tests.support.megatron_cpu import (
     top_k_router,
     verls_patch,
 )
+from tests.support.megatron_shift import check_shift, move_routers, scores_alone
 from tests.support.recorded_routes import (
     EXPERTS,
     LAYERS,
@@ -55,6 +56,13 @@ def one_rank(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(one_rank):
     return build_engine("disabled")
+
+
+def test_how_far_the_routers_shift_is_that_of_each_sequence_by_itself(one_rank):
+    alone = build_engine("disabled")
+    old = scores_alone(alone)
+    move_routers(alone)
+    check_shift(build_engine("disabled"), old, scores_alone(alone))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,0 +1,67 @@
+"""The gate and the undo on two ranks of verl's Megatron engine: both decide alike, and an update is taken back bit for
+bit in each form of megatron-core's optimizer."""
+
+import json
+
+import pytest
+
+from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.cpu_tool.make_assets import build_model
+from tests.stack.megatron_engine import run_ranks
+from tests.stack.megatron_gate import CASES
+from tests.stack.megatron_recipes import make_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def ranks(stack, tmp_path_factory):
+    """Case -> what each rank found."""
+    folder = tmp_path_factory.mktemp("megatron_gate")
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<spare>"])  # an even vocabulary, which tensor parallelism halves
+    for part in (build_model(tokenizer), tokenizer):
+        part.save_pretrained(folder / "qwen3" / "model")
+    make_model(folder / "moonlight", "moonlight")
+    told = run_ranks(stack, "tests.stack.megatron_gate", "judge_and_undo", 2, folder)
+    found = [{line["case"]: line for line in map(json.loads, lines)} for lines in told]
+    assert [list(rank) for rank in found] == [list(CASES)] * 2
+    return {case: [rank[case] for rank in found] for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_update_is_taken_back_bit_for_bit_on_every_rank(ranks, case):
+    for found in ranks[case]:
+        for what in (
+            "the first, before which the optimizer held nothing",
+            "made again, it is the same",
+            "one with moments",
+            "given up before",
+            "nothing is kept",
+        ):
+            assert found[what], what
+        assert found["moved at half the rate"] == pytest.approx(0.5, rel=0.02) and found["rate"] == 1e-2
+        assert found["buffers moved"] is (case == "float32 DP2, a bias of the routers")
+        assert found["offloaded"] is ("offloaded" in case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_norm_judged_is_the_one_that_verl_clips_by_and_reading_it_changes_nothing(ranks, case):
+    for norms in (found["norms"] for found in ranks[case]):
+        assert norms["wide, taken back"] and norms["none, taken back"]
+        assert norms["an allowed one is verl's"] and norms["a refused one leaves the weights"]
+    told = [found["norms"] for found in ranks[case] if found["outputs"]]
+    assert told and all(one == told[0] for one in told)
+    every = len(told)  # verl gathers a list of each rank's
+    judged, clipped, refused = told[0]["wide"]
+    assert judged[::every] == pytest.approx(clipped, rel=1e-6) and min(clipped) > 0
+    assert refused == [0.0] * 2 * every and told[0]["none"] == [None, clipped, None]
+    judged, clipped, refused = told[0]["narrow"]
+    assert refused == [1.0] * 2 * every and clipped is None and judged[0] == told[0]["wide"][0][0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_an_update_moved_is_scored_again_over_all_ranks(ranks, case):
+    policy_kl, vllm_kl = next(found["after_update"] for found in ranks[case] if found["outputs"])
+    total, tokens = (sum(found["independently"][i] for found in ranks[case]) for i in range(2))
+    assert policy_kl == pytest.approx([total / tokens], rel=1e-5) == vllm_kl, "here l_infer is l_old"
