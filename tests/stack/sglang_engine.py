@@ -8,6 +8,7 @@ FOLDER has `model/`. What the tests compare is printed as a line of JSON.
 import base64
 import json
 import sys
+import uuid
 
 import numpy as np
 import torch
@@ -81,6 +82,65 @@ def without_copy(*args, **kwargs):
     run_scheduler_process(*args, **kwargs)
 
 
+def serving(engine):
+    """One of verl's servers around this engine, with the plugin's changes."""
+    from verl.workers.rollout.sglang_rollout import async_sglang_server
+
+    from tests.support.sglang_server import server
+
+    return server(async_sglang_server, engine.tokenizer_manager, prompt_length=8, response_length=TOKENS)
+
+
+HEAD = 8
+SAMPLING: dict[str, dict] = {
+    "all": {"temperature": 1.0},
+    "temperature": {"temperature": 0.7, "top_p": 1.0, "top_k": -1},
+    "top_k": {"temperature": 0.7, "top_k": 5},
+    "both": {"temperature": 1.0, "top_k": 7, "top_p": 0.2},
+}
+MARGIN = 1e-3  # of a mass from top_p: nearer ones are decided by rounding
+
+
+@torch.no_grad()
+def compare_heads(engine, server, model, sampling) -> dict[str, float]:
+    """What verl's server returns against transformers' logits in float64: the largest difference of log-probs, of the
+    sampled tokens and of the heads, and the number of places at which something else was kept."""
+    from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
+    from verl_ext.upstream.agent_loop import HEAD_ASKED
+
+    asked = {"logprobs": True, "ignore_eos": True, "extra_args": {HEAD_ASKED: HEAD}} | sampling
+    found = {"own": 0.0, "head": 0.0, "other_kept": 0, "places": 0, "kept": 0}
+    for prompt in PROMPTS:
+        answer = engine.loop.run_until_complete(server.generate(list(prompt), dict(asked), uuid.uuid4().hex))
+        tokens, ids, log_q = answer.token_ids, *(answer.extra_fields[name] for name in (HEAD_IDS, HEAD_LOG_PROBS))
+        assert len(tokens) == len(ids) == TOKENS
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].double()
+        for place, p in enumerate((logits / sampling["temperature"]).softmax(-1)):
+            mass, order = 0.0, p.argsort(descending=True)[: sampling.get("top_k", -1) % (len(p) + 1)]
+            kept = []
+            for token in order.tolist():
+                if mass > sampling.get("top_p", 1.0):
+                    break
+                if kept and abs(mass - sampling.get("top_p", 1.0)) < MARGIN and len(kept) < sampling.get("top_k", 0):
+                    kept = []  # rounding decides
+                    break
+                kept.append(token)
+                mass += float(p[token])
+            if not kept:
+                continue
+            q = torch.zeros_like(p)
+            q[kept] = p[kept] / mass
+            expected = q.log()[torch.from_numpy(ids[place]).long()]
+            given = torch.from_numpy(log_q[place]).double()
+            same = given.isfinite() & expected.isfinite()
+            found["places"] += 1
+            found["kept"] += int(given.isfinite().sum())
+            found["other_kept"] += int(not torch.equal(given.isfinite(), expected.isfinite()))
+            found["head"] = max(found["head"], float((given - expected)[same].abs().max()))
+            found["own"] = max(found["own"], abs(answer.log_probs[place] - float(q.log()[tokens[place]])))
+    return found
+
+
 # Tasks
 
 
@@ -104,6 +164,15 @@ def by_name(model):
     from tests.stack.megatron_engine import by_name
 
     return list(by_name(model).items())
+
+
+def heads(folder):
+    """By kind of sampling."""
+    engine, model = start(folder), reference(folder)
+    server = serving(engine)
+    found = {name: compare_heads(engine, server, model, sampling) for name, sampling in SAMPLING.items()}
+    engine.shutdown()
+    return found
 
 
 def overlapped(folder):

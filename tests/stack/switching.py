@@ -42,7 +42,7 @@ HANGING_TOOL = (
 ENGINES = {
     "fsdp2": ("recipe=cpu_tool", f"tool_folder={ROOT}/recipes/cpu_tool", *HANGING_TOOL),
     "megatron": ("recipe=cpu_megatron", *TWO_TURNS),
-    "sglang": ("recipe=cpu_sglang", *TWO_TURNS, "stability.head.k=0"),  # heads are of vLLM's sampler
+    "sglang": ("recipe=cpu_sglang", *TWO_TURNS),
 }
 BLOCK = 128  # response tokens: a few of them in a batch
 LOSS = "actor_rollout_ref.actor.policy_loss"

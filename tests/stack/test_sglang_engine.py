@@ -73,6 +73,17 @@ def test_log_probs_experts_and_updated_weights_are_those_of_transformers(found):
     assert readings["before"]["apart"] > 1 > readings["before"]["same_experts"], "the weights are others"
 
 
+def test_heads_are_transformers_over_what_was_kept(found):
+    """Through verl's server, in float32: log-probs of some -4."""
+    readings = found("heads")
+    for name, reading in readings.items():
+        assert reading["own"] < 1e-4 and reading["head"] < 1e-4, name
+        assert reading["other_kept"] == 0 and reading["places"] > 50, name
+    assert readings["all"]["kept"] == 8 * readings["all"]["places"]
+    assert readings["top_k"]["kept"] == 5 * readings["top_k"]["places"]
+    assert readings["both"]["kept"] < 7 * readings["both"]["places"]
+
+
 def test_without_our_copy_the_overlap_schedule_returns_wrong_experts_and_right_log_probs(found):
     """SGLang reports no error: `router/agreement` alone shows it."""
     readings = found("overlapped")

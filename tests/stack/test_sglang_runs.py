@@ -42,16 +42,32 @@ def train(assets, sglang_stack, tmp_path):
     return train
 
 
+KEPT = ("actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.top_k=32")
+
+
 def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
-    finished = train("stability=icepop", ROUTING, CANARY, "precision=fp32", "stability.trajectories.per_step=2")
+    """Tokens are sampled from the likely ones alone, and both engines count those alone; the score is centered."""
+    finished = train(
+        "stability=icepop",
+        ROUTING,
+        CANARY,
+        "precision=fp32",
+        "stability.trajectories.per_step=2",
+        "stability.score_centering=true",
+        *KEPT,
+    )
     assert finished.code == 0, finished.tail
     assert re.search(r"router agreement +│ compute_log_prob +│ 4 x Qwen3MoeTopKRouter on 1 rank", finished.console)
+    assert re.search(r"sampler's head +│ 32 tokens; l_old", finished.console)
     assert len(finished.steps) == 3
     assert_documented(finished)
     for step in finished.steps:
         assert step["vllm_kl/k3"] < FLOAT32
+        assert step["vllm_kl/head_missing"] == 0 and abs(step["vllm_kl/head"]) < 1e-7, "first order in the rounding"
+        assert step["vllm_kl/head_mass"] == pytest.approx(1, abs=1e-5) and step["actor/score_centering"] != 0
         assert step["router/agreement"] == step["router/exact_match"] == 1
         assert step["guard/skipped"] == 0 < step["actor/grad_norm"]
+    for step in finished.steps[1:]:  # of the first, the rollout's log-probs are of what was kept
         assert step["sync/moved"] > 0, "the update changed what the rollout makes of the canary's trajectories"
 
 
@@ -83,6 +99,7 @@ def test_megatron_and_sglang_in_separate_async(train):
     finished = train(
         "stability=icepop",
         ROUTING,
+        "stability.head.k=8",
         *MEGATRON_FLOAT32,
         *SEPARATE_ASYNC,
         "actor_rollout_ref.actor.optim.lr=3e-5",
@@ -97,6 +114,7 @@ def test_megatron_and_sglang_in_separate_async(train):
     assert shares_by_lag(later[-1]).get("2", 0) > 0
     for step in finished.steps:
         assert step["guard/skipped"] == 0 < step["actor/grad_norm"]
+        assert step["vllm_kl/head_missing"] == 0 and step["vllm_kl/head_mass"] < 1
         if (k3 := step.get("vllm_kl/k3/lag/0")) is not None:
             assert k3 < FLOAT32, "of the weights that sampled them"
     assert later[-1]["vllm_kl/k3"] > 100 * FLOAT32, "the policy has moved away from old rollouts"

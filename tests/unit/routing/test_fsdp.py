@@ -15,7 +15,7 @@ from verl_ext.base.errors import HookError
 from verl_ext.core.routing import RouterSums, router_metrics
 from verl_ext.routing.fsdp import OLD_ROUTES, ROLLOUT_ROUTES, FsdpRouting, top_k_margin
 from verl_ext.upstream.agent_loop import whole_sequence
-from verl_ext.upstream.sglang_routing import decode_experts
+from verl_ext.upstream.sglang_server import decode_experts
 
 
 class Engine:
