@@ -47,6 +47,14 @@ def reference(folder):
 
 
 @torch.no_grad()
+def experts_of(model, tokens) -> torch.Tensor:
+    """[n - 1, L, K], sorted, of all of these n tokens but the last."""
+    scores = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+    top_k = model.config.num_experts_per_tok
+    return torch.stack([of_layer.topk(top_k)[1] for of_layer in scores], 1)[:-1].sort(-1)[0]
+
+
+@torch.no_grad()
 def compare(engine, model) -> dict[str, float]:
     """The largest difference of the answers' log-probs, and the share of (token, layer) with the same experts."""
     layers, top_k = model.config.num_hidden_layers, model.config.num_experts_per_tok
@@ -62,14 +70,13 @@ def compare(engine, model) -> dict[str, float]:
         meta = answer["meta_info"]
         cached += meta["cached_tokens"]
         l_infer, tokens, *_ = zip(*meta["output_token_logprobs"], strict=True)
-        output = model(torch.tensor([[*prompt, *tokens]]), output_router_logits=True)
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
         places = torch.arange(len(prompt) - 1, len(prompt) + TOKENS - 1)
-        expected = output.logits[0].double().log_softmax(-1)[places, torch.tensor(tokens)]
+        expected = logits.double().log_softmax(-1)[places, torch.tensor(tokens)]
         apart.append((torch.tensor(l_infer).double() - expected).abs().max())
         found = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).copy()
         found_nLK = torch.from_numpy(found).view(-1, layers, top_k).sort(-1)[0]
-        chosen_nLK = torch.stack([scores.topk(top_k)[1] for scores in output.router_logits], 1)[:-1].sort(-1)[0]
-        same.append((found_nLK == chosen_nLK).all(-1).flatten())
+        same.append((found_nLK == experts_of(model, [*prompt, *tokens])).all(-1).flatten())
     return {"apart": float(max(apart)), "same_experts": float(torch.cat(same).float().mean()), "cached": cached}
 
 
@@ -141,6 +148,29 @@ def compare_heads(engine, server, model, sampling) -> dict[str, float]:
     return found
 
 
+def compare_turns(server, model, run) -> dict[str, float]:
+    """Two turns through verl's server, of which the second brings what the first has not: how many of the rows that
+    come together have the model's experts, and how many there are."""
+    from verl_ext.upstream.agent_loop import ROWS_HELD, Turn
+
+    same, rows = 0, 0
+    for prompt in PROMPTS:
+        asked = {"logprobs": True, "ignore_eos": True, "max_new_tokens": TOKENS // 2}
+        first = run(server.generate(list(prompt), dict(asked), uuid.uuid4().hex))
+        turn = Turn([*prompt, *first.token_ids], first.routed_experts)
+        other = (turn.tokens[-2] + 1) % model.config.vocab_size
+        longer = [*turn.tokens[:-2], other, 41, 42]  # the agent loop cuts a turn, and a tool answers
+        held = turn.held(longer)
+        second = run(server.generate(longer, asked | {"extra_args": {ROWS_HELD: held}}, uuid.uuid4().hex))
+        assert second.extra_fields[ROWS_HELD] == held == len(longer) - 3
+        assert len(second.routed_experts) == len(longer) + len(second.token_ids) - 1 - held
+        joined, _ = turn.joined(held, second.routed_experts)
+        chosen_nLK = experts_of(model, [*longer, *second.token_ids])
+        same += int((torch.from_numpy(joined).sort(-1)[0] == chosen_nLK).all(-1).sum())
+        rows += joined.shape[0] * joined.shape[1]
+    return {"same_experts": same / rows, "rows": rows}
+
+
 # Tasks
 
 
@@ -166,11 +196,12 @@ def by_name(model):
     return list(by_name(model).items())
 
 
-def heads(folder):
-    """By kind of sampling."""
+def served(folder):
+    """What verl's server returns: heads by kind of sampling, and the routing of two turns."""
     engine, model = start(folder), reference(folder)
     server = serving(engine)
     found = {name: compare_heads(engine, server, model, sampling) for name, sampling in SAMPLING.items()}
+    found["turns"] = compare_turns(server, model, engine.loop.run_until_complete)
     engine.shutdown()
     return found
 

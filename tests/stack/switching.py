@@ -32,7 +32,7 @@ TWO_TURNS = (
     "actor_rollout_ref.rollout.multi_turn.enable=true",
     "actor_rollout_ref.rollout.multi_turn.format=digit",
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
-    f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ROOT}/recipes/cpu_tool/tool.py",
+    f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ROOT}/tests/stack/telling_tool.py",
 )
 HANGING_TOOL = (
     f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ROOT}/tests/stack/hanging_tool.py",

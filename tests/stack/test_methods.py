@@ -102,7 +102,7 @@ def test_a_tools_output_stands_between_two_turns_and_is_not_measured(step_of):
     assert step["vllm_kl/head_missing"] == 0 and 0 < step["vllm_kl/head"] < 1e-3
 
 
-@with_fsdp  # the rollout's part, which knows nothing of the training engine
+@pytest.mark.parametrize("engine", ["fsdp2", "sglang"], indirect=True)  # the rollout's part, of vLLM and of SGLang
 def test_a_second_turn_brings_the_ids_of_its_own_tokens_alone(switching_run):
     """From the last token of the first turn on, which had not been forwarded; but where the loop cuts that turn."""
     told = re.findall(r"turn_routes: (\d+) rows were held and (\d+) came, after (\d+) tokens", switching_run.console)

@@ -46,10 +46,12 @@ KEPT = ("actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.top_k=
 
 
 def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
-    """Tokens are sampled from the likely ones alone, and both engines count those alone; the score is centered."""
+    """Tokens are sampled from the likely ones alone, and both engines count those alone; the score is centered. Routing
+    of half of the trajectories is compared."""
     finished = train(
         "stability=icepop",
         ROUTING,
+        "stability.router_agreement_share=0.5",
         CANARY,
         "precision=fp32",
         "stability.trajectories.per_step=2",
@@ -57,7 +59,9 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
         *KEPT,
     )
     assert finished.code == 0, finished.tail
-    assert re.search(r"router agreement +│ compute_log_prob +│ 4 x Qwen3MoeTopKRouter on 1 rank", finished.console)
+    assert re.search(
+        r"router agreement +│ compute_log_prob, share 0\.5 +│ 4 x Qwen3MoeTopKRouter on 1 rank", finished.console
+    )
     assert re.search(r"sampler's head +│ 32 tokens; l_old", finished.console)
     assert len(finished.steps) == 3
     assert_documented(finished)
@@ -66,6 +70,7 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
         assert step["vllm_kl/head_missing"] == 0 and abs(step["vllm_kl/head"]) < 1e-7, "first order in the rounding"
         assert step["vllm_kl/head_mass"] == pytest.approx(1, abs=1e-5) and step["actor/score_centering"] != 0
         assert step["router/agreement"] == step["router/exact_match"] == 1
+        assert step["router/sampled"] == 0.5 and step["router/unknown"] == step["router/invalid"] == 0
         assert step["guard/skipped"] == 0 < step["actor/grad_norm"]
     for step in finished.steps[1:]:  # of the first, the rollout's log-probs are of what was kept
         assert step["sync/moved"] > 0, "the update changed what the rollout makes of the canary's trajectories"

@@ -153,10 +153,10 @@ TABLE = (
         "`verl.experimental.agent_loop.agent_loop`",
         why="what a rollout sends along with its tokens: expert ids of a byte stay a byte, where verl makes int16 of "
         "them; only a share of the trajectories bring theirs, where verl sends all; each turn brings its own, where "
-        "vLLM returns those of all turns; the most likely tokens at each place come along, where verl asks for none",
-        when="router agreement or R3 (a byte); `stability.router_agreement_share` below 1; vLLM returns routing, with "
-        "`rollout.multi_turn.enable` (turns); `stability.head.k`, truncated sampling, score centering (most likely "
-        "tokens). The launch sets `VERL_EXT_AGENT_LOOP`, which asks for each part",
+        "engines return those of all turns; the most likely tokens at each place come along, where verl asks for none",
+        when="router agreement or R3 (a byte); `stability.router_agreement_share` below 1; a rollout returns routing, "
+        "with `rollout.multi_turn.enable` (turns); `stability.head.k`, truncated sampling, score centering (most "
+        "likely tokens). The launch sets `VERL_EXT_AGENT_LOOP`, which asks for each part",
         versions=VERL | VLLM,
         file="upstream/agent_loop.py",
         test="tests/stack/test_methods.py::test_a_second_turn_brings_the_ids_of_its_own_tokens_alone",

@@ -48,7 +48,7 @@ def reads_routes(run: RunFeatures) -> bool:
 def returns_turns(config: DictConfig) -> bool:
     """Whether each turn of an agent loop brings routing that the process of the agent loop can hold."""
     rollout = config.actor_rollout_ref.rollout
-    return bool(OmegaConf.select(config, RETURNED) and rollout.name == "vllm" and rollout.multi_turn.enable)
+    return bool(OmegaConf.select(config, RETURNED) and rollout.name in ROLLOUTS and rollout.multi_turn.enable)
 
 
 def replayed_field(config: DictConfig) -> str | None:

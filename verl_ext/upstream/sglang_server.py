@@ -9,8 +9,8 @@ What `upstream.agent_loop` asks of a server comes in the `extra_args` of a reque
 out, SGLang's tokenizer manager is asked in SGLang's words, and the answer goes back in `extra_fields`. A context
 variable connects the two: verl passes nothing else between them.
 
-Shape legend: n tokens of one answer, m tokens that were forwarded, all of a sequence but its last, L decoder layers,
-K experts per token or tokens of a head.
+Shape legend: n tokens of one answer, m tokens whose experts come, of those that were forwarded, all of a sequence but
+its last, L decoder layers, K experts per token or tokens of a head.
 """
 
 import base64
@@ -29,7 +29,7 @@ from torch import Tensor
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.base.patching import Undo, expect, together, wrap
-from verl_ext.upstream.agent_loop import DISTRIBUTION_CHANGES, HEAD_ASKED
+from verl_ext.upstream.agent_loop import DISTRIBUTION_CHANGES, HEAD_ASKED, ROWS_HELD
 
 CHANGE = "sglang_server"
 NOTHING = float(np.finfo(np.float32).min)  # what SGLang writes for a log-probability of -inf
@@ -62,11 +62,13 @@ class Request:
     """A request on its way from verl's server to SGLang and back.
 
     Attributes:
+        held: from which token on the experts are asked for.
         head: how many tokens at each place.
         cut: what its log-probabilities are normalised over; None for the vocabulary.
         came: the head: ids [n, K] int32 and log q [n, K] float32.
     """
 
+    held: int
     head: int
     cut: Cut | None
     came: tuple[np.ndarray, np.ndarray] | None = None
@@ -94,20 +96,22 @@ def change_server(server_module: Any) -> Undo:
 async def generate(
     verls: Callable[..., Any], server: Any, prompt_ids: Any, sampling_params: dict[str, Any], *rest: Any, **named: Any
 ) -> Any:
-    """verl's `generate`, with the head that the request asks for."""
+    """verl's `generate`, with the head that the request asks for, and without the rows that it says are held."""
     if _forwards(server, named):
         return await verls(server, prompt_ids, sampling_params, *rest, **named)
     sampling = dict(sampling_params)
     extra = dict(sampling.pop("extra_args", None) or {})
-    head = extra.pop(HEAD_ASKED, 0)
+    held, head = extra.pop(ROWS_HELD, 0), extra.pop(HEAD_ASKED, 0)
     if extra:
         sampling["extra_args"] = extra
-    request = Request(head, cut_of(sampling, head, server.config.logprobs_mode) if head else None)
+    request = Request(held, head, cut_of(sampling, head, server.config.logprobs_mode) if head else None)
     token = _request.set(request)
     try:
         output = await verls(server, prompt_ids, sampling, *rest, **named)
     finally:
         _request.reset(token)
+    if held and output.routed_experts is not None:
+        output.extra_fields[ROWS_HELD] = held
     if request.came is not None:
         ids, log_q = request.came
         rows = slice(len(ids) if output.token_ids else 0)  # verl drops tokens that have not as many log-probabilities
@@ -158,17 +162,19 @@ async def generate_request(sglangs: Callable[..., Any], obj: Any, request: Any =
     """SGLang's own, its outputs with tensors in the place of the text; a client over HTTP, who has a request, wants
     the text."""
     text_config = sglangs.__self__.model_config.hf_text_config  # type: ignore[attr-defined]
-    asked = _request.get()
-    if asked is not None and asked.head:
+    asked = _request.get() or Request(held=0, head=0, cut=None)
+    if asked.head:
         obj.top_logprobs_num = asked.head
+    if asked.held:
+        obj.routed_experts_start_len = asked.held
     async with aclosing(sglangs(obj, request)) as outputs:  # verl takes the first, and leaves the rest to be closed
         async for output in outputs:
             meta = output.get("meta_info", {}) if isinstance(output, dict) and request is None else {}
             if isinstance(text := meta.get("routed_experts"), str):
-                tokens = meta["prompt_tokens"] + meta["completion_tokens"]
-                ids_mLK = decode_experts(text, tokens, text_config.num_hidden_layers, text_config.num_experts_per_tok)
+                rows = meta["prompt_tokens"] + meta["completion_tokens"] - 1 - asked.held
+                ids_mLK = decode_experts(text, rows, text_config.num_hidden_layers, text_config.num_experts_per_tok)
                 output = output | {"meta_info": (meta := meta | {"routed_experts": ids_mLK})}
-            if asked is not None and asked.head and meta:
+            if asked.head and meta:
                 output = output | {"meta_info": meta | {"output_token_logprobs": _take_head(meta, asked)}}
             yield output
 
@@ -210,16 +216,16 @@ def decodes(server: Any) -> bool:
 # Pure from here on.
 
 
-def decode_experts(text: str, tokens: int, layers: int, top_k: int) -> Tensor:
+def decode_experts(text: str, rows: int, layers: int, top_k: int) -> Tensor:
     """[m, L, K] int16, in which verl carries them on.
 
     Raises:
         HookError: it is not of this size.
     """
     ids = np.frombuffer(base64.b64decode(text), dtype=np.int32)
-    if len(ids) != (tokens - 1) * layers * top_k:
+    if len(ids) != rows * layers * top_k:
         raise HookError(
-            f"SGLang's routed_experts has {len(ids)} ids for {tokens} tokens, {layers} layers and top-{top_k}: it is "
+            f"SGLang's routed_experts has {len(ids)} ids for {rows} tokens, {layers} layers and top-{top_k}: it is "
             "encoded otherwise than by SGLang 0.5.12, which verl pins",
             otherwise="install that one",
         )

@@ -16,7 +16,7 @@ from tests.support.sglang_server import generated, server, verls_server_module
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.base.patching import PatchError
-from verl_ext.upstream.agent_loop import HEAD_ASKED
+from verl_ext.upstream.agent_loop import HEAD_ASKED, ROWS_HELD
 from verl_ext.upstream.sglang_server import Cut, change_server, decode_experts, decodes, normalise, unpack_top
 
 PROMPT, RESPONSE = [5, 6, 7], [8, 9]
@@ -127,17 +127,27 @@ def test_a_server_of_another_verl_is_refused(moved):
         change_server(module)
 
 
-@given(st.integers(2, 6), st.integers(1, 5), st.integers(1, 4))
-def test_the_text_is_read_back_as_it_was_written(tokens, layers, top_k):
-    routes = ids(tokens - 1, layers, top_k, experts=2**15)
-    found = decode_experts(text_of(routes), tokens, layers, top_k)
+@given(st.integers(0, 6), st.integers(1, 5), st.integers(1, 4))
+def test_the_text_is_read_back_as_it_was_written(rows, layers, top_k):
+    routes = ids(rows, layers, top_k, experts=2**15)
+    found = decode_experts(text_of(routes), rows, layers, top_k)
     assert found.dtype == torch.int16 and np.array_equal(found.numpy(), routes)
 
 
-@pytest.mark.parametrize(("rows", "layers", "tokens"), [(3, LAYERS, 5), (4, LAYERS + 1, 5), (4, LAYERS, 6)])
+@pytest.mark.parametrize(("rows", "layers", "tokens"), [(3, LAYERS, 4), (4, LAYERS + 1, 4), (4, LAYERS, 5)])
 def test_ids_of_another_size_are_refused(rows, layers, tokens):
     with pytest.raises(HookError, match=rf"for {tokens} tokens, 4 layers and top-2.*SGLang 0.5.12"):
         decode_experts(text_of(ids(rows, layers)), tokens, LAYERS, TOP_K)
+
+
+def test_rows_that_are_held_do_not_come_again(module):
+    routes, manager, held = ids(), Manager(), 2
+    manager.meta["routed_experts"] = text_of(routes[held:])
+    output = generated(module, manager, PROMPT, extra_args={ROWS_HELD: held})
+    assert manager.asked.routed_experts_start_len == held and "extra_args" not in manager.asked.sampling_params
+    assert np.array_equal(output.routed_experts, routes[held:]) and output.extra_fields[ROWS_HELD] == held
+    aborted = generated(module, Manager(), PROMPT, extra_args={ROWS_HELD: held})
+    assert aborted.routed_experts is None and ROWS_HELD not in aborted.extra_fields
 
 
 # Heads
