@@ -5,6 +5,7 @@
 FOLDER has `model/`. What the tests compare is printed as a line of JSON.
 """
 
+import asyncio
 import base64
 import json
 import sys
@@ -202,6 +203,39 @@ def served(folder):
     server = serving(engine)
     found = {name: compare_heads(engine, server, model, sampling) for name, sampling in SAMPLING.items()}
     found["turns"] = compare_turns(server, model, engine.loop.run_until_complete)
+    engine.shutdown()
+    return found
+
+
+def retracted(folder):
+    """More requests at once than the cache has room for: all prompts twice, through verl's server."""
+    from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
+    from verl_ext.upstream.agent_loop import HEAD_ASKED
+
+    engine, model = start(folder, max_total_tokens=96, schedule_conservativeness=0.01), reference(folder)
+    server = serving(engine)
+    asked = {"logprobs": True, "extra_args": {HEAD_ASKED: HEAD}}  # ignore_eos has room kept for each whole response
+
+    async def all_at_once():
+        prompts = PROMPTS * 2
+        return prompts, await asyncio.gather(
+            *(server.generate(list(prompt), dict(asked), uuid.uuid4().hex) for prompt in prompts)
+        )
+
+    found = {"retractions": 0, "apart": 0.0, "head_apart": 0.0, "other_experts": 0}
+    with torch.no_grad():
+        for prompt, answer in zip(*engine.loop.run_until_complete(all_at_once()), strict=True):
+            tokens = torch.tensor(answer.token_ids)
+            assert 0 < len(tokens) == len(answer.log_probs) == len(answer.extra_fields[HEAD_IDS])
+            logits = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.double().log_softmax(-1)
+            own = torch.tensor(answer.log_probs).double() - expected.gather(1, tokens[:, None])[:, 0]
+            ids, log_q = (torch.from_numpy(answer.extra_fields[name]) for name in (HEAD_IDS, HEAD_LOG_PROBS))
+            routes = torch.from_numpy(answer.routed_experts).sort(-1)[0]
+            found["retractions"] += answer.num_preempted
+            found["apart"] = max(found["apart"], float(own.abs().max()))
+            found["head_apart"] = max(found["head_apart"], float((log_q - expected.gather(1, ids.long())).abs().max()))
+            found["other_experts"] += int((routes != experts_of(model, [*prompt, *answer.token_ids])).sum())
     engine.shutdown()
     return found
 

@@ -86,6 +86,14 @@ def test_heads_are_transformers_over_what_was_kept_and_turns_have_all_rows(found
     assert readings["both"]["kept"] < 7 * readings["both"]["places"]
 
 
+def test_retractions_are_counted_and_all_stays_at_its_token(found):
+    """The weights are the same in both passes, so in float32 the experts are too."""
+    reading = found("retracted")
+    assert reading["retractions"] > 0
+    assert reading["apart"] < 1e-4 and reading["head_apart"] < 1e-4
+    assert reading["other_experts"] == 0
+
+
 def test_without_our_copy_the_overlap_schedule_returns_wrong_experts_and_right_log_probs(found):
     """SGLang reports no error: `router/agreement` alone shows it."""
     readings = found("overlapped")

@@ -78,7 +78,8 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
 
 @pytest.mark.parametrize("trained_by", ["fsdp2", "megatron"])
 def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by):
-    """In step 2 every expert id is one too high: the gap jumps, and the batch is skipped."""
+    """In step 2 every expert id is one too high: the gap jumps, and the batch is skipped. SGLang takes on more requests
+    than its cache has room for."""
     replay = {
         "fsdp2": ("stability=r3", "precision=fp32"),
         "megatron": ("stability=icepop", "actor_rollout_ref.actor.megatron.router_replay.mode=R3", *MEGATRON_FLOAT32),
@@ -88,6 +89,8 @@ def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by):
         "stability.batch_skip.threshold=1.0e-9",
         "trainer.v1.trainer_mode=colocate_async",
         ASYNC_BUFFER,
+        f"{OF_SGLANG}.max_total_tokens=160",
+        f"++{OF_SGLANG}.schedule_conservativeness=0.01",
         "actor_rollout_ref.actor.optim.lr=1e-9",  # the policy's own movement stays below the threshold
         entry=("tests.stack.faults", "shifted experts"),
         recipe=RECIPE if trained_by == "fsdp2" else MEGATRON_RECIPE,
@@ -96,6 +99,8 @@ def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by):
     assert "PPOTrainerColocateAsync._update_actor" in finished.console
     right, wrong, after = finished.steps
     assert wrong["guard/skipped"] == 1 and right["guard/skipped"] == after["guard/skipped"] == 0
+    assert 0 < max(step["router/retracted"] for step in finished.steps) < 1
+    assert finished.console.count("warn: SGLang ran out of KV cache and read the tokens of") == 1
     assert wrong["vllm_kl/k3"] > 1e-7 > 1e-9 > max(right["vllm_kl/k3"], after["vllm_kl/k3"])
 
 

@@ -1,4 +1,4 @@
-"""What verl's SGLang server sends along with its tokens: their experts and their heads.
+"""What verl's SGLang server sends along with its tokens: their experts, their heads, and retractions.
 
 From 0.5.10 on SGLang returns the experts of a request as text: base64 of int32, a row for each token that was forwarded
 (`_handle_batch_output` of srt/managers/tokenizer_manager.py, `get_topk` of srt/state_capturer/base.py). verl 0.9.1 pins
@@ -66,12 +66,14 @@ class Request:
         head: how many tokens at each place.
         cut: what its log-probabilities are normalised over; None for the vocabulary.
         came: the head: ids [n, K] int32 and log q [n, K] float32.
+        retractions: how often SGLang ran out of cache, dropped the request, and read its tokens again.
     """
 
     held: int
     head: int
     cut: Cut | None
     came: tuple[np.ndarray, np.ndarray] | None = None
+    retractions: int = 0
 
 
 _request: ContextVar[Request | None] = ContextVar("verl_ext_sglang_request", default=None)
@@ -96,7 +98,10 @@ def change_server(server_module: Any) -> Undo:
 async def generate(
     verls: Callable[..., Any], server: Any, prompt_ids: Any, sampling_params: dict[str, Any], *rest: Any, **named: Any
 ) -> Any:
-    """verl's `generate`, with the head that the request asks for, and without the rows that it says are held."""
+    """verl's `generate`, with the head that the request asks for, and without the rows that it says are held.
+
+    verl's `num_preempted` is the number of retractions. verl reads it of no SGLang, and adds it up over a trajectory.
+    """
     if _forwards(server, named):
         return await verls(server, prompt_ids, sampling_params, *rest, **named)
     sampling = dict(sampling_params)
@@ -110,6 +115,7 @@ async def generate(
         output = await verls(server, prompt_ids, sampling, *rest, **named)
     finally:
         _request.reset(token)
+    output.num_preempted = request.retractions
     if held and output.routed_experts is not None:
         output.extra_fields[ROWS_HELD] = held
     if request.came is not None:
@@ -170,6 +176,7 @@ async def generate_request(sglangs: Callable[..., Any], obj: Any, request: Any =
     async with aclosing(sglangs(obj, request)) as outputs:  # verl takes the first, and leaves the rest to be closed
         async for output in outputs:
             meta = output.get("meta_info", {}) if isinstance(output, dict) and request is None else {}
+            asked.retractions = meta.get("num_retractions", 0)
             if isinstance(text := meta.get("routed_experts"), str):
                 rows = meta["prompt_tokens"] + meta["completion_tokens"] - 1 - asked.held
                 ids_mLK = decode_experts(text, rows, text_config.num_hidden_layers, text_config.num_experts_per_tok)

@@ -179,6 +179,11 @@ def test_a_head_that_is_asked_for_comes_with_the_answer(module):
     close(torch.tensor(output.log_probs), torch.log(torch.tensor([0.3, 0.04])))
 
 
+def test_retractions_are_verls_preemptions(module):
+    assert generated(module, Manager(num_retractions=2), PROMPT).num_preempted == 2
+    assert generated(module, Manager(), PROMPT).num_preempted == 0  # aborted in the queue, before it ran
+
+
 def test_what_is_not_asked_for_is_not_there(module):
     manager = Manager()
     output = generated(module, manager, PROMPT, top_k=2)
