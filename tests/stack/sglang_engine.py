@@ -7,9 +7,11 @@ FOLDER has `model/`. What the tests compare is printed as a line of JSON.
 
 import asyncio
 import base64
+import copy
 import json
 import sys
 import uuid
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -90,16 +92,17 @@ def without_copy(*args, **kwargs):
     run_scheduler_process(*args, **kwargs)
 
 
-def serving(engine):
+def serving(engine, response_length=TOKENS):
     """One of verl's servers around this engine, with the plugin's changes."""
     from verl.workers.rollout.sglang_rollout import async_sglang_server
 
     from tests.support.sglang_server import server
 
-    return server(async_sglang_server, engine.tokenizer_manager, prompt_length=8, response_length=TOKENS)
+    return server(async_sglang_server, engine.tokenizer_manager, prompt_length=8, response_length=response_length)
 
 
 HEAD = 8
+LONG, SYNCS = 160, 6  # tokens of a response that is interrupted, and how often
 SAMPLING: dict[str, dict] = {
     "all": {"temperature": 1.0},
     "temperature": {"temperature": 0.7, "top_p": 1.0, "top_k": -1},
@@ -180,9 +183,7 @@ def as_transformers(folder):
     engine, model = start(folder), reference(folder)
     found = {"first": compare(engine, model), "again": compare(engine, model)}
     torch.manual_seed(3)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.2 * weight.std() * torch.randn_like(weight))
+    model = perturbed(model)
     found["before"] = compare(engine, model)
     engine.update_weights_from_tensor(by_name(model), flush_cache=True)
     found["after"] = compare(engine, model)
@@ -238,6 +239,84 @@ def retracted(folder):
             found["other_experts"] += int((routes != experts_of(model, [*prompt, *answer.token_ids])).sum())
     engine.shutdown()
     return found
+
+
+def interrupted(folder):
+    """Responses that weight syncs interrupt, through verl's client of the asynchronous modes, in a cache that is too
+    small for them."""
+    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
+
+    from tests.support.agent_loop_worker import client_of
+
+    engine, versions = start(folder, max_total_tokens=400, schedule_conservativeness=0.01), [reference(folder)]
+    server, parts = serving(engine, response_length=LONG), [[] for _ in range(8)]
+    server.global_steps = 0
+
+    async def respond(number):
+        async def remote(**asked):
+            output = await server.generate(**asked)
+            parts[number].append((asked["prompt_ids"], output))
+            return output
+
+        client = client_of(SimpleNamespace(generate=SimpleNamespace(remote=remote)), FullyAsyncLLMServerClient)
+        prompt = list(PROMPTS[number % len(PROMPTS)])
+        sampling = {"logprobs": True, "max_tokens": LONG}
+        return prompt, await client.generate(str(number), prompt_ids=prompt, sampling_params=sampling)
+
+    async def run():
+        responses = [asyncio.create_task(respond(number)) for number in range(len(parts))]
+        while not all(response.done() for response in responses) and len(versions) < SYNCS:
+            await asyncio.sleep(0.3 + (len(versions) > 1))  # verl's client waits for 1 s before it goes on
+            await server.abort_all_requests()
+            versions.append(perturbed(versions[-1]))
+            await engine.tokenizer_manager.update_weights_from_tensor(weights_request(versions[-1]), None)
+            server.global_steps = len(versions) - 1
+            await server.resume_generation()
+        return await asyncio.gather(*responses)
+
+    answers = engine.loop.run_until_complete(run())
+    engine.shutdown()
+    found = {"parts": max(map(len, parts)), "apart": 0.0, "other_experts": 0, "rows": 0, "missing": 0}
+    for pieces, (prompt, answer) in zip(parts, answers, strict=True):
+        sequence, end = [*prompt, *answer.token_ids], len(prompt)
+        assert len(answer.log_probs) == len(answer.token_ids)
+        found["missing"] += len(sequence) - 1 - len(answer.routed_experts)
+        routes = torch.from_numpy(answer.routed_experts).sort(-1)[0]
+        for before, piece in pieces:
+            if not piece.token_ids:
+                continue
+            assert len(before) == end
+            start_at, end = (0 if end == len(prompt) else end - 1), end + len(piece.token_ids)
+            model = versions[piece.extra_fields["global_steps"]]
+            with torch.no_grad():
+                l_all = model(torch.tensor([sequence[:end]])).logits[0, len(before) - 1 : -1].double().log_softmax(-1)
+            own = l_all.gather(1, torch.tensor(piece.token_ids)[:, None])[:, 0]
+            given = torch.tensor(answer.log_probs[len(before) - len(prompt) : end - len(prompt)]).double()
+            found["apart"] = max(found["apart"], float((given - own).abs().max()))
+            expected = experts_of(model, sequence[:end])[start_at:]
+            given = routes[start_at : end - 1]
+            same = given.shape == expected.shape and bool((given == expected).all())
+            found["other_experts"] += 0 if same else len(expected)
+            found["rows"] += len(expected)
+    return found
+
+
+def perturbed(model):
+    """A copy with other weights."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(0.2 * weight.std() * torch.randn_like(weight))
+    return other
+
+
+def weights_request(model):
+    """What `Engine.update_weights_from_tensor` asks the tokenizer manager for."""
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    weights = [MultiprocessingSerializer.serialize(by_name(model))]
+    return UpdateWeightsFromTensorReqInput(serialized_named_tensors=weights, flush_cache=True)
 
 
 def overlapped(folder):

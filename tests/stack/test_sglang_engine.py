@@ -94,6 +94,15 @@ def test_retractions_are_counted_and_all_stays_at_its_token(found):
     assert reading["other_experts"] == 0
 
 
+def test_a_response_that_syncs_interrupt_has_each_token_of_the_weights_that_sampled_it(found):
+    """Log-probs and experts, in float32."""
+    reading = found("interrupted")
+    assert reading["parts"] > 1
+    assert reading["missing"] == 0 and reading["rows"] > 200
+    assert reading["apart"] < 1e-4
+    assert reading["other_experts"] == 0
+
+
 def test_without_our_copy_the_overlap_schedule_returns_wrong_experts_and_right_log_probs(found):
     """SGLang reports no error: `router/agreement` alone shows it."""
     readings = found("overlapped")

@@ -84,7 +84,7 @@ def server(module, manager, prompt_length=8, response_length=8):
         logprobs_mode="processed_logprobs",
     )
     made.model_config = SimpleNamespace(lora_rank=0, lora={})
-    made.replica_rank, made.global_steps, made._disaggregation_role = 0, 3, "null"
+    made.replica_rank, made.node_rank, made.global_steps, made._disaggregation_role = 0, 0, 3, "null"
     module.set_global_state(SimpleNamespace(tokenizer_manager=manager))
     return made
 

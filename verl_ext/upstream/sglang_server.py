@@ -101,6 +101,11 @@ async def generate(
     """verl's `generate`, with the head that the request asks for, and without the rows that it says are held.
 
     verl's `num_preempted` is the number of retractions. verl reads it of no SGLang, and adds it up over a trajectory.
+
+    Where routing is returned, an abort that finds a request in SGLang's queue, after a retraction, brings tokens and no
+    experts (`_handle_abort_req` of srt/managers/tokenizer_manager.py). verl's client joins the rows of a response's
+    parts (`FullyAsyncLLMServerClient.generate`), so all rows of later parts would belong to other tokens. These tokens
+    are left out; verl's client has them sampled again.
     """
     if _forwards(server, named):
         return await verls(server, prompt_ids, sampling_params, *rest, **named)
@@ -116,6 +121,8 @@ async def generate(
     finally:
         _request.reset(token)
     output.num_preempted = request.retractions
+    if server.config.enable_rollout_routing_replay and output.stop_reason == "abort" and output.routed_experts is None:
+        output.token_ids, output.log_probs = [], []
     if held and output.routed_experts is not None:
         output.extra_fields[ROWS_HELD] = held
     if request.came is not None:

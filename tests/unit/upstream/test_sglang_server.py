@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 
+from tests.support.agent_loop_worker import client_of
 from tests.support.closeness import close
 from tests.support.sglang_server import generated, server, verls_server_module
 from verl_ext.base.errors import HookError
@@ -182,6 +184,33 @@ def test_a_head_that_is_asked_for_comes_with_the_answer(module):
 def test_retractions_are_verls_preemptions(module):
     assert generated(module, Manager(num_retractions=2), PROMPT).num_preempted == 2
     assert generated(module, Manager(), PROMPT).num_preempted == 0  # aborted in the queue, before it ran
+
+
+def test_a_part_that_an_abort_ends_in_the_queue_brings_no_tokens_without_their_experts(module, monkeypatch):
+    """A response of three parts, through verl's client. SGLang has lost the second one's experts with its cache."""
+    routes = ids(rows=8)
+
+    class Interrupted(Manager):
+        async def generate_request(self, obj, request=None):
+            abort, before = {"type": "abort"}, len(obj.input_ids)
+            tokens, reason, rows = next(answers)
+            meta = {"finish_reason": abort if reason else {"type": "stop"}, "prompt_tokens": before}
+            meta |= {"completion_tokens": len(tokens), "output_token_logprobs": [(-0.5, t, None) for t in tokens]}
+            meta |= {"routed_experts": text_of(routes[: before + len(tokens) - 1])} if rows else {}
+            yield {"output_ids": list(tokens), "meta_info": meta}
+
+    answers = iter([((8, 9), "abort", True), ((20, 21), "abort", False), ((10, 11), "", True)])
+
+    async def at_once(seconds):
+        pass
+
+    monkeypatch.setattr(asyncio, "sleep", at_once)
+    made = server(module, Interrupted(), response_length=16)
+    client = client_of(SimpleNamespace(generate=SimpleNamespace(remote=made.generate)), FullyAsyncLLMServerClient)
+    output = asyncio.run(client.generate("a", prompt_ids=PROMPT, sampling_params={"logprobs": True}))
+    assert len(output.routed_experts) == len(PROMPT) + len(output.token_ids) - 1, "one for each token but the last"
+    assert np.array_equal(output.routed_experts, routes[:6])
+    assert output.token_ids == [8, 9, 10, 11] and len(output.log_probs) == 4
 
 
 def test_what_is_not_asked_for_is_not_there(module):
