@@ -9,6 +9,7 @@ import asyncio
 import base64
 import copy
 import json
+import os
 import sys
 import uuid
 from types import SimpleNamespace
@@ -317,6 +318,15 @@ def weights_request(model):
 
     weights = [MultiprocessingSerializer.serialize(by_name(model))]
     return UpdateWeightsFromTensorReqInput(serialized_named_tensors=weights, flush_cache=True)
+
+
+def parallel(folder):
+    """Tensor parallel on two ranks, which SGLang takes on a machine of one NUMA node if each is given its cores."""
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
+    engine = start(folder, tp_size=2)
+    found = compare(engine, reference(folder))
+    engine.shutdown()
+    return found
 
 
 def overlapped(folder):

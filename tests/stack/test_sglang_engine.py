@@ -103,6 +103,11 @@ def test_a_response_that_syncs_interrupt_has_each_token_of_the_weights_that_samp
     assert reading["other_experts"] == 0
 
 
+def test_two_ranks_agree_with_transformers(found):
+    readings = found("parallel")
+    assert readings["apart"] < 1e-4 and readings["same_experts"] == 1
+
+
 def test_without_our_copy_the_overlap_schedule_returns_wrong_experts_and_right_log_probs(found):
     """SGLang reports no error: `router/agreement` alone shows it."""
     readings = found("overlapped")
