@@ -263,9 +263,8 @@ def judge(which: str, out: Path) -> None:
     faulty = [name for name in total if PLANTED[name].cause]
     runs = sum(total[name] for name in faulty)
     one, two = (sum(count[name] for name in faulty) for count in (first, second))
-    print(
-        f"\nOf {runs} runs with a cause, it comes first in {one} ({one / runs:.1%}), among two in {two} ({two / runs:.1%})."
-    )
+    print(f"\nOf {runs} runs with a cause, it comes first in {one} ({one / runs:.1%}),")
+    print(f"among the first two in {two} ({two / runs:.1%}).")
     sound = [name for name in total if not PLANTED[name].cause]
     accused, all_sound = (sum(total[name] - minus[name] for name in sound) for minus in (first, Counter[str]()))
     print(f"Of {all_sound} sound runs, {accused} are accused; {alarms} alarms in {steps_of_sound} steps.")

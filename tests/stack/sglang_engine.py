@@ -5,9 +5,14 @@
 FOLDER has `model/`. What the tests compare is printed as a line of JSON.
 """
 
+import asyncio
 import base64
+import copy
 import json
+import os
 import sys
+import uuid
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -46,6 +51,14 @@ def reference(folder):
 
 
 @torch.no_grad()
+def experts_of(model, tokens) -> torch.Tensor:
+    """[n - 1, L, K], sorted, of all of these n tokens but the last."""
+    scores = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+    top_k = model.config.num_experts_per_tok
+    return torch.stack([of_layer.topk(top_k)[1] for of_layer in scores], 1)[:-1].sort(-1)[0]
+
+
+@torch.no_grad()
 def compare(engine, model) -> dict[str, float]:
     """The largest difference of the answers' log-probs, and the share of (token, layer) with the same experts."""
     layers, top_k = model.config.num_hidden_layers, model.config.num_experts_per_tok
@@ -61,14 +74,13 @@ def compare(engine, model) -> dict[str, float]:
         meta = answer["meta_info"]
         cached += meta["cached_tokens"]
         l_infer, tokens, *_ = zip(*meta["output_token_logprobs"], strict=True)
-        output = model(torch.tensor([[*prompt, *tokens]]), output_router_logits=True)
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
         places = torch.arange(len(prompt) - 1, len(prompt) + TOKENS - 1)
-        expected = output.logits[0].double().log_softmax(-1)[places, torch.tensor(tokens)]
+        expected = logits.double().log_softmax(-1)[places, torch.tensor(tokens)]
         apart.append((torch.tensor(l_infer).double() - expected).abs().max())
         found = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).copy()
         found_nLK = torch.from_numpy(found).view(-1, layers, top_k).sort(-1)[0]
-        chosen_nLK = torch.stack([scores.topk(top_k)[1] for scores in output.router_logits], 1)[:-1].sort(-1)[0]
-        same.append((found_nLK == chosen_nLK).all(-1).flatten())
+        same.append((found_nLK == experts_of(model, [*prompt, *tokens])).all(-1).flatten())
     return {"apart": float(max(apart)), "same_experts": float(torch.cat(same).float().mean()), "cached": cached}
 
 
@@ -81,6 +93,89 @@ def without_copy(*args, **kwargs):
     run_scheduler_process(*args, **kwargs)
 
 
+def serving(engine, response_length=TOKENS):
+    """One of verl's servers around this engine, with the plugin's changes."""
+    from verl.workers.rollout.sglang_rollout import async_sglang_server
+
+    from tests.support.sglang_server import server
+
+    return server(async_sglang_server, engine.tokenizer_manager, prompt_length=8, response_length=response_length)
+
+
+HEAD = 8
+LONG, SYNCS = 160, 6  # tokens of a response that is interrupted, and how often
+SAMPLING: dict[str, dict] = {
+    "all": {"temperature": 1.0},
+    "temperature": {"temperature": 0.7, "top_p": 1.0, "top_k": -1},
+    "top_k": {"temperature": 0.7, "top_k": 5},
+    "both": {"temperature": 1.0, "top_k": 7, "top_p": 0.2},
+}
+MARGIN = 1e-3  # of a mass from top_p: nearer ones are decided by rounding
+
+
+@torch.no_grad()
+def compare_heads(engine, server, model, sampling) -> dict[str, float]:
+    """What verl's server returns against transformers' logits in float64: the largest difference of log-probs, of the
+    sampled tokens and of the heads, and the number of places at which something else was kept."""
+    from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
+    from verl_ext.upstream.agent_loop import HEAD_ASKED
+
+    asked = {"logprobs": True, "ignore_eos": True, "extra_args": {HEAD_ASKED: HEAD}} | sampling
+    found = {"own": 0.0, "head": 0.0, "other_kept": 0, "places": 0, "kept": 0}
+    for prompt in PROMPTS:
+        answer = engine.loop.run_until_complete(server.generate(list(prompt), dict(asked), uuid.uuid4().hex))
+        tokens, ids, log_q = answer.token_ids, *(answer.extra_fields[name] for name in (HEAD_IDS, HEAD_LOG_PROBS))
+        assert len(tokens) == len(ids) == TOKENS
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].double()
+        for place, p in enumerate((logits / sampling["temperature"]).softmax(-1)):
+            mass, order = 0.0, p.argsort(descending=True)[: sampling.get("top_k", -1) % (len(p) + 1)]
+            kept = []
+            for token in order.tolist():
+                if mass > sampling.get("top_p", 1.0):
+                    break
+                if kept and abs(mass - sampling.get("top_p", 1.0)) < MARGIN and len(kept) < sampling.get("top_k", 0):
+                    kept = []  # rounding decides
+                    break
+                kept.append(token)
+                mass += float(p[token])
+            if not kept:
+                continue
+            q = torch.zeros_like(p)
+            q[kept] = p[kept] / mass
+            expected = q.log()[torch.from_numpy(ids[place]).long()]
+            given = torch.from_numpy(log_q[place]).double()
+            same = given.isfinite() & expected.isfinite()
+            found["places"] += 1
+            found["kept"] += int(given.isfinite().sum())
+            found["other_kept"] += int(not torch.equal(given.isfinite(), expected.isfinite()))
+            found["head"] = max(found["head"], float((given - expected)[same].abs().max()))
+            found["own"] = max(found["own"], abs(answer.log_probs[place] - float(q.log()[tokens[place]])))
+    return found
+
+
+def compare_turns(server, model, run) -> dict[str, float]:
+    """Two turns through verl's server, of which the second brings what the first has not: how many of the rows that
+    come together have the model's experts, and how many there are."""
+    from verl_ext.upstream.agent_loop import ROWS_HELD, Turn
+
+    same, rows = 0, 0
+    for prompt in PROMPTS:
+        asked = {"logprobs": True, "ignore_eos": True, "max_new_tokens": TOKENS // 2}
+        first = run(server.generate(list(prompt), dict(asked), uuid.uuid4().hex))
+        turn = Turn([*prompt, *first.token_ids], first.routed_experts)
+        other = (turn.tokens[-2] + 1) % model.config.vocab_size
+        longer = [*turn.tokens[:-2], other, 41, 42]  # the agent loop cuts a turn, and a tool answers
+        held = turn.held(longer)
+        second = run(server.generate(longer, asked | {"extra_args": {ROWS_HELD: held}}, uuid.uuid4().hex))
+        assert second.extra_fields[ROWS_HELD] == held == len(longer) - 3
+        assert len(second.routed_experts) == len(longer) + len(second.token_ids) - 1 - held
+        joined, _ = turn.joined(held, second.routed_experts)
+        chosen_nLK = experts_of(model, [*longer, *second.token_ids])
+        same += int((torch.from_numpy(joined).sort(-1)[0] == chosen_nLK).all(-1).sum())
+        rows += joined.shape[0] * joined.shape[1]
+    return {"same_experts": same / rows, "rows": rows}
+
+
 # Tasks
 
 
@@ -89,9 +184,7 @@ def as_transformers(folder):
     engine, model = start(folder), reference(folder)
     found = {"first": compare(engine, model), "again": compare(engine, model)}
     torch.manual_seed(3)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.2 * weight.std() * torch.randn_like(weight))
+    model = perturbed(model)
     found["before"] = compare(engine, model)
     engine.update_weights_from_tensor(by_name(model), flush_cache=True)
     found["after"] = compare(engine, model)
@@ -104,6 +197,136 @@ def by_name(model):
     from tests.stack.megatron_engine import by_name
 
     return list(by_name(model).items())
+
+
+def served(folder):
+    """What verl's server returns: heads by kind of sampling, and the routing of two turns."""
+    engine, model = start(folder), reference(folder)
+    server = serving(engine)
+    found = {name: compare_heads(engine, server, model, sampling) for name, sampling in SAMPLING.items()}
+    found["turns"] = compare_turns(server, model, engine.loop.run_until_complete)
+    engine.shutdown()
+    return found
+
+
+def retracted(folder):
+    """More requests at once than the cache has room for: all prompts twice, through verl's server."""
+    from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
+    from verl_ext.upstream.agent_loop import HEAD_ASKED
+
+    engine, model = start(folder, max_total_tokens=96, schedule_conservativeness=0.01), reference(folder)
+    server = serving(engine)
+    asked = {"logprobs": True, "extra_args": {HEAD_ASKED: HEAD}}  # ignore_eos has room kept for each whole response
+
+    async def all_at_once():
+        prompts = PROMPTS * 2
+        return prompts, await asyncio.gather(
+            *(server.generate(list(prompt), dict(asked), uuid.uuid4().hex) for prompt in prompts)
+        )
+
+    found = {"retractions": 0, "apart": 0.0, "head_apart": 0.0, "other_experts": 0}
+    with torch.no_grad():
+        for prompt, answer in zip(*engine.loop.run_until_complete(all_at_once()), strict=True):
+            tokens = torch.tensor(answer.token_ids)
+            assert 0 < len(tokens) == len(answer.log_probs) == len(answer.extra_fields[HEAD_IDS])
+            logits = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.double().log_softmax(-1)
+            own = torch.tensor(answer.log_probs).double() - expected.gather(1, tokens[:, None])[:, 0]
+            ids, log_q = (torch.from_numpy(answer.extra_fields[name]) for name in (HEAD_IDS, HEAD_LOG_PROBS))
+            routes = torch.from_numpy(answer.routed_experts).sort(-1)[0]
+            found["retractions"] += answer.num_preempted
+            found["apart"] = max(found["apart"], float(own.abs().max()))
+            found["head_apart"] = max(found["head_apart"], float((log_q - expected.gather(1, ids.long())).abs().max()))
+            found["other_experts"] += int((routes != experts_of(model, [*prompt, *answer.token_ids])).sum())
+    engine.shutdown()
+    return found
+
+
+def interrupted(folder):
+    """Responses that weight syncs interrupt, through verl's client of the asynchronous modes, in a cache that is too
+    small for them."""
+    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
+
+    from tests.support.agent_loop_worker import client_of
+
+    engine, versions = start(folder, max_total_tokens=400, schedule_conservativeness=0.01), [reference(folder)]
+    server, parts = serving(engine, response_length=LONG), [[] for _ in range(8)]
+    server.global_steps = 0
+
+    async def respond(number):
+        async def remote(**asked):
+            output = await server.generate(**asked)
+            parts[number].append((asked["prompt_ids"], output))
+            return output
+
+        client = client_of(SimpleNamespace(generate=SimpleNamespace(remote=remote)), FullyAsyncLLMServerClient)
+        prompt = list(PROMPTS[number % len(PROMPTS)])
+        sampling = {"logprobs": True, "max_tokens": LONG}
+        return prompt, await client.generate(str(number), prompt_ids=prompt, sampling_params=sampling)
+
+    async def run():
+        responses = [asyncio.create_task(respond(number)) for number in range(len(parts))]
+        while not all(response.done() for response in responses) and len(versions) < SYNCS:
+            await asyncio.sleep(0.3 + (len(versions) > 1))  # verl's client waits for 1 s before it goes on
+            await server.abort_all_requests()
+            versions.append(perturbed(versions[-1]))
+            await engine.tokenizer_manager.update_weights_from_tensor(weights_request(versions[-1]), None)
+            server.global_steps = len(versions) - 1
+            await server.resume_generation()
+        return await asyncio.gather(*responses)
+
+    answers = engine.loop.run_until_complete(run())
+    engine.shutdown()
+    found = {"parts": max(map(len, parts)), "apart": 0.0, "other_experts": 0, "rows": 0, "missing": 0}
+    for pieces, (prompt, answer) in zip(parts, answers, strict=True):
+        sequence, end = [*prompt, *answer.token_ids], len(prompt)
+        assert len(answer.log_probs) == len(answer.token_ids)
+        found["missing"] += len(sequence) - 1 - len(answer.routed_experts)
+        routes = torch.from_numpy(answer.routed_experts).sort(-1)[0]
+        for before, piece in pieces:
+            if not piece.token_ids:
+                continue
+            assert len(before) == end
+            start_at, end = (0 if end == len(prompt) else end - 1), end + len(piece.token_ids)
+            model = versions[piece.extra_fields["global_steps"]]
+            with torch.no_grad():
+                l_all = model(torch.tensor([sequence[:end]])).logits[0, len(before) - 1 : -1].double().log_softmax(-1)
+            own = l_all.gather(1, torch.tensor(piece.token_ids)[:, None])[:, 0]
+            given = torch.tensor(answer.log_probs[len(before) - len(prompt) : end - len(prompt)]).double()
+            found["apart"] = max(found["apart"], float((given - own).abs().max()))
+            expected = experts_of(model, sequence[:end])[start_at:]
+            given = routes[start_at : end - 1]
+            same = given.shape == expected.shape and bool((given == expected).all())
+            found["other_experts"] += 0 if same else len(expected)
+            found["rows"] += len(expected)
+    return found
+
+
+def perturbed(model):
+    """A copy with other weights."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(0.2 * weight.std() * torch.randn_like(weight))
+    return other
+
+
+def weights_request(model):
+    """What `Engine.update_weights_from_tensor` asks the tokenizer manager for."""
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    weights = [MultiprocessingSerializer.serialize(by_name(model))]
+    return UpdateWeightsFromTensorReqInput(serialized_named_tensors=weights, flush_cache=True)
+
+
+def parallel(folder):
+    """Tensor parallel on two ranks, which SGLang takes on a machine of one NUMA node if each is given its cores."""
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
+    engine = start(folder, tp_size=2)
+    found = compare(engine, reference(folder))
+    engine.shutdown()
+    return found
 
 
 def overlapped(folder):

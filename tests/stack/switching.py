@@ -32,7 +32,7 @@ TWO_TURNS = (
     "actor_rollout_ref.rollout.multi_turn.enable=true",
     "actor_rollout_ref.rollout.multi_turn.format=digit",
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
-    f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ROOT}/recipes/cpu_tool/tool.py",
+    f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ROOT}/tests/stack/telling_tool.py",
 )
 HANGING_TOOL = (
     f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ROOT}/tests/stack/hanging_tool.py",
@@ -42,7 +42,7 @@ HANGING_TOOL = (
 ENGINES = {
     "fsdp2": ("recipe=cpu_tool", f"tool_folder={ROOT}/recipes/cpu_tool", *HANGING_TOOL),
     "megatron": ("recipe=cpu_megatron", *TWO_TURNS),
-    "sglang": ("recipe=cpu_sglang", *TWO_TURNS, "stability.head.k=0"),  # heads are of vLLM's sampler
+    "sglang": ("recipe=cpu_sglang", *TWO_TURNS),
 }
 BLOCK = 128  # response tokens: a few of them in a batch
 LOSS = "actor_rollout_ref.actor.policy_loss"

@@ -87,7 +87,7 @@ def test_every_metric_of_every_method_is_documented(step_of, switching_run):
     assert_documented(switching_run)
 
 
-def test_a_tools_output_stands_between_two_turns_and_is_not_measured(step_of, engine):
+def test_a_tools_output_stands_between_two_turns_and_is_not_measured(step_of):
     step = step_of("stability=icepop")
     # 4: the prompt, a turn, the tool, another turn. 2: no call.
     assert step["training/num_turns/max"] == 4
@@ -98,11 +98,11 @@ def test_a_tools_output_stands_between_two_turns_and_is_not_measured(step_of, en
     for turn in ("00", "01"):
         assert 0 < step[f"vllm_kl/k3/turn/{turn}"] < 1e-3
     assert 0.9 < step["router/agreement"] < 1
-    if engine != "sglang":  # every token of both turns has the head of its own call
-        assert step["vllm_kl/head_missing"] == 0 and 0 < step["vllm_kl/head"] < 1e-3
+    # Every token of both turns has the head of its own call.
+    assert step["vllm_kl/head_missing"] == 0 and 0 < step["vllm_kl/head"] < 1e-3
 
 
-@with_fsdp  # the rollout's part, which knows nothing of the training engine
+@pytest.mark.parametrize("engine", ["fsdp2", "sglang"], indirect=True)  # the rollout's part, of vLLM and of SGLang
 def test_a_second_turn_brings_the_ids_of_its_own_tokens_alone(switching_run):
     """From the last token of the first turn on, which had not been forwarded; but where the loop cuts that turn."""
     told = re.findall(r"turn_routes: (\d+) rows were held and (\d+) came, after (\d+) tokens", switching_run.console)

@@ -73,6 +73,41 @@ def test_log_probs_experts_and_updated_weights_are_those_of_transformers(found):
     assert readings["before"]["apart"] > 1 > readings["before"]["same_experts"], "the weights are others"
 
 
+def test_heads_are_transformers_over_what_was_kept_and_turns_have_all_rows(found):
+    """Through verl's server, in float32: log-probs of some -4."""
+    readings = found("served")
+    turns = readings.pop("turns")
+    assert turns["same_experts"] == 1 and turns["rows"] > 100
+    for name, reading in readings.items():
+        assert reading["own"] < 1e-4 and reading["head"] < 1e-4, name
+        assert reading["other_kept"] == 0 and reading["places"] > 50, name
+    assert readings["all"]["kept"] == 8 * readings["all"]["places"]
+    assert readings["top_k"]["kept"] == 5 * readings["top_k"]["places"]
+    assert readings["both"]["kept"] < 7 * readings["both"]["places"]
+
+
+def test_retractions_are_counted_and_all_stays_at_its_token(found):
+    """The weights are the same in both passes, so in float32 the experts are too."""
+    reading = found("retracted")
+    assert reading["retractions"] > 0
+    assert reading["apart"] < 1e-4 and reading["head_apart"] < 1e-4
+    assert reading["other_experts"] == 0
+
+
+def test_a_response_that_syncs_interrupt_has_each_token_of_the_weights_that_sampled_it(found):
+    """Log-probs and experts, in float32."""
+    reading = found("interrupted")
+    assert reading["parts"] > 1
+    assert reading["missing"] == 0 and reading["rows"] > 200
+    assert reading["apart"] < 1e-4
+    assert reading["other_experts"] == 0
+
+
+def test_two_ranks_agree_with_transformers(found):
+    readings = found("parallel")
+    assert readings["apart"] < 1e-4 and readings["same_experts"] == 1
+
+
 def test_without_our_copy_the_overlap_schedule_returns_wrong_experts_and_right_log_probs(found):
     """SGLang reports no error: `router/agreement` alone shows it."""
     readings = found("overlapped")

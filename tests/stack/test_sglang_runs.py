@@ -42,22 +42,44 @@ def train(assets, sglang_stack, tmp_path):
     return train
 
 
+KEPT = ("actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.top_k=32")
+
+
 def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
-    finished = train("stability=icepop", ROUTING, CANARY, "precision=fp32", "stability.trajectories.per_step=2")
+    """Tokens are sampled from the likely ones alone, and both engines count those alone; the score is centered. Routing
+    of half of the trajectories is compared."""
+    finished = train(
+        "stability=icepop",
+        ROUTING,
+        "stability.router_agreement_share=0.5",
+        CANARY,
+        "precision=fp32",
+        "stability.trajectories.per_step=2",
+        "stability.score_centering=true",
+        *KEPT,
+    )
     assert finished.code == 0, finished.tail
-    assert re.search(r"router agreement +│ compute_log_prob +│ 4 x Qwen3MoeTopKRouter on 1 rank", finished.console)
+    assert re.search(
+        r"router agreement +│ compute_log_prob, share 0\.5 +│ 4 x Qwen3MoeTopKRouter on 1 rank", finished.console
+    )
+    assert re.search(r"sampler's head +│ 32 tokens; l_old", finished.console)
     assert len(finished.steps) == 3
     assert_documented(finished)
     for step in finished.steps:
         assert step["vllm_kl/k3"] < FLOAT32
+        assert step["vllm_kl/head_missing"] == 0 and abs(step["vllm_kl/head"]) < 1e-7, "first order in the rounding"
+        assert step["vllm_kl/head_mass"] == pytest.approx(1, abs=1e-5) and step["actor/score_centering"] != 0
         assert step["router/agreement"] == step["router/exact_match"] == 1
+        assert step["router/sampled"] == 0.5 and step["router/unknown"] == step["router/invalid"] == 0
         assert step["guard/skipped"] == 0 < step["actor/grad_norm"]
+    for step in finished.steps[1:]:  # of the first, the rollout's log-probs are of what was kept
         assert step["sync/moved"] > 0, "the update changed what the rollout makes of the canary's trajectories"
 
 
 @pytest.mark.parametrize("trained_by", ["fsdp2", "megatron"])
 def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by):
-    """In step 2 every expert id is one too high: the gap jumps, and the batch is skipped."""
+    """In step 2 every expert id is one too high: the gap jumps, and the batch is skipped. SGLang takes on more requests
+    than its cache has room for."""
     replay = {
         "fsdp2": ("stability=r3", "precision=fp32"),
         "megatron": ("stability=icepop", "actor_rollout_ref.actor.megatron.router_replay.mode=R3", *MEGATRON_FLOAT32),
@@ -67,6 +89,8 @@ def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by):
         "stability.batch_skip.threshold=1.0e-9",
         "trainer.v1.trainer_mode=colocate_async",
         ASYNC_BUFFER,
+        f"{OF_SGLANG}.max_total_tokens=160",
+        f"++{OF_SGLANG}.schedule_conservativeness=0.01",
         "actor_rollout_ref.actor.optim.lr=1e-9",  # the policy's own movement stays below the threshold
         entry=("tests.stack.faults", "shifted experts"),
         recipe=RECIPE if trained_by == "fsdp2" else MEGATRON_RECIPE,
@@ -75,6 +99,8 @@ def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by):
     assert "PPOTrainerColocateAsync._update_actor" in finished.console
     right, wrong, after = finished.steps
     assert wrong["guard/skipped"] == 1 and right["guard/skipped"] == after["guard/skipped"] == 0
+    assert 0 < max(step["router/retracted"] for step in finished.steps) < 1
+    assert finished.console.count("warn: SGLang ran out of KV cache and read the tokens of") == 1
     assert wrong["vllm_kl/k3"] > 1e-7 > 1e-9 > max(right["vllm_kl/k3"], after["vllm_kl/k3"])
 
 
@@ -83,6 +109,7 @@ def test_megatron_and_sglang_in_separate_async(train):
     finished = train(
         "stability=icepop",
         ROUTING,
+        "stability.head.k=8",
         *MEGATRON_FLOAT32,
         *SEPARATE_ASYNC,
         "actor_rollout_ref.actor.optim.lr=3e-5",
@@ -97,6 +124,7 @@ def test_megatron_and_sglang_in_separate_async(train):
     assert shares_by_lag(later[-1]).get("2", 0) > 0
     for step in finished.steps:
         assert step["guard/skipped"] == 0 < step["actor/grad_norm"]
+        assert step["vllm_kl/head_missing"] == 0 and step["vllm_kl/head_mass"] < 1
         if (k3 := step.get("vllm_kl/k3/lag/0")) is not None:
             assert k3 < FLOAT32, "of the weights that sampled them"
     assert later[-1]["vllm_kl/k3"] > 100 * FLOAT32, "the policy has moved away from old rollouts"

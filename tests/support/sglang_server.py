@@ -81,13 +81,14 @@ def server(module, manager, prompt_length=8, response_length=8):
         enable_rollout_routing_replay=True,
         skip_tokenizer_init=True,
         mtp=None,
+        logprobs_mode="processed_logprobs",
     )
     made.model_config = SimpleNamespace(lora_rank=0, lora={})
-    made.replica_rank, made.global_steps, made._disaggregation_role = 0, 3, "null"
+    made.replica_rank, made.node_rank, made.global_steps, made._disaggregation_role = 0, 0, 3, "null"
     module.set_global_state(SimpleNamespace(tokenizer_manager=manager))
     return made
 
 
-def generated(module, manager, prompt):
+def generated(module, manager, prompt, **sampling):
     """What a server around this manager returns for a prompt."""
-    return asyncio.run(server(module, manager).generate(list(prompt), {"logprobs": True}, "request"))
+    return asyncio.run(server(module, manager).generate(list(prompt), {"logprobs": True} | sampling, "request"))

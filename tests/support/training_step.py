@@ -57,6 +57,7 @@ def one_step(
     loss_mode="vanilla",
     loss_agg_mode="token-mean",
     actor=None,
+    rollout=None,
     bypass=False,
     tags=None,
     **fields,
@@ -73,7 +74,8 @@ def one_step(
     }
     store = Store(**(defaults | COLUMNS | IMAGES | fields)).install(monkeypatch)
     actor = {"policy_loss": {"loss_mode": loss_mode}, "loss_agg_mode": loss_agg_mode} | (actor or {})
-    parts = {"actor": actor, "rollout": {"response_length": 1, "n": 1}, "model": {"path": "/no/such/model"}}
+    rollout = {"response_length": 1, "n": 1} | (rollout or {})
+    parts = {"actor": actor, "rollout": rollout, "model": {"path": "/no/such/model"}}
     saved = {"default_local_dir": "/no/such/folder"}
     saved |= {"v1": {"trainer_mode": "colocate_async"}} if tags else {}
     algorithm = {"adv_estimator": "grpo", "rollout_correction": {"bypass_mode": bypass}}

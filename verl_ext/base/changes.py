@@ -153,10 +153,10 @@ TABLE = (
         "`verl.experimental.agent_loop.agent_loop`",
         why="what a rollout sends along with its tokens: expert ids of a byte stay a byte, where verl makes int16 of "
         "them; only a share of the trajectories bring theirs, where verl sends all; each turn brings its own, where "
-        "vLLM returns those of all turns; the most likely tokens at each place come along, where verl asks for none",
-        when="router agreement or R3 (a byte); `stability.router_agreement_share` below 1; vLLM returns routing, with "
-        "`rollout.multi_turn.enable` (turns); `stability.head.k`, truncated sampling, score centering (most likely "
-        "tokens). The launch sets `VERL_EXT_AGENT_LOOP`, which asks for each part",
+        "engines return those of all turns; the most likely tokens at each place come along, where verl asks for none",
+        when="router agreement or R3 (a byte); `stability.router_agreement_share` below 1; a rollout returns routing, "
+        "with `rollout.multi_turn.enable` (turns); `stability.head.k`, truncated sampling, score centering (most "
+        "likely tokens). The launch sets `VERL_EXT_AGENT_LOOP`, which asks for each part",
         versions=VERL | VLLM,
         file="upstream/agent_loop.py",
         test="tests/stack/test_methods.py::test_a_second_turn_brings_the_ids_of_its_own_tokens_alone",
@@ -175,15 +175,18 @@ TABLE = (
         without="set stability.head.k=0 and stability.score_centering=false, and sample with top_p=1 and top_k=-1",
     ),
     Change(
-        name="sglang_routing",
-        target="`verl.workers.rollout.sglang_rollout.async_sglang_server.set_global_state`, and by it "
-        "`generate_request` of the tokenizer manager that verl asks",
+        name="sglang_server",
+        target="`SGLangHttpServer.generate` and `set_global_state` of "
+        "`verl.workers.rollout.sglang_rollout.async_sglang_server`, and by that `generate_request` of the tokenizer "
+        "manager that verl asks",
         why="SGLang returns expert ids as base64, and verl takes them for a tensor: the rollout would end with an "
-        "AttributeError",
-        when="always, in verl's SGLang servers; of use with `rollout.enable_rollout_routing_replay`",
+        "AttributeError; what `agent_loop` asks of a server is asked of SGLang, whose log-probabilities are of the "
+        "whole vocabulary and are normalised over what it kept",
+        when="always, in verl's SGLang servers; of use with `rollout.enable_rollout_routing_replay`, and where "
+        "`agent_loop` asks for something",
         versions=VERL | SGLANG,
-        file="upstream/sglang_routing.py",
-        test="tests/unit/upstream/test_sglang_routing.py::test_verls_server_returns_what_sglang_captured",
+        file="upstream/sglang_server.py",
+        test="tests/unit/upstream/test_sglang_server.py::test_verls_server_returns_what_sglang_captured",
         without="set actor_rollout_ref.rollout.enable_rollout_routing_replay=false",
     ),
     Change(

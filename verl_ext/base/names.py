@@ -17,6 +17,7 @@ LOSS_MASK = "loss_mask"  # a copy of it, made at the rollout, whose tokens verl 
 REWARDS = "rm_scores"
 ROLLOUT_LOG_PROBS = "rollout_log_probs"  # l_infer
 ROLLOUT_ROUTES = "routed_experts"  # [B, n, L', K]
+LOOP_METRICS = "metrics"  # a dict a trajectory, verl's AgentLoopMetrics
 
 # Of the rollout: ours.
 HEAD_IDS = "sampler_head_ids"  # [B, r, H] int32, the most likely tokens at each place

@@ -6,8 +6,7 @@ from math import ceil
 from packaging.version import Version
 
 from verl_ext.doctor.checks import Context, Finding, check
-from verl_ext.doctor.engine import captures_routing
-from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, ROLLOUT, sends_adapter
+from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, sends_adapter
 
 CANARY = "stability.sync_canary.trajectories"
 KNOWN_VERL = "0.9.1"
@@ -87,18 +86,13 @@ def partial_rollouts(context: Context) -> Iterable[Finding]:
     Source: verl 0.9.1. `FullyAsyncLLMServerClient.generate` (workers/rollout/llm_server.py) always goes on with them;
     each token keeps the log-prob and, since PR 6046, the experts of the weights that sampled it. `ToolAgentLoop`
     (experimental/agent_loop/tool_agent_loop.py) takes a turn's experts for the whole conversation (verl issue 6054):
-    those of earlier turns are then of newer weights than their log-probs. Not with vLLM, where upstream/agent_loop.py
-    keeps those of earlier turns, unless there are images, audio or video.
+    those of earlier turns are then of newer weights than their log-probs. upstream/agent_loop.py keeps those of earlier
+    turns, unless there are images, audio or video.
     """
     mode = context.get(MODE, "sync")
     if mode == "sync":
         return
-    kept = context.get(f"{ROLLOUT}.name") == "vllm"
-    if context.get(f"{ROLLOUT}.multi_turn.enable") and captures_routing(context) and not kept:
-        why = "a turn's experts replace those of the turns before, also where a sync came between (verl issue 6054)"
-        yield Finding("note", f"routing of several turns in {mode}", why)
-    else:
-        yield Finding("ok", f"partial rollouts in {mode}: each token has the log-prob of the weights that sampled it")
+    yield Finding("ok", f"partial rollouts in {mode}: each token has the log-prob of the weights that sampled it")
 
 
 @check("waiting batches")

@@ -13,11 +13,16 @@ from verl_ext.features.losses import loss_mode
 from verl_ext.features.verl_config import (
     ACTOR,
     BYPASS,
+    DISAGGREGATED,
     MODEL,
+    MTP,
     ROLLOUT,
+    ROLLOUTS,
+    SGLANG_ARGUMENTS,
     VLLM_ARGUMENTS,
     bypasses,
     cuts,
+    drafts,
     hf_config_of,
     rollout_name,
     top_k,
@@ -28,6 +33,7 @@ FUSED = f"{MODEL}.use_fused_kernels"
 MAX = f"{VLLM_ARGUMENTS}.max_logprobs"
 USUAL_TOP_K = 512  # prime-rl's
 CENTERED_K = 128  # tokens of a head that score centering asks for: the paper's
+PREFILLED_K = 128  # tokens of a head that SGLang's prefill server hands on (`MetadataBuffers`, disaggregation/utils.py)
 CENTERED = "stability.score_centering=true"
 LINEAR = ("vanilla", "gpg")  # losses whose gradient at the first update of a batch is the weighted score
 
@@ -72,11 +78,14 @@ def check(run: RunFeatures) -> None:
     if not k:
         return
     asked = f"the {k} most likely tokens ({_asking(run)})"
-    if (name := rollout_name(config)) != "vllm":
+    if (name := rollout_name(config)) not in ROLLOUTS:
         raise ConfigError(f"{asked}: {ROLLOUT}.name={name} returns none through verl", fix=(f"{ROLLOUT}.name=vllm",))
-    most = OmegaConf.select(config, MAX)
-    if most is not None and -1 != most < k:
-        raise ConfigError(f"{asked}: {MAX}={most} allows fewer", fix=(f"{MAX}={k}",))
+    if name == "vllm":
+        most = OmegaConf.select(config, MAX)
+        if most is not None and -1 != most < k:
+            raise ConfigError(f"{asked}: {MAX}={most} allows fewer", fix=(f"{MAX}={k}",))
+    else:
+        _check_sglang_head(run, asked, k)
     if OmegaConf.select(config, FUSED):
         raise ConfigError(f"{asked} are read from logits, and {FUSED}=True makes none", fix=(f"{FUSED}=False",))
     for name in ("fsdp_config.pad_to_length", "megatron.pad_to_length", "megatron.dynamic_context_parallel"):
@@ -203,6 +212,28 @@ def _check_signals(run: RunFeatures, k: int) -> None:
             )
 
 
+def _check_sglang_head(run: RunFeatures, asked: str, k: int) -> None:
+    """Refuses settings with which SGLang's head is not what its tokens were sampled from. Read in SGLang 0.5.12."""
+    config = run.config
+    if k > PREFILLED_K and OmegaConf.select(config, DISAGGREGATED):
+        raise ConfigError(
+            f"{asked}: with {DISAGGREGATED}=true the first token of a response has no more than {PREFILLED_K}",
+            fix=(f"{DISAGGREGATED}=false",),
+        )
+    if not truncates(config):
+        return
+    if value := OmegaConf.select(config, target := f"{SGLANG_ARGUMENTS}.rl_on_policy_target"):
+        raise ConfigError(
+            f"{asked} say what SGLang kept, and {target}={value} rounds their log-probabilities to bfloat16",
+            fix=(f"{target}=null",),
+        )
+    if drafts(config):
+        raise ConfigError(
+            f"{asked} say what SGLang kept, and {MTP}.enable_rollout=true has tokens verified against another cut",
+            fix=(f"{MTP}.enable_rollout=false",),
+        )
+
+
 def _check_vocabulary(run: RunFeatures, asked: str, k: int) -> None:
     if (model := hf_config_of(run.config.actor_rollout_ref.model)) is None:
         return
@@ -214,8 +245,8 @@ def _check_vocabulary(run: RunFeatures, asked: str, k: int) -> None:
 
 
 def apply(run: RunFeatures) -> None:
-    """Have vLLM allow as many log-probabilities."""
-    if (k := head_k(run)) and OmegaConf.select(run.config, MAX) is None:
+    """Have vLLM allow as many log-probabilities; SGLang does."""
+    if (k := head_k(run)) and rollout_name(run.config) == "vllm" and OmegaConf.select(run.config, MAX) is None:
         OmegaConf.update(run.config, MAX, k, force_add=True)
 
 

@@ -17,7 +17,7 @@ def raw_log_probs(config: DictConfig, environ: Mapping[str, str] = os.environ) -
     """Whether SGLang's log-probs are those before the temperature.
 
     Source: srt/layers/sampler.py of SGLang 0.5.12. By default they are of the whole vocabulary, after the temperature
-    and before top-p and top-k; `rollout.logprobs_mode` is vLLM's, and does not reach SGLang.
+    and before top-p and top-k, whatever `rollout.logprobs_mode` is.
     """
     given = OmegaConf.select(config, RAW_SETTING)
     return str(environ.get(RAW, "") if given is None else given).lower() in ("1", "true")

@@ -13,11 +13,15 @@ from verl_ext.base.methods import described
 from verl_ext.base.names import OLD_ROUTES, ROLLOUT_ROUTES
 from verl_ext.features.feature import Engines, Feature, Part, RunFeatures, TableLine
 from verl_ext.features.verl_config import (
+    DISAGGREGATED,
     FSDP_REPLAY,
     MODEL,
+    MTP,
     ROLLOUT,
     ROLLOUTS,
+    SGLANG_ARGUMENTS,
     bypasses,
+    drafts,
     hf_config_of,
     replay_mode,
     replay_setting,
@@ -33,8 +37,6 @@ SHARE = "stability.router_agreement_share"
 LOAD_BALANCE = f"{ROLLOUT}.moe_load_balance_metrics_interval"
 MODES = ("disabled", "R2", "R3")
 REPLAYS = {"R2": "R2: update_actor as compute_log_prob", "R3": "R3: both as the rollout"}
-SGLANG_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
-MTP = f"{MODEL}.mtp"
 
 
 def reads_routes(run: RunFeatures) -> bool:
@@ -46,7 +48,7 @@ def reads_routes(run: RunFeatures) -> bool:
 def returns_turns(config: DictConfig) -> bool:
     """Whether each turn of an agent loop brings routing that the process of the agent loop can hold."""
     rollout = config.actor_rollout_ref.rollout
-    return bool(OmegaConf.select(config, RETURNED) and rollout.name == "vllm" and rollout.multi_turn.enable)
+    return bool(OmegaConf.select(config, RETURNED) and rollout.name in ROLLOUTS and rollout.multi_turn.enable)
 
 
 def replayed_field(config: DictConfig) -> str | None:
@@ -168,10 +170,10 @@ def _refused_of_sglang(config: DictConfig) -> Iterator[tuple[str, str, str]]:
 
     if not on(f"{ROLLOUT}.skip_tokenizer_init"):
         yield f"{ROLLOUT}.skip_tokenizer_init", "false", "verl then imports their decoder from where SGLang had it once"
-    if on(f"{ROLLOUT}.disaggregation.enabled"):
+    if on(DISAGGREGATED):
         why = "the server that decodes has no routing of the prompt, which another one read"
-        yield f"{ROLLOUT}.disaggregation.enabled", "true", why
-    if on(f"{MTP}.enable") and on(f"{MTP}.enable_rollout"):
+        yield DISAGGREGATED, "true", why
+    if drafts(config):
         why = "the draft model's routers write over the model's, in SGLang before 0.5.15"
         yield f"{MTP}.enable_rollout", "true", why
     if on(f"{SGLANG_ARGUMENTS}.enable_hierarchical_cache"):
@@ -251,10 +253,10 @@ def prove(run: RunFeatures, engines: Engines) -> None:
     Raises:
         HookError: one does not.
     """
-    from verl_ext.upstream import sglang_routing
+    from verl_ext.upstream import sglang_server
 
     returns = sglang_returns_routing(run.config)
-    if returns and not all(sglang_routing.decodes_routing(server) for server in engines.servers):
+    if returns and not all(sglang_server.decodes_routing(server) for server in engines.servers):
         raise HookError(
             "an SGLang server returns routed experts as text, which verl cannot read: VERL_USE_EXTERNAL_PLUGINS, where "
             "set, has to name verl_ext"

@@ -15,9 +15,12 @@ MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
 ROLLOUTS = {"vllm": "vLLM", "sglang": "SGLang"}  # those that the plugin knows, by rollout.name, as they call themselves
 VLLM_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.vllm"
+SGLANG_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
+DISAGGREGATED = f"{ROLLOUT}.disaggregation.enabled"
 MODE = "trainer.v1.trainer_mode"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 FSDP_REPLAY = f"{ACTOR}.fsdp_config.router_replay.mode"  # verl's own name; its FSDP config leaves it out
+MTP = f"{MODEL}.mtp"
 MERGE_LORA = f"++{MODEL}.lora.merge=true"
 
 
@@ -44,9 +47,13 @@ def rollout_name(config: DictConfig) -> str:
 
 
 def logprobs_mode(config: DictConfig) -> tuple[str, str]:
-    """vLLM's `logprobs_mode`, and the setting that decides it."""
+    """The `logprobs_mode`, and the setting that decides it.
+
+    vLLM's argument, which verl does not give to SGLang. Our change to verl's server takes `processed_logprobs` as vLLM
+    does, and leaves SGLang's log-probabilities as they are with another (upstream/sglang_server.py).
+    """
     setting = f"{VLLM_ARGUMENTS}.logprobs_mode"  # goes over rollout's own
-    if above := OmegaConf.select(config, setting):
+    if rollout_name(config) == "vllm" and (above := OmegaConf.select(config, setting)):
         return above, setting
     return OmegaConf.select(config, f"{ROLLOUT}.logprobs_mode") or "", f"{ROLLOUT}.logprobs_mode"
 
@@ -63,7 +70,12 @@ def cuts(config: DictConfig) -> bool:
 
 def truncates(config: DictConfig) -> bool:
     """Whether its log-probabilities are normalised over that part, so that the training engine's have to be."""
-    return rollout_name(config) == "vllm" and cuts(config) and logprobs_mode(config)[0] == "processed_logprobs"
+    return rollout_name(config) in ROLLOUTS and cuts(config) and logprobs_mode(config)[0] == "processed_logprobs"
+
+
+def drafts(config: DictConfig) -> bool:
+    """Whether the rollout speculates with the model's own draft layers."""
+    return all(OmegaConf.select(config, f"{MTP}.{name}") for name in ("enable", "enable_rollout"))
 
 
 def strategy_of(config: DictConfig) -> str:

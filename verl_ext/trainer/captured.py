@@ -9,15 +9,16 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from verl_ext.base.errors import HookError
-from verl_ext.base.names import ROLLOUT_ROUTES
+from verl_ext.base.names import LOOP_METRICS, ROLLOUT_ROUTES
 from verl_ext.core.routing import REASONS, RouterSums, known_rows, refused_rows
-from verl_ext.features.routing import SHARE
+from verl_ext.features.routing import SHARE, sglang_returns_routing
 from verl_ext.features.verl_config import ROLLOUTS, replay_mode, replay_setting, replays_here
 from verl_ext.guard.state import Decision, Event
 from verl_ext.trainer.queue import get_fields
 
 SAMPLED = 4  # trajectories a step that are looked at where verl replays them: some 50 MB of 32,768 tokens each
 ENGINE_KWARGS = "++actor_rollout_ref.rollout.engine_kwargs"
+RETRACTED = "router/retracted"
 SURELY = 10  # trajectories for each agent loop's process that ought to have come without routing
 MODULAR = {"vllm": "moe_backend=triton", "sglang": "moe_runner_backend=triton"}
 
@@ -82,6 +83,23 @@ def sampled_counts(batch: KVBatchMeta, config: DictConfig) -> Counts | None:
     return Counts.from_routes(data[ROLLOUT_ROUTES].unbind())
 
 
+def retracted_share(batch: KVBatchMeta, config: DictConfig) -> float | None:
+    """The share of the trajectories that SGLang dropped for want of cache and went on with later; None without its
+    routing.
+
+    Their log-probabilities are those of the sampling. Their experts are of the forward pass that read their tokens
+    again: SGLang keeps routing by slot of its cache, and returns it once a request is done (`get_topk` of
+    srt/state_capturer/base.py, 0.5.12). vLLM sends a token's experts on when it is sampled, before a preemption.
+    """
+    if not sglang_returns_routing(config):
+        return None
+    data = get_fields(batch, [LOOP_METRICS])
+    if LOOP_METRICS not in data.keys():  # noqa: SIM118 (a TensorDict)
+        return None
+    counts = [metrics["num_preempted"] for metrics in data[LOOP_METRICS]]
+    return sum(count > 0 for count in counts) / len(counts)
+
+
 class CapturedRouting:
     """Warns once of each thing that is wrong, and stops a run that would replay nothing from its start."""
 
@@ -114,6 +132,18 @@ class CapturedRouting:
             del new["unknown"]
         self._told |= new.keys()
         return Decision(tuple(_event(step, name, said, counts.metrics, config) for name, said in new.items()))
+
+    def judge_retracted(self, share: float, step: int) -> Decision:
+        """Warns of the first retraction."""
+        if not share or "retracted" in self._told:
+            return Decision()
+        self._told.add("retracted")
+        reason = (
+            f"SGLang ran out of KV cache and read the tokens of {share:.2%} of the trajectories again: their experts "
+            "are of that forward pass, not of the one that sampled them; with fewer requests at once "
+            "(rollout.max_num_seqs) or more cache (rollout.gpu_memory_utilization) it need not"
+        )
+        return Decision((Event(step, "routing", RETRACTED, share, 0.0, "warn", reason),))
 
     def _expect_left_out(self, counts: Counts, config: DictConfig) -> None:
         """Each agent loop's process leaves out its part, to within one trajectory (upstream/agent_loop.py)."""

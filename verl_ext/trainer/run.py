@@ -22,7 +22,7 @@ from verl_ext.features.verl_config import is_asynchronous, truncates
 from verl_ext.guard.state import Decision, Event
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.batch import filter_batch, lag_of
-from verl_ext.trainer.captured import CapturedRouting, Counts, sampled_counts
+from verl_ext.trainer.captured import RETRACTED, CapturedRouting, Counts, retracted_share, sampled_counts
 from verl_ext.trainer.guarding import GuardActions, build_guard
 from verl_ext.trainer.logs import LineFile, keep_metrics
 from verl_ext.trainer.queue import QueueBatch, Stages, get_fields, row_matrix, schema_of
@@ -169,6 +169,9 @@ class StabilityRun:
         features, self._step = self.features, None
         if not features.uses(Part.ROUTER_COMPARISON) and (counts := sampled_counts(batch, features.config)) is not None:
             self.judge_routing(counts, counts.metrics, metrics)
+        if (share := retracted_share(batch, features.config)) is not None:
+            metrics[RETRACTED] = share
+            self.actions.carry_out(self._captured.judge_retracted(share, self.guard.step))
         reads_heads = features.uses(Part.HEADS) and not features.uses(Part.MEASURE_IN_UPDATE)
         sums = [names.ROUTER_SUMS] * features.uses(Part.ROUTER_COMPARISON) + [names.HEAD_SUMS] * reads_heads
         if features.uses(Part.MEASURE):

@@ -213,17 +213,6 @@ CASES = [
         "ok",
         [],
     ),
-    (
-        "partial rollouts",
-        [
-            "trainer.v1.trainer_mode=separate_async",
-            f"{ROLLOUT}.name=sglang",
-            f"{ROLLOUT}.multi_turn.enable=true",
-            "stability.router_agreement=true",
-        ],
-        "note",
-        [],
-    ),
     ("fake quantization", [], None, []),
     ("fake quantization", ["stability.fake_quantization.format=fp4"], "note", []),
     ("log-prob precision", ["trainer.device=cpu"], "note", []),

@@ -11,19 +11,36 @@ from verl_ext.launch.gpus import named
 ROLLOUT = "actor_rollout_ref.rollout"
 MOE = "actor_rollout_ref.model.path={models}/moe"
 SGLANG = f"{ROLLOUT}.name=sglang"
+RAW = f"{ROLLOUT}.logprobs_mode=raw_logprobs"
 REFERENCE = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1"  # for the presets with a KL
+NEEDED = {
+    "score_centering": ("actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}", "stability.head.k=64")
+}
 INSTALLED = {"versions": VERSIONS | {"sglang": "0.5.12"}, "has": lambda module: True, "gpu": named("H100")}
 
 
-# Heads come from vLLM alone.
-@pytest.mark.parametrize("name", some(sorted(set(stability_choices()) - {"score_centering"})))
+@pytest.mark.parametrize("name", some(sorted(stability_choices())))
 def test_no_preset_has_an_error_with_sglang(context, models, name):
     given = (f"stability={name}", MOE.format(models=models), SGLANG, REFERENCE, "data.max_response_length=8192")
+    given += NEEDED.get(name, ())
     found = run_checks(context(*given, **INSTALLED))
     assert [finding for finding in found if finding.level == "error" and finding.check not in ("sizes", "trl")] == []
     said = {finding.check: finding.found for finding in found}
     assert said["log-prob mode"].startswith("SGLang's log-probs are of the whole vocabulary")
     assert "cascade attention" not in said and "vocabulary" not in said  # vLLM's
+
+
+@pytest.mark.parametrize(
+    ("overrides", "level", "fix"),
+    [
+        (["stability=icepop", f"{ROLLOUT}.top_k=64"], "ok", ()),
+        (["stability=none", f"{ROLLOUT}.top_k=64"], "warning", ("stability.head.k=64",)),
+        (["stability=icepop", f"{ROLLOUT}.top_k=64", RAW], "warning", (f"{ROLLOUT}.top_k=-1",)),
+    ],
+)
+def test_whether_both_engines_know_what_was_kept(findings, models, overrides, level, fix):
+    found = findings("truncated sampling", MOE.format(models=models), SGLANG, *overrides, **INSTALLED)
+    assert [(finding.level, finding.fix) for finding in found] == [(level, fix)]
 
 
 def test_what_is_refused_of_sglangs_routing_is_told_with_its_fix(findings, models):

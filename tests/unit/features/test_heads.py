@@ -13,6 +13,8 @@ from verl_ext.upstream.agent_loop import VARIABLE, parse_extras
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
+SGLANG = f"{ROLLOUT}.name=sglang"
+MTP = "actor_rollout_ref.model.mtp"
 MAX = f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs"
 ASKED = ("stability=icepop", "stability.head.k=32")
 KEPT = ("stability=icepop", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=64")
@@ -43,7 +45,21 @@ def check(compose, models):
         (["stability=none", "stability.metrics=true", f"{ROLLOUT}.top_k=1"], "keep one token, whose l_old"),
         ([*KEPT, f"{ACTOR}.use_kl_loss=true"], "compares it with a reference over the whole vocabulary"),
         ([*KEPT, "algorithm.use_kl_in_reward=true"], "set algorithm.use_kl_in_reward=False"),
-        ([*ASKED, f"{ROLLOUT}.name=sglang"], f"{ROLLOUT}.name=sglang returns none through verl"),
+        ([*ASKED, f"{ROLLOUT}.name=hf"], f"{ROLLOUT}.name=hf returns none through verl"),
+        (
+            [*CENTERED, SGLANG, "stability.head.k=200", f"{ROLLOUT}.disaggregation.enabled=true"],
+            f"the first token of a response has no more than 128; set {ROLLOUT}.disaggregation.enabled=false",
+        ),
+        (
+            [*KEPT, SGLANG, f"+{ROLLOUT}.engine_kwargs.sglang.rl_on_policy_target=fsdp"],
+            f"to bfloat16; set {ROLLOUT}.engine_kwargs.sglang.rl_on_policy_target=null",
+        ),
+        (
+            [*KEPT, SGLANG, "actor_rollout_ref.model.mtp.enable=true", f"{MTP}.enable_rollout=true"],
+            f"verified against another cut; set {MTP}.enable_rollout=false",
+        ),
+        ([*KEPT, SGLANG, "stability.head.k=32"], "keep more tokens than stability.head.k=32; set stability.head.k=64"),
+        (["stability=icepop", SGLANG, f"{ROLLOUT}.top_p=0.9"], f"set {ROLLOUT}.top_k=512, or {ROLLOUT}.top_p=1"),
         ([*ASKED, f"+{MAX}=20"], f"{MAX}=20 allows fewer; set {MAX}=32"),
         ([*KEPT, f"+{MAX}=20"], f"the 64 most likely tokens ({ROLLOUT}.top_k=64): {MAX}=20"),
         ([*ASKED, "actor_rollout_ref.model.use_fused_kernels=true"], "set actor_rollout_ref.model.use_fused_kernels="),
@@ -123,6 +139,21 @@ def test_what_needs_a_head_turns_it_on(check, overrides, k, use):
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs == k
     assert parse_extras(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["head"] == k
     assert use.items() <= loss_settings(read_features(config, stability))["head"].items()
+
+
+@pytest.mark.parametrize(("overrides", "k"), [(ASKED, 32), (KEPT, 64), (CENTERED, 128)])
+def test_sglang_is_asked_for_it_too_and_has_no_limit(check, overrides, k):
+    config = check(*overrides, SGLANG)
+    assert parse_extras(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["head"] == k
+    assert "max_logprobs" not in str(config.actor_rollout_ref.rollout.engine_kwargs)
+    settings = loss_settings(read_features(config, stability_config(config.stability)))
+    assert settings["head"]["truncated"] is (overrides is KEPT)
+
+
+def test_raw_log_probs_of_sglang_need_none(check):
+    """They are left as SGLang has them, of all tokens, as vLLM's are: doctor warns."""
+    config = check("stability=icepop", SGLANG, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.logprobs_mode=raw_logprobs")
+    assert not read_features(config, stability_config(config.stability)).uses(Part.HEADS)
 
 
 def test_where_nothing_needs_it_there_is_none(check, compose):

@@ -9,10 +9,10 @@ import pytest
 from tests.support.examples import some
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.mismatch import RAW, RAW_SETTING
-from verl_ext.features.routing import SGLANG_ARGUMENTS as ARGUMENTS
 from verl_ext.features.routing import check_sglang_model
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import apply_engine_settings, check_run, read_features
+from verl_ext.features.verl_config import SGLANG_ARGUMENTS as ARGUMENTS
 from verl_ext.launch import sizes
 from verl_ext.launch.compose import stability_choices
 
@@ -38,8 +38,7 @@ def checked(compose, models):
     return run
 
 
-# Heads come from vLLM alone.
-@pytest.mark.parametrize("name", some(sorted(set(stability_choices()) - {"score_centering"})))
+@pytest.mark.parametrize("name", some(sorted(stability_choices())))
 def test_every_preset_runs_with_sglang(compose, models, name):
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
@@ -67,8 +66,7 @@ def test_routing_is_asked_for_by_verls_own_setting(checked, overrides):
 @pytest.mark.parametrize(
     "overrides",
     [
-        [f"{ROLLOUT}.top_p=0.9"],  # SGLang's log-probs are of all tokens: doctor warns, as of vLLM's raw_logprobs
-        [f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.logprobs_mode=raw_logprobs"],  # which SGLang does not see
+        [f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.logprobs_mode=raw_logprobs"],  # after the temperature all the same
         [f"+{RAW_SETTING}='1'"],
         [f"+{RAW_SETTING}='0'", f"{ROLLOUT}.temperature=0.7"],
     ],

@@ -10,7 +10,7 @@ from verl_ext.features.feature import Engines
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import StartupRow, print_table, read_features, verify
 from verl_ext.trainer.trainers import StabilityTrainerSync
-from verl_ext.upstream import engine_report, sglang_routing
+from verl_ext.upstream import engine_report, sglang_server
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def servers_of(compose, monkeypatch):
     workers = SimpleNamespace(routing_hooks=lambda: [("Router", 4)], configure_loss=lambda settings: [TOLD])
 
     def start(*decoding):
-        monkeypatch.setattr(sglang_routing, "decodes_routing", lambda server: server)
+        monkeypatch.setattr(sglang_server, "decodes_routing", lambda server: server)
         active = read_features(config, stability_config(config.stability))
         managers = [SimpleNamespace(server_handles=[server]) for server in decoding]
         return verify(active, StabilityTrainerSync, Engines(workers, managers, {}))

@@ -15,7 +15,7 @@ from verl_ext.base.errors import HookError
 from verl_ext.core.routing import RouterSums, router_metrics
 from verl_ext.routing.fsdp import OLD_ROUTES, ROLLOUT_ROUTES, FsdpRouting, top_k_margin
 from verl_ext.upstream.agent_loop import whole_sequence
-from verl_ext.upstream.sglang_routing import decode_experts
+from verl_ext.upstream.sglang_server import decode_experts
 
 
 class Engine:
@@ -143,7 +143,7 @@ def test_routing_that_came_for_a_part_of_a_trajectory_is_an_error():
 def as_sglang_returns(rows):
     """A trajectory's routes, by SGLang's text and verl's agent loop."""
     text = base64.b64encode(rows[:-1].int().numpy().tobytes()).decode()
-    return whole_sequence(decode_experts(text, *rows.shape).numpy(), len(rows))
+    return whole_sequence(decode_experts(text, len(rows) - 1, *rows.shape[1:]).numpy(), len(rows))
 
 
 @pytest.mark.parametrize("mode", ["disabled", "R3"])

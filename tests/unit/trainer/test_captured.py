@@ -100,6 +100,15 @@ def test_agreement_with_nothing_to_compare_is_told_and_goes_on():
     assert event.reason == "6 of 6 tokens came without routing. They are not compared."
 
 
+def test_retractions_are_told_once():
+    captured = CapturedRouting()
+    assert captured.judge_retracted(0.0, 1).events == ()
+    (event,) = captured.judge_retracted(0.25, 2).events
+    assert (event.step, event.signal, event.value, event.action) == (2, "router/retracted", 0.25, "warn")
+    assert event.reason.startswith("SGLang ran out of KV cache and read the tokens of 25.00% of the trajectories again")
+    assert captured.judge_retracted(0.5, 3).events == ()
+
+
 def test_a_batch_without_generated_tokens_says_nothing():
     assert CapturedRouting().judge(counts(), config("R3"), 1).events == ()
     assert counts().metrics == {}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tensordict import NonTensorStack
 
 from tests.support.store import nested
 from tests.support.training_step import COLUMNS, READ, ran, router_sums
@@ -103,6 +104,16 @@ def test_refused_routing_is_told_and_counted_and_a_rule_can_act_on_it(step, caps
     said = capsys.readouterr().out
     assert "step 7: warn: 2 of 8 tokens name an expert twice in a layer" in said
     assert "update skipped: router/invalid=0.25" in said
+
+
+def test_sglangs_retractions_are_counted_and_told_once(step, capsys):
+    counts = NonTensorStack(*({"num_preempted": count} for count in (0, 2)))
+    rollout = {"name": "sglang", "enable_rollout_routing_replay": True}
+    _, metrics, _ = step({"metrics": True}, rollout=rollout, metrics=counts)
+    assert metrics["router/retracted"] == 0.5
+    assert "step 7: warn: SGLang ran out of KV cache and read the tokens of 50.00%" in capsys.readouterr().out
+    _, metrics, _ = step({"metrics": True}, metrics=counts)
+    assert "router/retracted" not in metrics  # vLLM sends experts before it preempts
 
 
 def test_a_replay_of_nothing_but_refused_routing_stops_the_run(step):

@@ -220,6 +220,7 @@ def test_it_is_off_unless_the_environment_asks(monkeypatch):
     ("overrides", "expected"),
     [
         (["recipe=cpu_tool", "stability.router_agreement=true"], True),
+        (["recipe=cpu_tool", "stability.router_agreement=true", "actor_rollout_ref.rollout.name=sglang"], True),
         (["recipe=cpu_smoke", "stability.router_agreement=true"], False),
         (["recipe=cpu_tool", "stability.router_agreement=false"], False),
         (["recipe=cpu_tool", "actor_rollout_ref.rollout.enable_rollout_routing_replay=true"], True),

@@ -15,7 +15,7 @@ from tests.support.closeness import close
 from tests.support.sglang_server import generated, verls_server_module
 from verl_ext.core.routing import known_rows, refused_rows
 from verl_ext.doctor.engine import SILENT
-from verl_ext.upstream.sglang_routing import decode_routing
+from verl_ext.upstream.sglang_server import Cut, change_server, normalise
 
 tokenizer_manager = pytest.importorskip(
     "sglang.srt.managers.tokenizer_manager", reason="SGLang does not import here", exc_type=ImportError
@@ -132,43 +132,80 @@ def test_what_sglang_captured_reaches_verls_agent_loop(capturer):
     chosen = torch.cat([forward(capturer, [10, 11, 12], seed=0), forward(capturer, [20], seed=1)])
     routes = returned(capturer, [10, 11, 12, 20, 21])
     with verls_server_module() as module:
-        decode_routing(module)
+        change_server(module)
         output = generated(module, Manager(routes), PROMPT)
     assert output.token_ids == RESPONSE and output.log_probs == [-0.5, -0.25]
     assert np.array_equal(output.routed_experts, chosen.numpy())
 
 
-@pytest.mark.parametrize("raw", [False, True])
-def test_log_probs_are_of_all_tokens_whatever_is_sampled_from(monkeypatch, raw):
+@pytest.fixture
+def sample(monkeypatch):
+    """sample(logits [B, V], top_k, top_p, temperature, head=K, raw=False) -> the tokens [B] that SGLang's sampler draws
+    in plain torch, and its output."""
     from sglang.srt.layers import sampler
 
     monkeypatch.setattr(sampler, "get_global_server_args", lambda: SimpleNamespace(sampling_backend="pytorch"))
-    monkeypatch.setattr(sampler, "SGLANG_RETURN_ORIGINAL_LOGPROB", raw)
     made = sampler.Sampler.__new__(sampler.Sampler)
     torch.nn.Module.__init__(made)
     made.use_nan_detection = made.enable_deterministic = made.use_log_softmax_logprob = made.use_ascend_backend = False
     made.rl_on_policy_target = None
+
+    def run(logits_BV, top_k, top_p, temperature, *, head=0, raw=False):
+        monkeypatch.setattr(sampler, "SGLANG_RETURN_ORIGINAL_LOGPROB", raw)
+        B = len(logits_BV)
+        asked = SimpleNamespace(
+            has_custom_logit_processor=False,
+            is_all_greedy=False,
+            need_top_p_sampling=True,
+            need_top_k_sampling=True,
+            need_min_p_sampling=False,
+            temperatures=torch.full((B, 1), temperature),
+            top_ks=torch.full((B,), top_k),
+            top_ps=torch.full((B,), top_p),
+            min_ps=torch.zeros(B),
+            sampling_seed=None,
+            device="cpu",
+            grammars=None,
+        )
+        output = SimpleNamespace(next_token_logits=logits_BV.clone(), next_token_logprobs=None)
+        return made.forward(output, asked, True, [head] * B, [None] * B, torch.arange(B)), output
+
+    return run
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_log_probs_are_of_all_tokens_whatever_is_sampled_from(sample, raw):
     B, temperature = 5, 0.7
     logits_BV = torch.randn(B, 32, generator=torch.Generator().manual_seed(0))
-    asked = SimpleNamespace(
-        has_custom_logit_processor=False,
-        is_all_greedy=False,
-        need_top_p_sampling=True,
-        need_top_k_sampling=True,
-        need_min_p_sampling=False,
-        temperatures=torch.full((B, 1), temperature),
-        top_ks=torch.full((B,), 4),
-        top_ps=torch.full((B,), 0.5),
-        min_ps=torch.zeros(B),
-        sampling_seed=None,
-        device="cpu",
-        grammars=None,
-    )
-    output = SimpleNamespace(next_token_logits=logits_BV.clone(), next_token_logprobs=None)
-    tokens_B = made.forward(output, asked, True, [0] * B, [None] * B, torch.arange(B))
+    tokens_B, output = sample(logits_BV, 4, 0.5, temperature, raw=raw)
     scaled_BV = logits_BV.double() / (1 if raw else temperature)
     expected_B = scaled_BV.log_softmax(-1)[torch.arange(B), tokens_B.long()]
     close(output.next_token_logprobs.double(), expected_B)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(4, 1.0), (12, 0.6), (6, 0.7)])
+def test_what_is_kept_of_the_head_is_what_tokens_are_drawn_from(sample, top_k, top_p):
+    """Many draws from one distribution: all that was kept comes, nothing else does, and as often as it should."""
+    torch.manual_seed(0)
+    draws, temperature, K = 20_000, 0.7, 12
+    logits_V = torch.randn(32, generator=torch.Generator().manual_seed(3))
+    tokens_B, output = sample(logits_V.expand(draws, -1), top_k, top_p, temperature, head=K)
+    ids, log_p = (
+        np.array([row.tolist() for row in rows])
+        for rows in (output.next_token_top_logprobs_idx, output.next_token_top_logprobs_val)
+    )
+    close(torch.from_numpy(log_p[0]), (logits_V.double() / temperature).log_softmax(-1)[ids[0]])
+    log_q, l_own = normalise(
+        ids, log_p.astype(np.float32), tokens_B.numpy(), output.next_token_logprobs.numpy(), Cut(top_k, top_p)
+    )
+    assert (log_q == log_q[0]).all(), "the sampled token decides nowhere"
+    kept = {int(token): float(value) for token, value in zip(ids[0], log_q[0], strict=True) if value > -np.inf}
+    counts = torch.bincount(tokens_B, minlength=32)
+    assert kept.keys() == set(counts.nonzero().flatten().tolist()) and 1 < len(kept) <= top_k
+    for token, value in kept.items():
+        share, q = counts[token].item() / draws, np.exp(value)
+        assert abs(share - q) < 5 * (q * (1 - q) / draws) ** 0.5
+    close(l_own.tolist(), [kept[token] for token in tokens_B.tolist()])
 
 
 def test_the_names_of_sglang_that_we_use_are_its_own():

@@ -208,6 +208,14 @@ ROUTING = Section(
             worst="highest",
             label="routing refused",
         ),
+        Metric(
+            "router/retracted",
+            "with SGLang, the trajectories that it dropped for want of KV cache and went on with: their experts are of "
+            "the pass that read their tokens again",
+            "share",
+            "lower",
+            label="retracted",
+        ),
         Metric("router/disagreement_gap_correlation", "correlation of 1 - agreement with |log k|, where both vary"),
         Metric("router/gap_equal", "mean |log k| of the tokens whose experts all agree", LOSS, "lower"),
         Metric("router/gap_differs", "mean |log k| of the others", LOSS, "lower"),

@@ -1,0 +1,291 @@
+"""What verl's SGLang server sends along with its tokens: their experts, their heads, and retractions.
+
+From 0.5.10 on SGLang returns the experts of a request as text: base64 of int32, a row for each token that was forwarded
+(`_handle_batch_output` of srt/managers/tokenizer_manager.py, `get_topk` of srt/state_capturer/base.py). verl 0.9.1 pins
+SGLang 0.5.12 and calls `.numpy()` on it, as it could until 0.5.9 (`generate` of async_sglang_server.py): every rollout
+with enable_rollout_routing_replay=True ends there. So the text is decoded before verl sees it.
+
+What `upstream.agent_loop` asks of a server comes in the `extra_args` of a request, as for vLLM. verl's server takes it
+out, SGLang's tokenizer manager is asked in SGLang's words, and the answer goes back in `extra_fields`. A context
+variable connects the two: verl passes nothing else between them.
+
+Shape legend: n tokens of one answer, m tokens whose experts come, of those that were forwarded, all of a sequence but
+its last, L decoder layers, K experts per token or tokens of a head.
+"""
+
+import base64
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_ext.base.errors import HookError
+from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
+from verl_ext.base.patching import Undo, expect, together, wrap
+from verl_ext.upstream.agent_loop import DISTRIBUTION_CHANGES, HEAD_ASKED, ROWS_HELD
+
+CHANGE = "sglang_server"
+NOTHING = float(np.finfo(np.float32).min)  # what SGLang writes for a log-probability of -inf
+
+# Besides those that vLLM has too, the parameters of a request that change SGLang's distribution -> the neutral value.
+CHANGES = DISTRIBUTION_CHANGES | {
+    "min_new_tokens": 0,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The tokens that a request samples from: the `top_k` most likely, of which the more likely hold at most `top_p`.
+
+    Both are of the whole vocabulary: top-p does not see that top-k has cut ("joint" in flashinfer's kernel,
+    `top_k_top_p_min_p_sampling_from_probs_torch` of srt/layers/sampler.py, SGLang 0.5.12). vLLM takes top-p of what
+    top-k has left.
+    """
+
+    top_k: int
+    top_p: float
+
+
+@dataclass
+class Request:
+    """A request on its way from verl's server to SGLang and back.
+
+    Attributes:
+        held: from which token on the experts are asked for.
+        head: how many tokens at each place.
+        cut: what its log-probabilities are normalised over; None for the vocabulary.
+        came: the head: ids [n, K] int32 and log q [n, K] float32.
+        retractions: how often SGLang ran out of cache, dropped the request, and read its tokens again.
+    """
+
+    held: int
+    head: int
+    cut: Cut | None
+    came: tuple[np.ndarray, np.ndarray] | None = None
+    retractions: int = 0
+
+
+_request: ContextVar[Request | None] = ContextVar("verl_ext_sglang_request", default=None)
+
+
+def change_server(server_module: Any) -> Undo:
+    """Have the SGLang servers that verl starts in this process decode experts and answer what requests ask for.
+
+    `set_global_state` is called once a server, with the tokenizer manager that verl then asks.
+
+    Raises:
+        PatchError: they take other arguments.
+    """
+    server = expect(CHANGE, server_module, "SGLangHttpServer")
+    expect(CHANGE, server, "generate", "self, prompt_ids, sampling_params, request_id, ...")
+    return together(
+        lambda: wrap("sglang_server", server_module, "set_global_state", set_global_state, "global_state"),
+        lambda: wrap("sglang_server", server, "generate", generate),
+    )
+
+
+async def generate(
+    verls: Callable[..., Any], server: Any, prompt_ids: Any, sampling_params: dict[str, Any], *rest: Any, **named: Any
+) -> Any:
+    """verl's `generate`, with the head that the request asks for, and without the rows that it says are held.
+
+    verl's `num_preempted` is the number of retractions. verl reads it of no SGLang, and adds it up over a trajectory.
+
+    Where routing is returned, an abort that finds a request in SGLang's queue, after a retraction, brings tokens and no
+    experts (`_handle_abort_req` of srt/managers/tokenizer_manager.py). verl's client joins the rows of a response's
+    parts (`FullyAsyncLLMServerClient.generate`), so all rows of later parts would belong to other tokens. These tokens
+    are left out; verl's client has them sampled again.
+    """
+    if _forwards(server, named):
+        return await verls(server, prompt_ids, sampling_params, *rest, **named)
+    sampling = dict(sampling_params)
+    extra = dict(sampling.pop("extra_args", None) or {})
+    held, head = extra.pop(ROWS_HELD, 0), extra.pop(HEAD_ASKED, 0)
+    if extra:
+        sampling["extra_args"] = extra
+    request = Request(held, head, cut_of(sampling, head, server.config.logprobs_mode) if head else None)
+    token = _request.set(request)
+    try:
+        output = await verls(server, prompt_ids, sampling, *rest, **named)
+    finally:
+        _request.reset(token)
+    output.num_preempted = request.retractions
+    if server.config.enable_rollout_routing_replay and output.stop_reason == "abort" and output.routed_experts is None:
+        output.token_ids, output.log_probs = [], []
+    if held and output.routed_experts is not None:
+        output.extra_fields[ROWS_HELD] = held
+    if request.came is not None:
+        ids, log_q = request.came
+        rows = slice(len(ids) if output.token_ids else 0)  # verl drops tokens that have not as many log-probabilities
+        output.extra_fields |= {HEAD_IDS: ids[rows], HEAD_LOG_PROBS: log_q[rows]}
+    return output
+
+
+def _forwards(server: Any, named: dict[str, Any]) -> bool:
+    """Whether this server reads prompts only. It then calls `generate` again, here and in the server that decodes."""
+    return (
+        server._disaggregation_role == "prefill"
+        and bool(server._pd_decode_peers)
+        and named.get("bootstrap_room") is None
+    )
+
+
+def cut_of(sampling: dict[str, Any], head: int, logprobs_mode: str | None) -> Cut | None:
+    """What a request samples from, where its log-probabilities are to be normalised over that.
+
+    Raises:
+        HookError: its distribution is one that the training engine cannot know.
+    """
+    for name, usual in CHANGES.items():
+        if (value := sampling.get(name, usual)) and value != usual:
+            raise HookError(
+                f"a request has {name}={value}, by which the sampler's head is of another distribution than the "
+                "training engine's",
+                otherwise=f"leave {name} out of the agent loop's sampling parameters, or set stability.head.k=0",
+            )
+    top_k, top_p = sampling.get("top_k", -1), sampling.get("top_p", 1.0)
+    if logprobs_mode != "processed_logprobs" or (top_k <= 0 and top_p >= 1):
+        return None
+    if not 0 < top_k <= head:
+        raise HookError(
+            f"a request has top_k={top_k} and top_p={top_p}, which may keep more tokens than the head of {head} has",
+            otherwise=f"give a top_k of at most {head}",
+        )
+    return Cut(top_k, top_p)
+
+
+def set_global_state(sglangs: Callable[[Any], None], global_state: Any) -> None:
+    manager = global_state.tokenizer_manager
+    wrap("sglang_server", manager, "generate_request", generate_request, "obj, request")
+    sglangs(global_state)
+
+
+async def generate_request(sglangs: Callable[..., Any], obj: Any, request: Any = None) -> AsyncIterator[Any]:
+    """SGLang's own, its outputs with tensors in the place of the text; a client over HTTP, who has a request, wants
+    the text."""
+    text_config = sglangs.__self__.model_config.hf_text_config  # type: ignore[attr-defined]
+    asked = _request.get() or Request(held=0, head=0, cut=None)
+    if asked.head:
+        obj.top_logprobs_num = asked.head
+    if asked.held:
+        obj.routed_experts_start_len = asked.held
+    async with aclosing(sglangs(obj, request)) as outputs:  # verl takes the first, and leaves the rest to be closed
+        async for output in outputs:
+            meta = output.get("meta_info", {}) if isinstance(output, dict) and request is None else {}
+            asked.retractions = meta.get("num_retractions", 0)
+            if isinstance(text := meta.get("routed_experts"), str):
+                rows = meta["prompt_tokens"] + meta["completion_tokens"] - 1 - asked.held
+                ids_mLK = decode_experts(text, rows, text_config.num_hidden_layers, text_config.num_experts_per_tok)
+                output = output | {"meta_info": (meta := meta | {"routed_experts": ids_mLK})}
+            if asked.head and meta:
+                output = output | {"meta_info": meta | {"output_token_logprobs": _take_head(meta, asked)}}
+            yield output
+
+
+def _take_head(meta: dict[str, Any], asked: Request) -> list[tuple[float, int, None]]:
+    """Puts the answer's head into the request; returns the sampled tokens' log-probabilities, as SGLang writes them."""
+    sampled = meta.get("output_token_logprobs") or []
+    tokens: np.ndarray = np.array([token for _, token, _ in sampled], np.int32)
+    l_own: np.ndarray = np.array([value for value, _, _ in sampled], np.float32)
+    ids, log_q = unpack_top(meta.get("output_top_logprobs") or [], len(sampled), asked.head)
+    if asked.cut is not None:
+        log_q, l_own = normalise(ids, log_q, tokens, l_own, asked.cut)
+    asked.came = ids, log_q
+    return [(value, token, None) for value, token in zip(l_own.tolist(), tokens.tolist(), strict=True)]
+
+
+def decodes_routing(server_handle: Any) -> bool:
+    """Whether the server behind one of verl's SGLang actors returns tensors.
+
+    Raises:
+        HookError: verl_ext is not there.
+    """
+    import ray
+
+    try:
+        return ray.get(server_handle.__ray_call__.remote(decodes))
+    except ray.exceptions.RayTaskError as error:
+        raise HookError(
+            f"an SGLang server does not say how it returns routed experts ({error.cause!r}): is verl_ext installed on "
+            "the rollout's nodes?"
+        ) from error
+
+
+def decodes(server: Any) -> bool:
+    """Ray runs this inside the actor."""
+    return hasattr(server.tokenizer_manager.generate_request, "__verl_ext__")
+
+
+# Pure from here on.
+
+
+def decode_experts(text: str, rows: int, layers: int, top_k: int) -> Tensor:
+    """[m, L, K] int16, in which verl carries them on.
+
+    Raises:
+        HookError: it is not of this size.
+    """
+    ids = np.frombuffer(base64.b64decode(text), dtype=np.int32)
+    if len(ids) != rows * layers * top_k:
+        raise HookError(
+            f"SGLang's routed_experts has {len(ids)} ids for {rows} tokens, {layers} layers and top-{top_k}: it is "
+            "encoded otherwise than by SGLang 0.5.12, which verl pins",
+            otherwise="install that one",
+        )
+    return torch.from_numpy(ids.astype(np.int16)).view(-1, layers, top_k)
+
+
+def unpack_top(places: list[list[tuple[float, int, Any]]], tokens: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """SGLang's `output_top_logprobs` as ids [n, K] int32 and log p [n, K] float32, the most likely first.
+
+    Raises:
+        HookError: it has another number of heads than of tokens, or of tokens than of a head.
+    """
+    if len(places) != tokens or any(place is None or len(place) != k for place in places):
+        raise HookError(
+            f"SGLang returned {len(places)} heads for {tokens} tokens, or not {k} tokens in each",
+            fix=("stability.head.k=0",),
+        )
+    log_p, ids = (
+        np.fromiter(map(itemgetter(part), chain.from_iterable(places)), dtype, tokens * k).reshape(tokens, k)
+        for part, dtype in enumerate((np.float32, np.int32))
+    )
+    log_p[log_p <= NOTHING] = -np.inf
+    return ids, log_p
+
+
+def normalise(
+    ids_nK: np.ndarray, log_p_nK: np.ndarray, sampled_n: np.ndarray, l_own_n: np.ndarray, cut: Cut
+) -> tuple[np.ndarray, np.ndarray]:
+    """log q [n, K], -inf for what was cut, and the sampled tokens' own [n], over the tokens that were sampled from.
+
+    SGLang's are of the vocabulary. Which tokens it kept follows from the head, all of whose masses are known. Where a
+    mass equals top_p to rounding, the sampled token decides: it was kept, and so was all that is more likely. A sampled
+    token that the head lacks ties with its last, and counts to what was kept, as in `core.head.read`.
+
+    Args:
+        log_p_nK: float32, the most likely first; at least `cut.top_k` of them.
+        l_own_n: float32, of the vocabulary, as log p is.
+    """
+    p = np.exp(log_p_nK.astype(np.float64))
+    more_likely = np.cumsum(p, 1) - p
+    places = np.arange(p.shape[1])
+    counts = ((places < cut.top_k) & (more_likely <= cut.top_p)).sum(1)
+    own = ids_nK == sampled_n[:, None]
+    held = own.any(1)
+    counts = np.where(held, np.maximum(counts, own.argmax(1) + 1), counts)
+    kept = places < counts[:, None]
+    log_z = np.log((p * kept).sum(1) + np.where(held, 0.0, np.exp(l_own_n.astype(np.float64))))
+    log_q = np.where(kept, log_p_nK - log_z[:, None], -np.inf)
+    return log_q.astype(np.float32), (l_own_n - log_z).astype(np.float32)
