@@ -21,7 +21,7 @@ from statistics import median
 
 from rich.console import Console
 
-from verl_ext.guard.diagnosis import Diagnosis, diagnose
+from verl_ext.guard.diagnosis import Diagnosis, find_suspects
 from verl_ext.lab.arms import Arm
 from verl_ext.lab.grid import GridCell, run_missing
 
@@ -239,12 +239,12 @@ def judge(which: str, out: Path) -> None:
         folders = sorted((out / which / name).glob("*/seed*/done.json"))
         for folder in (file.parent for file in folders if int(file.parents[1].name) >= FIRST[which]):
             metrics = read_metrics(folder / "metrics.jsonl")
-            found = [suspect.cause.name for suspect in diagnose(metrics)]
+            found = [suspect.cause.name for suspect in find_suspects(metrics)]
             told, steps = named_at(metrics)
             total[name] += 1
             first[name] += found[:1] == ([planted.cause] if planted.cause else [])
             second[name] += (planted.cause in found[:2]) if planted.cause else not found
-            without = [suspect.cause.name for suspect in diagnose(plain(metrics))]
+            without = [suspect.cause.name for suspect in find_suspects(plain(metrics))]
             plainly[name] += without[:1] == ([planted.cause] if planted.cause else [])
             if found[:1] != ([planted.cause] if planted.cause else []):
                 wrong[name][found[0] if found else "not known"] += 1

@@ -375,7 +375,7 @@ CAUSES: dict[str, Cause] = {}
 ROUNDING = ("two_precisions", "quantized")
 
 
-def diagnose(series: Mapping[str, Readings | np.ndarray]) -> list[Suspect]:
+def find_suspects(series: Mapping[str, Readings | np.ndarray]) -> list[Suspect]:
     """The causes that are named, the likeliest first; none where nothing points anywhere.
 
     Args:
@@ -432,7 +432,7 @@ class Diagnosis:
 
     def look(self) -> list[Suspect]:
         """The causes that all readings so far point to."""
-        return diagnose({name: [*first, *self._last.get(name, ())] for name, first in self._first.items()})
+        return find_suspects({name: [*first, *self._last.get(name, ())] for name, first in self._first.items()})
 
 
 def cause(name: str, title: str, check: str, override: str = "") -> Callable[[Judge], Judge]:
@@ -674,7 +674,7 @@ def _wrong_weights(marks: Marks) -> Iterator[Sign]:
     "Tokens stand at other positions in one engine",
     "position ids at the end of the prompt and of each turn, padding on the left, rope settings",
 )
-def _positions(marks: Marks) -> Iterator[Sign]:
+def _shifted_positions(marks: Marks) -> Iterator[Sign]:
     """Lab, `positions_off`: every token and every router is far off, from the first layer on."""
     yield from _static(marks)
     if marks.differ is not None and not marks.replayed:

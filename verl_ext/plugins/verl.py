@@ -27,7 +27,7 @@ def load() -> None:
     register_post_import_hook(lambda _: import_module("verl_ext.workers.losses"), "verl.trainer.ppo.core_algos")
     register_post_import_hook(lambda _: register_estimators(), "verl.trainer.ppo.core_algos")
     agent_loop.install_changes()
-    register_post_import_hook("verl_ext.upstream.sglang_server:change_server", SGLANG_SERVER)
+    register_post_import_hook("verl_ext.upstream.sglang_server:extend_server", SGLANG_SERVER)
     register_post_import_hook(load_schedule, MEGATRON_ENGINE)
     if runs_on_cpu():
         from verl_ext.cpu import platform

@@ -27,7 +27,7 @@ import numpy as np
 
 from verl_ext.base.metrics import is_of_the_gap
 from verl_ext.guard.collapse import GRADIENT, Collapse
-from verl_ext.guard.diagnosis import LARGE, READ, Suspect, diagnose
+from verl_ext.guard.diagnosis import LARGE, READ, Suspect, find_suspects
 from verl_ext.guard.forecast import FEWEST, HORIZON
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.report.run import Run, Series
@@ -161,7 +161,7 @@ def _with_suspects(run: Run, found: RunVerdict) -> RunVerdict:
         for name, logged in run.metrics.items()
         if name.startswith(READ) and (finite := logged.finite()).steps.size
     }
-    suspects = tuple(diagnose(series)[:MOST_SUSPECTS])
+    suspects = tuple(find_suspects(series)[:MOST_SUSPECTS])
     found = replace(found, suspects=suspects)
     first = suspects[0] if suspects and not suspects[0].harmless else None
     if found.state == "healthy":

@@ -79,7 +79,7 @@ class Request:
 _request: ContextVar[Request | None] = ContextVar("verl_ext_sglang_request", default=None)
 
 
-def change_server(server_module: Any) -> Undo:
+def extend_server(server_module: Any) -> Undo:
     """Have the SGLang servers that verl starts in this process decode experts and answer what requests ask for.
 
     `set_global_state` is called once a server, with the tokenizer manager that verl then asks.

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from verl_ext.guard.diagnosis import CAUSES, LEAST, LOOK_EVERY, LOOKS, Diagnosis, Marks, diagnose
+from verl_ext.guard.diagnosis import CAUSES, LEAST, LOOK_EVERY, LOOKS, Diagnosis, Marks, find_suspects
 
 STEPS = 100
 LEARNS = {"critic/score/mean": (0.4, 0.9), "actor/entropy": (0.3, 0.1), "actor/grad_norm": (0.5, 0.5)}
@@ -87,34 +87,34 @@ def series(shown, steps=STEPS, first=1):
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_the_marks_of_a_cause_name_it_first(cause):
-    found = diagnose(series(SHOWN[cause]))
+    found = find_suspects(series(SHOWN[cause]))
     assert [suspect.cause.name for suspect in found[:1]] == [cause]
     assert found[0].points >= LEAST and found[0].speaks_for and found[0].cause.check
     assert found[0].reasons and "check" in found[0].advice
 
 
 def test_a_run_that_learns_with_equal_engines_has_no_suspect():
-    assert diagnose(series(SMALL | EQUAL)) == []
-    assert diagnose(series({})) == [], "nothing but a reward that rises"
-    assert diagnose({}) == []
+    assert find_suspects(series(SMALL | EQUAL)) == []
+    assert find_suspects(series({})) == [], "nothing but a reward that rises"
+    assert find_suspects({}) == []
 
 
 def test_a_few_readings_say_nothing():
     shown = series(SHOWN["truncated"], steps=7)
-    assert diagnose(shown) == []
+    assert find_suspects(shown) == []
 
 
 def test_rounding_is_harmless_as_long_as_it_is_small():
-    (first, *_) = diagnose(series(SHOWN["two_precisions"]))
+    (first, *_) = find_suspects(series(SHOWN["two_precisions"]))
     assert first.harmless
-    (first, *_) = diagnose(series(SHOWN["quantized"]))
+    (first, *_) = find_suspects(series(SHOWN["quantized"]))
     assert not first.harmless
 
 
 def test_what_was_not_measured_is_told():
     """From verl's own metrics alone a cut distribution is seen; what would tell more is named."""
     plain = {"rollout_corr/kl": 0.02, "rollout_corr/k3_kl": 4e-4}
-    (first, *_) = diagnose(series(plain))
+    (first, *_) = find_suspects(series(plain))
     assert first.cause.name == "truncated"
     assert "stability.router_agreement=true" in first.missing and "stability.breakdown=true" in first.missing
 
@@ -124,7 +124,7 @@ def test_a_gap_that_comes_slowly_is_not_taken_for_a_lost_sync():
     steps = np.arange(STEPS)
     shown = series({})
     shown["vllm_kl/k3"] = [*zip(steps + 1, 1e-4 * np.exp(0.07 * steps), strict=True)]
-    assert "lost_sync" not in [suspect.cause.name for suspect in diagnose(shown)]
+    assert "lost_sync" not in [suspect.cause.name for suspect in find_suspects(shown)]
 
 
 def test_a_resumed_run_does_not_know_what_its_gap_was_at_once():
@@ -136,7 +136,7 @@ def test_a_resumed_run_does_not_know_what_its_gap_was_at_once():
 def test_any_missing_metric_is_borne(shown):
     whole = series(shown)
     for name in whole:
-        diagnose({other: found for other, found in whole.items() if other != name})
+        find_suspects({other: found for other, found in whole.items() if other != name})
 
 
 def test_a_run_names_a_cause_once_after_some_looks():

@@ -15,7 +15,7 @@ from tests.support.closeness import close
 from tests.support.sglang_server import generated, verls_server_module
 from verl_ext.core.routing import known_rows, refused_rows
 from verl_ext.doctor.engine import SILENT
-from verl_ext.upstream.sglang_server import Cut, change_server, normalise
+from verl_ext.upstream.sglang_server import Cut, extend_server, normalise
 
 tokenizer_manager = pytest.importorskip(
     "sglang.srt.managers.tokenizer_manager", reason="SGLang does not import here", exc_type=ImportError
@@ -132,7 +132,7 @@ def test_what_sglang_captured_reaches_verls_agent_loop(capturer):
     chosen = torch.cat([forward(capturer, [10, 11, 12], seed=0), forward(capturer, [20], seed=1)])
     routes = returned(capturer, [10, 11, 12, 20, 21])
     with verls_server_module() as module:
-        change_server(module)
+        extend_server(module)
         output = generated(module, Manager(routes), PROMPT)
     assert output.token_ids == RESPONSE and output.log_probs == [-0.5, -0.25]
     assert np.array_equal(output.routed_experts, chosen.numpy())

@@ -19,7 +19,7 @@ from verl_ext.base.errors import HookError
 from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.base.patching import PatchError
 from verl_ext.upstream.agent_loop import HEAD_ASKED, ROWS_HELD
-from verl_ext.upstream.sglang_server import Cut, change_server, decode_experts, decodes, normalise, unpack_top
+from verl_ext.upstream.sglang_server import Cut, extend_server, decode_experts, decodes, normalise, unpack_top
 
 PROMPT, RESPONSE = [5, 6, 7], [8, 9]
 LAYERS, TOP_K = 4, 2
@@ -60,7 +60,7 @@ class Manager:
 @pytest.fixture
 def module():
     with verls_server_module() as found:
-        change_server(found)
+        extend_server(found)
         yield found
 
 
@@ -86,7 +86,7 @@ def test_verls_server_returns_what_sglang_captured(module):
 
 
 def test_without_the_change_verl_stops_at_the_text(module):
-    change_server(module)()  # once more changes nothing, and its undo undoes nothing
+    extend_server(module)()  # once more changes nothing, and its undo undoes nothing
     made = server(module, Manager())
     assert decodes(made)
     made.tokenizer_manager = Manager(routed_experts=text_of(ids()))
@@ -123,10 +123,10 @@ def test_a_server_of_another_verl_is_refused(moved):
             pass
 
     module = SimpleNamespace(set_global_state=lambda global_state: None, SGLangHttpServer=SGLangHttpServer)
-    change_server(module)()
+    extend_server(module)()
     setattr(module if moved == "set_global_state" else SGLangHttpServer, moved, lambda self, port: None)
     with pytest.raises(PatchError, match="sglang_server was written for verl 0"):
-        change_server(module)
+        extend_server(module)
 
 
 @given(st.integers(0, 6), st.integers(1, 5), st.integers(1, 4))
