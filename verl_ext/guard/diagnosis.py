@@ -38,7 +38,7 @@ FEWEST = 8  # readings before anything is said
 LOOK_EVERY, LOOKS = 5, 3  # steps between looks in a run, and looks in a row that name the same cause before it is told
 REMEMBERED = 512  # readings of a metric that a run keeps, besides its first
 READ = (  # beginnings of the names of all metrics that a mark is made of
-    *("vllm_kl/", "rollout_corr/", "router/", "sync/arrived", "training/rollout_probs_diff", "training/off_policy/"),
+    *("vllm_kl/", "rollout_corr/", "router/", "sync/", "training/rollout_probs_diff", "training/off_policy/"),
     *(REWARD, "critic/advantages/max", ENTROPY, GRADIENT, "response_length/", "filter/retokenization_drift/"),
 )
 SIGMAS = 4.0
@@ -137,7 +137,7 @@ class Marks:
                 if found[0, 0] > FIRST:
                     return None
                 first, now = found[:FIRST, 1].mean(), np.median(found[-WINDOW:, 1])
-                share = float(first / now) if now > 0 else 1.0
+                share = max(float(first / now), 0.0) if now > 0 else 1.0
                 return share**0.5 if name.endswith(("k3", "k3_kl")) else share
         return None
 
@@ -163,7 +163,7 @@ class Marks:
         """Of each bucket of probability, k1 / sqrt(2 k3): 1 or -1 where every token of it moves alike, 0 for noise."""
         found = []
         for bucket in PROBABILITIES:
-            k1, k3 = (self.late(f"vllm_kl/{kind}/prob/{bucket}") for kind in ("k1", "k3"))
+            k1, k3 = self.late(f"vllm_kl/k1/prob/{bucket}"), self.late(f"vllm_kl/k3/prob/{bucket}")
             if k1 is not None and k3 is not None and k3 > 0:
                 found.append(k1 / (2 * k3) ** 0.5)
         return tuple(found) if len(found) >= 3 else None
@@ -274,12 +274,16 @@ class Marks:
 
     @cached_property
     def reward_kept(self) -> float | None:
-        """The last reward over the best level that there was; None for rewards that can be negative."""
+        """The last reward over the best level that there was, 1 where noise may have made that; None for rewards that can
+        be negative."""
         found = self.values(REWARD)
         if len(found) < 2 * WINDOW or found.min() < 0:
             return None
         best = np.convolve(found, np.full(5, 1 / 5), mode="valid").max()  # short: a run can die within ten steps
-        return float(found[-WINDOW:].mean() / best) if best > 0 else None
+        last, noise = found[-WINDOW:].mean(), np.diff(found).std() / 2**0.5 / 5**0.5
+        if best <= 0:
+            return None
+        return float(last / best) if best - last > SIGMAS * noise else 1.0
 
     @cached_property
     def stands_low(self) -> float | None:

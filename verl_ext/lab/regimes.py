@@ -312,7 +312,7 @@ class RawLogProbs(Regime):
     """The rollout samples as the training engine computes, and returns log-probabilities of another temperature."""
 
     stands_for: ClassVar[str] = (
-        "log-probs from before the temperature (vLLM's raw_logprobs), with a temperature other than 1"
+        "log-probs from before the temperature (vLLM's raw_logprobs), which is not 1"
     )
 
     temperature: float = 1.3

@@ -19,7 +19,7 @@ from verl_ext.base.errors import HookError
 from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.base.patching import PatchError
 from verl_ext.upstream.agent_loop import HEAD_ASKED, ROWS_HELD
-from verl_ext.upstream.sglang_server import Cut, extend_server, decode_experts, decodes, normalise, unpack_top
+from verl_ext.upstream.sglang_server import Cut, decode_experts, decodes, extend_server, normalise, unpack_top
 
 PROMPT, RESPONSE = [5, 6, 7], [8, 9]
 LAYERS, TOP_K = 4, 2
