@@ -103,11 +103,11 @@ PLANTED: dict[str, Planted] = {
     "partial_sync": Planted(
         "partial_sync",
         "partial_sync",
-        ("lab.partial_sync.layers=1", "lab.partial_sync.layers=-1 lab.partial_sync.names=[up,down]"),
+        ("lab.partial_sync.layers=1", "lab.partial_sync.layers=-1 lab.partial_sync.names=up+down"),
         (
             "lab.partial_sync.layers=2",
-            "lab.partial_sync.layers=1 lab.partial_sync.names=[up,down,router]",
-            "lab.partial_sync.layers=-1 lab.partial_sync.names=[qkv,out]",
+            "lab.partial_sync.layers=1 lab.partial_sync.names=up+down+router",
+            "lab.partial_sync.layers=-1 lab.partial_sync.names=qkv+out",
         ),
     ),
     "scaled_update": Planted(

@@ -130,14 +130,14 @@ class Marks:
 
     @cached_property
     def at_once(self) -> float | None:
-        """The size of the gap in the first steps, as a share of what it is now; None in a run that was resumed."""
+        """The size of the gap in the first steps, as a share of what it is now, at most 1; None in a resumed run."""
         names = ("vllm_kl/log_ratio_abs_mean", "training/rollout_probs_diff_mean", K3, "rollout_corr/k3_kl")
         for name in names:
             if (found := self._series.get(name)) is not None and len(found):
                 if found[0, 0] > FIRST:
                     return None
                 first, now = found[:FIRST, 1].mean(), np.median(found[-WINDOW:, 1])
-                share = max(float(first / now), 0.0) if now > 0 else 1.0
+                share = max(float(first / now), 0.0) if first < now else 1.0
                 return share**0.5 if name.endswith(("k3", "k3_kl")) else share
         return None
 
@@ -163,7 +163,7 @@ class Marks:
         """Of each bucket of probability, k1 / sqrt(2 k3): 1 or -1 where every token of it moves alike, 0 for noise."""
         found = []
         for bucket in PROBABILITIES:
-            k1, k3 = self.late(f"vllm_kl/k1/prob/{bucket}"), self.late(f"vllm_kl/k3/prob/{bucket}")
+            k1, k3 = self.late("vllm_kl/k1/prob/" + bucket), self.late("vllm_kl/k3/prob/" + bucket)
             if k1 is not None and k3 is not None and k3 > 0:
                 found.append(k1 / (2 * k3) ** 0.5)
         return tuple(found) if len(found) >= 3 else None
@@ -274,8 +274,7 @@ class Marks:
 
     @cached_property
     def reward_kept(self) -> float | None:
-        """The last reward over the best level that there was, 1 where noise may have made that; None for rewards that can
-        be negative."""
+        """The last reward over the best level, 1 where noise may have made that; None for rewards below 0."""
         found = self.values(REWARD)
         if len(found) < 2 * WINDOW or found.min() < 0:
             return None
@@ -283,7 +282,7 @@ class Marks:
         last, noise = found[-WINDOW:].mean(), np.diff(found).std() / 2**0.5 / 5**0.5
         if best <= 0:
             return None
-        return float(last / best) if best - last > SIGMAS * noise else 1.0
+        return float(last / best) if best - last > 1.5 * SIGMAS * noise else 1.0  # of many levels
 
     @cached_property
     def stands_low(self) -> float | None:
@@ -962,7 +961,7 @@ def _in_errors(values: np.ndarray) -> float | None:
 
 
 def _at_once_sentence(marks: Marks) -> str:
-    share = min(marks.at_once or 0.0, 1.0)
+    share = marks.at_once or 0.0
     return f"the gap was there before the weights moved, {'as large as now' if share == 1 else f'{share:.0%} of it'}"
 
 

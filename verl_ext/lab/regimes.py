@@ -167,13 +167,13 @@ class PartialSync(Regime):
 
     Attributes:
         layers: the first of them, whose weights do not arrive; -1 for all but the embedding, the norm and the head.
-        names: ends of the names of weights, of which only those do not arrive; none for all of those layers.
+        names: ends of the names of the weights that do not arrive, with + between them; or all.
     """
 
     stands_for: ClassVar[str] = "a weight sync that loses some names: a bucket, a layer, experts under another name"
 
     layers: int = 1
-    names: tuple[str, ...] = ()
+    names: str = "all"
 
     def __post_init__(self) -> None:
         require(self, "layers", self.layers >= -1, "must be at least -1")
@@ -189,7 +189,11 @@ class PartialSync(Regime):
 
     def _stays(self, name: str) -> bool:
         layer, _, end = name.rpartition(".")
-        return bool(layer) and (self.layers == -1 or int(layer) < self.layers) and (not self.names or end in self.names)
+        return (
+            bool(layer)
+            and (self.layers == -1 or int(layer) < self.layers)
+            and (self.names == "all" or end in self.names.split("+"))
+        )
 
 
 @register_regime("scaled_update")
@@ -311,9 +315,7 @@ class WrongTemperature(Regime):
 class RawLogProbs(Regime):
     """The rollout samples as the training engine computes, and returns log-probabilities of another temperature."""
 
-    stands_for: ClassVar[str] = (
-        "log-probs from before the temperature (vLLM's raw_logprobs), which is not 1"
-    )
+    stands_for: ClassVar[str] = "log-probs from before the temperature (vLLM's raw_logprobs), which is not 1"
 
     temperature: float = 1.3
 
