@@ -1,23 +1,23 @@
-"""The tool of recipes/cpu_tool, one call of which hangs for a while.
+"""The tool of recipes/cpu_tool, one call of which hangs until it is reported.
 
-Agent loops run in the process that imports it: it tells there, too, how much of a second turn's routing came.
+Agent loops run in the process that imports it. It prints, too, how much of a second turn's routing came.
 """
 
+import functools
 import itertools
-import time
+import threading
 
 from verl.tools.function_tool import get_function_tool
 
 from recipes.cpu_tool.tool import double
+from verl_ext.trainer import watch
 from verl_ext.upstream.agent_loop import Turn
 
-CALL, SECONDS = (
-    250,
-    60,
-)  # some ten steps into a run; longer than it takes until a slow step is told, on a slow machine too
+CALL = 250  # some ten steps into a run
+SECONDS = 60  # if nobody reports it: longer than that takes on a slow machine
 
-_calls = itertools.count()
-joined = Turn.joined
+_calls, _reported = itertools.count(), threading.Event()
+joined, places = Turn.joined, watch.places
 
 
 def telling(turn, held, new):
@@ -31,8 +31,17 @@ Turn.joined = telling
 
 def hanging_double(digit: int) -> str:
     if next(_calls) == CALL:
-        time.sleep(SECONDS)
+        _reported.wait(SECONDS)
     return double(digit)
 
 
+@functools.wraps(places)  # by whose name the watch has it called in this process
+def places_and_go_on(actor):
+    found = places(actor)
+    if any(place.startswith(hanging_double.__name__) for place in found):
+        _reported.set()
+    return found
+
+
+watch.places = places_and_go_on
 get_function_tool(double.__name__).fn = hanging_double
