@@ -47,8 +47,8 @@ def file_system(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-# That nobody is left is asked of a run that starts as on a cluster: a forked worker ends with prefork.py's help, and Ray
-# looks for a worker's children below another process than the one that was forked.
+# That nobody is left is asked of a run that starts as on a cluster. A forked worker ends with prefork.py's help, and
+# Ray looks for a worker's children below another process than the one that was forked.
 PLAIN = ("raylet",)
 
 
