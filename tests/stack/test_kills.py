@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
+from functools import partial
 
 import psutil
 import pytest
@@ -104,35 +105,31 @@ def out_of_memory(folder, mark):
     worker.rlimit(psutil.RLIMIT_AS, (worker.memory_info().vms, -1))
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        (read_only, r"verl_ext: error: the checkpoint \S+/global_step_\d+ cannot be written \(OSError: .*Read-only"),
-        # As whatever was about to allocate takes it: torch raises, and Ray's threads abort.
-        (out_of_memory, r"verl_ext: error: a worker of the run died: name \S*WorkerDict|allocate memory|MemoryError"),
-    ],
-    ids=["read_only", "out_of_memory"],
+DENIALS = (
+    (read_only, r"verl_ext: error: the checkpoint \S+/global_step_\d+ cannot be written \(OSError: .*Read-only"),
+    # As whatever was about to allocate takes it: torch raises, and Ray's threads abort.
+    (out_of_memory, r"verl_ext: error: a worker of the run died: name \S*WorkerDict|allocate memory|MemoryError"),
 )
-def test_what_a_run_is_denied_ends_it(begin, file_system, tmp_path, fault, said):
-    mark = uuid.uuid4().hex
-    console, started = begin(mark)
-    try:
-        wait_for(lambda: saved(tmp_path, 2), started, console)
-        fault(tmp_path, mark)
-        assert started.wait(150) == 1
-    finally:
-        kill_all(mark)
-    assert re.search(said, console.read_text()), console.read_text()[-3000:]
-    last = last_saved(tmp_path)
-    assert shards(tmp_path, last), "the last checkpoint can be read"
 
-    subprocess.run(["mount", "-o", "remount,rw", str(tmp_path / "checkpoints")], check=True)
-    console, started = begin(mark)
-    try:
-        wait_for(lambda: saved(tmp_path, last + 2), started, console)
-    finally:
-        kill_all(mark)
-    assert f"setting global step to {last}" in console.read_text(), "the same command goes on"
+
+def test_what_a_run_is_denied_ends_it_and_the_same_command_goes_on(begin, file_system, tmp_path):
+    last = 0
+    for fault, said in (*DENIALS, (None, "")):
+        mark = uuid.uuid4().hex
+        console, started = begin(mark)
+        try:
+            wait_for(partial(saved, tmp_path, last + 2), started, console)
+            if fault:
+                fault(tmp_path, mark)
+                assert started.wait(150) == 1
+        finally:
+            kill_all(mark)
+        text = console.read_text()
+        assert re.search(said, text), text[-3000:]
+        assert last == 0 or f"setting global step to {last}" in text
+        last = last_saved(tmp_path)
+        assert shards(tmp_path, last), "the last checkpoint can be read"
+        subprocess.run(["mount", "-o", "remount,rw", str(tmp_path / "checkpoints")], check=True)
 
 
 def test_a_reward_that_is_no_number_then_hangs_and_then_raises(begin, tmp_path):
