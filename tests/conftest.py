@@ -52,14 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def quick_composition() -> Iterator[None]:
     """Hydra composes the same files once, for the command line too."""
-    import hydra
-
-    import verl_ext.launch.compose
     from tests.support import quick_compose
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hydra, "compose", quick_compose.compose)
-        patched.setattr(verl_ext.launch.compose, "_groups_in_defaults", quick_compose.groups_in_defaults)
+        quick_compose.install(patched.setattr)
         yield
 
 

@@ -174,6 +174,7 @@ def renew() -> None:
         agent_loop.install_changes()  # as this process's environment asks
     if ray := sys.modules.get("ray"):
         ray._raylet.Config.initialize("")  # RAY_* once more: whether the cluster wants a token, for example
+        ray._private.ray_constants.SETUP_WORKER_FILENAME = str(Path(__file__).with_name("prefork_worker.py"))
         ray._private.state.next_job_id = lambda: ray.JobID(bytes.fromhex(JOB))  # which every cluster counts from 1
 
 

@@ -41,6 +41,18 @@ def client(address: str, arguments: list[str]) -> int:
     return status
 
 
+def die_with_the_raylet() -> None:
+    """End with the raylet that has started this process: a worker of Ray asks for its parent, and finds the server."""
+    parent = os.getppid()
+    if str(parent) != os.environ.get("RAY_RAYLET_PID"):
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # gone already
+        os._exit(1)
+
+
 def pass_on(number: int, process: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, number)
@@ -57,4 +69,5 @@ def inheritable_files() -> list[int]:
 
 
 if __name__ == "__main__":
+    die_with_the_raylet()
     sys.exit(client(os.environ["PREFORK_ADDRESS"], sys.argv[1:]))

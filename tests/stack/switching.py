@@ -158,7 +158,9 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
 
 if __name__ == "__main__":
     from tests.stack import own_trainer
+    from tests.support import quick_compose
 
+    quick_compose.install()
     schedule = SCHEDULES[sys.argv.pop(1)].values()
     base = sys.argv[1:]
     own_trainer.main(lambda trainer_class: switching(trainer_class, schedule, base))

@@ -1,14 +1,13 @@
 """A run over two nodes whose network breaks for a while, and one of which then dies."""
 
 import re
-import sys
 import time
 
 import psutil
 import pytest
 
 from tests.stack.left import SAVES, last_saved, saved, shards
-from tests.stack.running import kill_all, processes, start, wait_for
+from tests.stack.running import PY_EXECUTABLE, kill_all, processes, start, wait_for
 from tests.stack.two_nodes import two_nodes
 
 pytestmark = pytest.mark.e2e
@@ -25,9 +24,11 @@ CUT_S = 6
 
 def test_a_network_that_heals_and_a_raylet_that_does_not(arguments, tmp_path):
     with two_nodes(tmp_path) as nodes:
-        command = nodes.inside(0, sys.executable, *arguments("stability=icepop", *SAVES, *TWO_NODES, steps=500))
+        head = nodes.forked[0]
+        settings = arguments("stability=icepop", *SAVES, *TWO_NODES, f"{PY_EXECUTABLE}={head.python}", steps=500)
         try:
-            console, started = start(command, tmp_path, nodes.mark, {"RAY_AUTH_MODE": "disabled"})
+            environment = head.environment | {"RAY_AUTH_MODE": "disabled"}
+            console, started = start(nodes.inside(0, head.python, *settings), tmp_path, nodes.mark, environment)
             wait_for(lambda: saved(tmp_path, 2), started, console)
             nodes.cable("down")
             before = last_saved(tmp_path)

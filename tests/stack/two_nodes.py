@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.stack.running import CPU, MARK, processes
+from tests.support.forking import WORKERS, Forked, forked
 
 CABLE = "veth0"  # the name of its end in either namespace
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
@@ -19,11 +20,14 @@ PORT = 6379
 
 
 class Nodes:
-    """Of a cluster whose processes bear `mark`; the first holds Ray's head."""
+    """The nodes of a cluster whose processes bear `mark`; the first has Ray's head."""
 
     def __init__(self, mark: str, folder: Path):
         self.mark, self.folder = mark, folder
         self.names = [f"verl{mark[:6]}{number}" for number in (0, 1)]
+        # Where each node's processes come from: the server of one network cannot be reached from another.
+        self.forked: list[Forked] = []
+        self._servers = contextlib.ExitStack()
 
     def inside(self, number: int, *command: str) -> list[str]:
         """The command that runs this one on a node."""
@@ -53,6 +57,10 @@ class Nodes:
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", CABLE)
             for device in ("lo", CABLE):
                 _ip("-n", name, "link", "set", device, "up")
+        read = CPU | {"TORCH_COMPILE_DISABLE": "1", MARK: self.mark}  # the first is of the recipe, read by torch
+        for number in (0, 1):
+            server = forked("--preload", ",".join(WORKERS), environment=read, inside=self.inside(number))
+            self.forked.append(self._servers.enter_context(server))
         # A folder of its own: what Ray notes in the usual one would have every other run join this cluster.
         head = ("--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir=/tmp/ray_{self.mark[:8]}")
         for number, role in enumerate((head, (f"--address={ADDRESSES[0]}:{PORT}",))):
@@ -61,12 +69,13 @@ class Nodes:
             subprocess.run(
                 self.inside(number, *ray),
                 cwd=self.folder,
-                env=os.environ | CPU | {MARK: self.mark, "RAY_AUTH_MODE": "disabled"},
+                env=os.environ | CPU | self.forked[number].environment | {MARK: self.mark, "RAY_AUTH_MODE": "disabled"},
                 check=True,
                 capture_output=True,
             )
 
     def remove(self) -> None:
+        self._servers.close()
         for name in self.names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 

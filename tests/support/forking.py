@@ -4,7 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tests import ROOT
@@ -39,10 +39,10 @@ def exported() -> Forked | None:
 
 
 @contextlib.contextmanager
-def forked(*options: str, environment: dict[str, str] | None = None) -> Iterator[Forked]:
-    """Under prefork.py with these options, as long as the context."""
+def forked(*options: str, environment: dict[str, str] | None = None, inside: Sequence[str] = ()) -> Iterator[Forked]:
+    """Under prefork.py with these options, as long as the context. `inside` is a command that runs another one."""
     say = "; ".join(f"echo ${name}" for name in VARIABLES)
-    command = [sys.executable, str(PREFORK), "--log", os.devnull, *options, "sh", "-c", f"{say}; exec cat"]
+    command = [*inside, sys.executable, str(PREFORK), "--log", os.devnull, *options, "sh", "-c", f"{say}; exec cat"]
     with subprocess.Popen(
         command, env=os.environ | (environment or {}), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:

@@ -60,3 +60,9 @@ def _base(search_path, config_name, groups):
 @cache
 def _parsed(text):
     return pickle.dumps(read_yaml(io.StringIO(text)))
+
+
+def install(patch=setattr) -> None:
+    """Have this process compose so, `verl_ext.launch` too; `patch` sets an attribute."""
+    patch(hydra, "compose", compose)
+    patch(ours, "_groups_in_defaults", groups_in_defaults)

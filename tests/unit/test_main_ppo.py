@@ -1,5 +1,6 @@
 """What the entry point makes of wrong settings, and of errors from the run."""
 
+import io
 import json
 import subprocess
 import sys
@@ -93,3 +94,15 @@ def test_who_died_is_said_without_the_rest_of_rays_message():
     assert start._who_died(str(ray.exceptions.ActorDiedError())) == (
         "The actor died unexpectedly before finishing this task"
     )
+
+
+def test_a_line_of_the_console_goes_out_at_once_into_a_file_too(monkeypatch, tmp_path):
+    """Python keeps 8 KB back, and a run that hangs prints less."""
+    file = tmp_path / "console.log"
+    with file.open("wb") as written, io.TextIOWrapper(written) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(sys, "argv", ["main_ppo"])
+        seen = []
+        start.start(lambda: (print("step 5 has been going for 10 s"), seen.append(file.read_text())))
+        monkeypatch.undo()
+    assert seen == ["step 5 has been going for 10 s\n"]

@@ -4,6 +4,7 @@ verl, Ray and torch take seconds to import. They come after the checks that do w
 reported in one or two.
 """
 
+import io
 import re
 import sys
 from collections.abc import Callable
@@ -99,7 +100,13 @@ def stop(error: UserError) -> NoReturn:
 
 
 def start(entry: Callable[[], None]) -> None:
-    """Call Hydra's entry point with the arguments that it is to see."""
+    """Call Hydra's entry point with the arguments that it is to see.
+
+    Python holds lines back that go into a file or a pipe, and Ray's driver prints those of the workers
+    (`ray._private.worker.print_worker_logs`). A run that hangs prints little: each line goes out at once.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     try:
         sys.argv[1:] = compose.prepare(sys.argv[1:])
     except UserError as error:

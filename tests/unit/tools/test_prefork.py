@@ -1,5 +1,6 @@
 """tools/prefork.py: processes that are forked behave as those that Python starts."""
 
+import json
 import os
 import signal
 import subprocess
@@ -148,3 +149,31 @@ def test_the_server_and_all_its_processes_end_with_the_command():
     command.kill()
     command.wait()
     assert gone(process) and gone(server)
+
+
+@pytest.mark.parametrize("raylet", ["$$", "1"])
+def test_a_process_that_a_raylet_started_ends_with_it(server, raylet):
+    start = f'RAY_RAYLET_PID={raylet} "$PREFORK_PYTHON" -c "$0" & wait'
+    parent = subprocess.Popen(["sh", "-c", start, SLEEP], env=server, stdout=subprocess.PIPE, text=True)
+    process = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    if raylet == "$$":
+        assert gone(process)
+    else:  # a process of any other parent stays, as it would without prefork.py
+        time.sleep(0.2)
+        assert process.is_running()
+        process.kill()
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_a_worker_of_ray_is_forked_where_the_runtime_environment_asks_for_it(server, tmp_path, forked):
+    """For another Python, Ray's own script does the same."""
+    script = tmp_path / "default_worker.py"
+    script.write_text("import os, sys; print(sys.argv[1:], os.environ['X'], os.environ['Y'], 'decimal' in sys.modules)")
+    program = server["PREFORK_PYTHON"] if forked else sys.executable
+    context = json.dumps({"py_executable": program, "env_vars": {"X": "1", "Y": "${X}${NOWHERE}2"}})
+    command = [sys.executable, str(ROOT / "tools" / "prefork_worker.py"), str(script), "--node-ip-address=a b"]
+    command += [f"--serialized-runtime-env-context={context}", "--language=PYTHON"]
+    ran = subprocess.run(command, env=server, capture_output=True, text=True, timeout=60)
+    assert ran.stdout == f"['--node-ip-address=a b'] 1 12 {forked}\n", ran.stderr
