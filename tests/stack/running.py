@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -176,6 +177,19 @@ def spawned(mark: str) -> list[psutil.Process]:
     """
     found = [process for process in processes(mark) if "--multiprocessing-fork" in process.cmdline()]
     return sorted(found, key=lambda process: process.create_time())
+
+
+def named(start: str, mark: str) -> list[psutil.Process]:
+    """The run's processes whose titles start like this: marked, or forked from a server of this process."""
+    found = {*processes(mark), *psutil.Process().children(recursive=True)}
+    return [process for process in found if process.name().startswith(start)]
+
+
+def assert_one_error(console: str, said: str) -> None:
+    """A run that died says so in one line, which matches `said` and names the remedy."""
+    errors = [line for line in console.splitlines() if line.startswith("verl_ext: error:")]
+    assert len(errors) == 1 and re.search(said, errors[0]), console[-3000:]
+    assert "trainer.resume_mode=auto" in errors[0]
 
 
 def kill_all(mark: str) -> None:

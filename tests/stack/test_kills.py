@@ -3,8 +3,6 @@
 import json
 import re
 import subprocess
-import sys
-import time
 import uuid
 from functools import partial
 
@@ -14,7 +12,7 @@ import pytest
 from tests import ROOT
 from tests.stack.faulty_reward import FILE
 from tests.stack.left import SAVES, events, last_saved, same, saved, shards
-from tests.stack.running import PY_EXECUTABLE, kill_all, marked, processes, spawned, start, wait_for
+from tests.stack.running import PY_EXECUTABLE, assert_one_error, kill_all, named, spawned, start, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -22,18 +20,10 @@ ENGINE_CORE = "VLLM::EngineCor"
 # Who is killed, by the beginning of its title -> what the run's own error names.
 KILLED = {
     "ray::WorkerDict": "a worker of the run died",
-    "raylet": "a worker of the run died",
     ENGINE_CORE: "the engine of rollout server 0 has died",
     "ray::AgentLoopW": "agent loop worker 0 has died|a worker of the run died: name agent_loop_worker_0",
     "ray::SimpleStor": "TransferQueue's storage unit 0 has died",
 }
-
-
-def wait_for_nobody(mark):
-    deadline = time.monotonic() + 60
-    while marked(mark) and time.monotonic() < deadline:
-        time.sleep(1)
-    assert marked(mark) == []
 
 
 @pytest.fixture
@@ -48,49 +38,31 @@ def file_system(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-# That nobody is left is asked of a run that starts as on a cluster. A forked worker ends with prefork.py's help, and
-# Ray looks for a worker's children below another process than the one that was forked.
-PLAIN = ("raylet",)
-
-
 @pytest.fixture
 def begin(arguments, stack, tmp_path):
     """begin(mark, overrides..., **environment) -> the console's file and the process of a run, without our wrapper."""
 
-    def begin(mark, *overrides, plain=False, **environment):
+    def begin(mark, *overrides, **environment):
         settings = arguments("stability=icepop", *SAVES, *overrides, steps=500)
-        if plain:
-            return start([sys.executable, *settings], tmp_path, mark, environment)
         command = [stack.python, *settings, f"{PY_EXECUTABLE}={stack.python}"]
         return start(command, tmp_path, mark, stack.environment | environment)
 
     return begin
 
 
-def named(start, mark):
-    """The run's processes whose titles start like this: marked, or forked from a server of this process."""
-    found = {*processes(mark), *psutil.Process().children(recursive=True)}
-    return [process for process in found if process.name().startswith(start)]
-
-
 @pytest.mark.parametrize("name", KILLED)
 def test_it_ends_with_one_error_and_the_last_checkpoint_can_be_read(begin, tmp_path, name):
     mark = uuid.uuid4().hex
-    console, started = begin(mark, plain=name in PLAIN)
+    console, started = begin(mark)
     try:
         wait_for(lambda: saved(tmp_path, 2), started, console)
         victims = spawned(mark) if name == ENGINE_CORE else named(name, mark)
         assert victims, sorted({process.name() for process in named("", mark)})
         victims[0].kill()
         assert started.wait(150) == 1
-        if name in PLAIN:
-            wait_for_nobody(mark)
     finally:
         kill_all(mark)
-    text = console.read_text()
-    errors = [line for line in text.splitlines() if line.startswith("verl_ext: error:")]
-    assert len(errors) == 1 and re.search(KILLED[name], errors[0]), text[-3000:]
-    assert "trainer.resume_mode=auto" in errors[0]
+    assert_one_error(console.read_text(), KILLED[name])
     assert shards(tmp_path, last_saved(tmp_path)), "the last checkpoint can be read"
 
 

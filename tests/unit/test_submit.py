@@ -1,4 +1,4 @@
-"""What is sent to Ray's job API; a real head takes it in tests/stack/test_submit.py."""
+"""What is sent to Ray's job API; a real head takes it in tests/stack/test_clusters.py."""
 
 import json
 import shlex

@@ -1,14 +1,34 @@
-"""`verl-ext submit` on a real Ray cluster of two nodes, which are two raylets on this machine."""
+"""Runs that start as on a cluster: submitted to two nodes, over a network that breaks, and one whose raylet is killed.
+
+Ray counts the jobs of each cluster from 1, and verl names the socket of its weights after the job: one file, so that no
+two of them run at a time.
+"""
 
 import os
 import socket
 import subprocess
 import sys
+import time
 import uuid
 
+import psutil
 import pytest
 
-from tests.stack.running import CPU, MARK, PY_EXECUTABLE, SMALL, kill_all, wait_for
+from tests.stack.left import SAVES, last_saved, saved, shards
+from tests.stack.running import (
+    CPU,
+    MARK,
+    PY_EXECUTABLE,
+    SMALL,
+    assert_one_error,
+    kill_all,
+    marked,
+    named,
+    processes,
+    start,
+    wait_for,
+)
+from tests.stack.two_nodes import two_nodes
 from tests.support.forking import WORKERS, forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -93,3 +113,71 @@ def test_a_run_on_two_nodes_is_submitted_stopped_and_resumed_to_its_end(cluster,
     assert steps[0].startswith('{"step":1,') and steps[-1].startswith('{"step":4,')
     assert tracker.read_text() == "4"
     assert (run_dir / "metrics.guard.jsonl").exists() and (run_dir / "hydra").is_dir()
+
+
+TWO_NODES = (
+    "trainer.nnodes=2",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+    "++ray_kwargs.ray_init.num_cpus=null",  # the cluster's own
+    "++ray_kwargs.ray_init.num_gpus=null",
+)
+CUT_S = 6
+
+
+def test_a_network_that_heals_and_a_raylet_that_does_not(arguments, tmp_path):
+    with two_nodes(tmp_path) as nodes:
+        head = nodes.forked[0]
+        settings = arguments("stability=icepop", *SAVES, *TWO_NODES, f"{PY_EXECUTABLE}={head.python}", steps=500)
+        try:
+            environment = head.environment | {"RAY_AUTH_MODE": "disabled"}
+            console, started = start(nodes.inside(0, head.python, *settings), tmp_path, nodes.mark, environment)
+            wait_for(lambda: saved(tmp_path, 2), started, console)
+            nodes.cable("down")
+            before = last_saved(tmp_path)
+            time.sleep(CUT_S)
+            nodes.cable("up")
+            wait_for(lambda: saved(tmp_path, before + 3), started, console)
+            (runner,) = (process for process in processes(nodes.mark) if process.name().startswith("ray::StabilityT"))
+            nodes.raylet(1 - nodes.number_of(runner)).kill()
+            assert started.wait(150) == 1
+            wait_for_no_worker(nodes.mark)
+        finally:
+            kill_all(nodes.mark)
+    assert_one_error(console.read_text(), r"a worker of the run died|has died")
+    for rank in (0, 1):
+        assert shards(tmp_path, last_saved(tmp_path), rank=rank, of=2), "the last checkpoint can be read"
+
+
+def wait_for_no_worker(mark):
+    """Ray's daemons of the node that lives are the cluster's, and stay."""
+    deadline = time.monotonic() + 60
+    while found := [name for name in map(psutil.Process.name, processes(mark)) if name.startswith(("ray::", "VLLM"))]:
+        if all(name.endswith("Agent") for name in found):
+            return
+        assert time.monotonic() < deadline, found
+        time.sleep(1)
+
+
+def test_a_run_whose_raylet_is_killed_leaves_nobody_and_a_checkpoint(arguments, tmp_path):
+    """Nothing is forked from prefork.py, which ends workers too."""
+    mark = uuid.uuid4().hex
+    command = [sys.executable, *arguments("stability=icepop", *SAVES, steps=500)]
+    console, started = start(command, tmp_path, mark)
+    try:
+        wait_for(lambda: saved(tmp_path, 2), started, console)
+        (raylet,) = named("raylet", mark)
+        raylet.kill()
+        assert started.wait(150) == 1
+        wait_for_nobody(mark)
+    finally:
+        kill_all(mark)
+    assert_one_error(console.read_text(), "a worker of the run died")
+    assert shards(tmp_path, last_saved(tmp_path)), "the last checkpoint can be read"
+
+
+def wait_for_nobody(mark):
+    deadline = time.monotonic() + 60
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(1)
+    assert marked(mark) == []
