@@ -1,5 +1,7 @@
 """The causes that the marks of a run point to, on made-up runs with one cause's marks each."""
 
+import shlex
+
 import numpy as np
 import pytest
 
@@ -91,6 +93,11 @@ def test_the_marks_of_a_cause_name_it_first(cause):
     assert [suspect.cause.name for suspect in found[:1]] == [cause]
     assert found[0].points >= LEAST and found[0].speaks_for and found[0].cause.check
     assert found[0].reasons and "check" in found[0].advice
+
+
+@pytest.mark.parametrize("cause", [cause for cause in CAUSES.values() if cause.override], ids=lambda cause: cause.name)
+def test_what_to_try_can_be_pasted_behind_a_launch(compose, cause):
+    compose(*shlex.split(cause.override))
 
 
 def test_a_run_that_learns_with_equal_engines_has_no_suspect():
