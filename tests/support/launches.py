@@ -14,7 +14,7 @@ from tests.support import forking
 
 STACK = ROOT / "tests" / "stack"
 # These start an engine alone, or build a cluster or a file system before a run on it, with settings that others have.
-LEFT_OUT = ("test_kills.py", "test_sglang_engine.py", "test_submit.py", "test_two_nodes.py")
+LEFT_OUT = ("test_clusters.py", "test_kills.py", "test_sglang_engine.py")
 FILES = [
     file
     for file in sorted(STACK.glob("test_*.py"))
