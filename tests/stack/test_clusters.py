@@ -4,6 +4,7 @@ Ray counts the jobs of each cluster from 1, and verl names the socket of its wei
 two of them run at a time.
 """
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -152,7 +153,7 @@ def test_a_network_that_heals_and_a_raylet_that_does_not(arguments, tmp_path):
 def wait_for_no_worker(mark):
     """Ray's daemons of the node that lives are the cluster's, and stay."""
     deadline = time.monotonic() + 60
-    while found := [name for name in map(psutil.Process.name, processes(mark)) if name.startswith(("ray::", "VLLM"))]:
+    while found := [name for name in names(mark) if name.startswith(("ray::", "VLLM"))]:
         if all(name.endswith("Agent") for name in found):
             return
         assert time.monotonic() < deadline, found
@@ -181,3 +182,10 @@ def wait_for_nobody(mark):
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(1)
     assert marked(mark) == []
+
+
+def names(mark):
+    """Titles of the run's processes; one may end while they are asked."""
+    for process in processes(mark):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield process.name()

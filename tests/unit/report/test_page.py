@@ -108,7 +108,7 @@ def test_the_verdict_its_evidence_and_what_to_try(browser, file, run):
             "Then",
             "What else the metrics say",
         ]
-        assert tuple(page.locator("#verdict li").all_inner_texts()) == verdict.evidence
+        assert tuple(page.locator("#verdict .sides li").all_inner_texts()) == verdict.evidence
         assert page.locator("#verdict code").all_inner_texts() == [override.text for override in verdict.overrides]
         assert page.locator(".button").get_attribute("href") == "trajectories.html"
         assert page.locator("meta[http-equiv=refresh]").count() == page.locator("#missing").count() == 0
