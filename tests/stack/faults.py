@@ -22,6 +22,32 @@ EVERY_ACTION = {
     12: "huge advantages",
     13: "reward 100",
 }
+DECIDED = [  # in that scenario, with all RULES: (step, rule, action)
+    (2, "norm", "warn"),
+    (3, "non_finite", "skip"),
+    (4, "correction", "skip"),
+    (5, "weight_sync", "warn"),  # by the sync canary, then by the jump that step 6 sees
+    (6, "weight_sync", "warn"),
+    (6, "gap", "tighten"),
+    (6, "rate", "lower_lr"),
+    (6, "weight_sync", "recover"),
+    (7, "gap", "recover"),
+    (7, "rate", "recover"),
+    (7, "non_finite", "warn"),
+    (7, "non_finite", "undo"),  # of the gradient's norm, which a rule undoes by
+    (7, "undo", "restored"),
+    (8, "filters", "skip"),
+    (9, "reward", "rollback"),
+    (9, "lower_lr", "recover"),
+    (9, "rollback", "restored"),
+    (10, "routing", "warn"),
+    (11, "purse", "undo"),
+    (11, "undo", "restored"),
+    (12, "burst", "undo"),
+    (12, "undo", "restored"),
+    (13, "purse", "undo"),
+    (13, "cheat", "stop"),
+]
 SCENARIOS = {
     "every action": EVERY_ACTION,
     "lost adapter": {1: "missed sync"},

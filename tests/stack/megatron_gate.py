@@ -116,7 +116,7 @@ def copied(value):
 
 
 def weights_of(worker):
-    """Of this rank's parameters; verl exports none where the optimizer is not distributed."""
+    """The parameters of this rank; verl exports none where the optimizer is not distributed."""
     with worker.engine.train_mode():
         parameters = [parameter for chunk in worker.engine.module for parameter in chunk.parameters()]
         return torch.cat([parameter.detach().float().flatten() for parameter in parameters])

@@ -159,9 +159,10 @@ def forward(
         replayed: [B, S, L, K] experts to use; the weights of the chosen are still the router's, with gradient (R3).
     """
     start = cache.length if cache else 0
-    places = torch.arange(start, start + tokens.shape[1])
+    places: slice | Tensor = slice(start, start + tokens.shape[1])
     if faults.positions_off and start:  # of the response alone, as after a prompt padded by one too many
-        places = (places + faults.positions_off).clamp(max=len(weights["positions"]) - 1)
+        off = torch.arange(start, start + tokens.shape[1]) + faults.positions_off
+        places = off.clamp(max=len(weights["positions"]) - 1)
     x = F.embedding(tokens, weights["embedding"]) + weights["positions"][places]
     routing = Routing([], [], [])
     for layer in range(model.layers):
@@ -232,10 +233,10 @@ def sample_responses(
     noise = torch.empty(length, len(prompts), vocabulary).exponential_(generator=generator).log_()
     found = _sample_loop(engine, model, prompts, length, lambda t, log_probs: (log_probs - noise[t]).argmax(-1), head)
     if engine.respelled:
-        other = (found.responses + 1 + (noise[:, :, 0].T.exp() * 7).long() % (END - 1)) % END
-        drawn = (-noise[:, :, 1].T.exp()).exp() > 1 - engine.respelled
+        drawn = torch.rand(found.responses.shape, generator=generator) < engine.respelled
+        further = torch.randint(1, END, found.responses.shape, generator=generator)  # never back to the same token
         here = drawn & found.mask & (found.responses != END)
-        found = replace(found, responses=other.where(here, found.responses))
+        found = replace(found, responses=((found.responses + further) % END).where(here, found.responses))
     return replace(found, experts=found.experts.roll(len(prompts) // 2, 0)) if engine.misrouted else found
 
 
@@ -339,7 +340,7 @@ def _attention(
         cache.values[layer, :, :, cache.length : until] = v
         k, v = cache.keys[layer, :, :, :until], cache.values[layer, :, :, :until]
     if leaks and S == 1:  # the response's tokens see the sequence before theirs as well
-        k, v = (torch.cat([x, x.roll(1, 0)], 2) for x in (k, v))
+        k, v = (torch.cat([own, own.roll(1, 0)], 2) for own in (k, v))
     seen = F.scaled_dot_product_attention(q, k, v, is_causal=S > 1)  # several tokens only come first
     return F.linear(seen.transpose(1, 2).reshape(B, S, d), weights[f"{layer}.out"])
 
@@ -355,8 +356,8 @@ def _experts(
 ) -> Tensor:
     dtype = faults.router_dtype or x.dtype
     logits = F.linear(x.to(dtype), weights[f"{layer}.{ROUTER}"].to(dtype)).float()
-    bias = 0 if faults.router_bias is None else faults.router_bias[layer]
-    own = choose_experts(logits.detach() + bias, model)
+    scores = logits.detach()
+    own = choose_experts(scores if faults.router_bias is None else scores + faults.router_bias[layer], model)
     experts = own if given is None else given
     shares = expert_weights(logits, experts, model).to(x.dtype)
     routing.experts.append(experts)

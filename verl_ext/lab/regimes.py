@@ -432,7 +432,7 @@ class Respelled(Regime):
 @register_regime("misrouted")
 @dataclass(frozen=True)
 class Misrouted(Regime):
-    """A trajectory comes with the experts of the one before it."""
+    """A trajectory comes with the experts of another one, half a batch away."""
 
     stands_for: ClassVar[str] = "routes that are replayed for other tokens: rows in another order, a cut that is off"
 

@@ -31,7 +31,7 @@ def ids(rows=ROWS, layers=LAYERS, top_k=TOP_K, experts=512):
 
 
 def text_of(routes):
-    """As SGLang 0.5.10 to 0.5.12 write it: base64 of the int32, row by row, in this machine's byte order."""
+    """The text of SGLang 0.5.10 to 0.5.12: base64 of the int32, row by row, in this machine's byte order."""
     return base64.b64encode(routes.tobytes()).decode("utf-8")
 
 

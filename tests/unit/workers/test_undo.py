@@ -8,7 +8,7 @@ from verl_ext.workers.undo import KeptUpdate, ScheduleSteps, UpdateParts
 
 
 class Scaler:
-    """Of the loss in fp16."""
+    """A scaler of the loss in fp16."""
 
     def __init__(self):
         self.scale, self.growth = 1024.0, 3
