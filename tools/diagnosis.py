@@ -225,7 +225,7 @@ def named_at(metrics: Metrics) -> tuple[list[tuple[int, str]], int]:
     watching, told = Diagnosis(), []
     for step in sorted(by_step):
         if watching.add(step, by_step[step]) is not None:
-            told.append((step, watching.suspects[0].cause.name))
+            told.append((step, watching.told))
     return told, len(by_step)
 
 

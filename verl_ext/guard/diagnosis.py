@@ -27,14 +27,15 @@ from functools import cached_property
 
 import numpy as np
 
+from verl_ext.base.names import BUCKETS
 from verl_ext.guard.collapse import ENTROPY, GRADIENT, K3, LENGTH, REWARD, Readings
+from verl_ext.guard.forecast import FEWEST
 from verl_ext.guard.state import Event
 
 LEAST = 3.0  # points from which a cause is named
 FIRST, WINDOW = 3, 20  # readings: of the first updates, of a run's beginning and of its end
 APART = 1e-7  # k3 that float32 does not leave by itself
 LARGE = 0.01  # k3 past what bf16 and fp8 rollouts were published with; docs/diagnosis.md lists the sources
-FEWEST = 8  # readings before anything is said
 LOOK_EVERY, LOOKS = 5, 3  # steps between looks in a run, and looks in a row that name the same cause before it is told
 REMEMBERED = 512  # readings of a metric that a run keeps, besides its first
 READ = (  # beginnings of the names of all metrics that a mark is made of
@@ -44,7 +45,6 @@ READ = (  # beginnings of the names of all metrics that a mark is made of
 SIGMAS = 4.0
 FROZEN, MOVED = 0.2, 0.05  # share of the gap that was there at once: from the one on it is static, up to the other not
 ROUNDED = 0.01  # disagreement of the routers that 16 bits leave in the lab; 8 bits and fewer leave more
-PROBABILITIES = ("0-0.01", "0.01-0.1", "0.1-0.5", "0.5-0.9", "0.9-")  # buckets, by l_infer
 # What to switch on where a mark was not measured, by the beginnings of its metrics' names.
 SWITCHES = {
     "router/": "stability.router_agreement=true",
@@ -88,10 +88,6 @@ class Marks:
         found = self.values(*names)[:WINDOW]
         return float(found.mean()) if found.size else None
 
-    def _paired(self, one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        count = min(len(one), len(other))
-        return one[len(one) - count :], other[len(other) - count :]
-
     # The gap.
 
     @cached_property
@@ -108,19 +104,22 @@ class Marks:
         return self.values("vllm_kl/k1", "rollout_corr/kl")[-4 * WINDOW :]
 
     @cached_property
-    def _k3s(self) -> np.ndarray:
-        return self.values(K3, "rollout_corr/k3_kl")[-4 * WINDOW :]
+    def _estimates(self) -> tuple[np.ndarray, np.ndarray]:
+        """The last readings of k1 and of k3, as many of either."""
+        k3s = self.values(K3, "rollout_corr/k3_kl")[-4 * WINDOW :]
+        count = min(len(self._k1s), len(k3s))
+        return self._k1s[len(self._k1s) - count :], k3s[len(k3s) - count :]
 
     @cached_property
     def one_sided(self) -> float | None:
         """k3 / k1: 1 where k averages 1, near 0 where every k is a little below 1."""
-        k1, k3 = self._paired(self._k1s, self._k3s)
+        k1, k3 = self._estimates
         return float(k3.mean() / k1.mean()) if k1.size and k1.mean() > 0 else None
 
     @cached_property
     def excess(self) -> float | None:
         """The mean of k - 1, in its standard errors."""
-        k1, k3 = self._paired(self._k1s, self._k3s)
+        k1, k3 = self._estimates
         return _in_errors(k3 - k1)
 
     @cached_property
@@ -160,9 +159,9 @@ class Marks:
 
     @cached_property
     def by_probability(self) -> tuple[float, ...] | None:
-        """Of each bucket of probability, k1 / sqrt(2 k3): 1 or -1 where every token of it moves alike, 0 for noise."""
+        """k1 / sqrt(2 k3) of each bucket of probability: 1 or -1 where all its tokens move alike, 0 for noise."""
         found = []
-        for bucket in PROBABILITIES:
+        for bucket in BUCKETS["prob"]:
             k1, k3 = self.late("vllm_kl/k1/prob/" + bucket), self.late("vllm_kl/k3/prob/" + bucket)
             if k1 is not None and k3 is not None and k3 > 0:
                 found.append(k1 / (2 * k3) ** 0.5)
@@ -365,8 +364,12 @@ class Suspect:
     @property
     def reasons(self) -> str:
         """What speaks for it, as one text, the strongest first."""
-        signs = sorted((sign for sign in self.signs if sign.points > 0), key=lambda sign: -sign.points)
-        return "; ".join(sign.text for sign in signs)
+        return "; ".join(sign.text for sign in sorted(self.signs, key=lambda sign: -sign.points) if sign.points > 0)
+
+    @property
+    def sentence(self) -> str:
+        """The cause, what speaks for it, and what to do, on one line."""
+        return f"likely cause: {self.cause.title} ({self.reasons}); {self.advice}"
 
     @property
     def advice(self) -> str:
@@ -397,15 +400,14 @@ class Diagnosis:
     """The diagnosis of a run while it runs, which speaks when the likeliest cause becomes another one.
 
     Attributes:
-        suspects: those of the last look, the likeliest first.
+        told: the name of the cause that was told last; "" for none.
     """
 
     def __init__(self) -> None:
-        self.suspects: list[Suspect] = []
         self._first: dict[str, list[tuple[int, float]]] = {}
         self._last: dict[str, deque[tuple[int, float]]] = {}
         self._seen: list[str] = []
-        self._told = ""
+        self.told = ""
 
     def add(self, step: int, metrics: Mapping[str, float]) -> Event | None:
         """Take the metrics of a step; an event where a cause is named that was not told before.
@@ -423,19 +425,18 @@ class Diagnosis:
                 self._last.setdefault(name, deque(maxlen=REMEMBERED)).append((step, value))
         if step % LOOK_EVERY:
             return None
-        self.suspects = self.look()
-        named = self.suspects[0].cause.name if self.suspects and not self.suspects[0].harmless else ""
+        found = self.look()
+        named = found.cause.name if found is not None else ""
         self._seen = [*self._seen, named][-LOOKS:]
-        if not named or named == self._told or self._seen != [named] * LOOKS:
+        if found is None or named == self.told or self._seen != [named] * LOOKS:
             return None
-        self._told = named
-        suspect = self.suspects[0]
-        reason = f"likely cause: {suspect.cause.title} ({suspect.reasons}); {suspect.advice}"
-        return Event(step, "diagnosis", "", None, None, "warn", reason)
+        self.told = named
+        return Event(step, "diagnosis", "", None, None, "warn", found.sentence)
 
-    def look(self) -> list[Suspect]:
-        """The causes that all readings so far point to."""
-        return find_suspects({name: [*first, *self._last.get(name, ())] for name, first in self._first.items()})
+    def look(self) -> Suspect | None:
+        """The cause that all readings so far point to; None where there is none, or it is harmless rounding."""
+        found = find_suspects({name: [*first, *self._last.get(name, ())] for name, first in self._first.items()})
+        return found[0] if found and not found[0].harmless else None
 
 
 def cause(name: str, title: str, check: str, override: str = "") -> Callable[[Judge], Judge]:
@@ -469,10 +470,8 @@ def _old_weights(marks: Marks) -> Iterator[Sign]:
     yield from _came(marks)
     if marks.staleness is None:
         yield Sign(-1, "no trajectory says that it is older than the policy")
-    elif marks.staleness >= 1:
-        yield Sign(3, f"rollouts are {marks.staleness:.1f} versions behind the policy")
     else:
-        yield Sign(-3, f"rollouts are {marks.staleness:.1f} versions behind the policy")
+        yield Sign(3 if marks.staleness >= 1 else -3, f"rollouts are {marks.staleness:.1f} versions behind the policy")
 
 
 def _unsynced(marks: Marks) -> Iterator[Sign]:
@@ -480,7 +479,7 @@ def _unsynced(marks: Marks) -> Iterator[Sign]:
     if marks.staleness is not None and marks.staleness >= 1:
         yield Sign(-3, f"rollouts are known to be {marks.staleness:.1f} versions behind")
     if marks.arrived is not None and marks.arrived[0] > 0.75 and marks.arrived[1] < 1.3:
-        yield Sign(-4, f"{_interval(marks.arrived)} of the last updates arrived")
+        yield Sign(-4, _arrived_sentence(marks.arrived))
 
 
 @cause(
@@ -493,10 +492,7 @@ def _lost_sync(marks: Marks) -> Iterator[Sign]:
     """Lab, `missed_sync`: 0 of an update arrives; the gap grows for as long as the policy moves."""
     yield from _unsynced(marks)
     if marks.arrived is not None:
-        if marks.arrived[1] < 0.1:
-            yield Sign(3, f"{_interval(marks.arrived)} of the last updates arrived")
-        else:
-            yield Sign(-2, f"{_interval(marks.arrived)} of the last updates arrived")
+        yield Sign(3 if marks.arrived[1] < 0.1 else -2, _arrived_sentence(marks.arrived))
     elif marks.apart and marks.k3 is not None and marks.k3 > LARGE:
         yield Sign(1, f"k3 is {_number(marks.k3)}, more than rounding leaves")
 
@@ -514,11 +510,11 @@ def _partial_sync(marks: Marks) -> Iterator[Sign]:
         yield Sign(-1, f"all looks see the same share of it: {marks.scaled:.2f}")
     if marks.arrived is not None:
         if marks.arrived[1] < 0.1:
-            yield Sign(-2, f"{_interval(marks.arrived)} of the last updates arrived")
+            yield Sign(-2, _arrived_sentence(marks.arrived))
         elif marks.arrived[0] < 0.75:
-            yield Sign(2, f"{_interval(marks.arrived)} of the last updates arrived")
+            yield Sign(2, _arrived_sentence(marks.arrived))
     if marks.starts_in_layer is not None:
-        yield Sign(1.5, f"routers agree up to layer {marks.starts_in_layer}, and not behind it")
+        yield Sign(1.5, _start_sentence(marks.starts_in_layer))
 
 
 @cause(
@@ -571,7 +567,7 @@ def _two_precisions(marks: Marks) -> Iterator[Sign]:
     yield from _sampled_as_said(marks)
     if marks.differ is not None:
         if marks.differ > ROUNDED:
-            yield Sign(-2, f"routers choose {marks.differ:.1%} of the experts differently")
+            yield Sign(-2, _choices_sentence(marks.differ))
         elif marks.differ > 0:
             yield Sign(1.5, f"routers choose {marks.differ:.2%} of the experts differently, as near ties do")
         else:
@@ -611,14 +607,14 @@ def _rounds(marks: Marks) -> Iterator[Sign]:
         if marks.gap_per_choice < 1.5:
             yield Sign(1, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts, as rounding leaves it")
         elif marks.gap_per_choice > 3:
-            yield Sign(-3, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts: more than rounding")
+            yield Sign(-3, _far_sentence(marks.gap_per_choice))
     if marks.by_probability is not None:
         if marks.tilted:
             yield Sign(-2, "the gap depends on the probability alone")
         elif max(map(abs, marks.by_probability[-2:])) < 0.7:
             yield Sign(0.5, "tokens of one probability move to either side")
     if marks.starts_in_layer is not None:
-        yield Sign(-2, f"routers agree up to layer {marks.starts_in_layer}, and not behind it")
+        yield Sign(-2, _start_sentence(marks.starts_in_layer))
 
 
 @cause(
@@ -637,7 +633,7 @@ def _router_bias(marks: Marks) -> Iterator[Sign]:
     if marks.differ < 0.05:
         yield Sign(-2, f"routers choose {marks.differ:.2%} of the experts differently")
         return
-    yield Sign(1, f"routers choose {marks.differ:.1%} of the experts differently")
+    yield Sign(1, _choices_sentence(marks.differ))
     if len(marks.by_layer) > 1:
         if marks.by_layer[0] >= 0.85 * marks.by_layer[-1]:
             yield Sign(1.5, f"as many in the first layer ({marks.by_layer[0]:.1%}) as in the last")
@@ -662,14 +658,14 @@ def _wrong_weights(marks: Marks) -> Iterator[Sign]:
     yield from _static(marks)
     yield from _sampled_as_said(marks)
     if marks.starts_in_layer is not None:
-        yield Sign(3, f"routers agree up to layer {marks.starts_in_layer}, and not behind it")
+        yield Sign(3, _start_sentence(marks.starts_in_layer))
     elif marks.values("router/own_agreement").size and not marks.replayed and marks.differ is not None:
         if marks.differ < 1e-4 and marks.k3 is not None and marks.k3 > LARGE and not marks.tilted:
             yield Sign(2.5, f"all routers agree, and k3 is {_number(marks.k3)}: the difference is behind the last one")
         else:
             yield Sign(-2, "the routers' disagreement does not begin behind a layer")
     if marks.gap_per_choice is not None and marks.gap_per_choice > 2:
-        yield Sign(0.5, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts: more than rounding")
+        yield Sign(0.5, _far_sentence(marks.gap_per_choice))
 
 
 @cause(
@@ -689,9 +685,9 @@ def _shifted_positions(marks: Marks) -> Iterator[Sign]:
         yield Sign(1, f"{marks.by_layer[0]:.0%} in the first layer already")
     if marks.gap_per_choice is not None:
         if marks.gap_per_choice > 4.5:
-            yield Sign(1, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts: more than rounding")
+            yield Sign(1, _far_sentence(marks.gap_per_choice))
         else:
-            yield Sign(-3, f"k3 is only {marks.gap_per_choice:.2g} times the share of other experts")
+            yield Sign(-3, _only_sentence(marks.gap_per_choice))
     if marks.few_trajectories is not None and marks.few_trajectories < 2.5:
         yield Sign(1, f"every trajectory is off: the largest gap is {marks.few_trajectories:.1f} times the mean")
 
@@ -709,7 +705,7 @@ def _leak(marks: Marks) -> Iterator[Sign]:
     if marks.few_tokens is not None:
         yield Sign(0.5 if marks.few_tokens < 5 else -1.5, _tokens_sentence(marks.few_tokens))
     if marks.differ is not None and not marks.replayed:
-        yield Sign(1 if marks.differ > 0.02 else -1, f"routers choose {marks.differ:.1%} of the experts differently")
+        yield Sign(1 if marks.differ > 0.02 else -1, _choices_sentence(marks.differ))
 
 
 @cause(
@@ -728,15 +724,15 @@ def _respelled(marks: Marks) -> Iterator[Sign]:
     if marks.few_tokens is not None:
         yield Sign(1.5 if marks.few_tokens >= 5 else -0.5, _tokens_sentence(marks.few_tokens))
     if marks.differ is not None and not marks.replayed:
-        yield Sign(1 if marks.differ < 0.02 else -2, f"routers choose {marks.differ:.1%} of the experts differently")
+        yield Sign(1 if marks.differ < 0.02 else -2, _choices_sentence(marks.differ))
 
 
 def _far_but_few(marks: Marks) -> Iterator[Sign]:
     if marks.gap_per_choice is not None:
         if marks.gap_per_choice > 4:
-            yield Sign(1.5, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts: more than rounding")
+            yield Sign(1.5, _far_sentence(marks.gap_per_choice))
         else:
-            yield Sign(-2, f"k3 is only {marks.gap_per_choice:.2g} times the share of other experts")
+            yield Sign(-2, _only_sentence(marks.gap_per_choice))
     if marks.few_trajectories is not None:
         if marks.few_trajectories > 7:
             yield Sign(1.5, f"few trajectories make it: the largest gap is {marks.few_trajectories:.0f} times the mean")
@@ -773,6 +769,8 @@ def _wrong_routes(marks: Marks) -> Iterator[Sign]:
 
 # What is sampled, and what is said of it.
 
+TILT = "unlikely tokens move one way and likely ones the other, all tokens of a probability alike"
+
 
 @cause(
     "temperature",
@@ -785,17 +783,17 @@ def _temperature(marks: Marks) -> Iterator[Sign]:
     yield from _static(marks)
     if marks.by_probability is not None:
         if marks.tilted:
-            yield Sign(3, "unlikely tokens move one way and likely ones the other, all tokens of a probability alike")
+            yield Sign(3, TILT)
         else:
             yield Sign(-2, "tokens of one probability do not move alike")
     yield from _sampled_as_said(marks, 1)
     if marks.k1_sign is not None and marks.k1_sign < -SIGMAS:
-        yield Sign(-3, f"k1 is negative by {-marks.k1_sign:.0f} standard errors, which no KL is")
+        yield Sign(-3, _negative_sentence(marks.k1_sign))
     if marks.differ is not None:
         if marks.differ < ROUNDED:
             yield Sign(0.5, f"routers choose {1 - marks.differ:.2%} of the experts alike")
         else:
-            yield Sign(-2, f"routers choose {marks.differ:.1%} of the experts differently")
+            yield Sign(-2, _choices_sentence(marks.differ))
 
 
 @cause(
@@ -835,11 +833,11 @@ def _raw_log_probs(marks: Marks) -> Iterator[Sign]:
     yield from _static(marks)
     if marks.k1_sign is not None:
         if marks.k1_sign < -SIGMAS:
-            yield Sign(3, f"k1 is negative by {-marks.k1_sign:.0f} standard errors, which no KL is")
+            yield Sign(3, _negative_sentence(marks.k1_sign))
         else:
             yield Sign(-2, "k1 is not negative")
     if marks.tilted:
-        yield Sign(1, "unlikely tokens move one way and likely ones the other, all tokens of a probability alike")
+        yield Sign(1, TILT)
 
 
 # The learning itself.
@@ -863,10 +861,7 @@ def _learning_rate(marks: Marks) -> Iterator[Sign]:
     yield from _gap_is_small(marks)
     if marks.reward_kept is None:
         return
-    if marks.reward_kept < 0.5:
-        yield Sign(3.5, f"the reward is {marks.reward_kept:.0%} of its best level")
-    else:
-        yield Sign(-3, f"the reward is {marks.reward_kept:.0%} of its best level")
+    yield Sign(3.5 if marks.reward_kept < 0.5 else -3, f"the reward is {marks.reward_kept:.0%} of its best level")
     if marks.entropy_at_fall is not None and marks.entropy_at_fall < 0.35:
         yield Sign(-2, f"the entropy had come down to {marks.entropy_at_fall:.0%} before the reward fell")
 
@@ -888,7 +883,7 @@ def _entropy_collapse(marks: Marks) -> Iterator[Sign]:
         return
     yield Sign(1.5, f"the entropy is {entropy:.0%} of what it was")
     if reward < 1.15:
-        yield Sign(2, f"the reward is {reward:.0%} of what it was")
+        yield Sign(2, _reward_sentence(reward))
     elif marks.stands_low is not None:
         yield Sign(1.5, f"the reward rises no more, at {marks.stands_low:.0%} of what the best answers get")
     else:
@@ -915,7 +910,7 @@ def _hacked_reward(marks: Marks) -> Iterator[Sign]:
     yield Sign(2 if length > 1.5 else -3, f"answers are {length:.2g} times as long as at the start")
     if cut is not None and cut > 0.5 and length > 1.2:
         yield Sign(1, f"{cut:.0%} of them are as long as the longest")
-    yield Sign(1 if reward > 1.1 else -2, f"the reward is {reward:.0%} of what it was")
+    yield Sign(1 if reward > 1.1 else -2, _reward_sentence(reward))
 
 
 @cause(
@@ -930,7 +925,7 @@ def _noisy_reward(marks: Marks) -> Iterator[Sign]:
     if entropy is None or reward is None or marks.reward_kept is None:
         return
     flat = reward < 1.1 and marks.reward_kept > 0.5 and len(marks.values(REWARD)) >= 4 * WINDOW
-    yield Sign(1.5 if flat else -3, f"the reward is {reward:.0%} of what it was")
+    yield Sign(1.5 if flat else -3, _reward_sentence(reward))
     stands_still = 0.93 < reward < 1.07 and 0.93 < entropy < 1.07
     points = 1.5 if entropy > 1.2 else 1 if stands_still else -1.5
     yield Sign(points, f"the entropy is {entropy:.0%} of what it was: the policy does not become surer")
@@ -954,7 +949,7 @@ def _no_signal(marks: Marks) -> Iterator[Sign]:
 
 
 def _in_errors(values: np.ndarray) -> float | None:
-    if len(values) < 8:
+    if len(values) < FEWEST:
         return None
     error = float(values.std(ddof=1)) / len(values) ** 0.5
     return float(values.mean()) / error if error > 0 else 0.0
@@ -969,8 +964,32 @@ def _with_updates_sentence(marks: Marks) -> str:
     return f"the gap came with the updates: in the first steps it was {marks.at_once or 0:.1%} of what it is"
 
 
-def _interval(share: tuple[float, float]) -> str:
-    return f"{share[0]:.0%} to {share[1]:.0%}"
+def _arrived_sentence(share: tuple[float, float]) -> str:
+    return f"{share[0]:.0%} to {share[1]:.0%} of the last updates arrived"
+
+
+def _far_sentence(gap_per_choice: float) -> str:
+    return f"k3 is {gap_per_choice:.2g} times the share of other experts: more than rounding"
+
+
+def _only_sentence(gap_per_choice: float) -> str:
+    return f"k3 is only {gap_per_choice:.2g} times the share of other experts"
+
+
+def _negative_sentence(k1_sign: float) -> str:
+    return f"k1 is negative by {-k1_sign:.0f} standard errors, which no KL is"
+
+
+def _start_sentence(layer: int) -> str:
+    return f"routers agree up to layer {layer}, and not behind it"
+
+
+def _choices_sentence(share: float) -> str:
+    return f"routers choose {share:.1%} of the experts differently"
+
+
+def _reward_sentence(share: float) -> str:
+    return f"the reward is {share:.0%} of what it was"
 
 
 def _number(value: float | None) -> str:

@@ -68,17 +68,21 @@ TOO_FAR = "The engines have come apart so far that updates no longer follow the 
 TOO_OLD = "The rollouts are so much older than the policy that updates no longer follow them."
 DEFAULT_RATE = 1e-6  # of verl's actor
 MOST_SUSPECTS = 3
-CORRECTING = ("stability=r3", "stability=icepop", "stability=kpop", "precision=")  # mends nothing that is a fault
 MENDED_BY_CORRECTION = ("quantized", "router_bias")
 KNOWN_ADVICE = ("old_weights", "learning_rate", "two_precisions")  # for which the run's own numbers decide what to do
 
 
 @dataclass(frozen=True)
 class Override:
-    """One thing to try: the text after `python -m verl_ext.main_ppo`, and why."""
+    """One thing to try: the text after `python -m verl_ext.main_ppo`, and why.
+
+    Attributes:
+        corrects: whether it brings engines together or keeps their gap out of the update, which mends no fault.
+    """
 
     text: str
     why: str
+    corrects: bool = False
 
     @property
     def sentence(self) -> str:
@@ -182,8 +186,8 @@ def _with_suspects(run: Run, found: RunVerdict) -> RunVerdict:
     change = Override(first.cause.override, first.cause.title)
     if found.state == "collapsed" and (fall := fall_of(run)):
         change = _with_checkpoint(run, change, fall.sound)
-    idle = () if first.cause.name in MENDED_BY_CORRECTION else CORRECTING
-    others = tuple(each for each in found.overrides if each.text != change.text and not each.text.startswith(idle))
+    idle = first.cause.name not in MENDED_BY_CORRECTION
+    others = (each for each in found.overrides if each.text != change.text and not (idle and each.corrects))
     return replace(found, overrides=(change, *others))
 
 
@@ -518,11 +522,11 @@ def _with_checkpoint(run: Run, change: Override, sound: int) -> Override:
     """The change together with the weights to start from, as one command line."""
     if sound <= 1:
         why = f"{change.why}. No checkpoint is from before the fall, so the run starts from its beginning"
-        return Override(f"{change.text} trainer.resume_mode=disable", why)
+        return replace(change, text=f"{change.text} trainer.resume_mode=disable", why=why)
     stale = staleness(run)
     dated = f" (the reward of a step is that of weights {stale:.0f} versions older)" if stale > STALE else ""
     why = f"{change.why}. {SPOILED.capitalize()}: CHECKPOINT is one from before step {sound}{dated}"
-    return Override(f"{change.text} {RESUME}", why)
+    return replace(change, text=f"{change.text} {RESUME}", why=why)
 
 
 def _gap_overrides(run: Run, *, tighten: bool) -> Iterator[Override]:
@@ -540,15 +544,21 @@ def _gap_overrides(run: Run, *, tighten: bool) -> Iterator[Override]:
         yield Override(
             "stability=r3 stability.correction=tis",
             "trains with the experts that the rollout chose and bounds weights: routing is part of the gap",
+            corrects=True,
         )
     if blind:
-        yield Override("stability=kpop", "bounds each token's KL instead, which is tight where tokens are likely")
+        tight = "bounds each token's KL instead, which is tight where tokens are likely"
+        yield Override("stability=kpop", tight, corrects=True)
     if not corrected and not routed:
         yield Override(
-            "stability=icepop", "drops the tokens on which the engines are apart, and skips batches past 0.1"
+            "stability=icepop",
+            "drops the tokens on which the engines are apart, and skips batches past 0.1",
+            corrects=True,
         )
     yield Override(
-        "precision=fp16", "rounds eight times finer than bfloat16, in both engines; fp16_megatron where Megatron trains"
+        "precision=fp16",
+        "rounds eight times finer than bfloat16, in both engines; fp16_megatron where Megatron trains",
+        corrects=True,
     )
     if tighten and corrected and not blind:
         rule = "{gap:{signal:guard/steps_to_boundary,below:20,recover:50,action:tighten}}"

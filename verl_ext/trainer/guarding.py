@@ -107,16 +107,15 @@ class GuardActions:
 
     def stop_if_asked(self) -> None:
         if self.stop is not None:
-            suspects = self.diagnosis.look()
-            cause = f" Likely cause: {suspects[0].cause.title}; {suspects[0].advice}." if suspects else ""
+            found = self.diagnosis.look()
+            cause = f" Likely cause: {found.cause.title}; {found.advice}." if found is not None else ""
             raise GuardStopError(f"the guard stopped the run: {self.stop.reason}; {self._good_checkpoint()}.{cause}")
 
     def end_run(self) -> None:
         """Tell the likeliest cause, and what was decided in the last step and finds no next one."""
         self.stop_if_asked()
-        if (suspects := self.diagnosis.look()) and not suspects[0].harmless:
-            first = suspects[0]
-            print(f"verl_ext: likely cause: {first.cause.title} ({first.reasons}); {first.advice}", flush=True)
+        if (found := self.diagnosis.look()) is not None:
+            print(f"verl_ext: {found.sentence}", flush=True)
         if due := self._guard.state.rollback_due:
             print(f"verl_ext: the run ended with a rollback due: {due}; {self._good_checkpoint()}", flush=True)
 
