@@ -166,6 +166,8 @@ def _with_suspects(run: Run, found: RunVerdict) -> RunVerdict:
         if name.startswith(READ) and (finite := logged.finite()).steps.size
     }
     suspects = tuple(find_suspects(series)[:MOST_SUSPECTS])
+    if suspects and suspects[0].harmless:
+        suspects = suspects[:1]  # what comes behind an explanation that is no fault would accuse a sound run
     found = replace(found, suspects=suspects)
     first = suspects[0] if suspects and not suspects[0].harmless else None
     if found.state == "healthy":

@@ -8,6 +8,7 @@ import pytest
 
 from tests import ROOT
 from tests.unit.report.made_runs import NAN, event, full, make, prefix
+from verl_ext.guard.diagnosis import find_suspects
 from verl_ext.guard.forecast import FEWEST
 from verl_ext.guard.state import Event
 from verl_ext.report.load import read_run
@@ -576,3 +577,26 @@ def test_what_the_guard_only_warned_of_is_told():
 
 def test_a_gap_near_the_boundary_is_a_share_of_it():
     assert "k3 is 0.04, 40 % of the boundary of 0.1" in said({"vllm_kl/k3": [0.04] * 40})
+
+
+def test_behind_harmless_rounding_nobody_else_is_accused():
+    """Rounding by bf16, a little of which makes few tokens differ: with fewer points, that is what respelling does."""
+    rounding = {
+        "vllm_kl/k3": [4e-4] * 60,
+        "vllm_kl/k1": [4e-4] * 60,
+        "vllm_kl/log_ratio_abs_mean": [2e-3] * 60,
+        "vllm_kl/sequence_gap_mean": [1e-3] * 60,
+        "vllm_kl/sequence_gap_max": [1.4e-2] * 60,
+        "router/agreement": [0.996] * 60,
+        "router/own_agreement": [0.996] * 60,
+    }
+    run = make(rounding)
+    causes = [suspect.cause.name for suspect in find_suspects({name: readings(run, name) for name in rounding})]
+    assert causes == ["two_precisions", "respelled"]
+    verdict = judge_run(run)
+    assert [suspect.cause.name for suspect in verdict.suspects] == ["two_precisions"] and verdict.state == "healthy"
+
+
+def readings(run, name):
+    series = run.get(name)
+    return [*zip(series.steps.tolist(), series.values.tolist(), strict=True)]

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from omegaconf import OmegaConf
+from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import PolicyLossConfig
@@ -329,8 +330,9 @@ def test_log_ratios_of_a_hundred_stay_finite(gap, make_batch, actor_config):
     assert batch.take_gradients().isfinite().all()
 
 
-def test_the_inputs_reach_a_registered_loss_padded_and_are_gone_afterwards(make_batch, actor_config):
+def test_the_inputs_reach_a_registered_loss_padded_and_are_gone_afterwards(make_batch, actor_config, monkeypatch):
     seen = []
+    monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(core_algos.POLICY_LOSS_REGISTRY))
 
     @register_policy_loss("test_reader")
     def reader(**call):
