@@ -172,6 +172,8 @@ def renew() -> None:
         numpy.random.seed()
     if agent_loop := sys.modules.get("verl_ext.upstream.agent_loop"):
         agent_loop.install_changes()  # as this process's environment asks
+    if scheduler := sys.modules.get("sglang.srt.managers.scheduler"):
+        scheduler.TEST_RETRACT = scheduler.envs.SGLANG_TEST_RETRACT.get()
     if ray := sys.modules.get("ray"):
         ray._raylet.Config.initialize("")  # RAY_* once more: whether the cluster wants a token, for example
         ray._private.ray_constants.SETUP_WORKER_FILENAME = str(Path(__file__).with_name("prefork_worker.py"))

@@ -52,6 +52,7 @@ CPU = {  # environment, as tools/quickstart.sh sets it
     "RAY_worker_niceness": "0",  # another test beside a run would leave its workers, at Ray's 15, no time
 }
 PY_EXECUTABLE = "ray_kwargs.ray_init.runtime_env.py_executable"
+RETRACTS = ("SGLANG_TEST_RETRACT", "1")  # SGLang retracts a request every third pass, by its own switch for tests
 MARK = "VERL_EXT_TEST_RUN"  # the environment variable that tells a run's processes from others'
 
 # verl's own entry point finds the recipe through the search path.

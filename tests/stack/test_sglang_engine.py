@@ -14,7 +14,7 @@ import torch
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from recipes.cpu_tool.make_assets import build_model
 from tests import ROOT
-from tests.stack.running import CPU, MARK, kill_all
+from tests.stack.running import CPU, MARK, RETRACTS, kill_all
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -86,8 +86,9 @@ def test_heads_are_transformers_over_what_was_kept_and_turns_have_all_rows(found
     assert readings["both"]["kept"] < 7 * readings["both"]["places"]
 
 
-def test_retractions_are_counted_and_all_stays_at_its_token(found):
+def test_retractions_are_counted_and_all_stays_at_its_token(found, monkeypatch):
     """The weights are the same in both passes, so in float32 the experts are too."""
+    monkeypatch.setenv(*RETRACTS)
     reading = found("retracted")
     assert reading["retractions"] > 0
     assert reading["apart"] < 1e-4 and reading["head_apart"] < 1e-4

@@ -9,6 +9,7 @@ from tests.stack.faults import CANARY
 from tests.stack.left import SAVES, events, last_saved, saved
 from tests.stack.running import (
     ASYNC_BUFFER,
+    RETRACTS,
     SEPARATE_ASYNC,
     SMALL,
     assert_documented,
@@ -77,9 +78,10 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
 
 
 @pytest.mark.parametrize("trained_by", ["fsdp2", "megatron"])
-def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by):
+def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by, monkeypatch):
     """In step 2 every expert id is one too high: the gap jumps, and the batch is skipped. SGLang takes on more requests
-    than its cache has room for."""
+    than its cache has room for, and retracts one every third pass anyway."""
+    monkeypatch.setenv(*RETRACTS)
     replay = {
         "fsdp2": ("stability=r3", "precision=fp32"),
         "megatron": ("stability=icepop", "actor_rollout_ref.actor.megatron.router_replay.mode=R3", *MEGATRON_FLOAT32),
