@@ -1,21 +1,25 @@
-"""The tool of telling_tool.py, one call of which hangs for a while."""
+"""The tool of telling_tool.py, one call of which hangs until the run has told of it."""
 
 import itertools
 import time
 
 from verl.tools.function_tool import get_function_tool
 
+from tests.stack.switching import told
 from tests.stack.telling_tool import double
 
 CALL = 250  # some ten steps into a run
-SECONDS = 60  # longer than it takes until a slow step is told, on a slow machine too
+SECONDS = 120  # where nothing is told, the call ends by itself, and the test fails
 
 _calls = itertools.count()
 
 
 def hanging_double(digit: int) -> str:
     if next(_calls) == CALL:
-        time.sleep(SECONDS)
+        end = time.monotonic() + SECONDS
+        while not told().exists() and time.monotonic() < end:
+            time.sleep(0.2)
+        told().unlink(missing_ok=True)
     return double(digit)
 
 

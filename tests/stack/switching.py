@@ -9,10 +9,14 @@ start, stays as BASE has it: the reward manager, the engines, the clip range and
 of every other step is taken in blocks.
 """
 
+import os
 import sys
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 
 from tests import ROOT
+from tests.stack.running import MARK
 
 BASE = (
     "stability=icepop",
@@ -123,15 +127,28 @@ def compose(overrides: list[str]):
     return config, stability
 
 
+def told() -> Path:
+    """The file that is there once the run has told of the tool that hangs."""
+    return Path(tempfile.gettempdir(), f"told_{os.environ[MARK]}")
+
+
 def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: list[str]) -> type:
     """`trainer_class`, taking the settings of the schedule's next entry before each step."""
     from omegaconf import OmegaConf
 
     from verl_ext.core.tokens import BLOCK_TOKENS
     from verl_ext.features.table import loss_settings, read_features
-    from verl_ext.trainer import queue
+    from verl_ext.trainer import queue, watch
 
     entries = list(schedule)
+    say = watch.say
+
+    def say_to_the_tool(said: str) -> None:
+        say(said)
+        if "hanging_double" in said:
+            told().touch()
+
+    watch.say = say_to_the_tool
 
     class SwitchingTrainer(trainer_class):
         def step(self, metrics, timing_raw):

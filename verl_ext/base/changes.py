@@ -325,6 +325,15 @@ TABLE = (
         test="tests/stack/test_vllm_engine.py::test_routed_experts_are_those_of_the_routers",
     ),
     Change(
+        name="sleep_in_queues",
+        target="`vllm.distributed.device_communicators.shm_broadcast.SpinCondition.wait`",
+        why="a process of vLLM keeps a core busy for a second after each message, which training needs",
+        when=ON_CPU,
+        versions=VLLM_CPU,
+        file="cpu/vllm.py",
+        test="tests/unit/cpu/test_vllm.py::test_a_reader_of_vllms_queues_sleeps_until_it_is_told",
+    ),
+    Change(
         name="allow_float32",
         target="`verl.workers.config.engine.McoreEngineConfig.__post_init__`",
         why="verl refuses dtype=float32, in which its Megatron engine runs: for exact comparisons",

@@ -42,6 +42,7 @@ CAPTURE = "_verl_ext_capture"  # attribute of a RoutedExperts layer of 0.27: tak
 KERNEL = "out, input, w13, w2, w13_bias, w2_bias, topk_weights, topk_ids, act, isa, skip_weighted"
 RUNNER = "vllm.v1.worker.cpu_model_runner"
 CONNECTOR = "vllm.distributed.aux_output_connector.worker"  # of 0.31
+LOOK_MS = 50  # the longest that a reader of a queue sleeps
 HELD = "_verl_ext_aux_output"  # attribute of the model runner: the connector
 
 _undo: Undo | None = None
@@ -374,6 +375,22 @@ def _as_with_own_runner(verify: Callable[[Any], None], config: Any) -> None:
         verify(config)
     finally:
         undo()
+
+
+def sleep_in_queues(queues: Any) -> Undo:
+    """Let vLLM's processes sleep while they wait for a message, as the hook on the module of their queues.
+
+    A reader looks at its queue again and again for a second after each message. On cores that training shares, that
+    took more of an engine's time than its model. Asleep, it is woken by the notice that the writer sends anyway; what
+    was sent before the reader listened is lost, so it looks by itself too.
+    """
+
+    def asleep(wait: Callable[..., None], self: Any, timeout_ms: int | None = None) -> None:
+        self.busy_loop_s = 0
+        wait(self, LOOK_MS if timeout_ms is None else min(LOOK_MS, timeout_ms))
+
+    expect("sleep_in_queues", queues.SpinCondition, "__init__", "self, is_reader, context, notify_address, busy_loop_s")
+    return wrap("sleep_in_queues", queues.SpinCondition, "wait", asleep, "self, timeout_ms")
 
 
 def adapt_vllm() -> Undo:

@@ -5,6 +5,8 @@ from wrapt import register_post_import_hook
 from verl_ext.base.patching import runs_on_cpu
 from verl_ext.upstream import engine_report
 
+QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
+
 
 def register() -> None:
     """Install the engine's report, a load format and, where verl runs on CPU cores, the patches of `cpu.vllm`.
@@ -20,3 +22,4 @@ def register() -> None:
     if runs_on_cpu():
         register_post_import_hook("verl_ext.cpu.vllm:on_import", "vllm.v1.worker.cpu_model_runner")
         register_post_import_hook("verl_ext.cpu.vllm:allow_delivery", "vllm.config.vllm")
+        register_post_import_hook("verl_ext.cpu.vllm:sleep_in_queues", QUEUES)

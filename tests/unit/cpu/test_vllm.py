@@ -1,6 +1,7 @@
 """The patches that make vLLM's CPU backend a rollout engine, one by one."""
 
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import reduce
@@ -169,7 +170,8 @@ def test_install_applies_all_patches_or_none(cpu: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("platform", "hooks"), [("cpu", [LOADERS, RUNNER, CONFIG]), ("", [LOADERS]), ("npu", [LOADERS])]
+    ("platform", "hooks"),
+    [("cpu", [LOADERS, RUNNER, CONFIG, vllm_plugin.QUEUES]), ("", [LOADERS]), ("npu", [LOADERS])],
 )
 def test_register_patches_only_where_verl_runs_on_cpu(
     monkeypatch: pytest.MonkeyPatch, platform: str, hooks: list[str]
@@ -180,6 +182,29 @@ def test_register_patches_only_where_verl_runs_on_cpu(
     monkeypatch.setattr(vllm_plugin, "register_post_import_hook", lambda hook, module: found.append(module))
     vllm_plugin.register()
     assert found == hooks
+
+
+def test_a_reader_of_vllms_queues_sleeps_until_it_is_told(cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    queues = importlib.import_module(vllm_plugin.QUEUES)
+    writer = queues.MessageQueue(n_reader=1, n_local_reader=1)
+    reader = queues.MessageQueue.create_from_handle(writer.export_handle(), rank=0)
+    looks: list[None] = []
+    monkeypatch.setattr(queues, "sched_yield", lambda: looks.append(None))
+
+    def receive() -> str:
+        looks.clear()
+        later = threading.Timer(0.2, writer.enqueue, ["a message"])
+        later.start()
+        received = reader.dequeue(timeout=30)
+        later.join()
+        return received
+
+    assert receive() == "a message" and looks, "as vLLM has it, it looks again and again"
+    undo = cpu.sleep_in_queues(queues)
+    assert receive() == "a message" and not looks
+    undo()
+    reader._spin_condition.busy_loop_s = 1
+    assert receive() == "a message" and looks
 
 
 @pytest.mark.parametrize("remove_weight", [True, False])
