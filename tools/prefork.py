@@ -25,6 +25,7 @@ import sys
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from prefork_client import LENGTH, PASSED_ON
 
@@ -178,6 +179,20 @@ def renew() -> None:
         ray._raylet.Config.initialize("")  # RAY_* once more: whether the cluster wants a token, for example
         ray._private.ray_constants.SETUP_WORKER_FILENAME = str(Path(__file__).with_name("prefork_worker.py"))
         ray._private.state.next_job_id = lambda: ray.JobID(bytes.fromhex(JOB))  # which every cluster counts from 1
+        fork_daemons(ray._private.services)
+
+
+def fork_daemons(services: Any) -> None:
+    """Have the cluster that this process may start fork its daemons too: five of them are Python."""
+    start, python = services.start_ray_process, services._build_python_executable_command_memory_profileable
+    forked = os.environ["PREFORK_PYTHON"]
+
+    def start_forked(command: list[str], *rest: Any, **options: Any) -> Any:  # the monitors and the dashboard
+        return start([forked, *command[1:]] if command[0] == sys.executable else command, *rest, **options)
+
+    services.start_ray_process = start_forked
+    # What the raylet starts its two agents with.
+    services._build_python_executable_command_memory_profileable = lambda *a, **k: [forked, *python(*a, **k)[1:]]
 
 
 def run(arguments: list[str], path: list[str]) -> None:

@@ -177,3 +177,22 @@ def test_a_worker_of_ray_is_forked_where_the_runtime_environment_asks_for_it(ser
     command += [f"--serialized-runtime-env-context={context}", "--language=PYTHON"]
     ran = subprocess.run(command, env=server, capture_output=True, text=True, timeout=60)
     assert ran.stdout == f"['--node-ip-address=a b'] 1 12 {forked}\n", ran.stderr
+
+
+def test_the_daemons_of_a_cluster_are_forked(server):
+    """In the server's child: Ray is imported, but nothing of it is started."""
+    code = f"""
+import sys
+import ray._private.services as services
+sys.path.insert(0, {str(ROOT / "tools")!r})
+import prefork
+prefork.fork_daemons(services)
+agent = services._build_python_executable_command_memory_profileable("agent", "", True)
+said = services.start_ray_process(
+    [sys.executable, "-c", "import sys; sys.exit(7 + ('decimal' in sys.modules))"], "log_monitor", fate_share=False
+)
+program = services.start_ray_process(["sh", "-c", "exit 3"], "gcs_server", fate_share=False)
+print(agent[0], agent[1:], said.process.wait(), program.process.wait())
+"""
+    ran = python(server, "-c", code)
+    assert ran.stdout == f"{server['PREFORK_PYTHON']} ['-u'] 8 3\n", ran.stderr

@@ -77,9 +77,31 @@ def cluster():
 
 pytestmark = pytest.mark.slow
 
+# An actor takes a second to start: tests that ask the same of one share it.
 
-def test_what_lives_is_left_alone(cluster):
+
+@pytest.fixture(scope="module")
+def server(cluster):
+    return Server.remote()
+
+
+@pytest.fixture(scope="module")
+def broken(cluster):
+    """An actor whose engine has died."""
     server = Server.remote()
+    ray.get(server.break_engine.remote())
+    return server
+
+
+@pytest.fixture(scope="module")
+def dead(cluster):
+    server = Server.remote()
+    ray.get(server.busy.remote(0))
+    ray.kill(server)
+    return server
+
+
+def test_what_lives_is_left_alone(server):
     with Watch(lambda: {"rollout server": [server]}, "checkpoints", every_s=0.1):
         ray.get(server.busy.remote(1.0))
     assert not [thread for thread in threading.enumerate() if thread.name == "verl_ext watch"]
@@ -100,75 +122,62 @@ def test_an_engine_that_cannot_be_asked_is_left_alone(cluster):
         (ray.exceptions.ActorDiedError(), "rollout server 0 has died"),
     ],
 )
-def test_what_ray_says_of_an_actor_in_words(cluster, monkeypatch, error, said):
+def test_what_ray_says_of_an_actor_in_words(server, monkeypatch, error, said):
     def get(ref):
         raise error
 
-    server = Server.remote()
     monkeypatch.setattr(watch.ray, "get", get)
     monkeypatch.setattr(watch, "AGAIN_S", 0.01)
     seconds = 30.0 if said else 2.0  # an actor that cannot be reached is asked to the end
     assert watch._died({"rollout server": [server]}, seconds) == said
 
 
-def test_an_actor_that_cannot_be_reached_is_asked_again(cluster, monkeypatch):
+def test_an_actor_that_cannot_be_reached_is_asked_again(server, monkeypatch):
     answers = iter([ray.exceptions.ActorUnavailableError("for now", None), ray.exceptions.ActorDiedError()])
 
     def get(ref):
         raise next(answers)
 
     monkeypatch.setattr(watch.ray, "get", get)
-    assert watch._died({"training worker": [Server.remote()]}, 30.0) == "training worker 0 has died"
+    assert watch._died({"training worker": [server]}, 30.0) == "training worker 0 has died"
 
 
-def test_an_error_is_blamed_on_who_does_not_need_to_be_asked_before(cluster):
-    worker = Server.remote()
-    ray.get(worker.busy.remote(0))
-    ray.kill(worker)
-    watched = Watch(dict, "checkpoints", answerable=lambda: {"training worker": [worker]}, every_s=0.1)
+def test_an_error_is_blamed_on_who_does_not_need_to_be_asked_before(dead):
+    watched = Watch(dict, "checkpoints", answerable=lambda: {"training worker": [dead]}, every_s=0.1)
     with pytest.raises(WorkerDiedError, match=r"^training worker 0 has died\. Checkpoints"), watched:
         raise RuntimeError("gloo: connection reset by peer")
 
 
-def test_an_engine_that_has_died_ends_a_wait_in_ray_get(cluster):
-    server, other = Server.remote(), Server.remote()
-    ray.get(server.break_engine.remote())
+def test_an_engine_that_has_died_ends_a_wait_in_ray_get(cluster, broken):
+    busy = Server.remote()
     with (
         pytest.raises(WorkerDiedError, match=r"the engine of rollout server 1 has died.*resume_mode=auto"),
-        Watch(lambda: {"rollout server": [other, server]}, "checkpoints", every_s=0.1),
+        Watch(lambda: {"rollout server": [busy, broken]}, "checkpoints", every_s=0.1),
     ):
-        ray.get(other.busy.remote(60))
-    ray.kill(other)
+        ray.get(busy.busy.remote(60))
+    ray.kill(busy)
 
 
 @pytest.mark.parametrize("wait", [slept, Future().result], ids=["a loop of Python's own", "a lock, as TransferQueue's"])
-def test_an_actor_that_has_died_ends_any_wait(cluster, wait):
-    worker = Server.remote()
-    ray.get(worker.busy.remote(0))
-    ray.kill(worker)
+def test_an_actor_that_has_died_ends_any_wait(dead, wait):
     with (
         pytest.raises(WorkerDiedError, match="agent loop worker 0 has died"),
-        Watch(lambda: {"agent loop worker": [worker]}, "checkpoints", every_s=0.1),
+        Watch(lambda: {"agent loop worker": [dead]}, "checkpoints", every_s=0.1),
     ):
         wait(60)
 
 
-def test_what_a_death_has_led_to_is_told_as_the_death(cluster):
-    server = Server.remote()
-    ray.get(server.break_engine.remote())
+def test_what_a_death_has_led_to_is_told_as_the_death(broken):
     with (
         pytest.raises(WorkerDiedError, match="the engine of rollout server 0"),
-        Watch(lambda: {"rollout server": [server]}, "checkpoints"),
+        Watch(lambda: {"rollout server": [broken]}, "checkpoints"),
     ):
         raise RuntimeError("no trajectories")
 
 
-def test_rays_own_word_for_a_death_is_kept(cluster):
-    worker = Server.remote()
-    ray.get(worker.busy.remote(0))
-    ray.kill(worker)
-    with pytest.raises(ray.exceptions.ActorDiedError), Watch(lambda: {"agent loop worker": [worker]}, "checkpoints"):
-        ray.get(worker.busy.remote(0))
+def test_rays_own_word_for_a_death_is_kept(dead):
+    with pytest.raises(ray.exceptions.ActorDiedError), Watch(lambda: {"agent loop worker": [dead]}, "checkpoints"):
+        ray.get(dead.busy.remote(0))
 
 
 def test_a_trainer_that_fails_by_itself_fails_by_that(cluster):
@@ -191,14 +200,12 @@ def test_a_slow_step_is_told_with_the_lines_that_its_trajectories_stand_at(clust
     assert said.endswith("reward: 1 of 1 do not answer, so something that does not await blocks their event loop")
 
 
-def test_a_look_at_a_slow_step_that_fails_leaves_the_look_at_who_lives(cluster, capsys):
-    server = Server.remote()
-    ray.get(server.break_engine.remote())
+def test_a_look_at_a_slow_step_that_fails_leaves_the_look_at_who_lives(broken, capsys):
     looks = []
 
     def actors():
         looks.append(len(looks))
-        return {"rollout server": [server]} if len(looks) > 3 else {}
+        return {"rollout server": [broken]} if len(looks) > 3 else {}
 
     slow_step = SlowStep(lambda: looks["no such step"], dict, after_s=0.1)
     with (
