@@ -10,14 +10,13 @@ import shutil
 import stat
 from pathlib import Path
 
-from verl.utils import tracking
-
 from verl_ext.base.names import metrics_path
 from verl_ext.base.patching import patch
 
 
 def keep_metrics(*, resume: bool) -> None:
     """Give verl's file logger a file that a resumed run goes on in, and that a full disk cannot break."""
+    from verl.utils import tracking  # with torch behind it: the lab writes its files, and actors are watched, without
 
     class KeepingFileLogger(tracking.FileLogger):
         def __init__(self, project_name: str, experiment_name: str):
