@@ -26,7 +26,7 @@ from verl_ext.lab.arms import Arm
 from verl_ext.lab.grid import GridCell, run_missing
 
 STEPS = 150
-FIRST = {"development": 0, "held_out": 5}  # the number of the first run that is judged
+FIRST = {"development": 0, "held_out": 8}  # the number of the first run that is judged
 COMMON = (
     *("+lab=grpo", "stability=none", "stability.metrics=true", "stability.breakdown=true"),
     *("stability.router_agreement=true", "stability.sync_canary.trajectories=8", "stability.sync_canary.every=5"),
@@ -162,9 +162,18 @@ PLANTED: dict[str, Planted] = {
     "entropy_collapse": Planted(
         "entropy_collapse",
         "",
-        each("actor_rollout_ref.actor.entropy_coeff", -10, -30),
-        each("actor_rollout_ref.actor.entropy_coeff", -15, -50),
-        ("lab.warm_up.reward=0.15",),  # a model that knows the answers only gets better by being certain
+        (
+            "lab.task.name=prefix_sums actor_rollout_ref.actor.entropy_coeff=-10",
+            "lab.task.name=prefix_sums actor_rollout_ref.actor.entropy_coeff=-30",
+        ),
+        tuple(
+            f"lab.task.name={task} actor_rollout_ref.actor.entropy_coeff={coefficient}"
+            for coefficient in (-15, -50)
+            for task in ("prefix_sums", "sort")
+        ),
+        # A model that knows the answers only gets better by being certain. `reverse` is such a task however little the
+        # model was warmed up: its reward rises to 1, and nothing is wrong.
+        ("lab.warm_up.reward=0.15",),
     ),
     "hacked_reward": Planted(
         "hacked_reward",

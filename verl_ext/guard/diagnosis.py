@@ -40,7 +40,7 @@ LOOK_EVERY, LOOKS = 5, 3  # steps between looks in a run, and looks in a row tha
 REMEMBERED = 512  # readings of a metric that a run keeps, besides its first
 READ = (  # beginnings of the names of all metrics that a mark is made of
     *("vllm_kl/", "rollout_corr/", "router/", "sync/", "training/rollout_probs_diff", "training/off_policy/"),
-    *(REWARD, "critic/advantages/max", ENTROPY, GRADIENT, "response_length/", "filter/retokenization_drift/"),
+    *("critic/score/", "critic/advantages/max", ENTROPY, GRADIENT, "response_length/", "filter/retokenization_drift/"),
 )
 SIGMAS = 4.0
 FROZEN, MOVED = 0.2, 0.05  # share of the gap that was there at once: from the one on it is static, up to the other not
@@ -126,6 +126,13 @@ class Marks:
     def k1_sign(self) -> float | None:
         """k1 in its standard errors: a KL is not negative."""
         return _in_errors(self._k1s)
+
+    @cached_property
+    def loses_mass(self) -> bool | None:
+        """Whether k averages less than 1 by far: some tokens were not sampled from the distribution of l_infer."""
+        if self.excess is None or self.one_sided is None:
+            return None
+        return self.excess < -2 * SIGMAS and self.one_sided < 0.97
 
     @cached_property
     def at_once(self) -> float | None:
@@ -250,19 +257,35 @@ class Marks:
 
     @cached_property
     def scaled(self) -> float | None:
-        """The one share that the looks agree on, where it is not 1."""
-        if len(self.arrivals) and self.arrivals[:, 0].max() > 1.25:
-            return float(self.arrivals[self.arrivals[:, 0].argmax()].mean())
-        if len(self.arrivals) > 1:  # the first updates are so small that a scaled one moves every token by its share
-            (low, high), then = self.arrivals[0], float(self.arrivals[1].mean())
-            if high - low < 0.1 and 0.1 < (low + high) / 2 < 0.85 and abs(then - (low + high) / 2) < 0.1:
-                return float(low + high) / 2
-        recent = self.arrivals[len(self.arrivals) // 2 :]
-        telling = recent[recent[:, 1] - recent[:, 0] < 0.3]
-        if len(telling) < 2 or len(telling) < len(recent) / 2:
+        """The share of an update that arrived for every token alike, where that is not 1.
+
+        More than all of it is only seen where updates are multiplied. Less than all of it is judged by the first looks:
+        the updates are still so small then that a multiplied one moves each token by the same share, and a part of one
+        moves some tokens and not others, which leaves a wide interval.
+        """
+        if not len(self.arrivals):
             return None
-        middle = float(np.median(telling))
-        return middle if 0.1 < middle < 0.8 and ((telling[:, 0] <= middle) & (telling[:, 1] >= middle)).all() else None
+        if self.arrivals[:, 0].max() > 1.1:
+            return float(self.arrivals[self.arrivals[:, 0].argmax()].mean())
+        low, high = self.arrivals[0]
+        share, after = float(low + high) / 2, self.arrivals[1 : 1 + FIRST]
+        if not 0.1 < share < 0.85 or high - low > 0.2 * (1 - share) or not len(after):
+            return None
+        return share if (after[:, 0] < high + 0.1).all() and (after[:, 1] > low - 0.1).all() else None
+
+    @cached_property
+    def moves_on(self) -> bool:
+        """Whether the rollout's scores still move, and further from look to look, since an update last arrived whole.
+
+        The upper end of what arrived, in nats, is noise for a rollout whose weights stay the same, and noise does not
+        grow.
+        """
+        moved = dict(self._series["sync/moved"].tolist()) if "sync/moved" in self._series else {}
+        highs = self._series.get("sync/arrived_high", np.empty((0, 2))).tolist()
+        most = np.array([(high, high * moved[step]) for step, high in highs if step in moved]).reshape(-1, 2)
+        whole = np.flatnonzero(most[:, 0] >= 0.75)
+        since = most[whole[-1] + 1 if whole.size else 0 :]
+        return len(since) > FIRST and bool((since[-FIRST:, 1] > 3 * since[0, 1]).all() and since[-1, 0] > 0.03)
 
     # The learning.
 
@@ -270,6 +293,20 @@ class Marks:
         """The last readings over the first ones."""
         early, late = self.early(name), self.late(name)
         return None if early is None or late is None or early <= 0 else late / early
+
+    @cached_property
+    def gained(self) -> float | None:
+        """What the reward has gained, as a share of what the best answers got more than the first ones."""
+        early, late, best = self.early(REWARD), self.late(REWARD), self.late("critic/score/max")
+        if early is None or late is None or best is None or best <= early:
+            return None
+        return (late - early) / (best - early) if late < 0.9 * best else 1.0
+
+    @cached_property
+    def without_signal(self) -> float | None:
+        """The share of the last tokens whose advantage is 0, because all answers to their prompt got the same reward."""
+        shares = [self.late(f"vllm_kl/share/advantage/{sign}") for sign in ("positive", "negative")]
+        return None if shares[0] is None or shares[1] is None else 1 - shares[0] - shares[1]
 
     @cached_property
     def reward_kept(self) -> float | None:
@@ -292,6 +329,23 @@ class Marks:
             return None
         last, before = found[-len(found) // 6 :].mean(), found[-len(found) // 3 : -len(found) // 6].mean()
         return float(last / best) if last < 0.7 * best and last < 1.03 * before else None
+
+    @cached_property
+    def reward_scatter(self) -> float | None:
+        """How much the batches' mean reward scatters, as a share of the variance that tossing a coin for each answer
+        between the lowest and the highest reward would leave.
+
+        Prompts are not equally hard, so the mean of a batch depends on its prompts, and scatters more than the answers'
+        rewards by themselves: 1.3 to 3 in the lab. Rewards that do not depend on the answer leave 1 if they are tossed,
+        and a third of it if all values are as likely.
+        """
+        rewards, tokens = self.values(REWARD), self.values("router/tokens")
+        most, least, length = (self.values(n) for n in ("critic/score/max", "critic/score/min", LENGTH))
+        if len({len(found) for found in (rewards, tokens, most, least, length)}) > 1 or len(rewards) < 4 * WINDOW:
+            return None
+        span, answers = ((rewards - least) * (most - rewards)).mean(), (tokens / length).mean()
+        scatter = np.square(np.diff(rewards)).mean() / 2
+        return float(scatter * answers / span) if span > 0 else None
 
     @cached_property
     def entropy_at_fall(self) -> float | None:
@@ -449,6 +503,8 @@ def cause(name: str, title: str, check: str, override: str = "") -> Callable[[Ju
 
 # Weights that did not arrive.
 
+MOVES_ON = "little of the updates arrives, but the rollout moves further with each look"
+
 
 def _came(marks: Marks) -> Iterator[Sign]:
     if not marks.apart:
@@ -493,6 +549,8 @@ def _lost_sync(marks: Marks) -> Iterator[Sign]:
     yield from _unsynced(marks)
     if marks.arrived is not None:
         yield Sign(3 if marks.arrived[1] < 0.1 else -2, _arrived_sentence(marks.arrived))
+        if marks.moves_on:
+            yield Sign(-2, MOVES_ON)
     elif marks.apart and marks.k3 is not None and marks.k3 > LARGE:
         yield Sign(1, f"k3 is {_number(marks.k3)}, more than rounding leaves")
 
@@ -509,7 +567,9 @@ def _partial_sync(marks: Marks) -> Iterator[Sign]:
     if marks.scaled is not None:
         yield Sign(-1, f"all looks see the same share of it: {marks.scaled:.2f}")
     if marks.arrived is not None:
-        if marks.arrived[1] < 0.1:
+        if marks.arrived[1] < 0.1 and marks.moves_on:
+            yield Sign(2, MOVES_ON)
+        elif marks.arrived[1] < 0.1:
             yield Sign(-2, _arrived_sentence(marks.arrived))
         elif marks.arrived[0] < 0.75:
             yield Sign(2, _arrived_sentence(marks.arrived))
@@ -702,6 +762,8 @@ def _leak(marks: Marks) -> Iterator[Sign]:
     """Lab, `packed_leak`: probabilities move much further than routers, in some trajectories, over many tokens."""
     yield from _static(marks)
     yield from _far_but_few(marks)
+    if marks.loses_mass is not None:
+        yield Sign(-2 if marks.loses_mass else 1, _mass_sentence(marks))
     if marks.few_tokens is not None:
         yield Sign(0.5 if marks.few_tokens < 5 else -1.5, _tokens_sentence(marks.few_tokens))
     if marks.differ is not None and not marks.replayed:
@@ -721,6 +783,8 @@ def _respelled(marks: Marks) -> Iterator[Sign]:
         told = f"{drifted:.1%} of the trajectories encode otherwise than they were sampled"
         yield Sign(4 if drifted > 0 else -4, told)
     yield from _far_but_few(marks)
+    if marks.loses_mass is not None:
+        yield Sign(2 if marks.loses_mass else -2, _mass_sentence(marks))
     if marks.few_tokens is not None:
         yield Sign(1.5 if marks.few_tokens >= 5 else -0.5, _tokens_sentence(marks.few_tokens))
     if marks.differ is not None and not marks.replayed:
@@ -742,6 +806,12 @@ def _far_but_few(marks: Marks) -> Iterator[Sign]:
             )
     if marks.tilted:
         yield Sign(-2, "the gap depends on the probability alone")
+
+
+def _mass_sentence(marks: Marks) -> str:
+    if marks.loses_mass:
+        return f"k averages less than 1, by {-(marks.excess or 0):.0f} standard errors: some tokens were never sampled"
+    return "k averages 1: the tokens are those that were sampled"
 
 
 def _tokens_sentence(few_tokens: float) -> str:
@@ -882,12 +952,17 @@ def _entropy_collapse(marks: Marks) -> Iterator[Sign]:
         yield Sign(-3, f"the entropy is {entropy:.0%} of what it was")
         return
     yield Sign(1.5, f"the entropy is {entropy:.0%} of what it was")
-    if reward < 1.15:
-        yield Sign(2, _reward_sentence(reward))
+    gained = marks.gained
+    if gained is None:
+        yield Sign(2 if reward < 1.15 else -2, _reward_sentence(reward))
+    elif gained < 0.1:
+        yield Sign(2, f"the reward has gained {max(gained, 0):.0%} of what was to be had")
     elif marks.stands_low is not None:
         yield Sign(1.5, f"the reward rises no more, at {marks.stands_low:.0%} of what the best answers get")
     else:
-        yield Sign(-2, f"the reward has grown to {reward:.0%}: a task that is learnt needs less entropy")
+        yield Sign(-2, f"the reward has gained {gained:.0%} of what was to be had: a task that is learnt needs less entropy")
+    if marks.without_signal is not None and marks.without_signal < 0.1:
+        yield Sign(-1, "answers to a prompt still get different rewards")
     if marks.entropy_at_fall is not None and marks.reward_kept is not None and marks.reward_kept < 2 / 3:
         if marks.entropy_at_fall < 0.35:
             yield Sign(0.5, f"it had come down to {marks.entropy_at_fall:.0%} before the reward fell")
@@ -919,16 +994,24 @@ def _hacked_reward(marks: Marks) -> Iterator[Sign]:
     "the grader on a few trajectories (the same answer twice, a wrong one, an empty one), then the learning rate",
 )
 def _noisy_reward(marks: Marks) -> Iterator[Sign]:
-    """Lab, rewards drawn at random: the reward does not rise, and the policy drifts to more entropy."""
+    """Lab, rewards drawn at random: the reward does not rise, does not depend on the prompts, and the policy becomes no
+    surer; at large learning rates it drifts to more entropy."""
     yield from _gap_is_small(marks)
     entropy, reward = marks.change(ENTROPY), marks.change(REWARD)
     if entropy is None or reward is None or marks.reward_kept is None:
         return
     flat = reward < 1.1 and marks.reward_kept > 0.5 and len(marks.values(REWARD)) >= 4 * WINDOW
     yield Sign(1.5 if flat else -3, _reward_sentence(reward))
-    stands_still = 0.93 < reward < 1.07 and 0.93 < entropy < 1.07
-    points = 1.5 if entropy > 1.2 else 1 if stands_still else -1.5
+    scatter = marks.reward_scatter
+    stands_still = scatter is None and 0.93 < reward < 1.07 and 0.93 < entropy < 1.07
+    points = 1.5 if entropy > 1.2 else 1 if stands_still else 0 if entropy > 0.8 else -1.5
     yield Sign(points, f"the entropy is {entropy:.0%} of what it was: the policy does not become surer")
+    if scatter is not None:
+        told = f"batches differ in their mean reward {scatter:.2g} times as much as by tossing coins"
+        if scatter < 0.5:
+            yield Sign(1.5, f"{told}: the prompts make no difference")
+        elif scatter > 1.2:
+            yield Sign(-1.5, f"{told}: the prompts make a difference")
 
 
 @cause(
