@@ -40,9 +40,18 @@ LOOK_EVERY, LOOKS = 5, 3  # steps between looks in a run, and looks in a row tha
 REMEMBERED = 512  # readings of a metric that a run keeps, besides its first
 READ = (  # beginnings of the names of all metrics that a mark is made of
     *("vllm_kl/", "rollout_corr/", "router/", "sync/", "training/rollout_probs_diff", "training/off_policy/"),
-    *("critic/score/", "critic/advantages/max", ENTROPY, GRADIENT, "response_length/", "filter/retokenization_drift/"),
+    *(
+        "critic/score/",
+        "critic/advantages/max",
+        "actor/ppo_kl",
+        ENTROPY,
+        GRADIENT,
+        "response_length/",
+        "filter/retokenization_drift/",
+    ),
 )
 SIGMAS = 4.0
+FAR = 0.05  # KL within a step; sound runs of the lab stay below 0.01
 FROZEN, MOVED = 0.2, 0.05  # share of the gap that was there at once: from the one on it is static, up to the other not
 ROUNDED = 0.01  # disagreement of the routers that 16 bits leave in the lab; 8 bits and fewer leave more
 # What to switch on where a mark was not measured, by the beginnings of its metrics' names.
@@ -128,11 +137,12 @@ class Marks:
         return _in_errors(self._k1s)
 
     @cached_property
-    def loses_mass(self) -> bool | None:
-        """Whether k averages less than 1 by far: some tokens were not sampled from the distribution of l_infer."""
-        if self.excess is None or self.one_sided is None:
-            return None
-        return self.excess < -2 * SIGMAS and self.one_sided < 0.97
+    def loses_mass(self) -> bool:
+        """Whether k averages less than 1 by far: some tokens were not sampled from the distribution of l_infer.
+
+        Twice the usual errors: of a large gap, a few batches with the largest k make the mean 1, and may be missing.
+        """
+        return self.excess is not None and self.excess < -2 * SIGMAS and (self.one_sided or 1.0) < 0.97
 
     @cached_property
     def at_once(self) -> float | None:
@@ -295,6 +305,24 @@ class Marks:
         return None if early is None or late is None or early <= 0 else late / early
 
     @cached_property
+    def reward_fell(self) -> float:
+        """The lowest level of the reward over the best level before it."""
+        levels = np.convolve(self.values(REWARD), np.full(5, 1 / 5), mode="valid")
+        best = np.maximum.accumulate(levels)
+        return float((levels / best).min()) if len(levels) and levels.min() >= 0 and best[0] > 0 else 1.0
+
+    @cached_property
+    def strides(self) -> float | None:
+        """The largest mean over a few steps of how far the policy moved within a step, as the KL that verl logs; None
+        where a step has one update, whose policy has not moved yet."""
+        found = np.abs(self.values("actor/ppo_kl"))
+        return (
+            float(np.convolve(found, np.full(5, 1 / 5), mode="valid").max())
+            if len(found) >= 5 and found.any()
+            else None
+        )
+
+    @cached_property
     def gained(self) -> float | None:
         """What the reward has gained, as a share of what the best answers got more than the first ones."""
         early, late, best = self.early(REWARD), self.late(REWARD), self.late("critic/score/max")
@@ -304,7 +332,7 @@ class Marks:
 
     @cached_property
     def without_signal(self) -> float | None:
-        """The share of the last tokens whose advantage is 0, because all answers to their prompt got the same reward."""
+        """The share of the last tokens with an advantage of 0: all answers to their prompt got the same reward."""
         shares = [self.late(f"vllm_kl/share/advantage/{sign}") for sign in ("positive", "negative")]
         return None if shares[0] is None or shares[1] is None else 1 - shares[0] - shares[1]
 
@@ -762,8 +790,8 @@ def _leak(marks: Marks) -> Iterator[Sign]:
     """Lab, `packed_leak`: probabilities move much further than routers, in some trajectories, over many tokens."""
     yield from _static(marks)
     yield from _far_but_few(marks)
-    if marks.loses_mass is not None:
-        yield Sign(-2 if marks.loses_mass else 1, _mass_sentence(marks))
+    if marks.loses_mass:
+        yield Sign(-1.5, _mass_sentence(marks))
     if marks.few_tokens is not None:
         yield Sign(0.5 if marks.few_tokens < 5 else -1.5, _tokens_sentence(marks.few_tokens))
     if marks.differ is not None and not marks.replayed:
@@ -783,8 +811,8 @@ def _respelled(marks: Marks) -> Iterator[Sign]:
         told = f"{drifted:.1%} of the trajectories encode otherwise than they were sampled"
         yield Sign(4 if drifted > 0 else -4, told)
     yield from _far_but_few(marks)
-    if marks.loses_mass is not None:
-        yield Sign(2 if marks.loses_mass else -2, _mass_sentence(marks))
+    if marks.loses_mass:
+        yield Sign(1.5, _mass_sentence(marks))
     if marks.few_tokens is not None:
         yield Sign(1.5 if marks.few_tokens >= 5 else -0.5, _tokens_sentence(marks.few_tokens))
     if marks.differ is not None and not marks.replayed:
@@ -797,21 +825,17 @@ def _far_but_few(marks: Marks) -> Iterator[Sign]:
             yield Sign(1.5, _far_sentence(marks.gap_per_choice))
         else:
             yield Sign(-2, _only_sentence(marks.gap_per_choice))
-    if marks.few_trajectories is not None:
-        if marks.few_trajectories > 7:
-            yield Sign(1.5, f"few trajectories make it: the largest gap is {marks.few_trajectories:.0f} times the mean")
-        else:
-            yield Sign(
-                -1.5, f"most trajectories have it: the largest gap is {marks.few_trajectories:.0f} times the mean"
-            )
+    if (few := marks.few_trajectories) is not None:
+        if few > 7:
+            yield Sign(1.5, f"few trajectories make it: the largest gap is {few:.0f} times the mean")
+        elif few < 5:
+            yield Sign(-1.5, f"most trajectories have it: the largest gap is {few:.1f} times the mean")
     if marks.tilted:
         yield Sign(-2, "the gap depends on the probability alone")
 
 
 def _mass_sentence(marks: Marks) -> str:
-    if marks.loses_mass:
-        return f"k averages less than 1, by {-(marks.excess or 0):.0f} standard errors: some tokens were never sampled"
-    return "k averages 1: the tokens are those that were sampled"
+    return f"k averages less than 1, by {-(marks.excess or 0):.0f} standard errors: some tokens were never sampled"
 
 
 def _tokens_sentence(few_tokens: float) -> str:
@@ -927,11 +951,19 @@ def _gap_is_small(marks: Marks) -> Iterator[Sign]:
     "actor/grad_norm, actor/ppo_kl and actor/pg_clipfrac in the steps before the fall",
 )
 def _learning_rate(marks: Marks) -> Iterator[Sign]:
-    """Lab, a learning rate ten times too high: the reward dies while the engines agree."""
+    """Lab, a learning rate ten times too high: the reward dies while the engines agree, at once or by and by; where a
+    step has several updates, the policy moves ten times as far in it as in a sound run."""
     yield from _gap_is_small(marks)
     if marks.reward_kept is None:
         return
-    yield Sign(3.5 if marks.reward_kept < 0.5 else -3, f"the reward is {marks.reward_kept:.0%} of its best level")
+    strides = marks.strides
+    far = strides is not None and strides > FAR
+    if marks.reward_kept >= 0.5 and marks.reward_fell < 0.5 and far:
+        yield Sign(3, f"the reward fell to {marks.reward_fell:.0%} of its best level, and came back in part")
+    else:
+        yield Sign(3.5 if marks.reward_kept < 0.5 else -3, f"the reward is {marks.reward_kept:.0%} of its best level")
+    if far:
+        yield Sign(1, f"the policy moved by a KL of {strides:.2g} within a step (actor/ppo_kl)")
     if marks.entropy_at_fall is not None and marks.entropy_at_fall < 0.35:
         yield Sign(-2, f"the entropy had come down to {marks.entropy_at_fall:.0%} before the reward fell")
 
@@ -960,7 +992,9 @@ def _entropy_collapse(marks: Marks) -> Iterator[Sign]:
     elif marks.stands_low is not None:
         yield Sign(1.5, f"the reward rises no more, at {marks.stands_low:.0%} of what the best answers get")
     else:
-        yield Sign(-2, f"the reward has gained {gained:.0%} of what was to be had: a task that is learnt needs less entropy")
+        yield Sign(
+            -2, f"the reward has gained {gained:.0%} of what was to be had: a task that is learnt needs less entropy"
+        )
     if marks.without_signal is not None and marks.without_signal < 0.1:
         yield Sign(-1, "answers to a prompt still get different rewards")
     if marks.entropy_at_fall is not None and marks.reward_kept is not None and marks.reward_kept < 2 / 3:
