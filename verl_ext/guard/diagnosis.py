@@ -234,6 +234,19 @@ class Marks:
         return None if not equal or differs is None else differs / equal
 
     @cached_property
+    def gap_alike(self) -> float | None:
+        """The share of the gap that is of tokens with the same experts in all layers.
+
+        Another token in the place of the sampled one is predicted from the same states, by the same experts. What
+        changes the states changes some experts with them.
+        """
+        differs, equal = self.late("router/any_layer_differs"), self.late("router/gap_equal")
+        size = self.late("vllm_kl/log_ratio_abs_mean")
+        if not differs or equal is None or not size or self.replayed:
+            return None
+        return (1 - differs) * equal / size if differs > 1e-4 else None  # without other experts, all of it
+
+    @cached_property
     def starts_in_layer(self) -> int | None:
         """The layer in front of which the routers agree and behind which they do not."""
         for layer, (before, after) in enumerate(zip(self.by_layer, self.by_layer[1:], strict=False)):
@@ -787,15 +800,18 @@ def _shifted_positions(marks: Marks) -> Iterator[Sign]:
     "actor_rollout_ref.model.use_remove_padding=false",
 )
 def _leak(marks: Marks) -> Iterator[Sign]:
-    """Lab, `packed_leak`: probabilities move much further than routers, in some trajectories, over many tokens."""
+    """Lab, `packed_leak`: probabilities move much further than routers, in some trajectories, over many tokens, which
+    have other experts too."""
     yield from _static(marks)
     yield from _far_but_few(marks)
     if marks.loses_mass:
         yield Sign(-1.5, _mass_sentence(marks))
+    if (alike := marks.gap_alike) is not None and not 0.1 < alike < 0.3:
+        yield Sign(-2 if alike > 0.2 else 2, f"{alike:.0%} of the gap is of tokens that both engines route alike")
+    elif marks.differ is not None and not marks.replayed:
+        yield Sign(1 if marks.differ > 0.02 else -1, _choices_sentence(marks.differ))
     if marks.few_tokens is not None:
         yield Sign(0.5 if marks.few_tokens < 5 else -1.5, _tokens_sentence(marks.few_tokens))
-    if marks.differ is not None and not marks.replayed:
-        yield Sign(1 if marks.differ > 0.02 else -1, _choices_sentence(marks.differ))
 
 
 @cause(
@@ -805,7 +821,7 @@ def _leak(marks: Marks) -> Iterator[Sign]:
     "stability.filters='{retokenization_drift:{}}'",
 )
 def _respelled(marks: Marks) -> Iterator[Sign]:
-    """Lab, `respelled`: a few tokens, in a few trajectories, with a very large gap, and routers that agree."""
+    """Lab, `respelled`: a few tokens, in a few trajectories, with a very large gap, which both engines route alike."""
     yield from _static(marks)
     if (drifted := marks.late("filter/retokenization_drift/drifted")) is not None:
         told = f"{drifted:.1%} of the trajectories encode otherwise than they were sampled"
@@ -813,10 +829,12 @@ def _respelled(marks: Marks) -> Iterator[Sign]:
     yield from _far_but_few(marks)
     if marks.loses_mass:
         yield Sign(1.5, _mass_sentence(marks))
+    if (alike := marks.gap_alike) is not None and not 0.1 < alike < 0.3:
+        yield Sign(2 if alike > 0.2 else -2, f"{alike:.0%} of the gap is of tokens that both engines route alike")
+    elif marks.differ is not None and not marks.replayed:
+        yield Sign(1 if marks.differ < 0.02 else -2, _choices_sentence(marks.differ))
     if marks.few_tokens is not None:
         yield Sign(1.5 if marks.few_tokens >= 5 else -0.5, _tokens_sentence(marks.few_tokens))
-    if marks.differ is not None and not marks.replayed:
-        yield Sign(1 if marks.differ < 0.02 else -2, _choices_sentence(marks.differ))
 
 
 def _far_but_few(marks: Marks) -> Iterator[Sign]:
