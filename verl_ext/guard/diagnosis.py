@@ -297,6 +297,14 @@ class Marks:
         return share if (after[:, 0] < high + 0.1).all() and (after[:, 1] > low - 0.1).all() else None
 
     @cached_property
+    def common_share(self) -> float | None:
+        """A share that none of the first looks rules out, where it is neither 0 nor 1."""
+        if len(self.arrivals) < FIRST:
+            return None
+        low, high = self.arrivals[:FIRST, 0].max(), self.arrivals[:FIRST, 1].min()
+        return float(low + high) / 2 if low < high and 0.1 < (low + high) / 2 < 0.85 else None
+
+    @cached_property
     def moves_on(self) -> bool:
         """Whether the rollout's scores still move, and further from look to look, since an update last arrived whole.
 
@@ -628,6 +636,8 @@ def _scaled_update(marks: Marks) -> Iterator[Sign]:
     yield from _unsynced(marks)
     if marks.scaled is not None:
         yield Sign(3, f"{marks.scaled:.2f} of every update arrived")
+    elif marks.common_share is not None:
+        yield Sign(1.5, f"the first looks leave room for one share of every update, {marks.common_share:.2f}")
     elif marks.arrived is not None:
         yield Sign(-1, "the looks at the syncs do not agree on a share")
 
