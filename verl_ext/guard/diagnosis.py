@@ -15,7 +15,7 @@ Causes leave marks of their own in the metrics. The most telling ones:
 
 A cause gains points for a mark that it explains and loses points for one that it does not. It is named from LEAST
 points on, and causes are ranked by their points. The points were chosen on runs of the lab in which one cause was
-planted (the set `development` of tools/diagnosis.py). docs/diagnosis.md tells how often the right cause comes first in
+planted (tools/diagnosis.py, before its FIRST). docs/diagnosis.md tells how often the right cause comes first in
 runs that no rule was chosen on.
 """
 
