@@ -26,7 +26,7 @@ from verl_ext.lab.arms import Arm
 from verl_ext.lab.grid import GridCell, run_missing
 
 STEPS = 150
-FIRST = {"development": 0, "held_out": 5}  # the number of the first run that is judged
+FIRST = {"development": 0, "held_out": 8}  # the number of the first run that is judged
 COMMON = (
     *("+lab=grpo", "stability=none", "stability.metrics=true", "stability.breakdown=true"),
     *("stability.router_agreement=true", "stability.sync_canary.trajectories=8", "stability.sync_canary.every=5"),
@@ -162,9 +162,18 @@ PLANTED: dict[str, Planted] = {
     "entropy_collapse": Planted(
         "entropy_collapse",
         "",
-        each("actor_rollout_ref.actor.entropy_coeff", -10, -30),
-        each("actor_rollout_ref.actor.entropy_coeff", -15, -50),
-        ("lab.warm_up.reward=0.15",),  # a model that knows the answers only gets better by being certain
+        (
+            "lab.task.name=prefix_sums actor_rollout_ref.actor.entropy_coeff=-10",
+            "lab.task.name=prefix_sums actor_rollout_ref.actor.entropy_coeff=-30",
+        ),
+        tuple(
+            f"lab.task.name={task} actor_rollout_ref.actor.entropy_coeff={coefficient}"
+            for coefficient in (-15, -50)
+            for task in ("prefix_sums", "sort")
+        ),
+        # A model that knows the answers only gets better by being certain. `reverse` is such a task however little the
+        # model was warmed up: its reward rises to 1, and nothing is wrong.
+        ("lab.warm_up.reward=0.15",),
     ),
     "hacked_reward": Planted(
         "hacked_reward",
@@ -229,45 +238,77 @@ def named_at(metrics: Metrics) -> tuple[list[tuple[int, str]], int]:
     return told, len(by_step)
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What the diagnosis made of one run.
+
+    Attributes:
+        found: the causes that are named at its end, the likeliest first.
+        plain: the same from verl's metrics alone.
+        told: (step, cause) as the run told them while it ran.
+        steps: of the run.
+        onset: the step from which the planted cause acts.
+    """
+
+    found: list[str]
+    plain: list[str]
+    told: list[tuple[int, str]]
+    steps: int
+    onset: int
+
+
+def judge_run(folder: Path) -> Judged:
+    metrics = read_metrics(folder / "metrics.jsonl")
+    found, without = ([suspect.cause.name for suspect in find_suspects(known)] for known in (metrics, plain(metrics)))
+    return Judged(found, without, *named_at(metrics), onset_of(folder))
+
+
+def is_right(cause: str, found: list[str], places: int) -> bool:
+    """Whether the cause is among the first `places` that were named, or for a sound run, whether none was."""
+    return cause in found[:places] if cause else not found
+
+
 def judge(which: str, out: Path) -> None:
     """Print the tables of docs/diagnosis.md: by planted cause, who came first, and how soon the run told it."""
-    first, second, plainly, total = (Counter[str]() for _ in range(4))
-    wrong: dict[str, Counter[str]] = defaultdict(Counter)
-    delays: dict[str, list[int]] = defaultdict(list)
-    alarms = steps_of_sound = 0
-    for name, planted in PLANTED.items():
-        folders = sorted((out / which / name).glob("*/seed*/done.json"))
-        for folder in (file.parent for file in folders if int(file.parents[1].name) >= FIRST[which]):
-            metrics = read_metrics(folder / "metrics.jsonl")
-            found = [suspect.cause.name for suspect in find_suspects(metrics)]
-            told, steps = named_at(metrics)
-            total[name] += 1
-            first[name] += found[:1] == ([planted.cause] if planted.cause else [])
-            second[name] += (planted.cause in found[:2]) if planted.cause else not found
-            without = [suspect.cause.name for suspect in find_suspects(plain(metrics))]
-            plainly[name] += without[:1] == ([planted.cause] if planted.cause else [])
-            if found[:1] != ([planted.cause] if planted.cause else []):
-                wrong[name][found[0] if found else "not known"] += 1
-            if planted.cause:
-                onset = onset_of(folder)
-                delays[name] += [step - onset for step, cause in told if cause == planted.cause][:1]
-            else:
-                alarms, steps_of_sound = alarms + len(told), steps_of_sound + steps
+    runs = {
+        name: [
+            judge_run(file.parent)
+            for file in sorted((out / which / name).glob("*/seed*/done.json"))
+            if int(file.parents[1].name) >= FIRST[which]
+        ]
+        for name in PLANTED
+    }
     columns = ("planted", "runs", "first", "first two", "otherwise", "told after", "verl's metrics alone")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for name in total:
-        others = ", ".join(f"{cause} {count}" for cause, count in wrong[name].items())
-        delay = f"{median(delays[name]):.0f} steps" if delays[name] else ""
-        row = (name, total[name], first[name], second[name], others, delay, plainly[name])
+    for name, judged in runs.items():
+        cause = PLANTED[name].cause
+        wrong = Counter(
+            run.found[0] if run.found else "not known" for run in judged if not is_right(cause, run.found, 1)
+        )
+        first_told = [[step - run.onset for step, told in run.told if told == cause] for run in judged]
+        delays = [steps[0] for steps in first_told if steps]
+        row = (
+            name,
+            len(judged),
+            *(sum(is_right(cause, run.found, places) for run in judged) for places in (1, 2)),
+            ", ".join(f"{other} {count}" for other, count in wrong.items()),
+            f"{median(delays):.0f} steps" if delays else "",
+            sum(is_right(cause, run.plain, 1) for run in judged),
+        )
         print(f"| {' | '.join(map(str, row))} |")
-    faulty = [name for name in total if PLANTED[name].cause]
-    runs = sum(total[name] for name in faulty)
-    one, two = (sum(count[name] for name in faulty) for count in (first, second))
-    print(f"\nOf {runs} runs with a cause, it comes first in {one} ({one / runs:.1%}),")
-    print(f"among the first two in {two} ({two / runs:.1%}).")
-    sound = [name for name in total if not PLANTED[name].cause]
-    accused, all_sound = (sum(total[name] - minus[name] for name in sound) for minus in (first, Counter[str]()))
-    print(f"Of {all_sound} sound runs, {accused} are accused; {alarms} alarms in {steps_of_sound} steps.")
+    faulty = [(PLANTED[name].cause, run) for name in runs if PLANTED[name].cause for run in runs[name]]
+    sound = [run for name in runs if not PLANTED[name].cause for run in runs[name]]
+    if faulty:
+        print(f"\nOf {len(faulty)} runs with a cause, it comes")
+        for known, named in (("all metrics", "found"), ("verl's metrics alone", "plain")):
+            one, two = (sum(is_right(cause, getattr(run, named), n) for cause, run in faulty) for n in (1, 2))
+            shares = f"first in {one} ({one / len(faulty):.1%}), among the first two in {two} ({two / len(faulty):.1%})"
+            print(f"- from {known}: {shares}")
+    if sound:
+        alarms, steps = sum(len(run.told) for run in sound), sum(run.steps for run in sound)
+        accused, plainly = (sum(bool(getattr(run, named)) for run in sound) for named in ("found", "plain"))
+        print(f"\nOf {len(sound)} sound runs, {accused} are accused at their end, {plainly} from verl's metrics alone.")
+        print(f"They told {alarms} causes in {steps} steps: {1000 * alarms / steps:.2g} in 1,000.")
 
 
 def onset_of(folder: Path) -> int:

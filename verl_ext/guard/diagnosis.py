@@ -15,7 +15,7 @@ Causes leave marks of their own in the metrics. The most telling ones:
 
 A cause gains points for a mark that it explains and loses points for one that it does not. It is named from LEAST
 points on, and causes are ranked by their points. The points were chosen on runs of the lab in which one cause was
-planted (the set `development` of tools/diagnosis.py). docs/diagnosis.md tells how often the right cause comes first in
+planted (tools/diagnosis.py, before its FIRST). docs/diagnosis.md tells how often the right cause comes first in
 runs that no rule was chosen on.
 """
 
@@ -40,9 +40,18 @@ LOOK_EVERY, LOOKS = 5, 3  # steps between looks in a run, and looks in a row tha
 REMEMBERED = 512  # readings of a metric that a run keeps, besides its first
 READ = (  # beginnings of the names of all metrics that a mark is made of
     *("vllm_kl/", "rollout_corr/", "router/", "sync/", "training/rollout_probs_diff", "training/off_policy/"),
-    *(REWARD, "critic/advantages/max", ENTROPY, GRADIENT, "response_length/", "filter/retokenization_drift/"),
+    *(
+        "critic/score/",
+        "critic/advantages/max",
+        "actor/ppo_kl",
+        ENTROPY,
+        GRADIENT,
+        "response_length/",
+        "filter/retokenization_drift/",
+    ),
 )
 SIGMAS = 4.0
+FAR = 0.05  # KL within a step; sound runs of the lab stay below 0.01
 FROZEN, MOVED = 0.2, 0.05  # share of the gap that was there at once: from the one on it is static, up to the other not
 ROUNDED = 0.01  # disagreement of the routers that 16 bits leave in the lab; 8 bits and fewer leave more
 # What to switch on where a mark was not measured, by the beginnings of its metrics' names.
@@ -126,6 +135,14 @@ class Marks:
     def k1_sign(self) -> float | None:
         """k1 in its standard errors: a KL is not negative."""
         return _in_errors(self._k1s)
+
+    @cached_property
+    def loses_mass(self) -> bool:
+        """Whether k averages less than 1 by far: some tokens were not sampled from the distribution of l_infer.
+
+        Twice the usual errors: of a large gap, a few batches with the largest k make the mean 1, and may be missing.
+        """
+        return self.excess is not None and self.excess < -2 * SIGMAS and (self.one_sided or 1.0) < 0.97
 
     @cached_property
     def at_once(self) -> float | None:
@@ -217,6 +234,19 @@ class Marks:
         return None if not equal or differs is None else differs / equal
 
     @cached_property
+    def gap_alike(self) -> float | None:
+        """The share of the gap that is of tokens with the same experts in all layers.
+
+        Another token in the place of the sampled one is predicted from the same states, by the same experts. What
+        changes the states changes some experts with them.
+        """
+        differs, equal = self.late("router/any_layer_differs"), self.late("router/gap_equal")
+        size = self.late("vllm_kl/log_ratio_abs_mean")
+        if not differs or equal is None or not size or self.replayed:
+            return None
+        return (1 - differs) * equal / size if differs > 1e-4 else None  # without other experts, all of it
+
+    @cached_property
     def starts_in_layer(self) -> int | None:
         """The layer in front of which the routers agree and behind which they do not."""
         for layer, (before, after) in enumerate(zip(self.by_layer, self.by_layer[1:], strict=False)):
@@ -250,19 +280,43 @@ class Marks:
 
     @cached_property
     def scaled(self) -> float | None:
-        """The one share that the looks agree on, where it is not 1."""
-        if len(self.arrivals) and self.arrivals[:, 0].max() > 1.25:
-            return float(self.arrivals[self.arrivals[:, 0].argmax()].mean())
-        if len(self.arrivals) > 1:  # the first updates are so small that a scaled one moves every token by its share
-            (low, high), then = self.arrivals[0], float(self.arrivals[1].mean())
-            if high - low < 0.1 and 0.1 < (low + high) / 2 < 0.85 and abs(then - (low + high) / 2) < 0.1:
-                return float(low + high) / 2
-        recent = self.arrivals[len(self.arrivals) // 2 :]
-        telling = recent[recent[:, 1] - recent[:, 0] < 0.3]
-        if len(telling) < 2 or len(telling) < len(recent) / 2:
+        """The share of an update that arrived for every token alike, where that is not 1.
+
+        More than all of it is only seen where updates are multiplied. Less than all of it is judged by the first looks:
+        the updates are still so small then that a multiplied one moves each token by the same share, and a part of one
+        moves some tokens and not others, which leaves a wide interval.
+        """
+        if not len(self.arrivals):
             return None
-        middle = float(np.median(telling))
-        return middle if 0.1 < middle < 0.8 and ((telling[:, 0] <= middle) & (telling[:, 1] >= middle)).all() else None
+        if self.arrivals[:, 0].max() > 1.1:
+            return float(self.arrivals[self.arrivals[:, 0].argmax()].mean())
+        low, high = self.arrivals[0]
+        share, after = float(low + high) / 2, self.arrivals[1 : 1 + FIRST]
+        if not 0.1 < share < 0.85 or high - low > 0.2 * (1 - share) or not len(after):
+            return None
+        return share if (after[:, 0] < high + 0.1).all() and (after[:, 1] > low - 0.1).all() else None
+
+    @cached_property
+    def common_share(self) -> float | None:
+        """A share that none of the first looks rules out, where it is neither 0 nor 1."""
+        if len(self.arrivals) < FIRST:
+            return None
+        low, high = self.arrivals[:FIRST, 0].max(), self.arrivals[:FIRST, 1].min()
+        return float(low + high) / 2 if low < high and 0.1 < (low + high) / 2 < 0.85 else None
+
+    @cached_property
+    def moves_on(self) -> bool:
+        """Whether the rollout's scores still move, and further from look to look, since an update last arrived whole.
+
+        The upper end of what arrived, in nats, is noise for a rollout whose weights stay the same, and noise does not
+        grow.
+        """
+        moved = dict(self._series["sync/moved"].tolist()) if "sync/moved" in self._series else {}
+        highs = self._series.get("sync/arrived_high", np.empty((0, 2))).tolist()
+        most = np.array([(high, high * moved[step]) for step, high in highs if step in moved]).reshape(-1, 2)
+        whole = np.flatnonzero(most[:, 0] >= 0.75)
+        since = most[whole[-1] + 1 if whole.size else 0 :]
+        return len(since) > FIRST and bool((since[-FIRST:, 1] > 3 * since[0, 1]).all() and since[-1, 0] > 0.03)
 
     # The learning.
 
@@ -270,6 +324,38 @@ class Marks:
         """The last readings over the first ones."""
         early, late = self.early(name), self.late(name)
         return None if early is None or late is None or early <= 0 else late / early
+
+    @cached_property
+    def reward_fell(self) -> float:
+        """The lowest level of the reward over the best level before it."""
+        levels = np.convolve(self.values(REWARD), np.full(5, 1 / 5), mode="valid")
+        best = np.maximum.accumulate(levels)
+        return float((levels / best).min()) if len(levels) and levels.min() >= 0 and best[0] > 0 else 1.0
+
+    @cached_property
+    def strides(self) -> float | None:
+        """The largest mean over a few steps of how far the policy moved within a step, as the KL that verl logs; None
+        where a step has one update, whose policy has not moved yet."""
+        found = np.abs(self.values("actor/ppo_kl"))
+        return (
+            float(np.convolve(found, np.full(5, 1 / 5), mode="valid").max())
+            if len(found) >= 5 and found.any()
+            else None
+        )
+
+    @cached_property
+    def gained(self) -> float | None:
+        """What the reward has gained, as a share of what the best answers got more than the first ones."""
+        early, late, best = self.early(REWARD), self.late(REWARD), self.late("critic/score/max")
+        if early is None or late is None or best is None or best <= early:
+            return None
+        return (late - early) / (best - early) if late < 0.9 * best else 1.0
+
+    @cached_property
+    def without_signal(self) -> float | None:
+        """The share of the last tokens with an advantage of 0: all answers to their prompt got the same reward."""
+        shares = [self.late(f"vllm_kl/share/advantage/{sign}") for sign in ("positive", "negative")]
+        return None if shares[0] is None or shares[1] is None else 1 - shares[0] - shares[1]
 
     @cached_property
     def reward_kept(self) -> float | None:
@@ -292,6 +378,23 @@ class Marks:
             return None
         last, before = found[-len(found) // 6 :].mean(), found[-len(found) // 3 : -len(found) // 6].mean()
         return float(last / best) if last < 0.7 * best and last < 1.03 * before else None
+
+    @cached_property
+    def reward_scatter(self) -> float | None:
+        """How much the batches' mean reward scatters, as a share of the variance that tossing a coin for each answer
+        between the lowest and the highest reward would leave.
+
+        Prompts are not equally hard, so the mean of a batch depends on its prompts, and scatters more than the answers'
+        rewards by themselves: 1.3 to 3 in the lab. Rewards that do not depend on the answer leave 1 if they are tossed,
+        and a third of it if all values are as likely.
+        """
+        rewards, tokens = self.values(REWARD), self.values("router/tokens")
+        most, least, length = (self.values(n) for n in ("critic/score/max", "critic/score/min", LENGTH))
+        if len({len(found) for found in (rewards, tokens, most, least, length)}) > 1 or len(rewards) < 4 * WINDOW:
+            return None
+        span, answers = ((rewards - least) * (most - rewards)).mean(), (tokens / length).mean()
+        scatter = np.square(np.diff(rewards)).mean() / 2
+        return float(scatter * answers / span) if span > 0 else None
 
     @cached_property
     def entropy_at_fall(self) -> float | None:
@@ -449,6 +552,8 @@ def cause(name: str, title: str, check: str, override: str = "") -> Callable[[Ju
 
 # Weights that did not arrive.
 
+MOVES_ON = "little of the updates arrives, but the rollout moves further with each look"
+
 
 def _came(marks: Marks) -> Iterator[Sign]:
     if not marks.apart:
@@ -493,6 +598,8 @@ def _lost_sync(marks: Marks) -> Iterator[Sign]:
     yield from _unsynced(marks)
     if marks.arrived is not None:
         yield Sign(3 if marks.arrived[1] < 0.1 else -2, _arrived_sentence(marks.arrived))
+        if marks.moves_on:
+            yield Sign(-2, MOVES_ON)
     elif marks.apart and marks.k3 is not None and marks.k3 > LARGE:
         yield Sign(1, f"k3 is {_number(marks.k3)}, more than rounding leaves")
 
@@ -509,7 +616,9 @@ def _partial_sync(marks: Marks) -> Iterator[Sign]:
     if marks.scaled is not None:
         yield Sign(-1, f"all looks see the same share of it: {marks.scaled:.2f}")
     if marks.arrived is not None:
-        if marks.arrived[1] < 0.1:
+        if marks.arrived[1] < 0.1 and marks.moves_on:
+            yield Sign(2, MOVES_ON)
+        elif marks.arrived[1] < 0.1:
             yield Sign(-2, _arrived_sentence(marks.arrived))
         elif marks.arrived[0] < 0.75:
             yield Sign(2, _arrived_sentence(marks.arrived))
@@ -527,6 +636,8 @@ def _scaled_update(marks: Marks) -> Iterator[Sign]:
     yield from _unsynced(marks)
     if marks.scaled is not None:
         yield Sign(3, f"{marks.scaled:.2f} of every update arrived")
+    elif marks.common_share is not None:
+        yield Sign(1.5, f"the first looks leave room for one share of every update, {marks.common_share:.2f}")
     elif marks.arrived is not None:
         yield Sign(-1, "the looks at the syncs do not agree on a share")
 
@@ -699,13 +810,18 @@ def _shifted_positions(marks: Marks) -> Iterator[Sign]:
     "actor_rollout_ref.model.use_remove_padding=false",
 )
 def _leak(marks: Marks) -> Iterator[Sign]:
-    """Lab, `packed_leak`: probabilities move much further than routers, in some trajectories, over many tokens."""
+    """Lab, `packed_leak`: probabilities move much further than routers, in some trajectories, over many tokens, which
+    have other experts too."""
     yield from _static(marks)
     yield from _far_but_few(marks)
+    if marks.loses_mass:
+        yield Sign(-1.5, _mass_sentence(marks))
+    if (alike := marks.gap_alike) is not None and not 0.1 < alike < 0.3:
+        yield Sign(-2 if alike > 0.2 else 2, f"{alike:.0%} of the gap is of tokens that both engines route alike")
+    elif marks.differ is not None and not marks.replayed:
+        yield Sign(1 if marks.differ > 0.02 else -1, _choices_sentence(marks.differ))
     if marks.few_tokens is not None:
         yield Sign(0.5 if marks.few_tokens < 5 else -1.5, _tokens_sentence(marks.few_tokens))
-    if marks.differ is not None and not marks.replayed:
-        yield Sign(1 if marks.differ > 0.02 else -1, _choices_sentence(marks.differ))
 
 
 @cause(
@@ -715,16 +831,20 @@ def _leak(marks: Marks) -> Iterator[Sign]:
     "stability.filters='{retokenization_drift:{}}'",
 )
 def _respelled(marks: Marks) -> Iterator[Sign]:
-    """Lab, `respelled`: a few tokens, in a few trajectories, with a very large gap, and routers that agree."""
+    """Lab, `respelled`: a few tokens, in a few trajectories, with a very large gap, which both engines route alike."""
     yield from _static(marks)
     if (drifted := marks.late("filter/retokenization_drift/drifted")) is not None:
         told = f"{drifted:.1%} of the trajectories encode otherwise than they were sampled"
         yield Sign(4 if drifted > 0 else -4, told)
     yield from _far_but_few(marks)
+    if marks.loses_mass:
+        yield Sign(1.5, _mass_sentence(marks))
+    if (alike := marks.gap_alike) is not None and not 0.1 < alike < 0.3:
+        yield Sign(2 if alike > 0.2 else -2, f"{alike:.0%} of the gap is of tokens that both engines route alike")
+    elif marks.differ is not None and not marks.replayed:
+        yield Sign(1 if marks.differ < 0.02 else -2, _choices_sentence(marks.differ))
     if marks.few_tokens is not None:
         yield Sign(1.5 if marks.few_tokens >= 5 else -0.5, _tokens_sentence(marks.few_tokens))
-    if marks.differ is not None and not marks.replayed:
-        yield Sign(1 if marks.differ < 0.02 else -2, _choices_sentence(marks.differ))
 
 
 def _far_but_few(marks: Marks) -> Iterator[Sign]:
@@ -733,15 +853,17 @@ def _far_but_few(marks: Marks) -> Iterator[Sign]:
             yield Sign(1.5, _far_sentence(marks.gap_per_choice))
         else:
             yield Sign(-2, _only_sentence(marks.gap_per_choice))
-    if marks.few_trajectories is not None:
-        if marks.few_trajectories > 7:
-            yield Sign(1.5, f"few trajectories make it: the largest gap is {marks.few_trajectories:.0f} times the mean")
-        else:
-            yield Sign(
-                -1.5, f"most trajectories have it: the largest gap is {marks.few_trajectories:.0f} times the mean"
-            )
+    if (few := marks.few_trajectories) is not None:
+        if few > 7:
+            yield Sign(1.5, f"few trajectories make it: the largest gap is {few:.0f} times the mean")
+        elif few < 5:
+            yield Sign(-1.5, f"most trajectories have it: the largest gap is {few:.1f} times the mean")
     if marks.tilted:
         yield Sign(-2, "the gap depends on the probability alone")
+
+
+def _mass_sentence(marks: Marks) -> str:
+    return f"k averages less than 1, by {-(marks.excess or 0):.0f} standard errors: some tokens were never sampled"
 
 
 def _tokens_sentence(few_tokens: float) -> str:
@@ -857,11 +979,19 @@ def _gap_is_small(marks: Marks) -> Iterator[Sign]:
     "actor/grad_norm, actor/ppo_kl and actor/pg_clipfrac in the steps before the fall",
 )
 def _learning_rate(marks: Marks) -> Iterator[Sign]:
-    """Lab, a learning rate ten times too high: the reward dies while the engines agree."""
+    """Lab, a learning rate ten times too high: the reward dies while the engines agree, at once or by and by; where a
+    step has several updates, the policy moves ten times as far in it as in a sound run."""
     yield from _gap_is_small(marks)
     if marks.reward_kept is None:
         return
-    yield Sign(3.5 if marks.reward_kept < 0.5 else -3, f"the reward is {marks.reward_kept:.0%} of its best level")
+    strides = marks.strides
+    far = strides is not None and strides > FAR
+    if marks.reward_kept >= 0.5 and marks.reward_fell < 0.5 and far:
+        yield Sign(3, f"the reward fell to {marks.reward_fell:.0%} of its best level, and came back in part")
+    else:
+        yield Sign(3.5 if marks.reward_kept < 0.5 else -3, f"the reward is {marks.reward_kept:.0%} of its best level")
+    if far:
+        yield Sign(1, f"the policy moved by a KL of {strides:.2g} within a step (actor/ppo_kl)")
     if marks.entropy_at_fall is not None and marks.entropy_at_fall < 0.35:
         yield Sign(-2, f"the entropy had come down to {marks.entropy_at_fall:.0%} before the reward fell")
 
@@ -882,12 +1012,19 @@ def _entropy_collapse(marks: Marks) -> Iterator[Sign]:
         yield Sign(-3, f"the entropy is {entropy:.0%} of what it was")
         return
     yield Sign(1.5, f"the entropy is {entropy:.0%} of what it was")
-    if reward < 1.15:
-        yield Sign(2, _reward_sentence(reward))
+    gained = marks.gained
+    if gained is None:
+        yield Sign(2 if reward < 1.15 else -2, _reward_sentence(reward))
+    elif gained < 0.1:
+        yield Sign(2, f"the reward has gained {max(gained, 0):.0%} of what was to be had")
     elif marks.stands_low is not None:
         yield Sign(1.5, f"the reward rises no more, at {marks.stands_low:.0%} of what the best answers get")
     else:
-        yield Sign(-2, f"the reward has grown to {reward:.0%}: a task that is learnt needs less entropy")
+        yield Sign(
+            -2, f"the reward has gained {gained:.0%} of what was to be had: a task that is learnt needs less entropy"
+        )
+    if marks.without_signal is not None and marks.without_signal < 0.1:
+        yield Sign(-1, "answers to a prompt still get different rewards")
     if marks.entropy_at_fall is not None and marks.reward_kept is not None and marks.reward_kept < 2 / 3:
         if marks.entropy_at_fall < 0.35:
             yield Sign(0.5, f"it had come down to {marks.entropy_at_fall:.0%} before the reward fell")
@@ -919,16 +1056,24 @@ def _hacked_reward(marks: Marks) -> Iterator[Sign]:
     "the grader on a few trajectories (the same answer twice, a wrong one, an empty one), then the learning rate",
 )
 def _noisy_reward(marks: Marks) -> Iterator[Sign]:
-    """Lab, rewards drawn at random: the reward does not rise, and the policy drifts to more entropy."""
+    """Lab, rewards drawn at random: the reward does not rise, does not depend on the prompts, and the policy becomes no
+    surer; at large learning rates it drifts to more entropy."""
     yield from _gap_is_small(marks)
     entropy, reward = marks.change(ENTROPY), marks.change(REWARD)
     if entropy is None or reward is None or marks.reward_kept is None:
         return
     flat = reward < 1.1 and marks.reward_kept > 0.5 and len(marks.values(REWARD)) >= 4 * WINDOW
     yield Sign(1.5 if flat else -3, _reward_sentence(reward))
-    stands_still = 0.93 < reward < 1.07 and 0.93 < entropy < 1.07
-    points = 1.5 if entropy > 1.2 else 1 if stands_still else -1.5
+    scatter = marks.reward_scatter
+    stands_still = scatter is None and 0.93 < reward < 1.07 and 0.93 < entropy < 1.07
+    points = 1.5 if entropy > 1.2 else 1 if stands_still else 0 if entropy > 0.8 else -1.5
     yield Sign(points, f"the entropy is {entropy:.0%} of what it was: the policy does not become surer")
+    if scatter is not None:
+        told = f"batches differ in their mean reward {scatter:.2g} times as much as by tossing coins"
+        if scatter < 0.5:
+            yield Sign(1.5, f"{told}: the prompts make no difference")
+        elif scatter > 1.2:
+            yield Sign(-1.5, f"{told}: the prompts make a difference")
 
 
 @cause(

@@ -47,7 +47,23 @@ def grown(**levels):
     return {name: (value * 1e-6, value) for name, value in gap(**levels).items()}
 
 
+def alike(share, size):
+    """The routers' metrics where this share of a gap of this size is of tokens that are routed alike."""
+    return {"router/any_layer_differs": 0.1, "router/gap_equal": share * size / 0.9}
+
+
+def batch(least, most, answers=64):
+    """The rewards' range, and what tells how many answers a batch has."""
+    return {
+        "critic/score/min": least,
+        "critic/score/max": most,
+        "router/tokens": 17.0 * answers,
+        "response_length/mean": 17.0,
+    }
+
+
 SMALL = gap(1e-14)
+FELL = tuple(np.interp(np.arange(STEPS), [0, 20, 30, 60, STEPS], [0.7, 0.7, 0.2, 0.7, 0.55]))
 # What a run with this cause shows, as constants or as (first, last).
 SHOWN = {
     "old_weights": grown(k3=0.5) | {"training/off_policy/trajectory_staleness/mean": 8.0},
@@ -74,14 +90,14 @@ SHOWN = {
 
 
 def series(shown, steps=STEPS, first=1):
-    """Readings of each metric with noise of 2 %: constant, or moved from the first value to the last by a third."""
+    """Readings of each metric, noise of 2 %: constant, moved from a first to a last value by a third, or one a step."""
     draw = np.random.default_rng(0)
     found = {}
     for name, level in (LEARNS | shown).items():
-        begin, end = level if isinstance(level, tuple) else (level, level)
+        course = level if isinstance(level, tuple) else (level, level)
         share = np.clip(np.arange(steps) / (steps / 3), 0, 1)
         noise = 1 + 0.02 * draw.standard_normal(steps)
-        values = begin + (end - begin) * share
+        values = np.interp(share, [0, 1], course) if len(course) == 2 else np.array(course[:steps])
         values = 1 - (1 - values) * noise if name.startswith(("router/agr", "router/own")) else values * noise
         found[name] = [*zip(range(first, first + steps), values, strict=True)]
     return found
@@ -93,6 +109,83 @@ def test_the_marks_of_a_cause_name_it_first(cause):
     assert [suspect.cause.name for suspect in found[:1]] == [cause]
     assert found[0].points >= LEAST and found[0].speaks_for and found[0].cause.check
     assert found[0].reasons and "check" in found[0].advice
+
+
+# Marks by which causes that look alike are told apart: what the run shows, and who comes first; "" for nobody.
+ALIKE = {
+    "a few percent of each update arrive, further from look to look": (
+        grown(k3=1.5) | arrived(0.0, 0.09) | {"sync/moved": (0.02, 1.0)},
+        "partial_sync",
+    ),
+    "the same interval around 0 while nothing moves but noise": (
+        grown(k3=1.5) | {"sync/arrived_low": 0.0, "sync/arrived_high": (0.5, 0.01), "sync/moved": (0.02, 1.0)},
+        "lost_sync",
+    ),
+    "more than all of an update arrives": (grown(k3=0.05) | arrived(1.15, 2.0), "scaled_update"),
+    "one share of the first update, a wide one of later ones": (
+        grown(k3=0.1) | {"sync/arrived_low": (0.29, 0.01), "sync/arrived_high": (0.31, 0.5)},
+        "scaled_update",
+    ),
+    "a wide share from the first look on": (grown(k3=0.1) | arrived(0.2, 0.42), "partial_sync"),
+    "a fiftieth of the tokens are other ones": (
+        gap(0.34, size=0.35, most=7.5) | routers(0.977, 0.977) | alike(0.6, 0.35),
+        "respelled",
+    ),
+    "as large a gap of tokens that were sampled": (
+        gap(0.4, size=0.48, most=11) | routers(0.985, 0.985) | alike(0.01, 0.48),
+        "leak",
+    ),
+    "a random reward beside a small learning rate": (
+        SMALL | {"critic/score/mean": (0.49, 0.48), "actor/entropy": (0.25, 0.23)} | batch(0.0, 1.0),
+        "noisy_reward",
+    ),
+    "a reward that is not random, and not learnt": (
+        SMALL | {"critic/score/mean": (0.49, 0.44), "actor/entropy": (0.25, 0.23)} | batch(0.1, 0.9, answers=2048),
+        "",
+    ),
+    "a reward that fell and came back, under large steps": (
+        SMALL | {"critic/score/mean": FELL, "actor/ppo_kl": 0.07},
+        "learning_rate",
+    ),
+    "the same fall without them": (SMALL | {"critic/score/mean": FELL, "actor/ppo_kl": 0.005}, ""),
+    "entropy that falls as a noisy task is learnt": (
+        SMALL | {"critic/score/mean": (0.71, 0.79), "actor/entropy": (0.17, 0.055)} | batch(0.0, 1.0),
+        "",
+    ),
+    "entropy that falls while the reward does not rise": (
+        SMALL | {"critic/score/mean": (0.28, 0.27), "actor/entropy": (0.5, 0.05)} | batch(0.0, 1.0),
+        "entropy_collapse",
+    ),
+}
+
+
+@pytest.mark.parametrize(("shown", "cause"), ALIKE.values(), ids=ALIKE)
+def test_causes_that_look_alike_are_told_apart(shown, cause):
+    found = find_suspects(series(shown))
+    assert [suspect.cause.name for suspect in found[:1]] == [cause] * bool(cause)
+
+
+def test_the_scatter_of_the_reward_is_that_of_its_draws():
+    """Against draws: coins leave 1, values that are all as likely a third, and prompts of their own more."""
+    draw, answers = np.random.default_rng(0), 64
+
+    def scatter(rewards):  # [steps, answers]
+        steps = np.arange(len(rewards)) + 1.0
+        named = {
+            "critic/score/mean": rewards.mean(1),
+            "critic/score/max": np.ones(len(rewards)),
+            "critic/score/min": np.zeros(len(rewards)),
+            "router/tokens": np.full(len(rewards), 17.0 * answers),
+            "response_length/mean": np.full(len(rewards), 17.0),
+        }
+        return Marks({name: np.stack([steps, values], 1) for name, values in named.items()}).reward_scatter
+
+    even = draw.random((4000, answers))
+    assert scatter((even < 0.3).astype(float)) == pytest.approx(1, rel=0.1)
+    assert scatter(even) == pytest.approx(1 / 3, rel=0.1)
+    hard = draw.random((4000, 8)).repeat(8, 1)  # chances of 8 prompts with 8 answers each: 1/2 + 8 / 12 times as much
+    assert scatter((even < hard).astype(float)) == pytest.approx(4 * (1 / 6 + 8 / 12), rel=0.1)
+    assert scatter(even[:50]) is None, "too few readings"
 
 
 @pytest.mark.parametrize("cause", [cause for cause in CAUSES.values() if cause.override], ids=lambda cause: cause.name)
