@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.base.errors import ConfigError, UserError, print_error
+from verl_ext.features.verl_config import replay_setting, strategy_of
 from verl_ext.launch.command_line import INTERRUPTED, add_arguments, add_own, given_arguments, names, required_config
 from verl_ext.probe.sweep import ALL, LAUNCH, NAMES, SettingChange, SweepResult, changes_of, with_change
+from verl_ext.routing.engines import HOOKED, TOP_KS, first_of
 
 FAILED = 1
 PROGRESS = "verl_ext: probe: "  # begins a line of the process that says how far it is
@@ -163,13 +165,6 @@ def probe_overrides(config: Any, prompts: int, out: Path) -> list[str]:
     Raises:
         ConfigError: the run's training engine is not one that is probed.
     """
-    actor = config.actor_rollout_ref.actor
-    if actor.strategy != "fsdp2":
-        raise ConfigError(
-            f"the probe reads the training engine of actor.strategy=fsdp2, and this run has {actor.strategy}"
-        )
-    if config.actor_rollout_ref.rollout.name != "vllm":
-        raise ConfigError(f"the probe reads vLLM, and this run samples with {config.actor_rollout_ref.rollout.name}")
     rollout, trainer = "actor_rollout_ref.rollout", "trainer"
     overrides = [
         "stability.metrics=true",
@@ -177,6 +172,9 @@ def probe_overrides(config: Any, prompts: int, out: Path) -> list[str]:
         "stability.trajectories.per_step=0",
         f"data.train_batch_size={prompts}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
+        "actor_rollout_ref.actor.use_dynamic_bsz=false",  # each pass is one sequence
+        f"{rollout}.log_prob_use_dynamic_bsz=false",
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
         f"{rollout}.log_prob_micro_batch_size_per_gpu=1",
@@ -197,17 +195,14 @@ def probe_overrides(config: Any, prompts: int, out: Path) -> list[str]:
         f"hydra.run.dir={out}/hydra",
     ]
     if experts_of(config):
-        overrides += [
-            "stability.router_agreement=true",
-            "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3",
-        ]
+        agreement = strategy_of(config) in HOOKED  # verl's own replay on the other engines leaves nothing to compare
+        overrides += [f"stability.router_agreement={str(agreement).lower()}", f"{replay_setting(config)}=R3"]
     return overrides
 
 
 def experts_of(config: Any) -> int:
     """Experts that a token uses; 0 for a dense model, and one whose config this machine cannot read."""
     from verl_ext.features.verl_config import hf_config_of
-    from verl_ext.routing.engines import TOP_KS, first_of
 
     model = hf_config_of(config.actor_rollout_ref.model)
     return first_of(model.get_text_config(), TOP_KS) if model else 0

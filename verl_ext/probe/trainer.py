@@ -14,6 +14,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from verl_ext.base.names import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
 from verl_ext.base.patching import patch
+from verl_ext.core.recorder import joined_passes
 from verl_ext.features.feature import Part, TableLine
 from verl_ext.features.routing import replayed_field
 from verl_ext.probe.command import PROGRESS, experts_of
@@ -98,9 +99,10 @@ class ProbeTrainer(StabilityTrainerSync):
             readings[REPLAYED] = scores.score_in_workers(workers)
         workers.record_states(True)
         compared.score_in_workers(workers, replays=False)
-        train = workers.record_states(False)[0]
+        train = {point: passes for of_rank in workers.record_states(False) for point, passes in of_rank.items()}
         lengths = [len(ids) for ids in compared.ids[: len(compared.ids) // ranks]]  # of the first rank
-        places = compare_states(first_rows(rollout, lengths, 0), first_rows(train, lengths, 1), experts_of(self.config))
+        states = first_rows(joined_passes(rollout), sum(lengths)), joined_passes(train, lengths)
+        places = compare_states(*states, experts_of(self.config))
         self.now = readings[PREFILL], readings[TRAIN]
         return {
             "tokens": len(scores.l_infer_N),
@@ -150,14 +152,9 @@ class ProbeTaskRunner(StabilityTaskRunner):
         patch("probe_trainer", TRAINER_REGISTRY, "sync", ProbeTrainer)
 
 
-def first_rows(states: dict[str, Tensor], lengths: list[int], extra: int) -> dict[str, Tensor]:
-    """Returns the rows of sequences one after another, without the `extra` tokens at the end of each."""
-    rows: list[int] = []
-    start = 0
-    for length in lengths:
-        rows += range(start, start + length)
-        start += length + extra
-    return {point: values[rows] for point, values in states.items()}
+def first_rows(states: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """The states of the sequences that the first rank of the training engine has; all ranks have as many."""
+    return {point: rows[:count] for point, rows in states.items()}
 
 
 def print_progress(what: str) -> None:

@@ -15,7 +15,7 @@ from verl_ext.base.errors import HookError
 from verl_ext.base.patching import Undo, expect, patch, together
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from verl_ext.core.recorder import Passes
 
 REPORT, STATES = "verl_ext_engine_report", "verl_ext_states"
 
@@ -56,10 +56,10 @@ def hidden_states(worker: Any, begin: bool) -> bytes:
     """Begin to record in one vLLM worker, or end it and return what was seen, as `torch.save` writes it."""
     import torch
 
-    from verl_ext.core.recorder import Recorder
+    from verl_ext.core.recorder import Recorder, named_points
 
     if begin:
-        worker.verl_ext_recorder = Recorder(worker.model_runner.model)
+        worker.verl_ext_recorder = Recorder(named_points(worker.model_runner.model))
         return b""
     written = io.BytesIO()
     torch.save(worker.verl_ext_recorder.close(), written)
@@ -89,8 +89,8 @@ def begin_states(server_handle: Any) -> None:
     call(server_handle, STATES, True)
 
 
-def end_states(server_handle: Any) -> "dict[str, Tensor]":
-    """Point -> [tokens, width], of the first worker: what ranks of tensor parallelism share is whole on each."""
+def end_states(server_handle: Any) -> "Passes":
+    """What the first worker recorded: what ranks of tensor parallelism share is whole on each."""
     import torch
 
     return torch.load(io.BytesIO(call(server_handle, STATES, False)[0]))

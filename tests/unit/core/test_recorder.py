@@ -2,12 +2,12 @@ import pytest
 import torch
 
 from verl_ext.base.errors import HookError
-from verl_ext.core.recorder import Recorder, own_positions, point_of, positions, state_of
+from verl_ext.core.recorder import named_points, own_positions, point_of, positions, state_of
 
 
 def test_a_model_of_unknown_names_is_an_error():
     with pytest.raises(HookError, match="Linear has no decoder layers"):
-        Recorder(torch.nn.Linear(2, 2))
+        named_points(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
