@@ -34,7 +34,7 @@ from verl_ext.trainer.sync_canary import CanaryTrajectories
 from verl_ext.trainer.task_runner import StabilityTaskRunner
 from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync
 from verl_ext.trainer.watch import watch_of
-from verl_ext.upstream import engine_report
+from verl_ext.upstream import engine_states
 
 OUT = "probe_out"  # a setting of the run's config: the file for what is found
 SEQUENCES = 4  # whose hidden states are compared
@@ -88,9 +88,9 @@ class ProbeTrainer(StabilityTrainerSync):
         compared = CanaryTrajectories(batch, min(SEQUENCES, len(batch) // ranks) * ranks, ranks)
         print_progress(f"the rollout engine scores {len(scores.l_infer_N)} tokens")
         readings: dict[str, Tensor] = {DECODE: scores.l_infer_N, PREFILL: scores.score_in_servers([server])[0]}
-        engine_report.begin_states(server)
+        engine_states.begin_states(server)
         compared.pass_through_server(server)  # each a pass by itself, however many the engine would take at once
-        rollout = engine_report.end_states(server)
+        rollout = engine_states.end_states(server)
         self.on_sample_end()
         print_progress("the training engine scores them")
         readings[TRAIN] = scores.score_in_workers(workers, replays=False)
