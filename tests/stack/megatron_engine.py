@@ -245,7 +245,7 @@ def check_states(rank: Rank) -> None:
     found = rank.states()
     expected = [rank.expected["states"][index] for index in rank.mine]
     for point, rows in found.items():
-        close(rows, torch.cat([of_one[point] for of_one in expected]))
+        close(rows, torch.cat([of_one[point] for of_one in expected]), name=point)
     seen = [[] for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather_object(seen, list(found))
     assert {point for of_rank in seen for point in of_rank} == set(expected[0])

@@ -86,7 +86,6 @@ CAUSES: dict[str, tuple[Callable, str]] = {  # name -> what is done to the engin
 }
 
 
-@torch.no_grad()
 def changed(weight, value) -> Callable[[], object]:
     """Put these values into a rank's weight; what puts back those that were there."""
     before = weight.clone()
@@ -99,10 +98,10 @@ def planting(worker_class: type) -> type:
 
     class PlantingWorker(worker_class):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        @torch.no_grad()
         def plant(self, name):
             for back in self.__dict__.pop("planted", []):
-                with torch.no_grad():
-                    back()
+                back()
             self.planted = CAUSES[name][0](self.actor.engine)
 
     return PlantingWorker

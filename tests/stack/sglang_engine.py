@@ -179,7 +179,7 @@ def compare_turns(server, model, run) -> dict[str, float]:
 
 def compare_states(engine, model) -> dict[str, float]:
     """What the probe asks for: the largest relative error of any point's states, how many points and tokens there are,
-    and the largest difference of the prompts' log-probs. A prompt follows the other, as SGLang's cache has their start."""
+    and the largest difference of the prompts' log-probs. SGLang has what they begin with in its prefix cache."""
     from tests.stack.megatron_engine import states
     from verl_ext.core.recorder import joined_passes
     from verl_ext.upstream.engine_states import ask_schedulers

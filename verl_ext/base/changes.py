@@ -225,8 +225,7 @@ TABLE = (
         when="always, in SGLang's schedulers; it does something where the probe asks it",
         versions=VERL | SGLANG,
         file="upstream/engine_states.py",
-        test="tests/stack/test_sglang_engine.py::"
-        "test_log_probs_experts_and_updated_weights_are_those_of_transformers",
+        test="tests/stack/test_sglang_engine.py::test_log_probs_experts_and_updated_weights_are_those_of_transformers",
     ),
     Change(
         name="fake_quantization",

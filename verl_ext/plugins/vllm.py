@@ -7,7 +7,7 @@ from verl_ext.upstream import engine_report, engine_states
 
 
 def register() -> None:
-    """Install the engine's report, what the probe asks for, a load format and, where verl runs on CPU cores, the patches of `cpu.vllm`.
+    """Install the engine's report and its states, a load format and, on CPU cores, the patches of `cpu.vllm`.
 
     All wait for the module they change or need, which only vLLM's worker processes import (but for a method of its
     config, on CPU cores); a front-end process pays for nothing. A patch that no longer fits the installed vLLM raises

@@ -17,7 +17,7 @@ from verl_ext.base.patching import patch
 from verl_ext.core.recorder import joined_passes
 from verl_ext.features.feature import Part, TableLine
 from verl_ext.features.routing import replayed_field
-from verl_ext.probe.command import PROGRESS, experts_of
+from verl_ext.probe.command import PROGRESS, experts_of, passes_at_once
 from verl_ext.probe.readings import (
     DECODE,
     PREFILL,
@@ -85,7 +85,9 @@ class ProbeTrainer(StabilityTrainerSync):
         workers, server = self.actor_rollout_wg, self._rollout_server_managers()[-1].server_handles[0]
         ranks = max(workers._dispatch_info["actor"]) + 1  # which verl has asked for, to balance the batch
         self.scores = scores = CanaryTrajectories(batch, len(batch), ranks)
-        compared = CanaryTrajectories(batch, min(SEQUENCES, len(batch) // ranks) * ranks, ranks)
+        group = passes_at_once(self.config)  # of which --prompts is a multiple
+        sequences = min(-(-SEQUENCES // group) * group, len(batch) // ranks)
+        compared = CanaryTrajectories(batch, sequences * ranks, ranks)
         print_progress(f"the rollout engine scores {len(scores.l_infer_N)} tokens")
         readings: dict[str, Tensor] = {DECODE: scores.l_infer_N, PREFILL: scores.score_in_servers([server])[0]}
         engine_states.begin_states(server)

@@ -52,7 +52,7 @@ def megatron_points(module: Any) -> list[StatePoint]:
         attention, mlp = getattr(layer, "self_attention", None), getattr(layer, "mlp", None)
         parts = (
             ("attention", attention, _with_bias),
-            ("router", getattr(mlp, "router", None), _gated),
+            ("router", getattr(mlp, "router", None), _regated),
             ("experts", mlp, _with_bias),
             ("layer", layer, _first),
         )
@@ -114,6 +114,6 @@ def _with_bias(module: nn.Module, inputs: Any, output: Any) -> Tensor:
     return value if bias is None else value + bias
 
 
-def _gated(module: nn.Module, inputs: Any, output: Any) -> Tensor:
+def _regated(module: nn.Module, inputs: Any, output: Any) -> Tensor:
     """A router's logits, which it does not return, made once more from what it was given."""
     return module.gating(inputs[0])

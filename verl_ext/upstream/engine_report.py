@@ -1,7 +1,8 @@
 """Ask the running vLLM engine what it really runs with.
 
-The vLLM plugin adds a method to vLLM's worker classes; the trainer calls it over verl's server actors. A setting that vLLM accepted and then ignored shows here (its CPU model runner, for one, never uses cascade
-attention, whatever the arguments say).
+The vLLM plugin adds a method to vLLM's worker classes; the trainer calls it over verl's server actors. A setting that
+vLLM accepted and then ignored shows here (its CPU model runner, for one, never uses cascade attention, whatever the
+arguments say).
 """
 
 import asyncio
@@ -13,7 +14,6 @@ from verl_ext.base.errors import HookError
 from verl_ext.base.patching import Undo, expect, patch
 
 REPORT = "verl_ext_engine_report"
-TIMEOUT_S = 60.0  # of an answer
 
 
 def engine_report(worker: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def fetch_reports(server_handle: Any) -> list[dict[str, Any]]:
     return call(server_handle, REPORT)
 
 
-def call(server_handle: Any, method: str, *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+def call(server_handle: Any, method: str, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
     """What a method that this package adds to vLLM's workers returns, on each behind one of verl's server actors.
 
     Raises:

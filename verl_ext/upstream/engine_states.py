@@ -14,12 +14,13 @@ from wrapt import register_post_import_hook
 
 from verl_ext.base.errors import HookError
 from verl_ext.base.patching import Undo, expect, patch, wrap
-from verl_ext.upstream.engine_report import TIMEOUT_S, call
+from verl_ext.upstream.engine_report import call
 
 if TYPE_CHECKING:
-    from verl_ext.core.recorder import Passes, Recorder, StatePoint
+    from verl_ext.core.recorder import Passes, StatePoint
 
 STATES = "verl_ext_states"  # a method of vLLM's workers; the mark of a request to SGLang, and of the answer
+TIMEOUT_S = 600.0
 WHOLE = (".router", ".layer")  # of a layer of SGLang, what is whole on each rank of tensor parallelism
 
 
@@ -29,29 +30,35 @@ def begin_states(server_handle: Any) -> None:
     Raises:
         HookError: they do not answer.
     """
-    _ask(server_handle, True)
+    _states_of(server_handle, True)
 
 
 def end_states(server_handle: Any) -> "Passes":
-    """What the first worker recorded: what ranks of tensor parallelism share is whole on each; HookError as above."""
+    """What the first worker recorded: what ranks of tensor parallelism share is whole on each.
+
+    Nothing of an SGLang with data parallelism, whose schedulers have some of the sequences each.
+
+    Raises:
+        HookError: as `begin_states`.
+    """
     import torch
 
-    return torch.load(io.BytesIO(_ask(server_handle, False)))
+    answer = _states_of(server_handle, False)
+    return torch.load(io.BytesIO(answer)) if answer else {}
 
 
-def _ask(server_handle: Any, begin: bool) -> bytes:
+def _states_of(server_handle: Any, begin: bool) -> bytes:
     import ray
 
-    if ray.get(server_handle.__ray_call__.remote(_is_sglang)):
-        answers = ray.get(server_handle.__ray_call__.remote(_ask_schedulers, begin))
-    else:
-        answers = call(server_handle, STATES, begin)
+    if not ray.get(server_handle.__ray_call__.remote(_is_sglang)):
+        return call(server_handle, STATES, begin, timeout_s=TIMEOUT_S)[0]
+    answers = ray.get(server_handle.__ray_call__.remote(_ask_schedulers, begin))
     if answers[0] is None:
         raise HookError(
             "SGLang's scheduler does not record states: is verl_ext installed on the rollout's nodes, and does "
             "VERL_USE_EXTERNAL_PLUGINS, where set, name verl_ext?"
         )
-    return answers[0]
+    return answers[0] if len(answers) == 1 else b""
 
 
 def _as_bytes(passes: "Passes") -> bytes:
@@ -136,14 +143,15 @@ def _answer(sglangs: Callable[[Any, Any], Any], scheduler: Any, request: Any) ->
 class SchedulerRecording:
     """Records the passes over prompts in the model of a scheduler.
 
-    Its overlap schedule runs a request's next token before it knows that the request has ended: such a pass is left out.
+    Its overlap schedule runs the next token of a request before it knows that the request has ended. Such a pass is
+    left out.
     """
 
     def __init__(self, runner: Any) -> None:
         from verl_ext.core.recorder import Recorder
 
         self._reads_prompt = False
-        self._recorder: Recorder = Recorder(_points_of(runner), takes=lambda: self._reads_prompt)
+        self._recorder = Recorder(_points_of(runner), takes=lambda: self._reads_prompt)
         self._undo = wrap("sglang_states", runner, "forward", self._forward, "forward_batch, ...")
 
     def close(self) -> "Passes":
