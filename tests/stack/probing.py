@@ -98,11 +98,11 @@ def planting(worker_class: type) -> type:
 
     class PlantingWorker(worker_class):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        @torch.no_grad()
         def plant(self, name):
-            for back in self.__dict__.pop("planted", []):
-                back()
-            self.planted = CAUSES[name][0](self.actor.engine)
+            with torch.no_grad():
+                for back in self.__dict__.pop("planted", []):
+                    back()
+                self.planted = CAUSES[name][0](self.actor.engine)
 
     return PlantingWorker
 

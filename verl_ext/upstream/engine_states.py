@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 STATES = "verl_ext_states"  # a method of vLLM's workers; the mark of a request to SGLang, and of the answer
 TIMEOUT_S = 600.0
-WHOLE = (".router", ".layer")  # of a layer of SGLang, what is whole on each rank of tensor parallelism
+FUSED = ("enable_flashinfer_allreduce_fusion", "enable_aiter_allreduce_fusion")  # arguments of SGLang
 
 
 def begin_states(server_handle: Any) -> None:
@@ -166,12 +166,14 @@ class SchedulerRecording:
 def _points_of(runner: Any) -> "list[StatePoint]":
     """All points; with tensor parallelism, those whose states are whole on each rank.
 
-    SGLang adds up what the ranks have of attention and experts outside of these modules (`LayerCommunicator` of
-    srt/layers/communicator.py), at times in the norm of the next layer.
+    SGLang adds up what the ranks have of attention and experts outside of these modules, and with a fused all-reduce
+    what they have of a layer in the norm of the next one (`LayerCommunicator` of srt/layers/communicator.py).
     """
-    from verl_ext.core.recorder import ENDS, named_points
+    from verl_ext.core.recorder import ENDS, ROUTER, named_points
 
     points = named_points(runner.model)
     if runner.tp_size == 1:
         return points
-    return [point for point in points if point.name in ENDS or point.name.endswith(WHOLE)]
+    fused = any(getattr(runner.server_args, name, False) for name in FUSED)
+    whole = (ROUTER,) if fused else (ROUTER, ".layer")
+    return [point for point in points if point.name in ENDS or point.name.endswith(whole)]

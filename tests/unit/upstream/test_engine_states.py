@@ -56,8 +56,8 @@ class Norm(torch.nn.Module):
 
 
 class Runner:
-    def __init__(self, tp_size=1):
-        self.model, self.tp_size = torch.nn.Module(), tp_size
+    def __init__(self, tp_size=1, **arguments):
+        self.model, self.tp_size, self.server_args = torch.nn.Module(), tp_size, SimpleNamespace(**arguments)
         self.model.model = Model()
 
     def forward(self, forward_batch, skip=False):
@@ -71,13 +71,13 @@ def batch(*ids, extends=True):
 
 @pytest.fixture
 def scheduler():
-    """scheduler(tp_size=1) -> one whose `get_internal_state` is ours."""
+    """scheduler(settings of its runner...) -> one whose `get_internal_state` is ours."""
     undos = []
 
-    def make(tp_size=1):
+    def make(**settings):
         class Scheduler:
             def __init__(self):
-                self.tp_worker = SimpleNamespace(model_runner=Runner(tp_size))
+                self.tp_worker = SimpleNamespace(model_runner=Runner(**settings))
 
             def get_internal_state(self, recv_req):
                 return "SGLang's own"
@@ -116,12 +116,13 @@ def test_another_request_for_the_state_is_sglangs(scheduler):
     assert scheduler().get_internal_state(SimpleNamespace()) == "SGLang's own"
 
 
+@pytest.mark.parametrize(("fused", "layers"), [(False, {"0.layer"}), (True, set())])
 @torch.no_grad()
-def test_with_tensor_parallelism_parts_of_a_sum_are_left_out(scheduler):
-    made = scheduler(tp_size=2)
+def test_with_tensor_parallelism_parts_of_a_sum_are_left_out(scheduler, fused, layers):
+    made = scheduler(tp_size=2, enable_flashinfer_allreduce_fusion=fused)
     ask(made, True)
     made.tp_worker.model_runner.forward(batch(1, 2))
-    assert set(torch.load(io.BytesIO(ask(made, False)))) == {"embedding", "0.router", "0.layer", "norm"}
+    assert set(torch.load(io.BytesIO(ask(made, False)))) == {"embedding", "0.router", "norm"} | layers
 
 
 def handle_of(server):
