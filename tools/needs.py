@@ -223,8 +223,13 @@ HOOKS = (
     ),
     Hook(
         "engine_states",
-        "upstream/engine_report.py",
+        "upstream/engine_states.py",
         (f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer: _server_task, engine",),
+    ),
+    Hook(
+        "sglang_states",
+        "upstream/engine_states.py",
+        (f"{ROLLOUT}.sglang_rollout.async_sglang_server.SGLangHttpServer: _server_task, tokenizer_manager",),
     ),
     Hook(
         "probe_trainer",

@@ -18,6 +18,8 @@ from tensordict import TensorDict
 from tests.stack.running import CPU
 from tests.support.closeness import close
 from tests.support.forking import Forked
+from verl_ext.core.recorder import joined_passes
+from verl_ext.routing.engines import ENGINES
 
 LENGTHS = (27, 20, 9, 14, 30, 11, 16, 22)
 LEARNING_RATE = 1e-3
@@ -71,6 +73,7 @@ def expect_of_transformers(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
     rows = sequences(model.config.vocab_size)
     expected = {"weights": by_name(model), "log_probs": [log_probs(model, ids) for ids in rows]}
+    expected["states"] = [states(model, ids) for ids in rows]
     tokens = sum(len(ids) - 1 for ids in rows)
     adam = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     losses = [F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="sum") for ids in rows]
@@ -84,6 +87,29 @@ def expect_of_transformers(folder: Path) -> None:
 def log_probs(model, ids):
     with torch.no_grad():
         return model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+
+def states(model, ids) -> dict[str, torch.Tensor]:
+    """Point of `core.recorder` -> [n, width], from the outputs of transformers' modules."""
+    decoder = model.model
+    modules = {"embedding": decoder.embed_tokens, "norm": decoder.norm}
+    for number, layer in enumerate(decoder.layers):
+        parts = {"attention": layer.self_attn, "experts": layer.mlp, "layer": layer}
+        if hasattr(layer.mlp, "gate"):
+            parts["router"] = layer.mlp.gate
+        modules |= {f"{number}.{name}": part for name, part in parts.items()}
+    found, handles = {}, []
+    for point, module in modules.items():
+
+        def keep(module, inputs, output, point=point):
+            value = output[0] if isinstance(output, tuple) else output
+            found[point] = value.detach().flatten(0, -2).clone()
+
+        handles.append(module.register_forward_hook(keep))
+    log_probs(model, ids)
+    for handle in handles:
+        handle.remove()
+    return found
 
 
 def by_name(model) -> dict[str, torch.Tensor]:
@@ -131,7 +157,7 @@ def build(folder: Path, settings: dict, kind: str = "language_model"):
     return engine
 
 
-def batch(rows) -> TensorDict:
+def batch(rows, **settings) -> TensorDict:
     from verl.utils import tensordict_utils as tu
 
     def nested(parts):
@@ -146,11 +172,14 @@ def batch(rows) -> TensorDict:
     data = TensorDict(fields, batch_size=len(rows))
     tu.assign_non_tensor(
         data,
-        use_dynamic_bsz=True,
-        max_token_len_per_gpu=64,
-        temperature=1.0,
-        compute_loss=False,
-        calculate_entropy=True,
+        **{
+            "use_dynamic_bsz": True,
+            "max_token_len_per_gpu": 64,
+            "temperature": 1.0,
+            "compute_loss": False,
+            "calculate_entropy": True,
+        }
+        | settings,
     )
     return data
 
@@ -175,6 +204,13 @@ class Rank:
             return None
         return [row[:-1] for row in output["model_output"]["log_probs"].unbind()]
 
+    def states(self) -> dict[str, torch.Tensor]:
+        """Point -> rows of this rank's sequences, of the layers of its pipeline stage."""
+        recorder = ENGINES["megatron"].open_recorder(self.engine)
+        with self.engine.eval_mode():
+            self.engine.infer_batch(batch(self.rows, use_dynamic_bsz=False, micro_batch_size_per_gpu=1))
+        return joined_passes(recorder.close(), [len(ids) for ids in self.rows])
+
     def step(self) -> float:
         """One step of Adam on the mean loss of all tokens; returns the gradient's norm."""
 
@@ -198,9 +234,21 @@ class Rank:
 def check(rank: Rank) -> None:
     """Log-probs, every exported weight, gradient norm, and both after one step of Adam: those of transformers."""
     check_now(rank, "")
+    check_states(rank)
     norm = rank.step()
     assert abs(norm / rank.expected["norm"] - 1) < 1e-5, (norm, rank.expected["norm"])
     check_now(rank, " after")
+
+
+def check_states(rank: Rank) -> None:
+    """What the probe's hooks see on all ranks together: the states of transformers at each of its points."""
+    found = rank.states()
+    expected = [rank.expected["states"][index] for index in rank.mine]
+    for point, rows in found.items():
+        close(rows, torch.cat([of_one[point] for of_one in expected]), name=point)
+    seen = [[] for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(seen, list(found))
+    assert {point for of_rank in seen for point in of_rank} == set(expected[0])
 
 
 def check_now(rank: Rank, when: str) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from tests.stack.megatron_engine import Rank, expect_of_transformers, main
+from tests.stack.megatron_engine import Rank, check_states, expect_of_transformers, main
 from tests.support.closeness import close
 
 ACTOR = "actor_rollout_ref.actor"
@@ -316,6 +316,8 @@ def check(rank: Rank, dtype: torch.dtype) -> None:
     if (read := rank.infer()) is not None:
         apart = [row.float() - rank.expected["log_probs"][index] for index, row in zip(rank.mine, read, strict=True)]
         assert torch.cat(apart).abs().mean() < LOG_PROBS_APART[dtype], torch.cat(apart).abs().mean()
+    if dtype == torch.float32:
+        check_states(rank)
     close(rank.step(), rank.expected["norm"], rtol=NORM_APART[dtype], name="gradient norm")
     # The first step of the warm-up has a learning rate of 0; megatron-core's own default moves the routers' bias in it.
     before = rank.weights()

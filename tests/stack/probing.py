@@ -4,44 +4,79 @@ python -m tests.stack.probing <overrides of a probe>
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from verl_ext.core.fake_quant import fake_quantized
+from verl_ext.routing.layers import megatron_layers
 
 WRONG_TEMPERATURE = 0.7
 
 
-def router_in_bf16(model):
-    rounded = model.layers[1].mlp.gate.register_forward_pre_hook(
-        lambda gate, inputs: (inputs[0].bfloat16().float(), *inputs[1:])
-    )
-    return [rounded.remove]
+@dataclass(frozen=True)
+class Parts:
+    """What is changed of a layer, as both training engines have it."""
+
+    router: torch.nn.Module
+    experts: list[tuple[torch.Tensor, torch.Tensor]]  # the first two experts: their weights side by side
+    query_norm: torch.Tensor
+    projection: torch.Tensor
 
 
-def permuted_expert(model):
-    experts = model.layers[1].mlp.experts
-    order = [1, 0, *range(2, len(experts.down_proj))]
+def parts_of(engine, number) -> list[Parts]:
+    """Those of a layer, where this rank has it."""
+    if engine.engine_config.strategy == "megatron":
+        layers = [layer for its_number, layer in megatron_layers(engine.module) if its_number == number]
+        return [
+            Parts(
+                layer.mlp.router,
+                [
+                    (linear.weight0.data, linear.weight1.data)
+                    for linear in layer.mlp.experts.children()
+                    if hasattr(linear, "weight0")
+                ],
+                layer.self_attention.q_layernorm.weight.data,
+                layer.self_attention.linear_proj.weight.data,
+            )
+            for layer in layers
+        ]
+    layer = engine.module.model.layers[number]
+    experts = layer.mlp.experts
+    stacked = [weight.to_local() for weight in (experts.gate_up_proj, experts.down_proj)]
+    norm, projection = (weight.to_local() for weight in (layer.self_attn.q_norm.weight, layer.self_attn.o_proj.weight))
+    return [Parts(layer.mlp.gate, [(weight[0], weight[1]) for weight in stacked], norm, projection)]
+
+
+def router_in_bf16(engine):
+    def rounded(router, inputs):
+        return (inputs[0].bfloat16().float(), *inputs[1:])
+
+    return [part.router.register_forward_pre_hook(rounded).remove for part in parts_of(engine, 1)]
+
+
+def permuted_expert(engine):
     return [
         back
-        for each in (experts.gate_up_proj, experts.down_proj)
-        for back in changed(each, lambda weight: weight[order])
+        for part in parts_of(engine, 1)
+        for one, other in part.experts
+        for back in (changed(one, other.clone()), changed(other, one.clone()))
     ]
 
 
-def scaled_norm(model):
-    return changed(model.layers[0].self_attn.q_norm.weight, lambda weight: 1.5 * weight)
+def scaled_norm(engine):
+    return [changed(part.query_norm, 1.5 * part.query_norm) for part in parts_of(engine, 0)]
 
 
-def rounded_layer(model):
-    return changed(model.layers[1].self_attn.o_proj.weight, lambda weight: fake_quantized(weight, "fp4", "tensor"))
+def rounded_layer(engine):
+    return [changed(part.projection, fake_quantized(part.projection, "fp4", "tensor")) for part in parts_of(engine, 1)]
 
 
-def nothing(model):
+def nothing(engine):
     return []
 
 
-CAUSES: dict[str, tuple[Callable, str]] = {  # name -> what is done to the model, and the place where it shows
+CAUSES: dict[str, tuple[Callable, str]] = {  # name -> what is done to the engine, and the place where it shows
     "nothing": (nothing, ""),
     "router in bf16": (router_in_bf16, "1.router"),
     "permuted expert": (permuted_expert, "1.experts"),
@@ -51,13 +86,11 @@ CAUSES: dict[str, tuple[Callable, str]] = {  # name -> what is done to the model
 }
 
 
-@torch.no_grad()
-def changed(parameter, change) -> list[Callable[[], object]]:
-    """Change a parameter of one rank's FSDP2; what makes it again what it was."""
-    shard = parameter.to_local()
-    before = shard.clone()
-    shard.copy_(change(before))
-    return [lambda: shard.copy_(before)]
+def changed(weight, value) -> Callable[[], object]:
+    """Put these values into a rank's weight; what puts back those that were there."""
+    before = weight.clone()
+    weight.copy_(value)
+    return lambda: weight.copy_(before)
 
 
 def planting(worker_class: type) -> type:
@@ -66,10 +99,10 @@ def planting(worker_class: type) -> type:
     class PlantingWorker(worker_class):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def plant(self, name):
-            for back in self.__dict__.pop("planted", []):
-                with torch.no_grad():
+            with torch.no_grad():
+                for back in self.__dict__.pop("planted", []):
                     back()
-            self.planted = CAUSES[name][0](self.actor.engine.module.model)
+                self.planted = CAUSES[name][0](self.actor.engine)
 
     return PlantingWorker
 
@@ -102,11 +135,12 @@ def main() -> None:
             from verl.workers.engine_workers import ActorRolloutRefWorker
 
             from verl_ext.probe.trainer import ProbeTrainer
-            from verl_ext.workers.actor import ROUTING_WORKERS
+            from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS
 
             super().install()
             TRAINER_REGISTRY["sync"] = looking_often(ProbeTrainer)
-            ROUTING_WORKERS[ActorRolloutRefWorker] = planting(ROUTING_WORKERS[ActorRolloutRefWorker])
+            for workers in (LOSS_WORKERS, ROUTING_WORKERS):
+                workers[ActorRolloutRefWorker] = planting(workers[ActorRolloutRefWorker])
 
     trainer.ProbeTaskRunner = PlantingTaskRunner
     command.run_engines()

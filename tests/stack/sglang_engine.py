@@ -8,6 +8,7 @@ FOLDER has `model/`. What the tests compare is printed as a line of JSON.
 import asyncio
 import base64
 import copy
+import io
 import json
 import os
 import sys
@@ -176,13 +177,44 @@ def compare_turns(server, model, run) -> dict[str, float]:
     return {"same_experts": same / rows, "rows": rows}
 
 
+def compare_states(engine, model) -> dict[str, float]:
+    """What the probe asks for: the largest relative error of any point's states, how many points and tokens there are,
+    and the largest difference of the prompts' log-probs. SGLang has what they begin with in its prefix cache."""
+    from tests.stack.megatron_engine import states
+    from verl_ext.core.recorder import joined_passes
+    from verl_ext.upstream.engine_states import ask_schedulers
+
+    def ask(begin):
+        return engine.loop.run_until_complete(ask_schedulers(engine.tokenizer_manager, begin))[0]
+
+    assert ask(True) == b""
+    apart, expected = [], []
+    for prompt in PROMPTS:
+        sampling = {"temperature": 1.0, "max_new_tokens": 1}
+        asked = {"return_logprob": True, "logprob_start_len": 0}
+        (answer,) = engine.generate(input_ids=[list(prompt)], sampling_params=sampling, **asked)
+        given = torch.tensor([value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]]).double()
+        ids = torch.tensor(prompt)
+        with torch.no_grad():
+            l_all = model(ids[None]).logits[0, :-1].double().log_softmax(-1)
+        apart.append(float((given - l_all.gather(1, ids[1:, None])[:, 0]).abs().max()))
+        expected.append(states(model, ids))
+    found = joined_passes(torch.load(io.BytesIO(ask(False))))
+    assert set(found) == set(expected[0]), set(found) ^ set(expected[0])
+    errors = []
+    for point, rows in found.items():
+        reference = torch.cat([of_one[point] for of_one in expected])
+        errors.append(float((rows - reference).norm() / reference.norm()))
+    return {"apart": max(apart), "error": max(errors), "points": len(found), "tokens": len(found["norm"])}
+
+
 # Tasks
 
 
 def as_transformers(folder):
     """First, again with the prefix cache filled, and after other weights were sent."""
     engine, model = start(folder), reference(folder)
-    found = {"first": compare(engine, model), "again": compare(engine, model)}
+    found = {"first": compare(engine, model), "again": compare(engine, model), "states": compare_states(engine, model)}
     torch.manual_seed(3)
     model = perturbed(model)
     found["before"] = compare(engine, model)

@@ -1,4 +1,5 @@
-"""The probe on the real stack: one start, several looks, each with a cause planted in the training engine."""
+"""The probe on the real stack: for each pair of engines one start and several looks, each with a cause planted in the
+training engine."""
 
 import json
 
@@ -11,14 +12,29 @@ from verl_ext.probe.command import probe_overrides
 from verl_ext.probe.readings import Stage
 from verl_ext.probe.verdict import ProbeResult
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+MEGATRON = "actor_rollout_ref.actor.megatron"
+ENGINES = {
+    "FSDP2, vLLM": (SMALL[0], "precision=fp32"),
+    "Megatron, SGLang": (
+        "recipe=cpu_megatron_sglang",
+        f"{MEGATRON}.dtype=float32",
+        "actor_rollout_ref.rollout.dtype=float32",
+        f"{MEGATRON}.pipeline_model_parallel_size=2",  # each stage has two of the four layers
+        "trainer.n_gpus_per_node=2",
+        "ray_kwargs.ray_init.num_gpus=2",
+    ),
+}
 
 
-@pytest.fixture(scope="module")
-def found(assets, stack, tmp_path_factory):
+@pytest.fixture(scope="module", params=ENGINES)
+def found(request, assets, tmp_path_factory):
     """Name of the planted cause -> what the probe found."""
+    stack = request.getfixturevalue("sglang_stack" if "SGLang" in request.param else "stack")
     folder = tmp_path_factory.mktemp("probe")
-    own = [*SMALL, "precision=fp32", f"assets={assets}", "stability=none"]
+    recipe, *settings = ENGINES[request.param]
+    own = [recipe, *SMALL[1:], *settings, f"assets={assets}", "stability=none"]
     overrides = [*own, *probe_overrides(compose(own)[0], 8, folder), f"+probe_out={folder}/probe.json"]
     finished = run(["-m", "tests.stack.probing", *overrides], folder, stack)
     assert finished.code == 0, finished.tail

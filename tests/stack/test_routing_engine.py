@@ -13,6 +13,7 @@ from tests.support.head_ranks import alone, logits_alone, response_values, sampl
 from tests.support.routing_families import FAMILIES, TOP_K, build, moe_layers
 from tests.support.routing_ranks import LENGTHS, Case, rank_main, rollout_routes, routes_alone, sequences
 from verl_ext.base.names import HEAD_SUMS
+from verl_ext.core.recorder import joined_passes
 from verl_ext.core.routing import RouterSums
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -71,6 +72,17 @@ def ran(quick_ranks, folders, tmp_path_factory):
 
 
 ALL = CASES | ULYSSES
+
+
+@pytest.mark.parametrize("name", ["ulysses", "ulysses bucket"])
+def test_the_probes_hooks_see_whole_sequences_on_each_rank_of_ulysses(ran, name):
+    (alone,) = ran[f"capture {ULYSSES[name].family}"]
+    lengths = [sum(sum(LENGTHS[trajectory]) for trajectory in trajectories) for trajectories in MICRO_BATCHES]
+    expected = joined_passes(alone["states"], lengths)
+    assert len(expected) > 2
+    for of_rank in ran[name]:
+        for point, rows in joined_passes(of_rank["states"], lengths).items():
+            close(rows, expected[point], name=point)
 
 
 def in_order(case, found, key):

@@ -64,8 +64,12 @@ def found(sglang_stack, ended):
     return run
 
 
+@pytest.mark.shows("verl-ext probe", engine="sglang")
 def test_log_probs_experts_and_updated_weights_are_those_of_transformers(found):
     readings = found("as_transformers")
+    states = readings.pop("states")
+    assert states["apart"] < 1e-4 and states["error"] < 1e-5
+    assert states["points"] == 2 + 4 * 4 and states["tokens"] == 19, "all tokens of the prompts, and no other"
     for when in ("first", "again", "after"):
         assert readings[when]["apart"] < 1e-4, "log-probs of some -4"
         assert readings[when]["same_experts"] == 1

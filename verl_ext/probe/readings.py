@@ -17,7 +17,7 @@ from torch import Tensor
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import BUCKETS, POSITION_EDGES, PROBABILITY_EDGES
 from verl_ext.core.mismatch import k3_of
-from verl_ext.core.recorder import INDEXER, order_of
+from verl_ext.core.recorder import INDEXER, ROUTER, order_of
 from verl_ext.core.routing import expert_overlap
 
 DECODE, PREFILL, TRAIN, REPLAYED = "decode", "prefill", "train", "replayed"
@@ -25,7 +25,6 @@ PAIRS = ((DECODE, TRAIN), (DECODE, PREFILL), (PREFILL, TRAIN), (DECODE, REPLAYED
 FLIPS = 999
 BLOCK = 1 << 12  # tokens whose signs are drawn at once: 32 MB of them
 SYNC, UPDATE = "sync", "update"  # a weight sync of the same weights; one update, and the sync after it
-ROUTER = ".router"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_ext.base.errors import ConfigError, require_choice
-from verl_ext.features.verl_config import MODEL, ROLLOUT, VLLM_ARGUMENTS
+from verl_ext.features.verl_config import MODEL, ROLLOUT, SGLANG_ARGUMENTS, VLLM_ARGUMENTS, rollout_name, strategy_of
+from verl_ext.routing.engines import ACTOR
 
 EAGER, CHUNKED, CACHED = (
     f"{ROLLOUT}.{name}" for name in ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching")
@@ -28,7 +29,7 @@ class SettingChange:
     """One setting of a launch, changed.
 
     Attributes:
-        name: of the change, in tables and folders.
+        name: of the change, in tables and folders; of another engine there may be one of the same name.
         overrides: after the launch's own.
         fits: whether the launch does not have it so already, and its engine knows it.
     """
@@ -54,17 +55,44 @@ def _on_gpu(fits: Fits) -> Fits:
     return lambda config: config.trainer.device != "cpu" and fits(config)
 
 
+def _in(rollout: str, fits: Fits) -> Fits:
+    return lambda config: rollout_name(config) == rollout and fits(config)
+
+
+def _on_megatron(fits: Fits) -> Fits:
+    return lambda config: strategy_of(config) == "megatron" and fits(config)
+
+
+def _on_transformers(fits: Fits) -> Fits:
+    return lambda config: strategy_of(config) != "megatron" and fits(config)
+
+
+MEGATRON_DTYPE, ROLLOUT_DTYPE = f"{ACTOR}.megatron.dtype", f"{ROLLOUT}.dtype"
+NO_RADIX_CACHE, CHUNK = f"{SGLANG_ARGUMENTS}.disable_radix_cache", f"{SGLANG_ARGUMENTS}.chunked_prefill_size"
 CHANGES = (
-    SettingChange("fp32", ("precision=fp32",), _setting_is_not(f"{ROLLOUT}.dtype", "float32")),
-    SettingChange("fp16", ("precision=fp16",), _setting_is_not(f"{ROLLOUT}.dtype", "float16")),
+    SettingChange("fp32", ("precision=fp32",), _on_transformers(_setting_is_not(ROLLOUT_DTYPE, "float32"))),
+    SettingChange("fp16", ("precision=fp16",), _on_transformers(_setting_is_not(ROLLOUT_DTYPE, "float16"))),
+    SettingChange(  # elsewhere verl refuses it
+        "fp32",
+        (f"{MEGATRON_DTYPE}=float32", f"{ROLLOUT_DTYPE}=float32"),
+        _on_megatron(
+            lambda config: config.trainer.device == "cpu" and _setting_is_not(ROLLOUT_DTYPE, "float32")(config)
+        ),
+    ),
+    SettingChange("fp16", ("precision=fp16_megatron",), _on_megatron(_setting_is_not(ROLLOUT_DTYPE, "float16"))),
     SettingChange("eager", (f"{EAGER}=true",), _setting_is(EAGER, False)),
     SettingChange("graphs", (f"{EAGER}=false",), _on_gpu(_setting_is(EAGER, True))),
-    SettingChange("whole_prefill", (f"{CHUNKED}=false",), _setting_is(CHUNKED, True)),
-    SettingChange("no_prefix_cache", (f"{CACHED}=false",), _setting_is(CACHED, True)),
+    SettingChange("whole_prefill", (f"{CHUNKED}=false",), _in("vllm", _setting_is(CHUNKED, True))),
+    SettingChange("no_prefix_cache", (f"{CACHED}=false",), _in("vllm", _setting_is(CACHED, True))),
+    # verl does not tell SGLang of these two settings.
+    SettingChange("whole_prefill", (f"++{CHUNK}=-1",), _in("sglang", _setting_is_not(CHUNK, -1))),
+    SettingChange(
+        "no_prefix_cache", (f"++{NO_RADIX_CACHE}=true",), _in("sglang", _setting_is_not(NO_RADIX_CACHE, True))
+    ),
     SettingChange(
         "no_cascade",
         ("stability.cascade_attention=off",),
-        _on_gpu(_setting_is_not("stability.cascade_attention", "off")),
+        _in("vllm", _on_gpu(_setting_is_not("stability.cascade_attention", "off"))),
     ),
     SettingChange("one_at_a_time", (f"{SEQUENCES}=1",), _setting_above_1(SEQUENCES)),
     SettingChange("tensor_parallel_1", (f"{TENSOR}=1",), _setting_above_1(TENSOR)),
@@ -76,15 +104,19 @@ CHANGES = (
     SettingChange("no_quantization", (f"{QUANTIZED}=null",), _setting_is_not(QUANTIZED, None)),
     SettingChange("no_speculation", (f"{DRAFTS}=false",), _setting_is(DRAFTS, True)),
     *(
-        SettingChange(f"attention_{name.lower()}", (f"++{BACKEND}={name}",), _on_gpu(_setting_is_not(BACKEND, name)))
+        SettingChange(
+            f"attention_{name.lower()}", (f"++{BACKEND}={name}",), _in("vllm", _on_gpu(_setting_is_not(BACKEND, name)))
+        )
         for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
     ),
     *(
-        SettingChange(f"training_{name}", (f"++{ATTENTION}={name}",), _setting_is_not(ATTENTION, name))
+        SettingChange(
+            f"training_{name}", (f"++{ATTENTION}={name}",), _on_transformers(_setting_is_not(ATTENTION, name))
+        )
         for name in ("sdpa", "eager")
     ),
 )
-NAMES = tuple(change.name for change in CHANGES)
+NAMES = tuple(dict.fromkeys(change.name for change in CHANGES))
 
 
 def changes_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> list[SettingChange]:
@@ -95,12 +127,11 @@ def changes_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> l
     """
     for name in names:
         require_choice("--sweep", name, (ALL, *NAMES))
-    found = [change for change in CHANGES if change.name in names or ALL in names]
-    if wrong := [change.name for change in found if change.name in names and not change.fits(config)]:
+    found = [change for change in CHANGES if (change.name in names or ALL in names) and change.fits(config)]
+    if wrong := [name for name in names if name not in (ALL, *(change.name for change in found))]:
         raise ConfigError(f"--sweep {wrong[0]}: this run has it so already, or its engine does not know it")
     if twice := [name for name in added if name in NAMES]:
         raise ConfigError(f"--add {twice[0]}: there is a setting of this name", otherwise="choose another name")
-    found = [change for change in found if change.fits(config)]
     return [*found, *(SettingChange(name, tuple(text.split())) for name, text in added.items())]
 
 

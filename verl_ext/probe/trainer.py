@@ -14,9 +14,10 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from verl_ext.base.names import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
 from verl_ext.base.patching import patch
+from verl_ext.core.recorder import joined_passes
 from verl_ext.features.feature import Part, TableLine
 from verl_ext.features.routing import replayed_field
-from verl_ext.probe.command import PROGRESS, experts_of
+from verl_ext.probe.command import PROGRESS, experts_of, passes_at_once
 from verl_ext.probe.readings import (
     DECODE,
     PREFILL,
@@ -33,7 +34,7 @@ from verl_ext.trainer.sync_canary import CanaryTrajectories
 from verl_ext.trainer.task_runner import StabilityTaskRunner
 from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync
 from verl_ext.trainer.watch import watch_of
-from verl_ext.upstream import engine_report
+from verl_ext.upstream import engine_states
 
 OUT = "probe_out"  # a setting of the run's config: the file for what is found
 SEQUENCES = 4  # whose hidden states are compared
@@ -84,12 +85,14 @@ class ProbeTrainer(StabilityTrainerSync):
         workers, server = self.actor_rollout_wg, self._rollout_server_managers()[-1].server_handles[0]
         ranks = max(workers._dispatch_info["actor"]) + 1  # which verl has asked for, to balance the batch
         self.scores = scores = CanaryTrajectories(batch, len(batch), ranks)
-        compared = CanaryTrajectories(batch, min(SEQUENCES, len(batch) // ranks) * ranks, ranks)
+        group = passes_at_once(self.config)  # of which --prompts is a multiple
+        sequences = min(-(-SEQUENCES // group) * group, len(batch) // ranks)
+        compared = CanaryTrajectories(batch, sequences * ranks, ranks)
         print_progress(f"the rollout engine scores {len(scores.l_infer_N)} tokens")
         readings: dict[str, Tensor] = {DECODE: scores.l_infer_N, PREFILL: scores.score_in_servers([server])[0]}
-        engine_report.begin_states(server)
+        engine_states.begin_states(server)
         compared.pass_through_server(server)  # each a pass by itself, however many the engine would take at once
-        rollout = engine_report.end_states(server)
+        rollout = engine_states.end_states(server)
         self.on_sample_end()
         print_progress("the training engine scores them")
         readings[TRAIN] = scores.score_in_workers(workers, replays=False)
@@ -98,9 +101,10 @@ class ProbeTrainer(StabilityTrainerSync):
             readings[REPLAYED] = scores.score_in_workers(workers)
         workers.record_states(True)
         compared.score_in_workers(workers, replays=False)
-        train = workers.record_states(False)[0]
+        train = {point: passes for of_rank in workers.record_states(False) for point, passes in of_rank.items()}
         lengths = [len(ids) for ids in compared.ids[: len(compared.ids) // ranks]]  # of the first rank
-        places = compare_states(first_rows(rollout, lengths, 0), first_rows(train, lengths, 1), experts_of(self.config))
+        states = first_rows(joined_passes(rollout), sum(lengths)), joined_passes(train, lengths)
+        places = compare_states(*states, experts_of(self.config))
         self.now = readings[PREFILL], readings[TRAIN]
         return {
             "tokens": len(scores.l_infer_N),
@@ -150,14 +154,9 @@ class ProbeTaskRunner(StabilityTaskRunner):
         patch("probe_trainer", TRAINER_REGISTRY, "sync", ProbeTrainer)
 
 
-def first_rows(states: dict[str, Tensor], lengths: list[int], extra: int) -> dict[str, Tensor]:
-    """Returns the rows of sequences one after another, without the `extra` tokens at the end of each."""
-    rows: list[int] = []
-    start = 0
-    for length in lengths:
-        rows += range(start, start + length)
-        start += length + extra
-    return {point: values[rows] for point, values in states.items()}
+def first_rows(states: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """The states of the sequences that the first rank of the training engine has; all ranks have as many."""
+    return {point: rows[:count] for point, rows in states.items()}
 
 
 def print_progress(what: str) -> None:

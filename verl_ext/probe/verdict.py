@@ -256,7 +256,7 @@ def _look_at(start: str, dtype: str) -> str:
     if start == HEAD:
         return (
             "look behind the last norm: the head's weights, the temperature, the logits' dtype, and the ids past the "
-            "tokenizer's, which verl masks in the rollout alone"
+            "tokenizer's, which verl masks in vLLM alone"
         )
     return f"look at {start} in both engines: weights that did not arrive, a bias, a scale, a dtype"
 

@@ -1,4 +1,4 @@
-"""The training engines whose routing is seen, by verl's `actor.strategy`; the names of a model's sizes.
+"""The training engines whose routing and states are seen, by verl's `actor.strategy`; the names of a model's sizes.
 
 Neither engines nor torch are imported here: a launch, `verl-ext doctor` and `plan` read these tables.
 """
@@ -24,26 +24,37 @@ class Engine:
         adapter: module and class of what sees the engine's routing: made of a worker's config, its `config` builds the
             engine, `prepare(engine)` hooks it, `hooks()` reports that, and `compute(infer, data)` is `infer(data)` with
             `router_agreement` and `router_sums` among its outputs where there is what to compare.
+        recorder: module and function: of an engine that is built, hooks that record its model's states.
         hooked: whether it runs models of transformers, whose routers we hook and replay ourselves; verl records and
             replays on the others.
     """
 
     settings: str
     adapter: str
+    recorder: str
     hooked: bool = False
 
     def load_adapter(self) -> type:
-        module, name = self.adapter.split(":")
-        return getattr(import_module(module), name)
+        return _load(self.adapter)
+
+    def open_recorder(self, engine: Any) -> Any:
+        return _load(self.recorder)(engine)
 
 
-_FSDP = Engine(f"{ACTOR}.fsdp_config", "verl_ext.routing.fsdp:FsdpRouting", hooked=True)
+def _load(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(import_module(module), name)
+
+
+_NAMED = "verl_ext.routing.layers:open_recorder_of_transformers"
+_FSDP = Engine(f"{ACTOR}.fsdp_config", "verl_ext.routing.fsdp:FsdpRouting", _NAMED, hooked=True)
 _RECORDED = "verl_ext.routing.megatron:RecordedRouting"
+_LAYERS = "verl_ext.routing.layers:open_recorder_of_megatron"
 ENGINES = {
     "fsdp": _FSDP,
     "fsdp2": _FSDP,
-    "megatron": Engine(f"{ACTOR}.megatron", _RECORDED),
-    "veomni": Engine(f"{ACTOR}.veomni", _RECORDED),
+    "megatron": Engine(f"{ACTOR}.megatron", _RECORDED, _LAYERS),
+    "veomni": Engine(f"{ACTOR}.veomni", _RECORDED, _NAMED),
 }
 HOOKED = tuple(strategy for strategy, engine in ENGINES.items() if engine.hooked)
 

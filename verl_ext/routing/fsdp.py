@@ -24,7 +24,7 @@ from verl.utils.device import get_device_id
 from verl.workers.config import TrainingWorkerConfig
 
 from verl_ext.base.errors import HookError
-from verl_ext.base.names import OLD_ROUTES, OWN_ROUTES, ROLLOUT_ROUTES
+from verl_ext.base.names import OLD_ROUTES, ROLLOUT_ROUTES
 from verl_ext.base.patching import wrap
 from verl_ext.core.routing import expert_overlap, known_rows
 from verl_ext.core.tokens import fill_gaps, left_out_rows
@@ -165,7 +165,6 @@ class FsdpRouting:
         replays = self.mode != "disabled" and tu.get_non_tensor_data(
             micro_batch, "enable_routing_replay", default=False
         )
-        replays = replays and not tu.get_non_tensor_data(micro_batch, OWN_ROUTES, default=False)
         records = replays and self.mode == "R2" and old_policy
         rollout_TLK = refused_T = None
         if old_policy or (replays and self.mode == "R3"):

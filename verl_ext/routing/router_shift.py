@@ -22,9 +22,11 @@ from verl_ext.base.errors import HookError
 from verl_ext.base.names import DEVIATION, RESPONSE_MASK, SHIFT_EXPERTS, SHIFT_SCORES
 from verl_ext.base.patching import wrap
 from verl_ext.core.losses import router_deviation
+from verl_ext.core.recorder import ROUTER
 from verl_ext.core.tokens import jagged
 from verl_ext.routing.choices import ROUTES, ChoicePoint, find_choices
 from verl_ext.routing.fsdp import is_old_policy
+from verl_ext.routing.layers import megatron_points
 from verl_ext.routing.outputs import RowLayout, packed_rows
 
 Take = Callable[[int, Any, Any], None]  # (number of the layer, router, what it returns)
@@ -167,12 +169,8 @@ class MegatronShiftRecorder(ShiftRecorder):
     """
 
     def _find_routers(self, engine: Any) -> list[Any]:
-        from megatron.core.transformer.moe.router import TopKRouter
-        from verl.utils.megatron_utils import unwrap_model
-
-        (model,) = unwrap_model(engine.module)
         # The layers for multi-token prediction, beside the decoder, are not in the ratio.
-        routers = [module for module in model.decoder.modules() if isinstance(module, TopKRouter)]
+        routers = [point.module for point in megatron_points(engine.module) if point.name.endswith(ROUTER)]
         if not routers:
             raise HookError("the loss router_shift found no router in Megatron's decoder; choose another loss_mode")
         for router in routers:

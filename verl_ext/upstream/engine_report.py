@@ -1,23 +1,19 @@
-"""Ask the running vLLM engine what it really runs with, and for the hidden states of prompts.
+"""Ask the running vLLM engine what it really runs with.
 
-The vLLM plugin adds two methods to vLLM's worker classes; the trainer and the probe call them over verl's server
-actors. A setting that vLLM accepted and then ignored shows here (its CPU model runner, for one, never uses cascade
-attention, whatever the arguments say).
+The vLLM plugin adds a method to vLLM's worker classes; the trainer calls it over verl's server actors. A setting that
+vLLM accepted and then ignored shows here (its CPU model runner, for one, never uses cascade attention, whatever the
+arguments say).
 """
 
 import asyncio
-import io
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wrapt import register_post_import_hook
 
 from verl_ext.base.errors import HookError
-from verl_ext.base.patching import Undo, expect, patch, together
+from verl_ext.base.patching import Undo, expect, patch
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-REPORT, STATES = "verl_ext_engine_report", "verl_ext_states"
+REPORT = "verl_ext_engine_report"
 
 
 def engine_report(worker: Any) -> dict[str, Any]:
@@ -52,48 +48,19 @@ def adapter_report(model_runner: Any) -> dict[str, Any] | None:
     return {"adapters": len(adapters), "used": len(names) - len(unused), "unused": unused}
 
 
-def hidden_states(worker: Any, begin: bool) -> bytes:
-    """Begin to record in one vLLM worker, or end it and return what was seen, as `torch.save` writes it."""
-    import torch
-
-    from verl_ext.core.recorder import Recorder
-
-    if begin:
-        worker.verl_ext_recorder = Recorder(worker.model_runner.model)
-        return b""
-    written = io.BytesIO()
-    torch.save(worker.verl_ext_recorder.close(), written)
-    return written.getvalue()
-
-
 def report_from_workers() -> None:
-    """Make `collective_rpc(REPORT)` and `collective_rpc(STATES)` answer in every vLLM worker of this process."""
-    register_post_import_hook(add_methods, "vllm.v1.worker.worker_base")
+    """Make `collective_rpc(REPORT)` answer in every vLLM worker of this process."""
+    register_post_import_hook(add_report, "vllm.v1.worker.worker_base")
 
 
-def add_methods(worker_base: Any) -> Undo:
+def add_report(worker_base: Any) -> Undo:
     worker = expect("engine_report", worker_base, "WorkerBase")
-    return together(
-        lambda: patch("engine_report", worker, REPORT, engine_report, new=True),
-        lambda: patch("engine_states", worker, STATES, hidden_states, new=True),
-    )
+    return patch("engine_report", worker, REPORT, engine_report, new=True)
 
 
 def fetch_reports(server_handle: Any) -> list[dict[str, Any]]:
     """The reports of all workers behind one of verl's vLLM server actors; HookError as of `call`."""
     return call(server_handle, REPORT)
-
-
-def begin_states(server_handle: Any) -> None:
-    """Record hidden states in all workers behind one of verl's vLLM server actors, until `end_states`."""
-    call(server_handle, STATES, True)
-
-
-def end_states(server_handle: Any) -> "dict[str, Tensor]":
-    """Point -> [tokens, width], of the first worker: what ranks of tensor parallelism share is whole on each."""
-    import torch
-
-    return torch.load(io.BytesIO(call(server_handle, STATES, False)[0]))
 
 
 def call(server_handle: Any, method: str, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:

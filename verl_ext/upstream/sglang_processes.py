@@ -20,6 +20,7 @@ from typing import Any
 
 from verl_ext.base.errors import WorkerDiedError
 from verl_ext.base.patching import Undo, expect, patch, together, wrap
+from verl_ext.upstream import engine_states
 
 MODULES = {"scheduler": "sglang.srt.managers.scheduler", "detokenizer": "sglang.srt.managers.detokenizer_manager"}
 ANSWER_S = 10.0  # a process that ends waits so long for its actor to have kept the reason
@@ -33,7 +34,10 @@ def run_process(name: str, actor: Connection, process: Callable[..., None], *arg
     """Call `process`, SGLang's function for this process, with the actor as its parent."""
     parent = Parent(name, actor)
     try:
-        patch("sglang_processes", importlib.import_module(MODULES[name]), "psutil", parent)
+        module = importlib.import_module(MODULES[name])
+        patch("sglang_processes", module, "psutil", parent)
+        if name == "scheduler":
+            engine_states.record_in_scheduler(module)
         process(*args, **kwargs)
     except Exception:  # before SGLang handles any
         parent.send_signal(signal.SIGQUIT)

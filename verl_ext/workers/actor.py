@@ -10,15 +10,16 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from tensordict import TensorDict
-from torch import Tensor
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils import tensordict_utils as tu
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
 from verl_ext.base.errors import HookError
-from verl_ext.core.recorder import Recorder
+from verl_ext.base.names import OWN_ROUTES
+from verl_ext.core.recorder import Passes
 from verl_ext.features.losses import LOSSES
 from verl_ext.routing.engines import ENGINES
 from verl_ext.routing.router_shift import MegatronShiftRecorder, ShiftRecorder
@@ -37,6 +38,12 @@ class SharingTrainingWorker(TrainingWorker):
     def __init__(self, config: TrainingWorkerConfig):
         super().__init__(config)
         share_fetches(self.engine)
+
+    def infer_batch(self, data: TensorDict) -> TensorDict | None:
+        """verl's; a pass that is left to the engine's own routers replays none."""
+        if tu.get_non_tensor_data(data, OWN_ROUTES, default=False):
+            tu.assign_non_tensor_data(data, "enable_routing_replay", False)
+        return super().infer_batch(data)
 
 
 class LossMixin:
@@ -92,12 +99,17 @@ class LossMixin:
         return self.gate.take_back(after) if self.gate is not None else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def record_states(self, begin: bool) -> dict[str, Tensor]:
-        """Begin to record this rank's hidden states, or end it; see `verl_ext.core.recorder`."""
+    def record_states(self, begin: bool) -> Passes:
+        """Begin to record hidden states, or end it; see `core.recorder`.
+
+        Returns, at the end, those of this rank's layers on the first rank of data parallelism, and {} on the others.
+        """
+        engine = self.actor.engine
         if begin:
-            self.recorder = Recorder(self.actor.engine.module)
+            self.recorder = ENGINES[engine.engine_config.strategy].open_recorder(engine)
             return {}
-        return self.recorder.close()
+        passes = self.recorder.close()
+        return passes if engine.get_data_parallel_rank() == 0 else {}
 
 
 class RoutingTrainingWorker(SharingTrainingWorker):

@@ -2,12 +2,12 @@ import pytest
 import torch
 
 from verl_ext.base.errors import HookError
-from verl_ext.core.recorder import Recorder, own_positions, point_of, positions, state_of
+from verl_ext.core.recorder import joined_passes, named_points, own_positions, point_of, positions, state_of
 
 
 def test_a_model_of_unknown_names_is_an_error():
     with pytest.raises(HookError, match="Linear has no decoder layers"):
-        Recorder(torch.nn.Linear(2, 2))
+        named_points(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,17 @@ def test_the_positions_of_transformers_are_those_of_whole_sequences():
     )
     assert own.tolist() == [0, 1, 2]
     assert positions(torch.tensor([[[2, 1], [1, 0], [0, 2]]]), own).tolist() == [[[-1, -1], [1, 0], [0, 2]]]
+
+
+def test_passes_are_cut_to_their_sequences_and_joined():
+    passes = {"norm": [torch.zeros(3, 2), torch.ones(4, 2)], "0.indexer": [torch.zeros(3, 1), torch.ones(4, 2)]}
+    whole, cut = joined_passes(passes), joined_passes(passes, [2, 3])
+    assert [len(whole["norm"]), len(cut["norm"])] == [7, 5]
+    assert cut["norm"][:, 0].tolist() == [0, 0, 1, 1, 1]
+    assert cut["0.indexer"].tolist() == [[0, -1]] * 2 + [[1, 1]] * 3
+
+
+@pytest.mark.parametrize("lengths", [[3], [3, 5], [3, 4, 1]])
+def test_other_passes_than_the_sequences_are_an_error(lengths):
+    with pytest.raises(HookError, match=r"norm was recorded for passes of \[3, 4\] tokens"):
+        joined_passes({"norm": [torch.zeros(3, 2), torch.zeros(4, 2)]}, lengths)

@@ -4,15 +4,19 @@ import json
 import math
 import sys
 from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.unit.probe.test_readings import PLACES, pairs_of
 from verl_ext import cli
+from verl_ext.launch.command_line import compose
 from verl_ext.probe import command
 from verl_ext.probe.readings import compare_readings
 
+MEGATRON = "actor_rollout_ref.actor.megatron"
 FOUND = {
     "tokens": 193,
     "dtype": "float32",
@@ -119,8 +123,12 @@ def test_in_ci_it_fails_where_hidden_states_are_nan(probe, capsys):
     ("arguments", "said"),
     [
         (["--prompts", "0", "recipe=cpu_smoke"], "--prompts=0 must be at least 1"),
-        (["recipe=moonlight_16b_a3b_megatron"], "actor.strategy=fsdp2, and this run has megatron"),
-        (["recipe=cpu_smoke", "actor_rollout_ref.rollout.name=sglang"], "this run samples with sglang"),
+        (["recipe=cpu_smoke", "actor_rollout_ref.actor.strategy=torchtitan"], "and this run has torchtitan"),
+        (["recipe=cpu_smoke", "actor_rollout_ref.rollout.name=hf"], "vLLM and SGLang, and this run samples with hf"),
+        (
+            ["recipe=cpu_megatron", f"{MEGATRON}.dynamic_context_parallel=true"],
+            f"together that {MEGATRON}.dynamic_context_parallel=true splits; set",
+        ),
         (["recipe=nothing"], "recipe/nothing"),
         (["recipe=cpu_smoke", "stability.plugins=[mine]"], "would be imported; --trust imports it"),
     ],
@@ -146,9 +154,56 @@ def test_engines_that_end_without_a_word_leave_a_console(probe, capsys):
 def test_a_dense_model_is_probed_without_its_routing(tmp_path):
     from transformers import Qwen3Config
 
-    from verl_ext.launch.command_line import compose
-    from verl_ext.probe.command import probe_overrides
-
     Qwen3Config().save_pretrained(tmp_path)
     dense = compose(["recipe=cpu_smoke", f"actor_rollout_ref.model.path={tmp_path}"])[0]
-    assert not any("router" in override for override in probe_overrides(dense, 8, tmp_path))
+    assert not any("router" in override for override in command.probe_overrides(dense, 8, tmp_path))
+
+
+def overrides_of(moe_override, *given, prompts=8):
+    config, failure = compose([*given, moe_override])
+    assert config is not None, failure
+    overrides = command.probe_overrides(config, prompts, Path())
+    assert compose([*given, moe_override, *overrides])[0] is not None
+    return dict(override.split("=", 1) for override in overrides)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode", "agreement"),
+    [("cpu_smoke", "fsdp_config.router_replay.mode", "true"), ("cpu_megatron", "megatron.router_replay.mode", "false")],
+)
+def test_the_rollouts_experts_are_replayed_by_either_engine(moe_override, recipe, mode, agreement):
+    """A replay of verl's own leaves no agreement to measure; all trajectories need their experts."""
+    share = ("stability.router_agreement=true", "stability.router_agreement_share=0.5")
+    overrides = overrides_of(moe_override, f"recipe={recipe}", *share)
+    assert overrides[f"actor_rollout_ref.actor.{mode}"] == "R3"
+    assert overrides["stability.router_agreement"] == agreement
+    assert overrides["stability.router_agreement_share"] == "1"
+
+
+def test_an_update_that_reads_the_agreement_keeps_it_and_replays_nothing(moe_override, monkeypatch):
+    monkeypatch.setitem(command.LOSSES, "mine", SimpleNamespace(reads=("router_agreement",)))
+    launch = (f"{command.LOSS}.loss_mode=mine", f"{MEGATRON}.router_replay.mode=R2")
+    overrides = overrides_of(moe_override, "recipe=cpu_megatron", *launch)
+    assert overrides["stability.router_agreement"] == "true"
+    assert overrides[f"{MEGATRON}.router_replay.mode"] == "disabled"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "prompts"),
+    [
+        ((), 8),
+        (("trainer.n_gpus_per_node=8", "trainer.nnodes=2"), 16),
+        (("trainer.n_gpus_per_node=8", f"{MEGATRON}.pipeline_model_parallel_size=4"), 8),
+        (
+            (
+                "trainer.n_gpus_per_node=24",
+                f"{MEGATRON}.pipeline_model_parallel_size=4",
+                f"{MEGATRON}.virtual_pipeline_model_parallel_size=2",
+            ),
+            24,
+        ),
+    ],
+)
+def test_every_rank_has_as_many_prompts_as_it_takes_passes(moe_override, sizes, prompts):
+    overrides = overrides_of(moe_override, "recipe=cpu_megatron", *sizes)
+    assert overrides["data.train_batch_size"] == str(prompts)

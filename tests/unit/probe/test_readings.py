@@ -16,7 +16,7 @@ from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, Qwen3MoeConfig, 
 
 from verl_ext.base.errors import HookError
 from verl_ext.core.fake_quant import fake_quantized
-from verl_ext.core.recorder import Recorder, order_of
+from verl_ext.core.recorder import Recorder, joined_passes, named_points, order_of
 from verl_ext.probe.readings import (
     DECODE,
     FLIPS,
@@ -311,11 +311,11 @@ def model():
 
 
 def states_of(model):
-    recorder = Recorder(model)
+    recorder = Recorder(named_points(model))
     with torch.no_grad():
         model(torch.arange(1, 21).view(1, -1))
         model(torch.arange(30, 41).view(1, -1))
-    return recorder.close()
+    return joined_passes(recorder.close())
 
 
 def compared(model, plant):

@@ -109,9 +109,29 @@ def test_all_takes_what_fits_the_launch():
     assert {"eager", "attention_flashinfer", "tensor_parallel_1"} <= gpu
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
+def test_all_takes_what_the_engines_of_the_launch_know():
+    """Elsewhere verl refuses float32 on Megatron; SGLang and Megatron have attention of their own."""
+    of_gpu, of_cpu = (
+        {change.name: change.overrides for change in changes_of(compose(given)[0], ["all"], {})}
+        for given in (["recipe=qwen3_30b_a3b_megatron"], ["recipe=cpu_megatron_sglang"])
+    )
+    assert of_gpu["fp16"] == of_cpu["fp16"] == ("precision=fp16_megatron",) and "fp32" not in of_gpu
+    assert not any("fsdp" in override or override == "precision=fp32" for override in of_cpu["fp32"])
+    for of_rollout, part in ((of_gpu, "enable_prefix_caching"), (of_cpu, "sglang.disable_radix_cache")):
+        assert part in of_rollout["no_prefix_cache"][0]
+    assert "attention_flashinfer" in of_gpu and "training_sdpa" not in of_gpu
+    assert not {"attention_flashinfer", "no_cascade", "training_sdpa"} & set(of_cpu)
+
+
+def launch_of(change):
+    """A launch whose engines know the change."""
+    engine = next((name for name in ("megatron", "sglang") if name in change.overrides[0]), None)
+    return [f"recipe=cpu_{engine}"] if engine else ["recipe=qwen3_30b_a3b", "precision=bf16"]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{change.name} {change.overrides[0]}")
 def test_each_change_composes_and_then_fits_no_more(change):
-    given = ["recipe=qwen3_30b_a3b", "precision=bf16"]
+    given = launch_of(change)
     config, failure = compose(with_change(given, change))
     assert config is not None, failure
     with pytest.raises(ConfigError, match="so already"):

@@ -59,7 +59,7 @@ def test_every_method_and_action_has_a_row():
         (MEGATRON_VLLM, "undo", "a rule's action", ""),
         (MEGATRON_SGLANG, "score centering", "", ""),
         (VEOMNI, "R3 with router agreement", "", "has nothing to measure with actor.veomni.router_replay.mode=R3"),
-        (MEGATRON_VLLM, "verl-ext probe", "", "the probe reads the training engine of actor.strategy=fsdp2"),
+        (MEGATRON_VLLM, "verl-ext probe", "", ""),
     ],
 )
 def test_a_refusal_is_that_of_the_features_own_check(folder, pair, name, group, reason):

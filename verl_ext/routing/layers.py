@@ -1,0 +1,119 @@
+"""Where each training engine of verl has the layers of its model, and whole states where its ranks share the tokens.
+
+`ENGINES` of `routing.engines` names the function of each engine. Used in workers, on an engine that is built.
+
+Shape legend: n tokens of a pass, d width; R ranks that share them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from verl_ext.core.recorder import Recorder, StatePoint, named_points
+
+
+def open_recorder_of_transformers(engine: Any) -> Recorder:
+    """Hooks on the model of an FSDP or a VeOmni engine.
+
+    Raises:
+        HookError: as `named_points`.
+    """
+    from verl.utils.ulysses import gather_outputs_and_unpad
+
+    def whole(rows_nd: Tensor) -> Tensor:  # without sequence parallelism, what it is given
+        return gather_outputs_and_unpad(rows_nd.contiguous(), gather_dim=0)
+
+    return Recorder(named_points(engine.module), whole)
+
+
+def open_recorder_of_megatron(engine: Any) -> Recorder:
+    """Hooks on the layers of this rank's pipeline stage; a stage may have none."""
+    return Recorder(megatron_points(engine.module), _whole_of_megatron(engine.tf_config))
+
+
+def megatron_layers(module: Any) -> list[tuple[int, nn.Module]]:
+    """(number, layer) of each decoder layer on this rank, numbered from 0 over all pipeline stages.
+
+    Layers for multi-token prediction are beside the decoder, and have the numbers of the decoder's first ones.
+
+    Args:
+        module: the model chunks of a Megatron engine.
+    """
+    return [(layer.layer_number - 1, layer) for model in _language_models(module) for layer in model.decoder.layers]
+
+
+def megatron_points(module: Any) -> list[StatePoint]:
+    """The points of `core.recorder` in the model chunks of a Megatron engine."""
+    found = []
+    for number, layer in megatron_layers(module):
+        attention, mlp = getattr(layer, "self_attention", None), getattr(layer, "mlp", None)
+        parts = (
+            ("attention", attention, _with_bias),
+            ("router", getattr(mlp, "router", None), _regated),
+            ("experts", mlp, _with_bias),
+            ("layer", layer, _first),
+        )
+        found += [StatePoint(f"{number}.{name}", part, read) for name, part, read in parts if part is not None]
+    for model in _language_models(module):
+        ends = ("embedding", getattr(model, "embedding", None)), ("norm", model.decoder.final_layernorm)
+        found += [StatePoint(name, part, _first) for name, part in ends if part is not None]
+    return found
+
+
+def unsplit(parts: Sequence[Tensor]) -> Tensor:
+    """[n, d] of a sequence from the [n / R, d] of each rank of context parallelism, which has the r-th of 2 R equal
+    pieces, and the r-th from the end.
+
+    Source: "zigzag" of `preprocess_thd_engine` in verl/models/mcore/util.py, verl 0.9.1.
+    """
+    halves = [part.chunk(2) for part in parts]
+    return torch.cat([*(first for first, _ in halves), *(last for _, last in reversed(halves))])
+
+
+def _language_models(module: Any) -> list[Any]:
+    """The language model of each chunk."""
+    from verl.utils.megatron_utils import unwrap_model
+
+    return [getattr(chunk, "language_model", chunk) for chunk in unwrap_model(list(module))]
+
+
+def _whole_of_megatron(config: Any) -> Callable[[Tensor], Tensor]:
+    """Puts a sequence's tokens together, one after another.
+
+    With sequence parallelism each rank of tensor parallelism has its slice of all states that are hooked; without, all
+    of them.
+    """
+    from megatron.core import parallel_state as mpu
+
+    def whole(rows_nd: Tensor) -> Tensor:
+        if config.sequence_parallel:
+            rows_nd = torch.cat(_of_all_ranks(rows_nd, mpu.get_tensor_model_parallel_group()))
+        if mpu.get_context_parallel_world_size() > 1:
+            rows_nd = unsplit(_of_all_ranks(rows_nd, mpu.get_context_parallel_group()))
+        return rows_nd
+
+    return whole
+
+
+def _of_all_ranks(rows_nd: Tensor, group: Any) -> list[Tensor]:
+    parts = [torch.empty_like(rows_nd) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, rows_nd.contiguous(), group)
+    return parts
+
+
+def _first(module: nn.Module, inputs: Any, output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def _with_bias(module: nn.Module, inputs: Any, output: Any) -> Tensor:
+    """What the module adds to the residual: its bias is added outside of it."""
+    value, bias = output
+    return value if bias is None else value + bias
+
+
+def _regated(module: nn.Module, inputs: Any, output: Any) -> Tensor:
+    """A router's logits, which it does not return, made once more from what it was given."""
+    return module.gating(inputs[0])
