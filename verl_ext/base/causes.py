@@ -30,7 +30,7 @@ PROBE_READINGS = {  # docs/probe.md explains the readings
     "rounding": ProbeReading("no gap with fp32", FP32),
     "coarse": ProbeReading("a gap with fp32 too (or an engine that refuses fp32)", FP32),
     "router": ProbeReading("states that come apart at a router, by what 16 bits leave"),
-    "choice": ProbeReading("no gap with the rollout's experts (`replayed`), and routers whose logits agree"),
+    "choice": ProbeReading("next to no gap with the rollout's experts (`replayed`), and routers whose logits agree"),
     "replay": ProbeReading("a larger gap with the rollout's experts (`replayed`) than without (`train`)"),
     "layer": ProbeReading("states that come apart in one layer, by more than 16 bits leave"),
     "first attention": ProbeReading("states that come apart in the attention of layer 0, by more than 16 bits leave"),

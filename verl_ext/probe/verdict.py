@@ -24,6 +24,8 @@ NOT_FINITE, UNDECIDED = "not finite", "undecided"
 ROUNDING = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}  # relative error that a dtype leaves in hidden states
 JUMP = 8.0  # times the error of the place before
 BITS_16 = ROUNDING["bfloat16"]
+EXPERTS = ".experts"
+CLOSED = 0.1  # share of the gap that a replay may leave where nothing but the choice of experts differs
 HEAD = "head"
 AMPLIFIED = 1e4  # times the squared error of the last state that k3 may be, were the head the same
 AFTER = {SYNC: "a sync of the same weights", UPDATE: "an update and its sync"}
@@ -107,8 +109,7 @@ class ProbeResult:
     @cached_property
     def causes(self) -> tuple[Cause, ...]:
         """The causes of base/causes.py that it points to."""
-        error = next((place.error for place in self.places if place.point == self.conclusion.start), None)
-        shown = {*readings_of(self.conclusion, error or 0.0), *filter(None, map(_stage_reading, self.stages))}
+        shown = {*readings_of(self.conclusion, self.pairs, self.places), *map(_stage_reading, self.stages)}
         return tuple(cause for cause in CAUSES.values() if shown & set(cause.probe))
 
     def agrees(self, limit: float) -> bool:
@@ -222,24 +223,25 @@ def start_of(places: Sequence[Place], dtype: str = "float32") -> str:
     return ""
 
 
-def readings_of(conclusion: Conclusion, error: float) -> tuple[str, ...]:
+def readings_of(conclusion: Conclusion, pairs: Sequence[Pair], places: Sequence[Place]) -> tuple[str, ...]:
     """Returns the names of the PROBE_READINGS that a conclusion holds.
 
-    Args:
-        error: of the states where they come apart; 0 where they do not.
+    Other weights change which experts are chosen as well, so that a replay closes most of their gap: a choice by itself
+    is named only where it closes nearly all, and states come apart at experts first.
     """
-    start, rounds = conclusion.start, error <= BITS_16
     if conclusion.cause == "replay":
         return ("replay",)
     if conclusion.cause not in ("routing", "arithmetic"):
         return ()
+    start, routed = conclusion.start, conclusion.cause == "routing"
     if start == HEAD:
         return ("head",)
-    if start.endswith(ROUTER) and rounds:
-        return ("router",)
-    if rounds:
-        return ("rounding", "coarse") if conclusion.cause == "arithmetic" else ("rounding",)
-    if conclusion.cause == "routing" and not start.endswith(ROUTER):
+    error = next((place.error for place in places if place.point == start), None) or 0.0
+    if error <= BITS_16:
+        return ("router",) if start.endswith(ROUTER) else ("rounding",) if routed else ("rounding", "coarse")
+    k3 = {(pair.one, pair.other): pair.k3 for pair in pairs}
+    whole, replayed = k3[DECODE, TRAIN], k3.get((DECODE, REPLAYED))
+    if start.endswith(EXPERTS) and whole and replayed is not None and replayed < CLOSED * whole:
         return ("choice",)
     return ("layer", "first attention") if start == "0.attention" else ("layer",)
 
