@@ -438,7 +438,7 @@ def _points(marks: Marks, cause: Cause) -> float:
 def levels_not_logged(marks: Marks) -> dict[str, list[dict[str, float]]]:
     """What the metrics of each setting may show that the run does not log: setting -> levels, the cheapest first.
 
-    The levels are those of the lab's planted causes, at this run's k3.
+    The levels are such as causes show that are planted in the lab, at this run's k3.
     """
     if not marks.apart or marks.k3 is None:
         return {}
@@ -464,12 +464,9 @@ def levels_not_logged(marks: Marks) -> dict[str, list[dict[str, float]]]:
         found["stability.breakdown=true"] = by_probability
     if not marks.logs("router/agreement"):
         found["stability.router_agreement=true"] = [
-            {
-                "router/agreement/layer_00": shallow,
-                "router/agreement/layer_01": deep,
-                **dict.fromkeys(("router/agreement", "router/own_agreement"), (shallow + deep) / 2),
-            }
+            _routed_levels(shallow, deep, alike, marks.late("vllm_kl/log_ratio_abs_mean") or size)
             for shallow, deep in ((1.0, 1.0), (0.997, 0.994), (0.93, 0.88), (0.83, 0.84), (1.0, 0.45), (0.5, 0.45))
+            for alike in (0.05, 0.6)
         ]
     if not marks.logs("sync/arrived_low"):
         found["stability.sync_canary.trajectories=8"] = [
@@ -477,6 +474,25 @@ def levels_not_logged(marks: Marks) -> dict[str, list[dict[str, float]]]:
             for low, high in ((0.0, 0.02), (0.2, 0.6), (0.48, 0.52), (0.97, 1.03))
         ]
     return found
+
+
+def _routed_levels(shallow: float, deep: float, alike: float, size: float) -> dict[str, float]:
+    """Levels of `router/*` for a gap of this size.
+
+    Args:
+        shallow, deep: the agreement in the first layer and in the last.
+        alike: the share of the gap that is of tokens with the same experts in all layers.
+    """
+    agreement = (shallow + deep) / 2
+    differs = min(4 * (1 - agreement), 0.9)
+    return {
+        "router/agreement/layer_00": shallow,
+        "router/agreement/layer_01": deep,
+        "router/agreement": agreement,
+        "router/own_agreement": agreement,
+        "router/any_layer_differs": differs,
+        "router/gap_equal": alike * size / (1 - differs),
+    } | ({"router/gap_differs": (1 - alike) * size / differs} if differs else {})
 
 
 class Diagnosis:

@@ -610,7 +610,7 @@ def test_from_verls_own_metrics_the_report_says_what_to_measure():
 def test_a_cause_that_is_named_comes_with_the_command_that_settles_it():
     shown = {"rollout_corr/kl": [0.02] * 60, "rollout_corr/k3_kl": [4e-4] * 60}
     verdict = judge_run(make(shown))
-    assert [suspect.cause.name for suspect in verdict.suspects] == ["truncated"] and verdict.measure == ""
+    assert verdict.suspects[0].cause.name == "truncated"
     assert verdict.settle.startswith("`verl-ext probe` with the overrides of the launch: if ")
 
 
