@@ -445,8 +445,8 @@ def levels_not_logged(marks: Marks) -> dict[str, list[dict[str, float]]]:
     found: dict[str, list[dict[str, float]]] = {}
     size, spread = marks.k3**0.5, (2 * marks.k3) ** 0.5
     by_probability = [
-        {f"vllm_kl/k1/prob/{bucket}": share * spread for bucket, share in zip(BUCKETS["prob"], shares, strict=True)}
-        | {f"vllm_kl/k3/prob/{bucket}": marks.k3 for bucket in BUCKETS["prob"]}
+        {"vllm_kl/k1/prob/" + bucket: share * spread for bucket, share in zip(BUCKETS["prob"], shares, strict=True)}
+        | {"vllm_kl/k3/prob/" + bucket: marks.k3 for bucket in BUCKETS["prob"]}
         for shares in ((1.0, 0.8, 0.0, -0.8, -0.8), (0.9, 0.9, 0.9, 0.8, 0.7), (0.2, 0.2, 0.1, 0.1, 0.0))
     ]
     if not marks.logs("vllm_kl/k3"):
