@@ -2,6 +2,7 @@
 
     python tools/diagnosis.py run [--runs 8]     make the runs that are not there yet; 40 minutes a core
     python tools/diagnosis.py judge              judge them, and print docs/diagnosis.md's tables
+    python tools/diagnosis.py ask                how much is told once what the report asks for is measured
 
 Each run of a cause has a task, a model, a learning rate and a severity of its own, drawn by its number. The points of
 `verl_ext.guard.diagnosis` were chosen on the set `development` and on the runs of `held_out` before FIRST; the tables
@@ -21,7 +22,7 @@ from statistics import median
 
 from rich.console import Console
 
-from verl_ext.guard.diagnosis import Diagnosis, find_suspects
+from verl_ext.guard.diagnosis import Diagnosis, find_question, find_suspects
 from verl_ext.lab.arms import Arm
 from verl_ext.lab.grid import GridCell, run_missing
 
@@ -317,17 +318,54 @@ def onset_of(folder: Path) -> int:
     return next((int(each.rpartition("=")[2]) for each in overrides if each.startswith("lab.missed_sync.update")), 0)
 
 
+# What a setting that the report asks for adds to the metrics, by the beginnings of their names.
+MEASURES = {
+    "stability.metrics=true": ("vllm_kl/",),
+    "stability.breakdown=true": ("vllm_kl/k1/prob/", "vllm_kl/k3/prob/"),
+    "stability.router_agreement=true": ("router/",),
+    "stability.sync_canary.trajectories=8": ("sync/",),
+}
+
+
+def follow(whole: Metrics) -> tuple[Metrics, list[str]]:
+    """verl's own metrics, with those that are asked for one after another, and the settings that measure these."""
+    known, asked = plain(whole), list[str]()
+    while (question := find_question(known)) is not None and question.setting not in asked:
+        known |= {name: found for name, found in whole.items() if name.startswith(MEASURES[question.setting])}
+        asked.append(question.setting)
+    return known, asked
+
+
+def ask(which: str, out: Path) -> None:
+    """Print how often the cause comes first from verl's own metrics, with those that the report asks for, with all."""
+    right, settings, runs = Counter[str](), 0, 0
+    for name, planted in PLANTED.items():
+        for file in sorted((out / which / name).glob("*/seed*/metrics.jsonl")):
+            if int(file.parents[1].name) < FIRST[which]:
+                continue
+            whole = read_metrics(file)
+            known, asked = follow(whole)
+            runs, settings = runs + 1, settings + len(asked)
+            for title, metrics in (("verl's own", plain(whole)), ("and those asked for", known), ("all", whole)):
+                found = [suspect.cause.name for suspect in find_suspects(metrics)][:1]
+                right[title] += found == ([planted.cause] if planted.cause else [])
+    print("| metrics | cause first, or nobody where the run is sound |\n|---|---|")
+    for title, count in right.items():
+        print(f"| {title} | {count} of {runs} ({count / runs:.1%}) |")
+    print(f"\n{settings / runs:.1f} settings are asked for in a run.")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "judge"))
+    parser.add_argument("what", choices=("run", "judge", "ask"))
     parser.add_argument("--set", choices=tuple(SETTINGS), default="held_out")
     parser.add_argument("--runs", type=int, default=8, help="of each cause (default: %(default)s)")
     parser.add_argument("--causes", help="names, with commas between them (default: all)")
     parser.add_argument("--jobs", type=int)
     parser.add_argument("--out", type=Path, default=Path(".diagnosis"))
     given = parser.parse_args()
-    if given.what == "judge":
-        judge(given.set, given.out)
+    if given.what != "run":
+        {"judge": judge, "ask": ask}[given.what](given.set, given.out)
         return 0
     names = given.causes.split(",") if given.causes else list(PLANTED)
     wanted = [cell for _, cell in cells(given.set, given.runs, names)]

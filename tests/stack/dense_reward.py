@@ -3,3 +3,8 @@
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
     return sum(map(ord, solution_str)) % 10 / 10
+
+
+def same_for_all(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
+    """From which nothing can be learnt."""
+    return 0.5

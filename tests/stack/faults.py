@@ -9,6 +9,8 @@ the place of a weight sync, or into the settings of one step.
 import sys
 import time
 
+THROUGHOUT = 0  # in the place of a step: all of them, a resumed run's too
+WARMER = "temperature 1.2"  # of the training engine alone: the rollout has its own copy of the settings
 EVERY_ACTION = {
     2: "clock set back",
     3: "nan log-probs",
@@ -51,11 +53,14 @@ DECIDED = [  # in that scenario, with all RULES: (step, rule, action)
 SCENARIOS = {
     "every action": EVERY_ACTION,
     "lost adapter": {1: "missed sync"},
+    "lost syncs": {4: "weights lost from here on"},
     "short log-probs": {2: "short log-probs"},
     "shifted experts": {2: "shifted experts"},
     "shifted experts and an overflow": {2: "shifted experts", 3: "huge advantages"},
     "killed": {2: "nan log-probs", 4: "hang"},
     "resumed": {4: "nan log-probs", 6: "shifted recording"},
+    "another temperature": {THROUGHOUT: WARMER},
+    "wrong replay": dict.fromkeys((1, *range(4, 1000)), "shifted experts"),
     "frozen rollout": dict.fromkeys(range(9, 1000), "missed sync"),
 }
 
@@ -123,6 +128,9 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
 
     class FaultyTrainer(trainer_class):
         def on_step_begin(self):
+            match faults.get(THROUGHOUT, "").split():
+                case ["temperature", value]:
+                    self.config.actor_rollout_ref.rollout.temperature = float(value)
             if faults.get(self.global_steps) == "clock set back":
                 time.time = lambda: now() - 3600  # of the controller, for good
             if faults.get(self.global_steps) == "hang":
@@ -165,10 +173,31 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
                     super().on_step_end()
                 finally:
                     self.checkpoint_manager = manager
-            else:
-                super().on_step_end()
+                return
+            if faults.get(self.global_steps) == "weights lost from here on":
+                self.actor_rollout_wg.lose_weights()
+            super().on_step_end()
 
     return FaultyTrainer
+
+
+def losing(worker_class: type) -> type:
+    """`worker_class`, whose weight syncs may be made to send one tensor alone, of which nobody knows."""
+    from verl.single_controller.base.decorator import Dispatch, register
+
+    class LosingWorker(worker_class):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def lose_weights(self):
+            engine = self.actor.engine
+            whole = engine.get_per_tensor_param
+
+            def sent(*args, **kwargs):
+                weights, adapter = whole(*args, **kwargs)
+                return (each for each in weights if each[0] == "model.norm.weight"), adapter
+
+            engine.get_per_tensor_param = sent
+
+    return LosingWorker
 
 
 class WithoutSync:
@@ -188,4 +217,4 @@ if __name__ == "__main__":
     from tests.stack import own_trainer
 
     faults = SCENARIOS[sys.argv.pop(1)]
-    own_trainer.main(lambda trainer_class: faulty(trainer_class, faults))
+    own_trainer.main(lambda trainer_class: faulty(trainer_class, faults), losing)

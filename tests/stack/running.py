@@ -18,6 +18,8 @@ from tests import ROOT
 from tests.support.documented import undocumented
 from tests.support.forking import Forked
 from tests.support.signals import heeds_ctrl_c
+from verl_ext.report.load import read_run
+from verl_ext.report.verdict import judge_run
 
 CLEAN_EXIT = (sys.executable, str(ROOT / "tools" / "clean_exit.py"))
 SMALL = (
@@ -109,6 +111,11 @@ def assert_k1_is_verls(step: dict[str, float]) -> None:
 
 def assert_documented(run: Run) -> None:
     assert undocumented(name for step in run.steps for name in step) == set()
+
+
+def suspected(run: Run) -> list[str]:
+    """The causes that the report of this run names, the likeliest first."""
+    return [suspect.cause.name for suspect in judge_run(read_run(run.folder / "verl_ext")).suspects]
 
 
 def assert_heads(step):

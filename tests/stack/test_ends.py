@@ -21,6 +21,7 @@ from tests.stack.running import (
     kill_all,
     marked,
     start,
+    suspected,
     wait_for,
 )
 from tests.support.forking import PREFORK
@@ -62,14 +63,16 @@ def test_clean_exit_passes_the_exit_code_on_and_ends_daemons(tmp_path):
 
 @pytest.mark.e2e
 def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(arguments, train_in, stack, assets, tmp_path):
-    """Threshold 0 skips every update: counts go on across the restart, weights and optimizer stay what they were."""
+    """Threshold 0 skips every update: counts go on across the restart, weights and optimizer stay what they were. All
+    answers get the same reward, which the report names."""
     settings = (
         "stability=icepop",
         "stability.batch_skip.threshold=0",
-        "stability.guard.stop_after=6",
+        "stability.guard.stop_after=9",
         "trainer.v1.trainer_mode=colocate_async",
         "trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        "reward.custom_reward_function.name=same_for_all",
         *SAVES,
     )
     mark = uuid.uuid4().hex
@@ -94,20 +97,21 @@ def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(arguments,
         in resumed.console
     )
     assert f"guard state of step {last - 1}" in resumed.console
-    assert "the guard stopped the run: 6 steps in a row without an update" in resumed.console
+    assert "the guard stopped the run: 9 steps in a row without an update" in resumed.console
     assert metrics.read_bytes().startswith(before), "metrics already written stay"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [row["data"]["guard/skips"] for row in rows] == [row["step"] for row in rows]
     assert all("actor/grad_norm" not in row["data"] for row in rows)
-    assert rows[-1]["step"] == 6
+    assert rows[-1]["step"] == 9
     stops = [event for event in events(tmp_path) if event["action"] == "stop"]
-    assert [event["step"] for event in stops] == [6]
+    assert [event["step"] for event in stops] == [9]
+    assert suspected(resumed)[0] == "no_signal"
 
     initial = weights(assets / "model")
-    for step in (1, 6):
+    for step in (1, 9):
         found = weights(tmp_path / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface")
         assert found.keys() == initial.keys()
         for name, tensor in found.items():
             assert torch.equal(tensor.to(initial[name].dtype), initial[name]), name
-    assert not shards(tmp_path, 6, "optim")["state"], "an optimizer that never stepped has no moments"
-    assert shards(tmp_path, 6, "extra_state")["lr_scheduler"]["last_epoch"] == 0
+    assert not shards(tmp_path, 9, "optim")["state"], "an optimizer that never stepped has no moments"
+    assert shards(tmp_path, 9, "extra_state")["lr_scheduler"]["last_epoch"] == 0

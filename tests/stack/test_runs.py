@@ -12,6 +12,7 @@ from tests.stack.running import (
     assert_heads,
     assert_k1_is_verls,
     shares_by_lag,
+    suspected,
 )
 from verl_ext import cli
 from verl_ext.base.metrics import OURS
@@ -189,6 +190,8 @@ def test_dapo_on_two_ranks_with_dynamic_batches_padding_rows_and_a_planted_gap(t
         "actor_rollout_ref.actor.use_dynamic_bsz=true",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=128",
+        "actor_rollout_ref.actor.optim.lr=1e-5",  # the policy stays what it is, as do its routers' near ties
+        steps=8,
     )
     assert run.code == 0, run.tail
     assert "4 x Qwen3MoeTopKRouter on 2 rank(s)" in run.console
@@ -204,6 +207,7 @@ def test_dapo_on_two_ranks_with_dynamic_batches_padding_rows_and_a_planted_gap(t
         assert step["critic/score/min"] < 0
         assert_k1_is_verls(step)
         assert step["actor/grad_norm"] > 0
+    assert suspected(run)[0] == "quantized"
 
 
 VERLS_WEIGHTS = (
@@ -236,12 +240,14 @@ def test_icepop_loss_under_plain_verl(plain_verl):
 
 
 def test_none_logs_what_plain_verl_logs(train, plain_verl):
-    none = train("stability=none", *VERLS_WEIGHTS)
+    """Tokens are sampled from the likely ones, which training is not told: the report names it by these metrics."""
+    none = train("stability=none", *VERLS_WEIGHTS, "actor_rollout_ref.rollout.top_p=0.8", steps=8)
     assert none.code == 0, none.tail
     assert "running verl as it is" in none.console
-    assert keys(none) == [{name for name in names if "/icepop/" not in name} for names in keys(plain_verl)]
+    assert keys(none)[:2] == [{name for name in names if "/icepop/" not in name} for names in keys(plain_verl)]
     assert not any(ours(names) for names in keys(none))
     assert {"actor/grad_norm", "critic/score/mean", "rollout_corr/kl"} <= keys(none)[0]
+    assert suspected(none) == ["truncated"]
 
 
 @pytest.mark.no_step

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from packaging.version import Version
 
+from verl_ext.base.causes import CAUSES
 from verl_ext.base.errors import UserError
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, ROLLOUTS, VLLM_ARGUMENTS
 from verl_ext.launch.command_line import plugins
@@ -252,7 +253,14 @@ class Finding:
     fix: tuple[str, ...] = ()
     check: str = ""
 
+    @property
+    def cause(self) -> str:
+        """The name in base/causes.py under which a report of the run would show it; "" where nothing is wrong, or no
+        metric shows it."""
+        return "" if self.level == "ok" else CAUSE_OF_CHECK.get(self.check, "")
 
+
+CAUSE_OF_CHECK = {check: cause.name for cause in CAUSES.values() for check in cause.doctor}
 Check = Callable[[Context], Iterable[Finding]]
 CHECKS: dict[str, Check] = {}
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from verl_ext.doctor import installation  # noqa: F401 (registers checks: first in the table)
 
 # isort: split
+from verl_ext.base.causes import CAUSES
 from verl_ext.base.printable import printable, wide_console
 from verl_ext.doctor import engine, hooks, precision, sampling, sizes, training, weight_sync  # noqa: F401 (as above)
 from verl_ext.doctor.checks import LEVELS, Context, Finding, fixes, installed_plugins, installed_versions, run_checks
@@ -20,7 +21,7 @@ from verl_ext.launch.command_line import compose, given_arguments
 from verl_ext.launch.gpus import Gpu, present
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
-COLUMNS = ("level", "check", "found", "why", "fix")  # of the JSON
+COLUMNS = ("level", "check", "found", "why", "fix", "cause")  # of the JSON
 
 
 def diagnose(arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False) -> list[Finding]:
@@ -70,6 +71,8 @@ def print_findings(findings: Sequence[Finding]) -> None:
         said = Text(printable(finding.found, most=None))  # Text: brackets are no markup
         if finding.why:
             said.append(f"\n{printable(finding.why, most=None)}", style="dim")
+        if finding.cause:
+            said.append(f"\ncause: {CAUSES[finding.cause].title}", style="dim")
         table.add_row(level, finding.check, said)
     wide_console().print(table)
     count = {level: sum(finding.level == level for finding in findings) for level in LEVELS}

@@ -21,12 +21,13 @@ runs that no rule was chosen on.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from verl_ext.base.causes import CAUSES, Cause
 from verl_ext.base.names import BUCKETS
 from verl_ext.guard.collapse import ENTROPY, GRADIENT, K3, LENGTH, REWARD, Readings
 from verl_ext.guard.forecast import FEWEST
@@ -53,38 +54,27 @@ READ = (  # beginnings of the names of all metrics that a mark is made of
 SIGMAS = 4.0
 FAR = 0.05  # KL within a step; sound runs of the lab stay below 0.01
 FROZEN, MOVED = 0.2, 0.05  # share of the gap that was there at once: from the one on it is static, up to the other not
+DECIDED = 2.0  # points by which the levels of a metric have to move two causes against each other
 ROUNDED = 0.01  # disagreement of the routers that 16 bits leave in the lab; 8 bits and fewer leave more
-# What to switch on where a mark was not measured, by the beginnings of its metrics' names.
-SWITCHES = {
-    "router/": "stability.router_agreement=true",
-    "vllm_kl/k1/prob/": "stability.breakdown=true",
-    "sync/": "stability.sync_canary.trajectories=8",
-    "vllm_kl/": "stability.metrics=true",
-}
 
 
 class Marks:
-    """What the metrics of a run show. Each mark is None where nothing measured it, and its name is then in `missing`.
+    """What the metrics of a run show. Each mark is None where nothing measured it.
 
     Args:
         series: name -> its finite readings, in ascending steps; names of verl's own will do where it logs the same.
-
-    Attributes:
-        missing: settings that would measure more.
     """
 
     def __init__(self, series: Mapping[str, Readings | np.ndarray]):
         self._series = {
             name: np.array(found, dtype=float).reshape(-1, 2) for name, found in series.items() if len(found)
         }
-        self.missing: set[str] = set()
 
     def values(self, *names: str) -> np.ndarray:
         """The readings of the first of these metrics that was logged; empty where none was."""
         for name in names:
             if name in self._series:
                 return self._series[name][:, 1]
-        self.missing |= {setting for start, setting in SWITCHES.items() if names[0].startswith(start)}
         return np.empty(0)
 
     def late(self, *names: str) -> float | None:
@@ -98,6 +88,21 @@ class Marks:
         return float(found.mean()) if found.size else None
 
     # The gap.
+
+    def logs(self, start: str) -> bool:
+        """Whether the name of any metric begins like this."""
+        return any(name.startswith(start) for name in self._series)
+
+    def also(self, levels: Mapping[str, float]) -> "Marks":
+        """These marks, had the run logged other metrics too, each at one level all the time."""
+        steps = next(self._series[name] for name in (K3, "rollout_corr/k3_kl") if name in self._series)[:, 0]
+        constant = {name: np.stack([steps, np.full(len(steps), level)], 1) for name, level in levels.items()}
+        return Marks({**self._series, **constant})
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are readings enough to judge."""
+        return max(len(self.values(K3, "rollout_corr/k3_kl")), len(self.values(REWARD))) >= FEWEST
 
     @cached_property
     def k3(self) -> float | None:
@@ -265,7 +270,6 @@ class Marks:
         """[looks, 2] the last intervals of the share of an update that arrived, of looks that could tell."""
         low, high = (self._series.get(f"sync/arrived_{end}") for end in ("low", "high"))
         if low is None or high is None:
-            self.missing.add(SWITCHES["sync/"])
             return np.empty((0, 2))
         ends = dict(high.tolist())
         return np.array([(value, ends[step]) for step, value in low.tolist() if step in ends]).reshape(-1, 2)
@@ -420,22 +424,20 @@ Judge = Callable[[Marks], Iterator[Sign]]
 
 
 @dataclass(frozen=True)
-class Cause:
-    """Something that can be wrong with a run.
+class OpenQuestion:
+    """Two causes that the metrics of a run leave open.
 
     Attributes:
-        name: as planted runs and tables call it.
-        title: what is wrong, a sentence without its dot.
-        judge: the signs of a run.
-        check: the one thing to look at; `verl-ext probe` and `verl-ext doctor` use the same words.
-        override: what to try, the text after `python -m verl_ext.main_ppo`; "" where no setting mends it.
+        setting: what measures a metric that the run does not log and that would tell which of them it is.
     """
 
-    name: str
-    title: str
-    judge: Judge
-    check: str
-    override: str = ""
+    first: Cause
+    second: Cause
+    setting: str
+
+    @property
+    def sentence(self) -> str:
+        return f'{self.setting} would tell whether it is "{self.first.title}" or "{self.second.title}"'
 
 
 @dataclass(frozen=True)
@@ -443,14 +445,14 @@ class Suspect:
     """A cause that the marks of a run point to.
 
     Attributes:
-        missing: settings that would measure more marks.
         harmless: whether it is rounding, of a size that sound runs were published with.
+        question: of the first suspect, where a metric that is not logged would tell it from the next cause.
     """
 
     cause: Cause
     signs: tuple[Sign, ...]
-    missing: tuple[str, ...] = ()
     harmless: bool = False
+    question: OpenQuestion | None = None
 
     @property
     def points(self) -> float:
@@ -476,11 +478,11 @@ class Suspect:
 
     @property
     def advice(self) -> str:
-        """What to check, and what to try."""
-        return f"check {self.cause.check}" + (f"; try {self.cause.override}" if self.cause.override else "")
+        """What to check, what to try, and what to measure."""
+        return self.cause.advice + (f"; {self.question.sentence}" if self.question else "")
 
 
-CAUSES: dict[str, Cause] = {}
+JUDGES: dict[str, Judge] = {}
 ROUNDING = ("two_precisions", "quantized")
 
 
@@ -491,12 +493,109 @@ def find_suspects(series: Mapping[str, Readings | np.ndarray]) -> list[Suspect]:
         series: name of a metric -> its finite readings (step, value), in ascending steps.
     """
     marks = Marks(series)
-    if max(len(marks.values(K3, "rollout_corr/k3_kl")), len(marks.values(REWARD))) < FEWEST:
+    if not marks.enough:
         return []
-    judged = [(each, tuple(each.judge(marks))) for each in CAUSES.values()]
-    missing, small = tuple(sorted(marks.missing)), marks.k3 is not None and marks.k3 < LARGE
-    found = [Suspect(each, signs, missing, harmless=small and each.name in ROUNDING) for each, signs in judged]
-    return sorted((one for one in found if one.points >= LEAST), key=lambda suspect: -suspect.points)
+    ranked = _ranked(marks)
+    found = [suspect for suspect in ranked if suspect.points >= LEAST]
+    if found and not found[0].harmless:
+        found[0] = replace(found[0], question=_question_of(marks, ranked))
+    return found
+
+
+def find_question(series: Mapping[str, Readings | np.ndarray]) -> OpenQuestion | None:
+    """What would tell the two likeliest causes apart, be they named or not; None where no metric would."""
+    marks = Marks(series)
+    return _question_of(marks, _ranked(marks)) if marks.enough else None
+
+
+def _ranked(marks: Marks) -> list[Suspect]:
+    """All causes, the one with the most points first."""
+    small = marks.k3 is not None and marks.k3 < LARGE
+    judged = [
+        Suspect(CAUSES[name], tuple(judge(marks)), harmless=small and name in ROUNDING)
+        for name, judge in JUDGES.items()
+    ]
+    return sorted(judged, key=lambda suspect: -suspect.points)
+
+
+def _question_of(marks: Marks, ranked: Sequence[Suspect]) -> OpenQuestion | None:
+    """Asks for the metric whose possible levels move the first two causes furthest against each other.
+
+    Asked for is only what one level of which would turn their order and another one confirm it.
+    """
+    first, second = (suspect.cause for suspect in ranked[:2])
+    if min(suspect.points for suspect in ranked[:2]) <= 0:
+        return None
+    furthest, chosen = DECIDED, ""
+    for setting, levels in levels_not_logged(marks).items():
+        leads = [_points(judged, first) - _points(judged, second) for judged in map(marks.also, levels)]
+        if max(leads) > 0 > min(leads) and max(leads) - min(leads) >= furthest:
+            furthest, chosen = max(leads) - min(leads) + 1e-9, setting
+    return OpenQuestion(first, second, chosen) if chosen else None
+
+
+def _points(marks: Marks, cause: Cause) -> float:
+    return sum(sign.points for sign in JUDGES[cause.name](marks))
+
+
+def levels_not_logged(marks: Marks) -> dict[str, list[dict[str, float]]]:
+    """What the metrics of each setting may show that the run does not log: setting -> levels, the cheapest first.
+
+    The levels are such as causes show that are planted in the lab, at this run's k3.
+    """
+    if not marks.apart or marks.k3 is None:
+        return {}
+    found: dict[str, list[dict[str, float]]] = {}
+    size, spread = marks.k3**0.5, (2 * marks.k3) ** 0.5
+    by_probability = [
+        {"vllm_kl/k1/prob/" + bucket: share * spread for bucket, share in zip(BUCKETS["prob"], shares, strict=True)}
+        | {"vllm_kl/k3/prob/" + bucket: marks.k3 for bucket in BUCKETS["prob"]}
+        for shares in ((1.0, 0.8, 0.0, -0.8, -0.8), (0.9, 0.9, 0.9, 0.8, 0.7), (0.2, 0.2, 0.1, 0.1, 0.0))
+    ]
+    if not marks.logs("vllm_kl/k3"):
+        many = {
+            "vllm_kl/log_ratio_abs_mean": size,
+            "vllm_kl/sequence_gap_mean": size / 4,
+            "vllm_kl/sequence_gap_max": 3 * size / 4,
+        }
+        few = {"vllm_kl/sequence_gap_max": 12 * size / 4}
+        found["stability.metrics=true"] = [
+            *(many | levels for levels in by_probability),
+            *(many | few | {"vllm_kl/log_ratio_abs_mean": size / share} for share in (1.0, 3.0)),
+        ]
+    elif not marks.logs("vllm_kl/k3/prob/"):
+        found["stability.breakdown=true"] = by_probability
+    if not marks.logs("router/agreement"):
+        found["stability.router_agreement=true"] = [
+            _routed_levels(shallow, deep, alike, marks.late("vllm_kl/log_ratio_abs_mean") or size)
+            for shallow, deep in ((1.0, 1.0), (0.997, 0.994), (0.93, 0.88), (0.83, 0.84), (1.0, 0.45), (0.5, 0.45))
+            for alike in (0.05, 0.6)
+        ]
+    if not marks.logs("sync/arrived_low"):
+        found["stability.sync_canary.trajectories=8"] = [
+            {"sync/arrived_low": low, "sync/arrived_high": high}
+            for low, high in ((0.0, 0.02), (0.2, 0.6), (0.48, 0.52), (0.97, 1.03))
+        ]
+    return found
+
+
+def _routed_levels(shallow: float, deep: float, alike: float, size: float) -> dict[str, float]:
+    """Levels of `router/*` for a gap of this size.
+
+    Args:
+        shallow, deep: the agreement in the first layer and in the last.
+        alike: the share of the gap that is of tokens with the same experts in all layers.
+    """
+    agreement = (shallow + deep) / 2
+    differs = min(4 * (1 - agreement), 0.9)
+    return {
+        "router/agreement/layer_00": shallow,
+        "router/agreement/layer_01": deep,
+        "router/agreement": agreement,
+        "router/own_agreement": agreement,
+        "router/any_layer_differs": differs,
+        "router/gap_equal": alike * size / (1 - differs),
+    } | ({"router/gap_differs": (1 - alike) * size / differs} if differs else {})
 
 
 class Diagnosis:
@@ -542,9 +641,12 @@ class Diagnosis:
         return found[0] if found and not found[0].harmless else None
 
 
-def cause(name: str, title: str, check: str, override: str = "") -> Callable[[Judge], Judge]:
+def judges(name: str) -> Callable[[Judge], Judge]:
+    """Registers what judges a cause of the table in base/causes.py."""
+    assert name in CAUSES, name
+
     def register(judge: Judge) -> Judge:
-        CAUSES[name] = Cause(name, title, judge, check, override)
+        JUDGES[name] = judge
         return judge
 
     return register
@@ -564,12 +666,7 @@ def _came(marks: Marks) -> Iterator[Sign]:
         yield Sign(-4, _at_once_sentence(marks))
 
 
-@cause(
-    "old_weights",
-    "The rollouts are made with old weights",
-    "by how many versions rollouts are behind: training/off_policy/trajectory_staleness, and vllm_kl/k3/lag/*",
-    "stability=opsm",
-)
+@judges("old_weights")
 def _old_weights(marks: Marks) -> Iterator[Sign]:
     """Lab, `stale`: k3 grows with the movement of the policy over the lag, and stops growing with it."""
     yield from _came(marks)
@@ -587,12 +684,7 @@ def _unsynced(marks: Marks) -> Iterator[Sign]:
         yield Sign(-4, _arrived_sentence(marks.arrived))
 
 
-@cause(
-    "lost_sync",
-    "Weight syncs do not arrive in the rollout",
-    "the names and the count of the weights that a sync sends; a LoRA that the server does not serve",
-    "stability.sync_canary.trajectories=8",
-)
+@judges("lost_sync")
 def _lost_sync(marks: Marks) -> Iterator[Sign]:
     """Lab, `missed_sync`: 0 of an update arrives; the gap grows for as long as the policy moves."""
     yield from _unsynced(marks)
@@ -604,12 +696,7 @@ def _lost_sync(marks: Marks) -> Iterator[Sign]:
         yield Sign(1, f"k3 is {_number(marks.k3)}, more than rounding leaves")
 
 
-@cause(
-    "partial_sync",
-    "Weight syncs arrive in part",
-    "the names that a sync sends against those of the rollout's model: a layer, a bucket, the experts",
-    "stability.sync_canary.trajectories=8",
-)
+@judges("partial_sync")
 def _partial_sync(marks: Marks) -> Iterator[Sign]:
     """Lab, `partial_sync`: a part of an update arrives, another one each time; routers before the stale layer agree."""
     yield from _unsynced(marks)
@@ -626,11 +713,7 @@ def _partial_sync(marks: Marks) -> Iterator[Sign]:
         yield Sign(1.5, _start_sentence(marks.starts_in_layer))
 
 
-@cause(
-    "scaled_update",
-    "Updates arrive, multiplied by a factor",
-    "alpha / rank of the LoRA on both sides, and whether it is merged twice",
-)
+@judges("scaled_update")
 def _scaled_update(marks: Marks) -> Iterator[Sign]:
     """Lab, `scaled_update`: all looks at the syncs see the same share, which is not 1."""
     yield from _unsynced(marks)
@@ -666,12 +749,7 @@ def _sampled_as_said(marks: Marks, points: float = 0.5) -> Iterator[Sign]:
             yield Sign(-2, f"k does not average 1: k3 / k1 is {marks.one_sided:.2f}")
 
 
-@cause(
-    "two_precisions",
-    "The engines round differently: dtypes or kernels",
-    "the dtypes of weights, routers and head on both sides (`verl-ext doctor`, precision)",
-    "precision=fp16",
-)
+@judges("two_precisions")
 def _two_precisions(marks: Marks) -> Iterator[Sign]:
     """Lab, `bf16` and `router_dtype`: little gap, and routers differ in near ties alone."""
     yield from _static(marks)
@@ -686,12 +764,7 @@ def _two_precisions(marks: Marks) -> Iterator[Sign]:
     yield from _rounds(marks)
 
 
-@cause(
-    "quantized",
-    "The rollout computes with rounded weights",
-    "rollout.quantization and the kernels of its experts; which layers are left out of it",
-    "stability=r3 stability.correction=tis",
-)
+@judges("quantized")
 def _quantized(marks: Marks) -> Iterator[Sign]:
     """Lab, `quantized`: routers differ more the deeper the layer, and the gap stays small for how much they differ."""
     yield from _static(marks)
@@ -728,12 +801,7 @@ def _rounds(marks: Marks) -> Iterator[Sign]:
         yield Sign(-2, _start_sentence(marks.starts_in_layer))
 
 
-@cause(
-    "router_bias",
-    "One engine chooses experts with a bias that the other lacks",
-    "e_score_correction_bias (or its like) on both sides, and whether a sync sends it",
-    "stability=r3",
-)
+@judges("router_bias")
 def _router_bias(marks: Marks) -> Iterator[Sign]:
     """Lab, `router_bias`: routers differ as much in the first layer as in the last, and the gap is that of tokens with
     other experts."""
@@ -759,11 +827,7 @@ def _router_bias(marks: Marks) -> Iterator[Sign]:
             yield Sign(-2, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts: more than choices make")
 
 
-@cause(
-    "wrong_weights",
-    "A layer has other weights in one engine",
-    "the layer's tensors on both sides, and the order of its experts (`verl-ext probe`: where states come apart)",
-)
+@judges("wrong_weights")
 def _wrong_weights(marks: Marks) -> Iterator[Sign]:
     """Lab, `wrong_weights`: routers agree up to the layer and not behind it; of the last layer they all agree."""
     yield from _static(marks)
@@ -779,11 +843,7 @@ def _wrong_weights(marks: Marks) -> Iterator[Sign]:
         yield Sign(0.5, _far_sentence(marks.gap_per_choice))
 
 
-@cause(
-    "positions",
-    "Tokens stand at other positions in one engine",
-    "position ids at the end of the prompt and of each turn, padding on the left, rope settings",
-)
+@judges("positions")
 def _shifted_positions(marks: Marks) -> Iterator[Sign]:
     """Lab, `positions_off`: every token and every router is far off, from the first layer on."""
     yield from _static(marks)
@@ -803,12 +863,7 @@ def _shifted_positions(marks: Marks) -> Iterator[Sign]:
         yield Sign(1, f"every trajectory is off: the largest gap is {marks.few_trajectories:.1f} times the mean")
 
 
-@cause(
-    "leak",
-    "Tokens attend to another sequence",
-    "the mask between packed sequences, and the prefix cache: switch packing off, then prefix caching",
-    "actor_rollout_ref.model.use_remove_padding=false",
-)
+@judges("leak")
 def _leak(marks: Marks) -> Iterator[Sign]:
     """Lab, `packed_leak`: probabilities move much further than routers, in some trajectories, over many tokens, which
     have other experts too."""
@@ -824,12 +879,7 @@ def _leak(marks: Marks) -> Iterator[Sign]:
         yield Sign(0.5 if marks.few_tokens < 5 else -1.5, _tokens_sentence(marks.few_tokens))
 
 
-@cause(
-    "respelled",
-    "Training reads other tokens than were sampled",
-    "whether text is decoded and encoded again between rollout and training (a tool loop, a chat template)",
-    "stability.filters='{retokenization_drift:{}}'",
-)
+@judges("respelled")
 def _respelled(marks: Marks) -> Iterator[Sign]:
     """Lab, `respelled`: a few tokens, in a few trajectories, with a very large gap, which both engines route alike."""
     yield from _static(marks)
@@ -872,11 +922,7 @@ def _tokens_sentence(few_tokens: float) -> str:
     )
 
 
-@cause(
-    "wrong_routes",
-    "Replayed experts are those of other tokens",
-    "the order and the cuts of routed_experts against input_ids; a run without replay, for comparison",
-)
+@judges("wrong_routes")
 def _wrong_routes(marks: Marks) -> Iterator[Sign]:
     """Lab, `misrouted`: under replay, the training router would have chosen nearly other experts throughout."""
     yield from _static(marks)
@@ -894,12 +940,7 @@ def _wrong_routes(marks: Marks) -> Iterator[Sign]:
 TILT = "unlikely tokens move one way and likely ones the other, all tokens of a probability alike"
 
 
-@cause(
-    "temperature",
-    "The engines apply different temperatures",
-    "rollout.temperature, the model's generation_config, and who divides the logits",
-    "actor_rollout_ref.rollout.temperature=1.0",
-)
+@judges("temperature")
 def _temperature(marks: Marks) -> Iterator[Sign]:
     """Lab, `wrong_temperature`: the log-ratio is a function of the probability, of either sign; k averages 1."""
     yield from _static(marks)
@@ -918,12 +959,7 @@ def _temperature(marks: Marks) -> Iterator[Sign]:
             yield Sign(-2, _choices_sentence(marks.differ))
 
 
-@cause(
-    "truncated",
-    "The rollout cuts its distribution, and training does not know",
-    "rollout.top_p and rollout.top_k, the model's generation_config, min_p, logits processors",
-    "actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1",
-)
+@judges("truncated")
 def _truncated(marks: Marks) -> Iterator[Sign]:
     """Lab, `truncated`: every token is likelier by the mass that was cut, so k1 is large and k3 small."""
     yield from _static(marks)
@@ -944,12 +980,7 @@ def _truncated(marks: Marks) -> Iterator[Sign]:
             yield Sign(-1, f"{k1 / size:.0%} of the gap is to one side")
 
 
-@cause(
-    "raw_log_probs",
-    "The rollout returns log-probabilities of another distribution than it samples from",
-    "rollout.logprobs_mode (vLLM: processed_logprobs) and SGLANG_RETURN_ORIGINAL_LOGPROB",
-    "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
-)
+@judges("raw_log_probs")
 def _raw_log_probs(marks: Marks) -> Iterator[Sign]:
     """Lab, `raw_log_probs`: k1 is negative, which it is not where l_infer is of the sampled distribution."""
     yield from _static(marks)
@@ -973,11 +1004,7 @@ def _gap_is_small(marks: Marks) -> Iterator[Sign]:
             yield Sign(-3, f"k3 is {_number(marks.k3)}, a gap that has to be explained first")
 
 
-@cause(
-    "learning_rate",
-    "Updates are too large: the learning rate",
-    "actor/grad_norm, actor/ppo_kl and actor/pg_clipfrac in the steps before the fall",
-)
+@judges("learning_rate")
 def _learning_rate(marks: Marks) -> Iterator[Sign]:
     """Lab, a learning rate ten times too high: the reward dies while the engines agree, at once or by and by; where a
     step has several updates, the policy moves ten times as far in it as in a sound run."""
@@ -996,12 +1023,7 @@ def _learning_rate(marks: Marks) -> Iterator[Sign]:
         yield Sign(-2, f"the entropy had come down to {marks.entropy_at_fall:.0%} before the reward fell")
 
 
-@cause(
-    "entropy_collapse",
-    "The entropy collapses before the task is learnt",
-    "actor/entropy against the reward; the entropy bonus, clip_ratio_high, the share of positive advantages",
-    "actor_rollout_ref.actor.clip_ratio_high=0.28",
-)
+@judges("entropy_collapse")
 def _entropy_collapse(marks: Marks) -> Iterator[Sign]:
     """Lab, a negative entropy bonus: the entropy falls to a fraction and the reward gains nothing, or falls after."""
     yield from _gap_is_small(marks)
@@ -1032,12 +1054,7 @@ def _entropy_collapse(marks: Marks) -> Iterator[Sign]:
             yield Sign(-3, f"it was {marks.entropy_at_fall:.0%} when the reward fell")
 
 
-@cause(
-    "hacked_reward",
-    "The reward pays for length",
-    "a few of the longest answers (trajectories), and the reward by length; an overlong penalty",
-    "reward.reward_manager.name=dapo",
-)
+@judges("hacked_reward")
 def _hacked_reward(marks: Marks) -> Iterator[Sign]:
     """Lab, a bonus for each token: answers grow to the limit while the reward rises."""
     yield from _gap_is_small(marks)
@@ -1050,11 +1067,7 @@ def _hacked_reward(marks: Marks) -> Iterator[Sign]:
     yield Sign(1 if reward > 1.1 else -2, _reward_sentence(reward))
 
 
-@cause(
-    "noisy_reward",
-    "The reward does not rise: it does not tell right from wrong, or nothing is learnt from it",
-    "the grader on a few trajectories (the same answer twice, a wrong one, an empty one), then the learning rate",
-)
+@judges("noisy_reward")
 def _noisy_reward(marks: Marks) -> Iterator[Sign]:
     """Lab, rewards drawn at random: the reward does not rise, does not depend on the prompts, and the policy becomes no
     surer; at large learning rates it drifts to more entropy."""
@@ -1076,12 +1089,7 @@ def _noisy_reward(marks: Marks) -> Iterator[Sign]:
             yield Sign(-1.5, f"{told}: the prompts make a difference")
 
 
-@cause(
-    "no_signal",
-    "All answers to a prompt get the same reward",
-    "critic/score/min and max, and prompts that are always or never solved",
-    "algorithm.filter_groups.enable=true",
-)
+@judges("no_signal")
 def _no_signal(marks: Marks) -> Iterator[Sign]:
     """Lab, a constant reward: advantages are 0, so is the gradient."""
     most, norm = marks.late("critic/advantages/max"), marks.late(GRADIENT)

@@ -9,8 +9,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from verl_ext.base.causes import CAUSES, Cause
 from verl_ext.base.printable import number_table, wide_console
-from verl_ext.probe.readings import DECODE, PREFILL, REPLAYED, SYNC, TRAIN, UPDATE, Pair, Place, Stage
+from verl_ext.probe.readings import DECODE, PREFILL, REPLAYED, ROUTER, SYNC, TRAIN, UPDATE, Pair, Place, Stage
 from verl_ext.probe.sweep import LAUNCH, SweepResult, matters, ranked_by_gap, sweep_sentence
 
 ROUNDED = 1e-9  # nats a token: what float32 leaves
@@ -22,10 +23,14 @@ NOISE = 0.05  # p-value above which two k3 of the same tokens differ by no more 
 NOT_FINITE, UNDECIDED = "not finite", "undecided"
 ROUNDING = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}  # relative error that a dtype leaves in hidden states
 JUMP = 8.0  # times the error of the place before
+BITS_16 = ROUNDING["bfloat16"]
+EXPERTS = ".experts"
+CLOSED = 0.1  # share of the gap that a replay may leave where nothing but the choice of experts differs
 HEAD = "head"
 AMPLIFIED = 1e4  # times the squared error of the last state that k3 may be, were the head the same
 AFTER = {SYNC: "a sync of the same weights", UPDATE: "an update and its sync"}
 WIDER, ARRIVED = 2.0, 0.5  # times the gap before; share of the training engine's movement
+WHOLE = (0.8, 1.25)  # the same share, where all of an update arrives
 SIDES = {DECODE: "rollout", PREFILL: "rollout", TRAIN: "training", REPLAYED: "training"}
 READING_WORDS = {
     "decode": "rollout, sampling",
@@ -43,7 +48,7 @@ class Conclusion:
     """Why the engines differ.
 
     Attributes:
-        cause: "not finite", "none", "sampling path", "routing", "arithmetic", or "undecided" between causes.
+        cause: "not finite", "none", "replay", "sampling path", "routing", "arithmetic", or "undecided" between causes.
         sentence: what it is, and how much of the gap.
         start: the place where the two engines come apart by more than rounding, `head` behind the last state; else "".
         advice: overrides, or what else to do; "" for none.
@@ -101,6 +106,12 @@ class ProbeResult:
     def conclusion(self) -> Conclusion:
         return judge_gap(self.pairs, self.places, self.dtype)
 
+    @cached_property
+    def causes(self) -> tuple[Cause, ...]:
+        """The causes of base/causes.py that it points to."""
+        shown = {*readings_of(self.conclusion, self.pairs, self.places), *map(_stage_reading, self.stages)}
+        return tuple(cause for cause in CAUSES.values() if shown & set(cause.probe))
+
     def agrees(self, limit: float) -> bool:
         """Whether all is finite, after a sync and an update too, and k3 of sampling and training at most this."""
         finite = self.conclusion.cause != NOT_FINITE and not any(stage.not_finite for stage in self.stages)
@@ -111,6 +122,9 @@ class ProbeResult:
         start = self.conclusion.start
         where = f" They come apart at {start}." if start and self.conclusion.cause != "none" else ""
         said = [f"{self.conclusion.sentence}{where}", *map(stage_sentence, self.stages)]
+        if self.causes:
+            titles = "; or: ".join(cause.title for cause in self.causes)
+            said.append(f"Likely cause, in the words of a report: {titles}. Check {self.causes[0].check}.")
         said += [sweep_sentence(self.swept)] if self.swept else []
         said += [f"{one.name} could not be measured: {one.error}" for one in self.swept[1:] if one.error]
         return said + ([f"What came then could not be measured: {self.error}"] if self.error else [])
@@ -141,9 +155,16 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
     sampling, rest = k3.get((DECODE, PREFILL), 0.0), k3.get((PREFILL, TRAIN), whole)
     if not start and places and rest > max(AMPLIFIED * (places[-1].error or 0.0) ** 2, ROUNDED):
         start = HEAD
+    replayed = k3.get((DECODE, REPLAYED))
+    if replayed is not None and replayed > max(whole / MOST, ROUNDED) and chance[DECODE, REPLAYED] <= NOISE:
+        return Conclusion(
+            "replay",
+            f"The rollout's experts do harm: with them replayed, k3 rises from {whole:.1e} to {replayed:.1e}.",
+            start,
+            CAUSES["wrong_routes"].advice,
+        )
     if max(whole, sampling) < ROUNDED:
         return Conclusion("none", f"The engines agree: k3 is {whole:.1e} nats a token.", start)
-    replayed = k3.get((DECODE, REPLAYED))
     claims = (
         (sampling >= OWN * whole, (DECODE, PREFILL), f"{sampling:.1e} within the rollout engine"),
         (whole - rest >= MOST * whole > 0, (PREFILL, TRAIN), f"{rest:.1e} if the rollout engine scores them at once"),
@@ -200,6 +221,41 @@ def start_of(places: Sequence[Place], dtype: str = "float32") -> str:
             return place.point
         before = place.error
     return ""
+
+
+def readings_of(conclusion: Conclusion, pairs: Sequence[Pair], places: Sequence[Place]) -> tuple[str, ...]:
+    """Returns the names of the PROBE_READINGS that a conclusion holds.
+
+    Other weights change which experts are chosen as well, so that a replay closes most of their gap: a choice by itself
+    is named only where it closes nearly all, and states come apart at experts first.
+    """
+    if conclusion.cause == "replay":
+        return ("replay",)
+    if conclusion.cause not in ("routing", "arithmetic"):
+        return ()
+    start, routed = conclusion.start, conclusion.cause == "routing"
+    if start == HEAD:
+        return ("head",)
+    error = next((place.error for place in places if place.point == start), None) or 0.0
+    if error <= BITS_16:
+        return ("router",) if start.endswith(ROUTER) else ("rounding",) if routed else ("rounding", "coarse")
+    k3 = {(pair.one, pair.other): pair.k3 for pair in pairs}
+    whole, replayed = k3[DECODE, TRAIN], k3.get((DECODE, REPLAYED))
+    if start.endswith(EXPERTS) and whole and replayed is not None and replayed < CLOSED * whole:
+        return ("choice",)
+    return ("layer", "first attention") if start == "0.attention" else ("layer",)
+
+
+def _stage_reading(one: Stage) -> str:
+    """The name of the PROBE_READING that a stage shows; "" where all is well, or not known."""
+    if one.name != UPDATE or one.before is None or one.after is None:
+        return ""
+    if not one.train_moved or one.rollout_moved is None or one.after <= WIDER * max(one.before, ROUNDED):
+        return ""
+    arrived = one.rollout_moved / one.train_moved
+    if arrived < ARRIVED:
+        return "lost"
+    return "" if WHOLE[0] < arrived < WHOLE[1] else "part"
 
 
 def stage_sentence(one: Stage) -> str:

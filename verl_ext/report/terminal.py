@@ -204,6 +204,9 @@ class Dashboard:
             yield from ((f"+ {text}", "") for text in suspect.speaks_for)
             yield from ((f"- {text}", "dim") for text in suspect.speaks_against)
             yield f"check: {suspect.cause.check}", ""
+        for label, sentence in (("measure", verdict.measure), ("settle", verdict.settle)):
+            if sentence:
+                yield f"{label}: {sentence}", ""
         if first := verdict.first:
             yield from (("", ""), ("Do this first: start the run again with", "bold"), (first.text, "bold"))
             yield first.sentence, ""

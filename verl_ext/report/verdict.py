@@ -25,9 +25,10 @@ from typing import Literal
 
 import numpy as np
 
+from verl_ext.base.causes import settling_sentence
 from verl_ext.base.metrics import is_of_the_gap
 from verl_ext.guard.collapse import GRADIENT, Collapse
-from verl_ext.guard.diagnosis import LARGE, READ, Suspect, find_suspects
+from verl_ext.guard.diagnosis import LARGE, READ, Suspect, find_question, find_suspects
 from verl_ext.guard.forecast import FEWEST, HORIZON
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.report.run import Run, Series
@@ -107,6 +108,8 @@ class RunVerdict:
         overrides: what to do, the most useful first.
         evidence: what else the metrics say.
         suspects: the likeliest causes, the first one first.
+        measure: which metric to switch on to tell the first two causes apart; "" where none would.
+        settle: which command settles it, and what it shows of each; "" where none does.
     """
 
     state: State
@@ -115,6 +118,8 @@ class RunVerdict:
     overrides: tuple[Override, ...]
     evidence: tuple[str, ...]
     suspects: tuple[Suspect, ...] = ()
+    measure: str = ""
+    settle: str = ""
 
     @property
     def first(self) -> Override | None:
@@ -168,8 +173,14 @@ def _with_suspects(run: Run, found: RunVerdict) -> RunVerdict:
     suspects = tuple(find_suspects(series)[:MOST_SUSPECTS])
     if suspects and suspects[0].harmless:
         suspects = suspects[:1]  # what comes behind an explanation that is no fault would accuse a sound run
-    found = replace(found, suspects=suspects)
     first = suspects[0] if suspects and not suspects[0].harmless else None
+    question = first.question if first is not None else None
+    if not suspects and (k3 := gap_of(run)) is not None and now_of(k3.series) > LARGE:
+        question = find_question(series)
+    found = replace(found, suspects=suspects, measure=question.sentence if question else "")
+    if first is not None:
+        second = suspects[1].cause if len(suspects) > 1 else question.second if question else None
+        found = replace(found, settle=settling_sentence(first.cause, second))
     if found.state == "healthy":
         k3 = gap_of(run)
         if first is not None:

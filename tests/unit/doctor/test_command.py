@@ -111,6 +111,13 @@ def test_json_is_all_findings(doctor):
     assert {finding["level"] for finding in found} <= set(LEVELS)
     (temperature,) = [finding for finding in found if finding["check"] == "temperature"]
     assert temperature["level"] == "warning" and temperature["fix"] == [f"{ROLLOUT}.temperature=1"]
+    assert temperature["cause"] == "temperature"
+    assert not any(finding["cause"] for finding in found if finding["level"] == "ok")
+
+
+def test_a_finding_is_named_as_a_report_names_its_cause(doctor):
+    _, out = doctor(f"{ROLLOUT}.temperature=0.7")
+    assert "cause: The engines apply different temperatures" in " ".join(out.replace("│", "").split())
 
 
 def test_overrides_may_stand_on_both_sides_of_a_flag(doctor):

@@ -5,7 +5,18 @@ import shlex
 import numpy as np
 import pytest
 
-from verl_ext.guard.diagnosis import CAUSES, LEAST, LOOK_EVERY, LOOKS, Diagnosis, Marks, find_suspects
+from verl_ext.guard.diagnosis import (
+    CAUSES,
+    JUDGES,
+    LEAST,
+    LOOK_EVERY,
+    LOOKS,
+    Diagnosis,
+    Marks,
+    find_question,
+    find_suspects,
+    levels_not_logged,
+)
 
 STEPS = 100
 LEARNS = {"critic/score/mean": (0.4, 0.9), "actor/entropy": (0.3, 0.1), "actor/grad_norm": (0.5, 0.5)}
@@ -193,6 +204,10 @@ def test_what_to_try_can_be_pasted_behind_a_launch(compose, cause):
     compose(*shlex.split(cause.override))
 
 
+def test_every_cause_is_judged():
+    assert list(JUDGES) == list(CAUSES)
+
+
 def test_a_run_that_learns_with_equal_engines_has_no_suspect():
     assert find_suspects(series(SMALL | EQUAL)) == []
     assert find_suspects(series({})) == [], "nothing but a reward that rises"
@@ -211,12 +226,75 @@ def test_rounding_is_harmless_as_long_as_it_is_small():
     assert not first.harmless
 
 
-def test_what_was_not_measured_is_told():
-    """From verl's own metrics alone a cut distribution is seen; what would tell more is named."""
-    plain = {"rollout_corr/kl": 0.02, "rollout_corr/k3_kl": 4e-4}
-    (first, *_) = find_suspects(series(plain))
-    assert first.cause.name == "truncated"
-    assert "stability.router_agreement=true" in first.missing and "stability.breakdown=true" in first.missing
+def without(shown, setting):
+    """The run without the metrics that a setting measures; without `metrics`, verl's own are left."""
+    left_out = {
+        "stability.router_agreement=true": ("router/",),
+        "stability.sync_canary.trajectories=8": ("sync/",),
+        "stability.breakdown=true": ("vllm_kl/k1/prob/", "vllm_kl/k3/prob/"),
+        "stability.metrics=true": ("vllm_kl/", "router/", "sync/"),
+    }[setting]
+    verls = {"rollout_corr/kl": "vllm_kl/k1", "rollout_corr/k3_kl": "vllm_kl/k3"}
+    plain = {name: shown[ours] for name, ours in verls.items() if ours in shown}
+    left = {name: found for name, found in shown.items() if not name.startswith(left_out)}
+    return left | (plain if setting == "stability.metrics=true" else {})
+
+
+@pytest.mark.parametrize(
+    ("cause", "setting", "first_two"),
+    [  # from verl's own metrics alone, most causes of a gap look alike
+        ("temperature", "stability.metrics=true", {"temperature", "two_precisions"}),
+        ("quantized", "stability.router_agreement=true", {"quantized", "two_precisions"}),
+        ("leak", "stability.router_agreement=true", {"leak", "respelled"}),
+        ("lost_sync", "stability.sync_canary.trajectories=8", {"lost_sync", "partial_sync"}),
+        ("temperature", "stability.breakdown=true", {"temperature", "wrong_weights"}),
+    ],
+)
+def test_what_is_asked_for_decides_between_the_first_two(cause, setting, first_two):
+    whole = series(SHOWN[cause])
+    question = find_question(without(whole, setting))
+    assert (question.setting, {question.first.name, question.second.name}) == (setting, first_two)
+    assert question.first.title in question.sentence and question.second.title in question.sentence
+    assert find_suspects(whole)[0].cause.name == cause
+
+
+@pytest.mark.parametrize("cause", ["raw_log_probs", "learning_rate", "no_signal", "old_weights"])
+def test_nothing_is_asked_for_where_verls_own_metrics_decide(cause):
+    """And what they name is the cause."""
+    plain = without(series(SHOWN[cause]), "stability.metrics=true")
+    assert find_question(plain) is None
+    (first, *_) = find_suspects(plain)
+    assert (first.cause.name, first.question) == (cause, None)
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_what_is_logged_is_not_asked_for(cause):
+    """None of the settings whose metrics are there, whatever they show."""
+    shown = gap(0.1) | EQUAL | by_probability(0.3, 0.4, 0.5, 0.4, 0.1) | arrived(0.9, 1.1) | SHOWN[cause]
+    assert find_question(series(shown)) is None
+
+
+def test_what_is_asked_for_can_be_pasted_behind_a_launch(compose):
+    asked = set()
+    for logged in ({"rollout_corr/kl": 0.02, "rollout_corr/k3_kl": 0.02}, gap(0.02)):
+        asked |= set(levels_not_logged(Marks(series(logged))))
+    assert asked == {
+        "stability.metrics=true",
+        "stability.breakdown=true",
+        "stability.router_agreement=true",
+        "stability.sync_canary.trajectories=8",
+    }
+    for setting in asked:
+        compose(setting)
+
+
+def test_a_run_says_what_to_measure_with_the_cause():
+    shown = without(series(SHOWN["leak"]), "stability.router_agreement=true")
+    diagnosis = Diagnosis()
+    for step in range(1, STEPS + 1):
+        if told := diagnosis.add(step, {name: dict(found)[step] for name, found in shown.items()}):
+            break
+    assert "; stability.router_agreement=true would tell whether it is " in told.reason
 
 
 def test_a_gap_that_comes_slowly_is_not_taken_for_a_lost_sync():

@@ -111,6 +111,9 @@ def test_the_verdict_its_evidence_and_what_to_try(browser, file, run):
         assert tuple(page.locator("#verdict .sides li").all_inner_texts()) == verdict.evidence
         causes = [text.partition(": ")[2] for text in page.locator("#verdict summary").all_inner_texts()]
         assert causes == [suspect.cause.title for suspect in verdict.suspects] != []
+        told = {"To measure": verdict.measure, "To settle it": verdict.settle}
+        shown = [f"{label}: {sentence}." for label, sentence in told.items() if sentence]
+        assert page.locator("#verdict .open p").all_inner_texts() == shown != []
         assert page.locator("#verdict code").all_inner_texts() == [override.text for override in verdict.overrides]
         assert page.locator(".button").get_attribute("href") == "trajectories.html"
         assert page.locator("meta[http-equiv=refresh]").count() == page.locator("#missing").count() == 0

@@ -66,6 +66,14 @@ def printed(run: Run, verdict=None, encoding: str = "utf-8", width: int = 80, **
     return raw.getvalue().decode(encoding)
 
 
+def test_what_tells_causes_apart_stands_behind_them():
+    said = "stability.router_agreement=true would tell whether it is one or the other"
+    text = printed(full(), replace(VERDICT, measure=said, settle="`verl-ext probe` shows it"), width=200)
+    assert f"measure: {said}" in text and "settle: `verl-ext probe` shows it" in text
+    text = printed(full(), VERDICT)
+    assert "measure:" not in text and "settle:" not in text
+
+
 def test_first_last_and_worst():
     table = {row.metric: row for row in dashboard_rows(full())}
     reward = table["critic/score/mean"]

@@ -597,6 +597,23 @@ def test_behind_harmless_rounding_nobody_else_is_accused():
     assert [suspect.cause.name for suspect in verdict.suspects] == ["two_precisions"] and verdict.state == "healthy"
 
 
+def test_from_verls_own_metrics_the_report_says_what_to_measure():
+    """A gap that was there at once, of which k averages 1: many causes look like this."""
+    k3 = 0.05 * (1 + 0.02 * np.random.default_rng(0).standard_normal(60))
+    plain = {"rollout_corr/kl": k3, "rollout_corr/k3_kl": k3, "critic/score/mean": [0.5] * 60}
+    verdict = judge_run(make(plain))
+    assert (verdict.state, verdict.suspects) == ("suspect", ())
+    assert verdict.measure.startswith("stability.metrics=true would tell whether it is ")
+    assert judge_run(make({name: values * 1e-3 for name, values in plain.items() if "corr" in name})).measure == ""
+
+
+def test_a_cause_that_is_named_comes_with_the_command_that_settles_it():
+    shown = {"rollout_corr/kl": [0.02] * 60, "rollout_corr/k3_kl": [4e-4] * 60}
+    verdict = judge_run(make(shown))
+    assert verdict.suspects[0].cause.name == "truncated"
+    assert verdict.settle.startswith("`verl-ext probe` with the overrides of the launch: if ")
+
+
 def readings(run, name):
     series = run.get(name)
     return [*zip(series.steps.tolist(), series.values.tolist(), strict=True)]

@@ -1,0 +1,67 @@
+"""A probe names a cause as a report of the run would."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.probe.test_readings import PLACES, pairs_of
+from verl_ext.base.causes import CAUSES
+from verl_ext.probe.readings import SYNC, UPDATE, Place, Stage
+from verl_ext.probe.verdict import ProbeResult
+
+ROUTED = [PLACES[0], Place("0.attention", 1e-7), Place("0.router", 1e-7), Place("0.experts", 1e-7)]
+
+
+def result(pairs, places=(), stages=(), dtype="float32"):
+    return ProbeResult(193, dtype, pairs, list(places), list(stages), [], "")
+
+
+def at(point, error, places=ROUTED):
+    """The places, with this error from the point on."""
+    begin = [place.point for place in places].index(point)
+    return [replace(place, error=error if number >= begin else place.error) for number, place in enumerate(places)]
+
+
+GAP = pairs_of(1e-3, 1e-6, 1e-3, 9e-4)
+ROUTING = pairs_of(1e-3, 1e-6, 1e-3, 1e-5)
+HALF = pairs_of(1e-3, 1e-6, 1e-3, 4e-4)  # as other weights leave it, which change the choice of experts too
+SMALL = pairs_of(1e-14, 1e-15, 1e-14, 1e-14)
+
+
+@pytest.mark.parametrize(
+    ("found", "causes"),
+    [
+        (result(SMALL, ROUTED), ()),
+        (result(pairs_of(1e-3, 9e-4, 1e-4)), ()),  # the rollout engine against itself: no cause of the report's
+        (result(GAP, ROUTED), ("temperature",)),  # behind states that agree
+        (result(GAP, at("0.attention", 1e-2), dtype="bfloat16"), ("two_precisions", "quantized")),
+        (result(GAP, at("0.attention", 2e-3)), ("two_precisions", "quantized")),
+        (result(GAP, at("0.attention", 0.3)), ("wrong_weights", "positions")),
+        (result(GAP, at("0.experts", 0.3)), ("wrong_weights",)),
+        (result(GAP, at("0.router", 2e-3)), ("two_precisions",)),
+        (result(ROUTING, at("0.router", 2e-3)), ("two_precisions",)),
+        (result(ROUTING, at("0.router", 0.3)), ("wrong_weights",)),
+        (result(ROUTING, at("0.experts", 0.3)), ("router_bias",)),
+        (result(HALF, at("0.experts", 0.34)), ("wrong_weights",)),
+        (result(HALF, at("0.attention", 0.2)), ("wrong_weights", "positions")),
+        (result(pairs_of(1e-14, 1e-15, 1e-14, 0.1), ROUTED), ("wrong_routes",)),
+        (result(pairs_of(1e-4, 1e-15, 1e-4, 1e-2), ROUTED), ("wrong_routes",)),
+        (result(SMALL, ROUTED, [Stage(SYNC, 1e-14, 1e-14, 0, 0), Stage(UPDATE, 1e-14, 1e-2, 0, 0.1)]), ("lost_sync",)),
+        (result(SMALL, ROUTED, [Stage(UPDATE, 1e-14, 1e-2, 0.06, 0.1)]), ("partial_sync", "scaled_update")),
+        # As the quick start's: an update so large that rounding shows more, and all of it arrived.
+        (result(SMALL, ROUTED, [Stage(UPDATE, 1.8e-4, 9e-4, 0.27, 0.273)]), ()),
+    ],
+)
+def test_the_causes_of_a_probe(found, causes):
+    assert tuple(cause.name for cause in found.causes) == causes
+    told = [sentence for sentence in found.sentences() if sentence.startswith("Likely cause")]
+    assert len(told) == bool(causes)
+    for name in causes:
+        assert CAUSES[name].title in told[0]
+
+
+def test_a_replay_that_harms_is_no_agreement():
+    harmed = result(pairs_of(1e-14, 1e-15, 1e-14, 0.1), ROUTED)
+    assert harmed.conclusion.cause == "replay" and "rises from 1.0e-14 to 1.0e-01" in harmed.conclusion.sentence
+    within_noise = result(pairs_of(1e-14, 1e-15, 1e-14, 0.1, chance=0.06), ROUTED)
+    assert within_noise.conclusion.cause == "none"
