@@ -264,6 +264,12 @@ def judge_run(folder: Path) -> Judged:
     return Judged(found, without, *named_at(metrics), onset_of(folder))
 
 
+def folders_of(name: str, which: str, out: Path) -> list[Path]:
+    """The finished runs of a row that are judged."""
+    finished = sorted((out / which / name).glob("*/seed*/done.json"))
+    return [file.parent for file in finished if int(file.parents[1].name) >= FIRST[which]]
+
+
 def is_right(cause: str, found: list[str], places: int) -> bool:
     """Whether the cause is among the first `places` that were named, or for a sound run, whether none was."""
     return cause in found[:places] if cause else not found
@@ -271,14 +277,7 @@ def is_right(cause: str, found: list[str], places: int) -> bool:
 
 def judge(which: str, out: Path) -> None:
     """Print the tables of docs/diagnosis.md: by planted cause, who came first, and how soon the run told it."""
-    runs = {
-        name: [
-            judge_run(file.parent)
-            for file in sorted((out / which / name).glob("*/seed*/done.json"))
-            if int(file.parents[1].name) >= FIRST[which]
-        ]
-        for name in PLANTED
-    }
+    runs = {name: [judge_run(folder) for folder in folders_of(name, which, out)] for name in PLANTED}
     columns = ("planted", "runs", "first", "first two", "otherwise", "told after", "verl's metrics alone")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name, judged in runs.items():
@@ -340,15 +339,12 @@ def ask(which: str, out: Path) -> None:
     """Print how often the cause comes first from verl's own metrics, with those that the report asks for, with all."""
     right, settings, runs = Counter[str](), 0, 0
     for name, planted in PLANTED.items():
-        for file in sorted((out / which / name).glob("*/seed*/metrics.jsonl")):
-            if int(file.parents[1].name) < FIRST[which]:
-                continue
-            whole = read_metrics(file)
+        for folder in folders_of(name, which, out):
+            whole = read_metrics(folder / "metrics.jsonl")
             known, asked = follow(whole)
             runs, settings = runs + 1, settings + len(asked)
             for title, metrics in (("verl's own", plain(whole)), ("and those asked for", known), ("all", whole)):
-                found = [suspect.cause.name for suspect in find_suspects(metrics)][:1]
-                right[title] += found == ([planted.cause] if planted.cause else [])
+                right[title] += is_right(planted.cause, [one.cause.name for one in find_suspects(metrics)], 1)
     print("| metrics | cause first, or nobody where the run is sound |\n|---|---|")
     for title, count in right.items():
         print(f"| {title} | {count} of {runs} ({count / runs:.1%}) |")

@@ -1,4 +1,4 @@
-"""Where each training engine of verl has the layers of its model, and whole states where its ranks share the tokens.
+"""The layers of a model in each training engine of verl, and whole states where its ranks share the tokens.
 
 `ENGINES` of `routing.engines` names the function of each engine. Used in workers, on an engine that is built.
 

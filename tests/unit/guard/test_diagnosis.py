@@ -260,7 +260,7 @@ def test_what_is_asked_for_decides_between_the_first_two(cause, setting, first_t
 
 @pytest.mark.parametrize("cause", ["raw_log_probs", "learning_rate", "no_signal", "old_weights"])
 def test_nothing_is_asked_for_where_verls_own_metrics_decide(cause):
-    """And what they name is the cause."""
+    """The cause that they name is the planted one."""
     plain = without(series(SHOWN[cause]), "stability.metrics=true")
     assert find_question(plain) is None
     (first, *_) = find_suspects(plain)

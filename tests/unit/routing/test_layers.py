@@ -1,4 +1,4 @@
-"""Where Megatron's layers are, and tokens that ranks share put together.
+"""The places of Megatron's layers, and tokens that ranks share put together.
 
 tests/stack/test_megatron_engine.py compares the states of verl's engine with those of transformers.
 """
