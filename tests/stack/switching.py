@@ -64,7 +64,9 @@ BYPASSED = [
     ("stability=tis", *BYPASS, "stability.tis.cap=1.0", f"{LOSS}.loss_mode=gpg"),
 ]
 SHIFTS = [("stability=router_shift_loss",), ("stability=router_shift_loss", f"{LOSS}.base=geo_mean")]
+FILTERS = ("stability=filters", "stability.filters.low_probability.threshold=0.005")
 ALL: list[tuple[str, ...]] = [
+    FILTERS,  # first: a quarter of the answers are cut at the limit, before the run learns to end them
     *BYPASSED,
     ("stability=icepop",),
     ("stability=icepop", *NARROW),
@@ -91,7 +93,6 @@ ALL: list[tuple[str, ...]] = [
     ),
     ("stability=qae",),
     ("stability=grpo_positive",),
-    ("stability=filters", "stability.filters.low_probability.threshold=0.005"),
     ("stability=none", "stability.filters={low_agreement:{threshold:1.0}}"),
     ("stability=none", "stability.filters=[overlong,zero_variance]", "algorithm.adv_estimator=grpo"),
     NOTHING_LEFT,

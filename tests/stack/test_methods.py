@@ -11,6 +11,7 @@ from tests.stack.running import assert_documented, assert_k1_is_verls
 from tests.stack.switching import (
     BYPASSED,
     COMPOSED,
+    FILTERS,
     GATED,
     LOSS,
     NARROW,
@@ -208,7 +209,7 @@ def test_estimators_are_verls_to_call(step_of):
 
 
 def test_filters_run_in_order_and_name_an_example(step_of, switching_run):
-    step = step_of("stability=filters", "stability.filters.low_probability.threshold=0.005")
+    step = step_of(*FILTERS)
     order = [name.split("/")[1] for name in step if name.startswith("filter/") and name.endswith("/dropped_tokens")]
     assert order == list(OmegaConf.load(ROOT / "configs" / "stability" / "filters.yaml").filters)
     dropped = sum(step[f"filter/{name}/dropped_tokens"] for name in order)
