@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "verl_ext" / "__init__.py").read_text(encoding="utf-8"), re.M)[1]
 CPU = (HERE / "requirements" / "cpu.in").read_text(encoding="utf-8").splitlines()
-# verl's own extras for a training and a rollout engine, which carry its pins. docs/install.md explains how they resolve.
+# verl's own extras for a training and a rollout engine, which carry its pins (docs/install.md).
 GPU = {
     "gpu-fsdp": ["verl[fsdp,vllm]==0.9.1"],
     "gpu-megatron": ["verl[megatron,vllm]==0.9.1", "megatron-core==0.18.0"],

@@ -307,7 +307,9 @@ def judge(which: str, out: Path) -> None:
     if sound:
         alarms, steps = sum(len(run.told) for run in sound), sum(run.steps for run in sound)
         accused, plainly = (sum(bool(getattr(run, named)) for run in sound) for named in ("found", "plain"))
-        print(f"\nOf {len(sound)} sound runs, {accused} have a cause named at their end, {plainly} from verl's metrics only.")
+        print(
+            f"\nOf {len(sound)} sound runs, {accused} have a cause named at the end, {plainly} by verl's metrics only."
+        )
         print(f"They reported {alarms} causes in {steps} steps: {1000 * alarms / steps:.2g} per 1,000.")
 
 

@@ -18,7 +18,9 @@ In a name, `*` is one part, `**` any number of parts, and `{a,b}` is a or b.
 |---|---|
 | unit | `log`: runs are compared by ratios |
 | better | the direction in which a run is better |
-| when | *before*: logged before the guard judges the batch, so a rule can skip the batch by it. *after*: logged later. *validation*: logged with a validation. *at times*: missing in many steps; a rule waits for it |
+| when: before | logged before the guard judges the batch, so a rule can skip the batch by it |
+| when: after, validation | logged later; logged with a validation |
+| when: at times | missing in many steps; a rule waits for it |
 """
 COLUMNS = ("name", "meaning", "unit", "better", "when")
 

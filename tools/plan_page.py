@@ -16,7 +16,6 @@ from verl_ext.launch.command_line import compose
 from verl_ext.plan import costs
 from verl_ext.plan.command import print_plan
 from verl_ext.plan.scale import SMALL_SHARE, Plan, at_nodes, read_plan, scale_table
-from verl_ext.plan.sizes import UNITS
 
 GPU = "H100"
 NODES = (8, 32, 128)

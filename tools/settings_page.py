@@ -36,9 +36,9 @@ error that names the setting and the remedy: `stability.icepop.alpha=6 must be b
 `-` must be given.
 
 `python tools/settings_page.py` generates this page from the dataclasses in
-[verl_ext/features](../verl_ext/features), [verl_ext/core](../verl_ext/core) and [verl_ext/guard](../verl_ext/guard), and
-a test compares them. `python tools/settings_page.py my_module` adds the settings of your own methods. Their meanings are
-read from `Attributes:` in the docstring of the settings' dataclass, or from `Args:` in the function's docstring."""
+[verl_ext/features](../verl_ext/features), [verl_ext/core](../verl_ext/core) and [verl_ext/guard](../verl_ext/guard),
+and a test compares them. `python tools/settings_page.py my_module` adds the settings of your own methods. Their meanings
+are read from `Attributes:` in the docstring of the settings' dataclass, or from `Args:` in the function's docstring."""
 COLUMNS = ("setting", "default", "meaning")
 NO_DEFAULT = "-"
 # The parts of the `stability` node that have a section of their own, which begins with the dataclass's docstring.
@@ -59,8 +59,8 @@ class Row(NamedTuple):
 BASE = Row(
     f"{LOSS}.base",
     "vanilla",
-    f"verl's loss that it changes: {', '.join(BASES)}, or your own loss under verl's decorator. A loss that rescales the "
-    f"ratio needs one of: {', '.join(RATIO_BASES)}.",
+    f"verl's loss that it changes: {', '.join(BASES)}, or your own loss under verl's decorator. A loss that rescales "
+    f"the ratio needs one of: {', '.join(RATIO_BASES)}.",
 )
 VERLS = (
     Row(
@@ -77,8 +77,8 @@ VERLS = (
     Row(
         FSDP_REPLAY,
         "disabled",
-        "routing replay under FSDP: `disabled`, `R2` or `R3`. The same setting under `actor_rollout_ref.actor.megatron` "
-        "and `actor_rollout_ref.actor.veomni` is verl's own.",
+        "routing replay under FSDP: `disabled`, `R2` or `R3`. The same setting under "
+        "`actor_rollout_ref.actor.megatron` and `actor_rollout_ref.actor.veomni` is verl's own.",
     ),
     Row(
         "VERL_EXT_AGENT_LOOP",
@@ -120,7 +120,8 @@ def page() -> str:
         ),
         section(
             "Policy losses",
-            f"`{LOSS}.loss_mode=NAME` chooses one, as `stability=NAME_loss` does. Its settings are in the same node as verl's.",
+            f"`{LOSS}.loss_mode=NAME` chooses one, as `stability=NAME_loss` does. Its settings are in the same node as "
+            "verl's.",
             [BASE, *loss_rows()],
         ),
         section(

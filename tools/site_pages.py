@@ -1,9 +1,9 @@
 """MkDocs loads this file as a hook (mkdocs.yml): it adds the pages outside docs/ and mends their links.
 
-On a code host, a page links to any file of the repository, relative to its own folder. The site has docs/ at its top and
-the other pages in their folders under it: docs/guard.md is guard.md there, recipes/slurm/README.md keeps its name. A link
-to a file that is no page goes to the repository's web address, `repo_url` of mkdocs.yml. Without an address, the link's
-text is left.
+On a code host, a page links to any file of the repository, relative to its own folder. The site has docs/ at its top
+and the other pages in their folders below it: docs/guard.md becomes guard.md, recipes/slurm/README.md keeps its name. A
+link to a file that is no page goes to the repository's web address, `repo_url` of mkdocs.yml. Without an address, only
+the link's text is kept.
 """
 
 import posixpath
@@ -51,7 +51,7 @@ def linked(markdown: str, origin: str, pages: Collection[str], address: str | No
         pages: what the site holds, by its paths there.
         address: of the repository, without a slash at its end.
     """
-    here = posixpath.dirname(on_site(origin))
+    here = posixpath.dirname(site_path(origin))
 
     def link(match: re.Match[str]) -> str:
         image, text, path, anchor = match.groups(default="")
@@ -59,9 +59,10 @@ def linked(markdown: str, origin: str, pages: Collection[str], address: str | No
             return match[0]
         target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), path))
         for one in (target, f"{target}/README.md"):
-            if on_site(one) in pages:
-                return f"{image}[{text}]({posixpath.relpath(on_site(one), here or '.')}{anchor})"
-        assert (ROOT / target).exists(), f"{origin} links to {path}, which does not exist"
+            if site_path(one) in pages:
+                return f"{image}[{text}]({posixpath.relpath(site_path(one), here or '.')}{anchor})"
+        if not (ROOT / target).exists():
+            return match[0]  # MkDocs reports it
         if not address:
             return text
         kind = "tree" if (ROOT / target).is_dir() else "blob"
@@ -72,5 +73,5 @@ def linked(markdown: str, origin: str, pages: Collection[str], address: str | No
     return "".join(parts)
 
 
-def on_site(path: str) -> str:
+def site_path(path: str) -> str:
     return path.removeprefix("docs/")

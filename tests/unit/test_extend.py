@@ -92,7 +92,11 @@ def test_the_filter(launched):
 
 
 def test_the_table_of_a_filters_fields_has_all_of_them():
-    shown = {name.split(".")[0] for cell in re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE) for name in re.findall(r"`(\w+)", cell)}
+    shown = {
+        name.split(".")[0]
+        for cell in re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE)
+        for name in re.findall(r"`(\w+)", cell)
+    }
     assert {one.name for one in fields(FilterBatch)} <= shown
     assert {one.name for one in fields(LossChange)} | set(READABLE) <= shown
 
