@@ -37,8 +37,9 @@ error that names the setting and the remedy: `stability.icepop.alpha=6 must be b
 
 `python tools/settings_page.py` generates this page from the dataclasses in
 [verl_ext/features](../verl_ext/features), [verl_ext/core](../verl_ext/core) and [verl_ext/guard](../verl_ext/guard),
-and a test compares them. `python tools/settings_page.py my_module` adds the settings of your own methods. Their meanings
-are read from `Attributes:` in the docstring of the settings' dataclass, or from `Args:` in the function's docstring."""
+and a test compares them. `python tools/settings_page.py my_module` adds the settings of your own methods. Their
+meanings are read from `Attributes:` in the docstring of the settings' dataclass, or from `Args:` in the function's
+docstring."""
 COLUMNS = ("setting", "default", "meaning")
 NO_DEFAULT = "-"
 # The parts of the `stability` node that have a section of their own, which begins with the dataclass's docstring.
