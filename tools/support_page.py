@@ -388,7 +388,7 @@ def refusal(pair: Pair, row: Row, folder: str) -> str:
         run = composed((*base, *row.overrides), "verl_ext.main_ppo")
         row.check(run)
     except ConfigError as error:
-        return " ".join(str(error).partition("; ")[0].replace("actor_rollout_ref.", "").split())
+        return " ".join(str(error).partition("; ")[0].split())
     assert is_of(run, pair), pair.title
     assert row.is_on(run) or not row.overrides, f"{row.name}, {pair.title}: {row.overrides} do not switch it on"
     return ""
