@@ -319,7 +319,7 @@ def onset_of(folder: Path) -> int:
 
 # What a setting that the report asks for adds to the metrics, by the beginnings of their names.
 MEASURES = {
-    "stability.metrics=true": ("vllm_kl/",),
+    "stability.metrics=true": ("vllm_kl/", "reward/"),
     "stability.breakdown=true": ("vllm_kl/k1/prob/", "vllm_kl/k3/prob/"),
     "stability.router_agreement=true": ("router/",),
     "stability.sync_canary.trajectories=8": ("sync/",),
