@@ -56,8 +56,10 @@ STALENESS = "training/off_policy/trajectory_staleness/mean"
 SIGMAS = 4.0
 FAR = 0.05  # KL within a step; sound runs of the lab stay below 0.01
 FROZEN, MOVED = 0.2, 0.05  # share of the gap that was there at once: from the one on it is static, up to the other not
-LEANING = 0.12  # share of the gap that is to one side; raw log-probs leave 0.19 to 0.57 in the lab, noise 0.06
+LEANING = 0.07  # share of the gap that is to one side; raw log-probs leave 0.09 to 0.57 in the lab
 DECIDED = 2.0  # points by which the levels of a metric have to move two causes against each other
+SHIFTED = 4.0  # k3 over the share of other experts: up to 3.5 where only choices differ, at least 4.4 for positions
+TIES = 0.14  # disagreement in the first layer, whose routers see nearly the same states: rounding leaves 0.01 to 0.11
 ROUNDED = 0.01  # disagreement of the routers that 16 bits leave in the lab; 8 bits and fewer leave more
 
 
@@ -147,8 +149,8 @@ class Marks:
     @cached_property
     def leaning(self) -> float | None:
         """k1 over the mean of |log k|: 1 or -1 where every token's gap is to the same side, near 0 for noise."""
-        k1, size = self.late("vllm_kl/k1"), self.late("vllm_kl/log_ratio_abs_mean")
-        return None if k1 is None or not size else k1 / size
+        size = self.values("vllm_kl/log_ratio_abs_mean")[-4 * WINDOW :]
+        return float(self._k1s.mean() / size.mean()) if self._k1s.size and size.any() else None
 
     @cached_property
     def loses_mass(self) -> bool:
@@ -804,6 +806,8 @@ def _quantized(marks: Marks) -> Iterator[Sign]:
             yield Sign(0.5, f"they differ more in the last layer ({marks.by_layer[-1]:.1%}) than in the first")
         else:
             yield Sign(-1, f"they differ as much in the first layer ({marks.by_layer[0]:.1%}) as in the last")
+        if marks.by_layer[0] > TIES:
+            yield Sign(-1.5, f"more of them in the first layer ({marks.by_layer[0]:.1%}) than near ties make")
     if marks.routed is not None and marks.routed > 40 and (marks.differ or 0) > 0.03:
         yield Sign(-1.5, f"tokens with other experts have {marks.routed:.0f} times the gap of the others")
     yield from _rounds(marks)
@@ -839,12 +843,14 @@ def _router_bias(marks: Marks) -> Iterator[Sign]:
     if len(marks.by_layer) > 1:
         if marks.by_layer[0] >= 0.85 * marks.by_layer[-1]:
             yield Sign(1.5, f"as many in the first layer ({marks.by_layer[0]:.1%}) as in the last")
+        elif marks.by_layer[0] > TIES:
+            yield Sign(1, f"more of them in the first layer ({marks.by_layer[0]:.1%}) than near ties make")
         elif marks.by_layer[0] < 0.3 * marks.by_layer[-1]:
             yield Sign(-2, f"far fewer in the first layer ({marks.by_layer[0]:.1%}) than in the last")
     if marks.routed is not None and marks.routed > 6 and marks.differ > 0.1:
         yield Sign(1, f"tokens with other experts have {marks.routed:.0f} times the gap of the others")
     if marks.gap_per_choice is not None:
-        if marks.gap_per_choice < 4.5:
+        if marks.gap_per_choice < SHIFTED:
             yield Sign(0.5, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts")
         else:
             yield Sign(-2, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts: more than choices make")
@@ -878,7 +884,7 @@ def _shifted_positions(marks: Marks) -> Iterator[Sign]:
     if marks.by_layer and marks.by_layer[0] > 0.15:
         yield Sign(1, f"{marks.by_layer[0]:.0%} in the first layer already")
     if marks.gap_per_choice is not None:
-        if marks.gap_per_choice > 4.5:
+        if marks.gap_per_choice > SHIFTED:
             yield Sign(1, _far_sentence(marks.gap_per_choice))
         else:
             yield Sign(-3, _only_sentence(marks.gap_per_choice))
