@@ -30,7 +30,7 @@ STEPS = 150
 FIRST = {"development": 0, "held_out": 8}  # the number of the first run that is judged
 COMMON = (
     *("+lab=grpo", "stability=none", "stability.metrics=true", "stability.breakdown=true"),
-    *("stability.router_agreement=true", "stability.sync_canary.trajectories=8", "stability.sync_canary.every=5"),
+    *("stability.router_agreement=true", "stability.sync_canary.trajectories=32", "stability.sync_canary.every=5"),
     f"trainer.total_training_steps={STEPS}",
 )
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -321,7 +321,7 @@ def onset_of(folder: Path) -> int:
 
 # What a setting that the report asks for adds to the metrics, by the beginnings of their names.
 MEASURES = {
-    "stability.metrics=true": ("vllm_kl/",),
+    "stability.metrics=true": ("vllm_kl/", "reward/"),
     "stability.breakdown=true": ("vllm_kl/k1/prob/", "vllm_kl/k3/prob/"),
     "stability.router_agreement=true": ("router/",),
     "stability.sync_canary.trajectories=8": ("sync/",),

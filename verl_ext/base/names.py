@@ -76,6 +76,8 @@ def trajectories_path(config: Any) -> Path:
     return metrics_path(config.trainer.project_name, config.trainer.experiment_name).with_suffix(TRAJECTORIES)
 
 
+PROMPT_EFFECT = "reward/prompt_effect"  # a metric that the controller, the lab and the diagnosis know
+
 # The buckets of a breakdown, as metrics name them.
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.5, 0.9)  # of exp(l_infer); the last bucket ends at 1
 ENTROPY_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0)  # of the training policy, in nats

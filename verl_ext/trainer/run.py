@@ -12,6 +12,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.base import names
 from verl_ext.base.errors import BatchError, HookError
+from verl_ext.core.advantages import prompt_effect
 from verl_ext.core.head import head_metrics
 from verl_ext.core.measure import split_gap
 from verl_ext.core.routing import router_metrics
@@ -187,7 +188,10 @@ class StabilityRun:
             self.judge_heads(_compared_heads(found), metrics)
         if self._batch is None:
             return
-        metrics["critic/score/mean"] = self._batch.mean_score()  # verl logs it after the update
+        keys, scores = self._batch.scores()
+        metrics["critic/score/mean"] = scores.mean().item()  # verl logs it after the update
+        if (effect := prompt_effect(scores, keys)) is not None:
+            metrics[names.PROMPT_EFFECT] = effect
         if rescored := self._rescored:
             self._rescored = {}
             tokens, _ = self._batch.tokens_of([batch.keys.index(key) for key in rescored])

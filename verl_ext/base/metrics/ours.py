@@ -3,6 +3,7 @@
 from functools import partial
 
 from verl_ext.base.metrics.metric import Metric, Section
+from verl_ext.base.names import PROMPT_EFFECT
 
 AXES = "{prob,entropy,position,turn}"
 LOSS = "nats a token"
@@ -224,6 +225,20 @@ ROUTING = Section(
     of_gap=True,
 )
 
+REWARD = Section(
+    "The reward",
+    "Wherever the metrics of the gap are measured, bypass mode included.",
+    (
+        Metric(
+            PROMPT_EFFECT,
+            "F of a one-way analysis of variance: the variance of the reward between prompts over the variance within "
+            "them. It averages 1 if the reward does not depend on the prompt, as with a grader that returns random "
+            "numbers",
+            label="F of the prompts",
+        ),
+    ),
+)
+
 FILTERS = Section(
     "Filters",
     "With batch filters, or `stability.denominator=kept`. Shares are of the batch's tokens and of its trajectories "
@@ -349,4 +364,4 @@ UPDATE = Section(
     ),
 )
 
-SECTIONS = (GAP, HEAD, CORRECTIONS, ROUTING, FILTERS, GUARD, SYNC, UPDATE)
+SECTIONS = (GAP, HEAD, CORRECTIONS, ROUTING, REWARD, FILTERS, GUARD, SYNC, UPDATE)
