@@ -27,10 +27,10 @@ from verl_ext.lab.arms import Arm
 from verl_ext.lab.grid import GridCell, run_missing
 
 STEPS = 150
-FIRST = {"development": 0, "held_out": 8}  # the number of the first run that is judged
+FIRST = {"development": 0, "held_out": 32}  # the number of the first run that is judged
 COMMON = (
     *("+lab=grpo", "stability=none", "stability.metrics=true", "stability.breakdown=true"),
-    *("stability.router_agreement=true", "stability.sync_canary.trajectories=32", "stability.sync_canary.every=5"),
+    *("stability.router_agreement=true", "stability.sync_canary.trajectories=8", "stability.sync_canary.every=5"),
     f"trainer.total_training_steps={STEPS}",
 )
 LR = "actor_rollout_ref.actor.optim.lr"
