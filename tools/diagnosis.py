@@ -278,7 +278,7 @@ def is_right(cause: str, found: list[str], places: int) -> bool:
 def judge(which: str, out: Path) -> None:
     """Print the tables of docs/diagnosis.md: by planted cause, who came first, and how soon the run told it."""
     runs = {name: [judge_run(folder) for folder in folders_of(name, which, out)] for name in PLANTED}
-    columns = ("planted", "runs", "first", "first two", "otherwise", "told after", "verl's metrics alone")
+    columns = ("planted", "runs", "first", "first two", "otherwise", "reported after", "verl's metrics only")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name, judged in runs.items():
         cause = PLANTED[name].cause
@@ -300,15 +300,17 @@ def judge(which: str, out: Path) -> None:
     sound = [run for name in runs if not PLANTED[name].cause for run in runs[name]]
     if faulty:
         print(f"\nOf {len(faulty)} runs with a cause, it comes")
-        for known, named in (("all metrics", "found"), ("verl's metrics alone", "plain")):
+        for known, named in (("all metrics", "found"), ("verl's metrics only", "plain")):
             one, two = (sum(is_right(cause, getattr(run, named), n) for cause, run in faulty) for n in (1, 2))
             shares = f"first in {one} ({one / len(faulty):.1%}), among the first two in {two} ({two / len(faulty):.1%})"
             print(f"- from {known}: {shares}")
     if sound:
         alarms, steps = sum(len(run.told) for run in sound), sum(run.steps for run in sound)
         accused, plainly = (sum(bool(getattr(run, named)) for run in sound) for named in ("found", "plain"))
-        print(f"\nOf {len(sound)} sound runs, {accused} are accused at their end, {plainly} from verl's metrics alone.")
-        print(f"They told {alarms} causes in {steps} steps: {1000 * alarms / steps:.2g} in 1,000.")
+        print(
+            f"\nOf {len(sound)} sound runs, {accused} have a cause named at the end, {plainly} by verl's metrics only."
+        )
+        print(f"They reported {alarms} causes in {steps} steps: {1000 * alarms / steps:.2g} per 1,000.")
 
 
 def onset_of(folder: Path) -> int:
