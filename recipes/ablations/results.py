@@ -3,9 +3,9 @@
     python recipes/ablations/results.py                    write them into docs/lab.md
     python recipes/ablations/results.py --keep .lab/stale  first take its results.json over into docs/lab/stale.json
 
-Variants that are kept stay as they are; --keep adds those that are new. Between `<!-- lab/stale -->` and `<!-- end -->` stands the table of stale.json; after `<!-- ablations/stale -->` that
-of a family in ablations.json (run.py); after `<!-- forecast/all -->` what the guard's warnings were
-worth in all of these runs, and in those of recipes/collapse.
+Variants that are kept stay as they are; --keep adds those that are new. The table between `<!-- lab/stale -->` and
+`<!-- end -->` is made from stale.json, the one after `<!-- ablations/stale -->` from a family in ablations.json (run.py),
+and the one after `<!-- forecast/all -->` from all of these runs and those of recipes/collapse: how early the guard warned.
 """
 
 import argparse

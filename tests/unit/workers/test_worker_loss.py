@@ -470,7 +470,7 @@ def test_in_the_workers_loss_the_ratio_counts_once(mode, as_mask, corrections, m
 
 @pytest.mark.parametrize("mode", ["dppo_tv", "dppo_kl"])
 def test_in_bypass_mode_verls_dppo_is_the_papers(mode, make_batch, actor_config):
-    """Eq. 11 and 12 of arXiv 2602.04879: -M r A grad l_theta / N; M drops what moves away and is past the divergence."""
+    """Eq. 11 and 12 of arXiv 2602.04879: -M r A grad l_theta / N; M drops what moves away past a divergence."""
     bound = {"dppo_tv": 0.15, "dppo_kl": 0.05}[mode]
     batch = in_bypass(make_batch(1, lengths=(9, 9, 9, 9), scale=0.5, masked_row=None))
     clips = dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high"), bound) | {"clip_ratio_c": 1e4}
