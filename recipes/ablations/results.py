@@ -4,8 +4,9 @@
     python recipes/ablations/results.py --keep .lab/stale  first take its results.json over into docs/lab/stale.json
 
 Variants that are kept stay as they are; --keep adds those that are new. The table between `<!-- lab/stale -->` and
-`<!-- end -->` is made from stale.json, the one after `<!-- ablations/stale -->` from a family in ablations.json (run.py),
-and the one after `<!-- forecast/all -->` from all of these runs and those of recipes/collapse: how early the guard warned.
+`<!-- end -->` is made from stale.json, the one after `<!-- ablations/stale -->` from a family in ablations.json
+(run.py), and the one after `<!-- forecast/all -->` from all of these runs and those of recipes/collapse: how early the
+guard warned.
 """
 
 import argparse
@@ -119,7 +120,7 @@ def forecasts() -> str:
 
 def _forecast_runs() -> Iterator[tuple[str, list[tuple[str, Row]]]]:
     """Title, and of each run its variant and its summary."""
-    for name, what in (("stale", "old weights"), ("quantized", "fp4 with the routers")):
+    for name, what in (("stale", "old weights"), ("quantized", "fp4 with the routers"), ("both", "both")):
         found = json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))
         runs = [(each["name"], run) for each in found["variants"] for run in each["runs"].values()]
         yield f"the lab, {what}", runs
