@@ -355,6 +355,8 @@ UPDATE = Section(
             "actor/opsm/{mismatch,sequences_dropped}/lag/*", "what responses sampled so many versions ago bring to it"
         ),
         after("actor/opsm/staleness", "l_old - l_theta over a response: since the old policy (bypass: both)", LOSS),
+        after("actor/m2po/dropped", "tokens dropped", "share"),
+        after("actor/m2po/second_moment", "mean of (l_theta - l_infer)^2 over tokens that move away", LOSS),
         after("actor/llds/penalised", "tokens penalised", "share"),
         after("actor/llds/penalty", "mean of max(0, l_old - l_theta) over all tokens, 0 where it does not count", LOSS),
         after("actor/router_shift/factor", "mean of RSPO's factor on the ratio"),
