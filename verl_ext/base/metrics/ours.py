@@ -264,6 +264,12 @@ GUARD = Section(
         ),
         after("guard/threshold", "`stability.batch_skip.threshold`", rare=True),
         after("guard/boundary", "`stability.guard.boundary.value`, where the growth is that of k3", LOSS, rare=True),
+        after(
+            "guard/level",
+            "the k3 above which the guard warns: `stability.guard.level`, once it is known",
+            LOSS,
+            rare=True,
+        ),
         after("guard/tightened", "1 while IcePop's band is narrowed, where a rule can do that", rare=True),
         Metric(
             "guard/growth_rate", "slope of log k3 over its last readings, from 8 on", "nats a step", "lower", rare=True
