@@ -40,6 +40,7 @@ DISTRIBUTIONS = (
     "TransferQueue",
     "flash-attn",
 )
+KNOWN_VERL = "0.9.1"  # what was read of verl is of this version
 PLUGIN_GROUPS = ("verl.plugins", "vllm.general_plugins")
 
 
@@ -120,6 +121,11 @@ class Context:
     def vllm(self) -> str:
         """Name and version of the run's vLLM, "vLLM 0.31"."""
         return f"vLLM {'.'.join(map(str, self.vllm_release))}"
+
+    @property
+    def older_verl(self) -> bool:
+        """Whether the installed verl is older than the one that was read."""
+        return Version(self.versions.get("verl", KNOWN_VERL)) < Version(KNOWN_VERL)
 
     @property
     def drafter(self) -> str:

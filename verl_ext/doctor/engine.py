@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from packaging.version import Version
 
-from verl_ext.doctor.checks import Context, Finding, check
+from verl_ext.doctor.checks import KNOWN_VERL, Context, Finding, check
 from verl_ext.features.verl_config import MODE, ROLLOUT, VLLM_ARGUMENTS, replay_mode, replay_setting
 from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
@@ -24,7 +24,6 @@ SPECULATIVE = f"{VLLM_ARGUMENTS}.speculative_config"
 SAMPLING_MASK = f"{VLLM_ARGUMENTS}.return_sampling_mask"
 MOE_BACKEND = f"{VLLM_ARGUMENTS}.moe_backend"
 REFUSING_VLLM = "0.27"  # from here on vLLM reads its monolithic kernels, or refuses them
-WIDE_VERL = "0.9.1"  # from here on verl records in int16
 BYTE = 256
 SGLANG_RUNNER = f"{ROLLOUT}.engine_kwargs.sglang.moe_runner_backend"
 HYBRID = "actor_rollout_ref.hybrid_engine"
@@ -204,14 +203,14 @@ def recorded_routing(context: Context) -> Iterable[Finding]:
     experts = first_of(context.model_config.get_text_config(), EXPERT_COUNTS)
     if experts <= BYTE:
         return
-    if not _older_verl(context):
+    if not context.older_verl:
         yield Finding("ok", f"verl records the ids of {experts} experts in int16")
         return
     fix = [f"{replay_setting(context.config)}=disabled", *["stability.router_agreement=false"] * bool(agreement)]
     yield Finding(
         "error",
         f"verl {context.versions['verl']} records the ids of {experts} experts in a byte",
-        f"ids from {BYTE} on lose {BYTE}, and other experts are replayed; verl {WIDE_VERL} keeps them (PR 7407)",
+        f"ids from {BYTE} on lose {BYTE}, and other experts are replayed; verl {KNOWN_VERL} keeps them (PR 7407)",
         tuple(fix),
     )
 
@@ -226,10 +225,10 @@ def r2_on_megatron(context: Context) -> Iterable[Finding]:
     """
     if context.strategy != "megatron" or replay_mode(context.config) != "R2":
         return
-    if not _older_verl(context):
+    if not context.older_verl:
         yield Finding("ok", "R2 on Megatron: verl records and replays the routers of the model that it forwards")
         return
-    why = f"it records and replays the routers of all models in a process; verl {WIDE_VERL} those of one (PR 7805)"
+    why = f"it records and replays the routers of all models in a process; verl {KNOWN_VERL} those of one (PR 7805)"
     fix = (f"{replay_setting(context.config)}=disabled",)
     yield Finding("warning", f"R2 on Megatron with verl {context.versions['verl']}", why, fix)
 
@@ -338,10 +337,6 @@ def sampling_mask(context: Context) -> Iterable[Finding]:
     yield Finding(
         "note", "return_sampling_mask", "verl 0.9.1 does not read the mask: it costs, and nothing is corrected"
     )
-
-
-def _older_verl(context: Context) -> bool:
-    return Version(context.versions.get("verl", WIDE_VERL)) < Version(WIDE_VERL)
 
 
 def _positions(context: Context) -> int | None:

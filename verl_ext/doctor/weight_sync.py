@@ -3,14 +3,11 @@
 from collections.abc import Iterable
 from math import ceil
 
-from packaging.version import Version
-
-from verl_ext.doctor.checks import Context, Finding, check
+from verl_ext.doctor.checks import KNOWN_VERL, Context, Finding, check
 from verl_ext.doctor.hooks import errors_once
 from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, sends_adapter, trains_lora
 
 CANARY = "stability.sync_canary.trajectories"
-KNOWN_VERL = "0.9.1"
 STOP_AFTER = "stability.guard.stop_after"
 
 
@@ -62,7 +59,7 @@ def prefix_caching(context: Context) -> Iterable[Finding]:
     """
     if not context.engine_argument("enable_prefix_caching")[1]:
         return
-    if _older_verl(context):
+    if context.older_verl:
         why = f"that verl {KNOWN_VERL} clears the cache at every weight sync was read, of older ones it was not"
         yield Finding("note", f"prefix caching with verl {context.versions['verl']}", why)
     else:
@@ -84,7 +81,7 @@ def speculative_decoding(context: Context) -> Iterable[Finding]:
     if method != "mtp":
         why = "verl updates no drafter but MTP's: ever fewer drafts are accepted as training goes on (vLLM issue 48296)"
         yield Finding("note", f"speculative decoding by {method}", why)
-    elif _older_verl(context):
+    elif context.older_verl:
         why = f"an MTP head may keep the weights that it began with (verl issue 6947); verl {KNOWN_VERL} updates it"
         yield Finding("warning", f"speculative decoding by mtp with verl {context.versions['verl']}", why)
     elif not context.get(f"{MODEL}.mtp.enable_train"):
@@ -136,7 +133,3 @@ def _skips_updates(context: Context) -> bool:
     return context.get("stability.batch_skip.threshold") is not None or any(
         rule and rule.get("action") == "skip" for rule in rules
     )
-
-
-def _older_verl(context: Context) -> bool:
-    return Version(context.versions.get("verl", KNOWN_VERL)) < Version(KNOWN_VERL)
