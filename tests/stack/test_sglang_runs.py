@@ -69,7 +69,7 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
     assert re.search(r"sampler's head +│ 32 tokens; l_old", finished.console)
     assert len(finished.steps) == 3
     assert_documented(finished)
-    assert re.search(r"zero_mismatch: warn at vllm_kl/k3 > 1e-10", finished.console)
+    assert re.search(r"zero_mismatch: warn at vllm_kl/k3 >", finished.console)
     assert "zero_mismatch" not in {event["rule"] for event in events(finished.folder)}, "it held in every step"
     for step in finished.steps:
         assert step["vllm_kl/k3"] < FLOAT32

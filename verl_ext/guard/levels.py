@@ -17,6 +17,7 @@ SETTING = "stability.guard.level"
 SIGNAL = "vllm_kl/k3"
 OWN_STEPS, OWN_FACTOR = 20, 2.0
 LEAST = 0.001  # the lowest level of the table: a run's own level is not below it
+RECOVERS = 0.75  # of the bound, so that a run at its level is not reported again and again
 PATIENCE = 3  # readings in a row, because single tokens move k3 by tens of times
 ADVICE = "docs/guard.md#normal-levels lists what published runs have"
 # Formats of the rollout's weights. bf16 stands for fp16 and fp32 too; the last two are NVFP4, by quantised training.
@@ -78,5 +79,5 @@ def level_rules(level: float | None) -> tuple[Rule, ...]:
     if level == 0:
         return ()
     bound, baseline, least = (OWN_FACTOR, OWN_STEPS, LEAST) if level is None else (level, None, 0.0)
-    made = {"baseline": baseline, "least": least, "patience": PATIENCE, "advice": ADVICE, "setting": SETTING}
-    return (Rule(NAME, SIGNAL, bound, action="warn", engines_only=True, **made),)  # type: ignore[arg-type]
+    judged = {"baseline": baseline, "least": least, "patience": PATIENCE, "recover": RECOVERS * bound}
+    return (Rule(NAME, SIGNAL, bound, engines_only=True, advice=ADVICE, setting=SETTING, **judged),)  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ def test_the_docs_have_no_level_that_the_table_lacks():
 def test_a_level_that_is_set_warns_after_three_readings_and_recovers():
     guard = Guard(level_rules(0.002))
     assert guard.level == 0.002
-    assert steps(guard, [0.003, 0.001, 0.003, 0.003, 0.003, 0.003, 0.002]) == [(5, "warn"), (7, "recover")]
+    assert steps(guard, [0.003, 0.001, 0.003, 0.003, 0.003, 0.002, 0.0015]) == [(5, "warn"), (7, "recover")]
 
 
 def test_a_runs_own_level_is_twice_the_mean_of_its_first_twenty_steps():
