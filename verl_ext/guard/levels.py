@@ -5,7 +5,8 @@ the level is OWN_FACTOR times the mean of the run's own first OWN_STEPS steps.
 
 The sources are limits and measurements of other projects, read in November 2026; none is a measurement of ours.
 NeMo-RL's `gen_kl_error` is the k3 of l_infer against l_old, as `vllm_kl/k3` is (`ClippedPGLossFn`,
-nemo_rl/algorithms/loss/loss_functions.py, commit 7ea279a); its limits are in tests/test_suites/llm.
+nemo_rl/algorithms/loss/loss_functions.py, commit 7ea279a); its limits are in tests/test_suites/llm. A new level is an
+entry here and its row in docs/guard.md, which a test compares.
 """
 
 from dataclasses import dataclass

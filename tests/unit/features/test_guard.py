@@ -3,6 +3,7 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
+from tests import ROOT
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.guard import published_level
 from verl_ext.features.stability import stability_config
@@ -205,3 +206,19 @@ def test_the_launch_sets_the_level_that_is_published_for_the_model_and_the_forma
 def test_a_model_that_is_not_here_has_no_published_level(compose):
     assert published_level(compose("actor_rollout_ref.model.path=/no/such/model")) is None
     assert published_level(compose("actor_rollout_ref.model.path=owner/not-in-the-cache")) is None
+
+
+def test_the_docs_have_each_rule_of_the_preset_with_its_bound_and_action(compose):
+    page = (ROOT / "docs" / "guard.md").read_text(encoding="utf-8")
+    table = page.partition("## The rules of `stability=guard`")[2].partition("\n## ")[0]
+    rows = {row.split("`")[1]: row.split(" | ") for row in table.splitlines() if row.startswith("| `")}
+    preset = {rule.name: rule for rule in stability_config(compose("stability=guard").stability).rules[1:]}
+    assert rows.keys() == preset.keys()
+    for name, (_, fires, action, recovers) in rows.items():
+        rule = preset[name]
+        assert f"`{rule.signal}`" in fires and f"{rule.bound:g}" in fires.split() + fires.replace(",", "").split()
+        assert action == rule.action
+        assert recovers == f"{rule.bound if rule.recover is None else rule.recover:g} |"
+        assert ("three times in a row" in fires) is (rule.patience == 3)
+        assert ("64 steps" in fires) is (rule.zscore_window == 64)
+        assert ("below" in fires or "<" in fires) is (rule.side == "below")

@@ -305,7 +305,7 @@ GUARD = Section(
 
 SYNC = Section(
     "The weight sync",
-    "With `stability.sync_canary.trajectories`, after each sync that is looked at; the worst of the rollout engines. "
+    "Where the sync canary is on, after each sync that it checks; the worst of the rollout engines. "
     "The share of what training's log-probabilities moved, since the last sync that arrived, that is in the rollout's "
     "too ([docs/guard.md](guard.md#a-weight-sync-that-did-not-happen)): 1 but for rounding, 0 where nothing came.",
     (
