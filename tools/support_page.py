@@ -34,6 +34,7 @@ from verl_ext.features.feature import RunFeatures
 from verl_ext.features.guard import BATCH_SKIP, MiniBatchGate
 from verl_ext.features.losses import BASES, KL_DENOMINATORS, LOSS, LOSSES, UNBIASED, loss_mode, uses_unbiased_kl
 from verl_ext.features.stability import stability_config
+from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.table import check_run, read_features
 from verl_ext.features.verl_config import (
     MODE,
@@ -268,7 +269,7 @@ def _others() -> Iterator[Row]:
     dump, rounded = "stability.trajectories.per_step=2", "stability.fake_quantization.format=fp4"
     yield Row("`metrics`", (METRICS,), lambda run: bool(run.features.lines))
     yield Row("rescoring", (f"{MODE}=separate_async", rescoring), lambda run: run.stability.rescoring.every > 0)
-    yield Row("sync canary", (canary,), lambda run: run.stability.sync_canary.trajectories > 0)
+    yield Row("sync canary", (canary,), lambda run: (canary_settings(run.features).trajectories or 0) > 0)
     yield Row("trajectories", (dump,), lambda run: run.stability.trajectories.per_step > 0)
     yield Row("fake quantization", (rounded,), lambda run: run.stability.fake_quantization.active)
     for value in ("off", "on"):

@@ -202,8 +202,8 @@ def _extra_with(package: str, config: DictConfig) -> str:
 
 
 def package_folder(name: str) -> Path | None:
-    """The folder of a package; None where it is not installed."""
-    spec = find_spec(name)
+    """The folder of a package; None where it is not installed. Of `a.b`, `a` is imported."""
+    spec = find_spec(name) if has_module(name) else None
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 

@@ -152,6 +152,12 @@ def blind_mask(run: Run) -> tuple[Growth, Growth] | None:
     return share[1], gap[1]
 
 
+def usual_level(run: Run) -> float:
+    """The k3 above which the guard warned last; 0 where no run knows it."""
+    level = run.get("guard/level")
+    return 0.0 if level is None else float(level.values[-1])
+
+
 def boundary_of(run: Run) -> float:
     """The k3 past which a run is taken to collapse: as the guard logged it, or its default."""
     logged = run.get("guard/boundary")

@@ -18,6 +18,7 @@ from verl_ext.core.measure import split_gap
 from verl_ext.core.routing import router_metrics
 from verl_ext.features.feature import Part, RunFeatures
 from verl_ext.features.stability import StabilityConfig
+from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.table import read_features
 from verl_ext.features.verl_config import is_asynchronous, truncates
 from verl_ext.guard.state import Decision, Event
@@ -56,8 +57,9 @@ class StabilityRun:
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
         self.stages = Stages()
         self.dump: Dump | None = None
-        asked = stability.sync_canary
-        self.canary = CanaryRun(asked, _unprocessed(config)) if asked.trajectories else None
+        asked = canary_settings(self.features)
+        required = stability.sync_canary.trajectories is not None
+        self.canary = CanaryRun(asked, _unprocessed(config), required) if asked.trajectories else None
         self._config = config
         self._routing_dtype_told = False
         self._heads_missed = False  # has been told

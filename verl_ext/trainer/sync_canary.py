@@ -248,21 +248,31 @@ class CanaryRun:
         settings: trajectories, every.
         comparable: whether a rollout's log-probabilities are what a server says of given tokens, so that those of the
             first batch do for the first comparison.
+        required: whether the user asked for it. A canary that is on by default and cannot work prints why and is off.
     """
 
-    def __init__(self, settings: SyncCanarySettings, comparable: bool):
+    def __init__(self, settings: SyncCanarySettings, comparable: bool, required: bool = True):
         self.canary = SyncCanary()
         self.metrics: dict[str, float] = {}
-        self._settings, self._comparable = settings, comparable
+        self._settings, self._comparable, self._required = settings, comparable, required
+        self._off = False
         self._trajectories: CanaryTrajectories | None = None
         self._first: Tensor | None = None
         self._train: Tensor | None = None
 
     def before_update(self, batch: KVBatchMeta, workers: Any) -> None:
-        """Choose the trajectories in the first batch, and score them."""
-        if self._trajectories is None:
+        """Choose the trajectories in the first batch, and score them.
+
+        Raises:
+            HookError: they cannot be scored, and the user asked for it.
+        """
+        if self._trajectories is None and not self._off:
             ranks = max(workers._dispatch_info["actor"]) + 1  # which verl has asked for, to balance the batch
-            self._trajectories = CanaryTrajectories(batch, self._settings.trajectories, ranks)
+            try:
+                self._trajectories = CanaryTrajectories(batch, self._settings.trajectories or 0, ranks)
+            except HookError as error:
+                self._switch_off(error)
+                return
             self._first = self._trajectories.score_in_workers(workers) if self._comparable else None
 
     def after_update(self, step: int, workers: Any) -> None:
@@ -271,11 +281,19 @@ class CanaryRun:
         self._train = self._trajectories.score_in_workers(workers) if due and self._trajectories else None
 
     def after_sync(self, step: int, handles: Sequence[Any]) -> Decision:
-        """Look at the sync of this step; `metrics` are what it logs."""
+        """Look at the sync of this step; `metrics` are what it logs.
+
+        Raises:
+            HookError: a rollout engine does not score, and the user asked for it.
+        """
         self.metrics = {}
         if self._trajectories is None or self._train is None:
             return Decision()
-        infer = self._trajectories.score_in_servers(handles)
+        try:
+            infer = self._trajectories.score_in_servers(handles)
+        except HookError as error:
+            self._switch_off(error)
+            return Decision()
         if not self.canary.begun:
             if self._first is None:
                 self.canary.begin(step, self._train, infer)
@@ -283,3 +301,9 @@ class CanaryRun:
             self.canary.begin(step - 1, self._first, [self._trajectories.l_infer_N] * len(infer))
         self.metrics, decision = self.canary.check(step, self._train, infer)
         return decision
+
+    def _switch_off(self, error: HookError) -> None:
+        if self._required:
+            raise error
+        self._off, self._trajectories, self._train = True, None, None
+        print(f"verl_ext: weight syncs are not checked: {error}", flush=True)

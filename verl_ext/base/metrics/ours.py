@@ -279,6 +279,12 @@ GUARD = Section(
         ),
         after("guard/threshold", "`stability.batch_skip.threshold`", rare=True),
         after("guard/boundary", "`stability.guard.boundary.value`, where the growth is that of k3", LOSS, rare=True),
+        after(
+            "guard/level",
+            "the k3 above which the guard warns: `stability.guard.level`, once it is known",
+            LOSS,
+            rare=True,
+        ),
         after("guard/tightened", "1 while IcePop's band is narrowed, where a rule can do that", rare=True),
         Metric(
             "guard/growth_rate", "slope of log k3 over its last readings, from 8 on", "nats a step", "lower", rare=True
@@ -314,7 +320,7 @@ GUARD = Section(
 
 SYNC = Section(
     "The weight sync",
-    "With `stability.sync_canary.trajectories`, after each sync that is looked at; the worst of the rollout engines. "
+    "Where the sync canary is on, after each sync that it checks; the worst of the rollout engines. "
     "The share of what training's log-probabilities moved, since the last sync that arrived, that is in the rollout's "
     "too ([docs/guard.md](guard.md#a-weight-sync-that-did-not-happen)): 1 but for rounding, 0 where nothing came.",
     (
