@@ -35,7 +35,7 @@ with_fsdp = pytest.mark.parametrize("engine", ["fsdp2"], indirect=True)
 
 @pytest.fixture(params=SCHEDULES)
 def engine(request):
-    """What trains, or sglang, which generates."""
+    """The training engine, or sglang as the rollout engine."""
     return request.param
 
 
@@ -105,7 +105,8 @@ def test_a_tools_output_stands_between_two_turns_and_is_not_measured(step_of):
 
 @pytest.mark.parametrize("engine", ["fsdp2", "sglang"], indirect=True)  # the rollout's part, of vLLM and of SGLang
 def test_a_second_turn_brings_the_ids_of_its_own_tokens_alone(switching_run):
-    """From the last token of the first turn on, which had not been forwarded; but where the loop cuts that turn."""
+    """The second turn brings ids from the last token of the first turn on, which had not been forwarded, except where
+    the loop cuts that turn."""
     told = re.findall(r"turn_routes: (\d+) rows were held and (\d+) came, after (\d+) tokens", switching_run.console)
     assert len(told) > TRAJECTORIES
     assert all(0 < int(held) < int(tokens) and int(came) > 0 for held, came, tokens in told)

@@ -33,7 +33,8 @@ def ours(names):
 
 
 def test_icepop_router_agreement_cascade_attention_and_the_report(train):
-    """And the score centered, with IcePop's weights and a head of 8 tokens; routing of half of the trajectories."""
+    """The score is centered too, with IcePop's weights and a head of 8 tokens; half of the trajectories carry
+    routing."""
     dump = "stability.trajectories.per_step=2"
     centered = ("stability.score_centering=true", "stability.head.k=8")
     routing = (ROUTING, "stability.router_agreement_share=0.5")

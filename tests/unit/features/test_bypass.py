@@ -1,4 +1,4 @@
-"""What has no meaning in bypass mode is refused before Ray starts, and what has is told to the workers."""
+"""Settings without a meaning in bypass mode are refused before Ray starts; the others reach the workers."""
 
 from functools import partial
 from unittest import mock

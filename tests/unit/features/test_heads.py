@@ -1,4 +1,4 @@
-"""What heads, truncated sampling and score centering need, told before Ray starts."""
+"""Requirements of heads, truncated sampling and score centering, checked before Ray starts."""
 
 from functools import partial
 

@@ -68,7 +68,7 @@ def test_everything_is_off_by_default():
             "stability.router_agreement_share=1",
         ),
         ({"plugins": ["no_such_module"]}, "stability.plugins: no_such_module cannot be imported"),
-        ({"corection": "icepop"}, "stability.corection is not known; near it are: correction"),
+        ({"corection": "icepop"}, "stability.corection is not known; similar names: correction"),
         ({"metrics": "always"}, "stability.metrics=always must be true or false"),
         ({"cascade_attention": "maybe"}, "stability.cascade_attention=maybe is not known"),
     ],

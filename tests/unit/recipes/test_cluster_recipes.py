@@ -261,7 +261,7 @@ def test_pipeline_stages(compose, overrides, stages):
 
 @pytest.mark.slow
 def test_vllms_own_parser_takes_the_rollout_arguments(compose):
-    """As verl builds them; a value of the wrong kind ends the parser."""
+    """The arguments are built as verl builds them; a value of the wrong kind ends the parser."""
     from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -1,4 +1,4 @@
-"""What is told of routing that cannot be believed, and when a run stops for it."""
+"""Reports of routing that cannot be right, and the runs that stop for it."""
 
 import pytest
 import torch

@@ -26,7 +26,7 @@ class Workers:
         self.rates.append(lr_scale)
 
     def take_back(self, after):
-        """On two ranks."""
+        """Takes the update back on two ranks."""
         if (kept := self.kept) is None or kept[0] <= after:
             return [None, None]
         self.kept, self.weights = None, kept[1]

@@ -74,7 +74,7 @@ def test_tokens_without_a_head_are_told_where_the_update_reads_it(step, capsys, 
 
 
 def test_a_batch_of_more_than_one_optimizer_step_is_refused_where_scores_are_centered(step):
-    """As of an agent loop with several outputs, which verl fills up to a multiple of the mini-batch."""
+    """An agent loop with several outputs makes such a batch: verl fills it up to a multiple of the mini-batch."""
     sums = {"sampler_head_sums": head_sums(0.0)}
     step(CENTERED, actor={"ppo_mini_batch_size": 2}, **sums)
     step({"head": {"k": 8}}, actor={"ppo_mini_batch_size": 1}, **sums)

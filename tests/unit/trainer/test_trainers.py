@@ -26,7 +26,7 @@ def test_icepop_weights_go_into_the_batch(step):
 
 
 def test_a_dump_that_fails_does_not_end_the_run(step, monkeypatch, capsys, tmp_path):
-    """And each step says what was written, so that the report can show a batch that was skipped too."""
+    """Each step also passes on what was decided, so that the report can show a batch that was skipped too."""
     told = []
 
     def write_step(log, settings, batch, chosen, tokenizer, **about):

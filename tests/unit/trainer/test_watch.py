@@ -49,7 +49,7 @@ def tool(seconds):
 
 @ray.remote(num_cpus=0)
 class AgentLoop:
-    """As verl's: each trajectory a task, its tools in threads where they do not await."""
+    """Works as verl's does: each trajectory is a task, its tools run in threads where they do not await."""
 
     async def run(self, rewarded, called, seconds):
         calls = [asyncio.to_thread(tool, seconds) for _ in range(called)]

@@ -430,7 +430,8 @@ def in_bypass(batch):
 
 @pytest.mark.parametrize(("mode", "as_mask"), [("vanilla", True), ("gpg", False)])
 def test_in_the_workers_loss_the_ratio_counts_once(mode, as_mask, make_batch, actor_config):
-    """On the clipped objective, unclipped: -M r A grad l_theta / N by the mask; on REINFORCE -k A / N by the weight."""
+    """The clipped objective, unclipped here, has the gradient -M r A grad l_theta / N by the mask; REINFORCE has -k A /
+    N by the weight."""
     batch = in_bypass(make_batch(0, scale=0.2))
     settings = LossSettings.from_dict({"first_pass": {"corrections": ICEPOP, "as_mask": as_mask}})
     one = FirstPass(settings.first_pass)
