@@ -54,7 +54,7 @@ def _docstring(node: ast.FunctionDef | ast.Module) -> str:
 
 
 def _settings(test: ast.FunctionDef, tree: ast.Module) -> list[str]:
-    """What the strings of a test, and of what it uses of its module, name of a run's settings."""
+    """Returns the settings of a run that the strings of a test name, and those of what it uses of its module."""
     defined = {name: node for node in tree.body for name in _names(node)}
     seen, waiting, found = set[str](), [test.name], dict[str, None]()
     while waiting:
