@@ -71,7 +71,8 @@ def _outcome_advantages(
     response_mask: Tensor,
     index: Sequence[object],
 ) -> tuple[Tensor, Tensor]:
-    """From rewards by token to advantages by token: one number a session, on the tokens its model generated."""
+    """Turns rewards by token into advantages by token: one number per session, on the tokens that the model
+    generated."""
     keys = _keys.get()
     if keys is None:
         final = session = list(range(len(index)))

@@ -1,4 +1,4 @@
-"""What has no meaning in verl's bypass mode, one refusal each: it needs compute_log_prob, or would count r twice.
+"""Refuses settings without a meaning in verl's bypass mode: they need compute_log_prob, or would count r twice.
 
 The sources: verl's own bypass loss (0.9.1, `compute_policy_loss_bypass_mode` of core_algos.py), with masks beside
 either of its losses, and weights beside REINFORCE but not beside a clipped ratio; rllm PR 741 and prime-rl PR 3526,
@@ -90,7 +90,7 @@ def _check_loss(config: DictConfig) -> None:
 
 
 def _check_ratio(config: DictConfig, stability: "StabilityConfig") -> None:
-    """Where the loss has r, a correction can but drop."""
+    """Refuses a correction that only weighs, where the loss has r already: there a correction can only drop."""
     if not loss_has_ratio(config):
         return
     for chosen in stability.before_update:

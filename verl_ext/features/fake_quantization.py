@@ -144,7 +144,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 
 
 def _confirmed_rounding(asked: FakeQuantization, engines: Engines) -> str:
-    """How many weights of each kind each of vLLM's workers has rounded: the first sync is over by now."""
+    """Returns how many weights of each kind each vLLM worker has rounded: the first sync is over by now."""
     told = engines.vllm("fake_quantization")
     for report in told or [None]:
         if report is None or report["settings"] != asdict(asked):

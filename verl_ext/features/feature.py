@@ -1,4 +1,4 @@
-"""What a feature is: the lines that it puts into the start-up table, and its functions."""
+"""The parts of a feature: the lines that it adds to the start-up table, and its functions."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,7 +73,7 @@ class TableLine:
 
 @dataclass(frozen=True)
 class RunFeatures:
-    """What a run's config switches on.
+    """The features that a run's config switches on.
 
     Attributes:
         config, stability: the run's config, and its `stability` node parsed.
@@ -91,7 +91,7 @@ class RunFeatures:
 
     @property
     def own_workers(self) -> bool:
-        """Whether the actor's worker classes are ours: something of ours runs in them."""
+        """Returns True if the actor's worker classes are ours: something of ours runs in them."""
         ours = any(self.uses(part) for part in (Part.ROUTERS, Part.LOSS, Part.VERSIONS))
         return ours or replay_mode(self.config) != "disabled"
 
@@ -141,7 +141,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class Feature:
-    """What a feature's file offers.
+    """One feature, as its file defines it.
 
     Attributes:
         lines: its lines of the start-up table, none where it is off.

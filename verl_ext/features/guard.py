@@ -203,8 +203,8 @@ def _check_signal(where: str, signal: str) -> None:
     near = nearest(signal)
     if near or signal.startswith(OURS):
         raise ConfigError(
-            f"{where}.signal={signal} is not known; near it are: {', '.join(near) or 'none'}. A metric of your own may "
-            f"have any name that is not like one of these, outside of {', '.join(OURS)}: mine/NAME, for example"
+            f"{where}.signal={signal} is not known; similar names: {', '.join(near) or 'none'}. A metric of your own "
+            f"may have any name that is not like one of these, outside of {', '.join(OURS)}: mine/NAME, for example"
         )
 
 
@@ -236,7 +236,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def check(run: RunFeatures) -> None:
-    """What the guard's actions need of verl."""
+    """Checks that verl's settings allow the guard's actions."""
     settings, again = run.stability.guard, f"{PREFIX}.after_update.trajectories"
     if settings.mini_batch.grad_norm is not None:
         norm = f"{PREFIX}.mini_batch.grad_norm"
@@ -255,7 +255,7 @@ def check(run: RunFeatures) -> None:
 
 
 def _check_engine(config: DictConfig, asked: str, fix: tuple[str, ...] = (), otherwise: str = "") -> None:
-    """What reads the engine itself is written for FSDP2's shards and for those of megatron-core's own optimizers."""
+    """Refuses engines other than FSDP2 and megatron-core's own optimizers, for settings that read the engine itself."""
     strategy, sharded = strategy_of(config), f"{ACTOR}.megatron.use_megatron_fsdp"
     if strategy not in KNOWN:
         found = f"this run has {strategy}"

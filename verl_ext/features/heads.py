@@ -55,7 +55,7 @@ class HeadSettings:
 
 
 def head_k(run: RunFeatures) -> int:
-    """How many tokens of each place the rollout is asked for; 0 for none.
+    """Returns how many tokens of each place the rollout is asked for; 0 for none.
 
     Truncated sampling needs a head only where something compares the engines' log-probabilities.
     """
@@ -164,7 +164,7 @@ def _check_centering(run: RunFeatures) -> None:
 
 
 def _check_centered_weights(run: RunFeatures) -> None:
-    """What weighs or drops a token by the token that was sampled has to be known of every token of the head.
+    """Refuses weights and masks that are not known for every token of the head, but only for the sampled token.
 
     Known are the corrections that weigh a single token. Whatever else looks at the sampled tokens would leave the
     weighted score with a mean that centering does not subtract.

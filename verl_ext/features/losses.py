@@ -48,7 +48,7 @@ def chosen_loss(policy_loss: Mapping[str, Any]) -> Chosen[Loss]:
 
 
 def reads_k(loss_mode: str) -> bool:
-    """Whether the policy loss makes the tokens' weights itself, of the mismatch ratio k, as icepop does."""
+    """Returns True if the policy loss makes the tokens' weights itself, from the mismatch ratio k, as icepop does."""
     return loss_mode in LOSSES and "k" in LOSSES[loss_mode].reads
 
 
@@ -71,7 +71,8 @@ def loss_mode(config: DictConfig) -> str:
 
 
 def loss_has_ratio(config: DictConfig) -> bool:
-    """Whether the policy loss, or the one that it builds upon, weighs by r; one of the user's own counts as such."""
+    """Returns True if the policy loss, or the one that it builds upon, weighs by r; a user's own loss counts as
+    such."""
     node = OmegaConf.select(config, LOSS) or {}
     mode = node.get("loss_mode")
     return (base_of(node) if mode in LOSSES else mode) not in WITHOUT_RATIO
@@ -130,7 +131,8 @@ def _check_ours(run: RunFeatures, name: str, target: str, node: Mapping[str, Any
 
 
 def _check_router_shift(run: RunFeatures, asked: str) -> None:
-    """How routers shift is read from the scores of all of a model's routers on a rank, whole sequences at a time."""
+    """Refuses engines whose router shift cannot be read: it needs the scores of all routers on a rank, for whole
+    sequences."""
     actor, otherwise = run.config.actor_rollout_ref.actor, "choose another loss_mode"
     if actor.strategy == "megatron":
         _check_megatron_shift(run.config, asked, otherwise)

@@ -14,7 +14,7 @@ RAW_SETTING = f"ray_kwargs.ray_init.runtime_env.env_vars.{RAW}"  # goes over the
 
 
 def raw_log_probs(config: DictConfig, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether SGLang's log-probs are those before the temperature.
+    """Returns True if SGLang's log-probs are those before the temperature.
 
     Source: srt/layers/sampler.py of SGLang 0.5.12. By default they are of the whole vocabulary, after the temperature
     and before top-p and top-k, whatever `rollout.logprobs_mode` is.

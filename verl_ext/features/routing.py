@@ -40,13 +40,13 @@ REPLAYS = {"R2": "R2: update_actor as compute_log_prob", "R3": "R3: both as the 
 
 
 def reads_routes(run: RunFeatures) -> bool:
-    """Whether we read which experts the rollout chose."""
+    """Returns True if we read the experts that the rollout chose."""
     replayed = replays_here(run.config) and replay_mode(run.config) == "R3"
     return run.stability.router_agreement or replayed
 
 
 def returns_turns(config: DictConfig) -> bool:
-    """Whether each turn of an agent loop brings routing that the process of the agent loop can hold."""
+    """Returns True if each turn of an agent loop returns routing that the process of the agent loop can hold."""
     rollout = config.actor_rollout_ref.rollout
     return bool(OmegaConf.select(config, RETURNED) and rollout.name in ROLLOUTS and rollout.multi_turn.enable)
 
@@ -87,7 +87,7 @@ def check(run: RunFeatures) -> None:
 
 
 def _check_share(config: DictConfig, share: float) -> None:
-    """What reads the routing of all trajectories, where only that of a share travels."""
+    """Refuses features that read the routing of all trajectories, where only that of a share travels."""
     whole = (f"{SHARE}=1",)
     if (mode := replay_mode(config)) != "disabled":
         raise ConfigError(

@@ -83,7 +83,7 @@ class Switches:
 
 
 def _drops(chosen: Chosen[Correction]) -> bool:
-    """Whether a correction may drop tokens; one that its registration lets only weigh by the ratio may not."""
+    """Returns True if a correction may drop tokens; one whose registration only lets it weigh by the ratio may not."""
     method = chosen.method
     return method.drops or bool(method.as_mask) or not method.weighs_by_ratio(chosen.settings)
 
@@ -178,7 +178,7 @@ class StabilityConfig(Switches):
 
     @property
     def needs_every_agreement(self) -> str:
-        """What an error says of something that reads the agreement token by token."""
+        """The clause of an error about a feature that reads the agreement token by token."""
         return (
             "reads the routers' agreement of every token, and "
             f"stability.router_agreement_share={self.router_agreement_share:g} compares some trajectories alone"

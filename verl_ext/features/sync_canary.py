@@ -14,7 +14,7 @@ AFTER_SYNC = "{trainer}.on_step_end"
 
 @dataclass(frozen=True)
 class SyncCanarySettings:
-    """Which trajectories show whether a weight sync happened, and how often.
+    """The trajectories that show if a weight sync happened, and how often they are checked.
 
     Attributes:
         trajectories: how many trajectories of the first batch both engines score again at weight syncs, to check that
@@ -39,7 +39,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 
 
 def _confirmed_adapter(engines: Engines) -> str:
-    """How many modules of the model have weights of the LoRA: the first sync is over by now."""
+    """Returns how many modules of the model have weights of the LoRA: the first sync is over by now."""
     told = engines.vllm("adapter")
     for report in told or [None]:
         if not report or not report["adapters"]:

@@ -37,7 +37,7 @@ FEATURES: tuple[Feature, ...] = (
 
 
 def read_features(config: DictConfig, stability: StabilityConfig, *, read_model: bool = True) -> RunFeatures:
-    """What a run's config switches on, from the config alone."""
+    """Returns the features that a run's config switches on, from the config alone."""
     run, lines = RunFeatures(config, stability, read_model=read_model), dict[Feature, tuple[TableLine, ...]]()
     for feature in sorted(FEATURES, key=lambda one: one.depends):
         lines[feature] = tuple(feature.lines(run))
@@ -70,7 +70,7 @@ def apply_engine_settings(run: RunFeatures) -> None:
 
 
 def loss_settings(run: RunFeatures) -> dict[str, Any]:
-    """What the workers' `configure_loss` takes."""
+    """Returns the arguments of the workers' `configure_loss`."""
     found: dict[str, Any] = {}
     for feature in FEATURES:
         found |= feature.loss_settings(run)

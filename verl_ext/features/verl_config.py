@@ -1,4 +1,4 @@
-"""What a run's config says in verl's own settings, and what verl asserts of them without a message.
+"""Reads verl's own settings from a run's config, and checks what verl asserts of them without a message.
 
 Neither torch nor verl is imported: a launch, doctor and plan ask without computing. Written for verl 0.9.1.
 """
@@ -25,7 +25,7 @@ MERGE_LORA = f"++{MODEL}.lora.merge=true"
 
 
 def bypasses(config: DictConfig) -> bool:
-    """Whether verl takes the rollout's log-probabilities for the training engine's.
+    """Returns True if verl takes the rollout's log-probabilities for the training engine's.
 
     Its trainer copies `rollout_log_probs` to `old_log_probs` and leaves compute_log_prob out. The policy loss stays
     what `policy_loss.loss_mode` says. So r = exp(l_theta - l_infer): what is k in the first pass of the update.
@@ -38,7 +38,7 @@ def trainer_mode(config: DictConfig) -> str:
 
 
 def is_asynchronous(config: DictConfig) -> bool:
-    """Whether a rollout may be of older weights than those that l_old is of."""
+    """Returns True if a rollout may come from older weights than l_old."""
     return trainer_mode(config) != "sync"
 
 
@@ -64,17 +64,18 @@ def top_k(config: DictConfig) -> int:
 
 
 def cuts(config: DictConfig) -> bool:
-    """Whether the rollout samples from a part of the vocabulary."""
+    """Returns True if the rollout samples from a part of the vocabulary."""
     return (OmegaConf.select(config, f"{ROLLOUT}.top_p") or 1) < 1 or top_k(config) > 0
 
 
 def truncates(config: DictConfig) -> bool:
-    """Whether its log-probabilities are normalised over that part, so that the training engine's have to be."""
+    """Returns True if the rollout's log-probabilities are normalised over that part, so that the training engine's must
+    be."""
     return rollout_name(config) in ROLLOUTS and cuts(config) and logprobs_mode(config)[0] == "processed_logprobs"
 
 
 def drafts(config: DictConfig) -> bool:
-    """Whether the rollout speculates with the model's own draft layers."""
+    """Returns True if the rollout speculates with the model's own draft layers."""
     return all(OmegaConf.select(config, f"{MTP}.{name}") for name in ("enable", "enable_rollout"))
 
 
@@ -93,12 +94,12 @@ def replay_mode(config: DictConfig) -> str:
 
 
 def replays_here(config: DictConfig) -> bool:
-    """Whether routing is replayed by us; on Megatron and VeOmni verl does it."""
+    """Returns True if we replay the routing; on Megatron and VeOmni verl does it."""
     return strategy_of(config) in HOOKED and replay_mode(config) != "disabled"
 
 
 def sends_adapter(config: DictConfig) -> bool:
-    """Whether a LoRA goes to vLLM as an adapter: `lora_as_adapter` of verl's server."""
+    """Returns True if a LoRA goes to vLLM as an adapter: `lora_as_adapter` of verl's server."""
 
     def of_model(name: str) -> object:
         return OmegaConf.select(config, f"{MODEL}.{name}", throw_on_missing=False)

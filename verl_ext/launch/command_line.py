@@ -1,4 +1,4 @@
-"""What the commands take as arguments, the config of the run that they describe, and how commands end."""
+"""Arguments of the commands, the config of the run that they describe, and the way commands end."""
 
 import argparse
 import contextlib

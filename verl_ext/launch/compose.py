@@ -1,4 +1,4 @@
-"""How Hydra composes a run: the config that verl's entry point would read, with our groups added to it."""
+"""Composes a run with Hydra: the config that verl's entry point would read, with our groups added to it."""
 
 import os
 from collections.abc import Sequence

@@ -100,7 +100,7 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Of the routed experts, which expert parallelism splits."""
+        """Parameters of the routed experts, which expert parallelism splits."""
         return self.moe_layers * self.routed_experts * 3 * self.hidden * self.moe_intermediate
 
     @property
@@ -114,7 +114,8 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """In bfloat16, over all layers whose cache grows with the sequence, on one copy (no tensor parallelism)."""
+        """Bytes in bfloat16, over all layers whose cache grows with the sequence, on one copy (no tensor
+        parallelism)."""
         linear = self.linear.layers if self.linear else 0
         numbers = self.mla.cached if self.mla else 2 * self.kv_heads * self.head_dim
         return (self.layers - linear - self.window_layers) * numbers * BF16

@@ -1,4 +1,4 @@
-"""Which packages a config has its processes import: the table from a setting to what it needs, and how to do without.
+"""The packages that a config has its processes import: a table of settings, what each needs, and how to do without.
 
 Read in verl 0.9.1, where each import stands; versions and extras are verl's own metadata (`verl_pins`). What
 verl imports only where it is installed (`trl`, `nvtx`) is not here, nor what the data ask for.
@@ -179,7 +179,8 @@ def pinned(package: str) -> str:
 
 
 def remedy(package: str, config: DictConfig) -> str:
-    """How to get a package, for the engines of this config: in one of our extras, where one has it, else by itself."""
+    """Returns how to install a package for this config's engines: with one of our extras if one has it, else by
+    itself."""
     if package in BUILT:
         return BUILT[package]
     extra = _extra_with(package, config)
@@ -187,7 +188,7 @@ def remedy(package: str, config: DictConfig) -> str:
 
 
 def _extra_with(package: str, config: DictConfig) -> str:
-    """That of this config's engines before the others; "" where none has the package."""
+    """Returns our extra that has the package, the one for this config's engines first; "" if none has it."""
     megatron = OmegaConf.select(config, STRATEGY) == "megatron"
     sglang = OmegaConf.select(config, f"{ROLLOUT}.name") == "sglang"
     fitting = "gpu-megatron" if megatron else "gpu-sglang" if sglang else "gpu-fsdp"
@@ -208,7 +209,7 @@ def package_folder(name: str) -> Path | None:
 
 
 def has_module(name: str) -> bool:
-    """Whether a module can be found; of `a.b`, `a` is imported."""
+    """Returns True if a module can be found; for `a.b`, `a` is imported."""
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError:
@@ -230,7 +231,7 @@ def verl_pins() -> dict[str, dict[str, str]]:
 
 
 def _asked_by(extra: str, asked: list["Requirement"]) -> dict[str, str]:
-    """What an extra asks for, through the extras of verl that it names."""
+    """Returns what an extra asks for, through the extras of verl that it names."""
     found: dict[str, str] = {}
     for one in asked:
         if one.marker is None or one.marker.evaluate({"extra": ""}) or not one.marker.evaluate({"extra": extra}):

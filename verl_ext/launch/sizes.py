@@ -1,4 +1,4 @@
-"""Whether the sizes of a run fit each other and its model, found on the launching machine instead of on a cluster.
+"""Checks that the sizes of a run fit each other and its model, on the launching machine instead of on a cluster.
 
 Each rule is one that verl 0.9.1, megatron-core 0.16, transformers or vLLM 0.27 assert once their workers are up, or
 that wastes work where they do not: the comments say which.
@@ -37,7 +37,7 @@ def check_recipe(config: DictConfig, shape: ModelShape | None) -> None:
 
 
 def world_size(config: DictConfig) -> int:
-    """Of the training workers."""
+    """Returns the number of training workers."""
     return int(config.trainer.nnodes * config.trainer.n_gpus_per_node)
 
 

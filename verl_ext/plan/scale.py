@@ -216,7 +216,7 @@ def scale_table(plans: Sequence[Plan]) -> list[list[str]]:
 
 
 def units_line(plan: Plan) -> str:
-    """Whether the storage units are too few; "" where they are not."""
+    """Returns a line that asks for more storage units; "" if there are enough."""
     wanted, units = plan.units_wanted, plan.usage.units
     if not plan.usage.simple or units >= wanted:
         return ""

@@ -1,4 +1,4 @@
-"""What the training step and its filters read of a batch, as packed tokens.
+"""The part of a batch that the training step and its filters read, as packed tokens.
 
 Shape legend: N response tokens of all trajectories, B trajectories.
 """
@@ -31,7 +31,7 @@ FILTER_FIELDS = (RESPONSE_MASK, RESPONSES, ADVANTAGES, REWARDS)
 
 
 def lag_of(tags: Sequence[Mapping[str, Any]], step: int) -> Lag:
-    """How old the weights of each trajectory are in this step, by the tags that verl's agent loop gives it.
+    """Returns how old the weights of each trajectory are in this step, by the tags that verl's agent loop gives it.
 
     A version is the step after which it was synchronised; l_old is of the one before this step, also where a step has
     several local updates (`separate_async`).

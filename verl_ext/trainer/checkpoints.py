@@ -1,4 +1,4 @@
-"""What the guard adds to verl's checkpoints: its state, and the sizes of the files, by which a truncated one is known.
+"""The guard's additions to verl's checkpoints: its state, and the sizes of the files, which reveal a truncated one.
 
 `saving` and `loading` stand around verl's own. A checkpoint folder is `global_step_N` under trainer.default_local_dir;
 verl names the latest in a tracker file beside them, when it is complete.
@@ -133,7 +133,7 @@ def forget(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str:
-    """What is wrong with a checkpoint's files, in one clause; empty where nothing is, or sizes were never saved."""
+    """Returns the damage to a checkpoint's files, in one clause; empty if there is none, or sizes were never saved."""
     if not folder.is_dir():
         return "the folder is missing"
     if (folder / GIVEN_UP_FILE).exists():
@@ -266,7 +266,7 @@ def _sizes(folder: Path) -> list[tuple[str, int]]:
 
 
 def _read_json(file: Path) -> Any:
-    """What stands in a file.
+    """Reads a file's JSON.
 
     Raises:
         ValueError: it cannot be read, or is not JSON.

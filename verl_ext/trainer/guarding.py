@@ -1,4 +1,4 @@
-"""What the guard decides, written down and carried out in verl's training loop.
+"""Writes down the guard's decisions and carries them out in verl's training loop.
 
 Where each action happens: a skip in place of the update; an undo and a rollback at the end of the step, before verl
 saves a checkpoint and synchronises the weights; a stop before the next step, when the metrics of this one are written.
@@ -135,7 +135,7 @@ class GuardActions:
                 near = difflib.get_close_matches(rule.signal, metrics, n=3) or sorted(metrics)[:3]
                 raise HookError(
                     f"{rule.setting.rpartition('.')[0]}.signal={rule.signal} was not logged in {self._updated_steps} "
-                    f"steps, so the rule cannot act; near it are: {', '.join(near)}"
+                    f"steps, so the rule cannot act; similar names: {', '.join(near)}"
                 )
 
     def _roll_back(self, groups: Mapping[str, Any]) -> None:

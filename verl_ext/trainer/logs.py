@@ -68,7 +68,7 @@ class LineFile:
 
     @property
     def waiting(self) -> bool:
-        """Whether lines wait for room."""
+        """True if lines wait for room."""
         return bool(self._pending)
 
     def close(self) -> None:

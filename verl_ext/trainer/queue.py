@@ -82,7 +82,7 @@ def drop_heavy_fields(batch: KVBatchMeta, read: Collection[str | None] = ()) -> 
 
 
 class Stages:
-    """Which fields of the batch at hand the actor's workers are sent: a copy of its meta for each of verl's stages."""
+    """The fields of the batch at hand that go to the actor's workers: a copy of its meta for each of verl's stages."""
 
     def __init__(self) -> None:
         self._unread: frozenset[str] = frozenset()

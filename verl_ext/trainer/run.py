@@ -1,4 +1,5 @@
-"""What our trainers hold of a run from one batch to the next: its settings, its guard, its files, what is told once."""
+"""The state that our trainers keep from one batch to the next: settings, guard, files, and messages that are printed
+once."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -155,7 +156,7 @@ class StabilityRun:
 
     @property
     def outcome(self) -> Outcome:
-        """What the batch at hand may do to the weights."""
+        """The outcome of the batch at hand: what it may do to the weights."""
         return Outcome() if self._step is None else self._step.outcome
 
     def measure(self, batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any) -> None:
@@ -214,7 +215,7 @@ class StabilityRun:
         return batch
 
     def look_at_sync(self, handles: Sequence[Any]) -> None:
-        """After a weight sync: did it reach the servers behind these handles?"""
+        """Checks after a weight sync that it reached the servers behind these handles."""
         if self.canary is not None:
             self.actions.carry_out(self.canary.after_sync(self.guard.step, handles))
 
@@ -264,6 +265,6 @@ def _compared_heads(data: TensorDict) -> dict[str, float]:
 
 
 def _unprocessed(config: DictConfig) -> bool:
-    """Whether the rollout samples from the model's own distribution, and so gives its log-probabilities."""
+    """Returns True if the rollout samples from the model's own distribution, and so returns its log-probabilities."""
     rollout = config.actor_rollout_ref.rollout
     return rollout.temperature == 1 and rollout.top_p == 1 and rollout.top_k in (-1, 0)

@@ -70,7 +70,7 @@ def run_or_stop(config: DictConfig, task_runner: Callable[[], type]) -> None:
 
 
 def _cause(error: Exception, config: DictConfig) -> Exception:
-    """What ended the run, without the errors of Ray that carried it here."""
+    """Returns the error that ended the run, without the errors of Ray that carried it here."""
     if "ray" not in sys.modules:
         return error
     from ray.exceptions import RayActorError, RayTaskError

@@ -62,7 +62,7 @@ class Batch(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a batch may do to the weights.
+    """The decision about what a batch may do to the weights.
 
     Attributes:
         refused: the event that refuses their update; None where it takes place.
@@ -76,7 +76,7 @@ class Outcome:
 
 
 class Step:
-    """What is decided about one batch.
+    """The decisions about one batch.
 
     First `measure`, then verl's advantages, then `settle`; in bypass mode `judge_first_pass` after the update.
 
@@ -238,7 +238,7 @@ class Step:
         return Decision((*decision.events, event))
 
     def _guard_metrics(self, narrowed: bool) -> dict[str, float]:
-        """What the guard went by, for the report, which sees nothing but metrics."""
+        """Returns the guard's limits as metrics, for the report, which reads only metrics."""
         metrics: dict[str, float] = {}
         if any(rule.action == "tighten" for rule in self._guard.rules):
             metrics["guard/tightened"] = int(narrowed)
@@ -254,7 +254,7 @@ class Step:
 
 
 def update_request(features: RunFeatures, guard: Guard, outcome: Outcome) -> dict[str, Any]:
-    """What the workers are asked besides an update of the batch, by name of base.names."""
+    """Returns the requests to the workers that go with an update of the batch, by name of base.names."""
     # FILTER_SCALE is for the losses that divide by a number of trajectories, dropped ones included: worker_loss.
     asked: dict[str, Any] = {
         FILTER_SCALE: outcome.filter_scale,
@@ -266,7 +266,8 @@ def update_request(features: RunFeatures, guard: Guard, outcome: Outcome) -> dic
 
 
 def leave_out(batch: FilterBatch, weight: Tensor | None, stability: StabilityConfig) -> FilterOutcome:
-    """What filters drop, and with denominator=kept what corrections drop (weight [N]), to be left out of the loss."""
+    """Returns the tokens to leave out of the loss: those that filters drop, and with denominator=kept those that
+    corrections drop (weight [N])."""
     if stability.denominator == "kept" and weight is not None:
         batch = replace(batch, kept_N=batch.kept_N & (weight > 0))
     return apply_filters(batch, stability.filter_chain())

@@ -1,4 +1,4 @@
-"""Whether weight syncs happen, seen on a few trajectories that both engines score again and again: after each update,
+"""Checks that weight syncs happen, on a few trajectories that both engines score again and again: after each update,
 and after the sync that brings it to the rollout.
 
 Before the first update of a run the gap on them is the engines' own (with a LoRA, that of B = 0). From then on, what
@@ -47,7 +47,7 @@ class Arrival:
 
     Attributes:
         low, high: its ends; `high` is infinite while the update is smaller than the gap may hide.
-        moved: root mean square of x, in nats a token.
+        moved: root mean square of x, in nats per token.
     """
 
     low: float
@@ -89,7 +89,7 @@ SIGNAL = "sync/arrived_high"
 
 @dataclass
 class Replica:
-    """What is known of a rollout engine: the scores, [N] each, and the step of the last sync that arrived."""
+    """The state of a rollout engine: the scores, [N] each, and the step of the last sync that arrived."""
 
     train: Tensor
     infer: Tensor
@@ -112,7 +112,8 @@ class SyncCanary:
         self._replicas = [Replica(train_N, infer_N, step) for infer_N in infer]
 
     def check(self, step: int, train_N: Tensor, infer: Sequence[Tensor]) -> tuple[dict[str, float], Decision]:
-        """After a sync: `sync/*`, the worst of the rollout engines, and what has begun or ended in this step."""
+        """Checks a sync. Returns `sync/*`, the worst of the rollout engines, and what has begun or ended in this
+        step."""
         found = []
         events: list[Event] = []
         for number, (replica, infer_N) in enumerate(zip(self._replicas, infer, strict=True)):
@@ -121,7 +122,7 @@ class SyncCanary:
             engine = f"rollout engine {number} of {len(infer)}"
             if seen.missing and not replica.missing:
                 reason = (
-                    f"of what the updates since step {replica.step} moved ({seen.moved:.2g} nats a token), at most "
+                    f"of what the updates since step {replica.step} moved ({seen.moved:.2g} nats per token), at most "
                     f"{seen.high:.0%} is in {engine}: did the weight sync reach it, and under names that it takes?"
                 )
                 events.append(Event(step, RULE, SIGNAL, seen.high, MISSING, "warn", reason))
@@ -148,7 +149,8 @@ ONE_A_PASS = {"calculate_entropy": False, "compute_loss": False, "temperature": 
 
 
 def has_other_inputs(data: TensorDict) -> bool:
-    """Whether any trajectory has images or the like; verl gives all of them the field, and leaves it empty for text."""
+    """Returns True if any trajectory has images or the like; verl gives all of them the field, and leaves it empty for
+    text."""
     return MODEL_INPUTS in data.keys() and any(data[MODEL_INPUTS])  # noqa: SIM118 (a TensorDict has no `in`)
 
 

@@ -41,7 +41,7 @@ INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 def engine_died(actor: Any) -> bool:
-    """Whether an actor of verl has a vLLM engine that has ended (`AsyncLLM.errored`); runs inside the actor."""
+    """Returns True if an actor of verl has a vLLM engine that has ended (`AsyncLLM.errored`); runs inside the actor."""
     return bool(getattr(getattr(actor, "engine", None), "errored", False))
 
 
@@ -192,7 +192,7 @@ class SlowStep:
         self._taken: list[float] = []
 
     def look(self, now: float) -> str:
-        """What there is to say at `now`, seconds of a clock that only goes forward; "" for nothing."""
+        """Returns the message at `now`, seconds of a clock that only goes forward; "" for nothing."""
         if (number := self._step()) != self._number:
             if self._number >= 0:
                 self._taken.append((now - self._began) / (number - self._number))
