@@ -86,7 +86,7 @@ def test_what_cannot_work_is_refused(rule, said):
         ({"tighten_factor": 1.0}, "stability.guard.tighten_factor=1 must be between 0 and 1"),
         ({"max_rollbacks": -1}, "stability.guard.max_rollbacks=-1"),
         ({"mini_batch": {"vllm_kl": 0}}, "stability.guard.mini_batch.vllm_kl=0 must be above 0"),
-        ({"boundary": {"signal": "vllm_kl/chi"}}, "stability.guard.boundary.signal=vllm_kl/chi is not known; near it"),
+        ({"boundary": {"signal": "vllm_kl/chi"}}, "stability.guard.boundary.signal=vllm_kl/chi is not known; similar"),
         ({"boundary": {"value": 0}}, "stability.guard.boundary.value=0"),
         ({"boundary": {"window": 4}}, "stability.guard.boundary.window=4 must be at least 8"),
     ],

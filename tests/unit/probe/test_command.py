@@ -130,7 +130,7 @@ def test_in_ci_it_fails_where_hidden_states_are_nan(probe, capsys):
             f"together that {MEGATRON}.dynamic_context_parallel=true splits; set",
         ),
         (["recipe=nothing"], "recipe/nothing"),
-        (["recipe=cpu_smoke", "stability.plugins=[mine]"], "would be imported; --trust imports it"),
+        (["recipe=cpu_smoke", "stability.plugins=[mine]"], "would be imported; --trust allows it"),
     ],
 )
 def test_what_it_cannot_probe_is_one_line(probe, capsys, arguments, said):
