@@ -28,7 +28,7 @@ def bypasses(config: DictConfig) -> bool:
     """Returns True if verl takes the rollout's log-probabilities for the training engine's.
 
     Its trainer copies `rollout_log_probs` to `old_log_probs` and leaves compute_log_prob out. The policy loss stays
-    what `policy_loss.loss_mode` says. So r = exp(l_theta - l_infer): what is k in the first pass of the update.
+    that of `policy_loss.loss_mode`. So r = exp(l_theta - l_infer), which is k in the first pass of the update.
     """
     return bool(OmegaConf.select(config, BYPASS))
 
@@ -47,19 +47,20 @@ def rollout_name(config: DictConfig) -> str:
 
 
 def logprobs_mode(config: DictConfig) -> tuple[str, str]:
-    """The `logprobs_mode`, and the setting that decides it.
+    """Returns the `logprobs_mode`, and the setting that decides it.
 
-    vLLM's argument, which verl does not give to SGLang. Our change to verl's server takes `processed_logprobs` as vLLM
-    does, and leaves SGLang's log-probabilities as they are with another (upstream/sglang_server.py).
+    It is an argument of vLLM, which verl does not give to SGLang. Our change to verl's server handles
+    `processed_logprobs` as vLLM does, and leaves SGLang's log-probabilities unchanged with another mode
+    (upstream/sglang_server.py).
     """
-    setting = f"{VLLM_ARGUMENTS}.logprobs_mode"  # goes over rollout's own
+    setting = f"{VLLM_ARGUMENTS}.logprobs_mode"  # overrides rollout's own
     if rollout_name(config) == "vllm" and (above := OmegaConf.select(config, setting)):
         return above, setting
     return OmegaConf.select(config, f"{ROLLOUT}.logprobs_mode") or "", f"{ROLLOUT}.logprobs_mode"
 
 
 def top_k(config: DictConfig) -> int:
-    """The rollout's top_k; 0 for none."""
+    """Returns the rollout's top_k; 0 for none."""
     return max(OmegaConf.select(config, f"{ROLLOUT}.top_k") or 0, 0)
 
 
@@ -80,12 +81,12 @@ def drafts(config: DictConfig) -> bool:
 
 
 def strategy_of(config: DictConfig) -> str:
-    """The training engine."""
+    """Returns the name of the training engine."""
     return OmegaConf.select(config, f"{ACTOR}.strategy") or "fsdp"
 
 
 def replay_setting(config: DictConfig) -> str:
-    """verl's name of the replay mode on this run's engine."""
+    """Returns verl's setting of the replay mode on this run's engine."""
     return f"{ENGINES.get(strategy_of(config), ENGINES['fsdp']).settings}.router_replay.mode"
 
 
@@ -111,7 +112,7 @@ def sends_adapter(config: DictConfig) -> bool:
 
 
 def hf_config_of(model: DictConfig) -> Any:
-    """The model's transformers config; None where this machine cannot read it (a remote path, or no network)."""
+    """Returns the model's transformers config; None if this machine cannot read it (a remote path, or no network)."""
     from transformers import AutoConfig
 
     try:
@@ -121,8 +122,8 @@ def hf_config_of(model: DictConfig) -> Any:
     except ValueError as error:
         check_folder(model)
         raise ConfigError(
-            f"{MODEL}.path={model.path} has a config that transformers cannot read by itself: the architecture is not "
-            f"known to this version, or comes with code of its own, which {MODEL}.trust_remote_code allows"
+            f"{MODEL}.path={model.path} has a config that transformers cannot read by itself: this version does not "
+            f"know the architecture, or it comes with its own code, which {MODEL}.trust_remote_code=true allows"
         ) from error
 
 
@@ -131,7 +132,7 @@ def trusts_code(model: DictConfig) -> bool:
 
 
 def check_folder(model: Any) -> None:
-    """Refuse a model path on this machine that does not exist, or that has no config.json.
+    """Refuses a model path on this machine that does not exist, or that has no config.json.
 
     Names on the Hugging Face Hub and remote paths are left to verl.
     """
@@ -147,7 +148,7 @@ def check_folder(model: Any) -> None:
 
 
 def check_model_files(model: DictConfig) -> None:
-    """The model folder must be there, with a config and a tokenizer; what is not a local path is left to verl."""
+    """Checks that the model folder exists, with a config and a tokenizer; other paths are left to verl."""
     check_folder(model)
     setting = "tokenizer_path" if model.get("tokenizer_path") else "path"
     path = os.path.expanduser(model[setting])
@@ -161,13 +162,13 @@ def check_model_files(model: DictConfig) -> None:
         AutoTokenizer.from_pretrained(path, trust_remote_code=trusts_code(model))
     except Exception as error:
         raise ConfigError(
-            f"{MODEL}.{setting}={path} has no tokenizer that loads ({type(error).__name__}); save one beside the "
-            f"model, or point {MODEL}.tokenizer_path at one"
+            f"{MODEL}.{setting}={path} has no tokenizer that loads ({type(error).__name__}); save one next to the "
+            f"model, or set {MODEL}.tokenizer_path"
         ) from error
 
 
 def check_overlong(config: DictConfig) -> None:
-    """verl's reward manager `dapo` asserts this, once it runs."""
+    """Checks what verl's reward manager `dapo` asserts once it runs."""
     prefix = "reward.reward_kwargs"
     if OmegaConf.select(config, "reward.reward_manager.name") != "dapo":
         return
@@ -177,12 +178,12 @@ def check_overlong(config: DictConfig) -> None:
     if limit is None or length > limit:
         raise ConfigError(
             f"{prefix}.overlong_buffer_cfg.len={length} must be at most {prefix}.max_resp_len={limit}: it is the "
-            "stretch before the limit over which the punishment grows"
+            "number of tokens before the limit over which the penalty grows"
         )
 
 
 def check_warmup(config: DictConfig) -> None:
-    """megatron-core asserts, without a message, that the learning rate's warm-up ends before its schedule does."""
+    """Checks what megatron-core asserts without a message: the warm-up ends before the learning-rate schedule does."""
     actor, steps = config.actor_rollout_ref.actor, config.trainer.total_training_steps
     warmup = actor.optim.get("lr_warmup_steps") or 0
     if actor.strategy != "megatron" or steps is None or actor.optim.get("lr_decay_steps") is not None:

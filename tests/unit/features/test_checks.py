@@ -163,7 +163,7 @@ def rule(action):
         ),
         (
             ["stability=icepop", "stability.kl_denominator=old"],
-            "stability.kl_denominator=old is of the unbiased KL alone",
+            "stability.kl_denominator=old is only for the unbiased KL",
         ),
         (["stability=dapo"], "reward.reward_kwargs.overlong_buffer_cfg.len=4096 must be at most"),
         (

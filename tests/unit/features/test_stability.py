@@ -64,7 +64,7 @@ def test_everything_is_off_by_default():
         (
             {"router_agreement": True, "router_agreement_share": 0.5, "filters": {"low_agreement": {"threshold": 0.5}}},
             "stability.filters.low_agreement reads the routers' agreement of every token, and "
-            "stability.router_agreement_share=0.5 compares some trajectories alone; set "
+            "stability.router_agreement_share=0.5 compares only some trajectories; set "
             "stability.router_agreement_share=1",
         ),
         ({"plugins": ["no_such_module"]}, "stability.plugins: no_such_module cannot be imported"),
