@@ -233,8 +233,8 @@ def rule(action):
         ),
         (
             ["stability=none", "stability.rescoring.every=5", "trainer.v1.trainer_mode=colocate_async"],
-            "trainer_mode=colocate_async keeps no copy of the weights that sampled them: verl copies weights in "
-            "separate_async alone; set stability.rescoring.every=0",
+            "trainer_mode=colocate_async keeps no copy of the weights that sampled them: verl copies weights "
+            "only in separate_async; set stability.rescoring.every=0",
         ),
     ],
 )
