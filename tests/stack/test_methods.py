@@ -127,7 +127,7 @@ def test_workers_are_sent_no_columns_of_the_dataset(switching_run):
 
 @with_fsdp  # the rollout's part, which knows nothing of the training engine
 def test_a_tool_that_hangs_is_told_with_its_line(switching_run):
-    told = r"step \d+ has been going for \d+ s\b.*agent loop: [^;]*1 x hanging_double \(hanging_tool\.py:\d+\)"
+    told = r"step \d+ has been running for \d+ s\b.*agent loop: [^;]*1 x hanging_double \(hanging_tool\.py:\d+\)"
     assert re.search(told, switching_run.console), switching_run.tail
 
 

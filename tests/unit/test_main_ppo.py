@@ -103,6 +103,6 @@ def test_a_line_of_the_console_goes_out_at_once_into_a_file_too(monkeypatch, tmp
         monkeypatch.setattr(sys, "stdout", stdout)
         monkeypatch.setattr(sys, "argv", ["main_ppo"])
         seen = []
-        start.start(lambda: (print("step 5 has been going for 10 s"), seen.append(file.read_text())))
+        start.start(lambda: (print("step 5 has been running for 10 s"), seen.append(file.read_text())))
         monkeypatch.undo()
-    assert seen == ["step 5 has been going for 10 s\n"]
+    assert seen == ["step 5 has been running for 10 s\n"]

@@ -203,7 +203,11 @@ WRONG = [
     ("qwen3_30b_a3b", f"{ACTOR}.ppo_mini_batch_size=100", "ppo_mini_batch_size=100 must divide"),
     ("qwen3_30b_a3b", f"{ROLLOUT}.n=1 {ACTOR}.ppo_mini_batch_size=8", "16 data-parallel ranks must divide"),
     ("qwen3_30b_a3b", f"{ROLLOUT}.data_parallel_size=3", "data_parallel_size=3"),
-    ("qwen3_30b_a3b", f"+{ROLLOUT}.engine_kwargs.vllm.no_such_argument=1", "no_such_argument is not an argument of vLLM"),
+    (
+        "qwen3_30b_a3b",
+        f"+{ROLLOUT}.engine_kwargs.vllm.no_such_argument=1",
+        "no_such_argument is not an argument of vLLM",
+    ),
     ("gpt_oss_20b", f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5"),
     ("gpt_oss_20b", f"{ACTOR}.ppo_micro_batch_size_per_gpu=null", "is not set"),
     ("gpt_oss_20b", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "needs packed sequences"),
