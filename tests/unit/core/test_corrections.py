@@ -193,7 +193,7 @@ def test_geo_mask_equals_verls_rejection_by_the_mean_of_k1(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_metrics_equal_verls(seed):
-    """In verl's float32. Its ESS is that of the truncated weights: with a cap out of reach, that of k."""
+    """verl computes in float32. Its ESS is that of the truncated weights: with a cap out of reach, that of k."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
     infer, old, mask = padded_batch(seed)

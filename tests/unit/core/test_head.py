@@ -38,7 +38,7 @@ def truncated_log_probs(logits, top_k):
 
 
 def exact_weight(name, k, p, q):
-    """By the formulas of the papers, for one token."""
+    """Computes the weight of one token by the formulas of the papers."""
     if name == "none":
         return 1.0
     if name == "tis":

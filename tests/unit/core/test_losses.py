@@ -243,7 +243,7 @@ def test_the_gradient_of_the_unbiased_kl_points_at_the_reference_however_far_it_
 
 
 def test_one_token_far_from_the_reference_does_not_outweigh_a_batch():
-    """At log x = 20.1 the gradient is 20.1, not e^20."""
+    """The gradient at log x = 20.1 is 20.1, not e^20."""
     _, gradient = kl_and_gradient(torch.tensor([-22.0]), torch.tensor([-1.9]), torch.tensor([-22.0]))
     assert gradient.item() == pytest.approx(-20.1, rel=1e-6)
 
