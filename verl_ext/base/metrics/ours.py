@@ -209,6 +209,13 @@ ROUTING = Section(
             label="routing refused",
         ),
         Metric(
+            "router/checked",
+            "trajectories whose routes have a checksum, made in the rollout's server; the workers compare it with what "
+            "arrives",
+            "share",
+            "higher",
+        ),
+        Metric(
             "router/retracted",
             "with SGLang, the trajectories that it dropped for want of KV cache and went on with: their experts are of "
             "the pass that read their tokens again",
