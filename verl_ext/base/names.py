@@ -17,6 +17,7 @@ LOSS_MASK = "loss_mask"  # a copy of it, made at the rollout; verl divides token
 REWARDS = "rm_scores"
 ROLLOUT_LOG_PROBS = "rollout_log_probs"  # l_infer
 ROLLOUT_ROUTES = "routed_experts"  # [B, n, L', K]
+ROUTE_SUM = "routed_experts_sum"  # ours: [B, 1] int64, the checksum of the row, made where it was captured; 0 for none
 LOOP_METRICS = "metrics"  # one dict per trajectory, verl's AgentLoopMetrics
 
 # From the rollout: ours.

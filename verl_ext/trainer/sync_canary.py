@@ -191,11 +191,22 @@ class CanaryTrajectories:
         self.l_infer_N = self._packed(data[ROLLOUT_LOG_PROBS].unbind())
         self.positions_N = self._packed([torch.arange(length) for length in self._lengths])
 
-    def score_in_workers(self, workers: Any, *, replays: bool = True) -> Tensor:
-        """Returns [N] from the training engine as it is; `replays`: with replayed routing, if the run replays it."""
+    def score_in_workers(
+        self, workers: Any, *, replays: bool = True, adapter: bool = True, tokens_at_once: int = 0
+    ) -> Tensor:
+        """Returns [N] from the training engine as it is.
+
+        Args:
+            replays: with routing replayed, where the run does that.
+            adapter: with its LoRA, where it has one.
+            tokens_at_once: trajectories share a forward pass up to so many tokens; 0 for a pass each.
+        """
         from verl.workers.utils.padding import response_from_nested
 
-        self._batch.extra_info = ONE_A_PASS | ({} if replays else {OWN_ROUTES: True})
+        settings: dict[str, Any] = {} if replays else {OWN_ROUTES: True}
+        settings |= {} if adapter else {"no_lora_adapter": True}
+        settings |= {"use_dynamic_bsz": True, "max_token_len_per_gpu": tokens_at_once} if tokens_at_once else {}
+        self._batch.extra_info = ONE_A_PASS | settings
         workers.compute_log_prob(self._batch)
         data = get_fields(self._batch, ("log_probs", RESPONSE_MASK))
         return self._packed(response_from_nested(data["log_probs"], data[RESPONSE_MASK]).unbind())
@@ -216,12 +227,12 @@ class CanaryTrajectories:
             raise HookError(said, fix=OFF) from error
         return [self._packed(map(_response_scores, each, self._lengths)) for each in answers]
 
-    def pass_through_server(self, handle: Any) -> None:
-        """Makes a rollout engine score one trajectory after another, in their order."""
+    def pass_through_server(self, handle: Any, most: int) -> None:
+        """Makes a rollout engine score the first `most` tokens of each trajectory, one after another."""
         import ray
 
         for ids in self.ids:
-            ray.get(_ask_server(handle, ids))
+            ray.get(_ask_server(handle, ids[:most]))
 
     def _packed(self, rows: Iterable[Tensor]) -> Tensor:
         return self._all_but_last(rows)[self._mask_N]

@@ -211,6 +211,13 @@ ROUTING = Section(
             label="routing refused",
         ),
         Metric(
+            "router/checked",
+            "trajectories whose routes have a checksum, made in the rollout's server; the workers compare it with what "
+            "arrives",
+            "share",
+            "higher",
+        ),
+        Metric(
             "router/retracted",
             "with SGLang, trajectories that it retracted because its KV cache was full, and continued later: their "
             "experts are from the pass that read their tokens again",
