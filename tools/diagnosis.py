@@ -1,4 +1,4 @@
-"""How often the diagnosis names the right cause: runs of the lab with one planted cause each, and who was accused.
+"""Measures how often the diagnosis names the right cause: runs of the lab with one planted cause each.
 
     python tools/diagnosis.py run [--runs 8]     make the runs that are not there yet; 40 minutes a core
     python tools/diagnosis.py judge              judge them, and print docs/diagnosis.md's tables
@@ -27,10 +27,10 @@ from verl_ext.lab.arms import Arm
 from verl_ext.lab.grid import GridCell, run_missing
 
 STEPS = 150
-FIRST = {"development": 0, "held_out": 8}  # the number of the first run that is judged
+FIRST = {"development": 0, "held_out": 32}  # the number of the first run that is judged
 COMMON = (
     *("+lab=grpo", "stability=none", "stability.metrics=true", "stability.breakdown=true"),
-    *("stability.router_agreement=true", "stability.sync_canary.trajectories=32", "stability.sync_canary.every=5"),
+    *("stability.router_agreement=true", "stability.sync_canary.trajectories=8", "stability.sync_canary.every=5"),
     f"trainer.total_training_steps={STEPS}",
 )
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -221,7 +221,7 @@ def read_metrics(file: Path) -> Metrics:
 
 
 def plain(metrics: Metrics) -> Metrics:
-    """What verl logs of the same run without the plugin, algorithm.rollout_correction on."""
+    """Returns what verl logs of the same run without the plugin, with algorithm.rollout_correction on."""
     renamed = {ALIASES.get(name, name): found for name, found in metrics.items()}
     return {name: found for name, found in renamed.items() if name.startswith(VERLS)}
 
@@ -241,7 +241,7 @@ def named_at(metrics: Metrics) -> tuple[list[tuple[int, str]], int]:
 
 @dataclass(frozen=True)
 class Judged:
-    """What the diagnosis made of one run.
+    """The diagnosis of one run.
 
     Attributes:
         found: the causes that are named at its end, the likeliest first.
@@ -271,7 +271,7 @@ def folders_of(name: str, which: str, out: Path) -> list[Path]:
 
 
 def is_right(cause: str, found: list[str], places: int) -> bool:
-    """Whether the cause is among the first `places` that were named, or for a sound run, whether none was."""
+    """Checks that the cause is among the first `places` that were named, or for a sound run, that none was."""
     return cause in found[:places] if cause else not found
 
 

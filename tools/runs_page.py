@@ -55,7 +55,7 @@ def _docstring(node: ast.FunctionDef | ast.Module) -> str:
 
 
 def _settings(test: ast.FunctionDef, tree: ast.Module) -> list[str]:
-    """Returns the settings of a run that the strings of a test name, and those of what it uses of its module."""
+    """Returns the settings of a run that a test's strings name, including those of its module that the test uses."""
     defined = {name: node for node in tree.body for name in _names(node)}
     seen, waiting, found = set[str](), [test.name], dict[str, None]()
     while waiting:

@@ -34,6 +34,7 @@ from verl_ext.features.feature import RunFeatures
 from verl_ext.features.guard import BATCH_SKIP, MiniBatchGate
 from verl_ext.features.losses import BASES, KL_DENOMINATORS, LOSS, LOSSES, UNBIASED, loss_mode, uses_unbiased_kl
 from verl_ext.features.stability import stability_config
+from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.table import check_run, read_features
 from verl_ext.features.verl_config import (
     MODE,
@@ -119,7 +120,7 @@ class Run(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a user switches on.
+    """One thing that a user switches on.
 
     Attributes:
         overrides: what switches it on, and what that needs.
@@ -235,7 +236,7 @@ def _guard() -> Iterator[Row]:
 
 
 def rule_given(run: Run, name: str) -> bool:
-    """Whether the command line has this rule: that of a preset is there in every run, and fires in few."""
+    """Checks that the command line has this rule: that of a preset is there in every run, and fires in few."""
     settings = (f"stability.{BATCH_SKIP}.",) if name == BATCH_SKIP else ("stability.guard.rules",)
     return any(one.lstrip("+").startswith(settings) and name in one for one in run.given)
 
@@ -268,7 +269,7 @@ def _others() -> Iterator[Row]:
     dump, rounded = "stability.trajectories.per_step=2", "stability.fake_quantization.format=fp4"
     yield Row("`metrics`", (METRICS,), lambda run: bool(run.features.lines))
     yield Row("rescoring", (f"{MODE}=separate_async", rescoring), lambda run: run.stability.rescoring.every > 0)
-    yield Row("sync canary", (canary,), lambda run: run.stability.sync_canary.trajectories > 0)
+    yield Row("sync canary", (canary,), lambda run: (canary_settings(run.features).trajectories or 0) > 0)
     yield Row("trajectories", (dump,), lambda run: run.stability.trajectories.per_step > 0)
     yield Row("fake quantization", (rounded,), lambda run: run.stability.fake_quantization.active)
     for value in ("off", "on"):
@@ -320,7 +321,7 @@ def _verls(pair: Pair) -> Iterator[Row]:
 
 
 class Cell(NamedTuple):
-    """What is known of a row on a pair of engines.
+    """The known state of a row on a pair of engines.
 
     Attributes:
         reason: of a refusal.

@@ -118,7 +118,7 @@ def test_a_reward_that_is_no_number_then_hangs_and_then_raises(begin, tmp_path):
         wait_for(lambda: guard.read_text().count("\n") >= 2, started, console)
         word.write_text("hang")
         hangs = re.compile(
-            r"step \d+ has been going for \d+ s\b.*reward: \d+ x compute_score \(faulty_reward\.py:\d+\)"
+            r"step \d+ has been running for \d+ s\b.*reward: \d+ x compute_score \(faulty_reward\.py:\d+\)"
         )
         wait_for(lambda: hangs.search(console.read_text()), started, console, 150)
         last = last_saved(tmp_path)

@@ -187,7 +187,7 @@ class Training:
         return LabBatch(prompts, sampled, graded, keys, lag)
 
     def _fields(self, batch: LabBatch, scored: Scores, agreement_N: Tensor | None) -> dict[str, Tensor]:
-        """What the update reads of a batch as it was scored, [B, T] by name."""
+        """Returns what the update reads of a batch as it was scored, [B, T] by name."""
         fields = {
             names.RESPONSE_MASK: batch.sampled.mask,
             # In bypass mode the rollout's log-probs stand in the place of the training engine's.
