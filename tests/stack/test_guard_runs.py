@@ -25,7 +25,7 @@ def test_every_action(with_faults):
     reasons = {event["step"]: event["reason"] for event in events(run.folder)}
     # Of 32 trajectories, one has no experts and another has one twice; their tokens route themselves.
     wrong = run.steps[9]
-    assert "name an expert twice" in reasons[10] and "They route themselves." in reasons[10]
+    assert "name an expert twice" in reasons[10] and "The training router chooses their experts." in reasons[10]
     assert 0 < wrong["router/unknown"] < 0.1 and 0 < wrong["router/invalid"] < 0.1
     assert all(step["router/unknown"] == step["router/invalid"] == 0 for step in (*run.steps[:9], *run.steps[10:]))
     assert wrong["router/agreement"] > 0.9

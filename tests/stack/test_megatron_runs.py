@@ -91,7 +91,7 @@ FLOAT16 = (  # Transformer Engine has the optimizer that verl takes
 
 
 def test_r3_replays_the_rollouts_experts_and_a_wrong_replay_is_refused_as_fp16s_overflow_is(with_faults, model):
-    """In step 2 every expert id is one too high: the gap jumps, and the batch is skipped. In step 3 the gradient is
+    """Every expert id is one too high in step 2: the gap jumps, and the batch is skipped. The gradient of step 3 is
     more than fp16 holds."""
     replay = (f"{MEGATRON}.router_replay.mode=R3", "stability=icepop", "stability.batch_skip.threshold=1.0e-3")
     settings = (*FLOAT16, *SAVES, model)

@@ -84,9 +84,9 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
 
 @pytest.mark.parametrize("trained_by", ["fsdp2", "megatron"])
 def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by, monkeypatch):
-    """In step 1 every expert id is one too high: the gap is large, and the batch is skipped. From step 4 on they are
-    again, which the report names. SGLang takes on more requests
-    than its cache has room for, and retracts one every third pass anyway."""
+    """Every expert id is one too high in step 1: the gap is large, and the batch is skipped. The ids are shifted again
+    from step 4 on, which the report names. SGLang takes on more requests than its cache has room for, and retracts one
+    every third pass anyway."""
     monkeypatch.setenv(*RETRACTS)
     replay = {
         "fsdp2": ("stability=r3", "precision=fp32"),
@@ -116,7 +116,7 @@ def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by, m
 
 
 def test_megatron_and_sglang_in_separate_async(train):
-    """In float32. The third batch is two versions old when its turn comes."""
+    """Runs in float32. The third batch is two versions old when it is trained on."""
     finished = train(
         "stability=icepop",
         ROUTING,

@@ -10,6 +10,7 @@ from verl.workers.config import (
     VeOmniEngineConfig,
 )
 
+from tests.support.route_sum import route_sum
 from verl_ext.core.routing import RouterSums
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2
@@ -28,7 +29,8 @@ def sequences():
 
 
 def batch(which=(0, 1, 2, 3), routed=None, **settings):
-    """What verl's trainer sends to compute_log_prob; at most 12 tokens a micro-batch, so there are several."""
+    """Returns what verl's trainer sends to compute_log_prob; at most 12 tokens per micro-batch, so there are
+    several."""
     rows = sequences()
     masks = [torch.ones(LENGTHS[i][1], dtype=torch.long) for i in which]
     fields = {
@@ -38,6 +40,8 @@ def batch(which=(0, 1, 2, 3), routed=None, **settings):
     }
     if routed is not None:
         fields["routed_experts"] = nested(routed)
+        sums = [route_sum(each, rows[i]) if len(each) else 0 for each, i in zip(routed, which, strict=True)]
+        fields["routed_experts_sum"] = nested([torch.tensor([one]) for one in sums])
     data = TensorDict(fields, batch_size=len(masks))
     settings = {
         "use_dynamic_bsz": True,

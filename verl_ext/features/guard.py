@@ -1,4 +1,4 @@
-"""The guard: rules on logged signals, and what it does besides (docs/guard.md).
+"""The guard: rules on logged signals, and its other actions (docs/guard.md).
 
 stability:
   guard:
@@ -26,7 +26,7 @@ from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, LowerLr, Rule
 from verl_ext.guard.state import Boundary
 
 PREFIX = "stability.guard"
-BATCH_SKIP = "batch_skip"  # the name of the rule that stability.batch_skip is
+BATCH_SKIP = "batch_skip"  # the name of the rule that stability.batch_skip adds
 AT_STEP = "optimizer_step, {loss}"
 AFTER_RULE = {
     "warn": "log and event log",
@@ -37,15 +37,16 @@ AFTER_RULE = {
     "rollback": "end of the step",
     "stop": "before the next step",
 }
-KNOWN = ("fsdp2", "megatron")  # values of actor.strategy whose gradients and optimizers `workers` read
+KNOWN = ("fsdp2", "megatron")  # values of actor.strategy whose gradients and optimizers `workers` can read
 IN_GATE = ("lower_lr", "undo")  # actions that the workers carry out, around the optimizer's step
 SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3", "vllm_kl/head")
-# What a user writes in a rule, besides its bound: the arguments of Rule but for what the parser fills in.
+# The keys that a user writes in a rule, in addition to its bound: the arguments of Rule except those that the parser
+# sets.
 RULE_SETTINGS = tuple(
     name for name in inspect.signature(Rule).parameters if name not in ("name", "bound", "side", "setting")
 )
-RULE_NEEDS = ("signal", "action")  # besides one of SIDES
-OWN_EFFECT = "correction/"  # what tightening itself moves
+RULE_NEEDS = ("signal", "action")  # in addition to one of SIDES
+OWN_EFFECT = "correction/"  # metrics that tightening itself moves
 # Setting of the guard -> the actions that read it.
 READ_BY = {
     "tighten_factor": ("tighten",),
@@ -153,7 +154,7 @@ class GuardSettings:
         holds = self.stop_after is None or self.stop_after >= 1
         require(self, "stop_after", holds, "must be at least 1, or null to never stop")
         holds = self.slow_step_s is None or self.slow_step_s > 0
-        require(self, "slow_step_s", holds, "must be above 0 seconds, or null to never tell")
+        require(self, "slow_step_s", holds, "must be above 0 seconds, or null to never report")
         require(self, "tighten_factor", 0 < self.tighten_factor < 1, "must be between 0 and 1")
         for name in ("max_rollbacks", "rollback_cooldown"):
             require(self, name, getattr(self, name) >= 0, "must be at least 0")
@@ -163,8 +164,8 @@ class GuardSettings:
 
 
 def parse_rules(given: Any) -> tuple[Rule, ...]:
-    """`stability.guard.rules`, name -> {signal, above or below, action, recover, patience, zscore_window, advice} as of
-    `guard.rules.Rule`, in the order written.
+    """Parses `stability.guard.rules`, name -> {signal, above or below, action, recover, patience, zscore_window,
+    advice} as in `guard.rules.Rule`, in the order written.
 
     Raises:
         ConfigError: a setting is unknown, missing or out of range, or an action cannot follow its signal.
@@ -209,14 +210,14 @@ def _parse(name: str, given: Any) -> Rule:
 
 
 def _check_signal(where: str, signal: str) -> None:
-    """Refuse what neither this package nor verl logs, but for what may be a metric of the user's own."""
+    """Refuses a signal that neither this package nor verl logs, unless it may be a metric of the user's own."""
     if find(signal) is not None:
         return
     near = nearest(signal)
     if near or signal.startswith(OURS):
         raise ConfigError(
-            f"{where}.signal={signal} is not known; near it are: {', '.join(near) or 'none'}. A metric of your own may "
-            f"have any name that is not like one of these, outside of {', '.join(OURS)}: mine/NAME, for example"
+            f"{where}.signal={signal} is not known; similar names: {', '.join(near) or 'none'}. A metric of your own "
+            f"may have any name that is not like one of these, outside of {', '.join(OURS)}: mine/NAME, for example"
         )
 
 
@@ -257,7 +258,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def check(run: RunFeatures) -> None:
-    """What the guard's actions need of verl."""
+    """Checks that verl's settings allow the guard's actions."""
     settings, again = run.stability.guard, f"{PREFIX}.after_update.trajectories"
     if settings.mini_batch.grad_norm is not None:
         norm = f"{PREFIX}.mini_batch.grad_norm"
@@ -276,7 +277,7 @@ def check(run: RunFeatures) -> None:
 
 
 def _check_engine(config: DictConfig, asked: str, fix: tuple[str, ...] = (), otherwise: str = "") -> None:
-    """What reads the engine itself is written for FSDP2's shards and for those of megatron-core's own optimizers."""
+    """Refuses engines other than FSDP2 and megatron-core's own optimizers, for settings that read the engine itself."""
     strategy, sharded = strategy_of(config), f"{ACTOR}.megatron.use_megatron_fsdp"
     if strategy not in KNOWN:
         found = f"this run has {strategy}"
@@ -290,7 +291,7 @@ def _check_engine(config: DictConfig, asked: str, fix: tuple[str, ...] = (), oth
 
 
 def _check_rollback(config: DictConfig, where: str) -> None:
-    """It goes back to a checkpoint that is there, has all of it, and is not the last one, which is not proven yet."""
+    """Checks that there will be a complete checkpoint to roll back to, before the last one, which is not proven yet."""
     trainer, checkpoint = config.trainer, f"{ACTOR}.checkpoint"
     if trainer.save_freq < 1:
         raise ConfigError(f"{where}: action=rollback has no checkpoint to go back to; set trainer.save_freq")
@@ -309,7 +310,7 @@ def _check_rollback(config: DictConfig, where: str) -> None:
     loaded = OmegaConf.select(config, f"{checkpoint}.load_contents") or []
     if missing := {"model", "optimizer"} - set(loaded):
         raise ConfigError(
-            f"{where}: action=rollback would not load {' and '.join(sorted(missing))}; name them in "
+            f"{where}: action=rollback would not load {' and '.join(sorted(missing))}; add them to "
             f"{checkpoint}.save_contents and load_contents"
         )
     if OmegaConf.select(config, f"{checkpoint}.async_save"):
@@ -338,7 +339,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         limits = {name: limit for name, limit in vars(settings.mini_batch).items() if limit is not None}
         yield TableLine(
             *("mini-batch gate", described("refuse past", limits), AT_STEP, in_gate | {Part.LOG_PROBS}),
-            in_loss=lambda told: bool(told["mini_batch"]),
+            in_loss=lambda found: bool(found["mini_batch"]),
         )
     for rule in rules:
         if rule.name == BATCH_SKIP:
@@ -350,12 +351,12 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
     if _undoes(rules):
         yield TableLine(
             *("undo", "weights and optimizer are kept", "before optimizer_step, {loss}", judged | in_gate),
-            in_loss=lambda told: told["undo"],
+            in_loss=lambda found: found["undo"],
         )
     if again := settings.after_update.trajectories:
         yield TableLine(
             *("after the update", f"{again} trajectories scored again", "{loss}", judged | in_gate),
-            in_loss=lambda told: bool(told["after_update"]),
+            in_loss=lambda found: bool(found["after_update"]),
         )
 
 

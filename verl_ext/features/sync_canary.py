@@ -1,4 +1,4 @@
-"""The `stability.sync_canary` settings: does what training updates reach the rollout?"""
+"""The `stability.sync_canary` settings: a check that updates reach the rollout."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,19 +17,19 @@ from verl_ext.features.verl_config import (
 )
 
 DEFAULT = 8  # trajectories, where the canary is on by itself
-NAMED = 4  # in an error, of the names that vLLM did not take
+NAMED = 4  # names that an error lists, of those that vLLM did not use
 AFTER_SYNC = "{trainer}.on_step_end"
 
 
 @dataclass(frozen=True)
 class SyncCanarySettings:
-    """Which trajectories show whether a weight sync happened, and how often.
+    """The trajectories that show if a weight sync happened, and how often they are checked.
 
     Attributes:
         trajectories: how many trajectories of the first batch both engines score again at weight syncs, to check that
             the weights arrived (docs/guard.md#a-weight-sync-that-did-not-happen). null takes 8 for a LoRA and in
             `separate_async`, whose weight transfer is not verl's naive one, and 0 elsewhere. 0 turns the check off.
-        every: check every so many syncs.
+        every: check every this many syncs.
     """
 
     trajectories: int | None = None
@@ -81,11 +81,11 @@ def _lines(run: RunFeatures) -> Iterator[TableLine]:
 
 
 def _confirmed_adapter(engines: Engines) -> str:
-    """How many modules of the model have weights of the LoRA: the first sync is over by now."""
-    told = engines.vllm("adapter")
-    for report in told or [None]:
+    """Returns how many modules of the model have weights of the LoRA: the first sync is over by now."""
+    reports = engines.vllm("adapter")
+    for report in reports or [None]:
         if not report or not report["adapters"]:
-            raise HookError("the model is trained as a LoRA, and a vLLM worker was sent no adapter", fix=(MERGE_LORA,))
+            raise HookError("the model is trained as a LoRA, and a vLLM worker received no adapter", fix=(MERGE_LORA,))
         if unused := report["unused"]:
             raise HookError(
                 f"vLLM has no modules for {len(unused)} names of the LoRA, such as {', '.join(unused[:NAMED])}: it "
@@ -93,7 +93,7 @@ def _confirmed_adapter(engines: Engines) -> str:
                 fix=(MERGE_LORA,),
                 otherwise="leave them out of actor_rollout_ref.model.target_modules",
             )
-    return f"{AFTER_SYNC}; {told[0]['used']} modules with the LoRA in {len(told)} vLLM worker(s)"
+    return f"{AFTER_SYNC}; {reports[0]['used']} modules with the LoRA in {len(reports)} vLLM worker(s)"
 
 
 CANARY, DEFAULT_CANARY = Feature(lines), Feature(default_lines, depends=True)

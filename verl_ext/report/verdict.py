@@ -554,7 +554,7 @@ def _advice_overrides(
 
 
 def _revival_overrides(run: Run, fall: Fall, *, by_gap: bool) -> Iterator[Override]:
-    """How to start a collapsed run again: a sound checkpoint together with the change that helps most.
+    """Yields the ways to start a collapsed run again: a sound checkpoint together with the change that helps most.
 
     Args:
         by_gap: whether the engines came apart, or rollouts were too old, before the reward fell.

@@ -496,7 +496,7 @@ def test_what_verl_does_with_a_temperature_in_bfloat16():
 
 
 def test_verl_cannot_raise_max_num_batched_tokens():
-    """What the check `lengths` says of verl."""
+    """verl's rollout config is frozen, as the check `lengths` reports."""
     from dataclasses import FrozenInstanceError
 
     from verl.workers.config import RolloutConfig

@@ -1,4 +1,4 @@
-"""What a config turns on, and which parts of the plugin that uses."""
+"""Features that a config switches on, and the parts of the plugin that they use."""
 
 import pytest
 

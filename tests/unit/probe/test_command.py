@@ -77,7 +77,7 @@ def test_in_ci_it_fails_above_a_gap_and_tells_all_as_json(probe, capsys, limit, 
 
 
 def with_nan(side, count):
-    """What was found, where so many tokens of one reading are NaN."""
+    """Returns what a probe found, with `count` tokens of one reading set to NaN."""
     readings = {name: torch.linspace(-3, -0.1, 193) for name in ("decode", "prefill", "train", "replayed")}
     readings[side][:count] = math.nan
     pairs = [asdict(pair) for pair in compare_readings(readings, torch.arange(193))]
@@ -123,6 +123,7 @@ def test_in_ci_it_fails_where_hidden_states_are_nan(probe, capsys):
     ("arguments", "said"),
     [
         (["--prompts", "0", "recipe=cpu_smoke"], "--prompts=0 must be at least 1"),
+        (["--batches", "0", "recipe=cpu_smoke"], "--batches=0 must be at least 1"),
         (["recipe=cpu_smoke", "actor_rollout_ref.actor.strategy=torchtitan"], "and this run has torchtitan"),
         (["recipe=cpu_smoke", "actor_rollout_ref.rollout.name=hf"], "vLLM and SGLang, and this run samples with hf"),
         (
@@ -130,7 +131,7 @@ def test_in_ci_it_fails_where_hidden_states_are_nan(probe, capsys):
             f"together that {MEGATRON}.dynamic_context_parallel=true splits; set",
         ),
         (["recipe=nothing"], "recipe/nothing"),
-        (["recipe=cpu_smoke", "stability.plugins=[mine]"], "would be imported; --trust imports it"),
+        (["recipe=cpu_smoke", "stability.plugins=[mine]"], "would be imported; --trust allows it"),
     ],
 )
 def test_what_it_cannot_probe_is_one_line(probe, capsys, arguments, said):
@@ -192,7 +193,7 @@ def test_an_update_that_reads_the_agreement_keeps_it_and_replays_nothing(moe_ove
     ("sizes", "prompts"),
     [
         ((), 8),
-        (("trainer.n_gpus_per_node=8", "trainer.nnodes=2"), 16),
+        (("trainer.n_gpus_per_node=8", "trainer.nnodes=2"), 32),
         (("trainer.n_gpus_per_node=8", f"{MEGATRON}.pipeline_model_parallel_size=4"), 8),
         (
             (
@@ -200,7 +201,7 @@ def test_an_update_that_reads_the_agreement_keeps_it_and_replays_nothing(moe_ove
                 f"{MEGATRON}.pipeline_model_parallel_size=4",
                 f"{MEGATRON}.virtual_pipeline_model_parallel_size=2",
             ),
-            24,
+            48,
         ),
     ],
 )

@@ -1,4 +1,5 @@
-"""What a run's metrics say: each state, each sentence with its numbers, and how often noise is taken for trouble."""
+"""The verdict on a run's metrics: each state, each sentence with its numbers, and how often noise is taken for
+trouble."""
 
 import json
 from dataclasses import replace
@@ -207,7 +208,7 @@ def stale_run(seed: int):
 
 
 def test_a_recorded_run_that_lost_half_of_its_reward_to_old_rollouts():
-    """What an engineer reads first: it collapsed, when, what warned; then why; then one command."""
+    """An engineer reads in this order: it collapsed, when, what warned; then why; then one command."""
     verdict = judge_run(stale_run(0))
     assert verdict.state == "collapsed"
     assert verdict.sentence == (
@@ -500,7 +501,7 @@ def test_what_old_rollouts_add_to_k3_is_not_the_engines():
 
 
 def test_engines_that_come_apart_are_seen_behind_old_rollouts():
-    """Of all of k3 nothing would be seen: it stands still."""
+    """k3 over all tokens shows nothing: it does not change."""
     growing = [1e-4 * 1.15**step for step in range(40)]
     verdict = judge_run(make({"vllm_kl/k3": [0.08] * 40, STALE: [1.0] * 40, "vllm_kl/k3/lag/0": growing}))
     assert verdict.state == "drifting" and verdict.sentence.startswith("k3 of the engines alone grows by ")
@@ -568,7 +569,8 @@ def test_recorded_stable_runs_are_healthy_at_every_step(name):
 
 
 def test_a_recorded_run_whose_rollout_got_no_weights_drifts_to_its_end():
-    """From step 10 on; no weight sync reached the rollout. The line's interval tells in step 16, before k3 is 0.006."""
+    """No weight sync reached the rollout from step 10 on. The line's interval shows it in step 16, before k3 is
+    0.006."""
     found = states(recorded("frozen_rollout"), range(1, 61))
     assert found.index("drifting") + 1 == 16 and set(found[15:]) == {"drifting"}
     assert set(found[7:15]) == {"healthy"}

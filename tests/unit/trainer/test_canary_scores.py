@@ -41,7 +41,7 @@ class Store:
 
 
 def value(ids):
-    """What every engine here says of a token: its id and its place, a hundredth of each."""
+    """Returns the score of each token on every engine here: its id and its place, a hundredth of each."""
     return [-(token + 0.01 * place) for place, token in enumerate(ids)]
 
 

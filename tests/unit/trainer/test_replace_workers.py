@@ -1,4 +1,4 @@
-"""What a config switches on: which batches are measured, and which classes the workers are."""
+"""Effects of a config: the batches that are measured, and the classes of the workers."""
 
 from types import SimpleNamespace
 
