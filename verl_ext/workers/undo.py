@@ -147,7 +147,7 @@ class KeptUpdate:
                     yield (number, index), parameter
 
     def _moments(self) -> Iterator[tuple[tuple[int, int, str], dict[str, Any]]]:
-        """Yields ((number of the optimizer's holder, number of the parameter, name of the moment), the dict that has
+        """Yields ((number of the dict of states, number of the parameter, name of the moment), the state that has
         it)."""
         for number, optimizer in enumerate(self._parts.optimizers):
             for kind, held in enumerate(_held_by(optimizer)):
