@@ -65,14 +65,19 @@ def test_a_run_that_the_guard_ended_is_told_as_that(tmp_path, capsys):
     assert [each["name"] for each in found] == ["exact", "tis", "none", "guard"]
     assert found[-1]["ended_early"]["at"] == {"0": 22, "1": 22} and found[-1]["collapsed"]["share"] is None
     page = (tmp_path / ".lab/stale/report.html").read_text()
-    assert "The guard stopped runs early: guard in 2 of 2" in page and "ended early: runs that the guard stopped" in page
+    assert (
+        "The guard stopped runs early: guard in 2 of 2" in page and "ended early: runs that the guard stopped" in page
+    )
 
 
 def test_a_run_that_ended_early_by_itself_is_none_that_lived(capsys):
     main(["lab", "stale", "--variants", "none", "--add", "cut=stability=tis", *SMALL, "--no-page"])
     said = " ".join(capsys.readouterr().out.split())
     folder = Path(".lab/stale/cut/seed0")
-    assert f"cut, seed 0 failed: it ended at step 30 of 40, but the guard did not stop it; remove {folder} to run it" in said
+    assert (
+        f"cut, seed 0 failed: it ended at step 30 of 40, but the guard did not stop it; remove {folder} to run it"
+        in said
+    )
 
 
 def test_json_alone_on_the_standard_output(capsys):

@@ -344,7 +344,9 @@ def test_the_inputs_reach_a_registered_loss_padded_and_are_gone_afterwards(make_
     mask = batch.padded("response_mask")
     assert torch.equal(seen[0].l_infer, batch.padded("rollout_log_probs") * mask)
     assert torch.equal(seen[0].entropy, batch.padded("entropy") * mask)
-    with pytest.raises(ConfigError, match=r"the loss needs router_agreement.*fields of losses that it has.*l_infer, entropy"):
+    with pytest.raises(
+        ConfigError, match=r"the loss needs router_agreement.*fields of losses that it has.*l_infer, entropy"
+    ):
         seen[0].require("router_agreement")
     with pytest.raises(ConfigError, match=r"launch with verl_ext\.main_ppo"):
         loss_inputs()
