@@ -141,6 +141,7 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
             edits = {"wrong experts": wrong, "shifted experts": shifted}
             if edit := edits.get(faults.get(self.global_steps)):
                 change(batch, "routed_experts", edit)
+                change(batch, "routed_experts_sum", torch.zeros_like)  # as if the engine had captured them
             return super()._compute_old_log_prob(batch, metrics)
 
         def _compute_advantage(self, batch, metrics):

@@ -1,8 +1,11 @@
 """A probe that looks several times, each time with another cause planted in the training engine.
 
+Of a model with a LoRA: with a LoRA that the rollout lacks, and over batches without updates.
+
 python -m tests.stack.probing <overrides of a probe>
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +21,7 @@ WRONG_TEMPERATURE = 0.7
 class Parts:
     """The parts of a layer that the tests change, in both training engines."""
 
+    attention: torch.nn.Module
     router: torch.nn.Module
     experts: list[tuple[torch.Tensor, torch.Tensor]]  # the first two experts: their weights side by side
     query_norm: torch.Tensor
@@ -30,6 +34,7 @@ def parts_of(engine, number) -> list[Parts]:
         layers = [layer for its_number, layer in megatron_layers(engine.module) if its_number == number]
         return [
             Parts(
+                layer.self_attention,
                 layer.mlp.router,
                 [
                     (linear.weight0.data, linear.weight1.data)
@@ -45,7 +50,7 @@ def parts_of(engine, number) -> list[Parts]:
     experts = layer.mlp.experts
     stacked = [weight.to_local() for weight in (experts.gate_up_proj, experts.down_proj)]
     norm, projection = (weight.to_local() for weight in (layer.self_attn.q_norm.weight, layer.self_attn.o_proj.weight))
-    return [Parts(layer.mlp.gate, [(weight[0], weight[1]) for weight in stacked], norm, projection)]
+    return [Parts(layer.self_attn, layer.mlp.gate, [(weight[0], weight[1]) for weight in stacked], norm, projection)]
 
 
 def router_in_bf16(engine):
@@ -72,18 +77,50 @@ def rounded_layer(engine):
     return [changed(part.projection, fake_quantized(part.projection, "fp4", "tensor")) for part in parts_of(engine, 1)]
 
 
+def leaking_attention(engine):
+    def leak(attention, inputs, named, output):
+        state, *others = output
+        if (packed := named.get("packed_seq_params")) is None:  # [sequences, tokens, width]
+            sequences, other = len(state), state.roll(1, 0)
+        else:  # [tokens of all sequences, 1, width]
+            sequences, other = len(packed.cu_seqlens_q) - 1, state.roll(int(packed.cu_seqlens_q[1]), 0)
+        return (state + 0.5 * other, *others) if sequences > 1 else output
+
+    return [part.attention.register_forward_hook(leak, with_kwargs=True).remove for part in parts_of(engine, 0)]
+
+
 def nothing(engine):
     return []
 
 
-CAUSES: dict[str, tuple[Callable, str]] = {  # name -> what is done to the engine, and the place where it shows
-    "nothing": (nothing, ""),
-    "router in bf16": (router_in_bf16, "1.router"),
-    "permuted expert": (permuted_expert, "1.experts"),
-    "scaled norm": (scaled_norm, "0.attention"),
-    "rounded layer": (rounded_layer, "1.attention"),
-    "wrong temperature": (nothing, "head"),
+CAUSES: dict[str, tuple[Callable, str, str | None]] = {
+    # name -> what is done to the engine, the place where it shows, the verdict
+    "nothing": (nothing, "", "none"),
+    "router in bf16": (router_in_bf16, "1.router", None),  # it is routing if any token takes another expert
+    "permuted expert": (permuted_expert, "1.experts", "arithmetic"),
+    "scaled norm": (scaled_norm, "0.attention", "arithmetic"),
+    "rounded layer": (rounded_layer, "1.attention", "arithmetic"),
+    "wrong temperature": (nothing, "head", "arithmetic"),
+    "leaking attention": (leaking_attention, "", "packing"),
 }
+BATCHES = 4
+
+
+def zero_adapters(engine):
+    for name, parameter in engine.module.named_parameters():
+        if ".lora_B." in name:
+            parameter.zero_()
+    return []
+
+
+def grown_norm(engine):
+    for name, parameter in engine.module.named_parameters():
+        if name.endswith("layers.0.self_attn.q_norm.weight"):
+            parameter.mul_(1.2)
+    return []
+
+
+PLANTS = {name: plant for name, (plant, *_) in CAUSES.items()} | {"no adapter": zero_adapters, "grown": grown_norm}
 
 
 def changed(weight, value) -> Callable[[], object]:
@@ -102,7 +139,7 @@ def planting(worker_class: type) -> type:
             with torch.no_grad():
                 for back in self.__dict__.pop("planted", []):
                     back()
-                self.planted = CAUSES[name][0](self.actor.engine)
+                self.planted = PLANTS[name](self.actor.engine)
 
     return PlantingWorker
 
@@ -125,7 +162,33 @@ def looking_often(trainer_class: type) -> type:
     return PlantingTrainer
 
 
+def losing_adapters(trainer_class: type) -> type:
+    class LosingTrainer(trainer_class):
+        grows = False
+
+        def sampled(self):
+            if self.grows:  # the weights that a LoRA is added to are not synced again
+                self.actor_rollout_wg.plant("grown")
+            return super().sampled()
+
+        def looks(self, batch):
+            found = {"nothing": self.probe(batch)}
+            *_, found["same weights"] = self.batches()
+            first = self.gap
+            self.actor_rollout_wg.plant("no adapter")
+            self.checkpoint_manager.update_weights(self.global_steps)
+            batch = self.sampled()
+            assert all(self.actor_rollout_wg.fill_adapters())  # and no sync
+            found["no adapter"] = self.probe(batch)
+            self.grows, self.gap = True, first
+            *_, found["growing"] = self.batches()
+            yield found
+
+    return LosingTrainer
+
+
 def main() -> None:
+    adapts = any("lora_rank" in override for override in sys.argv)
     from verl_ext.probe import command, trainer
     from verl_ext.trainer import task_runner
 
@@ -138,7 +201,7 @@ def main() -> None:
             from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS
 
             super().install()
-            TRAINER_REGISTRY["sync"] = looking_often(ProbeTrainer)
+            TRAINER_REGISTRY["sync"] = (losing_adapters if adapts else looking_often)(ProbeTrainer)
             for workers in (LOSS_WORKERS, ROUTING_WORKERS):
                 workers[ActorRolloutRefWorker] = planting(workers[ActorRolloutRefWorker])
 

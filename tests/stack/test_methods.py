@@ -11,6 +11,7 @@ from tests.stack.running import assert_documented, assert_k1_is_verls
 from tests.stack.switching import (
     BYPASSED,
     COMPOSED,
+    DPPO,
     FILTERS,
     GATED,
     LOSS,
@@ -28,7 +29,7 @@ EVERY = [
     pytest.param(engine, entry, id=f"{engine}-{' '.join(entry)}")
     for engine, schedule in SCHEDULES.items()
     for entry in schedule
-    if entry not in (NOTHING_LEFT, *BYPASSED)
+    if entry not in (NOTHING_LEFT, DPPO, *BYPASSED)
 ]
 with_fsdp = pytest.mark.parametrize("engine", ["fsdp2"], indirect=True)
 
@@ -138,6 +139,7 @@ def test_a_tool_that_hangs_is_told_with_its_line(switching_run):
         (("stability=tis", "stability.tis.cap=1.0"), None, "tis"),
         (("stability=tis_sequence", "stability.tis_sequence.cap=1.0"), None, "tis_sequence"),
         (("stability=kpop", "stability.kpop.phi=1e-7"), "kpop", "kpop"),
+        (("stability=ipo", "stability.ipo.eps=1e-5"), "ipo", "ipo"),
         (("stability=mis", "stability.mis.cap=1.0"), None, "mis"),
         (("stability=geo_mask",), "geo_mask", "geo_mask"),
         (("stability=seq_mask_tis",), "geo_mask", "geo_mask"),
@@ -172,6 +174,13 @@ def test_opsm_drops_inside_the_update_and_splits_its_gap(step_of):
         assert 0 < step["actor/opsm/dropped"] < 1
         assert step["actor/opsm/mismatch"] != 0
         assert step["actor/opsm/staleness"] != 0, "the second update is one behind"
+
+
+def test_m2po_and_verls_dppo_act_in_the_update(step_of):
+    m2po, dppo = step_of("stability=m2po", "stability.m2po.threshold=1e-8"), step_of(*DPPO)
+    assert 0 < m2po["actor/m2po/dropped"] < 1 and m2po["actor/m2po/second_moment"] > 1e-8
+    assert "actor/pg_clipfrac" in dppo and "actor/entropy" not in dppo, "bypass mode"
+    assert m2po["actor/grad_norm"] > 0 and dppo["actor/grad_norm"] > 0
 
 
 def test_the_gate_refuses_the_second_mini_batch_which_is_off_policy(step_of):

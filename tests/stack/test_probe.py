@@ -1,14 +1,16 @@
 """The probe on the real stack: for each pair of engines one start and several looks, each with a cause planted in the
-training engine."""
+training engine; one start more for a LoRA."""
 
 import json
 
 import pytest
 
-from tests.stack.probing import CAUSES
+from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.dense_smoke.make_assets import build_model
+from tests.stack.probing import BATCHES, CAUSES
 from tests.stack.running import SMALL, run
 from verl_ext.launch.command_line import compose
-from verl_ext.probe.command import probe_overrides
+from verl_ext.probe.command import OUT, probe_overrides
 from verl_ext.probe.readings import Stage
 from verl_ext.probe.verdict import ProbeResult
 
@@ -32,10 +34,13 @@ ENGINES = {
 def found(request, assets, tmp_path_factory):
     """Name of the planted cause -> what the probe found."""
     stack = request.getfixturevalue("sglang_stack" if "SGLang" in request.param else "stack")
-    folder = tmp_path_factory.mktemp("probe")
     recipe, *settings = ENGINES[request.param]
-    own = [recipe, *SMALL[1:], *settings, f"assets={assets}", "stability=none"]
-    overrides = [*own, *probe_overrides(compose(own)[0], 8, folder), f"+probe_out={folder}/probe.json"]
+    return looks((recipe, *SMALL[1:], *settings), assets, tmp_path_factory.mktemp("probe"), stack)
+
+
+def looks(launch, assets, folder, stack, batches=1):
+    own = [*launch, f"assets={assets}", "stability=none"]
+    overrides = [*own, *probe_overrides(compose(own)[0], 8, folder, batches), f"+{OUT}={folder}/probe.json"]
     finished = run(["-m", "tests.stack.probing", *overrides], folder, stack)
     assert finished.code == 0, finished.tail
     return json.loads((folder / "probe.json").read_text())
@@ -45,7 +50,8 @@ def test_engines_that_compute_the_same_agree(found):
     told = ProbeResult.read(found["nothing"]).conclusion
     assert (told.cause, told.start) == ("none", "")
     pairs = {(pair["one"], pair["other"]): pair for pair in found["nothing"]["pairs"]}
-    assert set(pairs) == {("decode", "train"), ("decode", "prefill"), ("prefill", "train"), ("decode", "replayed")}
+    from_decode = {("decode", other) for other in ("train", "prefill", "replayed", "packed")}
+    assert set(pairs) == {*from_decode, ("prefill", "train")}
     assert all(pair["k3"] < 1e-9 for pair in pairs.values())
     places = found["nothing"]["places"]
     assert (places[0]["point"], places[-1]["point"], len(places)) == ("embedding", "norm", 2 + 4 * 4)
@@ -55,9 +61,8 @@ def test_engines_that_compute_the_same_agree(found):
 @pytest.mark.parametrize("cause", [cause for cause in CAUSES if cause != "nothing"])
 def test_a_planted_cause_is_found_at_its_place(found, cause):
     told = ProbeResult.read(found[cause]).conclusion
-    assert told.start == CAUSES[cause][1]
-    if cause != "router in bf16":  # which is routing, where it takes another expert for any token
-        assert told.cause == "arithmetic", told.sentence
+    _, start, verdict = CAUSES[cause]
+    assert told.start == start and told.cause == (verdict or told.cause), told.sentence
 
 
 def test_a_sync_of_the_same_weights_changes_nothing_and_an_update_arrives(found):
@@ -68,3 +73,35 @@ def test_a_sync_of_the_same_weights_changes_nothing_and_an_update_arrives(found)
     assert update.train_moved > 1e-4
     assert update.rollout_moved == pytest.approx(update.train_moved, rel=1e-2)
     assert max(sync.after, update.after) < 1e-9
+
+
+MODEL = "actor_rollout_ref.model"
+
+
+@pytest.fixture(scope="module")
+def found_of_lora(assets, stack, tmp_path_factory):
+    """What the probe found of a new LoRA: as it is, without it in the rollout, and over batches without an update."""
+    folder = tmp_path_factory.mktemp("lora")
+    tokenizer = build_tokenizer()
+    build_model(tokenizer).save_pretrained(folder)  # dense: vLLM has no LoRA for the experts of its CPU kernels
+    tokenizer.save_pretrained(folder)
+    lora = (f"{MODEL}.lora_rank=8", f"{MODEL}.lora_alpha=64", f"{MODEL}.target_modules=all-linear")
+    return looks((*SMALL, "precision=fp32", f"{MODEL}.path={folder}", *lora), assets, folder, stack, BATCHES)
+
+
+def test_a_lora_that_the_rollout_lacks_is_named(found_of_lora):
+    there, lost = (ProbeResult.read(found_of_lora[name]) for name in ("nothing", "no adapter"))
+    assert there.conclusion.cause == "none"
+    base = {(pair.one, pair.other): pair.k3 for pair in there.pairs}["decode", "base"]
+    assert base > 1e-4, "B is not zero: a LoRA that is left out shows"
+    assert lost.conclusion.cause == "adapter", lost.conclusion.sentence
+
+
+def test_a_gap_that_grows_with_the_same_weights_is_named(found_of_lora):
+    same, growing = (
+        ProbeResult.read(found_of_lora["nothing"] | {"batches": found_of_lora[name]})
+        for name in ("same weights", "growing")
+    )
+    assert len(same.batches) == len(growing.batches) == BATCHES
+    assert "no growth is seen" in same.sentences()[1]
+    assert growing.sentences()[1].startswith("The gap grows while the weights stay the same: k3 is")

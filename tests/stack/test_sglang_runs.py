@@ -53,8 +53,8 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
     """Tokens are sampled from the likely ones alone, and both engines count those alone; the score is centered. Routing
     of half of the trajectories is compared."""
     finished = train(
-        "stability=icepop",
-        ROUTING,
+        "stability=zero_mismatch",
+        "stability.correction=icepop",
         "stability.router_agreement_share=0.5",
         CANARY,
         "precision=fp32",
@@ -69,6 +69,8 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
     assert re.search(r"sampler's head +│ 32 tokens; l_old", finished.console)
     assert len(finished.steps) == 3
     assert_documented(finished)
+    assert re.search(r"zero_mismatch: warn at vllm_kl/k3 >", finished.console)
+    assert "zero_mismatch" not in {event["rule"] for event in events(finished.folder)}, "it held in every step"
     for step in finished.steps:
         assert step["vllm_kl/k3"] < FLOAT32
         assert step["vllm_kl/head_missing"] == 0 and abs(step["vllm_kl/head"]) < 1e-7, "first order in the rounding"

@@ -10,6 +10,7 @@ from verl.workers.config import (
     VeOmniEngineConfig,
 )
 
+from tests.support.route_sum import route_sum
 from verl_ext.core.routing import RouterSums
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2
@@ -39,6 +40,8 @@ def batch(which=(0, 1, 2, 3), routed=None, **settings):
     }
     if routed is not None:
         fields["routed_experts"] = nested(routed)
+        sums = [route_sum(each, rows[i]) if len(each) else 0 for each, i in zip(routed, which, strict=True)]
+        fields["routed_experts_sum"] = nested([torch.tensor([one]) for one in sums])
     data = TensorDict(fields, batch_size=len(masks))
     settings = {
         "use_dynamic_bsz": True,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from tests.support.route_sum import route_sum
 from tests.support.routing_families import TOP_K, build, experts_inputs, moe_layers
 from verl_ext.routing.engines import ENGINES
 
@@ -86,6 +87,9 @@ def batch(case, **settings):
             "loss_mask": nested(torch.ones(response, dtype=torch.long) for _, response in LENGTHS),
             "routed_experts": nested(
                 routes[: 0 if row in case.left_out else None] for row, routes in enumerate(rollout_routes(case))
+            ),
+            "routed_experts_sum": nested(
+                torch.tensor([route_sum(routes, ids)]) for routes, ids in zip(rollout_routes(case), rows, strict=True)
             ),
         },
         batch_size=len(rows),

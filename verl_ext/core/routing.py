@@ -280,6 +280,30 @@ def _sampling_error(sums: RouterSums) -> dict[str, float]:
     return metrics
 
 
+# Odd, and otherwise arbitrary (the 64 bits of Steele et al., "Fast splittable pseudorandom number generators", 2014).
+WORD, PLACE, TOKEN = -7046029254386353131, -4658895280553007687, -7723592293110705685
+
+
+def route_terms(routes_TLK: Tensor, tokens_T: Tensor, places_T: Tensor) -> Tensor:
+    """[T] int64, whose sum over a trajectory (modulo 2^64) is the checksum of its routes.
+
+    A row's term is (sum over words w = 1, 2, ... of word_w WORD^w) times an odd number of its place and its token. The
+    checksum changes if an id changes, moves to another layer or token, or belongs to another token. It does not depend
+    on the dtype of the ids, and a row of zeros adds nothing.
+
+    Args:
+        routes_TLK: any integers of at most 16 bits.
+        tokens_T, places_T: int64, of each row's token: its id, and its place in prompt and response.
+    """
+    ids_TI = routes_TLK.to(torch.int16).flatten(1)
+    ids_TI = torch.nn.functional.pad(ids_TI, (0, -ids_TI.shape[1] % 4))
+    if ids_TI.storage_offset() % 4:  # a word starts at a multiple of its width
+        ids_TI = ids_TI.clone()
+    words_TW = ids_TI.contiguous().view(torch.int64)
+    powers_W = torch.full_like(words_TW[0], WORD).cumprod(0) if len(words_TW) else words_TW.new_zeros(words_TW.shape[1])
+    return (words_TW * powers_W).sum(1) * ((places_T * PLACE + tokens_T * TOKEN) | 1)
+
+
 REASONS = {
     "out_of_range": "name an expert that the model has not: the rollout counts shared or redundant experts too, runs "
     "another model, or its ids passed through too narrow a dtype",

@@ -20,7 +20,8 @@ from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import described, require, require_known, require_one_of
 from verl_ext.base.metrics import OURS, comes_late, find, nearest
 from verl_ext.features.feature import Feature, Part, RunFeatures, TableLine
-from verl_ext.features.verl_config import ACTOR, bypasses, strategy_of
+from verl_ext.features.verl_config import ACTOR, bypasses, model_json, rollout_format, strategy_of
+from verl_ext.guard import levels
 from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, LowerLr, Rule
 from verl_ext.guard.state import Boundary
 
@@ -131,6 +132,9 @@ class GuardSettings:
             an undo of weights that the rollout has had.
         lower_lr: what rules with `action: lower_lr` do to the learning rate.
         after_update: score a few trajectories of each batch again after its update.
+        level: warn where the engines' k3 stays above this. null takes the level that is published for the model and the
+            rollout's format, or else twice the mean of the run's first 20 steps (docs/guard.md#normal-levels). 0 never
+            warns.
         mini_batch: refuse single optimizer steps, in the workers.
         boundary: the signal that is extrapolated, and the value it is extrapolated to.
     """
@@ -142,6 +146,7 @@ class GuardSettings:
     rollback_cooldown: int = 5
     lower_lr: LowerLr = field(default_factory=LowerLr)
     after_update: AfterUpdate = field(default_factory=AfterUpdate)
+    level: float | None = None
     mini_batch: MiniBatchGate = field(default_factory=MiniBatchGate)
     boundary: Boundary = field(default_factory=Boundary)
 
@@ -153,6 +158,8 @@ class GuardSettings:
         require(self, "tighten_factor", 0 < self.tighten_factor < 1, "must be between 0 and 1")
         for name in ("max_rollbacks", "rollback_cooldown"):
             require(self, name, getattr(self, name) >= 0, "must be at least 0")
+        holds = self.level is None or 0 <= self.level < math.inf
+        require(self, "level", holds, "must be at least 0 and finite, or null for the published level or the run's own")
         _check_signal(f"{PREFIX}.boundary", self.boundary.signal)
 
 
@@ -184,13 +191,18 @@ def _parse(name: str, given: Any) -> Rule:
             raise ConfigError(f"{where}.{key} must be given")
     if not isinstance(rule.get("advice") or "", str):
         raise ConfigError(f"{where}.advice={rule['advice']} must be text")
-    for side_or_key, value in {side: bound, "recover": rule.get("recover")}.items():
+    for side_or_key, value in {side: bound, **{key: rule.get(key) for key in ("recover", "least")}}.items():
         if value is not None and not _is_finite(value):
             raise ConfigError(f"{where}.{side_or_key}={value} must be a finite number")
-    for key, least in (("patience", 1), ("zscore_window", FEWEST)):
+    for key, least in (("patience", 1), ("zscore_window", FEWEST), ("baseline", 1)):
         value = rule.get(key)
         if value is not None and (not isinstance(value, int) or value < least):
             raise ConfigError(f"{where}.{key}={value} must be a whole number of readings, at least {least}")
+    for key in ("engines_only", "locate"):
+        if not isinstance(rule.get(key) or False, bool):
+            raise ConfigError(f"{where}.{key}={rule[key]} must be true or false")
+    if name == levels.NAME:
+        raise ConfigError(f"{where}: the name is taken by {levels.SETTING}")
     settings = {key: value for key, value in rule.items() if key in RULE_SETTINGS and value is not None}
     parsed = Rule(name, bound=float(bound), side=side, setting=f"{where}.{side}", **settings)
     _check(parsed, where)
@@ -218,6 +230,15 @@ def _check(rule: Rule, where: str) -> None:
             f"{where}: with zscore_window, {rule.side}={rule.bound:g} counts robust standard deviations from the "
             "median to that side, and must be above 0"
         )
+    if rule.zscore_window is not None and rule.baseline is not None:
+        raise ConfigError(f"{where}: zscore_window and baseline are two ways to find the threshold; keep one of them")
+    if rule.least and rule.baseline is None:
+        raise ConfigError(f"{where}.least={rule.least:g} needs baseline, which counts the first readings")
+    for key in ("engines_only", "locate"):
+        if getattr(rule, key) and not rule.signal.startswith("vllm_kl/"):
+            raise ConfigError(f"{where}.{key}=true needs a metric of the gap, vllm_kl/*, and {rule.signal} is none")
+    if rule.locate and rule.side == "below":
+        raise ConfigError(f"{where}.locate=true needs a bound above which the gap is too large: above")
     farther = rule.recover is not None and (
         rule.recover > rule.bound if rule.side == "above" or rule.zscore_window else rule.recover < rule.bound
     )
@@ -342,7 +363,27 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 def _bound(rule: Rule) -> str:
     sign = ">" if rule.side == "above" else "<"
     unit = "" if rule.zscore_window is None else f" sd of {rule.zscore_window}"
+    unit = unit if rule.baseline is None else f" times its first {rule.baseline}"
     return f"{rule.action} at {rule.signal} {sign} {rule.bound:g}{unit}"
 
 
+def level_lines(run: RunFeatures) -> Iterator[TableLine]:
+    """The warning above a normal level of k3: it turns nothing on, and judges wherever the gap is measured anyway."""
+    if run.uses(Part.MEASURE):
+        for rule in levels.level_rules(run.stability.guard.level):
+            yield TableLine("normal level", _bound(rule), AFTER_RULE[rule.action])
+
+
+def set_level(run: RunFeatures) -> None:
+    """Sets the level that is published for the run's model and format; without one, the guard finds the run's own."""
+    if run.stability.guard.level is None and (level := published_level(run.config)) is not None:
+        OmegaConf.update(run.config, levels.SETTING, level.k3, force_add=True)
+
+
+def published_level(config: DictConfig) -> levels.Level | None:
+    """Returns the level that is published for a run's model, if the model's config.json is on this machine."""
+    return levels.published(model_json(config), rollout_format(config))
+
+
 GUARD = Feature(lines, check, loss_settings=loss_settings)
+LEVEL = Feature(level_lines, apply=set_level, depends=True)

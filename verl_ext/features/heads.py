@@ -176,7 +176,7 @@ def _check_centered_weights(run: RunFeatures) -> None:
             _refuse(
                 "knows the weight of each token that might have been sampled, and not of each response",
                 f"stability.correction={chosen.name}",
-                otherwise="choose tis, icepop or kpop, or set stability.score_centering=false",
+                otherwise="choose tis, icepop, kpop or ipo, or set stability.score_centering=false",
             )
     if stability.denominator == "kept":
         _refuse("subtracts a mean over all tokens", "stability.denominator=kept", "stability.denominator=full")

@@ -45,10 +45,9 @@ def reads_routes(run: RunFeatures) -> bool:
     return run.stability.router_agreement or replayed
 
 
-def returns_turns(config: DictConfig) -> bool:
-    """Returns True if each turn of an agent loop returns routing that the process of the agent loop can hold."""
-    rollout = config.actor_rollout_ref.rollout
-    return bool(OmegaConf.select(config, RETURNED) and rollout.name in ROLLOUTS and rollout.multi_turn.enable)
+def holds_routes(config: DictConfig) -> bool:
+    """Returns True if the process of the agent loop holds earlier turns' routing, and the checksum of all of it."""
+    return bool(OmegaConf.select(config, RETURNED) and config.actor_rollout_ref.rollout.name in ROLLOUTS)
 
 
 def replayed_field(config: DictConfig) -> str | None:
@@ -226,7 +225,7 @@ def agent_loop(run: RunFeatures) -> dict[str, Any]:
     return {
         "narrow": reads_routes(run),
         "share": run.stability.router_agreement_share,
-        "turns": returns_turns(run.config),
+        "turns": holds_routes(run.config),
     }
 
 

@@ -19,21 +19,21 @@ from verl_ext.features.corrections import CORRECTION
 from verl_ext.features.fake_quantization import FAKE_QUANTIZATION
 from verl_ext.features.feature import Engines, Feature, Part, RunFeatures, TableLine
 from verl_ext.features.filters import FILTER
-from verl_ext.features.guard import GUARD
+from verl_ext.features.guard import GUARD, LEVEL
 from verl_ext.features.heads import HEADS
 from verl_ext.features.losses import POLICY_LOSS
 from verl_ext.features.mismatch import MISMATCH
 from verl_ext.features.rescoring import RESCORING
 from verl_ext.features.routing import ROUTING
 from verl_ext.features.stability import StabilityConfig
-from verl_ext.features.sync_canary import CANARY
+from verl_ext.features.sync_canary import CANARY, DEFAULT_CANARY
 from verl_ext.features.trajectories import TRAJECTORIES
 from verl_ext.features.verl_config import check_model_files, check_overlong, check_warmup
 
 # In the order of the start-up table.
 FEATURES: tuple[Feature, ...] = (
-    *(MISMATCH, CORRECTION, FILTER, ESTIMATOR, RESCORING, TRAJECTORIES, POLICY_LOSS, GUARD, ROUTING, CANARY),
-    *(CASCADE_ATTENTION, FAKE_QUANTIZATION, BYPASS_MODE, HEADS),
+    *(MISMATCH, CORRECTION, FILTER, ESTIMATOR, RESCORING, TRAJECTORIES, POLICY_LOSS, GUARD, LEVEL, ROUTING),
+    *(CANARY, DEFAULT_CANARY, CASCADE_ATTENTION, FAKE_QUANTIZATION, BYPASS_MODE, HEADS),
 )
 
 

@@ -3,7 +3,9 @@
 Neither torch nor verl is imported: a launch, doctor and plan ask without computing. Written for verl 0.9.1.
 """
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -99,16 +101,55 @@ def replays_here(config: DictConfig) -> bool:
     return strategy_of(config) in HOOKED and replay_mode(config) != "disabled"
 
 
+def trains_lora(config: DictConfig) -> bool:
+    """Whether the model is trained as a LoRA."""
+    names = ("lora_rank", "lora.rank", "lora_adapter_path")
+    one, other, path = (OmegaConf.select(config, f"{MODEL}.{name}", throw_on_missing=False) for name in names)
+    rank = one or other or 0
+    return (isinstance(rank, int) and rank > 0) or path is not None
+
+
 def sends_adapter(config: DictConfig) -> bool:
     """Returns True if a LoRA goes to vLLM as an adapter: `lora_as_adapter` of verl's server."""
-
-    def of_model(name: str) -> object:
-        return OmegaConf.select(config, f"{MODEL}.{name}", throw_on_missing=False)
-
-    rank = of_model("lora_rank") or of_model("lora.rank") or 0
-    trained = (isinstance(rank, int) and rank > 0) or of_model("lora_adapter_path") is not None
     vllm = OmegaConf.select(config, f"{ROLLOUT}.name", throw_on_missing=False) == "vllm"
-    return vllm and trained and not of_model("lora.merge")
+    merged = OmegaConf.select(config, f"{MODEL}.lora.merge", throw_on_missing=False)
+    return vllm and trains_lora(config) and not merged
+
+
+def json_of_model(path: str, name: str) -> dict[str, Any]:
+    """A JSON file of a model folder, or of a model in Hugging Face's cache; {} where there is none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    file: Any = Path(os.path.expanduser(path), name)
+    if not file.parent.is_dir():
+        try:
+            file = try_to_load_from_cache(path, name)
+        except ValueError:  # no name of a model
+            return {}
+    if not isinstance(file, str | Path):
+        return {}
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # loading the model reports it
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def model_json(config: DictConfig) -> dict[str, Any]:
+    """The model's config.json, read without running its code; {} where this machine does not have it."""
+    path = OmegaConf.select(config, f"{MODEL}.path", throw_on_missing=False)
+    return json_of_model(path, "config.json") if path else {}
+
+
+def rollout_format(config: DictConfig) -> str:
+    """The format of the rollout's weights, as `guard.levels` names it, or verl's name of another format."""
+    training = "megatron" if strategy_of(config) == "megatron" else "fsdp_config"
+    qat = OmegaConf.select(config, f"{ACTOR}.{training}.qat", throw_on_missing=False)
+    if qat and qat.get("enable"):
+        return str(qat.get("mode"))
+    argument = f"{ROLLOUT}.engine_kwargs.{rollout_name(config)}.quantization"
+    asked = OmegaConf.select(config, argument) or OmegaConf.select(config, f"{ROLLOUT}.quantization")
+    return str(asked or "bf16")
 
 
 def hf_config_of(model: DictConfig) -> Any:

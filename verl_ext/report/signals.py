@@ -154,6 +154,12 @@ def blind_mask(run: Run) -> tuple[Growth, Growth] | None:
     return share[1], gap[1]
 
 
+def usual_level(run: Run) -> float:
+    """The k3 above which the guard warned last; 0 where no run knows it."""
+    level = run.get("guard/level")
+    return 0.0 if level is None else float(level.values[-1])
+
+
 def boundary_of(run: Run) -> float:
     """Returns the k3 past which a run counts as collapsing: the one that the guard logged, or its default."""
     logged = run.get("guard/boundary")

@@ -207,6 +207,8 @@ class Dashboard:
         for label, sentence in (("measure", verdict.measure), ("settle", verdict.settle)):
             if sentence:
                 yield f"{label}: {sentence}", ""
+        if verdict.alarm:
+            yield from (("", ""), (verdict.alarm, "bold"))
         if first := verdict.first:
             yield from (("", ""), ("Do this first: start the run again with", "bold"), (first.text, "bold"))
             yield first.sentence, ""

@@ -37,7 +37,7 @@ from verl_ext.routing.choices import (
     expert_counts,
     find_choices,
 )
-from verl_ext.routing.outputs import RowLayout, drop_refused, narrow_dtype, routing_outputs
+from verl_ext.routing.outputs import RowLayout, check_captured, drop_refused, narrow_dtype, routing_outputs
 
 OWN_AGREEMENT = "router_own_agreement"  # verl logs it as actor/router_own_agreement
 
@@ -237,6 +237,7 @@ class FsdpRouting:
                 "the two engines number this model's layers differently",
                 OFF,
             )
+        check_captured(micro_batch)
         if layers != len(self.points):
             routes_TLK = routes_TLK[:, [point.layer for point in self.points]]
         routes_TLK = fill_gaps(routes_TLK.to(get_device_id()), lengths_B, left_out_B)

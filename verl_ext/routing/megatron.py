@@ -38,7 +38,7 @@ from verl_ext.base.names import ROLLOUT_ROUTES
 from verl_ext.core.routing import BLOCK, expert_overlap, known_rows
 from verl_ext.core.tokens import blocks, fill_gaps, left_out_rows
 from verl_ext.routing.choices import expert_counts, find_choices
-from verl_ext.routing.outputs import drop_refused, narrow_dtype, routing_outputs
+from verl_ext.routing.outputs import check_captured, drop_refused, narrow_dtype, routing_outputs
 
 ROUTES = ROLLOUT_ROUTES  # one field: jagged [B, n, l, K] from the rollout, [B, n, L, K] from the engine
 OFF = "stability.router_agreement=false"
@@ -144,6 +144,7 @@ class RecordedRouting:
         recorded = output.get(ROUTES, None)
         if recorded is None:
             raise HookError(f"verl returned no {ROUTES} from compute_log_prob, though its engine was built to", (OFF,))
+        check_captured(data)
         for name, value in compare_recorded(recorded, rollout, self.recorders, data).items():
             output[name] = value.cpu()
         if self.mode != "R2":

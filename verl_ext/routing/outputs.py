@@ -11,11 +11,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
 from verl.utils.ulysses import gather_outputs_and_unpad, get_ulysses_sequence_parallel_group
 
-from verl_ext.base.errors import HookError
-from verl_ext.base.names import AGREEMENT, RESPONSE_MASK, ROUTER_SUMS
-from verl_ext.core.routing import agreement, refused_rows
+from verl_ext.base.errors import BatchError, HookError
+from verl_ext.base.names import AGREEMENT, RESPONSE_MASK, ROLLOUT_ROUTES, ROUTE_SUM, ROUTER_SUMS
+from verl_ext.core.routing import agreement, refused_rows, route_terms
 from verl_ext.core.tokens import jagged
 
 
@@ -110,6 +111,30 @@ def packed_rows(lengths_B: Tensor, response_lengths_B: Tensor) -> Tensor:
     shift_B = ends_B - 1 - response_ends_B  # the row of a response token, less its place among the R
     shift_R = torch.repeat_interleave(shift_B, response_lengths_B, output_size=count)
     return shift_R + torch.arange(count, device=lengths_B.device)
+
+
+def check_captured(data: TensorDict) -> None:
+    """Checks that the routes of each trajectory are those that its rollout captured, for these tokens.
+
+    Trajectories without a checksum or without routes are not checked, nor the rows that verl adds to fill a batch.
+
+    Raises:
+        BatchError: they are not.
+    """
+    routes, sums = data.get(ROLLOUT_ROUTES, None), data.get(ROUTE_SUM, None)
+    if routes is None or sums is None:
+        return
+    fields = (routes, data["input_ids"], data[RESPONSE_MASK], sums)
+    for rows, ids, mask, expected in zip(*(field.unbind() for field in fields), strict=True):
+        if not (expected.any() and mask.any() and len(rows) == len(ids)):
+            continue
+        rows, ids = rows.to(get_device_id()), ids.to(get_device_id())
+        if int(route_terms(rows, ids, torch.arange(len(ids), device=ids.device)).sum()) != int(expected):
+            raise BatchError(
+                f"{ROLLOUT_ROUTES} of the trajectory of {len(ids)} tokens that begins with {ids[:12].tolist()} is not "
+                "what its rollout captured for these tokens: an id, a layer or a token has moved on the way",
+                otherwise="set VERL_EXT_AGENT_LOOP=turns:0 to go on without the checksum, and report this",
+            )
 
 
 def drop_refused(routes_TLK: Tensor, experts: int, offsets: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from verl_ext.base.metrics import is_rare
 from verl_ext.features.stability import StabilityConfig
 from verl_ext.guard.diagnosis import Diagnosis
 from verl_ext.guard.guard import LR_SCALE, Guard
+from verl_ext.guard.levels import level_rules
 from verl_ext.guard.state import Decision, Event
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.logs import LineFile
@@ -28,7 +29,7 @@ def build_guard(stability: StabilityConfig) -> Guard:
     settings = stability.guard
     mask = "correction/dropped" if stability.bands else ""
     return Guard(
-        stability.rules,
+        (*stability.rules, *level_rules(settings.level)),
         stop_after=settings.stop_after,
         max_rollbacks=settings.max_rollbacks,
         cooldown=settings.rollback_cooldown,

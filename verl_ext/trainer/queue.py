@@ -247,14 +247,14 @@ class QueueBatch:
         """Returns the rows that verl has added to fill the batch."""
         return {row for row, tag in enumerate(self._batch.tags) if tag.get("is_padding", False)}
 
-    def mean_score(self) -> float:
-        """Returns the mean over the trajectories of their scores' sum over tokens, without the rows `added`."""
+    def scores(self) -> tuple[list[str], Tensor]:
+        """Returns the trajectories' keys and the sum of each one's rewards, [B] float64; rows `added` are left out."""
         scores = torch.zeros(len(self._batch.keys), dtype=torch.float64)
         for part in self._parts:
             rewards = get_fields(part.batch, [REWARDS])[REWARDS] if self._rewards is None else self._rewards
             scores[part.rows] = segment_sums(rewards.values().double(), rewards.offsets().diff())
-        scores[list(self.added)] = 0.0
-        return scores.sum().item() / (len(scores) - len(self.added))
+        real = [row for row in range(len(scores)) if row not in self.added]
+        return [self._batch.keys[row] for row in real], scores[real]
 
     def log_k_sums(self) -> tuple[Tensor, Tensor]:
         """[B] each, see `trainer.batch.log_k_sums`."""

@@ -13,13 +13,15 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.base import names
 from verl_ext.base.errors import BatchError, HookError
+from verl_ext.core.advantages import prompt_effect
 from verl_ext.core.head import head_metrics
 from verl_ext.core.measure import split_gap
 from verl_ext.core.routing import router_metrics
 from verl_ext.features.feature import Part, RunFeatures
 from verl_ext.features.stability import StabilityConfig
+from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.table import read_features
-from verl_ext.features.verl_config import is_asynchronous, truncates
+from verl_ext.features.verl_config import is_asynchronous, replay_mode, truncates
 from verl_ext.guard.state import Decision, Event
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.batch import filter_batch, lag_of
@@ -57,8 +59,9 @@ class StabilityRun:
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
         self.stages = Stages()
         self.dump: Dump | None = None
-        asked = stability.sync_canary
-        self.canary = CanaryRun(asked, _unprocessed(config)) if asked.trajectories else None
+        asked = canary_settings(self.features)
+        required = stability.sync_canary.trajectories is not None
+        self.canary = CanaryRun(asked, _unprocessed(config), required) if asked.trajectories else None
         self._config = config
         self._routing_dtype_told = False
         self._heads_missed = False  # has been reported
@@ -178,7 +181,9 @@ class StabilityRun:
             metrics[RETRACTED] = share
             self.actions.carry_out(self._captured.judge_retracted(share, self.guard.step))
         reads_heads = features.uses(Part.HEADS) and not features.uses(Part.MEASURE_IN_UPDATE)
-        sums = [names.ROUTER_SUMS] * features.uses(Part.ROUTER_COMPARISON) + [names.HEAD_SUMS] * reads_heads
+        compares = features.uses(Part.ROUTER_COMPARISON)
+        checks = compares or replay_mode(features.config) == "R3"
+        sums = [names.ROUTER_SUMS] * compares + [names.HEAD_SUMS] * reads_heads + [names.ROUTE_SUM] * checks
         if features.uses(Part.MEASURE):
             lag = lag_of(batch.tags, self.guard.step) if is_asynchronous(features.config) else None
             view = partial(filter_batch, models=features.config.actor_rollout_ref, tokenizer=tokenizer)
@@ -186,13 +191,18 @@ class StabilityRun:
             found = self._batch.start(sums)
         elif sums:
             found = get_fields(batch, sums)
-        if features.uses(Part.ROUTER_COMPARISON):
+        if compares:
             self.compare_routing(batch, found, metrics)
+        if checks and names.ROUTE_SUM in found.keys():  # noqa: SIM118 (a TensorDict)
+            metrics["router/checked"] = (row_matrix(found[names.ROUTE_SUM]) != 0).double().mean().item()
         if reads_heads:
             self.judge_heads(_compared_heads(found), metrics)
         if self._batch is None:
             return
-        metrics["critic/score/mean"] = self._batch.mean_score()  # verl logs it after the update
+        keys, scores = self._batch.scores()
+        metrics["critic/score/mean"] = scores.mean().item()  # verl logs it after the update
+        if (effect := prompt_effect(scores, keys)) is not None:
+            metrics[names.PROMPT_EFFECT] = effect
         if rescored := self._rescored:
             self._rescored = {}
             tokens, _ = self._batch.tokens_of([batch.keys.index(key) for key in rescored])

@@ -245,6 +245,8 @@ class Step:
             metrics["guard/threshold"] = threshold
         if (boundary := self._stability.guard.boundary).signal == "vllm_kl/k3":
             metrics["guard/boundary"] = boundary.value
+        if (level := self._guard.level) is not None:
+            metrics["guard/level"] = level
         return metrics
 
     def _count(self, refused: bool, metrics: dict[str, float]) -> None:

@@ -191,11 +191,22 @@ class CanaryTrajectories:
         self.l_infer_N = self._packed(data[ROLLOUT_LOG_PROBS].unbind())
         self.positions_N = self._packed([torch.arange(length) for length in self._lengths])
 
-    def score_in_workers(self, workers: Any, *, replays: bool = True) -> Tensor:
-        """Returns [N] from the training engine as it is; `replays`: with replayed routing, if the run replays it."""
+    def score_in_workers(
+        self, workers: Any, *, replays: bool = True, adapter: bool = True, tokens_at_once: int = 0
+    ) -> Tensor:
+        """Returns [N] from the training engine as it is.
+
+        Args:
+            replays: with routing replayed, where the run does that.
+            adapter: with its LoRA, where it has one.
+            tokens_at_once: trajectories share a forward pass up to so many tokens; 0 for a pass each.
+        """
         from verl.workers.utils.padding import response_from_nested
 
-        self._batch.extra_info = ONE_A_PASS | ({} if replays else {OWN_ROUTES: True})
+        settings: dict[str, Any] = {} if replays else {OWN_ROUTES: True}
+        settings |= {} if adapter else {"no_lora_adapter": True}
+        settings |= {"use_dynamic_bsz": True, "max_token_len_per_gpu": tokens_at_once} if tokens_at_once else {}
+        self._batch.extra_info = ONE_A_PASS | settings
         workers.compute_log_prob(self._batch)
         data = get_fields(self._batch, ("log_probs", RESPONSE_MASK))
         return self._packed(response_from_nested(data["log_probs"], data[RESPONSE_MASK]).unbind())
@@ -216,12 +227,12 @@ class CanaryTrajectories:
             raise HookError(said, fix=OFF) from error
         return [self._packed(map(_response_scores, each, self._lengths)) for each in answers]
 
-    def pass_through_server(self, handle: Any) -> None:
-        """Makes a rollout engine score one trajectory after another, in their order."""
+    def pass_through_server(self, handle: Any, most: int) -> None:
+        """Makes a rollout engine score the first `most` tokens of each trajectory, one after another."""
         import ray
 
         for ids in self.ids:
-            ray.get(_ask_server(handle, ids))
+            ray.get(_ask_server(handle, ids[:most]))
 
     def _packed(self, rows: Iterable[Tensor]) -> Tensor:
         return self._all_but_last(rows)[self._mask_N]
@@ -253,21 +264,31 @@ class CanaryRun:
         settings: trajectories, every.
         comparable: whether a rollout's log-probabilities equal a server's for given tokens, so that those of the first
             batch serve as the first comparison.
+        required: whether the user asked for it. A canary that is on by default and cannot work prints why and is off.
     """
 
-    def __init__(self, settings: SyncCanarySettings, comparable: bool):
+    def __init__(self, settings: SyncCanarySettings, comparable: bool, required: bool = True):
         self.canary = SyncCanary()
         self.metrics: dict[str, float] = {}
-        self._settings, self._comparable = settings, comparable
+        self._settings, self._comparable, self._required = settings, comparable, required
+        self._off = False
         self._trajectories: CanaryTrajectories | None = None
         self._first: Tensor | None = None
         self._train: Tensor | None = None
 
     def before_update(self, batch: KVBatchMeta, workers: Any) -> None:
-        """Chooses the trajectories in the first batch, and scores them."""
-        if self._trajectories is None:
+        """Chooses the trajectories in the first batch, and scores them.
+
+        Raises:
+            HookError: they cannot be scored, and the user asked for it.
+        """
+        if self._trajectories is None and not self._off:
             ranks = max(workers._dispatch_info["actor"]) + 1  # verl has computed it, to balance the batch
-            self._trajectories = CanaryTrajectories(batch, self._settings.trajectories, ranks)
+            try:
+                self._trajectories = CanaryTrajectories(batch, self._settings.trajectories or 0, ranks)
+            except HookError as error:
+                self._switch_off(error)
+                return
             self._first = self._trajectories.score_in_workers(workers) if self._comparable else None
 
     def after_update(self, step: int, workers: Any) -> None:
@@ -276,11 +297,19 @@ class CanaryRun:
         self._train = self._trajectories.score_in_workers(workers) if due and self._trajectories else None
 
     def after_sync(self, step: int, handles: Sequence[Any]) -> Decision:
-        """Checks the sync of this step; `metrics` are what it logs."""
+        """Checks the sync of this step; `metrics` are what it logs.
+
+        Raises:
+            HookError: a rollout engine does not score, and the user asked for it.
+        """
         self.metrics = {}
         if self._trajectories is None or self._train is None:
             return Decision()
-        infer = self._trajectories.score_in_servers(handles)
+        try:
+            infer = self._trajectories.score_in_servers(handles)
+        except HookError as error:
+            self._switch_off(error)
+            return Decision()
         if not self.canary.begun:
             if self._first is None:
                 self.canary.begin(step, self._train, infer)
@@ -288,3 +317,9 @@ class CanaryRun:
             self.canary.begin(step - 1, self._first, [self._trajectories.l_infer_N] * len(infer))
         self.metrics, decision = self.canary.check(step, self._train, infer)
         return decision
+
+    def _switch_off(self, error: HookError) -> None:
+        if self._required:
+            raise error
+        self._off, self._trajectories, self._train = True, None, None
+        print(f"verl_ext: weight syncs are not checked: {error}", flush=True)

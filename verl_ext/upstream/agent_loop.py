@@ -2,7 +2,8 @@
 
     narrow   Expert ids of a byte stay a byte. verl converts them to int16 before it writes them to TransferQueue.
     share    Only a share of the trajectories bring their expert ids. They are by far the largest field of a batch.
-    turns    A turn brings the expert ids of its own tokens. vLLM returns those of all turns, every time.
+    turns    A turn brings the expert ids of its own tokens, and their checksum; the trajectory's goes to its batch.
+             vLLM returns those of all turns, every time.
     head     The K most likely tokens at each place, as two fields next to `responses`. verl asks for none.
 
 A process does what the environment variable VERL_EXT_AGENT_LOOP asks for, such as `narrow:1,head:32`, and without it
@@ -22,7 +23,7 @@ from __future__ import annotations
 import inspect
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -32,7 +33,7 @@ import numpy as np
 from wrapt import register_post_import_hook
 
 from verl_ext.base.errors import ConfigError, HookError
-from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS, ROLLOUT_ROUTES
+from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS, ROLLOUT_ROUTES, ROUTE_SUM
 from verl_ext.base.patching import PatchError, Undo, expect, expect_lookup, moved, together, wrap
 from verl_ext.core import torch
 
@@ -71,7 +72,7 @@ class Extras:
     Attributes:
         narrow: expert ids in uint8 travel in uint8.
         share: of the trajectories, which bring their expert ids.
-        turns: expert ids that the agent loop's process holds are not sent again.
+        turns: expert ids that the agent loop's process holds are not sent again; all have a checksum.
         head: how many tokens at each place.
     """
 
@@ -169,16 +170,22 @@ def change_server(server: Any) -> Undo:
 async def generate_in_server(
     verls: Callable, server: Any, prompt_ids: Any, sampling_params: dict[str, Any], *rest: Any, **named: Any
 ) -> Any:
-    """verl's `generate`, without the rows that the request says are held."""
+    """verl's `generate`, without the rows that the request says are held, and with the checksum of the others."""
     extra = dict(sampling_params.get("extra_args") or {})
-    held = extra.pop(ROWS_HELD, 0)
-    if not held:
+    held = extra.pop(ROWS_HELD, None)
+    if held is None:
         return await verls(server, prompt_ids, sampling_params, *rest, **named)
     output = await verls(server, prompt_ids, {**sampling_params, "extra_args": extra or None}, *rest, **named)
     if output.routed_experts is not None:
         output.routed_experts = output.routed_experts[held:]
-        output.extra_fields[ROWS_HELD] = held
+        output.extra_fields |= sums_of_answer(prompt_ids, output, held)
     return output
+
+
+def sums_of_answer(prompt_ids: Sequence[int], output: Any, held: int) -> dict[str, int]:
+    """What a server says of the rows that it sends: how many come before them, and their checksum."""
+    tokens = [*prompt_ids, *output.token_ids]
+    return {ROWS_HELD: held, ROUTE_SUM: int(row_terms(output.routed_experts, tokens, held).sum())}
 
 
 def ask_for_head(vllms: Callable[..., Any], **arguments: Any) -> Any:
@@ -265,8 +272,8 @@ async def generate_in_client(verls: Callable, client: Any, request_id: Any, **ar
     before = None if turns is None else turns.get(request_id)
 
     asked = {}
-    if before is not None and (held := before.held(prompt)):
-        asked[ROWS_HELD] = held
+    if turns is not None:
+        asked[ROWS_HELD] = 0 if before is None else before.held(prompt)
     if calls is not None:
         asked[HEAD_ASKED] = _extras.head
     if asked:
@@ -282,11 +289,12 @@ async def generate_in_client(verls: Callable, client: Any, request_id: Any, **ar
 
             calls.append(Call(prompt, list(output.token_ids), ids, log_q))
     if turns is not None:
-        cut, memory = output.extra_fields.pop(ROWS_HELD, 0), None
+        cut, total, memory = output.extra_fields.pop(ROWS_HELD, 0), output.extra_fields.pop(ROUTE_SUM, None), None
         if before is not None and cut:
+            total = before.sum_of(cut) + total
             output.routed_experts, memory = before.joined(cut, output.routed_experts)
         if output.routed_experts is not None:
-            turns[request_id] = Turn([*prompt, *output.token_ids], output.routed_experts, memory)
+            turns[request_id] = Turn([*prompt, *output.token_ids], output.routed_experts, memory, total)
     return output
 
 
@@ -327,7 +335,8 @@ def trajectory_context(verls: Callable, *arguments: Any, validate: bool, **setti
 
 def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, Any]:
     """The fields of an AgentLoopOutput: verl's, with the expert ids and the heads that are wanted."""
-    rows = output.routed_experts
+    rows, total = output.routed_experts, 0
+    trajectory = _trajectory.get()
     narrow = _extras.narrow and isinstance(rows, np.ndarray) and rows.dtype == np.uint8  # wider ids are left to verl
     if rows is not None and _sampling is not None and not _sampling.take():
         # All trajectories of a batch have the same fields in TransferQueue, so [0, L, K] takes the place of the ids.
@@ -337,7 +346,11 @@ def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, An
         written = _narrow_fields(verls, output)
     else:
         written = verls(output)
-    trajectory = _trajectory.get()
+    if rows is not None and _extras.turns:
+        if trajectory is not None and trajectory.turns and len(written[ROLLOUT_ROUTES]):
+            tokens = [*output.prompt_ids, *output.response_ids]
+            total = sum_of_first(trajectory.turns.values(), tokens, min(len(rows), len(tokens)))
+        written[ROUTE_SUM] = torch.tensor([total])
     if trajectory is not None and trajectory.calls is not None:
         from verl_ext.core.head import heads_of
 
@@ -428,10 +441,17 @@ class Turn:
         tokens: the prompt and what was generated.
         rows_mLK: the rows of the first m tokens.
         memory: longer than the rows, which it begins with, where the next turn's can be written behind them.
+        total: the checksum of the rows, made where they were captured; None if it did not come.
     """
 
-    def __init__(self, tokens: Sequence[int], rows_mLK: np.ndarray, memory: np.ndarray | None = None):
-        self.tokens, self.rows_mLK, self.memory = list(tokens), rows_mLK, memory
+    def __init__(
+        self, tokens: Sequence[int], rows_mLK: np.ndarray, memory: np.ndarray | None = None, total: int | None = None
+    ):
+        self.tokens, self.rows_mLK, self.memory, self.total = list(tokens), rows_mLK, memory, total
+
+    def sum_of(self, count: int) -> int:
+        """The checksum of the first `count` rows: that of all of them, less the terms of the others."""
+        return (self.total or 0) - int(row_terms(self.rows_mLK[count:], self.tokens, count).sum())
 
     def held(self, prompt: Sequence[int]) -> int:
         """How many rows belong to the prompt's first tokens. The last one generated was not forwarded: it has none."""
@@ -454,6 +474,23 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     if one[:shorter] == other[:shorter]:  # as between most turns; and quick
         return shorter
     return next(index for index in range(shorter) if one[index] != other[index])
+
+
+def row_terms(rows_nLK: np.ndarray, tokens: Sequence[int], first: int) -> Tensor:
+    """[n] int64, see `core.routing.route_terms`, of the rows of a sequence's tokens from number `first` on."""
+    from verl_ext.core.routing import route_terms
+
+    last = first + len(rows_nLK)
+    ids_nLK = torch.from_numpy(np.asarray(rows_nLK).astype(np.int16))  # a copy: Ray hands out what cannot be written
+    return route_terms(ids_nLK, torch.tensor(tokens[first:last], dtype=torch.int64), torch.arange(first, last))
+
+
+def sum_of_first(turns: Iterable[Turn], tokens: Sequence[int], count: int) -> int:
+    """The checksum of the first `count` rows of a sequence, as int64, by a turn that has them; 0 if none has."""
+    for turn in turns:
+        if turn.total is not None and len(turn.rows_mLK) >= count <= common_length(turn.tokens, tokens):
+            return (turn.sum_of(count) + 2**63) % 2**64 - 2**63
+    return 0
 
 
 class Value:

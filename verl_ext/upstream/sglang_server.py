@@ -29,7 +29,7 @@ from torch import Tensor
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.base.patching import Undo, expect, together, wrap
-from verl_ext.upstream.agent_loop import DISTRIBUTION_CHANGES, HEAD_ASKED, ROWS_HELD
+from verl_ext.upstream.agent_loop import DISTRIBUTION_CHANGES, HEAD_ASKED, ROWS_HELD, sums_of_answer
 
 CHANGE = "sglang_server"
 NOTHING = float(np.finfo(np.float32).min)  # what SGLang writes for a log-probability of -inf
@@ -111,10 +111,10 @@ async def generate(
         return await verls(server, prompt_ids, sampling_params, *rest, **named)
     sampling = dict(sampling_params)
     extra = dict(sampling.pop("extra_args", None) or {})
-    held, head = extra.pop(ROWS_HELD, 0), extra.pop(HEAD_ASKED, 0)
+    held, head = extra.pop(ROWS_HELD, None), extra.pop(HEAD_ASKED, 0)
     if extra:
         sampling["extra_args"] = extra
-    request = Request(held, head, cut_of(sampling, head, server.config.logprobs_mode) if head else None)
+    request = Request(held or 0, head, cut_of(sampling, head, server.config.logprobs_mode) if head else None)
     token = _request.set(request)
     try:
         output = await verls(server, prompt_ids, sampling, *rest, **named)
@@ -123,8 +123,8 @@ async def generate(
     output.num_preempted = request.retractions
     if server.config.enable_rollout_routing_replay and output.stop_reason == "abort" and output.routed_experts is None:
         output.token_ids, output.log_probs = [], []
-    if held and output.routed_experts is not None:
-        output.extra_fields[ROWS_HELD] = held
+    if held is not None and output.routed_experts is not None:
+        output.extra_fields |= sums_of_answer(prompt_ids, output, held)
     if request.came is not None:
         ids, log_q = request.came
         rows = slice(len(ids) if output.token_ids else 0)  # verl drops tokens that have not as many log-probabilities

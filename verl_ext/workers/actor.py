@@ -4,10 +4,12 @@
 classes until `configure_loss` is called, except that the ranks of a model replica share the routing that they fetch.
 """
 
+import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.experimental.separation.engine_workers import DetachActorWorker
@@ -21,7 +23,8 @@ from verl_ext.base.errors import HookError
 from verl_ext.base.names import OWN_ROUTES
 from verl_ext.core.recorder import Passes
 from verl_ext.features.losses import LOSSES
-from verl_ext.routing.engines import ENGINES
+from verl_ext.routing.engines import ENGINES, HOOKED
+from verl_ext.routing.outputs import check_captured
 from verl_ext.routing.router_shift import MegatronShiftRecorder, ShiftRecorder
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.head import HeadReader, HeadUse
@@ -30,6 +33,7 @@ from verl_ext.workers.worker_loss import LossSettings, install_loss
 
 STEP_START = 0  # verl's key of its copy
 SHARDED = ("fsdp2", "veomni")
+ADAPTER_SCALE = 0.02  # as transformers initialises linear layers
 
 
 class SharingTrainingWorker(TrainingWorker):
@@ -43,7 +47,19 @@ class SharingTrainingWorker(TrainingWorker):
         """Runs verl's method; a pass that is left to the engine's own routers replays nothing."""
         if tu.get_non_tensor_data(data, OWN_ROUTES, default=False):
             tu.assign_non_tensor_data(data, "enable_routing_replay", False)
+        self.check_replayed(data)
         return super().infer_batch(data)
+
+    def train_batch(self, data: TensorDict) -> TensorDict:
+        """verl's."""
+        self.check_replayed(data)
+        return super().train_batch(data)
+
+    def check_replayed(self, data: TensorDict) -> None:
+        """Checks the rollout's routes before verl replays them, on Megatron and VeOmni; see `check_captured`."""
+        engine = self.engine_config
+        if engine.strategy not in HOOKED and engine.router_replay.mode == "R3":
+            check_captured(data)
 
 
 class LossMixin:
@@ -51,6 +67,7 @@ class LossMixin:
 
     actor_worker_cls: type[TrainingWorker] = SharingTrainingWorker
     actor: Any
+    config: Any
     loss_fn: partial
     shift: ShiftRecorder | None = None
     gate: Gate | None = None
@@ -97,6 +114,21 @@ class LossMixin:
     def take_back(self, after: int) -> int | None:
         """See `verl_ext.workers.gate.Gate.take_back`."""
         return self.gate.take_back(after) if self.gate is not None else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fill_adapters(self) -> bool:
+        """Fills the B of each LoRA with small random numbers if all are zero, as in a new one; returns whether.
+
+        The numbers depend on the parameter's name, so that ranks with the same shard have the same.
+        """
+        parameters = self.actor.engine.module.named_parameters() if self.config.actor.strategy != "megatron" else ()
+        shards = {name: getattr(each, "_local_tensor", each).data for name, each in parameters if ".lora_B." in name}
+        if not shards or any(shard.any() for shard in shards.values()):
+            return False
+        for name, shard in shards.items():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            shard.copy_(ADAPTER_SCALE * torch.randn(shard.shape, generator=generator))
+        return True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def record_states(self, begin: bool) -> Passes:

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.core.routing import REASONS, RouterSums, agreement, router_metrics
+from tests.support.route_sum import route_sum
+from verl_ext.core.routing import REASONS, RouterSums, agreement, route_terms, router_metrics
 
 
 def draw(lengths, layers, top_k, seed, share=1.0):
@@ -259,3 +260,39 @@ def test_the_error_says_nothing_of_a_single_trajectory_or_of_none_left_out():
     every = router_metrics(sums_of(agree, tokens, [False] * 3))
     assert not {"router/sampled", "router/agreement/error"} & every.keys()
     assert router_metrics(sums_of(agree, tokens, [True] * 3)) == {"router/sampled": 0.0}
+
+
+def checksum(routes, tokens, first=0):
+    return int(route_terms(routes, tokens, torch.arange(first, first + len(tokens))).sum())
+
+
+@pytest.mark.parametrize(("layers", "top_k"), [(1, 1), (3, 2), (2, 8)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_the_checksum_of_routes_against_pythons_integers(layers, top_k, dtype):
+    generator = torch.Generator().manual_seed(0)
+    routes = torch.randint(0, 256, (11, layers, top_k), generator=generator)
+    tokens = torch.randint(0, 150_000, (11,), generator=generator)
+    whole = checksum(routes.to(dtype), tokens)
+    assert whole == route_sum(routes, tokens)
+    parts = checksum(routes.to(dtype)[:4], tokens[:4]), checksum(routes.to(dtype)[4:], tokens[4:], first=4)
+    assert (sum(parts) + 2**63) % 2**64 - 2**63 == whole
+    assert checksum(torch.cat([routes, 0 * routes]), tokens.repeat(2)) == whole, "a row of zeros adds nothing"
+
+
+@given(st.integers(0, 10), st.integers(0, 10), st.integers(0, 2), st.integers(0, 7), st.integers(1, 255))
+def test_the_checksum_sees_every_id_layer_place_and_token(row, other, layer, k, more):
+    generator = torch.Generator().manual_seed(1)
+    routes = torch.rand(11, 3, 8, generator=generator).argsort(-1) + 8 * torch.arange(11).view(-1, 1, 1)
+    tokens = torch.arange(20, 31)
+    whole = checksum(routes, tokens)
+    changed = routes.clone()
+    changed[row, layer, k] = (changed[row, layer, k] + more) % 256
+    assert checksum(changed, tokens) != whole
+    if row != other:
+        moved = torch.arange(11)
+        moved[[row, other]] = moved[[other, row]]
+        assert checksum(routes[moved], tokens) != whole
+        assert checksum(routes, tokens[moved]) != whole
+    assert checksum(routes.roll(1, 1), tokens) != whole
+    assert checksum(routes.roll(1, 0), tokens) != whole
+    assert checksum(routes, tokens, first=1) != whole

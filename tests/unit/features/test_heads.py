@@ -95,7 +95,7 @@ def check(compose, models):
         ([*CENTERED, "stability.filters={overlong: {}}"], "a filter would drop: stability.filters.overlong; leave the"),
         (
             [*CENTERED, "stability.correction=tis_sequence"],
-            "stability.correction=tis_sequence; choose tis, icepop or kpop",
+            "stability.correction=tis_sequence; choose tis, icepop, kpop or ipo",
         ),
         (
             [*CENTERED, f"{ROLLOUT}.top_k=50", f"{ROLLOUT}.logprobs_mode=raw_logprobs"],

@@ -20,9 +20,11 @@ from verl_ext.guard.forecast import (
     HORIZON,
     MIXED,
     engines_part,
+    engines_value,
     estimate_growth,
     holds_age,
     owner_clause,
+    place_clause,
     speaks,
 )
 from verl_ext.guard.guard import Guard
@@ -426,3 +428,33 @@ def test_a_step_without_a_reward_is_no_reading():
     guard = Guard()
     walk(guard, {REWARD: [0.5, math.nan, 0.5]})
     assert guard.state.record[REWARD] == [(1, 0.5), (3, 0.5)]
+
+
+def test_the_engines_value_is_left_out_where_only_old_rollouts_show_it():
+    old = {K3: 0.5, "vllm_kl/share/lag/2": 1.0}
+    assert engines_value(K3, {K3: 0.5}) == 0.5
+    assert engines_value(K3, old) is None and engines_value(K3, {}) is None
+    assert engines_value(K3, old | {f"{K3}/lag/0": 0.1}) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("signals", "said"),
+    [
+        ({}, ""),
+        ({"router/agreement/layer_00": 1.0, "router/agreement/layer_01": 1.0}, " (routers agree in all layers)"),
+        (
+            {"router/agreement/layer_09": 0.9, "router/agreement/layer_10": 0.5, "router/agreement/layer_00": 1.0},
+            " (routers disagree from layer 9 on)",
+        ),
+        (
+            {f"{K3}/position/0-256": 1e-13, f"{K3}/position/256-1024": 1e-5, f"{K3}/position/16384-": 1e-4},
+            " (the gap begins at positions 256-1024)",
+        ),
+        (
+            {"router/agreement/layer_3": 0.0, f"{K3}/position/0-256": 1.0},
+            " (routers disagree from layer 3 on; the gap begins at positions 0-256)",
+        ),
+    ],
+)
+def test_where_a_gap_begins(signals, said):
+    assert place_clause(K3, 1e-10, signals) == said

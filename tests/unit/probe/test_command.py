@@ -123,6 +123,7 @@ def test_in_ci_it_fails_where_hidden_states_are_nan(probe, capsys):
     ("arguments", "said"),
     [
         (["--prompts", "0", "recipe=cpu_smoke"], "--prompts=0 must be at least 1"),
+        (["--batches", "0", "recipe=cpu_smoke"], "--batches=0 must be at least 1"),
         (["recipe=cpu_smoke", "actor_rollout_ref.actor.strategy=torchtitan"], "and this run has torchtitan"),
         (["recipe=cpu_smoke", "actor_rollout_ref.rollout.name=hf"], "vLLM and SGLang, and this run samples with hf"),
         (
@@ -192,7 +193,7 @@ def test_an_update_that_reads_the_agreement_keeps_it_and_replays_nothing(moe_ove
     ("sizes", "prompts"),
     [
         ((), 8),
-        (("trainer.n_gpus_per_node=8", "trainer.nnodes=2"), 16),
+        (("trainer.n_gpus_per_node=8", "trainer.nnodes=2"), 32),
         (("trainer.n_gpus_per_node=8", f"{MEGATRON}.pipeline_model_parallel_size=4"), 8),
         (
             (
@@ -200,7 +201,7 @@ def test_an_update_that_reads_the_agreement_keeps_it_and_replays_nothing(moe_ove
                 f"{MEGATRON}.pipeline_model_parallel_size=4",
                 f"{MEGATRON}.virtual_pipeline_model_parallel_size=2",
             ),
-            24,
+            48,
         ),
     ],
 )

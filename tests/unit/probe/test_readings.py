@@ -18,8 +18,10 @@ from verl_ext.base.errors import HookError
 from verl_ext.core.fake_quant import fake_quantized
 from verl_ext.core.recorder import Recorder, joined_passes, named_points, order_of
 from verl_ext.probe.readings import (
+    BASE,
     DECODE,
     FLIPS,
+    PACKED,
     PREFILL,
     REPLAYED,
     SYNC,
@@ -33,7 +35,7 @@ from verl_ext.probe.readings import (
     compare_stage,
     compare_states,
 )
-from verl_ext.probe.verdict import HEAD, judge_gap, stage_sentence, start_of
+from verl_ext.probe.verdict import HEAD, batches_sentence, judge_gap, stage_sentence, start_of
 
 
 def oracle(log_q, log_p):
@@ -220,6 +222,48 @@ def test_the_verdict_says_which_pair_holds_the_gap(pairs, cause, said):
     found = judge_gap(pairs, [])
     assert found.cause == cause and said in found.sentence
     assert (found.advice == "stability=r3") == (cause == "routing")
+
+
+@pytest.mark.parametrize(
+    ("reading", "k3", "cause", "said"),
+    [
+        (PACKED, 1e-2, "packing", "with several in a pass, k3 rises from 1.0e-03 to 1.0e-02"),
+        (PACKED, 1.5e-3, "arithmetic", "compute differently"),
+        (REPLAYED, 1e-2, "replay", "with them replayed, k3 rises from 1.0e-03 to 1.0e-02"),
+        (BASE, 1e-4, "adapter", "k3 is 1.0e-03 to the training engine with it, and 1.0e-04 without it"),
+        (BASE, 9e-4, "arithmetic", "compute differently"),
+        (BASE, 1e-1, "arithmetic", "compute differently"),
+    ],
+)
+def test_a_reading_that_is_further_away_or_a_lora_that_is_not_there(reading, k3, cause, said):
+    def pairs(chance):
+        return [*pairs_of(1e-3, 1e-6, 1e-3), *pairs_of(k3, 0, 0, k3, chance)[3:]]
+
+    def judged(chance):
+        found = pairs(chance)
+        return judge_gap([*found[:-1], replace(found[-1], other=reading)], [])
+
+    assert judged(1e-3).cause == cause and said in judged(1e-3).sentence
+    assert judged(0.06).cause == "arithmetic"
+
+
+@pytest.mark.parametrize(
+    ("k3", "said"),
+    [
+        (
+            [1e-4, 1.1e-4, 3e-4, 4e-4],
+            "The gap grows while the weights stay the same: k3 is 1.1e-04 over the first 2 of 4",
+        ),
+        ([1e-4, 1.1e-4, 9e-4, 3e-4, 4e-4], "and 3.5e-04 over the last 2"),
+        ([1e-4, 3.5e-4, 3e-4, 9e-4], "no growth is seen"),  # the second is above the third
+        ([1e-4, 1.1e-4, 1.2e-4, 1.3e-4], "no growth is seen"),  # not twice as large
+        ([1e-14, 1e-13, 1e-12, 1e-11], "no growth is seen"),  # rounding
+        ([1e-4, 1e-2], "no growth is seen"),  # one case in two by chance
+        ([1e-4, None, 1e-4, 1e-4], "1 of 4 batches with the same weights have NaN or infinity"),
+    ],
+)
+def test_a_gap_that_grows_from_batch_to_batch(k3, said):
+    assert said in batches_sentence([replace(pairs_of(1e-3, 0, 0)[0], k3=each) for each in k3])
 
 
 PLACES = [Place("embedding", 0.0), Place("0.attention", 1e-7), Place("0.layer", 2e-7), Place("norm", 2e-7)]

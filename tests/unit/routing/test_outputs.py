@@ -1,5 +1,7 @@
 """Packed tokens go out to a pass's rows and come back; a planted disagreement is found where it was planted."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,9 +10,10 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from tests.support.micro_batches import nested
-from verl_ext.base.errors import HookError
+from tests.support.route_sum import route_sum
+from verl_ext.base.errors import BatchError, HookError
 from verl_ext.core.routing import RouterSums
-from verl_ext.routing.outputs import RowLayout, drop_refused, packed_rows, routing_outputs
+from verl_ext.routing.outputs import RowLayout, check_captured, drop_refused, packed_rows, routing_outputs
 
 LAYERS, TOP_K = 3, 4
 LENGTHS = [(4, 3), (2, 5), (1, 1), (3, 0)]  # prompt and response length of each trajectory
@@ -199,3 +202,33 @@ def test_rows_that_do_not_hold_the_tokens_are_an_error_with_the_remedy(packed, r
     for call in (lambda: found.collect(torch.zeros(rows)), lambda: found.spread(torch.zeros(4), rows)):
         with pytest.raises(HookError, match=rf"saw {rows} tokens .* 1 rank\(s\).*router_replay.*unset them"):
             call()
+
+
+def captured(change=lambda rows: rows, total=route_sum, generated=1):
+    """A batch whose second trajectory is changed after it got its checksum."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, 99, (n,), generator=generator) for n in (5, 6, 4)]
+    routes = [torch.randint(0, 9, (len(each), LAYERS, TOP_K), generator=generator) for each in ids]
+    sums = [torch.tensor([total(rows, tokens)]) for rows, tokens in zip(routes, ids, strict=True)]
+    routes[1] = change(routes[1])
+    masks = [torch.full((2,), generated) for _ in ids]
+    fields = {"input_ids": ids, "routed_experts": routes, "response_mask": masks, "routed_experts_sum": sums}
+    return TensorDict({name: nested(rows) for name, rows in fields.items()}, batch_size=3), ids[1].tolist()
+
+
+@pytest.mark.parametrize("change", [lambda rows: rows.roll(1, 0), lambda rows: rows.roll(1, 1), lambda rows: rows + 1])
+def test_routes_that_are_not_what_was_captured_are_an_error_that_names_the_trajectory(change):
+    data, ids = captured(change)
+    with pytest.raises(
+        BatchError, match=f"of the trajectory of 6 tokens that begins with {re.escape(str(ids))} is not"
+    ):
+        check_captured(data)
+    check_captured(captured(change, total=lambda rows, tokens: 0)[0])  # no checksum came
+    check_captured(captured(change, generated=0)[0])  # a copy that verl has cut, to fill the batch
+    check_captured(data.exclude("routed_experts_sum"))
+
+
+def test_routes_that_were_captured_or_left_out_are_no_error():
+    check_captured(captured()[0])
+    check_captured(captured(lambda rows: rows[:0])[0])
+    check_captured(captured(lambda rows: rows.byte().long())[0])

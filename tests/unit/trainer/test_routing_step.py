@@ -106,6 +106,12 @@ def test_refused_routing_is_told_and_counted_and_a_rule_can_act_on_it(step, caps
     assert "update skipped: router/invalid=0.25" in said
 
 
+def test_trajectories_with_a_checksum_of_their_routes_are_counted(step):
+    sums = torch.nested.as_nested_tensor([torch.tensor([5]), torch.tensor([0])], layout=torch.jagged)
+    _, metrics, _ = step({"router_agreement": True}, router_sums=refused_sums(3, 0), routed_experts_sum=sums)
+    assert metrics["router/checked"] == 0.5
+
+
 def test_sglangs_retractions_are_counted_and_told_once(step, capsys):
     counts = NonTensorStack(*({"num_preempted": count} for count in (0, 2)))
     rollout = {"name": "sglang", "enable_rollout_routing_replay": True}

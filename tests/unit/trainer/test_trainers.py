@@ -208,5 +208,5 @@ def test_settings_are_taken_over_from_the_next_batch_on_and_the_guard_stays_the_
     batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=["old_log_probs"])
     trainer._compute_advantage(batch, metrics)
     assert rows(store, "rollout_is_weights")[1] == [0.0]
-    assert [rule.name for rule in run.guard.rules] == ["batch_skip"]
+    assert [rule.name for rule in run.guard.rules] == ["batch_skip", "level"]
     assert "guard/threshold" not in metrics

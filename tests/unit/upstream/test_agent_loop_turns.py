@@ -3,10 +3,11 @@
 import asyncio
 import inspect
 import zlib
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -17,6 +18,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from tests.support.agent_loop_worker import asked_for, changed, client_of
 from tests.support.agent_loop_worker import run as run_in_worker
+from tests.support.route_sum import route_sum
 from verl_ext.base.patching import PatchError
 from verl_ext.upstream import agent_loop
 from verl_ext.upstream.agent_loop import Extras, Turn, common_length, parse_extras
@@ -72,6 +74,10 @@ def run(loop):
 
 def calls(server, *prompts, kind=LLMServerClient, **arguments):
     """The rows that one trajectory's calls return, with these prompts."""
+    return [output.routed_experts for output in run(loop_of(server, prompts, kind, arguments))]
+
+
+def loop_of(server, prompts, kind=LLMServerClient, arguments=MappingProxyType({})):
 
     async def loop(sampling_params, **_):
         client = client_of(server.handle(), kind)
@@ -80,7 +86,27 @@ def calls(server, *prompts, kind=LLMServerClient, **arguments):
             for prompt in prompts
         ]
 
-    return [output.routed_experts for output in run(loop)]
+    return loop
+
+
+def written(server, *prompts, keep=None, change=lambda rows: rows, **arguments):
+    """The batch's fields of a trajectory that ends with the last of these calls, cut to `keep` tokens."""
+
+    def write(outputs):
+        prompt, (*_, last) = prompts[-1], outputs
+        response = last.token_ids[: None if keep is None else max(0, keep - len(prompt))]
+        rows = change(last.routed_experts)[: len(prompt) + len(response)]
+        settings = {"response_mask": [1] * len(response), "metrics": verls_agent_loop.AgentLoopMetrics()}
+        return verls_agent_loop.AgentLoopOutput(
+            prompt_ids=prompt, response_ids=response, routed_experts=rows, **settings
+        ).as_dict()
+
+    return run_in_worker(loop_of(server, prompts, arguments=arguments), write)
+
+
+def sum_of(fields):
+    ids = [*fields["prompts"].tolist(), *fields["responses"].tolist()]
+    return route_sum(fields["routed_experts"], ids)
 
 
 def done(*tokens):
@@ -105,6 +131,42 @@ def test_every_turn_returns_what_it_would_have_and_earlier_arrays_stay(turns):
             assert rows.dtype == np.uint8 and np.array_equal(rows, rows_of([*before, *generated]))
         else:
             assert rows is None
+
+
+@given(st.lists(st.tuples(tokens, tokens, st.integers(0, 4)), min_size=1, max_size=5), st.integers(0, 8))
+def test_the_sum_of_a_trajectory_is_that_of_its_rows_and_tokens(turns, dropped):
+    prompt, prompts = [7, 8], []
+    for generated, added, cut in turns:
+        prompts.append(prompt)
+        prompt = [*prompt, *generated]
+        prompt = [*prompt[: max(1, len(prompt) - cut)], *added]
+    answers = [done(*generated) for generated, _, _ in turns[:-1]] + [done(1, 2, 3)]
+    fields = written(vLLMHttpServer(*answers), *prompts, keep=len(prompts[-1]) + max(1, 3 - dropped))
+    assert fields["routed_experts_sum"].tolist() == [sum_of(fields)] != [0]
+
+
+@pytest.mark.parametrize("fault", ["a row moves", "an id changes", "held rows are others"])
+def test_the_sum_is_that_of_the_server_whatever_happens_to_the_rows_behind_it(fault, monkeypatch):
+    def change(rows):
+        rows = rows.copy()
+        if fault == "a row moves":
+            rows[[1, 2]] = rows[[2, 1]]
+        if fault == "an id changes":
+            rows[3, 1, 0] += 1
+        return rows
+
+    if fault == "held rows are others":
+        monkeypatch.setattr(
+            Turn, "joined", lambda turn, count, new: (np.concatenate([turn.rows_mLK[:count] + 1, new]), None)
+        )
+    fields = written(vLLMHttpServer(done(1, 2), done(3, 4)), [7, 8], [7, 8, 1, 2, 9], change=change)
+    whole = torch.from_numpy(rows_of([7, 8, 1, 2, 9, 3, 4]))
+    assert fields["routed_experts_sum"].tolist() == [route_sum(whole, [7, 8, 1, 2, 9, 3, 4])] != [sum_of(fields)]
+
+
+def test_rows_of_other_tokens_have_no_sum():
+    fields = written(vLLMHttpServer(done(1, 2), done(3)), [7, 8], [7, 8, 1, 2], image_data=["an image"])
+    assert fields["routed_experts_sum"].tolist() == [0]
 
 
 def test_rows_that_are_held_do_not_travel():
@@ -221,12 +283,12 @@ def test_it_is_off_unless_the_environment_asks(monkeypatch):
     [
         (["recipe=cpu_tool", "stability.router_agreement=true"], True),
         (["recipe=cpu_tool", "stability.router_agreement=true", "actor_rollout_ref.rollout.name=sglang"], True),
-        (["recipe=cpu_smoke", "stability.router_agreement=true"], False),
+        (["recipe=cpu_smoke", "stability.router_agreement=true"], True),
         (["recipe=cpu_tool", "stability.router_agreement=false"], False),
         (["recipe=cpu_tool", "actor_rollout_ref.rollout.enable_rollout_routing_replay=true"], True),
     ],
 )
-def test_a_launch_asks_for_it_where_a_loop_of_turns_returns_routing(compose, overrides, expected):
+def test_a_launch_asks_for_it_where_a_rollout_returns_routing(compose, overrides, expected):
     from verl_ext.features.stability import stability_config
     from verl_ext.features.table import apply_engine_settings, read_features
 

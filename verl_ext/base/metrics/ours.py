@@ -3,6 +3,7 @@
 from functools import partial
 
 from verl_ext.base.metrics.metric import Metric, Section
+from verl_ext.base.names import PROMPT_EFFECT
 
 AXES = "{prob,entropy,position,turn}"
 LOSS = "nats per token"
@@ -210,6 +211,13 @@ ROUTING = Section(
             label="routing refused",
         ),
         Metric(
+            "router/checked",
+            "trajectories whose routes have a checksum, made in the rollout's server; the workers compare it with what "
+            "arrives",
+            "share",
+            "higher",
+        ),
+        Metric(
             "router/retracted",
             "with SGLang, trajectories that it retracted because its KV cache was full, and continued later: their "
             "experts are from the pass that read their tokens again",
@@ -223,6 +231,20 @@ ROUTING = Section(
     ),
     override="stability.router_agreement=true",
     of_gap=True,
+)
+
+REWARD = Section(
+    "The reward",
+    "Wherever the metrics of the gap are measured, bypass mode included.",
+    (
+        Metric(
+            PROMPT_EFFECT,
+            "F of a one-way analysis of variance: the variance of the reward between prompts over the variance within "
+            "them. It averages 1 if the reward does not depend on the prompt, as with a grader that returns random "
+            "numbers",
+            label="F of the prompts",
+        ),
+    ),
 )
 
 FILTERS = Section(
@@ -263,6 +285,12 @@ GUARD = Section(
         after("guard/lr_scale", "factor on the schedule's learning rate, if a rule can lower it", rare=True),
         after("guard/threshold", "`stability.batch_skip.threshold`", rare=True),
         after("guard/boundary", "`stability.guard.boundary.value`, where the growth is that of k3", LOSS, rare=True),
+        after(
+            "guard/level",
+            "the k3 above which the guard warns: `stability.guard.level`, once it is known",
+            LOSS,
+            rare=True,
+        ),
         after("guard/tightened", "1 while IcePop's band is narrowed, where a rule can do that", rare=True),
         Metric(
             "guard/growth_rate", "slope of log k3 over its last readings, from 8 on", "nats a step", "lower", rare=True
@@ -298,7 +326,7 @@ GUARD = Section(
 
 SYNC = Section(
     "The weight sync",
-    "With `stability.sync_canary.trajectories`, after each checked sync; the worst of the rollout engines. Training's "
+    "Where the sync canary is on, after each checked sync; the worst of the rollout engines. Training's "
     "log-probabilities have moved since the last sync that arrived. The metrics are the share of that change that the "
     "rollout's show too ([docs/guard.md](guard.md#a-weight-sync-that-did-not-happen)): 1 up to rounding, 0 if nothing "
     "arrived.",
@@ -340,6 +368,8 @@ UPDATE = Section(
             "actor/opsm/{mismatch,sequences_dropped}/lag/*", "contribution of responses that are this many versions old"
         ),
         after("actor/opsm/staleness", "l_old - l_theta over a response: since the old policy (bypass: both)", LOSS),
+        after("actor/m2po/dropped", "tokens dropped", "share"),
+        after("actor/m2po/second_moment", "mean of (l_theta - l_infer)^2 over tokens that move away", LOSS),
         after("actor/llds/penalised", "tokens penalised", "share"),
         after("actor/llds/penalty", "mean of max(0, l_old - l_theta) over all tokens, 0 where it does not count", LOSS),
         after("actor/router_shift/factor", "mean of RSPO's factor on the ratio"),
@@ -349,4 +379,4 @@ UPDATE = Section(
     ),
 )
 
-SECTIONS = (GAP, HEAD, CORRECTIONS, ROUTING, FILTERS, GUARD, SYNC, UPDATE)
+SECTIONS = (GAP, HEAD, CORRECTIONS, ROUTING, REWARD, FILTERS, GUARD, SYNC, UPDATE)
