@@ -446,7 +446,8 @@ def columns(batch):
     ("mode", "as_mask", "corrections"), [("vanilla", True, ICEPOP), ("gpg", False, ICEPOP), ("gpg", False, IPO)]
 )
 def test_in_the_workers_loss_the_ratio_counts_once(mode, as_mask, corrections, make_batch, actor_config):
-    """On the clipped objective, unclipped: -M r A grad l_theta / N by the mask; on REINFORCE -k A / N by the weight.
+    """The clipped objective, unclipped here, has the gradient -M r A grad l_theta / N by the mask; REINFORCE has -k A /
+    N by the weight.
 
     With `ipo`, the latter is prime-rl's loss.
     """
