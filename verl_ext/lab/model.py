@@ -252,7 +252,7 @@ def choose_experts(logits: Tensor, model: ModelSettings) -> Tensor:
     """Returns [..., K], the experts that a router chooses by its logits [..., E].
 
     `softmax`: the largest (Qwen3-MoE). `sigmoid`: as in DeepSeek-V3 (arXiv 2412.19437): the groups with the largest sum
-        of their two best scores are kept, and the largest of their experts are chosen; without its bias for balance.
+    of their two best scores are kept, and the largest of their experts are chosen; without its bias for balance.
     """
     if model.router == "softmax" or model.groups == 1:
         return logits.topk(model.top_k, -1).indices

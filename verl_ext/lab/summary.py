@@ -1,8 +1,8 @@
 """The outcome of runs in numbers: one run, the seeds of a variant together, and all runs of an experiment.
 
 A run has collapsed if the mean of the reward over 20 steps is below half of the highest such mean so far. Rewards are 0
-    and above. A run that the guard stopped early has neither survived nor, only because of that, collapsed: its outcome
-    is unknown.
+and above. A run that the guard stopped early has neither survived nor, only because of that, collapsed: its outcome is
+unknown.
 """
 
 import math

@@ -173,7 +173,7 @@ def _find(path: Path) -> Found:
     """Returns the file to read, or the folder: of event files, or of runs.
 
     A folder means the only run in it: one that is in it directly, else one up to three folders below. If several
-        loggers have one each, the first of BEST_FIRST is read.
+    loggers have one each, the first of BEST_FIRST is read.
     """
     if is_regular(path):
         for ending, what in NOT_METRICS.items():

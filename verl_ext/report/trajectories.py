@@ -98,7 +98,7 @@ def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
     """Reads the trajectories as `load_trajectories` does, and notes which lines were left out.
 
     A last line without a newline that cannot be read was cut by a crash, or is being written: no note. If the steps go
-        back, the run was resumed: earlier lines of the steps from there on are left out.
+    back, the run was resumed: earlier lines of the steps from there on are left out.
     """
     files = [part for part in (older_part(file), file) if is_regular(part)]
     if not files:

@@ -76,11 +76,8 @@ TOO_OLD = "The rollouts are so much older than the policy that updates no longer
 DEFAULT_RATE = 1e-6  # of verl's actor
 MOST_SUSPECTS = 3
 MENDED_BY_CORRECTION = ("quantized", "router_bias")
-KNOWN_ADVICE = (
-    "old_weights",
-    "learning_rate",
-    "two_precisions",
-)  # their remedy depends on the run's numbers
+# Causes whose remedy depends on the run's own numbers.
+KNOWN_ADVICE = ("old_weights", "learning_rate", "two_precisions")
 
 
 @dataclass(frozen=True)
@@ -627,7 +624,7 @@ def _age_overrides(run: Run) -> Iterator[Override]:
     """Yields OPSM, which helped most in the lab, unless it is on; then rollouts that are not old.
 
     OPSM tolerates the gap without closing it: once k3 passes the boundary, the preset's batch skip would refuse
-        updates.
+    updates.
     """
     if run.get("actor/opsm/dropped") is None:
         text = "stability=opsm"

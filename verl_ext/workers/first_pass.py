@@ -2,8 +2,8 @@
 needs anyway.
 
 Bypass mode has no compute_log_prob: the training engine's log-probabilities are first known in the forward pass of the
-    update. In its first mini-batch they come from the weights that compute_log_prob would have had. So that mini-batch
-    is measured and judged for the whole batch, and every micro-batch is weighed as it comes.
+update. In its first mini-batch they come from the weights that compute_log_prob would have had. So that mini-batch is
+measured and judged for the whole batch, and every micro-batch is weighed as it comes.
 
 Shape legend: B trajectories of a micro-batch, T response tokens (padded).
 """

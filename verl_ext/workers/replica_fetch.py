@@ -72,7 +72,7 @@ def replica_group(engine: Any) -> dist.ProcessGroup | None:
     """Returns the ranks to which verl sends the same share of a batch, or None; must be called on all ranks.
 
     It is a group of the engine if one has exactly these ranks: another group would be one more communicator on each
-        device.
+    device.
     """
     share, own = engine.get_data_parallel_rank(), _model_group(engine)
     told: list[Any] = [None] * dist.get_world_size()

@@ -119,8 +119,8 @@ class JsonLines:
     """Gives every record to `take` once, over any number of refreshes.
 
     A cut last line is left for the next refresh. If a part of a line cannot be read, its readable records count: a
-        crash leaves half a line, and the logger of a resumed run may continue after it. A line beyond MOST_LINE is
-        skipped. Time is linear in the file, memory in a line.
+    crash leaves half a line, and the logger of a resumed run may continue after it. A line beyond MOST_LINE is skipped.
+    Time is linear in the file, memory in a line.
 
     Args:
         take: called with each record; returns False if it does not understand it.
