@@ -289,7 +289,9 @@ def start_engines(overrides: Sequence[str], out: Path, tell: Tell) -> dict[str, 
     file, console = out / FOUND_FILE, out / CONSOLE_FILE
     file.unlink(missing_ok=True)
     begin = time.monotonic()
-    command = [sys.executable, "-m", "verl_ext.probe.command", *overrides, f"+{OUT}={file}"]
+    # Ray's workers that are forked (tools/prefork.py) belong to a job that only a forked driver has.
+    python = os.environ.get("PREFORK_PYTHON", sys.executable)
+    command = [python, "-m", "verl_ext.probe.command", *overrides, f"+{OUT}={file}"]
     error = follow_engines(command, console, tell)
     if not file.exists():
         raise ConfigError(error or f"the engines found nothing; everything they said: {console}")

@@ -67,6 +67,7 @@ def _on_transformers(fits: Fits) -> Fits:
     return lambda config: strategy_of(config) != "megatron" and fits(config)
 
 
+WHOLE = 1 << 16  # tokens of a pass, more than any answer has
 MEGATRON_DTYPE, ROLLOUT_DTYPE = f"{ACTOR}.megatron.dtype", f"{ROLLOUT}.dtype"
 NO_RADIX_CACHE, CHUNK = f"{SGLANG_ARGUMENTS}.disable_radix_cache", f"{SGLANG_ARGUMENTS}.chunked_prefill_size"
 CHANGES = (
@@ -84,8 +85,9 @@ CHANGES = (
     SettingChange("graphs", (f"{EAGER}=false",), _on_gpu(_setting_is(EAGER, True))),
     SettingChange("whole_prefill", (f"{CHUNKED}=false",), _in("vllm", _setting_is(CHUNKED, True))),
     SettingChange("no_prefix_cache", (f"{CACHED}=false",), _in("vllm", _setting_is(CACHED, True))),
-    # verl does not tell SGLang of these two settings.
-    SettingChange("whole_prefill", (f"++{CHUNK}=-1",), _in("sglang", _setting_is_not(CHUNK, -1))),
+    # verl does not pass these two settings on to SGLang. Without chunks (-1), SGLang 0.5.12 has room for the experts of
+    # as few tokens in a pass as there may be requests, and its scheduler fails (state_capturer/routed_experts.py).
+    SettingChange("whole_prefill", (f"++{CHUNK}={WHOLE}",), _in("sglang", _setting_is_not(CHUNK, WHOLE))),
     SettingChange(
         "no_prefix_cache", (f"++{NO_RADIX_CACHE}=true",), _in("sglang", _setting_is_not(NO_RADIX_CACHE, True))
     ),
