@@ -1,22 +1,25 @@
 """Packaging. `pip install .` installs the plugin; `tools/setup_cpu.sh` sets up the CPU stack as well."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "verl_ext" / "__init__.py").read_text(encoding="utf-8"), re.M)[1]
 CPU = (HERE / "requirements" / "cpu.in").read_text(encoding="utf-8").splitlines()
-# verl's own extras of a training and a rollout engine, which hold its pins; docs/install.md says how they resolve.
+# verl's own extras for a training and a rollout engine, which carry its pins (docs/install.md).
 GPU = {
     "gpu-fsdp": ["verl[fsdp,vllm]==0.9.1"],
     "gpu-megatron": ["verl[megatron,vllm]==0.9.1", "megatron-core==0.18.0"],
     "gpu-sglang": ["verl[fsdp,sglang]==0.9.1"],
 }
+DEV = ["hypothesis", "mkdocs-material", "mypy", "playwright", "pre-commit", "pytest", "pytest-timeout", "pytest-xdist"]
 REPORT = ["altair>=6", "jinja2>=3", "pillow>=10.1", "scipy>=1.15", "tensorboard", "vl-convert-python>=1.9"]
 
 setup(
     name="verl-ext",
-    version="0.1.0",
+    version=VERSION,
     description="Stability plugin for large-scale MoE RL with verl: IcePop, router agreement, vllm-kl guard",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -33,8 +36,8 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     python_requires=">=3.10,<3.13",
-    # `configs/` stands at the top of the repository, where people look for it, and is installed as
-    # `verl_ext.configs`, where Hydra finds it (pkg://verl_ext.configs).
+    # `configs/` is at the top of the repository, where people look for it. It is installed as `verl_ext.configs`,
+    # where Hydra finds it (pkg://verl_ext.configs).
     packages=[*find_packages(include=["verl_ext", "verl_ext.*"]), "verl_ext.configs"],
     package_dir={"verl_ext.configs": "configs"},
     package_data={"verl_ext.configs": ["*.yaml", "*/*.yaml"], "verl_ext.report": ["templates/*"]},
@@ -52,7 +55,7 @@ setup(
         **GPU,
         "gpu": GPU["gpu-fsdp"],
         "report": REPORT,
-        "dev": [*REPORT, "hypothesis", "mypy", "playwright", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
+        "dev": [*REPORT, *DEV, "ruff", "twine"],
     },
     entry_points={
         "console_scripts": ["verl-ext = verl_ext.cli:main"],

@@ -75,7 +75,7 @@ def compose() -> Callable:
 
 @pytest.fixture(scope="session")
 def libraries() -> Iterator["Forked"]:
-    """Where `fresh_python` gets its interpreters from: as the workers of `-n` themselves."""
+    """The interpreters that `fresh_python` forks from; the workers of `-n` are forked from them too."""
     from tests.support.forking import LIBRARIES, exported, forked
 
     if found := exported():

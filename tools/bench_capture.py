@@ -1,4 +1,5 @@
-"""What capturing and comparing the routing adds to compute_log_prob: the same forward passes with and without it.
+"""Measures what capturing and comparing the routing adds to compute_log_prob: the same forward passes with and without
+it.
 
     python tools/bench_capture.py [--tokens 4096] [--layers 8] [--hidden 512] [--experts 64] [--repeats 9] [--threads 2]
 

@@ -1,4 +1,4 @@
-"""What a batch costs the controller, by its size: time, and memory of this process, with and without blocks.
+"""Measures what a batch costs the controller, by its size: time, and memory of this process, with and without blocks.
 
     python tools/bench_controller.py [--millions 1,4,16,64,128,256,512] [--whole-up-to 64] [--filters]
 

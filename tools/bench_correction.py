@@ -1,4 +1,5 @@
-"""What IcePop with a sequence mask and all its metrics cost: verl's rollout correction and ours, on the same tensors.
+"""Measures the cost of IcePop with a sequence mask and all its metrics: verl's rollout correction and ours, on the same
+tensors.
 
     python tools/bench_correction.py [--sizes 64x512 4096x8192] [--threads 1] [--repeats 7] [--device cpu]
 
@@ -122,7 +123,7 @@ class Batch:
 
 
 def print_memory(size: str, name: str, device: str) -> None:
-    """What one call adds at its peak, in streams; the whole output of a process of its own."""
+    """Prints what one call adds at its peak, in streams; it is the whole output of a process of its own."""
     Batch("8x64", device).calls()[name]()  # whatever is set up once
     batch = Batch(size, device)
     call = batch.calls()[name]

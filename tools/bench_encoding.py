@@ -60,7 +60,7 @@ def pack_set(ids: Rows) -> Rows:
 
 
 def unpack_set(packed: Rows) -> Rows:
-    """In ascending order."""
+    """Unpacks a row's ids, in ascending order."""
     words = np.zeros((len(packed), 8), dtype=np.uint8)
     words[:, :6] = packed
     rank, ids = words.view(np.uint64)[:, 0].copy(), np.empty((len(packed), TOP_K), dtype=np.uint8)

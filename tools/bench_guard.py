@@ -1,4 +1,4 @@
-"""What the guard costs a step: its judgement against the measurement of the batch that it judges by.
+"""Measures the guard's cost per step: its judgement against the measurement of the batch that it judges by.
 
     python tools/bench_guard.py [--trajectories 256] [--length 2048] [--rules 12] [--repeats 20]
 

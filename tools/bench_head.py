@@ -1,4 +1,4 @@
-"""What the sampler's head costs: the rollout that returns it, and the training engine that reads it.
+"""Measures the cost of the sampler's head: the rollout that returns it, and the training engine that reads it.
 
     python tools/bench_head.py rollout [--prompts 64] [--tokens 32] [--hidden 64] [--vocabulary 4096] [--repeats 5]
     python tools/bench_head.py read [--rows 512] [--vocabulary 32768] [--repeats 7] [--threads 2] [--device cuda]

@@ -1,4 +1,4 @@
-"""What the plugin adds to `import verl`, which every process of a run pays.
+"""Measures what the plugin adds to `import verl`, which every process of a run pays.
 
     python tools/bench_import.py [--rounds 15]
 

@@ -1,4 +1,4 @@
-"""How long `verl-ext report` takes for a long run: the whole command, against pandas that only reads the same file.
+"""Times `verl-ext report` on a long run: the whole command, against pandas that only reads the same file.
 
     python tools/bench_report.py [--steps 10000] [--metrics 500] [--repeats 3]
 

@@ -1,4 +1,4 @@
-"""What router agreement costs: comparing the expert sets of two engines.
+"""Measures the cost of router agreement: comparing the expert sets of two engines.
 
     python tools/bench_routing.py [--sizes 16384x48x128x8] [--threads 2] [--repeats 7] [--devices cpu]
 

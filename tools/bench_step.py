@@ -1,4 +1,4 @@
-"""What the plugin costs per training step: the same run with everything on and with stability=none.
+"""Measures the plugin's cost per training step: the same run with everything on and with stability=none.
 
     python tools/bench_step.py [--steps 60] [--rounds 3]
 

@@ -1,4 +1,4 @@
-"""How fast TransferQueue carries expert ids, by storage units and by clients, beside what the bytes alone cost.
+"""Measures how fast TransferQueue carries expert ids, by storage units and by clients, and what the bytes alone cost.
 
     python tools/bench_transfer.py [--units 1 2 4 8] [--clients 1 2 4] [--megabytes 64] [--rounds 2] [--repeats 4]
 
@@ -128,13 +128,13 @@ def _equal(one: Any, other: torch.Tensor) -> bool:
 
 
 def run_seconds(pid: int | str = "self") -> float:
-    """That the threads of a process have run."""
+    """Returns the seconds that the threads of a process have run."""
     files = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
 def units_seconds() -> float:
-    """That the storage units under this process have run."""
+    """Returns the seconds that the storage units under this process have run."""
     children = psutil.Process().children(recursive=True)
     return sum(run_seconds(child.pid) for child in children if child.name().startswith("ray::SimpleSto"))
 

@@ -1,4 +1,4 @@
-"""What it costs that an update can be taken back: the copy before an update against the optimizer's step.
+"""Measures the cost of making an update undoable: the copy before an update against the optimizer's step.
 
     python tools/bench_undo.py [--parameters 50] [--repeats 7]
 

@@ -65,7 +65,7 @@ print(json.dumps([torch.backends.cpu.get_cpu_capability(), torch.get_num_threads
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one combination: what the libraries said, and what the tests did."""
+    """The result of one combination: what the libraries reported, and what the tests did."""
 
     kernels: tuple[str, str, str, str]
     counts: str
@@ -76,7 +76,7 @@ class Outcome:
 
 
 def pytest_configure() -> None:
-    """As a plugin of pytest: fewer examples a property, none of them held to a time."""
+    """Hook of a pytest plugin: fewer examples per property, none of them held to a time."""
     from hypothesis import settings
 
     settings.register_profile("kernels", max_examples=int(os.environ[EXAMPLES]), deadline=None, derandomize=True)

@@ -1,4 +1,4 @@
-"""How often the diagnosis names the right cause: runs of the lab with one planted cause each, and who was accused.
+"""Measures how often the diagnosis names the right cause: runs of the lab with one planted cause each.
 
     python tools/diagnosis.py run [--runs 8]     make the runs that are not there yet; 40 minutes a core
     python tools/diagnosis.py judge              judge them, and print docs/diagnosis.md's tables
@@ -27,7 +27,7 @@ from verl_ext.lab.arms import Arm
 from verl_ext.lab.grid import GridCell, run_missing
 
 STEPS = 150
-FIRST = {"development": 0, "held_out": 8}  # the number of the first run that is judged
+FIRST = {"development": 0, "held_out": 32}  # the number of the first run that is judged
 COMMON = (
     *("+lab=grpo", "stability=none", "stability.metrics=true", "stability.breakdown=true"),
     *("stability.router_agreement=true", "stability.sync_canary.trajectories=8", "stability.sync_canary.every=5"),
@@ -221,7 +221,7 @@ def read_metrics(file: Path) -> Metrics:
 
 
 def plain(metrics: Metrics) -> Metrics:
-    """What verl logs of the same run without the plugin, algorithm.rollout_correction on."""
+    """Returns what verl logs of the same run without the plugin, with algorithm.rollout_correction on."""
     renamed = {ALIASES.get(name, name): found for name, found in metrics.items()}
     return {name: found for name, found in renamed.items() if name.startswith(VERLS)}
 
@@ -241,7 +241,7 @@ def named_at(metrics: Metrics) -> tuple[list[tuple[int, str]], int]:
 
 @dataclass(frozen=True)
 class Judged:
-    """What the diagnosis made of one run.
+    """The diagnosis of one run.
 
     Attributes:
         found: the causes that are named at its end, the likeliest first.
@@ -271,14 +271,14 @@ def folders_of(name: str, which: str, out: Path) -> list[Path]:
 
 
 def is_right(cause: str, found: list[str], places: int) -> bool:
-    """Whether the cause is among the first `places` that were named, or for a sound run, whether none was."""
+    """Checks that the cause is among the first `places` that were named, or for a sound run, that none was."""
     return cause in found[:places] if cause else not found
 
 
 def judge(which: str, out: Path) -> None:
     """Print the tables of docs/diagnosis.md: by planted cause, who came first, and how soon the run told it."""
     runs = {name: [judge_run(folder) for folder in folders_of(name, which, out)] for name in PLANTED}
-    columns = ("planted", "runs", "first", "first two", "otherwise", "told after", "verl's metrics alone")
+    columns = ("planted", "runs", "first", "first two", "otherwise", "reported after", "verl's metrics only")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name, judged in runs.items():
         cause = PLANTED[name].cause
@@ -300,15 +300,17 @@ def judge(which: str, out: Path) -> None:
     sound = [run for name in runs if not PLANTED[name].cause for run in runs[name]]
     if faulty:
         print(f"\nOf {len(faulty)} runs with a cause, it comes")
-        for known, named in (("all metrics", "found"), ("verl's metrics alone", "plain")):
+        for known, named in (("all metrics", "found"), ("verl's metrics only", "plain")):
             one, two = (sum(is_right(cause, getattr(run, named), n) for cause, run in faulty) for n in (1, 2))
             shares = f"first in {one} ({one / len(faulty):.1%}), among the first two in {two} ({two / len(faulty):.1%})"
             print(f"- from {known}: {shares}")
     if sound:
         alarms, steps = sum(len(run.told) for run in sound), sum(run.steps for run in sound)
         accused, plainly = (sum(bool(getattr(run, named)) for run in sound) for named in ("found", "plain"))
-        print(f"\nOf {len(sound)} sound runs, {accused} are accused at their end, {plainly} from verl's metrics alone.")
-        print(f"They told {alarms} causes in {steps} steps: {1000 * alarms / steps:.2g} in 1,000.")
+        print(
+            f"\nOf {len(sound)} sound runs, {accused} have a cause named at the end, {plainly} by verl's metrics only."
+        )
+        print(f"They reported {alarms} causes in {steps} steps: {1000 * alarms / steps:.2g} per 1,000.")
 
 
 def onset_of(folder: Path) -> int:
@@ -319,7 +321,7 @@ def onset_of(folder: Path) -> int:
 
 # What a setting that the report asks for adds to the metrics, by the beginnings of their names.
 MEASURES = {
-    "stability.metrics=true": ("vllm_kl/",),
+    "stability.metrics=true": ("vllm_kl/", "reward/"),
     "stability.breakdown=true": ("vllm_kl/k1/prob/", "vllm_kl/k3/prob/"),
     "stability.router_agreement=true": ("router/",),
     "stability.sync_canary.trajectories=8": ("sync/",),

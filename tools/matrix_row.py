@@ -22,7 +22,7 @@ def tests(report: Path) -> str:
 
 
 def steps(metrics: Path) -> tuple[str, str, str]:
-    """How many steps were logged, and k3 and router agreement of the last."""
+    """Returns how many steps were logged, and k3 and router agreement of the last."""
     logged = [json.loads(line)["data"] for line in metrics.read_text(encoding="utf-8").splitlines()]
     trained = [data for data in logged if K3 in data]
     if not trained:

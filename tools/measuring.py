@@ -1,4 +1,4 @@
-"""How the benchmarks take time and memory, on a CPU and on a GPU."""
+"""Measures time and memory for the benchmarks, on a CPU and on a GPU."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def seconds(call: Callable[[], object], device: str = "cpu") -> float:
-    """Of one call; on a GPU by CUDA events."""
+    """Times one call; on a GPU by CUDA events."""
     if device == "cpu":
         start = time.perf_counter()
         call()
@@ -38,7 +38,8 @@ def alternating(
 
 
 def added_bytes(call: Callable[[], object], device: str = "cpu") -> int:
-    """What one call adds at its peak: to the resident set of this process, or by torch's count on a GPU."""
+    """Returns the memory that one call adds at its peak: to the resident set of this process, or by torch's count on a
+    GPU."""
     if device == "cpu":
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM back to VmRSS
         before = _resident("VmRSS")

@@ -6,17 +6,21 @@ from verl_ext.base.metrics import SECTIONS, Metric, Section
 
 HEAD = """# Metrics
 
-Made by `python tools/metrics_page.py` from [verl_ext/base/metrics](../verl_ext/base/metrics); a test holds the two
-together.
+Every metric of the plugin, and those of verl that the report and the guard read. verl's own loggers write them
+(console, file, W&B, TensorBoard, ...). `python tools/metrics_page.py` generates this page from
+[verl_ext/base/metrics](../verl_ext/base/metrics), and a test compares them.
 
-They go through verl's own loggers (console, file, W&B, TensorBoard, ...). In a name, `*` stands for one part, `**` for
-all that follows, `{a,b}` for a or b. Notation: `l_infer`, `l_old` and `l_theta` are a token's log-probabilities under
-the rollout engine, the training engine before the update, and the policy being updated; `k = exp(l_old - l_infer)`;
-logarithms are natural.
+Notation: `l_infer`, `l_old` and `l_theta` are a token's log-probabilities under the rollout engine, under the training
+engine before the update, and under the policy while it is updated; `k = exp(l_old - l_infer)`. Logarithms are natural.
+In a name, `*` is one part, `**` any number of parts, and `{a,b}` is a or b.
 
-*unit*: `log` where runs are compared by ratios. *better*: which way the level of a run is better. *when*: before the
-guard judges the batch, so that a rule can skip it; after that; or with a validation. What comes "at times" may stay
-away for many steps, and a rule waits for it.
+| column | meaning |
+|---|---|
+| unit | `log`: runs are compared by ratios |
+| better | the direction in which a run is better |
+| when: before | logged before the guard judges the batch, so a rule can skip the batch by it |
+| when: after, validation | logged later; logged with a validation |
+| when: at times | missing in many steps; a rule waits for it |
 """
 COLUMNS = ("name", "meaning", "unit", "better", "when")
 

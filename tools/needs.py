@@ -1,4 +1,4 @@
-"""What each hook of ours needs of verl, and which of it a verl's sources lack: no verl is imported or run.
+"""Lists what each of our hooks needs of verl, and what of it a verl's sources lack: no verl is imported or run.
 
     python tools/needs.py                  the installed verl
     python tools/needs.py PATH/TO/verl     a checkout of verl's repository
@@ -275,7 +275,7 @@ HOOKS = (
 
 
 def unmet(need: str, verl: "Source") -> str:
-    """What a verl lacks of a need, or ""."""
+    """Returns what a verl lacks of a need, or ""."""
     wanted, _, names = need.partition(": ")
     name, called, listed = wanted.rstrip(")").partition("(")
     try:
@@ -295,7 +295,7 @@ def unmet(need: str, verl: "Source") -> str:
 
 
 def imports(folder: Path = PACKAGE) -> Iterator[Hook]:
-    """What each file of ours imports of verl, as needs."""
+    """Yields what each of our files imports from verl, as needs."""
     for file in sorted(folder.rglob("*.py")):
         needs = [
             f"{node.module}.{alias.name}"
@@ -363,7 +363,7 @@ class Source:
         return None
 
     def find(self, name: str) -> Definition:
-        """What a dotted name stands for, through re-exports and base classes.
+        """Returns the definition that a dotted name stands for, through re-exports and base classes.
 
         Raises:
             LookupError: which part of it is missing.

@@ -1,6 +1,6 @@
-"""The parts of docs/plan.md that follow from the code: `python tools/plan_page.py docs/plan.md` writes them anew.
+"""The parts of docs/plan.md that follow from the code: `python tools/plan_page.py docs/plan.md` writes them again.
 
-A table, and a sample of what the command prints, stand between the comments <!-- NAME --> and <!-- /NAME -->.
+Tables, and a sample of the command's output, are between the comments <!-- NAME --> and <!-- /NAME -->.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ from verl_ext.launch.command_line import compose
 from verl_ext.plan import costs
 from verl_ext.plan.command import print_plan
 from verl_ext.plan.scale import SMALL_SHARE, Plan, at_nodes, read_plan, scale_table
-from verl_ext.plan.sizes import UNITS
 
 GPU = "H100"
 NODES = (8, 32, 128)
@@ -31,7 +30,7 @@ def plans(recipe: str) -> list[Plan]:
 
 
 def sample_output() -> str:
-    """The command of the first lines of the page, and what it prints."""
+    """The first command of the page, with its output."""
     given = [f"recipe={RECIPES['30B']}", *OVERRIDES]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         print_plan(read_plan(_config(given), GPU), GPU)
@@ -46,8 +45,8 @@ def _config(given: list[str]) -> DictConfig:
 
 
 def agreement_table(found: dict[str, list[Plan]]) -> list[list[str]]:
-    """Tabulates what router agreement adds to a step: for all trajectories and a share of them, with verl's number of
-    storage units and with TransferQueue's."""
+    """Tabulates the time that router agreement adds to a step: for all trajectories and a share of them, with verl's
+    number of storage units and with TransferQueue's."""
     rows = [["model", "GPUs", "step, s", "storage units", "all trajectories", f"a share of {SMALL_SHARE}"]]
     for model, sizes in found.items():
         for plan in sizes:
@@ -74,17 +73,8 @@ def parts() -> dict[str, str]:
     """Name -> Markdown."""
     found = {model: plans(recipe) for model, recipe in RECIPES.items()}
     made = {"rates": rates_table(), "agreement": agreement_table(found)}
-    made |= {f"sizes {model}": _shortened(scale_table(sizes)) for model, sizes in found.items()}
+    made |= {f"sizes {model}": scale_table(sizes) for model, sizes in found.items()}
     return {"sample": sample_output()} | {name: markdown(rows) for name, rows in made.items()}
-
-
-def _shortened(rows: list[list[str]]) -> list[list[str]]:
-    """Settings by their last name, which is enough beside the text."""
-
-    def short(cell: str) -> str:
-        return cell.replace(UNITS, UNITS.rpartition(".")[2]).replace("stability.", "")
-
-    return [[short(cell) for cell in row] for row in rows]
 
 
 def main(path: Path) -> None:

@@ -163,7 +163,7 @@ def take_over(request: dict, files: list[int]) -> None:
 
 
 def renew() -> None:
-    """What the server's imports have read from its environment, or keep as a state that must differ."""
+    """Renews what the server's imports have read from its environment, or keep as a state that must differ."""
     import multiprocessing
     import random
 
@@ -275,7 +275,8 @@ def preload(modules: list[str]) -> None:
 
 
 def read_workers_environment() -> None:
-    """What the recipes for CPUs and verl put into the environment of Ray's workers: some modules read it on import."""
+    """Sets what the recipes for CPUs and verl put into the environment of Ray's workers: some modules read it on
+    import."""
     import yaml
 
     recipe = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))

@@ -1,5 +1,5 @@
 #!/usr/bin/env -S python3 -IS
-"""In the place of Python: have the server of prefork.py run what these arguments say.
+"""Stands in for Python: has the server of prefork.py run what these arguments say.
 
 This process sends its arguments, environment, folder and open files, gets the id of the process that was forked for it,
 and stays until that has ended, with its exit code or by its signal. Where this one is killed, that one is too. It

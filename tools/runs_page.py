@@ -1,7 +1,7 @@
 """The page of the whole runs: `python tools/runs_page.py > docs/runs.md`.
 
-Each test of tests/stack with what it says of itself and the settings that it names. Both are read from its source: its
-own strings, and those of the module's constants, functions and fixtures that it uses.
+It lists each test of tests/stack with its docstring and the settings in its source: the test's own strings, and those
+of the module's constants, functions and fixtures that it uses.
 """
 
 import ast
@@ -13,12 +13,13 @@ ROOT = Path(__file__).parent.parent
 STACK = ROOT / "tests" / "stack"
 HEAD = """# The whole runs
 
-Made by `python tools/runs_page.py` from [tests/stack](../tests/stack); a test holds them together. A run of the real
-stack takes a minute, so a new feature joins a run that is there. Look here for one with your engine and presets.
+The tests that start the real stack: verl, Ray, both engines. A run takes about a minute, so a new feature joins an
+existing run. Look here for a run with your engines and presets.
 
-`pytest tests/stack -m e2e` starts all of them, `pytest FILE::TEST` one. The settings are those that a test's source
-names; those of its recipe are left out."""
-# Setting in a string -> what the table shows of it.
+`pytest tests/stack -m e2e` starts all of them, `pytest FILE::TEST` one. The column *settings* has the settings in the
+test's source, without those of its recipe. `python tools/runs_page.py` generates this page from
+[tests/stack](../tests/stack), and a test compares them."""
+# Setting in a string -> its form in the table.
 SHOWN = (
     (re.compile(r"^(?:\+\+|\+)?(stability=\w+)"), r"\1"),
     (re.compile(r"^(?:\+\+|\+)?stability\.(\w+(?:\.\w+)?)[.={]"), r"\1"),
@@ -30,7 +31,7 @@ SHOWN = (
     (re.compile(r"lora_rank="), "LoRA"),
     (re.compile(r"multi_turn\.enable"), "several turns"),
 )
-TABLE = "| test | more | settings |\n|---|---|---|\n"
+TABLE = "| test | details | settings |\n|---|---|---|\n"
 ENGINES = ("fsdp2", "megatron", "sglang", "vllm")
 
 
@@ -54,7 +55,7 @@ def _docstring(node: ast.FunctionDef | ast.Module) -> str:
 
 
 def _settings(test: ast.FunctionDef, tree: ast.Module) -> list[str]:
-    """What the strings of a test, and of what it uses of its module, name of a run's settings."""
+    """Returns the settings of a run that a test's strings name, including those of its module that the test uses."""
     defined = {name: node for node in tree.body for name in _names(node)}
     seen, waiting, found = set[str](), [test.name], dict[str, None]()
     while waiting:

@@ -26,18 +26,20 @@ from verl_ext.guard.rules import SIDES, Rule
 
 HEAD = """# Settings
 
-Made by `python tools/settings_page.py` from the dataclasses in [verl_ext/features](../verl_ext/features),
-[verl_ext/core](../verl_ext/core) and [verl_ext/guard](../verl_ext/guard); a test holds them together. To list the
-settings of your own methods too, name their modules: `python tools/settings_page.py my_module`. Their meanings are read
-from `Attributes:` in the docstring of the settings' dataclass, or from `Args:` in that of the function.
+Every setting of the plugin, with its default. `stability=NAME` chooses a preset, a file of
+[configs/stability](../configs/stability). You can override each setting on the command line
+(`stability.icepop.beta=3`) or in your own config (`--config-path`, `--config-name`). [methods.md](methods.md) explains
+the methods. Everything is off by default; then verl's own entry point runs unchanged.
 
-`stability=NAME` picks a file of [configs/stability](../configs/stability). Every setting in it can be overridden on the
-command line, `stability.icepop.beta=3`, or in a config of your own (`--config-path`, `--config-name`). What each method
-does: [methods.md](methods.md). All of it is off by default; then verl's own entry point runs unchanged.
+Values are checked before Ray starts. If a value is out of range, or no feature uses it, the run stops with a one-line
+error that names the setting and the remedy: `stability.icepop.alpha=6 must be below beta=5`. A setting whose default is
+`-` must be given.
 
-Values are checked before Ray starts. If one is out of range, or nothing uses it, the run stops with a line that names
-the setting and the remedy: `stability.icepop.alpha=6 must be below beta=5`. A setting whose default is `-` has to be
-given."""
+`python tools/settings_page.py` generates this page from the dataclasses in
+[verl_ext/features](../verl_ext/features), [verl_ext/core](../verl_ext/core) and [verl_ext/guard](../verl_ext/guard),
+and a test compares them. `python tools/settings_page.py my_module` adds the settings of your own methods. Their
+meanings are read from `Attributes:` in the docstring of the settings' dataclass, or from `Args:` in the function's
+docstring."""
 COLUMNS = ("setting", "default", "meaning")
 NO_DEFAULT = "-"
 # The parts of the `stability` node that have a section of their own, which begins with the dataclass's docstring.
@@ -58,8 +60,8 @@ class Row(NamedTuple):
 BASE = Row(
     f"{LOSS}.base",
     "vanilla",
-    f"the loss of verl that it builds on: {', '.join(BASES)}, or one of your own under verl's decorator. A loss that "
-    f"rescales the ratio needs one of: {', '.join(RATIO_BASES)}.",
+    f"verl's loss that it changes: {', '.join(BASES)}, or your own loss under verl's decorator. A loss that rescales "
+    f"the ratio needs one of: {', '.join(RATIO_BASES)}.",
 )
 VERLS = (
     Row(
@@ -76,8 +78,8 @@ VERLS = (
     Row(
         FSDP_REPLAY,
         "disabled",
-        "routing replay under FSDP: `disabled`, `R2` or `R3`. The same setting under `actor.megatron` and "
-        "`actor.veomni` is verl's own.",
+        "routing replay under FSDP: `disabled`, `R2` or `R3`. The same setting under "
+        "`actor_rollout_ref.actor.megatron` and `actor_rollout_ref.actor.veomni` is verl's own.",
     ),
     Row(
         "VERL_EXT_AGENT_LOOP",
@@ -119,7 +121,8 @@ def page() -> str:
         ),
         section(
             "Policy losses",
-            "`loss_mode=NAME` chooses one, as `stability=NAME_loss` does. Its settings are in the same node as verl's.",
+            f"`{LOSS}.loss_mode=NAME` chooses one, as `stability=NAME_loss` does. Its settings are in the same node as "
+            "verl's.",
             [BASE, *loss_rows()],
         ),
         section(
@@ -127,7 +130,7 @@ def page() -> str:
             "`algorithm.adv_estimator=NAME` chooses one.",
             method_rows("algorithm", ESTIMATORS),
         ),
-        section("Settings of verl", "This package adds to what these do.", VERLS),
+        section("Settings of verl", "The plugin extends these settings of verl.", VERLS),
     )
     return "\n\n".join(sections) + "\n"
 
@@ -142,14 +145,14 @@ def method_rows(prefix: str, methods: Mapping[str, Method]) -> Iterator[Row]:
 
 
 def loss_rows() -> Iterator[Row]:
-    """A policy loss has its settings beside those of the others, in one node."""
+    """The settings of all policy losses, which share one node."""
     for name, method in LOSSES.items():
         for row in rows(LOSS, method.settings, method.function):
             yield row._replace(meaning=f"`{name}`: {row.meaning}".rstrip())
 
 
 def rule_rows() -> Iterator[Row]:
-    """A rule has its bound under the name of its side."""
+    """The settings of a rule; its bound is named after its side."""
     described, usual = meanings(Rule), {one.name: _default(one) for one in fields(Rule)}
     for name in RULE_SETTINGS:
         yield Row(name, NO_DEFAULT if name in RULE_NEEDS else usual[name], described[name])
@@ -187,7 +190,7 @@ def meanings(kind: type, function: Callable[..., Any] | None = None) -> dict[str
 
 
 def introduction(kind: type) -> str:
-    """What a docstring says before `Attributes:`, a paragraph a line."""
+    """Returns a docstring's text before `Attributes:`, one line per paragraph."""
     text, _, _ = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n"))
 

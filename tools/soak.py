@@ -141,7 +141,7 @@ def slope(steps: np.ndarray, values: np.ndarray) -> tuple[float, float] | None:
 
 
 def sizes(out: Path) -> Iterator[tuple[str, int]]:
-    """Of the run's files, folders of checkpoints as one."""
+    """Yields the size of each of the run's files; a folder of checkpoints counts as one."""
     for path in out.iterdir():
         files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
         yield path.name, sum(file.stat().st_size for file in files)

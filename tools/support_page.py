@@ -1,8 +1,8 @@
 """The page of features by engine: `python -m tools.support_page > docs/engines.md`.
 
-A row is what a user switches on, a column is a training engine with a rollout engine. "refused" is what the features'
-own checks say of a config of these engines with the row switched on. "whole run" is a run of tests/stack that has it
-on, "test" a test with the mark `shows`. With `--tests`, prints the runs and tests behind each cell instead.
+A row is a feature that a user switches on, a column is a training engine with a rollout engine. "refused" comes from
+the features' own checks of a config with these engines and the feature on. "whole run" is a run of tests/stack that has
+it on, "test" a test with the mark `shows`. `--tests` prints the runs and tests behind each cell instead.
 """
 
 import ast
@@ -34,6 +34,7 @@ from verl_ext.features.feature import RunFeatures
 from verl_ext.features.guard import BATCH_SKIP, MiniBatchGate
 from verl_ext.features.losses import BASES, KL_DENOMINATORS, LOSS, LOSSES, UNBIASED, loss_mode, uses_unbiased_kl
 from verl_ext.features.stability import stability_config
+from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.table import check_run, read_features
 from verl_ext.features.verl_config import (
     MODE,
@@ -51,20 +52,21 @@ from verl_ext.routing.engines import ACTOR, ENGINES
 
 HEAD = """# What runs on which engines
 
-Made by `python -m tools.support_page` from the features' checks and from the tests; a test holds them together. Nothing
-of it has run on a GPU yet: the whole runs are on CPU cores, with the [stand-ins](../verl_ext/cpu) that those need.
-VeOmni is not installed here.
+Each feature on each pair of training and rollout engines. Nothing here has run on a GPU yet: the whole runs are on CPU
+cores, with the [stand-ins](../verl_ext/cpu) that CPU cores need. VeOmni was not installed.
 
-| a cell | means |
+| cell | meaning |
 |---|---|
-| whole run | Ray, both engines and verl's trainer made steps with it on ([runs.md](runs.md)) |
-| test | a test has it on this engine, without a whole run |
-| refused | the launch stops; the number is that of the reason below |
-| not run | its checks accept it, and no run or test has it on this engine |
+| whole run | Ray, both engines and verl's trainer made steps with the feature on ([runs.md](runs.md)) |
+| test | a test covers the feature on this engine, without a whole run |
+| refused | the launch stops, with the reason of this number [below](#why-it-is-refused) |
+| not run | the checks accept it, but no run or test has it on this engine |
 
-What acts on the controller alone, such as a rule of the guard or an estimator, has tests of its own that need no
-engine; they are not counted here. A rule of the guard counts where a run names it on its command line, as the runs do
-that make it fire. `python -m tools.support_page --tests` prints the runs and tests behind each cell."""
+Features that act only on the controller, such as a guard rule or an estimator, have further tests without an engine,
+which are not counted here. A guard rule counts if a run has it on its command line, as the runs do that make it fire.
+
+`python -m tools.support_page > docs/engines.md` generates this page from the features' checks and from the tests, and a
+test compares them. With `--tests` it prints the runs and tests behind each cell."""
 WHOLE, TEST, REFUSED, UNTRIED = "whole run", "test", "refused", "not run"
 SHOWS = "shows"  # the mark of a test that covers rows of this page
 
@@ -118,7 +120,7 @@ class Run(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a user switches on.
+    """One thing that a user switches on.
 
     Attributes:
         overrides: what switches it on, and what that needs.
@@ -234,7 +236,7 @@ def _guard() -> Iterator[Row]:
 
 
 def rule_given(run: Run, name: str) -> bool:
-    """Whether the command line has this rule: that of a preset is there in every run, and fires in few."""
+    """Checks that the command line has this rule: that of a preset is there in every run, and fires in few."""
     settings = (f"stability.{BATCH_SKIP}.",) if name == BATCH_SKIP else ("stability.guard.rules",)
     return any(one.lstrip("+").startswith(settings) and name in one for one in run.given)
 
@@ -267,7 +269,7 @@ def _others() -> Iterator[Row]:
     dump, rounded = "stability.trajectories.per_step=2", "stability.fake_quantization.format=fp4"
     yield Row("`metrics`", (METRICS,), lambda run: bool(run.features.lines))
     yield Row("rescoring", (f"{MODE}=separate_async", rescoring), lambda run: run.stability.rescoring.every > 0)
-    yield Row("sync canary", (canary,), lambda run: run.stability.sync_canary.trajectories > 0)
+    yield Row("sync canary", (canary,), lambda run: (canary_settings(run.features).trajectories or 0) > 0)
     yield Row("trajectories", (dump,), lambda run: run.stability.trajectories.per_step > 0)
     yield Row("fake quantization", (rounded,), lambda run: run.stability.fake_quantization.active)
     for value in ("off", "on"):
@@ -319,7 +321,7 @@ def _verls(pair: Pair) -> Iterator[Row]:
 
 
 class Cell(NamedTuple):
-    """What is known of a row on a pair of engines.
+    """The known state of a row on a pair of engines.
 
     Attributes:
         reason: of a refusal.
@@ -387,7 +389,7 @@ def refusal(pair: Pair, row: Row, folder: str) -> str:
         run = composed((*base, *row.overrides), "verl_ext.main_ppo")
         row.check(run)
     except ConfigError as error:
-        return " ".join(str(error).partition("; ")[0].replace("actor_rollout_ref.", "").split())
+        return " ".join(str(error).partition("; ")[0].split())
     assert is_of(run, pair), pair.title
     assert row.is_on(run) or not row.overrides, f"{row.name}, {pair.title}: {row.overrides} do not switch it on"
     return ""

@@ -1,6 +1,6 @@
-"""`verl-ext submit`: a run on a Ray cluster, by Ray's job API.
+"""`verl-ext submit`: runs on a Ray cluster, through Ray's job API.
 
-What a job writes has to outlive the cluster's temporary folders, so every run has a folder of its own (`--run-dir`, on
+The files of a job must outlive the cluster's temporary folders, so every run has a folder of its own (`--run-dir`, on
 a file system that the nodes share): checkpoints, metrics, the guard's events and Hydra's output go there. A job that is
 submitted again with the same folder resumes from its last whole checkpoint.
 """
@@ -31,26 +31,26 @@ CONSTANTS = ("null", "true", "false", "inf", "nan")
 ADDRESS = "http://127.0.0.1:8265"  # Ray's own default
 DONE = ("SUCCEEDED", "FAILED", "STOPPED")
 POLL_S = 1.0
-# What is never needed on the nodes; Ray refuses a working directory of more than 500 MiB.
+# Files that the nodes never need; Ray refuses a working directory of more than 500 MiB.
 EXCLUDES = (".git", ".venv", "__pycache__", "checkpoints", "outputs", "wandb", ".quickstart", "*.pt", "*.safetensors")
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "true", "HYDRA_FULL_ERROR": "0"}
 RUN_DIR, OVERRIDES = "verl_ext_run_dir", "verl_ext_overrides"  # keys of a job's metadata
 METRICS = "VERL_FILE_LOGGER_PATH"
-# What goes to the run's folder unless the user names another place: setting -> what stands there.
+# Files that go to the run's folder unless the user names another place: setting -> its contents.
 PLACES = {"trainer.default_local_dir": "checkpoints", "hydra.run.dir": "Hydra's output", METRICS: "metrics"}
 HIDDEN = "(hidden)"
 CLUSTERS_OWN = ("ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.num_gpus")
 
 
 def add_submit_parser(commands: Any) -> None:
-    """`verl-ext submit run|status|logs|stop|resume`."""
+    """Adds `verl-ext submit run|status|logs|stop|resume`."""
     parser = commands.add_parser(
         "submit",
-        help="run on a Ray cluster: submit, follow, stop, resume",
-        description="Submit a run to a Ray cluster by Ray's job API, follow its log, stop it, resume it. The cluster "
-        "needs verl and verl_ext on every node: installed, by --pip, or in an --image.",
+        help="submit runs to a Ray cluster; follow, stop and resume them",
+        description="Submit a run to a Ray cluster through Ray's job API, follow its log, stop it, resume it. "
+        "Every node needs verl and verl_ext: install them there, or use --pip or --image.",
     )
-    verbs = parser.add_subparsers(title="what to do", required=True, metavar="VERB")
+    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
 
     def verb(name: str, help: str, run: Any) -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=help, description=help.capitalize() + ".")
@@ -58,7 +58,7 @@ def add_submit_parser(commands: Any) -> None:
             "--address",
             default=os.environ.get("RAY_API_SERVER_ADDRESS", ADDRESS),
             metavar="URL",
-            help="of the Ray head's dashboard, http://HOST:8265 (default: $RAY_API_SERVER_ADDRESS, else %(default)s)",
+            help="the Ray head's dashboard, http://HOST:8265 (default: $RAY_API_SERVER_ADDRESS, else %(default)s)",
         )
         made.set_defaults(run=lambda arguments: _reported(run, arguments))
         return made
@@ -66,43 +66,61 @@ def add_submit_parser(commands: Any) -> None:
     made = verb("run", "submit a run and follow its log", _run)
     made.usage = "%(prog)s --run-dir DIR [options] [override ...] [-- override ...]"
     made.epilog = (
-        "Options and overrides may stand in any order. What starts with a dash and is for verl_ext.main_ppo, such as "
-        "`--cfg job`, goes behind `--`. The same --run-dir again resumes from its last whole checkpoint."
+        "Options and overrides may come in any order. Put flags of verl_ext.main_ppo, such as `--cfg job`, after "
+        "`--`. Submitting with the same --run-dir again resumes from its last complete checkpoint."
     )
-    made.add_argument("--run-dir", required=True, help="absolute; checkpoints, metrics and logs go there, on all nodes")
-    made.add_argument("--working-dir", help="a local folder to send to every node, with your rewards and data code")
-    made.add_argument("--pip", action="append", default=[], metavar="REQUIREMENT", help="install on every node")
-    made.add_argument("--image", help="a container image with verl and verl_ext")
     made.add_argument(
-        "--env", action="append", default=[], metavar="KEY[=VALUE]", help="for every process; without VALUE, yours"
+        "--run-dir",
+        required=True,
+        help="absolute path for checkpoints, metrics and logs, on a file system that all nodes share",
     )
-    made.add_argument("--id", help="of the job (default: Ray makes one up)")
+    made.add_argument(
+        "--working-dir", help="a local folder to send to every node, with the code of your rewards and data"
+    )
+    made.add_argument(
+        "--pip",
+        action="append",
+        default=[],
+        metavar="REQUIREMENT",
+        help="a package to install on every node; may be repeated",
+    )
+    made.add_argument("--image", help="a container image that has verl and verl_ext")
+    made.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="KEY[=VALUE]",
+        help="environment variable for every process; without VALUE, its value here",
+    )
+    made.add_argument("--id", help="id of the job (default: Ray makes one)")
     made.add_argument("--detach", action="store_true", help="do not follow the log")
-    made.add_argument("--dry-run", action="store_true", help="print the job as JSON, the values of --env hidden")
+    made.add_argument(
+        "--dry-run", action="store_true", help="print the job as JSON and submit nothing; values of --env are hidden"
+    )
     made.add_argument(
         "overrides",
         nargs="*",
         metavar="override",
-        help="as for verl_ext.main_ppo, e.g. recipe=... stability=...",
+        help="overrides of verl_ext.main_ppo, such as recipe=... stability=...",
     )
 
     made = verb("status", "list the runs that were submitted, or show one", _status)
     made.add_argument("job", nargs="?")
     made = verb("logs", "print a run's log", _logs)
     made.add_argument("job")
-    made.add_argument("--follow", action="store_true", help="until it ends")
+    made.add_argument("--follow", action="store_true", help="keep printing until the run ends")
     made = verb("stop", "stop a run", _stop)
     made.add_argument("job")
-    made = verb("resume", "submit a run again, from its last whole checkpoint", _resume)
+    made = verb("resume", "submit a run again; it continues from its last complete checkpoint", _resume)
     made.add_argument("job")
     made.add_argument("--detach", action="store_true", help="do not follow the log")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is sent to Ray: the command of the driver, the environment of every process, and what to remember.
+    """The request to Ray: the command of the driver, the environment of every process, and metadata.
 
-    `elsewhere` says what the run writes to other places than its folder; "" if nothing.
+    `elsewhere` lists what the run writes outside of its folder; "" if nothing.
     """
 
     entrypoint: str
@@ -120,13 +138,13 @@ def build_job(
     image: str | None = None,
     env: Sequence[str] = (),
 ) -> Job:
-    """The job of one run.
+    """Builds the job of one run.
 
     Args:
         overrides: as for `python -m verl_ext.main_ppo`.
-        run_dir: absolute, the same path on every node.
+        run_dir: an absolute path, the same on every node.
         working_dir: a local folder that is sent to every node and becomes the current one there; None sends nothing.
-        pip: requirements to install on every node; `${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}` stands for the folder sent.
+        pip: requirements to install on every node; `${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}` is the folder sent.
         image: a container image with verl and verl_ext in it.
         env: KEY=VALUE, or KEY for the value that it has here.
 
@@ -139,13 +157,13 @@ def build_job(
     if pip and image:
         raise ConfigError("--pip and --image exclude each other: put the packages into the image")
     if working_dir is not None and "://" not in working_dir and not Path(working_dir).exists():
-        raise ConfigError(f"--working-dir={working_dir} is not there; give a folder of this machine")
+        raise ConfigError(f"--working-dir={working_dir} does not exist; give a folder of this machine")
     folder = PurePosixPath(run_dir)
     given = _settings(overrides)
     for key in CLUSTERS_OWN:
         if given.get(key, "null") != "null":
             raise ConfigError(
-                f"{key}={given[key]} is refused by a cluster that runs already, which has its own number; leave it out"
+                f"{key}={given[key]} is refused by a running cluster, which has its own number; remove this override"
             )
     defaults = {
         "trainer.default_local_dir": str(folder / "checkpoints"),
@@ -169,7 +187,7 @@ def build_job(
 
 
 def shown(job: Job, env: Sequence[str]) -> dict[str, Any]:
-    """What is sent, without the values that the user gave by `env`: they may be secrets."""
+    """Returns the request without the values that the user gave with `env`: they may be secrets."""
     hidden = {item.partition("=")[0]: HIDDEN for item in env}
     runtime_env = job.runtime_env | {"env_vars": job.runtime_env["env_vars"] | hidden}
     return {"entrypoint": job.entrypoint, "runtime_env": runtime_env}
@@ -179,7 +197,7 @@ def _check_text(run_dir: str) -> None:
     if "$" in run_dir:  # Ray expands variables in what it sets for a process, OmegaConf interpolations in the overrides
         raise ConfigError(f"--run-dir={run_dir} must be the folder itself, without a $: Ray and Hydra would replace it")
     if run_dir.encode(errors="ignore").decode() != run_dir or "\0" in run_dir:
-        raise ConfigError(f"--run-dir={printable(run_dir)} must be a path in UTF-8")
+        raise ConfigError(f"--run-dir={printable(run_dir)} must be a path in UTF-8; choose another name")
 
 
 def _settings(overrides: Sequence[str]) -> dict[str, str]:
@@ -204,13 +222,13 @@ def _variable(item: str) -> tuple[str, str]:
 
 
 def connect(address: str) -> "JobSubmissionClient":
-    """The cluster's client, with the token of this user where there is one, as `ray start` has it.
+    """Returns the cluster's client, with this user's token if there is one, as `ray start` has it.
 
     Raises:
-        ConfigError: nothing that takes jobs answers there, or it wants a token that is not here.
+        ConfigError: no job server answers there, or it requires a token that this machine lacks.
     """
     if not address.startswith(("http://", "https://")):
-        raise ConfigError(f"--address {address} is not that of the dashboard, which looks like http://HOST:8265")
+        raise ConfigError(f"--address {address} is not a dashboard's address; it has the form http://HOST:8265")
     token = Path.home() / ".ray" / "auth_token"
     if "RAY_AUTH_MODE" not in os.environ and token.exists():
         os.environ["RAY_AUTH_MODE"] = "token"  # before Ray reads it
@@ -221,7 +239,7 @@ def connect(address: str) -> "JobSubmissionClient":
         return JobSubmissionClient(address)
     except AuthenticationError as error:
         raise ConfigError(
-            f"the Ray head at {address} wants a token: copy ~/.ray/auth_token of the machine that started it to "
+            f"the Ray head at {address} requires a token: copy ~/.ray/auth_token of the machine that started it to "
             f"{token}, or set RAY_AUTH_TOKEN and RAY_AUTH_MODE=token"
         ) from error
     except (ConnectionError, RuntimeError) as error:
@@ -232,14 +250,14 @@ def connect(address: str) -> "JobSubmissionClient":
 
 
 def follow(client: "JobSubmissionClient", job_id: str) -> int:
-    """Print the job's log until it ends; the exit code of its driver. Ctrl-C leaves the job running."""
+    """Prints the job's log until it ends; returns the exit code of its driver. Ctrl-C leaves the job running."""
     try:
         asyncio.run(_print_log(client, job_id))
         return _exit_code(client, job_id)
     except KeyboardInterrupt:
         print(
-            f"\nverl-ext submit: {job_id} goes on; `verl-ext submit logs {job_id} --follow` to watch, "
-            f"`verl-ext submit stop {job_id}` to end it",
+            f"\nverl-ext submit: {job_id} keeps running. Watch it: `verl-ext submit logs {job_id} --follow`. Stop it: "
+            f"`verl-ext submit stop {job_id}`",
             file=sys.stderr,
         )
         return 130
@@ -251,7 +269,7 @@ async def _print_log(client: "JobSubmissionClient", job_id: str) -> None:
 
 
 def _exit_code(client: "JobSubmissionClient", job_id: str) -> int:
-    while (info := client.get_job_info(job_id)).status not in DONE:  # the log ends a moment before
+    while (info := client.get_job_info(job_id)).status not in DONE:  # the log ends a moment before the job
         time.sleep(POLL_S)
     print(f"verl-ext submit: {job_id} {info.status}: {_first_line(info.message)}", file=sys.stderr)
     if info.driver_exit_code is not None:
@@ -260,7 +278,7 @@ def _exit_code(client: "JobSubmissionClient", job_id: str) -> int:
 
 
 def stop_job(client: "JobSubmissionClient", job_id: str, patience_s: float = 60.0) -> str:
-    """Ask the job to stop and wait for it; its last status."""
+    """Stops the job and waits for it; returns its last status."""
     client.stop_job(job_id)
     deadline = time.monotonic() + patience_s
     while (status := client.get_job_info(job_id).status) not in DONE and time.monotonic() < deadline:
@@ -269,7 +287,7 @@ def stop_job(client: "JobSubmissionClient", job_id: str, patience_s: float = 60.
 
 
 def rows(client: "JobSubmissionClient") -> list[tuple[str, ...]]:
-    """Id, status, start, minutes and run folder of every job of ours, the newest first."""
+    """Returns id, status, start, minutes and run folder of each of our jobs, the newest first."""
     found = [job for job in client.list_jobs() if RUN_DIR in (job.metadata or {})]
     found.sort(key=lambda job: job.start_time or 0, reverse=True)
     return [
@@ -301,7 +319,7 @@ def _run(arguments: argparse.Namespace) -> int:
         env=arguments.env,
     )
     if job.elsewhere:
-        print(f"verl-ext submit: not to {arguments.run_dir} go {job.elsewhere}", file=sys.stderr)
+        print(f"verl-ext submit: written outside of {arguments.run_dir}: {job.elsewhere}", file=sys.stderr)
     if arguments.dry_run:
         print(json.dumps(shown(job, arguments.env), indent=2))
         return 0
@@ -313,7 +331,7 @@ def _submit(client: "JobSubmissionClient", job: Job, job_id: str | None, detach:
         entrypoint=job.entrypoint, runtime_env=job.runtime_env, metadata=job.metadata, submission_id=job_id
     )
     what = "everything else that" if job.elsewhere else "everything"
-    folder = printable(job.metadata[RUN_DIR])  # of `resume`, as the cluster has it
+    folder = printable(job.metadata[RUN_DIR])  # for `resume`, as the cluster has it
     print(f"verl-ext submit: {job_id} submitted; {what} it writes goes to {folder}", file=sys.stderr)
     return 0 if detach else follow(client, job_id)
 
@@ -326,7 +344,7 @@ def _status(arguments: argparse.Namespace) -> int:
     client = connect(arguments.address)
     found = [row for row in rows(client) if arguments.job in (None, row[0])]
     if arguments.job and not found:
-        raise ConfigError(f"no run called {arguments.job}; `verl-ext submit status` lists them")
+        raise ConfigError(f"there is no run {arguments.job}; `verl-ext submit status` lists the runs")
     table = Table("job", "status", "started", "minutes", "run folder")
     for row in found:
         table.add_row(*(Text(printable(cell)) for cell in row))  # Text: brackets are no markup
@@ -358,7 +376,7 @@ def _resume(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.job} was not submitted by verl-ext submit")
     if info.status not in DONE:
         raise ConfigError(f"{arguments.job} is {info.status}; stop it first: verl-ext submit stop {arguments.job}")
-    # The folder that was sent with the first submission is still in the cluster under the URI that stands there.
+    # The folder that was sent with the first submission is still in the cluster under the URI in its metadata.
     job = Job(info.entrypoint, dict(info.runtime_env or {}), dict(info.metadata))
     return _submit(client, job, None, arguments.detach)
 
@@ -369,10 +387,10 @@ def _first_line(message: str | None) -> str:
 
 
 def override(key: str, value: str) -> str:
-    """`key=value` that Hydra reads back as this very string: no list, number, null, function or sweep.
+    """Returns `key=value` that Hydra reads back as this string: no list, number, null, function or sweep.
 
-    OmegaConf comes after Hydra, and takes `${...}` for an interpolation in quotes too. No spelling of it lasts: verl
-    resolves its config in place, which undoes an escape, and reads it again. Refuse such a value before.
+    OmegaConf runs after Hydra, and reads `${...}` as an interpolation even in quotes. No escape survives: verl resolves
+    its config in place, which undoes the escape, and reads it again. Callers refuse such a value before.
     """
     if PLAIN.fullmatch(value) and value.lower() not in CONSTANTS:
         return f"{key}={value}"

@@ -1,24 +1,24 @@
 """The tables of docs/lab.md, from the results of the lab that are kept in docs/lab.
 
     python recipes/ablations/results.py                    write them into docs/lab.md
-    python recipes/ablations/results.py --keep .lab/stale  first take over its results.json as docs/lab/stale.json
+    python recipes/ablations/results.py --keep .lab/stale  first take its results.json over into docs/lab/stale.json
 
-Between `<!-- lab/stale -->` and `<!-- end -->` stands the table of stale.json; after `<!-- ablations/stale -->` that
-of a family in ablations.json (run.py); after `<!-- forecast/all -->` what the guard's warnings were
-worth in all of these runs, and in those of recipes/collapse.
+Variants that are kept stay as they are; --keep adds those that are new. The table between `<!-- lab/stale -->` and
+`<!-- end -->` is made from stale.json, the one after `<!-- ablations/stale -->` from a family in ablations.json
+(run.py), and the one after `<!-- forecast/all -->` from all of these runs and those of recipes/collapse: how early the
+guard warned.
 """
 
 import argparse
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl_ext.lab.summary import EXACT, summarise
-from verl_ext.lab.table import RESULTS, step_range
+from verl_ext.lab.summary import EXACT, Summary, Variant, summarise
+from verl_ext.lab.table import RESULTS, findings_of, results_of, results_text, step_range
 from verl_ext.report.load import read_run
 
 HERE = Path(__file__).parent
@@ -43,6 +43,27 @@ def with_tables(page: str) -> str:
         return f"<!-- {kind}/{name} -->\n{table}\n<!-- end -->"
 
     return MARKS.sub(written, page)
+
+
+def keep(made: Path, kept: Path) -> None:
+    """Write the results of a grid into `kept`, or add the variants that it lacks.
+
+    Raises:
+        ValueError: the grid has other seeds, steps or gaps than what is kept.
+    """
+    new = json.loads((made / RESULTS).read_text(encoding="utf-8"))
+    old = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {**new, "variants": []}
+    about = {name: old[name] for name in ("regime", "steps", "seeds", "complete")}
+    if (given := {name: new[name] for name in about}) != about:
+        raise ValueError(f"{made} has {given}, where {kept} has {about}")
+    found = {each["name"]: _variant(each) for each in (*new["variants"], *old["variants"])}
+    every = list(found.values())
+    kept.write_text(results_text(results_of(about, every, findings_of(every))) + "\n", encoding="utf-8")
+
+
+def _variant(found: Row) -> Variant:
+    runs = {int(seed): Summary(**run) for seed, run in found["runs"].items()}
+    return Variant(found["name"], tuple(found["overrides"]), runs)
 
 
 def variants(found: Row) -> str:
@@ -99,7 +120,7 @@ def forecasts() -> str:
 
 def _forecast_runs() -> Iterator[tuple[str, list[tuple[str, Row]]]]:
     """Title, and of each run its variant and its summary."""
-    for name, what in (("stale", "old weights"), ("quantized", "fp4 with the routers")):
+    for name, what in (("stale", "old weights"), ("quantized", "fp4 with the routers"), ("both", "both")):
         found = json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))
         runs = [(each["name"], run) for each in found["variants"] for run in each["runs"].values()]
         yield f"the lab, {what}", runs
@@ -110,7 +131,7 @@ def _forecast_runs() -> Iterator[tuple[str, list[tuple[str, Row]]]]:
 
 
 def _early(found: Row) -> str:
-    """How many runs, at which steps, and the reward then."""
+    """Describes the runs that ended early: how many, at which steps, and the reward then."""
     if not (steps := sorted(found["at"].values())):
         return ""
     then = found["reward_then"]
@@ -154,7 +175,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="of a grid that has come to its end")
     arguments = parser.parse_args()
     if arguments.keep:
-        shutil.copyfile(arguments.keep / RESULTS, KEPT / f"{arguments.keep.name}.json")
+        keep(arguments.keep, KEPT / f"{arguments.keep.name}.json")
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -69,7 +69,7 @@ def _trimmed(line: str) -> str:
 
 
 def runs_of(regime: str, folder: Path = RUNS) -> dict[str, dict[int, Run]]:
-    """By arm and seed; the exact arm is one and the same in every regime, and kept once."""
+    """Reads the runs of a regime, by arm and seed. Every regime shares one exact arm, which is kept once."""
     found: dict[str, dict[int, Run]] = {}
     files = {*(folder / regime).glob(f"*/seed*/{METRICS}"), *(folder / "stale" / "exact").glob(f"seed*/{METRICS}")}
     for file in sorted(files):
@@ -79,7 +79,7 @@ def runs_of(regime: str, folder: Path = RUNS) -> dict[str, dict[int, Run]]:
 
 
 def table(regime: str, folder: Path = RUNS) -> str:
-    """In Markdown, the exact rollout first, then by the reward at the end."""
+    """Returns the regime's table in Markdown: the exact rollout first, then by the reward at the end."""
     runs = runs_of(regime, folder)
     variants = [Variant(arm, (), {seed: summarise(run) for seed, run in each.items()}) for arm, each in runs.items()]
     lines = [

@@ -13,8 +13,8 @@ QUICK_START = Path(__file__).parents[1] / "cpu_smoke" / "make_assets.py"
 
 
 def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "Qwen3ForCausalLM":
-    """As deep and wide as the quick start's model, and as many parameters to a token, with random weights in float32;
-    its vocabulary exactly the tokenizer's for the same reason."""
+    """Builds a model as deep and wide as the quick start's, with as many parameters per token and random weights in
+    float32. Its vocabulary is exactly the tokenizer's for the same reason."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

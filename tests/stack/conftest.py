@@ -25,7 +25,7 @@ def assets(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Forked]:
-    """What most runs get their processes from."""
+    """The server that most runs fork their processes from."""
     with forked(environment=CPU) as stack:
         yield stack
 

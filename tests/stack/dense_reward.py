@@ -6,5 +6,5 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 
 
 def same_for_all(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
-    """From which nothing can be learnt."""
+    """A constant reward: nothing can be learnt from it."""
     return 0.5

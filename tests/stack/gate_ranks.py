@@ -1,4 +1,4 @@
-"""What a spawned rank of test_gate_ranks.py runs: verl's real FSDP2 engine, two mini-batches of two trajectories."""
+"""Runs as a spawned rank of test_gate_ranks.py: verl's real FSDP2 engine, two mini-batches of two trajectories."""
 
 import os
 
@@ -125,7 +125,8 @@ def run(case, rank, folder):
 
 
 def everything(worker):
-    """What a step changes, bit for bit: weights, the optimizer's moments, its settings, the schedule."""
+    """Copies all that a step changes: weights, the optimizer's moments, its settings, the schedule. Compared bit for
+    bit."""
     import copy
 
     engine = worker.engine

@@ -1,4 +1,4 @@
-"""What a run left in its folder: checkpoints and the guard's events."""
+"""Reads what a run left in its folder: checkpoints and the guard's events."""
 
 import json
 
@@ -16,7 +16,7 @@ def events(folder):
 
 
 def told(folder):
-    """What the guard did: (step, rule, action) of each event."""
+    """Returns the guard's events as (step, rule, action)."""
     return [(event["step"], event["rule"], event["action"]) for event in events(folder)]
 
 
@@ -26,7 +26,7 @@ def shards(folder, step, kind="model", rank=0, of=1):
 
 
 def megatron_weights(folder, step):
-    """What verl saves of Megatron's weights: those of Hugging Face, in the dtype that they are computed with."""
+    """Reads the Megatron weights that verl saves: in the format of Hugging Face, in the dtype of the computation."""
     return weights(folder / "checkpoints" / f"global_step_{step}" / "actor" / "model" / "huggingface")
 
 
@@ -67,7 +67,7 @@ def weights(folder):
 
 
 def same(one, other):
-    """Whether the tensors of two of `shards` are equal bit for bit."""
+    """Checks that the tensors of two of `shards` are equal bit for bit."""
     return all(torch.equal(full(one[name]), full(other[name])) for name in one)
 
 

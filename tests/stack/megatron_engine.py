@@ -1,4 +1,4 @@
-"""What a rank of test_megatron_engine.py runs: verl's Megatron engine beside transformers, from one checkpoint.
+"""Runs as a rank of test_megatron_engine.py: compares verl's Megatron engine with transformers, from one checkpoint.
 
     python -m tests.stack.megatron_engine TASK RANK WORLD FOLDER
 
@@ -241,7 +241,7 @@ def check(rank: Rank) -> None:
 
 
 def check_states(rank: Rank) -> None:
-    """What the probe's hooks see on all ranks together: the states of transformers at each of its points."""
+    """Checks that the probe's hooks see, on all ranks together, the states of transformers at each of its points."""
     found = rank.states()
     expected = [rank.expected["states"][index] for index in rank.mine]
     for point, rows in found.items():
@@ -323,7 +323,7 @@ def save(folder: Path) -> None:
 
 
 def resume(folder: Path) -> None:
-    """In a process that has not trained."""
+    """Resumes training in a process that has not trained."""
     rank = Rank(folder, build(folder, VANILLA))
     rank.engine.load_checkpoint(str(folder / "checkpoint"), del_local_after_load=False)
     expected = torch.load(folder / "next.pt")
@@ -352,7 +352,8 @@ def main(tasks: dict, task: str, rank: str, world: str, folder: str) -> None:
 
 
 def run_ranks(stack: Forked, module: str, task: str, world: int, folder: Path) -> list[list[str]]:
-    """What each rank of `python -m MODULE TASK RANK WORLD FOLDER` says that it checked, after all ended well."""
+    """Runs `python -m MODULE TASK RANK WORLD FOLDER` on each rank; returns what each rank checked, after all ended
+    well."""
     environment = os.environ | CPU | stack.environment | {"HF_HUB_OFFLINE": "1"}
     with ExitStack() as stopped:
         started = [

@@ -1,4 +1,4 @@
-"""What a rank of test_megatron_gate.py runs: the gate and the undo on verl's Megatron engine, two mini-batches each.
+"""Runs as a rank of test_megatron_gate.py: the gate and the undo on verl's Megatron engine, two mini-batches each.
 
 python -m tests.stack.megatron_gate TASK RANK WORLD FOLDER
 """
@@ -93,7 +93,8 @@ def offload_as_on_gpus() -> None:
 
 
 def everything(worker):
-    """What a step changes, bit for bit: weights, buffers, what the optimizers hold, their settings, the schedule."""
+    """Copies all that a step changes: weights, buffers, what the optimizers hold, their settings, the schedule.
+    Compared bit for bit."""
     engine = worker.engine
     with engine.train_mode():
         found = [[dict(chunk.named_parameters()), dict(chunk.named_buffers())] for chunk in engine.module]

@@ -1,4 +1,4 @@
-"""What a spawned rank of test_megatron_ranks.py runs: verl's Megatron engine under each kind of parallelism."""
+"""Runs as a spawned rank of test_megatron_ranks.py: verl's Megatron engine under each kind of parallelism."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a rank of test_megatron_recipes.py runs: the engine that verl builds of a recipe for GPUs, at a tiny size.
+"""Runs as a rank of test_megatron_recipes.py: the engine that verl builds from a recipe for GPUs, at a tiny size.
 
     python -m tests.stack.megatron_recipes TASK RANK WORLD FOLDER
 
@@ -198,7 +198,8 @@ def sized(name: str, layout: dict[str, int], folder: Path, **replaced: object) -
 
 
 def cases(folder: Path) -> dict[str, list[str]]:
-    """What test_megatron_recipes.py launches: each recipe in float32 and in each layout, and in the recipe's own dtype.
+    """Returns the launches of test_megatron_recipes.py: each recipe in float32 in each layout, and in the recipe's
+    dtype.
 
     16-bit numbers have the recipe's optimizer too, Adam on the CPU, and a checkpoint of it.
     """

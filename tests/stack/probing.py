@@ -19,7 +19,7 @@ WRONG_TEMPERATURE = 0.7
 
 @dataclass(frozen=True)
 class Parts:
-    """What is changed of a layer, as both training engines have it."""
+    """The parts of a layer that the tests change, in both training engines."""
 
     attention: torch.nn.Module
     router: torch.nn.Module

@@ -17,7 +17,7 @@ SCHEDULE = [*(mode for mode in ("disabled", "R2", "R3") for _ in range(STEPS)), 
 
 
 def settings_of(entry: str) -> dict[str, object]:
-    """What a step with this entry changes in the run's config."""
+    """Returns the settings that a step with this entry changes in the run's config."""
     return {FSDP_REPLAY: entry.partition(",")[0], BYPASS: entry.startswith(BYPASSED)}
 
 

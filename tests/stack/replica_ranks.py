@@ -1,4 +1,4 @@
-"""What a spawned rank of test_replica_fetch.py runs: verl's tqbridge on a real TransferQueue, shared and not."""
+"""Runs as a spawned rank of test_replica_fetch.py: verl's tqbridge on a real TransferQueue, shared and not."""
 
 import os
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def meta(name, only=None, fields=("input_ids", *ROUTING)):
 
 
 class Rank:
-    """What comes out of tqbridge, and the rows of each field that this rank fetched for it."""
+    """Records what tqbridge returns, and the rows of each field that this rank fetched for it."""
 
     def __init__(self):
         from verl.utils.transferqueue_utils import tqbridge

@@ -1,4 +1,4 @@
-"""How the end-to-end tests start a run of the real stack, and find what it left."""
+"""Starts runs of the real stack for the end-to-end tests, and finds what they left."""
 
 import contextlib
 import json
@@ -63,7 +63,7 @@ PLAIN_VERL = ("hydra.searchpath=[pkg://verl_ext.configs]", f"+{SMALL[0]}", *SMAL
 
 @dataclass(frozen=True)
 class Run:
-    """What a finished run left: exit code, console, and each step's metrics."""
+    """A finished run: exit code, console, and each step's metrics."""
 
     code: int
     console: str
@@ -71,7 +71,7 @@ class Run:
 
     @property
     def tail(self) -> str:
-        """For a failing assertion: the end of the console."""
+        """The end of the console, for a failing assertion."""
         return self.console[-4000:]
 
     @property
@@ -179,7 +179,8 @@ def wait_for(condition: Callable[[], bool], started: subprocess.Popen, console: 
 
 
 def spawned(mark: str) -> list[psutil.Process]:
-    """What the rollout engine of a forked run started, the oldest first: vLLM's engine core, SGLang's scheduler.
+    """Returns the processes that the rollout engine of a forked run started, oldest first: vLLM's engine core, SGLang's
+    scheduler.
 
     A forked process has no title. Its client, with which it ends, has a command.
     """

@@ -1,4 +1,4 @@
-"""What a process of test_sglang_engine.py runs: SGLang's engine beside transformers, in float32, on one model.
+"""Runs as a process of test_sglang_engine.py: compares SGLang's engine with transformers, in float32, on one model.
 
     python -m tests.stack.sglang_engine TASK FOLDER
 
@@ -116,8 +116,8 @@ MARGIN = 1e-3  # of a mass from top_p: nearer ones are decided by rounding
 
 @torch.no_grad()
 def compare_heads(engine, server, model, sampling) -> dict[str, float]:
-    """What verl's server returns against transformers' logits in float64: the largest difference of log-probs, of the
-    sampled tokens and of the heads, and the number of places at which something else was kept."""
+    """Compares what verl's server returns with transformers' logits in float64: the largest difference of log-probs, of
+    the sampled tokens and of the heads, and the number of places at which something else was kept."""
     from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
     from verl_ext.upstream.agent_loop import HEAD_ASKED
 
@@ -178,8 +178,9 @@ def compare_turns(server, model, run) -> dict[str, float]:
 
 
 def compare_states(engine, model) -> dict[str, float]:
-    """What the probe asks for: the largest relative error of any point's states, how many points and tokens there are,
-    and the largest difference of the prompts' log-probs. SGLang has what they begin with in its prefix cache."""
+    """Compares the states that the probe asks for: the largest relative error of any point's states, how many points
+    and tokens there are, and the largest difference of the prompts' log-probs. SGLang has the prompts' beginning in its
+    prefix cache."""
     from tests.stack.megatron_engine import states
     from verl_ext.core.recorder import joined_passes
     from verl_ext.upstream.engine_states import ask_schedulers
@@ -232,7 +233,7 @@ def by_name(model):
 
 
 def served(folder):
-    """What verl's server returns: heads by kind of sampling, and the routing of two turns."""
+    """Returns the results of verl's server: heads by kind of sampling, and the routing of two turns."""
     engine, model = start(folder), reference(folder)
     server = serving(engine)
     found = {name: compare_heads(engine, server, model, sampling) for name, sampling in SAMPLING.items()}
@@ -344,7 +345,7 @@ def perturbed(model):
 
 
 def weights_request(model):
-    """What `Engine.update_weights_from_tensor` asks the tokenizer manager for."""
+    """Builds the request that `Engine.update_weights_from_tensor` sends to the tokenizer manager."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
     from sglang.srt.utils import MultiprocessingSerializer
 

@@ -63,6 +63,7 @@ BYPASSED = [
     ("stability=opsm", *BYPASS, "stability.opsm.delta=0.0", f"{LOSS}.loss_mode=gspo"),
     ("stability=tis", *BYPASS, "stability.tis.cap=1.0", f"{LOSS}.loss_mode=gpg"),
 ]
+DPPO = ("stability=dppo_tv", "stability.router_agreement=false")
 SHIFTS = [("stability=router_shift_loss",), ("stability=router_shift_loss", f"{LOSS}.base=geo_mean")]
 FILTERS = ("stability=filters", "stability.filters.low_probability.threshold=0.005")
 ALL: list[tuple[str, ...]] = [
@@ -75,6 +76,9 @@ ALL: list[tuple[str, ...]] = [
     ("stability=tis", "stability.tis.cap=1.0"),
     ("stability=tis_sequence", "stability.tis_sequence.cap=1.0"),
     ("stability=kpop", "stability.kpop.phi=1e-7"),
+    ("stability=ipo", "stability.ipo.eps=1e-5"),
+    ("stability=m2po", "stability.m2po.threshold=1e-8"),
+    DPPO,
     ("stability=mis", "stability.mis.cap=1.0"),
     ("stability=geo_mask",),
     ("stability=seq_mask_tis",),

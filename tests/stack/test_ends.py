@@ -29,7 +29,7 @@ from tests.support.forking import PREFORK
 
 @pytest.mark.e2e
 def test_ctrl_c_leaves_no_process_behind(arguments, tmp_path):
-    """Of a run that starts as the quick start does."""
+    """The run starts as the quick start does."""
     mark = uuid.uuid4().hex
     train = f'exec "$PREFORK_PYTHON" "$@" {PY_EXECUTABLE}="$PREFORK_PYTHON"'
     preforked = [*CLEAN_EXIT, sys.executable, str(PREFORK), "--log", os.devnull, "sh", "-c", train, "sh"]

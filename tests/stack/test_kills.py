@@ -6,11 +6,11 @@ import subprocess
 import uuid
 from functools import partial
 
-import psutil
 import pytest
 
 from tests import ROOT
 from tests.stack.faulty_reward import FILE
+from tests.stack.hungry_loss import FILE as HUNGER
 from tests.stack.left import SAVES, events, last_saved, same, saved, shards
 from tests.stack.running import PY_EXECUTABLE, assert_one_error, kill_all, named, spawned, start, wait_for
 
@@ -66,33 +66,33 @@ def test_it_ends_with_one_error_and_the_last_checkpoint_can_be_read(begin, tmp_p
     assert shards(tmp_path, last_saved(tmp_path)), "the last checkpoint can be read"
 
 
-def read_only(folder, mark):
+def read_only(folder):
     """The checkpoints' file system, as one that has met an error."""
     subprocess.run(["mount", "-o", "remount,ro", str(folder / "checkpoints")], check=True)
 
 
-def out_of_memory(folder, mark):
-    """The training worker gets no more address space than it has."""
-    (worker,) = named("ray::WorkerDict", mark)
-    worker.rlimit(psutil.RLIMIT_AS, (worker.memory_info().vms, -1))
+def out_of_memory(folder):
+    """The training worker's next update asks for more memory than there is."""
+    (folder / "hunger").touch()
 
 
 DENIALS = (
     (read_only, r"verl_ext: error: the checkpoint \S+/global_step_\d+ cannot be written \(OSError: .*Read-only"),
-    # As whatever was about to allocate takes it: torch raises, and Ray's threads abort.
-    (out_of_memory, r"verl_ext: error: a worker of the run died: name \S*WorkerDict|allocate memory|MemoryError"),
+    (out_of_memory, r"can't allocate memory: you tried to allocate \d+ bytes"),
+    (None, ""),
 )
 
 
 def test_what_a_run_is_denied_ends_it_and_the_same_command_goes_on(begin, file_system, tmp_path):
+    hungry = ("stability.plugins=[tests.stack.hungry_loss]", "actor_rollout_ref.actor.policy_loss.loss_mode=hungry")
     last = 0
-    for fault, said in (*DENIALS, (None, "")):
+    for fault, said in DENIALS:
         mark = uuid.uuid4().hex
-        console, started = begin(mark)
+        console, started = begin(mark, *hungry, **{HUNGER: str(tmp_path / "hunger"), "PYTHONPATH": str(ROOT)})
         try:
             wait_for(partial(saved, tmp_path, last + 2), started, console)
             if fault:
-                fault(tmp_path, mark)
+                fault(tmp_path)
                 assert started.wait(150) == 1
         finally:
             kill_all(mark)
@@ -102,6 +102,7 @@ def test_what_a_run_is_denied_ends_it_and_the_same_command_goes_on(begin, file_s
         last = last_saved(tmp_path)
         assert shards(tmp_path, last), "the last checkpoint can be read"
         subprocess.run(["mount", "-o", "remount,rw", str(tmp_path / "checkpoints")], check=True)
+        (tmp_path / "hunger").unlink(missing_ok=True)
 
 
 def test_a_reward_that_is_no_number_then_hangs_and_then_raises(begin, tmp_path):
@@ -117,7 +118,7 @@ def test_a_reward_that_is_no_number_then_hangs_and_then_raises(begin, tmp_path):
         wait_for(lambda: guard.read_text().count("\n") >= 2, started, console)
         word.write_text("hang")
         hangs = re.compile(
-            r"step \d+ has been going for \d+ s\b.*reward: \d+ x compute_score \(faulty_reward\.py:\d+\)"
+            r"step \d+ has been running for \d+ s\b.*reward: \d+ x compute_score \(faulty_reward\.py:\d+\)"
         )
         wait_for(lambda: hangs.search(console.read_text()), started, console, 150)
         last = last_saved(tmp_path)

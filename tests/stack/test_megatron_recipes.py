@@ -38,7 +38,7 @@ def folder(tmp_path_factory, launch):
 
 @pytest.fixture(scope="module")
 def checked(stack, folder):
-    """What both ranks checked."""
+    """The checks that ran; both ranks must report the same."""
     first, second = run_ranks(stack, "tests.stack.megatron_recipes", "run", 2, folder)
     assert first == second
     return first

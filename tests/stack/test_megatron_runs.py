@@ -57,10 +57,10 @@ def model(tmp_path_factory):
 
 
 def test_in_float32_the_engines_agree_on_every_token_and_every_expert(assets, model, stack, tmp_path):
-    """Split by tensor and by expert over two ranks, before and after updates. From step 4 on the weight syncs are lost,
-    which the report names."""
+    """Split by tensor and by expert over two ranks, before and after updates. From step 4 on the weight syncs are lost:
+    the report names that, and the guard the first step with rollouts of weights that did not arrive."""
     steps = "trainer.total_training_steps=8"
-    features = ("stability=icepop", "stability.router_agreement=true", "stability.sync_canary.trajectories=8")
+    features = ("stability=zero_mismatch", "stability.correction=icepop", "stability.sync_canary.trajectories=8")
     arguments = (*RECIPE, f"assets={assets}", model, steps, *features, *FLOAT32, *TWO_RANKS, *TP2_EP2)
     finished = run(["-m", "tests.stack.faults", "lost syncs", *arguments], tmp_path, stack)
     assert finished.code == 0, finished.tail
@@ -68,13 +68,20 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(assets, mo
     assert len(finished.steps) == 8
     assert_documented(finished)
     assert suspected(finished)[0] == "lost_sync"
-    for step in finished.steps[:3]:
+    first, *_ = (event for event in events(finished.folder) if event["rule"] == "zero_mismatch")
+    assert (first["step"], first["action"]) == (5, "warn") and finished.steps[4]["vllm_kl/k3"] == first["value"]
+    layers = [finished.steps[4][f"router/agreement/layer_{layer:02d}"] for layer in range(4)]
+    differing = next((layer for layer, agreement in enumerate(layers) if agreement < 1), None)
+    place = "agree in all layers" if differing is None else f"disagree from layer {differing} on"
+    assert f"(routers {place}) passes stability.guard.rules.zero_mismatch.above=1e-10" in first["reason"]
+    for step in finished.steps[:4]:
         assert step["vllm_kl/k3"] < 1e-12
         assert step["vllm_kl/log_ratio_abs_max"] < 2e-5
         assert step["router/agreement"] == step["router/exact_match"] == step["router/checked"] == 1
         assert step["guard/skipped"] == 0 and 0 < step["actor/grad_norm"] < 10
-        # The update changed what both make of the canary's trajectories, by the same.
+    for step in finished.steps[:3]:  # the update changed what both make of the canary's trajectories, by the same
         assert step["sync/moved"] > 1e-3 and 0.99 < step["sync/arrived_low"] < 1.01
+    assert finished.steps[3]["sync/arrived_high"] < 0.1, "the canary sees the lost sync a step before the gap shows it"
 
 
 FLOAT16 = (  # Transformer Engine has the optimizer that verl takes
@@ -84,7 +91,7 @@ FLOAT16 = (  # Transformer Engine has the optimizer that verl takes
 
 
 def test_r3_replays_the_rollouts_experts_and_a_wrong_replay_is_refused_as_fp16s_overflow_is(with_faults, model):
-    """In step 2 every expert id is one too high: the gap jumps, and the batch is skipped. In step 3 the gradient is
+    """Every expert id is one too high in step 2: the gap jumps, and the batch is skipped. The gradient of step 3 is
     more than fp16 holds."""
     replay = (f"{MEGATRON}.router_replay.mode=R3", "stability=icepop", "stability.batch_skip.threshold=1.0e-3")
     settings = (*FLOAT16, *SAVES, model)

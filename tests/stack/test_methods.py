@@ -11,6 +11,7 @@ from tests.stack.running import assert_documented, assert_k1_is_verls
 from tests.stack.switching import (
     BYPASSED,
     COMPOSED,
+    DPPO,
     FILTERS,
     GATED,
     LOSS,
@@ -28,14 +29,14 @@ EVERY = [
     pytest.param(engine, entry, id=f"{engine}-{' '.join(entry)}")
     for engine, schedule in SCHEDULES.items()
     for entry in schedule
-    if entry not in (NOTHING_LEFT, *BYPASSED)
+    if entry not in (NOTHING_LEFT, DPPO, *BYPASSED)
 ]
 with_fsdp = pytest.mark.parametrize("engine", ["fsdp2"], indirect=True)
 
 
 @pytest.fixture(params=SCHEDULES)
 def engine(request):
-    """What trains, or sglang, which generates."""
+    """The training engine, or sglang as the rollout engine."""
     return request.param
 
 
@@ -105,7 +106,8 @@ def test_a_tools_output_stands_between_two_turns_and_is_not_measured(step_of):
 
 @pytest.mark.parametrize("engine", ["fsdp2", "sglang"], indirect=True)  # the rollout's part, of vLLM and of SGLang
 def test_a_second_turn_brings_the_ids_of_its_own_tokens_alone(switching_run):
-    """From the last token of the first turn on, which had not been forwarded; but where the loop cuts that turn."""
+    """The second turn brings ids from the last token of the first turn on, which had not been forwarded, except where
+    the loop cuts that turn."""
     told = re.findall(r"turn_routes: (\d+) rows were held and (\d+) came, after (\d+) tokens", switching_run.console)
     assert len(told) > TRAJECTORIES
     assert all(0 < int(held) < int(tokens) and int(came) > 0 for held, came, tokens in told)
@@ -126,7 +128,7 @@ def test_workers_are_sent_no_columns_of_the_dataset(switching_run):
 
 @with_fsdp  # the rollout's part, which knows nothing of the training engine
 def test_a_tool_that_hangs_is_told_with_its_line(switching_run):
-    told = r"step \d+ has been going for \d+ s\b.*agent loop: [^;]*1 x hanging_double \(hanging_tool\.py:\d+\)"
+    told = r"step \d+ has been running for \d+ s\b.*agent loop: [^;]*1 x hanging_double \(hanging_tool\.py:\d+\)"
     assert re.search(told, switching_run.console), switching_run.tail
 
 
@@ -137,6 +139,7 @@ def test_a_tool_that_hangs_is_told_with_its_line(switching_run):
         (("stability=tis", "stability.tis.cap=1.0"), None, "tis"),
         (("stability=tis_sequence", "stability.tis_sequence.cap=1.0"), None, "tis_sequence"),
         (("stability=kpop", "stability.kpop.phi=1e-7"), "kpop", "kpop"),
+        (("stability=ipo", "stability.ipo.eps=1e-5"), "ipo", "ipo"),
         (("stability=mis", "stability.mis.cap=1.0"), None, "mis"),
         (("stability=geo_mask",), "geo_mask", "geo_mask"),
         (("stability=seq_mask_tis",), "geo_mask", "geo_mask"),
@@ -171,6 +174,13 @@ def test_opsm_drops_inside_the_update_and_splits_its_gap(step_of):
         assert 0 < step["actor/opsm/dropped"] < 1
         assert step["actor/opsm/mismatch"] != 0
         assert step["actor/opsm/staleness"] != 0, "the second update is one behind"
+
+
+def test_m2po_and_verls_dppo_act_in_the_update(step_of):
+    m2po, dppo = step_of("stability=m2po", "stability.m2po.threshold=1e-8"), step_of(*DPPO)
+    assert 0 < m2po["actor/m2po/dropped"] < 1 and m2po["actor/m2po/second_moment"] > 1e-8
+    assert "actor/pg_clipfrac" in dppo and "actor/entropy" not in dppo, "bypass mode"
+    assert m2po["actor/grad_norm"] > 0 and dppo["actor/grad_norm"] > 0
 
 
 def test_the_gate_refuses_the_second_mini_batch_which_is_off_policy(step_of):

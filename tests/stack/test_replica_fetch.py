@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def ranks(quick_ranks, tmp_path_factory):
-    """What each rank found."""
+    """The results of each rank."""
     folder = tmp_path_factory.mktemp("replica")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RAY_AUTH_MODE", "disabled")  # one rank's cluster, which the others join

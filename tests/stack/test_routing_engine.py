@@ -204,7 +204,8 @@ def test_a_loras_reference_replays_and_records_nothing(ran):
 @pytest.mark.parametrize("truncated", [True, False])
 @pytest.mark.parametrize("name", HEADS | HEADS_ULYSSES)
 def test_heads_are_read_in_every_layout(ran, name, truncated):
-    """As of each sequence by itself; the gradient of the LM head up to how ranks share a loss."""
+    """Results equal those of each sequence by itself. So does the gradient of the LM head, up to how ranks share a
+    loss."""
     case = (HEADS | HEADS_ULYSSES)[name]
     assert ran[name][0]["verls"], "where the KL alone is asked for, log-probs are verl's"
     found = ran[name][0][truncated]

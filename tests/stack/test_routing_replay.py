@@ -1,4 +1,4 @@
-"""What routing replay does to a real run: without, with R2 and with R3 in turn, on a model whose experts matter.
+"""Effects of routing replay on a real run: without, with R2 and with R3 in turn, on a model whose experts matter.
 
 The recipe's random experts add little to what they are added to. With eight times as large ones, another expert is
 another token, as in a trained model. Training in float32 keeps the rounding of bf16 log-probabilities out of vllm-kl.

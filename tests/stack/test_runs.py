@@ -33,7 +33,8 @@ def ours(names):
 
 
 def test_icepop_router_agreement_cascade_attention_and_the_report(train):
-    """And the score centered, with IcePop's weights and a head of 8 tokens; routing of half of the trajectories."""
+    """The score is centered too, with IcePop's weights and a head of 8 tokens; half of the trajectories carry
+    routing."""
     dump = "stability.trajectories.per_step=2"
     centered = ("stability.score_centering=true", "stability.head.k=8")
     routing = (ROUTING, "stability.router_agreement_share=0.5")
@@ -43,7 +44,7 @@ def test_icepop_router_agreement_cascade_attention_and_the_report(train):
     assert re.search(r"score centering +│ weights of icepop +│ worker_loss on 1 rank", run.console)
     assert "confirmed by 1 vLLM worker(s)" in run.console
     assert "4 x Qwen3MoeTopKRouter" in run.console
-    assert "routed_experts travels as torch.uint8" in run.console
+    assert "routed_experts is sent as torch.uint8" in run.console
     assert "should not exceed total physical CPU cores" not in run.console, "TransferQueue, at every call"
     assert len(run.steps) == 3
     assert_documented(run)
@@ -243,7 +244,7 @@ def test_none_logs_what_plain_verl_logs(train, plain_verl):
     """Tokens are sampled from the likely ones, which training is not told: the report names it by these metrics."""
     none = train("stability=none", *VERLS_WEIGHTS, "actor_rollout_ref.rollout.top_p=0.8", steps=8)
     assert none.code == 0, none.tail
-    assert "running verl as it is" in none.console
+    assert "running verl unchanged" in none.console
     assert keys(none)[:2] == [{name for name in names if "/icepop/" not in name} for names in keys(plain_verl)]
     assert not any(ours(names) for names in keys(none))
     assert {"actor/grad_norm", "critic/score/mean", "rollout_corr/kl"} <= keys(none)[0]

@@ -33,6 +33,11 @@ def folder(tmp_path_factory):
     return folder
 
 
+def in_background():
+    """A shell script starts what it puts in the background deaf to SIGQUIT, by which SGLang ends its parent."""
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+
+
 @pytest.fixture
 def ended(tmp_path, folder):
     """ended(python, environment, task) -> exit code and output; nothing of it is left."""
@@ -44,7 +49,12 @@ def ended(tmp_path, folder):
         # A file: what a process that dies leaves behind would keep a pipe open.
         with (tmp_path / "output").open("w") as output:
             code = subprocess.run(
-                [python, *command, task, str(folder)], cwd=ROOT, env=environment, stdout=output, stderr=output
+                [python, *command, task, str(folder)],
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                preexec_fn=in_background,
             ).returncode
         return code, (tmp_path / "output").read_text()
 

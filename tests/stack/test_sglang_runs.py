@@ -53,8 +53,8 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
     """Tokens are sampled from the likely ones alone, and both engines count those alone; the score is centered. Routing
     of half of the trajectories is compared."""
     finished = train(
-        "stability=icepop",
-        ROUTING,
+        "stability=zero_mismatch",
+        "stability.correction=icepop",
         "stability.router_agreement_share=0.5",
         CANARY,
         "precision=fp32",
@@ -69,6 +69,8 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
     assert re.search(r"sampler's head +│ 32 tokens; l_old", finished.console)
     assert len(finished.steps) == 3
     assert_documented(finished)
+    assert re.search(r"zero_mismatch: warn at vllm_kl/k3 >", finished.console)
+    assert "zero_mismatch" not in {event["rule"] for event in events(finished.folder)}, "it held in every step"
     for step in finished.steps:
         assert step["vllm_kl/k3"] < FLOAT32
         assert step["vllm_kl/head_missing"] == 0 and abs(step["vllm_kl/head"]) < 1e-7, "first order in the rounding"
@@ -85,9 +87,9 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
 
 @pytest.mark.parametrize("trained_by", ["fsdp2", "megatron"])
 def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by, monkeypatch):
-    """In step 1 every expert id is one too high: the gap is large, and the batch is skipped. From step 4 on they are
-    again, which the report names. SGLang takes on more requests
-    than its cache has room for, and retracts one every third pass anyway."""
+    """Every expert id is one too high in step 1: the gap is large, and the batch is skipped. The ids are shifted again
+    from step 4 on, which the report names. SGLang takes on more requests than its cache has room for, and retracts one
+    every third pass anyway."""
     monkeypatch.setenv(*RETRACTS)
     replay = {
         "fsdp2": ("stability=r3", "precision=fp32"),
@@ -118,7 +120,7 @@ def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by, m
 
 
 def test_megatron_and_sglang_in_separate_async(train):
-    """In float32. The third batch is two versions old when its turn comes."""
+    """Runs in float32. The third batch is two versions old when it is trained on."""
     finished = train(
         "stability=icepop",
         ROUTING,

@@ -182,7 +182,7 @@ def test_logprobs_follow_every_weight_sync(engine: Engine) -> None:
     ],
 )
 def test_logprobs_follow_a_sync_of_one_part(engine: Engine, part: str) -> None:
-    """With all other weights as before, a stale copy of this one has nothing to hide behind."""
+    """All other weights stay the same, so a stale copy of this one would be visible."""
     old, model = engine.models[0], copy.deepcopy(engine.models[0])
     generator = torch.Generator().manual_seed(0)
     changed = [weight for name, weight in model.named_parameters() if part in name]

@@ -40,7 +40,7 @@ class Nodes:
         _ip("-n", self.names[0], "link", "set", CABLE, state)
 
     def number_of(self, process: psutil.Process) -> int:
-        """Of the node that it runs on."""
+        """Returns the number of the node that a process runs on."""
         namespaces = [Path("/run/netns", name).stat().st_ino for name in self.names]
         return namespaces.index(Path(f"/proc/{process.pid}/ns/net").stat().st_ino)
 

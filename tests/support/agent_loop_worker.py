@@ -23,7 +23,8 @@ def asked_for(sampling=None, **wanted):
 
 @contextmanager
 def changed(*changes, sampling=None, **wanted):
-    """As a process of a run that was asked for this; each change is (a function such as change_client, its module)."""
+    """Changes this process as in a run that asks for this; each change is (a function such as change_client, its
+    module)."""
     with asked_for(sampling, **wanted):
         undos = [change(module) for change, module in changes]
         try:
@@ -47,7 +48,7 @@ def client_of(server, kind=LLMServerClient):
 
 
 def run(loop, written, *, validate=False):
-    """What `written` makes of the outputs of an agent loop in verl's worker."""
+    """Applies `written` to the outputs of an agent loop in verl's worker; returns its result."""
     worker = object.__new__(verls.AgentLoopWorker)
     for name in ("llm_client", "tokenizer", "processor", "hf_model_type", "dataset_cls", "tools"):
         setattr(worker, name, None)

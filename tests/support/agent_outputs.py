@@ -1,4 +1,4 @@
-"""What verl's agent loop hands on of a trajectory."""
+"""The output of verl's agent loop for one trajectory."""
 
 import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
@@ -7,7 +7,7 @@ PROMPT, RESPONSE = 4, 5  # tokens
 
 
 def output(rows):
-    """With this routing, [n, L, K]."""
+    """Returns an output with this routing, [n, L, K]."""
     return AgentLoopOutput(
         prompt_ids=list(range(PROMPT)),
         response_ids=list(range(RESPONSE)),

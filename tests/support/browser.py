@@ -92,5 +92,6 @@ CONTRAST = """(elements) => {
 
 
 def lowest_contrast(page: Any, elements: str) -> tuple[float, str]:
-    """Of text on what is behind it, by WCAG 2, and the text that has it; `elements` is an expression in JavaScript."""
+    """Returns the lowest contrast of text to what is behind it, by WCAG 2, and that text; `elements` is an expression
+    in JavaScript."""
     return page.evaluate(f"({CONTRAST})({elements})")

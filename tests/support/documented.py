@@ -1,4 +1,4 @@
-"""Which of the metrics that a run logged `verl_ext.base.metrics` does not know."""
+"""Finds logged metrics that `verl_ext.base.metrics` does not know."""
 
 from collections.abc import Iterable
 
@@ -8,6 +8,6 @@ OPEN = ("actor/**", "filter/*/*")  # families for verl's other losses and for a 
 
 
 def undocumented(names: Iterable[str]) -> set[str]:
-    """Of the names that are ours, or the actor's, those that no entry has."""
+    """Returns the names that are ours, or the actor's, and have no entry."""
     ours = {name for name in names if name.startswith((*OURS, "actor/"))}
     return {name for name in ours if (metric := find(name)) is None or metric.name in OPEN}

@@ -1,4 +1,4 @@
-"""How many examples are tried: hypothesis's profile says, see tests/conftest.py."""
+"""Limits on the number of examples. Hypothesis's profile sets the number, see tests/conftest.py."""
 
 from collections.abc import Iterable
 
@@ -6,10 +6,10 @@ from hypothesis import settings
 
 
 def at_most(count):
-    """For a test whose examples are slow: fewer than the profile asks for, where that asks for more."""
+    """Limits a test whose examples are slow to `count` of them, where the profile asks for more."""
     return settings(max_examples=min(count, settings().max_examples))
 
 
 def some(cases: Iterable) -> list:
-    """For cases that are slow: one in three, where the profile is the fast one."""
+    """Returns all of these slow cases, or one in three with the fast profile."""
     return [*cases][:: 3 if settings().max_examples < 100 else 1]

@@ -1,10 +1,11 @@
-"""What the fix of an error does."""
+"""Checks that the fix of an error works."""
 
 from verl_ext.base.errors import ConfigError
 
 
 def assert_fixed(error, run):
-    """Where an error has a fix: `run(*overrides)` with it behind the others ends with another error, or with none."""
+    """Checks an error's fix, if it has one: `run(*overrides)` with the fix appended ends with another error, or with
+    none."""
     if error.fix:
         assert said_by(run, error.fix) != str(error)
 

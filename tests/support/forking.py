@@ -34,7 +34,7 @@ class Forked:
 
 
 def exported() -> Forked | None:
-    """What is in the environment of this process already."""
+    """Returns the server that this process's environment already names."""
     return Forked({name: os.environ[name] for name in VARIABLES}) if VARIABLES[0] in os.environ else None
 
 

@@ -57,7 +57,7 @@ def response_values(nested, lengths=LENGTHS):
 
 
 def loss(model_output, data, dp_group=None):
-    """Of both values that have a gradient; over the micro-batches' tokens, as a sum."""
+    """Returns the loss of both values that have a gradient: a sum over the micro-batches' tokens."""
     from verl_ext.workers.head import CENTERING
 
     rows = [

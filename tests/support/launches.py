@@ -89,7 +89,7 @@ def _steps(command: list[str], test: str) -> Iterator[Launch]:
 
 
 def _changes(module: str, arguments: list[str], given: list[str]) -> list[tuple[str, ...]]:
-    """What each of its steps sets by itself."""
+    """Returns what each step of a launch sets by itself."""
     if module == switching.__name__:
         return list(switching.SCHEDULES[arguments[0]].values())
     if module == replaying.__name__:

@@ -36,6 +36,29 @@ def opsm_oracle(l_infer, l_theta, advantages, mask, delta):
     return out
 
 
+def m2po_oracle(l_infer, l_theta, advantages, mask, threshold):
+    """(weights, the second moment before each drop and after the last): algorithm 1 of arXiv 2510.01161 as a loop.
+
+    The tokens of the trust region are those with A > 0 and r > 1, or A < 0 and r < 1; log r ends at +-20, as any ratio
+    here. While their mean of (log r)^2 is above the threshold, the largest goes.
+    """
+    weights, found = [[1.0] * len(row) for row in l_theta], []
+    for b, row in enumerate(l_theta):
+        for t, theta in enumerate(row):
+            log_r = max(-20.0, min(20.0, theta - l_infer[b][t]))
+            if mask[b][t] and advantages[b][t] * log_r > 0:
+                found.append((log_r**2, b, t))
+    found.sort()
+    moments = []
+    while found:
+        moments.append(math.fsum(square for square, _, _ in found) / len(found))
+        if moments[-1] <= threshold:
+            break
+        _, b, t = found.pop()
+        weights[b][t] = 0.0
+    return weights, moments
+
+
 def llds_oracle(l_theta, l_old, advantages, mask, gate):
     """(penalty, gradient by l_theta): the paper's sums, written as loops."""
     penalty = [[0.0] * len(row) for row in l_theta]

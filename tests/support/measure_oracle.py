@@ -21,6 +21,7 @@ CHOICES = (
     {"tis_sequence": {"cap": 2.0}},
     {"icepop": {"alpha": 0.5, "beta": 5.0}},
     {"kpop": {"phi": 0.1}},
+    {"ipo": {"eps": 0.1}},
     {"mis": {"cap": 2.0, "weight": "ratio"}},
     {"mis": {"cap": 2.0, "weight": "one"}},
     {"geo_mask": {"low": 0.7, "high": 1.4}},
@@ -52,6 +53,7 @@ OF_TOKENS = {
     "tis": lambda x, infer, old, cap: (min(ratio(x), cap), False, ratio(x) > cap),
     "icepop": lambda x, infer, old, alpha, beta: bounded(ratio(x), alpha, beta, ratio(x)),
     "kpop": kpop,
+    "ipo": lambda x, infer, old, eps: bounded(math.exp(old) - math.exp(infer), -eps, eps, ratio(x)),
 }
 OF_SEQUENCES = {
     "tis_sequence": lambda rho, g, cap: (min(ratio(rho), cap), False, ratio(rho) > cap),

@@ -41,7 +41,7 @@ class Stream:
 
 
 def put_on_cpu(patch):
-    """What megatron-core 0.16.1 calls on torch.cuda, and takes of Transformer Engine without asking."""
+    """Patches what megatron-core 0.16.1 calls on torch.cuda, and what it uses of Transformer Engine without a check."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils
     from verl.workers.engine.megatron import transformer_impl

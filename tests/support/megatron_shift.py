@@ -1,4 +1,4 @@
-"""How far Megatron's routers shift: verl's engine against each sequence by itself, in float64."""
+"""Compares the shift of Megatron's routers in verl's engine with each sequence by itself, in float64."""
 
 import torch
 
@@ -44,7 +44,7 @@ def scores_alone(engine):
 
 
 def check_shift(engine, old, current):
-    """What compute_log_prob records is `old`, of the engine as it is; what the update gets is how far `current` is.
+    """Checks that compute_log_prob records `old` (the engine as it is), and that the update gets how far `current` is.
 
     Args:
         old, current: `scores_alone` of the same weights in one process, before and after `move_routers`.

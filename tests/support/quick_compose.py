@@ -22,7 +22,7 @@ whole, read_yaml, read_groups = hydra.compose, OmegaConf.load, ours._groups_in_d
 
 
 def compose(config_name=None, overrides=None):
-    """As `hydra.compose` without its other arguments."""
+    """Composes as `hydra.compose` does, without its other arguments."""
     overrides = list(overrides or [])
     loader = GlobalHydra.instance().config_loader()
     try:
@@ -44,7 +44,7 @@ def _chooses(loader, override):
 
 
 def groups_in_defaults(file):
-    """As `verl_ext.launch.compose` reads them of a primary config; of verl's own, once."""
+    """Reads a primary config's groups as `verl_ext.launch.compose` does; those of verl's own config only once."""
     return _verls_groups(file) if file.parent == ours.VERL_CONFIGS else read_groups(file)
 
 

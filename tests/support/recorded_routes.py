@@ -29,7 +29,8 @@ def sequences():
 
 
 def batch(which=(0, 1, 2, 3), routed=None, **settings):
-    """What verl's trainer sends to compute_log_prob; at most 12 tokens a micro-batch, so there are several."""
+    """Returns what verl's trainer sends to compute_log_prob; at most 12 tokens per micro-batch, so there are
+    several."""
     rows = sequences()
     masks = [torch.ones(LENGTHS[i][1], dtype=torch.long) for i in which]
     fields = {

@@ -1,4 +1,4 @@
-"""What a spawned rank of test_routing_engine.py runs: verl's real training worker and FSDP engine on the CPU.
+"""Runs as a spawned rank of test_routing_engine.py: verl's real training worker and FSDP engine on the CPU.
 
 A process of its own imports verl with VERL_PLATFORM=cpu, and may start torch.distributed.
 """

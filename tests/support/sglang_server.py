@@ -90,5 +90,5 @@ def server(module, manager, prompt_length=8, response_length=8):
 
 
 def generated(module, manager, prompt, **sampling):
-    """What a server around this manager returns for a prompt."""
+    """Returns the answer of a server around this manager to a prompt."""
     return asyncio.run(server(module, manager).generate(list(prompt), {"logprobs": True} | sampling, "request"))

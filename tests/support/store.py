@@ -1,4 +1,5 @@
-"""What the trainer uses of TransferQueue, in this process; and verl's use of it around the advantages."""
+"""Stands in for TransferQueue in this process, as far as the trainer uses it; and verl's use of it around the
+advantages."""
 
 from types import SimpleNamespace
 
@@ -56,7 +57,8 @@ VERLS = {"response_mask", "rm_scores"}  # what it reads, of what the tests have
 
 
 def compute_advantage(batch, advantages, rejected=None):
-    """As verl's trainer does: one read, one write; of what its own rejection leaves too, where that is on."""
+    """Computes as verl's trainer does: one read, one write. The write includes verl's own rejection, where that is
+    on."""
     tq, where = trainer_base.tq, {"keys": batch.keys, "partition_id": batch.partition_id}
     data = tq.kv_batch_get(**where, select_fields=sorted(VERLS))
     assert set(data.keys()) == VERLS

@@ -103,7 +103,8 @@ def rows(store, field):
 
 
 def router_sums(*differing):
-    """Of one trajectory a row, two layers: two tokens, of which so many differ in one of two experts of layer 1."""
+    """Returns the sums of one trajectory per row, two layers. Of its two tokens, `differing` differ in one of two
+    experts of layer 1."""
     n = torch.tensor([[2.0]])
     rows = []
     for d in torch.tensor(differing, dtype=torch.float32).view(-1, 1, 1):

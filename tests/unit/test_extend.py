@@ -1,4 +1,4 @@
-"""The modules that docs/extend.md shows, run as they stand there, by the commands under them."""
+"""The modules that docs/extend.md shows, run by the commands under them; and its table of a batch's fields."""
 
 import copy
 import math
@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from unittest import mock
 
 import pytest
@@ -19,7 +19,7 @@ from verl_ext.base.errors import ConfigError
 from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS, FilterBatch, apply_filters
-from verl_ext.core.losses import LOSSES
+from verl_ext.core.losses import LOSSES, READABLE, LossChange
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
 from verl_ext.features.feature import Part
@@ -64,8 +64,10 @@ def launched(tmp_path, monkeypatch, compose) -> Iterator[Callable]:
 
 
 def test_the_correction(launched):
-    found = measure(TOKENS, stability_config(launched("my_correction").stability).corrections())
-    torch.testing.assert_close(found.weight, torch.tensor([0.25, 1.0, 4.0, 0.5, 2.0, 1.0]))
+    corrections = stability_config(launched("my_correction").stability).corrections()
+    assert corrections == {"two_sided": {"low": 0.25, "high": 3.0}}
+    found = measure(TOKENS, corrections)
+    torch.testing.assert_close(found.weight, torch.tensor([0.25, 1.0, 3.0, 0.5, 2.0, 1.0]))
     shares = [found.metrics[f"correction/two_sided/{side}"] for side in ("low", "high")]
     assert shares == pytest.approx([1 / 6, 1 / 6])
     assert CORRECTIONS["two_sided"].function(torch.tensor([math.nan])).weight.item() == 0
@@ -87,6 +89,16 @@ def test_the_filter(launched):
     found = apply_filters(batch, [("at_least", {"length": 2})])
     assert found.keep_N.tolist() == [False, True, True, True, True, True]
     assert found.metrics["filter/at_least/dropped_tokens"] == pytest.approx(1 / 6)
+
+
+def test_the_table_of_a_filters_fields_has_all_of_them():
+    shown = {
+        name.split(".")[0]
+        for cell in re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE)
+        for name in re.findall(r"`(\w+)", cell)
+    }
+    assert {one.name for one in fields(FilterBatch)} <= shown
+    assert {one.name for one in fields(LossChange)} | set(READABLE) <= shown
 
 
 def launched_loss(config):

@@ -98,7 +98,8 @@ def named_in(file: Path) -> set[str]:
 
 
 def is_there(name: str) -> bool:
-    """Whether a dotted name is a folder, a file, or a name that a file defines; a member of that is not looked at."""
+    """Checks that a dotted name is a folder, a file, or a name that a file defines; a member of that is not looked
+    at."""
     path = ROOT / "verl_ext"
     for part in name.split("."):
         if (path / part).is_dir():

@@ -1,4 +1,4 @@
-"""What the entry point makes of wrong settings, and of errors from the run."""
+"""The entry point's answer to wrong settings, and to errors from the run."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from verl_ext.trainer import start
 WRONG = {
     ("stability=icepop", "stability.icepop.alpha=6"): "verl_ext: error: stability.icepop.alpha=6 must be below beta=5",
     ("stability=icepopp",): "verl_ext: error: stability=icepopp is not known; choose one of",
-    ("stability=icepop", "stability.guard.stop_afte=3"): "stability.guard.stop_afte is not known; near it are",
+    ("stability=icepop", "stability.guard.stop_afte=3"): "stability.guard.stop_afte is not known; similar names",
     ("stability=icepop", "trainer.totl_epochs=3"): "Could not override 'trainer.totl_epochs'",
     ("stability=icepop", "trainer.use_v1=false"): "trainer.use_v1=False has no hooks for stability.*",
     # The routers of the model would be looked at before the guard's rules.
@@ -103,6 +103,6 @@ def test_a_line_of_the_console_goes_out_at_once_into_a_file_too(monkeypatch, tmp
         monkeypatch.setattr(sys, "stdout", stdout)
         monkeypatch.setattr(sys, "argv", ["main_ppo"])
         seen = []
-        start.start(lambda: (print("step 5 has been going for 10 s"), seen.append(file.read_text())))
+        start.start(lambda: (print("step 5 has been running for 10 s"), seen.append(file.read_text())))
         monkeypatch.undo()
-    assert seen == ["step 5 has been going for 10 s\n"]
+    assert seen == ["step 5 has been running for 10 s\n"]

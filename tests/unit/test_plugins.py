@@ -1,4 +1,4 @@
-"""What loading the plugin costs every verl process, and what it registers."""
+"""The cost of loading the plugin in every verl process, and what it registers."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ HEAVY = ("transformers.modeling_utils", "vllm", "verl.workers.engine", "verl.tra
 
 @pytest.mark.slow
 def test_loading_imports_no_engine_no_model_and_no_vllm():
-    """In an interpreter that has imported nothing but verl."""
+    """The interpreter has imported nothing but verl."""
     code = "import sys, verl; before = {*sys.modules}; import verl_ext.plugins.verl; print(*{*sys.modules} - before)"
     without = os.environ | {"VERL_USE_EXTERNAL_PLUGINS": "none"}
     without.pop("VERL_PLATFORM", None)

@@ -51,7 +51,7 @@ def ours():
 
 
 def unmet(wanted, versions, requirements_of, without=()):
-    """What is asked for and not pinned so: `parent -> requirement`, through all that is pinned.
+    """Returns what is asked for and not pinned so, as `parent -> requirement`, through all that is pinned.
 
     Args:
         requirements_of: canonical name -> the lines of its metadata; None where they are not known.

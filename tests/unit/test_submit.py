@@ -1,4 +1,4 @@
-"""What is sent to Ray's job API; a real head takes it in tests/stack/test_clusters.py."""
+"""The request sent to Ray's job API; a real head takes it in tests/stack/test_clusters.py."""
 
 import json
 import shlex
@@ -54,12 +54,12 @@ def test_what_the_user_sets_stands(plus):
 
 
 def test_the_size_of_a_cluster_is_its_own():
-    with pytest.raises(ConfigError, match=r"ray_init\.num_gpus=3 is refused by a cluster that runs already"):
+    with pytest.raises(ConfigError, match=r"ray_init\.num_gpus=3 is refused by a running cluster"):
         job("++ray_kwargs.ray_init.num_gpus=3")
 
 
 def test_a_folder_that_is_not_there_is_not_sent(tmp_path):
-    with pytest.raises(ConfigError, match="gone is not there"):
+    with pytest.raises(ConfigError, match="gone does not exist"):
         job(working_dir=str(tmp_path / "gone"))
     assert job(working_dir="s3://bucket/code.zip").runtime_env["working_dir"] == "s3://bucket/code.zip"
 
@@ -159,7 +159,7 @@ def test_options_stand_anywhere_and_what_follows_the_dashes_passes(command, caps
 
 def test_what_goes_elsewhere_is_one_line(command, capsys):
     assert command("run", "--run-dir", "/r", "--dry-run", "hydra.run.dir=/x") == 0
-    assert capsys.readouterr().err == "verl-ext submit: not to /r go Hydra's output to /x (hydra.run.dir)\n"
+    assert capsys.readouterr().err == "verl-ext submit: written outside of /r: Hydra's output to /x (hydra.run.dir)\n"
 
 
 def test_an_option_that_is_not_there_is_refused(command, capsys):
@@ -243,7 +243,7 @@ def test_status_lists_our_runs_the_newest_first(client, command, capsys):
     assert command("status") == 0
     assert "/runs/failed" in capsys.readouterr().out
     assert command("status", "nothing") == 2
-    assert "no run called nothing" in capsys.readouterr().err
+    assert "there is no run nothing" in capsys.readouterr().err
 
 
 def test_status_shows_what_others_wrote_as_it_is(client, command, capsys, monkeypatch):

@@ -1,31 +1,48 @@
-"""A wheel built from what git tracks holds the code, the configs and the entry points."""
+"""A wheel built from the files that git tracks: its contents, its metadata, and a run of it in an empty environment."""
 
+import os
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from tests import ROOT
+from verl_ext import __version__
+
+pytestmark = pytest.mark.slow
+ONE_RUN = ("--seeds", "1", "--variants", "none", "--no-page")  # all of them take three minutes
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # tests put ROOT there
 
 
-@pytest.mark.slow
-def test_a_wheel_from_a_clean_checkout_holds_configs_and_entry_points(tmp_path):
-    archive = tmp_path / "source.tar"
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+def run(*command, cwd):
+    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    archive = folder / "source.tar"
+    tracked = run("git", "ls-files", "-z", cwd=ROOT)
     with tarfile.open(archive, "w") as tar:
         for name in tracked.split("\0"):
             if name and (ROOT / name).exists():
                 tar.add(ROOT / name, name)
     with tarfile.open(archive) as tar:
-        tar.extractall(tmp_path / "source", filter="data")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, "./source"],
-        cwd=tmp_path,
-        check=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
+        tar.extractall(folder / "source", filter="data")
+    pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, "./source")
+    run(*pip, cwd=folder)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_it_holds_configs_and_entry_points(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
         (entry_points,) = (file.read(name).decode() for name in names if name.endswith("entry_points.txt"))
@@ -39,3 +56,25 @@ def test_a_wheel_from_a_clean_checkout_holds_configs_and_entry_points(tmp_path):
         "verl_ext = verl_ext.plugins.vllm:register",
     ):
         assert line in entry_points
+
+
+def test_its_metadata_is_what_an_index_accepts(wheel):
+    if not find_spec("twine"):
+        pytest.skip("twine is not installed: pip install '.[dev]', or bash tools/setup_cpu.sh")
+    run(sys.executable, "-m", "twine", "check", "--strict", wheel, cwd=wheel.parent)
+
+
+def test_installed_into_an_empty_environment_it_trains_in_the_lab(wheel, tmp_path):
+    """The packages that it needs are those of this environment, whose own installation of the plugin is not seen."""
+    venv.create(tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    (purelib,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    run(
+        sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel, cwd=tmp_path
+    )
+    (purelib / "borrowed.pth").write_text("\n".join(path for path in sys.path if Path(path).name == "site-packages"))
+
+    place = run(python, "-c", "import verl_ext; print(verl_ext.__version__, verl_ext.__file__)", cwd=tmp_path)
+    assert place.split() == [__version__, str(purelib / "verl_ext" / "__init__.py")]
+    run(purelib.parents[2] / "bin" / "verl-ext", "lab", "exact", "--steps", "5", *ONE_RUN, cwd=tmp_path)
+    assert (tmp_path / ".lab" / "exact" / "results.json").stat().st_size

@@ -1,4 +1,4 @@
-"""What one GPU can run of this project, measured in minutes: `bash tools/gpu.sh --help`.
+"""Measures on one GPU, in minutes, what of this project it can run: `bash tools/gpu.sh --help`.
 
 __main__.py  the command line
 runner.py    parts one after another, each in a process of its own, within the time that there is

@@ -1,4 +1,4 @@
-"""What a time is of the memory's bandwidth."""
+"""Relates a measured time to the memory's bandwidth."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from verl_ext.launch.gpus import named
 
 
 def cache_bytes(place: Place) -> int:
-    """Of the last cache: what fits there is timed from there."""
+    """Returns the size of the last cache: what fits there is timed from there."""
     return 0 if place.device == "cpu" else torch.cuda.get_device_properties(0).L2_cache_size
 
 

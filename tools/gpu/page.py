@@ -33,7 +33,7 @@ def write(results: Mapping[str, Any], parts: Mapping[str, Part], file: Path) -> 
 
 
 def _section(name: str, part: Part, entry: dict[str, Any] | None) -> dict[str, Any]:
-    """What the template shows of a part, run or not."""
+    """Returns what the template shows of a part, run or not."""
     entry = entry or {"state": "not run", "why": "it was not asked for yet"}
     lines = entry.get("lines", [])
     checks = [line for line in lines if line["kind"] == "check"]

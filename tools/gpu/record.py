@@ -1,4 +1,4 @@
-"""What a part leaves of its run, a line of JSON at a time, so that a part which is stopped keeps what it has found."""
+"""Writes what a part finds, one line of JSON at a time, so that a part which is stopped keeps what it has found."""
 
 import json
 import traceback
@@ -13,7 +13,7 @@ TIMES, SHARE = "x", "share"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part runs.
+    """The device and the sizes that a part runs with.
 
     Attributes:
         device: "cuda", or "cpu" for a dry run.
@@ -55,7 +55,7 @@ class Record:
         self._write(kind="figure", name=name, repeats=[*repeats], unit=unit, at_most=at_most, note=note)
 
     def note(self, text: str) -> None:
-        """What a reader of the figures has to know: what stood in for what, what was left out and why."""
+        """Records what a reader of the figures has to know: what stood in for what, what was left out and why."""
         self._write(kind="note", text=text)
 
     def _write(self, **line: object) -> None:

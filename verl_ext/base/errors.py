@@ -1,4 +1,4 @@
-"""What the user has to act on. The entry point prints these as one line instead of a stack."""
+"""Errors that the user has to act on. The entry point prints them as one line instead of a stack trace."""
 
 import sys
 
@@ -6,17 +6,17 @@ from verl_ext.base.printable import one_line
 
 
 class UserError(Exception):
-    """A setting or an input that cannot work; its text is `MESSAGE; set FIX, or OTHERWISE`.
+    """A setting or an input that cannot work. Its text is `MESSAGE; set FIX, or OTHERWISE`.
 
     Args:
-        message: names it, and says why it cannot.
+        message: names the setting or input, and gives the reason.
         fix: Hydra overrides that, applied together, make this error go away; () where none are known.
-        otherwise: another way out, in words.
+        otherwise: another remedy, in words.
     """
 
     def __init__(self, message: str, fix: tuple[str, ...] = (), otherwise: str = "") -> None:
-        told = f"set {' and '.join(fix)}" if fix else ""
-        remedy = ", or ".join(filter(None, (told, otherwise)))
+        overrides = f"set {' and '.join(fix)}" if fix else ""
+        remedy = ", or ".join(filter(None, (overrides, otherwise)))
         super().__init__(f"{message}; {remedy}" if remedy else message)  # the text alone: Ray pickles by `args`
         self.fix = fix
 
@@ -26,10 +26,11 @@ class ConfigError(UserError, ValueError):
 
 
 class SettingError(ConfigError):
-    """Of a dataclass of settings, which does not know its place in the config: `verl_ext.base.methods.build` does.
+    """An error of a settings dataclass. It does not know its place in the config; `verl_ext.base.methods.build` adds
+    it.
 
     Args:
-        name, said: of the setting; the text is `NAME SAID`.
+        name, said: the setting, and what is wrong with it; the text is `NAME SAID`.
         fix, otherwise: as of UserError, the fix without the place.
     """
 
@@ -45,7 +46,7 @@ class SettingError(ConfigError):
 
 
 class HookError(UserError, RuntimeError):
-    """Something asked for is not what the started engines run with."""
+    """The started engines do not run with what the config asks for."""
 
 
 class BatchError(UserError, ValueError):
@@ -61,7 +62,7 @@ class WorkerDiedError(UserError, RuntimeError):
 
 
 def print_error(command: str, error: Exception) -> int:
-    """Prints an error as the one line with which a command of `verl-ext` ends; returns its exit code."""
+    """Prints an error as the last line of a `verl-ext` command; returns the exit code."""
     print(f"verl-ext {command}: {one_line(str(error))}", file=sys.stderr)
     return 2
 

@@ -63,12 +63,12 @@ def described(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def choose(method: M, given: Mapping[str, Any] | None, where: str) -> Chosen[M]:
-    """The method with the settings given, which stand at `where` in the config; errors as of `build`."""
+    """Returns the method with the settings given, which are at `where` in the config; raises as `build` does."""
     return Chosen(method, build(method.settings, given, where))
 
 
 def settings_of(function: Callable[..., Any], *besides: str) -> type:
-    """The dataclass of a function that comes without one: its keyword-only arguments, with their types and defaults.
+    """Builds the settings dataclass of a function that has none: its keyword-only arguments, with types and defaults.
 
     Args:
         besides: keyword-only arguments that are no settings.
@@ -92,7 +92,7 @@ def _default(value: Any) -> Field:
 
 
 def defaults(kind: type) -> dict[str, Any]:
-    """Name -> default of each setting, of nested dataclasses too; None for what has to be given."""
+    """Name -> default of each setting, of nested dataclasses too; None for a setting that must be given."""
     found: dict[str, Any] = {}
     for one in fields(kind):
         value = one.default if one.default_factory is MISSING else one.default_factory()
@@ -102,7 +102,7 @@ def defaults(kind: type) -> dict[str, Any]:
 
 
 def build(kind: type, given: Mapping[str, Any] | None, where: str) -> Any:
-    """The dataclass `kind` of the settings given, nested ones included.
+    """Builds the dataclass `kind` from the settings given, nested ones included.
 
     Raises:
         ConfigError: a setting is not known, missing, of another type, or refused by the dataclass; it names the
@@ -130,22 +130,22 @@ def build(kind: type, given: Mapping[str, Any] | None, where: str) -> Any:
 
 
 def require_known(given: Iterable[str], known: Collection[str], where: str, otherwise: str = "") -> None:
-    """Raise ConfigError for the first setting given at `where` that is not known; it names the known ones near it.
+    """Raises ConfigError for the first unknown setting given at `where`; the error lists similar names.
 
     Args:
-        otherwise: what it says where none is near; by default it lists all that are known.
+        otherwise: the remedy if no name is similar; by default the list of all known names.
     """
     for name in given:
         if name in known:
             continue
         if near := difflib.get_close_matches(str(name), known, n=3):
-            raise ConfigError(f"{where}.{name} is not known; near it are: {', '.join(near)}")
+            raise ConfigError(f"{where}.{name} is not known; similar names: {', '.join(near)}")
         choices = otherwise or f"its settings are: {', '.join(known) or 'none'}"
         raise ConfigError(f"{where}.{name} is not known; {choices}")
 
 
 def _converted(hint: Any, value: Any, setting: str) -> Any:
-    """Of the type that the dataclass says; OmegaConf converts, as it does for verl's own settings."""
+    """Converts a value to the dataclass's type with OmegaConf, as verl's own settings are converted."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -171,7 +171,8 @@ def _raise_missing(one: Field, setting: str) -> NoReturn:
 
 
 def require(settings: Any, name: str, holds: bool, rule: str, **remedy: Any) -> None:
-    """For a `__post_init__`: SettingError, `name=value rule`, unless it holds; remedies are those of ConfigError."""
+    """Raises SettingError, `name=value rule`, unless the rule holds. For a `__post_init__`; remedies are those of
+    ConfigError."""
     if not holds:
         raise SettingError(name, f"={_shown(getattr(settings, name))} {rule}", **remedy)
 

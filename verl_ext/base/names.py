@@ -9,42 +9,42 @@ import os
 from pathlib import Path
 from typing import Any
 
-# Of the rollout, as verl names them.
-PROMPTS = "prompts"  # token ids, of the prompt
+# From the rollout, with verl's names.
+PROMPTS = "prompts"  # token ids of the prompt
 RESPONSES = "responses"  # token ids
 RESPONSE_MASK = "response_mask"  # 1 on tokens that the model generated
-LOSS_MASK = "loss_mask"  # a copy of it, made at the rollout, whose tokens verl divides token means by
+LOSS_MASK = "loss_mask"  # a copy of it, made at the rollout; verl divides token means by its sum
 REWARDS = "rm_scores"
 ROLLOUT_LOG_PROBS = "rollout_log_probs"  # l_infer
 ROLLOUT_ROUTES = "routed_experts"  # [B, n, L', K]
 ROUTE_SUM = "routed_experts_sum"  # ours: [B, 1] int64, the checksum of the row, made where it was captured; 0 for none
-LOOP_METRICS = "metrics"  # a dict a trajectory, verl's AgentLoopMetrics
+LOOP_METRICS = "metrics"  # one dict per trajectory, verl's AgentLoopMetrics
 
-# Of the rollout: ours.
+# From the rollout: ours.
 HEAD_IDS = "sampler_head_ids"  # [B, r, H] int32, the most likely tokens at each place
 HEAD_LOG_PROBS = "sampler_head_log_probs"  # [B, r, H] float32; -inf where there is no such token
 
-# Of compute_log_prob: verl's, then ours.
+# From compute_log_prob: verl's, then ours.
 OLD_LOG_PROBS = "old_log_probs"  # l_old
 ENTROPY = "entropy"
 AGREEMENT = "router_agreement"  # share of a token's experts that both engines chose, mean over layers
 ROUTER_SUMS = "router_sums"  # [B, *], a trajectory's sums by layer, for the metrics
 HEAD_SUMS = "sampler_head_sums"  # [B, *], a trajectory's sums over the heads, for the metrics
-OLD_ROUTES = "old_routed_experts"  # [B, n, L, K], what it used, for R2
+OLD_ROUTES = "old_routed_experts"  # [B, n, L, K], the experts that it used, for R2
 SHIFT_EXPERTS = "router_experts"  # [B, r, L, K], for the loss router_shift: what the router chose,
 SHIFT_SCORES = "router_scores"  # and the log-probabilities that it gave them
 
-# Of the trainer: verl's names.
+# From the trainer: verl's names.
 ADVANTAGES = "advantages"
 WEIGHTS = "rollout_is_weights"  # on the policy-gradient loss
 REF_LOG_PROBS = "ref_log_prob"
 
-# Of the trainer: ours.
+# From the trainer: ours.
 LAG = "version_lag"  # [B, r] int64, a trajectory's bucket of `core.tokens.Lag` on each of its tokens
 
 # Within a worker's update.
-DEVIATION = "router_deviation"  # what the loss router_shift is made of
-# No fields, what the update is told beside them.
+DEVIATION = "router_deviation"  # the input of the loss router_shift
+# Not fields: arguments of the update.
 OWN_ROUTES = "own_routes"  # true: a run that replays routing leaves this pass to its routers
 FILTER_SCALE = "filter_scale"  # a number: trajectories with tokens over trajectories that the filters kept
 UPDATE = "guarded_update"  # arguments of the workers' Gate.begin_update
@@ -77,12 +77,14 @@ def trajectories_path(config: Any) -> Path:
     return metrics_path(config.trainer.project_name, config.trainer.experiment_name).with_suffix(TRAJECTORIES)
 
 
+PROMPT_EFFECT = "reward/prompt_effect"  # a metric that the controller, the lab and the diagnosis know
+
 # The buckets of a breakdown, as metrics name them.
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.5, 0.9)  # of exp(l_infer); the last bucket ends at 1
 ENTROPY_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0)  # of the training policy, in nats
 POSITION_EDGES = (0, 256, 1024, 4096, 16384)  # of the response, tool output counted
 TURNS = 8  # the last bucket holds all later turns
-LAG_EDGES = (0, 1, 2, 3, 4, 8)  # of weight versions behind the policy; trajectories that span versions stand apart
+LAG_EDGES = (0, 1, 2, 3, 4, 8)  # of weight versions behind the policy; trajectories of several versions have their own
 
 
 def bucket_names(edges: tuple[float, ...]) -> list[str]:

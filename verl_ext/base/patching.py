@@ -18,19 +18,19 @@ Undo = Callable[[], None]
 
 
 class PatchError(RuntimeError):
-    """What a change was to change is not what it was written for."""
+    """The code to be changed is not the code that the change was written for."""
 
 
 def patch(change: str, owner: Any, name: str, value: Any, *, new: bool = False) -> Undo:
-    """Put `value` in the place of an attribute of a module or a class, or of an entry of a registry, a dict.
+    """Replaces an attribute of a module or a class, or an entry of a registry (a dict), by `value`.
 
     Args:
-        new: there need not be one.
+        new: the attribute need not exist.
 
-    Returns what sets it back, or takes it away where there was none, or where it was inherited.
+    Returns a function that restores it, or removes it if there was none or it was inherited.
 
     Raises:
-        PatchError: there is none.
+        PatchError: the attribute does not exist.
     """
     registry = isinstance(owner, dict)
     members = owner if registry else vars(owner)
@@ -43,13 +43,12 @@ def patch(change: str, owner: Any, name: str, value: Any, *, new: bool = False) 
 
 
 def wrap(change: str, owner: Any, method: str, around: Callable[..., Any], parameters: str | None = None) -> Undo:
-    """Call `around(original, *args)` for `owner.method(*args)`, of an instance, a class or a module.
+    """Calls `around(original, *args)` instead of `owner.method(*args)`; `owner` is an instance, a class or a module.
 
-    A second time, with the same `around`, it changes nothing, and its undo undoes nothing. A coroutine function stays
-    one.
+    A second call with the same `around` changes nothing, and its undo does nothing. A coroutine function stays one.
 
     Raises:
-        PatchError: as `expect`.
+        PatchError: as for `expect`.
     """
     original = expect(change, owner, method, parameters)
     if getattr(original, "__verl_ext__", None) == around:
@@ -84,7 +83,7 @@ def together(*patches: Callable[[], Undo]) -> Undo:
 
 
 def expect(change: str, owner: Any, name: str, parameters: str | None = None) -> Any:
-    """`owner.name`, which must exist and, where they are given, take these parameters.
+    """Returns `owner.name`, which must exist and take these parameters, if any are given.
 
     Args:
         owner: an object, or the name of a module.
@@ -92,7 +91,7 @@ def expect(change: str, owner: Any, name: str, parameters: str | None = None) ->
         parameters: "self, layer", or "backend, ..." where more may follow.
 
     Raises:
-        PatchError: it is missing, or takes others.
+        PatchError: it is missing, or takes other parameters.
     """
     called = f"{_called(owner)}.{name}"
     try:
@@ -110,7 +109,7 @@ def expect(change: str, owner: Any, name: str, parameters: str | None = None) ->
 
 
 def expect_lookup(change: str, function: Any, *names: str) -> None:
-    """`function` must look these names up when it is called, or replacing them would have no effect on it.
+    """Checks that `function` looks these names up when it is called, or replacing them would have no effect on it.
 
     Raises:
         PatchError: it does not look one of them up.
@@ -121,7 +120,7 @@ def expect_lookup(change: str, function: Any, *names: str) -> None:
 
 
 def moved(change: str, what: str) -> PatchError:
-    """The error that says which versions a change was written for, which are here, and what differs."""
+    """Returns an error with the versions that a change was written for, the installed ones, and what differs."""
     entry = CHANGES[change]
     found = " and ".join(filter(None, map(_installed, entry.versions))) or "none of it"
     text = f"patch {change} was written for {entry.written_for}, but {found} is installed: {what}"
@@ -140,7 +139,7 @@ def _called(owner: Any) -> str:
 
 
 def runs_on_cpu() -> bool:
-    """Whether verl is to run on CPU cores here, by verl's own switch VERL_PLATFORM=cpu."""
+    """Returns True if verl runs on CPU cores here, by verl's own switch VERL_PLATFORM=cpu."""
     return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 

@@ -19,12 +19,11 @@ HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def printable(text: str, most: int | None = MOST) -> str:
-    """The text in one line, as it is where it only has visible characters and spaces.
+    """Returns the text in one line, unchanged if it only has visible characters and spaces.
 
     Every other character becomes Python's escape for it (`\\x1b`, `\\n`, `\\u202e`, `\\udc80`), so that different names
     stay different. Of more than `most` characters, the middle is left out;
-    None keeps all. What it returns can be encoded as UTF-8, and
-    stand in XML. It is not escaped for HTML, nor for rich's markup.
+    None keeps all. The result is valid UTF-8 and XML text. It is not escaped for HTML, nor for rich's markup.
     """
     if most is not None and len(text) > most:
         half = (most - 3) // 2
@@ -35,7 +34,7 @@ def printable(text: str, most: int | None = MOST) -> str:
 
 
 def one_line(text: str) -> str:
-    """All of a text in one printable line, with single spaces."""
+    """Returns a whole text in one printable line, with single spaces."""
     return printable(" ".join(text.split()), most=None)
 
 

@@ -66,6 +66,32 @@ def group_ids(names: Sequence[object]) -> list[int]:
     return [ids.setdefault(name, len(ids)) for name in names]
 
 
+def prompt_effect(rewards_B: Tensor, keys: Sequence[str]) -> float | None:
+    """Returns F, the variance of the reward between prompts over the variance within them, of a batch.
+
+    One-way analysis of variance: F = [sum over prompts of n (mean - total mean)^2 / (G - 1)] / [sum over sessions of
+    (reward - mean of the prompt)^2 / (S - G)]. Its expectation is near 1 where the reward does not depend on the
+    prompt, as for a grader that returns random numbers. A session counts once, by its last output.
+
+    Args:
+        rewards_B: [B] float, the reward of each trajectory.
+        keys: [B] trajectory ids.
+
+    Returns:
+        F; None where it is not defined: one prompt, one session per prompt, or equal rewards within each prompt.
+    """
+    sessions = Sessions.from_keys(keys)
+    rewards_S = rewards_B.double()[sessions.final_S]
+    group_S = torch.tensor(group_ids(sessions.uid_S), device=rewards_S.device)
+    groups, total = _group_count(group_S), len(group_S)
+    _, centred, _ = _group_statistics(rewards_S, group_S)
+    within = centred.square().sum().item()
+    if not 1 < groups < total or within == 0:
+        return None
+    between = (rewards_S - centred - rewards_S.mean()).square().sum().item()
+    return (between / (groups - 1)) / (within / (total - groups))
+
+
 EPSILON = 1e-6  # verl's, added to the standard deviation
 
 # `function(rewards_S, group_S, *, norm_by_std, **settings) -> advantages_S`

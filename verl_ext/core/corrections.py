@@ -241,6 +241,32 @@ def kpop(k: Tensor, p_infer: Tensor, p_old: Tensor, phi: float) -> Weights:
 
 
 @dataclass(frozen=True)
+class Ipo:
+    """The bound on how far a token's probability may differ between the engines.
+
+    Attributes:
+        eps: the largest |p_old - p_infer| at which a token keeps its weight.
+    """
+
+    eps: float = 0.3
+
+    def __post_init__(self) -> None:
+        require(self, "eps", 0 < self.eps < 1, "must be between 0 and 1: it bounds a difference of probabilities")
+
+
+@register_correction("ipo", Ipo, reads=("k", "p_infer", "p_old"), by_ratio=True, drops=True)
+def ipo(k: Tensor, p_infer: Tensor, p_old: Tensor, eps: float) -> Weights:
+    """k where |p_old - p_infer| <= eps, else 0: the total variation of "this token or any other", whatever A is.
+
+    INTELLECT Policy Optimization, prime-rl's default since its PR 3418, with eps 0.3 since PR 3586, which also set the
+    squared log-ratio that it once added (1e-3) to 0. prime-rl takes the policy being updated for p_old, as this does in
+    bypass mode. The mask of DPPO (arXiv 2602.04879), which verl has as the loss `dppo_tv`, looks at the sign of A too.
+    """
+    gap = p_old - p_infer
+    return _zero_outside(k, below(gap, -eps), above(gap, eps))
+
+
+@dataclass(frozen=True)
 class Mis:
     """The bound of masked importance sampling on sequences, and the weight of what is kept.
 

@@ -264,6 +264,45 @@ def opsm(batch: LossBatch, *, delta: float, stale_only: bool = False) -> LossCha
     return LossChange(weight=keep, metrics=metrics)
 
 
+@dataclass(frozen=True)
+class M2po:
+    """The bound on the second moment of the ratio.
+
+    Attributes:
+        threshold: the largest mean of (l_theta - l_infer)^2 over the tokens that an update moves further from the
+            rollout, in nats squared.
+    """
+
+    threshold: float = 0.04
+
+    def __post_init__(self) -> None:
+        require(self, "threshold", 0 < self.threshold < math.inf, "must be above 0 and finite")
+
+
+@register_correction("m2po", M2po, reads=("l_infer",), in_update=True)
+def m2po(batch: LossBatch, *, threshold: float) -> LossChange:
+    """Weight 0 on the tokens that an update moves further from the rollout, largest (log r)^2 first, until the mean of
+    the rest is at most `threshold`; r = exp(l_theta - l_infer).
+
+    M2PO, "Prosperity before Collapse" (ICLR 2026, arXiv 2510.01161), algorithm 1, whose threshold is 0.04: of the
+    tokens with A > 0 and r > 1, or A < 0 and r < 1, which are those that PPO's clip looks at. Its objective weighs the
+    others by r, which is left to `tis`, or to the loss in bypass mode. The mean is of a micro-batch, as in its authors'
+    code (Infini-AI-Lab/M2PO), which clips at the bounds found so, and at 0.7 and 1.5 where they are narrower. AReaL's
+    `m2_threshold` takes all tokens, whatever the sign of A, and l_old for l_theta. NaN weighs 0.
+
+    Metrics: dropped, share of the tokens; second_moment, the mean before any is dropped.
+    """
+    log_r = (batch.l_theta.double() - batch.require("l_infer")).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    moved = batch.mask & (batch.advantages.sign() * log_r > 0)  # false for NaN
+    squares, order = log_r[moved].square().sort()
+    # The running mean of sorted values never falls, so what is within the bound is a prefix.
+    within = squares.cumsum(0) <= threshold * torch.arange(1, len(squares) + 1, device=squares.device)
+    keep = (~log_r.isnan()).float()
+    keep[moved] = within.float()[order.argsort()]
+    metrics = {"dropped": _share(keep == 0, batch.mask), "second_moment": _mean(log_r.square(), moved)}
+    return LossChange(weight=keep, metrics=metrics)
+
+
 def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tensor, gate: str) -> Tensor:
     """max(0, l_old - l_theta) on the tokens of preserved actions or responses whose likelihood falls as a whole.
 

@@ -17,7 +17,8 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
 
 
 class MissingType(type):
-    """What is asked of such a class is there, as `Mode.NEAREST` of an enumeration, and raises when it is called."""
+    """Returns any attribute of such a class, as `Mode.NEAREST` of an enumeration; the attribute raises when it is
+    called."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

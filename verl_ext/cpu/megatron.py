@@ -59,7 +59,7 @@ def _as_bfloat16(check: Callable[[Any], None], config: Any) -> None:
 
 
 def adapt_engine(transformer_impl: Any) -> Undo:
-    """What verl's Megatron module needs on `cpu`, once it is imported; the rest waits until an engine is built."""
+    """Adapts verl's Megatron module to `cpu`, once it is imported; the rest waits until an engine is built."""
     return together(
         register_megatron_engines,
         lambda: wrap("install_megatron", transformer_impl.MegatronEngine, "__init__", _installed_first, "self, ..."),

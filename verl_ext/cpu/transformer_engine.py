@@ -131,7 +131,8 @@ class GroupedLinear(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Where in a checkpoint each expert's weight belongs; as TEGroupedLinear's, without the state of fp8."""
+        """Returns the place of each expert's weight in a checkpoint; as TEGroupedLinear does, without the state of
+        fp8."""
         metadata = metadata or {}
         first, experts = (self.num_gemms * part(self.groups.ep) for part in (get_pg_rank, get_pg_size))
         apart = metadata.get("singleton_local_shards", False)  # a key of its own for each expert
@@ -195,7 +196,7 @@ class TEDotProductAttention(DotProductAttention):
 
 
 class TESpecProvider(LocalSpecProvider):
-    """What megatron-core asks which modules a decoder is built of."""
+    """The modules that megatron-core builds a decoder of."""
 
     def linear(self) -> type:
         return TELinear

@@ -216,7 +216,7 @@ def plain_experts(
     isa: str,
     skip_weighted: bool = False,
 ) -> torch.Tensor:
-    """What vLLM's kernel of the same parameters computes, expert by expert; sums over experts in float32.
+    """Computes what vLLM's kernel of the same parameters does, expert by expert; sums over experts in float32.
 
     Args:
         input: [N, hidden].
@@ -336,7 +336,7 @@ def _begin(execute: Callable[..., Any], runner: Any, scheduler_output: Any, *arg
 
 
 def _attach(sample: Callable[..., Any], runner: Any, grammar_output: Any) -> Any:
-    """What the step's tokens were routed to goes with its output; without speculative decoding none is rejected."""
+    """Adds the routing of the step's tokens to its output; without speculative decoding no token is rejected."""
     connector = getattr(runner, HELD, None)
     if connector is None or runner.execute_model_state is None:
         return sample(runner, grammar_output)

@@ -62,7 +62,7 @@ class FileCheckpointEngine(CheckpointEngine):
             yield name, tensor
 
     def finalize(self) -> None:
-        """After all ranks have sent or received: the master removes the file."""
+        """Runs after all ranks have sent or received: the master removes the file."""
         if self.is_master and self.file is not None:
             self.file.unlink(missing_ok=True)
             self.file.parent.rmdir()

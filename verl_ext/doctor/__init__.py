@@ -10,4 +10,5 @@ precision.py      number formats, quantised rollouts and training
 weight_sync.py    what a sync brings to the rollout, and batches that wait
 sizes.py          batches, lengths and ranks; files of the model and the data
 training.py       updates that are not what the settings or the method say
+zero_mismatch.py  the engines' switches for results that repeat
 """

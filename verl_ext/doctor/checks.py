@@ -7,7 +7,6 @@ import ast
 import contextlib
 import copy
 import functools
-import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -23,7 +22,7 @@ from packaging.version import Version
 
 from verl_ext.base.causes import CAUSES
 from verl_ext.base.errors import UserError
-from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, ROLLOUTS, VLLM_ARGUMENTS
+from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, ROLLOUTS, VLLM_ARGUMENTS, json_of_model
 from verl_ext.launch.command_line import plugins
 from verl_ext.launch.gpus import Gpu
 from verl_ext.launch.packages import has_module, package_folder
@@ -41,26 +40,8 @@ DISTRIBUTIONS = (
     "TransferQueue",
     "flash-attn",
 )
+KNOWN_VERL = "0.9.1"  # what was read of verl is of this version
 PLUGIN_GROUPS = ("verl.plugins", "vllm.general_plugins")
-
-
-def _json_at(path: str, name: str) -> dict[str, Any]:
-    """A JSON file of a model folder, or of a model in Hugging Face's cache; {} where there is none."""
-    from huggingface_hub import try_to_load_from_cache
-
-    file: Any = Path(os.path.expanduser(path), name)
-    if not file.parent.is_dir():
-        try:
-            file = try_to_load_from_cache(path, name)
-        except ValueError:  # no name of a model
-            return {}
-    if not isinstance(file, str | Path):
-        return {}
-    try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # loading the model tells of it
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def installed_versions() -> dict[str, str]:
@@ -142,6 +123,11 @@ class Context:
         return f"vLLM {'.'.join(map(str, self.vllm_release))}"
 
     @property
+    def older_verl(self) -> bool:
+        """Whether the installed verl is older than the one that was read."""
+        return Version(self.versions.get("verl", KNOWN_VERL)) < Version(KNOWN_VERL)
+
+    @property
     def drafter(self) -> str:
         """The method by which vLLM drafts; "" where it does not."""
         asked = self.get(f"{VLLM_ARGUMENTS}.speculative_config")
@@ -180,7 +166,7 @@ class Context:
         if self.trust or not self.get(f"{MODEL}.trust_remote_code"):
             return False
         files = ((self._model_path, "config.json"), (self._tokenizer_path, "tokenizer_config.json"))
-        return any("auto_map" in _json_at(path, name) for path, name in files if path)
+        return any("auto_map" in json_of_model(path, name) for path, name in files if path)
 
     @property
     def _model_path(self) -> str | None:
@@ -193,7 +179,7 @@ class Context:
     @cached_property
     def model_config(self) -> Any:
         """The model's transformers config; None where its files are not on this machine, or its code may not run."""
-        if not (path := self._model_path) or self.model_code or not _json_at(path, "config.json"):
+        if not (path := self._model_path) or self.model_code or not json_of_model(path, "config.json"):
             return None
         from transformers import AutoConfig
 

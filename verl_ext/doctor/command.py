@@ -15,7 +15,16 @@ from verl_ext.doctor import installation  # noqa: F401 (registers checks: first 
 # isort: split
 from verl_ext.base.causes import CAUSES
 from verl_ext.base.printable import printable, wide_console
-from verl_ext.doctor import engine, hooks, precision, sampling, sizes, training, weight_sync  # noqa: F401 (as above)
+from verl_ext.doctor import (  # noqa: F401 (as above)
+    engine,
+    hooks,
+    precision,
+    sampling,
+    sizes,
+    training,
+    weight_sync,
+    zero_mismatch,
+)
 from verl_ext.doctor.checks import LEVELS, Context, Finding, fixes, installed_plugins, installed_versions, run_checks
 from verl_ext.launch.command_line import compose, given_arguments
 from verl_ext.launch.gpus import Gpu, present

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from packaging.version import Version
 
-from verl_ext.doctor.checks import Context, Finding, check
-from verl_ext.features.verl_config import ROLLOUT, VLLM_ARGUMENTS, replay_mode, replay_setting
+from verl_ext.doctor.checks import KNOWN_VERL, Context, Finding, check
+from verl_ext.features.verl_config import MODE, ROLLOUT, VLLM_ARGUMENTS, replay_mode, replay_setting
 from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
 DISABLE_CASCADE = f"{VLLM_ARGUMENTS}.disable_cascade_attn"
@@ -24,9 +24,9 @@ SPECULATIVE = f"{VLLM_ARGUMENTS}.speculative_config"
 SAMPLING_MASK = f"{VLLM_ARGUMENTS}.return_sampling_mask"
 MOE_BACKEND = f"{VLLM_ARGUMENTS}.moe_backend"
 REFUSING_VLLM = "0.27"  # from here on vLLM reads its monolithic kernels, or refuses them
-WIDE_VERL = "0.9.1"  # from here on verl records in int16
 BYTE = 256
 SGLANG_RUNNER = f"{ROLLOUT}.engine_kwargs.sglang.moe_runner_backend"
+HYBRID = "actor_rollout_ref.hybrid_engine"
 SILENT = ("triton_kernel", "flashinfer_trtllm", "flashinfer_mxfp4")  # of SGLang, by its own names
 
 
@@ -203,16 +203,54 @@ def recorded_routing(context: Context) -> Iterable[Finding]:
     experts = first_of(context.model_config.get_text_config(), EXPERT_COUNTS)
     if experts <= BYTE:
         return
-    if Version(context.versions["verl"]) >= Version(WIDE_VERL):
+    if not context.older_verl:
         yield Finding("ok", f"verl records the ids of {experts} experts in int16")
         return
     fix = [f"{replay_setting(context.config)}=disabled", *["stability.router_agreement=false"] * bool(agreement)]
     yield Finding(
         "error",
         f"verl {context.versions['verl']} records the ids of {experts} experts in a byte",
-        f"ids from {BYTE} on lose {BYTE}, and other experts are replayed; verl {WIDE_VERL} keeps them (PR 7407)",
+        f"ids from {BYTE} on lose {BYTE}, and other experts are replayed; verl {KNOWN_VERL} keeps them (PR 7407)",
         tuple(fix),
     )
+
+
+@check("R2 on Megatron", needs="config")
+def r2_on_megatron(context: Context) -> Iterable[Finding]:
+    """R2 in a verl that replays the routes of another model.
+
+    Source: verl PR 7805: before it, R2 recorded and replayed all routers of the process, those of the reference model
+    too. It came after PR 7106, which PR 7786 took back. 0.9.1 has it: `iter_model_routers` of
+    verl/utils/megatron/router_replay_utils.py.
+    """
+    if context.strategy != "megatron" or replay_mode(context.config) != "R2":
+        return
+    if not context.older_verl:
+        yield Finding("ok", "R2 on Megatron: verl records and replays the routers of the model that it forwards")
+        return
+    why = f"it records and replays the routers of all models in a process; verl {KNOWN_VERL} those of one (PR 7805)"
+    fix = (f"{replay_setting(context.config)}=disabled",)
+    yield Finding("warning", f"R2 on Megatron with verl {context.versions['verl']}", why, fix)
+
+
+@check("rollout placement", needs="config")
+def rollout_placement(context: Context) -> Iterable[Finding]:
+    """Rollouts on GPUs of their own, and a router that is not verl's: our workers and our agent loop are there too.
+
+    Source: verl 0.9.1. With `hybrid_engine=False`, which only `PPOTrainerSeparateAsync` reads, the actor's role is
+    `Role.Actor` (trainer/ppo/v1/trainer_base.py); `trainer.trainers.replace_workers` replaces it as the others, and the
+    servers are those of the second manager of `_rollout_server_managers`. A router of `router_config_path` picks a
+    server for a request (workers/rollout/router.py); the request itself is still made by `LLMServerClient.generate`,
+    which `upstream.agent_loop` wraps.
+    """
+    separate = context.get(MODE) == "separate_async"
+    if context.get(HYBRID) is False and separate:
+        yield Finding("ok", "hybrid_engine=False: our workers take the place of verl's actor, whose role is Role.Actor")
+    elif context.get(HYBRID) is False:
+        why = "only trainer_mode=separate_async reads it: rollouts stay on the GPUs of training"
+        yield Finding("warning", f"hybrid_engine=False in {context.get(MODE, 'sync')}", why, (f"{HYBRID}=true",))
+    if path := context.get(f"{ROLLOUT}.router_config_path"):
+        yield Finding("ok", f"router_config_path={path} picks servers alone: requests and answers pass our agent loop")
 
 
 @check("vLLM version", needs="vllm_release")

@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 
 from verl_ext.doctor.checks import Context, Finding, check
-from verl_ext.features.verl_config import ACTOR, ROLLOUT
+from verl_ext.doctor.hooks import errors_once
+from verl_ext.features.verl_config import ACTOR, ROLLOUT, SGLANG_ARGUMENTS, VLLM_ARGUMENTS, model_json, rollout_format
+from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
 FSDP = f"{ACTOR}.fsdp_config"
 PARAM_DTYPE = f"{FSDP}.mixed_precision.param_dtype"
@@ -11,6 +13,11 @@ TRANSFORMERS = ("fsdp", "fsdp2")
 FAKE = "stability.fake_quantization"
 QUANTIZATION = f"{ROLLOUT}.quantization"
 MEGATRON_FP8 = f"{ACTOR}.megatron.override_transformer_config"
+ROUTER_DTYPE = f"{MEGATRON_FP8}.moe_router_dtype"
+# model_type whose routers Megatron-Bridge 0.3.1 computes in float32 by itself: its providers and bridges for these.
+FLOAT32_ROUTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "nemotron_h", "olmoe", "qwen3_next", "qwen3_vl_moe")
+VLLM_HEAD = f"{VLLM_ARGUMENTS}.hf_overrides.head_dtype"
+SGLANG_HEAD = f"{SGLANG_ARGUMENTS}.enable_fp32_lm_head"
 OF_VERL = ("fp8", "torchao", "ascend")
 DTYPES = BFLOAT16, FLOAT16, FLOAT32 = "bfloat16", "float16", "float32"
 # As verl's PrecisionType (verl/utils/torch_dtypes.py) and vLLM's `dtype` argument write them.
@@ -89,6 +96,57 @@ def dtypes_differ(context: Context) -> Iterable[Finding]:
         why = "the engines round differently at every operation, which is mismatch before anything else is"
         fix = (f"{setting}={wanted}",) if wanted in DTYPES else ()
         yield Finding("warning", f"rollout in {rollout}, training in {wanted}", why, fix)
+
+
+@check("router dtype", needs="model_config")
+def router_dtype(context: Context) -> Iterable[Finding]:
+    """Megatron's routers in half precision, in which near ties fall to other experts than in the rollout.
+
+    Source: `TopKRouter.gating` of megatron/core/transformer/moe/router.py (0.16.1) computes in the dtype of its input
+    unless `moe_router_dtype` is fp32 or fp64, and `TransformerConfig` warns of that from 32 experts on; which of
+    Megatron-Bridge 0.3.1's models set it: FLOAT32_ROUTERS. mbridge is not judged. Megatron-LM PR 5694 went to float32
+    for parity with the rollout. transformers and vLLM compute the router of Qwen3-MoE in the model's dtype
+    (models/qwen3_moe/modeling_qwen3_moe.py of 5.10, model_executor/models/qwen3_moe.py of 0.27); what the running
+    engine computes in is not asked.
+    """
+    model = context.model_config
+    if context.strategy != "megatron" or context.get(f"{ACTOR}.megatron.vanilla_mbridge"):
+        return
+    if not first_of(model.get_text_config(), EXPERT_COUNTS) or training_dtype(context) == FLOAT32:
+        return
+    if (asked := context.get(ROUTER_DTYPE)) in ("fp32", "fp64"):
+        yield Finding("ok", f"Megatron's routers compute in {asked}")
+    elif model.model_type in FLOAT32_ROUTERS:
+        yield Finding("ok", f"Megatron-Bridge computes the routers of {model.model_type} in fp32")
+    else:
+        why = "experts whose scores are closer than half precision shows are chosen by rounding, in each engine its own"
+        yield Finding(
+            "warning",
+            f"moe_router_dtype is not set: routers in {training_dtype(context)}",
+            why,
+            (f"++{ROUTER_DTYPE}=fp32",),
+        )
+
+
+@check("head dtype", needs="engine")
+def head_dtype(context: Context) -> Iterable[Finding]:
+    """An LM head in float32 in the rollout, and in half precision in training.
+
+    Source: `ModelConfig.head_dtype` of vllm/config/model.py (0.27), the model's dtype unless hf_overrides names
+    another; `enable_fp32_lm_head` of sglang/srt/server_args.py (0.5.12). verl 0.9.1 computes logits in the dtype of
+    training: under autocast with FSDP (`forward_step` of workers/engine/fsdp/transformer_impl.py), in params_dtype with
+    Megatron. In bfloat16 logits from 16 to 32 are 0.125 apart.
+    """
+    training = training_dtype(context)
+    wide = {VLLM_HEAD: dtype_name(context.get(VLLM_HEAD)) == FLOAT32, SGLANG_HEAD: bool(context.get(SGLANG_HEAD))}
+    setting = VLLM_HEAD if context.with_vllm else SGLANG_HEAD
+    if training is None or not wide[setting] or training == FLOAT32:
+        return
+    why = f"training computes its logits in {training}, so every log-prob is rounded on one side only"
+    off = "model" if context.with_vllm else "false"
+    yield Finding(
+        "warning", f"LM head of the rollout in float32, of training in {training}", why, (f"++{setting}={off}",)
+    )
 
 
 @check("loss scaling", needs="config")
@@ -207,6 +265,38 @@ def quantized_training(context: Context) -> Iterable[Finding]:
         yield Finding("warning", "qat.mode=w4a4", why, (f"{qat}.mode=w4a16",))
     else:
         yield Finding("ok", "quantisation-aware training: both engines quantise weights in the dtype of training")
+
+
+@check("normal level", needs="config")
+def normal_level(context: Context) -> Iterable[Finding]:
+    """The k3 above which the guard warns, for the model and the format of the rollout.
+
+    Source: the table of verl_ext/guard/levels.py, each level with where it was read.
+    """
+    from verl_ext.features.feature import Part
+    from verl_ext.features.guard import published_level
+    from verl_ext.features.stability import stability_config
+    from verl_ext.features.table import read_features
+    from verl_ext.guard.levels import OWN_FACTOR, OWN_STEPS
+
+    if context.plugin_modules or errors_once(context):
+        return
+    features = read_features(context.config, stability_config(context.config.stability), read_model=False)
+    if not features.uses(Part.MEASURE):
+        return
+    level, published = features.stability.guard.level, published_level(context.config)
+    if level == 0:
+        yield Finding("note", "stability.guard.level=0", "nothing warns of a gap that is large for this model")
+    elif level is not None:
+        yield Finding("ok", f"the guard warns where k3 stays above {level:g} (stability.guard.level)")
+    elif published is not None:
+        said = f"published for {published.model} in {published.format} ({published.source})"
+        yield Finding("ok", f"the guard warns where k3 stays above {published.k3:g}, {said}")
+    else:
+        model = model_json(context.config).get("model_type", "this model")
+        missing = f"no level is published for {model} in {rollout_format(context.config)}"
+        own = f"{OWN_FACTOR:g} times the mean of the run's first {OWN_STEPS} steps"
+        yield Finding("ok", f"{missing}: the guard warns above {own}")
 
 
 @check("fake quantization")

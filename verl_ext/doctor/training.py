@@ -1,4 +1,4 @@
-"""Updates that are not what the settings or the method say, in verl's losses and in Megatron."""
+"""Updates that are not what the settings or the method say: in verl's losses, in Megatron, of old rollouts."""
 
 from collections.abc import Iterable, Iterator
 
@@ -6,13 +6,19 @@ from packaging.version import Version
 
 from verl_ext.doctor.checks import Context, Finding, check
 from verl_ext.doctor.hooks import needs_critic
-from verl_ext.features.verl_config import ACTOR
+from verl_ext.features.losses import LOSSES
+from verl_ext.features.verl_config import ACTOR, BYPASS, MODE
 from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
 AGGREGATION = f"{ACTOR}.loss_agg_mode"
 BY_SEQUENCE = "seq-mean-token-mean"
 OWN_GROUPS = "0.19"  # megatron-core that gives experts process groups of their own wherever they need them
 MENDED = "Megatron-LM PR 5916"
+LAYERS = f"{ACTOR}.megatron.override_transformer_config"
+BALANCING, BIAS_RATE = f"{LAYERS}.moe_router_load_balancing_type", f"{LAYERS}.moe_router_bias_update_rate"
+# model_type whose routers Megatron-Bridge 0.3.1 gives a bias, with the rate of megatron-core, 0.001.
+BIASED = ("deepseek_v3", "kimi_k2", "nemotron_h")
+CORRECTION = "algorithm.rollout_correction"
 UNMARKED = "2.13"  # Transformer Engine that no longer marks grouped weights as split
 
 
@@ -103,3 +109,61 @@ def loss_aggregation(context: Context) -> Iterable[Finding]:
         return
     why = "GSPO's paper averages over responses; with this mode a long response weighs more than a short one"
     yield Finding("warning", f"GSPO with {AGGREGATION}={mode}", why, (f"{AGGREGATION}={BY_SEQUENCE}",))
+
+
+@check("router training")
+def router_training(context: Context) -> Iterable[Finding]:
+    """Routers that something else than the policy's loss trains, on Megatron.
+
+    Source: Megatron-LM PR 5694: an auxiliary loss of 0.001 over all tokens gave 3.4 times the gradient norm of the
+    policy's loss alone. verl 0.9.1 sets `moe_router_load_balancing_type=none` for Megatron-Bridge, and
+    override_transformer_config goes over it (workers/engine/megatron/transformer_impl.py). `_update_router_expert_bias`
+    of megatron/core/distributed/finalize_model_grads.py (0.16.1) moves the bias of sigmoid routers after every backward
+    pass, by `moe_router_bias_update_rate` (0.001), where the update is skipped too. FSDP adds transformers' auxiliary
+    loss only where a model is given labels, and verl gives none; a bias is a buffer there, which nothing trains.
+    """
+    model = context.model_config
+    if context.strategy != "megatron" or model is None or not first_of(model.get_text_config(), EXPERT_COUNTS):
+        return
+    balancing, rate = context.get(BALANCING, "none"), context.get(BIAS_RATE)
+    found = False
+    if balancing != "none":
+        found = True
+        why = "an auxiliary loss over all tokens trains the routers with the policy's (3.4 times the gradient: PR 5694)"
+        yield Finding("warning", f"moe_router_load_balancing_type={balancing}", why, (f"++{BALANCING}=none",))
+    if rate if rate is not None else model.model_type in BIASED:
+        found = True
+        why = "megatron-core moves the routers' bias after every backward pass, also where the update is skipped"
+        said = "not set (0.001)" if rate is None else rate
+        yield Finding("warning", f"moe_router_bias_update_rate: {said}", why, (f"++{BIAS_RATE}=0.0",))
+    if not found:
+        yield Finding("ok", "routers: no auxiliary loss, no bias that moves")
+
+
+@check("trust region")
+def trust_region(context: Context) -> Iterable[Finding]:
+    """Old rollouts, and nothing that bounds how far the policy may be from them.
+
+    Source: marin issue 8955: one to three updates behind, plain PPO finished 2 of 128 answers, and with truncated
+    weights or a clip against the rollout's probabilities 98 and 90. verl 0.9.1 recomputes l_old with the weights of the
+    step, so that the clip of PPO, and the masks of its losses dppo_tv and dppo_kl, are around those weights and not
+    around the rollout. In bypass mode they are around the rollout.
+    """
+    mode = context.get(MODE, "sync")
+    if mode == "sync":
+        return
+    asked = context.get("stability.correction", "none")
+    names = [asked] if isinstance(asked, str) else list(asked)
+    loss = context.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    bounds = [name for name in names if name != "none"] + list(context.get("stability.filters") or ())
+    bounds += [loss] if loss in LOSSES and "k" in LOSSES[loss].reads else []
+    bounds += [
+        f"rollout_correction.{one}" for one in ("rollout_is", "rollout_rs") if context.get(f"{CORRECTION}.{one}")
+    ]
+    bounds += ["bypass mode"] if context.get(BYPASS) else []
+    if bounds:
+        yield Finding("ok", f"{mode}, with old rollouts bounded by {', '.join(bounds)}")
+        return
+    why = "nothing bounds the ratio to the policy that sampled: PPO's clip is around the weights before the update"
+    fix = ("stability.correction=opsm", "stability.opsm.delta=0.1")
+    yield Finding("warning", f"{mode} without a trust region", why, fix)

@@ -3,38 +3,50 @@
 from collections.abc import Iterable
 from math import ceil
 
-from packaging.version import Version
-
-from verl_ext.doctor.checks import Context, Finding, check
-from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, sends_adapter
+from verl_ext.doctor.checks import KNOWN_VERL, Context, Finding, check
+from verl_ext.doctor.hooks import errors_once
+from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, sends_adapter, trains_lora
 
 CANARY = "stability.sync_canary.trajectories"
-KNOWN_VERL = "0.9.1"
 STOP_AFTER = "stability.guard.stop_after"
 
 
 @check("weight sync", needs="config")
 def weight_sync(context: Context) -> Iterable[Finding]:
-    """Syncs that do not happen, and what would tell.
+    """Weight syncs that do not happen, and whether the run would notice.
 
     Source: verl issue 7495: of a LoRA, `update_weights` (workers/engine_workers.py, 0.9.1) sends a checkpoint engine
     what `get_per_tensor_param()` gives by default, the base, and drops the adapter's config; vLLM's list of adapters
     stays empty, and the gap looks like old rollouts. `lora.merge=true` sends full weights. Names that vLLM has no
-    module for are dropped without a word (vLLM issues 34186 and 48019).
+    module for are dropped without a word (vLLM issues 34186 and 48019). When the canary is on by itself:
+    `features.sync_canary.canary_settings`.
     """
-    watched = context.get(CANARY, 0)
-    if sends_adapter(context.config):
-        if context.get(MODE) == "separate_async":
-            why = "verl 0.9.1 sends the servers the base model at each sync and never the LoRA (verl issue 7495)"
-            yield Finding("warning", "a LoRA in separate_async", why, (MERGE_LORA,))
-        elif not watched:
-            why = f"names that vLLM has no module for are dropped without a word; {CANARY}=8 tells, at the start too"
-            yield Finding("note", "a LoRA is sent to the rollout as an adapter", why)
+    watched = _watched(context)
+    separate = context.get(MODE) == "separate_async"
+    if sends_adapter(context.config) and separate:
+        why = "verl 0.9.1 sends the servers the base model at each sync and never the LoRA (verl issue 7495)"
+        yield Finding("warning", "a LoRA in separate_async", why, (MERGE_LORA,))
+    elif not watched and (separate or trains_lora(context.config)):
+        found = "weights go to the rollout by a checkpoint engine" if separate else "a LoRA is sent to the rollout"
+        why = f"a sync that fails looks like old rollouts; {CANARY}=8 finds it at the first sync"
+        yield Finding("note", f"{found}, and no sync is checked", why)
     if watched:
-        yield Finding("ok", f"each weight sync is looked at, on {watched} trajectories")
+        yield Finding("ok", f"each weight sync is checked, on {watched} trajectories")
         if context.drafter:
             why = "vLLM was seen to give wrong prompt log-probs with MTP drafts, of some requests (vLLM issue 53488)"
-            yield Finding("warning", "the sync canary beside speculative decoding", why, (f"{CANARY}=0",))
+            yield Finding("warning", "the sync canary with speculative decoding", why, (f"{CANARY}=0",))
+
+
+def _watched(context: Context) -> int:
+    """Returns how many trajectories the canary scores: as set, or by default."""
+    from verl_ext.features.stability import stability_config
+    from verl_ext.features.sync_canary import canary_settings
+    from verl_ext.features.table import read_features
+
+    if context.plugin_modules or errors_once(context):
+        return context.get(CANARY, 0)
+    features = read_features(context.config, stability_config(context.config.stability), read_model=False)
+    return canary_settings(features).trajectories or 0
 
 
 @check("prefix caching", needs="with_vllm")
@@ -47,7 +59,7 @@ def prefix_caching(context: Context) -> Iterable[Finding]:
     """
     if not context.engine_argument("enable_prefix_caching")[1]:
         return
-    if _older_verl(context):
+    if context.older_verl:
         why = f"that verl {KNOWN_VERL} clears the cache at every weight sync was read, of older ones it was not"
         yield Finding("note", f"prefix caching with verl {context.versions['verl']}", why)
     else:
@@ -69,7 +81,7 @@ def speculative_decoding(context: Context) -> Iterable[Finding]:
     if method != "mtp":
         why = "verl updates no drafter but MTP's: ever fewer drafts are accepted as training goes on (vLLM issue 48296)"
         yield Finding("note", f"speculative decoding by {method}", why)
-    elif _older_verl(context):
+    elif context.older_verl:
         why = f"an MTP head may keep the weights that it began with (verl issue 6947); verl {KNOWN_VERL} updates it"
         yield Finding("warning", f"speculative decoding by mtp with verl {context.versions['verl']}", why)
     elif not context.get(f"{MODEL}.mtp.enable_train"):
@@ -121,7 +133,3 @@ def _skips_updates(context: Context) -> bool:
     return context.get("stability.batch_skip.threshold") is not None or any(
         rule and rule.get("action") == "skip" for rule in rules
     )
-
-
-def _older_verl(context: Context) -> bool:
-    return Version(context.versions.get("verl", KNOWN_VERL)) < Version(KNOWN_VERL)

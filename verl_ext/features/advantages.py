@@ -28,7 +28,7 @@ _keys: ContextVar[Sequence[str] | None] = ContextVar("session_keys", default=Non
 
 
 def estimator_settings(method: Method, algorithm: Any) -> Any:
-    """The validated settings of an estimator; `algorithm` is verl's node, or None for the defaults.
+    """Returns the validated settings of an estimator; `algorithm` is verl's node, or None for the defaults.
 
     Raises:
         ConfigError: a setting is unknown, not a number or out of range.
@@ -48,12 +48,12 @@ ESTIMATOR = Feature(lines)
 
 @contextmanager
 def session_keys(keys: Sequence[str]) -> Iterator[None]:
-    """Tell the estimators which rows are outputs of one session, while verl computes advantages.
+    """Gives the estimators the rows that are outputs of one session, while verl computes advantages.
 
-    verl passes an estimator the uid of each row only, and treats the several outputs of a session specially for its
-    own GRPO alone (`compute_advantage_for_multi_trajectories` in trainer/ppo/v1/utils.py). Inside this context ours do
-    the same: the reward of a session's final output counts once in its group, and its advantage goes to all of the
-    session's rows.
+    verl passes an estimator only the uid of each row, and treats the several outputs of a session specially only for
+    its own GRPO (`compute_advantage_for_multi_trajectories` in trainer/ppo/v1/utils.py). Inside this context our
+    estimators do the same: the reward of a session's final output counts once in its group, and its advantage goes to
+    all of the session's rows.
 
     Args:
         keys: [B] trajectory ids `{uid}_{session}_{index}`, in the order of the rows.
@@ -71,7 +71,8 @@ def _outcome_advantages(
     response_mask: Tensor,
     index: Sequence[object],
 ) -> tuple[Tensor, Tensor]:
-    """From rewards by token to advantages by token: one number a session, on the tokens its model generated."""
+    """Turns rewards by token into advantages by token: one number per session, on the tokens that the model
+    generated."""
     keys = _keys.get()
     if keys is None:
         final = session = list(range(len(index)))
@@ -101,11 +102,11 @@ def estimate(
     index: Sequence[object],
     config: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages by a registered estimator, its settings those of `algorithm.NAME`.
+    """Computes advantages with a registered estimator and the settings of `algorithm.NAME`.
 
-    Divided by the group's standard deviation, as in the papers, unless `algorithm.norm_adv_by_std_in_grpo=false`.
-    Under plain verl, without `session_keys`, every row is a session of its own: with agent loops that return several
-    outputs, those count several times in their group.
+    They are divided by the group's standard deviation, as in the papers, unless
+    `algorithm.norm_adv_by_std_in_grpo=false`. Under plain verl, without `session_keys`, every row is a session of its
+    own: with agent loops that return several outputs, those count several times in their group.
 
     Args:
         token_level_rewards, response_mask: [B, T], as verl passes them; a row's reward is the sum over its tokens.
@@ -124,7 +125,7 @@ def estimate(
 
 
 def register_estimators() -> None:
-    """Put our estimators under verl's `register_adv_est`; again where a plugin has brought more."""
+    """Registers our estimators with verl's `register_adv_est`; called again after a plugin has added more."""
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
     for name, method in ESTIMATORS.items():

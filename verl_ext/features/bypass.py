@@ -1,7 +1,7 @@
-"""What has no meaning in verl's bypass mode, one refusal each: it needs compute_log_prob, or would count r twice.
+"""Refuses settings without a meaning in verl's bypass mode: they need compute_log_prob, or would count r twice.
 
-The sources: verl's own bypass loss (0.9.1, `compute_policy_loss_bypass_mode` of core_algos.py), with masks beside
-either of its losses, and weights beside REINFORCE but not beside a clipped ratio; rllm PR 741 and prime-rl PR 3526,
+The sources: verl's own bypass loss (0.9.1, `compute_policy_loss_bypass_mode` of core_algos.py), with masks next to
+either of its losses, and weights with REINFORCE but not with a clipped ratio; rllm PR 741 and prime-rl PR 3526,
 IcePop's band on exp(l_theta - l_infer) with that ratio once; prime-rl PR 3283, KPop's on the same two policies.
 """
 
@@ -65,7 +65,7 @@ def _check_what_compute_log_prob_gives(config: DictConfig, stability: "Stability
                 otherwise=f"leave it out, stability.correction=opsm does the same in the update; or set {OFF}",
             )
     if stability.kl_denominator == "old":
-        _forbid("stability.kl_denominator=old", "names a policy that there is not", "stability.kl_denominator=infer")
+        _forbid("stability.kl_denominator=old", "names a policy that does not exist", "stability.kl_denominator=infer")
     if stability.guard.mini_batch.policy_kl is not None:
         limit = stability.guard.mini_batch.policy_kl
         _forbid(
@@ -82,7 +82,7 @@ def _check_loss(config: DictConfig) -> None:
     asked, method = f"{LOSS}.loss_mode={name}", LOSSES[name]
     if "k" in method.reads:
         fix = f"{LOSS}.loss_mode={base_of(OmegaConf.select(config, LOSS))}"
-        _forbid(asked, "reads a ratio that is known in the update alone", fix, "stability.correction=icepop")
+        _forbid(asked, "reads a ratio that is known only in the update", fix, "stability.correction=icepop")
     if "router_deviation" in method.reads:
         _forbid(asked, "compares with the routers of compute_log_prob, which does not run")
     if method.needs_l_old:
@@ -90,7 +90,7 @@ def _check_loss(config: DictConfig) -> None:
 
 
 def _check_ratio(config: DictConfig, stability: "StabilityConfig") -> None:
-    """Where the loss has r, a correction can but drop."""
+    """Refuses a correction that only weighs, where the loss has r already: there a correction can only drop."""
     if not loss_has_ratio(config):
         return
     for chosen in stability.before_update:
@@ -100,8 +100,7 @@ def _check_ratio(config: DictConfig, stability: "StabilityConfig") -> None:
         fix = f"stability.{chosen.name}.{method.as_mask}" if method.as_mask else "stability.correction=icepop"
         _forbid(
             f"stability.correction={chosen.name}",
-            f"weighs a token by the ratio that {LOSS}.loss_mode={loss_mode(config)} has already, which would count "
-            "twice",
+            f"weighs a token by a ratio that {LOSS}.loss_mode={loss_mode(config)} already has, so it would count twice",
             fix,
             otherwise=f"{LOSS}.loss_mode={WITHOUT_RATIO[0]}",
         )

@@ -1,4 +1,4 @@
-"""Corrections: what a token's, or a response's, gap weighs its loss by.
+"""Corrections: weights on the loss of a token, or a response, by its gap.
 
 `stability.correction` names them, and their settings are next to their functions (core/corrections.py). Most act before
 the update; those that need l_theta act in the workers' loss.
@@ -22,7 +22,7 @@ WEIGHED = frozenset({Part.MEASURE, Part.LOSS})
 
 
 def check(run: RunFeatures) -> None:
-    """One method only may weight the loss by a ratio, and the loss must use the weight."""
+    """Checks that only one method weights the loss by a ratio, and that the loss uses the weight."""
     mode, names = loss_mode(run.config), run.stability.correction_names
     makes_weights = reads_k(mode)
     if not (makes_weights or run.stability.before_update):
@@ -42,14 +42,14 @@ def check(run: RunFeatures) -> None:
         )
     if mode == "bypass_mode":
         raise ConfigError(
-            f"{ours} cannot weight {LOSS}.loss_mode=bypass_mode, which computes weights of its own",
+            f"{ours} cannot weight {LOSS}.loss_mode=bypass_mode, which computes its own weights",
             fix=("stability.correction=none",),
             otherwise="another loss_mode",
         )
 
 
 def loss_settings(run: RunFeatures) -> dict[str, Any]:
-    """The corrections that act in the update; in bypass mode, all of them do."""
+    """Returns the corrections that act in the update; in bypass mode, all of them do."""
     stability = run.stability
     found: dict[str, Any] = {"corrections": {chosen.name: asdict(chosen.settings) for chosen in stability.in_update}}
     if run.uses(Part.MEASURE_IN_UPDATE):
@@ -76,7 +76,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 
 
 def _in_loss(chosen: Chosen, parts: frozenset[Part]) -> TableLine:
-    return TableLine("correction", str(chosen), "{loss}", parts, lambda told: chosen.name in told["corrections"])
+    return TableLine("correction", str(chosen), "{loss}", parts, lambda found: chosen.name in found["corrections"])
 
 
 CORRECTION = Feature(lines, check, loss_settings=loss_settings)

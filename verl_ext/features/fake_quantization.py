@@ -81,7 +81,7 @@ def check(run: RunFeatures) -> None:
         if real := OmegaConf.select(config, setting):
             without = "false" if real is True else "null"
             raise ConfigError(
-                f"{said} stands for a quantised rollout, and {setting}={real} makes a real one",
+                f"{said} simulates a quantised rollout, and {setting}={real} makes a real one",
                 fix=(OFF,),
                 otherwise=f"set {setting}={without}",
             )
@@ -111,12 +111,13 @@ def _check_rounded_model(asked: FakeQuantization, hf_config: Any, said: str) -> 
             raise ConfigError(
                 f"{SETTING}.group={asked.group} does not divide the model's {name}={inputs}",
                 fix=(f"{SETTING}.group=channel",),
-                otherwise="a number that does",
+                otherwise="choose a number that does",
             )
 
 
 def _inputs(text: Any) -> Iterator[tuple[str, int]]:
-    """The inputs of weights that every model has; others, as of MLA's low ranks, are checked when they are loaded."""
+    """Yields the inputs of weights that every model has; others, such as MLA's low ranks, are checked when they are
+    loaded."""
     yield "hidden_size", text.hidden_size
     width = "moe_intermediate_size" if getattr(text, "moe_intermediate_size", None) else "intermediate_size"
     if isinstance(inputs := getattr(text, width, None), int):
@@ -124,16 +125,16 @@ def _inputs(text: Any) -> Iterator[tuple[str, int]]:
 
 
 def apply(run: RunFeatures) -> None:
-    """Have vLLM load by the load format that rounds, which loads by the one that was asked for."""
+    """Makes vLLM load with the load format that rounds, which loads with the format that was asked for."""
     if not (asked := run.stability.fake_quantization).active:
         return
     from verl_ext.upstream.fake_quantization import LOAD_FORMAT, OURS
 
     given = OmegaConf.select(run.config, f"{VLLM_ARGUMENTS}.load_format")
     inner = given or run.config.actor_rollout_ref.rollout.load_format
-    told = {**asdict(asked), "load_format": inner}
+    settings = {**asdict(asked), "load_format": inner}
     OmegaConf.update(run.config, f"{VLLM_ARGUMENTS}.load_format", LOAD_FORMAT, force_add=True)
-    OmegaConf.update(run.config, f"{VLLM_ARGUMENTS}.model_loader_extra_config.{OURS}", told, force_add=True)
+    OmegaConf.update(run.config, f"{VLLM_ARGUMENTS}.model_loader_extra_config.{OURS}", settings, force_add=True)
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
@@ -144,18 +145,18 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 
 
 def _confirmed_rounding(asked: FakeQuantization, engines: Engines) -> str:
-    """How many weights of each kind each of vLLM's workers has rounded: the first sync is over by now."""
-    told = engines.vllm("fake_quantization")
-    for report in told or [None]:
+    """Returns how many weights of each kind each vLLM worker has rounded: the first sync is over by now."""
+    reports = engines.vllm("fake_quantization")
+    for report in reports or [None]:
         if report is None or report["settings"] != asdict(asked):
             raise HookError(f"{SETTING}.format={asked.format}, but a vLLM worker loads with {report}", fix=(OFF,))
         for kind, count in report["rounded"].items():
             if count == 0:
                 raise HookError(
-                    f"{SETTING} rounds {kind} weights, and vLLM was given none that is known as one", fix=(OFF,)
+                    f"{SETTING} rounds {kind} weights, and vLLM received none with a known name", fix=(OFF,)
                 )
-    counts = ", ".join(f"{count} {kind}" for kind, count in told[0]["rounded"].items())
-    return f"{counts} weights in {len(told)} vLLM worker(s)"
+    counts = ", ".join(f"{count} {kind}" for kind, count in reports[0]["rounded"].items())
+    return f"{counts} weights in {len(reports)} vLLM worker(s)"
 
 
 FAKE_QUANTIZATION = Feature(lines, check, apply)

@@ -1,4 +1,4 @@
-"""What a feature is: the lines that it puts into the start-up table, and its functions."""
+"""The parts of a feature: the lines that it adds to the start-up table, and its functions."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from verl_ext.features.verl_config import replay_mode
 if TYPE_CHECKING:
     from verl_ext.features.stability import StabilityConfig
 
-# Places in a line's `at`, and what they are called before the engines run.
+# Places in a line's `at`, and their names before the engines run.
 PLACES = {
     "loss": "worker_loss on every training rank",
     "routers": "routers of the training engine",
@@ -38,7 +38,7 @@ class Part(Enum):
     ROUTERS = auto()  # the workers hook their routers
     ROUTER_COMPARISON = auto()  # the experts of both engines are compared
     HEADS = auto()  # the rollout returns the most likely tokens of each place, and the workers read them
-    HEADS_IN_UPDATE = auto()  # the update reads them too, and not compute_log_prob alone
+    HEADS_IN_UPDATE = auto()  # the update reads them too, in addition to compute_log_prob
 
 
 MEASURED = frozenset({Part.LOG_PROBS, Part.MEASURE})
@@ -53,9 +53,9 @@ class TableLine:
         setting: what it is set to.
         at: the place where it acts; `{loss}`, `{routers}` and `{trainer}` stand for PLACES.
         parts: the parts of the plugin that it uses.
-        in_loss: whether it is in a worker's loss, asked of what `configure_loss` returns there.
-        proof: asks the started engines for it and returns the place where it was found, which replaces `at`. What acts
-            in the trainer itself needs neither this nor `in_loss`.
+        in_loss: whether it is in a worker's loss, read from the result of `configure_loss` there.
+        proof: asks the started engines for it and returns the place where it was found, which replaces `at`. A feature
+            that acts in the trainer itself needs neither this nor `in_loss`.
     """
 
     name: str
@@ -73,11 +73,11 @@ class TableLine:
 
 @dataclass(frozen=True)
 class RunFeatures:
-    """What a run's config switches on.
+    """The features that a run's config switches on.
 
     Attributes:
         config, stability: the run's config, and its `stability` node parsed.
-        lines: of all features that are on; () where the run is verl's own.
+        lines: the lines of all features that are on; () if the run is verl's own.
         read_model: whether checks may read the model's files. transformers runs code of theirs if the config trusts it.
     """
 
@@ -91,7 +91,7 @@ class RunFeatures:
 
     @property
     def own_workers(self) -> bool:
-        """Whether the actor's worker classes are ours: something of ours runs in them."""
+        """Returns True if the actor's worker classes are ours: something of ours runs in them."""
         ours = any(self.uses(part) for part in (Part.ROUTERS, Part.LOSS, Part.VERSIONS))
         return ours or replay_mode(self.config) != "disabled"
 
@@ -102,7 +102,7 @@ class Engines:
     Args:
         workers: verl's worker group of the actor.
         server_managers: verl's managers of the rollout's servers.
-        loss_settings: what the workers' loss is asked for, as of `table.loss_settings`.
+        loss_settings: the settings of the workers' loss, from `table.loss_settings`.
     """
 
     def __init__(self, workers: Any, server_managers: Sequence[Any], loss_settings: Mapping[str, Any]):
@@ -112,7 +112,7 @@ class Engines:
 
     @cached_property
     def losses(self) -> list[dict[str, Any]]:
-        """Installs the workers' loss; what is active in it, by rank."""
+        """Installs the workers' loss; returns what is active in it, by rank."""
         return self.workers.configure_loss(self._loss_settings)
 
     @cached_property
@@ -135,22 +135,22 @@ class Engines:
         return [report for server in self.servers for report in engine_report.fetch_reports(server)]
 
     def vllm(self, name: str) -> list[Any]:
-        """The entry `name` of the report of each of vLLM's workers."""
+        """Returns the entry `name` of the report of each vLLM worker."""
         return [report[name] for report in self._vllm_reports]
 
 
 @dataclass(frozen=True)
 class Feature:
-    """What a feature's file offers.
+    """One feature, as its file defines it.
 
     Attributes:
-        lines: its lines of the start-up table, none where it is off.
-        check: raises ConfigError for what it cannot work with.
-        apply: sets what it consists of in verl's config.
-        agent_loop: what it asks of verl's agent loop: fields of `upstream.agent_loop.Extras`.
-        loss_settings: what it asks of the workers' loss: fields of `workers.worker_loss.LossSettings`.
-        prove: raises HookError where the started engines lack something that no line shows.
-        depends: its lines depend on what else is on: `lines` is asked last, and sees those of the others.
+        lines: its lines of the start-up table, none if it is off.
+        check: raises ConfigError for settings that it cannot work with.
+        apply: sets the feature in verl's config.
+        agent_loop: its requests to verl's agent loop: fields of `upstream.agent_loop.Extras`.
+        loss_settings: its settings of the workers' loss: fields of `workers.worker_loss.LossSettings`.
+        prove: raises HookError if the started engines lack something that no line shows.
+        depends: its lines depend on other features: its `lines` is called last, and sees the other lines.
     """
 
     lines: Callable[[RunFeatures], Iterable[TableLine]] = field(default=lambda run: ())

@@ -1,4 +1,4 @@
-"""The guard: rules on logged signals, and what it does besides (docs/guard.md).
+"""The guard: rules on logged signals, and its other actions (docs/guard.md).
 
 stability:
   guard:
@@ -20,12 +20,13 @@ from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import described, require, require_known, require_one_of
 from verl_ext.base.metrics import OURS, comes_late, find, nearest
 from verl_ext.features.feature import Feature, Part, RunFeatures, TableLine
-from verl_ext.features.verl_config import ACTOR, bypasses, strategy_of
+from verl_ext.features.verl_config import ACTOR, bypasses, model_json, rollout_format, strategy_of
+from verl_ext.guard import levels
 from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, LowerLr, Rule
 from verl_ext.guard.state import Boundary
 
 PREFIX = "stability.guard"
-BATCH_SKIP = "batch_skip"  # the name of the rule that stability.batch_skip is
+BATCH_SKIP = "batch_skip"  # the name of the rule that stability.batch_skip adds
 AT_STEP = "optimizer_step, {loss}"
 AFTER_RULE = {
     "warn": "log and event log",
@@ -36,15 +37,16 @@ AFTER_RULE = {
     "rollback": "end of the step",
     "stop": "before the next step",
 }
-KNOWN = ("fsdp2", "megatron")  # values of actor.strategy whose gradients and optimizers `workers` read
+KNOWN = ("fsdp2", "megatron")  # values of actor.strategy whose gradients and optimizers `workers` can read
 IN_GATE = ("lower_lr", "undo")  # actions that the workers carry out, around the optimizer's step
 SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3", "vllm_kl/head")
-# What a user writes in a rule, besides its bound: the arguments of Rule but for what the parser fills in.
+# The keys that a user writes in a rule, in addition to its bound: the arguments of Rule except those that the parser
+# sets.
 RULE_SETTINGS = tuple(
     name for name in inspect.signature(Rule).parameters if name not in ("name", "bound", "side", "setting")
 )
-RULE_NEEDS = ("signal", "action")  # besides one of SIDES
-OWN_EFFECT = "correction/"  # what tightening itself moves
+RULE_NEEDS = ("signal", "action")  # in addition to one of SIDES
+OWN_EFFECT = "correction/"  # metrics that tightening itself moves
 # Setting of the guard -> the actions that read it.
 READ_BY = {
     "tighten_factor": ("tighten",),
@@ -130,6 +132,9 @@ class GuardSettings:
             an undo of weights that the rollout has had.
         lower_lr: what rules with `action: lower_lr` do to the learning rate.
         after_update: score a few trajectories of each batch again after its update.
+        level: warn where the engines' k3 stays above this. null takes the level that is published for the model and the
+            rollout's format, or else twice the mean of the run's first 20 steps (docs/guard.md#normal-levels). 0 never
+            warns.
         mini_batch: refuse single optimizer steps, in the workers.
         boundary: the signal that is extrapolated, and the value it is extrapolated to.
     """
@@ -141,6 +146,7 @@ class GuardSettings:
     rollback_cooldown: int = 5
     lower_lr: LowerLr = field(default_factory=LowerLr)
     after_update: AfterUpdate = field(default_factory=AfterUpdate)
+    level: float | None = None
     mini_batch: MiniBatchGate = field(default_factory=MiniBatchGate)
     boundary: Boundary = field(default_factory=Boundary)
 
@@ -148,16 +154,18 @@ class GuardSettings:
         holds = self.stop_after is None or self.stop_after >= 1
         require(self, "stop_after", holds, "must be at least 1, or null to never stop")
         holds = self.slow_step_s is None or self.slow_step_s > 0
-        require(self, "slow_step_s", holds, "must be above 0 seconds, or null to never tell")
+        require(self, "slow_step_s", holds, "must be above 0 seconds, or null to never report")
         require(self, "tighten_factor", 0 < self.tighten_factor < 1, "must be between 0 and 1")
         for name in ("max_rollbacks", "rollback_cooldown"):
             require(self, name, getattr(self, name) >= 0, "must be at least 0")
+        holds = self.level is None or 0 <= self.level < math.inf
+        require(self, "level", holds, "must be at least 0 and finite, or null for the published level or the run's own")
         _check_signal(f"{PREFIX}.boundary", self.boundary.signal)
 
 
 def parse_rules(given: Any) -> tuple[Rule, ...]:
-    """`stability.guard.rules`, name -> {signal, above or below, action, recover, patience, zscore_window, advice} as of
-    `guard.rules.Rule`, in the order written.
+    """Parses `stability.guard.rules`, name -> {signal, above or below, action, recover, patience, zscore_window,
+    advice} as in `guard.rules.Rule`, in the order written.
 
     Raises:
         ConfigError: a setting is unknown, missing or out of range, or an action cannot follow its signal.
@@ -183,13 +191,18 @@ def _parse(name: str, given: Any) -> Rule:
             raise ConfigError(f"{where}.{key} must be given")
     if not isinstance(rule.get("advice") or "", str):
         raise ConfigError(f"{where}.advice={rule['advice']} must be text")
-    for side_or_key, value in {side: bound, "recover": rule.get("recover")}.items():
+    for side_or_key, value in {side: bound, **{key: rule.get(key) for key in ("recover", "least")}}.items():
         if value is not None and not _is_finite(value):
             raise ConfigError(f"{where}.{side_or_key}={value} must be a finite number")
-    for key, least in (("patience", 1), ("zscore_window", FEWEST)):
+    for key, least in (("patience", 1), ("zscore_window", FEWEST), ("baseline", 1)):
         value = rule.get(key)
         if value is not None and (not isinstance(value, int) or value < least):
             raise ConfigError(f"{where}.{key}={value} must be a whole number of readings, at least {least}")
+    for key in ("engines_only", "locate"):
+        if not isinstance(rule.get(key) or False, bool):
+            raise ConfigError(f"{where}.{key}={rule[key]} must be true or false")
+    if name == levels.NAME:
+        raise ConfigError(f"{where}: the name is taken by {levels.SETTING}")
     settings = {key: value for key, value in rule.items() if key in RULE_SETTINGS and value is not None}
     parsed = Rule(name, bound=float(bound), side=side, setting=f"{where}.{side}", **settings)
     _check(parsed, where)
@@ -197,14 +210,14 @@ def _parse(name: str, given: Any) -> Rule:
 
 
 def _check_signal(where: str, signal: str) -> None:
-    """Refuse what neither this package nor verl logs, but for what may be a metric of the user's own."""
+    """Refuses a signal that neither this package nor verl logs, unless it may be a metric of the user's own."""
     if find(signal) is not None:
         return
     near = nearest(signal)
     if near or signal.startswith(OURS):
         raise ConfigError(
-            f"{where}.signal={signal} is not known; near it are: {', '.join(near) or 'none'}. A metric of your own may "
-            f"have any name that is not like one of these, outside of {', '.join(OURS)}: mine/NAME, for example"
+            f"{where}.signal={signal} is not known; similar names: {', '.join(near) or 'none'}. A metric of your own "
+            f"may have any name that is not like one of these, outside of {', '.join(OURS)}: mine/NAME, for example"
         )
 
 
@@ -217,6 +230,15 @@ def _check(rule: Rule, where: str) -> None:
             f"{where}: with zscore_window, {rule.side}={rule.bound:g} counts robust standard deviations from the "
             "median to that side, and must be above 0"
         )
+    if rule.zscore_window is not None and rule.baseline is not None:
+        raise ConfigError(f"{where}: zscore_window and baseline are two ways to find the threshold; keep one of them")
+    if rule.least and rule.baseline is None:
+        raise ConfigError(f"{where}.least={rule.least:g} needs baseline, which counts the first readings")
+    for key in ("engines_only", "locate"):
+        if getattr(rule, key) and not rule.signal.startswith("vllm_kl/"):
+            raise ConfigError(f"{where}.{key}=true needs a metric of the gap, vllm_kl/*, and {rule.signal} is none")
+    if rule.locate and rule.side == "below":
+        raise ConfigError(f"{where}.locate=true needs a bound above which the gap is too large: above")
     farther = rule.recover is not None and (
         rule.recover > rule.bound if rule.side == "above" or rule.zscore_window else rule.recover < rule.bound
     )
@@ -236,7 +258,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def check(run: RunFeatures) -> None:
-    """What the guard's actions need of verl."""
+    """Checks that verl's settings allow the guard's actions."""
     settings, again = run.stability.guard, f"{PREFIX}.after_update.trajectories"
     if settings.mini_batch.grad_norm is not None:
         norm = f"{PREFIX}.mini_batch.grad_norm"
@@ -255,7 +277,7 @@ def check(run: RunFeatures) -> None:
 
 
 def _check_engine(config: DictConfig, asked: str, fix: tuple[str, ...] = (), otherwise: str = "") -> None:
-    """What reads the engine itself is written for FSDP2's shards and for those of megatron-core's own optimizers."""
+    """Refuses engines other than FSDP2 and megatron-core's own optimizers, for settings that read the engine itself."""
     strategy, sharded = strategy_of(config), f"{ACTOR}.megatron.use_megatron_fsdp"
     if strategy not in KNOWN:
         found = f"this run has {strategy}"
@@ -269,7 +291,7 @@ def _check_engine(config: DictConfig, asked: str, fix: tuple[str, ...] = (), oth
 
 
 def _check_rollback(config: DictConfig, where: str) -> None:
-    """It goes back to a checkpoint that is there, has all of it, and is not the last one, which is not proven yet."""
+    """Checks that there will be a complete checkpoint to roll back to, before the last one, which is not proven yet."""
     trainer, checkpoint = config.trainer, f"{ACTOR}.checkpoint"
     if trainer.save_freq < 1:
         raise ConfigError(f"{where}: action=rollback has no checkpoint to go back to; set trainer.save_freq")
@@ -288,7 +310,7 @@ def _check_rollback(config: DictConfig, where: str) -> None:
     loaded = OmegaConf.select(config, f"{checkpoint}.load_contents") or []
     if missing := {"model", "optimizer"} - set(loaded):
         raise ConfigError(
-            f"{where}: action=rollback would not load {' and '.join(sorted(missing))}; name them in "
+            f"{where}: action=rollback would not load {' and '.join(sorted(missing))}; add them to "
             f"{checkpoint}.save_contents and load_contents"
         )
     if OmegaConf.select(config, f"{checkpoint}.async_save"):
@@ -317,7 +339,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         limits = {name: limit for name, limit in vars(settings.mini_batch).items() if limit is not None}
         yield TableLine(
             *("mini-batch gate", described("refuse past", limits), AT_STEP, in_gate | {Part.LOG_PROBS}),
-            in_loss=lambda told: bool(told["mini_batch"]),
+            in_loss=lambda found: bool(found["mini_batch"]),
         )
     for rule in rules:
         if rule.name == BATCH_SKIP:
@@ -329,19 +351,39 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
     if _undoes(rules):
         yield TableLine(
             *("undo", "weights and optimizer are kept", "before optimizer_step, {loss}", judged | in_gate),
-            in_loss=lambda told: told["undo"],
+            in_loss=lambda found: found["undo"],
         )
     if again := settings.after_update.trajectories:
         yield TableLine(
             *("after the update", f"{again} trajectories scored again", "{loss}", judged | in_gate),
-            in_loss=lambda told: bool(told["after_update"]),
+            in_loss=lambda found: bool(found["after_update"]),
         )
 
 
 def _bound(rule: Rule) -> str:
     sign = ">" if rule.side == "above" else "<"
     unit = "" if rule.zscore_window is None else f" sd of {rule.zscore_window}"
+    unit = unit if rule.baseline is None else f" times its first {rule.baseline}"
     return f"{rule.action} at {rule.signal} {sign} {rule.bound:g}{unit}"
 
 
+def level_lines(run: RunFeatures) -> Iterator[TableLine]:
+    """The warning above a normal level of k3: it turns nothing on, and judges wherever the gap is measured anyway."""
+    if run.uses(Part.MEASURE):
+        for rule in levels.level_rules(run.stability.guard.level):
+            yield TableLine("normal level", _bound(rule), AFTER_RULE[rule.action])
+
+
+def set_level(run: RunFeatures) -> None:
+    """Sets the level that is published for the run's model and format; without one, the guard finds the run's own."""
+    if run.stability.guard.level is None and (level := published_level(run.config)) is not None:
+        OmegaConf.update(run.config, levels.SETTING, level.k3, force_add=True)
+
+
+def published_level(config: DictConfig) -> levels.Level | None:
+    """Returns the level that is published for a run's model, if the model's config.json is on this machine."""
+    return levels.published(model_json(config), rollout_format(config))
+
+
 GUARD = Feature(lines, check, loss_settings=loss_settings)
+LEVEL = Feature(level_lines, apply=set_level, depends=True)

@@ -55,7 +55,7 @@ class HeadSettings:
 
 
 def head_k(run: RunFeatures) -> int:
-    """How many tokens of each place the rollout is asked for; 0 for none.
+    """Returns how many tokens of each place the rollout is asked for; 0 for none.
 
     Truncated sampling needs a head only where something compares the engines' log-probabilities.
     """
@@ -91,7 +91,7 @@ def check(run: RunFeatures) -> None:
     for name in ("fsdp_config.pad_to_length", "megatron.pad_to_length", "megatron.dynamic_context_parallel"):
         if OmegaConf.select(config, setting := f"{ACTOR}.{name}"):
             raise ConfigError(
-                f"{asked}: verl puts nothing beside logits with {setting}=True", fix=(f"{setting}=False",)
+                f"{asked}: verl returns nothing but logits with {setting}=True", fix=(f"{setting}=False",)
             )
     if run.read_model:
         _check_vocabulary(run, asked, k)
@@ -110,7 +110,7 @@ def _check_truncated(config: DictConfig, k: int) -> None:
     asked = f"{ROLLOUT}.top_p={rollout.top_p}"
     if rollout.top_k <= 0:
         raise ConfigError(
-            f"{asked} alone keeps any number of tokens, and the training engine has to be told of all that are kept",
+            f"{asked} without top_k keeps any number of tokens, and the training engine needs all of them",
             fix=(f"{ROLLOUT}.top_k={USUAL_TOP_K}",),
             otherwise=f"{ROLLOUT}.top_p=1",
         )
@@ -135,7 +135,8 @@ def _check_truncated(config: DictConfig, k: int) -> None:
 
 
 def _check_centering(run: RunFeatures) -> None:
-    """It cancels what the gradient of a loss has in the mean: known for A w grad log p, and for no clipped ratio."""
+    """Checks the loss: centering cancels the mean of its gradient, which is known for A w grad log p, but not for a
+    clipped ratio."""
     config = run.config
     if bypasses(config):
         _refuse("has no old log-probs to weigh by", f"{BYPASS}=True", f"{BYPASS}=False")
@@ -160,14 +161,14 @@ def _check_centering(run: RunFeatures) -> None:
         _refuse("centers the first update of a batch", f"{epochs}={count}", f"{epochs}=1")
     _check_centered_weights(run)
     if any(rule.action == "tighten" for rule in run.stability.rules):
-        _refuse("would go on with the wide band", "a rule with action=tighten", otherwise="take another action")
+        _refuse("would keep using the wide band", "a rule with action=tighten", otherwise="choose another action")
 
 
 def _check_centered_weights(run: RunFeatures) -> None:
-    """What weighs or drops a token by the token that was sampled has to be known of every token of the head.
+    """Refuses weights and masks that are not known for every token of the head, but only for the sampled token.
 
-    Known are the corrections that weigh a single token. Whatever else looks at the sampled tokens would leave the
-    weighted score with a mean that centering does not subtract.
+    The weights of corrections that weigh a single token are known. Anything else that depends on the sampled tokens
+    would leave the weighted score with a mean that centering does not subtract.
     """
     stability = run.stability
     for chosen in (*stability.before_update, *stability.in_update):
@@ -175,7 +176,7 @@ def _check_centered_weights(run: RunFeatures) -> None:
             _refuse(
                 "knows the weight of each token that might have been sampled, and not of each response",
                 f"stability.correction={chosen.name}",
-                otherwise="take tis, icepop or kpop, or set stability.score_centering=false",
+                otherwise="choose tis, icepop, kpop or ipo, or set stability.score_centering=false",
             )
     if stability.denominator == "kept":
         _refuse("subtracts a mean over all tokens", "stability.denominator=kept", "stability.denominator=full")
@@ -213,7 +214,7 @@ def _check_signals(run: RunFeatures, k: int) -> None:
 
 
 def _check_sglang_head(run: RunFeatures, asked: str, k: int) -> None:
-    """Refuses settings with which SGLang's head is not what its tokens were sampled from. Read in SGLang 0.5.12."""
+    """Refuses settings that make SGLang sample from other tokens than its head. Read in SGLang 0.5.12."""
     config = run.config
     if k > PREFILLED_K and OmegaConf.select(config, DISAGGREGATED):
         raise ConfigError(
@@ -224,12 +225,12 @@ def _check_sglang_head(run: RunFeatures, asked: str, k: int) -> None:
         return
     if value := OmegaConf.select(config, target := f"{SGLANG_ARGUMENTS}.rl_on_policy_target"):
         raise ConfigError(
-            f"{asked} say what SGLang kept, and {target}={value} rounds their log-probabilities to bfloat16",
+            f"{asked} show which tokens SGLang kept, and {target}={value} rounds their log-probabilities to bfloat16",
             fix=(f"{target}=null",),
         )
     if drafts(config):
         raise ConfigError(
-            f"{asked} say what SGLang kept, and {MTP}.enable_rollout=true has tokens verified against another cut",
+            f"{asked} show which tokens SGLang kept, and {MTP}.enable_rollout=true verifies tokens against another cut",
             fix=(f"{MTP}.enable_rollout=false",),
         )
 
@@ -245,13 +246,13 @@ def _check_vocabulary(run: RunFeatures, asked: str, k: int) -> None:
 
 
 def apply(run: RunFeatures) -> None:
-    """Have vLLM allow as many log-probabilities; SGLang does."""
+    """Makes vLLM allow this many log-probabilities; SGLang allows them anyway."""
     if (k := head_k(run)) and rollout_name(run.config) == "vllm" and OmegaConf.select(run.config, MAX) is None:
         OmegaConf.update(run.config, MAX, k, force_add=True)
 
 
 def loss_settings(run: RunFeatures) -> dict[str, Any]:
-    """The fields of the workers' HeadUse."""
+    """Returns the fields of the workers' HeadUse."""
     if not run.uses(Part.HEADS):
         return {}
     of_tokens = [one for one in run.stability.before_update if not one.method.per_sequence]
@@ -268,12 +269,12 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
     if run.stability.score_centering:
         names = ", ".join(chosen.name for chosen in run.stability.before_update if not chosen.method.per_sequence)
         setting = f"weights of {names}" if names else "no weights"
-        yield TableLine("score centering", setting, "{loss}", parts, lambda told: told["centers"])
+        yield TableLine("score centering", setting, "{loss}", parts, lambda found: found["centers"])
     if k := head_k(run):
         truncated = truncates(run.config)
         setting = f"{k} tokens{'; l_old and l_theta over what is kept' * truncated}"
         late = {Part.HEADS_IN_UPDATE} if truncated or run.stability.score_centering else set()
-        yield TableLine("sampler's head", setting, "{loss}", parts | {Part.HEADS} | late, lambda told: told["head"])
+        yield TableLine("sampler's head", setting, "{loss}", parts | {Part.HEADS} | late, lambda found: found["head"])
 
 
 HEADS = Feature(lines, check, apply, loss_settings, agent_loop=lambda run: {"head": head_k(run)}, depends=True)

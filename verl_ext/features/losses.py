@@ -25,7 +25,7 @@ VERLS_SETTINGS = (
     *("_target_", "loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef"),
     *("dro_beta", "rollout_correction"),
 )
-RATIO_BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov")  # l_old enters by the ratio alone
+RATIO_BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov")  # l_old enters only through the ratio
 BASES = (*RATIO_BASES, "dppo_kl", "dppo_tv", "dro", "geo_mean_weighted", "gpg", "kl_cov")
 WITHOUT_RATIO = ("gpg",)  # of verl's losses; -log pi_theta A, which has no l_old
 UNBIASED = "unbiased"  # our actor.kl_loss_type, next to verl's
@@ -35,7 +35,7 @@ EVERY_AGREEMENT = "stability.router_agreement_share=1"
 
 
 def chosen_loss(policy_loss: Mapping[str, Any]) -> Chosen[Loss]:
-    """The loss of ours that `loss_mode` names, with its validated settings.
+    """Returns our loss that `loss_mode` names, with its validated settings.
 
     Raises:
         ConfigError: a setting is unknown, missing or refused, or the loss cannot build upon `base`.
@@ -48,12 +48,12 @@ def chosen_loss(policy_loss: Mapping[str, Any]) -> Chosen[Loss]:
 
 
 def reads_k(loss_mode: str) -> bool:
-    """Whether the policy loss makes the tokens' weights itself, of the mismatch ratio k, as icepop does."""
+    """Returns True if the policy loss makes the tokens' weights itself, from the mismatch ratio k, as icepop does."""
     return loss_mode in LOSSES and "k" in LOSSES[loss_mode].reads
 
 
 def own_settings() -> list[str]:
-    """The names of all settings that losses have of their own."""
+    """Returns the names of all settings of our losses."""
     return [name for method in LOSSES.values() for name in defaults(method.settings)]
 
 
@@ -71,7 +71,8 @@ def loss_mode(config: DictConfig) -> str:
 
 
 def loss_has_ratio(config: DictConfig) -> bool:
-    """Whether the policy loss, or the one that it builds upon, weighs by r; one of the user's own counts as such."""
+    """Returns True if the policy loss, or the one that it builds upon, weighs by r; a user's own loss counts as
+    such."""
     node = OmegaConf.select(config, LOSS) or {}
     mode = node.get("loss_mode")
     return (base_of(node) if mode in LOSSES else mode) not in WITHOUT_RATIO
@@ -83,7 +84,8 @@ def uses_unbiased_kl(config: DictConfig) -> bool:
 
 
 def check(run: RunFeatures) -> None:
-    """A loss of ours accepts its settings and has what it reads; another has no such settings next to it."""
+    """Checks that our loss accepts its settings and has its inputs, and that another loss has no such settings next
+    to it."""
     node: Any = OmegaConf.to_container(OmegaConf.select(run.config, LOSS), resolve=True)
     name, target = node.get("loss_mode"), str(node.get("_target_"))
     _check_overridden(name, target, node)
@@ -93,7 +95,7 @@ def check(run: RunFeatures) -> None:
 
 
 def _check_overridden(name: Any, target: str, node: Mapping[str, Any]) -> None:
-    """`stability=icepop_loss` with another loss_mode would leave IcePop out without a word."""
+    """Refuses another loss_mode with `stability=icepop_loss`: it would silently leave IcePop out."""
     if target != TARGET:
         return
     own = {ours: set(defaults(method.settings)) for ours, method in LOSSES.items()}
@@ -101,10 +103,10 @@ def _check_overridden(name: Any, target: str, node: Mapping[str, Any]) -> None:
     ours = name if name in LOSSES else with_settings
     if ours in (None, name):
         return
-    # What a loss builds upon; none of ours, nor what is no name: a config may be somebody else's.
+    # The loss that ours builds upon: not one of ours, and a name, because anybody may have written the config.
     is_base = str(name).isidentifier() and name not in (*LOSSES, "bypass_mode")
     raise ConfigError(
-        f"{LOSS}.loss_mode={name} overrides the loss {ours}, whose settings stand beside it and which builds upon "
+        f"{LOSS}.loss_mode={name} overrides the loss {ours}, whose settings are next to it and which builds upon "
         f"{LOSS}.base",
         fix=(f"{LOSS}.loss_mode={ours}", *([f"{LOSS}.base={name}"] if is_base else [])),
     )
@@ -114,7 +116,7 @@ def _check_ours(run: RunFeatures, name: str, target: str, node: Mapping[str, Any
     stability, asked = run.stability, f"{LOSS}.loss_mode={name}"
     if target not in (VERLS_TARGET, TARGET):
         raise ConfigError(
-            f"{asked} needs what builds its settings, and {LOSS}._target_={target} does not",
+            f"{asked} needs the class that builds its settings, and {LOSS}._target_={target} is another",
             fix=(f"{LOSS}._target_={TARGET}",),
             otherwise="leave it out",
         )
@@ -130,7 +132,8 @@ def _check_ours(run: RunFeatures, name: str, target: str, node: Mapping[str, Any
 
 
 def _check_router_shift(run: RunFeatures, asked: str) -> None:
-    """How routers shift is read from the scores of all of a model's routers on a rank, whole sequences at a time."""
+    """Refuses engines whose router shift cannot be read: it needs the scores of all routers on a rank, for whole
+    sequences."""
     actor, otherwise = run.config.actor_rollout_ref.actor, "choose another loss_mode"
     if actor.strategy == "megatron":
         _check_megatron_shift(run.config, asked, otherwise)
@@ -158,7 +161,7 @@ def _check_router_shift(run: RunFeatures, asked: str) -> None:
 
 
 def _check_megatron_shift(config: DictConfig, asked: str, otherwise: str) -> None:
-    """The loss, on the last stage of a pipeline, would wait for the routers of each other stage."""
+    """Refuses a pipeline: the loss, on the last stage, would need the routers of every other stage."""
     megatron = f"{ACTOR}.megatron"
     alone = {
         f"{megatron}.pipeline_model_parallel_size": (1, "cannot gather the routers' scores over"),
@@ -184,13 +187,14 @@ def _check_kl(run: RunFeatures) -> None:
         )
     if denominator != "infer" and not uses_unbiased_kl(run.config):
         raise ConfigError(
-            f"stability.kl_denominator={denominator} is of the unbiased KL alone",
+            f"stability.kl_denominator={denominator} is only for the unbiased KL",
             fix=(f"{ACTOR}.kl_loss_type={UNBIASED}", f"{ACTOR}.use_kl_loss=true"),
         )
 
 
 def apply(run: RunFeatures) -> None:
-    """Have verl build a loss's settings, and import in every worker what registers methods of the user's own."""
+    """Makes verl build a loss's settings, and import in every worker the modules that register the user's own
+    methods."""
     if loss_mode(run.config) in LOSSES:
         OmegaConf.update(run.config, f"{LOSS}._target_", TARGET)
     if run.stability.plugins:
@@ -212,17 +216,17 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         measured = MEASURED if reads_k(name) else frozenset()
         yield TableLine(
             *("policy loss", setting, "{loss}", parts | measured),
-            in_loss=lambda told: told["policy_loss"]["loss_mode"] == name,
+            in_loss=lambda found: found["policy_loss"]["loss_mode"] == name,
         )
         if "router_deviation" in method.reads:
             yield TableLine(
                 *("router shift", "compute_log_prob, update_actor", "{routers}", parts),
-                in_loss=lambda told: bool(told["router_shift"]),
+                in_loss=lambda found: bool(found["router_shift"]),
                 proof=_shift_routers,
             )
     if uses_unbiased_kl(run.config):
         setting = f"{UNBIASED}, over l_{run.stability.kl_denominator}"
-        yield TableLine("KL to the reference", setting, "{loss}", parts, lambda told: told["kl"] == setting)
+        yield TableLine("KL to the reference", setting, "{loss}", parts, lambda found: found["kl"] == setting)
 
 
 def _shift_routers(engines: Engines) -> str:

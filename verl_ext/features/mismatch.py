@@ -10,11 +10,11 @@ from verl_ext.features.feature import IN_THE_STEP, MEASURED, Feature, Part, RunF
 from verl_ext.features.verl_config import ROLLOUT, bypasses, logprobs_mode, rollout_name
 
 RAW = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-RAW_SETTING = f"ray_kwargs.ray_init.runtime_env.env_vars.{RAW}"  # goes over the launching shell's
+RAW_SETTING = f"ray_kwargs.ray_init.runtime_env.env_vars.{RAW}"  # overrides the launching shell's
 
 
 def raw_log_probs(config: DictConfig, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether SGLang's log-probs are those before the temperature.
+    """Returns True if SGLang's log-probs are those before the temperature.
 
     Source: srt/layers/sampler.py of SGLang 0.5.12. By default they are of the whole vocabulary, after the temperature
     and before top-p and top-k, whatever `rollout.logprobs_mode` is.
@@ -24,7 +24,7 @@ def raw_log_probs(config: DictConfig, environ: Mapping[str, str] = os.environ) -
 
 
 def check(run: RunFeatures) -> None:
-    """The rollout's log-probabilities must be there and mean what the training engine's mean."""
+    """Checks that the rollout returns log-probabilities, and that they mean the same as the training engine's."""
     if not run.uses(Part.LOG_PROBS):
         return
     rollout = run.config.actor_rollout_ref.rollout
@@ -67,7 +67,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
     if bypasses(run.config):
         parts = MEASURED | {Part.LOSS, Part.MEASURE_IN_UPDATE}
         yield TableLine(
-            "mismatch metrics", "vllm_kl/*", "first mini-batch, {loss}", parts, lambda told: told["first_pass"]
+            "mismatch metrics", "vllm_kl/*", "first mini-batch, {loss}", parts, lambda found: found["first_pass"]
         )
     else:
         yield TableLine("mismatch metrics", "vllm_kl/*", IN_THE_STEP, MEASURED)

@@ -29,7 +29,7 @@ class Rescoring:
     modes keep no copies, nor does bypass mode; rescoring is refused there.
 
     Attributes:
-        every: rescore every so many steps; 0 never does.
+        every: rescore every this many steps; 0 never does.
         trajectories: how many trajectories of a batch are rescored, at random among those that a single kept version
             sampled.
         versions: how many old versions of the weights are kept in the host's memory.
@@ -45,12 +45,13 @@ class Rescoring:
             require(self, name, getattr(self, name) >= 1, "must be at least 1")
 
     def __str__(self) -> str:
-        often = "a step" if self.every == 1 else f"every {self.every} steps"
+        often = "per step" if self.every == 1 else f"every {self.every} steps"
         return f"{self.trajectories} trajectories {often}, {self.versions} version(s) back"
 
 
 def check(run: RunFeatures) -> None:
-    """verl keeps copies of earlier weights in separate_async alone, and there unless it takes l_infer for l_old."""
+    """Checks that verl keeps copies of earlier weights: only in separate_async, and not if it uses l_infer for
+    l_old."""
     if not run.stability.rescoring.every:
         return
     where, never = f"stability.rescoring.every={run.stability.rescoring.every}", ("stability.rescoring.every=0",)
@@ -59,7 +60,7 @@ def check(run: RunFeatures) -> None:
         why = keeps_none if is_asynchronous(run.config) else "has none older than that"
         raise ConfigError(
             f"{where} scores rollouts again that are older than the policy, and {MODE}={mode} {why}: verl copies "
-            "weights in separate_async alone",
+            "weights only in separate_async",
             fix=never,
         )
     if bypasses(run.config):

@@ -1,6 +1,6 @@
 """Routing: the experts of both engines are compared, in all trajectories or a share of them, and replayed.
 
-torch, transformers and verl are imported where a check needs them: `verl-ext plan` asks for settings alone.
+torch, transformers and verl are imported where a check needs them: `verl-ext plan` needs only the settings.
 """
 
 from collections.abc import Iterator
@@ -40,25 +40,25 @@ REPLAYS = {"R2": "R2: update_actor as compute_log_prob", "R3": "R3: both as the 
 
 
 def reads_routes(run: RunFeatures) -> bool:
-    """Whether we read which experts the rollout chose."""
+    """Returns True if we read the experts that the rollout chose."""
     replayed = replays_here(run.config) and replay_mode(run.config) == "R3"
     return run.stability.router_agreement or replayed
 
 
 def holds_routes(config: DictConfig) -> bool:
-    """Whether the process of the agent loop holds the routing of earlier turns, and the checksum of all of it."""
+    """Returns True if the process of the agent loop holds earlier turns' routing, and the checksum of all of it."""
     return bool(OmegaConf.select(config, RETURNED) and config.actor_rollout_ref.rollout.name in ROLLOUTS)
 
 
 def replayed_field(config: DictConfig) -> str | None:
-    """The field of the batch whose routing the update replays."""
+    """Returns the field of the batch whose routing the update replays."""
     if replay_mode(config) == "disabled":
         return None
     return OLD_ROUTES if replays_here(config) and replay_mode(config) == "R2" else ROLLOUT_ROUTES
 
 
 def check(run: RunFeatures) -> None:
-    """Checks what agreement and replay need; what else verl's own replay needs, on Megatron and VeOmni, verl checks."""
+    """Checks what agreement and replay need. verl checks the other needs of its own replay, on Megatron and VeOmni."""
     config, agreement = run.config, run.stability.router_agreement
     setting, mode, strategy = replay_setting(config), replay_mode(config), strategy_of(config)
     require_choice(setting, mode, MODES)
@@ -86,7 +86,7 @@ def check(run: RunFeatures) -> None:
 
 
 def _check_share(config: DictConfig, share: float) -> None:
-    """What reads the routing of all trajectories, where only that of a share travels."""
+    """Refuses features that read the routing of all trajectories, where only that of a share travels."""
     whole = (f"{SHARE}=1",)
     if (mode := replay_mode(config)) != "disabled":
         raise ConfigError(
@@ -107,7 +107,7 @@ def _check_recording(config: DictConfig, asked: str, off: str) -> None:
     if replay_mode(config) == "R3":
         raise ConfigError(
             f"{asked} has nothing to measure with {replay_setting(config)}=R3: verl makes the training engine use the "
-            "rollout's experts and does not say which it would have chosen",
+            "rollout's experts and does not report which ones it would have chosen",
             fix=(off,),
         )
     if not config.actor_rollout_ref.model.use_remove_padding:
@@ -148,7 +148,7 @@ def sglang_returns_routing(config: DictConfig) -> bool:
 
 
 def _check_sglang(config: DictConfig, asked: str, off: str) -> None:
-    """Refuses settings with which what SGLang returns is not the routing of the model that sampled.
+    """Refuses settings that make SGLang return other routing than that of the model that sampled.
 
     Read in SGLang 0.5.12, which verl 0.9.1 pins, and in verl/workers/rollout/sglang_rollout.
     """
@@ -162,7 +162,7 @@ def _check_sglang(config: DictConfig, asked: str, off: str) -> None:
 
 
 def _refused_of_sglang(config: DictConfig) -> Iterator[tuple[str, str, str]]:
-    """(setting, its value, why)"""
+    """Yields (setting, its value, the reason)."""
 
     def on(setting: str) -> bool:
         return bool(OmegaConf.select(config, setting))
@@ -170,13 +170,13 @@ def _refused_of_sglang(config: DictConfig) -> Iterator[tuple[str, str, str]]:
     if not on(f"{ROLLOUT}.skip_tokenizer_init"):
         yield f"{ROLLOUT}.skip_tokenizer_init", "false", "verl then imports their decoder from where SGLang had it once"
     if on(DISAGGREGATED):
-        why = "the server that decodes has no routing of the prompt, which another one read"
+        why = "the decoding server has no routing of the prompt, which another server read"
         yield DISAGGREGATED, "true", why
     if drafts(config):
-        why = "the draft model's routers write over the model's, in SGLang before 0.5.15"
+        why = "the draft model's routing overwrites the model's, in SGLang before 0.5.15"
         yield f"{MTP}.enable_rollout", "true", why
     if on(f"{SGLANG_ARGUMENTS}.enable_hierarchical_cache"):
-        why = "keys come back from the host without the routing that was kept for them"
+        why = "keys come back from the host without their routing"
         yield f"{SGLANG_ARGUMENTS}.enable_hierarchical_cache", "true", why
 
 
@@ -204,14 +204,14 @@ def _check_experts(config: DictConfig, asked: str, off: str, read_routers: bool)
 def check_sglang_model(text_config: Any, path: str, asked: str, off: str) -> None:
     if not hasattr(text_config, "num_experts_per_tok"):
         raise ConfigError(
-            f"{asked} needs num_experts_per_tok in the model's config, by which SGLang knows how many experts to "
+            f"{asked} needs num_experts_per_tok in the model's config, which gives SGLang the number of experts to "
             f"return, and {MODEL}.path={path} has none",
             fix=(off,),
         )
 
 
 def apply(run: RunFeatures) -> None:
-    """Have the rollout return its experts, and verl build the settings of a replay under FSDP."""
+    """Makes the rollout return its experts, and verl build the settings of a replay under FSDP."""
     config = run.config
     if reads_routes(run) or replay_mode(config) == "R3":
         OmegaConf.update(config, RETURNED, True)
@@ -230,10 +230,10 @@ def agent_loop(run: RunFeatures) -> dict[str, Any]:
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
-    """The routers' agreement, and the replay where it is ours.
+    """Yields the lines of the routers' agreement, and of the replay where it is ours.
 
-    R3 is always compared: its agreement is 1 wherever the rollout's experts are really used. In bypass mode nothing is,
-    because there is no compute_log_prob.
+    R3 is always compared: its agreement is 1 if the rollout's experts are really used. Bypass mode compares nothing,
+        because there is no compute_log_prob.
     """
     at_routers = frozenset({Part.ROUTERS})
     if reads_routes(run) and not bypasses(run.config):
@@ -247,7 +247,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 
 
 def prove(run: RunFeatures, engines: Engines) -> None:
-    """SGLang's servers decode the experts that they return, whoever reads them.
+    """Checks that SGLang's servers decode the experts that they return, whoever reads them.
 
     Raises:
         HookError: one does not.
@@ -257,8 +257,8 @@ def prove(run: RunFeatures, engines: Engines) -> None:
     returns = sglang_returns_routing(run.config)
     if returns and not all(sglang_server.decodes_routing(server) for server in engines.servers):
         raise HookError(
-            "an SGLang server returns routed experts as text, which verl cannot read: VERL_USE_EXTERNAL_PLUGINS, where "
-            "set, has to name verl_ext"
+            "an SGLang server returns routed experts as text, which verl cannot read: if VERL_USE_EXTERNAL_PLUGINS "
+            "is set, it must name verl_ext"
         )
 
 

@@ -1,6 +1,6 @@
 """The `stability` node: validated when it is read, and parsed once into a frozen StabilityConfig.
 
-Defaults stand in dataclasses alone: a feature's in its file, a method's next to its function.
+Defaults are only in dataclasses: a feature's in its file, a method's next to its function.
 `configs/stability/*.yaml` hold what a method changes.
 """
 
@@ -22,7 +22,7 @@ from verl_ext.features.sync_canary import SyncCanarySettings
 from verl_ext.features.trajectories import TrajectoryDump
 from verl_ext.guard.rules import Rule
 
-YAML_BOOLEANS = {True: "on", False: "off"}  # what YAML makes of a bare `on` and `off`
+YAML_BOOLEANS = {True: "on", False: "off"}  # YAML reads a bare `on` and `off` as these
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Switches:
         breakdown: log `vllm_kl/*` by probability, entropy, position and turn too. In every asynchronous mode they are
             logged by lag as well, whatever this is.
         batch_skip: when to skip the update of a batch.
-        guard: rules on logged signals, and what the guard does besides.
+        guard: rules on logged signals, and the guard's other actions.
         kl_denominator: the policy that `actor.kl_loss_type=unbiased` assumes sampled the tokens: `infer`, the rollout
             engine (the paper's), or `old`, the training engine before the update.
         router_agreement: compare the experts of `compute_log_prob` with those of the rollout. Turns on
@@ -83,7 +83,7 @@ class Switches:
 
 
 def _drops(chosen: Chosen[Correction]) -> bool:
-    """Whether a correction may drop tokens; one that its registration lets only weigh by the ratio may not."""
+    """Returns True if a correction may drop tokens; one whose registration only lets it weigh by the ratio may not."""
     method = chosen.method
     return method.drops or bool(method.as_mask) or not method.weighs_by_ratio(chosen.settings)
 
@@ -178,10 +178,10 @@ class StabilityConfig(Switches):
 
     @property
     def needs_every_agreement(self) -> str:
-        """What an error says of something that reads the agreement token by token."""
+        """The clause of an error about a feature that reads the agreement token by token."""
         return (
             "reads the routers' agreement of every token, and "
-            f"stability.router_agreement_share={self.router_agreement_share:g} compares some trajectories alone"
+            f"stability.router_agreement_share={self.router_agreement_share:g} compares only some trajectories"
         )
 
     @property
@@ -195,16 +195,16 @@ class StabilityConfig(Switches):
 
     @property
     def in_update(self) -> tuple[Chosen[Correction], ...]:
-        """Those that the workers' loss applies."""
+        """The corrections that the workers' loss applies."""
         return tuple(chosen for chosen in self.correction if chosen.method.in_update)
 
     @property
     def bands(self) -> tuple[Chosen[Correction], ...]:
-        """Those that keep what lies in a fixed band of k, as icepop does: their settings can be `narrowed`."""
+        """The corrections that keep tokens in a fixed band of k, as icepop does: their settings can be `narrowed`."""
         return tuple(chosen for chosen in self.correction if hasattr(chosen.settings, "narrowed"))
 
     def corrections(self, *, tightened: bool = False) -> dict[str, dict[str, Any]]:
-        """Name -> settings of `before_update`, for `core.measure`.
+        """Returns name -> settings of `before_update`, for `core.measure`.
 
         Args:
             tightened: with bands narrowed, in logarithms, by guard.tighten_factor.
@@ -217,12 +217,12 @@ class StabilityConfig(Switches):
         return found
 
     def filter_chain(self) -> list[tuple[str, dict[str, Any]]]:
-        """Name and settings of the batch filters, in order, for `core.filters`."""
+        """Returns name and settings of the batch filters, in order, for `core.filters`."""
         return [(chosen.name, asdict(chosen.settings)) for chosen in self.filters]
 
 
 def stability_config(node: Any) -> StabilityConfig:
-    """The validated settings of a Hydra `stability` node, or of a plain mapping.
+    """Returns the validated settings of a Hydra `stability` node, or of a plain mapping.
 
     Imports the modules of `plugins`.
 
@@ -243,7 +243,7 @@ def stability_config(node: Any) -> StabilityConfig:
     rules, corrections = parse_rules(given["guard"].pop("rules", None)), _corrections(given)
     filters = _chosen_filters(given.pop("filters", None))
     known = [*(one.name for one in fields(Switches)), "correction", "filters", *CORRECTIONS]
-    require_known(given, known, "stability", "docs/settings.md has all that are")
+    require_known(given, known, "stability", "docs/settings.md lists all settings")
     switches = build(Switches, given, "stability")
     return StabilityConfig(
         **vars(switches),
@@ -254,7 +254,7 @@ def stability_config(node: Any) -> StabilityConfig:
 
 
 def default_node() -> dict[str, Any]:
-    """Every setting with its default, as the files of `configs/stability` start from it."""
+    """Returns every setting with its default; the files of `configs/stability` start from it."""
     node = defaults(Switches)
     node["guard"]["rules"] = None
     methods = {name: defaults(method.settings) for name, method in CORRECTIONS.items()}
@@ -277,7 +277,7 @@ def _plain(node: Any) -> dict[str, Any]:
 
 
 def _corrections(given: dict[str, Any]) -> tuple[Chosen[Correction], ...]:
-    """Those of `correction`, with their settings; both are taken out of what is given."""
+    """Returns the corrections that `correction` names, with their settings; removes both from `given`."""
     wanted = given.pop("correction", "none")
     names = [name for name in _names("stability.correction", wanted) if name != "none"]
     for name in names:
@@ -311,7 +311,7 @@ def _chosen_filters(given: Any) -> tuple[Chosen[BatchFilter], ...]:
 
 
 def _names(setting: str, given: Any) -> list[str]:
-    """A name or a list of names as a list."""
+    """Returns a name or a list of names as a list."""
     names = [given] if isinstance(given, str) else given or []
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{setting}={given} must be a name or a list of names")

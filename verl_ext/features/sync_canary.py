@@ -1,37 +1,79 @@
-"""The `stability.sync_canary` settings: does what training updates reach the rollout?"""
+"""The `stability.sync_canary` settings: a check that updates reach the rollout."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl_ext.base.errors import HookError
 from verl_ext.base.methods import require
-from verl_ext.features.feature import MEASURED, Engines, Feature, RunFeatures, TableLine
-from verl_ext.features.verl_config import MERGE_LORA, sends_adapter
+from verl_ext.features.feature import MEASURED, Engines, Feature, Part, RunFeatures, TableLine
+from verl_ext.features.verl_config import (
+    MERGE_LORA,
+    ROLLOUTS,
+    drafts,
+    rollout_name,
+    sends_adapter,
+    trainer_mode,
+    trains_lora,
+)
 
-NAMED = 4  # in an error, of the names that vLLM did not take
+DEFAULT = 8  # trajectories, where the canary is on by itself
+NAMED = 4  # names that an error lists, of those that vLLM did not use
 AFTER_SYNC = "{trainer}.on_step_end"
 
 
 @dataclass(frozen=True)
 class SyncCanarySettings:
-    """Which trajectories show whether a weight sync happened, and how often.
+    """The trajectories that show if a weight sync happened, and how often they are checked.
 
     Attributes:
         trajectories: how many trajectories of the first batch both engines score again at weight syncs, to check that
-            the weights arrived (docs/guard.md#a-weight-sync-that-did-not-happen). 0 turns the check off.
-        every: check every so many syncs.
+            the weights arrived (docs/guard.md#a-weight-sync-that-did-not-happen). null takes 8 for a LoRA and in
+            `separate_async`, whose weight transfer is not verl's naive one, and 0 elsewhere. 0 turns the check off.
+        every: check every this many syncs.
     """
 
-    trajectories: int = 0
+    trajectories: int | None = None
     every: int = 1
 
     def __post_init__(self) -> None:
-        require(self, "trajectories", self.trajectories >= 0, "must be at least 0")
+        holds = self.trajectories is None or self.trajectories >= 0
+        require(self, "trajectories", holds, "must be at least 0, or null for the default")
         require(self, "every", self.every >= 1, "must be at least 1")
 
 
+def canary_settings(run: RunFeatures) -> SyncCanarySettings:
+    """Returns the settings with a number of trajectories.
+
+    The canary is on by itself only where the gap is measured anyway. It then leaves out speculative decoding, of which
+    vLLM was seen to give wrong prompt log-probs (vLLM issue 53488).
+
+    Source: `PPOTrainerSeparateAsync` of verl 0.9.1 refuses the naive transfer, and the other trainers use no other one.
+    verl issue 7495 is a LoRA that no sync of `separate_async` delivered, verl PR 7014 a merged one that arrived without
+    its adapter.
+    """
+    asked = run.stability.sync_canary
+    if asked.trajectories is not None:
+        return asked
+    doubted = trains_lora(run.config) or trainer_mode(run.config) == "separate_async"
+    scores = rollout_name(run.config) in ROLLOUTS and not drafts(run.config)
+    on = doubted and scores and run.uses(Part.MEASURE)
+    return replace(asked, trajectories=DEFAULT if on else 0)
+
+
 def lines(run: RunFeatures) -> Iterator[TableLine]:
-    if (canary := run.stability.sync_canary).trajectories:
+    """The canary that was asked for, which has every batch measured."""
+    if run.stability.sync_canary.trajectories is not None:
+        yield from _lines(run)
+
+
+def default_lines(run: RunFeatures) -> Iterator[TableLine]:
+    """The canary that is on by itself, where batches are measured anyway."""
+    if run.stability.sync_canary.trajectories is None:
+        yield from _lines(run)
+
+
+def _lines(run: RunFeatures) -> Iterator[TableLine]:
+    if (canary := canary_settings(run)).trajectories:
         often = "each sync" if canary.every == 1 else f"every {canary.every} syncs"
         setting = f"{canary.trajectories} trajectories, {often}"
         proof = _confirmed_adapter if sends_adapter(run.config) else None
@@ -39,11 +81,11 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 
 
 def _confirmed_adapter(engines: Engines) -> str:
-    """How many modules of the model have weights of the LoRA: the first sync is over by now."""
-    told = engines.vllm("adapter")
-    for report in told or [None]:
+    """Returns how many modules of the model have weights of the LoRA: the first sync is over by now."""
+    reports = engines.vllm("adapter")
+    for report in reports or [None]:
         if not report or not report["adapters"]:
-            raise HookError("the model is trained as a LoRA, and a vLLM worker was sent no adapter", fix=(MERGE_LORA,))
+            raise HookError("the model is trained as a LoRA, and a vLLM worker received no adapter", fix=(MERGE_LORA,))
         if unused := report["unused"]:
             raise HookError(
                 f"vLLM has no modules for {len(unused)} names of the LoRA, such as {', '.join(unused[:NAMED])}: it "
@@ -51,7 +93,7 @@ def _confirmed_adapter(engines: Engines) -> str:
                 fix=(MERGE_LORA,),
                 otherwise="leave them out of actor_rollout_ref.model.target_modules",
             )
-    return f"{AFTER_SYNC}; {told[0]['used']} modules with the LoRA in {len(told)} vLLM worker(s)"
+    return f"{AFTER_SYNC}; {reports[0]['used']} modules with the LoRA in {len(reports)} vLLM worker(s)"
 
 
-CANARY = Feature(lines)
+CANARY, DEFAULT_CANARY = Feature(lines), Feature(default_lines, depends=True)

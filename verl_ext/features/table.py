@@ -1,7 +1,8 @@
-"""All features: what a launch, doctor, plan and the trainer ask of them together, and the start-up table.
+"""All features: the functions that a launch, doctor, plan and the trainer call on them together, and the start-up
+table.
 
-The table shows what is on and where it acts. What acts in a worker or a rollout engine was found there, or the run
-stops; what acts in the trainer is part of the class that draws the table.
+The table shows what is on and where it acts. A feature that acts in a worker or a rollout engine was found there, or
+the run stops; a feature that acts in the trainer is part of the class that draws the table.
 """
 
 from collections.abc import Iterable
@@ -18,26 +19,26 @@ from verl_ext.features.corrections import CORRECTION
 from verl_ext.features.fake_quantization import FAKE_QUANTIZATION
 from verl_ext.features.feature import Engines, Feature, Part, RunFeatures, TableLine
 from verl_ext.features.filters import FILTER
-from verl_ext.features.guard import GUARD
+from verl_ext.features.guard import GUARD, LEVEL
 from verl_ext.features.heads import HEADS
 from verl_ext.features.losses import POLICY_LOSS
 from verl_ext.features.mismatch import MISMATCH
 from verl_ext.features.rescoring import RESCORING
 from verl_ext.features.routing import ROUTING
 from verl_ext.features.stability import StabilityConfig
-from verl_ext.features.sync_canary import CANARY
+from verl_ext.features.sync_canary import CANARY, DEFAULT_CANARY
 from verl_ext.features.trajectories import TRAJECTORIES
 from verl_ext.features.verl_config import check_model_files, check_overlong, check_warmup
 
 # In the order of the start-up table.
 FEATURES: tuple[Feature, ...] = (
-    *(MISMATCH, CORRECTION, FILTER, ESTIMATOR, RESCORING, TRAJECTORIES, POLICY_LOSS, GUARD, ROUTING, CANARY),
-    *(CASCADE_ATTENTION, FAKE_QUANTIZATION, BYPASS_MODE, HEADS),
+    *(MISMATCH, CORRECTION, FILTER, ESTIMATOR, RESCORING, TRAJECTORIES, POLICY_LOSS, GUARD, LEVEL, ROUTING),
+    *(CANARY, DEFAULT_CANARY, CASCADE_ATTENTION, FAKE_QUANTIZATION, BYPASS_MODE, HEADS),
 )
 
 
 def read_features(config: DictConfig, stability: StabilityConfig, *, read_model: bool = True) -> RunFeatures:
-    """What a run's config switches on, from the config alone."""
+    """Returns the features that a run's config switches on, from the config alone."""
     run, lines = RunFeatures(config, stability, read_model=read_model), dict[Feature, tuple[TableLine, ...]]()
     for feature in sorted(FEATURES, key=lambda one: one.depends):
         lines[feature] = tuple(feature.lines(run))
@@ -46,7 +47,7 @@ def read_features(config: DictConfig, stability: StabilityConfig, *, read_model:
 
 
 def check_run(run: RunFeatures) -> None:
-    """Raise ConfigError for a combination of settings that cannot work; one line that names the remedy."""
+    """Raises ConfigError for a combination of settings that cannot work: one line that names the remedy."""
     if not run.config.trainer.use_v1:
         raise ConfigError("trainer.use_v1=False has no hooks for stability.*", fix=("trainer.use_v1=True",))
     for feature in FEATURES:
@@ -58,8 +59,8 @@ def check_run(run: RunFeatures) -> None:
 
 
 def apply_engine_settings(run: RunFeatures) -> None:
-    """Set the arguments of the engines that the features consist of, and have the rollout's processes send along what
-    the features read, and no more."""
+    """Sets the engines' arguments that the features need, and makes the rollout's processes send only what the
+    features read."""
     from verl_ext.upstream import agent_loop
 
     wanted: dict[str, Any] = {}
@@ -70,7 +71,7 @@ def apply_engine_settings(run: RunFeatures) -> None:
 
 
 def loss_settings(run: RunFeatures) -> dict[str, Any]:
-    """What the workers' `configure_loss` takes."""
+    """Returns the arguments of the workers' `configure_loss`."""
     found: dict[str, Any] = {}
     for feature in FEATURES:
         found |= feature.loss_settings(run)
@@ -86,7 +87,7 @@ class StartupRow(NamedTuple):
 
 
 def verify(run: RunFeatures, trainer_class: type, engines: Engines) -> list[StartupRow]:
-    """The lines of the run's features, each with the place where it was found on the started engines.
+    """Returns the lines of the run's features, each with the place where it was found on the started engines.
 
     Raises:
         HookError: a feature is not hooked.
@@ -100,8 +101,8 @@ def verify(run: RunFeatures, trainer_class: type, engines: Engines) -> list[Star
         feature.prove(run, engines)
     rows = []
     for line in run.lines:
-        if line.in_loss and not all(line.in_loss(told) for told in engines.losses):
-            raise HookError(f"{line.name} ({line.setting}) is switched on, and a worker's loss does without it")
+        if line.in_loss and not all(line.in_loss(found) for found in engines.losses):
+            raise HookError(f"{line.name} ({line.setting}) is switched on, and a worker's loss does not have it")
         at = line.proof(engines) if line.proof else line.at
         rows.append(StartupRow(line.name, line.setting, at.format(**places)))
     return rows

@@ -1,4 +1,4 @@
-"""The `stability.trajectories` settings: token-level data of a few trajectories a step, for the report."""
+"""The `stability.trajectories` settings: token-level data of a few trajectories per step, for the report."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ class TrajectoryDump:
     Attributes:
         per_step: how many trajectories are written per step: half of them (rounded up) those with the largest mean
             |log k|, the others at random. 0 writes none; any other number turns `vllm_kl/*` on.
-        every: write at every so many steps.
+        every: write every this many steps.
         max_tokens: how many tokens of a response are written; of a longer one, half from its start and half from its
             end.
         max_megabytes: the size on disk, in two files. Past it the older file is dropped; the newest half is always
@@ -36,7 +36,7 @@ class TrajectoryDump:
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
     if (dump := run.stability.trajectories).per_step:
-        often = "a step" if dump.every == 1 else f"every {dump.every} steps"
+        often = "per step" if dump.every == 1 else f"every {dump.every} steps"
         yield TableLine(
             *("trajectories", f"{dump.per_step} {often}", "*.trajectories.jsonl", frozenset({Part.MEASURE})),
             proof=lambda engines: trajectories_path(run.config).name,

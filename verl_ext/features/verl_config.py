@@ -1,9 +1,11 @@
-"""What a run's config says in verl's own settings, and what verl asserts of them without a message.
+"""Reads verl's own settings from a run's config, and checks what verl asserts of them without a message.
 
 Neither torch nor verl is imported: a launch, doctor and plan ask without computing. Written for verl 0.9.1.
 """
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -25,10 +27,10 @@ MERGE_LORA = f"++{MODEL}.lora.merge=true"
 
 
 def bypasses(config: DictConfig) -> bool:
-    """Whether verl takes the rollout's log-probabilities for the training engine's.
+    """Returns True if verl takes the rollout's log-probabilities for the training engine's.
 
     Its trainer copies `rollout_log_probs` to `old_log_probs` and leaves compute_log_prob out. The policy loss stays
-    what `policy_loss.loss_mode` says. So r = exp(l_theta - l_infer): what is k in the first pass of the update.
+    that of `policy_loss.loss_mode`. So r = exp(l_theta - l_infer), which is k in the first pass of the update.
     """
     return bool(OmegaConf.select(config, BYPASS))
 
@@ -38,7 +40,7 @@ def trainer_mode(config: DictConfig) -> str:
 
 
 def is_asynchronous(config: DictConfig) -> bool:
-    """Whether a rollout may be of older weights than those that l_old is of."""
+    """Returns True if a rollout may come from older weights than l_old."""
     return trainer_mode(config) != "sync"
 
 
@@ -47,44 +49,46 @@ def rollout_name(config: DictConfig) -> str:
 
 
 def logprobs_mode(config: DictConfig) -> tuple[str, str]:
-    """The `logprobs_mode`, and the setting that decides it.
+    """Returns the `logprobs_mode`, and the setting that decides it.
 
-    vLLM's argument, which verl does not give to SGLang. Our change to verl's server takes `processed_logprobs` as vLLM
-    does, and leaves SGLang's log-probabilities as they are with another (upstream/sglang_server.py).
+    It is an argument of vLLM, which verl does not give to SGLang. Our change to verl's server handles
+    `processed_logprobs` as vLLM does, and leaves SGLang's log-probabilities unchanged with another mode
+    (upstream/sglang_server.py).
     """
-    setting = f"{VLLM_ARGUMENTS}.logprobs_mode"  # goes over rollout's own
+    setting = f"{VLLM_ARGUMENTS}.logprobs_mode"  # overrides rollout's own
     if rollout_name(config) == "vllm" and (above := OmegaConf.select(config, setting)):
         return above, setting
     return OmegaConf.select(config, f"{ROLLOUT}.logprobs_mode") or "", f"{ROLLOUT}.logprobs_mode"
 
 
 def top_k(config: DictConfig) -> int:
-    """The rollout's top_k; 0 for none."""
+    """Returns the rollout's top_k; 0 for none."""
     return max(OmegaConf.select(config, f"{ROLLOUT}.top_k") or 0, 0)
 
 
 def cuts(config: DictConfig) -> bool:
-    """Whether the rollout samples from a part of the vocabulary."""
+    """Returns True if the rollout samples from a part of the vocabulary."""
     return (OmegaConf.select(config, f"{ROLLOUT}.top_p") or 1) < 1 or top_k(config) > 0
 
 
 def truncates(config: DictConfig) -> bool:
-    """Whether its log-probabilities are normalised over that part, so that the training engine's have to be."""
+    """Returns True if the rollout's log-probabilities are normalised over that part, so that the training engine's must
+    be."""
     return rollout_name(config) in ROLLOUTS and cuts(config) and logprobs_mode(config)[0] == "processed_logprobs"
 
 
 def drafts(config: DictConfig) -> bool:
-    """Whether the rollout speculates with the model's own draft layers."""
+    """Returns True if the rollout speculates with the model's own draft layers."""
     return all(OmegaConf.select(config, f"{MTP}.{name}") for name in ("enable", "enable_rollout"))
 
 
 def strategy_of(config: DictConfig) -> str:
-    """The training engine."""
+    """Returns the name of the training engine."""
     return OmegaConf.select(config, f"{ACTOR}.strategy") or "fsdp"
 
 
 def replay_setting(config: DictConfig) -> str:
-    """verl's name of the replay mode on this run's engine."""
+    """Returns verl's setting of the replay mode on this run's engine."""
     return f"{ENGINES.get(strategy_of(config), ENGINES['fsdp']).settings}.router_replay.mode"
 
 
@@ -93,24 +97,63 @@ def replay_mode(config: DictConfig) -> str:
 
 
 def replays_here(config: DictConfig) -> bool:
-    """Whether routing is replayed by us; on Megatron and VeOmni verl does it."""
+    """Returns True if we replay the routing; on Megatron and VeOmni verl does it."""
     return strategy_of(config) in HOOKED and replay_mode(config) != "disabled"
 
 
+def trains_lora(config: DictConfig) -> bool:
+    """Whether the model is trained as a LoRA."""
+    names = ("lora_rank", "lora.rank", "lora_adapter_path")
+    one, other, path = (OmegaConf.select(config, f"{MODEL}.{name}", throw_on_missing=False) for name in names)
+    rank = one or other or 0
+    return (isinstance(rank, int) and rank > 0) or path is not None
+
+
 def sends_adapter(config: DictConfig) -> bool:
-    """Whether a LoRA goes to vLLM as an adapter: `lora_as_adapter` of verl's server."""
-
-    def of_model(name: str) -> object:
-        return OmegaConf.select(config, f"{MODEL}.{name}", throw_on_missing=False)
-
-    rank = of_model("lora_rank") or of_model("lora.rank") or 0
-    trained = (isinstance(rank, int) and rank > 0) or of_model("lora_adapter_path") is not None
+    """Returns True if a LoRA goes to vLLM as an adapter: `lora_as_adapter` of verl's server."""
     vllm = OmegaConf.select(config, f"{ROLLOUT}.name", throw_on_missing=False) == "vllm"
-    return vllm and trained and not of_model("lora.merge")
+    merged = OmegaConf.select(config, f"{MODEL}.lora.merge", throw_on_missing=False)
+    return vllm and trains_lora(config) and not merged
+
+
+def json_of_model(path: str, name: str) -> dict[str, Any]:
+    """A JSON file of a model folder, or of a model in Hugging Face's cache; {} where there is none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    file: Any = Path(os.path.expanduser(path), name)
+    if not file.parent.is_dir():
+        try:
+            file = try_to_load_from_cache(path, name)
+        except ValueError:  # no name of a model
+            return {}
+    if not isinstance(file, str | Path):
+        return {}
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # loading the model reports it
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def model_json(config: DictConfig) -> dict[str, Any]:
+    """The model's config.json, read without running its code; {} where this machine does not have it."""
+    path = OmegaConf.select(config, f"{MODEL}.path", throw_on_missing=False)
+    return json_of_model(path, "config.json") if path else {}
+
+
+def rollout_format(config: DictConfig) -> str:
+    """The format of the rollout's weights, as `guard.levels` names it, or verl's name of another format."""
+    training = "megatron" if strategy_of(config) == "megatron" else "fsdp_config"
+    qat = OmegaConf.select(config, f"{ACTOR}.{training}.qat", throw_on_missing=False)
+    if qat and qat.get("enable"):
+        return str(qat.get("mode"))
+    argument = f"{ROLLOUT}.engine_kwargs.{rollout_name(config)}.quantization"
+    asked = OmegaConf.select(config, argument) or OmegaConf.select(config, f"{ROLLOUT}.quantization")
+    return str(asked or "bf16")
 
 
 def hf_config_of(model: DictConfig) -> Any:
-    """The model's transformers config; None where this machine cannot read it (a remote path, or no network)."""
+    """Returns the model's transformers config; None if this machine cannot read it (a remote path, or no network)."""
     from transformers import AutoConfig
 
     try:
@@ -120,8 +163,8 @@ def hf_config_of(model: DictConfig) -> Any:
     except ValueError as error:
         check_folder(model)
         raise ConfigError(
-            f"{MODEL}.path={model.path} has a config that transformers cannot read by itself: the architecture is not "
-            f"known to this version, or comes with code of its own, which {MODEL}.trust_remote_code allows"
+            f"{MODEL}.path={model.path} has a config that transformers cannot read by itself: this version does not "
+            f"know the architecture, or it comes with its own code, which {MODEL}.trust_remote_code=true allows"
         ) from error
 
 
@@ -130,7 +173,7 @@ def trusts_code(model: DictConfig) -> bool:
 
 
 def check_folder(model: Any) -> None:
-    """Refuse a model path on this machine that does not exist, or that has no config.json.
+    """Refuses a model path on this machine that does not exist, or that has no config.json.
 
     Names on the Hugging Face Hub and remote paths are left to verl.
     """
@@ -146,7 +189,7 @@ def check_folder(model: Any) -> None:
 
 
 def check_model_files(model: DictConfig) -> None:
-    """The model folder must be there, with a config and a tokenizer; what is not a local path is left to verl."""
+    """Checks that the model folder exists, with a config and a tokenizer; other paths are left to verl."""
     check_folder(model)
     setting = "tokenizer_path" if model.get("tokenizer_path") else "path"
     path = os.path.expanduser(model[setting])
@@ -160,13 +203,13 @@ def check_model_files(model: DictConfig) -> None:
         AutoTokenizer.from_pretrained(path, trust_remote_code=trusts_code(model))
     except Exception as error:
         raise ConfigError(
-            f"{MODEL}.{setting}={path} has no tokenizer that loads ({type(error).__name__}); save one beside the "
-            f"model, or point {MODEL}.tokenizer_path at one"
+            f"{MODEL}.{setting}={path} has no tokenizer that loads ({type(error).__name__}); save one next to the "
+            f"model, or set {MODEL}.tokenizer_path"
         ) from error
 
 
 def check_overlong(config: DictConfig) -> None:
-    """verl's reward manager `dapo` asserts this, once it runs."""
+    """Checks what verl's reward manager `dapo` asserts once it runs."""
     prefix = "reward.reward_kwargs"
     if OmegaConf.select(config, "reward.reward_manager.name") != "dapo":
         return
@@ -176,12 +219,12 @@ def check_overlong(config: DictConfig) -> None:
     if limit is None or length > limit:
         raise ConfigError(
             f"{prefix}.overlong_buffer_cfg.len={length} must be at most {prefix}.max_resp_len={limit}: it is the "
-            "stretch before the limit over which the punishment grows"
+            "number of tokens before the limit over which the penalty grows"
         )
 
 
 def check_warmup(config: DictConfig) -> None:
-    """megatron-core asserts, without a message, that the learning rate's warm-up ends before its schedule does."""
+    """Checks what megatron-core asserts without a message: the warm-up ends before the learning-rate schedule does."""
     actor, steps = config.actor_rollout_ref.actor, config.trainer.total_training_steps
     warmup = actor.optim.get("lr_warmup_steps") or 0
     if actor.strategy != "megatron" or steps is None or actor.optim.get("lr_decay_steps") is not None:

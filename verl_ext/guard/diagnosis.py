@@ -28,7 +28,7 @@ from functools import cached_property
 import numpy as np
 
 from verl_ext.base.causes import CAUSES, Cause
-from verl_ext.base.names import BUCKETS
+from verl_ext.base.names import BUCKETS, PROMPT_EFFECT
 from verl_ext.guard.collapse import ENTROPY, GRADIENT, K3, LENGTH, REWARD, Readings
 from verl_ext.guard.forecast import FEWEST
 from verl_ext.guard.state import Event
@@ -43,6 +43,7 @@ READ = (  # beginnings of the names of all metrics that a mark is made of
     *("vllm_kl/", "rollout_corr/", "router/", "sync/", "training/rollout_probs_diff", "training/off_policy/"),
     *(
         "critic/score/",
+        PROMPT_EFFECT,
         "critic/advantages/max",
         "actor/ppo_kl",
         ENTROPY,
@@ -51,10 +52,14 @@ READ = (  # beginnings of the names of all metrics that a mark is made of
         "filter/retokenization_drift/",
     ),
 )
+STALENESS = "training/off_policy/trajectory_staleness/mean"
 SIGMAS = 4.0
 FAR = 0.05  # KL within a step; sound runs of the lab stay below 0.01
 FROZEN, MOVED = 0.2, 0.05  # share of the gap that was there at once: from the one on it is static, up to the other not
+LEANING = 0.07  # share of the gap that is to one side; raw log-probs leave 0.09 to 0.57 in the lab
 DECIDED = 2.0  # points by which the levels of a metric have to move two causes against each other
+SHIFTED = 4.0  # k3 over the share of other experts: up to 3.5 where only choices differ, at least 4.4 for positions
+TIES = 0.14  # disagreement in the first layer, whose routers see nearly the same states: rounding leaves 0.01 to 0.11
 ROUNDED = 0.01  # disagreement of the routers that 16 bits leave in the lab; 8 bits and fewer leave more
 
 
@@ -142,6 +147,12 @@ class Marks:
         return _in_errors(self._k1s)
 
     @cached_property
+    def leaning(self) -> float | None:
+        """k1 over the mean of |log k|: 1 or -1 where every token's gap is to the same side, near 0 for noise."""
+        size = self.values("vllm_kl/log_ratio_abs_mean")[-4 * WINDOW :]
+        return float(self._k1s.mean() / size.mean()) if self._k1s.size and size.any() else None
+
+    @cached_property
     def loses_mass(self) -> bool:
         """Whether k averages less than 1 by far: some tokens were not sampled from the distribution of l_infer.
 
@@ -151,13 +162,17 @@ class Marks:
 
     @cached_property
     def at_once(self) -> float | None:
-        """The size of the gap in the first steps, as a share of what it is now, at most 1; None in a resumed run."""
+        """The size of the gap in the first steps, as a share of what it is now, at most 1; None in a resumed run.
+
+        Steps whose rollouts are older than the policy are left out: their gap is the policy's own movement too.
+        """
         names = ("vllm_kl/log_ratio_abs_mean", "training/rollout_probs_diff_mean", K3, "rollout_corr/k3_kl")
         for name in names:
             if (found := self._series.get(name)) is not None and len(found):
-                if found[0, 0] > FIRST:
+                fresh = found[:FIRST][[step <= FIRST and step not in self._stale_steps for step in found[:FIRST, 0]]]
+                if not len(fresh):
                     return None
-                first, now = found[:FIRST, 1].mean(), np.median(found[-WINDOW:, 1])
+                first, now = fresh[:, 1].mean(), np.median(found[-WINDOW:, 1])
                 share = max(float(first / now), 0.0) if first < now else 1.0
                 return share**0.5 if name.endswith(("k3", "k3_kl")) else share
         return None
@@ -263,7 +278,11 @@ class Marks:
 
     @cached_property
     def staleness(self) -> float | None:
-        return self.late("training/off_policy/trajectory_staleness/mean")
+        return self.late(STALENESS)
+
+    @cached_property
+    def _stale_steps(self) -> set[float]:
+        return {step for step, versions in self._series.get(STALENESS, np.empty((0, 2))).tolist() if versions >= 0.5}
 
     @cached_property
     def arrivals(self) -> np.ndarray:
@@ -399,6 +418,12 @@ class Marks:
         span, answers = ((rewards - least) * (most - rewards)).mean(), (tokens / length).mean()
         scatter = np.square(np.diff(rewards)).mean() / 2
         return float(scatter * answers / span) if span > 0 else None
+
+    @cached_property
+    def prompt_effect(self) -> float | None:
+        """The mean F of the rewards by prompt: 1 where the reward does not depend on the prompt."""
+        found = self.values(PROMPT_EFFECT)
+        return float(found.mean()) if len(found) >= 2 * WINDOW else None
 
     @cached_property
     def entropy_at_fall(self) -> float | None:
@@ -781,6 +806,8 @@ def _quantized(marks: Marks) -> Iterator[Sign]:
             yield Sign(0.5, f"they differ more in the last layer ({marks.by_layer[-1]:.1%}) than in the first")
         else:
             yield Sign(-1, f"they differ as much in the first layer ({marks.by_layer[0]:.1%}) as in the last")
+        if marks.by_layer[0] > TIES:
+            yield Sign(-1.5, f"more of them in the first layer ({marks.by_layer[0]:.1%}) than near ties make")
     if marks.routed is not None and marks.routed > 40 and (marks.differ or 0) > 0.03:
         yield Sign(-1.5, f"tokens with other experts have {marks.routed:.0f} times the gap of the others")
     yield from _rounds(marks)
@@ -816,12 +843,14 @@ def _router_bias(marks: Marks) -> Iterator[Sign]:
     if len(marks.by_layer) > 1:
         if marks.by_layer[0] >= 0.85 * marks.by_layer[-1]:
             yield Sign(1.5, f"as many in the first layer ({marks.by_layer[0]:.1%}) as in the last")
+        elif marks.by_layer[0] > TIES:
+            yield Sign(1, f"more of them in the first layer ({marks.by_layer[0]:.1%}) than near ties make")
         elif marks.by_layer[0] < 0.3 * marks.by_layer[-1]:
             yield Sign(-2, f"far fewer in the first layer ({marks.by_layer[0]:.1%}) than in the last")
     if marks.routed is not None and marks.routed > 6 and marks.differ > 0.1:
         yield Sign(1, f"tokens with other experts have {marks.routed:.0f} times the gap of the others")
     if marks.gap_per_choice is not None:
-        if marks.gap_per_choice < 4.5:
+        if marks.gap_per_choice < SHIFTED:
             yield Sign(0.5, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts")
         else:
             yield Sign(-2, f"k3 is {marks.gap_per_choice:.2g} times the share of other experts: more than choices make")
@@ -855,7 +884,7 @@ def _shifted_positions(marks: Marks) -> Iterator[Sign]:
     if marks.by_layer and marks.by_layer[0] > 0.15:
         yield Sign(1, f"{marks.by_layer[0]:.0%} in the first layer already")
     if marks.gap_per_choice is not None:
-        if marks.gap_per_choice > 4.5:
+        if marks.gap_per_choice > SHIFTED:
             yield Sign(1, _far_sentence(marks.gap_per_choice))
         else:
             yield Sign(-3, _only_sentence(marks.gap_per_choice))
@@ -970,14 +999,13 @@ def _truncated(marks: Marks) -> Iterator[Sign]:
             )
         else:
             yield Sign(-3, f"k3 / k1 is {marks.one_sided:.2f}")
-    k1, size = marks.late("vllm_kl/k1"), marks.late("vllm_kl/log_ratio_abs_mean")
-    if k1 is not None and size:
-        if k1 / size > 0.9:
+    if marks.leaning is not None:
+        if marks.leaning > 0.9:
             yield Sign(
-                1.5, f"{k1 / size:.0%} of the gap is to one side: every sampled token is likelier in the rollout"
+                1.5, f"{marks.leaning:.0%} of the gap is to one side: every sampled token is likelier in the rollout"
             )
         else:
-            yield Sign(-1, f"{k1 / size:.0%} of the gap is to one side")
+            yield Sign(-1, f"{marks.leaning:.0%} of the gap is to one side")
 
 
 @judges("raw_log_probs")
@@ -985,7 +1013,9 @@ def _raw_log_probs(marks: Marks) -> Iterator[Sign]:
     """Lab, `raw_log_probs`: k1 is negative, which it is not where l_infer is of the sampled distribution."""
     yield from _static(marks)
     if marks.k1_sign is not None:
-        if marks.k1_sign < -SIGMAS:
+        if marks.k1_sign < -SIGMAS and marks.leaning is not None and marks.leaning > -LEANING:
+            yield Sign(-1, f"k1 is negative, but only {abs(marks.leaning):.0%} of the gap is to that side")
+        elif marks.k1_sign < -SIGMAS:
             yield Sign(3, _negative_sentence(marks.k1_sign))
         else:
             yield Sign(-2, "k1 is not negative")
@@ -1077,16 +1107,22 @@ def _noisy_reward(marks: Marks) -> Iterator[Sign]:
         return
     flat = reward < 1.1 and marks.reward_kept > 0.5 and len(marks.values(REWARD)) >= 4 * WINDOW
     yield Sign(1.5 if flat else -3, _reward_sentence(reward))
-    scatter = marks.reward_scatter
-    stands_still = scatter is None and 0.93 < reward < 1.07 and 0.93 < entropy < 1.07
+    effect, scatter = marks.prompt_effect, marks.reward_scatter
+    stands_still = effect is None and scatter is None and 0.93 < reward < 1.07 and 0.93 < entropy < 1.07
     points = 1.5 if entropy > 1.2 else 1 if stands_still else 0 if entropy > 0.8 else -1.5
     yield Sign(points, f"the entropy is {entropy:.0%} of what it was: the policy does not become surer")
-    if scatter is not None:
-        told = f"batches differ in their mean reward {scatter:.2g} times as much as by tossing coins"
+    if effect is not None:
+        text = f"rewards differ between prompts {effect:.2g} times as much as within them (F)"
+        if effect < 1.15:
+            yield Sign(2.5, f"{text}: the prompts make no difference")
+        elif effect > 1.3:
+            yield Sign(-2.5, f"{text}: the prompts make a difference")
+    elif scatter is not None:
+        text = f"batches differ in their mean reward {scatter:.2g} times as much as by tossing coins"
         if scatter < 0.5:
-            yield Sign(1.5, f"{told}: the prompts make no difference")
+            yield Sign(1.5, f"{text}: the prompts make no difference")
         elif scatter > 1.2:
-            yield Sign(-1.5, f"{told}: the prompts make a difference")
+            yield Sign(-1.5, f"{text}: the prompts make a difference")
 
 
 @judges("no_signal")

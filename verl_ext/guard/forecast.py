@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from statistics import median
 
+from verl_ext.base.names import BUCKETS
 from verl_ext.guard.collapse import K3, READ, REWARD, STRETCH, find_collapse
 from verl_ext.guard.rules import scatter, spread
 from verl_ext.guard.state import Boundary, Decision, Event, GuardState
@@ -47,6 +48,7 @@ ENGINES = "vllm_kl/"  # begins the name of every metric of the gap
 BY_LAG = "vllm_kl/share/lag/"  # how much of the batch is how old: logged where rollouts can be older than the policy
 FORECAST = ("guard/steps_to_boundary", "guard/growth_rate")
 MIXED = "guard/growth_mixed"
+LAYERS = "router/agreement/layer_"
 AGE_IN_IT = " (the age of the rollouts is in it)"
 PARTS = ("/lag/", "/engine/", "/stale/", "/share/")  # of names that say themselves whose gap they are
 
@@ -273,3 +275,25 @@ def owner_clause(signal: str, signals: Mapping[str, float]) -> str:
     if part := engines_part(signal, signals):
         return f" (of the engines alone: {part[0]}={part[1]:.3g})"
     return AGE_IN_IT
+
+
+def engines_value(signal: str, signals: Mapping[str, float]) -> float | None:
+    """The value of a metric without the age of the rollouts; None where the batch does not show it."""
+    if part := engines_part(signal, signals):
+        return part[1]
+    return None if holds_age(signal, signals) else signals.get(signal)
+
+
+def place_clause(signal: str, threshold: float, signals: Mapping[str, float]) -> str:
+    """A clause that says where a gap begins: the first layer whose routers disagree, and the first positions of the
+    response at which `signal` is above `threshold`; "" where neither is logged."""
+    layers = {int(name.removeprefix(LAYERS)): value for name, value in signals.items() if name.startswith(LAYERS)}
+    places = []
+    if differing := [layer for layer, agreement in layers.items() if agreement < 1]:
+        places.append(f"routers disagree from layer {min(differing)} on")
+    elif layers:
+        places.append("routers agree in all layers")
+    by_position = {bucket: signals.get(f"{signal}/position/{bucket}") for bucket in BUCKETS["position"]}
+    if past := [bucket for bucket, value in by_position.items() if value is not None and value > threshold]:
+        places.append(f"the gap begins at positions {past[0]}")
+    return f" ({'; '.join(places)})" if places else ""

@@ -13,7 +13,8 @@ from typing import Any
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.metrics import MUST_BE_FINITE
-from verl_ext.guard.forecast import foresee, owner_clause, remember
+from verl_ext.guard import levels
+from verl_ext.guard.forecast import engines_value, foresee, owner_clause, place_clause, remember
 from verl_ext.guard.rules import (
     REFUSING,
     LowerLr,
@@ -25,6 +26,7 @@ from verl_ext.guard.rules import (
     lower_rate,
     lr_scale,
     next_bound,
+    threshold_of,
 )
 from verl_ext.guard.state import Boundary, Decision, Event, read_state
 
@@ -75,6 +77,12 @@ class Guard:
     def lr_scale(self) -> float:
         """The factor of the schedule's learning rate."""
         return lr_scale(self.lower_lr, self.state.lr)
+
+    @property
+    def level(self) -> float | None:
+        """The level of k3 above which the guard warns; None where it does not, or does not know one yet."""
+        rule = next((rule for rule in self.rules if rule.name == levels.NAME), None)
+        return None if rule is None else threshold_of(rule, self.state.rules[rule.name].history, rule.bound)
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -244,7 +252,11 @@ class Guard:
             )
         self.unread.discard(rule.name)
         if not math.isfinite(value):
-            return []  # told by `_not_finite`
+            return []  # `_not_finite` reports it
+        if rule.engines_only:
+            value = engines_value(rule.signal, _finite(signals))
+        if value is None:
+            return []
         outcome = apply_rule(rule, self.state.rules[rule.name], value)
         threshold = outcome.threshold
         if outcome.ended and rule.action == "lower_lr":
@@ -254,7 +266,10 @@ class Guard:
         again = rule.action in REFUSING  # told each time, because each is a decision about another batch
         if threshold is None or not (outcome.began or (outcome.fires and again)):
             return []
-        reason = describe(rule, value, threshold, owner_clause(rule.signal, signals))
+        about = owner_clause(rule.signal, signals)
+        if rule.locate:
+            about += place_clause(rule.signal, threshold, _finite(signals))
+        reason = describe(rule, value, threshold, about)
         return [self._event(rule, value, threshold, *self._action(rule, reason, early))]
 
     def _action(self, rule: Rule, reason: str, early: bool) -> tuple[str, str]:

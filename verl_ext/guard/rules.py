@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median, pstdev
+from statistics import fmean, median, pstdev
 
 from verl_ext.base.methods import require
 
@@ -31,6 +31,12 @@ class Rule:
         advice: what to do, in a clause; printed with the reason.
         zscore_window: how many readings the median and the median absolute deviation are taken from, at least 8. null
             makes the threshold fixed.
+        baseline: the bound counts means of the signal's first `baseline` readings, and the rule judges from then on.
+            null makes the threshold fixed.
+        least: with `baseline`, the threshold is never below this.
+        engines_only: judge the gap of the engines without the age of the rollouts: of trajectories of lag 0, or
+            rescored. A batch that has old rollouts and neither of the two is not judged.
+        locate: add to the reason the first layer whose routers disagree and the first positions past the bound.
         setting: where the user finds the bound, for messages.
     """
 
@@ -42,6 +48,10 @@ class Rule:
     recover: float | None = None
     patience: int = 1
     zscore_window: int | None = None
+    baseline: int | None = None
+    least: float = 0.0
+    engines_only: bool = False
+    locate: bool = False
     advice: str = ""
     setting: str = ""
 
@@ -51,8 +61,8 @@ class Rule:
 
 @dataclass
 class RuleState:
-    """What a rule on `signal` remembers: readings in a row past the bound, whether it fires, an adaptive one its last
-    readings."""
+    """What a rule on `signal` remembers: readings in a row past the bound, whether it fires, and the readings that its
+    threshold is made of: the last ones (`zscore_window`) or the first ones (`baseline`)."""
 
     signal: str = ""
     streak: int = 0
@@ -72,10 +82,12 @@ class RuleOutcome:
 
 def apply_rule(rule: Rule, state: RuleState, value: float) -> RuleOutcome:
     """Judge a finite value, and change `state` by it."""
-    threshold = _threshold(rule, state.history, rule.bound)
-    back = threshold if rule.recover is None else _threshold(rule, state.history, rule.recover)
+    threshold = threshold_of(rule, state.history, rule.bound)
+    back = threshold if rule.recover is None else threshold_of(rule, state.history, rule.recover)
     if rule.zscore_window is not None:
         state.history = [*state.history, value][-rule.zscore_window :]
+    elif rule.baseline is not None:
+        state.history = [*state.history, value][: rule.baseline]
     if threshold is None or back is None:
         return RuleOutcome(None, fires=state.firing)
     if state.firing:
@@ -90,14 +102,17 @@ def apply_rule(rule: Rule, state: RuleState, value: float) -> RuleOutcome:
 
 def next_bound(rule: Rule, state: RuleState) -> float | None:
     """The value past which the next reading has the rule fire, or go on; None where none can."""
-    threshold = _threshold(rule, state.history, rule.bound)
-    back = threshold if rule.recover is None else _threshold(rule, state.history, rule.recover)
+    threshold = threshold_of(rule, state.history, rule.bound)
+    back = threshold if rule.recover is None else threshold_of(rule, state.history, rule.recover)
     if state.firing and threshold is not None:
         return back
     return threshold if state.streak + 1 >= rule.patience else None
 
 
-def _threshold(rule: Rule, history: Sequence[float], bound: float) -> float | None:
+def threshold_of(rule: Rule, history: Sequence[float], bound: float) -> float | None:
+    """Returns a bound of the rule in the signal's unit; None while there are too few readings."""
+    if rule.baseline is not None:
+        return max(bound * fmean(history), rule.least) if len(history) >= rule.baseline else None
     if rule.zscore_window is None:
         return bound
     if len(history) < min(FEWEST, rule.zscore_window):
@@ -125,6 +140,11 @@ def describe(rule: Rule, value: float, threshold: float, about: str = "") -> str
     verb = "passes" if rule.side == "above" else "is below"
     given = f" for {rule.patience} readings" if rule.patience > 1 else ""
     advice = f": {rule.advice}" if rule.advice else ""
+    if rule.baseline is not None:
+        return (
+            f"{rule.signal}={value:.3g}{about} {verb} {threshold:.3g}{given}, {rule.bound:g} times the mean of its "
+            f"first {rule.baseline} readings ({rule.setting}){advice}"
+        )
     if rule.zscore_window is None:
         return f"{rule.signal}={value:.3g}{about} {verb} {rule.setting}={rule.bound:g}{given}{advice}"
     return (

@@ -30,10 +30,12 @@ from verl_ext.trainer.logs import LineFile
 WARM_UPS = "warm-ups"  # folder next to those of the arms
 MEASURED = ("stability.metrics=true", "stability.breakdown=false", "stability.router_agreement=true")
 
-# Variants that are no file of configs/stability.
+NO_AGREEMENT = "stability.router_agreement=false"  # which bypass mode refuses
+# Variants that are no file of configs/stability, and a file of bypass mode.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "none": ("stability=none",),
-    "bypass": ("stability=none", f"{BYPASS}=true", "stability.router_agreement=false"),
+    "bypass": ("stability=none", f"{BYPASS}=true", NO_AGREEMENT),
+    "dppo_tv": ("stability=dppo_tv", "stability.batch_skip.threshold=null", NO_AGREEMENT),
 }
 KEEP_SKIP = ("guard",)  # files that are about the guard; the others' batch skip would hide what their method does
 # Settings of verl and of ours that the lab has nothing for -> the value that leaves them out.

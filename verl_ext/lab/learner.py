@@ -152,7 +152,7 @@ class Learner:
     def update_data(
         self, batch: LabBatch, old: Scores, fields: Mapping[str, Tensor], asked: Mapping[str, Any]
     ) -> TensorDict:
-        """What a run sends to its workers' update; see `LabWorker.train_mini_batch` for the layout."""
+        """Returns what a run sends to its workers' update; see `LabWorker.train_mini_batch` for the layout."""
         sampled, T = batch.sampled, batch.sampled.mask.shape[1]
         tensors: dict[str, Any] = {
             names.PROMPTS: equal_rows(batch.prompts),

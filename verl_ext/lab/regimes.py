@@ -48,12 +48,12 @@ class Regime(ABC):
 
     @property
     def reach(self) -> int:
-        """How many updates it looks back."""
+        """The number of updates that it looks back."""
         return 0
 
     @property
     def reports_kept(self) -> bool:
-        """Whether sampling is truncated and the training engine knows which tokens it kept."""
+        """True if sampling is truncated and the training engine knows which tokens it kept."""
         return False
 
     @abstractmethod
@@ -199,7 +199,7 @@ class PartialSync(Regime):
 @register_regime("scaled_update")
 @dataclass(frozen=True)
 class ScaledUpdate(Regime):
-    """What training has changed arrives multiplied by a factor."""
+    """The change by training arrives multiplied by a factor."""
 
     stands_for: ClassVar[str] = "a LoRA that is merged or served with another alpha / rank than it was trained with"
 

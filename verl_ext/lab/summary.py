@@ -77,7 +77,7 @@ class Summary:
 
     @property
     def known(self) -> bool:
-        """Whether it is known if the run collapses: it did, or it trained to its end and did not."""
+        """True if it is known whether the run collapses: it did, or it trained to its end and did not."""
         return self.collapsed is not None or self.stopped is None
 
     @property
@@ -99,7 +99,7 @@ class Interval:
 
     @property
     def sure(self) -> bool:
-        """Whether 0 lies outside."""
+        """True if 0 lies outside."""
         return self.half is not None and abs(self.mean) > self.half
 
     def text(self, form: str = ".2f") -> str:

@@ -258,7 +258,7 @@ def _warning_cell(variant: Variant) -> str:
 
 
 def _damage(exact: Variant | None, none: Variant | None) -> Iterator[str]:
-    """Whether there is anything here that a method could win back."""
+    """Yields a line on the reward that the gap costs: what a method could win back."""
     if exact is None or none is None or (cost := exact.difference_to(none)) is None:
         return
     if cost.sure and cost.mean > 0:

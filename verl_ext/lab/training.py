@@ -18,6 +18,7 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 from verl_ext.base import names
+from verl_ext.core.advantages import prompt_effect
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.routing import router_metrics
@@ -139,6 +140,8 @@ class Training:
             **summary("response_length", lengths := batch.sampled.mask.sum(1).float()),
             "response_length/clip_ratio": (lengths == lengths.max()).float().mean().item(),
         }
+        if (effect := prompt_effect(batch.rewards, batch.keys)) is not None:
+            metrics[names.PROMPT_EFFECT] = effect
         if batch.lag is not None:
             metrics["training/off_policy/trajectory_staleness/mean"] = batch.lag.newest.float().mean().item()
         scored = self.learner.score_old(batch)
@@ -184,7 +187,7 @@ class Training:
         return LabBatch(prompts, sampled, graded, keys, lag)
 
     def _fields(self, batch: LabBatch, scored: Scores, agreement_N: Tensor | None) -> dict[str, Tensor]:
-        """What the update reads of a batch as it was scored, [B, T] by name."""
+        """Returns what the update reads of a batch as it was scored, [B, T] by name."""
         fields = {
             names.RESPONSE_MASK: batch.sampled.mask,
             # In bypass mode the rollout's log-probs stand in the place of the training engine's.

@@ -1,4 +1,4 @@
-"""What the commands take as arguments, the config of the run that they describe, and how commands end."""
+"""Arguments of the commands, the config of the run that they describe, and the way commands end."""
 
 import argparse
 import contextlib
@@ -24,35 +24,35 @@ KNOWN_PATH = re.compile(r"file://|pkg://(verl|verl_ext)(\.|/|$)")
 def names(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     if wrong := [name for name in names if not NAME.fullmatch(name)]:
-        raise argparse.ArgumentTypeError(f"{printable(wrong[0])!r} is no name; names are parted by commas")
+        raise argparse.ArgumentTypeError(f"{printable(wrong[0])!r} is not a name; separate names by commas")
     return names
 
 
 def added(text: str) -> tuple[str, str]:
     name, equals, overrides = text.partition("=")
     if not equals or not NAME.fullmatch(name):
-        raise argparse.ArgumentTypeError(f"{printable(text)} is not NAME='OVERRIDES'")
+        raise argparse.ArgumentTypeError(f"{printable(text)} must have the form NAME='OVERRIDES'")
     return name, overrides
 
 
 def add_own(parser: argparse.ArgumentParser, what: str) -> None:
-    """`--add`, which may be repeated; what it names."""
+    """Adds the option `--add`, which may be repeated; `what` is the thing that it names."""
     parser.add_argument(
         "--add",
         type=added,
         action="append",
         default=[],
         metavar="NAME='OVERRIDES'",
-        help=f"{what} of your own; may be repeated",
+        help=f"add {what} of your own; may be repeated",
     )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "overrides", metavar="OVERRIDE", nargs="*", help="as given to verl_ext.main_ppo, such as stability=icepop"
+        "overrides", metavar="OVERRIDE", nargs="*", help="overrides of verl_ext.main_ppo, such as stability=icepop"
     )
-    parser.add_argument("--config-path", metavar="DIR", help="Hydra's, as for verl_ext.main_ppo")
-    parser.add_argument("--config-name", metavar="NAME", help="Hydra's, as for verl_ext.main_ppo")
+    parser.add_argument("--config-path", metavar="DIR", help="Hydra's option, as for verl_ext.main_ppo")
+    parser.add_argument("--config-name", metavar="NAME", help="Hydra's option, as for verl_ext.main_ppo")
     parser.add_argument(
         "--trust",
         action="store_true",
@@ -68,9 +68,10 @@ def given_arguments(arguments: argparse.Namespace) -> list[str]:
 
 
 def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple[DictConfig | None, str]:
-    """The config of a run, or None and why there is none.
+    """Returns the config of a run, or None and the reason.
 
-    Without `trust`, one that has Hydra import packages (`pkg://` in hydra.searchpath) other than verl's is refused.
+    Without `trust`, a config that has Hydra import packages (`pkg://` in hydra.searchpath) other than verl's is
+    refused.
     """
     try:
         import hydra
@@ -89,34 +90,34 @@ def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple[DictConfi
             else:
                 overrides.append(argument)
         if not trust and (packages := _packages(folder / f"{name.removesuffix('.yaml')}.yaml", overrides)):
-            return None, f"hydra.searchpath={packages} would be imported; --trust imports it"
+            return None, f"hydra.searchpath={packages} would be imported; --trust allows it"
         with hydra.initialize_config_dir(str(folder.absolute()), version_base=None):
             return hydra.compose(name, overrides), ""
-    except Exception as error:  # of a broken config, Hydra and OmegaConf raise nearly any
+    except Exception as error:  # a broken config makes Hydra and OmegaConf raise nearly any error
         said = str(error).partition("\nConfig search path:")[0] or type(error).__name__
         return None, printable(" ".join(said.split()), MOST_SAID)
 
 
 def required_config(arguments: argparse.Namespace) -> DictConfig:
-    """The config of a run that these describe, for a command that can do nothing without.
+    """Returns the config that the arguments describe, for a command that needs one.
 
     Raises:
-        ConfigError: there is none, or it has modules imported without --trust.
+        ConfigError: there is none, or it would import modules without --trust.
     """
     with contextlib.redirect_stdout(sys.stderr):  # what --trust imports may print
         config, failure = compose(given_arguments(arguments), trust=arguments.trust)
     if config is None:
         raise ConfigError(failure)
     if not arguments.trust and (named := plugins(config)):
-        raise ConfigError(f"stability.plugins={named} would be imported; --trust imports it, or leave it out here")
+        raise ConfigError(f"stability.plugins={named} would be imported; --trust allows it, or leave it out here")
     return config
 
 
 def plugins(config: DictConfig | None) -> list[str]:
-    """The modules that a config has verl_ext import."""
+    """Returns the modules that a config has verl_ext import."""
     try:
         given = OmegaConf.select(config, "stability.plugins", throw_on_missing=False) if config is not None else None
-    except OmegaConfBaseException:  # `stability_config` ends on it, before it imports any
+    except OmegaConfBaseException:  # `stability_config` raises it before it imports any
         return []
     names = OmegaConf.to_container(given) if OmegaConf.is_list(given) else [given] if given else []
     return [str(name) for name in names]
@@ -125,7 +126,7 @@ def plugins(config: DictConfig | None) -> list[str]:
 def _packages(primary: Path, overrides: Sequence[str]) -> list[str]:
     """Returns the entries of hydra.searchpath that name packages, which Hydra imports, except those of verl.
 
-    It is read from the primary config and from the command line alone: `_process_config_searchpath` of
+    It is read only from the primary config and the command line: `_process_config_searchpath` of
     hydra/_internal/config_loader_impl.py (1.3).
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser

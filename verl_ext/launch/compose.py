@@ -1,4 +1,4 @@
-"""How Hydra composes a run: the config that verl's entry point would read, with our groups added to it."""
+"""Composes a run with Hydra: the config that verl's entry point would read, with our groups added to it."""
 
 import os
 from collections.abc import Sequence
@@ -33,26 +33,25 @@ class OurConfigs(SearchPathPlugin):
         search_path.append(provider="verl_ext", path=f"pkg://{CONFIG_MODULE}")
 
 
-# What every file of the group starts from; the underscore keeps it out of the choices. A plain node, into which a
-# method of the user's own brings its settings too: `stability_config` checks names and types.
+# The start of every file of the group; the underscore keeps it out of the choices. A plain node, to which a method of
+# the user's own adds its settings too: `stability_config` checks names and types.
 ConfigStore.instance().store(group="stability", name="_schema", node=default_node())
 Plugins.instance().register(OurConfigs)
 
 
 def stability_choices() -> tuple[str, ...]:
-    """The files of `configs/stability`."""
+    """Returns the names of the files in `configs/stability`."""
     folder = files(CONFIG_MODULE) / "stability"
     return tuple(sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir()))
 
 
 def prepare(arguments: Sequence[str]) -> list[str]:
-    """The command-line arguments for Hydra, from those that the user gave.
+    """Returns the command-line arguments for Hydra, from those that the user gave.
 
-    A group that the primary config does not list in its defaults has to be added rather than overridden, which
-    Hydra writes as `+stability=icepop`: the plus is put there, and before what a node may lack: FSDP_REPLAY, the
-    settings of our policy losses beside verl's, and those of `stability`, where a method of one's own has new ones. A
-    relative --config-path is taken as verl's entry
-    point takes it, from the folder where that stands.
+    A group that the primary config does not list in its defaults has to be added rather than overridden, which Hydra
+    writes as `+stability=icepop`. The plus is added there, and to settings that a node may lack: FSDP_REPLAY, the
+    settings of our policy losses next to verl's, and those of `stability`, where a user's own method has new ones. A
+    relative --config-path is read as verl's entry point reads it, from that file's folder.
 
     Raises:
         ConfigError: `stability=` names no file of the group, or the primary config is no YAML.
@@ -86,7 +85,7 @@ def prepare(arguments: Sequence[str]) -> list[str]:
 
 
 def _groups_in_defaults(file: Path) -> set[str]:
-    """The groups that a primary config lists; none where there is no such file, which Hydra reports itself."""
+    """Returns the groups that a primary config lists; none if there is no such file, which Hydra reports itself."""
     if not file.is_file():
         return set()
     try:
@@ -94,6 +93,6 @@ def _groups_in_defaults(file: Path) -> set[str]:
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:  # ValueError: not UTF-8; no such date
         raise ConfigError(f"{file} cannot be read as YAML in UTF-8: {' '.join(str(error).split())}") from error
     defaults = content.get("defaults") if isinstance(content, dict) else None
-    if not isinstance(defaults, list):  # Hydra says what is wrong with it
+    if not isinstance(defaults, list):  # Hydra reports what is wrong with it
         return set()
     return {str(key).split("@")[0].strip("/") for entry in defaults if isinstance(entry, dict) for key in entry}

@@ -1,4 +1,4 @@
-"""GPUs by name: what their data sheets say, and which FlashAttention vLLM picks for them."""
+"""GPUs by name: their data sheets, and the FlashAttention that vLLM picks for them."""
 
 import contextlib
 import re
@@ -8,7 +8,7 @@ from importlib import metadata
 
 @dataclass(frozen=True)
 class DataSheet:
-    """Memory, dense bfloat16 arithmetic, memory bandwidth; of the SXM module where there are several.
+    """Memory, dense bfloat16 arithmetic, memory bandwidth; for the SXM module if there are several.
 
     Memory is what CUDA reports, a little below the name.
     """
@@ -30,7 +30,8 @@ class Gpu:
 
     @property
     def flash_attention(self) -> int:
-        """The version that vLLM prefers, `get_flash_attn_version` of vllm/v1/attention/backends/fa_utils.py (0.27)."""
+        """The FlashAttention version that vLLM prefers, `get_flash_attn_version` of
+        vllm/v1/attention/backends/fa_utils.py (0.27)."""
         return {9: 3, 10: 4}.get(self.capability[0], 2)
 
 
@@ -59,14 +60,14 @@ GPUS = {
 
 
 def named(name: str) -> Gpu | None:
-    """The GPU of a name such as `a100` or `NVIDIA A100-SXM4-80GB`; None where it is not in the table."""
+    """Returns the GPU of a name such as `a100` or `NVIDIA A100-SXM4-80GB`; None if it is not in the table."""
     return next((GPUS[word] for word in re.split(r"[\s\-_]+", name.upper()) if word in GPUS), None)
 
 
 def present() -> Gpu | None:
-    """The first GPU of this machine."""
+    """Returns the first GPU of this machine."""
     with contextlib.suppress(metadata.PackageNotFoundError):
-        if metadata.version("torch").endswith("+cpu"):  # built without CUDA, which its import would tell in seconds
+        if metadata.version("torch").endswith("+cpu"):  # built without CUDA; importing it to find out takes seconds
             return None
     try:
         import torch

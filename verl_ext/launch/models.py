@@ -1,9 +1,9 @@
-"""Published model shapes, and what follows from them: parameters, active parameters, bytes of KV cache a token.
+"""Published model shapes, and numbers derived from them: parameters, active parameters, bytes of KV cache per token.
 
-Numbers are those of the config.json on Hugging Face. That file itself was not at hand for any of them: `source` says
-which copy of its numbers was read instead. tests/unit/recipes/test_cluster_recipes.py compares the parameters that they
-give with those that the publishers name. Norms and biases are left out, below 0.1 %, and so are the layers for
-multi-token prediction, which the recipes do not train.
+Numbers are those of the config.json on Hugging Face. That file itself was not at hand for any model: `source` names the
+copy that was read instead. tests/unit/recipes/test_cluster_recipes.py compares the resulting parameters with the
+published ones. Norms and biases are left out, below 0.1 %, and so are the layers for multi-token prediction, which the
+recipes do not train.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Mla:
 
     @property
     def cached(self) -> int:
-        """Numbers a token and layer."""
+        """Numbers per token and layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def parameters(self, hidden: int, heads: int) -> int:
@@ -60,7 +60,7 @@ class ModelShape:
     """A decoder, dense or a mixture of experts.
 
     Attributes:
-        source: Hugging Face repository, and where its numbers were read.
+        source: the Hugging Face repository, and where its numbers were read.
         dense_layers: the first layers, which have no router; all layers of a dense model.
         head_dim: of queries, keys and values; unused with `mla`.
         moe_intermediate: of one routed expert.
@@ -100,7 +100,7 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Of the routed experts, which expert parallelism splits."""
+        """Parameters of the routed experts, which expert parallelism splits."""
         return self.moe_layers * self.routed_experts * 3 * self.hidden * self.moe_intermediate
 
     @property
@@ -109,19 +109,20 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token passes, all embeddings included. Some publishers leave embeddings out."""
+        """Parameters that a token passes, all embeddings included. Some publishers leave embeddings out."""
         return self._with_experts(self.top_k)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """In bfloat16, over all layers whose cache grows with the sequence, on one copy (no tensor parallelism)."""
+        """Bytes in bfloat16, over all layers whose cache grows with the sequence, on one copy (no tensor
+        parallelism)."""
         linear = self.linear.layers if self.linear else 0
         numbers = self.mla.cached if self.mla else 2 * self.kv_heads * self.head_dim
         return (self.layers - linear - self.window_layers) * numbers * BF16
 
     @property
     def _attention(self) -> int:
-        """Parameters of one layer that is not linear."""
+        """Parameters of one attention layer that is not linear."""
         if self.mla:
             return self.mla.parameters(self.hidden, self.heads)
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -280,7 +281,7 @@ SHAPES = {
 
 
 def shape_of(path: str) -> ModelShape:
-    """The shape of a model folder or Hugging Face name, such as Qwen/Qwen3-30B-A3B-Base.
+    """Returns the shape of a model folder or Hugging Face name, such as Qwen/Qwen3-30B-A3B-Base.
 
     Raises:
         ConfigError: the table has no model whose name its last part starts with.
@@ -290,5 +291,6 @@ def shape_of(path: str) -> ModelShape:
         if name.startswith(known.lower()):
             return shape
     raise ConfigError(
-        f"actor_rollout_ref.model.path={path} is none of the models of verl_ext/launch/models.py: {', '.join(SHAPES)}"
+        f"actor_rollout_ref.model.path={path} is not a model of verl_ext/launch/models.py, which has: "
+        f"{', '.join(SHAPES)}"
     )

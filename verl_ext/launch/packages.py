@@ -1,7 +1,7 @@
-"""Which packages a config has its processes import: the table from a setting to what it needs, and how to do without.
+"""The packages that a config has its processes import: a table of settings, what each needs, and how to do without.
 
-Read in verl 0.9.1, where each import stands; versions and extras are verl's own metadata (`verl_pins`). What
-verl imports only where it is installed (`trl`, `nvtx`) is not here, nor what the data ask for.
+The imports were read in the sources of verl 0.9.1; versions and extras are verl's own metadata (`verl_pins`). The table
+leaves out packages that verl imports only if they are installed (`trl`, `nvtx`), and those that the data need.
 """
 
 import ast
@@ -27,7 +27,7 @@ TRANSFORMER = f"{MEGATRON}.override_transformer_config"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 
 FSDP = ("fsdp", "fsdp2")
-# Package -> the module that is imported of it, where the names differ.
+# Package -> the module to import, where the names differ.
 MODULES = {
     "checkpoint-engine": "checkpoint_engine",
     "cupy-cuda13x": "cupy",
@@ -43,7 +43,7 @@ MODULES = {
     "transformer-engine": "transformer_engine",
     "volcengine-ml-platform": "volcengine_ml_platform",
 }
-BUILT = {"deep_ep": "build it from its repository, deepseek-ai/DeepEP"}  # what pip does not find
+BUILT = {"deep_ep": "build it from its repository, deepseek-ai/DeepEP"}  # packages that pip does not find
 # Our extras, and the extras of verl that each is; the first that has a package is where to get it.
 EXTRAS = {"gpu-fsdp": ("fsdp", "vllm"), "gpu-megatron": ("megatron", "vllm"), "gpu-sglang": ("fsdp", "sglang")}
 
@@ -53,11 +53,11 @@ class Import:
     """One row of the table.
 
     Attributes:
-        value: of the setting, that asks for the packages; of a list, one of its entries.
-        usual: what verl takes where the setting is not there.
-        engines: the values of `actor.strategy` for which the row counts; () for all.
-        instead: overrides that do without; () where there are none.
-        unless: a package with which there is no error; `unless_why` says what happens then.
+        value: the setting's value that asks for the packages; of a list, one of its entries.
+        usual: verl's value if the setting is not given.
+        engines: the values of `actor.strategy` that the row applies to; () for all.
+        instead: overrides that avoid the package; () if there are none.
+        unless: a package that avoids the error; `unless_why` describes what happens then.
     """
 
     setting: str
@@ -71,8 +71,8 @@ class Import:
 
 
 TABLE = (
-    # verl/workers/engine/*/transformer_impl.py import these at their top, and verl/workers/engine/__init__.py goes on
-    # without an engine that does not import: the run ends later, with "unknown backend".
+    # verl/workers/engine/*/transformer_impl.py import these at their top, and verl/workers/engine/__init__.py skips an
+    # engine that does not import: the run ends later, with "unknown backend".
     *(Import(STRATEGY, engine, ("peft",)) for engine in FSDP),
     # The layers of Megatron-Bridge and mbridge are Transformer Engine's: megatron-core's own take no packed sequences
     # (assert in its dot_product_attention.py).
@@ -83,7 +83,7 @@ TABLE = (
     # verl/models/mcore/bridge.py, mbridge.py. Megatron-Bridge imports modelopt (verl's pyproject.toml, extra megatron).
     Import(BRIDGE, False, ("megatron-bridge", "nvidia-modelopt"), usual=False, engines=("megatron",)),
     Import(BRIDGE, True, ("mbridge",), engines=("megatron",), instead=(f"{BRIDGE}=false",)),
-    # By attention_backend=flash megatron-core leaves Transformer Engine nothing but flash-attn (language_module.py).
+    # attention_backend=flash makes megatron-core leave Transformer Engine only flash-attn (language_module.py).
     Import(f"{TRANSFORMER}.attention_backend", "flash", ("flash-attn",), usual="flash", engines=("megatron",)),
     # ColumnParallelLinear raises without apex's fused_weight_gradient_mlp_cuda (tensor_parallel/layers.py).
     Import(
@@ -112,7 +112,7 @@ TABLE = (
         engines=FSDP,
         instead=(f"++{ATTENTION}=sdpa",),
         unless="kernels",
-        unless_why="transformers fetches a kernel from the Hub in its place, with the package kernels",
+        unless_why="transformers then fetches a kernel from the Hub instead, with the package kernels",
     ),
     # `load_valuehead_model` of verl/utils/model.py, whatever attn_implementation says.
     Import("critic.enable", True, ("flash-attn",), engines=FSDP),
@@ -123,7 +123,7 @@ TABLE = (
     Import(f"{ROLLOUT}.name", "vllm", ("vllm",)),
     Import(f"{ROLLOUT}.name", "sglang", ("sglang",)),
     Import(f"{ROLLOUT}.name", "trtllm", ("tensorrt-llm",)),
-    # verl/checkpoint_engine/*.py: the weights' way to rollout engines on other GPUs
+    # verl/checkpoint_engine/*.py: send the weights to rollout engines on other GPUs
     *(
         Import(f"{ROLLOUT}.checkpoint_engine.backend", backend, packages)
         for backend, packages in {
@@ -157,7 +157,7 @@ TABLE = (
 
 
 def imported(config: DictConfig) -> Iterator[Import]:
-    """The rows of the table that this config asks for."""
+    """Yields the rows of the table that this config asks for."""
     strategy = OmegaConf.select(config, STRATEGY) or "fsdp"
     for row in TABLE:
         if row.engines and strategy not in row.engines:
@@ -173,13 +173,14 @@ def module(package: str) -> str:
 
 
 def pinned(package: str) -> str:
-    """The package with the version that one of verl's extras pins, as pip takes it: `flash-attn==2.8.3`."""
+    """Returns the package with the version that one of verl's extras pins, for pip: `flash-attn==2.8.3`."""
     pins = verl_pins()
     return next((pins[extra][package] for extra in pins if package in pins[extra]), package)
 
 
 def remedy(package: str, config: DictConfig) -> str:
-    """How to get a package, for the engines of this config: in one of our extras, where one has it, else by itself."""
+    """Returns how to install a package for this config's engines: with one of our extras if one has it, else by
+    itself."""
     if package in BUILT:
         return BUILT[package]
     extra = _extra_with(package, config)
@@ -187,7 +188,7 @@ def remedy(package: str, config: DictConfig) -> str:
 
 
 def _extra_with(package: str, config: DictConfig) -> str:
-    """That of this config's engines before the others; "" where none has the package."""
+    """Returns our extra that has the package, the one for this config's engines first; "" if none has it."""
     megatron = OmegaConf.select(config, STRATEGY) == "megatron"
     sglang = OmegaConf.select(config, f"{ROLLOUT}.name") == "sglang"
     fitting = "gpu-megatron" if megatron else "gpu-sglang" if sglang else "gpu-fsdp"
@@ -198,17 +199,17 @@ def _extra_with(package: str, config: DictConfig) -> str:
     return ""
 
 
-# What the installed packages contain is read from their files: importing verl or vLLM takes seconds.
+# The contents of installed packages are read from their files: importing verl or vLLM takes seconds.
 
 
 def package_folder(name: str) -> Path | None:
-    """The folder of a package; None where it is not installed."""
-    spec = find_spec(name)
+    """Returns the folder of a package; None if it is not installed. Imports `a` for `a.b`."""
+    spec = find_spec(name) if has_module(name) else None
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
 def has_module(name: str) -> bool:
-    """Whether a module can be found; of `a.b`, `a` is imported."""
+    """Returns True if a module can be found; for `a.b`, `a` is imported."""
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError:
@@ -217,7 +218,7 @@ def has_module(name: str) -> bool:
 
 @cache
 def verl_pins() -> dict[str, dict[str, str]]:
-    """Extra of verl -> package -> what it asks for, as pip takes it; {} where verl is not installed."""
+    """Returns verl's extra -> package -> requirement for pip; {} if verl is not installed."""
     from packaging.requirements import Requirement
 
     try:
@@ -230,7 +231,7 @@ def verl_pins() -> dict[str, dict[str, str]]:
 
 
 def _asked_by(extra: str, asked: list["Requirement"]) -> dict[str, str]:
-    """What an extra asks for, through the extras of verl that it names."""
+    """Returns what an extra asks for, through the extras of verl that it names."""
     found: dict[str, str] = {}
     for one in asked:
         if one.marker is None or one.marker.evaluate({"extra": ""}) or not one.marker.evaluate({"extra": extra}):

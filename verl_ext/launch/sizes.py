@@ -1,4 +1,4 @@
-"""Whether the sizes of a run fit each other and its model, found on the launching machine instead of on a cluster.
+"""Checks that the sizes of a run fit each other and its model, on the launching machine instead of on a cluster.
 
 Each rule is one that verl 0.9.1, megatron-core 0.16, transformers or vLLM 0.27 assert once their workers are up, or
 that wastes work where they do not: the comments say which.
@@ -20,7 +20,7 @@ STAGE = f"{MEGATRON}.override_transformer_config"
 
 
 def check_recipe(config: DictConfig, shape: ModelShape | None) -> None:
-    """All checks; those that need a model are left out where `shape` is None.
+    """Runs all checks; those that need a model are left out if `shape` is None.
 
     Raises:
         ConfigError: sizes contradict each other, or do not fit the model. The message names the setting.
@@ -37,12 +37,12 @@ def check_recipe(config: DictConfig, shape: ModelShape | None) -> None:
 
 
 def world_size(config: DictConfig) -> int:
-    """Of the training workers."""
+    """Returns the number of training workers."""
     return int(config.trainer.nnodes * config.trainer.n_gpus_per_node)
 
 
 def data_parallel_size(config: DictConfig) -> int:
-    """Ranks that train on different sequences."""
+    """Returns the number of ranks that train on different sequences."""
     if config.actor_rollout_ref.actor.strategy != "megatron":
         return world_size(config) // ulysses_size(config)
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -53,7 +53,7 @@ def data_parallel_size(config: DictConfig) -> int:
 
 
 def pipeline_stages(config: DictConfig, layers: int) -> list[int]:
-    """Layers of each pipeline stage; megatron-core's rules (transformer_config.py)."""
+    """Returns the layers of each pipeline stage, by megatron-core's rules (transformer_config.py)."""
     stages = _get(config, f"{MEGATRON}.pipeline_model_parallel_size")
     first, last = (_get(config, f"{STAGE}.num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
     split = f"{MEGATRON}.pipeline_model_parallel_size={stages}"
@@ -77,12 +77,13 @@ def pipeline_stages(config: DictConfig, layers: int) -> list[int]:
 
 
 def check_engine_kwargs(given: Iterable[str], engine: str = "vllm") -> None:
-    """vLLM's parser, or SGLang's ServerArgs, must know every name; where it is not installed, it is not asked."""
+    """Checks that vLLM's parser, or SGLang's ServerArgs, knows every name; skipped if the engine is not installed."""
     known = sglang_arguments() if engine == "sglang" else vllm_arguments()
     for name in given:
         if known and name.replace("-", "_") not in known:
             raise ConfigError(
-                f"{ROLLOUT}.engine_kwargs.{engine}.{name} is no argument of {ROLLOUTS[engine]}; correct or remove it"
+                f"{ROLLOUT}.engine_kwargs.{engine}.{name} is not an argument of {ROLLOUTS[engine]}; correct or remove "
+                "it"
             )
 
 
@@ -157,9 +158,9 @@ def _check_fsdp(config: DictConfig, shape: ModelShape | None) -> None:
         return
     _check_heads(shape, sequence, ranks)
     if shape.linear and packed:
-        raise ConfigError(  # verl/models/transformers/qwen3_5.py does it for Qwen3.5 alone
-            f"{ARP}.model.use_remove_padding=true packs sequences, and verl does not tell this model's linear "
-            "attention where they end, so that one would go on from the state of another",
+        raise ConfigError(  # verl/models/transformers/qwen3_5.py does it only for Qwen3.5
+            f"{ARP}.model.use_remove_padding=true packs sequences, and verl does not pass their ends to this model's "
+            "linear attention, so that one sequence would continue from the state of another",
             fix=(f"{ARP}.model.use_remove_padding=false",),
         )
 
@@ -177,7 +178,7 @@ def _check_batches(config: DictConfig) -> None:
             micro = _get(config, where)
             if not micro:
                 raise ConfigError(f"{where} is not set", fix=(f"{ACTOR}.use_dynamic_bsz=true",), otherwise="set it")
-            _divide(micro, trajectories // ranks, f"{where}={micro}", f"{trajectories // ranks} trajectories a rank")
+            _divide(micro, trajectories // ranks, f"{where}={micro}", f"{trajectories // ranks} trajectories per rank")
     if config.trainer.v1.trainer_mode != "separate_async":
         return
     steps = config.trainer.v1.separate_async.parameter_sync_step
@@ -238,7 +239,7 @@ def _check_rollout(config: DictConfig, shape: ModelShape | None) -> None:
 
 
 def _check_heads(shape: ModelShape, ranks: int, setting: str) -> None:
-    """Fewer key-value heads than ranks are copied, evenly."""
+    """Checks the attention heads. If there are fewer key-value heads than ranks, they are copied evenly."""
     _divide(ranks, shape.heads, setting, f"the model's {shape.heads} attention heads")
     if not shape.mla and shape.kv_heads % ranks and ranks % shape.kv_heads:
         raise ConfigError(f"{setting} neither divides the model's {shape.kv_heads} key-value heads nor is a multiple")
@@ -250,7 +251,7 @@ def _divide(divisor: int, number: int, setting: str, what: str) -> None:
 
 
 def ulysses_size(config: DictConfig) -> int:
-    """verl reads the size from either place."""
+    """Returns the size; verl reads it from either place."""
     places = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
     return max(_get(config, f"{ACTOR}.{place}") or 1 for place in places)
 

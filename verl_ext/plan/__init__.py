@@ -1,4 +1,4 @@
-"""`verl-ext plan`: whether a run fits its GPUs, and where its time goes, before anybody waits in a queue for them.
+"""`verl-ext plan`: estimates whether a run fits its GPUs, and where its time goes, before it waits in a queue.
 
-Arithmetic on the composed config and the model's published shape; nothing is started. docs/plan.md has the formulas.
+It computes from the composed config and the model's published shape, and starts nothing. docs/plan.md has the formulas.
 """

@@ -16,45 +16,50 @@ from verl_ext.plan.sizes import GIB, UNITS, Sizes, planned_gpu, planned_gpus
 if TYPE_CHECKING:
     from rich.console import Console
 
-ROUGH = "rough estimates by a roofline, without weight sync, rewards and tools"
+ROUGH = "rough roofline estimates, without weight sync, rewards and tools"
 NOTHING_ON = (
-    "nothing of the plugin is switched on; to see what it takes, add what you would switch on, such as stability=icepop"
+    "no feature of the plugin is switched on; to see its cost, add what you would switch on, such as stability=icepop"
 )
 
 
 def add_plan_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        help="does a run fit its GPUs, and where does its time go",
-        description="Memory a GPU in the update and in the rollout, the largest part of it, rough shares of a step's "
-        "time, and what the plugin's features cost at this size. Arithmetic on the config alone; nothing is started.",
-        epilog="example: verl-ext plan --gpu H100 --nodes 2 recipe=qwen3_30b_a3b stability=icepop. Exit code: 0 it "
-        "fits, 1 it does not, 2 it cannot be planned.",
+        help="estimate memory, step time and the plugin's cost of a run",
+        description="Estimate a run's memory per GPU in the update and in the rollout with its largest part, rough "
+        "shares of a step's time, and the cost of the plugin's features at this size. It computes from "
+        "the config only and starts nothing.",
+        epilog="example: verl-ext plan --gpu H100 --nodes 2 recipe=qwen3_30b_a3b stability=icepop. Exit code: 0 if "
+        "it fits, 1 if it does not, 2 if it cannot be planned.",
     )
     command_line.add_arguments(parser)
     known = ", ".join(planned_gpus())
-    parser.add_argument("--gpu", default="H100", metavar="NAME", help=f"{known} (default: %(default)s)")
+    parser.add_argument("--gpu", default="H100", metavar="NAME", help=f"the GPU: {known} (default: %(default)s)")
     parser.add_argument(
-        "--nodes", metavar="N[,N...]", help="machines; several: a table over sizes (default: trainer.nnodes)"
+        "--nodes",
+        metavar="N[,N...]",
+        help="number of machines; several numbers print a table over sizes (default: trainer.nnodes)",
     )
     parser.add_argument(
         "--scale-batch",
         action="store_true",
-        help="with --nodes: as many trajectories a GPU as the config has (default: as many in all)",
+        help="with --nodes: keep the config's trajectories per GPU (default: keep its total)",
     )
-    parser.add_argument("--model", help="of the table, where actor_rollout_ref.model.path does not end in its name")
+    parser.add_argument(
+        "--model", help="a model of the table, if actor_rollout_ref.model.path does not end in its name"
+    )
     parser.add_argument(
         "--mean-response",
         type=float,
         metavar="TOKENS",
-        help="of a response, on average (default: half of the limit)",
+        help="mean length of a response (default: half of the limit)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the tables")
     parser.set_defaults(run=run_plan)
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """0 when it fits, 1 when it does not, at any of the sizes, 2 when the config cannot be planned."""
+    """Returns 0 if it fits, 1 if it does not at any of the sizes, 2 if the config cannot be planned."""
     try:
         config, nodes = command_line.required_config(arguments), _node_counts(arguments.nodes)
         plans = [
@@ -145,7 +150,7 @@ def print_plan(plan: Plan, gpu: str) -> None:
         f"{shape.parameters / 1e9:.1f} B parameters, {shape.active_parameters / 1e9:.1f} B active; "
         f"{sizes.gpus} x {gpu} train {generate}"
     )
-    table = number_table("GiB a GPU", "update", "rollout")
+    table = number_table("GiB per GPU", "update", "rollout")
     for name in dict.fromkeys([*memory.update.lines, *memory.rollout.lines]):
         cells = (phase.lines.get(name) for phase in (memory.update, memory.rollout))
         table.add_row(name, *("" if value is None else f"{value / GIB:.1f}" for value in cells))
@@ -169,7 +174,7 @@ def print_plan(plan: Plan, gpu: str) -> None:
     else:
         console.print(NOTHING_ON, soft_wrap=True)
     if host := _host(plan):
-        table = number_table("kept in the host's memory", "GiB a machine")
+        table = number_table("kept in the host's memory", "GiB per machine")
         for name, value in host.items():
             table.add_row(name, f"{value / GIB:.1f}")
         console.print(table)
@@ -199,17 +204,17 @@ def _seconds_text(seconds: float) -> str:
 
 
 def advice_lines(plan: Plan) -> list[str]:
-    """Lines that name the settings with which the plugin takes less, and the storage units that the run needs."""
+    """Returns lines on the settings that make the plugin cheaper, and on the storage units that the run needs."""
     remedies = plan.remedies()
     each = [f"{one.setting}: {one.seconds:.2f} s, {plan.share(one.seconds):.2%} of the step" for one in remedies]
-    lines = [f"the plugin takes less with {'; and also with '.join(each)}"] if each else []
+    lines = [f"the plugin costs less with {'; and also with '.join(each)}"] if each else []
     if (line := units_line(plan)) and not any(one.setting.startswith(UNITS) for one in remedies):
         lines.append(line)
     return lines
 
 
 def fit_lines(sizes: Sizes, memory: Memory) -> list[str]:
-    """One line where it fits, else one for each phase that does not."""
+    """Returns one line if it fits, else one for each phase that does not."""
     room = sizes.gpu.memory_gib * GIB
     lines = []
     if memory.update.total > room:

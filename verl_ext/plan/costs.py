@@ -1,8 +1,8 @@
-"""The cost of the plugin's features per step: bytes through TransferQueue, and seconds that somebody waits for them.
+"""The cost of the plugin's features per step: bytes through TransferQueue, and seconds that a process waits for them.
 
-A transfer takes as long as the slowest of its ends: the clients that move together, each a process that copies by
-itself; the storage units; the machines' network. docs/plan.md has the formulas, and the tables that the rates below are
-from. The rates were measured on two CPU cores, which clients and units share: they are low for the machines that train.
+A transfer takes as long as its slowest part: the clients that move together, each a process that copies by itself; the
+    storage units; the machines' network. docs/plan.md has the formulas, and the tables of the rates below. The rates
+    were measured on two CPU cores, which clients and units share: they are low for the machines that train.
 """
 
 import math
@@ -15,23 +15,23 @@ from verl_ext.plan.sizes import Sizes, Usage
 # python tools/bench_transfer.py, GB/s of expert ids: one client with one unit; one unit with the most clients.
 CLIENT_PUT, CLIENT_GET = 1.1, 0.82
 UNIT_PUT, UNIT_GET = 1.2, 0.90
-# The same command's short rows, two units: microseconds of a client for each row of each field, however short.
+# The same command's short rows, two units: microseconds that a client needs for each row of each field, however short.
 VALUE_PUT_US, VALUE_GET_US = 43.0, 19.0
-# An assumption: 100 Gbit/s of Ethernet a node, over which TransferQueue's sockets go.
+# An assumption: 100 Gbit/s of Ethernet per node, which TransferQueue's sockets use.
 NODE_GB_S = 12.5
 
-CORRECTION_NS = 17.0  # of the controller, a response token: python tools/bench_correction.py
-GUARD_MS = 0.5  # of the controller, a step: python tools/bench_guard.py
+CORRECTION_NS = 17.0  # of the controller, per response token: python tools/bench_correction.py
+GUARD_MS = 0.5  # of the controller, per step: python tools/bench_guard.py
 
 UNITS_A_NODE = 2  # TransferQueue's own advice: "Recommended: >= 2 x number of nodes" (its config.yaml, 0.1.11)
-READ_SHARE = 0.005  # of a step: what the training ranks may wait for the storage units
+READ_SHARE = 0.005  # share of a step that the training ranks may wait for the storage units
 
 GB = 1e9
 BYTE_IDS = 256  # experts up to which vLLM returns uint8; uint16 above
 VERLS_ID_BYTES = 2  # of an expert id, which verl sends in int16 for every engine but vLLM
 HEAD_BYTES = 8  # an id in int32 and a log-probability in float32
 SUM_BYTES = 8
-# Bytes per response token, and how many fields that is, of what our trainers read and write (trainer/queue.py). Before
+# Bytes per response token and number of fields that our trainers read and write (trainer/queue.py). Before
 # verl's advantages: rewards; log-probabilities of both engines, mask and entropy. After them: the advantages, or for
 # filters all that they look at. A batch that is one block has the rest at hand by then; a larger one is read again: for
 # filters, and where advantages differ in sign within a trajectory.
@@ -39,7 +39,7 @@ REWARDS, FIELDS, ADVANTAGES = (4, 1), (20, 4), (4, 1)
 FILTERS, FILTERS_AGAIN, SIGNS_AGAIN = (24, 4), (44, 8), (20, 4)
 READ_AGREEMENT = (4, 1)
 WRITTEN_WEIGHTS, WRITTEN_LAG, WRITTEN_MASKS = (4, 1), (8, 1), (16, 2)
-AGREEMENT_BYTES = 4  # router_agreement, a response token, beside a trajectory's sums
+AGREEMENT_BYTES = 4  # router_agreement, per response token, next to a trajectory's sums
 
 MEASURE, WEIGHTS, GUARD = "corrections, vllm_kl/*", "weights to the workers", "guard"
 HEAD, AGREEMENT, REPLAY = "sampler's head", "router agreement", "routing replay"
@@ -48,13 +48,13 @@ CONTROLLER, LOOPS, RANKS = "controller", "agent loops", "training ranks"
 
 @dataclass(frozen=True)
 class Cost:
-    """One thing that a feature does in a step.
+    """One operation of a feature in a step.
 
     Attributes:
-        who: does it, and how: "computes", "reads" or "writes".
-        gb: that pass TransferQueue, all processes together.
-        seconds: that it takes.
-        hidden: of them, those behind the generation.
+        who, how: the processes that do it, and "computes", "reads" or "writes".
+        gb: through TransferQueue, all processes together.
+        seconds: its duration.
+        hidden: the part of these seconds behind the generation.
     """
 
     feature: str
@@ -67,7 +67,7 @@ class Cost:
 
     @property
     def waited(self) -> float:
-        """Seconds that the step is longer for it."""
+        """The seconds that it adds to the step."""
         return self.seconds - self.hidden
 
     @property
@@ -76,12 +76,12 @@ class Cost:
 
 
 def transfer_seconds(how: str, gb: float, values: float, clients: int, units: int, nodes: int) -> float:
-    """Seconds of one transfer.
+    """Returns the seconds of one transfer.
 
     Args:
         how: "reads" or "writes".
         gb: all clients together.
-        values: rows x fields, all clients together; what each costs however short it is.
+        values: rows x fields, all clients together; each has a fixed cost.
         clients, units, nodes: processes that move it at the same time, storage units, machines that these are on.
     """
     reads = how == "reads"
@@ -91,7 +91,7 @@ def transfer_seconds(how: str, gb: float, values: float, clients: int, units: in
 
 
 def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: float) -> list[Cost]:
-    """All features, on or not, in the order of the table.
+    """Returns the costs of all features, on or off, in the order of the table.
 
     Args:
         mean_response: tokens.
@@ -102,11 +102,11 @@ def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: flo
     tokens = rows * mean_response
 
     def passes(feature: str, who: str, how: str, on: bool, gb: float, values: float) -> None:
-        writing = max(1, sizes.gpus // ranks)  # of those that work on the same, one writes
+        writing = max(1, sizes.gpus // ranks)  # one rank of those with the same trajectories writes
         clients = {CONTROLLER: 1, LOOPS: usage.workers, RANKS: sizes.gpus if how == "reads" else writing}[who]
         nodes = min(clients, sizes.nodes)
         seconds = transfer_seconds(how, gb, values, clients, usage.units, nodes)
-        # All of a trajectory is written at once: what is on takes from the same time.
+        # A trajectory is written at once: all features that are on share the same time.
         before = sum(cost.hidden for cost in found if cost.on)
         hidden = min(seconds, max(generation - before, 0.0)) if who == LOOPS else 0.0
         found.append(Cost(feature, who, how, on, gb, seconds, hidden))
@@ -121,7 +121,7 @@ def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: flo
     passes(MEASURE, CONTROLLER, "reads", usage.measures, gb + sums, values + rows * usage.compares)
     if usage.filters:
         passes(MEASURE, CONTROLLER, "writes", usage.measures, *fields(WRITTEN_MASKS))
-    # Where neither is on, the weights that would be.
+    # If neither is on, the weights of a feature that would be.
     gb, values = fields(*[WRITTEN_WEIGHTS] * (usage.weighs or not usage.lag), *[WRITTEN_LAG] * usage.lag)
     passes(WEIGHTS, CONTROLLER, "writes", usage.weighs or usage.lag, gb, values)
     passes(WEIGHTS, RANKS, "reads", usage.weighs or usage.lag, gb * ranks, values * ranks)
@@ -136,7 +136,7 @@ def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: flo
 
 
 def controller_reads(usage: Usage, tokens: float) -> list[tuple[int, int]]:
-    """Bytes a response token and fields of each read."""
+    """Returns bytes per response token and number of fields of each read."""
     agreement = [READ_AGREEMENT] * usage.compares
     found = [REWARDS, FIELDS, *agreement]
     if tokens <= BLOCK_TOKENS:
@@ -146,20 +146,22 @@ def controller_reads(usage: Usage, tokens: float) -> list[tuple[int, int]]:
 
 
 def engine_id_bytes(experts: int) -> int:
-    """Bytes of one expert id as vLLM returns it."""
+    """Returns the bytes of one expert id as vLLM returns it."""
     return 1 if experts <= BYTE_IDS else 2
 
 
 def id_bytes(sizes: Sizes) -> int:
-    """Bytes of a token's expert ids as the agent loops write them: of all layers, dense ones too, as vLLM returns."""
+    """Returns the bytes of a token's expert ids as the agent loops write them: for all layers, dense ones too, as
+    vLLM returns."""
     shape = sizes.shape
     each = engine_id_bytes(shape.routed_experts) if sizes.engine == "vLLM" else VERLS_ID_BYTES
     return shape.layers * shape.top_k * each
 
 
 def units_wanted(sizes: Sizes, usage: Usage, costs: Iterable[Cost], generation: float, step: float) -> int:
-    """Storage units with which the training ranks wait for READ_SHARE of a step, the agent loops hide their writes, and
-    each machine has UNITS_A_NODE; not more than all ranks, and their machines, could keep busy."""
+    """Returns the number of storage units with which the training ranks wait for READ_SHARE of a step, the agent
+    loops hide their writes, and each machine has UNITS_A_NODE; at most as many as all ranks, and their machines,
+    could keep busy."""
     most = min(CLIENT_GET * sizes.gpus, NODE_GB_S * sizes.nodes) / UNIT_GET
     on = [cost for cost in costs if cost.on]
     read = sum(cost.gb for cost in on if (cost.who, cost.how) == (RANKS, "reads"))
@@ -170,8 +172,8 @@ def units_wanted(sizes: Sizes, usage: Usage, costs: Iterable[Cost], generation: 
 
 
 def _routing_flows(sizes: Sizes, usage: Usage, mean_response: float) -> list[tuple[str, str, str, bool, float, float]]:
-    """(feature, who, how, on, GB, values) of what routing sends, and is read once for a model replica. With R3 all ids
-    travel, and agreement takes part in its first read; R2 writes and reads what compute_log_prob used."""
+    """Returns (feature, who, how, on, GB, values) of what routing sends, which a model replica reads once. With R3
+    all ids are sent, and agreement uses its first read; R2 writes and reads the experts of compute_log_prob."""
     shape, rows = sizes.shape, sizes.sequences
     r3, compares = usage.replay == "R3", usage.compares
     tokens = rows * (sizes.prompt / 2 + mean_response)

@@ -1,6 +1,6 @@
-"""Bytes that a GPU holds, in the update and in the rollout, and that the plugin keeps in a machine's memory.
+"""Memory of a GPU in the update and in the rollout, and the plugin's memory on a machine.
 
-docs/plan.md explains each line. `RESERVE` stands for what a library decides (workspaces, fragmentation): it is rough.
+docs/plan.md explains each line. `RESERVE` covers what libraries decide (workspaces, fragmentation): it is rough.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from verl_ext.plan.costs import AGREEMENT, GB, HEAD, LOOPS, REPLAY, Cost, id_byt
 from verl_ext.plan.sizes import GIB, Sizes, Usage
 
 RESERVE = 5 * GIB  # contexts of the processes on a GPU, NCCL's buffers, fragmentation, a sleeping vLLM
-ENGINE_RESERVE = 3 * GIB  # the rollout engine's own activations and graphs: within vLLM's share, beside SGLang's
+ENGINE_RESERVE = 3 * GIB  # the rollout engine's own activations and graphs: within vLLM's share, on top of SGLang's
 # Activations of a layer per token and hidden unit (Korthikanti et al., 2022, without attention scores).
 LAYER_BYTES = 34
 LOGIT_BYTES = 8  # per token and vocabulary entry: logits and gradient in 2 bytes each, softmax in 4
@@ -18,7 +18,7 @@ UNDO, VERSIONS, CACHED = "undo: weights and optimizer", "rescoring: old weights"
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase's lines in bytes a GPU."""
+    """One phase's lines in bytes per GPU."""
 
     lines: dict[str, float]
 
@@ -69,14 +69,14 @@ def plan_memory(sizes: Sizes) -> Memory:
         if not sizes.optimizer_offload:
             rollout["training optimizer"] = update["optimizer"]
         rollout["reserve"] = RESERVE / 2
-    # Compressed keys (MLA) are on every rank; others are split, a head going to several ranks at the most once.
+    # Compressed keys (MLA) are on every rank; others are split, at most to one head per rank.
     split = 1 if shape.mla else min(sizes.rollout_tensor, shape.kv_heads)
     tokens = int(max(cache, 0.0) // (shape.kv_bytes_per_token / split))
     return Memory(Phase(update), Phase(rollout), tokens, tokens / (sizes.prompt + sizes.response))
 
 
 def host_memory(sizes: Sizes, usage: Usage, memory: Memory, costs: list[Cost]) -> dict[str, float]:
-    """Bytes that the features that are on keep on a machine, beside what verl keeps there: old weights, and ids that
+    """Returns the bytes that active features keep on a machine, in addition to verl's: old weights, and ids that
     wait in TransferQueue and in vLLM."""
     lines = {}
     if usage.undoes:
@@ -94,7 +94,7 @@ def host_memory(sizes: Sizes, usage: Usage, memory: Memory, costs: list[Cost]) -
 
 
 def _state(sizes: Sizes) -> tuple[float, float, float]:
-    """Weights, gradients and Adam's state a GPU."""
+    """Returns weights, gradients and Adam's state per GPU."""
     shape = sizes.shape
     if not sizes.megatron:  # fp32, all of it sharded over all ranks
         parameters = shape.parameters / sizes.gpus
@@ -109,14 +109,14 @@ def _state(sizes: Sizes) -> tuple[float, float, float]:
 
 
 def _gathered(sizes: Sizes) -> float:
-    """FSDP's unsharded parameters: embeddings, the layer at work with its gradient, the next one."""
+    """Returns FSDP's unsharded parameters: embeddings, the current layer with its gradient, the next one."""
     shape = sizes.shape
     layer = (shape.parameters - shape.embedding_parameters) / shape.layers
     return sizes.compute_bytes * (shape.embedding_parameters + 3 * layer)
 
 
 def _activations(sizes: Sizes) -> float:
-    """Kept layer inputs, and one layer's own; without recomputation, all layers' own."""
+    """Returns the kept layer inputs, and one layer's activations; without recomputation, those of all layers."""
     shape = sizes.shape
     tokens = sizes.micro_tokens / (sizes.ulysses * sizes.context)
     split = sizes.tensor if sizes.megatron else 1  # sequence parallelism splits the inputs as well
@@ -125,7 +125,7 @@ def _activations(sizes: Sizes) -> float:
         LAYER_BYTES * shape.hidden
         + sizes.compute_bytes * (experts * (2 * shape.hidden + 3 * shape.moe_intermediate) if shape.moe_layers else 0)
     )
-    # Of a 1F1B pipeline, the first stage holds as many micro-batches as there are stages.
+    # The first stage of a 1F1B pipeline holds as many micro-batches as there are stages.
     layers = shape.layers / sizes.pipeline * (sizes.pipeline if sizes.megatron else 1)
     if not sizes.recompute:
         return layers * own / split

@@ -1,4 +1,4 @@
-"""A run at one size or several: what a step takes, what the plugin adds, and which setting would help."""
+"""A run at one size or several: the time of a step, the plugin's part, and settings that would help."""
 
 import copy
 import math
@@ -13,10 +13,10 @@ from verl_ext.plan.costs import AGREEMENT, UNITS_A_NODE, Cost, plan_costs, units
 from verl_ext.plan.memory import Memory, plan_memory
 from verl_ext.plan.sizes import UNITS, WORKERS, Sizes, Usage, as_config_errors, read_sizes, read_usage
 
-MFU = 0.25  # of an MoE's update; dense models reach more
-BANDWIDTH = 0.6  # of the data sheet's, in decoding
+MFU = 0.25  # for an MoE's update; dense models reach more
+BANDWIDTH = 0.6  # share of the data sheet's, in decoding
 SMALL_SHARE = 0.05  # of the trajectories, enough to see the routers drift
-WORTH = 0.1  # of the plugin's seconds: what a setting must save to be named
+WORTH = 0.1  # share of the plugin's seconds that a setting must save to be named
 MOST_REMEDIES = 3
 
 
@@ -33,7 +33,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A setting, and what the plugin takes of a step with it and those before it."""
+    """A setting, and the plugin's seconds per step with it and the settings before it."""
 
     setting: str
     seconds: float
@@ -41,7 +41,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is computed of one run at one size."""
+    """Everything that is computed for one run at one size."""
 
     sizes: Sizes
     memory: Memory
@@ -138,7 +138,7 @@ def read_plan(
 
 
 def plan_timing(sizes: Sizes, memory: Memory, mean_response: float) -> Timing:
-    """Roofline of each stage. Weight synchronisation, rewards and tools are not in it."""
+    """Returns the roofline of each stage. Weight synchronisation, rewards and tools are not in it."""
     shape = sizes.shape
     length = sizes.prompt / 2 + mean_response  # prompts are rarely as long as they may be
     replicas = sizes.rollout_gpus / sizes.rollout_tensor
@@ -150,7 +150,7 @@ def plan_timing(sizes: Sizes, memory: Memory, mean_response: float) -> Timing:
         touched = shape.parameters - shape.expert_parameters * (1 - seen)
     read = sizes.rollout_bytes * touched + concurrent * length / 2 * shape.kv_bytes_per_token
     step = read / sizes.rollout_tensor / (BANDWIDTH * sizes.gpu.gb_per_s * 1e9)
-    # The longest response decodes to its end, however few are left beside it.
+    # The longest response decodes to its end, however few others are left.
     steps = max(waiting * mean_response / concurrent, float(sizes.response))
     flops = sizes.gpus * sizes.gpu.tflops * 1e12 * MFU
     tokens = sizes.sequences * length
@@ -163,13 +163,13 @@ def plan_timing(sizes: Sizes, memory: Memory, mean_response: float) -> Timing:
 
 
 def at_nodes(config: DictConfig, nodes: int, *, scale_batch: bool) -> DictConfig:
-    """A copy for so many machines.
+    """Returns a copy of the config for this number of machines.
 
     Args:
-        scale_batch: trajectories a GPU stay what they are, in the batch and in each mini-batch.
+        scale_batch: keep the trajectories per GPU, in the batch and in each mini-batch.
 
     Raises:
-        ConfigError: that is no whole number of prompts.
+        ConfigError: the batch is not a whole number of prompts.
     """
     config = copy.deepcopy(config)
     if not scale_batch or nodes < 1:
@@ -180,7 +180,7 @@ def at_nodes(config: DictConfig, nodes: int, *, scale_batch: bool) -> DictConfig
             given = node[name]
             if type(given) is not int or type(before) is not int or before < 1 or given * nodes % before:
                 raise ConfigError(
-                    f"--scale-batch: {name}={given} for {nodes} machines instead of {before} is no number"
+                    f"--scale-batch: {name}={given} for {nodes} machines instead of {before} is not a whole number"
                 )
             node[name] = given * nodes // before
     return config
@@ -196,7 +196,7 @@ def _mean_response(given: float | None, sizes: Sizes) -> float:
 
 
 def scale_table(plans: Sequence[Plan]) -> list[list[str]]:
-    """Header and a row for each size."""
+    """Returns the header and a row for each size."""
     compares = any(plan.usage.compares for plan in plans)
     header = ["GPUs", "step, s", "plugin, s", "share", *["router agreement, s"] * compares, "largest", "what helps"]
     rows = [header]
@@ -216,10 +216,10 @@ def scale_table(plans: Sequence[Plan]) -> list[list[str]]:
 
 
 def units_line(plan: Plan) -> str:
-    """Whether the storage units are too few; "" where they are not."""
+    """Returns a line that asks for more storage units; "" if there are enough."""
     wanted, units = plan.units_wanted, plan.usage.units
     if not plan.usage.simple or units >= wanted:
         return ""
     least = UNITS_A_NODE * plan.sizes.nodes
-    why = f"TransferQueue asks for {UNITS_A_NODE} a machine" if wanted == least else "transfers would wait for them"
+    why = f"TransferQueue recommends {UNITS_A_NODE} per machine" if wanted == least else "transfers would wait for them"
     return f"{UNITS}={units} is low for {plan.sizes.nodes} machines ({why}): set it to {wanted}"

@@ -15,8 +15,8 @@ from verl_ext.launch.sizes import check_recipe, ulysses_size, world_size
 
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "bf16": 2, "fp16": 2, "fp32": 4}
-LARGEST = 10**12  # of any number that is counted: products of several are still floats
-# What the checks of sizes divide by.
+LARGEST = 10**12  # of any number: products of several are still floats
+# Settings that the checks of sizes divide by.
 COUNTED = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
@@ -42,10 +42,10 @@ class Sizes:
     """The sizes of a run, of its model and of its GPUs.
 
     Attributes:
-        gpus: that train; rollout_gpus: that generate, the same ones unless the run is separate_async.
+        gpus: GPUs that train; rollout_gpus: GPUs that generate, the same ones unless the run is separate_async.
         shared: whether they are the same ones.
-        engine: of the rollout, as it calls itself.
-        micro_tokens: of one micro-batch on one training rank, at the most.
+        engine: the rollout engine's name, as it spells it.
+        micro_tokens: tokens of one micro-batch on one training rank, at most.
         per_node: GPUs of a machine.
     """
 
@@ -81,7 +81,7 @@ class Sizes:
 
     @property
     def nodes(self) -> int:
-        """Machines, those that generate alone among them."""
+        """Machines, including those that only generate."""
         return -(-(self.gpus if self.shared else self.gpus + self.rollout_gpus) // self.per_node)
 
     @property
@@ -98,14 +98,14 @@ class Usage:
         measures, weighs, guards, compares, has_heads: the parts of the plugin that are on.
         filters: tokens are taken out of the loss's mask.
         splits: the gap is split by the sign of the advantages.
-        signs: and these may differ within a trajectory.
-        head: tokens of the sampler's head, or the usual ones.
+        signs: advantages may differ in sign within a trajectory.
+        head: tokens of the sampler's head, or the usual number.
         head_reads: stages that read it.
-        agreement_share: of the trajectories, whose expert ids travel for router agreement.
-        replay: `disabled`, R2 or R3, whoever replays; replay_setting: where that is set.
-        lag: whether the age of each token's weights travels beside its weight.
+        agreement_share: share of the trajectories whose expert ids are sent for router agreement.
+        replay: `disabled`, R2 or R3, by verl or by us; replay_setting: its setting.
+        lag: whether the age of each token's weights is sent with its weight.
         simple: whether TransferQueue stores in its own units; units: how many of them.
-        workers: agent loops.
+        workers: number of agent loops.
         undoes: whether each update is kept until it has proved itself; versions: old weights that are kept.
     """
 
@@ -151,7 +151,7 @@ def read_usage(config: DictConfig) -> Usage:
     """Reads the use of the plugin from a composed config.
 
     Raises:
-        ConfigError: its `stability` node is wrong, or the number of storage units or of agent loops is none.
+        ConfigError: its `stability` node is wrong, or the number of storage units or of agent loops is not a number.
     """
     from verl_ext.features.feature import Part
     from verl_ext.features.heads import head_k
@@ -191,7 +191,7 @@ def read_usage(config: DictConfig) -> Usage:
 
 
 def planned_gpu(given: str) -> tuple[str, DataSheet]:
-    """Name and data sheet of the GPU `given`.
+    """Returns the name and the data sheet of the GPU `given`.
 
     Raises:
         ConfigError: there is no data sheet of it.
@@ -203,7 +203,7 @@ def planned_gpu(given: str) -> tuple[str, DataSheet]:
 
 
 def planned_gpus() -> list[str]:
-    """The names of those with a data sheet."""
+    """Returns the names of the GPUs with a data sheet."""
     return [name for name, gpu in GPUS.items() if gpu.sheet]
 
 
@@ -220,10 +220,10 @@ def check_sizes(config: DictConfig, shape: ModelShape | None) -> None:
 
 
 def whole(config: DictConfig, key: str) -> int:
-    """The number at `key`.
+    """Returns the number at `key`.
 
     Raises:
-        ConfigError: it is none, or none to plan with.
+        ConfigError: it is not a number, or too large to plan with.
     """
     value = OmegaConf.select(config, key)
     if type(value) is not int or value < 1:
@@ -257,8 +257,8 @@ def _model_shape(config: DictConfig, model: str | None) -> ModelShape:
         return shape_of(model or path)
     except ConfigError:
         said = f"--model={model}" if model else f"actor_rollout_ref.model.path={path}"
-        remedy = "" if model else "; name the one of the same shape by --model"
-        known = f"{said} is none of the models of verl_ext/launch/models.py: {', '.join(SHAPES)}"
+        remedy = "" if model else "; name a model of the same shape with --model"
+        known = f"{said} is not a model of verl_ext/launch/models.py, which has: {', '.join(SHAPES)}"
         raise ConfigError(f"{known}{remedy}") from None
 
 

@@ -1,4 +1,4 @@
-"""What the `verl.plugins` entry point loads, in every process that imports verl.
+"""The plugin that the `verl.plugins` entry point loads, in every process that imports verl.
 
 Most of those processes never compute a loss or build an engine, so nothing is imported here that verl has
 not imported already: each registration waits until the module that owns the registry is imported.
@@ -22,8 +22,8 @@ SGLANG_SERVER = "verl.workers.rollout.sglang_rollout.async_sglang_server"
 
 
 def load() -> None:
-    """Install the hooks; those of the agent loop and of the CPU platform where the environment asks for them."""
-    # Importing these registers them; they may be on their way in themselves, having imported verl's registry.
+    """Installs the hooks; those of the agent loop and of the CPU platform only if the environment asks for them."""
+    # Importing these registers them; they may themselves be in the middle of being imported, by way of verl's registry.
     register_post_import_hook(lambda _: import_module("verl_ext.workers.losses"), "verl.trainer.ppo.core_algos")
     register_post_import_hook(lambda _: register_estimators(), "verl.trainer.ppo.core_algos")
     agent_loop.install_changes()
@@ -39,11 +39,11 @@ def load() -> None:
 
 
 def load_schedule(transformer_impl: Any) -> Undo:
-    """Have verl's Megatron engines forget the steps of their learning-rate schedule before they load a checkpoint.
+    """Makes verl's Megatron engines forget the steps of their learning-rate schedule before they load a checkpoint.
 
     megatron-core's `OptimizerParamScheduler` (0.16.1) adds the steps that it loads to those that it has taken. A
-    resumed run loads into a new engine, which has taken none. The guard's rollback loads into a running one, which
-    would go on at a step that is the sum of both.
+    resumed run loads into a new engine, which has taken none. The guard's rollback loads into a running engine, which
+    would continue at the sum of both.
     """
     return wrap("load_schedule", transformer_impl.MegatronEngine, "load_checkpoint", _forget_and_load, "self, ...")
 

@@ -1,4 +1,4 @@
-"""What the `vllm.general_plugins` entry point calls, in every vLLM process."""
+"""The plugin that the `vllm.general_plugins` entry point calls, in every vLLM process."""
 
 from wrapt import register_post_import_hook
 
@@ -9,7 +9,7 @@ QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 
 
 def register() -> None:
-    """Install the engine's report and its states, a load format and, on CPU cores, the patches of `cpu.vllm`.
+    """Installs the engine's report and its states, a load format and, on CPU cores, the patches of `cpu.vllm`.
 
     All wait for the module they change or need, which only vLLM's worker processes import (but for a method of its
     config, on CPU cores); a front-end process pays for nothing. A patch that no longer fits the installed vLLM raises

@@ -252,7 +252,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 
 def missing_package(error: ModuleNotFoundError) -> str:
-    """What to install. Raises the error again where its module is not one of the report's own."""
+    """Returns what to install. Raises the error again if its module is not one of the report's own."""
     if error.name not in (*DRAWING, STATISTICS):
         raise error
     return f"{error.name} is missing: pip install {STATISTICS if error.name == STATISTICS else LIBRARIES}"

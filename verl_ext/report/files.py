@@ -26,7 +26,7 @@ def not_a_file(path: Path, mode: int) -> OSError:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether there is a regular file, or a link to one; False where the name cannot be looked up at all."""
+    """Returns True for a regular file, or a link to one; False if the name cannot be looked up at all."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except (OSError, ValueError):  # too long a name, no permission; a NUL in it

@@ -67,7 +67,7 @@ class _Shown(ABC):
 
     @abstractmethod
     def _renderable(self) -> "RenderableType":
-        """What rich prints."""
+        """Returns the object that rich prints."""
 
     def _console(self) -> "Console":
         from rich.console import Console

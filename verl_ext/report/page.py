@@ -145,7 +145,8 @@ def write_page(
 
 
 def is_ours(out: Path) -> bool:
-    """Whether this folder has a report. Then files with the names of a report's figures are a report's as well."""
+    """Returns True if this folder has a report. Then files with the names of a report's figures are a report's as
+    well."""
     if (out / PAGE).is_symlink():  # to a report that may stand anywhere
         return False
     try:

@@ -26,7 +26,7 @@ class ReportError(ValueError):
 
 
 def is_step(value: object) -> TypeGuard[int]:
-    """Whether it can be a step: a whole number with which steps can be counted, here and on a page."""
+    """Returns True for a possible step: a whole number with which steps can be counted, here and on a page."""
     return type(value) is int and abs(value) < LARGEST_STEP
 
 

@@ -68,7 +68,7 @@ def gap_of(run: Run) -> Gap | None:
 
 
 def age_drives(run: Run) -> bool:
-    """Whether the age of the rollouts is the problem, and not the engines.
+    """Returns True if the age of the rollouts is the problem, and not the engines.
 
     It is if k3 is past the boundary and the engines' part of it is not. If no metric shows that part, it is whenever
     rollouts are old.
@@ -80,7 +80,7 @@ def age_drives(run: Run) -> bool:
 
 
 def routing_drives(run: Run) -> bool:
-    """Whether tokens for which the engines chose other experts make much of the gap."""
+    """Returns True if tokens for which the engines chose other experts make much of the gap."""
     agreement, differs, equal = (latest(run, f"router/{name}") for name in ("agreement", "gap_differs", "gap_equal"))
     return agreement < LOW_AGREEMENT or differs > ROUTED_GAP * equal
 
@@ -144,12 +144,19 @@ def _fit_growth(series: Series | None, boundary: float) -> tuple[Series, Growth]
 
 
 def blind_mask(run: Run) -> tuple[Growth, Growth] | None:
-    """How the share of dropped tokens and k3 move, where the guard has found IcePop's mask blind (`guard.forecast`)."""
+    """Returns the growth of the share of dropped tokens and of k3, if the guard found IcePop's mask blind
+    (`guard.forecast`)."""
     found = run.get("guard/mask_blind")
     share, gap = _fit_growth(run.get(DROPPED), 1.0), _fit_growth(run.get(K3), boundary_of(run))  # a mask sees all of k3
     if found is None or not found.values[-1] or share is None or gap is None:
         return None
     return share[1], gap[1]
+
+
+def usual_level(run: Run) -> float:
+    """The k3 above which the guard warned last; 0 where no run knows it."""
+    level = run.get("guard/level")
+    return 0.0 if level is None else float(level.values[-1])
 
 
 def boundary_of(run: Run) -> float:

@@ -43,7 +43,7 @@ WORST: dict[str, Callable[[np.ndarray], float]] = {
     "lowest": np.min,
     "largest": lambda values: values[np.argmax(np.abs(values))],
 }
-FORMATS: dict[str, Unit] = {"share": "share", "nats a token": "small", "tokens": "count", "s": "seconds"}
+FORMATS: dict[str, Unit] = {"share": "share", "nats per token": "small", "tokens": "count", "s": "seconds"}
 ROWS = (  # in the order of the table
     "critic/score/mean",
     "vllm_kl/k3",
@@ -97,12 +97,12 @@ def dashboard_rows(run: Run) -> list[DashboardRow]:
 
 
 def format_of(metric: Metric) -> Unit:
-    """How its values are written."""
+    """Returns the unit in which a metric's values are written."""
     return FORMATS.get(metric.unit, "small" if metric.scale == "log" else "number")
 
 
 def format_value(value: float, unit: Unit) -> str:
-    """At most 9 columns for what is usual."""
+    """Returns at most 9 columns for usual values."""
     match unit:
         case "share":
             return f"{100 * value:.2f} %"
@@ -207,6 +207,8 @@ class Dashboard:
         for label, sentence in (("measure", verdict.measure), ("settle", verdict.settle)):
             if sentence:
                 yield f"{label}: {sentence}", ""
+        if verdict.alarm:
+            yield from (("", ""), (verdict.alarm, "bold"))
         if first := verdict.first:
             yield from (("", ""), ("Do this first: start the run again with", "bold"), (first.text, "bold"))
             yield first.sentence, ""
@@ -253,7 +255,7 @@ def notes(run: Run) -> Iterator[str]:
 
 
 def not_finite(run: Run) -> Iterator[str]:
-    """Which metrics were not numbers, and how often; those of the table first."""
+    """Yields the metrics that were not finite numbers, and how often; those of the table first."""
     missing = {name: int((~np.isfinite(series.values)).sum()) for name, series in run.metrics.items()}
     table = [name for metric in ROWS for name in names_of(metric) if name in missing]
     names = [name for name in dict.fromkeys([*table, *sorted(missing)]) if missing[name]]

@@ -76,7 +76,7 @@ class Trajectory:
         return [abs(old - infer) for infer, old in pairs if infer is not None and old is not None]
 
     def dropped(self) -> int:
-        """How many of the model's own tokens take no part in the loss."""
+        """The number of the model's own tokens that take no part in the loss."""
         weights = self.weight or (None,) * len(self.kept)
         rows = zip(self.generated, self.kept, weights, strict=True)
         return sum(bool(generated and (not kept or weight == 0)) for generated, kept, weight in rows)

@@ -15,6 +15,9 @@ the first of these that holds:
 
 The likeliest causes come with every state, and what mends the first of them is advised first.
 
+While an alarm is active (the guard stopped the run, or refused or took back an update in its last steps), there is no
+advice on tuning: what remains is what mends the likeliest cause, or starts a collapsed run again.
+
 Of what helps, one thing comes first, the most useful one. What only measures comes last, unless nothing is wrong. Which
 change helps follows docs/methods.md, "Which one, when", and the runs of docs/lab.md.
 """
@@ -30,6 +33,7 @@ from verl_ext.base.metrics import is_of_the_gap
 from verl_ext.guard.collapse import GRADIENT, Collapse
 from verl_ext.guard.diagnosis import LARGE, READ, Suspect, find_question, find_suspects
 from verl_ext.guard.forecast import FEWEST, HORIZON
+from verl_ext.guard.rules import REFUSING
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.report.run import Run, Series
 from verl_ext.report.signals import (
@@ -55,11 +59,13 @@ from verl_ext.report.signals import (
     passed_at,
     routing_drives,
     staleness,
+    usual_level,
 )
 
 State = Literal["stopped", "collapsed", "healthy", "suspect", "drifting", "past the boundary", "not enough data"]
 
 WINDOW = 10  # steps of which most were skipped, for a run that no longer learns
+ALARM = 3  # last steps in which an action of the guard is an active alarm
 RISE = 25.0  # times the k3 of the run's best stretch: 5 times the mean gap of a token, which the guard calls a jump
 HARMLESS = 0.01  # of the boundary; a rise to below it is not one
 FAR = 1000  # times below the boundary; how many thousands says nothing more
@@ -95,6 +101,7 @@ SYNC = Override(
 )
 REFERENCE = Override("actor_rollout_ref.actor.use_kl_loss=true", "holds the policy near the reference model")
 RESUME = "trainer.resume_mode=resume_path trainer.resume_from_path=CHECKPOINT"
+AFTER_ALARM = "What to read, to change and to run then: docs/guard.md#after-the-guard-stopped-a-run."
 SPOILED = "the last weights are spoiled"
 
 
@@ -107,6 +114,7 @@ class RunVerdict:
         why: what warned of it before, then what explains it; one sentence each.
         overrides: what to do, the most useful first.
         evidence: what else the metrics say.
+        alarm: what the guard did in the last steps, which has to be dealt with first; "" where it did nothing.
         suspects: the likeliest causes, the first one first.
         measure: which metric to switch on to tell the first two causes apart; "" where none would.
         settle: which command settles it, and what it shows of each; "" where none does.
@@ -117,6 +125,7 @@ class RunVerdict:
     why: tuple[str, ...]
     overrides: tuple[Override, ...]
     evidence: tuple[str, ...]
+    alarm: str = ""
     suspects: tuple[Suspect, ...] = ()
     measure: str = ""
     settle: str = ""
@@ -134,7 +143,7 @@ class RunVerdict:
 
 def judge_run(run: Run) -> RunVerdict:
     """The verdict on a run as far as it has come."""
-    found = _with_suspects(run, _verdict_of_metrics(run))
+    found = _with_alarm(run, _with_suspects(run, _verdict_of_metrics(run)))
     stop = next((event for event in run.events if event.action == "stop" and event.step >= run.steps[-1]), None)
     if stop is None:
         return found
@@ -187,7 +196,7 @@ def _with_suspects(run: Run, found: RunVerdict) -> RunVerdict:
             sentence = f"The reward holds, but something is wrong: {_lower_first(first.cause.title)}."
         elif k3 is None or suspects or (staleness(run) > STALE and not k3.alone):  # of old rollouts, the age is known
             return found
-        elif (now := now_of(k3.series)) > LARGE:
+        elif (now := now_of(k3.series)) > max(LARGE, usual_level(run)):
             sentence = f"The reward holds, but {k3.name} is {now:.2g}, and nothing that was measured explains it."
         else:
             return found
@@ -202,6 +211,19 @@ def _with_suspects(run: Run, found: RunVerdict) -> RunVerdict:
     idle = first.cause.name not in MENDED_BY_CORRECTION
     others = (each for each in found.overrides if each.text != change.text and not (idle and each.corrects))
     return replace(found, overrides=(change, *others))
+
+
+def _with_alarm(run: Run, found: RunVerdict) -> RunVerdict:
+    """The verdict without advice on tuning, where an alarm is active."""
+    lately = [event for event in run.events if event.action in REFUSING and event.step > run.steps[-1] - ALARM]
+    if not lately:
+        return found
+    event = lately[-1]
+    named = bool(found.suspects) and not found.suspects[0].harmless
+    mends = named and bool(found.suspects[0].cause.override or found.suspects[0].cause.name in KNOWN_ADVICE)
+    kept = found.overrides[: found.state == "collapsed" or mends]
+    alarm = f"Deal with this first, before you tune anything: {_lower_first(_act_sentence(event))} {AFTER_ALARM}"
+    return replace(found, alarm=alarm, overrides=kept)
 
 
 def _lower_first(text: str) -> str:
@@ -408,7 +430,13 @@ def _movement_sentences(run: Run) -> Iterator[str]:
         )
 
 
-ACTED = {"undo": "took an update back", "rollback": "rolled back", "stop": "stopped the run"}
+ACTED = {
+    "undo": "took an update back",
+    "rollback": "rolled back",
+    "stop": "stopped the run",
+    "skip": "skipped the update",
+}
+TAKEN_BACK = ("undo", "rollback", "stop")
 
 
 def _act_sentence(event: Event) -> str:
@@ -417,7 +445,7 @@ def _act_sentence(event: Event) -> str:
 
 def _recent_acts(run: Run) -> list[Event]:
     """The guard's recent actions that stop a run or take it back."""
-    return [e for e in run.events if e.action in ACTED and e.step > run.steps[-1] - WINDOW]
+    return [e for e in run.events if e.action in TAKEN_BACK and e.step > run.steps[-1] - WINDOW]
 
 
 def _rise(run: Run) -> tuple[float, float] | None:
@@ -456,6 +484,7 @@ def _surroundings(run: Run) -> Iterator[str]:
     """Describes dropped tokens, routing, skips, warnings, age and gradients."""
     if (dropped := run.get(DROPPED)) is not None and now_of(dropped) <= TOO_MANY_DROPPED:
         yield _dropped_sentence(dropped)
+    yield from _level_sentence(run)
     yield from _agreement_sentence(run)
     if (skipped := run.get("guard/skipped")) is not None and (count := int((skipped.values > 0).sum())):
         yield f"{count} of {len(skipped.values)} updates were skipped."
@@ -465,6 +494,13 @@ def _surroundings(run: Run) -> Iterator[str]:
     yield from _age_sentence(run)
     if (norm := run.metrics.get("actor/grad_norm")) is not None and (bad := int((~np.isfinite(norm.values)).sum())):
         yield f"The gradient norm was not a number in {bad} step{'s' * (bad != 1)}."
+
+
+def _level_sentence(run: Run) -> Iterator[str]:
+    """Says where the gap is above what is normal for the model, as the guard does."""
+    gap, level = gap_of(run), usual_level(run)
+    if gap is not None and 0 < level < (now := now_of(gap.series)):
+        yield f"{gap.name} is {now:.2g}, above the normal level of {level:.2g} that the guard warns at (guard/level)."
 
 
 def _dropped_sentence(share: Series) -> str:
@@ -518,7 +554,7 @@ def _advice_overrides(
 
 
 def _revival_overrides(run: Run, fall: Fall, *, by_gap: bool) -> Iterator[Override]:
-    """How to start a collapsed run again: a sound checkpoint together with the change that helps most.
+    """Yields the ways to start a collapsed run again: a sound checkpoint together with the change that helps most.
 
     Args:
         by_gap: whether the engines came apart, or rollouts were too old, before the reward fell.

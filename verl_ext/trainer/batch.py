@@ -1,4 +1,4 @@
-"""What the training step and its filters read of a batch, as packed tokens.
+"""The part of a batch that the training step and its filters read, as packed tokens.
 
 Shape legend: N response tokens of all trajectories, B trajectories.
 """
@@ -31,7 +31,7 @@ FILTER_FIELDS = (RESPONSE_MASK, RESPONSES, ADVANTAGES, REWARDS)
 
 
 def lag_of(tags: Sequence[Mapping[str, Any]], step: int) -> Lag:
-    """How old the weights of each trajectory are in this step, by the tags that verl's agent loop gives it.
+    """Returns how old the weights of each trajectory are in this step, by the tags that verl's agent loop gives it.
 
     A version is the step after which it was synchronised; l_old is of the one before this step, also where a step has
     several local updates (`separate_async`).
@@ -44,7 +44,7 @@ def lag_of(tags: Sequence[Mapping[str, Any]], step: int) -> Lag:
 
 
 def response_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Tokens:
-    """The tokens of FIELDS in `data`, verl's nested tensors; entropy and router_agreement are optional.
+    """Returns the tokens of FIELDS in `data`, verl's nested tensors; entropy and router_agreement are optional.
 
     Raises:
         BatchError: a field is missing or has another number of tokens than response_mask.
@@ -66,31 +66,31 @@ def response_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Token
 
 
 def packed_like_mask(data: Mapping[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Name -> [N] values of the nested fields that `data` has, which must be divided as response_mask is.
+    """Returns name -> [N] values of the nested fields in `data`, which must have the row lengths of response_mask.
 
     Raises:
-        BatchError: one is not.
+        BatchError: a field has other row lengths.
     """
     mask = data[RESPONSE_MASK]
     packed = {name: data[name].values() for name in names if name in data}
     for name, values in packed.items():
         if values.shape != mask.values().shape or not torch.equal(data[name].offsets(), mask.offsets()):
             raise BatchError(
-                f"{name} has {len(values)} tokens and response_mask {len(mask.values())}, or they are divided "
-                "differently over the trajectories: every response token needs one value"
+                f"{name} has {len(values)} tokens and response_mask {len(mask.values())}, or the trajectories' "
+                "lengths differ: every response token needs one value"
             )
     return packed
 
 
 def log_k_sums(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """[B] float64 each: the sum of |log k| over a trajectory's generated tokens, inf where one is not a number; and how
-    many there are."""
+    """Returns two [B] tensors in float64: the sum of |log k| over a trajectory's generated tokens, inf if one is not
+    a number; and the number of these tokens."""
     log_k = (tokens.l_old.double() - tokens.l_infer.double()).abs_().nan_to_num_(torch.inf)
     return tokens.row_sums(log_k.masked_fill_(~tokens.mask, 0.0)), tokens.row_sums(tokens.mask)
 
 
 def pick_rows(tokens: Tokens, rows: Sequence[int]) -> tuple[Tokens, Tensor]:
-    """Some trajectories of a batch, in this order; and where their tokens stand among the N."""
+    """Returns some trajectories of a batch, in this order, and the places of their tokens among the N."""
     ends = tokens.offsets.tolist()
     places = torch.cat([torch.arange(ends[row], ends[row + 1]) for row in rows])
     lengths = tokens.offsets.diff()[list(rows)]
@@ -105,7 +105,7 @@ def pick_rows(tokens: Tokens, rows: Sequence[int]) -> tuple[Tokens, Tensor]:
 def filter_batch(
     tokens: Tokens, keys: Sequence[str], data: Mapping[str, Tensor], models: DictConfig, tokenizer: Any
 ) -> FilterBatch:
-    """The batch as filters see it.
+    """Returns the batch as filters see it.
 
     Args:
         tokens: as they were measured.
@@ -130,7 +130,7 @@ def filter_batch(
 
 @lru_cache
 def end_tokens(model_path: str) -> frozenset[int]:
-    """The token ids that end a response by the model's generation config; none where it has none."""
+    """Returns the token ids that end a response by the model's generation config; none if it has none."""
     from transformers import GenerationConfig
 
     try:

@@ -16,19 +16,19 @@ from verl_ext.features.verl_config import ROLLOUTS, replay_mode, replay_setting,
 from verl_ext.guard.state import Decision, Event
 from verl_ext.trainer.queue import get_fields
 
-SAMPLED = 4  # trajectories a step that are looked at where verl replays them: some 50 MB of 32,768 tokens each
+SAMPLED = 4  # trajectories per step that are checked where verl replays them: some 50 MB of 32,768 tokens each
 ENGINE_KWARGS = "++actor_rollout_ref.rollout.engine_kwargs"
 RETRACTED = "router/retracted"
-SURELY = 10  # trajectories for each agent loop's process that ought to have come without routing
+SURELY = 10  # trajectories per agent loop's process that should have come without routing
 MODULAR = {"vllm": "moe_backend=triton", "sglang": "moe_runner_backend=triton"}
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Tokens whose routing is believed, is unknown, and is refused, by reason.
+    """Tokens whose routing is accepted, unknown, or refused, by reason.
 
     Attributes:
-        compared, left_out: trajectories, of a batch of which a share was to be compared.
+        compared, left_out: trajectories, if a share of the batch was to be compared.
     """
 
     believed: int
@@ -53,7 +53,7 @@ class Counts:
     def from_routes(cls, routes: Sequence[Tensor]) -> "Counts":
         """Counts the tokens of a few trajectories, by their routes [n, l, K]; not their last, which have none.
 
-        A layer that is zeros throughout is taken for a dense one, and every id that is not negative for an expert.
+        A layer of only zeros counts as a dense one, and every id that is not negative as an expert.
         """
         routes = [rows[:-1] for rows in routes]
         routes_TLK = torch.cat(routes)
@@ -73,7 +73,7 @@ class Counts:
 
 
 def sampled_counts(batch: KVBatchMeta, config: DictConfig) -> Counts | None:
-    """Counts a few trajectories, where the rollout's experts are replayed and not compared; else None."""
+    """Counts a few trajectories if the rollout's experts are replayed and not compared; else None."""
     if replay_mode(config) != "R3":
         return None
     few = KVBatchMeta(keys=batch.keys[:SAMPLED], tags=batch.tags[:SAMPLED], partition_id=batch.partition_id)
@@ -84,10 +84,10 @@ def sampled_counts(batch: KVBatchMeta, config: DictConfig) -> Counts | None:
 
 
 def retracted_share(batch: KVBatchMeta, config: DictConfig) -> float | None:
-    """The share of the trajectories that SGLang dropped for want of cache and went on with later; None without its
-    routing.
+    """Returns the share of the trajectories that SGLang retracted because its cache was full, and continued later; None
+    without its routing.
 
-    Their log-probabilities are those of the sampling. Their experts are of the forward pass that read their tokens
+    Their log-probabilities are those of the sampling. Their experts are from the forward pass that read their tokens
     again: SGLang keeps routing by slot of its cache, and returns it once a request is done (`get_topk` of
     srt/state_capturer/base.py, 0.5.12). vLLM sends a token's experts on when it is sampled, before a preemption.
     """
@@ -101,7 +101,7 @@ def retracted_share(batch: KVBatchMeta, config: DictConfig) -> float | None:
 
 
 class CapturedRouting:
-    """Warns once of each thing that is wrong, and stops a run that would replay nothing from its start."""
+    """Warns once of each problem, and stops a run that would replay nothing from its start."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -109,11 +109,11 @@ class CapturedRouting:
         self._compared = self._left_out = 0
 
     def judge(self, counts: Counts, config: DictConfig, step: int) -> Decision:
-        """Warns of what is new.
+        """Warns of new problems.
 
         Raises:
-            HookError: R3, and since the start of this process not one token had routing that can be believed; or of a
-                share of the trajectories, and all of them had routing.
+            HookError: R3 is on, and no token had valid routing since the start of this process; or a share of the
+                trajectories was to have routing, and all of them had it.
         """
         self._believed |= counts.believed > 0
         self._expect_left_out(counts, config)
@@ -125,10 +125,10 @@ class CapturedRouting:
             raise HookError(
                 f"{replay_setting(config)}=R3 has nothing to replay: {' '.join(wrong.values())}",
                 fix=(f"{replay_setting(config)}=disabled",),
-                otherwise=f"where {kernel} does not return what it chose, take one that does, {modular}",
+                otherwise=f"if {kernel} does not return its experts, choose a kernel that does, {modular}",
             )
         new = {name: said for name, said in wrong.items() if name not in self._told}
-        if counts.believed and "unknown" in new:  # a few are: router/unknown tells
+        if counts.believed and "unknown" in new:  # only a few: router/unknown shows them
             del new["unknown"]
         self._told |= new.keys()
         return Decision(tuple(_event(step, name, said, counts.metrics, config) for name, said in new.items()))
@@ -140,13 +140,14 @@ class CapturedRouting:
         self._told.add("retracted")
         reason = (
             f"SGLang ran out of KV cache and read the tokens of {share:.2%} of the trajectories again: their experts "
-            "are of that forward pass, not of the one that sampled them; with fewer requests at once "
-            "(rollout.max_num_seqs) or more cache (rollout.gpu_memory_utilization) it need not"
+            "are from that forward pass, not from the one that sampled them; to avoid it, run fewer requests at once "
+            "(rollout.max_num_seqs) or give it more cache (rollout.gpu_memory_utilization)"
         )
         return Decision((Event(step, "routing", RETRACTED, share, 0.0, "warn", reason),))
 
     def _expect_left_out(self, counts: Counts, config: DictConfig) -> None:
-        """Each agent loop's process leaves out its part, to within one trajectory (upstream/agent_loop.py)."""
+        """Checks that each agent loop's process left out its part, to within one trajectory
+        (upstream/agent_loop.py)."""
         share = OmegaConf.select(config, SHARE, default=1.0)
         self._compared += counts.compared
         self._left_out += counts.left_out
@@ -156,13 +157,13 @@ class CapturedRouting:
                 f"{SHARE}={share:g}, and each of {self._compared} trajectories came with routing: "
                 "VERL_EXT_AGENT_LOOP did not reach the run's processes",
                 fix=(f"{SHARE}=1",),
-                otherwise="start the run outside a Ray session that is open, and name verl_ext in "
-                "VERL_USE_EXTERNAL_PLUGINS where that is set",
+                otherwise="start the run outside of an open Ray session, and name verl_ext in "
+                "VERL_USE_EXTERNAL_PLUGINS if that is set",
             )
 
 
 def _wrong(counts: Counts) -> dict[str, str]:
-    """Reason -> a sentence."""
+    """Returns reason -> a sentence."""
     found = {"unknown": (counts.unknown, "came without routing")}
     found |= {name: (count, REASONS[name]) for name, count in counts.refused.items()}
     return {name: f"{n:,} of {counts.tokens:,} tokens {said}." for name, (n, said) in found.items() if n}
@@ -172,8 +173,8 @@ def _event(step: int, name: str, said: str, metrics: Mapping[str, float], config
     if replay_mode(config) != "R3":
         outcome = "They are not compared."
     elif replays_here(config):
-        outcome = "They route themselves."
+        outcome = "The training router chooses their experts."
     else:
-        outcome = f"verl replays them all the same; {replay_setting(config)}=disabled does not."
+        outcome = f"verl still replays them; set {replay_setting(config)}=disabled to avoid it."
     signal = "router/unknown" if name == "unknown" else "router/invalid"
     return Event(step, "routing", signal, metrics[signal], None, "warn", f"{said} {outcome}")

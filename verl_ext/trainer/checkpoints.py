@@ -1,7 +1,7 @@
-"""What the guard adds to verl's checkpoints: its state, and the sizes of the files, by which a truncated one is known.
+"""The guard's additions to verl's checkpoints: its state, and the sizes of the files, which reveal a truncated one.
 
-`saving` and `loading` stand around verl's own. A checkpoint folder is `global_step_N` under trainer.default_local_dir;
-verl names the latest in a tracker file beside them, when it is complete.
+`saving` and `loading` are contexts around verl's own. A checkpoint folder is `global_step_N` under
+trainer.default_local_dir; verl names the latest in a tracker file next to them, when it is complete.
 """
 
 import json
@@ -24,11 +24,11 @@ STATE_FILE = "verl_ext.json"
 SIZES_FILE = "verl_ext_sizes.json"
 GIVEN_UP_FILE = "verl_ext_given_up"
 STEP = r"0|[1-9][0-9]{0,17}"  # as verl writes it
-TORCHS = ("PytorchStreamWriter", "inline_container")  # in what torch.save says where it cannot write
+TORCHS = ("PytorchStreamWriter", "inline_container")  # in torch.save's message if it cannot write
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint that cannot be resumed from, or not be written."""
+    """A checkpoint cannot be resumed from, or cannot be written."""
 
 
 @contextmanager
@@ -41,14 +41,14 @@ def saving(guard: Guard, config: DictConfig, step: int) -> Iterator[None]:
     guard.saved(step)
     folder = save_guard(guard, config, step)
     with _explain_failure(folder):
-        forget(folder)  # what was known of an older checkpoint of this step
+        forget(folder)  # removes the record of an older checkpoint of this step
         yield
         if not config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False):
             save_sizes(folder)
 
 
 def save_guard(guard: Guard, config: DictConfig, step: int) -> Path:
-    """The guard's state into the checkpoint of a step; its folder. Raises CheckpointError."""
+    """Writes the guard's state into the checkpoint of a step; returns its folder. Raises CheckpointError."""
     folder = folder_of(config.trainer.default_local_dir, step)
     with _explain_failure(folder):
         save_state(folder, guard.state_dict())
@@ -60,7 +60,7 @@ def loading(guard: Guard, config: DictConfig) -> Iterator[None]:
     """Context of verl's loading: `config` names a whole checkpoint, and the guard takes over its state afterwards.
 
     Raises:
-        CheckpointError: none can be resumed from, or not the one that was asked for.
+        CheckpointError: no checkpoint can be resumed from, or not the requested one.
     """
     folder = _checkpoint_to_resume(config.trainer)
     if folder is None:
@@ -85,21 +85,21 @@ def folder_of(root: str | Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """The step that verl resumes from the folder at."""
+    """Returns the step at which verl resumes from the folder."""
     return int(folder.name.rpartition("global_step_")[2])
 
 
 def save_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write the guard's state, before verl's own files: a checkpoint that verl names the latest has its state."""
+    """Writes the guard's state, before verl's own files: the checkpoint that verl names the latest then has it."""
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / STATE_FILE, state)
 
 
 def load_state(folder: Path) -> dict[str, Any] | None:
-    """None where a run without the guard wrote the checkpoint.
+    """Reads the guard's state; None if a run without the guard wrote the checkpoint.
 
     Raises:
-        CheckpointError: the file is not a state of the guard's.
+        CheckpointError: the file is not a guard state.
     """
     file = folder / STATE_FILE
     if not file.exists():
@@ -114,26 +114,27 @@ def load_state(folder: Path) -> dict[str, Any] | None:
 
 
 def save_sizes(folder: Path) -> None:
-    """Write the sizes of verl's files that this machine sees, once verl has written them."""
-    ours = (STATE_FILE, SIZES_FILE, GIVEN_UP_FILE)  # which are whole or not there
+    """Writes the sizes of verl's files that this machine sees, after verl has written them."""
+    ours = (STATE_FILE, SIZES_FILE, GIVEN_UP_FILE)  # these are complete or absent
     _write(folder / SIZES_FILE, {name: size for name, size in _sizes(folder) if name not in ours})
 
 
 def give_up(root: str | Path, after: int) -> None:
-    """The weights are again those of step `after`: a restart must not go on from what came later."""
+    """Marks the checkpoints after step `after`: the weights are that step's again, and a restart must not continue
+    from later ones."""
     for step in _steps(Path(root)):
         if step > after:
             (folder_of(root, step) / GIVEN_UP_FILE).touch()
 
 
 def forget(folder: Path) -> None:
-    """The checkpoint is about to be written anew."""
+    """Removes our files of a checkpoint that is about to be overwritten."""
     for name in (SIZES_FILE, GIVEN_UP_FILE):
         (folder / name).unlink(missing_ok=True)
 
 
 def damage(folder: Path) -> str:
-    """What is wrong with a checkpoint's files, in one clause; empty where nothing is, or sizes were never saved."""
+    """Returns the damage to a checkpoint's files, in one clause; empty if there is none, or sizes were never saved."""
     if not folder.is_dir():
         return "the folder is missing"
     if (folder / GIVEN_UP_FILE).exists():
@@ -155,34 +156,36 @@ def damage(folder: Path) -> str:
 
 
 def _first_change(saved: Mapping[str, Any], found: Mapping[str, int]) -> str:
-    """The first file that is not as it was saved, in one clause; empty where all are."""
+    """Returns the first file that differs from what was saved, in one clause; empty if none does."""
     for name, size in saved.items():
         if type(size) is not int:
             return f"{printable(name)} has a size that is not a whole number in {SIZES_FILE}"
         if name not in found:
             return f"{printable(name)} is missing"
         if found[name] != size:
-            return f"{printable(name)} has {found[name]} bytes and was saved with {size}"
+            return f"{printable(name)} has {found[name]} bytes, but {size} were saved"
     return ""
 
 
 def newest_whole(root: str | Path) -> Path | None:
-    """The newest checkpoint that is whole and not given up, none newer than the one that verl names the latest.
+    """Returns the newest checkpoint that is complete and not given up, and not newer than the one that verl names the
+    latest.
 
-    Prints those that it passes over. Returns None where there is no checkpoint at all.
+    Prints the ones that it skips. Returns None if there is no checkpoint at all.
 
     Raises:
-        CheckpointError: there are checkpoints, and none can be resumed from; or only a tracker that names none.
+        CheckpointError: there are checkpoints, and none can be resumed from; or the tracker names none.
     """
     latest = _latest(root)
-    if latest is None:  # no tracker, or a part of one: those whose sizes were saved are complete
+    if latest is None:  # no tracker, or a part of one: checkpoints with saved sizes are complete
         steps = [step for step in _steps(Path(root)) if (folder_of(root, step) / SIZES_FILE).exists()]
     else:
         steps = sorted({latest, *(step for step in _steps(Path(root)) if step <= latest)})
     if not steps:
-        if latest is None and _tracker(root).exists():  # verl would end on it
+        if latest is None and _tracker(root).exists():  # verl would raise on it
             raise CheckpointError(
-                f"{_tracker(root)} names no step, and no complete checkpoint is there; delete it to start anew"
+                f"{_tracker(root)} names no step, and there is no complete checkpoint; delete it to start from the "
+                "beginning"
             )
         return None
     passed_over: list[str] = []
@@ -196,12 +199,12 @@ def newest_whole(root: str | Path) -> Path | None:
     raise CheckpointError(
         "; ".join(passed_over),
         fix=("trainer.resume_mode=disable",),
-        otherwise="put a whole one there instead of starting anew",
+        otherwise="copy a complete one there to keep the progress",
     )
 
 
 def newest_of(root: str | Path, steps: Iterable[int]) -> Path | None:
-    """The newest of these checkpoints that is there with its model, and whole."""
+    """Returns the newest of these checkpoints that exists with its model, and is complete."""
     for step in sorted(steps, reverse=True):
         folder = folder_of(root, step)
         if (folder / "actor").is_dir() and not damage(folder):
@@ -211,7 +214,7 @@ def newest_of(root: str | Path, steps: Iterable[int]) -> Path | None:
 
 @contextmanager
 def _explain_failure(folder: Path) -> Iterator[None]:
-    """Context of what is written to a checkpoint, here or in the workers, all of which have to write their part."""
+    """Context in which a checkpoint is written, here and in the workers, all of which have to write their part."""
     try:
         yield
     except (OSError, RayTaskError) as error:
@@ -220,33 +223,33 @@ def _explain_failure(folder: Path) -> Iterator[None]:
         if not isinstance(cause, OSError) and not any(sign in str(cause) for sign in TORCHS):
             raise
         raise CheckpointError(
-            f"the checkpoint {folder} cannot be written ({type(cause).__name__}: {said}). Those before it stand: with "
-            "trainer.resume_mode=auto, the same command goes on from the last whole one"
+            f"the checkpoint {folder} cannot be written ({type(cause).__name__}: {said}). Earlier ones are intact: "
+            "with trainer.resume_mode=auto, the same command continues from the last complete one"
         ) from error
 
 
 def _checkpoint_to_resume(trainer: DictConfig) -> Path | None:
-    """None where there is no checkpoint to name: verl starts anew, or says what is missing."""
+    """Returns None if there is no checkpoint to name: verl starts from the beginning, or reports what is missing."""
     if trainer.resume_mode == "auto":
         return newest_whole(trainer.default_local_dir)
     if trainer.resume_mode != "resume_path" or not trainer.resume_from_path:
         return None
     if wrong := damage(Path(trainer.resume_from_path)):
         raise CheckpointError(
-            f"trainer.resume_from_path={trainer.resume_from_path} is damaged: {wrong}; name another one"
+            f"trainer.resume_from_path={trainer.resume_from_path} is damaged: {wrong}; choose another checkpoint"
         )
     return Path(trainer.resume_from_path)
 
 
 def _tracker(root: str | Path) -> Path:
-    # Here, because that package imports every training engine there is.
+    # Imported here, because that package imports every training engine.
     from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
 
     return Path(get_checkpoint_tracker_filename(str(root)))
 
 
 def _latest(root: str | Path) -> int | None:
-    """The step that verl's tracker names; None where there is none, or it names none (it was cut off)."""
+    """Returns the step that verl's tracker names; None if there is no tracker, or it names none (it was cut off)."""
     try:
         text = _tracker(root).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -266,7 +269,7 @@ def _sizes(folder: Path) -> list[tuple[str, int]]:
 
 
 def _read_json(file: Path) -> Any:
-    """What stands in a file.
+    """Reads a file's JSON.
 
     Raises:
         ValueError: it cannot be read, or is not JSON.
@@ -280,7 +283,7 @@ def _read_json(file: Path) -> Any:
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
+    """Writes the file completely or not at all."""
     part = file.with_suffix(".part")
     part.write_text(json.dumps(content), encoding="utf-8")
     os.replace(part, file)

@@ -1,7 +1,7 @@
-"""What the guard decides, written down and carried out in verl's training loop.
+"""Writes down the guard's decisions and carries them out in verl's training loop.
 
-Where each action happens: a skip in place of the update; an undo and a rollback at the end of the step, before verl
-saves a checkpoint and synchronises the weights; a stop before the next step, when the metrics of this one are written.
+A skip happens instead of the update; an undo and a rollback at the end of the step, before verl saves a checkpoint and
+synchronises the weights; a stop before the next step, when the metrics of this one are written.
 """
 
 import difflib
@@ -17,6 +17,7 @@ from verl_ext.base.metrics import is_rare
 from verl_ext.features.stability import StabilityConfig
 from verl_ext.guard.diagnosis import Diagnosis
 from verl_ext.guard.guard import LR_SCALE, Guard
+from verl_ext.guard.levels import level_rules
 from verl_ext.guard.state import Decision, Event
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.logs import LineFile
@@ -28,7 +29,7 @@ def build_guard(stability: StabilityConfig) -> Guard:
     settings = stability.guard
     mask = "correction/dropped" if stability.bands else ""
     return Guard(
-        stability.rules,
+        (*stability.rules, *level_rules(settings.level)),
         stop_after=settings.stop_after,
         max_rollbacks=settings.max_rollbacks,
         cooldown=settings.rollback_cooldown,
@@ -39,16 +40,16 @@ def build_guard(stability: StabilityConfig) -> Guard:
 
 
 class GuardActions:
-    """Carries out what a run's guard decides.
+    """Carries out the decisions of a run's guard.
 
     Args:
-        guard: what decides.
+        guard: makes the decisions.
         root: the folder of the run's checkpoints, trainer.default_local_dir.
 
     Attributes:
-        events: the file of decisions, a JSON line each, once the run trains.
+        events: the file of decisions, one JSON line each, once the run trains.
         stop: the event for which the run ends before its next step, if there is one.
-        diagnosis: of the run since it began or was resumed.
+        diagnosis: the diagnosis of the run since it began or was resumed.
     """
 
     def __init__(self, guard: Guard, root: str):
@@ -60,12 +61,13 @@ class GuardActions:
 
     @property
     def due(self) -> str | None:
-        """Why no batch may update the weights until the step ends, if they are given up or the run stops then."""
+        """The reason why no batch may update the weights until the step ends: they are given up, or the run stops
+        then."""
         state = self._guard.state
         return state.rollback_due or state.undo_due or (self.stop.reason if self.stop else None)
 
     def carry_out(self, decision: Decision) -> None:
-        """Write down what was decided, and note what is to be done later in the step."""
+        """Writes down a decision, and notes what is to be done later in the step."""
         for event in decision.events:
             self._tell(event)
         state = self._guard.state
@@ -76,12 +78,12 @@ class GuardActions:
         self.stop = self.stop or decision.first("stop")
 
     def end_step(self, metrics: dict[str, float], groups: Mapping[str, Any]) -> None:
-        """Judge what came with the updates, and give the weights up where that is due.
+        """Judges the metrics of the updates, and gives the weights up if that is due.
 
         Args:
-            metrics: of the step, verl's average over its local updates.
-            groups: folder in a checkpoint -> the workers whose weights and optimizer it holds; of these, an undo is of
-                `actor` alone.
+            metrics: the step's, verl's average over its local updates.
+            groups: folder in a checkpoint -> the workers whose weights and optimizer it holds; an undo covers only
+                `actor`.
         """
         self.carry_out(self._guard.judge_late(metrics))
         self.carry_out(self._guard.close())
@@ -99,7 +101,7 @@ class GuardActions:
             metrics[LR_SCALE] = self._guard.lr_scale
 
     def judge_logged(self, metrics: Mapping[str, float]) -> None:
-        """Judge what verl logs last, after it has saved a checkpoint."""
+        """Judges the metrics that verl logs last, after it has saved a checkpoint."""
         self.carry_out(self._guard.judge_late(metrics))
         if (named := self.diagnosis.add(self._guard.step, metrics)) is not None:
             self._tell(named)
@@ -112,7 +114,7 @@ class GuardActions:
             raise GuardStopError(f"the guard stopped the run: {self.stop.reason}; {self._good_checkpoint()}.{cause}")
 
     def end_run(self) -> None:
-        """Tell the likeliest cause, and what was decided in the last step and finds no next one."""
+        """Prints the likeliest cause, and a decision of the last step that has no next step."""
         self.stop_if_asked()
         if (found := self.diagnosis.look()) is not None:
             print(f"verl_ext: {found.sentence}", flush=True)
@@ -126,7 +128,7 @@ class GuardActions:
         print(f"verl_ext: step {event.step}: {what}: {event.reason}", flush=True)
 
     def _require_signals(self, metrics: Mapping[str, float]) -> None:
-        """A rule whose signal never comes would be a silent no-op."""
+        """Raises for a rule whose signal never comes: it would be a silent no-op."""
         self._updated_steps += "actor/grad_norm" in metrics
         if self._updated_steps < UNREAD_AFTER or not self._guard.unread:
             return
@@ -135,11 +137,11 @@ class GuardActions:
                 near = difflib.get_close_matches(rule.signal, metrics, n=3) or sorted(metrics)[:3]
                 raise HookError(
                     f"{rule.setting.rpartition('.')[0]}.signal={rule.signal} was not logged in {self._updated_steps} "
-                    f"steps, so the rule cannot act; near it are: {', '.join(near)}"
+                    f"steps, so the rule cannot act; similar names: {', '.join(near)}"
                 )
 
     def _roll_back(self, groups: Mapping[str, Any]) -> None:
-        """Load the last good checkpoint's weights and optimizer; verl synchronises the rollout's after the step."""
+        """Loads the last good checkpoint's weights and optimizer; verl synchronises the rollout's after the step."""
         state = self._guard.state
         root = os.path.abspath(self._root)
         folder = checkpoints.newest_of(root, state.good)
@@ -154,8 +156,8 @@ class GuardActions:
         self._tell(self._guard.rolled_back(to))
 
     def _take_back(self, workers: Any) -> None:
-        """Undo the last update, of which the workers keep what it changed; where the rollout has had it, the weights
-        are synchronised after the step."""
+        """Undoes the last update, with the state that the workers kept. If the rollout has had it, the weights are
+        synchronised after the step."""
         (of,) = set(workers.take_back(after=self._guard.state.given_up))
         if of is not None:
             checkpoints.give_up(os.path.abspath(self._root), after=of - 1)
@@ -163,4 +165,4 @@ class GuardActions:
 
     def _good_checkpoint(self) -> str:
         good = checkpoints.newest_of(self._root, self._guard.state.good)
-        return f"the last good checkpoint is {good}" if good else f"no checkpoint in {self._root} was found good"
+        return f"the last good checkpoint is {good}" if good else f"no good checkpoint was found in {self._root}"

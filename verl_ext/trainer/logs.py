@@ -1,7 +1,7 @@
-"""The files of lines that a run writes beside each other: metrics, the guard's events, trajectories.
+"""The files of lines that a run writes next to each other: metrics, the guard's events, trajectories.
 
-A file loses none of its lines: to a crash in the middle of one, a resumed run, a full disk, a removal. verl's file
-logger empties its file whenever it is opened; a resumed run goes on in it instead.
+A file keeps all of its lines: after a crash in the middle of one, in a resumed run, on a full disk, after a removal.
+    verl's file logger empties its file whenever it is opened; here a resumed run continues it.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from verl_ext.base.patching import patch
 
 
 def keep_metrics(*, resume: bool) -> None:
-    """Give verl's file logger a file that a resumed run goes on in, and that a full disk cannot break."""
-    from verl.utils import tracking  # with torch behind it: the lab writes its files, and actors are watched, without
+    """Gives verl's file logger a file that a resumed run continues, and that a full disk cannot break."""
+    from verl.utils import tracking  # imports torch: the lab writes its files, and actors are watched, without it
 
     class KeepingFileLogger(tracking.FileLogger):
         def __init__(self, project_name: str, experiment_name: str):
@@ -28,18 +28,19 @@ def keep_metrics(*, resume: bool) -> None:
 
 
 class LineFile:
-    """Appends whole lines, each written at once. What a full disk refuses is kept and tried again with the next line.
+    """Appends whole lines, each written at once. Lines that a full disk refuses are kept and tried again with the next
+    line.
 
-    A file that is removed meanwhile is written again, whole, as long as this one is open.
+    A file that is removed meanwhile is written again completely, as long as this one is open.
 
     Args:
         path: opened, and created with its folder.
-        resume: go on after the last whole line that is there; else start empty.
+        resume: continue after the last complete line; else start empty.
     """
 
     def __init__(self, path: str | os.PathLike, *, resume: bool):
         self.path = Path(path)
-        self._place = self.path.absolute()  # wherever the process goes
+        self._place = self.path.absolute()  # the process may change its folder
         self._place.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._place, os.O_RDWR | os.O_CREAT | (0 if resume else os.O_TRUNC), 0o644)
         self._pending: list[bytes] = []
@@ -49,7 +50,7 @@ class LineFile:
             os.ftruncate(self._file, self._end)
 
     def write(self, lines: bytes) -> None:
-        """Add text that ends with a newline. Raises nothing for a write that fails: the first one is printed."""
+        """Appends text that ends with a newline. A failed write raises nothing: the first one is printed."""
         self._pending.append(lines)
         try:
             self._put_back()
@@ -61,14 +62,14 @@ class LineFile:
                 self._told = True
                 say(
                     f"{self.path} cannot be written ({error.strerror}): its lines are kept in memory and written when "
-                    "there is room again; the run goes on"
+                    "there is room again; the run continues"
                 )
         else:
             self._told = False
 
     @property
     def waiting(self) -> bool:
-        """Whether lines wait for room."""
+        """True if lines wait for room."""
         return bool(self._pending)
 
     def close(self) -> None:
@@ -78,11 +79,11 @@ class LineFile:
         if lost := len([lines for lines in self._pending if lines]):
             say(f"{self.path}: {lost} lines could not be written and are lost")
         file, self._file = self._file, -1
-        with contextlib.suppress(OSError):  # a network file system tells of a full disk here; the line above told it
+        with contextlib.suppress(OSError):  # a network file system reports a full disk here, as the line above did
             os.close(file)
 
     def _put_back(self) -> None:
-        """Write a file that somebody has removed to its place again; the open one still has what it held."""
+        """Writes a removed file again; the open file still has its content."""
         if os.path.lexists(self._place) or not stat.S_ISREG(os.fstat(self._file).st_mode):
             return
         self._place.parent.mkdir(parents=True, exist_ok=True)
@@ -114,13 +115,13 @@ class LineFile:
 
 
 def say(sentence: str) -> None:
-    """Print a line as this plugin, whatever becomes of it."""
-    with contextlib.suppress(OSError):  # the console may stand on the same full disk
+    """Prints a line as this plugin, and ignores a failure."""
+    with contextlib.suppress(OSError):  # the console may be on the same full disk
         print(f"verl_ext: {sentence}", flush=True)
 
 
 def _end_of_whole_lines(file: int) -> int:
-    """The offset behind the last newline."""
+    """Returns the offset after the last newline."""
     end = os.fstat(file).st_size
     while end > 0:
         start = max(end - 65536, 0)

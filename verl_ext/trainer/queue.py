@@ -1,5 +1,5 @@
-"""A step's batch in TransferQueue: its fields, which of them each of verl's stages is sent, and the batch that the step
-takes (`trainer.step.Batch`), so many tokens at a time.
+"""A step's batch in TransferQueue: its fields, those that each of verl's stages gets, and the batch that the step takes
+(`trainer.step.Batch`), some tokens at a time.
 
 Shape legend: N response tokens of a block, B trajectories of the batch.
 """
@@ -40,60 +40,62 @@ from verl_ext.features.feature import Part, RunFeatures
 from verl_ext.features.routing import replayed_field
 from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS, log_k_sums, pick_rows, response_tokens
 
-SHIFT_FIELDS = (SHIFT_EXPERTS, SHIFT_SCORES)  # what the loss router_shift compares the current router with
+SHIFT_FIELDS = (SHIFT_EXPERTS, SHIFT_SCORES)  # the loss router_shift compares the current router with these
 HEAD_FIELDS = (HEAD_IDS, HEAD_LOG_PROBS)
-MODEL_INPUTS = "multi_modal_inputs"  # by the model, beside its tokens: the one field without numbers that workers read
+MODEL_INPUTS = "multi_modal_inputs"  # other inputs of the model: the only field without numbers that workers read
 HEAVY_FIELDS = (ROLLOUT_ROUTES, OLD_ROUTES, ROUTER_SUMS, *SHIFT_FIELDS, *HEAD_FIELDS, HEAD_SUMS)
 ENGINES = (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, RESPONSE_MASK)
 
 
 def get_fields(batch: KVBatchMeta, names: Sequence[str] | None) -> TensorDict:
-    """Those of the fields that the batch has; all of its fields for None."""
+    """Returns those of the named fields that the batch has; all of its fields for None."""
     asked = None if names is None else list(names)
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=asked)
 
 
 def put_fields(batch: KVBatchMeta, fields: Mapping[str, Tensor]) -> KVBatchMeta:
-    """Write fields of the batch; the meta that names all of its fields, these among them."""
+    """Writes fields of the batch; returns the meta that names all of its fields, these included."""
     data = TensorDict(dict(fields), batch_size=len(batch))
     return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data)
 
 
 def row_matrix(field: Tensor) -> Tensor:
-    """[B, n] of a field whose rows are of equal length, in whatever way TransferQueue has put them together."""
+    """Returns [B, n] of a field whose rows have equal lengths, however TransferQueue has put them together."""
     return field.values().view(len(field), -1) if field.is_nested else field
 
 
 def schema_of(batch: KVBatchMeta) -> dict[str, dict[str, Any]]:
-    """All fields of the batch, with `dtype` and `is_non_tensor` of their rows; from TransferQueue's metadata alone."""
+    """Returns all fields of the batch, with `dtype` and `is_non_tensor` of their rows; only from TransferQueue's
+    metadata."""
     return tq.get_client().kv_retrieve_meta(keys=list(batch.keys), partition_id=batch.partition_id).field_schema
 
 
 def drop_fields(batch: KVBatchMeta, unread: Collection[str]) -> KVBatchMeta:
-    """A copy of the meta without these fields."""
+    """Returns a copy of the meta without these fields."""
     if batch.fields is None:
         return replace(batch)
     return replace(batch, fields=[field for field in batch.fields if field not in unread])
 
 
 def drop_heavy_fields(batch: KVBatchMeta, read: Collection[str | None] = ()) -> KVBatchMeta:
-    """A copy of the meta without routing and heads, hundreds of bytes a token each, but for what a stage reads."""
+    """Returns a copy of the meta without routing and heads, hundreds of bytes per token each, except those that a
+    stage reads."""
     return drop_fields(batch, set(HEAVY_FIELDS) - set(read))
 
 
 class Stages:
-    """Which fields of the batch at hand the actor's workers are sent: a copy of its meta for each of verl's stages."""
+    """The fields of the batch at hand that go to the actor's workers: a copy of its meta for each of verl's stages."""
 
     def __init__(self) -> None:
         self._unread: frozenset[str] = frozenset()
 
     def log_prob_batch(self, batch: KVBatchMeta, features: RunFeatures) -> KVBatchMeta:
-        """The batch as compute_log_prob is sent it: the first stage of a batch that goes to the workers.
+        """Returns the batch for compute_log_prob: the first stage of a batch that goes to the workers.
 
-        Workers of verl's own and ours read no columns of the dataset, nor what the agent loop notes of a trajectory:
-        some twenty fields, and a row of each costs whoever fetches the batch as much as a row of numbers.
+        verl's workers and ours read no columns of the dataset, nor the agent loop's notes on a trajectory: some twenty
+        fields, and fetching a row of each costs as much as a row of numbers.
         """
-        if not features.own_workers:  # those of somebody else may read all of it
+        if not features.own_workers:  # other people's workers may read all of it
             self._unread = frozenset()
             return replace(batch)
         schema = schema_of(batch)
@@ -101,14 +103,14 @@ class Stages:
         return drop_fields(replace(batch, fields=batch.fields or list(schema)), self._unread)
 
     def reference_batch(self, batch: KVBatchMeta, features: RunFeatures, *, in_actor: bool) -> KVBatchMeta:
-        """The batch as the reference is sent it."""
+        """Returns the batch for the reference."""
         # A LoRA's reference is the actor without its adapter, and is routed as the actor is.
         return drop_fields(
             drop_heavy_fields(batch, {replayed_field(features.config)} if in_actor else set()), self._unread
         )
 
     def update_batch(self, batch: KVBatchMeta, features: RunFeatures) -> KVBatchMeta:
-        """The batch as the actor's update is sent it."""
+        """Returns the batch for the actor's update."""
         heads = HEAD_FIELDS if features.uses(Part.HEADS_IN_UPDATE) else ()
         return drop_fields(
             drop_heavy_fields(batch, {replayed_field(features.config), *SHIFT_FIELDS, *heads}), self._unread
@@ -117,12 +119,12 @@ class Stages:
 
 @dataclass(frozen=True)
 class Rows:
-    """Whole groups of trajectories: of one prompt, all are in one part.
+    """Whole groups of trajectories: all trajectories of a prompt are in one part.
 
     Attributes:
-        rows: where they stand in the batch.
-        batch: of these rows.
-        offsets: where their tokens start, once these have been read.
+        rows: their places in the batch.
+        batch: the meta of these rows.
+        offsets: where their tokens start, once they have been read.
     """
 
     rows: list[int]
@@ -131,7 +133,7 @@ class Rows:
 
 
 def parts_of(batch: KVBatchMeta) -> list[Rows]:
-    """Parts of BLOCK_TOKENS tokens, or of one group; one part where that is all, or where lengths are not known."""
+    """Returns parts of BLOCK_TOKENS tokens, or of one group; one part if that is all, or if lengths are not known."""
     lengths = [tag.get("response_len") for tag in batch.tags]
     if None in lengths or sum(lengths) <= BLOCK_TOKENS:
         return [Rows(list(range(len(batch.keys))), batch)]
@@ -155,14 +157,14 @@ def part_of(batch: KVBatchMeta, rows: Sequence[int]) -> KVBatchMeta:
 
 
 class QueueBatch:
-    """A step's batch, as the step takes it and as a run looks at it.
+    """A step's batch, as the step and the run use it.
 
-    Up to BLOCK_TOKENS are one block: `start` reads it, what is put waits for `write`, and the advantages are read
-    once. A larger batch is read block by block, once for each thing that is done with it, and written as it is put.
+    Up to BLOCK_TOKENS are one block: `start` reads it, new fields wait for `write`, and the advantages are read once. A
+        larger batch is read block by block, once for each operation, and written as fields are put.
 
     Args:
-        lag: of its trajectories; None where no rollout is older than the policy.
-        view: makes of tokens, keys and FILTER_FIELDS what filters see; None where nothing is filtered.
+        lag: the lag of its trajectories; None if no rollout is older than the policy.
+        view: makes the filters' view from tokens, keys and FILTER_FIELDS; None if nothing is filtered.
 
     Attributes:
         whole: it is one block.
@@ -179,7 +181,7 @@ class QueueBatch:
         self._by_row: Tensor | None = None
 
     def start(self, names: Sequence[str] = ()) -> TensorDict:
-        """Reads these fields, a few numbers a trajectory, and with them the tokens of a batch that is one block."""
+        """Reads these fields, a few numbers per trajectory, and with them the tokens of a batch that is one block."""
         asked = [*names, *((*FIELDS, REWARDS) if self.whole else ())]
         data = get_fields(self._batch, asked) if asked else TensorDict({}, batch_size=len(self._batch))
         if self.whole:
@@ -207,7 +209,7 @@ class QueueBatch:
             put_fields(block.batch, found)
 
     def write(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """Writes what waits; returns the meta with the fields that the batch has then."""
+        """Writes the waiting fields; returns the meta with the fields that the batch has then."""
         return replace(batch, fields=put_fields(batch, self._waiting).fields) if self._waiting else batch
 
     def sums_by_sign(self) -> Tensor:
@@ -242,17 +244,17 @@ class QueueBatch:
 
     @property
     def added(self) -> set[int]:
-        """Rows that verl has added to fill the batch."""
+        """Returns the rows that verl has added to fill the batch."""
         return {row for row, tag in enumerate(self._batch.tags) if tag.get("is_padding", False)}
 
-    def mean_score(self) -> float:
-        """Mean over the trajectories of their scores' sum over tokens, rows `added` left out."""
+    def scores(self) -> tuple[list[str], Tensor]:
+        """Returns the trajectories' keys and the sum of each one's rewards, [B] float64; rows `added` are left out."""
         scores = torch.zeros(len(self._batch.keys), dtype=torch.float64)
         for part in self._parts:
             rewards = get_fields(part.batch, [REWARDS])[REWARDS] if self._rewards is None else self._rewards
             scores[part.rows] = segment_sums(rewards.values().double(), rewards.offsets().diff())
-        scores[list(self.added)] = 0.0
-        return scores.sum().item() / (len(scores) - len(self.added))
+        real = [row for row in range(len(scores)) if row not in self.added]
+        return [self._batch.keys[row] for row in real], scores[real]
 
     def log_k_sums(self) -> tuple[Tensor, Tensor]:
         """[B] each, see `trainer.batch.log_k_sums`."""
@@ -262,7 +264,8 @@ class QueueBatch:
         return sums, counts
 
     def tokens_of(self, rows: Sequence[int]) -> tuple[Tokens, Tensor | None]:
-        """Tokens of some trajectories before verl has computed advantages, and their weights where any were put."""
+        """Returns the tokens of some trajectories before verl has computed advantages, and their weights if any were
+        put."""
         if self._tokens is not None:
             tokens, places = pick_rows(self._tokens, rows)
             return tokens, self._waiting[WEIGHTS].values()[places] if self._is_weighed else None
@@ -271,7 +274,8 @@ class QueueBatch:
 
     @cached_property
     def _advantages(self) -> Mapping[str, Tensor]:
-        """The advantages of a whole batch, once verl has computed them, and what else filters look at."""
+        """Returns the advantages of a whole batch, once verl has computed them, and the other fields that filters
+        read."""
         return dict(get_fields(self._batch, [ADVANTAGES] if self._view is None else FILTER_FIELDS).items())
 
     def _read(self, names: Sequence[str]) -> Iterator[tuple[Rows, Tokens]]:
@@ -286,5 +290,5 @@ class QueueBatch:
 
 
 def _sampled_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Tokens:
-    """The tokens as they were measured: verl's own rejection may have taken some out of response_mask since."""
+    """Returns the tokens as they were measured: verl's own rejection may have removed some from response_mask since."""
     return response_tokens({**dict(data.items()), RESPONSE_MASK: data[LOSS_MASK]}, lag)

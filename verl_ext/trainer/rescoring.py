@@ -1,8 +1,8 @@
 """Scores a few trajectories with the weights that sampled them, where the rollouts are older than the policy.
 
-The workers keep verl's copies of earlier weights (`verl_ext.workers.actor`). On a step that is due they compute with
-one of them after another, by verl's own compute_log_prob, and then with the present weights again. What that leaves in
-the batch, log-probs and routing of old weights, is replaced by verl's own pass, which comes after it.
+The workers keep verl's copies of earlier weights (`verl_ext.workers.actor`). In a step that is due they compute with
+one after another, by verl's own compute_log_prob, and then with the present weights again. This leaves log-probs and
+routing of old weights in the batch; verl's own pass comes after it and replaces them.
 """
 
 import random
@@ -24,14 +24,15 @@ LOG_PROBS = "log_probs"
 def rescore(
     batch: KVBatchMeta, step: int, settings: Rescoring, workers: Any, ranks: int, temperature: float
 ) -> dict[str, Tensor]:
-    """Key -> log-probabilities [r] of the response under the weights that sampled it; {} in a step that is not due.
+    """Returns key -> log-probabilities [r] of the response under the weights that sampled it; {} in a step that is not
+    due.
 
-    Once a step, before verl's own pass of its first update.
+    Called once per step, before verl's own pass of its first update.
 
     Args:
         workers: verl's worker group of the actor.
         ranks: number of data-parallel ranks. verl has padded the batch to a multiple of them (`_balance_batch`).
-        temperature: of the rollout.
+        temperature: the rollout's.
     """
     kept = workers.keep_version(step - 2, oldest=step - 1 - settings.versions)[0]
     chosen = choose_by_version(batch.tags, kept, settings.trajectories, seed=step) if step % settings.every == 0 else {}
@@ -43,7 +44,7 @@ def rescore(
         workers.use_version(version)
         sent = batch.select_keys([batch.keys[row] for row in fill_rows(rows, ranks, len(batch))])
         sent.extra_info |= {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
-        # So few trajectories need not fill the run's micro-batches, and verl takes a whole number of them alone.
+        # These few trajectories need not fill the run's micro-batches, and verl accepts only a whole number of them.
         sent.extra_info["micro_batch_size_per_gpu"] = 1
         workers.compute_log_prob(sent)
         asked = batch.select_keys([batch.keys[row] for row in rows])
@@ -58,7 +59,7 @@ def rescore(
 def choose_by_version(
     tags: Sequence[Mapping[str, Any]], kept: Sequence[int], count: int, seed: int
 ) -> dict[int, list[int]]:
-    """Version -> rows: up to `count` at random, of the trajectories that one of the kept versions sampled alone."""
+    """Returns version -> rows: up to `count` at random, of the trajectories that a single kept version sampled."""
     able = [
         row
         for row, tag in enumerate(tags)

@@ -1,4 +1,5 @@
-"""What our trainers hold of a run from one batch to the next: its settings, its guard, its files, what is told once."""
+"""The state that our trainers keep from one batch to the next: settings, guard, files, and messages that are printed
+once."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -12,11 +13,13 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.base import names
 from verl_ext.base.errors import BatchError, HookError
+from verl_ext.core.advantages import prompt_effect
 from verl_ext.core.head import head_metrics
 from verl_ext.core.measure import split_gap
 from verl_ext.core.routing import router_metrics
 from verl_ext.features.feature import Part, RunFeatures
 from verl_ext.features.stability import StabilityConfig
+from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.table import read_features
 from verl_ext.features.verl_config import is_asynchronous, replay_mode, truncates
 from verl_ext.guard.state import Decision, Event
@@ -33,18 +36,19 @@ from verl_ext.trainer.trajectories import Dump, TrajectoryLog, forget_trajectori
 
 
 class StabilityRun:
-    """A run of training, but for what is verl's.
+    """A training run, apart from verl's part.
 
     Args:
-        config: the run's, the object that verl's trainer has.
+        config: the run's config, the object that verl's trainer has.
         stability: its `stability` node.
 
     Attributes:
-        features: what is switched on; `use` replaces it.
-        guard, actions: what decides, with the rules that the run began with, and what carries that out.
-        stages: which fields of a batch the workers are sent.
-        dump: where trajectories go, once the run trains.
-        canary: what looks at the weight syncs, where that is asked for.
+        features: the features that are on; `use` replaces them.
+        guard, actions: the guard, with the rules that the run began with, and the object that carries its decisions
+            out.
+        stages: the fields of a batch that go to the workers.
+        dump: the file of trajectories, once the run trains.
+        canary: the check of weight syncs, if it is on.
     """
 
     features: RunFeatures
@@ -55,27 +59,28 @@ class StabilityRun:
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
         self.stages = Stages()
         self.dump: Dump | None = None
-        asked = stability.sync_canary
-        self.canary = CanaryRun(asked, _unprocessed(config)) if asked.trajectories else None
+        asked = canary_settings(self.features)
+        required = stability.sync_canary.trajectories is not None
+        self.canary = CanaryRun(asked, _unprocessed(config), required) if asked.trajectories else None
         self._config = config
         self._routing_dtype_told = False
-        self._heads_missed = False  # has been told
+        self._heads_missed = False  # has been reported
         self._captured = CapturedRouting()
         self._rescored: dict[str, Tensor] = {}  # key -> l of the response under the weights that sampled it
-        self._step: Step | None = None  # of the batch at hand, where it is measured
+        self._step: Step | None = None  # of the batch at hand, if it is measured
         self._batch: QueueBatch | None = None  # while verl computes its advantages
 
     def use(self, config: DictConfig, stability: StabilityConfig) -> None:
-        """Take these settings from the next batch on. The guard and the files stay those of the run."""
+        """Uses these settings from the next batch on. The guard and the files stay those of the run."""
         self.features = read_features(config, stability)
 
     @contextmanager
     def writing(self, resumed: int) -> Iterator[None]:
-        """The files that a run leaves, while verl trains; at the end, what the guard has still to say.
+        """Context in which verl trains: opens the run's files; at the end, prints the guard's last messages.
 
         Args:
-            resumed: the step that the run goes on after, 0 for a new one. That removes what an earlier run of its name
-                left and this one does not write: it would pass for this one's.
+            resumed: the step after which the run continues, 0 for a new run. A new run removes the files of an earlier
+                run of its name that it does not write itself: they would pass for its own.
         """
         keep_metrics(resume=resumed > 0)
         with ExitStack() as files:
@@ -95,12 +100,13 @@ class StabilityRun:
 
     def end_step(self, metrics: dict[str, float], groups: Mapping[str, Any]) -> None:
         """See `GuardActions.end_step`."""
-        self.judge_first_pass(metrics)  # where there was none: the critic warms up
+        self.judge_first_pass(metrics)  # if there was none: the critic warms up
         if self.features.uses(Part.MEASURE):
             self.actions.end_step(metrics, groups)
 
     def judge_logged(self, metrics: Mapping[str, float]) -> None:
-        """Judge what verl logs last, and put that into the checkpoint, if one was saved in this step."""
+        """Judges the metrics that verl logs last, and puts the result into the checkpoint, if one was saved in this
+        step."""
         if self.features.uses(Part.MEASURE):
             self.actions.judge_logged(metrics)
         now = self.guard.step
@@ -108,10 +114,11 @@ class StabilityRun:
             checkpoints.save_guard(self.guard, self._config, now)
 
     def compare_routing(self, batch: KVBatchMeta, data: TensorDict, metrics: dict[str, float]) -> None:
-        """Log `router/*`, from the sums that compute_log_prob left in the batch; tell what cannot be believed of it.
+        """Logs `router/*`, from the sums that compute_log_prob left in the batch; warns of routing that cannot be
+        right.
 
         Raises:
-            HookError: there is no routing, or none from the start that a replay could use.
+            HookError: there is no routing, or none since the start that a replay could use.
         """
         if names.ROUTER_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
             raise HookError(
@@ -122,7 +129,7 @@ class StabilityRun:
         if not self._routing_dtype_told:  # not at the start: there is no routing yet
             self._routing_dtype_told = True
             dtype = schema_of(batch).get(names.ROLLOUT_ROUTES, {}).get("dtype")
-            print(f"verl_ext: routed_experts travels as {dtype}", flush=True)
+            print(f"verl_ext: routed_experts is sent as {dtype}", flush=True)
         packed = row_matrix(data[names.ROUTER_SUMS])
         self.judge_routing(Counts.from_sums(packed), router_metrics(packed), metrics)
 
@@ -131,7 +138,7 @@ class StabilityRun:
         self.actions.carry_out(self._captured.judge(counts, self.features.config, self.guard.step))
 
     def judge_heads(self, found: dict[str, float], metrics: dict[str, float]) -> None:
-        """Add `vllm_kl/head*` to the step's metrics, and warn once where tokens that the update reads have no head."""
+        """Adds `vllm_kl/head*` to the step's metrics, and warns once if tokens that the update reads have no head."""
         metrics.update(found)
         missing = found.get("vllm_kl/head_missing", 0.0)
         if not missing or self._heads_missed or not self.features.uses(Part.HEADS_IN_UPDATE):
@@ -147,7 +154,7 @@ class StabilityRun:
         self.actions.carry_out(Decision((event,)))
 
     def rescore(self, batch: KVBatchMeta, workers: Any) -> None:
-        """See `rescoring.rescore`; `measure` makes metrics of it."""
+        """Runs `rescoring.rescore`; `measure` turns its result into metrics."""
         rollout = self.features.config.actor_rollout_ref.rollout
         ranks = max(workers._dispatch_info["actor"]) + 1  # as verl's _balance_batch reads it, which ran before
         settings = self.features.stability.rescoring
@@ -155,16 +162,17 @@ class StabilityRun:
 
     @property
     def outcome(self) -> Outcome:
-        """What the batch at hand may do to the weights."""
+        """The outcome of the batch at hand: what it may do to the weights."""
         return Outcome() if self._step is None else self._step.outcome
 
     def measure(self, batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any) -> None:
-        """Before verl computes advantages: measures the batch, from one read where it is one block, and judges it.
+        """Measures and judges the batch before verl computes advantages, from one read if it is one block.
 
-        verl's own rejection takes the worst tokens out of response_mask with them, and they are what is measured.
+        verl's own rejection removes the worst tokens from response_mask together with the advantages, and those tokens
+        must be measured.
 
         Raises:
-            HookError: the batch lacks what compute_log_prob was to leave in it.
+            HookError: the batch lacks a field that compute_log_prob should have added.
         """
         features, self._step = self.features, None
         if not features.uses(Part.ROUTER_COMPARISON) and (counts := sampled_counts(batch, features.config)) is not None:
@@ -191,7 +199,10 @@ class StabilityRun:
             self.judge_heads(_compared_heads(found), metrics)
         if self._batch is None:
             return
-        metrics["critic/score/mean"] = self._batch.mean_score()  # verl logs it after the update
+        keys, scores = self._batch.scores()
+        metrics["critic/score/mean"] = scores.mean().item()  # verl logs it after the update
+        if (effect := prompt_effect(scores, keys)) is not None:
+            metrics[names.PROMPT_EFFECT] = effect
         if rescored := self._rescored:
             self._rescored = {}
             tokens, _ = self._batch.tokens_of([batch.keys.index(key) for key in rescored])
@@ -202,13 +213,13 @@ class StabilityRun:
             self.dump.look_at(self._batch, self.guard.step)
 
     def settle(self, batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any) -> KVBatchMeta:
-        """Once verl has written the advantages: settles what becomes of the batch, and writes what goes to the loss.
+        """Settles what becomes of the batch, once verl has written the advantages, and writes the fields of the loss.
 
-        Filters may ask for the advantages' sign, and the rewards of what they drop still belong to its group.
+        Filters may need the advantages' sign, and the rewards of dropped trajectories still belong to their group.
 
-        Returns the batch, as verl's own `_compute_advantage` does: its meta names what was written.
+        Returns the batch, as verl's own `_compute_advantage` does: its meta names the new fields.
         """
-        queued, self._batch = self._batch, None  # what a whole batch holds is not held through the update
+        queued, self._batch = self._batch, None  # so that a whole batch's tensors are not kept through the update
         if self._step is None or queued is None:
             return batch
         refused = self._step.settle(queued, metrics).refused
@@ -218,12 +229,12 @@ class StabilityRun:
         return batch
 
     def look_at_sync(self, handles: Sequence[Any]) -> None:
-        """After a weight sync: did it reach the servers behind these handles?"""
+        """Checks after a weight sync that it reached the servers behind these handles."""
         if self.canary is not None:
             self.actions.carry_out(self.canary.after_sync(self.guard.step, handles))
 
     def update_batch(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """The batch as the actor's update is sent it: a copy.
+        """Returns the batch for the actor's update: a copy.
 
         Raises:
             BatchError: scores are centered, and the batch is more than one optimizer step.
@@ -242,8 +253,8 @@ class StabilityRun:
             raise BatchError(
                 "stability.score_centering=true centers the first optimizer step of a batch, and this batch of "
                 f"{len(batch.keys)} trajectories makes {len(batch.keys) // one_step} steps of {one_step} "
-                "(actor_rollout_ref.actor.ppo_mini_batch_size * rollout.n): the agent loop returns several outputs a "
-                "prompt, and verl fills the batch up to a multiple",
+                "(actor_rollout_ref.actor.ppo_mini_batch_size * rollout.n): the agent loop returns several outputs "
+                "per prompt, and verl fills the batch up to a multiple",
                 fix=("stability.score_centering=false",),
             )
 
@@ -254,7 +265,7 @@ class StabilityRun:
 
 
 def _compared_heads(data: TensorDict) -> dict[str, float]:
-    """`vllm_kl/head*`, from the sums that compute_log_prob left in the batch.
+    """Returns `vllm_kl/head*`, from the sums that compute_log_prob left in the batch.
 
     Raises:
         HookError: there are none.
@@ -262,12 +273,12 @@ def _compared_heads(data: TensorDict) -> dict[str, float]:
     if names.HEAD_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
         raise HookError(
             "compute_log_prob read no heads: the rollout's batch has no sampler_head_ids",
-            otherwise="check that VERL_USE_EXTERNAL_PLUGINS, where set, names verl_ext on all nodes",
+            otherwise="if VERL_USE_EXTERNAL_PLUGINS is set, check that it names verl_ext on all nodes",
         )
     return head_metrics(row_matrix(data[names.HEAD_SUMS]))
 
 
 def _unprocessed(config: DictConfig) -> bool:
-    """Whether the rollout samples from the model's own distribution, and so gives its log-probabilities."""
+    """Returns True if the rollout samples from the model's own distribution, and so returns its log-probabilities."""
     rollout = config.actor_rollout_ref.rollout
     return rollout.temperature == 1 and rollout.top_p == 1 and rollout.top_k in (-1, 0)

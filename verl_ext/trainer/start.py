@@ -1,7 +1,7 @@
-"""A launch: everything is checked that can be checked without a GPU, then verl trains with our task runner.
+"""A launch: runs all checks that need no GPU, then verl trains with our task runner.
 
-verl, Ray and torch take seconds to import. They come after the checks that do without, so that a wrong setting is
-reported in one or two.
+verl, Ray and torch take seconds to import. They come after the checks that do not need them, so that a wrong setting is
+reported in one or two seconds.
 """
 
 import io
@@ -19,11 +19,11 @@ from verl_ext.features.table import apply_engine_settings, check_run, read_featu
 from verl_ext.launch import compose
 from verl_ext.upstream.sglang_processes import worker_died
 
-STOPPED = 3  # exit code of a run that the guard ended, for launch scripts that would start it again
+STOPPED = 3  # exit code of a run that the guard stopped, for launch scripts that restart runs
 
 
 def run(config: DictConfig, task_runner: Callable[[], type]) -> None:
-    """Check everything that can be checked without a GPU, then train.
+    """Runs all checks that need no GPU, then trains.
 
     Args:
         task_runner: returns the class of the Ray actor that trains. It is called after the checks.
@@ -32,7 +32,7 @@ def run(config: DictConfig, task_runner: Callable[[], type]) -> None:
     if features.lines:
         check_run(features)
     else:
-        print("verl_ext: nothing of stability.* is switched on; running verl as it is", flush=True)
+        print("verl_ext: no stability.* feature is switched on; running verl unchanged", flush=True)
 
     import ray
     from verl.trainer import main_ppo as verl_main
@@ -59,7 +59,7 @@ def stability_task_runner() -> type:
 
 
 def run_or_stop(config: DictConfig, task_runner: Callable[[], type]) -> None:
-    """`run`, which ends with one line where the user has to act."""
+    """Calls `run`; ends with a one-line error if the user has to act."""
     try:
         run(config, task_runner)
     except Exception as error:
@@ -70,7 +70,7 @@ def run_or_stop(config: DictConfig, task_runner: Callable[[], type]) -> None:
 
 
 def _cause(error: Exception, config: DictConfig) -> Exception:
-    """What ended the run, without the errors of Ray that carried it here."""
+    """Returns the error that ended the run, without the errors of Ray that carried it here."""
     if "ray" not in sys.modules:
         return error
     from ray.exceptions import RayActorError, RayTaskError
@@ -84,7 +84,7 @@ def _cause(error: Exception, config: DictConfig) -> Exception:
 
 
 def _who_died(said: str) -> str:
-    """Name, process and node, and the cause as far as Ray knows it, from its long message."""
+    """Returns name, process and node, and the cause if Ray knows it, from Ray's long message."""
     properties = dict(re.findall(r"^\t(\w+): (.+)$", said, flags=re.MULTILINE))
     who = ", ".join(f"{key} {properties[key]}" for key in ("name", "pid", "ip") if key in properties)
     cause = said.splitlines()[-1].partition(" Some common causes")[0].strip(" .")
@@ -92,7 +92,7 @@ def _who_died(said: str) -> str:
 
 
 def stop(error: UserError) -> NoReturn:
-    """End with the error's one line instead of a stack of frames that are not the user's."""
+    """Ends with the error's one line instead of a stack trace of frames that are not the user's."""
     if ray := sys.modules.get("ray"):
         ray.shutdown()
     print(f"verl_ext: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
@@ -100,10 +100,10 @@ def stop(error: UserError) -> NoReturn:
 
 
 def start(entry: Callable[[], None]) -> None:
-    """Call Hydra's entry point with the arguments that it is to see.
+    """Calls Hydra's entry point with our changes to the arguments.
 
-    Python holds lines back that go into a file or a pipe, and Ray's driver prints those of the workers
-    (`ray._private.worker.print_worker_logs`). A run that hangs prints little: each line goes out at once.
+    Python buffers lines that go into a file or a pipe, and Ray's driver prints those of the workers
+    (`ray._private.worker.print_worker_logs`). A hanging run prints little, so each line is flushed at once.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)

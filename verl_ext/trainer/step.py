@@ -1,8 +1,8 @@
 """The controller's part of one batch: measure -> judge -> weigh, then, on verl's advantages, judge by sign -> filter.
 
-Everything that is decided about a batch is decided here. verl, Ray and TransferQueue are not known here: verl's
-trainers drive a step with what the queue holds (`trainer.queue.QueueBatch`), the lab with its tensors. In bypass mode
-the workers measure the gap in the update: the step judges what there is before it, and the rest after it.
+All decisions about a batch are made here. This file knows neither verl nor Ray nor TransferQueue: verl's trainers drive
+    a step with the queue's batch (`trainer.queue.QueueBatch`), the lab with its tensors. In bypass mode the workers
+    measure the gap in the update: the step judges the metrics that exist before it, and the rest after it.
 
 Shape legend: N response tokens of a block.
 """
@@ -37,11 +37,11 @@ from verl_ext.workers.first_pass import take_measured
 if TYPE_CHECKING:
     from verl_ext.trainer.guarding import GuardActions  # whose checkpoints know Ray
 
-Block = Any  # a batch's own name of some of its trajectories
+Block = Any  # a batch's own handle of some of its trajectories
 
 
 class Batch(Protocol):
-    """A batch as the step takes it, in blocks: one where its tokens are at hand, several where they are read.
+    """A batch as the step takes it, in blocks: one if its tokens are in memory, several if they are read one by one.
 
     All trajectories of a prompt are in the same block.
     """
@@ -50,7 +50,7 @@ class Batch(Protocol):
         """Yields the tokens, block by block, as they were sampled; `by_sign`: `sums_by_sign` will be asked for."""
 
     def put(self, block: Block, fields: Mapping[str, Tensor]) -> None:
-        """Takes what the update reads of a block's tokens: field of `base.names` -> [N] values."""
+        """Takes fields of a block's tokens that the update reads: field of `base.names` -> [N] values."""
 
     def sums_by_sign(self) -> Tensor:
         """Returns `core.mismatch.sums_by_sign` of the batch, once it has advantages."""
@@ -62,10 +62,10 @@ class Batch(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a batch may do to the weights.
+    """The decision about what a batch may do to the weights.
 
     Attributes:
-        refused: the event that refuses their update; None where it takes place.
+        refused: the event that refuses the update; None if it takes place.
         filter_scale: trajectories with tokens over trajectories that the filters kept.
         narrowed: whether the workers take the narrow band, where they measure the batch.
     """
@@ -76,7 +76,7 @@ class Outcome:
 
 
 class Step:
-    """What is decided about one batch.
+    """The decisions about one batch.
 
     First `measure`, then verl's advantages, then `settle`; in bypass mode `judge_first_pass` after the update.
 
@@ -84,10 +84,10 @@ class Step:
 
     Args:
         features: what the run has switched on.
-        guard, actions: the run's, which alone remember anything from one batch to the next.
+        guard, actions: the run's; only they keep state from one batch to the next.
 
     Attributes:
-        outcome: once it is settled.
+        outcome: the decision, once it is settled.
     """
 
     def __init__(self, features: RunFeatures, guard: Guard, actions: "GuardActions"):
@@ -95,10 +95,10 @@ class Step:
         self._features, self._stability = features, features.stability
         self._guard, self._actions = guard, actions
         self._refused: Event | None = None
-        self._is_late = False  # the workers measure it, and what they measure is still to be judged
+        self._is_late = False  # the workers measure it, and their metrics are still to be judged
 
     def measure(self, batch: Batch, metrics: dict[str, float]) -> None:
-        """Measures, weighs and judges a batch as it was sampled; in bypass mode, judges what there is by then.
+        """Measures, weighs and judges a batch as it was sampled; in bypass mode, judges the metrics that exist by then.
 
         Raises:
             BatchError: no token of the batch is the model's.
@@ -111,8 +111,7 @@ class Step:
         self._refused = decision.refusal
 
     def settle(self, batch: Batch, metrics: dict[str, float]) -> Outcome:
-        """Judges by the advantages' sign, filters, and counts what becomes of the batch; in bypass mode that is not all
-        yet."""
+        """Judges by the advantages' sign, filters, and counts the outcome of the batch; in bypass mode more follows."""
         late = self._features.uses(Part.MEASURE_IN_UPDATE)
         if self._stability.breakdown and not late:
             found = advantage_metrics(batch.sums_by_sign())
@@ -132,9 +131,10 @@ class Step:
         return self.outcome
 
     def judge_first_pass(self, metrics: dict[str, float]) -> None:
-        """Judges once what the workers measured in the update, in bypass mode; without an update, that there was none.
+        """Judges the workers' measurements of the update once, in bypass mode; without an update, records that there
+        was none.
 
-        What refuses a batch here has refused its steps in the workers, which were given the guard's limits.
+        A rule that refuses a batch here has refused its steps in the workers, which have the guard's limits.
         """
         if not self._is_late:
             return
@@ -200,8 +200,7 @@ class Step:
             batch.put(block, fields)
 
     def _filter(self, batch: Batch, metrics: dict[str, float]) -> float:
-        """Takes what is left out of the loss out of its mask, which stays as it is where nothing would be left; returns
-        the filters' scale."""
+        """Removes the dropped tokens from the loss's mask, unless nothing would be left; returns the filters' scale."""
         step, kept = self._guard.step, self._stability.denominator == "kept"
         tallies, waiting = list[FilterTally](), list[tuple[Block, Tensor]]()
         for block, view, weight in batch.views(weighed=kept):
@@ -223,10 +222,10 @@ class Step:
     def _add_refusal(
         self, decision: Decision, measured: Measured, *, due: str | None = None, of: str = "the batch"
     ) -> Decision:
-        """The guard's decision, or where it lets the batch pass, what else refuses it.
+        """Returns the guard's decision; if it lets the batch pass, adds another reason to refuse it, if there is one.
 
         Args:
-            due: why a rollback or a stop that an earlier update caused is still to come, if one is.
+            due: the reason of a rollback or a stop that is still to come from an earlier update, if there is one.
         """
         if decision.refusal is None and due:
             event = refusal(self._guard.step, "due", f"a rollback or stop is due: {due}")
@@ -238,7 +237,7 @@ class Step:
         return Decision((*decision.events, event))
 
     def _guard_metrics(self, narrowed: bool) -> dict[str, float]:
-        """What the guard went by, for the report, which sees nothing but metrics."""
+        """Returns the guard's limits as metrics, for the report, which reads only metrics."""
         metrics: dict[str, float] = {}
         if any(rule.action == "tighten" for rule in self._guard.rules):
             metrics["guard/tightened"] = int(narrowed)
@@ -246,6 +245,8 @@ class Step:
             metrics["guard/threshold"] = threshold
         if (boundary := self._stability.guard.boundary).signal == "vllm_kl/k3":
             metrics["guard/boundary"] = boundary.value
+        if (level := self._guard.level) is not None:
+            metrics["guard/level"] = level
         return metrics
 
     def _count(self, refused: bool, metrics: dict[str, float]) -> None:
@@ -254,7 +255,7 @@ class Step:
 
 
 def update_request(features: RunFeatures, guard: Guard, outcome: Outcome) -> dict[str, Any]:
-    """What the workers are asked besides an update of the batch, by name of base.names."""
+    """Returns the requests to the workers that go with an update of the batch, by name of base.names."""
     # FILTER_SCALE is for the losses that divide by a number of trajectories, dropped ones included: worker_loss.
     asked: dict[str, Any] = {
         FILTER_SCALE: outcome.filter_scale,
@@ -266,14 +267,15 @@ def update_request(features: RunFeatures, guard: Guard, outcome: Outcome) -> dic
 
 
 def leave_out(batch: FilterBatch, weight: Tensor | None, stability: StabilityConfig) -> FilterOutcome:
-    """What filters drop, and with denominator=kept what corrections drop (weight [N]), to be left out of the loss."""
+    """Returns the tokens to leave out of the loss: those that filters drop, and with denominator=kept those that
+    corrections drop (weight [N])."""
     if stability.denominator == "kept" and weight is not None:
         batch = replace(batch, kept_N=batch.kept_N & (weight > 0))
     return apply_filters(batch, stability.filter_chain())
 
 
 def refusal(step: int, rule: str, reason: str) -> Event:
-    """The event of an update that is left out for another reason than a rule of the guard's."""
+    """Returns the event of an update that is skipped for another reason than a rule of the guard."""
     return Event(step, rule, "", None, None, "skip", reason)
 
 

@@ -1,19 +1,19 @@
-"""Whether weight syncs happen, seen on a few trajectories that both engines score again and again: after each update,
+"""Checks that weight syncs happen, on a few trajectories that both engines score again and again: after each update,
 and after the sync that brings it to the rollout.
 
-Before the first update of a run the gap on them is the engines' own (with a LoRA, that of B = 0). From then on, what
-the training engine's log-probabilities moved must show in those of every rollout engine.
+Before the first update of a run the gap on them is the engines' own (with a LoRA, that of B = 0). From then on, a
+change of the training engine's log-probabilities must show in those of every rollout engine.
 
 A token's log-probability under the training engine moves by x between two scorings, under the rollout engine by y. A
-weight sync in between makes y = x but for rounding; one that did not happen leaves y = 0. So the share that arrived is
-E[x y] / E[x^2]: a matched filter, which sees updates far below the gap of the engines, for that does not move with x.
-The training engine rounds anew in each scoring. That counts in E[x^2] alone and makes the quotient too small; its power
-is at most that of the gap, twice, which is taken off for the upper end.
+weight sync in between makes y = x up to rounding; a sync that did not happen leaves y = 0. So the share that arrived is
+E[x y] / E[x^2]: a matched filter, which detects updates far below the gap of the engines, because the gap does not move
+with x. The training engine rounds differently in each scoring. This noise counts only in E[x^2] and makes the quotient
+too small. Its power is at most twice that of the gap, which is subtracted for the upper end.
 
-On verl the trajectories are kept in TransferQueue beside the batch, and scored by workers and servers: at temperature 1
-and without top-k and top-p, because that is how a server scores tokens that it is given.
+On verl the trajectories are kept in TransferQueue next to the batch, and scored by workers and servers at temperature
+1, without top-k and top-p, because that is how a server scores given tokens.
 
-Shape legend: N response tokens of these trajectories that the model generated, but for the last of each.
+Shape legend: N response tokens of these trajectories that the model generated, except the last of each.
 """
 
 import math
@@ -37,8 +37,8 @@ from verl_ext.trainer.queue import MODEL_INPUTS, get_fields, part_of
 
 FEWEST = 16  # tokens
 SIGMAS = 4.0  # standard errors, to either side
-MISSING = 0.75  # an upper end below it: part of the update at least did not arrive
-ARRIVED = 0.5  # a lower end above it: the update did
+MISSING = 0.75  # an upper end below it: at least a part of the update did not arrive
+ARRIVED = 0.5  # a lower end above it: the update arrived
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Arrival:
     """The share of an update that reached the rollout, as an interval.
 
     Attributes:
-        low, high: its ends; `high` is infinite while the update is smaller than the gap may hide.
-        moved: root mean square of x, in nats a token.
+        low, high: its ends; `high` is infinite while the gap may hide the update.
+        moved: root mean square of x, in nats per token.
     """
 
     low: float
@@ -66,8 +66,8 @@ class Arrival:
 def arrival(train: tuple[Tensor, Tensor], infer: tuple[Tensor, Tensor]) -> Arrival:
     """Compares log-probabilities of the same tokens, [N] before and [N] after the update and its sync.
 
-    Tokens with a value that is not finite are left out. With fewer than FEWEST, or where none moved, the interval has
-    no upper end.
+    Tokens with a value that is not finite are left out. With fewer than FEWEST, or if none moved, the interval has no
+    upper end.
     """
     scores_4N = torch.stack([*train, *infer]).double()
     before, after, infer_before, infer_after = scores_4N[:, scores_4N.isfinite().all(0)]
@@ -83,13 +83,13 @@ def arrival(train: tuple[Tensor, Tensor], infer: tuple[Tensor, Tensor]) -> Arriv
     return Arrival(max(common - error, 0.0) / power, high, math.sqrt(power))
 
 
-RULE = "weight_sync"  # of its events, as of the guard's jump
+RULE = "weight_sync"  # of its events, and of the guard's jump
 SIGNAL = "sync/arrived_high"
 
 
 @dataclass
 class Replica:
-    """What is known of a rollout engine: the scores, [N] each, and the step of the last sync that arrived."""
+    """The state of a rollout engine: the scores, [N] each, and the step of the last sync that arrived."""
 
     train: Tensor
     infer: Tensor
@@ -108,11 +108,12 @@ class SyncCanary:
         return bool(self._replicas)
 
     def begin(self, step: int, train_N: Tensor, infer: Sequence[Tensor]) -> None:
-        """Take these scores, of training and of each rollout engine, for those of the same weights."""
+        """Stores these scores, of training and of each rollout engine, as those of the same weights."""
         self._replicas = [Replica(train_N, infer_N, step) for infer_N in infer]
 
     def check(self, step: int, train_N: Tensor, infer: Sequence[Tensor]) -> tuple[dict[str, float], Decision]:
-        """After a sync: `sync/*`, the worst of the rollout engines, and what has begun or ended in this step."""
+        """Checks a sync. Returns `sync/*`, the worst of the rollout engines, and what has begun or ended in this
+        step."""
         found = []
         events: list[Event] = []
         for number, (replica, infer_N) in enumerate(zip(self._replicas, infer, strict=True)):
@@ -121,8 +122,9 @@ class SyncCanary:
             engine = f"rollout engine {number} of {len(infer)}"
             if seen.missing and not replica.missing:
                 reason = (
-                    f"of what the updates since step {replica.step} moved ({seen.moved:.2g} nats a token), at most "
-                    f"{seen.high:.0%} is in {engine}: did the weight sync reach it, and under names that it takes?"
+                    f"at most {seen.high:.0%} of the change by the updates since step {replica.step} "
+                    f"({seen.moved:.2g} nats per token) is in {engine}; check that the weight sync reaches it, and "
+                    "under names that it takes"
                 )
                 events.append(Event(step, RULE, SIGNAL, seen.high, MISSING, "warn", reason))
             if seen.arrived:
@@ -143,29 +145,31 @@ class SyncCanary:
 PARTITION = "verl_ext_canary"  # the replay buffer looks into "train"
 OFF = ("stability.sync_canary.trajectories=0",)
 TIMEOUT_S = 600.0
-# One forward pass a trajectory: a batch as small as this need not fit the run's micro-batches.
+# One forward pass per trajectory: a batch as small as this need not fit the run's micro-batches.
 ONE_A_PASS = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0, "micro_batch_size_per_gpu": 1}
 
 
 def has_other_inputs(data: TensorDict) -> bool:
-    """Whether any trajectory has images or the like; verl gives all of them the field, and leaves it empty for text."""
+    """Returns True if any trajectory has images or the like; verl gives all of them the field, and leaves it empty for
+    text."""
     return MODEL_INPUTS in data.keys() and any(data[MODEL_INPUTS])  # noqa: SIM118 (a TensorDict has no `in`)
 
 
 class CanaryTrajectories:
-    """Some trajectories of a batch, and what either engine makes of them.
+    """Some trajectories of a batch, and their scores by either engine.
 
     Attributes:
-        ids: of each trajectory, but for its last token: a server generates one more, and a full one has no room for it.
+        ids: the token ids of each trajectory, without its last token: a server generates one more, and a full
+            trajectory has no room for it.
         l_infer_N: the log-probabilities that the rollout returned.
-        positions_N: of each of these tokens in its response, from 0.
+        positions_N: the position of each of these tokens in its response, from 0.
 
     Args:
-        batch: with the fields that compute_log_prob is to be sent.
-        count: of trajectories; rounded up so that `ranks`, which share them, have the same number each.
+        batch: the batch, with the fields that compute_log_prob gets.
+        count: the number of trajectories, rounded up so that each of the `ranks` has the same number.
 
     Raises:
-        HookError: they have images or the like, which a server would have to be sent too, or are too few.
+        HookError: they have images or other inputs, which a server would need too, or there are too few.
     """
 
     def __init__(self, batch: KVBatchMeta, count: int, ranks: int):
@@ -176,7 +180,7 @@ class CanaryTrajectories:
         chosen = part_of(batch, rows)
         data = get_fields(chosen, batch.fields)
         if has_other_inputs(data):
-            raise HookError("stability.sync_canary scores text alone, and this batch has other inputs", fix=OFF)
+            raise HookError("stability.sync_canary scores only text, and this batch has other inputs", fix=OFF)
         self._batch = tq.kv_batch_put(keys=chosen.keys, partition_id=PARTITION, fields=data, tags=chosen.tags)
         self._lengths = [len(response) for response in data[RESPONSES].unbind()]
         self._mask_N = self._all_but_last(data[RESPONSE_MASK].unbind()).bool()
@@ -190,7 +194,7 @@ class CanaryTrajectories:
     def score_in_workers(
         self, workers: Any, *, replays: bool = True, adapter: bool = True, tokens_at_once: int = 0
     ) -> Tensor:
-        """[N] from the training engine as it is.
+        """Returns [N] from the training engine as it is.
 
         Args:
             replays: with routing replayed, where the run does that.
@@ -208,7 +212,7 @@ class CanaryTrajectories:
         return self._packed(response_from_nested(data["log_probs"], data[RESPONSE_MASK]).unbind())
 
     def score_in_servers(self, handles: Sequence[Any]) -> list[Tensor]:
-        """[N] from each rollout engine as it is.
+        """Returns [N] from each rollout engine as it is.
 
         Raises:
             HookError: one does not answer.
@@ -224,7 +228,7 @@ class CanaryTrajectories:
         return [self._packed(map(_response_scores, each, self._lengths)) for each in answers]
 
     def pass_through_server(self, handle: Any, most: int) -> None:
-        """Has a rollout engine score the first `most` tokens of each trajectory, one after another."""
+        """Makes a rollout engine score the first `most` tokens of each trajectory, one after another."""
         import ray
 
         for ids in self.ids:
@@ -238,13 +242,14 @@ class CanaryTrajectories:
 
 
 def _response_scores(answer: Any, length: int) -> Tensor:
-    """[r - 1] of a server's answer: of each token of prompt and response the next one's; of the last one nothing."""
+    """Returns [r - 1] of a server's answer, which has the next token's score at each token of prompt and response
+    except the last."""
     rows = answer.extra_fields["prompt_logprobs"]
     return torch.tensor([row[0] for row in rows[:-1]][len(rows) - length :])
 
 
 def _ask_server(handle: Any, ids: list[int]) -> Any:
-    """Ask one of verl 0.9.1's servers, vLLM's or SGLang's, which score prompts for the teachers of a distillation."""
+    """Asks one of verl 0.9.1's servers, vLLM's or SGLang's, which score prompts for distillation teachers."""
     return handle.generate.remote(
         prompt_ids=ids,
         sampling_params={"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
@@ -257,36 +262,54 @@ class CanaryRun:
 
     Args:
         settings: trajectories, every.
-        comparable: whether a rollout's log-probabilities are what a server says of given tokens, so that those of the
-            first batch do for the first comparison.
+        comparable: whether a rollout's log-probabilities equal a server's for given tokens, so that those of the first
+            batch serve as the first comparison.
+        required: whether the user asked for it. A canary that is on by default and cannot work prints why and is off.
     """
 
-    def __init__(self, settings: SyncCanarySettings, comparable: bool):
+    def __init__(self, settings: SyncCanarySettings, comparable: bool, required: bool = True):
         self.canary = SyncCanary()
         self.metrics: dict[str, float] = {}
-        self._settings, self._comparable = settings, comparable
+        self._settings, self._comparable, self._required = settings, comparable, required
+        self._off = False
         self._trajectories: CanaryTrajectories | None = None
         self._first: Tensor | None = None
         self._train: Tensor | None = None
 
     def before_update(self, batch: KVBatchMeta, workers: Any) -> None:
-        """Choose the trajectories in the first batch, and score them."""
-        if self._trajectories is None:
-            ranks = max(workers._dispatch_info["actor"]) + 1  # which verl has asked for, to balance the batch
-            self._trajectories = CanaryTrajectories(batch, self._settings.trajectories, ranks)
+        """Chooses the trajectories in the first batch, and scores them.
+
+        Raises:
+            HookError: they cannot be scored, and the user asked for it.
+        """
+        if self._trajectories is None and not self._off:
+            ranks = max(workers._dispatch_info["actor"]) + 1  # verl has computed it, to balance the batch
+            try:
+                self._trajectories = CanaryTrajectories(batch, self._settings.trajectories or 0, ranks)
+            except HookError as error:
+                self._switch_off(error)
+                return
             self._first = self._trajectories.score_in_workers(workers) if self._comparable else None
 
     def after_update(self, step: int, workers: Any) -> None:
-        """Score while the workers have the engine to themselves: at the sync they may give way to the rollout."""
+        """Scores while the workers have the engine to themselves: at the sync they may give way to the rollout."""
         due = self._trajectories is not None and step % self._settings.every == 0
         self._train = self._trajectories.score_in_workers(workers) if due and self._trajectories else None
 
     def after_sync(self, step: int, handles: Sequence[Any]) -> Decision:
-        """Look at the sync of this step; `metrics` are what it logs."""
+        """Checks the sync of this step; `metrics` are what it logs.
+
+        Raises:
+            HookError: a rollout engine does not score, and the user asked for it.
+        """
         self.metrics = {}
         if self._trajectories is None or self._train is None:
             return Decision()
-        infer = self._trajectories.score_in_servers(handles)
+        try:
+            infer = self._trajectories.score_in_servers(handles)
+        except HookError as error:
+            self._switch_off(error)
+            return Decision()
         if not self.canary.begun:
             if self._first is None:
                 self.canary.begin(step, self._train, infer)
@@ -294,3 +317,9 @@ class CanaryRun:
             self.canary.begin(step - 1, self._first, [self._trajectories.l_infer_N] * len(infer))
         self.metrics, decision = self.canary.check(step, self._train, infer)
         return decision
+
+    def _switch_off(self, error: HookError) -> None:
+        if self._required:
+            raise error
+        self._off, self._trajectories, self._train = True, None, None
+        print(f"verl_ext: weight syncs are not checked: {error}", flush=True)

@@ -33,11 +33,11 @@ ACTOR_ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 
 
 class StabilityMixin(VerlTrainer):
-    """verl's PPOTrainer with a StabilityRun beside it: each override calls verl's own, and the run before or after."""
+    """verl's PPOTrainer with a StabilityRun: each override calls verl's method, and the run before or after it."""
 
     def __init__(self, config: DictConfig):
         self.stability_run = StabilityRun(config, stability_config(config.stability))
-        register_estimators()  # those of stability.plugins too
+        register_estimators()  # including those of stability.plugins
         super().__init__(config)
 
     def _init_resource_pool_mgr(self) -> None:
@@ -78,7 +78,7 @@ class StabilityMixin(VerlTrainer):
 
     def on_step_end(self) -> None:
         super().on_step_end()
-        # The last manager: in separate_async that of the servers that are synchronised, and never asleep.
+        # The last manager: in separate_async it has the synchronised servers, which never sleep.
         self.stability_run.look_at_sync(self._rollout_server_managers()[-1].server_handles)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
@@ -87,7 +87,7 @@ class StabilityMixin(VerlTrainer):
                 self.stability_run.rescore(batch, self.actor_rollout_wg)
         sent = self.stability_run.stages.log_prob_batch(batch, self.stability_run.features)
         done = super()._compute_old_log_prob(sent, metrics)
-        return batch if done is sent else done  # verl's bypass mode gives back what it was given
+        return batch if done is sent else done  # verl's bypass mode returns its argument
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         run = self.stability_run
@@ -137,7 +137,7 @@ class StabilityTrainerSeparateAsync(StabilityMixin, PPOTrainerSeparateAsync):
 
 
 def install_trainers() -> None:
-    """Put our trainers in the place of verl's, in this process.
+    """Replaces verl's trainers by ours, in this process.
 
     verl's `register_trainer` refuses a taken name, and much of its trainer compares the mode's name, so a
     mode of our own would not work.
@@ -148,7 +148,7 @@ def install_trainers() -> None:
 
 
 def replace_workers(role_worker_mapping: dict[Role, Any], features: RunFeatures) -> None:
-    """Put our worker classes in the place of verl's, where something of ours runs in them."""
+    """Replaces verl's worker classes by ours, if something of ours runs in them."""
     from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS
 
     if not features.own_workers:

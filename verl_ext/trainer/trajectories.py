@@ -1,4 +1,4 @@
-"""A few trajectories of a step, token by token, as one JSON line each: what the report's trajectory view shows.
+"""Writes a few trajectories of a step, token by token, as one JSON line each, for the report's trajectory view.
 
 Shape legend: N response tokens of all trajectories, n tokens of one.
 """
@@ -33,14 +33,15 @@ LONGEST_CHARACTER = 8  # tokens; of bytes, UTF-8 needs four
 
 
 class TrajectoryLog:
-    """Lines in `path`; what would pass half of the allowed size pushes them to `....1.jsonl`, over the ones before.
+    """Lines in `path`. A line that would pass half of the allowed size first moves the file to `....1.jsonl`, over the
+    older one.
 
-    So the newest half of the allowance is always there, and up to as much before it.
+    So the newest half of the allowance is always there, and up to as much again from before.
 
     Args:
         path, settings: see there.
-        resumed: the step that a resumed run goes on after: lines of later steps go, because it writes them again. 0 for
-            a new run, which starts empty.
+        resumed: the step after which a resumed run continues: lines of later steps are removed, because it writes them
+            again. 0 for a new run, which starts empty.
     """
 
     def __init__(self, path: Path, settings: TrajectoryDump, *, resumed: int):
@@ -55,7 +56,7 @@ class TrajectoryLog:
 
     def write(self, record: dict[str, Any]) -> None:
         line = orjson.dumps(record) + b"\n"
-        # Lines that a full disk keeps waiting would be lost with the file that they are for.
+        # Lines that wait because of a full disk would be lost with their file.
         if self._size and self._size + len(line) > self._half and not self._file.waiting:
             self._file.close()
             self._path.replace(self._older)
@@ -68,9 +69,9 @@ class TrajectoryLog:
 
 
 class Dump:
-    """Writes trajectories of every so many steps; of a step with several updates, the first one's.
+    """Writes trajectories at an interval of steps; for a step with several updates, those of the first.
 
-    A failure to write them ends no run.
+    A failure to write them does not end the run.
     """
 
     def __init__(self, log: TrajectoryLog, settings: TrajectoryDump):
@@ -80,14 +81,14 @@ class Dump:
         self._chosen: list[ChosenTrajectory] = []
 
     def look_at(self, batch: QueueBatch, step: int) -> None:
-        """Choose those of a batch that has been measured, where this step's are written."""
+        """Chooses trajectories of a measured batch, if this step's are written."""
         if self._log is None or step % self._settings.every or step == self._last_step:
             return
         self._last_step = step
         self._unless_it_fails(lambda: self._chosen.extend(choose_trajectories(batch, self._settings.per_step, step)))
 
     def write(self, batch: KVBatchMeta, tokenizer: Any, *, skipped: str) -> None:
-        """Write what was chosen; see `write_step`."""
+        """Writes the chosen trajectories; see `write_step`."""
         log, step, chosen = self._log, self._last_step, self._chosen
         self._chosen = []
         if log is not None and chosen:
@@ -97,12 +98,12 @@ class Dump:
     def _unless_it_fails(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception as error:  # whatever a tokenizer may do: what is only to be looked at must not end a run
+        except Exception as error:  # a tokenizer may raise anything: data that is only for reading must not end a run
             self.close()
-            say(f"no more trajectories are written, the run goes on: {error!r}")
+            say(f"no more trajectories are written; the run continues: {error!r}")
 
     def close(self) -> None:
-        """Nothing is written from then on."""
+        """Stops writing."""
         log, self._log = self._log, None
         if log is not None:
             log.close()
@@ -114,7 +115,7 @@ def forget_trajectories(path: Path) -> None:
 
 
 def _cut(file: Path, after: int) -> None:
-    """Take the lines from the first one of a later step on out of a file; steps ascend in it."""
+    """Removes the lines of later steps from a file, in which steps ascend."""
     if not file.is_file():
         return
     with file.open("r+b") as lines:
@@ -127,8 +128,8 @@ def _cut(file: Path, after: int) -> None:
 
 @dataclass(frozen=True)
 class ChosenTrajectory:
-    """A trajectory to write: where it stands in the batch and why it was chosen, its tokens, the corrections' weight
-    [n] of each, or None."""
+    """A trajectory to write: its place in the batch, why it was chosen, its tokens, the corrections' weight [n] of
+    each, or None."""
 
     row: int
     why: str
@@ -137,7 +138,7 @@ class ChosenTrajectory:
 
 
 def choose_trajectories(batch: QueueBatch, count: int, step: int) -> list[ChosenTrajectory]:
-    """Choose the trajectories of a measured batch that are written."""
+    """Chooses the trajectories of a measured batch that are written."""
     rows = choose_shown(*batch.log_k_sums(), count, step, batch.added)
     if not rows:
         return []
@@ -152,12 +153,13 @@ def choose_trajectories(batch: QueueBatch, count: int, step: int) -> list[Chosen
 def choose_shown(
     log_k_B: Tensor, counts_B: Tensor, count: int, step: int, never: Collection[int] = ()
 ) -> dict[int, str]:
-    """Row -> why it was chosen: the largest mean |log k| of its generated tokens, or chance, the same in a rerun.
+    """Returns row -> why it was chosen: the largest mean |log k| of its generated tokens, or chance, the same in a
+    rerun.
 
     Rows without generated tokens, and `never`, are left out.
 
     Args:
-        log_k_B, counts_B: of `batch.log_k_sums`.
+        log_k_B, counts_B: from `batch.log_k_sums`.
     """
     mean_B, counts = log_k_B / counts_B, counts_B.tolist()
     rows = [row for row in mean_B.argsort(descending=True, stable=True).tolist() if counts[row] and row not in never]
@@ -175,10 +177,10 @@ def write_step(
     tokenizer: Any,
     **about: Any,
 ) -> None:
-    """Write some trajectories of a batch as it goes to the update, or would have gone.
+    """Writes some trajectories of a batch as it goes to the update, or would have gone.
 
     Args:
-        batch: verl's, with FIELDS; filters have cleared response_mask where they drop.
+        batch: verl's, with FIELDS; filters have cleared response_mask of dropped tokens.
         about: `step` and `skipped`, the reason, "" for an update that takes place.
     """
     keys = [batch.keys[one.row] for one in chosen]
@@ -193,7 +195,8 @@ def write_step(
 def record(
     fields: Mapping[str, Tensor], tokens: Tokens, weight: Tensor | None, settings: TrajectoryDump, tokenizer: Any
 ) -> dict[str, Any]:
-    """One trajectory as it is written, less what is known of its batch: [n] fields by name, its tokens, its weight."""
+    """Returns one trajectory as it is written, without the fields of its batch: [n] fields by name, its tokens, its
+    weight."""
     stretches = kept_stretches(len(tokens.mask), settings.max_tokens)
     index = torch.cat([torch.arange(start, start + length) for start, length in stretches])
     generated = tokens.mask.cpu()[index]
@@ -226,13 +229,14 @@ def record(
 
 
 def _numbers(values: Tensor, generated: Tensor) -> list[float | None]:
-    """Rounded, None for what the model did not write; orjson makes null of what is not finite."""
+    """Rounds the values; None for tokens that the model did not write. orjson writes null for values that are not
+    finite."""
     pairs = zip(values.double().tolist(), generated.tolist(), strict=True)
     return [round(value, DIGITS) if own else None for value, own in pairs]
 
 
 def kept_stretches(length: int, most: int) -> list[tuple[int, int]]:
-    """(start, length) of what is written of a response: all of it, or its two ends."""
+    """Returns (start, length) of the written parts of a response: all of it, or its two ends."""
     if length <= most:
         return [(0, length)]
     head = (most + 1) // 2
@@ -240,7 +244,8 @@ def kept_stretches(length: int, most: int) -> list[tuple[int, int]]:
 
 
 def decode_pieces(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """The text that each token adds; "" for one that ends inside a character, which the token that ends it shows.
+    """Returns the text that each token adds; "" for a token that ends inside a character: the token that completes it
+    has the text.
 
     Tokenizers that are not of the `tokenizers` library decode each token by itself.
     """
@@ -255,7 +260,7 @@ def decode_pieces(ids: Sequence[int], tokenizer: Any) -> list[str]:
         waiting.append(token)
         try:
             piece = stream.step(backend, token) or ""
-        except Exception:  # its own type is not exported: no text, or none that goes on from the text so far
+        except Exception:  # its type is not exported: no text, or none that continues the text so far
             piece, waiting = _decode(tokenizer, [token]), waiting[:0]
             stream = DecodeStream(skip_special_tokens=False)
         if not piece and len(waiting) >= LONGEST_CHARACTER:  # the stream would wait, and take longer with each token

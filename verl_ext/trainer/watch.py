@@ -1,7 +1,7 @@
-"""End a run part of which has died, and tell what a step that takes long waits for.
+"""Ends a run if one of its processes has died, and reports what a slow step waits for.
 
-verl 0.9.1 waits for the answers of what has died, and all GPUs with it, for good. It has no timeout for a tool or a
-reward function either, and says nothing.
+verl 0.9.1 waits forever for the answers of a dead process, and all GPUs wait with it. It has no timeout for a tool or a
+reward function either, and prints nothing.
 """
 
 import asyncio
@@ -29,24 +29,24 @@ from verl_ext.upstream.sglang_processes import worker_died
 
 EVERY_S, TIMEOUT_S = 10.0, 60.0
 PLACES_TIMEOUT_S = 20.0
-LATE_S = 30.0  # an error of a collective comes before Ray knows of the node that has died
+LATE_S = 30.0  # an error of a collective comes before Ray knows that a node has died
 AGAIN_S = 0.5
 SIGNAL = signal.SIGUSR2
-STORAGE = "TransferQueueStorageUnit#"  # begins the names of its actors
-SLOW = 3  # times as long as steps usually take
-MOST_PLACES = 4  # that are told of each role
+STORAGE = "TransferQueueStorageUnit#"  # the prefix of its actors' names
+SLOW = 3  # times the usual duration of a step
+MOST_PLACES = 4  # that are printed for each role
 VERL = str(Path(getattr(find_spec("verl"), "origin", None) or "/no verl").parent) + os.sep
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def engine_died(actor: Any) -> bool:
-    """Whether an actor of verl has a vLLM engine that has ended (`AsyncLLM.errored`); runs inside the actor."""
+    """Returns True if an actor of verl has a vLLM engine that has ended (`AsyncLLM.errored`); runs inside the actor."""
     return bool(getattr(getattr(actor, "engine", None), "errored", False))
 
 
 def watch_of(trainer: Any, agent_loop_manager: Any, slow_step_s: float | None = None) -> "Watch":
-    """The watch on the actors that a trainer of verl waits for; `slow_step_s` is SlowStep's `after_s`."""
+    """Returns the watch on the actors that a trainer of verl waits for; `slow_step_s` is SlowStep's `after_s`."""
     storage: list[Any] = []
 
     def watched() -> dict[str, list[Any]]:
@@ -68,16 +68,16 @@ def watch_of(trainer: Any, agent_loop_manager: Any, slow_step_s: float | None = 
 
 
 class Watch:
-    """Asks these actors again and again, from a thread, while the training runs in the main one.
+    """Asks these actors repeatedly, from a thread, while the training runs in the main thread.
 
-    What has died interrupts that, and leaves the context as a WorkerDiedError. An actor that does not answer in time is
-    busy, and is asked again.
+    A dead actor interrupts the training, and leaves the context as a WorkerDiedError. An actor that does not answer in
+    time is busy, and is asked again.
 
     Args:
-        actors: role -> handles; called at each look, for verl makes some of them late.
-        folder: of the checkpoints, for what is told.
-        slow_step: looked at as often; what it tells is printed.
-        answerable: role -> handles, of those too that are busy for long; asked when an error has come: is it theirs?
+        actors: role -> handles; called at each check, because verl creates some of them late.
+        folder: the folder of the checkpoints, for the message.
+        slow_step: checked as often; its message is printed.
+        answerable: role -> handles, including those that are busy for long; asked after an error, to find whose it is.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class Watch:
         self._ended.set()
         self._thread.join(self._every_s)
         signal.signal(SIGNAL, self._before)
-        if isinstance(error, UserError | ray.exceptions.RayActorError):  # which says itself who, and Ray's why
+        if isinstance(error, UserError | ray.exceptions.RayActorError):  # it names the actor, and Ray's the reason
             return
-        if isinstance(error, Exception):  # it may be what a death has led to
+        if isinstance(error, Exception):  # a death may have caused it
             with contextlib.suppress(ray.exceptions.RayError):
                 self._died = _died(self._answerable(), LATE_S)
         elif not isinstance(error, KeyboardInterrupt):
@@ -122,11 +122,11 @@ class Watch:
 
     def _look_on(self) -> None:
         if ray.is_initialized():
-            self._actors()  # at once: what is found by its name is found while it lives
+            self._actors()  # at once: an actor is found by name only while it lives
         while not self._ended.wait(self._every_s):
             self._died = _died(self._actors(), TIMEOUT_S)
             if self._died and not self._ended.is_set():
-                signal.pthread_kill(self._main, SIGNAL)  # a signal indeed: it ends a wait for a lock as well
+                signal.pthread_kill(self._main, SIGNAL)  # a signal, because it also ends a wait for a lock
                 return
             if self._slow_step:
                 self._tell(self._slow_step)
@@ -135,18 +135,18 @@ class Watch:
         try:
             if said := slow_step.look(time.monotonic()):
                 say(said)
-        except Exception as error:  # the look at who lives must go on
+        except Exception as error:  # the check for dead actors must continue
             self._slow_step = None
-            say(f"what a slow step waits for cannot be told: {type(error).__name__}: {error}")
+            say(f"cannot find what a slow step waits for: {type(error).__name__}: {error}")
 
 
 def _interrupt(number: int, frame: Any) -> None:
-    """The one exception that `check_signals` of Ray's _raylet.pyx lets out of a wait."""
+    """Raises the only exception that `check_signals` of Ray's _raylet.pyx lets out of a wait."""
     raise KeyboardInterrupt
 
 
 def _died(actors: Mapping[str, Iterable[Any]], timeout_s: float) -> str:
-    """Who has died, in words; "" for nobody. All are asked at once: one that is busy keeps no other waiting."""
+    """Returns who has died, in words; "" for nobody. All are asked at once: a busy one does not delay the others."""
     asked = {
         actor.__ray_call__.remote(engine_died): (actor, f"{role} {number}")
         for role, those in actors.items()
@@ -174,14 +174,14 @@ def _died(actors: Mapping[str, Iterable[Any]], timeout_s: float) -> str:
 
 
 class SlowStep:
-    """Tells of a step that takes longer than `after_s` and than SLOW times the median step, where it is looked at.
+    """Reports a step that takes longer than `after_s` and than SLOW times the median step, if it is checked then.
 
-    It does so again whenever the time has doubled.
+    It reports again whenever the time has doubled.
 
     Args:
         step: the number of the step that runs.
-        workers: role -> the actors that run the user's tools and rewards; called when there is something to tell.
-        after_s: seconds; None never tells.
+        workers: role -> the actors that run the user's tools and rewards; called when there is something to report.
+        after_s: seconds; None never reports.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class SlowStep:
         self._taken: list[float] = []
 
     def look(self, now: float) -> str:
-        """What there is to say at `now`, seconds of a clock that only goes forward; "" for nothing."""
+        """Returns the message at `now`, seconds of a clock that only goes forward; "" for nothing."""
         if (number := self._step()) != self._number:
             if self._number >= 0:
                 self._taken.append((now - self._began) / (number - self._number))
@@ -202,17 +202,17 @@ class SlowStep:
             return ""
         self._told = taken
         before = f" (usually {_duration(usual)})" if self._taken else ""
-        return f"step {number} has been going for {_duration(taken)}{before}{_describe_waits(self._workers())}"
+        return f"step {number} has been running for {_duration(taken)}{before}{_describe_waits(self._workers())}"
 
 
 def places(actor: Any) -> list[str]:
-    """The place of each asyncio task and thread of an actor, as `function (file:line)`; runs inside the actor.
+    """Returns the place of each asyncio task and thread of an actor, as `function (file:line)`; runs inside the actor.
 
     The place is the innermost frame in code that is not installed, which is the user's. A task without one has the
-    innermost frame in verl's code. What is in neither is left out.
+    innermost frame in verl's code. Tasks in neither are left out.
     """
-    # Ray calls this beside the thread of the actor's event loop, for which all_tasks would ask.
-    # By type: to isinstance, a weak proxy is what it stands for, and raises where that is gone.
+    # Ray calls this in another thread than that of the actor's event loop, which all_tasks would need.
+    # By type: isinstance looks through a weak proxy, and raises if its object is gone.
     tasks = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Task) and not each.done()]
     found = [_place(list(_awaited_frames(task.get_coro())), (_is_users, _is_verls)) for task in tasks]
     found += [_place(list(_frames_of(frame))[::-1], (_is_users,)) for frame in sys._current_frames().values()]
@@ -220,7 +220,7 @@ def places(actor: Any) -> list[str]:
 
 
 def _describe_waits(workers: Mapping[str, Iterable[Any]]) -> str:
-    """The places of each role's actors, in words. All are asked at once."""
+    """Returns the places of each role's actors, in words. All are asked at once."""
     asked = {role: [actor.__ray_call__.remote(places) for actor in actors] for role, actors in workers.items()}
     if everything := [ref for refs in asked.values() for ref in refs]:
         ray.wait(everything, num_returns=len(everything), timeout=PLACES_TIMEOUT_S)
@@ -247,7 +247,7 @@ def _describe_places(role: str, refs: list[Any]) -> str:
 
 
 def _awaited_frames(coroutine: Any) -> Iterator[FrameType]:
-    """The frames of a suspended coroutine, the outermost first."""
+    """Yields the frames of a suspended coroutine, the outermost first."""
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
         if frame is None:
@@ -257,14 +257,15 @@ def _awaited_frames(coroutine: Any) -> Iterator[FrameType]:
 
 
 def _frames_of(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of a thread, the innermost first."""
+    """Yields the frames of a thread, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def _place(frames: list[FrameType], owners: tuple[Callable[[str], bool], ...]) -> str:
-    """The innermost of these frames, the outermost first, in the code of the first owner that has any of them."""
+    """Returns the innermost of these frames (given outermost first) in the code of the first owner that has any of
+    them."""
     for is_owners in owners:
         for frame in reversed(frames):
             file = frame.f_code.co_filename

@@ -7,6 +7,7 @@ then sends SIGQUIT to that actor. The actor keeps the reason in Ray's store, whe
 """
 
 import contextlib
+import ctypes
 import importlib
 import multiprocessing
 import os
@@ -78,6 +79,7 @@ def start_processes(server_module: Any, run: Callable[..., None] = run_process) 
     launch = expect("sglang_processes", engine, "_launch_subprocesses", "server_args, ...")
 
     def launch_subprocesses(*args: Any, **kwargs: Any) -> Any:
+        heed_sigquit()
         here, there = multiprocessing.Pipe()
         threading.Thread(target=keep_reasons, args=(here,), name="verl_ext sglang", daemon=True).start()
         for name in MODULES:
@@ -90,6 +92,18 @@ def start_processes(server_module: Any, run: Callable[..., None] = run_process) 
         lambda: patch("sglang_processes", engine, "_launch_subprocesses", staticmethod(launch_subprocesses)),
         lambda: wrap("sglang_processes", watchdog, "_check_processes", keep_exit_codes, "self"),
     )
+
+
+def heed_sigquit() -> None:
+    """Let SIGQUIT end this process, as SGLang expects.
+
+    A shell script starts a command in the background (`&`) with SIGQUIT ignored, and every process below it inherits
+    that. Python sets signals in the main thread only, and Ray runs an actor in another.
+    """
+    if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+        set_signal = ctypes.CDLL(None).signal
+        set_signal.argtypes, set_signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        set_signal(signal.SIGQUIT, None)  # SIG_DFL is 0
 
 
 def keep_reasons(reasons: Connection) -> None:

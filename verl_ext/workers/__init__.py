@@ -1,1 +1,1 @@
-"""What runs inside the training workers: their classes, the loss, the policy losses, the gate."""
+"""The code inside the training workers: their classes, the loss, the policy losses, the gate."""

@@ -25,7 +25,7 @@ MEASURED = ("actor/vllm_kl/", "actor/correction/")  # verl puts what workers tel
 
 @dataclass(frozen=True)
 class FirstPassSettings:
-    """What is asked of all updates.
+    """Settings of the first pass, the same for all updates.
 
     Attributes:
         corrections, narrowed: name -> settings; the same with IcePop's band narrowed.
@@ -40,7 +40,7 @@ class FirstPassSettings:
 
 
 class FirstPass:
-    """What one training worker measures in its first pass, and whether its steps may be taken."""
+    """The measurements of one training worker in its first pass, and the decision about its steps."""
 
     def __init__(self, settings: FirstPassSettings):
         self._settings = settings
@@ -70,7 +70,7 @@ class FirstPass:
         return None if weight is None else weight.view(mask.shape)
 
     def judge(self, *, counts: bool = True) -> tuple[bool, dict[str, float]]:
-        """Whether a mini-batch's step may be taken, once all of it has been weighed, and the metrics of it.
+        """Judges a mini-batch once all of it has been weighed. Returns whether its step may be taken, and its metrics.
 
         All ranks enter together, and are told the same. The first mini-batch is told of, and decides for the others; a
         later one is refused where it has nothing to learn from, or what is not a number.
@@ -91,7 +91,7 @@ class FirstPass:
 
 
 def take_measured(metrics: MutableMapping[str, float]) -> tuple[Measured, bool]:
-    """What the first mini-batch measured, for the controller, and whether the workers refused the batch by it.
+    """Returns what the first mini-batch measured, for the controller, and whether the workers refused the batch by it.
 
     Measures of no token where no update was made.
 
@@ -108,7 +108,7 @@ def take_measured(metrics: MutableMapping[str, float]) -> tuple[Measured, bool]:
 
 
 def is_past(signals: Mapping[str, float], limit: tuple[str, str, float]) -> bool:
-    """Whether a signal is there, and past its limit or not finite."""
+    """Returns True if a signal is there, and past its limit or not finite."""
     name, side, bound = limit
     if name not in signals:
         return False

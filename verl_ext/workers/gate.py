@@ -1,4 +1,5 @@
-"""Which updates the training workers make: steps judged before they are taken, an update measured and undone after it.
+"""Controls the updates of the training workers: steps are judged before they are taken, an update is measured and
+undone after it.
 
 With several mini-batches a step, the later ones are off-policy: what the trainer saw before the update no longer holds.
 The gate stands between verl's backward pass and its optimizer step. Every rank enters it once a mini-batch, so one
@@ -215,7 +216,7 @@ def scaled_lr(optimizer: Any, scale: float) -> Iterator[None]:
 
 
 def breaks_limits(signals: Mapping[str, float], limits: Mapping[str, float | None]) -> bool:
-    """Whether a divergence is not finite, or a signal past its limit.
+    """Returns True if a divergence is not finite, or a signal past its limit.
 
     A gradient that is not finite is left to FSDP's engine, which leaves such a step out itself, and under fp16 has to
     see it to lower the scale of the loss; for Megatron's see `finite_gradients`.
@@ -232,7 +233,8 @@ def breaks_limits(signals: Mapping[str, float], limits: Mapping[str, float | Non
 
 @torch.no_grad()
 def finite_gradients(engine: Any) -> bool:
-    """Whether the gradient of a Megatron engine is finite, on all of its ranks; if not, fp16's loss scale is lowered.
+    """Returns True if the gradient of a Megatron engine is finite on all of its ranks; if not, fp16's loss scale is
+    lowered.
 
     megatron-core 0.16.1 looks for itself only under fp16 (`MixedPrecisionOptimizer.prepare_grads`), and verl 0.9.1 then
     raises. In bfloat16 one NaN goes through the norm that it clips by into every weight and both moments of Adam.

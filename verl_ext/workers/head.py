@@ -38,7 +38,7 @@ Corrections = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class HeadUse:
-    """What is made of the heads.
+    """The use of the heads.
 
     Attributes:
         truncated: the sampler took from them alone: log-probabilities and entropy are of the same tokens.
@@ -52,7 +52,7 @@ class HeadUse:
 
     @property
     def replaces(self) -> bool:
-        """Whether verl's log-probabilities give way to those read here."""
+        """True if the log-probabilities read here replace verl's."""
         return self.truncated or self.centers
 
 

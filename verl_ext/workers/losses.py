@@ -41,7 +41,8 @@ VERLS_FIELDS = (names.OLD_LOG_PROBS, names.REF_LOG_PROBS, names.ADVANTAGES, name
 
 
 def padded_fields(data: TensorDict) -> TensorDict:
-    """What losses read of a micro-batch, `response_mask` with it, padded to [B, T]; 0 where the mask is.
+    """Returns the fields of a micro-batch that losses read, `response_mask` with them, padded to [B, T]; 0 where the
+    mask is.
 
     verl masks by multiplying, or by torch.where on the result: a NaN that the rollout returned for a token of a tool's
     output would be a NaN in the loss by the one, in the gradient by both.

@@ -54,7 +54,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class FetchedShare:
-    """What a rank has fetched, as it tells the others before any of them sends rows.
+    """A rank's report on what it has fetched, sent to the others before any of them sends rows.
 
     Attributes:
         whole: of which trajectories and fields, and where the rows of each rank begin.
@@ -137,7 +137,8 @@ class ReplicaFetch:
         return data
 
     def _fetch_part(self, verls: Fetch, batch: BatchMeta) -> tuple[FetchedShare, TensorDict, dict[str, Tensor]]:
-        """What the others are told, the fields that are not shared, and by field this rank's rows of those that are."""
+        """Returns the report to the others, the fields that are not shared, and by field this rank's rows of those that
+        are."""
         shared = [name for name in SHARED if name in batch.field_names]
         others = [name for name in batch.field_names if name not in shared]
         if not shared or not others:  # TransferQueue makes an empty batch of no fields

@@ -1,4 +1,4 @@
-"""What one update of the workers changes, kept so that it can be taken back bit for bit: the guard's action `undo`."""
+"""Keeps what one update of the workers changes, so that it can be taken back bit for bit: the guard's action `undo`."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -219,7 +219,7 @@ def _held_by(optimizer: Any) -> tuple[Any, Any]:
 
 
 def _is_lowered(now: dict[str, Any], kept: dict[str, Any]) -> bool:
-    """Whether fp16's gradients overflowed: the loss scale stays as low as that made it, or they would again."""
+    """Returns True if fp16's gradients overflowed: the loss scale stays as low as that made it, or they would again."""
     return "scale" in kept and float(now["scale"]) < float(kept["scale"])
 
 

@@ -39,7 +39,7 @@ VERLS_OWN = ("_target_", "rollout_correction")  # fields of a PolicyLossConfig t
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What the trainer asks of the workers' loss.
+    """The trainer's settings of the workers' loss.
 
     Attributes:
         corrections: those that act in each update step.

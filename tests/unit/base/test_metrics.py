@@ -14,7 +14,7 @@ from verl_ext.base.metrics import METRICS, OURS, comes_late, find, is_of_the_gap
 
 LOGGED = Path(__file__).with_name("logged_metrics.txt").read_text().split()  # by runs of tests/stack
 GAP = "\0"  # what an f-string computes
-NAME = re.compile(rf"({'|'.join(OURS)}|actor/(gate|icepop|opsm|llds|router_shift)/)[\w./{GAP}-]*[\w{GAP}]")
+NAME = re.compile(rf"({'|'.join(OURS)}|actor/(gate|icepop|opsm|m2po|llds|router_shift)/)[\w./{GAP}-]*[\w{GAP}]")
 
 
 @cache

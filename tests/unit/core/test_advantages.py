@@ -7,12 +7,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import f_oneway
 
 from tests.support.closeness import close
+from verl_ext.base.errors import BatchError
 from verl_ext.core.advantages import (
     Sessions,
     group_ids,
     grpo_positive_advantages,
+    prompt_effect,
     quantile_baseline_advantages,
     quantile_baselines,
 )
@@ -152,3 +155,36 @@ def test_sessions_are_read_from_the_keys():
 def test_a_key_of_another_form_is_shown(key):
     with pytest.raises(ValueError, match=f"trajectory id '{key}'"):
         Sessions.from_keys([key])
+
+
+def keys_of(sessions):
+    return [f"prompt_{group}_{place}_0" for place, (_, group) in enumerate(sessions)]
+
+
+@RELAXED
+@given(SESSIONS)
+def test_the_prompt_effect_is_f_of_a_one_way_analysis_of_variance(sessions):
+    rewards, _ = columns(sessions)
+    found, groups = prompt_effect(rewards, keys_of(sessions)), list(by_group(sessions).values())
+    if not 1 < len(groups) < len(sessions) or all(len(set(group)) == 1 for group in groups):
+        assert found is None
+    elif sum(len(group) * statistics.pvariance(group) for group in groups) > 1e-9:  # SciPy's sums round
+        assert found == pytest.approx(f_oneway(*groups).statistic, rel=1e-6, abs=1e-9)
+
+
+def test_the_prompt_effect_counts_a_session_once_by_its_last_output():
+    once = prompt_effect(torch.tensor([1.0, 0.0, 3.0, 2.5]), ["a_0_0", "a_1_0", "b_0_0", "b_1_0"])
+    keys = ["a_0_0", "a_0_1", "a_1_0", "b_0_1", "b_0_0", "b_1_0"]
+    assert prompt_effect(torch.tensor([9.0, 1.0, 0.0, 3.0, 9.0, 2.5]), keys) == once
+
+
+def test_the_prompt_effect_of_random_rewards_averages_1_and_of_solved_prompts_is_large():
+    draw = torch.Generator().manual_seed(0)
+    keys = [f"{prompt}_{session}_0" for prompt in range(8) for session in range(8)]
+    effects = [prompt_effect(torch.rand(64, generator=draw), keys) for _ in range(200)]
+    # F(7, 56) has mean 1.04 and standard deviation 0.6: 5 standard errors of 200 draws.
+    assert statistics.mean(effects) == pytest.approx(1.04, abs=0.21)
+    solved = torch.arange(8).repeat_interleave(8) / 8 + 0.1 * torch.rand(64, generator=draw)
+    assert prompt_effect(solved, keys) > 100
+    with pytest.raises(BatchError, match="rewards"):
+        prompt_effect(torch.tensor([math.nan, 1.0, 2.0]), ["a_0_0", "a_1_0", "b_0_0"])

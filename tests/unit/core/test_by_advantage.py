@@ -12,7 +12,7 @@ from verl_ext.core.tokens import Tokens, jagged
 
 
 def oracle(l_infer, l_old, mask, advantages):
-    """In float64, sign by sign, token by token."""
+    """Computes the metrics in float64, sign by sign, token by token."""
     finite = [m and math.isfinite(a) and math.isfinite(b) for m, a, b in zip(mask, l_infer, l_old, strict=True)]
     total = sum(finite)
     found, k1_of = {}, {}

@@ -1,4 +1,4 @@
-"""What no router chooses is refused, row by row, against Python's sets."""
+"""Rows that no router can choose are refused. The oracle checks them one by one with Python's sets."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ EXPERTS = 16
 
 
 def expected(routes_TLK, experts, lengths):
-    """From the definitions, row by row."""
+    """Computes the result from the definitions, row by row."""
     rows, reasons = routes_TLK.tolist(), []
     wide_enough = torch.iinfo(routes_TLK.dtype).max >= experts - 1
     for first, length in zip(torch.tensor([0, *lengths]).cumsum(0).tolist(), lengths, strict=False):
@@ -34,7 +34,8 @@ def expected(routes_TLK, experts, lengths):
 
 
 def draw(lengths, layers, top_k, dtype, seed, experts=EXPERTS):
-    """What routers chose, and a few rows of it lost or wrong; whole layers of some trajectories stand still."""
+    """Draws routes, with a few rows lost or wrong. Some trajectories have the same experts in every row of whole
+    layers."""
     generator = torch.Generator().manual_seed(seed)
 
     def some(share, *shape):
@@ -119,7 +120,8 @@ def test_as_many_experts_as_the_dtype_holds(dtype, experts):
 
 
 def test_ids_that_wrapped_name_an_expert_twice():
-    """Of 512 experts in 48 layers, top-10 as Qwen3-Next: what is left of 256 and above lies within range."""
+    """512 experts in 48 layers, top-10, as in Qwen3-Next: ids of 256 and above that lost their high byte are within
+    range."""
     routes = torch.rand(64, 48, 512, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :10]
     offsets = torch.tensor([0, 64])
     assert not refused_rows(routes.short(), 512, offsets).any()

@@ -34,6 +34,8 @@ BOUNDED = [
     ("mis", {"cap": 2.0, "weight": "one"}, lambda rho: 1.0 if rho <= 2.0 else 0.0, 0.0, 2.0),
     ("geo_mask", {"low": 0.999, "high": 1.002}, lambda g: 1.0 if 0.999 <= g <= 1.002 else 0.0, 0.999, 1.002),
 ]
+# Those that read the probabilities too.
+BY_PROBABILITY = [("kpop", {"phi": 0.1}), ("ipo", {"eps": 0.3})]
 bounded = pytest.mark.parametrize(("name", "settings", "formula", "low", "high"), BOUNDED)
 
 
@@ -51,7 +53,7 @@ def test_a_weight_is_its_formula(name, settings, formula, low, high, log_ratios)
     assert is_high == [ratio > high for ratio in ratios]
 
 
-@pytest.mark.parametrize(("name", "settings"), [case[:2] for case in BOUNDED] + [("kpop", {"phi": 0.1})])
+@pytest.mark.parametrize(("name", "settings"), [case[:2] for case in BOUNDED] + BY_PROBABILITY)
 def test_what_weighs_by_the_ratio_says_so(name, settings):
     """Two of them would count it twice, and are refused together."""
     correction, small = CORRECTIONS[name], 1e-3  # inside all bounds
@@ -63,7 +65,7 @@ def test_what_weighs_by_the_ratio_says_so(name, settings):
 
 def test_every_correction_has_a_case():
     before = {name for name, method in CORRECTIONS.items() if not method.in_update}
-    assert {case[0] for case in BOUNDED} | {"kpop"} == before, "a case in BOUNDED"
+    assert {case[0] for case in BOUNDED + BY_PROBABILITY} == before, "a case in BOUNDED"
 
 
 def test_bounds_are_inclusive():
@@ -73,6 +75,7 @@ def test_bounds_are_inclusive():
     assert weigh("mis", [0.0], cap=1.0, weight="ratio") == ([1.0], [0.0], [0.0])
     assert weigh("geo_mask", [0.0], low=1.0, high=1.0) == ([1.0], [0.0], [0.0])
     assert weigh("kpop", [1.0], [0.25], [0.25], phi=0.0) == ([1.0], [0.0], [0.0])
+    assert weigh("ipo", [1.5, 0.5], [0.5, 0.5], [0.75, 0.25], eps=0.25)[0] == [1.5, 0.5]
 
 
 @given(PROBS, st.sampled_from([0.01, 0.1, 1.0]))
@@ -95,6 +98,22 @@ def test_kpop_is_wide_in_ratio_for_rare_tokens_and_tight_for_confident_ones():
     assert weight == [10.0, 0.0]
 
 
+@given(PROBS, st.sampled_from([0.1, 0.3, 0.9]))
+def test_ipo_is_its_formula(probs, eps):
+    """prime-rl's ipo_loss_fn: what is masked is abs(exp(l_train) - exp(l_infer)) > eps."""
+    k = [old / infer for infer, old in probs]
+    weight, low, high = weigh("ipo", k, *zip(*probs, strict=True), eps=eps)
+    gaps = [old - infer for infer, old in probs]
+    assert weight == [0.0 if abs(gap) > eps else ratio for gap, ratio in zip(gaps, k, strict=True)]
+    assert low == [gap < -eps for gap in gaps]
+    assert high == [gap > eps for gap in gaps]
+
+
+def test_ipo_keeps_rare_tokens_whatever_their_ratio():
+    weight, low, _ = weigh("ipo", [10.0, 0.6 / 0.99], [0.0001, 0.99], [0.001, 0.6], eps=0.3)
+    assert (weight, low) == ([10.0, 0.0], [0.0, 1.0])
+
+
 @bounded
 def test_nan_weighs_0_and_is_on_neither_side(name, settings, formula, low, high):
     assert weigh(name, [math.nan], **settings) == ([0.0], [0.0], [0.0])
@@ -104,9 +123,11 @@ def test_an_infinite_ratio_is_high():
     assert weigh("icepop", [math.inf], alpha=0.5, beta=5.0) == ([0.0], [0.0], [1.0])
     assert weigh("tis", [math.inf], cap=2.0) == ([2.0], [0.0], [1.0])
     assert weigh("kpop", [math.nan], [0.5], [0.5], phi=0.1) == ([0.0], [0.0], [0.0])
+    assert weigh("ipo", [math.nan], [math.nan], [0.5], eps=0.3) == ([0.0], [0.0], [0.0])
+    assert weigh("ipo", [math.inf], [0.0], [0.5], eps=0.3) == ([0.0], [0.0], [1.0])
 
 
-@pytest.mark.parametrize(("name", "settings"), [case[:2] for case in BOUNDED] + [("kpop", {"phi": 0.1})])
+@pytest.mark.parametrize(("name", "settings"), [case[:2] for case in BOUNDED] + BY_PROBABILITY)
 def test_weights_carry_no_gradient(name, settings):
     ones = [torch.ones(2, requires_grad=True) for _ in CORRECTIONS[name].reads]
     assert not CORRECTIONS[name].function(*ones, **settings).weight.requires_grad
@@ -172,7 +193,7 @@ def test_geo_mask_equals_verls_rejection_by_the_mean_of_k1(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_metrics_equal_verls(seed):
-    """In verl's float32. Its ESS is that of the truncated weights: with a cap out of reach, that of k."""
+    """verl computes in float32. Its ESS is that of the truncated weights: with a cap out of reach, that of k."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
     infer, old, mask = padded_batch(seed)

@@ -30,7 +30,7 @@ def keep(name, batch, **settings):
 
 
 def kept_rows(name, batch, **settings):
-    """Which trajectories kept all their tokens; a filter of whole trajectories keeps all of them or none."""
+    """Returns the trajectories that kept all their tokens; a filter of whole trajectories keeps all of them or none."""
     rows = [part.tolist() for part in torch.tensor(keep(name, batch, **settings)).split(lengths(batch))]
     assert all(len(set(row)) <= 1 for row in rows)
     return [all(row) for row in rows]

@@ -17,6 +17,7 @@ WEIGHTS = {
     "tis": {"tis": {"cap": 1.5}},
     "icepop": {"icepop": {"alpha": 0.6, "beta": 1.5}},
     "kpop": {"kpop": {"phi": 0.05}},
+    "ipo": {"ipo": {"eps": 0.05}},
 }
 
 
@@ -37,13 +38,15 @@ def truncated_log_probs(logits, top_k):
 
 
 def exact_weight(name, k, p, q):
-    """By the formulas of the papers, for one token."""
+    """Computes the weight of one token by the formulas of the papers."""
     if name == "none":
         return 1.0
     if name == "tis":
         return min(k, 1.5)
     if name == "icepop":
         return k if 0.6 <= k <= 1.5 else 0.0
+    if name == "ipo":
+        return k if abs(p - q) <= 0.05 else 0.0
     p, q = (min(max(x, 1e-6), 1 - 1e-6) for x in (p, q))
     far = max(a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b)) for a, b in ((p, q), (q, p)))
     return k if far <= 0.05 else 0.0

@@ -8,11 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.closeness import close
-from tests.support.loss_oracles import kl_oracle, llds_oracle, mean, opsm_oracle, random_batch, tensors
+from tests.support.loss_oracles import (
+    kl_oracle,
+    llds_oracle,
+    m2po_oracle,
+    mean,
+    opsm_oracle,
+    random_batch,
+    tensors,
+)
 from verl_ext.base.names import BUCKETS
 from verl_ext.core.losses import (
     LossBatch,
     llds_penalty,
+    m2po,
     opsm,
     opsm_mask,
     router_deviation,
@@ -98,6 +107,54 @@ def test_opsm_masks_a_sequence_with_nan_only_where_the_advantage_is_negative():
     whole = sequence_divergence(nan, nan * 0, torch.zeros(2, 2), torch.ones(2, 2)).whole
     advantages = torch.tensor([[-1.0, 1.0], [-1.0, 1.0]])
     assert opsm_mask(whole, advantages, 0.1).tolist() == [[0, 1], [1, 1]]
+
+
+def m2po_of(l_infer, l_theta, advantages, mask, threshold):
+    return m2po(LossBatch(l_theta, l_theta, advantages, mask, l_infer=l_infer), threshold=threshold)
+
+
+@given(batches(), st.sampled_from([1e-4, 0.04, 1.0, 50.0, 1e6]))
+@settings(deadline=None)
+def test_m2po_keeps_what_the_papers_loop_keeps(batch, threshold):
+    l_infer, _, l_theta, advantages, mask = tensors(batch)
+    found = m2po_of(l_infer, l_theta, advantages, mask, threshold)
+    expected, moments = m2po_oracle(batch[0], batch[2], batch[3], batch[4], threshold)
+    if all(abs(value - threshold) > 1e-9 * threshold for value in moments):
+        squares = (l_theta.double() - l_infer).clamp(-20, 20).square()
+        # Of two that are equally far, either may go.
+        kept, wanted = (sorted(squares[(keep == 1) & mask].tolist()) for keep in (found.weight, torch.tensor(expected)))
+        assert kept == wanted
+    assert found.weight[~mask].eq(1).all() and not found.weight.requires_grad
+    assert found.metrics["second_moment"] == pytest.approx(moments[0] if moments else 0.0)
+    assert found.metrics["dropped"] == pytest.approx(((found.weight == 0) & mask).sum() / mask.sum().clamp(min=1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_m2po_leaves_a_second_moment_within_the_threshold_and_drops_no_more_than_it_must(seed):
+    l_infer, _, l_theta, advantages, mask = tensors(random_batch(seed, rows=20, length=50))
+    weight = m2po_of(l_infer, l_theta, advantages, mask, 0.04).weight
+    log_r = l_theta.double() - l_infer
+    moved = mask & (advantages * log_r > 0)
+    assert weight[~moved].eq(1).all(), "what moves back to the rollout is kept, however far it is"
+    squares, kept = log_r.square(), moved & (weight == 1)
+    gone = squares[moved & (weight == 0)]
+    assert 0 < len(gone) < moved.sum() and gone.min() >= squares[kept].max()
+    assert squares[kept].mean() <= 0.04 < torch.cat([squares[kept], gone.min()[None]]).mean()
+
+
+def test_m2po_of_one_token_of_none_and_of_what_is_no_number():
+    one = torch.ones(1, 1)
+    assert m2po_of(-one, -0.9 * one, one, one.bool(), 0.04).weight.item() == 1
+    assert m2po_of(-one, -0.5 * one, one, one.bool(), 0.04).weight.item() == 0
+    assert m2po_of(-one, -0.5 * one, -one, one.bool(), 0.04).weight.item() == 1, "it moves back"
+    nothing = m2po_of(-one, -0.5 * one, one, ~one.bool(), 0.04)
+    assert nothing.weight.item() == 1 and nothing.metrics == {"dropped": 0, "second_moment": 0}
+    # l_infer is NaN; the rollout gave the token no probability; the policy gives it none.
+    odd = torch.tensor([[math.nan, -math.inf, -1.0]]), torch.tensor([[-1.0, -1.0, -math.inf]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    up, down = (m2po_of(*odd, sign * torch.ones(1, 3), mask, 0.04) for sign in (1, -1))
+    assert up.weight.tolist() == [[0, 0, 1]] and down.weight.tolist() == [[0, 1, 0]]
+    assert up.metrics["second_moment"] == down.metrics["second_moment"] == 400
 
 
 @given(batches(), st.sampled_from([math.nan, math.inf, -math.inf]))
@@ -186,7 +243,7 @@ def test_the_gradient_of_the_unbiased_kl_points_at_the_reference_however_far_it_
 
 
 def test_one_token_far_from_the_reference_does_not_outweigh_a_batch():
-    """At log x = 20.1 the gradient is 20.1, not e^20."""
+    """The gradient at log x = 20.1 is 20.1, not e^20."""
     _, gradient = kl_and_gradient(torch.tensor([-22.0]), torch.tensor([-1.9]), torch.tensor([-22.0]))
     assert gradient.item() == pytest.approx(-20.1, rel=1e-6)
 

@@ -1,4 +1,4 @@
-"""What a policy loss may read and give, as its registration says."""
+"""A policy loss reads and returns only what its registration declares."""
 
 from unittest import mock
 

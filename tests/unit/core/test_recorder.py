@@ -37,7 +37,7 @@ def test_the_residual_that_vllm_hands_on_belongs_to_a_layers_states():
 
 
 def test_the_positions_of_vllms_buffer_are_those_of_its_tokens():
-    """As `Indexer` of vLLM 0.27 is called and returns: (hidden states, q, positions, rotary), a buffer of more rows."""
+    """`Indexer` of vLLM 0.27 takes (hidden states, q, positions, rotary) and returns a buffer of more rows."""
     buffer = torch.tensor([[0, -1], [1, 0], [7, 0], [9, 9]], dtype=torch.int32)
     hidden, q = torch.zeros(3, 8), torch.zeros(3, 4)
     own = own_positions((hidden, q, torch.tensor([4, 5, 6]), None))

@@ -64,7 +64,7 @@ def ratio_error(pairs, M):
 
 
 def expected_metrics(drawn, top_k):
-    """From the definitions, token by token."""
+    """Computes the metrics from the definitions, token by token."""
     rows = torch.repeat_interleave(drawn["offsets"].diff()).tolist()
     asked = drawn["mask"] & ~drawn["left_out"][rows]
     counted = (asked & drawn["known"]).nonzero()[:, 0].tolist()
@@ -178,7 +178,7 @@ def test_margins_of_tokens_that_are_not_compared_do_not_matter(odd):
 
 
 def test_sums_over_long_trajectories_keep_their_digits():
-    """In float32, a margin of 0.1 over 400,000 tokens reads 0.10005, and 20 million agreements cannot be counted."""
+    """A margin of 0.1 over 400,000 tokens reads 0.10005 in float32, and 20 million agreements cannot be counted."""
     N, K = 400_000, 255
     overlap_NL = torch.full((N, 1), K, dtype=torch.uint8)
     overlap_NL[::4] = K - 2

@@ -1,4 +1,4 @@
-"""What stands in for a package of GPU kernels can be imported, and raises when it would compute."""
+"""Stand-ins for packages of GPU kernels can be imported, and raise when they would compute."""
 
 import importlib
 import sys

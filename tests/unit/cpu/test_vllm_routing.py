@@ -1,4 +1,5 @@
-"""How routed experts leave vLLM's CPU runner of 0.31; its connector is a stand-in, the real one is an engine's."""
+"""Delivery of routed experts by vLLM's CPU runner of 0.31. Its connector is a stand-in; the real one needs an
+engine."""
 
 from types import SimpleNamespace
 

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from verl_ext.doctor import command  # noqa: F401 (registers the checks)
@@ -40,6 +40,8 @@ def models(tmp_path_factory):
     for name, size in sizes.items():
         LlamaConfig(vocab_size=size, max_position_embeddings=1024).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    DeepseekV3Config(n_routed_experts=8, vocab_size=tokens).save_pretrained(folder / "biased")
+    tokenizer.save_pretrained(folder / "biased")
     Qwen3MoeConfig(num_experts=8, vocab_size=tokens).save_pretrained(folder / "moe")
     tokenizer.save_pretrained(folder / "moe")
     return folder

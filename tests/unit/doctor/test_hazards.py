@@ -6,6 +6,7 @@ from tests import ROOT
 from tests.unit.doctor.conftest import VERSIONS
 from verl_ext.doctor.checks import CHECKS, LEVELS
 from verl_ext.launch.gpus import named
+from verl_ext.launch.packages import package_folder
 
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = f"+{ROLLOUT}.engine_kwargs.vllm"
@@ -26,6 +27,13 @@ TENSOR_2 = f"{ACTOR}.megatron.tensor_model_parallel_size=2"
 EXPERTS = f"{ACTOR}.megatron.expert"
 SCHEDULE = "optim.use_checkpoint_opt_param_scheduler=true"
 WARM_UP = f"{ACTOR}.optim.lr_warmup_steps=10"
+
+BALANCE = f"{FP8}.moe_router_load_balancing_type=none"
+STILL = f"{FP8}.moe_router_bias_update_rate=0.0"
+ROUTER_FP32 = f"{FP8}.moe_router_dtype=fp32"
+BIASED = "actor_rollout_ref.model.path={models}/biased"
+OPSM = ("stability.correction=opsm", "stability.opsm.delta=0.1")
+HYBRID = "actor_rollout_ref.hybrid_engine"
 
 CORRECTION = "algorithm.rollout_correction"
 BYPASS = f"{CORRECTION}.bypass_mode=true"
@@ -179,8 +187,12 @@ CASES = [
     ("weight sync", [CANARY], "ok", []),
     ("weight sync", [LORA], "note", []),
     ("weight sync", [LORA, CANARY], "ok", []),
-    ("weight sync", [LORA, "++actor_rollout_ref.model.lora.merge=true"], None, []),
-    ("weight sync", [LORA, f"{ROLLOUT}.name=sglang"], None, []),
+    ("weight sync", [LORA, "stability=icepop"], "ok", []),
+    ("weight sync", [LORA, "stability=icepop", "stability.sync_canary.trajectories=0"], "note", []),
+    ("weight sync", [LORA, "++actor_rollout_ref.model.lora.merge=true"], "note", []),
+    ("weight sync", [LORA, f"{ROLLOUT}.name=sglang", "stability=icepop"], "ok", []),
+    ("weight sync", ["trainer.v1.trainer_mode=separate_async"], "note", []),
+    ("weight sync", ["trainer.v1.trainer_mode=separate_async", "stability=icepop"], "ok", []),
     (
         "weight sync",
         [LORA, "trainer.v1.trainer_mode=separate_async"],
@@ -286,6 +298,50 @@ CASES = [
         "warning",
         [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
     ),
+    ("router training", [MOE], None, []),
+    ("router training", [MEGATRON], None, []),
+    ("router training", [MEGATRON, MOE], "ok", []),
+    ("router training", [MEGATRON, MOE, f"{FP8}.moe_router_load_balancing_type=aux_loss"], "warning", [f"+{BALANCE}"]),
+    ("router training", [MEGATRON, MOE, f"{FP8}.moe_router_bias_update_rate=0.001"], "warning", [f"+{STILL}"]),
+    ("router training", [MEGATRON, BIASED], "warning", [f"+{STILL}"]),
+    ("router training", [MEGATRON, BIASED, STILL], "ok", []),
+    ("router dtype", [MOE], None, []),
+    ("router dtype", [MEGATRON, MOE], "warning", [f"+{ROUTER_FP32}"]),
+    ("router dtype", [MEGATRON, MOE, ROUTER_FP32], "ok", []),
+    ("router dtype", [MEGATRON, BIASED], "ok", []),
+    ("router dtype", [MEGATRON, MOE, "actor_rollout_ref.actor.megatron.dtype=float32"], None, []),
+    ("router dtype", [MEGATRON, MOE, "actor_rollout_ref.actor.megatron.vanilla_mbridge=true"], None, []),
+    ("head dtype", [], None, []),
+    ("head dtype", [f"{VLLM}.hf_overrides.head_dtype=float32"], "warning", [f"+{VLLM}.hf_overrides.head_dtype=model"]),
+    (
+        "head dtype",
+        [f"{VLLM}.hf_overrides.head_dtype=float32", f"+{FSDP}.mixed_precision.param_dtype=fp32"],
+        None,
+        [],
+    ),
+    (
+        "head dtype",
+        [SGLANG, f"{SGLANGS}.enable_fp32_lm_head=true"],
+        "warning",
+        [f"+{SGLANGS}.enable_fp32_lm_head=false"],
+    ),
+    ("trust region", [], None, []),
+    ("trust region", ASYNCHRONOUS, "warning", [*OPSM]),
+    ("trust region", [*ASYNCHRONOUS, f"{LOSS}.loss_mode=dppo_tv"], "warning", [*OPSM]),
+    ("trust region", [*ASYNCHRONOUS, "stability=icepop"], "ok", []),
+    ("trust region", [*ASYNCHRONOUS, "stability=icepop_loss"], "ok", []),
+    ("trust region", [*ASYNCHRONOUS, "stability.filters.off_policy_negative.delta=0.1"], "ok", []),
+    ("trust region", [*ASYNCHRONOUS, f"{CORRECTION}.rollout_rs=seq_mean_k1"], "ok", []),
+    ("trust region", [*ASYNCHRONOUS, BYPASS], "ok", []),
+    ("rollout placement", [], None, []),
+    ("rollout placement", [f"{HYBRID}=false", "trainer.v1.trainer_mode=separate_async"], "ok", []),
+    ("rollout placement", [f"{HYBRID}=false"], "warning", [f"{HYBRID}=true"]),
+    ("rollout placement", [f"{ROLLOUT}.router_config_path=router.yaml"], "ok", []),
+    ("normal level", [], None, []),
+    ("normal level", ["stability=icepop"], "ok", []),
+    ("normal level", ["stability=icepop", "stability.guard.level=0"], "note", []),
+    ("R2 on Megatron", [], None, []),
+    ("R2 on Megatron", [MEGATRON, f"{ACTOR}.megatron.router_replay.mode=R2"], "ok", []),
     ("lengths", [], None, []),
     ("lengths", [f"{ROLLOUT}.max_num_batched_tokens=512"], None, []),
     ("lengths", [f"{ROLLOUT}.enable_chunked_prefill=false"], None, []),
@@ -440,10 +496,67 @@ def test_what_verl_does_with_a_temperature_in_bfloat16():
 
 
 def test_verl_cannot_raise_max_num_batched_tokens():
-    """What the check `lengths` says of verl."""
+    """verl's rollout config is frozen, as the check `lengths` reports."""
     from dataclasses import FrozenInstanceError
 
     from verl.workers.config import RolloutConfig
 
     with pytest.raises(FrozenInstanceError):
         RolloutConfig(name="vllm").max_num_batched_tokens = 1
+
+
+def test_r2_on_megatron_needs_the_verl_that_records_one_model(findings):
+    (found,) = findings(
+        "R2 on Megatron", MEGATRON, f"{ACTOR}.megatron.router_replay.mode=R2", versions={"verl": "0.9.0"}
+    )
+    assert found.level == "warning" and found.fix == (f"{ACTOR}.megatron.router_replay.mode=disabled",)
+    assert not findings("R2 on Megatron", MEGATRON, *found.fix, versions={"verl": "0.9.0"})
+
+
+ZERO = ("stability=zero_mismatch", "trainer.device=cuda")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ([MOE], ["VLLM_BATCH_INVARIANT (vllm/envs.py)", "full_determinism (verl/workers/config/engine.py)"]),
+        (
+            [MOE, SGLANG],
+            [
+                "enable_deterministic_inference (sglang/srt/server_args.py)",
+                "rl_on_policy_target (sglang/srt/server_args.py)",
+                "full_determinism (verl/workers/config/engine.py)",
+            ],
+        ),
+        (
+            [MOE, MEGATRON],
+            [
+                "VLLM_BATCH_INVARIANT (vllm/envs.py)",
+                "deterministic_mode (megatron/core/model_parallel_config.py)",
+                "batch_invariant_mode (megatron/core/transformer/transformer_config.py)",
+            ],
+        ),
+    ],
+)
+def test_each_installed_engine_has_the_switch_and_its_setting_switches_it_on(findings, models, overrides, named):
+    overrides = [override.format(models=models) for override in overrides]
+    off = findings("zero mismatch", *ZERO, *overrides, folder=package_folder)
+    assert [(one.level, one.found) for one in off] == [("note", f"{name} is off") for name in named]
+    settings = [one.why.rpartition("; ")[2] for one in off]
+    on = findings("zero mismatch", *ZERO, *overrides, *settings, folder=package_folder)
+    assert [one.level for one in on] == ["ok"] * len(named)
+
+
+def test_vllms_switch_may_be_in_the_environment(findings, models):
+    fields = {"folder": package_folder, "environ": {"VLLM_BATCH_INVARIANT": "1"}}
+    found = findings("zero mismatch", *ZERO, MOE.format(models=models), **fields)
+    assert [one.level for one in found] == ["ok", "note"]
+
+
+def test_an_engine_without_the_switch_is_named_and_one_that_is_not_here_is_left_out(findings, models, tmp_path):
+    moe = MOE.format(models=models)
+    (found,) = findings("zero mismatch", *ZERO, moe, folder={"vllm": tmp_path}.get)
+    assert found.level == "note" and "vllm has no VLLM_BATCH_INVARIANT (vllm/envs.py)" in found.found
+    (cpu,) = findings("zero mismatch", ZERO[0], moe, "trainer.device=cpu", folder=package_folder)
+    assert "precision=fp32" in cpu.why
+    assert not findings("zero mismatch", "stability=guard", folder=package_folder)

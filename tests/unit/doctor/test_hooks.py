@@ -1,4 +1,5 @@
-"""Which hooks attach, the errors of the run's and of verl's own checks, and code that a look at a config never runs."""
+"""Tests of attached hooks, of errors from the run's and verl's own checks, and of code that a look at a config never
+runs."""
 
 import copy
 import json
@@ -167,7 +168,7 @@ print(json.dumps([said, left]))
 
 @pytest.fixture(scope="module")
 def quick(compose):
-    """What is said of all cases, and what is left in sys.modules, in an interpreter without verl."""
+    """The findings of all cases, and the modules left in sys.modules, from an interpreter without verl."""
     given = pickle.dumps([compose(*overrides) for overrides, _ in CASES])
     out = subprocess.check_output([sys.executable, "-c", CODE], input=given)
     return json.loads(out.splitlines()[-1])

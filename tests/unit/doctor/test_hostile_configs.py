@@ -33,7 +33,7 @@ BROKEN = {
 
 
 def said_of(content: bytes) -> tuple[str, str]:
-    """What the launch says of a primary config, and what doctor and plan say; "" where they have nothing against it."""
+    """Returns the error of a launch with this primary config, and that of doctor and plan; "" where they accept it."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "mine.yaml").write_bytes(content)
         arguments = [f"--config-path={folder}", "--config-name=mine"]

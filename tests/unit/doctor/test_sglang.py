@@ -1,4 +1,4 @@
-"""What the doctor says of runs whose rollout engine is SGLang."""
+"""Findings of doctor for runs whose rollout engine is SGLang."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What has no meaning in bypass mode is refused before Ray starts, and what has is told to the workers."""
+"""Settings without a meaning in bypass mode are refused before Ray starts; the others reach the workers."""
 
 from functools import partial
 from unittest import mock
@@ -41,12 +41,12 @@ def rule(signal, action):
     [
         (
             ["stability=tis"],
-            "stability.correction=tis weighs a token by the ratio that .*loss_mode=vanilla has already",
+            "stability.correction=tis weighs a token by a ratio that .*loss_mode=vanilla already has",
         ),
         (["stability=tis_sequence"], "set stability.correction=icepop, or .*loss_mode=gpg"),
         (["stability=mis"], "set stability.mis.weight=one, or .*loss_mode=gpg"),
-        (["stability=seq_mask_tis", f"{LOSS}.loss_mode=gspo"], "loss_mode=gspo has already, which would count twice"),
-        (["stability=opsm_loss", "stability.correction=tis"], "loss_mode=opsm has already"),
+        (["stability=seq_mask_tis", f"{LOSS}.loss_mode=gspo"], "loss_mode=gspo already has, so it would count twice"),
+        (["stability=opsm_loss", "stability.correction=tis"], "loss_mode=opsm already has"),
         (["stability=icepop_loss"], f"set {LOSS}.loss_mode=vanilla and stability.correction=icepop"),
         (["stability=llds_loss"], "compares with the training engine's log-probs .*; set .*bypass_mode=False"),
         (["stability=router_shift_loss"], "compares with the routers of compute_log_prob"),
@@ -121,5 +121,5 @@ def test_a_correction_of_ones_own_says_whether_it_drops(checked):
         for name, drops in (("mine", True), ("yours", False)):
             register_correction(name, reads=("k",), by_ratio=True, drops=drops)(lambda k: Weights(k, k, k))
         checked("stability.correction=mine")
-        with pytest.raises(ConfigError, match=r"stability\.correction=yours weighs a token by the ratio"):
+        with pytest.raises(ConfigError, match=r"stability\.correction=yours weighs a token by a ratio"):
             checked("stability.correction=yours")

@@ -163,7 +163,7 @@ def rule(action):
         ),
         (
             ["stability=icepop", "stability.kl_denominator=old"],
-            "stability.kl_denominator=old is of the unbiased KL alone",
+            "stability.kl_denominator=old is only for the unbiased KL",
         ),
         (["stability=dapo"], "reward.reward_kwargs.overlong_buffer_cfg.len=4096 must be at most"),
         (
@@ -233,8 +233,8 @@ def rule(action):
         ),
         (
             ["stability=none", "stability.rescoring.every=5", "trainer.v1.trainer_mode=colocate_async"],
-            "trainer_mode=colocate_async keeps no copy of the weights that sampled them: verl copies weights in "
-            "separate_async alone; set stability.rescoring.every=0",
+            "trainer_mode=colocate_async keeps no copy of the weights that sampled them: verl copies weights "
+            "only in separate_async; set stability.rescoring.every=0",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a config turns on, and which parts of the plugin that uses."""
+"""Features that a config switches on, and the parts of the plugin that they use."""
 
 import pytest
 
@@ -88,7 +88,7 @@ def test_nothing_is_on_by_default(asked):
     ],
 )
 def test_what_turns_what_on(asked, overrides, names, used):
-    found = asked(*overrides)
+    found = [line for line in asked(*overrides) if line.name != "normal level"]
     assert [feature.name for feature in found] == names
     assert parts(found) == used
 
@@ -110,7 +110,39 @@ def test_settings_are_said(asked):
         "2 every 10 steps",
         "refuse past, vllm_kl 0.1",
         "r: rollback at critic/score/mean < 8 sd of 64",
+        "warn at vllm_kl/k3 > 2 times its first 20",
     ]
+
+
+def test_the_normal_level_turns_nothing_on_and_is_shown_where_the_gap_is_measured(asked):
+    def levels(*overrides):
+        return [line.setting for line in asked(*overrides) if line.name == "normal level"]
+
+    assert levels("stability.router_agreement=true") == []
+    assert levels("stability.metrics=true", "stability.guard.level=0.002") == ["warn at vllm_kl/k3 > 0.002"]
+    assert levels("stability=icepop", "stability.guard.level=0") == []
+
+
+LORA, SEPARATE = "actor_rollout_ref.model.lora_rank=8", "trainer.v1.trainer_mode=separate_async"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "settings"),
+    [
+        ([], []),
+        ([LORA], ["8 trajectories, each sync"]),
+        ([LORA, "++actor_rollout_ref.model.lora.merge=true"], ["8 trajectories, each sync"]),
+        ([SEPARATE, "stability.sync_canary.every=5"], ["8 trajectories, every 5 syncs"]),
+        ([SEPARATE, "stability.sync_canary.trajectories=0"], []),
+        ([SEPARATE, "actor_rollout_ref.rollout.name=trtllm"], []),
+        ([SEPARATE, "actor_rollout_ref.model.mtp.enable=true", "actor_rollout_ref.model.mtp.enable_rollout=true"], []),
+        (["trainer.v1.trainer_mode=colocate_async"], []),
+    ],
+)
+def test_the_canary_is_on_by_itself_where_syncs_were_seen_to_fail(asked, overrides, settings):
+    found = asked("stability=icepop", *overrides)
+    assert [line.setting for line in found if line.name == "sync canary"] == settings
+    assert not asked("stability=none", *overrides), "and where nothing else is on, verl runs as it is"
 
 
 IN_THE_TRAINER = {"weights in rollout_is_weights", "response_mask and loss_mask", *AFTER_RULE.values()}

@@ -1,8 +1,13 @@
+import json
+
 import pytest
 from omegaconf import OmegaConf
 
+from tests import ROOT
 from verl_ext.base.errors import ConfigError
+from verl_ext.features.guard import published_level
 from verl_ext.features.stability import stability_config
+from verl_ext.features.table import apply_engine_settings, read_features
 from verl_ext.guard.rules import Rule, describe
 
 
@@ -45,8 +50,8 @@ def test_batch_skip_is_the_first_rule():
         ({"above": 1, "below": 0}, "needs one bound: above or below"),
         ({"above": 1, "signal": None}, "r.signal must be given"),
         ({"above": 1, "action": "explode"}, "action=explode is not known; choose one of: warn, tighten"),
-        ({"above": 1, "patiense": 2}, "r.patiense is not known; near it are: patience"),
-        ({"treshold": 3}, "r.treshold is not known; its settings are: above, action, advice, below, patience, recover"),
+        ({"above": 1, "patiense": 2}, "r.patiense is not known; similar names: patience"),
+        ({"treshold": 3}, "r.treshold is not known; its settings are: above, action, advice, baseline, below"),
         ({"above": "high"}, "r.above=high must be a finite number"),
         ({"above": float("nan")}, "r.above=nan must be a finite number"),
         ({"above": True}, "r.above=True must be a finite number"),
@@ -55,6 +60,13 @@ def test_batch_skip_is_the_first_rule():
         ({"above": 1, "patience": 1.5}, "r.patience=1.5 must be a whole number"),
         ({"above": 1, "zscore_window": 3}, "r.zscore_window=3 must be a whole number of readings, at least 8"),
         ({"above": -1, "zscore_window": 8}, "must be above 0"),
+        ({"above": 2, "baseline": 0}, "r.baseline=0 must be a whole number of readings, at least 1"),
+        ({"above": 2, "baseline": 9, "zscore_window": 9}, "are two ways to find the threshold; keep one of them"),
+        ({"above": 2, "least": 0.1}, "r.least=0.1 needs baseline"),
+        ({"above": 2, "least": "low", "baseline": 9}, "r.least=low must be a finite number"),
+        ({"above": 2, "locate": 1}, "r.locate=1 must be true or false"),
+        ({"below": 2, "locate": True}, "r.locate=true needs a bound above which the gap is too large"),
+        ({"above": 2, "engines_only": True, "signal": "actor/entropy"}, "needs a metric of the gap, vllm_kl/*, and"),
         ({"above": 1, "recover": 2}, "r.recover=2 lies past above=1"),
         ({"below": 1, "recover": 0.5}, "r.recover=0.5 lies past below=1"),
         ({"below": 4, "recover": 5, "zscore_window": 8}, "r.recover=5 lies past below=4"),
@@ -62,8 +74,8 @@ def test_batch_skip_is_the_first_rule():
         ({"above": 1, "action": "skip", "signal": "response_length/mean"}, "comes with the update"),
         ({"above": 1, "action": "skip", "signal": "val-core/acc"}, "comes with the update"),
         ({"above": 1, "action": "skip", "signal": "rollout_corr/kl"}, "comes with the update"),
-        ({"above": 1, "signal": "vllm_kl/k33"}, "r.signal=vllm_kl/k33 is not known; near it are: vllm_kl/k3, "),
-        ({"above": 1, "signal": "corrections/dropped"}, "near it are: correction/dropped, "),
+        ({"above": 1, "signal": "vllm_kl/k33"}, "r.signal=vllm_kl/k33 is not known; similar names: vllm_kl/k3, "),
+        ({"above": 1, "signal": "corrections/dropped"}, "similar names: correction/dropped, "),
         ({"above": 1, "signal": "guard/x"}, "A metric of your own may have any name"),
         ({"above": 1, "action": "tighten"}, "name icepop in stability.correction"),
         ({"above": 1, "action": "tighten", "signal": "correction/dropped"}, "would not recover"),
@@ -83,10 +95,12 @@ def test_what_cannot_work_is_refused(rule, said):
         ({"rules": {"r": 3}}, "stability.guard.rules.r=3 must be a mapping"),
         ({"stop_after": 0}, "stability.guard.stop_after=0 must be at least 1"),
         ({"slow_step_s": 0}, "stability.guard.slow_step_s=0 must be above 0 seconds"),
+        ({"level": -1}, "stability.guard.level=-1 must be at least 0 and finite, or null"),
+        ({"rules": {"level": {"signal": "x", "above": 1, "action": "warn"}}}, "the name is taken by stability.guard"),
         ({"tighten_factor": 1.0}, "stability.guard.tighten_factor=1 must be between 0 and 1"),
         ({"max_rollbacks": -1}, "stability.guard.max_rollbacks=-1"),
         ({"mini_batch": {"vllm_kl": 0}}, "stability.guard.mini_batch.vllm_kl=0 must be above 0"),
-        ({"boundary": {"signal": "vllm_kl/chi"}}, "stability.guard.boundary.signal=vllm_kl/chi is not known; near it"),
+        ({"boundary": {"signal": "vllm_kl/chi"}}, "stability.guard.boundary.signal=vllm_kl/chi is not known; similar"),
         ({"boundary": {"value": 0}}, "stability.guard.boundary.value=0"),
         ({"boundary": {"window": 4}}, "stability.guard.boundary.window=4 must be at least 8"),
     ],
@@ -148,3 +162,63 @@ def test_a_band_that_leaves_one_out_cannot_be_narrowed_towards_it():
     node = {"correction": "icepop", "icepop": {"alpha": 2.0, "beta": 3.0}, "guard": {"rules": rule}}
     with pytest.raises(ConfigError, match=r"lies outside stability\.icepop\.alpha=2 to beta=3"):
         stability_config(OmegaConf.create(node))
+
+
+@pytest.fixture
+def run_of(compose, tmp_path):
+    """run_of(config.json, overrides...) -> the features of a run of that model."""
+
+    def run(model, *overrides):
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        config = compose(f"actor_rollout_ref.model.path={tmp_path}", "stability=icepop", *overrides)
+        return read_features(config, stability_config(config.stability))
+
+    return run
+
+
+QWEN = {"model_type": "qwen3_5_moe", "text_config": {"hidden_size": 2048}}
+FP8 = "actor_rollout_ref.rollout.quantization=fp8"
+W4A4 = ("actor_rollout_ref.actor.fsdp_config.qat.enable=true", "actor_rollout_ref.actor.fsdp_config.qat.mode=w4a4")
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "level"),
+    [
+        (QWEN, (), 0.002),
+        (QWEN, (FP8,), 0.005),
+        (QWEN, ("+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8",), 0.005),
+        (QWEN | {"text_config": {"hidden_size": 4096}}, (), 0.004),
+        ({"model_type": "deepseek_v3", "hidden_size": 2048}, (), 0.001),
+        ({"model_type": "deepseek_v3", "hidden_size": 7168}, (), None),
+        ({"model_type": "nemotron_h"}, W4A4, 0.1),
+        ({"model_type": "gpt_oss"}, (FP8,), None),
+        ({"model_type": "gpt_oss"}, ("stability.guard.level=0.5",), 0.5),
+        ({"model_type": "gpt_oss"}, ("stability.guard.level=0",), 0),
+        ({"model_type": "llama"}, (), None),
+    ],
+)
+def test_the_launch_sets_the_level_that_is_published_for_the_model_and_the_format(run_of, model, overrides, level):
+    run = run_of(model, *overrides)
+    apply_engine_settings(run)
+    assert run.config.stability.guard.level == level
+
+
+def test_a_model_that_is_not_here_has_no_published_level(compose):
+    assert published_level(compose("actor_rollout_ref.model.path=/no/such/model")) is None
+    assert published_level(compose("actor_rollout_ref.model.path=owner/not-in-the-cache")) is None
+
+
+def test_the_docs_have_each_rule_of_the_preset_with_its_bound_and_action(compose):
+    page = (ROOT / "docs" / "guard.md").read_text(encoding="utf-8")
+    table = page.partition("## The rules of `stability=guard`")[2].partition("\n## ")[0]
+    rows = {row.split("`")[1]: row.split(" | ") for row in table.splitlines() if row.startswith("| `")}
+    preset = {rule.name: rule for rule in stability_config(compose("stability=guard").stability).rules[1:]}
+    assert rows.keys() == preset.keys()
+    for name, (_, fires, action, recovers) in rows.items():
+        rule = preset[name]
+        assert f"`{rule.signal}`" in fires and f"{rule.bound:g}" in fires.split() + fires.replace(",", "").split()
+        assert action == rule.action
+        assert recovers == f"{rule.bound if rule.recover is None else rule.recover:g} |"
+        assert ("three times in a row" in fires) is (rule.patience == 3)
+        assert ("64 steps" in fires) is (rule.zscore_window == 64)
+        assert ("below" in fires or "<" in fires) is (rule.side == "below")

@@ -1,4 +1,4 @@
-"""What heads, truncated sampling and score centering need, told before Ray starts."""
+"""Requirements of heads, truncated sampling and score centering, checked before Ray starts."""
 
 from functools import partial
 
@@ -56,7 +56,7 @@ def check(compose, models):
         ),
         (
             [*KEPT, SGLANG, "actor_rollout_ref.model.mtp.enable=true", f"{MTP}.enable_rollout=true"],
-            f"verified against another cut; set {MTP}.enable_rollout=false",
+            f"verifies tokens against another cut; set {MTP}.enable_rollout=false",
         ),
         ([*KEPT, SGLANG, "stability.head.k=32"], "keep more tokens than stability.head.k=32; set stability.head.k=64"),
         (["stability=icepop", SGLANG, f"{ROLLOUT}.top_p=0.9"], f"set {ROLLOUT}.top_k=512, or {ROLLOUT}.top_p=1"),
@@ -82,7 +82,7 @@ def check(compose, models):
         ([*CENTERED, f"{ACTOR}.ppo_epochs=2"], f"set {ACTOR}.ppo_epochs=1"),
         ([*CENTERED, f"{ACTOR}.policy_loss.loss_mode=gspo"], "loss_mode=gspo; set"),
         ([*CENTERED, "algorithm.rollout_correction.bypass_mode=true"], "rollout_correction.bypass_mode=False"),
-        ([*CENTERED, "stability.correction=mis"], "not of each response: stability.correction=mis; take tis, icepop"),
+        ([*CENTERED, "stability.correction=mis"], "not of each response: stability.correction=mis; choose tis, icepop"),
         ([*CENTERED, "stability.correction=icepop", "stability.denominator=kept"], "set stability.denominator=full"),
         (
             [*CENTERED, "algorithm.rollout_correction.rollout_is=token"],
@@ -95,7 +95,7 @@ def check(compose, models):
         ([*CENTERED, "stability.filters={overlong: {}}"], "a filter would drop: stability.filters.overlong; leave the"),
         (
             [*CENTERED, "stability.correction=tis_sequence"],
-            "stability.correction=tis_sequence; take tis, icepop or kpop",
+            "stability.correction=tis_sequence; choose tis, icepop, kpop or ipo",
         ),
         (
             [*CENTERED, f"{ROLLOUT}.top_k=50", f"{ROLLOUT}.logprobs_mode=raw_logprobs"],
@@ -107,7 +107,7 @@ def check(compose, models):
                 "stability.correction=icepop",
                 "stability.guard.rules={r:{signal:vllm_kl/k3,above:1,action:tighten}}",
             ],
-            "would go on with the wide band: a rule with action=tighten",
+            "would keep using the wide band: a rule with action=tighten",
         ),
     ],
 )

@@ -36,7 +36,7 @@ def undescribed(kind: type, function=None) -> set[str]:
 
 @pytest.fixture
 def registries() -> Iterator[None]:
-    """What a test registers is gone after it."""
+    """Removes what a test registers after the test."""
     with mock.patch.dict(CORRECTIONS), mock.patch.dict(BATCH_FILTERS), mock.patch.dict(LOSSES):
         yield
 

@@ -121,5 +121,5 @@ def test_the_engines_arguments_are_sglangs(compose, monkeypatch):
     recipe = ("recipe=qwen3_30b_a3b", SGLANG, f"+{ARGUMENTS}.moe_runner_backend=triton")
     monkeypatch.setattr(sizes, "sglang_arguments", lambda: frozenset({"moe_runner_backend"}))
     sizes.check_recipe(compose(*recipe), None)
-    with pytest.raises(ConfigError, match=r"engine_kwargs.sglang.moe_backend is no argument of SGLang"):
+    with pytest.raises(ConfigError, match=r"engine_kwargs.sglang.moe_backend is not an argument of SGLang"):
         sizes.check_recipe(compose(*recipe, f"+{ARGUMENTS}.moe_backend=triton"), None)

@@ -64,11 +64,11 @@ def test_everything_is_off_by_default():
         (
             {"router_agreement": True, "router_agreement_share": 0.5, "filters": {"low_agreement": {"threshold": 0.5}}},
             "stability.filters.low_agreement reads the routers' agreement of every token, and "
-            "stability.router_agreement_share=0.5 compares some trajectories alone; set "
+            "stability.router_agreement_share=0.5 compares only some trajectories; set "
             "stability.router_agreement_share=1",
         ),
         ({"plugins": ["no_such_module"]}, "stability.plugins: no_such_module cannot be imported"),
-        ({"corection": "icepop"}, "stability.corection is not known; near it are: correction"),
+        ({"corection": "icepop"}, "stability.corection is not known; similar names: correction"),
         ({"metrics": "always"}, "stability.metrics=always must be true or false"),
         ({"cascade_attention": "maybe"}, "stability.cascade_attention=maybe is not known"),
     ],

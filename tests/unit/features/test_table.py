@@ -59,7 +59,7 @@ def test_a_rank_whose_loss_does_without_what_was_asked_for_stops_the_run(compose
     ranks[1] = TOLD
     with pytest.raises(HookError) as error:
         verify(active, StabilityTrainerSync, engines)
-    assert said in str(error.value) and "a worker's loss does without it" in str(error.value)
+    assert said in str(error.value) and "a worker's loss does not have it" in str(error.value)
 
 
 @pytest.fixture
@@ -148,8 +148,8 @@ def test_the_rounded_weights_of_vllms_workers_are_counted(rounding_of):
         ([], {}, "a vLLM worker loads with None"),
         ([{"linear": 24, "router": 2}, None], {}, "a vLLM worker loads with None"),
         ([{"linear": 24, "router": 2}], {"settings": {"format": "fp8"}}, "loads with {'settings': {'format': 'fp8'}"),
-        ([{"linear": 24, "router": 0}], {}, "rounds router weights, and vLLM was given none"),
-        ([{"linear": 24, "router": 2}, {"linear": 0, "router": 0}], {}, "rounds linear weights, and vLLM was given"),
+        ([{"linear": 24, "router": 0}], {}, "rounds router weights, and vLLM received none"),
+        ([{"linear": 24, "router": 2}, {"linear": 0, "router": 0}], {}, "rounds linear weights, and vLLM received"),
     ],
 )
 def test_a_worker_that_does_not_round_stops_the_run(rounding_of, rounded, settings, said):
@@ -190,9 +190,9 @@ def test_no_worker_is_asked_where_full_weights_are_sent(adapter_of):
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ([], "was sent no adapter"),
-        ([TAKEN, None], "was sent no adapter"),
-        ([TAKEN | {"adapters": 0}], "was sent no adapter"),
+        ([], "received no adapter"),
+        ([TAKEN, None], "received no adapter"),
+        ([TAKEN | {"adapters": 0}], "received no adapter"),
         ([TAKEN | {"unused": list("abcdef")}], "no modules for 6 names of the LoRA, such as a, b, c, d: it would"),
     ],
 )

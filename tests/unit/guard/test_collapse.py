@@ -1,4 +1,4 @@
-"""When a run is dead, since when, and what moved first: on made-up series, on recorded ones, and on noise."""
+"""Judgement of whether a run is dead, since when, and what moved first: on made-up series, recorded ones, and noise."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ DATA = ROOT / "tests" / "support" / "data"
 
 
 def series(**values):
-    """Of lists of values, each from step 1 on."""
+    """Turns lists of values into series that start at step 1."""
     names = {"reward": REWARD, "k3": K3, "gradient": GRADIENT, "entropy": ENTROPY, "length": LENGTH}
     return {names[key]: [(step, float(value)) for step, value in enumerate(each, 1)] for key, each in values.items()}
 

@@ -1,4 +1,4 @@
-"""What the guard foresees: growth towards the boundary, the engines' part, a blind mask, and a run that is dead."""
+"""The guard's forecasts: growth towards the boundary, the engines' part, a blind mask, and a run that is dead."""
 
 import json
 import math
@@ -20,9 +20,11 @@ from verl_ext.guard.forecast import (
     HORIZON,
     MIXED,
     engines_part,
+    engines_value,
     estimate_growth,
     holds_age,
     owner_clause,
+    place_clause,
     speaks,
 )
 from verl_ext.guard.guard import Guard
@@ -67,7 +69,8 @@ NOISE = [(noise, *kind) for noise in (0.1, 0.5, 1.0) for kind in ((0.0, 0.0), (0
 
 @pytest.mark.parametrize(("noise", "dependence", "spikes"), some(NOISE))
 def test_false_alarms_on_a_stable_series_are_under_one_percent(noise, dependence, spikes):
-    """Of the steps, with Gaussian noise in the logarithm that is independent or follows the step before, and spikes."""
+    """Counts alarms per step. The logarithm has Gaussian noise, independent or following the step before, and
+    spikes."""
     rng = random.Random(7)
     raised = []
     for _ in range(20):
@@ -136,7 +139,7 @@ def recorded(name):
 
 @pytest.mark.parametrize("name", ["stable_lr_1e-3", "stable_lr_1e-2"])
 def test_stable_recorded_runs_raise_no_alarm_and_no_suspicion(name):
-    """In both, single tokens move k3 by tens of times in one step."""
+    """Single tokens move k3 by tens of times in one step in both runs."""
     run = recorded(name)
     assert len(run["vllm_kl/k3"]) == 80
     assert not any(alarms(run["vllm_kl/k3"]))
@@ -144,7 +147,7 @@ def test_stable_recorded_runs_raise_no_alarm_and_no_suspicion(name):
 
 
 def test_a_recorded_run_whose_rollout_got_no_weights_any_more_is_foretold_and_suspected():
-    """From step 9 on, no weight sync reaches the rollout: k3 grows from 8e-5 to 0.03 in 24 steps, then levels off."""
+    """No weight sync reaches the rollout from step 9 on: k3 grows from 8e-5 to 0.03 in 24 steps, then levels off."""
     run = recorded("frozen_rollout")
     k3 = run["vllm_kl/k3"]
     raised = alarms(k3, boundary=0.03)
@@ -175,7 +178,7 @@ FRESH, OLD = {"vllm_kl/share/lag/0": 1.0}, {"vllm_kl/share/lag/0": 0.4, "vllm_kl
 
 
 def forecasts(steps):
-    """What the guard foresees in each step, of signals by step."""
+    """Returns the guard's forecasts in each step, from signals by step."""
     guard, found = Guard(), []
     for step, signals in enumerate(steps, 1):
         guard.begin(step)
@@ -425,3 +428,33 @@ def test_a_step_without_a_reward_is_no_reading():
     guard = Guard()
     walk(guard, {REWARD: [0.5, math.nan, 0.5]})
     assert guard.state.record[REWARD] == [(1, 0.5), (3, 0.5)]
+
+
+def test_the_engines_value_is_left_out_where_only_old_rollouts_show_it():
+    old = {K3: 0.5, "vllm_kl/share/lag/2": 1.0}
+    assert engines_value(K3, {K3: 0.5}) == 0.5
+    assert engines_value(K3, old) is None and engines_value(K3, {}) is None
+    assert engines_value(K3, old | {f"{K3}/lag/0": 0.1}) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("signals", "said"),
+    [
+        ({}, ""),
+        ({"router/agreement/layer_00": 1.0, "router/agreement/layer_01": 1.0}, " (routers agree in all layers)"),
+        (
+            {"router/agreement/layer_09": 0.9, "router/agreement/layer_10": 0.5, "router/agreement/layer_00": 1.0},
+            " (routers disagree from layer 9 on)",
+        ),
+        (
+            {f"{K3}/position/0-256": 1e-13, f"{K3}/position/256-1024": 1e-5, f"{K3}/position/16384-": 1e-4},
+            " (the gap begins at positions 256-1024)",
+        ),
+        (
+            {"router/agreement/layer_3": 0.0, f"{K3}/position/0-256": 1.0},
+            " (routers disagree from layer 3 on; the gap begins at positions 0-256)",
+        ),
+    ],
+)
+def test_where_a_gap_begins(signals, said):
+    assert place_clause(K3, 1e-10, signals) == said

@@ -44,6 +44,26 @@ def test_the_reason_names_metric_value_and_setting():
     assert decision.refusal.reason == "vllm_kl/k3=0.132 passes stability.batch_skip.threshold=0.1"
 
 
+def test_zero_mismatch_names_the_first_step_layer_and_positions_and_stops_where_asked():
+    def told(action, gaps):
+        settings = {"engines_only": True, "locate": True, "setting": "stability.guard.rules.zero_mismatch.above"}
+        guard, found = Guard([Rule("zero_mismatch", "vllm_kl/k3", 1e-10, action=action, **settings)]), []
+        for step, k3 in enumerate(gaps, 1):
+            guard.begin(step)
+            layers = {"router/agreement/layer_00": 1.0, "router/agreement/layer_01": 1.0 - (k3 > 1e-10) / 8}
+            places = {"vllm_kl/k3/position/0-256": 0.0, "vllm_kl/k3/position/256-1024": 2 * k3}
+            found += guard.judge({"vllm_kl/k3": k3} | layers | places).events
+        return found
+
+    first, back = told("warn", [3e-14, 1e-10, 1e-4, 1e-4, 0.0])
+    assert (first.step, first.action) == (3, "warn") and (back.step, back.action) == (5, "recover")
+    assert first.reason == (
+        "vllm_kl/k3=0.0001 (routers disagree from layer 1 on; the gap begins at positions 256-1024) passes "
+        "stability.guard.rules.zero_mismatch.above=1e-10"
+    )
+    assert [event.action for event in told("stop", [0.0, 1e-9])] == ["stop"]
+
+
 def test_non_finite_log_probs_refuse_without_a_rule_and_name_the_tensor():
     guard = Guard()
     guard.begin(1)

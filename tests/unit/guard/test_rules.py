@@ -46,6 +46,17 @@ def test_began_and_ended_are_told_once():
     assert told == [(True, False), (False, False), (False, True), (False, False)]
 
 
+def test_a_baseline_is_the_mean_of_the_first_readings_and_stays():
+    one = rule(bound=2.0, baseline=3)
+    assert fires(one, [1, 2, 3, 4, 4.1, 100, 3]) == [False, False, False, False, True, True, False]
+    below = rule(bound=0.5, side="below", baseline=2)
+    assert fires(below, [1, 3, 1, 0.9]) == [False, False, False, True]
+    assert fires(rule(bound=2.0, baseline=2, least=9.0), [1, 1, 8, 10]) == [False, False, False, True]
+    assert describe(one, 4.1, 4.0) == (
+        "s=4.1 passes 4, 2 times the mean of its first 3 readings (stability.guard.rules.r.above)"
+    )
+
+
 @given(
     values=st.lists(st.integers(-3, 3).map(float), max_size=30),
     side=st.sampled_from(["above", "below"]),

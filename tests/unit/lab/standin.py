@@ -1,4 +1,4 @@
-"""In the place of the lab's arms and regimes: runs that only write curves, by the name of their arm."""
+"""Replaces the lab's arms and regimes with runs that only write curves, by the name of their arm."""
 
 import json
 import math

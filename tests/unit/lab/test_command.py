@@ -200,7 +200,7 @@ def until(condition, seconds: float = 300) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path):
-    """As a terminal sends it: to the command and to all that it has started."""
+    """Ctrl-C is sent as a terminal sends it: to the command and to all that it has started."""
     words = ["stale", "--variants", "none", "--add", "slow=x", "--seeds", "2", "--steps", "200", "--jobs", "2"]
     command = subprocess.Popen(
         [sys.executable, "-c", COMMAND, "lab", *words],

@@ -27,7 +27,7 @@ def norm(x, weight):
 
 
 def oracle_experts(logits, model):
-    """By sorting, a token at a time."""
+    """Chooses experts by sorting, one token at a time."""
     scores = logits.tolist()
     allowed = range(len(scores))
     if model.router == "sigmoid":

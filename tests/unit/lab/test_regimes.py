@@ -1,4 +1,4 @@
-"""What each regime makes of the rollout's engine."""
+"""Effects of each regime on the rollout's engine."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_old_weights(regime, by_update):
 
 
 def test_only_old_weights_on_purpose_say_how_old_they_are():
-    """As the tags of a run do: a sync that was missed says that it was not."""
+    """A missed sync leaves no lag, as in the tags of a real run: they name the version that should have arrived."""
     newest_and_oldest = {update: engine_of({"it": Stale(lag=1, span=2)}, history(update)).lag for update in (0, 2, 9)}
     assert newest_and_oldest == {0: (0, 0), 2: (1, 2), 9: (1, 3)}
     assert engine_of({"it": MissedSync(update=1)}, history(9)).lag is None

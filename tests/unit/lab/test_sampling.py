@@ -1,4 +1,4 @@
-"""What the lab's rollout returns is what a reading of its tokens by the same weights gives."""
+"""The lab's rollout returns the log-probs that the same weights give when they read its tokens."""
 
 import math
 

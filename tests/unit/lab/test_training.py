@@ -61,7 +61,7 @@ def of_a_step(run, number=1):
 
 
 def all_tokens(batch, scored):
-    """What the loss reads where every token has advantage 1."""
+    """Returns the fields that the loss reads, where every token has advantage 1."""
     l_old = scored.log_probs.detach()
     return loss_fields(l_old, torch.ones_like(l_old), batch.sampled.mask.clone(), scored.entropy)
 
@@ -72,7 +72,7 @@ def loss_fields(l_old, advantages, mask, entropy, **others):
 
 
 def gradient(run, batch, scored, fields):
-    """Of the workers' loss, with respect to the log-probabilities [B, T]."""
+    """Returns the gradient of the workers' loss with respect to the log-probabilities [B, T]."""
     l_theta = scored.log_probs.detach().requires_grad_()
     run.policy._kept = batch.sampled.responses, replace(scored, log_probs=l_theta)
     run.policy.forward_backward_batch(run.learner.update_data(batch, scored, fields, {}), run.learner.worker.loss_fn)
@@ -323,7 +323,7 @@ def test_truncated_sampling_is_no_gap_where_the_training_engine_is_told(training
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_the_head_kl_is_what_k3_estimates(training, k):
-    """Of old weights and a large step, over some 60 tokens: the same size."""
+    """Both have the same size, with old weights and a large step, over some 60 tokens."""
     run = training("stale", "none", f"stability.head.k={k or 128}", "actor_rollout_ref.actor.optim.lr=1e-2", steps=4)
     metrics = run.metrics[-1]
     assert metrics["vllm_kl/head_mass"] < 1 - 1e-3 if k else metrics["vllm_kl/head_mass"] > 1 - 1e-5
@@ -331,7 +331,7 @@ def test_the_head_kl_is_what_k3_estimates(training, k):
 
 
 def test_a_centered_score_has_no_drift(training):
-    """Of a constant advantage, E_q[A grad log p] is drift and nothing else: with it subtracted, noise is left."""
+    """A constant advantage makes E_q[A grad log p] pure drift: after it is subtracted, only noise is left."""
     large = ("actor_rollout_ref.actor.optim.lr=1e-2", "data.train_batch_size=256")
     large += ("actor_rollout_ref.actor.ppo_mini_batch_size=256",)
     run = training("stale", "score_centering", *large, steps=4)

@@ -1,4 +1,4 @@
-"""Which packages a config asks for, against what verl's source imports and verl's metadata pins."""
+"""Compares the packages that a config asks for with what verl's source imports and verl's metadata pins."""
 
 import ast
 import copy
@@ -80,7 +80,7 @@ def test_the_table_has_every_logger_of_verl():
 
 @pytest.fixture(scope="module")
 def composed(compose):
-    """Whether the engine is Megatron -> verl's config, resolved no further than asked for."""
+    """verl's config by whether the engine is Megatron, resolved no further than asked for."""
     return {False: compose(), True: compose("model_engine=megatron")}
 
 

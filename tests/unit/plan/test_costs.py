@@ -1,4 +1,4 @@
-"""What the plugin costs a step: the formulas of docs/plan.md written once more, and what must hold of any run."""
+"""The plugin's cost per step: the formulas of docs/plan.md written once more, and what must hold for any run."""
 
 from dataclasses import replace
 

@@ -145,7 +145,7 @@ def test_sizes_come_from_the_composed_config(compose):
     assert read_sizes(config, "H100", nodes=4).gpus == 32
     with pytest.raises(ConfigError, match="--gpu=H1 is not known; choose one of: A100, A800"):
         read_sizes(config, "H1")
-    with pytest.raises(ConfigError, match=r"model\.path=some/other is none of the models"):
+    with pytest.raises(ConfigError, match=r"model\.path=some/other is not a model"):
         read_sizes(compose("recipe=qwen3_30b_a3b", "actor_rollout_ref.model.path=some/other"), "H100")
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=3 .*must divide the rollout"):
         read_sizes(compose("recipe=qwen3_30b_a3b", "actor_rollout_ref.rollout.tensor_model_parallel_size=3"), "H100")
@@ -170,8 +170,8 @@ def test_the_table_says_whether_it_fits_and_what_is_largest(command, capsys):
 def test_without_the_plugin_there_is_one_line_on_how_to_see_what_it_takes(command, capsys):
     assert command("recipe=qwen3_30b_a3b") == 0
     printed = capsys.readouterr().out
-    assert "nothing of the plugin is switched on; to see what it takes, add what you would switch on" in printed
-    assert "takes less" not in printed and "controller" not in printed
+    assert "no feature of the plugin is switched on; to see its cost, add what you would switch on" in printed
+    assert "costs less" not in printed and "controller" not in printed
     assert command("recipe=qwen3_30b_a3b", "--json") == 0
     assert json.loads(capsys.readouterr().out)["plugin"]["helps"] == []
 
@@ -186,7 +186,7 @@ def test_the_table_of_costs_has_what_is_switched_on_and_adds_up(command, capsys)
     waits = [float(row[3] or 0) for row in rows]
     assert rows[-1][0] == "all" and waits[-1] == pytest.approx(sum(waits[:-1]), abs=0.03)
     assert [row[1] for row in rows if row[5]] == ["agent loops, writes"], "hidden by the generation"
-    assert "the plugin takes less with stability.router_agreement_share=0.05: " in printed
+    assert "the plugin costs less with stability.router_agreement_share=0.05: " in printed
 
 
 def test_where_it_does_not_fit_every_phase_that_fails_is_named_and_no_time(command, capsys):
@@ -229,9 +229,9 @@ KNOWN = ("recipe=qwen3_30b_a3b",)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["recipe=cpu_smoke"], "is none of the models of verl_ext/launch/models.py"),
-        (["recipe=cpu_smoke"], "; name the one of the same shape by --model"),
-        (["recipe=cpu_smoke", "--model", "GPT-2"], "--model=GPT-2 is none of the models"),
+        (["recipe=cpu_smoke"], "is not a model of verl_ext/launch/models.py"),
+        (["recipe=cpu_smoke"], "; name a model of the same shape with --model"),
+        (["recipe=cpu_smoke", "--model", "GPT-2"], "--model=GPT-2 is not a model"),
         (["recipe=nope"], "Could not find 'recipe/nope'"),
         (["foo bar"], "foo bar"),
         ([*KNOWN, "trainer.nnnodes=2"], "Could not override 'trainer.nnnodes'"),

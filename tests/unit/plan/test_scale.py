@@ -101,7 +101,7 @@ def test_several_sizes_are_a_table_and_one_object_each(capsys):
     assert main(["plan", *sizes]) == 0
     printed = capsys.readouterr().out
     assert "│ 16 " in printed and "│ 64 " in printed and "training ranks" not in printed.splitlines()[0]
-    assert "64 GPUs: the plugin takes less with stability.router_agreement_share=0.05: " in printed
+    assert "64 GPUs: the plugin costs less with stability.router_agreement_share=0.05: " in printed
     assert f"64 GPUs: {UNITS}=8 is low for 8 machines" in printed
     assert main(["plan", "--json", *sizes]) == 0
     small, large = json.loads(capsys.readouterr().out)
@@ -121,7 +121,7 @@ def test_a_size_that_does_not_fit_is_said_in_its_row_and_why_under_the_table(cap
 def test_without_the_plugin_the_table_of_sizes_is_of_the_step_alone(capsys):
     assert main(["plan", "--nodes", "8,128", RECIPE]) == 0
     printed = capsys.readouterr().out
-    assert "┃ GPUs  ┃ step, s ┃\n" in printed and "takes less" not in printed and "nothing of the plugin" in printed
+    assert "┃ GPUs  ┃ step, s ┃\n" in printed and "costs less" not in printed and "no feature of the plugin" in printed
     assert main(["plan", "--nodes", "8,128", RECIPE, "stability=icepop"]) == 0
     printed = capsys.readouterr().out
     assert "plugin, s" in printed and "router agreement" not in printed

@@ -86,7 +86,7 @@ def test_in_ci_it_fails_above_a_gap_and_tells_all_as_json(probe, capsys, limit, 
 
 
 def with_nan(side, count):
-    """What was found, where so many tokens of one reading are NaN."""
+    """Returns what a probe found, with `count` tokens of one reading set to NaN."""
     readings = {name: torch.linspace(-3, -0.1, 193) for name in ("decode", "prefill", "train", "replayed")}
     readings[side][:count] = math.nan
     pairs = [asdict(pair) for pair in compare_readings(readings, torch.arange(193))]
@@ -140,7 +140,7 @@ def test_in_ci_it_fails_where_hidden_states_are_nan(probe, capsys):
             f"together that {MEGATRON}.dynamic_context_parallel=true splits; set",
         ),
         (["recipe=nothing"], "recipe/nothing"),
-        (["recipe=cpu_smoke", "stability.plugins=[mine]"], "would be imported; --trust imports it"),
+        (["recipe=cpu_smoke", "stability.plugins=[mine]"], "would be imported; --trust allows it"),
     ],
 )
 def test_what_it_cannot_probe_is_one_line(probe, capsys, arguments, said):

@@ -39,7 +39,8 @@ from verl_ext.probe.verdict import HEAD, batches_sentence, judge_gap, stage_sent
 
 
 def oracle(log_q, log_p):
-    """In float64, token by token: mean of r - log r - 1, the log-ratio clamped to +-20; largest; share of equals."""
+    """Computes in float64, token by token: mean of r - log r - 1, the log-ratio clamped to +-20; largest; share of
+    equals."""
     pairs = [(float(q), float(p)) for q, p in zip(log_q, log_p, strict=True) if math.isfinite(p) and math.isfinite(q)]
     if not pairs:
         return None, None, None
@@ -285,7 +286,7 @@ def test_where_it_starts_is_more_than_the_rounding_of_a_dtype(changed, dtype, st
 
 
 def stage_oracle(before, after):
-    """In float64, token by token: k3 before and after, and how far each side has moved."""
+    """Computes in float64, token by token: k3 before and after, and how far each side has moved."""
 
     def mean(values):
         kept = [value for value in values if math.isfinite(value)]

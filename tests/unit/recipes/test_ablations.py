@@ -2,11 +2,13 @@
 
 import json
 
+import pytest
+
 from recipes.ablations import results, run
 from tests import ROOT
 from tests.unit.lab.made_variants import summary, variant
 from verl_ext.lab.summary import Variant
-from verl_ext.lab.table import results_of
+from verl_ext.lab.table import results_of, write_results
 
 ENDED = {
     0: summary(0.9, warned=3),
@@ -32,11 +34,30 @@ def test_the_tables_of_results_are_those_of_the_files_beside():
     kept = json.loads((ROOT / "docs" / "lab" / "ablations.json").read_text(encoding="utf-8"))
     expected = {
         ("forecast", "all"),
+        ("lab", "both"),
         ("lab", "stale"),
         ("lab", "quantized"),
         *(("ablations", grid["family"]) for grid in kept),
     }
     assert {mark.groups() for mark in results.MARKS.finditer(page)} == expected
+
+
+def test_keep_adds_variants_and_leaves_those_that_are_kept(tmp_path):
+    def write(folder, *variants, seeds=(0,)):
+        about = {"regime": "stale", "steps": 300, "seeds": list(seeds), "complete": True}
+        (tmp_path / folder).mkdir(exist_ok=True)
+        return write_results(results_of(about, variants, []), tmp_path / folder).parent
+
+    kept = tmp_path / "kept.json"
+    results.keep(write("first", variant("exact", [0.9]), variant("none", [0.2])), kept)
+    first = json.loads(kept.read_text())["variants"]
+    results.keep(write("second", variant("exact", [0.8]), variant("none", [0.1]), variant("ipo", [0.5])), kept)
+    found = {each["name"]: each for each in json.loads(kept.read_text())["variants"]}
+    assert list(found) == ["exact", "ipo", "none"]
+    assert [found["exact"], found["none"]] == first
+    assert found["ipo"]["final_against_none"]["mean"] == pytest.approx(0.3)
+    with pytest.raises(ValueError, match="'seeds': "):
+        results.keep(write("third", variant("exact", [0.9, 0.9]), seeds=(0, 1)), kept)
 
 
 def test_a_table_has_what_the_guard_ended_early_in_a_column_of_its_own():

@@ -111,7 +111,7 @@ def test_a_recipe_fits_80_gb_as_the_table_in_the_readme_says(compose, name):
 def test_a_model_is_found_by_the_start_of_its_name():
     assert shape_of("Qwen/Qwen3-30B-A3B-Base") is SHAPES["Qwen3-30B-A3B"]
     assert shape_of("/models/gpt-oss-20b-bf16/") is SHAPES["gpt-oss-20b"]
-    with pytest.raises(ConfigError, match=r"model\.path=some/model is none of the models"):
+    with pytest.raises(ConfigError, match=r"model\.path=some/model is not a model"):
         shape_of("some/model")
 
 
@@ -203,7 +203,11 @@ WRONG = [
     ("qwen3_30b_a3b", f"{ACTOR}.ppo_mini_batch_size=100", "ppo_mini_batch_size=100 must divide"),
     ("qwen3_30b_a3b", f"{ROLLOUT}.n=1 {ACTOR}.ppo_mini_batch_size=8", "16 data-parallel ranks must divide"),
     ("qwen3_30b_a3b", f"{ROLLOUT}.data_parallel_size=3", "data_parallel_size=3"),
-    ("qwen3_30b_a3b", f"+{ROLLOUT}.engine_kwargs.vllm.no_such_argument=1", "no_such_argument is no argument of vLLM"),
+    (
+        "qwen3_30b_a3b",
+        f"+{ROLLOUT}.engine_kwargs.vllm.no_such_argument=1",
+        "no_such_argument is not an argument of vLLM",
+    ),
     ("gpt_oss_20b", f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5"),
     ("gpt_oss_20b", f"{ACTOR}.ppo_micro_batch_size_per_gpu=null", "is not set"),
     ("gpt_oss_20b", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "needs packed sequences"),
@@ -261,7 +265,7 @@ def test_pipeline_stages(compose, overrides, stages):
 
 @pytest.mark.slow
 def test_vllms_own_parser_takes_the_rollout_arguments(compose):
-    """As verl builds them; a value of the wrong kind ends the parser."""
+    """The arguments are built as verl builds them; a value of the wrong kind ends the parser."""
     from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -31,7 +31,7 @@ def values(file: Path, key: str) -> list[float]:
 
 
 def ends(regime: str, arm: str, key: str) -> list[float]:
-    """By seed: the mean of the last 20 steps."""
+    """Returns the mean of the last 20 steps, by seed."""
     files = sorted((RECIPE / "runs" / regime / arm).glob("seed*/metrics.jsonl"))
     return [sum(values(file, key)[-20:]) / 20 for file in files]
 
@@ -44,7 +44,7 @@ def test_the_tables_are_of_the_runs_that_are_kept(results):
 
 
 def test_what_the_picture_is_there_to_show():
-    """By the raw numbers: without a remedy every seed falls below half of its peak; with one, none does."""
+    """The raw numbers show it: without a remedy every seed falls below half of its peak; with one, none does."""
     last, lived = {}, {}
     for file in (RECIPE / "runs" / "stale").glob("*/seed*/metrics.jsonl"):
         arm, earned = file.parts[-3], rewards(file)
@@ -58,7 +58,7 @@ def test_what_the_picture_is_there_to_show():
 
 
 def test_what_rounding_costs_and_what_replay_does_to_the_gap():
-    """On each of the three seeds; of the reward, replay decides nothing."""
+    """Each of the three seeds shows it. Replay makes no difference to the reward."""
     exact, none, replay = (ends(*arm, "critic/score/mean") for arm in (("stale", "exact"), FP4, FP4_REPLAYED))
     assert len(exact) == len(none) == len(replay) == 3
     assert all(a > max(b, c) for a, b, c in zip(exact, none, replay, strict=True))

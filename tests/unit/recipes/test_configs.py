@@ -97,6 +97,14 @@ def test_fp16_on_megatron_is_megatrons_own(compose):
     assert (ref.actor.megatron.dtype, ref.ref.megatron.dtype, ref.rollout.dtype) == ("float16",) * 3
 
 
+def test_dppo_tv_is_verls_example_of_it(compose):
+    """examples/dppo_trainer/run_qwen3_30b_a3b_megatron.sh of verl, but for its Dr. GRPO."""
+    config = compose("stability=dppo_tv")
+    actor = config.actor_rollout_ref.actor
+    assert (actor.policy_loss.loss_mode, actor.clip_ratio_low, actor.clip_ratio_high) == ("dppo_tv", 0.15, 0.15)
+    assert config.algorithm.rollout_correction.bypass_mode is True and actor.clip_ratio_c == 10000
+
+
 def test_icepop_loss_reaches_verls_actor_config(compose):
     from verl.utils.config import omega_conf_to_dataclass
 

@@ -123,7 +123,7 @@ def test_of_worked_examples_the_first_may_copy_their_prompt(tokenizer):
 
 
 class Guessing:
-    """In the model's place: it gives every right token of an answer the probability `right`."""
+    """Replaces the model: it gives every right token of an answer the probability `right`."""
 
     def __init__(self, right):
         import torch

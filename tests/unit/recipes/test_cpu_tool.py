@@ -14,7 +14,7 @@ RECIPE = ROOT / "recipes" / "cpu_tool"
 
 @pytest.fixture(scope="module")
 def tool():
-    """As verl's agent loop worker loads it."""
+    """Loads the tool as verl's agent loop worker does."""
     (tool,) = load_function_tools_from_path(str(RECIPE / "tool.py"))
     return tool
 

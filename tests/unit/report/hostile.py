@@ -54,7 +54,7 @@ def lines(records: st.SearchStrategy) -> st.SearchStrategy[bytes]:
 
 
 def look(path: Path, out: Path, *, panels: Sequence[page.Panel] = (), compared: bool = False) -> str:
-    """What becomes of a file: "page", or the one line that says why there is none. Anything else fails the test.
+    """Reports a file: returns "page", or the one-line error. Anything else fails the test.
 
     Args:
         panels: figures of the page, which take most of the time.

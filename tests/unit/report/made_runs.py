@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 def make(metrics: dict[str, Sequence[float]], events: Sequence[Event] = (), first: int = 1, **more) -> Run:
-    """Of lists of values, each from step `first` on."""
+    """Makes a run from lists of values, each starting at step `first`."""
     length = max(map(len, metrics.values()))
     steps = np.arange(first, first + length)
     series = {key: Series(steps[: len(values)], np.array(values, np.float64)) for key, values in metrics.items()}
@@ -94,7 +94,7 @@ def prefix(run: Run, last: int) -> Run:
 
 
 def write(run: Run, file: Path, steps: range | None = None, mode: str = "w") -> Path:
-    """As verl's file logger writes it."""
+    """Writes the run as verl's file logger does."""
     with file.open(mode, encoding="utf-8") as lines:
         for step in run.steps.tolist() if steps is None else steps:
             at = {name: series.values[series.steps == step] for name, series in run.metrics.items()}

@@ -70,7 +70,7 @@ def varint(value: int) -> bytes:
 
 
 def wandb_run(folder: Path, rows: Rows, *, started: int = 1, run: str = "abc", **who) -> Path:
-    """In `folder`, which is called wandb where W&B makes it."""
+    """Writes a run into `folder`, which W&B calls wandb."""
     file = folder / f"offline-run-20260101_0000{started:02d}-{run}" / f"run-{run}.wandb"
     file.parent.mkdir(parents=True)
     file.write_bytes(wandb_file(rows, run=run, started=started, **who))
@@ -80,7 +80,7 @@ def wandb_run(folder: Path, rows: Rows, *, started: int = 1, run: str = "abc", *
 def mlflow_run(
     folder: Path, rows: Rows, *, started: int = 1, run: str = "abc", name: str = "exp", project: str = "proj", **more
 ) -> Path:
-    """In the file store `folder`; returns the run's folder."""
+    """Writes a run into the file store `folder`; returns the run's folder."""
     experiment = folder / "123"
     here = experiment / run
     (here / "metrics").mkdir(parents=True)

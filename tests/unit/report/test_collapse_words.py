@@ -35,7 +35,7 @@ STALE = read_run(ROOT / "recipes" / "collapse" / "runs" / "stale" / "none" / "se
 
 
 def printed(renderable) -> str:
-    """On one line: a terminal wraps."""
+    """Returns what a terminal prints, on one line: a terminal wraps."""
     console = Console(width=80, file=io.StringIO())
     console.print(renderable)
     return " ".join(console.file.getvalue().split())
@@ -53,7 +53,8 @@ def test_the_terminal():
 
 
 def test_the_terminal_on_a_recorded_run():
-    """What happened, what warned, why, one thing to do; then the others, the evidence and the table."""
+    """Order of the text: what happened, what warned, why, one thing to do; then the others, the evidence and the
+    table."""
     verdict = judge_run(STALE)
     parts = (
         "seed0, step 120: collapsed The run collapsed at step 81: the reward fell from 0.51 to 0.25",

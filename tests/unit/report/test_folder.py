@@ -1,4 +1,4 @@
-"""What a report writes into its folder, and what it leaves alone there."""
+"""Files that a report writes into its folder, and files that it does not touch there."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What the guard did, on the page."""
+"""The section of the page about the guard."""
 
 from dataclasses import replace
 

@@ -31,7 +31,7 @@ often, seldom = at_most(40), at_most(4)
 
 
 def looked_at(files: dict[str, bytes], **how: Any) -> str:
-    """At the first of these files, with the others beside it."""
+    """Reports the first of these files, with the others next to it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         for name, content in files.items():

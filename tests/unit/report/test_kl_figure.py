@@ -15,7 +15,7 @@ GROWING = 1e-4 * np.exp(RATE * np.arange(1, 61))  # passes 0.1 in step 70
 
 
 def layers(run) -> list[tuple[dict, dict, list[dict]]]:
-    """Of each layer of the figure: its mark, its encoding, its data."""
+    """Returns the mark, the encoding and the data of each layer of the figure."""
     spec = kl_chart(run).to_dict()
     return [(layer["mark"], layer["encoding"], spec["datasets"][layer["data"]["name"]]) for layer in spec["layer"]]
 

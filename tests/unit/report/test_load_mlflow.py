@@ -22,7 +22,7 @@ def values(run, name: str = "a") -> dict[int, float]:
 
 @pytest.fixture(params=["folder", "file"])
 def store(request, tmp_path):
-    """Where MLflow keeps runs, and what adds one."""
+    """The place where MLflow keeps runs, and a function that adds one."""
     if request.param == "folder":
         place = tmp_path / "mlruns"
         return place, lambda rows, **who: mlflow_run(place, rows, **who)

@@ -33,7 +33,7 @@ def write(folder: Path, steps, *, time: int = 1, value: float = 0.0, first: dict
 
 
 def records(content: bytes) -> list[int]:
-    """Where each begins: its length, a checksum, itself, a checksum."""
+    """Returns the start of each record: its length, a checksum, itself, a checksum."""
     starts = [0]
     while starts[-1] < len(content):
         starts.append(starts[-1] + 16 + struct.unpack_from("<Q", content, starts[-1])[0])

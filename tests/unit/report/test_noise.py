@@ -156,7 +156,7 @@ def test_a_constant_is_compared_by_the_other_ones_noise():
 @pytest.mark.parametrize("steps", [5, 10, 20, 100])
 @pytest.mark.parametrize("rho", [0.0, 0.5, 0.8])
 def test_false_alarms_between_equal_runs_are_at_most_three_percent(steps, rho):
-    """Of all comparisons, at a nominal 1 %. With 1000 of them, a true rate of 2 % passes 3 % once in 80 seeds."""
+    """Counts all comparisons, at a nominal 1 %. With 1000 of them, a true rate of 2 % passes 3 % once in 80 seeds."""
     rng = np.random.default_rng(5)
     found = verdicts(*(autoregressive(rng, 1000, steps, rho) for _ in range(2)))
     assert found.count("differs") <= 30
@@ -207,7 +207,7 @@ def test_tables_of_thirty_metrics_raise_a_false_alarm_in_at_most_two_percent():
 
 
 def test_the_halves_of_a_recorded_stable_run_do_not_differ():
-    """In it, single tokens move k3 by tens of times in one step."""
+    """Single tokens move k3 by tens of times in one step of this run."""
     k3 = json.loads((DATA / "stable_lr_1e-3.json").read_text())["vllm_kl/k3"]
     first, second = (final(series(half), 40, "log") for half in (k3[:40], k3[40:]))
     assert compare_finals(first, second).verdict == "within noise"

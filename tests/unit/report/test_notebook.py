@@ -35,7 +35,7 @@ for cell in (lambda: none.figure("reward"), lambda: compare(none, opsm)):
 
 
 def shown_by(cells, names):
-    """What each of these cells displays: the value of each line that is an expression."""
+    """Yields what each of these cells displays: the value of each line that is an expression."""
     for cell in cells:
         for statement in ast.parse(cell).body:
             if isinstance(statement, ast.Expr):

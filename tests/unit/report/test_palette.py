@@ -58,7 +58,7 @@ def scheme(colours, dark):
 
 @pytest.fixture(scope="module")
 def specs():
-    """Of every panel of a run that has all of them, with every mark of the guard."""
+    """The specs of every panel of a run that has all panels, with every mark of the guard."""
     run = full(30, layers=3)
     marks = [event(step, action) for step, action in enumerate(("skip", "rollback", "stop", "tighten", "warn"), 3)]
     run = replace(run, events=tuple(marks))

@@ -1,4 +1,5 @@
-"""When a reward has collapsed, by the rule of half its best: on made-up rewards, on recorded ones, and on noise."""
+"""Judgement of whether a reward has collapsed, by the rule of half its best: made-up rewards, recorded ones, and
+noise."""
 
 import numpy as np
 import pytest

@@ -96,7 +96,7 @@ def test_switches_colour_the_right_tokens(opened):
     paper = opened.evaluate("getComputedStyle(document.body).backgroundColor")
 
     def distances():
-        """From the page's background: how strong each token's colour is."""
+        """Measures the strength of each token's colour: its distance from the page's background."""
         colours = opened.evaluate("state.spans.map(span => getComputedStyle(span).backgroundColor)")
         colours = [paper if colour == "rgba(0, 0, 0, 0)" else colour for colour in colours]
         pairs = [zip(rgb(colour), rgb(paper), strict=True) for colour in colours]

@@ -1,4 +1,5 @@
-"""What a run's metrics say: each state, each sentence with its numbers, and how often noise is taken for trouble."""
+"""The verdict on a run's metrics: each state, each sentence with its numbers, and how often noise is taken for
+trouble."""
 
 import json
 from dataclasses import replace
@@ -142,6 +143,7 @@ def test_the_guard_lately_acted(action, done):
     assert verdict.state == "drifting" and verdict.sentence == f"The guard {done} in step 31: k3 was 0.3."
     assert judge_run(make({"vllm_kl/k3": QUIET}, [event(30, action)])).state == "healthy"
     assert "precision=fp16" in tried(verdict), "by a signal of the gap: the engines are to blame"
+    assert not verdict.alarm, "nine steps ago"
     of_reward = Event(40, "rule", "critic/score/mean", 0.1, 0.2, action, "the reward fell")
     by_reward = judge_run(make({"vllm_kl/k3": QUIET}, [of_reward]))
     assert "precision=fp16" not in tried(by_reward), "the engines are not to blame"
@@ -206,7 +208,7 @@ def stale_run(seed: int):
 
 
 def test_a_recorded_run_that_lost_half_of_its_reward_to_old_rollouts():
-    """What an engineer reads first: it collapsed, when, what warned; then why; then one command."""
+    """An engineer reads in this order: it collapsed, when, what warned; then why; then one command."""
     verdict = judge_run(stale_run(0))
     assert verdict.state == "collapsed"
     assert verdict.sentence == (
@@ -330,6 +332,33 @@ def test_a_run_whose_updates_are_skipped_is_told_why():
     )
 
 
+def test_no_advice_on_tuning_while_an_alarm_is_active():
+    """An update that was refused or taken back in the last three steps; a warning is no alarm."""
+    calm = judge_run(make({"vllm_kl/k3": QUIET}))
+    assert calm.overrides and not calm.alarm
+    refused = judge_run(make({"vllm_kl/k3": QUIET}, [event(38, "skip", "k3=0.2 passes 0.1")]))
+    assert refused.state == "healthy" and not refused.overrides and refused.first is None and not refused.others
+    assert refused.alarm == (
+        "Deal with this first, before you tune anything: the guard skipped the update in step 38: k3=0.2 passes 0.1. "
+        "What to read, to change and to run then: docs/guard.md#after-the-guard-stopped-a-run."
+    )
+    for quiet in ([event(37, "skip")], [event(40, "warn")], [event(40, "tighten")]):
+        assert judge_run(make({"vllm_kl/k3": QUIET}, quiet)).overrides == calm.overrides
+    dead = {"critic/score/mean": HALVED, "router/agreement": [0.99] * 120}
+    (way_back,) = judge_run(make(dead, [event(120, "skip", "x")])).overrides
+    assert RESUME in way_back.text, "what starts the run again deals with the alarm"
+
+
+def test_a_gap_above_the_normal_level_is_said_and_one_below_it_is_not_suspect():
+    level = {"guard/level": [2e-3] * 40}
+    above = judge_run(make({"vllm_kl/k3": [3e-3] * 40} | level))
+    said = "k3 is 0.003, above the normal level of 0.002 that the guard warns at (guard/level)."
+    assert said in above.evidence and said not in judge_run(make({"vllm_kl/k3": [1e-3] * 40} | level)).evidence
+    apart = {"vllm_kl/k3": [0.02] * 40}
+    assert judge_run(make(apart)).state == "suspect"
+    assert judge_run(make(apart | {"guard/level": [0.03] * 40})).state == "healthy"
+
+
 def test_the_first_thing_to_do_about_a_collapse_is_one_command_with_its_checkpoint():
     def first(**metrics):
         named = {name.replace("__", "/"): values for name, values in metrics.items()}
@@ -357,7 +386,7 @@ def test_a_run_that_the_guard_stopped_says_so_first_and_then_what_it_came_to():
     assert verdict.state == "stopped"
     assert verdict.sentence == "The guard stopped the run in step 120: k3 was 0.3, after 3 rollbacks."
     assert verdict.why[0].startswith("The run collapsed at step 75: ") and "20 steps before" in verdict.why[1]
-    assert verdict.overrides == judge_run(make(metrics)).overrides
+    assert verdict.overrides == judge_run(make(metrics)).overrides[:1], "the way back, and no tuning"
     went_on = judge_run(make(metrics, [event(119, "stop", "k3 was 0.3")]))
     assert went_on.state == "collapsed" and "The guard stopped the run in step 119: k3 was 0.3." in went_on.evidence
 
@@ -472,7 +501,7 @@ def test_what_old_rollouts_add_to_k3_is_not_the_engines():
 
 
 def test_engines_that_come_apart_are_seen_behind_old_rollouts():
-    """Of all of k3 nothing would be seen: it stands still."""
+    """k3 over all tokens shows nothing: it does not change."""
     growing = [1e-4 * 1.15**step for step in range(40)]
     verdict = judge_run(make({"vllm_kl/k3": [0.08] * 40, STALE: [1.0] * 40, "vllm_kl/k3/lag/0": growing}))
     assert verdict.state == "drifting" and verdict.sentence.startswith("k3 of the engines alone grows by ")
@@ -540,7 +569,8 @@ def test_recorded_stable_runs_are_healthy_at_every_step(name):
 
 
 def test_a_recorded_run_whose_rollout_got_no_weights_drifts_to_its_end():
-    """From step 10 on; no weight sync reached the rollout. The line's interval tells in step 16, before k3 is 0.006."""
+    """No weight sync reached the rollout from step 10 on. The line's interval shows it in step 16, before k3 is
+    0.006."""
     found = states(recorded("frozen_rollout"), range(1, 61))
     assert found.index("drifting") + 1 == 16 and set(found[15:]) == {"drifting"}
     assert set(found[7:15]) == {"healthy"}

@@ -1,4 +1,4 @@
-"""Where transformers models choose experts, for every family: seen, and replaced, as their experts see it."""
+"""Expert choices of transformers models, for every family: recorded, and replaced, as the experts see them."""
 
 import pytest
 import torch

@@ -101,7 +101,7 @@ def test_rollouts_that_ship_the_moe_layers_alone_are_understood_too():
 
 
 def emptied(field, left_out):
-    """What upstream/agent_loop.py makes of these rows."""
+    """Empties the rows of the trajectories left out, as upstream/agent_loop.py does."""
     rows = [row[:0] if gone else row for row, gone in zip(field.unbind(), left_out, strict=True)]
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 

@@ -85,7 +85,7 @@ def test_a_disagreement_with_verls_megatron_engine_is_found_at_its_token_and_lay
 
 
 def gradients(engine, data):
-    """Of the routers, after one pass of verl's engine for an update; and the experts that they used."""
+    """Returns the routers' gradients after one pass of verl's engine for an update, and the experts that they used."""
     from megatron.core.transformer.moe.router import TopKRouter
     from verl.utils.megatron.router_replay_utils import iter_model_routers
 

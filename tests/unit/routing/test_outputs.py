@@ -1,4 +1,4 @@
-"""What travels: packed tokens go out to a pass's rows and come back; a planted disagreement is found where it is."""
+"""Packed tokens go out to a pass's rows and come back; a planted disagreement is found where it was planted."""
 
 import re
 
@@ -29,7 +29,7 @@ def batch(masks=None):
 
 
 def row_of(trajectory, token):
-    """By counting: the pass over the token before response token `token`."""
+    """Returns the row of the pass over the token before response token `token`, by counting."""
     return sum(sum(pair) for pair in LENGTHS[:trajectory]) + LENGTHS[trajectory][0] + token - 1
 
 

@@ -107,7 +107,7 @@ def recorded(model, engine=None, **settings):
 
 
 def deviations(engine, data):
-    """What the loss is given as router_deviation, [R]."""
+    """Returns what the loss gets as router_deviation, [R]."""
     seen = []
 
     def loss(model_output, data, dp_group=None):
@@ -160,7 +160,7 @@ def test_the_deviation_of_a_moved_router_equals_the_oracle(model, checkpointed):
 
 
 def test_the_loss_is_scaled_by_the_factor_of_each_token(model, actor_config):
-    """With the policy unmoved (ratio 1), a token's gradient is -A gamma over the tokens."""
+    """The policy has not moved (ratio 1), so a token's gradient is -A gamma over the tokens."""
     engine, recorder, data = recorded(model)
     with torch.no_grad():
         for router in recorder.routers:

@@ -66,8 +66,9 @@ def veomni_engine(monkeypatch):
 
 
 def veomni_infer(engine):
-    """What VeOmniEngine does with the controller in forward_backward_batch (verl 0.9.1, transformer_impl.py:432-467),
-    and in prepare_model_outputs (:933-940), with verl's own micro-batches and their reordering."""
+    """Does what VeOmniEngine does with the controller in forward_backward_batch (verl 0.9.1,
+    transformer_impl.py:432-467), and in prepare_model_outputs (:933-940), with verl's own micro-batches and their
+    reordering."""
     from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
     controller = engine._router_replay

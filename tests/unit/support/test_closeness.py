@@ -1,4 +1,4 @@
-"""What `close` takes for the same on another machine, and what not."""
+"""`close` accepts what differs by rounding on another machine, and nothing else."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is composed quickly is what Hydra composes."""
+"""The quick compose gives what Hydra composes."""
 
 import hydra
 import pytest

@@ -1,4 +1,5 @@
-"""What each hook needs of verl, of the installed one and of one in which something moved; a package that is read."""
+"""The needs of each hook: the installed verl meets them, one in which something moved does not; a package that is
+read."""
 
 import ast
 import subprocess

@@ -123,7 +123,7 @@ def sleeping(server):
 
 
 def gone(process):
-    """Whether it has ended within the next seconds; a zombie has, whoever has to reap it."""
+    """Waits until the process has ended, at most 20 seconds; a zombie has ended, whoever has to reap it."""
     deadline = time.monotonic() + 20
     while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
         if time.monotonic() > deadline:
@@ -168,7 +168,7 @@ def test_a_process_that_a_raylet_started_ends_with_it(server, raylet):
 
 @pytest.mark.parametrize("forked", [True, False])
 def test_a_worker_of_ray_is_forked_where_the_runtime_environment_asks_for_it(server, tmp_path, forked):
-    """For another Python, Ray's own script does the same."""
+    """Ray's own script does the same for another Python."""
     script = tmp_path / "default_worker.py"
     script.write_text("import os, sys; print(sys.argv[1:], os.environ['X'], os.environ['Y'], 'decimal' in sys.modules)")
     program = server["PREFORK_PYTHON"] if forked else sys.executable
@@ -180,7 +180,7 @@ def test_a_worker_of_ray_is_forked_where_the_runtime_environment_asks_for_it(ser
 
 
 def test_the_daemons_of_a_cluster_are_forked(server):
-    """In the server's child: Ray is imported, but nothing of it is started."""
+    """The server's child has imported Ray, but nothing of it is started."""
     code = f"""
 import sys
 import ray._private.services as services

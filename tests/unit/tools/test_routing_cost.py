@@ -127,7 +127,7 @@ def test_the_other_fields_are_those_of_verls_output():
 
 
 def block(name):
-    """What stands in the page between the comments `name` and /`name`."""
+    """Returns the part of the page between the comments `name` and /`name`."""
     return re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", PAGE, re.DOTALL).group(1).strip()
 
 

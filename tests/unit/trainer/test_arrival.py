@@ -1,4 +1,4 @@
-"""How much of an update reached the rollout: on made-up scores whose answer is known."""
+"""The share of an update that reached the rollout: on made-up scores whose answer is known."""
 
 import math
 from statistics import fmean, variance

@@ -9,7 +9,7 @@ ROLLED = {name: nested([-1.0, -2.0], [-3.0]) for name in ("rollout_log_probs", "
 
 
 def worker_metrics(k3, refused=0.0, tokens=3, kept=3, non_finite=0):
-    """What verl's trainer makes of what the workers tell of a first mini-batch."""
+    """Returns the metrics that verl's trainer makes from the workers' report on a first mini-batch."""
     told = {"tokens": tokens, "kept": kept, "non_finite": non_finite, "refused": refused}
     return {
         "actor/vllm_kl/k3": k3,

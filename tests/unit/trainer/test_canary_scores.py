@@ -41,7 +41,7 @@ class Store:
 
 
 def value(ids):
-    """What every engine here says of a token: its id and its place, a hundredth of each."""
+    """Returns the score of each token on every engine here: its id and its place, a hundredth of each."""
     return [-(token + 0.01 * place) for place, token in enumerate(ids)]
 
 
@@ -152,3 +152,18 @@ def test_syncs_between_are_not_looked_at(store, batch):
         run.after_sync(step, [Server()])
         assert bool(run.metrics) == (step == 2)
     assert len(workers.asked) == 2
+
+
+def test_a_canary_that_is_on_by_default_and_cannot_score_is_off_with_a_reason(store, batch, capsys):
+    workers = Workers(store)
+    workers._dispatch_info = {"actor": [0, 1]}  # three trajectories for two ranks
+    with pytest.raises(HookError):
+        CanaryRun(SyncCanarySettings(3), True).before_update(batch, workers)
+    run = CanaryRun(SyncCanarySettings(3), True, required=False)
+    for step in (1, 2):
+        run.before_update(batch, workers)
+        run.after_update(step, workers)
+        assert not run.after_sync(step, [Server()]).events and run.metrics == {}
+    said = capsys.readouterr().out
+    assert said.count("verl_ext: weight syncs are not checked: stability.sync_canary: 3 trajectories for 2 ranks") == 1
+    assert not workers.asked

@@ -1,4 +1,4 @@
-"""What is told of routing that cannot be believed, and when a run stops for it."""
+"""Reports of routing that cannot be right, and the runs that stop for it."""
 
 import pytest
 import torch
@@ -55,8 +55,8 @@ def test_each_reason_is_told_the_first_time():
 @pytest.mark.parametrize(
     ("mode", "strategy", "outcome"),
     [
-        ("R3", "fsdp2", "They route themselves."),
-        ("R3", "megatron", "verl replays them all the same; actor_rollout_ref"),
+        ("R3", "fsdp2", "The training router chooses their experts."),
+        ("R3", "megatron", "verl still replays them; set actor_rollout_ref"),
     ],
 )
 def test_what_becomes_of_them_depends_on_who_replays(mode, strategy, outcome):
@@ -83,7 +83,7 @@ def test_a_replay_of_nothing_stops_the_run_with_the_remedy(strategy, found, said
 
 def test_the_remedy_is_the_rollout_engines():
     sglang = OmegaConf.merge(config("R3"), {"actor_rollout_ref": {"rollout": {"name": "sglang"}}})
-    with pytest.raises(HookError, match=r"where SGLang's kernel .*engine_kwargs.sglang.moe_runner_backend=triton"):
+    with pytest.raises(HookError, match=r"if SGLang's kernel .*engine_kwargs.sglang.moe_runner_backend=triton"):
         CapturedRouting().judge(counts(unknown=6), sglang, 1)
 
 

@@ -49,7 +49,7 @@ def test_a_truncated_one_is_passed_over_and_named(root, capsys):
     truncate(root, 6)
     assert newest_whole(root) == folder_of(root, 4)
     out = capsys.readouterr().out
-    assert "global_step_6 cannot be resumed from: actor/model.pt has 10 bytes and was saved with 1000" in out
+    assert "global_step_6 cannot be resumed from: actor/model.pt has 10 bytes, but 1000 were saved" in out
     assert f"resuming from {folder_of(root, 4)}" in out
 
 

@@ -26,7 +26,7 @@ class Workers:
         self.rates.append(lr_scale)
 
     def take_back(self, after):
-        """On two ranks."""
+        """Takes the update back on two ranks."""
         if (kept := self.kept) is None or kept[0] <= after:
             return [None, None]
         self.kept, self.weights = None, kept[1]
@@ -372,7 +372,7 @@ def test_a_truncated_checkpoint_is_passed_over(train, capsys):
     trainer = train({"metrics": True}, [{}])
     assert trainer.global_steps == 4 and trainer.synchronised == [4]
     out = capsys.readouterr().out
-    assert "global_step_4 cannot be resumed from: actor/model.pt has 1 bytes and was saved with 8" in out
+    assert "global_step_4 cannot be resumed from: actor/model.pt has 1 bytes, but 8 were saved" in out
     (checkpoints.folder_of("checkpoints", 2) / "actor" / "model.pt").write_text("0")
     with pytest.raises(CheckpointError, match="global_step_2 is damaged"):
         train({"metrics": True}, [{}], resume_mode="resume_path", resume_from_path="checkpoints/global_step_2")

@@ -1,4 +1,4 @@
-"""What verl's asynchronous client makes of a response that a weight sync interrupts; the doctor tells of it."""
+"""Responses of verl's asynchronous client that a weight sync interrupts; doctor reports them."""
 
 import asyncio
 
@@ -11,7 +11,8 @@ PROMPT = [7, 8, 9]
 
 
 def answer(asked, version, ids, stop):
-    """As vLLM: the log-probs of its own tokens, and the experts of every token but the last, all of these weights."""
+    """Answers as vLLM does: the log-probs of its own tokens, and the experts of every token but the last, all from
+    these weights."""
     rows = len(asked) + len(ids) - 1
     return TokenOutput(
         token_ids=list(ids),

@@ -69,7 +69,9 @@ def test_in_blocks_as_whole(lengths, group, at_once, seed):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0)
         scores = [float(one["rm_scores"].double().sum()) for one in store.rows.values()]
         real = [score for place, score in enumerate(scores) if place != 1]
-        assert blocks.mean_score() == pytest.approx(sum(real) / len(real), rel=1e-6) and blocks.added == {1}
+        keys, found_scores = blocks.scores()
+        assert found_scores.tolist() == pytest.approx(real, rel=1e-6) and blocks.added == {1}
+        assert keys == [key for place, key in enumerate(store.rows) if place != 1]
         largest = max(sum(n for row, n in enumerate(lengths) if row // group == one) for one in range(len(lengths)))
         assert blocks.whole or store.most <= max(at_once, largest)
         some = [len(lengths) - 1, 0]

@@ -1,7 +1,10 @@
-"""What a config switches on: which batches are measured, and which classes the workers are."""
+"""Effects of a config: the batches that are measured, and the classes of the workers."""
+
+from types import SimpleNamespace
 
 import pytest
 import ray
+from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.utils import Role
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
@@ -9,8 +12,13 @@ from verl_ext.base.patching import actor_class
 from verl_ext.features.feature import Part
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import read_features
-from verl_ext.trainer.trainers import replace_workers
-from verl_ext.workers.actor import LossActorRolloutRefWorker, RoutingActorRolloutRefWorker
+from verl_ext.trainer.trainers import StabilityTrainerSeparateAsync, replace_workers
+from verl_ext.workers.actor import (
+    LossActorRolloutRefWorker,
+    LossDetachActorWorker,
+    RoutingActorRolloutRefWorker,
+    RoutingDetachActorWorker,
+)
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 
@@ -56,3 +64,24 @@ def test_the_actors_worker_is_ours_where_something_of_ours_runs_in_it(features, 
     replace_workers(roles, features(*overrides))
     assert actor_class(roles[Role.ActorRollout]) is expected
     assert actor_class(roles[Role.Critic]) is TrainingWorker
+
+
+@pytest.mark.parametrize(("agreement", "expected"), [(False, LossDetachActorWorker), (True, RoutingDetachActorWorker)])
+@pytest.mark.parametrize(("hybrid", "role"), [(True, Role.ActorRolloutRef), (False, Role.Actor)])
+def test_our_worker_is_the_actors_of_verls_separate_async_without_hybrid_replicas_too(
+    compose, features, agreement, expected, hybrid, role
+):
+    overrides = (
+        "actor_rollout_ref.rollout.name=vllm",
+        "stability=icepop",
+        f"stability.router_agreement={str(agreement).lower()}",
+        "trainer.v1.trainer_mode=separate_async",
+        f"actor_rollout_ref.hybrid_engine={str(hybrid).lower()}",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+    )
+    trainer = object.__new__(StabilityTrainerSeparateAsync)
+    trainer.config, trainer._enable_hybrid_replicas = compose(*overrides), hybrid
+    trainer.stability_run = SimpleNamespace(features=features(*overrides))
+    trainer._init_resource_pool_mgr()
+    workers = {one: actor_class(worker) for one, worker in trainer.role_worker_mapping.items() if one != Role.Critic}
+    assert workers == {role: expected} | ({} if hybrid else {Role.RefPolicy: DetachActorWorker})

@@ -1,4 +1,4 @@
-"""Which trajectories are scored again, with which weights, and that the present ones come back."""
+"""Tests of rescoring: the trajectories scored again, the weights used, and that the present weights come back."""
 
 from types import SimpleNamespace
 

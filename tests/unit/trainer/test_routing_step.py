@@ -13,7 +13,7 @@ from verl_ext.core.routing import RouterSums
 def test_routing_is_not_sent_to_stages_that_do_not_read_it(step, capsys):
     routes = torch.zeros(2, 1, dtype=torch.uint8)
     trainer, metrics, _ = step({"router_agreement": True}, router_sums=router_sums(1, 1), routed_experts=routes)
-    assert "routed_experts travels as torch.uint8" in capsys.readouterr().out
+    assert "routed_experts is sent as torch.uint8" in capsys.readouterr().out
     assert metrics["router/agreement/layer_01"] == pytest.approx(3 / 4)
     assert metrics["router/any_layer_differs"] == pytest.approx(1 / 2)
     assert metrics["router/tokens"] == 4
@@ -74,7 +74,7 @@ def test_tokens_without_a_head_are_told_where_the_update_reads_it(step, capsys, 
 
 
 def test_a_batch_of_more_than_one_optimizer_step_is_refused_where_scores_are_centered(step):
-    """As of an agent loop with several outputs, which verl fills up to a multiple of the mini-batch."""
+    """An agent loop with several outputs makes such a batch: verl fills it up to a multiple of the mini-batch."""
     sums = {"sampler_head_sums": head_sums(0.0)}
     step(CENTERED, actor={"ppo_mini_batch_size": 2}, **sums)
     step({"head": {"k": 8}}, actor={"ppo_mini_batch_size": 1}, **sums)
@@ -135,6 +135,6 @@ def test_where_verl_replays_the_rollouts_routing_a_sample_of_it_is_looked_at(ste
     _, metrics, _ = step({"metrics": True}, actor=actor, routed_experts=nested(good.tolist(), bad.tolist()))
     assert metrics["router/invalid"] == pytest.approx(1 / 3) and metrics["router/unknown"] == 0
     assert "1 of 3 tokens name an expert twice" in (said := capsys.readouterr().out)
-    assert "verl replays them all the same; actor_rollout_ref.actor.megatron.router_replay.mode=disabled" in said
+    assert "verl still replays them; set actor_rollout_ref.actor.megatron.router_replay.mode=disabled" in said
     with pytest.raises(HookError, match=r"megatron.router_replay.mode=R3 has nothing to replay"):
         step({"metrics": True}, actor=actor, routed_experts=nested((0 * good).tolist(), (0 * bad).tolist()))

@@ -134,7 +134,7 @@ def test_an_entry_of_the_state_that_does_not_fit_is_named(last, entry, value, sa
     ("sizes", "said"),
     [
         ({"actor/model.pt": "10"}, "has a size that is not a whole number"),
-        ({"actor/model.pt": 11}, "actor/model.pt has 10 bytes and was saved with 11"),
+        ({"actor/model.pt": 11}, "actor/model.pt has 10 bytes, but 11 were saved"),
         ({"a\x1b]0;title\x07\nb": 1}, r"a\x1b]0;title\x07\nb is missing"),
     ],
 )
@@ -194,7 +194,7 @@ def test_any_tracker_leaves_a_checkpoint_to_resume_from(root, content):
 @pytest.mark.parametrize("content", [b"", b"x", b"\xff", "²".encode()])
 def test_a_tracker_that_names_nothing_without_a_checkpoint_is_an_error_with_its_remedy(tmp_path, content):
     (tmp_path / TRACKER).write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{TRACKER} names no step.*delete it to start anew"):
+    with pytest.raises(CheckpointError, match=f"{TRACKER} names no step.*delete it to start from the beginning"):
         newest_whole(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""What is decided about a batch, from tensors and scalars alone."""
+"""Decisions about a batch, from tensors and scalars only."""
 
 import subprocess
 import sys

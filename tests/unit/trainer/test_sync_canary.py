@@ -1,4 +1,4 @@
-"""What is said of the weight syncs of a run, from made-up scores."""
+"""Findings about the weight syncs of a run, from made-up scores."""
 
 import pytest
 import torch

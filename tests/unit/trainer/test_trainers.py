@@ -26,7 +26,7 @@ def test_icepop_weights_go_into_the_batch(step):
 
 
 def test_a_dump_that_fails_does_not_end_the_run(step, monkeypatch, capsys, tmp_path):
-    """And each step says what was written, so that the report can show a batch that was skipped too."""
+    """Each step also passes on what was decided, so that the report can show a batch that was skipped too."""
     told = []
 
     def write_step(log, settings, batch, chosen, tokenizer, **about):
@@ -45,7 +45,7 @@ def test_a_dump_that_fails_does_not_end_the_run(step, monkeypatch, capsys, tmp_p
     trainer, _, _ = step({"trajectories": {"per_step": 1}, "batch_skip": {"threshold": 1e-9}})
     refused = trainer.stability_run.outcome.refused.reason
     assert told == [{"step": 7, "skipped": refused}] and "vllm_kl/k3" in refused
-    assert "no more trajectories are written, the run goes on: KeyError('no such token')" in capsys.readouterr().out
+    assert "no more trajectories are written; the run continues: KeyError('no such token')" in capsys.readouterr().out
     assert ran(trainer) == ["advantage"]
     writing.look_at(None, step=8)
     writing.write(None, None, skipped="")
@@ -208,5 +208,5 @@ def test_settings_are_taken_over_from_the_next_batch_on_and_the_guard_stays_the_
     batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=["old_log_probs"])
     trainer._compute_advantage(batch, metrics)
     assert rows(store, "rollout_is_weights")[1] == [0.0]
-    assert [rule.name for rule in run.guard.rules] == ["batch_skip"]
+    assert [rule.name for rule in run.guard.rules] == ["batch_skip", "level"]
     assert "guard/threshold" not in metrics

@@ -49,7 +49,7 @@ def tool(seconds):
 
 @ray.remote(num_cpus=0)
 class AgentLoop:
-    """As verl's: each trajectory a task, its tools in threads where they do not await."""
+    """Works as verl's does: each trajectory is a task, its tools run in threads where they do not await."""
 
     async def run(self, rewarded, called, seconds):
         calls = [asyncio.to_thread(tool, seconds) for _ in range(called)]
@@ -195,7 +195,7 @@ def test_a_slow_step_is_told_with_the_lines_that_its_trajectories_stand_at(clust
         patch.setattr("verl_ext.trainer.watch.PLACES_TIMEOUT_S", 4.0)
         ray.get([busy.run.remote(3, 2, 9.0), blocking])
     said = capsys.readouterr().out.splitlines()[0]
-    assert re.match(r"verl_ext: step 7 has been going for \d+ s; agent loop: 3 x judge \(test_watch\.py:", said)
+    assert re.match(r"verl_ext: step 7 has been running for \d+ s; agent loop: 3 x judge \(test_watch\.py:", said)
     assert ", 2 x tool (test_watch.py:" in said
     assert said.endswith("reward: 1 of 1 do not answer, so something that does not await blocks their event loop")
 
@@ -213,7 +213,7 @@ def test_a_look_at_a_slow_step_that_fails_leaves_the_look_at_who_lives(broken, c
         Watch(actors, "checkpoints", slow_step, every_s=0.1),
     ):
         slept(60)
-    assert capsys.readouterr().out.count("cannot be told: TypeError") == 1
+    assert capsys.readouterr().out.count("cannot find what a slow step waits for: TypeError") == 1
 
 
 class Run:
@@ -236,7 +236,7 @@ def test_a_step_is_told_past_the_setting_and_whenever_the_time_has_doubled():
     run = Run(10)
     run.step(100)
     assert run.told == [(1, 11), (1, 23), (1, 47), (1, 95)]
-    assert run.said == "step 1 has been going for 2 minutes"
+    assert run.said == "step 1 has been running for 2 minutes"
 
 
 def test_a_step_is_told_past_three_times_what_they_usually_take():

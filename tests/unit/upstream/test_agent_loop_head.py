@@ -25,7 +25,7 @@ PROMPT = [7, 8]
 
 
 def head(token):
-    """Of a token, so that it is known again."""
+    """Returns a head that is recognisable as this token's."""
     return [token, token + 100, token + 200], [-0.1 * token, -1.0, -np.inf]
 
 
@@ -43,7 +43,7 @@ def answer(ids, stop="completed", k=K):
 
 
 class Server:
-    """What verl's client calls: an actor's handle. Answers as vLLM's server does where it is asked for heads."""
+    """The actor handle that verl's client calls. Answers as vLLM's server does where it is asked for heads."""
 
     def __init__(self, *answers):
         self.answers, self.asked = iter(answers), []
@@ -74,7 +74,7 @@ def output(response, mask, prompt=PROMPT):
 
 
 def assert_heads(fields, tokens):
-    """Of the response: a token whose head it has, or None where it has none."""
+    """Checks the response's heads: `tokens` has the token whose head is expected, or None where there is none."""
     ids, log_q = fields[HEAD_IDS], fields[HEAD_LOG_PROBS]
     assert (ids.dtype, log_q.dtype) == (torch.int32, torch.float32)
     assert len(ids) == len(log_q) == len(tokens) == len(fields["responses"])

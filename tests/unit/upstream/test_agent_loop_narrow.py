@@ -129,7 +129,7 @@ def test_the_run_and_the_shell_can_decline(compose, monkeypatch):
 
 
 def found(config):
-    """What the run's processes find."""
+    """Returns the extras that the run's processes find."""
     return Extras(**parse_extras(OmegaConf.select(config, PLACE)))
 
 
@@ -175,7 +175,7 @@ def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, dt
 @pytest.mark.parametrize("left_out", [(), (1,), (0, 2), (0, 1, 2, 3)])  # as by a share
 @pytest.mark.parametrize("lengths", [(5, 3, 8, 4), (5, 5, 5, 5)], ids=["jagged", "equal"])
 def test_bytes_pass_transfer_queues_codec_and_verls_batches(lengths, left_out):
-    """What stands between as_dict and a training worker's micro-batch, but for the sockets."""
+    """The bytes take the path from as_dict to a training worker's micro-batch, except for the sockets."""
     from tensordict import TensorDict
     from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager as Manager
     from transfer_queue.utils.serial_utils import decode, encode

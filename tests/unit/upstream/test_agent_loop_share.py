@@ -130,7 +130,7 @@ def test_it_is_asked_for_in_the_environment_of_rays_processes():
 
 @pytest.mark.parametrize(("value", "lengths"), [("share:1e-9,narrow:1", [0]), ("narrow:1", [2])])
 def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, lengths):
-    """By the plugin, with narrow routing."""
+    """The plugin patches the process, with narrow routing."""
     code = (
         "import verl_ext.plugins.verl, numpy as np\n"
         "from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput\n"
@@ -144,7 +144,7 @@ def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, le
 
 
 def test_a_forked_process_takes_its_own_environment_and_nothing_is_changed_twice(fresh_python):
-    """As tools/prefork.py has it: the modules are imported, and changed, when the environment becomes another."""
+    """Forks as tools/prefork.py does: the modules are imported and changed before the environment becomes another."""
     code = (
         "import os, verl_ext.plugins.verl, numpy as np\n"
         "from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput\n"

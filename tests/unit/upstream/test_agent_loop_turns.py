@@ -68,7 +68,7 @@ def held():
 
 
 def run(loop):
-    """What an agent loop returns in verl's worker."""
+    """Returns what an agent loop returns in verl's worker."""
     return run_in_worker(loop, lambda outputs: outputs)
 
 

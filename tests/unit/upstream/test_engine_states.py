@@ -1,4 +1,4 @@
-"""What SGLang's schedulers record, with stand-ins for a scheduler and the runner of its model.
+"""States recorded by SGLang's schedulers, with stand-ins for a scheduler and the runner of its model.
 
 The real ones, and vLLM's, run in tests/stack.
 """

@@ -1,4 +1,4 @@
-"""Which weights are rounded on their way into vLLM's model, told by their names on Hugging Face."""
+"""Weights that are rounded on their way into vLLM's model, recognised by their names on Hugging Face."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What SGLang's own classes do, on a CPU: nothing of it is a run.
+"""Tests of SGLang's own classes on a CPU: no run is started.
 
 Skipped where SGLang is not installed (`bash tools/setup_cpu.sh sglang`).
 """

@@ -1,4 +1,4 @@
-"""What SGLang returns on its way through verl's real server class; what SGLang does is in test_sglang.py."""
+"""SGLang's results on their way through verl's real server class; SGLang itself is tested in test_sglang.py."""
 
 import asyncio
 import base64
@@ -36,7 +36,7 @@ def text_of(routes):
 
 
 class Manager:
-    """What verl asks of SGLang's TokenizerManager: one request, one output with everything."""
+    """Stands in for SGLang's TokenizerManager as far as verl uses it: one request, one output with everything."""
 
     model_config = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS, num_experts_per_tok=TOP_K))
 
@@ -159,7 +159,8 @@ K = 4
 
 
 def answered(*sampled):
-    """What SGLang says of these tokens and of the K most likely ones: log-probabilities of the whole vocabulary."""
+    """Returns SGLang's answer for these tokens and for the K most likely ones: log-probabilities of the whole
+    vocabulary."""
     log_p = np.log(P).astype(np.float32)
     return {
         "output_token_logprobs": [(float(log_p[token - 10]), token, None) for token in sampled],

@@ -1,4 +1,4 @@
-"""What a spawned rank of test_first_pass.py runs: two mini-batches, the first of them far from the rollout."""
+"""Runs as a spawned rank of test_first_pass.py: two mini-batches, the first of them far from the rollout."""
 
 import torch
 import torch.distributed as dist

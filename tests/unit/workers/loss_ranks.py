@@ -1,4 +1,4 @@
-"""What a spawned rank of test_loss_ranks.py runs."""
+"""Runs as a spawned rank of test_loss_ranks.py."""
 
 import torch
 import torch.distributed as dist

@@ -42,7 +42,7 @@ class Engine:
 
 
 class Actor:
-    """What `init_model` leaves behind as `self.actor`."""
+    """Stands in for the `self.actor` that `init_model` leaves behind."""
 
     loss_fn = None
 

@@ -19,6 +19,7 @@ NARROW = {"icepop": {"alpha": 0.9, "beta": 1.1}}
 EVERY = (
     ICEPOP,
     {"kpop": {"phi": 0.01}},
+    {"ipo": {"eps": 0.05}},
     {"mis": {"cap": 1.5, "weight": "one"}, "geo_mask": {"low": 0.9, "high": 1.1}},
 )
 

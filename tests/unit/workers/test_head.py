@@ -1,4 +1,4 @@
-"""What the workers refuse of a batch's heads, and where they stand among a micro-batch's tokens."""
+"""Errors that the workers raise for a batch's heads, and the position of heads among a micro-batch's tokens."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""How the rows of a batch are divided among the ranks of a replica, and when they cannot be."""
+"""The division of a batch's rows among the ranks of a replica, and batches that cannot be divided."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -41,7 +41,8 @@ def worker():
 
 @pytest.mark.shows("rescoring", engine="fsdp2")
 def test_steps_keep_the_weights_of_the_last_versions(worker):
-    """As `rescore` and verl call it: what was copied at the start of a step is kept in the next, under its version."""
+    """Calls come in the order of `rescore` and verl: a copy made at the start of a step is kept in the next, under its
+    version."""
     kept = []
     for step in range(1, 6):
         worker.weight = step - 1  # what the step before left: its number is the version

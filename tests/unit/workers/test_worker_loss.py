@@ -13,6 +13,7 @@ from verl.workers.config import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 from tests.support.closeness import close
+from tests.support.loss_oracles import m2po_oracle
 from verl_ext.base.errors import ConfigError
 from verl_ext.core.corrections import CORRECTIONS, register_correction
 from verl_ext.core.losses import LossChange
@@ -420,6 +421,11 @@ def test_trajectories_that_filters_dropped_leave_the_mean_over_sequences(base, m
 
 
 ICEPOP = {"icepop": {"alpha": 0.8, "beta": 1.25}}
+IPO = {"ipo": {"eps": 0.05}}
+KEEPS = {  # of float64 l_theta and l_infer
+    "icepop": lambda theta, infer: ((theta - infer).exp() >= 0.8) & ((theta - infer).exp() <= 1.25),
+    "ipo": lambda theta, infer: (theta.exp() - infer.exp()).abs() <= 0.05,
+}
 
 
 def in_bypass(batch):
@@ -428,26 +434,71 @@ def in_bypass(batch):
     return batch
 
 
-@pytest.mark.parametrize(("mode", "as_mask"), [("vanilla", True), ("gpg", False)])
-def test_in_the_workers_loss_the_ratio_counts_once(mode, as_mask, make_batch, actor_config):
-    """On the clipped objective, unclipped: -M r A grad l_theta / N by the mask; on REINFORCE -k A / N by the weight."""
+def columns(batch):
+    """l_theta, l_infer, A and m of all tokens, [N] float64."""
+    names = ("log_prob", "rollout_log_probs", "advantages", "response_mask")
+    return (torch.cat(batch.leaves if n == "log_prob" else batch.rows[n]).detach().double() for n in names)
+
+
+@pytest.mark.parametrize(
+    ("mode", "as_mask", "corrections"), [("vanilla", True, ICEPOP), ("gpg", False, ICEPOP), ("gpg", False, IPO)]
+)
+def test_in_the_workers_loss_the_ratio_counts_once(mode, as_mask, corrections, make_batch, actor_config):
+    """On the clipped objective, unclipped: -M r A grad l_theta / N by the mask; on REINFORCE -k A / N by the weight.
+
+    With `ipo`, the latter is prime-rl's loss.
+    """
     batch = in_bypass(make_batch(0, scale=0.2))
-    settings = LossSettings.from_dict({"first_pass": {"corrections": ICEPOP, "as_mask": as_mask}})
+    settings = LossSettings.from_dict({"first_pass": {"corrections": corrections, "as_mask": as_mask}})
     one = FirstPass(settings.first_pass)
     config = actor_config(PolicyLossConfig(loss_mode=mode), clip_ratio=0.5, clip_ratio_low=0.5, clip_ratio_high=0.5)
     loss, active = build_worker_loss(config, settings, first_pass=one)
-    assert active["first_pass"] and active["corrections"] == ICEPOP
+    assert active["first_pass"] and active["corrections"] == corrections
     for rows in ([0, 2], [1, 3]):
         model_output, data = batch.part(rows)
         loss(model_output=model_output, data=data)[0].backward()
-    names = ("log_prob", "rollout_log_probs", "advantages", "response_mask")
-    theta, infer, A, m = (
-        torch.cat(batch.leaves if n == "log_prob" else batch.rows[n]).detach().double() for n in names
-    )
+    theta, infer, A, m = columns(batch)
     k = (theta - infer).exp()
-    kept = (k >= 0.8) & (k <= 1.25) & (m > 0)
+    (name,) = corrections
+    kept = KEEPS[name](theta, infer) & (m > 0)
     assert 0 < kept.sum() < m.sum()
     found = batch.take_gradients().double()
     torch.testing.assert_close(found, -(kept * k * A) / m.sum(), rtol=1e-4, atol=1e-7)
     taken, told = one.judge()
     assert taken and told["correction/dropped"] == pytest.approx(1 - kept.sum().item() / m.sum().item())
+
+
+@pytest.mark.parametrize("mode", ["dppo_tv", "dppo_kl"])
+def test_in_bypass_mode_verls_dppo_is_the_papers(mode, make_batch, actor_config):
+    """Eq. 11 and 12 of arXiv 2602.04879: -M r A grad l_theta / N; M drops what moves away past a divergence."""
+    bound = {"dppo_tv": 0.15, "dppo_kl": 0.05}[mode]
+    batch = in_bypass(make_batch(1, lengths=(9, 9, 9, 9), scale=0.5, masked_row=None))
+    clips = dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high"), bound) | {"clip_ratio_c": 1e4}
+    _, metrics = run(build(actor_config(PolicyLossConfig(loss_mode=mode), **clips)), [batch.whole()])
+    theta, infer, A, m = columns(batch)
+    p, q = theta.exp(), infer.exp()
+    divergence = (p - q).abs() if mode == "dppo_tv" else q * (infer - theta) + (1 - q) * ((1 - q) / (1 - p)).log()
+    away = torch.where(A > 0, p > q, p < q)
+    kept = ~(away & (divergence > bound)) & (m > 0)
+    assert 0 < kept.sum() < m.sum() and (~away & (divergence > bound) & (m > 0)).any(), "one-sided"
+    expected = -(kept * (theta - infer).exp() * A) / m.sum()
+    torch.testing.assert_close(batch.take_gradients().double(), expected, rtol=1e-4, atol=1e-7)
+    assert metrics["actor/pg_clipfrac"].aggregate() == pytest.approx(1 - kept.sum().item() / m.sum().item())
+
+
+def test_m2po_beside_tis_masks_what_the_oracle_masks(make_batch, actor_config):
+    """-M r A grad l_theta / N with r = exp(l_theta - l_infer), where no ratio of the base loss has moved."""
+    batch = make_batch(3, lengths=(6, 9, 4, 8), masked_row=None)
+    batch.rows["old_log_probs"] = [leaf.detach().clone() for leaf in batch.leaves]
+    theta, infer, A, m = columns(batch)
+    weights = torch.nn.utils.rnn.pad_sequence((theta - infer).exp().float().split([6, 9, 4, 8]), batch_first=True)
+    with_weights(batch, weights)
+    _, metrics = run(build(actor_config(), corrections={"m2po": {"threshold": 0.04}}), [batch.whole()])
+    rows = [values.split([6, 9, 4, 8]) for values in (infer, theta, A, m)]
+    keep, _ = m2po_oracle(*([row.tolist() for row in values] for values in rows), 0.04)
+    kept = torch.tensor([one for row in keep for one in row], dtype=torch.float64)
+    assert 0 < (kept * m).sum() < m.sum()
+    torch.testing.assert_close(
+        batch.take_gradients().double(), -(kept * m * (theta - infer).exp() * A) / m.sum(), rtol=1e-4, atol=1e-7
+    )
+    assert metrics["actor/m2po/dropped"].aggregate() == pytest.approx(1 - ((kept * m).sum() / m.sum()).item())

@@ -1,4 +1,5 @@
-"""What capture and replay add to the passes of an MoE of some billions of parameters, and whether gradients are right.
+"""Measures what capture and replay add to the passes of an MoE of some billions of parameters, and checks the
+gradients.
 
 A forward pass for log-probs without capture, with it, and with the rollout's experts forced (R3); an update, forward
 and backward, with and without R3. The rollout's routing is the model's own with one expert in a hundred replaced.
@@ -58,7 +59,7 @@ class Engines:
         return self._verls(config, dtype) if self.verls else Engine(build(config, dtype, self.device))
 
     def _try(self) -> None:
-        """On a tiny model: what fails there has to do with what is installed."""
+        """Builds verl's engine on a tiny model: an error there has to do with what is installed."""
         try:
             self._verls(config_of(FAMILIES[0], tiny=True), torch.float32)
         except Exception:
@@ -136,7 +137,7 @@ def times(record: Record, place: Place, engines: Engines, family: str) -> None:
 def check_capture(
     record: Record, place: Place, engine: Any, adapter: Any, batches: tuple[Any, Any], reference: torch.Tensor
 ) -> None:
-    """Of a batch that is compared and one that is replayed, against log-probs from before the hooks."""
+    """Checks a batch that is compared and one that is replayed, against log-probs from before the hooks."""
     captures, asks = batches
     found = log_probs(engine, captures)
     largest = float((found["log_probs"].values() - reference).abs().max())
@@ -151,7 +152,8 @@ def check_capture(
 
 
 def gradients(record: Record, place: Place, engines: Engines, family: str) -> None:
-    """Of an update that replays, against one whose experts are handed what was replayed with weights by the paper."""
+    """Checks an update that replays against one whose experts are given what was replayed, with weights by the
+    paper."""
     cases = [("float32", torch.float32, "eager", 1e-4)]
     if place.device != "cpu":
         cases.append(("bfloat16, grouped", torch.bfloat16, "grouped_mm", 0.05))

@@ -1,4 +1,4 @@
-"""How far two kernels of one model are apart: the mismatch of training and rollout in small.
+"""Measures how far two kernels of one model are apart: a small version of the mismatch between training and rollout.
 
 The same weights, which every precision holds, on the same tokens; k3 and the gaps are of the next tokens' log-probs, as
 `measure` has them, agreement is of the experts. The repeats are other tokens.
@@ -74,7 +74,7 @@ def run(record: Record, place: Place) -> None:
 
 
 def outputs(model: Any, kernels: tuple[str, str], batches_RBT: Tensor) -> list[Outputs]:
-    """Of every batch."""
+    """Returns the outputs of every batch."""
     attention, experts = kernels
     model.set_attn_implementation(attention)
     model.set_experts_implementation(experts)

@@ -143,7 +143,7 @@ def check_filters(record: Record, place: Place) -> None:
 
 
 def random_rows(seed: int) -> list[list[dict[str, Any]]]:
-    """For `filter_oracles.make_batch`: values whose sums are exact."""
+    """Draws rows for `filter_oracles.make_batch`, with values whose sums are exact."""
     generator = torch.Generator().manual_seed(seed)
 
     def one_of(*values: float) -> float:
@@ -214,7 +214,7 @@ def check_policy_losses(record: Record, place: Place) -> None:
 
 
 def check_gate(record: Record, place: Place) -> None:
-    """What the gate decides by, on one rank: the sums of a mini-batch in two micro-batches."""
+    """Checks what the gate decides by, on one rank: the sums of a mini-batch in two micro-batches."""
     import verl_ext.plugins.verl  # noqa: F401  (verl's platform for CPUs)
     from gpu.verl_engine import start_one_rank
     from verl_ext.features.guard import MiniBatchGate

@@ -1,7 +1,7 @@
 """Every metric once: name, meaning, unit, which way is better, who logs it and when.
 
-Labels, units and directions in the report come from here, as does what the guard may expect of a signal;
-`python tools/metrics_page.py > docs/metrics.md` makes the page.
+Labels, units and directions in the report come from here, and so do the guard's checks of signals; `python
+tools/metrics_page.py > docs/metrics.md` makes the page.
 """
 
 from difflib import get_close_matches
@@ -30,13 +30,13 @@ def find(name: str) -> Metric | None:
 
 
 def comes_late(name: str) -> bool:
-    """Whether it is known to come after the guard has judged the batch."""
+    """Returns True if the metric is known to be logged after the guard has judged the batch."""
     metric = find(name)
     return metric is not None and metric.when in ("after", "validation")
 
 
 def is_rare(name: str) -> bool:
-    """Whether it may stay away for many steps."""
+    """Returns True if the metric may be absent for many steps."""
     metric = find(name)
     return metric is not None and metric.rare
 
@@ -46,6 +46,7 @@ def is_of_the_gap(name: str) -> bool:
 
 
 def nearest(name: str) -> list[str]:
-    """Up to three known names near one that is not known; of a name that could be the user's own, very near."""
+    """Returns up to three known names similar to an unknown one; only very similar ones if it could be the user's
+    own."""
     known = [each for each in METRICS if not each.endswith("/**")]
     return get_close_matches(name, known, n=3, cutoff=0.6 if name.startswith(OURS) else 0.85)

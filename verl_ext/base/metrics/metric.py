@@ -17,17 +17,17 @@ class Metric:
 
     Attributes:
         name: as it is logged; in a family's, `*` stands for one part, `**` for all that follows, `{a,b}` for a or b.
-        meaning: in a few words.
+        meaning: a few words.
         unit: "" for a number without one.
-        better: which way the level of a run is better; "" where neither is.
-        worst: which single reading is the worst of a run, "largest" by its size; "" where none is.
+        better: which direction is better for the level of a run; "" if neither is.
+        worst: which single reading of a run is the worst, "largest" by absolute value; "" if none is.
         scale: "log" where runs are compared by their ratio, because single tokens move it by tens of times.
-        when: "before" the guard judges the batch, "after" that, with the update or behind it, or with a "validation";
+        when: "before" the guard judges the batch, "after" that (with or after the update), or with a "validation";
             "" where the members of a family differ.
-        rare: may stay away for many steps, so that a rule may wait for it.
-        finite: where it is NaN or infinite, the guard does not go on, rule or none.
-        label: in tables.
-        verls: what verl itself logs of the same quantity.
+        rare: may be absent for many steps, so that a rule waits for it.
+        finite: the guard refuses to continue if it is NaN or infinite, with or without a rule.
+        label: its name in tables.
+        verls: verl's own name for the same quantity.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Metric:
 
 @dataclass(frozen=True)
 class Section:
-    """Metrics that come together.
+    """Metrics that are logged together.
 
     Attributes:
-        logged: by whom and with what, in a paragraph.
-        override: makes a run log them.
-        of_gap: whether they tell of the gap between the engines, or of what the guard does about it.
+        logged: which part logs them and when, in a paragraph.
+        override: the setting that makes a run log them.
+        of_gap: whether they measure the gap between the engines, or what the guard does about it.
     """
 
     title: str

@@ -3,9 +3,10 @@
 from functools import partial
 
 from verl_ext.base.metrics.metric import Metric, Section
+from verl_ext.base.names import PROMPT_EFFECT
 
 AXES = "{prob,entropy,position,turn}"
-LOSS = "nats a token"
+LOSS = "nats per token"
 
 after = partial(Metric, when="after")
 divergence = partial(Metric, better="lower", scale="log")
@@ -14,14 +15,14 @@ by_lag = rescored = partial(Metric, rare=True)  # a batch may have no trajectory
 
 GAP = Section(
     "The gap between the engines",
-    "With `stability.metrics=true`, or whatever reads them: a correction, a filter, a threshold, a rule, dumped "
+    "With `stability.metrics=true`, or a feature that reads them: a correction, a filter, a threshold, a rule, dumped "
     "trajectories. Over the response tokens that the model wrote (m = 1). In the asynchronous modes a rollout may be "
-    "older than the policy it trains; then all of them include what the policy moved in between, and come by lag, the "
-    "number of weight versions: `/lag/0` is the engines' part, `/lag/span` of trajectories that several versions "
-    "sampled. In bypass mode they are of a step's first mini-batch, after batch filters, not by lag, and come with the "
-    "update. By bucket of an axis, such as `/prob/0-0.01`, `/entropy/2-`, `/position/0-256`, `/turn/01`: with "
-    "`stability.breakdown=true`, the default, where more than one bucket of the axis is in use; and by the sign of the "
-    "advantage, but not in bypass mode.",
+    "older than the policy it trains; then all of them include how far the policy has moved in between, and are also "
+    "split by lag, the number of weight versions: `/lag/0` is the engines' part, `/lag/span` covers trajectories that "
+    "several versions sampled. In bypass mode they cover a step's first mini-batch, after batch filters, are not "
+    "split by lag, and are logged with the update. They are split by bucket of an axis, such as `/prob/0-0.01`, "
+    "`/entropy/2-`, `/position/0-256`, `/turn/01`, with `stability.breakdown=true`, the default, if more than one "
+    "bucket of the axis is in use; and by the sign of the advantage, except in bypass mode.",
     (
         Metric(
             "vllm_kl/k1",
@@ -72,16 +73,16 @@ GAP = Section(
         by_sign("vllm_kl/k1/advantage/{positive,negative}", "their k1", LOSS),
         by_sign("vllm_kl/k3/advantage/{positive,negative}", "their k3", LOSS, better="lower", scale="log"),
         by_sign("vllm_kl/advantage_skew", "k1 of positive advantages less k1 of negative ones", LOSS, worst="largest"),
-        by_lag("vllm_kl/share/lag/*", "tokens whose trajectory was sampled so many versions ago", "share"),
+        by_lag("vllm_kl/share/lag/*", "tokens of trajectories that are this many versions old", "share"),
         by_lag("vllm_kl/k1/lag/*", "their k1", LOSS),
         by_lag("vllm_kl/k3/lag/*", "their k3", LOSS, better="lower", scale="log"),
         by_lag("vllm_kl/log_ratio_abs_mean/lag/*", "their |l_infer - l_old|", LOSS, better="lower", scale="log"),
-        rescored("vllm_kl/engine/k1", "mean of l_infer - l, of l under the weights that sampled a trajectory", LOSS),
-        rescored("vllm_kl/engine/k3", "k3 of these: the engines' part", LOSS, better="lower", scale="log"),
-        rescored("vllm_kl/engine/log_ratio_abs_mean", "their |l_infer - l|", LOSS, better="lower", scale="log"),
-        rescored("vllm_kl/stale/k1", "mean of l - l_old: what the policy has moved since", LOSS),
+        rescored("vllm_kl/engine/k1", "mean of l_infer - l, with l from the weights that sampled the trajectory", LOSS),
+        rescored("vllm_kl/engine/k3", "k3 of l_infer and l: the engines' part", LOSS, better="lower", scale="log"),
+        rescored("vllm_kl/engine/log_ratio_abs_mean", "mean |l_infer - l|", LOSS, better="lower", scale="log"),
+        rescored("vllm_kl/stale/k1", "mean of l - l_old: how far the policy has moved since", LOSS),
         rescored("vllm_kl/stale/k3", "by how much that raises k3; it may lower it", LOSS),
-        rescored("vllm_kl/rescored", "trajectories of these five; engine and stale add up to their k1 and k3"),
+        rescored("vllm_kl/rescored", "trajectories measured by these five; engine and stale add up to their k1 and k3"),
     ),
     override="stability.metrics=true",
     of_gap=True,
@@ -89,9 +90,10 @@ GAP = Section(
 
 HEAD = Section(
     "The sampler's head",
-    "With `stability.head.k`, or what asks for it: truncated sampling, score centering. From the most likely tokens of "
-    "each place, which the rollout returns with the sampled one, and the training engine's log-probabilities of the "
-    "same: they do not hang on which token was drawn. Not in bypass mode, which has no compute_log_prob.",
+    "With `stability.head.k`, or a feature that needs it: truncated sampling, score centering. They compare the most "
+    "likely tokens of each place, which the rollout returns with the sampled one, with the training engine's "
+    "log-probabilities of the same tokens: they do not depend on which token was sampled. Not in bypass mode, which "
+    "has no compute_log_prob.",
     (
         divergence(
             "vllm_kl/head",
@@ -101,9 +103,9 @@ HEAD = Section(
             worst="highest",
             label="engine KL, head",
         ),
-        Metric("vllm_kl/head_mass", "what the rollout gives to the head", "share"),
+        Metric("vllm_kl/head_mass", "probability that the rollout gives to the head's tokens", "share"),
         Metric(
-            "vllm_kl/head_differs", "tokens whose most likely one is another in the training engine", "share", "lower"
+            "vllm_kl/head_differs", "places where the training engine has another most likely token", "share", "lower"
         ),
         Metric("vllm_kl/head_missing", "tokens of the model that came without a head", "share", "lower"),
         after("actor/score_centering", "the term that centers the score, in the loss"),
@@ -114,23 +116,23 @@ HEAD = Section(
 
 CORRECTIONS = Section(
     "Corrections",
-    "With a correction; in bypass mode as the gap. IcePop's authors saw 1 to 2 per mille of the tokens dropped, rising "
-    "as training went on ([their post](https://ringtech.notion.site/icepop), figure 10), and later a share that fell "
-    "while the gap grew ([KPop](https://ringtech.notion.site/kpop)).",
+    "With a correction; in bypass mode with the update, as the gap is. IcePop's authors saw 1 to 2 per mille of the "
+    "tokens dropped, rising as training went on ([their post](https://ringtech.notion.site/icepop), figure 10), and "
+    "later a share that fell while the gap grew ([KPop](https://ringtech.notion.site/kpop)).",
     (
         Metric("correction/dropped", "tokens at weight 0", "share", worst="highest", label="tokens dropped"),
         Metric(
             "correction/dropped_low",
-            "of them, those below the bounds of a correction",
+            "dropped tokens with a ratio below a correction's bounds",
             "share",
             worst="highest",
             label="ratio too low",
         ),
-        Metric("correction/dropped_high", "the others", "share", worst="highest", label="ratio too high"),
+        Metric("correction/dropped_high", "the other dropped tokens", "share", worst="highest", label="ratio too high"),
         Metric(f"correction/{{dropped_low,dropped_high}}/{AXES}/*", "the same of the bucket's tokens", "share"),
         by_lag(
             "correction/{dropped_low,dropped_high}/lag/*",
-            "the same of the tokens sampled so many versions ago",
+            "the same of the tokens that are this many versions old",
             "share",
         ),
         Metric("correction/sequences_dropped", "responses that kept no token", "share"),
@@ -151,8 +153,8 @@ CORRECTIONS = Section(
 ROUTING = Section(
     "Routing",
     "With `stability.router_agreement=true`. T and I are the experts that training and inference chose for a token "
-    "in a layer; means are over the tokens compared and the MoE layers, which are numbered from 0 (dense ones left "
-    "out). What compares the agreement with the gap also needs the metrics of the gap.",
+    "in a layer; means are over the compared tokens and the MoE layers, which are numbered from 0 (dense layers do "
+    "not count). Metrics that compare the agreement with the gap also need the metrics of the gap.",
     (
         Metric(
             "router/agreement",
@@ -170,10 +172,10 @@ ROUTING = Section(
             "lower",
             label="standard error",
         ),
-        Metric("router/sampled", "with it, the trajectories compared, of those with generated tokens", "share"),
+        Metric("router/sampled", "with such a share: compared trajectories, of those with generated tokens", "share"),
         Metric("router/agreement/layer_*", "the same in one layer", "share", "higher", worst="lowest"),
         Metric(f"router/agreement/{AXES}/*", "the same of the bucket's tokens", "share", "higher"),
-        by_lag("router/agreement/lag/*", "the same of the tokens sampled so many versions ago", "share", "higher"),
+        by_lag("router/agreement/lag/*", "the same of the tokens that are this many versions old", "share", "higher"),
         Metric("router/exact_match", "tokens with T = I", "share", "higher"),
         Metric("router/exact_match/layer_*", "the same in one layer", "share", "higher"),
         Metric(
@@ -188,8 +190,8 @@ ROUTING = Section(
         Metric("router/first_differs/layer_*", "tokens of which this layer is the first that differs", "share"),
         Metric(
             "router/margin_equal",
-            "gap between the k-th and the next of the scores that the top-k is taken of, where T = I; as far as the "
-            "engine's adapter sees it",
+            "gap between the k-th and the next score of the router's top-k, where T = I; if the engine's adapter sees "
+            "the scores",
         ),
         Metric("router/margin_differs", "the same where T != I"),
         Metric(
@@ -202,7 +204,7 @@ ROUTING = Section(
         Metric("router/unknown", "tokens to be compared whose routing the rollout did not return", "share", "lower"),
         Metric(
             "router/invalid",
-            "tokens whose routing was refused, for no router chooses like that; they route themselves",
+            "tokens whose routing was refused, because no router can choose it; the training router chooses for them",
             "share",
             "lower",
             worst="highest",
@@ -217,8 +219,8 @@ ROUTING = Section(
         ),
         Metric(
             "router/retracted",
-            "with SGLang, the trajectories that it dropped for want of KV cache and went on with: their experts are of "
-            "the pass that read their tokens again",
+            "with SGLang, trajectories that it retracted because its KV cache was full, and continued later: their "
+            "experts are from the pass that read their tokens again",
             "share",
             "lower",
             label="retracted",
@@ -231,6 +233,20 @@ ROUTING = Section(
     of_gap=True,
 )
 
+REWARD = Section(
+    "The reward",
+    "Wherever the metrics of the gap are measured, bypass mode included.",
+    (
+        Metric(
+            PROMPT_EFFECT,
+            "F of a one-way analysis of variance: the variance of the reward between prompts over the variance within "
+            "them. It averages 1 if the reward does not depend on the prompt, as with a grader that returns random "
+            "numbers",
+            label="F of the prompts",
+        ),
+    ),
+)
+
 FILTERS = Section(
     "Filters",
     "With batch filters, or `stability.denominator=kept`. Shares are of the batch's tokens and of its trajectories "
@@ -240,7 +256,7 @@ FILTERS = Section(
         after("filter/kept_trajectories", "trajectories that kept a token", "share"),
         after("filter/*/dropped_tokens", "tokens that this filter dropped, and none before it", "share"),
         after("filter/*/dropped_trajectories", "trajectories of which it dropped all that was left", "share"),
-        after("filter/retokenization_drift/drifted", "trajectories that encode otherwise than they were", "share"),
+        after("filter/retokenization_drift/drifted", "trajectories whose text encodes to other tokens", "share"),
         after("filter/*/*", "what a filter of your own returns"),
     ),
 )
@@ -266,11 +282,15 @@ GUARD = Section(
             "lower",
             rare=True,
         ),
-        after(
-            "guard/lr_scale", "what the schedule's learning rate is multiplied by, where a rule can lower it", rare=True
-        ),
+        after("guard/lr_scale", "factor on the schedule's learning rate, if a rule can lower it", rare=True),
         after("guard/threshold", "`stability.batch_skip.threshold`", rare=True),
         after("guard/boundary", "`stability.guard.boundary.value`, where the growth is that of k3", LOSS, rare=True),
+        after(
+            "guard/level",
+            "the k3 above which the guard warns: `stability.guard.level`, once it is known",
+            LOSS,
+            rare=True,
+        ),
         after("guard/tightened", "1 while IcePop's band is narrowed, where a rule can do that", rare=True),
         Metric(
             "guard/growth_rate", "slope of log k3 over its last readings, from 8 on", "nats a step", "lower", rare=True
@@ -279,18 +299,18 @@ GUARD = Section(
         Metric("guard/growth_rate_high", "the upper end", "nats a step", rare=True),
         Metric(
             "guard/steps_to_boundary",
-            "until k3 passes the boundary, if it grows on like this; 0 past it, 1000 where it is not in sight",
+            "until k3 passes the boundary, if it keeps growing like this; 0 past it, 1000 if no crossing is in sight",
             "steps",
             "higher",
         ),
         Metric(
             "guard/growth_mixed",
-            "0 where that growth is of the engines alone (lag 0, or rescored), 1 where the rollouts' age is in it",
+            "0 if that growth is only the engines' (lag 0, or rescored), 1 if it includes the rollouts' age",
             rare=True,
         ),
         Metric(
             "guard/mask_blind",
-            "1 while k3 grows for certain and ever fewer tokens are dropped, where `icepop` is a correction",
+            "1 while k3 grows significantly and fewer and fewer tokens are dropped, if `icepop` is a correction",
             better="lower",
             rare=True,
         ),
@@ -306,11 +326,12 @@ GUARD = Section(
 
 SYNC = Section(
     "The weight sync",
-    "With `stability.sync_canary.trajectories`, after each sync that is looked at; the worst of the rollout engines. "
-    "The share of what training's log-probabilities moved, since the last sync that arrived, that is in the rollout's "
-    "too ([docs/guard.md](guard.md#a-weight-sync-that-did-not-happen)): 1 but for rounding, 0 where nothing came.",
+    "Where the sync canary is on, after each checked sync; the worst of the rollout engines. Training's "
+    "log-probabilities have moved since the last sync that arrived. The metrics are the share of that change that the "
+    "rollout's show too ([docs/guard.md](guard.md#a-weight-sync-that-did-not-happen)): 1 up to rounding, 0 if nothing "
+    "arrived.",
     (
-        after("sync/moved", "root mean square of what training moved, on a token", LOSS, rare=True),
+        after("sync/moved", "root mean square of the change in training, per token", LOSS, rare=True),
         after("sync/arrived_low", "the lower end of the share's interval", "share", "higher", rare=True),
         after(
             "sync/arrived_high",
@@ -327,7 +348,7 @@ SYNC = Section(
 
 UPDATE = Section(
     "In the update",
-    "From the workers, with the feature that the name says: the mini-batch gate, a policy loss, OPSM, a filter, "
+    "From the workers, with the feature in the name: the mini-batch gate, a policy loss, OPSM, a filter, "
     "routing replay. Shares and means are of a micro-batch, averaged over the step.",
     (
         after("actor/gate/refused", "mini-batches whose optimizer step was refused", "share", "lower"),
@@ -344,16 +365,18 @@ UPDATE = Section(
         after("actor/opsm/sequences_dropped", "responses dropped", "share"),
         after("actor/opsm/mismatch", "l_infer - l_old over a response: between the engines (bypass: 0)", LOSS),
         after(
-            "actor/opsm/{mismatch,sequences_dropped}/lag/*", "what responses sampled so many versions ago bring to it"
+            "actor/opsm/{mismatch,sequences_dropped}/lag/*", "contribution of responses that are this many versions old"
         ),
         after("actor/opsm/staleness", "l_old - l_theta over a response: since the old policy (bypass: both)", LOSS),
+        after("actor/m2po/dropped", "tokens dropped", "share"),
+        after("actor/m2po/second_moment", "mean of (l_theta - l_infer)^2 over tokens that move away", LOSS),
         after("actor/llds/penalised", "tokens penalised", "share"),
         after("actor/llds/penalty", "mean of max(0, l_old - l_theta) over all tokens, 0 where it does not count", LOSS),
         after("actor/router_shift/factor", "mean of RSPO's factor on the ratio"),
         after("actor/router_shift/floored", "tokens at its floor", "share"),
-        after("actor/filter_scale", "what sequence means are multiplied by, where filters dropped whole responses"),
+        after("actor/filter_scale", "factor on sequence means, if filters dropped whole responses"),
         after("actor/router_own_agreement", "`router/own_agreement` of the update's own pass", "share", "higher"),
     ),
 )
 
-SECTIONS = (GAP, HEAD, CORRECTIONS, ROUTING, FILTERS, GUARD, SYNC, UPDATE)
+SECTIONS = (GAP, HEAD, CORRECTIONS, ROUTING, REWARD, FILTERS, GUARD, SYNC, UPDATE)

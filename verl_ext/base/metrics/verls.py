@@ -1,4 +1,4 @@
-"""Metrics of verl 0.9.1 that the guard, the report or the advice read, and families for all that it logs."""
+"""Metrics of verl 0.9.1 that the guard, the report or the advice reads, and families for all others."""
 
 from functools import partial
 
@@ -8,22 +8,22 @@ after = partial(Metric, when="after")
 
 VERL = Section(
     "verl's own",
-    "By verl 0.9.1, at every step or where verl says; those that the guard, the report or its advice read, and "
-    "families for the others. `critic/score/mean` is verl's, logged by the plugin before the update.",
+    "Logged by verl 0.9.1, at every step or where verl's settings say; those that the guard, the report or its advice "
+    "reads, and families for the others. `critic/score/mean` is verl's, logged by the plugin before the update.",
     (
         Metric("actor/entropy", "of the policy before the update", "nats", finite=True, label="policy entropy"),
         Metric("critic/score/mean", "mean score of a trajectory", better="higher", finite=True, label="reward"),
         after("actor/pg_loss", "the policy-gradient loss", finite=True),
         after(
             "actor/grad_norm",
-            "before clipping; no number where the engine left the step out",
+            "before clipping; not a number if the engine skipped the step",
             worst="highest",
             finite=True,
             label="gradient norm",
         ),
         after("actor/pg_clipfrac", "tokens whose ratio of the policy was clipped", "share", label="tokens clipped"),
         after("actor/pg_clipfrac_lower", "tokens clipped by the dual clip", "share"),
-        after("actor/kl_loss", "the KL to the reference; with `kl_loss_type=unbiased`, ours", "nats a token"),
+        after("actor/kl_loss", "the KL to the reference; with `kl_loss_type=unbiased`, ours", "nats per token"),
         after("actor/lr", "learning rate"),
         after("actor/{ppo_kl,loss,kl_coef,entropy_loss}", "of the loss"),
         after("actor/reward_kl_{penalty,penalty_coeff}", "the KL in the reward"),
@@ -39,7 +39,7 @@ VERL = Section(
         after("response/aborted_ratio", "responses without a token", "share"),
         after("timing_s/step", "a whole step", "s", "lower", worst="highest", label="step time"),
         after("timing_s/*", "a stage of it", "s", "lower"),
-        after("timing_per_token_ms/*", "a stage of it, for a token", "ms", "lower"),
+        after("timing_per_token_ms/*", "a stage of it, per token", "ms", "lower"),
         after("perf/**", "throughput and utilisation"),
         Metric(
             "val-core/**",
@@ -54,7 +54,7 @@ VERL = Section(
         Metric("training/rollout_*", "verl's own comparison of the engines' probabilities", rare=True),
         after(
             "training/off_policy/trajectory_{spans,staleness,staleness_worst}/{mean,max,min}",
-            "versions of the weights that a rollout was made with, and that it is behind",
+            "weight versions that a rollout was made with, and how many it is behind",
             "versions",
             rare=True,
         ),

@@ -68,7 +68,7 @@ def kl_chart(run: Run) -> alt.LayerChart | None:
         lines.append(fit)
         over += ahead
     under = _thresholds(run, first, last)
-    return line_chart(lines, (first, last), log=True, unit="nats a token", under=under, over=over, edge=_marks(run))
+    return line_chart(lines, (first, last), log=True, unit="nats per token", under=under, over=over, edge=_marks(run))
 
 
 def growth_sentence(run: Run) -> str:

@@ -206,7 +206,7 @@ def medians(series: Series, most: int = TREND) -> Series:
 
 
 def binned(series: Series, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many readings each interval [edges[i], edges[i + 1]) of steps has, and their sum."""
+    """Returns how many readings each interval [edges[i], edges[i + 1]) of steps has, and their sum."""
     which = np.asarray(np.searchsorted(edges, series.steps, side="right")) - 1
     inside = (which >= 0) & (which < len(edges) - 1)
     count = np.bincount(which[inside], minlength=len(edges) - 1)

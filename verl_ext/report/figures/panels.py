@@ -1,4 +1,4 @@
-"""Which figures a report has, what they say, and what to add to a run where one is empty."""
+"""The figures of a report, their captions, and what to add to a run where a figure is empty."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -121,7 +121,7 @@ def _bucket_chart(axis: str, colours: Sequence[str] = ORDERED, **beside: str) ->
         named = [(name, colour) for name, colour in zip(BUCKETS[axis], colours, strict=True) if name in found]
         lines = [Line(name, found[name], colour) for name, colour in named]
         lines += [Line(label, s, INK) for label, metric in beside.items() if (s := run.get(metric)) is not None]
-        return line_chart(lines, step_span(run), log=True, unit="nats a token") if lines else None
+        return line_chart(lines, step_span(run), log=True, unit="nats per token") if lines else None
 
     return chart
 

@@ -19,7 +19,7 @@ SHOWN = 80  # characters of a name
 
 @dataclass(frozen=True)
 class Process:
-    """What one process logged.
+    """One process and its log.
 
     Attributes:
         name: of the experiment, as verl calls it (trainer.experiment_name).
@@ -93,7 +93,7 @@ class StoreSource:
         )
 
     def run(self, which: int | None) -> TableRun:
-        """Which one was chosen is settled: `which` is what this source was made with."""
+        """Returns the run that this source was made with; `which` is already settled."""
         if not len(self._table):
             raise ReportError(f"no step in this {self._store.what}; has the run finished its first step?")
         return replace(self._table.run(None), number=self._number, runs=self._runs)

@@ -63,7 +63,7 @@ class _Units:
 
 @dataclass(frozen=True)
 class _Resumes:
-    """Which rows of a resumed run count.
+    """The rows of a resumed run that count.
 
     Attributes:
         keep: by row, whether it stands.
@@ -245,7 +245,7 @@ def _run_starts(units: _Units) -> list[int]:
 
 
 def _standing_rows(units: _Units, unit_of_row: np.ndarray, steps: np.ndarray, validation: np.ndarray) -> _Resumes:
-    """Which rows of one run stand. All but `units` are by row."""
+    """Returns which rows of one run are valid. All but `units` are by row."""
     training = units.training()
     low, high = units.low[training], units.high[training]
     back = np.flatnonzero(low[1:] < high[:-1]) + 1

@@ -66,7 +66,8 @@ class TensorBoardSource:
         return again or any(changed)
 
     def _only_last_grew(self, files: tuple[Path, ...]) -> bool:
-        """Whether reading on is enough: rows are kept in the order of the files, so no older one may have grown."""
+        """Returns True if reading on is enough: rows are kept in the order of the files, so no older file may have
+        grown."""
         known = tuple(self._read)
         if known != files[: len(known)]:
             return False
@@ -78,7 +79,7 @@ class TensorBoardSource:
         return True
 
     def _read_on(self, file: Path) -> bool:
-        """Whether there was anything new."""
+        """Reads on in a file; returns True if there was anything new."""
         if new := file not in self._read:
             self._table.begin_unit()
         if file in self._damaged:

@@ -26,7 +26,7 @@ IMPORTS = (
 
 
 def states(folder):
-    """Of every part; one that failed shows what went wrong in it."""
+    """Returns the state of every part; fails on a part that failed and shows why."""
     parts = json.loads((folder / "results.json").read_text(encoding="utf-8"))["parts"]
     for part in parts.values():
         if part["state"] == "failed":

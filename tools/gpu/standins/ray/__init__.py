@@ -1,4 +1,4 @@
-"""In the place of Ray, which verl imports wherever it is imported, and an engine on one GPU never calls.
+"""Stands in for Ray. verl imports it everywhere; an engine on one GPU never calls it.
 
 Names can be imported, and used as annotations; whatever is called raises.
 """

@@ -1,0 +1,76 @@
+"""The table of published levels, the rule that it makes, and what the docs say of it."""
+
+import math
+
+import pytest
+
+from tests import ROOT
+from verl_ext.guard import levels
+from verl_ext.guard.guard import Guard
+from verl_ext.guard.levels import LEVELS, level_rules, published
+
+K3 = "vllm_kl/k3"
+
+
+def steps(guard, values):
+    """Feeds one k3 a step, and returns (step, action) of all events."""
+    found = []
+    for step, k3 in enumerate(values, 1):
+        guard.begin(step)
+        signals = k3 if isinstance(k3, dict) else {K3: k3}
+        found += [(event.step, event.action) for event in guard.judge(signals).events]
+        guard.count(refused=False)
+        guard.judge_late({})
+        guard.close()
+    return found
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: f"{level.model} {level.format}")
+def test_each_level_is_found_by_its_model_and_stands_in_the_docs(level):
+    model = {"model_type": level.model_type, "hidden_size": level.hidden_size or 1}
+    assert published(model, level.format) is level
+    assert level.k3 >= levels.LEAST
+    row = f"| {level.model} | `{level.model_type}` | {level.format} | {level.k3:g} | {level.source} |"
+    assert row in (ROOT / "docs" / "guard.md").read_text(encoding="utf-8")
+
+
+def test_the_docs_have_no_level_that_the_table_lacks():
+    page = (ROOT / "docs" / "guard.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- levels -->")[2].partition("<!-- /levels -->")[0]
+    assert table.count("\n| ") == len(LEVELS) + 1
+
+
+def test_a_level_that_is_set_warns_after_three_readings_and_recovers():
+    guard = Guard(level_rules(0.002))
+    assert guard.level == 0.002
+    assert steps(guard, [0.003, 0.001, 0.003, 0.003, 0.003, 0.002, 0.0015]) == [(5, "warn"), (7, "recover")]
+
+
+def test_a_runs_own_level_is_twice_the_mean_of_its_first_twenty_steps():
+    first = [0.001 * (1 + step % 3) for step in range(20)]
+    bound = 2 * math.fsum(first) / 20
+    guard = Guard(level_rules(None))
+    assert steps(guard, first[:19]) == [] and guard.level is None
+    guard.load_state_dict(guard.state_dict())
+    assert steps(guard, first[19:]) == [] and guard.level == pytest.approx(bound)
+    assert steps(guard, [0.99 * bound] * 5) == []
+    assert steps(guard, [1.01 * bound] * 3) == [(3, "warn")]
+
+
+def test_a_runs_own_level_is_not_below_the_lowest_of_the_table():
+    guard = Guard(level_rules(None))
+    assert steps(guard, [1e-6] * 20 + [9e-4] * 10) == [] and guard.level == levels.LEAST
+    assert steps(guard, [2e-3] * 3) == [(3, "warn")]
+
+
+def test_the_age_of_rollouts_is_no_reason_to_warn():
+    """The engines' part where the batch shows it; a batch that only has old rollouts is not judged."""
+    old = {K3: 0.5, "vllm_kl/share/lag/4-7": 1.0}
+    guard = Guard(level_rules(0.002))
+    assert steps(guard, [old] * 5 + [old | {f"{K3}/lag/0": 0.001}] * 5) == []
+    assert steps(guard, [old | {f"{K3}/lag/0": 0.003}] * 3) == [(3, "warn")]
+    assert not guard.unread, "a signal that is logged is not missing"
+
+
+def test_zero_makes_no_rule():
+    assert level_rules(0) == () and Guard(()).level is None

@@ -1,0 +1,133 @@
+"""The switches that the installed engines have for results that repeat, for runs that expect no mismatch at all.
+
+A switch makes one engine repeat itself, whatever shares a batch with a request. Whether both engines then compute the
+same is not known from any setting: `stability=zero_mismatch` measures it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from verl_ext.doctor.checks import Context, Finding, check
+from verl_ext.features.verl_config import ACTOR, ROLLOUT, SGLANG_ARGUMENTS
+
+DETERMINISM = f"{ROLLOUT}.full_determinism"
+FSDP = f"{ACTOR}.fsdp_config"
+MEGATRON = f"{ACTOR}.megatron.override_transformer_config"
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A switch of an engine.
+
+    Attributes:
+        engine: the rollout.name or actor.strategy whose runs it concerns.
+        package, file: where it was read: a package, and a file in it.
+        name: as that file spells it.
+        setting: what switches it on in a run of verl.
+        does: what it does, a clause.
+    """
+
+    engine: str
+    package: str
+    file: str
+    name: str
+    setting: str
+    does: str
+
+    def is_on(self, context: Context) -> bool:
+        value = context.get(self.setting)
+        return value not in (None, False, "none") or (self.setting == DETERMINISM and _in_environment(context, self))
+
+
+SWITCHES = (
+    Switch(
+        "vllm",
+        "vllm",
+        "envs.py",
+        "VLLM_BATCH_INVARIANT",
+        DETERMINISM,
+        "vLLM's results no longer depend on what else is in the batch (GPUs of compute capability 9.0 or newer)",
+    ),
+    Switch(
+        "sglang",
+        "sglang",
+        "srt/server_args.py",
+        "enable_deterministic_inference",
+        f"{SGLANG_ARGUMENTS}.enable_deterministic_inference",
+        "SGLang's results no longer depend on what else is in the batch",
+    ),
+    Switch(
+        "sglang",
+        "sglang",
+        "srt/server_args.py",
+        "rl_on_policy_target",
+        f"{SGLANG_ARGUMENTS}.rl_on_policy_target",
+        "with the value fsdp, SGLang also rounds as transformers' modules do (dense Qwen3 and a few others)",
+    ),
+    *(
+        Switch(
+            strategy,
+            "verl",
+            "workers/config/engine.py",
+            "full_determinism",
+            f"{FSDP}.full_determinism",
+            "torch's deterministic algorithms, and log-probs by log_softmax instead of flash-attn's kernel",
+        )
+        for strategy in ("fsdp", "fsdp2")
+    ),
+    Switch(
+        "megatron",
+        "megatron.core",
+        "model_parallel_config.py",
+        "deterministic_mode",
+        f"{MEGATRON}.deterministic_mode",
+        "megatron-core picks deterministic code; Transformer Engine asks for NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
+    ),
+    Switch(
+        "megatron",
+        "megatron.core",
+        "transformer/transformer_config.py",
+        "batch_invariant_mode",
+        f"{MEGATRON}.batch_invariant_mode",
+        "attention takes one split; the kernels of matrix products need set_batch_invariant_mode, which verl 0.9.1 "
+        "does not call",
+    ),
+)
+
+
+@check("zero mismatch", needs="config")
+def zero_mismatch(context: Context) -> Iterable[Finding]:
+    """Which switches each engine has, and which of them are on; for runs with a rule that has `locate: true`.
+
+    Source: each switch's file, read on this machine. `enable_batch_invariant_mode` of
+    vllm/model_executor/layers/batch_invariant.py (0.27.1); `_handle_deterministic_inference` of
+    sglang/srt/server_args.py (0.5.12), whose `rl_on_policy_target` has one value, `fsdp`; `run_ppo` of
+    verl/trainer/main_ppo.py and `enable_full_determinism` of verl/workers/engine/utils.py (0.9.1):
+    `rollout.full_determinism` sets VLLM_BATCH_INVARIANT=1 for vLLM, and verl's Megatron engine reads no such setting;
+    megatron-core 0.16.1, where only `set_batch_invariant_mode` puts the kernels in. verl PR 7688 got a k3 of 0 for
+    DeepSeek-V4 with changes to vLLM (PR 54955) and Megatron-LM (PR 7050) that no release has.
+    """
+    rules = (context.get("stability.guard.rules") or {}).values()
+    if not any(rule and rule.get("locate") for rule in rules):
+        return
+    if context.get("trainer.device") == "cpu":
+        why = "none of the engines' switches acts there; in float32 both engines agree up to rounding (precision=fp32)"
+        yield Finding("note", "zero mismatch on CPU cores", why)
+        return
+    for switch in SWITCHES:
+        folder = context.folder(switch.package)
+        if switch.engine not in (context.get(f"{ROLLOUT}.name"), context.strategy) or folder is None:
+            continue
+        file = folder / switch.file
+        where = f"{switch.name} ({switch.package.replace('.', '/')}/{switch.file})"
+        if not file.is_file() or switch.name not in file.read_text(encoding="utf-8"):
+            yield Finding("note", f"the installed {switch.package} has no {where}", "another version may have it")
+        elif switch.is_on(context):
+            yield Finding("ok", f"{where} is on: {switch.does}")
+        else:
+            value = "fsdp" if switch.name == "rl_on_policy_target" else "true"
+            yield Finding("note", f"{where} is off", f"{switch.does}; ++{switch.setting}={value}")
+
+
+def _in_environment(context: Context, switch: Switch) -> bool:
+    return context.environ.get(switch.name, "0") not in ("", "0")
