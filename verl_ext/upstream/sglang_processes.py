@@ -65,9 +65,6 @@ class Parent:
             self._actor.poll(ANSWER_S)
         if (starter := multiprocessing.parent_process()) and starter.pid:
             os.kill(starter.pid, number)
-            starter.join(ANSWER_S)  # in a run that a script has put into the background, SIGQUIT is ignored
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(starter.pid, signal.SIGKILL)
 
 
 # In the actor
