@@ -244,7 +244,7 @@ def _place_numbers(point: str, ours: Tensor, theirs: Tensor, top_k: int) -> tupl
 
 
 def _attended(ours_nP: Tensor, theirs_nP: Tensor) -> tuple[float, float]:
-    """Returns the share of their positions that ours lack, and of the tokens that lack any, among tokens with a choice."""
+    """Returns the share of their positions that ours lack, and of tokens that lack any, over tokens with a choice."""
     most = int(max(ours_nP.max(), theirs_nP.max())) + 1
     ours, theirs = (_marked(one, most) for one in (ours_nP, theirs_nP))
     count_n = theirs.sum(1)
