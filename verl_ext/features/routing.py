@@ -233,7 +233,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
     """Yields the lines of the routers' agreement, and of the replay where it is ours.
 
     R3 is always compared: its agreement is 1 if the rollout's experts are really used. Bypass mode compares nothing,
-        because there is no compute_log_prob.
+    because there is no compute_log_prob.
     """
     at_routers = frozenset({Part.ROUTERS})
     if reads_routes(run) and not bypasses(run.config):

@@ -45,7 +45,7 @@ class Switches:
         router_agreement: compare the experts of `compute_log_prob` with those of the rollout. Turns on
             `rollout.enable_rollout_routing_replay`, which turns on `enable_return_routed_experts` of vLLM or SGLang.
         router_agreement_share: compare them in this share of the trajectories, above 0. The experts of the others are
-            not sent to the workers (docs/routing.md#of-a-share-of-the-trajectories).
+            not sent to the workers (docs/routing.md#a-share-of-the-trajectories).
         head: the rollout's most likely tokens at each place.
         score_centering: subtract from each token's score its mean under the sampler, weighted as the token is; needs
             one update per step.
