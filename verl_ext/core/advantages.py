@@ -239,8 +239,8 @@ def grpo_positive_advantages(
     """
     rewards_S = rewards_S.double()
     size, centred, std = _group_statistics(rewards_S, group_S)
-    alone = size == 1
-    advantages = torch.where(alone, rewards_S, centred)
+    single = size == 1
+    advantages = torch.where(single, rewards_S, centred)
     if norm_by_std:
-        advantages = advantages / (torch.where(alone, 1.0, std) + EPSILON)
+        advantages = advantages / (torch.where(single, 1.0, std) + EPSILON)
     return torch.where(advantages < 0, advantages * negative_scale, advantages)

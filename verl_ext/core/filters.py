@@ -231,8 +231,8 @@ def merge_tallies(parts: Sequence[FilterTally]) -> FilterTally:
     """Returns the tally of a batch in parts; a filter's own metric is the mean over them, weighted by trajectories."""
 
     def mean(name: str) -> float:
-        told = [(part.own[name], part.trajectories) for part in parts if name in part.own]
-        return sum(value * weight for value, weight in told) / max(sum(weight for _, weight in told), 1)
+        values = [(part.own[name], part.trajectories) for part in parts if name in part.own]
+        return sum(value * weight for value, weight in values) / max(sum(weight for _, weight in values), 1)
 
     names = dict.fromkeys(name for part in parts for name in part.dropped)
     of_filter = {name: [part.dropped[name] for part in parts if name in part.dropped] for name in names}
