@@ -297,12 +297,13 @@ def route_terms(routes_TLK: Tensor, tokens_T: Tensor, places_T: Tensor) -> Tenso
         tokens_T, places_T: int64, of each row's token: its id, and its place in prompt and response.
     """
     ids_TI = routes_TLK.to(torch.int16).flatten(1)
-    ids_TI = torch.nn.functional.pad(ids_TI, (0, -ids_TI.shape[1] % 4))
-    if ids_TI.storage_offset() % 4:  # a word starts at a multiple of its width
-        ids_TI = ids_TI.clone()
+    if ids_TI.shape[1] % 4 or ids_TI.storage_offset() % 4:  # a word is four ids, and starts at a multiple of its width
+        ids_TI = torch.nn.functional.pad(ids_TI, (0, -ids_TI.shape[1] % 4)).clone()
     words_TW = ids_TI.contiguous().view(torch.int64)
     powers_W = torch.full_like(words_TW[0], WORD).cumprod(0) if len(words_TW) else words_TW.new_zeros(words_TW.shape[1])
-    return (words_TW * powers_W).sum(1) * ((places_T * PLACE + tokens_T * TOKEN) | 1)
+    # On a CPU the product of matrices is four times as fast; on a GPU torch has none of integers.
+    rows_T = (words_TW * powers_W).sum(1) if words_TW.is_cuda else words_TW @ powers_W
+    return rows_T * ((places_T * PLACE + tokens_T * TOKEN) | 1)
 
 
 REASONS = {

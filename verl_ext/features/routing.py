@@ -46,7 +46,7 @@ def reads_routes(run: RunFeatures) -> bool:
 
 
 def holds_routes(config: DictConfig) -> bool:
-    """Returns True if the process of the agent loop holds earlier turns' routing, and the checksum of all of it."""
+    """Returns True if the agent loop's process holds the routing of earlier turns, and the checksum of all of it."""
     return bool(OmegaConf.select(config, RETURNED) and config.actor_rollout_ref.rollout.name in ROLLOUTS)
 
 

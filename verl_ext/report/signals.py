@@ -22,7 +22,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from verl_ext.guard.collapse import READ, REWARD, STRETCH, Collapse, Readings, find_collapse, what_moved
-from verl_ext.guard.forecast import FEWEST, LARGEST_AUTOCORRELATION, Growth, engines_names, estimate_growth, speaks
+from verl_ext.guard.forecast import (
+    FEWEST,
+    LARGEST_AUTOCORRELATION,
+    Growth,
+    engines_names,
+    estimate_growth,
+    is_seen_enough,
+)
 from verl_ext.guard.state import Boundary
 from verl_ext.report.run import Run, Series
 
@@ -62,7 +69,7 @@ def gap_of(run: Run) -> Gap | None:
         if (series := run.get(name)) is not None:
             of_engines |= dict(_as_readings(series))
     steps = sorted(of_engines)
-    if speaks(steps, int(run.steps[-1]), Boundary.window):
+    if is_seen_enough(steps, int(run.steps[-1]), Boundary.window):
         series = Series(np.array(steps), np.array([of_engines[step] for step in steps]))
         return Gap(series, "k3 of the engines alone", alone=True)
     return None if whole is None else Gap(whole)

@@ -603,8 +603,8 @@ def _gap_overrides(run: Run, *, tighten: bool) -> Iterator[Override]:
         yield Override("stability=kpop", tight, corrects=True)
     if not corrected and not routed:
         yield Override(
-            "stability=icepop",
-            "drops the tokens on which the engines are apart, and skips batches past 0.1",
+            "stability=tis",
+            "bounds the weight of the tokens on which the engines are apart, and skips batches past 0.1",
             corrects=True,
         )
     yield Override(

@@ -314,7 +314,7 @@ def test_a_forecast_that_warned_blames_the_gap():
     soon = {"critic/score/mean": HALVED, "guard/steps_to_boundary": [1000.0] * 40 + [15.0] * 80}
     verdict = judge_run(make(soon | {"vllm_kl/k3": [1e-3] * 80 + [0.3] * 40}))
     assert "The likely cause is that the engines came apart." in verdict.why
-    assert verdict.first.text == f"stability=icepop {RESUME}"
+    assert verdict.first.text == f"stability=tis {RESUME}"
 
 
 def test_a_run_whose_updates_are_skipped_is_told_why():
@@ -367,7 +367,7 @@ def test_the_first_thing_to_do_about_a_collapse_is_one_command_with_its_checkpoi
     apart = [1e-3] * 45 + [0.3] * 75
     assert first().text == f"{RATE}=1e-06 {RESUME}", "nothing says that the gap did it"
     assert "The last weights are spoiled: CHECKPOINT is one from before step 47" in first().why
-    assert first(vllm_kl__k3=apart).text == f"stability=icepop {RESUME}"
+    assert first(vllm_kl__k3=apart).text == f"stability=tis {RESUME}"
     assert first(vllm_kl__k3=apart, router__agreement=[0.9] * 120).text == (
         f"stability=r3 stability.correction=tis {RESUME}"
     )
@@ -471,7 +471,7 @@ def test_what_to_try_depends_on_what_is_on_and_on_the_cause():
     growing = 1e-4 * np.exp(0.1 * np.arange(1, 41))
     base = {"vllm_kl/k3": growing, "vllm_kl/log_ratio_abs_mean": growing}
     plain = judge_run(make(base | {"router/agreement": [0.99] * 40}))
-    assert tried(plain) == ["stability=icepop", "precision=fp16"]
+    assert tried(plain) == ["stability=tis", "precision=fp16"]
     corrected = tried(judge_run(make(base | {"router/agreement": [0.9] * 40, "correction/dropped": [0.01] * 40})))
     assert (
         corrected[:2] == ["stability=r3 stability.correction=tis", "precision=fp16"]
@@ -507,7 +507,7 @@ def test_engines_that_come_apart_are_seen_behind_old_rollouts():
     growing = [1e-4 * 1.15**step for step in range(40)]
     verdict = judge_run(make({"vllm_kl/k3": [0.08] * 40, STALE: [1.0] * 40, "vllm_kl/k3/lag/0": growing}))
     assert verdict.state == "drifting" and verdict.sentence.startswith("k3 of the engines alone grows by ")
-    assert "stability=icepop" in tried(verdict)
+    assert "stability=tis" in tried(verdict)
 
 
 def test_rollouts_so_old_that_updates_do_not_follow_them_are_not_taken_for_engines_that_came_apart():
