@@ -193,7 +193,7 @@ def main() -> None:
         # All of them in blocks first: what a batch at once has taken, the process does not give back.
         ours = {size: of_size(run, size, block, arguments.repeats) for size in sizes}
         others = {size: of_size(run, size, NEVER, arguments.repeats) for size in whole}
-        columns = ("tokens, M", "trajectories", "s", "ns a token", "MB added", "MB in all")
+        columns = ("tokens, M", "trajectories", "s", "ns per token", "MB added", "MB in all")
         title = f"the controller, in blocks of {block:,} tokens, and at once"
         table = Table(*columns, "at once: s", "MB added", "ratio, s", title=title, title_justify="left")
         for size, (seconds, added, resident) in ours.items():

@@ -247,7 +247,7 @@ def _routing(pair: Pair) -> Iterator[Row]:
 
     share = "stability.router_agreement_share=0.5"
     yield Row("router agreement", (AGREEMENT,), lambda run: run.stability.router_agreement)
-    yield Row("its share", (AGREEMENT, share), lambda run: run.stability.router_agreement_share < 1)
+    yield Row("router agreement on a share", (AGREEMENT, share), lambda run: run.stability.router_agreement_share < 1)
     for mode in ("R2", "R3"):
         replay = (METRICS, f"{ENGINES[pair.train].settings}.router_replay.mode={mode}")
         yield Row(mode, replay, replays(mode, compared=False))

@@ -120,7 +120,7 @@ def forecasts() -> str:
 
 def _forecast_runs() -> Iterator[tuple[str, list[tuple[str, Row]]]]:
     """Title, and of each run its variant and its summary."""
-    for name, what in (("stale", "old weights"), ("quantized", "fp4 with the routers"), ("both", "both")):
+    for name, what in (("stale", "old weights"), ("quantized", "fp4 with the routers")):
         found = json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))
         runs = [(each["name"], run) for each in found["variants"] for run in each["runs"].values()]
         yield f"the lab, {what}", runs

@@ -4,7 +4,7 @@ WORD, PLACE, TOKEN = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def route_sum(rows, tokens):
-    """Returns the checksum as int64; rows: [n, L, K] of the first n tokens."""
+    """Returns the checksum, int64, of rows: [n, L, K] of the first n tokens."""
     total = 0
     for place, row in enumerate(rows.tolist()):
         ids = [one for layer in row for one in layer]

@@ -15,7 +15,7 @@ from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS
 from verl_ext.features.stability import default_node
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("*.md")]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
 ROOMS = "verl_ext|configs|docs|recipes|requirements|tests|tools"
 NAMED = re.compile(rf"`(?!\S*NAME)((?:{ROOMS})/[\w/.-]+\.\w+)(?:::(\w+))?")

@@ -34,7 +34,6 @@ def test_the_tables_of_results_are_those_of_the_files_beside():
     kept = json.loads((ROOT / "docs" / "lab" / "ablations.json").read_text(encoding="utf-8"))
     expected = {
         ("forecast", "all"),
-        ("lab", "both"),
         ("lab", "stale"),
         ("lab", "quantized"),
         *(("ablations", grid["family"]) for grid in kept),

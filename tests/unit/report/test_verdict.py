@@ -103,7 +103,7 @@ def test_past_the_boundary(metrics, sentence):
     [
         (
             {"vllm_kl/k3": 1e-4 * np.exp(0.05 * np.arange(1, 41))},
-            "k3 grows by 5.1 to 5.1 % a step; at this pace it passes 0.1 in about 98 steps.",
+            "k3 grows by 5.1 to 5.1 % per step; at this pace it passes 0.1 in about 98 steps.",
         ),
         (
             {"vllm_kl/k3": [5e-5] * 30 + [4e-3] * 10},
@@ -314,7 +314,7 @@ def test_a_forecast_that_warned_blames_the_gap():
     soon = {"critic/score/mean": HALVED, "guard/steps_to_boundary": [1000.0] * 40 + [15.0] * 80}
     verdict = judge_run(make(soon | {"vllm_kl/k3": [1e-3] * 80 + [0.3] * 40}))
     assert "The likely cause is that the engines came apart." in verdict.why
-    assert verdict.first.text == f"stability=icepop {RESUME}"
+    assert verdict.first.text == f"stability=tis {RESUME}"
 
 
 def test_a_run_whose_updates_are_skipped_is_told_why():
@@ -367,7 +367,7 @@ def test_the_first_thing_to_do_about_a_collapse_is_one_command_with_its_checkpoi
     apart = [1e-3] * 45 + [0.3] * 75
     assert first().text == f"{RATE}=1e-06 {RESUME}", "nothing says that the gap did it"
     assert "The last weights are spoiled: CHECKPOINT is one from before step 47" in first().why
-    assert first(vllm_kl__k3=apart).text == f"stability=icepop {RESUME}"
+    assert first(vllm_kl__k3=apart).text == f"stability=tis {RESUME}"
     assert first(vllm_kl__k3=apart, router__agreement=[0.9] * 120).text == (
         f"stability=r3 stability.correction=tis {RESUME}"
     )
@@ -413,8 +413,8 @@ def test_a_mask_that_drops_fewer_tokens_while_the_gap_grows_is_a_sign():
     verdict = judge_run(make(BLIND | {"guard/mask_blind": [0.0] * 20 + [1.0] * 20}))
     assert verdict.state == "drifting", "though the boundary is more than 1,000 steps away"
     assert verdict.sentence == (
-        "IcePop drops fewer and fewer tokens (-2.0 % a step) while k3 grows (+0.1 % a step): its fixed band does not "
-        "see what comes apart."
+        "IcePop drops fewer and fewer tokens (-2.0 % per step) while k3 grows (+0.1 % per step): its fixed band "
+        "does not catch the gap."
     )
     texts = tried(verdict)
     assert "stability=kpop" in texts and not any("tighten" in text for text in texts)
@@ -462,14 +462,16 @@ def test_without_k3_the_run_is_told_how_to_measure_it():
 def test_the_agreement_of_a_share_is_told_with_its_error():
     verdict = judge_run(make({"router/agreement": [0.99] * 3, "router/agreement/error": [0.0005, 0.0006, 0.0007]}))
     (said,) = verdict.evidence
-    assert said == "The engines choose 99.00 % of the experts alike (by a share of the trajectories: +- 0.12 % a step)."
+    assert (
+        said == "The engines choose 99.00 % of the experts alike (by a share of the trajectories: +- 0.12 % per step)."
+    )
 
 
 def test_what_to_try_depends_on_what_is_on_and_on_the_cause():
     growing = 1e-4 * np.exp(0.1 * np.arange(1, 41))
     base = {"vllm_kl/k3": growing, "vllm_kl/log_ratio_abs_mean": growing}
     plain = judge_run(make(base | {"router/agreement": [0.99] * 40}))
-    assert tried(plain) == ["stability=icepop", "precision=fp16"]
+    assert tried(plain) == ["stability=tis", "precision=fp16"]
     corrected = tried(judge_run(make(base | {"router/agreement": [0.9] * 40, "correction/dropped": [0.01] * 40})))
     assert (
         corrected[:2] == ["stability=r3 stability.correction=tis", "precision=fp16"]
@@ -505,7 +507,7 @@ def test_engines_that_come_apart_are_seen_behind_old_rollouts():
     growing = [1e-4 * 1.15**step for step in range(40)]
     verdict = judge_run(make({"vllm_kl/k3": [0.08] * 40, STALE: [1.0] * 40, "vllm_kl/k3/lag/0": growing}))
     assert verdict.state == "drifting" and verdict.sentence.startswith("k3 of the engines alone grows by ")
-    assert "stability=icepop" in tried(verdict)
+    assert "stability=tis" in tried(verdict)
 
 
 def test_rollouts_so_old_that_updates_do_not_follow_them_are_not_taken_for_engines_that_came_apart():
@@ -513,7 +515,7 @@ def test_rollouts_so_old_that_updates_do_not_follow_them_are_not_taken_for_engin
     assert verdict.state == "past the boundary"
     assert "The rollouts are so much older than the policy that updates no longer follow them." in verdict.why
     assert verdict.sentence == (
-        "k3 is 0.3, past the boundary of 0.1 since step 1; what the policy moved since the rollouts is in it."
+        "k3 is 0.3, past the boundary of 0.1 since step 1; it includes the policy's movement since the rollouts."
     )
     assert tried(verdict)[:2] == ["stability=opsm stability.batch_skip.threshold=null", "trainer.v1.trainer_mode=sync"]
 

@@ -15,14 +15,16 @@ by_lag = rescored = partial(Metric, rare=True)  # a batch may have no trajectory
 
 GAP = Section(
     "The gap between the engines",
-    "With `stability.metrics=true`, or a feature that reads them: a correction, a filter, a threshold, a rule, dumped "
-    "trajectories. Over the response tokens that the model wrote (m = 1). In the asynchronous modes a rollout may be "
-    "older than the policy it trains; then all of them include how far the policy has moved in between, and are also "
-    "split by lag, the number of weight versions: `/lag/0` is the engines' part, `/lag/span` covers trajectories that "
-    "several versions sampled. In bypass mode they cover a step's first mini-batch, after batch filters, are not "
-    "split by lag, and are logged with the update. They are split by bucket of an axis, such as `/prob/0-0.01`, "
-    "`/entropy/2-`, `/position/0-256`, `/turn/01`, with `stability.breakdown=true`, the default, if more than one "
-    "bucket of the axis is in use; and by the sign of the advantage, except in bypass mode.",
+    "Logged with `stability.metrics=true`, or if a feature reads them: a correction, a filter, a threshold, a rule, "
+    "dumped trajectories. They cover the response tokens that the model generated (m = 1).\n\n"
+    "- **By bucket**, with `stability.breakdown=true` (the default), if more than one bucket of an axis is in use: "
+    "`/prob/0-0.01`, `/entropy/2-`, `/position/0-256`, `/turn/01`. By the sign of the advantage too, except in bypass "
+    "mode.\n"
+    "- **By lag**, in the asynchronous modes. There a rollout may be older than the policy, and all metrics include "
+    "how far the policy has moved since. The lag is the number of weight versions in between: `/lag/0` is the engines' "
+    "part, `/lag/span` covers trajectories that several versions sampled.\n"
+    "- **In bypass mode** they cover the first mini-batch of a step, after batch filters. They are logged with the "
+    "update and not split by lag.",
     (
         Metric(
             "vllm_kl/k1",
@@ -50,14 +52,14 @@ GAP = Section(
         ),
         divergence(
             "vllm_kl/prob_diff_max",
-            "the largest of them",
+            "largest |exp(l_infer) - exp(l_old)|",
             worst="highest",
             label="largest prob. diff.",
             verls="training/rollout_probs_diff_max",
         ),
-        divergence("vllm_kl/prob_diff_std", "their standard deviation"),
+        divergence("vllm_kl/prob_diff_std", "standard deviation of |exp(l_infer) - exp(l_old)|"),
         divergence("vllm_kl/log_ratio_abs_mean", "mean of |l_infer - l_old|", LOSS),
-        divergence("vllm_kl/log_ratio_abs_max", "the largest of them", LOSS),
+        divergence("vllm_kl/log_ratio_abs_max", "largest |l_infer - l_old|", LOSS),
         Metric("vllm_kl/ess", "effective sample size of k: (sum k)^2 / sum k^2 over the tokens", "share", "higher"),
         divergence("vllm_kl/chi2", "mean of k^2, less 1"),
         divergence(
@@ -65,18 +67,24 @@ GAP = Section(
             "mean of |mean of l_infer - l_old over a response|, which `geo_mask` and `opsm` bound",
             LOSS,
         ),
-        divergence("vllm_kl/sequence_gap_max", "the largest of them", LOSS),
+        divergence("vllm_kl/sequence_gap_max", "largest |mean of l_infer - l_old over a response|", LOSS),
         Metric(f"vllm_kl/share/{AXES}/*", "tokens in the bucket", "share"),
         Metric(f"vllm_kl/k1/{AXES}/*", "k1 of the bucket's tokens", LOSS),
         divergence(f"vllm_kl/k3/{AXES}/*", "k3 of the bucket's tokens", LOSS),
         by_sign("vllm_kl/share/advantage/{positive,negative}", "tokens with an advantage of this sign", "share"),
-        by_sign("vllm_kl/k1/advantage/{positive,negative}", "their k1", LOSS),
-        by_sign("vllm_kl/k3/advantage/{positive,negative}", "their k3", LOSS, better="lower", scale="log"),
+        by_sign("vllm_kl/k1/advantage/{positive,negative}", "k1 of these tokens", LOSS),
+        by_sign("vllm_kl/k3/advantage/{positive,negative}", "k3 of these tokens", LOSS, better="lower", scale="log"),
         by_sign("vllm_kl/advantage_skew", "k1 of positive advantages less k1 of negative ones", LOSS, worst="largest"),
         by_lag("vllm_kl/share/lag/*", "tokens of trajectories that are this many versions old", "share"),
-        by_lag("vllm_kl/k1/lag/*", "their k1", LOSS),
-        by_lag("vllm_kl/k3/lag/*", "their k3", LOSS, better="lower", scale="log"),
-        by_lag("vllm_kl/log_ratio_abs_mean/lag/*", "their |l_infer - l_old|", LOSS, better="lower", scale="log"),
+        by_lag("vllm_kl/k1/lag/*", "k1 of these tokens", LOSS),
+        by_lag("vllm_kl/k3/lag/*", "k3 of these tokens", LOSS, better="lower", scale="log"),
+        by_lag(
+            "vllm_kl/log_ratio_abs_mean/lag/*",
+            "mean |l_infer - l_old| of these tokens",
+            LOSS,
+            better="lower",
+            scale="log",
+        ),
         rescored("vllm_kl/engine/k1", "mean of l_infer - l, with l from the weights that sampled the trajectory", LOSS),
         rescored("vllm_kl/engine/k3", "k3 of l_infer and l: the engines' part", LOSS, better="lower", scale="log"),
         rescored("vllm_kl/engine/log_ratio_abs_mean", "mean |l_infer - l|", LOSS, better="lower", scale="log"),
@@ -90,10 +98,10 @@ GAP = Section(
 
 HEAD = Section(
     "The sampler's head",
-    "With `stability.head.k`, or a feature that needs it: truncated sampling, score centering. They compare the most "
-    "likely tokens of each place, which the rollout returns with the sampled one, with the training engine's "
-    "log-probabilities of the same tokens: they do not depend on which token was sampled. Not in bypass mode, which "
-    "has no compute_log_prob.",
+    "Logged with `stability.head.k`, or if a feature needs it: truncated sampling, score centering. Not in bypass "
+    "mode, which has no compute_log_prob. At each place, the rollout returns its most likely tokens in addition to the "
+    "sampled one, and the training engine computes the log-probabilities of the same tokens. So these metrics do not "
+    "depend on which token was sampled.",
     (
         divergence(
             "vllm_kl/head",
@@ -116,8 +124,8 @@ HEAD = Section(
 
 CORRECTIONS = Section(
     "Corrections",
-    "With a correction; in bypass mode with the update, as the gap is. IcePop's authors saw 1 to 2 per mille of the "
-    "tokens dropped, rising as training went on ([their post](https://ringtech.notion.site/icepop), figure 10), and "
+    "Logged with a correction; in bypass mode with the update, as the gap is. IcePop's authors saw 1 to 2 per mille of "
+    "the tokens dropped, rising during training ([their post](https://ringtech.notion.site/icepop), figure 10), and "
     "later a share that fell while the gap grew ([KPop](https://ringtech.notion.site/kpop)).",
     (
         Metric("correction/dropped", "tokens at weight 0", "share", worst="highest", label="tokens dropped"),
@@ -129,22 +137,22 @@ CORRECTIONS = Section(
             label="ratio too low",
         ),
         Metric("correction/dropped_high", "the other dropped tokens", "share", worst="highest", label="ratio too high"),
-        Metric(f"correction/{{dropped_low,dropped_high}}/{AXES}/*", "the same of the bucket's tokens", "share"),
+        Metric(f"correction/{{dropped_low,dropped_high}}/{AXES}/*", "the same for the bucket's tokens", "share"),
         by_lag(
             "correction/{dropped_low,dropped_high}/lag/*",
-            "the same of the tokens that are this many versions old",
+            "the same for tokens that are this many versions old",
             "share",
         ),
         Metric("correction/sequences_dropped", "responses that kept no token", "share"),
         Metric("correction/weight_mean", "mean weight of a token"),
-        Metric("correction/entropy_dropped", "mean entropy of the tokens dropped, where there are any", "nats"),
-        Metric("correction/entropy_kept", "mean entropy of the tokens kept", "nats"),
+        Metric("correction/entropy_dropped", "mean entropy of the dropped tokens, if there are any", "nats"),
+        Metric("correction/entropy_kept", "mean entropy of the kept tokens", "nats"),
         Metric(
             "correction/*/low",
-            "tokens (responses, for `mis`, `geo_mask`, `tis_sequence`) below the bounds of the correction so named",
+            "tokens (responses, for `mis`, `geo_mask`, `tis_sequence`) below the bounds of the correction in the name",
             "share",
         ),
-        Metric("correction/*/high", "the same above them", "share"),
+        Metric("correction/*/high", "the same above the bounds", "share"),
     ),
     override="stability=icepop",
     of_gap=True,
@@ -152,9 +160,9 @@ CORRECTIONS = Section(
 
 ROUTING = Section(
     "Routing",
-    "With `stability.router_agreement=true`. T and I are the experts that training and inference chose for a token "
-    "in a layer; means are over the compared tokens and the MoE layers, which are numbered from 0 (dense layers do "
-    "not count). Metrics that compare the agreement with the gap also need the metrics of the gap.",
+    "Logged with `stability.router_agreement=true`. T and I are the experts that training and inference chose for a "
+    "token in a layer; means are over the compared tokens and the MoE layers, which are numbered from 0 (dense layers "
+    "do not count). Metrics that compare the agreement with the gap also need the metrics of the gap.",
     (
         Metric(
             "router/agreement",
@@ -173,9 +181,9 @@ ROUTING = Section(
             label="standard error",
         ),
         Metric("router/sampled", "with such a share: compared trajectories, of those with generated tokens", "share"),
-        Metric("router/agreement/layer_*", "the same in one layer", "share", "higher", worst="lowest"),
-        Metric(f"router/agreement/{AXES}/*", "the same of the bucket's tokens", "share", "higher"),
-        by_lag("router/agreement/lag/*", "the same of the tokens that are this many versions old", "share", "higher"),
+        Metric("router/agreement/layer_*", "the agreement in one layer", "share", "higher", worst="lowest"),
+        Metric(f"router/agreement/{AXES}/*", "the agreement of the bucket's tokens", "share", "higher"),
+        by_lag("router/agreement/lag/*", "the agreement of tokens that are this many versions old", "share", "higher"),
         Metric("router/exact_match", "tokens with T = I", "share", "higher"),
         Metric("router/exact_match/layer_*", "the same in one layer", "share", "higher"),
         Metric(
@@ -186,7 +194,9 @@ ROUTING = Section(
             worst="highest",
             label="differs in any layer",
         ),
-        Metric("router/first_differing_layer", "of these tokens, mean number of the first such layer"),
+        Metric(
+            "router/first_differing_layer", "mean number of the first layer with T != I, over the tokens that have one"
+        ),
         Metric("router/first_differs/layer_*", "tokens of which this layer is the first that differs", "share"),
         Metric(
             "router/margin_equal",
@@ -227,7 +237,7 @@ ROUTING = Section(
         ),
         Metric("router/disagreement_gap_correlation", "correlation of 1 - agreement with |log k|, where both vary"),
         Metric("router/gap_equal", "mean |log k| of the tokens whose experts all agree", LOSS, "lower"),
-        Metric("router/gap_differs", "mean |log k| of the others", LOSS, "lower"),
+        Metric("router/gap_differs", "mean |log k| of the tokens with an expert that differs", LOSS, "lower"),
     ),
     override="stability.router_agreement=true",
     of_gap=True,
@@ -235,7 +245,7 @@ ROUTING = Section(
 
 REWARD = Section(
     "The reward",
-    "Wherever the metrics of the gap are measured, bypass mode included.",
+    "Logged if the metrics of the gap are measured, also in bypass mode.",
     (
         Metric(
             PROMPT_EFFECT,
@@ -249,21 +259,21 @@ REWARD = Section(
 
 FILTERS = Section(
     "Filters",
-    "With batch filters, or `stability.denominator=kept`. Shares are of the batch's tokens and of its trajectories "
-    "with a token.",
+    "Logged with batch filters, or `stability.denominator=kept`. Shares are of the batch's tokens and of its "
+    "trajectories with a token.",
     (
         after("filter/kept_tokens", "tokens that all filters kept", "share"),
         after("filter/kept_trajectories", "trajectories that kept a token", "share"),
         after("filter/*/dropped_tokens", "tokens that this filter dropped, and none before it", "share"),
-        after("filter/*/dropped_trajectories", "trajectories of which it dropped all that was left", "share"),
+        after("filter/*/dropped_trajectories", "trajectories that this filter dropped completely", "share"),
         after("filter/retokenization_drift/drifted", "trajectories whose text encodes to other tokens", "share"),
-        after("filter/*/*", "what a filter of your own returns"),
+        after("filter/*/*", "a metric that your own filter returns"),
     ),
 )
 
 GUARD = Section(
     "The guard",
-    "Wherever the metrics of the gap are measured ([docs/guard.md](guard.md)). The growth is that of k3, or of "
+    "Logged if the metrics of the gap are measured ([docs/guard.md](guard.md)). The growth is that of k3, or of "
     "`stability.guard.boundary.signal`.",
     (
         after(
@@ -293,10 +303,14 @@ GUARD = Section(
         ),
         after("guard/tightened", "1 while IcePop's band is narrowed, where a rule can do that", rare=True),
         Metric(
-            "guard/growth_rate", "slope of log k3 over its last readings, from 8 on", "nats a step", "lower", rare=True
+            "guard/growth_rate",
+            "slope of log k3 over its last readings, from 8 on",
+            "nats per step",
+            "lower",
+            rare=True,
         ),
-        Metric("guard/growth_rate_low", "the lower end of its interval", "nats a step", rare=True),
-        Metric("guard/growth_rate_high", "the upper end", "nats a step", rare=True),
+        Metric("guard/growth_rate_low", "lower end of the slope's interval", "nats per step", rare=True),
+        Metric("guard/growth_rate_high", "upper end of the slope's interval", "nats per step", rare=True),
         Metric(
             "guard/steps_to_boundary",
             "until k3 passes the boundary, if it keeps growing like this; 0 past it, 1000 if no crossing is in sight",
@@ -326,16 +340,16 @@ GUARD = Section(
 
 SYNC = Section(
     "The weight sync",
-    "Where the sync canary is on, after each checked sync; the worst of the rollout engines. Training's "
+    "Logged if the sync canary is on, after each checked sync, for the worst of the rollout engines. Training's "
     "log-probabilities have moved since the last sync that arrived. The metrics are the share of that change that the "
     "rollout's show too ([docs/guard.md](guard.md#a-weight-sync-that-did-not-happen)): 1 up to rounding, 0 if nothing "
     "arrived.",
     (
         after("sync/moved", "root mean square of the change in training, per token", LOSS, rare=True),
-        after("sync/arrived_low", "the lower end of the share's interval", "share", "higher", rare=True),
+        after("sync/arrived_low", "lower end of the share's interval", "share", "higher", rare=True),
         after(
             "sync/arrived_high",
-            "the upper end, once the updates have moved more than the gap may hide",
+            "upper end, once the updates have moved more than the gap may hide",
             "share",
             "higher",
             worst="lowest",
@@ -348,17 +362,19 @@ SYNC = Section(
 
 UPDATE = Section(
     "In the update",
-    "From the workers, with the feature in the name: the mini-batch gate, a policy loss, OPSM, a filter, "
+    "Logged by the workers, with the feature in the name: the mini-batch gate, a policy loss, OPSM, a filter, "
     "routing replay. Shares and means are of a micro-batch, averaged over the step.",
     (
         after("actor/gate/refused", "mini-batches whose optimizer step was refused", "share", "lower"),
         after("actor/gate/vllm_kl", "k3 of l_infer against l_theta", LOSS),
-        after("actor/gate/policy_kl", "k3 of l_old against l_theta; not in bypass mode, where it is the other", LOSS),
+        after("actor/gate/policy_kl", "k3 of l_old against l_theta; not in bypass mode, where l_old is l_infer", LOSS),
         after("actor/after_update/policy_kl", "k3 of l_old against the policy that the update made", LOSS),
         after(
-            "actor/after_update/vllm_kl", "k3 of l_infer against it; both over a few trajectories of the batch", LOSS
+            "actor/after_update/vllm_kl",
+            "k3 of l_infer against that policy; both over a few trajectories of the batch",
+            LOSS,
         ),
-        after("actor/gate/grad_norm", "the gradient's norm before clipping, where it is bounded"),
+        after("actor/gate/grad_norm", "the gradient's norm before clipping, if it has a limit"),
         after("actor/icepop/dropped_low", "tokens below the band", "share"),
         after("actor/icepop/dropped_high", "tokens above it", "share"),
         after("actor/opsm/dropped", "tokens dropped", "share"),
