@@ -3,7 +3,8 @@
     python -m tests.stack.replaying <overrides of the run, router_replay.mode=R3 among them>
 
 It starts with what R3 needs, which is all that any of them needs; SCHEDULE says how each step replays. In one, every
-second token of the rollout comes with an expert that is named twice; the last is in verl's bypass mode.
+second token of the rollout comes with an expert that is named twice. The last two are in verl's bypass mode; in the
+last, the routes of a trajectory have moved by a token on their way, which ends the run.
 """
 
 from verl_ext.features.verl_config import BYPASS, FSDP_REPLAY
@@ -11,19 +12,21 @@ from verl_ext.features.verl_config import BYPASS, FSDP_REPLAY
 STEPS = 3
 BROKEN = "R3, broken"
 BYPASSED = "R3, bypass"
-SCHEDULE = [*(mode for mode in ("disabled", "R2", "R3") for _ in range(STEPS)), BROKEN, BYPASSED]
+MOVED = f"{BYPASSED}, moved"
+SCHEDULE = [*(mode for mode in ("disabled", "R2", "R3") for _ in range(STEPS)), BROKEN, BYPASSED, MOVED]
 
 
 def settings_of(entry: str) -> dict[str, object]:
     """Returns the settings that a step with this entry changes in the run's config."""
-    return {FSDP_REPLAY: entry.partition(",")[0], BYPASS: entry == BYPASSED}
+    return {FSDP_REPLAY: entry.partition(",")[0], BYPASS: entry.startswith(BYPASSED)}
 
 
 def replaying(trainer_class: type) -> type:
     """`trainer_class`, setting itself and its workers to SCHEDULE's next entry before each step."""
+    import torch
     from omegaconf import OmegaConf
 
-    from verl_ext.base.names import ROLLOUT_ROUTES
+    from verl_ext.base.names import ROLLOUT_ROUTES, ROUTE_SUM
     from verl_ext.core.tokens import jagged
     from verl_ext.features.table import loss_settings, read_features
     from verl_ext.trainer.queue import get_fields, put_fields
@@ -44,7 +47,12 @@ def replaying(trainer_class: type) -> type:
                 routes = get_fields(batch, [ROLLOUT_ROUTES])[ROLLOUT_ROUTES]
                 broken = routes.values().clone()
                 broken[::2, :, 1] = broken[::2, :, 0]
-                put_fields(batch, {ROLLOUT_ROUTES: jagged(broken, routes.offsets())})
+                sums = torch.zeros_like(get_fields(batch, [ROUTE_SUM])[ROUTE_SUM])  # as if the engine had captured them
+                put_fields(batch, {ROLLOUT_ROUTES: jagged(broken, routes.offsets()), ROUTE_SUM: sums})
+            if SCHEDULE[self.global_steps - 1] == MOVED:
+                first, *others = get_fields(batch, [ROLLOUT_ROUTES])[ROLLOUT_ROUTES].unbind()
+                moved = torch.nested.as_nested_tensor([first.roll(1, 0), *others], layout=torch.jagged)
+                put_fields(batch, {ROLLOUT_ROUTES: moved})
             return super()._compute_old_log_prob(batch, metrics)
 
     return ReplayingTrainer

@@ -77,7 +77,7 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(assets, mo
     for step in finished.steps[:4]:
         assert step["vllm_kl/k3"] < 1e-12
         assert step["vllm_kl/log_ratio_abs_max"] < 2e-5
-        assert step["router/agreement"] == step["router/exact_match"] == 1
+        assert step["router/agreement"] == step["router/exact_match"] == step["router/checked"] == 1
         assert step["guard/skipped"] == 0 and 0 < step["actor/grad_norm"] < 10
     for step in finished.steps[:3]:  # the update changed what both make of the canary's trajectories, by the same
         assert step["sync/moved"] > 1e-3 and 0.99 < step["sync/arrived_low"] < 1.01

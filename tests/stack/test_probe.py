@@ -80,7 +80,7 @@ MODEL = "actor_rollout_ref.model"
 
 @pytest.fixture(scope="module")
 def found_of_lora(assets, stack, tmp_path_factory):
-    """What the probe found of a new LoRA: as it is, without it in the rollout, and over batches without an update."""
+    """The probe's results for a new LoRA: as it is, without it in the rollout, and over batches without an update."""
     folder = tmp_path_factory.mktemp("lora")
     tokenizer = build_tokenizer()
     build_model(tokenizer).save_pretrained(folder)  # dense: vLLM has no LoRA for the experts of its CPU kernels

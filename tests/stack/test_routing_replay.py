@@ -4,13 +4,14 @@ The recipe's random experts add little to what they are added to. With eight tim
 another token, as in a trained model. Training in float32 keeps the rounding of bf16 log-probabilities out of vllm-kl.
 """
 
+import re
 from statistics import mean
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.stack.replaying import BROKEN, BYPASSED, SCHEDULE
+from tests.stack.replaying import BROKEN, BYPASSED, MOVED, SCHEDULE
 from tests.stack.running import SMALL, run
 
 pytestmark = pytest.mark.e2e
@@ -54,11 +55,16 @@ def finished(assets, model, stack, tmp_path_factory):
 @pytest.fixture(scope="module")
 def steps(finished):
     """Mode -> the metrics of its steps."""
-    assert finished.code == 0, finished.tail
-    assert len(finished.steps) == len(SCHEDULE)
-    return {
-        mode: [step for step, now in zip(finished.steps, SCHEDULE, strict=True) if now == mode] for mode in SCHEDULE
-    }
+    *before, last = SCHEDULE
+    assert last == MOVED and len(finished.steps) == len(before), finished.tail
+    return {mode: [step for step, now in zip(finished.steps, before, strict=True) if now == mode] for mode in before}
+
+
+def test_routes_that_moved_on_the_way_to_the_update_end_the_run(finished, steps):
+    assert finished.code == 1
+    assert all(step["router/checked"] == 1 for mode in ("disabled", "R2", "R3") for step in steps[mode])
+    (error,) = {line for line in finished.console.splitlines() if line.startswith("verl_ext: error:")}
+    assert re.search(r"trajectory of \d+ tokens that begins with \[.*\] is not what its rollout captured", error)
 
 
 def average(steps, name):

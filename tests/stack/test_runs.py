@@ -122,7 +122,8 @@ def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train
     )
     assert run.code == 0, run.tail
     assert "PPOTrainerSeparateAsync." in run.console
-    assert re.search(r"rescoring +│ 32 trajectories a step", run.console)
+    assert re.search(r"rescoring +│ 32 trajectories per step", run.console)
+    assert re.search(r"sync canary +│ 8 trajectories, each sync", run.console), "on by default in separate_async"
     assert re.search(r"sampler's head +│ 32 tokens; l_old", run.console)
     assert_near_the_policy(run)
     for step in run.steps:
@@ -130,6 +131,8 @@ def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train
         assert step["vllm_kl/head_mass"] == pytest.approx(1, abs=1e-5)
         assert abs(step["vllm_kl/k1"]) < 0.02, "-log of the mass that is kept, 0.1, where one engine counts all tokens"
     first, second, third = run.steps
+    # The canary begins with the first sync, for the first log-probs are of what was kept; step 3 has no update.
+    assert second["sync/moved"] > 0 and second["sync/arrived_high"] > 0.75 and second["timing_s/sync_canary"] > 0
     assert shares_by_lag(first) == {"0": 1} and "vllm_kl/rescored" not in first
     assert first["vllm_kl/k3/lag/0"] == pytest.approx(first["vllm_kl/k3"])
     for step in (first, second):

@@ -76,7 +76,10 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
         assert step["vllm_kl/head_missing"] == 0 and abs(step["vllm_kl/head"]) < 1e-7, "first order in the rounding"
         assert step["vllm_kl/head_mass"] == pytest.approx(1, abs=1e-5) and step["actor/score_centering"] != 0
         assert step["router/agreement"] == step["router/exact_match"] == 1
-        assert step["router/sampled"] == 0.5 and step["router/unknown"] == step["router/invalid"] == 0
+        assert (
+            step["router/sampled"] == step["router/checked"] == 0.5
+            and step["router/unknown"] == step["router/invalid"] == 0
+        )
         assert step["guard/skipped"] == 0 < step["actor/grad_norm"]
     for step in finished.steps[1:]:  # of the first, the rollout's log-probs are of what was kept
         assert step["sync/moved"] > 0, "the update changed what the rollout makes of the canary's trajectories"
@@ -108,6 +111,7 @@ def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by, m
     assert "PPOTrainerColocateAsync._update_actor" in finished.console
     wrong, right, after = finished.steps[:3]
     assert wrong["guard/skipped"] == 1 and right["guard/skipped"] == after["guard/skipped"] == 0
+    assert wrong["router/checked"] == 0 and right["router/checked"] == after["router/checked"] == 1
     assert 0 < max(step["router/retracted"] for step in finished.steps) < 1
     assert finished.console.count("warn: SGLang ran out of KV cache and read the tokens of") == 1
     assert wrong["vllm_kl/k3"] > 1e-7 > 1e-9 > max(right["vllm_kl/k3"], after["vllm_kl/k3"])

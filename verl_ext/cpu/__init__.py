@@ -1,4 +1,4 @@
-"""verl on CPU cores: the platform, and stand-ins for what vLLM, SGLang and Megatron take from a GPU.
+"""verl on CPU cores: the platform, and stand-ins for the parts of a GPU that vLLM, SGLang and Megatron need.
 
-`base.patching.runs_on_cpu` says whether a run asks for it. Where none does, nothing of this package is imported.
+`base.patching.runs_on_cpu` tests whether a run asks for it. If not, nothing of this package is imported.
 """

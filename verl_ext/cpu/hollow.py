@@ -1,6 +1,6 @@
 """Packages of GPU kernels that others import at their top, as hollow modules; and torch as one module sees it.
 
-A hollow module can be imported and searched for names. Whatever would compute with it raises.
+A hollow module can be imported and searched for names. Calls that would compute with it raise.
 """
 
 import importlib
@@ -27,7 +27,7 @@ class MissingType(type):
 
 
 class Missing(nn.Module, metaclass=MissingType):
-    """A class of a package that is not here: it may be a base or be asked for, and cannot be built."""
+    """A class of a missing package: it can be a base class or be looked up, but not be built."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
@@ -53,7 +53,7 @@ class Hollow(ModuleType):
 
 
 class Finder:
-    """The last of Python's finders: it answers for these packages where they are not installed."""
+    """The last of Python's finders: it finds these packages if they are not installed."""
 
     def __init__(self, *packages: str) -> None:
         self.packages = packages
@@ -68,7 +68,7 @@ class Finder:
 
 
 class Torch:
-    """`torch` for one module: what its factories are asked for goes through `change`, which edits their keywords."""
+    """`torch` for one module: `change` edits the keyword arguments of its factories."""
 
     def __init__(self, change: Callable[[dict[str, Any]], None]) -> None:
         self._change = change

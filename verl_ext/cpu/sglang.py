@@ -1,7 +1,7 @@
-"""SGLang on CPU cores: what its engine takes from a GPU.
+"""SGLang on CPU cores: stand-ins for the parts of a GPU that its engine needs.
 
 Importing this module prepares a process for SGLang: everything waits until SGLang is imported. verl's processes import
-it with the plugin. The processes that SGLang spawns import it first of all, because `run` is what they are to call.
+it with the plugin. The processes that SGLang spawns import it first, because they call `run`.
 
 Each function that returns an `Undo` is one change of `base.changes`.
 """
@@ -23,7 +23,7 @@ LEFT_OUT = ("sgl_kernel", "torchvision", "IPython")
 
 
 def start_cpu_processes(server_module: Any) -> Undo:
-    """`upstream.sglang_processes.start_processes`, for processes that import this module first."""
+    """Runs `upstream.sglang_processes.start_processes`, for processes that import this module first."""
     return sglang_processes.start_processes(server_module, run_cpu_process)
 
 
@@ -47,12 +47,13 @@ class BeforeSGLang:
 
 
 def import_sglang() -> Undo:
-    """SGLang imports its kernels at its top; hollow modules stand in, in processes that import SGLang."""
+    """Installs hollow modules in processes that import SGLang, which imports its kernels at its top."""
     return patch("import_sglang", sys, "meta_path", [BeforeSGLang(), *sys.meta_path])
 
 
 def show_torchvision(transformers: Any) -> None:
-    """transformers, imported before, remembers that there is no torchvision; SGLang registers with classes that ask."""
+    """Makes transformers forget that there is no torchvision, because SGLang registers with classes that check for
+    it."""
     missing = expect("import_sglang", transformers, "_object_missing_backend")
     for name in [name for name, backends in missing.items() if backends == ["torchvision"]]:
         del missing[name]
@@ -62,7 +63,8 @@ def show_torchvision(transformers: Any) -> None:
 
 
 def allocate_unpinned(module: Any) -> Undo:
-    """SGLang copies through pinned host memory, which torch refuses without an accelerator."""
+    """Allocates unpinned memory: SGLang copies through pinned host memory, which torch refuses without an
+    accelerator."""
     from verl_ext.cpu.hollow import Torch
 
     expect("allocate_unpinned", module, "torch")
@@ -70,9 +72,10 @@ def allocate_unpinned(module: Any) -> Undo:
 
 
 def copy_captured(module: Any) -> Undo:
-    """The overlap schedule copies captured expert ids to the host while the next forward pass overwrites them.
+    """Copies captured expert ids, which the overlap schedule copies to the host while the next forward pass overwrites
+    them.
 
-    On a CPU, `.to("cpu")` copies nothing: without this, routing is wrong and nothing says so.
+    On a CPU, `.to("cpu")` copies nothing: without this, routing is silently wrong.
     """
     return wrap("copy_captured", module.TopkCaptureOutput, "copy_to_cpu", _copy_and_clone, "self")
 
@@ -83,7 +86,8 @@ def _copy_and_clone(copy_to_cpu: Callable[[Any], None], output: Any) -> None:
 
 
 def pickle_by_value(module: Any) -> Undo:
-    """Weights travel to SGLang as handles of GPU memory; handles of CPU tensors need a common parent process."""
+    """Sends weights to SGLang by value instead of as handles of GPU memory; handles of CPU tensors need a common
+    parent process."""
     expect("pickle_by_value", module, "ForkingPickler")
     return patch("pickle_by_value", module, "ForkingPickler", ByValue)
 

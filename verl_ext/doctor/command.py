@@ -36,7 +36,7 @@ COLUMNS = ("level", "check", "found", "why", "fix", "cause")  # of the JSON
 def diagnose(arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False) -> list[Finding]:
     """The findings on this installation, and on the run that these arguments of `verl_ext.main_ppo` describe.
 
-    Code that its config names is run with `trust` alone.
+    Code that the config names is run only with `trust`.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read as transformers is imported; nothing is fetched
     versions = installed_versions()  # before verl is imported

@@ -84,7 +84,7 @@ def cascade_attention(context: Context) -> Iterable[Finding]:
     else:
         fix = [f"{CASCADE}=off"]
         if given is not None and not given:
-            fix.append(f"++{DISABLE_CASCADE}=true")  # `off` beside a False is refused as a contradiction
+            fix.append(f"++{DISABLE_CASCADE}=true")  # `off` with a False is refused as a contradiction
         yield Finding(
             "warning",
             f"cascade attention on ({said}), {context.gpu.name} with FlashAttention {context.gpu.flash_attention}",
@@ -95,7 +95,7 @@ def cascade_attention(context: Context) -> Iterable[Finding]:
 
 @check("routing capture", needs="with_vllm")
 def routing_capture(context: Context) -> Iterable[Finding]:
-    """What vLLM's enable_return_routed_experts goes together with.
+    """The features of vLLM that work with enable_return_routed_experts, and those that do not.
 
     Source: vLLM 0.27 to 0.30. `RoutedExpertsManager` (model_executor/layers/fused_moe/routed_experts_capturer.py) keeps
     the ids by slot of the KV cache, so a prefix hit finds those of the first request, and
@@ -103,7 +103,7 @@ def routing_capture(context: Context) -> Iterable[Finding]:
     done: prefix caching and chunked prefill both work (as vLLM PR 28284 and the review of PR 39568 say of prefix
     caching). `VllmConfig.__post_init__` (config/vllm.py) refuses KV connectors and pipeline parallelism, and
     `Scheduler.__init__` context parallelism. From 0.31 on (PR 45635) of the connectors only those that hand over to
-    another engine are refused; what is refused besides is told by `routing delivery`.
+    another engine are refused; `routing delivery` reports what else is.
     """
     if not captures_routing(context):
         return
@@ -250,7 +250,7 @@ def rollout_placement(context: Context) -> Iterable[Finding]:
         why = "only trainer_mode=separate_async reads it: rollouts stay on the GPUs of training"
         yield Finding("warning", f"hybrid_engine=False in {context.get(MODE, 'sync')}", why, (f"{HYBRID}=true",))
     if path := context.get(f"{ROLLOUT}.router_config_path"):
-        yield Finding("ok", f"router_config_path={path} picks servers alone: requests and answers pass our agent loop")
+        yield Finding("ok", f"router_config_path={path} only picks servers: requests and answers pass our agent loop")
 
 
 @check("vLLM version", needs="vllm_release")
@@ -284,7 +284,7 @@ def vllm_version(context: Context) -> Iterable[Finding]:
 
 @check("routing delivery", needs="vllm_release")
 def routing_delivery(context: Context) -> Iterable[Finding]:
-    """What vLLM refuses beside enable_return_routed_experts since 0.31, where blocks of ids follow KV blocks.
+    """Features that vLLM refuses with enable_return_routed_experts since 0.31, where blocks of ids follow KV blocks.
 
     Source: `_verify_aux_output_compatibility`, the same in 0.31 to 0.33 (vLLM PR 45635). On CPU cores verl_ext has
     model runner V1 do it (cpu/vllm.py). Of drafts that were rejected, `_commit_output` of
@@ -304,7 +304,7 @@ def routing_delivery(context: Context) -> Iterable[Finding]:
         found = "routing capture with adaptive verification of drafts"
         yield Finding("error", found, NO_ROUTING, (f"++{verifies}=false",))
     if context.drafter:
-        why = "of rejected drafts vLLM drops the experts; those of the layers that draft are not captured"
+        why = "vLLM drops the experts of rejected drafts, and does not capture those of the layers that draft"
         yield Finding("note", "routing capture with speculative decoding", why)
     if not (prefix is False or runner or context.get(verifies)):
         yield Finding("ok", f"{context.vllm} keeps routed experts by block of the prefix cache")
@@ -312,7 +312,7 @@ def routing_delivery(context: Context) -> Iterable[Finding]:
 
 @check("sampling mask", needs="vllm_release")
 def sampling_mask(context: Context) -> Iterable[Finding]:
-    """`return_sampling_mask`, by which vLLM tells which tokens top-p and top-k kept.
+    """`return_sampling_mask`, by which vLLM returns which tokens top-p and top-k kept.
 
     Source: `_verify_sampling_replay_config` of 0.28 to 0.33, which adds the argument; speculative decoding from 0.32
     on. verl 0.9.1 reads no mask of what vLLM returns (verl/workers/rollout/vllm_rollout/vllm_async_server.py).
@@ -348,7 +348,7 @@ def _positions(context: Context) -> int | None:
 
 
 def _sglang_capture(context: Context) -> Iterable[Finding]:
-    """Source: SGLang 0.5.12. `TopK.forward_cuda` (srt/layers/moe/topk.py) captures in `select_experts` alone, which the
+    """Source: SGLang 0.5.12. `TopK.forward_cuda` (srt/layers/moe/topk.py) captures only in `select_experts`, which the
     backends of SILENT do without. `ServerArgs` (srt/server_args.py) picks one of them for moe_runner_backend=auto: for
     gpt-oss on NVIDIA's GPUs, and on Blackwell for Qwen3-MoE and Qwen3-Next, DeepSeek-V3 and their relatives.
     """

@@ -4,7 +4,7 @@ The checks are those that the run itself makes before Ray starts. They must not 
 names, unless --trust allows it. A config names code in
 
     stability.plugins             imported by `StabilityConfig`
-    model.trust_remote_code       lets transformers import Python files that lie beside the model
+    model.trust_remote_code       lets transformers import Python files in the model's folder
     _target_                      called by `hydra.utils.instantiate` in verl's `validate_config`: any callable
     hydra.searchpath=[pkg://...]  imported by Hydra as it composes (`launch/command_line.py` looks before)
 
@@ -44,7 +44,7 @@ FOLDERS = ("actor", "critic", "engine", "optim", "profiler")  # of verl's config
 TARGET_LINE = re.compile(r"^\s*_target_:\s*([\w.]+)", re.MULTILINE)
 
 BARE = ("verl", "verl.utils", "verl.utils.profiler", "verl.utils.qat")  # packages without their __init__
-# What the modules of the settings import at their top, and use to load models or tensors alone.
+# Imports at the top of the settings' modules that they use only to load models or tensors.
 HOLLOW = {
     "torch": (),
     "torch.nn": ("Module",),
@@ -70,7 +70,7 @@ def config_composes(context: Context) -> Iterable[Finding]:
 
 @check("hooks")
 def hooks(context: Context) -> Iterable[Finding]:
-    """What the start-up table would show, or each error that would come instead.
+    """The rows of the start-up table, or each error that would come instead.
 
     Source: `stability_config`, `read_features` and `check_run` of verl_ext, as `verl_ext.trainer.start.run` calls them;
     `check_run` also probes the model's routers, where that runs no code of the model's own.
@@ -93,7 +93,7 @@ def hooks(context: Context) -> Iterable[Finding]:
 
 @check("verl's validation")
 def verl_validation(context: Context) -> Iterable[Finding]:
-    """What verl refuses in the config as our entry point leaves it.
+    """Settings that verl refuses in the config, as our entry point leaves it.
 
     Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.trainer.start.run` calls it.
     """
@@ -107,7 +107,7 @@ def verl_validation(context: Context) -> Iterable[Finding]:
     try:
         if not context.trust:
             built = built_settings(config)
-            if unknown_targets(built):  # told by `code`
+            if unknown_targets(built):  # reported by `code`
                 return
             for path, values in built.items():  # what was looked at, and nothing that resolves to something else now
                 OmegaConf.update(config, path, values, merge=False)
@@ -126,7 +126,7 @@ def verl_validation(context: Context) -> Iterable[Finding]:
 
 @check("code", needs="config")
 def code(context: Context) -> Iterable[Finding]:
-    """What the config names to be executed, and which checks were left out for it.
+    """Code that the config names, and the checks that were left out because of it.
 
     Source: `stability_config` of verl_ext/features/stability.py; `get_class_from_dynamic_module` of
     transformers/dynamic_module_utils.py (5.10); `omega_conf_to_dataclass` of verl/utils/config.py (0.9.1).
@@ -158,7 +158,7 @@ def code(context: Context) -> Iterable[Finding]:
 
 
 def errors_once(context: Context) -> list[Finding]:
-    """The errors of the run's own checks, for those that would tell the same; none where plugins are not imported."""
+    """The errors of the run's own checks, found once for all checks; none if plugins are not imported."""
     if context.errors is None:
         context.errors = [] if context.plugin_modules else _errors_of(context)
     return context.errors
@@ -223,7 +223,7 @@ def passes_quickly(config: Any, **roles: bool) -> bool:
         with _settings_alone():
             importlib.import_module("verl.workers.config")
             importlib.import_module("verl.utils.config").validate_config(config, **roles)
-    except Exception:  # of a config that verl refuses, or of something that was left out: verl as it is tells
+    except Exception:  # verl refuses the config, or needs something that was left out: the whole of verl decides
         return False
     return True
 

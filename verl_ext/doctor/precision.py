@@ -62,7 +62,7 @@ def ignored_dtype(context: Context) -> Iterable[Finding]:
     """fsdp_config.dtype, which only the Megatron engine reads under its own name.
 
     Source: `_build_fsdp_module` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) reads
-    mixed_precision.param_dtype alone, bfloat16 where there is none.
+    only mixed_precision.param_dtype, and takes bfloat16 if there is none.
     """
     if (asked := _ignored_dtype(context)) is None:
         return
@@ -85,7 +85,7 @@ def dtypes_differ(context: Context) -> Iterable[Finding]:
     rollout = dtype_name(value)
     if training is None or rollout not in DTYPES:
         return
-    if context.strategy == "megatron" and context.get(FSDP):  # `verl's validation` tells what to set instead
+    if context.strategy == "megatron" and context.get(FSDP):  # `verl's validation` names what to set instead
         return
     wanted = _ignored_dtype(context) or training  # what training computes in once `training dtype` is fixed
     if rollout == wanted:
@@ -198,7 +198,7 @@ def quantized_rollout(context: Context) -> Iterable[Finding]:
     _, weights = context.engine_argument("quantization")
     _, cache = context.engine_argument("kv_cache_dtype")
     if context.with_sglang and (asked := context.get(QUANTIZATION)) not in (None, "fp8"):
-        why = "verl gives SGLang fp8 alone, and stops"
+        why = "verl supports only fp8 with SGLang, and stops"
         yield Finding("error", f"rollout.quantization={asked} with SGLang", why, (f"{QUANTIZATION}=null",))
         return
     quantized = [f"quantization={weights}"] if weights else []
@@ -217,11 +217,11 @@ def quantized_rollout(context: Context) -> Iterable[Finding]:
 
 @check("quantized sync", needs="with_vllm")
 def quantized_sync(context: Context) -> Iterable[Finding]:
-    """How verl brings trained weights into a quantised rollout.
+    """The way of trained weights into a quantised rollout.
 
     Source: verl 0.9.1. `_apply_quantization` (workers/rollout/vllm_rollout/vllm_async_server.py) takes these names,
-    makes fp8 block by block (128 x 128, e4m3) and leaves the routers out. `update_weights_from_ipc` (utils.py beside
-    it) prepares a sync where `is_quantized_model` (utils/vllm/vllm_quant_utils.py) says so: for fp8, and not for
+    makes fp8 block by block (128 x 128, e4m3) and leaves the routers out. `update_weights_from_ipc` (utils.py of the
+    same folder) prepares a sync where `is_quantized_model` (utils/vllm/vllm_quant_utils.py) says so: for fp8, not for
     torchao, whose weights vLLM quantises once they are loaded (`process_weights_after_loading` of
     model_executor/layers/quantization/torchao.py, 0.27). Read, not run.
     """
@@ -232,20 +232,20 @@ def quantized_sync(context: Context) -> Iterable[Finding]:
         why = f"verl's rollout server takes {', '.join(OF_VERL)}"
         yield Finding("error", f"rollout.quantization={asked}", why, (f"{QUANTIZATION}=fp8",))
     elif asked == "torchao":
-        why = "verl 0.9.1 loads each sync into weights that are int4 or int8 already, which it prepares for fp8 alone"
+        why = "verl 0.9.1 loads each sync into weights that are int4 or int8 already; it prepares a sync only for fp8"
         yield Finding("warning", "weight syncs with rollout.quantization=torchao", why, (f"{QUANTIZATION}=null",))
         if context.get(f"{ROLLOUT}.quantization_config_file") is None:
-            why = "what torchao makes of the weights, int4 or int8, stands in a file: rollout.quantization_config_file"
+            why = "a file says whether torchao makes the weights int4 or int8: rollout.quantization_config_file"
             yield Finding("warning", "rollout.quantization=torchao without a config", why, (f"{QUANTIZATION}=null",))
 
 
 @check("quantized training", needs="config")
 def quantized_training(context: Context) -> Iterable[Finding]:
-    """What is known of training that quantises, too.
+    """Training that quantises, too.
 
     Source: verl PR 7519 (DAPO, Megatron, 32 steps; `rollout_corr/kl` of bf16 0.0063 to 0.0089, of fp8 tensorwise 0.0100
     to 0.0313, 40 to 50 % more every eight steps, of mxfp8 0.0095 to 0.0087). xtuner PR 2044 (fp8 of the float32 masters
-    beside a rollout that gets them in bf16: k3 25 times as large after one update; 1.1 times where both are rounded to
+    with a rollout that gets them in bf16: k3 25 times as large after one update; 1.1 times where both are rounded to
     bf16 first). verl 0.9.1 rounds first: under QAT `QATQuantizer` casts to mixed_precision.param_dtype, in which FSDP
     computes (utils/qat/quantizer.py). `qat.mode`: the comment in trainer/config/engine/fsdp.yaml.
     """

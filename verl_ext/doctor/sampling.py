@@ -14,7 +14,7 @@ USUAL = {"rollout_is": None, "rollout_rs": None, "loss_type": "ppo_clip"}
 
 @check("truncated sampling", needs="engine")
 def truncated_sampling(context: Context) -> Iterable[Finding]:
-    """top-p and top-k, which the training engine knows of by the sampler's head alone.
+    """top-p and top-k, which the training engine knows only from the sampler's head.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, "Keep Sampling Mask"; verl issue 6240; prime-rl PR 2979, by
     which such runs collapse. `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27): processed log-probs are taken
@@ -71,7 +71,7 @@ def rollout_logprobs(context: Context) -> Iterable[Finding]:
     mode, temperature = mode or "raw_logprobs", context.get(f"{ROLLOUT}.temperature", 1)
     fix = (f"{setting}=processed_logprobs",)
     if mode not in ("raw_logprobs", "processed_logprobs"):
-        yield Finding("warning", f"logprobs_mode={mode}", "logits stand where log-probs are compared", fix)
+        yield Finding("warning", f"logprobs_mode={mode}", "the rollout returns logits, and log-probs are compared", fix)
     elif mode == "raw_logprobs" and temperature != 1:
         why = "vLLM's log-probs leave out the temperature, which the training engine applies"
         yield Finding("warning", f"logprobs_mode=raw_logprobs with rollout.temperature={temperature}", why, fix)
@@ -120,7 +120,7 @@ def bypass_mode(context: Context) -> Iterable[Finding]:
     """A correction that verl is asked for in bypass mode, and leaves out.
 
     Source: verl issue 4912. In verl 0.9.1, `_compute_advantage` of trainer V1 skips the correction there, and
-    `compute_policy_loss_bypass_mode` alone makes up for it, from `policy_loss.rollout_correction`.
+    only `compute_policy_loss_bypass_mode` makes up for it, from `policy_loss.rollout_correction`.
     """
     if not context.get(f"{CORRECTION}.bypass_mode"):
         return

@@ -116,7 +116,7 @@ def router_training(context: Context) -> Iterable[Finding]:
     """Routers that something else than the policy's loss trains, on Megatron.
 
     Source: Megatron-LM PR 5694: an auxiliary loss of 0.001 over all tokens gave 3.4 times the gradient norm of the
-    policy's loss alone. verl 0.9.1 sets `moe_router_load_balancing_type=none` for Megatron-Bridge, and
+    policy's loss. verl 0.9.1 sets `moe_router_load_balancing_type=none` for Megatron-Bridge, and
     override_transformer_config goes over it (workers/engine/megatron/transformer_impl.py). `_update_router_expert_bias`
     of megatron/core/distributed/finalize_model_grads.py (0.16.1) moves the bias of sigmoid routers after every backward
     pass, by `moe_router_bias_update_rate` (0.001), where the update is skipped too. FSDP adds transformers' auxiliary
@@ -156,7 +156,7 @@ def trust_region(context: Context) -> Iterable[Finding]:
     names = [asked] if isinstance(asked, str) else list(asked)
     loss = context.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     bounds = [name for name in names if name != "none"] + list(context.get("stability.filters") or ())
-    bounds += [loss] if loss in LOSSES and "k" in LOSSES[loss].reads else []
+    bounds += [loss] if loss in LOSSES and {"k", "l_infer"} & set(LOSSES[loss].reads) else []
     bounds += [
         f"rollout_correction.{one}" for one in ("rollout_is", "rollout_rs") if context.get(f"{CORRECTION}.{one}")
     ]

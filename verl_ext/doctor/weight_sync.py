@@ -1,4 +1,4 @@
-"""Weight syncs, what the rollout keeps of older weights, and batches that wait."""
+"""Weight syncs, older weights that the rollout keeps, and batches that wait."""
 
 from collections.abc import Iterable
 from math import ceil
@@ -51,7 +51,7 @@ def _watched(context: Context) -> int:
 
 @check("prefix caching", needs="with_vllm")
 def prefix_caching(context: Context) -> Iterable[Finding]:
-    """Keys and values of older weights, found again by their tokens alone.
+    """Keys and values of older weights, which are found again by their tokens.
 
     Source: NeMo-RL PR 4018 (syncs that left the cache: a gap that grows step by step and is gone after a restart);
     prime-rl PR 1650. verl 0.9.1 clears it at every sync: `clear_kv_cache` at the end of `update_weights`
@@ -93,9 +93,9 @@ def speculative_decoding(context: Context) -> Iterable[Finding]:
 
 @check("partial rollouts")
 def partial_rollouts(context: Context) -> Iterable[Finding]:
-    """Responses that a weight sync interrupts, and that newer weights go on with.
+    """Responses that a weight sync interrupts, and that newer weights continue.
 
-    Source: verl 0.9.1. `FullyAsyncLLMServerClient.generate` (workers/rollout/llm_server.py) always goes on with them;
+    Source: verl 0.9.1. `FullyAsyncLLMServerClient.generate` (workers/rollout/llm_server.py) always continues them;
     each token keeps the log-prob and, since PR 6046, the experts of the weights that sampled it. `ToolAgentLoop`
     (experimental/agent_loop/tool_agent_loop.py) takes a turn's experts for the whole conversation (verl issue 6054):
     those of earlier turns are then of newer weights than their log-probs. upstream/agent_loop.py keeps those of earlier

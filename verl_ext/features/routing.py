@@ -46,7 +46,7 @@ def reads_routes(run: RunFeatures) -> bool:
 
 
 def holds_routes(config: DictConfig) -> bool:
-    """Returns True if the process of the agent loop holds earlier turns' routing, and the checksum of all of it."""
+    """Returns True if the agent loop's process holds the routing of earlier turns, and the checksum of all of it."""
     return bool(OmegaConf.select(config, RETURNED) and config.actor_rollout_ref.rollout.name in ROLLOUTS)
 
 
@@ -233,7 +233,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
     """Yields the lines of the routers' agreement, and of the replay where it is ours.
 
     R3 is always compared: its agreement is 1 if the rollout's experts are really used. Bypass mode compares nothing,
-        because there is no compute_log_prob.
+    because there is no compute_log_prob.
     """
     at_routers = frozenset({Part.ROUTERS})
     if reads_routes(run) and not bypasses(run.config):

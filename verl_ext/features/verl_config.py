@@ -102,7 +102,7 @@ def replays_here(config: DictConfig) -> bool:
 
 
 def trains_lora(config: DictConfig) -> bool:
-    """Whether the model is trained as a LoRA."""
+    """Returns True if the model is trained as a LoRA."""
     names = ("lora_rank", "lora.rank", "lora_adapter_path")
     one, other, path = (OmegaConf.select(config, f"{MODEL}.{name}", throw_on_missing=False) for name in names)
     rank = one or other or 0

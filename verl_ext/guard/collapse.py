@@ -93,7 +93,7 @@ class Collapse:
 
 
 def find_collapse(series: Mapping[str, Readings]) -> Collapse | None:
-    """Judge the reward as it stands at its last reading.
+    """Judges the reward at its last reading.
 
     Args:
         series: name of a metric -> its readings; of READ, those that there are.

@@ -50,7 +50,7 @@ FORECAST = ("guard/steps_to_boundary", "guard/growth_rate")
 MIXED = "guard/growth_mixed"
 LAYERS = "router/agreement/layer_"
 AGE_IN_IT = " (the age of the rollouts is in it)"
-PARTS = ("/lag/", "/engine/", "/stale/", "/share/")  # of names that say themselves whose gap they are
+PARTS = ("/lag/", "/engine/", "/stale/", "/share/")  # in names of metrics that are one part of the gap
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,15 @@ def foresee(
         mask: the metric that is the share of tokens a mask with a fixed band drops; empty where there is none.
         signals: finite values; a step with several updates counts once, with the first.
 
-    guard/steps_to_boundary is 0 past the boundary, HORIZON where it is not in sight. It is that of the engines alone,
-    where that part of the gap is seen often enough.
+    guard/steps_to_boundary is 0 past the boundary, HORIZON where it is not in sight. It is of the engines' part of the
+    gap, where that is seen often enough.
     """
     part = engines_part(boundary.signal, signals)
     state.growth = _append(state.growth, step, signals.get(boundary.signal), boundary.window)
     state.growth_alone = _append(state.growth_alone, step, part[1] if part else None, boundary.window)
     of_all = growth = estimate_growth(state.growth, boundary.value)
     metrics = {"guard/steps_to_boundary": float(HORIZON)}
-    if speaks([at for at, _ in state.growth_alone], step, boundary.window):
+    if is_seen_enough([at for at, _ in state.growth_alone], step, boundary.window):
         growth, mixed = estimate_growth(state.growth_alone, boundary.value), False
     else:
         mixed = holds_age(boundary.signal, signals)
@@ -113,15 +113,15 @@ def foresee(
 
 
 def _append(readings: list[tuple[int, float]], step: int, value: float | None, window: int) -> list[tuple[int, float]]:
-    """The last `window` readings, with that of this step where it has one and none is there yet."""
+    """Returns the last `window` readings, with the reading of this step if it has one that is not there yet."""
     if value is None or (readings and readings[-1][0] >= step):
         return readings
     return [*readings, (step, value)][-window:]
 
 
-def speaks(steps: Sequence[int], now: int, window: int) -> bool:
-    """Whether readings in these steps are enough, and have not stayed away for longer than they took: rescoring is
-    rare."""
+def is_seen_enough(steps: Sequence[int], now: int, window: int) -> bool:
+    """Whether readings in these steps are enough, and recent: rescoring is rare, so they may be as far back as the
+    time that they took."""
     return len(steps) >= FEWEST and now - steps[-1] <= max(window, steps[-1] - steps[-FEWEST])
 
 
@@ -182,7 +182,7 @@ def _collapse_events(state: GuardState, step: int, old_rollouts: bool) -> tuple[
         if found is None:
             return ()
         state.collapsed, state.recovers_at = True, (found.best + found.now) / 2
-        # The weights of these steps were measured, and nothing spoke against them yet.
+        # The weights of these steps were measured, and nothing contradicted them yet.
         state.good = [saved for saved in state.good if saved < found.since]
         reason = f"{found} {found.remedy}"
         if found.gap_first and old_rollouts:

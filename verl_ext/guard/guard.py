@@ -86,20 +86,20 @@ class Guard:
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """Past which signals the next batch will be refused, for who has to refuse it before `judge` sees them."""
+        """The bounds past which the next batch will be refused; the workers refuse by them in bypass mode."""
         refusing = [rule for rule in self.rules if rule.action in REFUSING]
         bounds = [(rule, next_bound(rule, self.state.rules[rule.name])) for rule in refusing]
         return tuple((rule.signal, rule.side, bound) for rule, bound in bounds if bound is not None)
 
     @property
     def calm(self) -> bool:
-        """Whether nothing speaks against the weights: updates are made, the reward has not collapsed, and no rule fires
-        or counts towards it, those aside that only warn."""
+        """Whether nothing contradicts the weights: updates are made, the reward has not collapsed, and no rule fires or
+        counts towards firing, except rules that only warn."""
         acting = (self.state.rules[rule.name] for rule in self.rules if rule.action != "warn")
         return not self.state.in_a_row and not self.state.collapsed and not any(state.streak for state in acting)
 
     def begin(self, step: int) -> None:
-        """A step begins; of the one before, everything has been judged, what is logged last included."""
+        """Begins a step. Everything of the step before has been judged, including what is logged last."""
         self._prove(step)
         self.step = step
         self._judged = set()
@@ -125,7 +125,7 @@ class Guard:
         return Decision(tuple(events))
 
     def count(self, refused: bool) -> None:
-        """An update has been refused, or is about to be made."""
+        """Counts an update that was refused, or that is about to be made."""
         self.state.skips += refused
         self.state.updated |= not refused
 
@@ -167,13 +167,13 @@ class Guard:
         return Decision(tuple(events))
 
     def saved(self, step: int) -> None:
-        """A checkpoint was written. Its weights are measured in the next step, and proven good or not at its end."""
+        """Notes that a checkpoint was written. The next step measures its weights, and proves them good or not."""
         self.state.unproven.append((step, step))
 
     def rolled_back(self, to: int) -> Event:
-        """The weights are those of the checkpoint of step `to` again."""
+        """Notes that the weights are those of the checkpoint of step `to` again."""
         self.state.rollbacks += 1
-        # Proven anew: another rollback goes further back if it was not good after all.
+        # It has to be proven again: another rollback goes further back if it was not good after all.
         self.state.good = [step for step in self.state.good if step < to]
         self.state.unproven = [(to, self.step)]
         self.state.rollback_due = self.state.undo_due = ""
@@ -182,7 +182,7 @@ class Guard:
         return Event(self.step, "rollback", "", None, None, "restored", reason)
 
     def undone(self, of: int | None) -> Event:
-        """The weights are again what they were before the updates of step `of`; None where none was kept."""
+        """Notes that the updates of step `of` were taken back; None if none was kept."""
         self.state.undo_due = ""
         if of is None:
             reason = "no update was kept that could be taken back: none since the start, a rollback or an undo"
@@ -197,14 +197,14 @@ class Guard:
         return Event(self.step, "undo", "", None, None, "restored", reason)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts: JSON gives back the same floats."""
+        """Returns plain numbers, strings, lists and dicts: JSON gives back the same floats."""
         return asdict(self.state)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave. Rules that are new start anew, those that are gone are forgotten.
+        """Takes over what `state_dict` returned. New rules start afresh, and rules that are gone are forgotten.
 
         Raises:
-            ValueError: it is no such state; names the entry.
+            ValueError: it is no such state; the message names the entry.
         """
         state = read_state(saved)
         before, state.rules = state.rules, {}
@@ -219,7 +219,7 @@ class Guard:
         return any(rule.action == action and self.state.rules[rule.name].firing for rule in self.rules)
 
     def _give_up(self, after: int) -> None:
-        """Forgets what was measured after this step, of weights that are gone; rules judge anew."""
+        """Forgets what was measured after this step, because its weights are gone; all rules start to count again."""
         self.state.calm_from, self.state.given_up = self.step + 1 + self.cooldown, self.step
         self.state.forget(after)
         for state in self.state.rules.values():
@@ -263,7 +263,7 @@ class Guard:
             self.state.lr.since = self.step
         if outcome.ended:
             return [self._event(rule, value, threshold, "recover", f"{rule.signal}={value:.3g}, {rule.name} recovers")]
-        again = rule.action in REFUSING  # told each time, because each is a decision about another batch
+        again = rule.action in REFUSING  # reported each time, because each is a decision about another batch
         if threshold is None or not (outcome.began or (outcome.fires and again)):
             return []
         about = owner_clause(rule.signal, signals)
@@ -305,7 +305,7 @@ def _finite(signals: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _scalar(value: Any) -> float | None:
-    """A metric as a float of Python's, which every log can write; None for text and for nothing."""
+    """Returns a metric as a Python float, which every log can write; None for text and for None."""
     try:
         return None if value is None else float(value)
     except (TypeError, ValueError):

@@ -72,7 +72,7 @@ class RuleState:
 
 @dataclass(frozen=True)
 class RuleOutcome:
-    """What a rule makes of a value. `threshold` is in the signal's unit, None while there are too few readings."""
+    """The result of judging a value. `threshold` is in the signal's unit, None while there are too few readings."""
 
     threshold: float | None
     fires: bool
@@ -81,7 +81,7 @@ class RuleOutcome:
 
 
 def apply_rule(rule: Rule, state: RuleState, value: float) -> RuleOutcome:
-    """Judge a finite value, and change `state` by it."""
+    """Judges a finite value, and updates `state` with it."""
     threshold = threshold_of(rule, state.history, rule.bound)
     back = threshold if rule.recover is None else threshold_of(rule, state.history, rule.recover)
     if rule.zscore_window is not None:
@@ -101,7 +101,7 @@ def apply_rule(rule: Rule, state: RuleState, value: float) -> RuleOutcome:
 
 
 def next_bound(rule: Rule, state: RuleState) -> float | None:
-    """The value past which the next reading has the rule fire, or go on; None where none can."""
+    """Returns the value past which the next reading makes the rule fire, or keep firing; None if no value does."""
     threshold = threshold_of(rule, state.history, rule.bound)
     back = threshold if rule.recover is None else threshold_of(rule, state.history, rule.recover)
     if state.firing and threshold is not None:
@@ -136,7 +136,7 @@ def scatter(residuals: Sequence[float]) -> float:
 
 
 def describe(rule: Rule, value: float, threshold: float, about: str = "") -> str:
-    """Why the rule fires, in one clause; `about` is what else there is to say of the value."""
+    """Returns why the rule fires, in one clause; `about` follows the value."""
     verb = "passes" if rule.side == "above" else "is below"
     given = f" for {rule.patience} readings" if rule.patience > 1 else ""
     advice = f": {rule.advice}" if rule.advice else ""
@@ -155,7 +155,7 @@ def describe(rule: Rule, value: float, threshold: float, about: str = "") -> str
 
 @dataclass(frozen=True)
 class LowerLr:
-    """How all rules with action=lower_lr together lower the learning rate, and raise it again.
+    """Settings by which all rules with action=lower_lr together lower the learning rate, and raise it again.
 
     After arXiv 2602.01826, whose runs were saved by a decay that the response length sets off: the gap between the
     engines grows with the size of the updates. There the rate stays low; here it may recover.
@@ -181,7 +181,8 @@ class LowerLr:
 
 @dataclass
 class LrState:
-    """What survives a restart: how many times it is lowered, and the step of the last change, or of the last calm."""
+    """The part that survives a restart: how many times the rate is lowered, and the step of the last change or of the
+    last recovery."""
 
     lowered: int = 0
     since: int = 0

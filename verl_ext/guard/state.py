@@ -24,7 +24,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Event:
-    """One decision; a line of the event log. `threshold` is None where there is none (NaN, an empty batch)."""
+    """One decision, a line of the event log. `threshold` is None if there is none (NaN, an empty batch)."""
 
     step: int
     rule: str
@@ -37,7 +37,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Decision:
-    """What one judgement decided, mildest and strongest together."""
+    """All events of one judgement, mild and strong."""
 
     events: tuple[Event, ...] = ()
 
@@ -53,7 +53,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What is extrapolated: the steps left until `signal` passes `value`, from its last `window` readings.
+    """The extrapolation: the steps left until `signal` passes `value`, from its last `window` readings.
 
     Attributes:
         signal: the signal that is extrapolated for `guard/steps_to_boundary`.
@@ -72,7 +72,7 @@ class Boundary:
 
 @dataclass
 class GuardState:
-    """What survives a restart: it is saved with verl's checkpoint.
+    """The guard's memory, which survives a restart: it is saved with verl's checkpoint.
 
     Attributes:
         skips, in_a_row: updates skipped so far, and how many steps just now went without a good update.
@@ -82,12 +82,12 @@ class GuardState:
         lr: what is done to the learning rate.
         rules: name -> state.
         growth, growth_of: (step, delta), the window of the extrapolation, and the signal that delta is.
-        growth_alone: the same of the engines alone, where rollouts are older than the policy.
+        growth_alone: the same for the engines' part, if rollouts are older than the policy.
         dropped, mask_blind: (step, share) of tokens that the mask drops; whether it drops fewer while delta grows.
         record: name -> (step, value), in which a collapse of the reward is looked for.
         collapsed, recovers_at: whether there was one, and the level of the reward above which it is over.
-        gaps, gaps_alone, jumped: the last readings of GAP, those of the engines alone, and whether it stands above a
-            jump that has been told.
+        gaps, gaps_alone, jumped: the last readings of GAP, those of its engines' part, and whether a jump was reported
+            and is not over.
         good: steps of checkpoints whose weights have been measured and found good, ascending.
         unproven: (step of a checkpoint, step at whose end the weights were its) until a later step has measured them.
         updated: whether an update of the last step was made.

@@ -1,5 +1,5 @@
-"""`verl-ext lab`: a mixture of experts small enough to collapse, and be saved, on a laptop.
+"""`verl-ext lab`: a mixture of experts small enough to collapse, and to be saved, on a laptop.
 
-The model, its sampler and what is wrong between the two are the lab's; what measures, weighs, filters, judges and
-trains is the plugin's and verl's own code.
+The lab has its own model and sampler, and the faults between the two. The plugin's and verl's own code measures,
+weighs, filters, judges and trains.
 """

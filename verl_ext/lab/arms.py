@@ -27,18 +27,18 @@ from verl_ext.lab.warm_up import LabSettings, warm_up
 from verl_ext.launch.compose import PRIMARY, VERL_CONFIGS, prepare, stability_choices
 from verl_ext.trainer.logs import LineFile
 
-WARM_UPS = "warm-ups"  # folder next to those of the arms
+WARM_UPS = "warm-ups"  # a folder next to those of the arms
 MEASURED = ("stability.metrics=true", "stability.breakdown=false", "stability.router_agreement=true")
 
-NO_AGREEMENT = "stability.router_agreement=false"  # which bypass mode refuses
-# Variants that are no file of configs/stability, and a file of bypass mode.
+NO_AGREEMENT = "stability.router_agreement=false"  # bypass mode refuses =true
+# Variants that are not a file of configs/stability, and a file of bypass mode.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "none": ("stability=none",),
     "bypass": ("stability=none", f"{BYPASS}=true", NO_AGREEMENT),
     "dppo_tv": ("stability=dppo_tv", "stability.batch_skip.threshold=null", NO_AGREEMENT),
 }
-KEEP_SKIP = ("guard",)  # files that are about the guard; the others' batch skip would hide what their method does
-# Settings of verl and of ours that the lab has nothing for -> the value that leaves them out.
+KEEP_SKIP = ("guard",)  # files about the guard; the batch skip of the others would hide the effect of their method
+# Settings of verl and of ours that the lab does not support -> the value that switches them off.
 ABSENT_SETTINGS: dict[str, Any] = {
     "algorithm.filter_groups.enable": False,
     "algorithm.use_kl_in_reward": False,
@@ -62,11 +62,11 @@ ConfigStore.instance().store(
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the things compared.
+    """One of the compared configurations.
 
     Attributes:
-        name: of its folder, and in tables.
-        overrides: of verl's config, `+lab=grpo` among them.
+        name: the name of its folder, and in tables.
+        overrides: overrides of verl's config, including `+lab=grpo`.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Arm:
 
 
 def variants() -> tuple[str, ...]:
-    """The names that need no overrides of the user's own."""
+    """Returns the variants that need no overrides by the user."""
     return (*VARIANTS, *(name for name in stability_choices() if name not in VARIANTS))
 
 
@@ -85,13 +85,13 @@ def arms_of(
     overrides: Sequence[str],
     steps: int | None = None,
 ) -> list[Arm]:
-    """The arms of an experiment: `exact`, and each variant under the regime.
+    """Returns the arms of an experiment: `exact`, and each variant under the regime.
 
     Args:
         regime: a name of REGIMES, or several with + between them.
-        names: of variants: files of configs/stability, VARIANTS, or corrections with + between them.
-        added: the user's own variants, by name their overrides, blank-separated.
-        overrides: for all arms.
+        names: variants: files of configs/stability, VARIANTS, or corrections with + between them.
+        added: the user's own variants: name -> overrides, separated by blanks.
+        overrides: overrides of all arms.
 
     Raises:
         ConfigError: a name is not known, or a setting cannot work in the lab.
@@ -101,7 +101,7 @@ def arms_of(
     arms = [Arm("exact", ("+lab=grpo", *VARIANTS["none"], *common, "lab.regimes=[]"))]
     wanted = {name: _overrides_of(name) for name in names if name != "exact"}
     for name, text in added.items():
-        presets = any(word.startswith("stability=") for word in text.split())  # else it starts from none
+        presets = any(word.startswith("stability=") for word in text.split())  # else it starts from `none`
         wanted[name] = (*(() if presets else VARIANTS["none"]), *text.split())
     arms += [
         Arm(name, ("+lab=grpo", given[0], *common, *given[1:], f"lab.regimes=[{wrong}]"))
@@ -113,7 +113,7 @@ def arms_of(
 
 
 def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
-    """The arm's config, composed and checked as a run's.
+    """Composes and checks the arm's config as for a run.
 
     Raises:
         ConfigError: a setting cannot work.
@@ -127,7 +127,7 @@ def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
         (config.trainer.v1.trainer_mode,) = modes
     for setting, value in ABSENT_SETTINGS.items():
         if (given := OmegaConf.select(config, setting)) != value:
-            raise ConfigError(f"{setting}={given} is not in the lab", fix=(f"{setting}={_yaml(value)}",))
+            raise ConfigError(f"{setting}={given} is not supported in the lab", fix=(f"{setting}={_yaml(value)}",))
     features = read_features(config, stability, read_model=False)
     check_run(features)
     apply_engine_settings(features)
@@ -139,11 +139,11 @@ def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
 
 
 def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -> None:
-    """Train, and write metrics.jsonl as verl's file logger does, the guard's events, and console.log.
+    """Trains, and writes metrics.jsonl as verl's file logger does, the guard's events, and console.log.
 
     Args:
-        folder: OUT/<arm>/seed<k>; weights of warm-ups are shared by all arms, in OUT.
-        on_step: called with the number of each step that is done.
+        folder: OUT/<arm>/seed<k>; all arms share the weights of warm-ups, in OUT.
+        on_step: called with the number of each finished step.
 
     Raises:
         ConfigError: a setting cannot work.

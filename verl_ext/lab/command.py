@@ -1,4 +1,4 @@
-"""`verl-ext lab`. What computes and draws is imported when it is needed: --help must not wait for it."""
+"""`verl-ext lab`. The code that computes and draws is imported when it is needed: --help must not wait for it."""
 
 import argparse
 import re
@@ -18,26 +18,27 @@ if TYPE_CHECKING:
 
 SEEDS, VARIANTS = "5", "none,tis,icepop,kpop,mis,geo_mask,r3"
 SOME_FAILED = 1  # exit code
-WIDTH = 100  # where the output is not a terminal
+WIDTH = 100  # if the output is not a terminal
 
 LAB = """\
-Which method helps against which gap: train a mixture of experts small enough for a laptop, with a rollout that differs
-from the training engine in a way of your choice, once with each method and seed, through the plugin's own code. It ends
-in a table, a page with the curves (report.html) and all numbers (results.json); the exact rollout is always part of it.
+Test which method helps against a gap between the engines. The lab trains a mixture of experts small enough for a
+laptop, once per method and seed, through the plugin's own code. Its rollout differs from the training engine in a way
+that you choose (REGIME). The results are a table, a page with the curves (report.html) and all numbers (results.json).
+The exact rollout is always included.
 """
 EXAMPLES = """\
-Each run stays in OUT/VARIANT/seedN, of which `verl-ext report OUT/VARIANT/seedN` makes a report. After Ctrl-C, the same
-command goes on where it stopped; runs whose settings have changed run again.
+Each run is kept in OUT/VARIANT/seedN; `verl-ext report OUT/VARIANT/seedN` reports on it. After Ctrl-C, the same command
+continues where it stopped. Runs whose settings have changed run again.
 
-exit code: 0, or 1 where runs failed; 2 for wrong usage and settings that cannot work; 130 after Ctrl-C.
+exit code: 0; 1 if runs failed; 2 for wrong usage and settings that cannot work; 130 after Ctrl-C.
 
 examples:
-  verl-ext lab --list                                    the regimes, what each stands for, the variants
+  verl-ext lab --list                                    list the regimes, what each imitates, and the variants
   verl-ext lab stale --seeds 5                           old weights in the rollout; the usual methods
   verl-ext lab stale --variants none,mis --seeds 5-9 lab.stale.lag=64
                                                          other seeds, twice the lag
   verl-ext lab stale+quantized --add both='stability=r3 stability.correction=icepop'
-                                                         two gaps at once, and a composition of one's own
+                                                         two gaps at once, and a combination of your own
   verl-ext lab quantized --plugins my_correction --add mine='stability.correction=my_correction'
 """
 
@@ -45,42 +46,48 @@ examples:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "lab",
-        help="which method helps against which gap, tried on a small model",
+        help="compare methods against a gap between the engines, on a small model",
         description=LAB,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("regime", metavar="REGIME", nargs="?", help="of --list, or several with + between them")
-    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="of every run, as given to verl_ext.main_ppo")
+    parser.add_argument("regime", metavar="REGIME", nargs="?", help="a regime of --list, or several joined by +")
     parser.add_argument(
-        "--variants", type=names, default=names(VARIANTS), metavar="NAME,...", help=f"default: {VARIANTS}"
+        "overrides", metavar="OVERRIDE", nargs="*", help="overrides of every run, as for verl_ext.main_ppo"
+    )
+    parser.add_argument(
+        "--variants",
+        type=names,
+        default=names(VARIANTS),
+        metavar="NAME,...",
+        help=f"methods to compare (default: {VARIANTS})",
     )
     parser.add_argument(
         "--seeds",
         type=parse_seeds,
         default=parse_seeds(SEEDS),
         metavar="N",
-        help=f"so many, or 3-7, or 0,2 (default: {SEEDS})",
+        help=f"number of seeds, or seeds such as 3-7 or 0,2 (default: {SEEDS})",
     )
     add_own(parser, "a variant")
-    parser.add_argument("--list", action="store_true", help="print the regimes and the variants")
-    parser.add_argument("--steps", type=_count_above_0, metavar="N", help="of a run (default: 300)")
-    parser.add_argument("--jobs", type=_count_above_0, metavar="N", help="runs at a time (default: one a core)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: .lab/REGIME")
+    parser.add_argument("--list", action="store_true", help="print the regimes and the variants, and exit")
+    parser.add_argument("--steps", type=_count_above_0, metavar="N", help="steps per run (default: 300)")
+    parser.add_argument("--jobs", type=_count_above_0, metavar="N", help="runs at a time (default: one per core)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the runs (default: .lab/REGIME)")
     parser.add_argument(
         "--plugins",
         type=names,
         default=(),
         metavar="MODULE,...",
-        help="modules to import first, which register methods of your own",
+        help="modules to import first; they register your own methods",
     )
-    parser.add_argument("--no-page", action="store_true", help="the table and results.json alone")
-    parser.add_argument("--json", action="store_true", help="print results.json in place of the table")
+    parser.add_argument("--no-page", action="store_true", help="print the table and write results.json, but no page")
+    parser.add_argument("--json", action="store_true", help="print results.json instead of the table")
     parser.set_defaults(run=run_lab)
 
 
 def run_lab(arguments: argparse.Namespace) -> int:
-    """Run the experiment and show it. Returns the exit code; an error that the user can act on is one line."""
+    """Runs the experiment and shows it. Returns the exit code; an error that the user can act on is one line."""
     try:
         _import_plugins(arguments.plugins)
         return _list_names() if arguments.list else _run_experiment(arguments)
@@ -88,27 +95,29 @@ def run_lab(arguments: argparse.Namespace) -> int:
         print(f"verl-ext lab: {printable(' '.join(str(error).split()), 4000)}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:  # before the first run, or while the page is drawn
-        print("verl-ext lab: interrupted; the same command goes on", file=sys.stderr)
+        print("verl-ext lab: interrupted; the same command continues", file=sys.stderr)
         return INTERRUPTED
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """`5` is 0 to 4; `3-7` and `0,2` are seeds by themselves, and can be mixed."""
+    """Parses `5` as the seeds 0 to 4, and `3-7` and `0,2` as these seeds; both can be mixed."""
     if re.fullmatch(r"[1-9]\d{0,5}", text):
         return tuple(range(int(text)))
     seeds: dict[int, None] = {}
     for part in text.split(","):
         if not (found := re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)):
-            raise argparse.ArgumentTypeError(f"{printable(text)} is neither a number of seeds, nor 3-7, nor 0,2")
+            raise argparse.ArgumentTypeError(
+                f"{printable(text)} must be a number of seeds, or seeds such as 3-7 or 0,2"
+            )
         seeds |= dict.fromkeys(range(int(found[1]), int(found[2] or found[1]) + 1))
     if not seeds:
-        raise argparse.ArgumentTypeError(f"{printable(text)} holds no seed")
+        raise argparse.ArgumentTypeError(f"{printable(text)} has no seed")
     return tuple(seeds)
 
 
 def _count_above_0(text: str) -> int:
     if not re.fullmatch(r"[1-9]\d{0,8}", text):
-        raise argparse.ArgumentTypeError(f"{printable(text)} is not a whole number above 0, and below a billion")
+        raise argparse.ArgumentTypeError(f"{printable(text)} must be a whole number above 0 and below a billion")
     return int(text)
 
 
@@ -125,8 +134,8 @@ def _list_names() -> int:
     from verl_ext.lab.regimes import REGIMES
 
     width = max(map(len, REGIMES))
-    print("regimes; several with + between them")
-    print(f"  {'exact':{width}}  a rollout that differs in nothing; always part of it")
+    print("regimes (join several by +)")
+    print(f"  {'exact':{width}}  a rollout without a gap; always part of an experiment")
     for name, regime in REGIMES.items():
         print(f"  {name:{width}}  {regime.stands_for}")
     print(f"variants\n  {', '.join(variants())}")
@@ -150,14 +159,14 @@ def _run_experiment(arguments: argparse.Namespace) -> int:
 
 
 def _checked_arms(arguments: argparse.Namespace) -> "list[Arm]":
-    """The exact rollout and the variants, with their settings checked."""
+    """Returns the exact rollout and the variants, with checked settings."""
     from verl_ext.lab.arms import arms_of
 
     if not arguments.regime:
-        raise ConfigError("which REGIME? verl-ext lab --list names them")
+        raise ConfigError("REGIME is missing; `verl-ext lab --list` lists the regimes")
     added = dict(arguments.add)
     if twice := [name for name in added if name in (*arguments.variants, "exact")]:
-        raise ConfigError(f"--add {twice[0]}: there is a variant of this name", otherwise="choose another name")
+        raise ConfigError(f"--add {twice[0]}: a variant has this name already", otherwise="choose another name")
     plugins = (f"stability.plugins=[{','.join(arguments.plugins)}]",) if arguments.plugins else ()
     return arms_of(arguments.regime, arguments.variants, added, (*plugins, *arguments.overrides), arguments.steps)
 
@@ -165,7 +174,7 @@ def _checked_arms(arguments: argparse.Namespace) -> "list[Arm]":
 def _show_result(
     arguments: argparse.Namespace, arms: "Sequence[Arm]", cells: "Sequence[GridCell]", out: Path, result: "GridResult"
 ) -> None:
-    """Print the table, or its JSON; where the grid came to its end, write results.json and the page."""
+    """Prints the table, or its JSON; writes results.json and the page if the grid is complete."""
     from rich.console import Console
 
     from verl_ext.lab.summary import collect_runs
@@ -185,7 +194,7 @@ def _show_result(
     else:
         console.print(TerminalTable(variants, findings))
     if result.interrupted:
-        print("interrupted: the same command goes on with what is not done yet", file=sys.stderr)
+        print("interrupted: the same command continues with the missing runs", file=sys.stderr)
         return
     written = {"numbers": write_results(results, out)}
     if not arguments.no_page:

@@ -1,7 +1,7 @@
 """The lab's training engine and the worker that drives it, in the shape of verl's.
 
 A worker takes a batch through its mini-batches; an engine takes a mini-batch through forward and backward pass and the
-optimizer step. So the workers' `Gate` stands around them as it stands around verl's (`workers/engine_workers.py` and
+optimizer step. So the workers' `Gate` wraps them as it wraps verl's (`workers/engine_workers.py` and
 `workers/engine/base.py` of verl 0.9.1), whose base classes are not inherited: importing them imports Megatron.
 
 Shape legend: B trajectories, P tokens of a prompt, T columns of padded responses, L layers, E experts, K experts per
@@ -40,10 +40,10 @@ class Scores:
     """The training engine's reading of a rollout.
 
     Attributes:
-        log_probs: [B, T], with gradient where one was asked for.
-        entropy: [B, T] in nats; with one where its bonus is trained.
-        routing: of each token's forward pass, the one that predicted response token t at P - 1 + t.
-        reading: of the sampler's head, at all B T places; None where there is none.
+        log_probs: [B, T], with gradient if one was requested.
+        entropy: [B, T] in nats; with gradient if its bonus is trained.
+        routing: the experts of each token's forward pass; the pass at P - 1 + t predicted response token t.
+        reading: the log-probabilities of the sampler's head, at all B T places; None if there is none.
     """
 
     log_probs: Tensor
@@ -57,8 +57,8 @@ class LabEngine:
 
     Attributes:
         module: the weights, under their names in `verl_ext.lab.model`.
-        weights: the same, as the model takes them; they require gradients.
-        use: what is made of the sampler's heads; None where the rollout need not return them.
+        weights: the same, in the form that the model takes; they require gradients.
+        use: the use of the sampler's heads; None if the rollout need not return them.
     """
 
     def __init__(self, model: ModelSettings, weights: Weights, actor: FSDPActorConfig, use: HeadUse | None):
@@ -78,7 +78,7 @@ class LabEngine:
         return 1
 
     def score_old(self, prompts: Tensor, responses: Tensor, replayed: Tensor | None, head: Head | None) -> Scores:
-        """The scores of compute_log_prob; see `score`.
+        """Returns the scores of compute_log_prob; see `score`.
 
         They have a gradient: an update whose first mini-batch is the same trajectories starts from this pass.
         """
@@ -87,7 +87,7 @@ class LabEngine:
         return scores
 
     def train_batch(self, data: TensorDict, loss_function: Callable) -> dict[str, Any]:
-        """One optimizer step on a mini-batch, and what the loss and the optimizer report."""
+        """Takes one optimizer step on a mini-batch; returns the metrics of the loss and the optimizer."""
         self.optimizer.zero_grad(set_to_none=True)
         outputs = self.forward_backward_batch(data, loss_function, forward_only=False)
         outputs["metrics"]["grad_norm"] = self.optimizer_step()
@@ -100,7 +100,7 @@ class LabEngine:
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """A pass over a mini-batch, as one micro-batch on one rank."""
+        """Runs a pass over a mini-batch, as one micro-batch on one rank."""
         prompts, responses = (data[name].values().view(len(data), -1) for name in (names.PROMPTS, names.RESPONSES))
         head = None
         if names.HEAD_IDS in data.keys():  # noqa: SIM118 (a TensorDict)
@@ -126,14 +126,15 @@ class LabEngine:
         return {"model_output": output, "metrics": metrics}
 
     def optimizer_step(self) -> float:
-        """The gradient's norm before it is clipped; as in verl's engines, one that is not finite changes nothing."""
+        """Takes the step and returns the gradient's norm before clipping; as in verl's engines, a norm that is not
+        finite changes nothing."""
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self._clip)
         if norm.isfinite():
             self.optimizer.step()
         return norm.item()
 
     def end_step(self) -> float:
-        """The learning rate of this step's updates; the schedule moves on, once a step, as verl's does."""
+        """Returns the learning rate of this step's updates; moves the schedule on, once per step, as verl does."""
         rate = self.optimizer.param_groups[0]["lr"]
         self.lr_scheduler.step()
         return rate
@@ -144,7 +145,7 @@ class LabEngine:
         torch.save({"weights": weights, "optimizer": self.optimizer.state_dict()}, folder / CHECKPOINT)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Weights and optimizer of a checkpoint; the schedule goes on."""
+        """Loads weights and optimizer of a checkpoint; the schedule continues."""
         saved = torch.load(folder / CHECKPOINT)
         rate = self.optimizer.param_groups[0]["lr"]
         with torch.no_grad():
@@ -167,7 +168,8 @@ class LabEngine:
         )
 
     def _take_kept(self, responses: Tensor) -> Scores | None:
-        """The scores of `score_old` if they are of these trajectories; for the first training pass after it only."""
+        """Returns the scores of `score_old` if they belong to these trajectories; only for the first training pass
+        after it."""
         kept, self._kept = self._kept, None
         return kept[1] if kept is not None and torch.equal(kept[0], responses) else None
 
@@ -184,7 +186,7 @@ class LabWorker:
         self.loss_fn = loss_fn
 
     def train_mini_batch(self, data: TensorDict) -> TensorDict:
-        """All updates of a batch, `epochs` times through mini-batches of `mini_batch_size` trajectories.
+        """Makes all updates of a batch, `epochs` times through mini-batches of `mini_batch_size` trajectories.
 
         Args:
             data: fields of verl_ext.base.names. Prompts and responses are jagged with rows of one length, because verl
@@ -201,12 +203,12 @@ class LabWorker:
         return TensorDict({"metrics": NonTensorData(metrics)})
 
     def infer_batch(self, data: TensorDict) -> dict[str, Tensor]:
-        """`log_probs` of prompts and responses, packed."""
+        """Returns `log_probs` of prompts and responses, packed."""
         return self.engine.infer_batch(data)["model_output"]
 
 
 def split(data: TensorDict, size: int, epochs: int) -> Iterator[TensorDict]:
-    """The mini-batches of a batch; verl's own iterator takes the rows of jagged fields one by one."""
+    """Yields the mini-batches of a batch; verl's own iterator takes the rows of jagged fields one by one."""
     if size >= len(data):
         yield from [data] * epochs
         return
@@ -220,18 +222,18 @@ def split(data: TensorDict, size: int, epochs: int) -> Iterator[TensorDict]:
 
 
 def equal_rows(values: Tensor) -> Tensor:
-    """[B, n] as a nested tensor of B rows."""
+    """Returns [B, n] as a nested tensor of B rows."""
     B, n = values.shape
     return torch.nested.nested_tensor_from_jagged(values.flatten(), torch.arange(0, B * n + 1, n), max_seqlen=n)
 
 
 def pack(values: Tensor, prompt: int) -> Tensor:
-    """[B, T] as engines return them: [B (P + T)], of every token of a sequence the value of the one that follows it."""
+    """Returns [B, T] as engines do: [B (P + T)], each token of a sequence with the value of the next token."""
     return F.pad(values, (prompt - 1, 1)).flatten()
 
 
 def build_module(weights: Weights) -> nn.Module:
-    """A module with copies of the weights as its parameters, under the same names and in their order."""
+    """Builds a module with copies of the weights as its parameters, under the same names and in their order."""
     module = nn.Module()
     for name, value in weights.items():
         path, _, last = name.rpartition(".")
@@ -251,11 +253,11 @@ def score(
     truncated: bool = False,
     trains_entropy: bool = False,
 ) -> Scores:
-    """Log-probabilities of [B, T] response tokens after [B, P] prompts, at temperature 1.
+    """Computes log-probabilities of [B, T] response tokens after [B, P] prompts, at temperature 1.
 
     Args:
         replayed: [B, P + T - 1, L, K] experts to use.
-        head: the sampler's, of the B T places; `truncated`: normalise over the tokens that it kept.
+        head: the sampler's head at the B T places; `truncated`: normalise over the tokens that it kept.
         trains_entropy: whether the entropy has a gradient too.
     """
     tokens = torch.cat([prompts, responses], 1)[:, :-1]
@@ -274,12 +276,12 @@ def score(
 
 
 def chosen_scores(logits: Tensor, experts: Tensor) -> Tensor:
-    """[..., K] log-probabilities that a router with logits [..., E] gives to its experts [..., K]."""
+    """Returns [..., K] log-probabilities that a router with logits [..., E] gives to its experts [..., K]."""
     return logits.log_softmax(-1).gather(-1, experts)
 
 
 def _deviation(data: TensorDict, now: Routing) -> Tensor:
-    """[B, T], mean over layers of how far the routers have moved on the experts that they chose (RSPO)."""
+    """Returns [B, T], the mean over layers of how far the routers have moved on the experts that they chose (RSPO)."""
     experts, before = data[names.SHIFT_EXPERTS], data[names.SHIFT_SCORES]
     B, T = experts.shape[:2]
     by_layer = []

@@ -1,7 +1,7 @@
 """The lab's page in the look of the report: the table, the findings, and the curves of all variants.
 
 A curve's line is the mean over the seeds, its band reaches from the lowest to the highest. Both end where the first run
-of the variant ended: behind that they would be of the runs that were left.
+of the variant ended: after that they would cover only the remaining runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,24 +20,24 @@ from verl_ext.report.figures.panels import PANELS, Panel
 from verl_ext.report.page import write_page
 from verl_ext.report.run import Run, Series
 
-POINTS = 60  # of a line, each the mean of some steps
+POINTS = 60  # points of a line, each the mean of some steps
 MOST_THIN = 15  # lines of single seeds in a figure
 BAND, THIN = 0.12, 0.35  # opacity
 
 Look = tuple[str, tuple[int, ...]]  # colour, dash
-Runs = Mapping[str, Sequence[Run]]  # of each variant
+Runs = Mapping[str, Sequence[Run]]  # runs of each variant
 
 READINGS = {  # by the metric
-    REWARD: "Where a method's line and its band stay above those of none, it helps; what is left to exact is what the "
-    "gap still costs. A line ends where the first run of its method did.",
-    K3: "A climb on this axis is the compounding. A method that holds the reward while k3 climbs bears the gap; one "
-    "that holds both closes it.",
-    DROPPED: "Share of tokens at weight 0. Where it falls while k3 climbs, the band does not see what comes apart.",
-    "router/agreement": "Share of a token's experts that both engines chose. Where it is low, and replay (r3) lifts "
-    "the reward, routing is the gap.",
-    "response_length/mean": "A mask that drops whole responses may prefer the short ones: it shows here.",
-    "actor/entropy": "Of the policy. A collapse often begins with a turn of it.",
-    NORM: "Before clipping. A method whose norm is far smaller than the others' also learns more slowly: compare the "
+    REWARD: "A method helps if its line and its band stay above those of none; the distance to exact is the remaining "
+    "cost of the gap. A line ends where the first run of its method ended.",
+    K3: "A climb on this axis means that the gap compounds. A method that holds the reward while k3 climbs tolerates "
+    "the gap; one that holds both closes it.",
+    DROPPED: "Share of tokens at weight 0. If it falls while k3 climbs, the band does not catch the gap.",
+    "router/agreement": "Share of a token's experts that both engines chose. If it is low, and replay (r3) raises the "
+    "reward, routing is the gap.",
+    "response_length/mean": "A mask that drops whole responses may prefer short ones: this figure shows it.",
+    "actor/entropy": "Entropy of the policy. A collapse often begins when it turns.",
+    NORM: "Norm before clipping. A method with a far smaller norm than the others also learns more slowly: compare "
     "rewards with that in mind.",
 }
 LAB_PANELS = [panel for panel in PANELS if panel.metric in READINGS]
@@ -52,7 +52,7 @@ def write_lab_page(
     out: Path,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Path:
-    """Write `report.html`, `report.png` and the figures; `runs` are those of the variants, by name."""
+    """Writes `report.html`, `report.png` and the figures; `runs` has the variants' runs by name."""
     order = [variant.name for variant in ranked_variants(variants)]
     named = {name: runs[name] for name in order if runs.get(name)}
     look = variant_looks(order)
@@ -76,14 +76,14 @@ def write_lab_page(
 
 
 def variant_looks(names: Sequence[str]) -> dict[str, Look]:
-    """A look for each variant: exact in ink, none in vermilion, the others by colour, then by dash."""
+    """Returns a look for each variant: exact in ink, none in vermilion, the others by colour, then by dash."""
     others = cycle((colour, dash) for dash, colour in product(DASHES, SERIES) if colour != VERMILION)
     own: dict[str, Look] = {EXACT: (INK, ()), NONE: (VERMILION, ())}
     return {name: own[name] if name in own else next(others) for name in names}
 
 
 def seeds_chart(panel: Panel, runs: Runs, look: Mapping[str, Look]) -> alt.LayerChart | None:
-    """The panel's metric for every variant that has it; None where none has."""
+    """Draws the panel's metric for every variant that has it; None if none has it."""
     found = {name: [s for run in each if (s := run.get(panel.metric)) is not None] for name, each in runs.items()}
     found = {name: each for name, each in found.items() if each}
     if not found:
@@ -98,7 +98,7 @@ def seeds_chart(panel: Panel, runs: Runs, look: Mapping[str, Look]) -> alt.Layer
         all_run = edges[:-1] <= min(run.steps[-1] for run in runs[name])
         middle, low, high = (np.where(all_run, values, np.nan) for values in found_there)
         drawn = Series(curves[0].steps, middle).finite()
-        if not drawn.steps.size:  # a logarithmic axis has no place for zeros
+        if not drawn.steps.size:  # a logarithmic axis cannot show zeros
             continue
         lines.append(Line(name, drawn, colour, dash, dots=False))
         if len(each) > 1:
@@ -112,9 +112,10 @@ def seeds_chart(panel: Panel, runs: Runs, look: Mapping[str, Look]) -> alt.Layer
 
 
 def seed_spread(values: np.ndarray, *, log: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean, least and largest of [seeds, points]; on a logarithmic axis of what is above 0, the mean geometric.
+    """Returns mean, least and largest of [seeds, points]; on a logarithmic axis only of values above 0, with the
+    geometric mean.
 
-    A seed is left out where it is NaN; NaN where all are.
+    NaN seeds are left out; the result is NaN where all are NaN.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         heights = np.log(np.where(values > 0, values, np.nan)) if log else values
@@ -131,7 +132,7 @@ def seed_spread(values: np.ndarray, *, log: bool) -> tuple[np.ndarray, np.ndarra
 
 
 def _curve(series: Series, edges: np.ndarray) -> Series:
-    """NaN where no step of a stretch was logged."""
+    """Returns the curve, with NaN for a stretch without a logged step."""
     return Series((edges[:-1] + edges[1:] - 1) // 2, means(series, edges))
 
 

@@ -1,6 +1,6 @@
-"""The runs of an experiment, a process each, forked from one that has imported what they need.
+"""The runs of an experiment, one process each, forked from one that has imported the packages.
 
-Runs that were done before with the same settings are not made again.
+Finished runs with the same settings are not repeated.
 """
 
 import json
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 METRICS, DONE, LOG = "metrics.jsonl", "done.json", "errors.log"
 RUN_FILES = ("metrics.*", DONE, LOG)  # written by a run, and removed before the next one in its folder
-# Read by torch as it is imported, and by glibc, which otherwise asks the kernel for each tensor of 128 KiB and
-# clears it: a tenth of a step.
+# Torch reads these when it is imported, and so does glibc, which otherwise asks the kernel for each tensor of 128 KiB
+# and clears it: a tenth of a step.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
@@ -57,7 +57,7 @@ class GridCell:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Two runs with the same settings are the same run."""
+        """The settings that identify the run."""
         overrides = list(self.arm.overrides)
         return {"overrides": overrides, "seed": self.seed, "steps": self.steps, "version": __version__}
 
@@ -65,16 +65,16 @@ class GridCell:
         return out / self.arm.name / f"seed{self.seed}"
 
     def settings_done(self, out: Path) -> dict[str, Any] | None:
-        """The settings with which the run in its folder was done; None where none was."""
+        """Returns the settings of the finished run in its folder; None if there is none."""
         try:
             with open_regular(self.folder(out) / DONE) as file:
                 done = json.load(file)
-        except (OSError, ValueError):  # none yet, or not ours
+        except (OSError, ValueError):  # no run yet, or not ours
             return None
         return done.get("settings") if isinstance(done, dict) else None
 
     def begin(self, out: Path) -> Path:
-        """Its folder, without the files of an earlier run."""
+        """Returns its folder, without the files of an earlier run."""
         folder = self.folder(out)
         folder.mkdir(parents=True, exist_ok=True)
         for file in (file for pattern in RUN_FILES for file in folder.glob(pattern)):
@@ -88,10 +88,10 @@ class GridCell:
 
 
 def cells_of(arms: "Sequence[Arm]", seeds: Sequence[int]) -> list[GridCell]:
-    """Every arm with every seed, in the order to run them.
+    """Returns every arm with every seed, in the order to run them.
 
-    The first arm's come first and warm up the seeds' models in parallel; the others follow seed by seed, so that the
-    arms can be compared after an interruption.
+    The first arm's runs come first and warm up the seeds' models in parallel; the others follow seed by seed, so that
+    the arms can be compared after an interruption.
     """
     from verl_ext.lab.arms import setup_of
 
@@ -105,11 +105,11 @@ def cells_of(arms: "Sequence[Arm]", seeds: Sequence[int]) -> list[GridCell]:
 
 @dataclass
 class GridResult:
-    """The runs that are not done after a grid.
+    """The unfinished runs of a grid.
 
     Attributes:
-        failed: the error of each in one line.
-        interrupted: by Ctrl-C.
+        failed: the error of each, in one line.
+        interrupted: True after Ctrl-C.
     """
 
     failed: dict[GridCell, str] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class GridResult:
 
 
 def run_missing(cells: Sequence[GridCell], out: Path, jobs: int | None, console: "Console") -> GridResult:
-    """Make the runs that `out` does not hold yet with these settings, and show how far they are.
+    """Makes the runs that `out` does not have yet with these settings, and shows the progress.
 
     Args:
         jobs: runs at a time; None for one per core.
@@ -127,7 +127,9 @@ def run_missing(cells: Sequence[GridCell], out: Path, jobs: int | None, console:
     out.mkdir(parents=True, exist_ok=True)
     left, changed = left_to_do(list(cells), out)
     for name, keys in changed.items():
-        console.print(f"{name} runs again: changed since are {', '.join(keys)}", highlight=False, markup=False)
+        console.print(
+            f"{name} runs again, because these settings have changed: {', '.join(keys)}", highlight=False, markup=False
+        )
     if done := len(cells) - len(left):
         console.print(f"{done} of {len(cells)} runs are done already, in {out}", highlight=False, markup=False)
     with closing(run_grid(left, out, run_arm, jobs or len(os.sched_getaffinity(0)))) as events:
@@ -135,7 +137,7 @@ def run_missing(cells: Sequence[GridCell], out: Path, jobs: int | None, console:
 
 
 def left_to_do(cells: list[GridCell], out: Path) -> tuple[list[GridCell], dict[str, list[str]]]:
-    """The runs that are not done yet, and for each arm done with other settings, the names of those that changed."""
+    """Returns the unfinished runs, and for each arm done with other settings, the names of the changed settings."""
     left: list[GridCell] = []
     changed: dict[str, list[str]] = {}
     for cell in cells:
@@ -159,20 +161,20 @@ class RunStep:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """A run has ended: well where `error`, a line, is empty."""
+    """A run has ended, successfully if `error`, one line, is empty."""
 
     cell: GridCell
     error: str = ""
 
 
 def run_grid(cells: Iterable[GridCell], out: Path, run: RunArm, jobs: int) -> Generator[RunStep | RunEnd, None, None]:
-    """Run the cells, `jobs` at a time, and yield each step and each end as it comes.
+    """Runs the cells, `jobs` at a time, and yields each step and each end as it comes.
 
-    A run that fails does not stop the others. Close the iterator (`contextlib.closing`) to stop early: no process is
-    left then. Runs that were cut short are not done.
+    A failing run does not stop the others. Close the iterator (`contextlib.closing`) to stop early: no process is left
+    then. Interrupted runs count as unfinished.
 
     Args:
-        run: `verl_ext.lab.arms.run_arm`, or another function of a module, in which the processes look it up.
+        run: `verl_ext.lab.arms.run_arm`, or another function of a module: the processes import it from there.
     """
     waiting, running = deque(cells), dict[Connection, tuple[GridCell, ForkServerProcess]]()
     _prepare(run)
@@ -203,11 +205,11 @@ def run_grid(cells: Iterable[GridCell], out: Path, run: RunArm, jobs: int) -> Ge
 def _show_progress(
     events: Iterator[RunStep | RunEnd], left: int, runs: int, steps: int, console: "Console"
 ) -> GridResult:
-    """Show the events of a grid until it ends: a bar in a terminal, elsewhere a line for each run that has ended.
+    """Shows the events of a grid until it ends: a bar in a terminal, elsewhere a line for each finished run.
 
     Args:
-        left: runs that the grid makes, of `runs` in all; the others were done before.
-        steps: of a run.
+        left: number of runs that the grid makes, of `runs` in total; the others were done before.
+        steps: steps of a run.
     """
     from rich.progress import (
         BarColumn,
@@ -254,7 +256,7 @@ def _start(run: RunArm, cell: GridCell, out: Path) -> tuple[Connection, ForkServ
     events, theirs = FORKS.Pipe(duplex=False)
     process = FORKS.Process(target=_work, args=(run, cell, out, theirs), daemon=True)
     process.start()
-    theirs.close()  # only the worker holds that end now: where it dies, reading ends
+    theirs.close()  # now only the worker holds that end: reading ends if it dies
     return events, process
 
 
@@ -265,11 +267,11 @@ def _receive(events: Connection, cell: GridCell, process: ForkServerProcess) -> 
         process.join()
         code = process.exitcode or 0
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
-        return RunEnd(cell, f"its process {how}, without a word")
+        return RunEnd(cell, f"its process {how}, without an error message; see the log in its folder")
 
 
 def _prepare(run: RunArm) -> None:
-    """Start the process that the others are forked from; it imports while the first of them waits."""
+    """Starts the process that the others are forked from; it imports while the first of them waits."""
     FORKS.set_forkserver_preload([run.__module__, __name__])
     with _child_environment():
         forkserver.ensure_running()
@@ -277,7 +279,7 @@ def _prepare(run: RunArm) -> None:
 
 @contextmanager
 def _defer_ctrl_c() -> Iterator[None]:
-    """Defers a Ctrl-C to the end of the block: half a start would leave a process that nobody knows."""
+    """Defers a Ctrl-C to the end of the block: a partial start would leave a process that nothing tracks."""
     heard = list[int]()
     heeding = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
@@ -290,7 +292,7 @@ def _defer_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def _child_environment() -> Iterator[None]:
-    """Processes started in the block have ENVIRONMENT and ignore Ctrl-C: the command decides what ends."""
+    """Processes started in the block have ENVIRONMENT and ignore Ctrl-C: the command decides which ones end."""
     heeding, before = signal.signal(signal.SIGINT, signal.SIG_IGN), {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     try:
@@ -305,9 +307,9 @@ def _child_environment() -> Iterator[None]:
 
 
 def _work(run: RunArm, cell: GridCell, out: Path, events: Connection) -> None:
-    """Run one cell, in its own process; its output goes to the log in its folder, its steps and its end to `events`.
+    """Runs one cell, in its own process; its output goes to the log in its folder, its steps and its end to `events`.
 
-    Where nobody listens any more, the next step ends it: no worker outlives the command.
+    If nobody listens any more, it ends at the next step: no worker outlives the command.
     """
     start = time.monotonic()
     try:
@@ -324,7 +326,7 @@ def _work(run: RunArm, cell: GridCell, out: Path, events: Connection) -> None:
 
 
 def _print_to(log: Path) -> None:
-    """Move the descriptors, not only Python's streams: C code prints too, and would tear the progress bar."""
+    """Redirects the descriptors, not only Python's streams: C code prints too, and would tear the progress bar."""
     with log.open("wb") as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

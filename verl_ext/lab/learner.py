@@ -1,6 +1,6 @@
-"""The lab's actor: what a run's actor workers are to the trainer, around the lab's engine.
+"""The lab's actor: does for the trainer what a run's actor workers do, with the lab's engine.
 
-A rollout and the training engine's reading of it are put into the forms that the plugin's step and the workers take.
+It converts a rollout and the training engine's scores to the forms that the plugin's step and the workers take.
 
 Shape legend: B trajectories, T columns of padded responses, N response tokens of all of them, P tokens of a prompt,
 L layers, K experts per token.
@@ -43,10 +43,10 @@ class LabBatch:
 
     Attributes:
         prompts: [B, P].
-        sampled: what the rollout returned.
+        sampled: the rollout's result.
         rewards: [B].
         keys: verl's ids of trajectories, `{uid}_{session}_{index}`.
-        lag: how old the weights are that sampled them, where the rollout says so.
+        lag: how old the weights are that sampled them, if the rollout reports it.
     """
 
     prompts: Tensor
@@ -61,25 +61,25 @@ class LabBatch:
 
     @property
     def offsets(self) -> Tensor:
-        """[B + 1], where the response of each starts among the N."""
+        """[B + 1], the start of each response among the N."""
         lengths = self.sampled.mask.sum(1)
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
     def packed(self, values: Tensor) -> Tensor:
-        """[N, ...] of [B, T, ...]."""
+        """Returns [N, ...] of [B, T, ...]."""
         return values[self.sampled.mask]
 
     def padded(self, values: Tensor) -> Tensor:
-        """[B, T] of [N], 0 past the end."""
+        """Returns [B, T] of [N], 0 past the end."""
         return values.new_zeros(self.sampled.mask.shape).masked_scatter(self.sampled.mask, values)
 
     def token_rewards(self) -> Tensor:
-        """[B, T], each reward on the response's last token, where verl's rewards stand."""
+        """Returns [B, T], each reward on the response's last token, as verl has it."""
         last = self.sampled.mask.sum(1, keepdim=True) - 1
         return torch.zeros(self.sampled.mask.shape).scatter(1, last, self.rewards.unsqueeze(1))
 
     def tokens(self, scored: Scores, agreement_N: Tensor | None) -> Tokens:
-        """The response tokens as the plugin measures, weighs and filters them."""
+        """Returns the response tokens as the plugin measures, weighs and filters them."""
         return Tokens(
             l_infer=self.packed(self.sampled.l_infer),
             l_old=self.packed(scored.log_probs.detach()),
@@ -92,10 +92,10 @@ class LabBatch:
 
 
 class Learner:
-    """The actor's worker of such a run, its engine the lab's, with the workers' gate and loss.
+    """The actor's worker of a lab run: the lab's engine, with the workers' gate and loss.
 
     Args:
-        weights: where training begins.
+        weights: the weights that training begins with.
         knows_kept: whether the training engine knows which tokens truncated sampling kept.
 
     Attributes:
@@ -127,23 +127,23 @@ class Learner:
         self._reference = {name: value.detach().clone() for name, value in weights.items()}
 
     def score_old(self, batch: LabBatch) -> Scores:
-        """The scores of compute_log_prob, under the weights of now."""
+        """Returns the scores of compute_log_prob, under the present weights."""
         replayed = batch.sampled.experts if self._replay_mode == "R3" else None
         return self.engine.score_old(batch.prompts, batch.sampled.responses, replayed, batch.sampled.head)
 
     def score_reference(self, batch: LabBatch) -> Tensor:
-        """[B, T] log-probabilities under the weights that training began with."""
+        """Returns [B, T] log-probabilities under the weights that training began with."""
         with torch.no_grad():
             return score(self._reference, self._model, batch.prompts, batch.sampled.responses).log_probs
 
     def update(
         self, batch: LabBatch, old: Scores, fields: Mapping[str, Tensor], asked: Mapping[str, Any]
     ) -> dict[str, float]:
-        """All updates of a step; means over them of what the loss, the gate and the optimizer report.
+        """Makes all updates of a step; returns means over them of the metrics of the loss, the gate and the optimizer.
 
         Args:
-            fields: what the loss reads besides the tokens, [B, T] each by name of verl_ext.base.names.
-            asked: what a run's trainer asks of its workers: `UPDATE`, `FIRST_PASS` and `FILTER_SCALE`.
+            fields: the loss's inputs in addition to the tokens, [B, T] each, by name of verl_ext.base.names.
+            asked: the requests of a run's trainer to its workers: `UPDATE`, `FIRST_PASS` and `FILTER_SCALE`.
         """
         output = self.worker.train_mini_batch(self.update_data(batch, old, fields, asked))
         metrics = rename_dict(tu.get(output, "metrics"), "actor/")
@@ -180,7 +180,7 @@ class Learner:
         return TensorDict(tensors | settings, len(batch.keys))
 
     def head_metrics(self, batch: LabBatch, scored: Scores) -> dict[str, float]:
-        """`vllm_kl/head*`; none where the rollout returns no heads."""
+        """Returns `vllm_kl/head*`; nothing if the rollout returns no heads."""
         head = batch.sampled.head
         if self.use is None or head is None or scored.reading is None:
             return {}
@@ -190,18 +190,18 @@ class Learner:
         return head_metrics(head_sums(apart, head.known, mask, places))
 
     def take_back(self, after: int) -> list[int | None]:
-        """The answer of each worker of a run to an undo; there is one here."""
+        """Returns the answer of each worker of a run to an undo; the lab has one worker."""
         return [self.gate.take_back(after)]
 
     def load_checkpoint(self, local_path: str, del_local_after_load: bool = False) -> None:
-        """Called as verl's worker groups are; see `LabEngine.load_checkpoint`."""
+        """Has the signature of verl's worker groups; see `LabEngine.load_checkpoint`."""
         self.engine.load_checkpoint(Path(local_path))
 
 
 def compare_routing(batch: LabBatch, scored: Scores) -> tuple[Tensor, Tensor]:
     """Compares the experts of both engines at the response tokens: agreement [N], and the packed `RouterSums`."""
     P, T = batch.prompts.shape[1], batch.sampled.mask.shape[1]
-    rows = slice(P - 1, P - 1 + T)  # of the passes that predict them
+    rows = slice(P - 1, P - 1 + T)  # rows of the passes that predict them
     rollout, used, own = (
         batch.packed(experts[:, rows])
         for experts in (batch.sampled.experts, scored.routing.stacked(), torch.stack(scored.routing.own, 2))

@@ -68,7 +68,7 @@ class ModelSettings:
 def init_weights(
     model: ModelSettings, vocabulary: int, positions: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Random weights, float32: what adds to the residual stream smaller, the deeper the model."""
+    """Returns random weights in float32; those that add to the residual stream are smaller the deeper the model is."""
     d, f, E = model.hidden, model.expert_hidden, model.experts
     deep = math.sqrt(2 * model.layers)
 
@@ -99,9 +99,9 @@ class Faults:
     """Ways in which a rollout engine computes another function than the training engine.
 
     Attributes:
-        router_dtype: of the routers' weights, inputs and logits; None for that of the others.
+        router_dtype: dtype of the routers' weights, inputs and logits; None for the same as elsewhere.
         router_bias: [L, E], added to a router's logits where experts are chosen, and not where they are weighed.
-        positions_off: how many places further a response's tokens stand than they should.
+        positions_off: how many places too far a response's tokens are.
         leaks: whether a sequence also attends to the one before it in the batch, as packed sequences without a mask.
     """
 
@@ -120,8 +120,9 @@ class Routing:
 
     Attributes:
         experts: [B, S, K] int64, in descending order of their scores where the router chose them itself.
-        own: [B, S, K], those that it would have chosen: other ones only where `experts` were given to it.
-        logits: [B, S, E] float32, the routers', with gradient.
+        own: [B, S, K], the experts that the router would have chosen; they differ only where `experts` were given to
+            it.
+        logits: [B, S, E] float32, the routers' logits, with gradient.
     """
 
     experts: list[Tensor]
@@ -129,7 +130,7 @@ class Routing:
     logits: list[Tensor]
 
     def stacked(self) -> Tensor:
-        """[B, S, L, K]"""
+        """Returns the experts, [B, S, L, K]."""
         return torch.stack(self.experts, 2)
 
 
@@ -152,15 +153,16 @@ def forward(
     replayed: Tensor | None = None,
     faults: Faults = SOUND,
 ) -> tuple[Tensor, Routing]:
-    """Logits [B, last, V] in float32 of the last of [B, S] tokens, and the routing of all, in the dtype of the weights.
+    """Computes logits [B, last, V] in float32 of the last of [B, S] tokens, and the routing of all, in the dtype of the
+    weights.
 
     Args:
-        cache: the tokens follow those that it holds, and are added to it.
+        cache: the tokens follow those in it, and are added to it.
         replayed: [B, S, L, K] experts to use; the weights of the chosen are still the router's, with gradient (R3).
     """
     start = cache.length if cache else 0
     places: slice | Tensor = slice(start, start + tokens.shape[1])
-    if faults.positions_off and start:  # of the response alone, as after a prompt padded by one too many
+    if faults.positions_off and start:  # only of the response, as after a prompt padded by one too many
         off = torch.arange(start, start + tokens.shape[1]) + faults.positions_off
         places = off.clamp(max=len(weights["positions"]) - 1)
     x = F.embedding(tokens, weights["embedding"]) + weights["positions"][places]
@@ -179,15 +181,16 @@ class RolloutEngine:
     """A rollout's weights, arithmetic and sampling parameters.
 
     Attributes:
-        parts: the weights; of several, a response has its first share of tokens from the first, and so on, while the
-            cache stays, as with weights that are updated in flight.
+        parts: the weights. If there are several, the first share of a response's tokens comes from the first, and so
+            on, while the cache stays, as with weights that are updated in flight.
         dtype: of weights and arithmetic.
-        lag: versions behind the policy that it says of the newest and the oldest of them; None where it says nothing.
-        temperature, top_k, top_p: of the distribution that is sampled from; no top_k is 0.
-        reported: the temperature of the log-probabilities that it returns; None for that of the sampled distribution.
-        respelled: share of the sampled tokens in whose place training gets another one.
-        misrouted: whether a trajectory comes with the experts of another one.
-        faults: of its passes.
+        lag: the reported number of versions that the newest and the oldest of them are behind the policy; None if it
+            reports none.
+        temperature, top_k, top_p: of the sampled distribution; top_k 0 means none.
+        reported: the temperature of the returned log-probabilities; None for that of the sampled distribution.
+        respelled: share of the sampled tokens that are replaced by others for training.
+        misrouted: whether a trajectory has the experts of another one.
+        faults: the faults of its passes.
     """
 
     parts: tuple[Weights, ...]
@@ -208,10 +211,10 @@ class Samples:
 
     Attributes:
         responses: [B, T] int64, END wherever a response has ended.
-        l_infer: [B, T] float32, under the distribution that was sampled from; 0 past the end.
+        l_infer: [B, T] float32, under the sampled distribution; 0 past the end.
         mask: [B, T] bool, true up to the END that was sampled.
         experts: [B, P + T - 1, L, K] int64, of every token but the last, as vLLM returns them.
-        head: of all B T places, none past the end; None where none was asked for.
+        head: the head at all B T places, none past the end; None if none was requested.
     """
 
     responses: Tensor
@@ -224,10 +227,10 @@ class Samples:
 def sample_responses(
     engine: RolloutEngine, model: ModelSettings, prompts: Tensor, length: int, generator: torch.Generator, head: int = 0
 ) -> Samples:
-    """Up to `length` sampled tokens after each of [B, P] prompts, and the `head` most likely ones at each place, or all
-    of a smaller vocabulary.
+    """Samples up to `length` tokens after each of [B, P] prompts, and returns the `head` most likely ones at each
+    place, or all of a smaller vocabulary.
 
-    All random numbers are drawn first: two engines with the same generator state differ only by what they compute.
+    All random numbers are drawn first: two engines with the same generator state differ only by their computation.
     """
     vocabulary = engine.parts[0]["head"].shape[0]
     noise = torch.empty(length, len(prompts), vocabulary).exponential_(generator=generator).log_()
@@ -241,16 +244,15 @@ def sample_responses(
 
 
 def rollout_log_probs(engine: RolloutEngine, model: ModelSettings, prompts: Tensor, responses: Tensor) -> Tensor:
-    """[B, T] log-probabilities of given response tokens, 0 past the end."""
+    """Returns [B, T] log-probabilities of given response tokens, 0 past the end."""
     return _sample_loop(engine, model, prompts, responses.shape[1], lambda t, _: responses[:, t]).l_infer
 
 
 def choose_experts(logits: Tensor, model: ModelSettings) -> Tensor:
-    """[..., K] the experts that a router takes by its logits [..., E].
+    """Returns [..., K], the experts that a router chooses by its logits [..., E].
 
-    `softmax`: the largest (Qwen3-MoE). `sigmoid`: DeepSeek-V3's (arXiv 2412.19437): of groups of experts, those with
-    the largest sum of their two best scores are kept, and of their experts the largest taken; without its bias for
-    balance.
+    `softmax`: the largest (Qwen3-MoE). `sigmoid`: as in DeepSeek-V3 (arXiv 2412.19437): the groups with the largest sum
+    of their two best scores are kept, and the largest of their experts are chosen; without its bias for balance.
     """
     if model.router == "softmax" or model.groups == 1:
         return logits.topk(model.top_k, -1).indices
@@ -261,7 +263,7 @@ def choose_experts(logits: Tensor, model: ModelSettings) -> Tensor:
 
 
 def expert_weights(logits: Tensor, experts: Tensor, model: ModelSettings) -> Tensor:
-    """[..., K] the weights of the chosen experts, 1 in sum."""
+    """Returns [..., K], the weights of the chosen experts, 1 in sum."""
     chosen = logits.gather(-1, experts)
     if model.router == "softmax":
         return chosen.softmax(-1)  # of all experts' softmax, renormalised over the chosen
@@ -270,7 +272,8 @@ def expert_weights(logits: Tensor, experts: Tensor, model: ModelSettings) -> Ten
 
 
 def truncate_logits(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """[B, V] logits, -inf outside the `top_k` largest, and then outside the fewest whose share reaches `top_p`."""
+    """Returns [B, V] logits, -inf outside the `top_k` largest, and then outside the fewest whose share reaches
+    `top_p`."""
     if top_k:
         least = logits.topk(min(top_k, logits.shape[-1]), -1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
@@ -289,9 +292,10 @@ def _sample_loop(
     choose: Callable[[int, Tensor], Tensor],
     head: int = 0,
 ) -> Samples:
-    """Token by token, with a cache; `choose` makes [B] ids of the [B, V] log-probabilities for response token t."""
+    """Samples token by token, with a cache; `choose` makes [B] ids of the [B, V] log-probabilities for response
+    token t."""
     B, P = prompts.shape
-    # Made out here: what inference_mode makes cannot be trained on.
+    # Made outside: a tensor made in inference_mode cannot be trained on.
     responses = torch.full((B, length), END)
     l_infer, mask = torch.zeros(B, length), torch.zeros(B, length, dtype=torch.bool)
     experts = torch.arange(model.top_k).expand(B, P + length - 1, model.layers, model.top_k).clone()
@@ -324,7 +328,7 @@ def _sample_loop(
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    # Not rms_norm, which is seven kernels on a CPU, and this is one.
+    # Instead of rms_norm, which is seven kernels on a CPU; this is one.
     return F.layer_norm(x, weight.shape, weight)
 
 
@@ -339,9 +343,9 @@ def _attention(
         cache.keys[layer, :, :, cache.length : until] = k
         cache.values[layer, :, :, cache.length : until] = v
         k, v = cache.keys[layer, :, :, :until], cache.values[layer, :, :, :until]
-    if leaks and S == 1:  # the response's tokens see the sequence before theirs as well
+    if leaks and S == 1:  # the response's tokens attend to the sequence before theirs as well
         k, v = (torch.cat([own, own.roll(1, 0)], 2) for own in (k, v))
-    seen = F.scaled_dot_product_attention(q, k, v, is_causal=S > 1)  # several tokens only come first
+    seen = F.scaled_dot_product_attention(q, k, v, is_causal=S > 1)  # only the first pass has several tokens
     return F.linear(seen.transpose(1, 2).reshape(B, S, d), weights[f"{layer}.out"])
 
 
@@ -368,14 +372,14 @@ def _experts(
 
 
 def _mix_all(x: Tensor, experts: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """All experts computed, those not chosen counting 0: for few tokens the faster."""
+    """Computes all experts, with weight 0 for those not chosen: faster for few tokens."""
     share = shares.new_zeros(*shares.shape[:-1], len(up)).scatter(-1, experts, shares)
     inner = F.silu(F.linear(x, up.flatten(0, 1))).unflatten(-1, up.shape[:2]) * share.unsqueeze(-1)
     return F.linear(inner.flatten(-2), down.transpose(0, 1).flatten(1))
 
 
 def _mix_chosen(x: Tensor, experts: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Tokens sorted by their experts, which compute those that they were chosen for: for many tokens the faster."""
+    """Sorts tokens by their experts, and each expert computes its own tokens: faster for many tokens."""
     expert, order = experts.flatten().sort(stable=True)
     token = order // experts.shape[-1]
     counts = torch.bincount(expert, minlength=len(up)).tolist()

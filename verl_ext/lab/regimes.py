@@ -1,7 +1,7 @@
 """The gaps between trained weights and rollout; each regime is a change of a `RolloutEngine`.
 
-A regime is a frozen dataclass of its settings, which stand in the config as `lab.NAME`, with a method
-`apply(engine, history)`; several in a row make a mixture.
+A regime is a frozen dataclass of its settings, which are `lab.NAME` in the config, with a method `apply(engine,
+history)`; several in a row make a mixture.
 """
 
 from abc import ABC, abstractmethod
@@ -21,26 +21,26 @@ MOST_MISSED = 1000  # updates whose weights are kept
 
 
 class History:
-    """The weights after each update, the newest last, as many as any regime reaches back to."""
+    """The weights after each update, the newest last; as many as any regime needs."""
 
     def __init__(self, reach: int):
         self._versions: deque[Weights] = deque(maxlen=reach + 1)
         self.updates = -1
 
     def add(self, weights: Weights) -> None:
-        """Add the first weights, then those after each update; copied, because an optimizer changes them in place."""
+        """Adds the first weights, then those after each update; copied, because an optimizer changes them in place."""
         self._versions.append({name: value.detach().clone() for name, value in weights.items()})
         self.updates += 1
 
     def ago(self, updates: int) -> Weights:
-        """The weights before the last `updates` updates; of what is longer ago, the first there were."""
+        """Returns the weights before the last `updates` updates; at most as old as the first ones."""
         return self._versions[max(len(self._versions) - 1 - updates, 0)]
 
 
 class Regime(ABC):
     """Attributes:
-    stands_for: the real set-up.
-    trainer_mode: the one of verl's that it is about.
+    stands_for: the real set-up that it imitates.
+    trainer_mode: verl's trainer mode with this gap.
     """
 
     stands_for: ClassVar[str]
@@ -58,14 +58,14 @@ class Regime(ABC):
 
     @abstractmethod
     def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
-        """The engine as this changes it."""
+        """Returns the engine with this regime's change."""
 
 
 REGIMES: dict[str, type[Regime]] = {}
 
 
 def register_regime(name: str) -> Callable[[type], type]:
-    """Register a regime's class, which becomes `verl-ext lab NAME`."""
+    """Registers a regime's class, which becomes `verl-ext lab NAME`."""
 
     def register(kind: type) -> type:
         REGIMES[name] = kind
@@ -75,7 +75,7 @@ def register_regime(name: str) -> Callable[[type], type]:
 
 
 def engine_of(regimes: Mapping[str, Regime], history: History) -> RolloutEngine:
-    """The rollout's engine under these regimes, applied in this order."""
+    """Returns the rollout's engine under these regimes, applied in this order."""
     engine = RolloutEngine((history.ago(0),))
     for regime in regimes.values():
         engine = regime.apply(engine, history)
@@ -83,7 +83,7 @@ def engine_of(regimes: Mapping[str, Regime], history: History) -> RolloutEngine:
 
 
 def regimes_named(text: str) -> list[str]:
-    """`stale+quantized` as names; `exact` is none.
+    """Parses `stale+quantized` into names; `exact` gives none.
 
     Raises:
         ConfigError: one is not known.
@@ -92,14 +92,14 @@ def regimes_named(text: str) -> list[str]:
     for name in names:
         if name not in REGIMES:
             known = ", ".join(["exact", *REGIMES])
-            raise ConfigError(f"the regime {name} is not known; choose one of: {known}, or several with + between them")
+            raise ConfigError(f"the regime {name} is not known; choose one of: {known}, or several joined by +")
     return names
 
 
 @register_regime("stale")
 @dataclass(frozen=True)
 class Stale(Regime):
-    """Weights of before.
+    """Older weights.
 
     Attributes:
         lag: updates that the rollout is behind.
@@ -133,11 +133,11 @@ class Stale(Regime):
 @register_regime("missed_sync")
 @dataclass(frozen=True)
 class MissedSync(Regime):
-    """The weights stay what they were from one update on.
+    """The weights do not change from one update on.
 
     Attributes:
         update: the last one that reached the rollout.
-        count: updates that do not; then they do again. 0: none does any more.
+        count: updates that do not reach it; later ones do again. 0: none does any more.
     """
 
     stands_for: ClassVar[str] = "a weight sync that does not arrive: a LoRA under the wrong name, a lost replica"
@@ -163,11 +163,12 @@ class MissedSync(Regime):
 @register_regime("partial_sync")
 @dataclass(frozen=True)
 class PartialSync(Regime):
-    """Some of the weights stay what they were at the start.
+    """Some of the weights stay as they were at the start.
 
     Attributes:
-        layers: the first of them, whose weights do not arrive; -1 for all but the embedding, the norm and the head.
-        names: ends of the names of the weights that do not arrive, with + between them; or all.
+        layers: the number of first layers whose weights do not arrive; -1 for all weights except the embedding, the
+            norm and the head.
+        names: ends of the names of the weights that do not arrive, joined by +; or all.
     """
 
     stands_for: ClassVar[str] = "a weight sync that loses some names: a bucket, a layer, experts under another name"
@@ -258,7 +259,7 @@ class Quantized(Regime):
 @register_regime("bf16")
 @dataclass(frozen=True)
 class BFloat16(Regime):
-    """Weights and arithmetic of the rollout in bfloat16, where the training engine has float32."""
+    """Weights and arithmetic of the rollout are bfloat16, those of the training engine float32."""
 
     stands_for: ClassVar[str] = "two engines of different kernels and precision"
 
@@ -272,11 +273,11 @@ class Truncated(Regime):
     """Sampling from the head of the distribution, log-probabilities normalised over it.
 
     Attributes:
-        top_p, top_k: as vLLM's; no top_k is 0.
+        top_p, top_k: as in vLLM; top_k 0 means none.
         told: the training engine computes over the same tokens, as a run with verl_ext does.
     """
 
-    stands_for: ClassVar[str] = "top-p or top-k in the rollout, which the training engine does not know of"
+    stands_for: ClassVar[str] = "top-p or top-k in the rollout, unknown to the training engine"
 
     top_p: float = 0.9
     top_k: int = 0
@@ -360,10 +361,10 @@ class RouterBias(Regime):
 @register_regime("wrong_weights")
 @dataclass(frozen=True)
 class WrongWeights(Regime):
-    """The experts of a layer stand in another order, or a layer has the experts of its neighbour.
+    """The experts of a layer are in another order, or a layer has the experts of its neighbour.
 
     Attributes:
-        layer: which one.
+        layer: the number of the layer.
         kind: `permuted` experts, or those of the `neighbour` layer.
     """
 
@@ -403,7 +404,7 @@ class PackedLeak(Regime):
 @register_regime("positions_off")
 @dataclass(frozen=True)
 class PositionsOff(Regime):
-    """The response's tokens stand one place further than in the training engine."""
+    """The response's tokens are one place further than in the training engine."""
 
     stands_for: ClassVar[str] = "position ids off by one: padding, a prompt's end, a cut turn"
 
@@ -432,7 +433,7 @@ class Respelled(Regime):
 @register_regime("misrouted")
 @dataclass(frozen=True)
 class Misrouted(Regime):
-    """A trajectory comes with the experts of another one, half a batch away."""
+    """A trajectory has the experts of another one, half a batch away."""
 
     stands_for: ClassVar[str] = "routes that are replayed for other tokens: rows in another order, a cut that is off"
 

@@ -1,8 +1,8 @@
 """The outcome of runs in numbers: one run, the seeds of a variant together, and all runs of an experiment.
 
-A run has collapsed where the mean of the reward over 20 steps is below half of the highest such mean so far. Rewards
-are 0 and above. A run that the guard ended early has neither survived nor, for that alone, collapsed: nobody knows what
-it would have come to.
+A run has collapsed if the mean of the reward over 20 steps is below half of the highest such mean so far. Rewards are 0
+and above. A run that the guard stopped early has neither survived nor, only because of that, collapsed: its outcome is
+unknown.
 """
 
 import math
@@ -22,38 +22,38 @@ from verl_ext.report.run import ReportError, Run, Series
 if TYPE_CHECKING:
     from verl_ext.lab.arms import Arm
 
-EXACT, NONE = "exact", "none"  # variants: the rollout that differs in nothing, and no method
+EXACT, NONE = "exact", "none"  # variants: the rollout without a gap, and no method
 REWARD, K3, DROPPED, NORM = "critic/score/mean", "vllm_kl/k3", "correction/dropped", "actor/grad_norm"
 FORECAST, SKIPPED, ROLLBACKS = "guard/steps_to_boundary", "guard/skipped", "guard/rollbacks"
 
 WINDOW = 20  # steps of a level
 COLLAPSED, FALLEN = 0.5, 0.8  # of the highest level so far
-START, BEFORE, AHEAD = 5, 10, 10  # steps: of k3 at the start; of k3 before the collapse, and from there to it
-FEW_STEPS, LARGE_K3 = 20, 0.1  # a forecast below, a k3 above: a warning
-FEW, SMOOTH = 5, 10  # readings of k3 whose mean has to pass it to count as past; of stretches that are compared
-COVERAGE = 0.95  # of intervals over the seeds
+START, BEFORE, AHEAD = 5, 10, 10  # steps: for k3 at the start; for k3 before the collapse, and from there to it
+FEW_STEPS, LARGE_K3 = 20, 0.1  # a forecast below or a k3 above is a warning
+FEW, SMOOTH = 5, 10  # readings of k3 whose mean must pass LARGE_K3; steps of the stretches that are compared
+COVERAGE = 0.95  # coverage of intervals over the seeds
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One run. None is what the run did not log, or was too short for.
+    """One run. None means that the run did not log it, or was too short for it.
 
     Attributes:
-        steps: the last one.
+        steps: the last step.
         peak, last: the highest level of the reward, and the last.
-        final: `last`, of a run that trained to its end; None of one that the guard ended early.
+        final: `last`, if the run trained to its end; None if the guard stopped it early.
         collapsed: the step, or None.
-        stopped: the last step of a run that the guard ended early, or None.
+        stopped: the last step of a run that the guard stopped early, or None.
         k3_start, k3_before: mean over the first steps, and shortly before the collapse, or at the end without one.
         dropped: mean share of tokens.
         dropped_with_k3: how far the share rises and falls with k3, Spearman's rank correlation over stretches of
-            SMOOTH steps: 1 where a mask drops more the larger the gap, below 0 where it sees less of a larger one.
+            SMOOTH steps: 1 if a mask drops more for a larger gap, below 0 if it drops less.
         grad_norm_median, grad_norm_max: over the run.
         warned: the first step with a warning.
-        warning: steps from there to the one at which the reward began to fall; negative where it came late. None
+        warning: steps from there to the one at which the reward began to fall; negative if it came late. None
             without a collapse, or without a warning.
         foretold: steps from the first forecast below FEW_STEPS to the one at which the mean of FEW readings of k3
-            passed LARGE_K3; 0 or negative where it came no earlier. None where either did not happen.
+            passed LARGE_K3; 0 or negative if it came no earlier. None if either did not happen.
         skipped: updates refused.
     """
 
@@ -85,7 +85,7 @@ class Summary:
         return self.warned is not None and self.collapsed is None and self.known
 
 
-# What has a mean over seeds: not `last`, which is a final reward of one run and the level at a stop of another.
+# Measures with a mean over seeds: not `last`, which is a final reward for one run and the level at a stop for another.
 MEASURES = tuple(each.name for each in fields(Summary) if each.name != "last")
 
 
@@ -103,7 +103,7 @@ class Interval:
         return self.half is not None and abs(self.mean) > self.half
 
     def text(self, form: str = ".2f") -> str:
-        """The mean in this format, and the half-width."""
+        """Returns the mean in this format, and the half-width."""
         return f"{self.mean:{form}}" + ("" if self.half is None else f" ±{self.half:.2f}")
 
 
@@ -112,8 +112,8 @@ class Variant:
     """One arm over its seeds.
 
     Attributes:
-        runs: by seed, those that were done.
-        failed: by seed, the error in a line.
+        runs: the finished runs, by seed.
+        failed: the error in one line, by seed.
     """
 
     name: str
@@ -122,17 +122,18 @@ class Variant:
     failed: Mapping[int, str] = field(default_factory=dict)
 
     def by_seed(self, measure: str) -> dict[int, float]:
-        """The measure by seed, without the runs that do not have it."""
+        """Returns the measure by seed, without the runs that do not have it."""
         return {seed: value for seed, run in self.runs.items() if (value := getattr(run, measure)) is not None}
 
     def mean(self, measure: str) -> Interval | None:
-        """The measure's mean over the seeds. No final reward where the guard ended runs: the rest were selected."""
+        """Returns the measure's mean over the seeds. There is no mean final reward if the guard stopped runs: the
+        remaining ones are a selection."""
         if measure == "final" and self.stopped:
             return None
         return interval(list(self.by_seed(measure).values()))
 
     def difference_to(self, other: "Variant", measure: str = "final") -> Interval | None:
-        """This less the other, on the seeds that both have; None where the guard ended runs of either early."""
+        """Returns this minus the other, on the seeds that both have; None if the guard stopped runs of either early."""
         if self.stopped or other.stopped:
             return None
         ours, theirs = self.by_seed(measure), other.by_seed(measure)
@@ -140,23 +141,23 @@ class Variant:
 
     @property
     def collapsed(self) -> dict[int, int]:
-        """The steps, by seed."""
+        """The steps of the collapses, by seed."""
         return {seed: int(step) for seed, step in self.by_seed("collapsed").items()}
 
     @property
     def stopped(self) -> dict[int, int]:
-        """The last steps of the runs that the guard ended early, by seed."""
+        """The last steps of the runs that the guard stopped early, by seed."""
         return {seed: int(step) for seed, step in self.by_seed("stopped").items()}
 
     @property
     def reward_then(self) -> Interval | None:
-        """The last level of the runs that the guard ended early; None where none came to one."""
+        """The last level of the runs that the guard stopped early; None if none reached one."""
         ended = [self.runs[seed].last for seed in self.stopped]
         return interval([level for level in ended if level is not None])
 
     @property
     def known(self) -> int:
-        """Runs of which it is known whether they collapse."""
+        """The number of runs whose outcome is known."""
         return sum(run.known for run in self.runs.values())
 
     @property
@@ -168,7 +169,7 @@ class Variant:
 def collect_runs(
     arms: "Sequence[Arm]", cells: Sequence[GridCell], out: Path, failed: Mapping[GridCell, str]
 ) -> tuple[list[Variant], dict[str, list[Run]]]:
-    """The variants, and the runs of each by its name; neither holds a run that is not done or failed."""
+    """Returns the variants, and the runs of each by its name; neither includes an unfinished or failed run."""
     runs: dict[str, dict[int, Run]] = {arm.name: {} for arm in arms}
     summaries: dict[str, dict[int, Summary]] = {arm.name: {} for arm in arms}
     errors: dict[str, dict[int, str]] = {arm.name: {} for arm in arms}
@@ -185,7 +186,7 @@ def collect_runs(
             summary = summarise(run, cell.steps)
             if summary.steps < cell.steps and summary.stopped is None:
                 errors[name][cell.seed] = (
-                    f"it ended at step {summary.steps} of {cell.steps}, and not by the guard; "
+                    f"it ended at step {summary.steps} of {cell.steps}, but the guard did not stop it; "
                     f"remove {cell.folder(out)} to run it again"
                 )
             else:
@@ -195,11 +196,10 @@ def collect_runs(
 
 
 def summarise(run: Run, steps: int | None = None) -> Summary:
-    """The run in numbers.
+    """Summarises a run in numbers.
 
     Args:
-        steps: as many as were asked for, where that is known: a guard that asks for the end after the last of them has
-            ended nothing early.
+        steps: the requested number, if it is known: a stop by the guard after the last step is not early.
     """
     reward = run.get(REWARD)
     level = None if reward is None else levels(reward)
@@ -233,7 +233,8 @@ def summarise(run: Run, steps: int | None = None) -> Summary:
 
 
 def ranked_variants(variants: Sequence[Variant]) -> list[Variant]:
-    """The exact one first, then by the final reward; what has none, as where the guard ended runs early, is last."""
+    """Returns the exact variant first, then by the final reward; variants without one, as after stops by the guard,
+    are last."""
 
     def place(variant: Variant) -> tuple[bool, float]:
         final = variant.mean("final")
@@ -247,7 +248,7 @@ def variant_named(variants: Sequence[Variant], name: str) -> Variant | None:
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """The mean of independent values with its interval; None without any."""
+    """Returns the mean of independent values with its interval; None without any."""
     if not values:
         return None
     n, mean = len(values), float(np.mean(values))
@@ -258,7 +259,7 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 
 def levels(series: Series) -> Series | None:
-    """The mean of the last WINDOW finite readings, from the WINDOWth on; None where there are fewer."""
+    """Returns the mean of the last WINDOW finite readings, from the WINDOWth on; None if there are fewer."""
     series = series.finite()
     if len(series.steps) < WINDOW:
         return None
@@ -267,7 +268,7 @@ def levels(series: Series) -> Series | None:
 
 
 def fall(level: Series) -> tuple[int, int] | tuple[None, None]:
-    """(the step at which the reward began to fall, the step of the collapse), or None twice where there is none.
+    """Returns (the step at which the reward began to fall, the step of the collapse), or None twice without a collapse.
 
     The fall begins with the last stretch below FALLEN before the collapse.
     """
@@ -281,7 +282,7 @@ def fall(level: Series) -> tuple[int, int] | tuple[None, None]:
 
 
 def first_warning(forecast: Series | None, k3: Series | None) -> int | None:
-    """The first step at which the guard's forecast, or k3 itself, spoke."""
+    """Returns the first step at which the guard's forecast, or k3 itself, gave a warning."""
     spoke = [] if forecast is None else [*forecast.steps[forecast.values < FEW_STEPS]]
     spoke += [] if k3 is None else [*k3.steps[k3.values > LARGE_K3]]
     return int(min(spoke)) if spoke else None

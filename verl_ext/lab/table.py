@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 RESULTS = "results.json"
-NAME, DIFFERENCE = 14, 12  # columns of the terminal; with the others' and one between two, 80
+NAME, DIFFERENCE = 14, 12  # columns of the terminal; with the others and one between each two, 80
 SIGNED = "+.2f"  # the format of differences
 STYLES = {"better": "green", "worse": "red", "": ""}
 LEGEND = (
@@ -38,20 +38,20 @@ LEGEND = (
     "or at the end without one. warning: steps ahead of the fall. *: more than the seeds' noise."
 )
 ENDED_EARLY = (
-    " ended early: runs that the guard ended, the median step, and the reward then. Such a run has no final reward and "
-    "is not compared; it counts as collapsed only if it had collapsed before."
+    " ended early: runs that the guard stopped, the median step, and the reward then. Such a run has no final reward "
+    "and is not compared; it counts as collapsed only if it had collapsed before."
 )
 
 
 @dataclass(frozen=True)
 class Entry:
     text: str
-    verdict: str = ""  # "better" or "worse", of a difference that is more than noise
+    verdict: str = ""  # "better" or "worse", for a difference above the noise
 
 
 @dataclass(frozen=True)
 class Column:
-    """`width` is in a terminal; a narrow one leaves out the columns that are `spare`."""
+    """A column of the table. `width` is for a terminal; a narrow one leaves out `spare` columns."""
 
     title: str
     width: int
@@ -67,7 +67,7 @@ class TableRow:
 
 
 def table_columns(variants: Sequence[Variant]) -> list[Column]:
-    """The columns of a table of these variants, after the name."""
+    """Returns the columns of a table of these variants, after the name."""
     early = _any_ended_early(variants)
     against = [
         Column(f"against {name}", DIFFERENCE, _against_cell(other), spare=name == EXACT)
@@ -96,7 +96,7 @@ def table_columns(variants: Sequence[Variant]) -> list[Column]:
 
 
 def table_rows(variants: Sequence[Variant]) -> list[TableRow]:
-    """The exact one first, then by the final reward."""
+    """Returns the rows: the exact variant first, then by the final reward."""
     shown = table_columns(variants)
 
     def cells(variant: Variant) -> tuple[Entry, ...]:
@@ -107,12 +107,12 @@ def table_rows(variants: Sequence[Variant]) -> list[TableRow]:
 
 
 def legend(variants: Sequence[Variant]) -> str:
-    """The meaning of the columns, in one paragraph."""
+    """Returns the meaning of the columns, in one paragraph."""
     return LEGEND + ENDED_EARLY * _any_ended_early(variants)
 
 
 def findings_of(variants: Sequence[Variant]) -> list[str]:
-    """The findings in sentences, also where the seeds show nothing."""
+    """Returns the findings in sentences, also if the seeds show nothing."""
     order = ranked_variants(variants)
     exact, none = variant_named(order, EXACT), variant_named(order, NONE)
     others = [variant for variant in order if variant.name not in (EXACT, NONE)]
@@ -132,10 +132,10 @@ def findings_of(variants: Sequence[Variant]) -> list[str]:
 
 
 def results_of(about: Mapping[str, Any], variants: Sequence[Variant], findings: Sequence[str]) -> dict[str, Any]:
-    """Everything in the table, and every seed, as JSON can hold it; `about` comes first.
+    """Returns everything in the table, and every seed, for JSON; `about` comes first.
 
-    A mean over seeds is {mean, low, high, seeds}, without low and high where there is one seed; null is what was not
-    logged. A run that the guard ended early is under `ended_early`; `collapsed` is of the runs of which it is known.
+    A mean over seeds is {mean, low, high, seeds}, without low and high if there is one seed; null means not logged. A
+    run that the guard stopped early is under `ended_early`; `collapsed` covers the runs whose outcome is known.
     """
     order = ranked_variants(variants)
     none, exact = variant_named(order, NONE), variant_named(order, EXACT)
@@ -175,7 +175,7 @@ def write_results(results: Mapping[str, Any], out: Path) -> Path:
 
 @dataclass(frozen=True)
 class TerminalTable:
-    """The table and the findings under it, for a terminal of 80 columns or more; in ASCII where it has no UTF-8."""
+    """The table and the findings under it, for a terminal of 80 columns or more; in ASCII if it has no UTF-8."""
 
     variants: Sequence[Variant]
     findings: Sequence[str]
@@ -205,7 +205,7 @@ class TerminalTable:
 
 
 def step_range(steps: Collection[int]) -> str:
-    """The first step and the last, in words."""
+    """Returns the first step and the last, in words."""
     first, last = min(steps), max(steps)
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
@@ -238,7 +238,7 @@ def _mean_cell(measure: str, text: str, scale: int = 1) -> Callable[[Variant], s
 
 
 def _share_text(steps: Collection[int], of: int) -> str:
-    """The count, and the median of the steps."""
+    """Returns the count, and the median of the steps."""
     if not of:
         return "-"
     return f"{len(steps)}/{of}" + (f" @{median(steps):.0f}" if steps else "")
@@ -249,7 +249,7 @@ def _any_ended_early(variants: Sequence[Variant]) -> bool:
 
 
 def _warning_cell(variant: Variant) -> str:
-    """Steps ahead of the fall, where it fell; else how often it was for nothing."""
+    """Returns the steps ahead of the fall, if the reward fell; else the number of false warnings."""
     if leads := variant.by_seed("warning").values():
         return f"{mean(leads):+.0f}"
     if variant.collapsed:
@@ -274,7 +274,9 @@ def _ranking(others: Sequence[Variant], none: Variant) -> Iterator[str]:
         f"Better than {NONE} by more than the seeds' noise": [
             each for each in found if each[1].sure and each[1].mean > 0
         ],
-        f"Worse than {NONE} by more than it": [each for each in found if each[1].sure and each[1].mean < 0],
+        f"Worse than {NONE} by more than the seeds' noise": [
+            each for each in found if each[1].sure and each[1].mean < 0
+        ],
         "Within the noise": [each for each in found if not each[1].sure],
     }
     for kind, these in kinds.items():
@@ -285,11 +287,11 @@ def _ranking(others: Sequence[Variant], none: Variant) -> Iterator[str]:
 def _collapses(variants: Sequence[Variant]) -> Iterator[str]:
     rule = f"the {WINDOW}-step mean of the reward below half of its peak"
     died = [_collapse_of(variant) for variant in variants if variant.collapsed]
-    of = " of what the guard did not end before" if any(variant.stopped for variant in variants) else ""
+    of = " among the runs that the guard did not stop" if any(variant.stopped for variant in variants) else ""
     yield f"Collapsed ({rule}): {'; '.join(died)}." if died else f"Nothing collapsed{of} ({rule})."
     exact = variant_named(variants, EXACT)
     if exact is not None and exact.collapsed:
-        yield f"{EXACT} collapses by itself: what happens here is not the gap's doing alone."
+        yield f"{EXACT} collapses by itself: the gap is not the only cause here."
 
 
 def _collapse_of(variant: Variant) -> str:
@@ -302,8 +304,8 @@ def _guard_endings(variants: Sequence[Variant]) -> Iterator[str]:
     ended = [_endings_of(variant) for variant in variants if variant.stopped]
     if ended:
         yield (
-            f"The guard ended runs early: {'; '.join(ended)}. Nobody knows what they would have come to, so these "
-            "variants have no final reward and are not compared."
+            f"The guard stopped runs early: {'; '.join(ended)}. Their outcome is unknown, so these variants have no "
+            "final reward and are not compared."
         )
 
 
@@ -330,11 +332,11 @@ def _warnings(variants: Sequence[Variant]) -> Iterator[str]:
 
 def _caveats(variants: Sequence[Variant]) -> Iterator[str]:
     if max((len(variant.runs) for variant in variants), default=0) < 2:
-        yield "One seed says nothing about noise: take more (--seeds 5)."
+        yield "One seed shows nothing about noise: use more (--seeds 5)."
         return
     yield (
-        f"±: {100 * COVERAGE:.0f} % intervals over the seeds (Student's t), of differences paired by seed, each for "
-        "itself: of twenty without any effect, one looks like one."
+        f"±: {100 * COVERAGE:.0f} % intervals over the seeds (Student's t), of differences paired by seed, each on "
+        "its own: one in twenty without any effect looks like an effect."
     )
     most = max(len(variant.runs) for variant in variants)
     if fewer := [f"{each.name} ({len(each.runs)})" for each in variants if len(each.runs) < most]:
@@ -342,7 +344,7 @@ def _caveats(variants: Sequence[Variant]) -> Iterator[str]:
 
 
 def _outcome_json(at: Mapping[int, int], of: int) -> dict[str, Any]:
-    """The share of the runs, and the steps by seed."""
+    """Returns the share of the runs, and the steps by seed."""
     return {"share": len(at) / of if of else None, "of": of, "at": {str(seed): step for seed, step in at.items()}}
 
 

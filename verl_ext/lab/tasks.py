@@ -30,7 +30,7 @@ class TaskSettings:
 
     Attributes:
         name: one of TASKS.
-        digits: of a prompt; the answer has one token more, its end.
+        digits: digits of a prompt; the answer has one more token, its end.
     """
 
     name: str = "prefix_sums"
@@ -43,10 +43,10 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class GraderSettings:
-    """The `lab.grader` node: what is wrong with the rewards.
+    """The `lab.grader` node: faults of the rewards.
 
     Attributes:
-        noise: share of the rewards in whose place a random one from 0 to 1 stands.
+        noise: share of the rewards that are replaced by a random one from 0 to 1.
         length: added for each token of a response, whether right or wrong.
         constant: whether every response gets the same reward.
     """
@@ -59,7 +59,7 @@ class GraderSettings:
         require(self, "noise", 0 <= self.noise <= 1, "must be from 0 to 1")
 
     def grade(self, right: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
-        """Rewards [B] in the place of the `right` ones."""
+        """Returns rewards [B] instead of the `right` ones."""
         if self.constant:
             return torch.full_like(right, 0.5)
         if self.noise:
@@ -69,24 +69,24 @@ class GraderSettings:
 
 
 def draw(task: TaskSettings, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Prompts [count, n + 1], which end with ASK, and their answers [count, n + 1], which end with END."""
+    """Draws prompts [count, n + 1], which end with ASK, and their answers [count, n + 1], which end with END."""
     digits = torch.randint(0, BASE, (count, task.digits), generator=generator)
     answers = TASKS[task.name](digits)
     return _close(digits, ASK), _close(answers, END)
 
 
 def rewards(responses: Tensor, answers: Tensor) -> Tensor:
-    """[B] float32, the share of the answer before the first wrong token, its end included.
+    """Returns [B] float32, the share of the answer before the first wrong token, its end included.
 
     Args:
-        responses: [B, T] tokens, T at least the answer's length; what follows the answer does not matter.
+        responses: [B, T] tokens, T at least the answer's length; tokens after the answer do not matter.
     """
     right = responses[:, : answers.shape[1]] == answers
     return right.cumprod(1).float().mean(1)
 
 
 def decode(tokens: list[int]) -> str:
-    """The text of tokens, for people and for filters that read it."""
+    """Returns the text of tokens, for people and for filters that read it."""
     return "".join(CHARACTERS[token] for token in tokens)
 
 

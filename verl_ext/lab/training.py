@@ -1,8 +1,8 @@
 """GRPO on a task of the lab: verl's step, by the same functions, without its processes.
 
-Sampling, scoring and updating are the lab's engines. What is measured, judged, weighed, filtered and minimised is what
-`verl_ext.trainer.run` and `verl_ext.workers.actor` do in a run: the same `Step`, `worker_loss`, in bypass mode
-`FirstPass`, the guard and its actions.
+The lab's engines sample, score and update. Measuring, judging, weighing, filtering and the loss are those of
+`verl_ext.trainer.run` and `verl_ext.workers.actor`: the same `Step`, `worker_loss`, in bypass mode `FirstPass`, the
+guard and its actions.
 
 Shape legend: B trajectories, T columns of padded responses, N response tokens of all of them.
 """
@@ -39,18 +39,18 @@ from verl_ext.trainer.guarding import GuardActions, build_guard
 from verl_ext.trainer.step import Step, update_request
 from verl_ext.trainer.sync_canary import SyncCanary
 
-MOST = 128  # tokens of a head: more than the tasks have
+MOST = 128  # tokens of a head: more than the tasks' vocabulary
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A run of the lab as it was asked for.
+    """The settings of a lab run.
 
     Attributes:
-        config: verl's, composed and checked.
-        stability, lab: nodes of it.
-        regimes: name -> what the rollout differs by, in order.
-        seed: of prompts and samples.
+        config: verl's config, composed and checked.
+        stability, lab: its parsed nodes.
+        regimes: name -> regime, in order.
+        seed: the seed of prompts and samples.
     """
 
     config: DictConfig
@@ -62,11 +62,11 @@ class Setup:
 
 @dataclass
 class StepBatch:
-    """A batch as the step takes it (`verl_ext.trainer.step.Batch`): one block, of tensors at hand.
+    """A batch as the step takes it (`verl_ext.trainer.step.Batch`): one block of tensors in memory.
 
     Attributes:
-        tokens: as they were sampled and scored.
-        fields: what the update reads, by name: [B, T]; the step adds to them.
+        tokens: the tokens as they were sampled and scored.
+        fields: the update's inputs by name, [B, T]; the step adds to them.
     """
 
     batch: LabBatch
@@ -104,13 +104,13 @@ class StepBatch:
 
 
 class Training:
-    """One run.
+    """One run of the lab.
 
     Args:
-        weights: where RL begins.
+        weights: the weights that RL begins with.
 
     Attributes:
-        actions: the guard's; their `events` are to be set where they are to be written down.
+        actions: the guard's actions; set their `events` to write them down.
     """
 
     def __init__(self, setup: Setup, weights: Mapping[str, Tensor]):
@@ -129,7 +129,7 @@ class Training:
         self._prompts, self._samples = (torch.Generator().manual_seed(2 * setup.seed + i) for i in range(2))
 
     def step(self, number: int) -> dict[str, float]:
-        """Sample, score, judge, update; the step's metrics, under verl's names and ours."""
+        """Samples, scores, judges and updates; returns the step's metrics, under verl's names and ours."""
         start = time.perf_counter()
         self.actions.stop_if_asked()
         self.guard.begin(number)
@@ -190,7 +190,7 @@ class Training:
         """Returns what the update reads of a batch as it was scored, [B, T] by name."""
         fields = {
             names.RESPONSE_MASK: batch.sampled.mask,
-            # In bypass mode the rollout's log-probs stand in the place of the training engine's.
+            # In bypass mode the rollout's log-probs replace the training engine's.
             names.OLD_LOG_PROBS: batch.sampled.l_infer if bypasses(self.setup.config) else scored.log_probs.detach(),
             names.ENTROPY: scored.entropy,
         }
@@ -199,7 +199,7 @@ class Training:
         return fields
 
     def _advantages(self, batch: LabBatch) -> Tensor:
-        """[B, T] by the estimator that verl has registered under algorithm.adv_estimator."""
+        """Returns [B, T] by the estimator that verl has registered under algorithm.adv_estimator."""
         algorithm = self.setup.config.algorithm
         grpo = {"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo}
         with session_keys(batch.keys):
@@ -213,7 +213,7 @@ class Training:
         return advantages
 
     def _watch(self, number: int, batch: LabBatch) -> None:
-        """Keep trajectories of the first batch for the sync canary, where it is on."""
+        """Keeps trajectories of the first batch for the sync canary, if it is on."""
         if self.setup.stability.sync_canary.trajectories and self._watched is None:
             self._watched = batch
             self.canary.begin(number - 1, *self._canary_scores(batch))
@@ -226,7 +226,7 @@ class Training:
         return metrics
 
     def _canary_scores(self, batch: LabBatch) -> tuple[Tensor, list[Tensor]]:
-        """Log-probabilities of both engines as they are, on the first trajectories of a batch."""
+        """Returns log-probabilities of both engines as they are, on the first trajectories of a batch."""
         rows = slice(self.setup.stability.sync_canary.trajectories)
         prompts, responses, mask = (x[rows] for x in (batch.prompts, batch.sampled.responses, batch.sampled.mask))
         model, engine = self.setup.lab.model, engine_of(self.setup.regimes, self.history)
@@ -243,5 +243,5 @@ class Training:
 
 
 def summary(name: str, values: Tensor) -> dict[str, float]:
-    """`name`/mean, max and min, as verl logs them."""
+    """Returns `name`/mean, max and min, as verl logs them."""
     return {f"{name}/{kind}": getattr(values, kind)().item() for kind in ("mean", "max", "min")}

@@ -15,7 +15,7 @@ from verl_ext.base.methods import require
 from verl_ext.lab.model import ModelSettings, RolloutEngine, Routing, forward, init_weights, sample_responses
 from verl_ext.lab.tasks import VOCABULARY, GraderSettings, TaskSettings, draw, rewards
 
-LOOK_EVERY, SAMPLED = 10, 128  # steps between looks at the reward, and answers that one takes
+LOOK_EVERY, SAMPLED = 10, 128  # steps between two measurements of the reward, and answers that one uses
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class WarmUpSettings:
     """The `lab.warm_up` node.
 
     Attributes:
-        reward: where it ends.
-        lr, batch: of Adam, and examples a step.
+        reward: the reward at which it ends.
+        lr, batch: learning rate of Adam, and examples per step.
         balance: coefficient of the load-balancing loss, as in Switch Transformers (arXiv 2101.03961, eq. 4).
-        most_steps: after which a warm-up that has not arrived is an error.
+        most_steps: a longer warm-up is an error.
     """
 
     reward: float = 0.4
@@ -50,10 +50,10 @@ class LabSettings:
 
 
 def warm_up(lab: LabSettings, length: int, seed: int, folder: Path) -> dict[str, Tensor]:
-    """The weights that RL begins with, float32; from a file of `folder`, where an earlier run left them.
+    """Returns the weights that RL begins with, float32; from a file of `folder`, if an earlier run left them.
 
     Args:
-        length: most tokens of a response.
+        length: the most tokens of a response.
 
     Raises:
         ConfigError: the reward was not reached.
@@ -65,7 +65,7 @@ def warm_up(lab: LabSettings, length: int, seed: int, folder: Path) -> dict[str,
         return torch.load(file)
     weights = _train_supervised(lab, length, torch.Generator().manual_seed(seed))
     folder.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")  # several processes may come to the same one
+    part = file.with_suffix(f".{os.getpid()}")  # several processes may write the same file
     torch.save(weights, part)
     os.replace(part, file)
     return weights
@@ -100,7 +100,7 @@ def _train_supervised(lab: LabSettings, length: int, generator: torch.Generator)
 
 
 def _imbalance(routing: Routing) -> Tensor:
-    """Sum over layers of E sum_e f_e p_e, f the share of choices and p the mean probability: 1 a layer at balance."""
+    """Sum over layers of E sum_e f_e p_e, f the share of choices and p the mean probability: 1 per layer at balance."""
     total = torch.zeros(())
     for experts, logits in zip(routing.experts, routing.logits, strict=True):
         E = logits.shape[-1]

@@ -1,8 +1,8 @@
 """The cost of the plugin's features per step: bytes through TransferQueue, and seconds that a process waits for them.
 
 A transfer takes as long as its slowest part: the clients that move together, each a process that copies by itself; the
-    storage units; the machines' network. docs/plan.md has the formulas, and the tables of the rates below. The rates
-    were measured on two CPU cores, which clients and units share: they are low for the machines that train.
+storage units; the machines' network. docs/plan.md has the formulas, and the tables of the rates below. The rates were
+measured on two CPU cores, which clients and units share: they are low for the machines that train.
 """
 
 import math

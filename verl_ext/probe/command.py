@@ -1,4 +1,4 @@
-"""`verl-ext probe`: start the run's engines, have them score the same tokens, and say where they come apart.
+"""`verl-ext probe`: starts a run's engines, has both score the same tokens, and finds where they come apart.
 
 The engines run in a process of their own (`run_engines`), which leaves DIR/probe.json and DIR/console.log.
 """
@@ -44,17 +44,17 @@ rollout's, and several in one pass. Hidden states are compared layer by layer. A
 and after an update with made-up advantages, of which nothing is kept. Most of the time is the start.
 """
 EPILOG = f"""\
-settings of --sweep, of which `all` takes those that fit the run:
+settings of --sweep (`all` takes those that fit the run):
   {", ".join(NAMES[:9])},
   {", ".join(NAMES[9:])}
 
-exit code: 0; with --fail-above, 1 where k3 is above it or a value is NaN or infinite; 2 where it cannot be done; 130
-after Ctrl-C: a sweep goes on then.
+exit code: 0; with --fail-above, 1 if k3 is above it or a value is NaN or infinite; 2 if the probe cannot run; 130
+after Ctrl-C: the same command then continues a sweep.
 
 examples:
   verl-ext probe recipe=qwen3_30b_a3b ...                      the overrides of a launch
   verl-ext probe --fail-above 1e-3 --json recipe=... > p.json  in CI, after an upgrade of an engine
-  verl-ext probe --sweep all recipe=...                        which setting the gap depends on; a start for each
+  verl-ext probe --sweep all recipe=...                        find the setting that the gap depends on; one start each
   verl-ext probe --sweep fp32 --add graphs_off='actor_rollout_ref.rollout.enforce_eager=true' recipe=...
 """
 
@@ -62,7 +62,7 @@ examples:
 def add_probe_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "probe",
-        help="where rollout and training come apart, before a run",
+        help="find where rollout and training differ, before a run",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -72,7 +72,7 @@ def add_probe_parser(commands: Any) -> None:
         "--prompts",
         type=int,
         default=16,
-        help="one answer each (default: %(default)s), rounded up to the training ranks",
+        help="prompts, with one answer each (default: %(default)s), rounded up to the training ranks",
     )
     parser.add_argument(
         "--batches",
@@ -86,22 +86,24 @@ def add_probe_parser(commands: Any) -> None:
     )
     add_own(parser, "a setting to sweep")
     parser.add_argument(
-        "--fail-above", type=float, metavar="K3", help="exit with 1 where k3, in nats, is above this or NaN"
+        "--fail-above", type=float, metavar="K3", help="exit with 1 if k3, in nats, is above this or NaN"
     )
-    parser.add_argument("--out", type=Path, default=Path(".probe"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--no-page", action="store_true", help="the tables and the JSON alone")
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument(
+        "--out", type=Path, default=Path(".probe"), metavar="DIR", help="folder of the results (default: %(default)s)"
+    )
+    parser.add_argument("--no-page", action="store_true", help="print the tables and write the JSON, but no page")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.set_defaults(run=run_probe)
 
 
 def run_probe(arguments: argparse.Namespace) -> int:
-    """0; 1 where the gap is above what was asked for or not finite, 2 where it cannot be measured."""
+    """Returns 0; 1 if the gap is above --fail-above or not finite; 2 if it cannot be measured."""
     try:
         found = _find_gap(arguments)
     except UserError as error:
         return print_error("probe", error)
     except KeyboardInterrupt:
-        print("verl-ext probe: interrupted; the same command goes on with a sweep's next setting", file=sys.stderr)
+        print("verl-ext probe: interrupted; the same command continues with a sweep's next setting", file=sys.stderr)
         return INTERRUPTED
     from verl_ext.probe.verdict import ProbeResult, print_probe
 
@@ -119,7 +121,7 @@ def run_probe(arguments: argparse.Namespace) -> int:
 
 
 def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the engines found; with "sweep" where one was asked for."""
+    """Returns the measurements; with "sweep" if one was asked for."""
     from rich.console import Console
 
     for name in ("prompts", "batches"):
@@ -148,7 +150,7 @@ def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
 def _measure_changes(
     given: Sequence[str], changes: Sequence[SettingChange], out: Path, look: Callable[..., dict[str, Any]], tell: Tell
 ) -> dict[str, Any]:
-    """The launch as it is, then with each change."""
+    """Measures the launch as it is, then with each change."""
     count, seconds = len(changes) + 1, list[float]()
 
     def telling(name: str) -> Tell:
@@ -253,14 +255,14 @@ def _check_engines(config: Any) -> None:
 
 
 def passes_at_once(config: Any) -> int:
-    """The training engine takes a multiple of this many passes: of its stages, where Megatron has virtual ones too."""
+    """Returns the number whose multiples of passes the training engine takes: Megatron's stages, with virtual ones."""
     if strategy_of(config) != "megatron" or not OmegaConf.select(config, VIRTUAL):
         return 1
     return int(config.actor_rollout_ref.actor.megatron.pipeline_model_parallel_size)
 
 
 def _reads_agreement(config: Any) -> bool:
-    """Whether the update reads the routers' agreement of each token."""
+    """Returns whether the update reads the routers' agreement of each token."""
     stability = stability_config(config.stability)
     loss = LOSSES.get(OmegaConf.select(config, f"{LOSS}.loss_mode"))
     methods = [one.method for one in stability.in_update] + ([loss] if loss else [])
@@ -268,7 +270,7 @@ def _reads_agreement(config: Any) -> bool:
 
 
 def experts_of(config: Any) -> int:
-    """Experts that a token uses; 0 for a dense model, and one whose config this machine cannot read."""
+    """Returns how many experts a token uses; 0 for a dense model or if this machine cannot read its config."""
     from verl_ext.features.verl_config import hf_config_of
 
     model = hf_config_of(config.actor_rollout_ref.model)
@@ -276,20 +278,22 @@ def experts_of(config: Any) -> int:
 
 
 def start_engines(overrides: Sequence[str], out: Path, tell: Tell) -> dict[str, Any]:
-    """Starts the engines with these overrides, and returns what was found.
+    """Starts the engines with these overrides, and returns the measurements.
 
     Args:
-        overrides: of the launch, then of the probe.
-        tell: how far it is.
+        overrides: those of the launch, then those of the probe.
+        tell: called with the progress.
 
     Raises:
-        ConfigError: nothing was found; with the error of the run, where it says one.
+        ConfigError: nothing was measured; it has the error of the run, if there is one.
     """
     out.mkdir(parents=True, exist_ok=True)
     file, console = out / FOUND_FILE, out / CONSOLE_FILE
     file.unlink(missing_ok=True)
     begin = time.monotonic()
-    command = [sys.executable, "-m", "verl_ext.probe.command", *overrides, f"+{OUT}={file}"]
+    # Ray's workers that are forked (tools/prefork.py) belong to a job that only a forked driver has.
+    python = os.environ.get("PREFORK_PYTHON", sys.executable)
+    command = [python, "-m", "verl_ext.probe.command", *overrides, f"+{OUT}={file}"]
     error = follow_engines(command, console, tell)
     if not file.exists():
         raise ConfigError(error or f"the engines found nothing; everything they said: {console}")

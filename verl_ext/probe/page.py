@@ -35,8 +35,8 @@ PANELS = (  # key, title, how to read it
     (
         "sweep",
         "Settings, one changed at a time",
-        "k3 with each, two standard errors to both sides. What stands lower than the launch as it is, and apart from "
-        "it, closes the gap.",
+        "k3 with each setting; a bar shows two standard errors to both sides. A setting closes the gap if "
+        "it is lower than the launch as it is and the bars do not overlap.",
     ),
 )
 

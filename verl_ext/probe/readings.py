@@ -37,7 +37,7 @@ SYNC, UPDATE = "sync", "update"  # a weight sync of the same weights; one update
 
 @dataclass(frozen=True)
 class Pair:
-    """How far two readings are apart, in float64, over the tokens that are finite in both.
+    """The distance between two readings, in float64, over the tokens that are finite in both.
 
     Attributes:
         one, other: their names; `one` is the one that is sampled from.
@@ -45,7 +45,7 @@ class Pair:
         k3_error: its standard error, as of tokens that do not depend on each other.
         largest: of |log p - log q|.
         equal: share of tokens whose log-probabilities are equal bit for bit.
-        by_probability, by_position: bucket -> k3 of its tokens, where it has any.
+        by_probability, by_position: bucket -> k3 of its tokens, for buckets with tokens.
         tokens: how many both readings have, finite or not.
         not_finite: tokens left out, because either reading is NaN or infinite there.
         one_not_finite, other_not_finite: tokens where that reading is NaN or infinite.
@@ -96,11 +96,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Place:
-    """How far both engines are apart at one point on the way from tokens to logits.
+    """The distance between both engines at one point on the way from tokens to logits.
 
     Attributes:
         point: see `recorder.point_of`.
-        error: relative: the norm of the difference over that of the training engine's. At an indexer, the share of the
+        error: the norm of the difference divided by the norm of the training engine's. At an indexer, the share of the
             training engine's positions that the rollout did not choose. Over the tokens that are finite in both
             engines; None if there are none.
         differs: share of the tokens whose experts differ, at a router, or whose positions do, at an indexer; else None.
@@ -122,7 +122,7 @@ class Place:
 
 
 def compare_readings(readings: Mapping[str, Tensor], positions_N: Tensor) -> list[Pair]:
-    """Each of PAIRS whose readings are there.
+    """Compares each of PAIRS whose readings are given.
 
     Args:
         readings: name -> [N] float32 log-probabilities of the tokens.
@@ -147,7 +147,7 @@ def compare_stage(name: str, before: tuple[Tensor, Tensor], after: tuple[Tensor,
 
 
 def compare_states(rollout: Mapping[str, Tensor], train: Mapping[str, Tensor], top_k: int = 0) -> list[Place]:
-    """Every place that both have, in the order of the computation.
+    """Compares every place that both have, in the order of the computation.
 
     Args:
         rollout, train: point -> [n, d], [n, E] logits at routers, or [n, P] positions at indexers (-1 for none).
@@ -244,7 +244,7 @@ def _place_numbers(point: str, ours: Tensor, theirs: Tensor, top_k: int) -> tupl
 
 
 def _attended(ours_nP: Tensor, theirs_nP: Tensor) -> tuple[float, float]:
-    """Share of their positions that ours lack, and of the tokens of which that holds; of tokens that had a choice."""
+    """Returns the share of their positions that ours lack, and of tokens that lack any, over tokens with a choice."""
     most = int(max(ours_nP.max(), theirs_nP.max())) + 1
     ours, theirs = (_marked(one, most) for one in (ours_nP, theirs_nP))
     count_n = theirs.sum(1)

@@ -29,9 +29,9 @@ class SettingChange:
     """One setting of a launch, changed.
 
     Attributes:
-        name: of the change, in tables and folders; of another engine there may be one of the same name.
-        overrides: after the launch's own.
-        fits: whether the launch does not have it so already, and its engine knows it.
+        name: the name of the change in tables and folders; a change for another engine may have the same name.
+        overrides: given after the launch's own.
+        fits: whether the launch lacks the setting and its engine knows it.
     """
 
     name: str
@@ -67,6 +67,7 @@ def _on_transformers(fits: Fits) -> Fits:
     return lambda config: strategy_of(config) != "megatron" and fits(config)
 
 
+WHOLE = 1 << 16  # tokens of a pass, more than any answer has
 MEGATRON_DTYPE, ROLLOUT_DTYPE = f"{ACTOR}.megatron.dtype", f"{ROLLOUT}.dtype"
 NO_RADIX_CACHE, CHUNK = f"{SGLANG_ARGUMENTS}.disable_radix_cache", f"{SGLANG_ARGUMENTS}.chunked_prefill_size"
 CHANGES = (
@@ -84,8 +85,9 @@ CHANGES = (
     SettingChange("graphs", (f"{EAGER}=false",), _on_gpu(_setting_is(EAGER, True))),
     SettingChange("whole_prefill", (f"{CHUNKED}=false",), _in("vllm", _setting_is(CHUNKED, True))),
     SettingChange("no_prefix_cache", (f"{CACHED}=false",), _in("vllm", _setting_is(CACHED, True))),
-    # verl does not tell SGLang of these two settings.
-    SettingChange("whole_prefill", (f"++{CHUNK}=-1",), _in("sglang", _setting_is_not(CHUNK, -1))),
+    # verl does not pass these two settings on to SGLang. Without chunks (-1), SGLang 0.5.12 has room for the experts of
+    # as few tokens in a pass as there may be requests, and its scheduler fails (state_capturer/routed_experts.py).
+    SettingChange("whole_prefill", (f"++{CHUNK}={WHOLE}",), _in("sglang", _setting_is_not(CHUNK, WHOLE))),
     SettingChange(
         "no_prefix_cache", (f"++{NO_RADIX_CACHE}=true",), _in("sglang", _setting_is_not(NO_RADIX_CACHE, True))
     ),
@@ -120,7 +122,7 @@ NAMES = tuple(dict.fromkeys(change.name for change in CHANGES))
 
 
 def changes_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> list[SettingChange]:
-    """Those named that fit, all that fit for ALL, and the user's own.
+    """Returns the changes named that fit, all that fit for ALL, and the user's own.
 
     Raises:
         ConfigError: a name is not known, is one already, or does not fit.
@@ -136,7 +138,7 @@ def changes_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> l
 
 
 def with_change(given: Sequence[str], change: SettingChange) -> list[str]:
-    """The launch's overrides, with the change after them and in the place of a group's other choice."""
+    """Returns the launch's overrides with the change after them; it replaces another choice of the same group."""
     groups = {override.partition("=")[0] for override in change.overrides} & {"precision"}
     kept = [override for override in given if override.partition("=")[0].lstrip("+") not in groups]
     return [*kept, *change.overrides]
@@ -151,7 +153,7 @@ class SweepResult:
         k3, k3_error: between sampling and training.
         sampling, rest: k3 of the rollout engine against itself, and of its prefill against training.
         seconds: that it took.
-        error: a line, where it could not be measured.
+        error: one line, if it could not be measured; else "".
     """
 
     name: str
@@ -165,12 +167,12 @@ class SweepResult:
 
 
 def ranked_by_gap(swept: Sequence[SweepResult]) -> list[SweepResult]:
-    """The least gap first, those that could not be measured last."""
+    """Returns the results with the smallest gap first, and those that could not be measured last."""
     return sorted(swept, key=lambda one: (bool(one.error), one.k3))
 
 
 def matters(one: SweepResult, base: SweepResult) -> bool:
-    """Whether it changes the gap by more than twice the error of the difference, and by a tenth of it."""
+    """Returns whether it changes the gap by more than twice the error of the difference, and by a tenth of the gap."""
     error = (one.k3_error**2 + base.k3_error**2) ** 0.5
     return not (one.error or base.error) and abs(one.k3 - base.k3) > max(2 * error, 0.1 * base.k3)
 

@@ -61,12 +61,12 @@ class ProbeTrainer(StabilityTrainerSync):
         print_progress("sampling")
         batch = self.sampled()
         out = Path(self.config[OUT])
-        for found in self.looks(batch):  # what is found stays found, whatever the next look ends with
+        for found in self.looks(batch):  # an error in the next look leaves the file of the looks before
             out.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2))
         return batch
 
     def looks(self, batch: KVBatchMeta) -> Iterator[dict[str, Any]]:
-        """Yields what is found, more of it each time."""
+        """Yields the measurements so far, more of them each time."""
         found = self.probe(batch)
         yield found
         for batches in self.batches():
@@ -77,7 +77,7 @@ class ProbeTrainer(StabilityTrainerSync):
             yield found
 
     def sampled(self) -> KVBatchMeta:
-        """One answer to each of the next prompts."""
+        """Samples one answer to each of the next prompts."""
         self.prepare_step()
         batch, _ = self.replay_buffer.sample(
             global_steps=self.global_steps, partition_id="train", batch_size=self.config.data.train_batch_size
@@ -141,7 +141,7 @@ class ProbeTrainer(StabilityTrainerSync):
 
     @property
     def ranks(self) -> int:
-        """How many ranks share a batch. verl has asked for it, to balance the batch."""
+        """Returns how many ranks share a batch. verl has asked the workers for it, to balance the batch."""
         return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
 
     def batches(self) -> Iterator[list[dict[str, Any]]]:
@@ -160,7 +160,7 @@ class ProbeTrainer(StabilityTrainerSync):
             yield found
 
     def stages(self, batch: KVBatchMeta) -> Iterator[list[dict[str, Any]]]:
-        """The same tokens after a sync of the same weights, and after an update and the sync that follows it."""
+        """Scores the same tokens after a sync of the same weights, and after an update and its sync."""
         found: list[dict[str, Any]] = []
         for name in (SYNC, UPDATE):
             print_progress(f"after one {name}")
@@ -172,7 +172,7 @@ class ProbeTrainer(StabilityTrainerSync):
             yield found
 
     def synced(self) -> tuple[Tensor, Tensor]:
-        """Syncs the weights, and returns what the rollout engine and the training engine say then."""
+        """Syncs the weights, and returns the scores of the rollout engine and of the training engine after it."""
         self.checkpoint_manager.update_weights(self.global_steps)
         rollout = self.scores.score_in_servers([self._rollout_server_managers()[-1].server_handles[0]])[0]
         self.on_sample_end()
@@ -201,7 +201,7 @@ class ProbeTaskRunner(StabilityTaskRunner):
 
 
 def first_rows(states: dict[str, Tensor], count: int) -> dict[str, Tensor]:
-    """The states of the sequences that the first rank of the training engine has; all ranks have as many."""
+    """Returns the states of the first rank's sequences; all ranks of the training engine have as many."""
     return {point: rows[:count] for point, rows in states.items()}
 
 

@@ -53,7 +53,7 @@ READING_WORDS = {
     "packed": "training, several in a pass",
     "base": "training, without its LoRA",
 }
-HARMS = {  # reading -> the verdict where it is further from the rollout than `train`, what is wrong, what to do
+HARMS = {  # reading -> verdict if it is further from the rollout than `train`, what is wrong, what to do
     REPLAYED: (
         "replay",
         "The rollout's experts do harm: with them replayed, k3 rises from {whole:.1e} to {other:.1e}.",
@@ -75,7 +75,7 @@ LOOK_FOR_NAN = (
 
 @dataclass(frozen=True)
 class Conclusion:
-    """Why the engines differ.
+    """The cause of the gap.
 
     Attributes:
         cause: "not finite", "none", "adapter", "replay", "packing", "sampling path", "routing", "arithmetic", or
@@ -305,7 +305,7 @@ def batches_sentence(batches: Sequence[Pair]) -> str:
     """Returns whether the gap grows from batch to batch while the weights stay the same, in a sentence.
 
     It grows if each batch of the second half has a larger k3 than each of the first, and their mean is WIDER times as
-    large. By chance alone, the first happens in 1 of 6 cases with 4 batches, in 1 of 20 with 6, in 1 of 70 with 8.
+    large. By chance, the first happens in 1 of 6 cases with 4 batches, in 1 of 20 with 6, in 1 of 70 with 8.
     """
     k3 = [one.k3 for one in batches if one.k3 is not None and not one.not_finite]
     if len(k3) < len(batches):
@@ -376,7 +376,7 @@ def _look_at(start: str, dtype: str) -> str:
     if start == HEAD:
         return (
             "look behind the last norm: the head's weights, the temperature, the logits' dtype, and the ids past the "
-            "tokenizer's, which verl masks in vLLM alone"
+            "tokenizer's, which verl masks only in vLLM"
         )
     return f"look at {start} in both engines: weights that did not arrive, a bias, a scale, a dtype"
 

@@ -9,7 +9,7 @@ __all__ = ["compare", "load_run"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the notebook's functions when they are asked for: the command line must not wait for numpy."""
+    """Imports the notebook's functions only when they are used: the command line must not wait for numpy."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from verl_ext.report import notebook

@@ -1,4 +1,5 @@
-"""`verl-ext report` and `verl-ext compare`. What draws is imported when it is needed: --help must not wait for it."""
+"""`verl-ext report` and `verl-ext compare`. The code that draws is imported when it is needed: --help must not wait
+for it."""
 
 import argparse
 import re
@@ -20,32 +21,32 @@ if TYPE_CHECKING:
     from verl_ext.report.run import Run
     from verl_ext.report.verdict import RunVerdict
 
-EVERY = 15  # seconds between two looks at a run that goes on
+EVERY = 15  # seconds between two looks at a running run
 DRAWING = ("altair", "vl_convert", "jinja2", "PIL")  # modules that nothing else needs
-LIBRARIES = "altair vl-convert-python jinja2 pillow"  # where they come from
-STATISTICS = "scipy"  # is needed by `compare` and by the lab
-FAILED = 2  # the status of a command that could not do what was asked
+LIBRARIES = "altair vl-convert-python jinja2 pillow"  # the packages that have them
+STATISTICS = "scipy"  # needed by `compare` and by the lab
+FAILED = 2  # exit code of a command that failed
 
 RUN_HELP = (
     "verl's metrics file (.jsonl), a local folder of W&B (wandb/), TensorBoard or MLflow (mlruns/, mlruns.db), a CSV "
-    "export of W&B, or a folder that holds one of these; the guard's events and dumped trajectories beside it are read "
+    "export of W&B, or a folder with one of these; the guard's events and dumped trajectories next to it are read "
     "too; PATH:N is the Nth of several runs in it"
 )
 REPORT = """\
-Say what happened to a run, why, and what to do: first what the metrics say (did it collapse, at which step, and what
-warned how many steps before), then one command to start it again with, then everything else. A table follows, and a
-folder with one HTML page that needs no network, the same figures as PNG, and a page of the trajectories where the run
-wrote some. Works on any run of verl; the page names the setting that would log what is missing.
+Explain what happened to a run, why, and what to do. The verdict comes first (did it collapse, at which step, and what
+warned how many steps before), then one command to start it again, then everything else and a table. It also writes a
+folder with one HTML page that needs no network, the same figures as PNG, and a page of the trajectories if the run
+wrote some. It works on any run of verl; the page names the setting that would log a missing metric.
 """
 REPORT_EXAMPLES = """\
 examples:
   verl-ext report verl_ext/qwen3_30b_a3b.jsonl       the page goes to report/report.html
   verl-ext report tensorboard_log/verl_ext/my_run --out my_report
-  verl-ext report RUN --watch                        again every 15 s, until Ctrl-C; the page reloads itself
+  verl-ext report RUN --watch                        repeat every 15 s, until Ctrl-C; the page reloads itself
 """
 COMPARE = """\
-Put runs side by side: a table of final values that tells which differences from the first run are more than the noise
-between steps, and a page with every figure of the report for all of them.
+Compare runs: a table of final values, which marks differences from the first run that exceed the noise between steps,
+and a page with every figure of the report for all runs.
 """
 COMPARE_EXAMPLES = """\
 examples:
@@ -59,7 +60,7 @@ def add_report_parsers(commands) -> None:
     report = _add(
         commands,
         "report",
-        "what happened to a run, why, what to do first; a page of figures",
+        "explain what happened to a run, why, and what to do; write a page of figures",
         REPORT,
         REPORT_EXAMPLES,
     )
@@ -70,7 +71,7 @@ def add_report_parsers(commands) -> None:
         dest="which",
         type=_count,
         metavar="N",
-        help="of several runs, the Nth (default: the last)",
+        help="the Nth run, if there are several (default: the last)",
     )
     report.add_argument(
         "--watch",
@@ -78,24 +79,22 @@ def add_report_parsers(commands) -> None:
         const=EVERY,
         type=_count,
         metavar="SECONDS",
-        help=f"look again every so many seconds (default: {EVERY}) while the run goes on",
+        help=f"repeat every SECONDS (default: {EVERY}) while the run continues",
     )
     report.set_defaults(run=run_report)
-    compare = _add(
-        commands, "compare", "final values and figures of several runs, side by side", COMPARE, COMPARE_EXAMPLES
-    )
+    compare = _add(commands, "compare", "compare final values and figures of several runs", COMPARE, COMPARE_EXAMPLES)
     compare.add_argument(
-        "paths", metavar="RUN", type=Path, nargs="+", help=f"two or more; the first is the baseline. {RUN_HELP}"
+        "paths", metavar="RUN", type=Path, nargs="+", help=f"two or more runs; the first is the baseline. {RUN_HELP}"
     )
     _add_out(compare, "comparison")
     compare.add_argument(
         "--metric", action="append", default=[], metavar="NAME", help="another metric for the table; may be repeated"
     )
     compare.add_argument(
-        "--window", type=_count, metavar="STEPS", help="steps at the end that final values are means over"
+        "--window", type=_count, metavar="STEPS", help="number of last steps that final values are means over"
     )
     compare.add_argument(
-        "--full", action="store_true", help="each run's own end, not the last step that all have reached"
+        "--full", action="store_true", help="use each run's own end, not the last step that all have reached"
     )
     compare.set_defaults(run=run_compare)
 
@@ -111,14 +110,14 @@ def _add(commands, name: str, brief: str, description: str, examples: str) -> ar
 
 
 def _add_out(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument("--out", type=Path, default=Path(default), help="folder of the page (default: %(default)s/)")
-    parser.add_argument("--no-page", action="store_true", help="the text alone")
-    parser.add_argument("--no-pictures", action="store_true", help="the page without PNG files")
+    parser.add_argument("--out", type=Path, default=Path(default), help="folder for the page (default: %(default)s/)")
+    parser.add_argument("--no-page", action="store_true", help="print the text only, write no page")
+    parser.add_argument("--no-pictures", action="store_true", help="write the page without PNG files")
 
 
 def _count(text: str) -> int:
     if not re.fullmatch("0*[1-9][0-9]{0,8}", text):
-        raise argparse.ArgumentTypeError(f"{printable(text)} is not a whole number above 0, and below a billion")
+        raise argparse.ArgumentTypeError(f"{printable(text)} must be a whole number above 0 and below a billion")
     return int(text)
 
 
@@ -142,7 +141,7 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace, console: "Console") -> int:
-    """Repeats the report as the run goes on; PNG files are written once, at the end."""
+    """Repeats the report while the run continues; PNG files are written once, at the end."""
     from rich.live import Live
 
     from verl_ext.report.load import Reader
@@ -155,7 +154,7 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
     if not arguments.no_page:
         from verl_ext.report.page import is_ours
 
-        tidy = is_ours(arguments.out)  # at later looks, a page of this very run stands there
+        tidy = is_ours(arguments.out)  # at later looks, a page of this run is there
     run: Run | None = None
     due = False
     try:
@@ -165,7 +164,7 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
             while True:
                 try:
                     now = reader.refresh()
-                except ReportError as error:  # it may just not have begun
+                except ReportError as error:  # the run may not have begun
                     live.update(indented(f"waiting: {error}", console.options), refresh=True)
                 else:
                     due = due or now is not run
@@ -184,7 +183,7 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
 
 
 def _show_and_write(run: "Run", arguments: argparse.Namespace, tidy: bool, live: "Live") -> bool:
-    """Shows the run, and returns whether its pages could be written: a full disk may have room at the next look."""
+    """Shows the run; returns whether its pages could be written: a full disk may have room at the next look."""
     from rich.console import Group
 
     from verl_ext.report.terminal import Dashboard, indented
@@ -264,7 +263,7 @@ class _Outcome:
 
 @contextmanager
 def errors_are_one_line(command: str) -> Iterator[_Outcome]:
-    """Turns errors that the user can do something about into one line and an exit code."""
+    """Turns errors that the user can fix into one line and an exit code."""
     from verl_ext.report.run import MOST_MESSAGE, ReportError
 
     outcome = _Outcome()
@@ -280,6 +279,6 @@ def errors_are_one_line(command: str) -> Iterator[_Outcome]:
 
 @contextmanager
 def drawing(console: "Console") -> Iterator["Progress"]:
-    """A spinner that names what is being drawn; nothing where the output is not a terminal."""
+    """Shows a spinner with the current figure; nothing if the output is not a terminal."""
     with console.status("drawing") as status:
         yield lambda what: status.update(f"drawing: {what}")

@@ -1,4 +1,4 @@
-"""Several runs side by side: the end of each metric, and which differences to the first run are more than noise.
+"""Several runs side by side: the end of each metric, and the differences to the first run that are more than noise.
 
 `compare_runs` compares, `comparison_rows` gives the text of a page, `ComparisonTable` the table of a terminal.
 """
@@ -30,9 +30,9 @@ from verl_ext.report.run import ReportError, Run, Series
 from verl_ext.report.signals import fall_of
 from verl_ext.report.terminal import Unit, encodable, format_of, format_value, indented, wrap_name
 
-MOST_RUNS = 6  # that a table has room for
+MOST_RUNS = 6  # the table has room for these
 REWARD = "critic/score/mean"
-ROWS = (  # behind the reward and the validation
+ROWS = (  # after the reward and the validation
     "vllm_kl/k3",
     "vllm_kl/k1",
     "vllm_kl/prob_diff_max",
@@ -57,11 +57,11 @@ class MetricCell:
     """One metric of one run.
 
     Attributes:
-        final: None where the run lacks the metric, and for totals.
-        total: of a metric that is summed, and of how many steps.
-        difference: to the first run; None for the first, and where one of the two has no final value.
+        final: the final value; None if the run lacks the metric, and for totals.
+        total: the sum of a summed metric, and the number of steps.
+        difference: the difference to the first run; None for the first, and if one of the two has no final value.
         verdict: "better", "worse", "differs", "within noise" or "too few steps", after
-            `judge_differences` over the whole table; empty where nothing was compared.
+            `judge_differences` over the whole table; empty if nothing was compared.
     """
 
     final: Final | None = None
@@ -82,13 +82,13 @@ class Comparison:
 def compare_runs(
     runs: Sequence[Run], extra: Sequence[str] = (), window: int | None = None, cut: bool = True
 ) -> Comparison:
-    """Compare the ends of runs with the first one's.
+    """Compares the ends of runs with the first one's.
 
     Args:
         runs: two or more.
         extra: names of further metrics.
         window: steps, as in `noise.final`.
-        cut: leave out what comes after the shortest run's last step, so that all windows end at the same one.
+        cut: ignore steps after the shortest run's last step, so that all windows end at the same step.
 
     Raises ReportError for fewer than two runs or more than MOST_RUNS.
     """
@@ -97,7 +97,9 @@ def compare_runs(
     names = tuple(unique_names(runs))
     common = min(int(run.steps[-1]) for run in runs)
     if late := [name for name, run in zip(names, runs, strict=True) if cut and run.steps[0] > common]:
-        raise ReportError(f"{', '.join(late)} begins after step {common}, where another run ends: nothing to compare")
+        raise ReportError(
+            f"{', '.join(late)} begins after step {common}, where another run ends: there is nothing to compare"
+        )
     cut_runs = [_cut_at(run, common) for run in runs] if cut else list(runs)
     rows = []
     for metric in _table_metrics(cut_runs, extra):
@@ -112,7 +114,7 @@ def compare_runs(
 
 
 def unique_names(runs: Sequence[Run]) -> list[str]:
-    """Names that differ: those of the runs, else with the folder in which they differ, else with a number."""
+    """Returns names that differ: those of the runs, else with the folder in which they differ, else with a number."""
     names = [run.name for run in runs]
     parents = [
         [printable(parent.name) for parent in run.sources[0].resolve().parents] if run.sources else [] for run in runs
@@ -131,10 +133,11 @@ def unique_names(runs: Sequence[Run]) -> list[str]:
 
 
 def comparison_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    """The table as text, for a page: one dictionary a metric.
+    """Returns the table as text, for a page: one dictionary per metric.
 
     `label`, `metric`, `scale`, `better` and `cells`: a list with, for each run, `run`, `value`, `change`, `interval`
-    (of the change alone, at 99 %) and `verdict`; "-" is a value the run lacks, an empty text what was not compared.
+    (of this change by itself, at 99 %) and `verdict`; "-" is a value that the run lacks, an empty text means not
+    compared.
     """
     return [
         {
@@ -158,7 +161,7 @@ def comparison_rows(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _table_metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric]:
-    """The rows that may come, in their order: reward, validation, the known ones, those the user named."""
+    """Yields the possible rows, in their order: reward, validation, the known metrics, those that the user named."""
     validation = sorted({name for run in runs for name in run.validations()})
     known = [REWARD, *validation, *ROWS]
     for name in dict.fromkeys([*known, *extra]):
@@ -190,7 +193,7 @@ def _compared(baseline: MetricCell, cell: MetricCell) -> MetricCell:
 
 
 def _judge_rows(rows: Sequence[tuple[Metric, list[MetricCell]]]) -> tuple[tuple[Metric, tuple[MetricCell, ...]], ...]:
-    """All comparisons of the table are judged together."""
+    """Judges all comparisons of the table together."""
     verdicts = iter(judge_differences([cell.difference for _, cells in rows for cell in cells if cell.difference]))
 
     def judged(metric: Metric, cell: MetricCell) -> MetricCell:
@@ -247,7 +250,7 @@ def _stops_early(cell: MetricCell, cells: Sequence[MetricCell]) -> bool:
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """The table for a terminal: 2 or 3 runs fit 100 columns, more are wrapped; in ASCII where it has no UTF-8."""
+    """The table for a terminal: 2 or 3 runs fit 100 columns, more are wrapped; in ASCII if it has no UTF-8."""
 
     comparison: Comparison
 
@@ -313,7 +316,7 @@ def _interval_text(metric: Metric, cell: MetricCell) -> str:
 
 
 def _signed_text(metric: Metric, change: float) -> str:
-    """A difference with its sign, percentage points for shares; a ratio on the log scale."""
+    """Returns a difference with its sign, in percentage points for shares; a ratio on the log scale."""
     if metric.scale == "log":
         ratio = np.exp(min(change, 700.0))
         return f"×{ratio:.2f}" if 0.01 <= ratio < 1000 else f"×{ratio:.1e}"  # noqa: RUF001
@@ -321,7 +324,7 @@ def _signed_text(metric: Metric, change: float) -> str:
 
 
 def _size_text(value: float, unit: Unit) -> str:
-    """Writes an error or a change, to two digits where the unit's usual decimals would leave none."""
+    """Writes an error or a change, with two digits if the unit's usual decimals would show none."""
     least = {"number": 0.01, "share": 1e-4, "count": 1, "seconds": 0.1}.get(unit, 0.0)
     if not 0 < value < least:
         return format_value(value, unit)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-# What stands where a file should be.
+# Kinds of things that are not a file.
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -20,7 +20,7 @@ KINDS = {
 
 
 def not_a_file(path: Path, mode: int) -> OSError:
-    """The error that says what this is, by its `st_mode`."""
+    """Returns an error that names the kind of thing, by its `st_mode`."""
     what = KINDS.get(stat.S_IFMT(mode), "something else")
     return OSError(errno.EINVAL, f"this is {what}, not a file", str(path))
 
@@ -34,38 +34,38 @@ def is_regular(path: Path) -> bool:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open for reading, never waiting: a FIFO without a writer would, and a device may have no end.
+    """Opens a file for reading without waiting: a FIFO without a writer would block, and a device may have no end.
 
     Raises:
-        OSError: it is not there, may not be read, or is not a regular file.
+        OSError: it does not exist, may not be read, or is not a regular file.
     """
     if not stat.S_ISREG(mode := os.stat(path).st_mode):
         raise not_a_file(path, mode)
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(mode := os.fstat(file).st_mode):  # it has been replaced since
+    if not stat.S_ISREG(mode := os.fstat(file).st_mode):  # it has been replaced meanwhile
         os.close(file)
         raise not_a_file(path, mode)
     return open(file, "rb")
 
 
 def fingerprint(files: Iterable[Path]) -> tuple[object, ...]:
-    """Another one when a file was written to, replaced, added or removed."""
+    """Returns a value that changes when a file was written to, replaced, added or removed."""
     statuses = [(file, os.stat(file)) for file in files]
     return tuple((file, status.st_ino, status.st_size, status.st_mtime_ns) for file, status in statuses)
 
 
 @contextmanager
 def written_whole(file: Path) -> Iterator[BinaryIO]:
-    """Write a file in one step: who reads it meanwhile must not see half of it.
+    """Writes a file in one step: a reader must never see half of it.
 
-    What has its name is replaced, a link itself and not what it leads to. Nothing is left of a file that fails.
+    An existing file is replaced; a link itself is replaced, not its target. A failed write leaves nothing.
     """
-    beside = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
     try:
-        # O_EXCL does not follow a link that stands in the place of the name.
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as out:
+        # O_EXCL does not follow a link with this name.
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as out:
             yield out
-        beside.replace(file)
+        temporary.replace(file)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

@@ -14,7 +14,7 @@ from verl_ext.report.trajectories import Trajectory, read_trajectories, trajecto
 from verl_ext.report.verdict import RunVerdict
 
 MOST_TOKENS = 400_000  # of all trajectories on a page: some 20 MB of HTML
-LARGE_DUMP = 20_000_000  # bytes; more is not read at every look
+LARGE_DUMP = 20_000_000  # bytes; a larger one is not read at every look
 
 
 def write_pages(
@@ -27,10 +27,10 @@ def write_pages(
     progress: Progress = lambda what: None,
     **options: Any,
 ) -> dict[str, Path]:
-    """Write the pages of a run; what each is called. With `refresh`, they will be written again.
+    """Writes the pages of a run; returns their names. With `refresh`, they will be written again.
 
     Args:
-        options: further ones of `write_page`.
+        options: further options of `write_page`.
     """
     written = {}
     notes, link = [], None
@@ -39,7 +39,7 @@ def write_pages(
         try:
             written["trajectories"] = _write_trajectories(run, dump, out, again=refresh is not None)
             link = TRAJECTORIES
-        except ReportError as error:  # a dump that cannot be shown must not cost the report
+        except ReportError as error:  # a dump that cannot be shown must not prevent the report
             notes.append(str(error))
     run = replace(run, notes=(*run.notes, *notes))
     options |= {"refresh": refresh, "pictures": pictures, "progress": progress}
@@ -49,7 +49,7 @@ def write_pages(
 
 
 def _write_trajectories(run: Run, dump: Path, out: Path, *, again: bool) -> Path:
-    """ReportError where the run's page cannot have one of trajectories, or not yet."""
+    """Writes the page of trajectories; ReportError if there can be none, or not yet."""
     parts = [part for part in (dump, older_part(dump)) if is_regular(part)]
     if run.last and again and sum(part.stat().st_size for part in parts) > LARGE_DUMP:
         raise ReportError(f"{dump.name} is large: the page of trajectories is written when the watch ends")
@@ -61,9 +61,9 @@ def _write_trajectories(run: Run, dump: Path, out: Path, *, again: bool) -> Path
 
 
 def read_own(run: Run, dump: Path) -> tuple[list[Trajectory], list[str]]:
-    """The trajectories of a dump that are this run's, one at least, and notes. ReportError where none is."""
+    """Returns this run's trajectories in a dump, at least one, and notes. ReportError if there is none."""
     if not run.last:
-        raise ReportError(f"{dump.name} holds trajectories of the file's last run: not shown")
+        raise ReportError(f"{dump.name} has trajectories of the file's last run: not shown")
     found, notes = read_trajectories(dump)
     own, note = own_steps(found, int(run.steps[-1]), "trajectory", "trajectories")
     if not own:
@@ -72,7 +72,7 @@ def read_own(run: Run, dump: Path) -> tuple[list[Trajectory], list[str]]:
 
 
 def _newest(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    """The last trajectories, as many as a browser can take; one at least."""
+    """Returns the last trajectories, as many as a browser can show; at least one."""
     start = len(trajectories) - 1
     tokens = len(trajectories[start].text)
     while start and (tokens := tokens + len(trajectories[start - 1].text)) <= MOST_TOKENS:

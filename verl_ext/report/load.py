@@ -1,6 +1,6 @@
-"""Read a run's metrics and the guard's decisions: once, or again and again while it runs.
+"""Reads a run's metrics and the guard's decisions: once, or repeatedly while it runs.
 
-`Reader` finds the file or folder that the user named, asks who wrote it, and gives it to one of `sources`.
+`Reader` finds the file or folder that the user named, detects who wrote it, and gives it to one of `sources`.
 """
 
 import csv
@@ -28,7 +28,7 @@ from verl_ext.report.sources.wandb import WandbFolder
 
 DEPTH = 3  # tensorboard_log/PROJECT/EXPERIMENT, mlruns/PROJECT/RUN
 LISTED = 10
-START = 1 << 16  # bytes of a file that tell what it is
+START = 1 << 16  # bytes of a file that identify its kind
 ENDINGS = (".jsonl", ".csv")
 NOT_METRICS = {
     EVENTS: "the guard's event log",
@@ -51,7 +51,7 @@ class RunSource(Protocol):
     def files(self) -> tuple[Path, ...]: ...
 
     def refresh(self) -> bool:
-        """Read what is new; whether anything was."""
+        """Reads new data; returns whether there was any."""
 
     def run(self, which: int | None) -> TableRun: ...
 
@@ -66,7 +66,7 @@ SOURCES: dict[Kind, Callable[[Path, int | None], RunSource]] = {
     "tensorboard": lambda path, which: TensorBoardSource(path),
     "csv": CsvSource,
 }
-# One run's numbers may be in several of these: the first has every digit, the one before CSV has seven.
+# One run's numbers may be in several of these: the first has every digit, the last but one has seven.
 BEST_FIRST = tuple(SOURCES)
 
 
@@ -77,13 +77,13 @@ class Found:
 
 
 class Reader:
-    """A run that may still be going on.
+    """A run that may still be running.
 
     Args:
         path: a metrics file of verl's file logger (.jsonl), a file or folder of TensorBoard's, of W&B's or of MLflow's,
-            a CSV export of W&B, or a folder that holds one of these; `_find` says which is taken. PATH:N is
+            a CSV export of W&B, or a folder with one of these; `_find` decides which one is read. PATH:N is
             the Nth run of PATH.
-        which: of several runs in one place, counted from 1; the last by default.
+        which: the number of the run, counted from 1, if there are several; the last by default.
     """
 
     def __init__(self, path: Path, *, which: int | None = None):
@@ -94,10 +94,10 @@ class Reader:
         self._run: Run | None = None
 
     def refresh(self) -> Run:
-        """The run as it stands now; the same object as before when nothing is new.
+        """Returns the run as it is now; the same object as before if nothing is new.
 
         Raises:
-            ReportError: nothing can be read. A later refresh may, when the run has just begun.
+            ReportError: nothing can be read. A later refresh may succeed, if the run has just begun.
         """
         try:
             if self._source is None:
@@ -126,8 +126,8 @@ class Reader:
     def _build(self, source: RunSource) -> Run:
         part = source.run(self._which)
         log = self._events
-        told = () if log is None else log.of(part)
-        events, strange = own_steps(told, int(part.steps[-1]), "decision of the guard", "decisions of the guard")
+        decisions = () if log is None else log.of(part)
+        events, strange = own_steps(decisions, int(part.steps[-1]), "decision of the guard", "decisions of the guard")
         name = printable(source.name)
         return Run(
             # Several runs of one file may be compared.
@@ -152,14 +152,14 @@ def _numbered(path: Path, which: int | None) -> tuple[Path, int | None]:
     if not (file and colon and number.isascii() and number.isdigit()) or path.exists() or not Path(file).exists():
         return path, which
     if which not in (None, int(number)):
-        raise ReportError(f"{path}: --run says {which}; give one of the two")
+        raise ReportError(f"{path}: --run {which} is given too; use only one of the two")
     return Path(file), int(number)
 
 
 def _events_file(files: tuple[Path, ...]) -> Path | None:
-    """The guard's log: X.guard.jsonl for X.jsonl. For another kind of file, the only one in its folder; none for a
-    database."""
-    if not files or files[0].suffix in DATABASE_ENDINGS:  # they have just been removed; it may lie in /tmp
+    """Returns the guard's log: X.guard.jsonl for X.jsonl. For another kind of file, the only one in its folder; none
+    for a database."""
+    if not files or files[0].suffix in DATABASE_ENDINGS:  # they have just been removed; a database may be in /tmp
         return None
     metrics = files[0]
     if metrics.suffix == ".jsonl":
@@ -170,15 +170,15 @@ def _events_file(files: tuple[Path, ...]) -> Path | None:
 
 
 def _find(path: Path) -> Found:
-    """The file to read, or the folder: of event files, or of runs.
+    """Returns the file to read, or the folder: of event files, or of runs.
 
-    A folder stands for the only run in it: one that lies in it directly, else one up to three folders below. Of several
-    loggers with one each, the first of BEST_FIRST is read.
+    A folder means the only run in it: one that is in it directly, else one up to three folders below. If several
+    loggers have one each, the first of BEST_FIRST is read.
     """
     if is_regular(path):
         for ending, what in NOT_METRICS.items():
             if path.name.endswith(ending):
-                raise ReportError(f"{path}: this is {what}; name the metrics file beside it")
+                raise ReportError(f"{path}: this is {what}; name the metrics file next to it")
         return Found(_kind_of_file(path), path)
     if not path.is_dir():
         try:
@@ -227,7 +227,7 @@ def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:
         level = len(here.relative_to(folder).parts)
         folders[:] = [] if level >= depth else sorted(each for each in folders if not SKIPPED_FOLDERS.match(each))
         if store := _store(here, files, level):
-            folders[:] = []  # what else a run keeps there: artifacts, tables
+            folders[:] = []  # other things of a run: artifacts, tables
             found += [] if store in found else [store]
             continue
         if any(EVENT_FILE in file and is_regular(here / file) for file in files):
@@ -250,11 +250,11 @@ def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:
                 found.append(Found("jsonl", here / file))
             elif not start.strip():
                 empty.append(Found("jsonl", here / file))
-    return found or empty, refused  # an empty one may be of a run that has just begun
+    return found or empty, refused  # an empty one may belong to a run that has just begun
 
 
 def _store(here: Path, files: list[str], level: int) -> Found | None:
-    """The folder of all runs, where this is one of W&B's or MLflow's; not above the one that was named."""
+    """Returns the folder of all runs, if this is one of W&B's or MLflow's; not above the one that was named."""
     if any(file.endswith(WANDB_FILE) and is_regular(here / file) for file in files):
         return Found("wandb", here if level == 0 else here.parent)
     if is_run(here):

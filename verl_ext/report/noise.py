@@ -1,9 +1,9 @@
-"""The final value of a metric, and whether two runs differ by more than their steps scatter.
+"""The final value of a metric, and a test of whether two runs differ by more than the scatter of their steps.
 
 The mean of the last steps has a standard error of its own. Readings of neighbouring steps depend on each other, so n of
-them tell as much as n (1 - rho) / (1 + rho) independent ones, with rho the correlation of neighbours (Bayley and
-Hammersley, 1946; Zieba, 2010, equations 13 and 20 for the variance). rho from a short window comes out too small and
-scatters: it is corrected (Marriott and Pope, 1954) and moved by half of its standard error towards more dependence.
+them have the information of n (1 - rho) / (1 + rho) independent ones, with rho the correlation of neighbours (Bayley
+and Hammersley, 1946; Zieba, 2010, equations 13 and 20 for the variance). rho from a short window comes out too small
+and scatters: it is corrected (Marriott and Pope, 1954) and moved by half of its standard error towards more dependence.
 tests/unit/report/test_noise.py counts the false alarms. Two means are compared by Welch's t, all comparisons of one
 table by Holm's procedure (1979).
 """
@@ -21,17 +21,17 @@ from verl_ext.report.run import Series
 NoiseVerdict = Literal["differs", "within noise", "too few steps"]
 
 CAVEAT = (
-    "noise = step-to-step noise within each run; it does not hold the difference another seed would make, "
-    "for which each setting has to run with several seeds"
+    "noise = step-to-step noise within each run; it does not include the difference between seeds: for that, run "
+    "each setting with several seeds"
 )
 LEVEL = 0.01  # probability of a false alarm: of one interval, and of a whole table after `judge_differences`
 SHARE, FEWEST, MOST = 0.1, 20, 100  # of the readings in the default window; its least and most readings
 FEWEST_FOR_ERROR = 4  # readings
-FEWEST_FOR_DRIFT = 3.0  # degrees of freedom that are left beside the line
+FEWEST_FOR_DRIFT = 3.0  # degrees of freedom that are left after fitting the line
 CAUTION = 0.5  # standard errors that are added to the correlation
 LARGEST_CORRELATION = 0.95
 FLOOR = 1e-12  # a divergence below this is 0 for the logarithm, as in guard/forecast.py
-ROUNDING = 1e-12  # relative; what differs by less differs by arithmetic alone
+ROUNDING = 1e-12  # relative; a smaller difference is only arithmetic
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Final:
 
     Attributes:
         mean: of the window, in the metric's unit; the geometric mean on the log scale; NaN without a reading.
-        error: one standard error of it, in the same unit, on the log scale of its natural logarithm; None where the
-            window does not hold what two independent readings would, or fewer than FEWEST_FOR_ERROR.
+        error: one standard error of it, in the same unit, on the log scale of its natural logarithm; None if the window
+            has less information than two independent readings, or fewer than FEWEST_FOR_ERROR.
         readings: finite values in the window.
-        effective: independent readings that would tell as much; None without an error.
+        effective: the equivalent number of independent readings; None without an error.
         freedom: degrees of freedom of the error.
-        drift: what a straight line through the window gains from its first to its last step, on the scale, where that
-            is more than noise, else 0: the metric is still moving, and the scatter is taken around the line.
+        drift: the rise of a straight line through the window from its first to its last step, on the scale, if that is
+            more than noise, else 0: the metric is still moving, and the scatter is measured around the line.
         steps: the first and the last step of the window; None without a reading.
         scale: "log" compares ratios: for metrics that single tokens move by tens of times.
     """
@@ -68,14 +68,14 @@ class Final:
 
 @dataclass(frozen=True)
 class Difference:
-    """Between the final values of two runs.
+    """The difference between the final values of two runs.
 
     Attributes:
-        change: second less first; on the log scale the logarithm of second over first.
-        error: one standard error of `change`; None where one of the runs has too few steps.
-        freedom: degrees of freedom after Welch; infinite where neither run scatters.
+        change: second minus first; on the log scale the logarithm of second over first.
+        error: one standard error of `change`; None if one of the runs has too few steps.
+        freedom: degrees of freedom after Welch; infinite if neither run scatters.
         p: probability of a change at least so large with equal means; two-sided.
-        verdict: of this comparison alone, at LEVEL; `judge_differences` for the comparisons of a table.
+        verdict: for this comparison by itself, at LEVEL; see `judge_differences` for the comparisons of a table.
     """
 
     change: float
@@ -95,12 +95,12 @@ class Difference:
 
 
 def final(series: Series, window: int | None = None, scale: Scale = "linear") -> Final:
-    """The mean over the last steps of a run, and its standard error.
+    """Returns the mean over the last steps of a run, and its standard error.
 
-    The error is of the noise between steps (CAVEAT).
+    The error covers the noise between steps (CAVEAT).
 
     Args:
-        series: of one metric; values that are not finite are left out.
+        series: the series of one metric; values that are not finite are left out.
         window: steps, counted back from the last finite reading, at least 1; None for the last tenth of the readings,
             at least FEWEST and at most MOST of them.
         scale: "log" for positive metrics that span decades.
@@ -117,7 +117,7 @@ def final(series: Series, window: int | None = None, scale: Scale = "linear") ->
     at: np.ndarray = series.steps[start:].astype(np.float64)
     values = series.values[start:]
     steps, n = (int(at[0]), int(at[-1])), len(values)
-    if np.ptp(values) == 0:  # not by way of the mean and its rounding: two constants have to compare exactly
+    if np.ptp(values) == 0:  # without the mean and its rounding: two constants must compare exactly
         constant = float(values[0])
         if n < FEWEST_FOR_ERROR:
             return Final(constant, None, n, None, steps=steps, scale=scale)
@@ -140,7 +140,7 @@ def final(series: Series, window: int | None = None, scale: Scale = "linear") ->
 
 
 def compare_finals(a: Final, b: Final) -> Difference:
-    """b against a, which have to be on the same scale."""
+    """Compares b with a, which must be on the same scale."""
     if a.scale != b.scale:
         raise ValueError(f"a final value on the {a.scale} scale cannot be compared with one on the {b.scale} scale")
     change = b.centre - a.centre
@@ -157,9 +157,10 @@ def compare_finals(a: Final, b: Final) -> Difference:
 
 
 def judge_differences(differences: Sequence[Difference]) -> list[NoiseVerdict]:
-    """The verdicts of one table, in its order: without any true difference, at most LEVEL of tables say "differs".
+    """Returns the verdicts of one table, in its order: without any true difference, at most LEVEL of tables have a
+    "differs".
 
-    Holm's procedure: the smallest p of m has to be below LEVEL / m, the next below LEVEL / (m - 1), and so on; behind
+    Holm's procedure: the smallest p of m has to be below LEVEL / m, the next below LEVEL / (m - 1), and so on; after
     the first that is not, nothing differs. Comparisons with too few steps do not count.
     """
     verdicts = [difference.verdict for difference in differences]
@@ -172,14 +173,15 @@ def judge_differences(differences: Sequence[Difference]) -> list[NoiseVerdict]:
 
 
 def student_p(t: float, freedom: float) -> float:
-    """Probability that a |t| of Student's distribution is at least so large; `freedom` above 0, fractions allowed."""
+    """Returns the probability that a |t| of Student's distribution is at least this large; `freedom` above 0,
+    fractions allowed."""
     from scipy import special  # here, because importing it takes 0.2 s
 
     return 2 * float(special.stdtr(freedom, -abs(t)))
 
 
 def student_quantile(coverage: float, freedom: float) -> float:
-    """Half-width, in standard errors, of the interval that holds `coverage` of Student's distribution."""
+    """Returns the half-width, in standard errors, of the interval that covers `coverage` of Student's distribution."""
     from scipy import special
 
     return float(special.stdtrit(freedom, (1 + coverage) / 2))
@@ -199,15 +201,15 @@ class _Scatter:
 
 
 def _scatter(residuals: np.ndarray, fitted: int) -> _Scatter | None:
-    """The scatter of the mean, from what is left after fitting a constant (`fitted` is 1) or a line (2).
+    """Returns the scatter of the mean, from the residuals after fitting a constant (`fitted` is 1) or a line (2).
 
-    None where the effective readings do not exceed the fitted parameters by at least 1.
+    None if the effective readings do not exceed the fitted parameters by at least 1.
     """
     n, power = len(residuals), float(residuals @ residuals)
     if power == 0:
         return _Scatter(0.0, n, n - fitted)
     rho = float(residuals[1:] @ residuals[:-1]) / power
-    rho += (fitted + 4 * max(rho, 0.0)) / n  # what the fit takes away from it
+    rho += (fitted + 4 * max(rho, 0.0)) / n  # the fit reduces it by this
     rho += CAUTION * math.sqrt(max(1 - rho * rho, 0.0) / n)
     rho = min(max(rho, 0.0), LARGEST_CORRELATION)
     effective = n * (1 - rho) / (1 + rho)
@@ -219,7 +221,7 @@ def _scatter(residuals: np.ndarray, fitted: int) -> _Scatter | None:
 
 
 def _slope(at: np.ndarray, heights: np.ndarray) -> tuple[float, np.ndarray]:
-    """The slope of the least-squares line, and its heights; residuals of pure rounding are made exactly 0."""
+    """Returns the slope of the least-squares line, and its heights; residuals of pure rounding become exactly 0."""
     apart, centre = at - at.mean(), heights.mean()
     slope = float(apart @ (heights - centre) / (apart @ apart))
     line = centre + slope * apart

@@ -1,6 +1,6 @@
-"""Runs in a notebook: what `verl-ext report` and `verl-ext compare` show, as objects that a cell displays.
+"""Runs in a notebook: the output of `verl-ext report` and `verl-ext compare`, as objects that a cell displays.
 
-What draws is imported when a figure is asked for; `load_run` works without the packages of the `report` extra.
+The code that draws is imported when a figure is requested; `load_run` works without the packages of the `report` extra.
 """
 
 import html
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from verl_ext.report.trajectories import Trajectory
 
 MOST_CELLS = 1 << 28  # 2 GiB; a run of 10,000 steps with 500 metrics has 5 million
-COLUMNS = 100  # of what is shown as text
+COLUMNS = 100  # of the text output
 IFRAME = '<iframe srcdoc="{page}" style="width: 100%; height: 640px; border: 0"></iframe>'
 TEXT = '<pre style="line-height: 1.3; white-space: pre">{code}</pre>'
 
 
 def load_run(path: str | Path, run: int | None = None) -> "LoadedRun":
-    """A run as it stands on disk: whatever `verl-ext report` reads.
+    """Loads a run from disk: everything that `verl-ext report` reads.
 
     Args:
         path: a file or folder of verl's file logger, W&B, MLflow or TensorBoard; PATH:N is the Nth of several runs.
-        run: that number, counted from 1; the last by default.
+        run: the number N, counted from 1; the last by default.
 
     Raises:
         ReportError: there is no run that can be read; one line says why.
@@ -63,7 +63,8 @@ def compare(
 
 
 class _Shown(ABC):
-    """An object that a cell displays as the command's text, in colour; `print` and a terminal show it without."""
+    """An object that a cell displays as the command's text, in colour; `print` and a terminal show it without
+    colour."""
 
     @abstractmethod
     def _renderable(self) -> "RenderableType":
@@ -72,7 +73,7 @@ class _Shown(ABC):
     def _console(self) -> "Console":
         from rich.console import Console
 
-        # Left to itself, rich writes into the cell as well when it finds itself in a notebook.
+        # Otherwise, in a notebook, rich writes into the cell too.
         console = Console(file=io.StringIO(), width=COLUMNS, record=True, force_jupyter=False)
         console.print(self._renderable())
         return console
@@ -99,14 +100,14 @@ class LoadedRun(_Shown):
 
     @cached_property
     def frame(self) -> "pd.DataFrame":
-        """The metrics as a pandas frame.
+        """Returns the metrics as a pandas frame.
 
         Index `step` (int64, ascending), a column of float64 for each metric, by the name under which it was logged.
-        NaN where a step did not log it, or logged no number; infinite beyond 1e100. `attrs` has the `name` of the run,
-        its `sources` (files), and `notes`: what was left out of them, and which other runs are there.
+        NaN if a step did not log it, or logged no number; infinite beyond 1e100. `attrs` has the `name` of the run, its
+        `sources` (files), and `notes`: parts that were left out, and other runs in the files.
 
         Raises:
-            ReportError: there are more cells than a frame should have.
+            ReportError: a frame would have too many cells.
         """
         import pandas as pd
 
@@ -124,30 +125,31 @@ class LoadedRun(_Shown):
         return frame
 
     def figure(self, key: str) -> "alt.LayerChart":
-        """A figure of the report, by its key: `reward`, `vllm_kl`, `dropped`, ... ReportError without such data."""
+        """Returns a figure of the report, by its key: `reward`, `vllm_kl`, `dropped`, ... ReportError without such
+        data."""
         with _extra_packages():
             panel = _panel(key)
             return _chart(panel, panel.chart(self.run))
 
     @cached_property
     def trajectories(self) -> "list[Trajectory]":
-        """The trajectories that the run wrote down, by step. ReportError where it wrote none."""
+        """The trajectories that the run wrote, by step. ReportError if it wrote none."""
         with _extra_packages():
             from verl_ext.report.folder import read_own
             from verl_ext.report.trajectories import REMEDY, trajectories_file
 
             if (dump := trajectories_file(self.run.sources[0])) is None:
-                raise ReportError(f"{self.run.sources[0]}: no trajectories beside this file; {REMEDY}")
+                raise ReportError(f"{self.run.sources[0]}: no trajectories next to this file; {REMEDY}")
             return read_own(self.run, dump)[0]
 
     def tokens(self, number: int = -1) -> "TokenView":
-        """One of `trajectories`, token by token; the last by default."""
+        """Returns one of `trajectories`, token by token; the last by default."""
         return TokenView(self.run.name, self.trajectories[number])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ComparedRuns(_Shown):
-    """Runs by the names they are compared under; a cell displays the table of `verl-ext compare` and its notes."""
+    """Compared runs by name; a cell displays the table of `verl-ext compare` and its notes."""
 
     runs: dict[str, Run]
     comparison: "Comparison"
@@ -159,7 +161,8 @@ class ComparedRuns(_Shown):
 
     @cached_property
     def frame(self) -> "pd.DataFrame":
-        """The table as a pandas frame of texts: a row for each metric; `value`, `change`, `verdict` of each run."""
+        """Returns the table as a pandas frame of texts: a row for each metric; `value`, `change`, `verdict` of each
+        run."""
         import pandas as pd
 
         from verl_ext.report.comparison import comparison_rows
@@ -173,7 +176,7 @@ class ComparedRuns(_Shown):
         return pd.DataFrame(texts, index=[row["metric"] for row in rows])
 
     def figure(self, key: str) -> "alt.LayerChart":
-        """The report's figure of this key, with all runs in it. ReportError where no run has such data."""
+        """Returns the report's figure of this key, with all runs in it. ReportError if no run has such data."""
         with _extra_packages():
             from verl_ext.report.figures.overlay import overlay
 
@@ -201,12 +204,12 @@ def _panel(key: str) -> "Panel":
 
     panels = {panel.key: panel for panel in PANELS}
     if key not in panels:
-        raise ReportError(f"there is no figure {key!r}; there are {', '.join(panels)}")
+        raise ReportError(f"there is no figure {key!r}; choose one of: {', '.join(panels)}")
     return panels[key]
 
 
 def _chart(panel: "Panel", chart: "alt.LayerChart | None") -> "alt.LayerChart":
-    """The figure with its title and the looks of the page."""
+    """Returns the figure with its title and the look of the page."""
     from verl_ext.report.figures.lines import CONFIG
 
     if chart is None:

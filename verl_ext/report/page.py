@@ -31,9 +31,9 @@ from verl_ext.report.terminal import not_finite
 from verl_ext.report.verdict import RunVerdict
 
 PAGE, OVERVIEW, PICTURES, TRAJECTORIES = "report.html", "report.png", "figures", "trajectories.html"
-GENERATOR, HEAD = b'name="generator" content="verl_ext', 2000  # what tells a page of ours, in so many bytes
+GENERATOR, HEAD = b'name="generator" content="verl_ext', 2000  # the mark of our pages, within this many bytes
 WORDS = DONE | {"recover": "recovered"}
-# Of the template, that a page may lack.
+# Variables of the template that a page may lack.
 SECTIONS = ("verdict", "comparison", "variants", "trajectories", "guard", "said", "tables")
 MOST_DECISIONS, MOST_OPEN = 100, 10  # on the page; more than the latter are folded
 TEMPLATES = Path(__file__).parent / "templates"
@@ -42,7 +42,7 @@ SCALE = 2  # pixels of a PNG for one of the figure
 OVERVIEW_COLUMNS, OVERVIEW_MARGIN, OVERVIEW_TITLE = 3, 24, 22  # the last two in pixels
 
 Spec = dict[str, Any]
-Progress = Callable[[str], None]  # is called with what is being drawn
+Progress = Callable[[str], None]  # called with the name of the current figure
 
 
 def write_report(
@@ -53,11 +53,11 @@ def write_report(
     trajectories: str | None = None,
     **options: Any,
 ) -> Path:
-    """Write the page of one run, and its figures.
+    """Writes the page of one run, and its figures.
 
     Args:
-        trajectories: where the page links to, relative to it.
-        options: of `write_page`.
+        trajectories: the target of the page's link, relative to it.
+        options: options of `write_page`.
     """
     steps = f"step {run.steps[0]}" if len(run.steps) == 1 else f"steps {run.steps[0]} to {run.steps[-1]}"
     files = ", ".join(file.name for file in run.sources)
@@ -75,7 +75,7 @@ def write_report(
 
 
 def write_comparison(runs: Mapping[str, Run], comparison: Comparison, out: Path, **options: Any) -> Path:
-    """Write the page of several runs, by the names they are compared under, with `options` of `write_page`."""
+    """Writes the page of several runs by name, with `options` of `write_page`."""
     context = {
         "title": " / ".join(runs),
         "about": f"{len(runs)} runs; changes are against {next(iter(runs))}",
@@ -98,17 +98,17 @@ def write_page(
     tidy: bool | None = None,
     progress: Progress = lambda what: None,
 ) -> Path:
-    """Write a page of these figures, and the figures as PNG files.
+    """Writes a page of these figures, and the figures as PNG files.
 
     Args:
-        out: a folder, made where it is missing.
-        charts: None where there is nothing to draw, which the page says.
-        context: what comes above them: `title`, `about`, `notes` and the template's sections.
-        said: below a figure, by the key of its panel.
+        out: a folder, created if it is missing.
+        charts: the figures; None if there is nothing to draw, as the page then says.
+        context: the parts above them: `title`, `about`, `notes` and the template's sections.
+        said: the text below a figure, by the key of its panel.
         refresh: seconds after which the page loads itself again.
         pictures: write the PNG files too.
-        tidy: remove what an earlier report left in the folder; by default if there is one.
-        progress: is called with what is being drawn.
+        tidy: remove files of an earlier report in the folder; by default if there is one.
+        progress: called with the name of the current figure.
     """
     said = said or {}
     tidy = is_ours(out) if tidy is None else tidy  # before anything is written
@@ -136,7 +136,7 @@ def write_page(
         refresh=refresh,
         version=__version__,
     )
-    write_html(page, out / PAGE)  # first: what fails in drawing pictures must not cost the page
+    write_html(page, out / PAGE)  # first: a failure to draw pictures must not prevent the page
     if tidy:
         _forget(out, drawn if pictures else {}, trajectories=context.get("trajectories"))
     if pictures and drawn:
@@ -147,7 +147,7 @@ def write_page(
 def is_ours(out: Path) -> bool:
     """Returns True if this folder has a report. Then files with the names of a report's figures are a report's as
     well."""
-    if (out / PAGE).is_symlink():  # to a report that may stand anywhere
+    if (out / PAGE).is_symlink():  # a link to a report that may be anywhere
         return False
     try:
         with open_regular(out / PAGE) as page:
@@ -157,7 +157,7 @@ def is_ours(out: Path) -> bool:
 
 
 def _forget(out: Path, drawn: Collection[Panel], trajectories: str | None) -> None:
-    """Removes files of an earlier report that would be taken for this one's. A report writes no links."""
+    """Removes files of an earlier report that would pass for this one's. A report writes no links."""
     gone = [out / PICTURES / f"{panel.key}.png" for panel in PANELS if panel not in drawn]
     gone += [] if drawn else [out / OVERVIEW]
     gone += [] if trajectories else [out / TRAJECTORIES]
@@ -167,7 +167,7 @@ def _forget(out: Path, drawn: Collection[Panel], trajectories: str | None) -> No
 
 
 def _decisions(events: Sequence[Event]) -> dict[str, Any] | None:
-    """The guard's part of the page; None where it decided nothing."""
+    """Returns the guard's part of the page; None if it decided nothing."""
     if not events:
         return None
     shown = events[-MOST_DECISIONS:]
@@ -178,7 +178,9 @@ def _decisions(events: Sequence[Event]) -> dict[str, Any] | None:
 def _write_pictures(out: Path, drawn: Mapping[Panel, Spec], title: str, progress: Progress) -> None:
     folder = out / PICTURES
     if folder.is_symlink():
-        raise ReportError(f"{folder}: this is a link, through which no figures are written; remove it; the page stands")
+        raise ReportError(
+            f"{folder}: this is a link, and figures are not written through links; remove it; the page was written"
+        )
     folder.mkdir(exist_ok=True)
     pictures = {}
     for panel, spec in drawn.items():
@@ -187,7 +189,7 @@ def _write_pictures(out: Path, drawn: Mapping[Panel, Spec], title: str, progress
             pictures[panel.key] = png(spec, panel.title)
         except ValueError as error:  # what vl-convert raises
             said = str(error).partition("\n")[0]
-            raise ReportError(f"{folder}: {panel.key}.png cannot be drawn ({said}); the page stands") from error
+            raise ReportError(f"{folder}: {panel.key}.png cannot be drawn ({said}); the page was written") from error
         with written_whole(folder / f"{panel.key}.png") as file:
             file.write(pictures[panel.key])
     with written_whole(out / OVERVIEW) as file:
@@ -208,9 +210,9 @@ def template(name: str) -> Template:
 
 
 def script_json(value: object) -> Markup:
-    """JSON that can stand in a script element, whatever the strings in it hold: no `</script>`, no `<!--`.
+    """Returns JSON that is safe in a script element, whatever its strings are: no `</script>`, no `<!--`.
 
-    Invisible characters are escaped, so that the source of the page shows what is there.
+    Invisible characters are escaped, so that the page's source shows them.
     """
     text = orjson.dumps(value).decode().replace("<", r"\u003c")
     return Markup(text if text.isprintable() else BEYOND_ASCII.sub(_escape, text))
@@ -221,24 +223,24 @@ def _escape(found: re.Match) -> str:
 
 
 def asset(name: str) -> Markup:
-    """A style sheet or a script of the templates."""
+    """Returns a style sheet or a script of the templates."""
     return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
 
 
 def write_html(page: TemplateStream, file: Path) -> None:
-    """Writes a page in one step: one that is open while it is written again must not be seen half."""
+    """Writes a page in one step: an open page that is written again must never be seen half."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(file) as out:
         page.dump(out, encoding="utf-8")
 
 
 def spec_of(chart: alt.LayerChart) -> Spec:
-    """The figure as the page embeds it: as wide as its column, answering the pointer."""
+    """Returns the figure as the page embeds it: as wide as its column, interactive."""
     return chart.properties(width="container").to_dict() | {"config": CONFIG}
 
 
 def png(spec: Spec, title: str) -> bytes:
-    """Draws one figure under its title, without the layer that only answers the pointer."""
+    """Draws one figure under its title, without the interactive layer."""
     import vl_convert
 
     layers: Sequence[Spec] = [layer for layer in spec["layer"] if layer.get("name") != READINGS]
@@ -248,7 +250,7 @@ def png(spec: Spec, title: str) -> bytes:
 
 
 def overview(pictures: Mapping[str, bytes], title: str) -> bytes:
-    """All figures in one picture, half as large as they are."""
+    """Draws all figures in one picture, at half their size."""
     from PIL import Image, ImageDraw, ImageFont
 
     images = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures.values()]
@@ -269,7 +271,7 @@ def overview(pictures: Mapping[str, bytes], title: str) -> bytes:
 
 @lru_cache(maxsize=1)
 def libraries() -> Markup:
-    """Vega, Vega-Lite and vega-embed as one script, which defines `vegaEmbed`."""
+    """Returns Vega, Vega-Lite and vega-embed as one script, which defines `vegaEmbed`."""
     import vl_convert
 
     script = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub forgets that both have defaults

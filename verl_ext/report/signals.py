@@ -1,6 +1,6 @@
-"""The two things that a verdict is about: the gap between the engines, and the reward.
+"""The two subjects of a verdict: the gap between the engines, and the reward.
 
-The gap is k3. Where it is going is the guard's forecast, on the last readings of a run.
+The gap is k3. Its direction is the guard's forecast, on the last readings of a run.
 
 Three rules decide whether the reward fell, and the first that holds counts. A level is the mean of WINDOW readings in a
 row.
@@ -12,8 +12,8 @@ row.
     most of it    "drifting": the reward lost most of what it had gained since its start, by more than noise, but is not
                   below half of its best, or not for long enough.
 
-Half, eight and nine tenths are of the height above 0, or above -1 where a reading is negative (rewards of 1 and -1).
-Where a reading is below -1 nobody knows how far down the scale goes: then "half" does not apply.
+Half, eight and nine tenths are shares of the height above 0, or above -1 if a reading is negative (rewards of 1 and
+-1). If a reading is below -1, the lower end of the scale is unknown: then "half" does not apply.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from verl_ext.guard.collapse import READ, REWARD, STRETCH, Collapse, Readings, find_collapse, what_moved
-from verl_ext.guard.forecast import FEWEST, LARGEST_AUTOCORRELATION, Growth, engines_names, estimate_growth, speaks
+from verl_ext.guard.forecast import (
+    FEWEST,
+    LARGEST_AUTOCORRELATION,
+    Growth,
+    engines_names,
+    estimate_growth,
+    is_seen_enough,
+)
 from verl_ext.guard.state import Boundary
 from verl_ext.report.run import Run, Series
 
@@ -30,22 +37,22 @@ K3, DROPPED = "vllm_kl/k3", "correction/dropped"
 LAST = 5  # readings whose median is "now"
 STALE = 1.0  # versions that rollouts are behind, on average
 LOW_AGREEMENT = 0.98
-ROUTED_GAP = 2.0  # times the gap of tokens with the same experts, where routing is what drives it
+ROUTED_GAP = 2.0  # times the gap of tokens with the same experts, if routing drives it
 SOON = 20  # steps to the boundary: a forecast of fewer is a warning, as in the lab
 WINDOW = 20  # readings of a level
-HALF, SOUND = 0.5, 0.8  # of the highest level: below the one it has collapsed, from the other on it has not
-STRETCHES = 8  # that a run is divided into, to compare levels and to measure their noise
-BROKEN = 0.5  # of the way from its first level to its best, lost again
-SIGMAS = 5.0  # that a loss must exceed the noise by
+HALF, SOUND = 0.5, 0.8  # of the highest level: collapsed below the first, sound from the second on
+STRETCHES = 8  # parts of a run, to compare levels and to measure their noise
+BROKEN = 0.5  # share of the way from its first level to its best that is lost again
+SIGMAS = 5.0  # by which a loss must exceed the noise
 
 
 @dataclass(frozen=True)
 class Gap:
-    """k3 as a verdict on the engines reads it.
+    """The k3 that a verdict on the engines uses.
 
     Attributes:
-        name: what it is called.
-        alone: whether it is of the engines alone, where rollouts are older than the policy.
+        name: its name in sentences.
+        alone: whether it covers only the engines, in a run whose rollouts are older than the policy.
     """
 
     series: Series
@@ -54,15 +61,16 @@ class Gap:
 
 
 def gap_of(run: Run) -> Gap | None:
-    """k3 of trajectories of lag 0, and of rescored ones, where it was lately seen often enough; else k3 as it is."""
+    """Returns k3 of trajectories of lag 0, and of rescored ones, if it was logged often enough lately; else the
+    whole k3."""
     whole = run.get(K3)
-    alone: dict[int, float] = {}
+    of_engines: dict[int, float] = {}
     for name in reversed(engines_names(K3)):
         if (series := run.get(name)) is not None:
-            alone |= dict(_as_readings(series))
-    steps = sorted(alone)
-    if speaks(steps, int(run.steps[-1]), Boundary.window):
-        series = Series(np.array(steps), np.array([alone[step] for step in steps]))
+            of_engines |= dict(_as_readings(series))
+    steps = sorted(of_engines)
+    if is_seen_enough(steps, int(run.steps[-1]), Boundary.window):
+        series = Series(np.array(steps), np.array([of_engines[step] for step in steps]))
         return Gap(series, "k3 of the engines alone", alone=True)
     return None if whole is None else Gap(whole)
 
@@ -70,8 +78,8 @@ def gap_of(run: Run) -> Gap | None:
 def age_drives(run: Run) -> bool:
     """Returns True if the age of the rollouts is the problem, and not the engines.
 
-    It is if k3 is past the boundary and the engines' part of it is not. If no metric shows that part, it is whenever
-    rollouts are old.
+    That holds if k3 is past the boundary and the engines' part of it is not. If no metric shows that part, it holds
+    whenever rollouts are old.
     """
     gap, whole = gap_of(run), run.get(K3)
     if gap is not None and gap.alone and whole is not None:
@@ -86,12 +94,12 @@ def routing_drives(run: Run) -> bool:
 
 
 def staleness(run: Run) -> float:
-    """Versions that rollouts are behind, on average."""
+    """Returns the number of versions that rollouts are behind, on average."""
     return latest(run, "training/off_policy/trajectory_staleness/mean", 0.0)
 
 
 def latest(run: Run, name: str, default: float = np.nan) -> float:
-    """The median of a metric's last readings; `default` if it was not logged."""
+    """Returns the median of a metric's last readings; `default` if it was not logged."""
     return default if (series := run.get(name)) is None else now_of(series)
 
 
@@ -100,7 +108,7 @@ def now_of(series: Series) -> float:
 
 
 def passed_at(run: Run, until: int) -> tuple[str, int] | None:
-    """The name of the k3 that is past the boundary until this step, and the step at which it passed it."""
+    """Returns the name of the k3 that is past the boundary until this step, and the step at which it passed it."""
     gap, whole = gap_of(run), run.get(K3)
     found = [(gap.name, gap.series)] if gap is not None else []
     found += [("k3", whole)] if whole is not None else []
@@ -110,13 +118,13 @@ def passed_at(run: Run, until: int) -> tuple[str, int] | None:
 
 
 def foretold_at(run: Run, until: int) -> int | None:
-    """The step from which the guard's forecast warned until this step."""
+    """Returns the step from which the guard's forecast warned until this step."""
     forecast = run.get("guard/steps_to_boundary")
     return None if forecast is None else _outside_since(forecast, lambda values: values < SOON, until)
 
 
 def _outside_since(series: Series, outside: Callable[[np.ndarray], np.ndarray], until: int) -> int | None:
-    """The step from which on all readings until this one are outside, but for one in any STRETCH of them."""
+    """Returns the step from which all readings until this one are outside, except for one in any STRETCH of them."""
     seen = series.steps <= until
     out = outside(series.values[seen])
     if len(out) < STRETCH:
@@ -130,7 +138,7 @@ def _outside_since(series: Series, outside: Callable[[np.ndarray], np.ndarray], 
 
 
 def growth_of(run: Run) -> tuple[Series, Growth] | None:
-    """The last readings of k3, as of `gap_of`, and the line through their logarithms; None for too few."""
+    """Returns the last readings of k3, as in `gap_of`, and the line through their logarithms; None for too few."""
     gap = gap_of(run)
     return None if gap is None else _fit_growth(gap.series, boundary_of(run))
 
@@ -160,7 +168,7 @@ def usual_level(run: Run) -> float:
 
 
 def boundary_of(run: Run) -> float:
-    """The k3 past which a run is taken to collapse: as the guard logged it, or its default."""
+    """Returns the k3 past which a run counts as collapsing: the one that the guard logged, or its default."""
     logged = run.get("guard/boundary")
     return Boundary.value if logged is None or logged.values[-1] <= 0 else float(logged.values[-1])
 
@@ -170,11 +178,11 @@ class Fall:
     """A reward that has collapsed.
 
     Attributes:
-        collapse: its best and last level, the step at which it began to fall, and what else moved.
-        step: the first at which half was lost.
+        collapse: its best and last level, the step at which it began to fall, and the other metrics that moved.
+        step: the first step at which half was lost.
         level: the level there.
         sound: weights from before this step are good: they made rollouts before the reward fell, and before anything
-            else moved. A reward is of the policy that sampled, so old rollouts date it back.
+            else moved. A reward belongs to the policy that sampled, so old rollouts date it back.
         dead: whether nine tenths are lost.
     """
 
@@ -192,13 +200,13 @@ class Fall:
         return f"The run collapsed at step {self.step}: {fell}, and is {now:.2g} now."
 
     def moved(self, but: str = "") -> Iterator[str]:
-        """Lists what else moved around the fall, the earliest first, except for the metric `but`."""
+        """Lists the other metrics that moved around the fall, the earliest first, except for the metric `but`."""
         if moves := [str(move) for move in self.collapse.moves if move.signal != but]:
             yield f"Also moved: {', then '.join(moves)}."
 
 
 def fall_of(run: Run) -> Fall | None:
-    """The collapse that the reward has not come back from."""
+    """Returns the collapse from which the reward has not recovered."""
     reward = run.get(REWARD)
     if reward is None or len(reward.steps) < WINDOW:
         return None
@@ -230,7 +238,7 @@ def fall_of(run: Run) -> Fall | None:
 
 
 def broken_reward(run: Run) -> tuple[float, float] | None:
-    """The best level of the reward and the last one, where most of what was won is lost; levels are means."""
+    """Returns the best level of the reward and the last one, if most of the gain is lost; levels are means."""
     reward = run.get(REWARD)
     if reward is None or len(reward.steps) < 4 * FEWEST:
         return None
@@ -252,7 +260,7 @@ class Levels:
 
 
 def level_of(run: Run) -> Levels | None:
-    """The reward's levels, of fewer readings in a run that is shorter than two; None without a reward."""
+    """Returns the reward's levels, of fewer readings in a run shorter than two levels; None without a reward."""
     reward = run.get(REWARD)
     if reward is None:
         return None
@@ -262,7 +270,7 @@ def level_of(run: Run) -> Levels | None:
 
 
 def _levels(values: np.ndarray, count: int = WINDOW) -> np.ndarray:
-    """The mean of `count` readings in a row, from each one on."""
+    """Returns the mean of `count` readings in a row, from each one on."""
     return np.lib.stride_tricks.sliding_window_view(values, count).mean(axis=1)
 
 
@@ -271,7 +279,7 @@ def _as_readings(series: Series) -> Readings:
 
 
 def _level_noise(values: np.ndarray) -> float:
-    """The difference that noise alone may make between the best and the lowest level of a run."""
+    """Returns the difference that noise may make between the best and the lowest level of a run."""
     stretches = min(STRETCHES, len(values) // WINDOW)
     return SIGMAS * float(np.sqrt(2)) * _mean_error(values, WINDOW, stretches=stretches, jumps=1, caution=1.0)
 
@@ -279,11 +287,11 @@ def _level_noise(values: np.ndarray) -> float:
 def _mean_error(
     values: np.ndarray, count: float, *, stretches: int = STRETCHES, jumps: int = 2, caution: float = 0.0
 ) -> float:
-    """The standard error of the mean of `count` readings in a row, where neighbours may depend on each other.
+    """Returns the standard error of the mean of `count` readings in a row, whose neighbours may depend on each other.
 
     Args:
-        stretches: parts in which the noise is looked for, each around its own mean.
-        jumps: how many of them are left out, those that scatter most: the reward may have jumped there.
+        stretches: parts in which the noise is measured, each around its own mean.
+        jumps: the number of parts with the most scatter to leave out: the reward may have jumped there.
         caution: standard errors that are added to the correlation of neighbours.
     """
     parts = sorted((part - part.mean() for part in np.array_split(values, stretches)), key=np.var)[:-jumps]

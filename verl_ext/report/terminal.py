@@ -24,7 +24,7 @@ EVENT = "guard, step "
 EVENTS, MOST_NAMED, MOST_VALIDATIONS = 3, 3, 6
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 ASCII = str.maketrans({"±": "+/-", "×": "x", "–": "-", "—": "-", "…": "...", "·": "-", "’": "'"})  # noqa: RUF001
-# Less than this from end to end is drawn as a nearly flat line, so that mere noise does not look like a drama.
+# A smaller range is drawn as a nearly flat line, so that mere noise does not look dramatic.
 LEAST_SPAN = {"log": np.log(2.0), "share": 0.01}
 LEAST_RELATIVE_SPAN = 0.02
 COLOURS = {
@@ -60,8 +60,8 @@ ROWS = (  # in the order of the table
     "actor/grad_norm",
     "timing_s/step",
 )
-PARTS = ("correction/dropped_low", "correction/dropped_high", "router/agreement/error")  # of a row above them
-# What would make the run log a metric.
+PARTS = ("correction/dropped_low", "correction/dropped_high", "router/agreement/error")  # parts of a row above them
+# The setting that makes a run log a metric.
 REMEDIES = [
     ("vllm_kl/k3", "the engines' mismatch", ours.GAP.override),
     ("router/agreement", "router agreement (mixtures of experts)", ours.ROUTING.override),
@@ -71,7 +71,7 @@ REMEDIES = [
 
 @dataclass(frozen=True)
 class DashboardRow:
-    """One metric; `worst` is the value furthest in the bad direction, None where neither is bad."""
+    """One metric; `worst` is the value furthest in the bad direction, None if neither is bad."""
 
     label: str
     metric: str
@@ -83,12 +83,12 @@ class DashboardRow:
 
 
 def dashboard_rows(run: Run) -> list[DashboardRow]:
-    """The rows of the table; metrics that the run never logged are left out."""
+    """Returns the rows of the table, without metrics that the run never logged."""
     found = []
     for name in ROWS:
         found.append(_metric_row(run.get(name), name, "  " * (name in PARTS) + METRICS[name].label))
         if name == "router/agreement/error" and (layers := run.layers("router/agreement")):
-            # Only the layer that agrees least at the end: models have up to 94 of them.
+            # Only the layer that agrees least at the end: models have up to 94 layers.
             worst = min(layers, key=lambda number: layers[number].values[-WINDOW:].mean())
             found.append(_metric_row(layers[worst], f"router/agreement/layer_{worst:02d}", f"  worst layer {worst}"))
     for name in run.validations()[:MOST_VALIDATIONS]:
@@ -117,7 +117,7 @@ def format_value(value: float, unit: Unit) -> str:
 
 
 def sparkline(series: Series, span: tuple[int, int], unit: Unit, cells: int = CELLS, blocks: str = BLOCKS) -> str:
-    """The series from the first step to the last of `span`; "small" is drawn as the logarithm of its size."""
+    """Draws the series from the first step to the last of `span`; "small" is drawn as the logarithm of its size."""
     series = series.finite()
     if not series.steps.size:
         return ""
@@ -138,7 +138,7 @@ def sparkline(series: Series, span: tuple[int, int], unit: Unit, cells: int = CE
 
 
 def wrap_name(name: str, width: int) -> str:
-    """Lines of at most `width`, broken behind `/`, `_`, `-` or a space where there is one."""
+    """Breaks a name into lines of at most `width`, after `/`, `_`, `-` or a space if there is one."""
     lines = []
     while len(name) > width:
         at = max(name.rfind(mark, width // 3, width) for mark in "/_- ") + 1 or width
@@ -148,21 +148,21 @@ def wrap_name(name: str, width: int) -> str:
 
 
 def encodable(text: str, options: ConsoleOptions) -> str:
-    """The text as this terminal can show it; characters that ASCII has no likeness of become `?`."""
+    """Returns the text as this terminal can show it; characters without an ASCII equivalent become `?`."""
     return text.translate(ASCII).encode("ascii", "replace").decode() if options.ascii_only else text
 
 
 def indented(text: str, options: ConsoleOptions, style: str = "") -> Padding:
-    """A paragraph one column to the right, as the tables stand."""
+    """Returns a paragraph one column to the right, like the tables."""
     return Padding(Text(encodable(printable(text, MOST_MESSAGE), options), style=style), (0, 0, 0, 1), expand=False)
 
 
 @dataclass(frozen=True)
 class Dashboard:
-    """The run for a terminal of 80 columns, in ASCII where the terminal has no UTF-8.
+    """The run for a terminal of 80 columns, in ASCII if the terminal has no UTF-8.
 
-    A sparkline spans all steps of the run, each cell the median of its steps, a gap where none was finite; that of a
-    divergence is logarithmic.
+    A sparkline spans all steps of the run, each cell the median of its steps, a gap if none was finite; a divergence is
+    logarithmic.
     """
 
     run: Run
@@ -192,7 +192,7 @@ class Dashboard:
             yield indented(f"{note[: WIDTH - 5]}..." if short else note, options)
 
     def _heading(self) -> Iterator[tuple[str, str]]:
-        """Lines and their styles."""
+        """Yields lines and their styles."""
         heading, verdict = f"{self.run.name}, step {self.run.steps[-1]}", self.verdict
         if verdict is None:
             yield heading, "bold"
@@ -239,7 +239,7 @@ def _metric_row(series: Series | None, name: str, label: str) -> DashboardRow | 
 
 
 def notes(run: Run) -> Iterator[str]:
-    """Lines below the table: skips, the guard, values that were not numbers, what is not logged."""
+    """Yields the lines below the table: skips, the guard, values that were not numbers, metrics that are not logged."""
     yield f"first and last are means over {WINDOW} readings, fewer in a short run"
     if (skipped := run.get("guard/skipped")) is not None:
         yield f"updates skipped: {int((skipped.values > 0).sum())} of {len(skipped.values)} (guard/skipped)"
@@ -266,7 +266,8 @@ def not_finite(run: Run) -> Iterator[str]:
 
 
 def _log_size(values: np.ndarray) -> np.ndarray:
-    """Zeros, from engines that agree exactly, are drawn as low as the smallest other value."""
+    """Returns logarithms of sizes. Zeros, from engines that agree exactly, are drawn as low as the smallest other
+    value."""
     size = np.abs(values)
     positive = size[size > 0]
     return np.log(np.maximum(size, positive.min() if positive.size else 1.0))

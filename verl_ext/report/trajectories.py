@@ -25,12 +25,12 @@ SCRIPTS = (
     "trajectories.js",
     "trajectory_events.js",
 )
-LARGEST_WHOLE = 2**53  # from here on, neither a float nor the page's JavaScript tells whole numbers apart
+LARGEST_WHOLE = 2**53  # from here on, neither a float nor the page's JavaScript distinguishes whole numbers
 MOST_HELD = 2_000_000  # tokens, at some 300 bytes each; the page shows fewer
 MOST_LINE = 256 << 20  # bytes: more than two million tokens
 REMEDY = "add stability.trajectories.per_step=2 to the run to get some"
 
-Numbers = tuple[float | None, ...]  # None where the number is missing or was not finite
+Numbers = tuple[float | None, ...]  # None if the number is missing or was not finite
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Trajectory:
     """One line of the dump. The lists from `text` on have one entry per token that was written down.
 
     Attributes:
-        step, key: which trajectory; a pair is unique in what `load_trajectories` returns.
-        why: it was written down: "largest gap" or "at random".
-        skipped: why the step's whole update was skipped, "" if it was not.
-        tokens: of the whole response. `start` and `length` are the stretches of it that were written down.
-        text: decoded pieces, "" where a character of several tokens is not complete yet.
+        step, key: identify the trajectory; a pair is unique in the result of `load_trajectories`.
+        why: the reason why it was written: "largest gap" or "at random".
+        skipped: the reason why the step's whole update was skipped, "" if it was not.
+        tokens: number of tokens of the whole response. `start` and `length` are the stretches of it that were written.
+        text: decoded pieces, "" if a character of several tokens is not complete yet.
         generated: 0 for text that the model did not write; it has no numbers.
-        weight: of the correction, 0 where it dropped the token; None without a correction.
-        kept: 1 where the token takes part in the loss after the filters.
-        agreement: share of the experts that both engines chose; None where the run did not compare them, and of each
-            token where it did not in this trajectory.
+        weight: the correction's weight, 0 if it dropped the token; None without a correction.
+        kept: 1 if the token takes part in the loss after the filters.
+        agreement: share of the experts that both engines chose; None if the run did not compare them; a list of None if
+            it did not in this trajectory.
     """
 
     step: int
@@ -71,7 +71,7 @@ class Trajectory:
     advantage: float | None = None
 
     def log_k_sizes(self) -> list[float]:
-        """|log k| of every token that has both log-probs."""
+        """Returns |log k| of every token that has both log-probs."""
         pairs = zip(self.l_infer, self.l_old, strict=True)
         return [abs(old - infer) for infer, old in pairs if infer is not None and old is not None]
 
@@ -83,21 +83,22 @@ class Trajectory:
 
 
 def trajectories_file(metrics_file: Path) -> Path | None:
-    """The dump that belongs to a metrics file; None if there is none. `load_trajectories` reads its older part too."""
+    """Returns the dump that belongs to a metrics file; None if there is none. `load_trajectories` reads its older
+    part too."""
     file = metrics_file.with_suffix(TRAJECTORIES)
     return file if is_regular(file) or is_regular(older_part(file)) else None
 
 
 def load_trajectories(file: Path) -> list[Trajectory]:
-    """The trajectories of a dump by step, its older part (`X.trajectories.1.jsonl`) included."""
+    """Returns the trajectories of a dump by step, its older part (`X.trajectories.1.jsonl`) included."""
     return read_trajectories(file)[0]
 
 
 def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
     """Reads the trajectories as `load_trajectories` does, and notes which lines were left out.
 
-    A last line without a newline that cannot be read was cut by a crash, or is being written: no note. Where
-    the steps go back, the run was resumed: what it had written of the steps from there on is left out.
+    A last line without a newline that cannot be read was cut by a crash, or is being written: no note. If the steps go
+    back, the run was resumed: earlier lines of the steps from there on are left out.
     """
     files = [part for part in (older_part(file), file) if is_regular(part)]
     if not files:
@@ -109,7 +110,7 @@ def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
         for number, line in _dump_lines(part):
             try:
                 trajectory = _parse_trajectory(line)
-            except ValueError as error:  # what orjson raises is one as well
+            except ValueError as error:  # orjson raises a ValueError too
                 if line.endswith(b"\n"):
                     bad.append(f"line {number}: {error}")
                 continue
@@ -125,14 +126,14 @@ def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
         if bad:
             notes.append(f"{part.name}: {len(bad)} line{'s' * (len(bad) > 1)} left out ({bad[0]})")
     if forgotten:
-        notes.append(f"{file.name}: the oldest {forgotten} trajectories are left out, for want of memory")
+        notes.append(f"{file.name}: the oldest {forgotten} trajectories are left out to save memory")
     if not found:
         raise ReportError("; ".join([f"{file}: no complete trajectory in this file", *notes, REMEDY]))
     return list(found.values()), tuple(notes)
 
 
 def _token_count(trajectory: Trajectory) -> int:
-    """Its size in tokens; what else there is takes the memory of a few."""
+    """Returns its size in tokens; the other fields take the memory of a few tokens."""
     return len(trajectory.text) + len(trajectory.start) + 10
 
 
@@ -144,7 +145,7 @@ def write_trajectory_page(
     report: str | None = None,
     notes: Sequence[str] = (),
 ) -> Path:
-    """Write one self-contained HTML page. `report` is where its link back leads, `notes` stand at its top."""
+    """Writes one self-contained HTML page. `report` is the target of its link back, `notes` are at its top."""
     if not trajectories:
         raise ReportError(f"{out}: no trajectory to show; {REMEDY}")
     page = template("trajectories.html.j2").stream(
@@ -161,7 +162,7 @@ def write_trajectory_page(
 
 
 def _dump_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    # Bytes: only b"\n" ends a line of the dump, whatever else a response holds, and a cut character spoils one line.
+    # Bytes: only b"\n" ends a line of the dump, whatever else a response has, and a cut character spoils only one line.
     try:
         lines = open_regular(file)
     except FileNotFoundError:  # the trainer is just moving it aside
@@ -187,7 +188,7 @@ NAMES = {entry.name for entry in fields(Trajectory)}
 
 
 def _parse_trajectory(line: bytes) -> Trajectory:
-    """Raises ValueError, with what is odd about the line, where it is not a trajectory."""
+    """Parses a line; raises ValueError with the reason if it is not a trajectory."""
     record = orjson.loads(line)
     if not isinstance(record, dict):
         raise ValueError("not an object")
@@ -210,7 +211,7 @@ def _parse_trajectory(line: bytes) -> Trajectory:
 
 
 def _has_type(value: object, kind: type | tuple[type, ...]) -> bool:
-    if isinstance(value, bool):  # True is an int to Python, not to the dump
+    if isinstance(value, bool):  # True is an int for Python, not for the dump
         return False
     return isinstance(value, kind) and (kind is not int or abs(value) < LARGEST_WHOLE)  # type: ignore[arg-type]
 
@@ -244,7 +245,7 @@ def _check_stretches(trajectory: Trajectory) -> None:
 
 
 def _summary(trajectory: Trajectory) -> dict[str, object]:
-    """A row of the page's list."""
+    """Returns a row of the page's list."""
     sizes = trajectory.log_k_sizes()
     generated = sum(trajectory.generated)
     scalars = ("step", "key", "why", "reward", "advantage", "tokens", "skipped")
@@ -258,7 +259,7 @@ def _summary(trajectory: Trajectory) -> dict[str, object]:
 
 
 def _tokens(trajectory: Trajectory) -> dict[str, object]:
-    """The tokens of a trajectory for the page: numbers with the digits of float32, lists of 0 and 1 as text."""
+    """Returns the tokens of a trajectory for the page: numbers with the digits of float32, lists of 0 and 1 as text."""
     numbers = {name: getattr(trajectory, name) for name in NUMBER_LISTS}
     return {
         **{name: getattr(trajectory, name) for name in ("prompt", "start", "length", "text", "id")},
@@ -271,5 +272,5 @@ def _rounded(value: float | None) -> float | int | None:
     if value is None:
         return None
     short = round(value, 7)
-    # "1" is half of "1.0", and most weights are 1. A larger number is none that a float has to the last digit.
+    # "1" is half as long as "1.0", and most weights are 1. A float cannot have all digits of a larger number.
     return int(short) if abs(short) < LARGEST_WHOLE and short == int(short) else float(short)

@@ -1,25 +1,25 @@
 """A run's metrics in plain words: what happened, why, and what to do.
 
-The state is about the gap between the engines and about what it can end in, a reward that breaks down. It is decided by
-the first of these that holds:
+The state describes the gap between the engines and its possible result, a reward that breaks down. The first of these
+that holds decides it:
 
     stopped             the guard ended the run in its last step
     collapsed           the reward is below half of its best and has not come back (`report.signals` has the rules)
     past the boundary   the gap is past the boundary, is not a number, or most of the last updates were skipped
-    drifting            the gap grows for certain and would cross the boundary; it has risen far and stayed; more than
+    drifting            the gap grows significantly and would cross the boundary; it has risen far and stayed; more than
                         5 % of the tokens are dropped, or ever fewer while the gap grows; the reward lost most of what
                         it had gained; or the guard lately rolled back or stopped
     not enough data     fewer than 8 readings of the gap
     suspect             a cause other than rounding is named (`guard.diagnosis`), or the gap is large and none is
     healthy             none of them
 
-The likeliest causes come with every state, and what mends the first of them is advised first.
+The likeliest causes come with every state, and the remedy of the first cause is advised first.
 
 While an alarm is active (the guard stopped the run, or refused or took back an update in its last steps), there is no
-advice on tuning: what remains is what mends the likeliest cause, or starts a collapsed run again.
+advice on tuning: only the remedy of the likeliest cause remains, or the way to start a collapsed run again.
 
-Of what helps, one thing comes first, the most useful one. What only measures comes last, unless nothing is wrong. Which
-change helps follows docs/methods.md, "Which one, when", and the runs of docs/lab.md.
+The most useful remedy comes first. Settings that only measure come last, unless nothing is wrong. The choice of
+remedies follows docs/methods.md, "Which one, when", and the runs of docs/lab.md.
 """
 
 from collections.abc import Collection, Iterator
@@ -64,11 +64,11 @@ from verl_ext.report.signals import (
 
 State = Literal["stopped", "collapsed", "healthy", "suspect", "drifting", "past the boundary", "not enough data"]
 
-WINDOW = 10  # steps of which most were skipped, for a run that no longer learns
+WINDOW = 10  # a run no longer learns if most of this many steps were skipped
 ALARM = 3  # last steps in which an action of the guard is an active alarm
 RISE = 25.0  # times the k3 of the run's best stretch: 5 times the mean gap of a token, which the guard calls a jump
-HARMLESS = 0.01  # of the boundary; a rise to below it is not one
-FAR = 1000  # times below the boundary; how many thousands says nothing more
+HARMLESS = 0.01  # share of the boundary; a rise to a smaller value does not count
+FAR = 1000  # times below the boundary; more thousands add no information
 FAILING_DIFFERENCE = 0.05  # mean |p rollout - p training| past which training was seen to fail (IcePop)
 TOO_MANY_DROPPED = 0.05  # share of tokens; IcePop's authors saw 0.001 to 0.002
 TOO_FAR = "The engines have come apart so far that updates no longer follow the rollouts."
@@ -76,15 +76,17 @@ TOO_OLD = "The rollouts are so much older than the policy that updates no longer
 DEFAULT_RATE = 1e-6  # of verl's actor
 MOST_SUSPECTS = 3
 MENDED_BY_CORRECTION = ("quantized", "router_bias")
-KNOWN_ADVICE = ("old_weights", "learning_rate", "two_precisions")  # for which the run's own numbers decide what to do
+# Causes whose remedy depends on the run's own numbers.
+KNOWN_ADVICE = ("old_weights", "learning_rate", "two_precisions")
 
 
 @dataclass(frozen=True)
 class Override:
-    """One thing to try: the text after `python -m verl_ext.main_ppo`, and why.
+    """One remedy to try: overrides of `python -m verl_ext.main_ppo`, and the reason.
 
     Attributes:
-        corrects: whether it brings engines together or keeps their gap out of the update, which mends no fault.
+        corrects: whether it brings engines together or keeps their gap out of the update, which does not repair a
+            fault.
     """
 
     text: str
@@ -111,13 +113,13 @@ class RunVerdict:
 
     Attributes:
         sentence: what happened.
-        why: what warned of it before, then what explains it; one sentence each.
-        overrides: what to do, the most useful first.
-        evidence: what else the metrics say.
-        alarm: what the guard did in the last steps, which has to be dealt with first; "" where it did nothing.
+        why: the warnings before it, then the explanation; one sentence each.
+        overrides: the remedies, the most useful first.
+        evidence: further findings in the metrics.
+        alarm: the guard's actions in the last steps, which must be dealt with first; "" if there are none.
         suspects: the likeliest causes, the first one first.
-        measure: which metric to switch on to tell the first two causes apart; "" where none would.
-        settle: which command settles it, and what it shows of each; "" where none does.
+        measure: the metric to switch on to distinguish the first two causes; "" if none would.
+        settle: the command that decides between them, and what it shows for each; "" if none does.
     """
 
     state: State
@@ -132,7 +134,7 @@ class RunVerdict:
 
     @property
     def first(self) -> Override | None:
-        """The one thing to do; None where nothing is known to be wrong, or nobody knows what."""
+        """The first remedy; None if nothing is known to be wrong, or the cause is unknown."""
         idle = self.state in ("healthy", "not enough data") or (self.state == "suspect" and not self.suspects)
         return None if idle or not self.overrides else self.overrides[0]
 
@@ -142,17 +144,17 @@ class RunVerdict:
 
 
 def judge_run(run: Run) -> RunVerdict:
-    """The verdict on a run as far as it has come."""
+    """Judges a run as far as it has come."""
     found = _with_alarm(run, _with_suspects(run, _verdict_of_metrics(run)))
     stop = next((event for event in run.events if event.action == "stop" and event.step >= run.steps[-1]), None)
     if stop is None:
         return found
-    told = _act_sentence(stop)
+    act = _act_sentence(stop)
     why, evidence = (
-        tuple(sentence for sentence in sentences if sentence != told)
+        tuple(sentence for sentence in sentences if sentence != act)
         for sentences in ((found.sentence, *found.why), found.evidence)
     )
-    return replace(found, state="stopped", sentence=told, why=why, evidence=evidence)
+    return replace(found, state="stopped", sentence=act, why=why, evidence=evidence)
 
 
 def _verdict_of_metrics(run: Run) -> RunVerdict:
@@ -173,7 +175,7 @@ def _verdict_of_metrics(run: Run) -> RunVerdict:
 
 
 def _with_suspects(run: Run, found: RunVerdict) -> RunVerdict:
-    """The verdict with the likeliest causes, and with what mends the first of them before all other advice."""
+    """Adds the likeliest causes to the verdict, and the remedy of the first cause before all other advice."""
     series = {
         name: np.column_stack([finite.steps, finite.values])
         for name, logged in run.metrics.items()
@@ -181,7 +183,7 @@ def _with_suspects(run: Run, found: RunVerdict) -> RunVerdict:
     }
     suspects = tuple(find_suspects(series)[:MOST_SUSPECTS])
     if suspects and suspects[0].harmless:
-        suspects = suspects[:1]  # what comes behind an explanation that is no fault would accuse a sound run
+        suspects = suspects[:1]  # a cause after an explanation that is not a fault would accuse a sound run
     first = suspects[0] if suspects and not suspects[0].harmless else None
     question = first.question if first is not None else None
     if not suspects and (k3 := gap_of(run)) is not None and now_of(k3.series) > LARGE:
@@ -279,8 +281,8 @@ def _healthy_verdict(run: Run) -> RunVerdict:
     return RunVerdict("healthy", sentence, tuple(why), tuple(overrides), _evidence(run, (gap, *why)))
 
 
-def _evidence(run: Run, told: Collection[str]) -> tuple[str, ...]:
-    """All sentences about the run, except those in `told`."""
+def _evidence(run: Run, used: Collection[str]) -> tuple[str, ...]:
+    """Returns all sentences about the run, except those in `used`."""
     sentences = (
         *_limit_sentences(run),
         *_movement_sentences(run),
@@ -288,11 +290,11 @@ def _evidence(run: Run, told: Collection[str]) -> tuple[str, ...]:
         *_gap_sentences(run),
         *_surroundings(run),
     )
-    return tuple(sentence for sentence in sentences if sentence not in told)
+    return tuple(sentence for sentence in sentences if sentence not in used)
 
 
 def _warning_sentence(run: Run, collapse: Collapse) -> str:
-    """Says what warned before the reward began to fall."""
+    """Returns what warned before the reward began to fall."""
     began, boundary = collapse.step, f"{boundary_of(run):g}"
     forecast, passed = foretold_at(run, began - 1), passed_at(run, began - 1)
     if forecast is not None and passed is not None:
@@ -324,13 +326,13 @@ def _steps_before(steps: int) -> str:
 
 
 def _cause_sentences(run: Run, by_gap: bool) -> Iterator[str]:
-    """Says why the reward collapsed, as far as the metrics show it."""
+    """Yields why the reward collapsed, as far as the metrics show it."""
     if by_gap and age_drives(run):
         yield "The likely cause is the age of the rollouts."
     elif by_gap:
         yield "The likely cause is that the engines came apart."
     elif run.get(K3) is None:
-        yield "Nobody can tell whether the engines came apart first."
+        yield "The metrics do not show whether the engines came apart first."
     else:
         yield "Nothing shows that the engines came apart first, so the learning rate is the first suspect."
     if by_gap:
@@ -341,7 +343,7 @@ def _cause_sentences(run: Run, by_gap: bool) -> Iterator[str]:
 
 
 def _driver_sentences(run: Run) -> Iterator[str]:
-    """The causes of the gap that a metric shows."""
+    """Yields the causes of the gap that a metric shows."""
     if age_drives(run):
         yield from _age_sentence(run)
     elif routing_drives(run):
@@ -370,7 +372,7 @@ def _missing_sentence(k3: Gap | None) -> str:
 
 
 def _limit_sentences(run: Run) -> Iterator[str]:
-    """Names what is past a limit. Skipped updates come first, because such a run learns nothing."""
+    """Yields the metrics past a limit. Skipped updates come first, because such a run learns nothing."""
     yield from _skip_sentence(run)
     yield from _past_gap_sentence(run)
     if (now := latest(run, "vllm_kl/prob_diff_mean")) > FAILING_DIFFERENCE:
@@ -396,7 +398,7 @@ def _past_gap_sentence(run: Run) -> Iterator[str]:
         yield f"{gap.name} is {now:.3g}, past the boundary of {boundary:g}{_since_step(run, gap.name)} {median}."
     elif k3 is not None and (now := now_of(k3)) > boundary:
         past = f"past the boundary of {boundary:g}{_since_step(run, 'k3')}"
-        yield f"k3 is {now:.3g}, {past}; what the policy moved since the rollouts is in it."
+        yield f"k3 is {now:.3g}, {past}; it includes the policy's movement since the rollouts."
 
 
 def _since_step(run: Run, name: str) -> str:
@@ -410,7 +412,7 @@ def _movement_sentences(run: Run) -> Iterator[str]:
     if found and (growth := found[1]).low > 0 and 0 < growth.steps < HORIZON:
         percent = 100 * np.expm1([growth.low, growth.high])
         yield (
-            f"{name} grows by {percent[0]:.1f} to {percent[1]:.1f} % a step; at this pace it passes "
+            f"{name} grows by {percent[0]:.1f} to {percent[1]:.1f} % per step; at this pace it passes "
             f"{boundary_of(run):g} in about {growth.steps:.0f} steps."
         )
     if rise := _rise(run):
@@ -425,8 +427,8 @@ def _movement_sentences(run: Run) -> Iterator[str]:
     if moves := blind_mask(run):
         shares, gaps = (100 * np.expm1(growth.rate) for growth in moves)
         yield (
-            f"IcePop drops fewer and fewer tokens ({shares:+.1f} % a step) while k3 grows ({gaps:+.1f} % a step): its "
-            "fixed band does not see what comes apart."
+            f"IcePop drops fewer and fewer tokens ({shares:+.1f} % per step) while k3 grows ({gaps:+.1f} % per step): "
+            "its fixed band does not catch the gap."
         )
 
 
@@ -444,12 +446,12 @@ def _act_sentence(event: Event) -> str:
 
 
 def _recent_acts(run: Run) -> list[Event]:
-    """The guard's recent actions that stop a run or take it back."""
+    """Returns the guard's recent actions that stop a run or take it back."""
     return [e for e in run.events if e.action in TAKEN_BACK and e.step > run.steps[-1] - WINDOW]
 
 
 def _rise(run: Run) -> tuple[float, float] | None:
-    """k3 in the run's best stretch and now, where it has risen far."""
+    """Returns k3 in the run's best stretch and now, if it has risen far."""
     gap = gap_of(run)
     if gap is None or len(gap.series.steps) < 2 * FEWEST:
         return None
@@ -460,7 +462,7 @@ def _rise(run: Run) -> tuple[float, float] | None:
 
 
 def _gap_sentences(run: Run) -> Iterator[str]:
-    """The size of the gap, whatever the state."""
+    """Yields the size of the gap, for any state."""
     gap = gap_of(run)
     if gap is not None and (now := now_of(k3 := gap.series)) <= (boundary := boundary_of(run)):
         text = f"{now:.2g}, {_far_below(now, boundary)} the boundary of {boundary:g}"
@@ -471,7 +473,7 @@ def _gap_sentences(run: Run) -> Iterator[str]:
         else:
             yield f"{gap.name} is {text}" + (", and shows no growth that would reach it." if steady else ".")
         if (since := int(run.steps[-1] - k3.steps[-1])) > Boundary.window:
-            yield f"{gap.name} was last measured {since} steps ago: all of this is about the time before."
+            yield f"{gap.name} was last measured {since} steps ago: all of this describes the time before."
 
 
 def _far_below(now: float, boundary: float) -> str:
@@ -481,7 +483,7 @@ def _far_below(now: float, boundary: float) -> str:
 
 
 def _surroundings(run: Run) -> Iterator[str]:
-    """Describes dropped tokens, routing, skips, warnings, age and gradients."""
+    """Yields sentences on dropped tokens, routing, skips, warnings, age and gradients."""
     if (dropped := run.get(DROPPED)) is not None and now_of(dropped) <= TOO_MANY_DROPPED:
         yield _dropped_sentence(dropped)
     yield from _level_sentence(run)
@@ -517,7 +519,7 @@ def _dropped_sentence(share: Series) -> str:
 def _agreement_sentence(run: Run) -> Iterator[str]:
     if (agreement := run.get("router/agreement")) is not None:
         error = latest(run, "router/agreement/error")
-        within = "" if np.isnan(error) else f" (by a share of the trajectories: +- {200 * error:.2g} % a step)"
+        within = "" if np.isnan(error) else f" (by a share of the trajectories: +- {200 * error:.2g} % per step)"
         yield f"The engines choose {100 * now_of(agreement):.2f} % of the experts alike{within}."
 
 
@@ -535,10 +537,10 @@ def _age_sentence(run: Run) -> Iterator[str]:
 def _advice_overrides(
     run: Run, state: State, *, of_gap: bool, reward_fell: bool, reward_holds: bool
 ) -> Iterator[Override]:
-    """Changes for a run that has not collapsed.
+    """Yields changes for a run that has not collapsed.
 
     Args:
-        of_gap: whether the gap of the engines is what something has to be done about.
+        of_gap: whether the gap of the engines is the problem.
         reward_fell, reward_holds: whether the reward lost most of what it had gained; whether it is near its best.
     """
     if of_gap:
@@ -568,7 +570,7 @@ def _revival_overrides(run: Run, fall: Fall, *, by_gap: bool) -> Iterator[Overri
 
 
 def _with_checkpoint(run: Run, change: Override, sound: int) -> Override:
-    """The change together with the weights to start from, as one command line."""
+    """Returns the change together with the weights to start from, as one command line."""
     if sound <= 1:
         why = f"{change.why}. No checkpoint is from before the fall, so the run starts from its beginning"
         return replace(change, text=f"{change.text} trainer.resume_mode=disable", why=why)
@@ -579,10 +581,11 @@ def _with_checkpoint(run: Run, change: Override, sound: int) -> Override:
 
 
 def _gap_overrides(run: Run, *, tighten: bool) -> Iterator[Override]:
-    """Changes that bring the engines together, or keep their gap out of the update. The lab has tried which one helps.
+    """Yields changes that bring the engines together, or keep their gap out of the update. The lab has tested which one
+    helps.
 
-    Where rollouts are old, routers disagree because they have moved: replay then helps nothing, and masks of single
-    tokens little. Where routers disagree by themselves, replay helps, weights go with it, and masks do harm
+    If rollouts are old, routers disagree because they have moved: then replay does not help, and masks of single tokens
+    help little. If routers disagree by themselves, replay helps, weights combine with it, and masks do harm
     (docs/lab.md).
     """
     if age_drives(run):
@@ -596,7 +599,7 @@ def _gap_overrides(run: Run, *, tighten: bool) -> Iterator[Override]:
             corrects=True,
         )
     if blind:
-        tight = "bounds each token's KL instead, which is tight where tokens are likely"
+        tight = "bounds each token's KL instead, which is tight for likely tokens"
         yield Override("stability=kpop", tight, corrects=True)
     if not corrected and not routed:
         yield Override(
@@ -606,21 +609,22 @@ def _gap_overrides(run: Run, *, tighten: bool) -> Iterator[Override]:
         )
     yield Override(
         "precision=fp16",
-        "rounds eight times finer than bfloat16, in both engines; fp16_megatron where Megatron trains",
+        "rounds eight times finer than bfloat16, in both engines; use fp16_megatron if Megatron trains",
         corrects=True,
     )
     if tighten and corrected and not blind:
         rule = "{gap:{signal:guard/steps_to_boundary,below:20,recover:50,action:tighten}}"
         yield Override(
             f"stability.guard.rules='{rule}'",
-            "narrows the band while the boundary is near, where IcePop is the correction",
+            "narrows the band while the boundary is near, if IcePop is the correction",
         )
 
 
 def _age_overrides(run: Run) -> Iterator[Override]:
-    """OPSM, which helped most in the lab, unless it is on; then rollouts that are not old.
+    """Yields OPSM, which helped most in the lab, unless it is on; then rollouts that are not old.
 
-    OPSM holds the gap without closing it: where k3 passes the boundary, the preset's batch skip would refuse updates.
+    OPSM tolerates the gap without closing it: once k3 passes the boundary, the preset's batch skip would refuse
+    updates.
     """
     if run.get("actor/opsm/dropped") is None:
         text = "stability=opsm"
@@ -634,7 +638,7 @@ def _age_overrides(run: Run) -> Iterator[Override]:
 
 
 def _lower_rate(run: Run, also: str = "") -> Override:
-    """A third of the highest that was logged; verl's default where none was."""
+    """Returns a third of the highest logged learning rate; verl's default if none was logged."""
     logged = run.get("actor/lr")
     highest = 0.0 if logged is None else float(logged.values.max())
     rate, why = (
@@ -646,7 +650,7 @@ def _lower_rate(run: Run, also: str = "") -> Override:
 
 
 def _measuring_overrides(run: Run) -> Iterator[Override]:
-    """Settings that would measure more of the same run."""
+    """Yields settings that would measure more of the same run."""
     if run.get(K3) is None or run.get("vllm_kl/log_ratio_abs_mean") is None:
         yield Override("stability.metrics=true", "measures the gap of the engines, by probability and position too")
     if run.get("router/agreement") is None:

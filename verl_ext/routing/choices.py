@@ -45,7 +45,7 @@ class ChoicePoint:
     method: str
 
     def intercept(self, experts: int, top_k: int, choose: Callable[[], Choose | None]) -> None:
-        """Pass every choice through what `choose()` returns at the time; None leaves the method alone."""
+        """Pass every choice through what `choose()` returns at the time; None leaves the method as it is."""
 
         def method(original: Callable, *args: Any, **kwargs: Any) -> Any:
             active = choose()
@@ -86,7 +86,7 @@ def find_choices(model: nn.Module) -> list[ChoicePoint]:
     rollout's routing has none.
 
     Raises:
-        HookError: there is none, or its decoder layer cannot be told from its name.
+        HookError: there is none, or its decoder layer cannot be read from its name.
     """
     specs = [
         spec
@@ -133,7 +133,7 @@ def _is_inside(name: str, points: dict[str, str]) -> bool:
 def _layer(name: str) -> int:
     found = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", name)
     if found is None:
-        raise HookError(f"the decoder layer of router {name} cannot be told from its name", OFF)
+        raise HookError(f"the decoder layer of router {name} cannot be read from its name", OFF)
     return int(found[1])
 
 

@@ -8,7 +8,7 @@ verl's `router_replay.mode` is for Megatron and VeOmni; here it works for transf
 R2  compute_log_prob returns the experts that it used, and the update uses the same.
 R3  compute_log_prob and the update use the experts of the rollout ("rollout routing replay", arXiv 2510.11370).
 
-In both the weights of the experts come from the training router's own scores. A token whose routing the rollout did
+In both, the weights of the experts come from the training router's own scores. A token whose routing the rollout did
 not return (the last one of a sequence, and padding), or whose routing is refused (core/routing.py), is routed by the
 training router.
 """
@@ -86,7 +86,7 @@ class ForwardPass:
         return used_nK
 
     def end(self) -> None:
-        """Nothing is recorded from here on; replay goes on. Raises HookError unless every router ran."""
+        """Ends the recording, while replay continues. Raises HookError unless every router ran."""
         self.over = True
         if len(self.used) != self.layers:
             raise HookError(f"{len(self.used)} of {self.layers} routers ran in the forward pass; each must, once")
@@ -160,7 +160,7 @@ class FsdpRouting:
         return active
 
     def forward_step(self, verls: Callable, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
-        """verl's own, with the routers recorded, compared and told what to use."""
+        """verl's own, with the routers' choices recorded, compared and replaced."""
         old_policy = is_old_policy(micro_batch, forward_only)
         replays = self.mode != "disabled" and tu.get_non_tensor_data(
             micro_batch, "enable_routing_replay", default=False
@@ -222,7 +222,7 @@ class FsdpRouting:
         """[T, L, K] of the rollout, the layers in the order of the routers, and [T] why rows of it are refused, see
         `drop_refused`; None where the batch has none. Trajectories that were left out are zeros.
 
-        vLLM and SGLang ship a row for each decoder layer, dense ones included; others those of the MoE layers alone.
+        vLLM and SGLang ship a row for each decoder layer, dense ones included; others ship only the MoE layers.
         """
         if (routes := micro_batch.get(ROLLOUT_ROUTES, None)) is None:
             return None, None

@@ -37,7 +37,7 @@ def open_recorder_of_megatron(engine: Any) -> Recorder:
 def megatron_layers(module: Any) -> list[tuple[int, nn.Module]]:
     """(number, layer) of each decoder layer on this rank, numbered from 0 over all pipeline stages.
 
-    Layers for multi-token prediction are beside the decoder, and have the numbers of the decoder's first ones.
+    Layers for multi-token prediction are outside of the decoder, and have the numbers of its first layers.
 
     Args:
         module: the model chunks of a Megatron engine.

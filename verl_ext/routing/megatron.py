@@ -9,7 +9,7 @@ pipeline parallelism and returns them as `routed_experts`, in the order of the b
 workers/engine/megatron/transformer_impl.py, prepare_model_outputs in workers/engine/veomni/transformer_impl.py). What
 the setting of the user makes of that:
 
-disabled  The engine alone is built with R2. verl's workers go by the setting and never send the flag
+disabled  Only the engine is built with R2. verl's workers follow the setting and never send the flag
           (_with_routing_replay_flag in workers/engine_workers.py), so no update replays anything; it is set here, for
           the pass that records, and the routes are dropped once they are compared.
 R2        verl sends the flag, and the update replays what compute_log_prob recorded. The routes stay in the output,
@@ -46,7 +46,7 @@ OFF = "stability.router_agreement=false"
 
 @dataclass(frozen=True)
 class Recorders:
-    """What records in an engine, over all of its pipeline stages.
+    """The routers that record in an engine, over all of its pipeline stages.
 
     Attributes:
         name: class of the routers.
@@ -62,7 +62,7 @@ class Recorders:
 
 
 class RecordedRouting:
-    """Lets verl record in `compute_log_prob`, and compares.
+    """Lets verl record in `compute_log_prob`, and compares the routes.
 
     Args:
         config: of the actor's training worker, before it builds the engine.
@@ -121,7 +121,7 @@ class RecordedRouting:
 
         Returns what `infer` does: None on every rank but one of a model replica, and there in addition
             router_agreement, router_sums: see `routing_outputs`.
-            routed_experts: what the engine recorded, with R2 alone, in the dtype of the rollout's.
+            routed_experts: what the engine recorded, only with R2, in the dtype of the rollout's.
 
         Raises:
             HookError: the engine recorded nothing, or the rollout's routing is of other layers or experts.

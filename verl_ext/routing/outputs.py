@@ -1,4 +1,4 @@
-"""What travels with the log-probabilities, made of the rows that routers see, whichever engine recorded them.
+"""Routing outputs that travel with the log-probabilities, from the rows that routers see, for every training engine.
 
 Shape legend: B trajectories, T tokens of all of them (prompt and response, packed), R response tokens of all of them,
 n rows of the forward pass on this rank, L MoE layers, K experts per token.
@@ -89,7 +89,7 @@ class RowLayout:
 
 
 def narrow_dtype(experts: int) -> torch.dtype:
-    """The narrowest integers that hold the ids of so many experts."""
+    """Returns the narrowest integer dtype that holds the ids of this many experts."""
     return torch.uint8 if experts <= 256 else torch.int16
 
 
@@ -97,7 +97,7 @@ def packed_rows(lengths_B: Tensor, response_lengths_B: Tensor) -> Tensor:
     """[R] int64 row, among the T, of the forward pass that predicted each response token, trajectory after trajectory.
 
     Row t of a sequence is the forward pass over token t, which predicts token t + 1: the routing behind response token
-    j stands at row prompt_length + j - 1. The last token was never forwarded by the rollout, and its row is not among
+    j is in row prompt_length + j - 1. The last token was never forwarded by the rollout, and its row is not among
     these.
 
     Args:
@@ -133,13 +133,13 @@ def check_captured(data: TensorDict) -> None:
             raise BatchError(
                 f"{ROLLOUT_ROUTES} of the trajectory of {len(ids)} tokens that begins with {ids[:12].tolist()} is not "
                 "what its rollout captured for these tokens: an id, a layer or a token has moved on the way",
-                otherwise="set VERL_EXT_AGENT_LOOP=turns:0 to go on without the checksum, and report this",
+                otherwise="set VERL_EXT_AGENT_LOOP=turns:0 to continue without the checksum, and report this",
             )
 
 
 def drop_refused(routes_TLK: Tensor, experts: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """A rollout's routing with zeros in the rows that are refused, as it leaves them where it has none; and [T] uint8
-    why, see `core.routing.refused_rows`. Those tokens then route themselves, and count in no agreement."""
+    """Returns a rollout's routing with zeros in refused rows, as in unknown ones; and [T] uint8 the reasons, see
+    `core.routing.refused_rows`. The training router then chooses for those tokens, which count in no agreement."""
     refused_T = refused_rows(routes_TLK, experts, offsets)
     if refused_T.any():
         routes_TLK = routes_TLK.masked_fill((refused_T > 0)[:, None, None], 0)

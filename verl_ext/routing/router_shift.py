@@ -169,7 +169,7 @@ class MegatronShiftRecorder(ShiftRecorder):
     """
 
     def _find_routers(self, engine: Any) -> list[Any]:
-        # The layers for multi-token prediction, beside the decoder, are not in the ratio.
+        # The layers for multi-token prediction, outside of the decoder, are not in the ratio.
         routers = [point.module for point in megatron_points(engine.module) if point.name.endswith(ROUTER)]
         if not routers:
             raise HookError("the loss router_shift found no router in Megatron's decoder; choose another loss_mode")
@@ -309,7 +309,7 @@ def router_logits(router: nn.Module, output: Any) -> Tensor:
 
 
 def refuse_probabilities(router: nn.Module, logits_NE: Tensor) -> None:
-    """Raise HookError if a router returns its softmax in the place of its logits."""
+    """Raise HookError if a router returns its softmax instead of its logits."""
     if bool((logits_NE >= 0).all()) and torch.allclose(
         logits_NE.float().sum(1), logits_NE.new_ones(1).float(), atol=1e-2
     ):

@@ -1,7 +1,7 @@
 """The files of lines that a run writes next to each other: metrics, the guard's events, trajectories.
 
 A file keeps all of its lines: after a crash in the middle of one, in a resumed run, on a full disk, after a removal.
-    verl's file logger empties its file whenever it is opened; here a resumed run continues it.
+verl's file logger empties its file whenever it is opened; here a resumed run continues it.
 """
 
 import contextlib

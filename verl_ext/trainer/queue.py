@@ -160,7 +160,7 @@ class QueueBatch:
     """A step's batch, as the step and the run use it.
 
     Up to BLOCK_TOKENS are one block: `start` reads it, new fields wait for `write`, and the advantages are read once. A
-        larger batch is read block by block, once for each operation, and written as fields are put.
+    larger batch is read block by block, once for each operation, and written as fields are put.
 
     Args:
         lag: the lag of its trajectories; None if no rollout is older than the policy.

@@ -201,7 +201,8 @@ class StabilityRun:
             return
         keys, scores = self._batch.scores()
         metrics["critic/score/mean"] = scores.mean().item()  # verl logs it after the update
-        if (effect := prompt_effect(scores, keys)) is not None:
+        finite = bool(scores.isfinite().all())  # otherwise the guard refuses the batch, by the mean
+        if finite and (effect := prompt_effect(scores, keys)) is not None:
             metrics[names.PROMPT_EFFECT] = effect
         if rescored := self._rescored:
             self._rescored = {}

@@ -1,7 +1,7 @@
 """verl's task runner, the Ray actor that trains, with our trainers instead of verl's.
 
 The entry point imports this after it has checked the config: verl takes seconds to import. It is a separate file,
-    because the trainers take as long again, and only the actor needs them.
+because the trainers take as long again, and only the actor needs them.
 """
 
 from omegaconf import DictConfig

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 else:
     VerlTrainer = object  # the classes below name verl's
 
+CANARY_TIMER = "sync_canary"  # timing_s/sync_canary, what it costs a step
 ACTOR_ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 
 
@@ -73,13 +74,16 @@ class StabilityMixin(VerlTrainer):
         critic = {str(Role.Critic): self.critic_wg} if self.use_critic else {}
         self.stability_run.end_step(metrics, {"actor": self.actor_rollout_wg, **critic})
         if canary := self.stability_run.canary:
-            canary.after_update(self.global_steps, self.actor_rollout_wg)
+            with marked_timer(CANARY_TIMER, timing_raw):
+                canary.after_update(self.global_steps, self.actor_rollout_wg)
         return batch
 
     def on_step_end(self) -> None:
         super().on_step_end()
-        # The last manager: in separate_async it has the synchronised servers, which never sleep.
-        self.stability_run.look_at_sync(self._rollout_server_managers()[-1].server_handles)
+        if self.stability_run.canary:
+            with marked_timer(CANARY_TIMER, self.timing_raw):
+                # The last manager: in separate_async it has the synchronised servers, which never sleep.
+                self.stability_run.look_at_sync(self._rollout_server_managers()[-1].server_handles)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self.stability_run.features.uses(Part.VERSIONS) and self.local_trigger_step == 0:

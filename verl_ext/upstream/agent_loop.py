@@ -183,7 +183,7 @@ async def generate_in_server(
 
 
 def sums_of_answer(prompt_ids: Sequence[int], output: Any, held: int) -> dict[str, int]:
-    """What a server says of the rows that it sends: how many come before them, and their checksum."""
+    """Returns how many rows come before those that a server sends, and their checksum."""
     tokens = [*prompt_ids, *output.token_ids]
     return {ROWS_HELD: held, ROUTE_SUM: int(row_terms(output.routed_experts, tokens, held).sum())}
 
@@ -450,7 +450,7 @@ class Turn:
         self.tokens, self.rows_mLK, self.memory, self.total = list(tokens), rows_mLK, memory, total
 
     def sum_of(self, count: int) -> int:
-        """The checksum of the first `count` rows: that of all of them, less the terms of the others."""
+        """Returns the checksum of the first `count` rows: the checksum of all rows less the terms of the others."""
         return (self.total or 0) - int(row_terms(self.rows_mLK[count:], self.tokens, count).sum())
 
     def held(self, prompt: Sequence[int]) -> int:
@@ -486,7 +486,7 @@ def row_terms(rows_nLK: np.ndarray, tokens: Sequence[int], first: int) -> Tensor
 
 
 def sum_of_first(turns: Iterable[Turn], tokens: Sequence[int], count: int) -> int:
-    """The checksum of the first `count` rows of a sequence, as int64, by a turn that has them; 0 if none has."""
+    """Returns the checksum of the first `count` rows of a sequence, as int64, from a turn that has them; else 0."""
     for turn in turns:
         if turn.total is not None and len(turn.rows_mLK) >= count <= common_length(turn.tokens, tokens):
             return (turn.sum_of(count) + 2**63) % 2**64 - 2**63

@@ -1,4 +1,4 @@
-"""Ask the running vLLM engine what it really runs with.
+"""Asks the running vLLM engine for its actual settings.
 
 The vLLM plugin adds a method to vLLM's worker classes; the trainer calls it over verl's server actors. A setting that
 vLLM accepted and then ignored shows here (its CPU model runner, for one, never uses cascade attention, whatever the
@@ -34,7 +34,7 @@ def adapter_report(model_runner: Any) -> dict[str, Any] | None:
     An adapter's weights that match no module of the model are kept and never used, without a word (`activate_adapter`
     of vllm/lora/model_manager.py looks up the model's modules in the adapter, not the other way round; 0.27): the
     rollout then samples from another policy than the one trained (vLLM issues 34186 and 48019; SkyRL issue 1776 is of a
-    gap that explodes with a LoRA alone).
+    gap that explodes only with a LoRA).
 
     None where the engine runs without LoRA. Weights of several modules that vLLM keeps in one (q, k and v) count as
     one; those of them that matched stand under its name by now.
@@ -83,7 +83,7 @@ def call(server_handle: Any, method: str, *arguments: Any, timeout_s: float = 60
 def _ask(server: Any, method: str, arguments: tuple[Any, ...], timeout_s: float) -> list[Any]:
     """Runs inside verl 0.9.1's vLLMHttpServer, whose own `collective_rpc` throws the answers away.
 
-    Ray runs this beside the actor's event loop, not on it; verl's HTTP server task knows the loop.
+    Ray runs this outside of the actor's event loop; verl's HTTP server task knows the loop.
     """
     answers = server.engine.collective_rpc(method, args=arguments)
     return asyncio.run_coroutine_threadsafe(answers, server._server_task.get_loop()).result(timeout_s)

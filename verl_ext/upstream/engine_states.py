@@ -100,7 +100,7 @@ def _is_sglang(server: Any) -> bool:
 
 
 def _ask_schedulers(server: Any, begin: bool) -> list[bytes | None]:
-    """Runs beside the actor's event loop, which verl's HTTP server task knows."""
+    """Runs outside of the actor's event loop, which verl's HTTP server task knows."""
     answers = asyncio.run_coroutine_threadsafe(
         ask_schedulers(server.tokenizer_manager, begin), server._server_task.get_loop()
     )

@@ -1,4 +1,4 @@
-"""What verl's SGLang server sends along with its tokens: their experts, their heads, and retractions.
+"""What verl's SGLang server sends with its tokens: their experts, their heads, and the number of retractions.
 
 From 0.5.10 on SGLang returns the experts of a request as text: base64 of int32, a row for each token that was forwarded
 (`_handle_batch_output` of srt/managers/tokenizer_manager.py, `get_topk` of srt/state_capturer/base.py). verl 0.9.1 pins
@@ -172,7 +172,7 @@ def set_global_state(sglangs: Callable[[Any], None], global_state: Any) -> None:
 
 
 async def generate_request(sglangs: Callable[..., Any], obj: Any, request: Any = None) -> AsyncIterator[Any]:
-    """SGLang's own, its outputs with tensors in the place of the text; a client over HTTP, who has a request, wants
+    """SGLang's own, its outputs with tensors instead of the text; a client over HTTP, who has a request, wants
     the text."""
     text_config = sglangs.__self__.model_config.hf_text_config  # type: ignore[attr-defined]
     asked = _request.get() or Request(held=0, head=0, cut=None)

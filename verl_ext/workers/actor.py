@@ -1,7 +1,7 @@
 """The worker classes that the trainer puts in its role mapping when a worker-stage feature is on.
 
 `LOSS_WORKERS` take our loss; `ROUTING_WORKERS` capture the routing of compute_log_prob as well. Both are verl's worker
-classes until `configure_loss` is called, but that the ranks of a model replica share what routing they fetch.
+classes until `configure_loss` is called, except that the ranks of a model replica share the routing that they fetch.
 """
 
 import zlib
@@ -31,7 +31,7 @@ from verl_ext.workers.head import HeadReader, HeadUse
 from verl_ext.workers.replica_fetch import share_fetches
 from verl_ext.workers.worker_loss import LossSettings, install_loss
 
-STEP_START = 0  # verl's key of that copy
+STEP_START = 0  # verl's key of its copy
 SHARDED = ("fsdp2", "veomni")
 ADAPTER_SCALE = 0.02  # as transformers initialises linear layers
 
@@ -44,7 +44,7 @@ class SharingTrainingWorker(TrainingWorker):
         share_fetches(self.engine)
 
     def infer_batch(self, data: TensorDict) -> TensorDict | None:
-        """verl's; a pass that is left to the engine's own routers replays none."""
+        """Runs verl's method; a pass that is left to the engine's own routers replays nothing."""
         if tu.get_non_tensor_data(data, OWN_ROUTES, default=False):
             tu.assign_non_tensor_data(data, "enable_routing_replay", False)
         self.check_replayed(data)
@@ -63,7 +63,7 @@ class SharingTrainingWorker(TrainingWorker):
 
 
 class LossMixin:
-    """Puts our loss in the place of verl's."""
+    """Replaces verl's loss by ours."""
 
     actor_worker_cls: type[TrainingWorker] = SharingTrainingWorker
     actor: Any
@@ -75,18 +75,18 @@ class LossMixin:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def configure_loss(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Install the worker's loss; after init_model, and again whenever a setting changes.
+        """Installs the worker's loss; called after init_model, and again whenever a setting changes.
 
         Args:
-            settings: fields of LossSettings; what is left out is off.
+            settings: fields of LossSettings; features that are left out are off.
 
-        Returns what is active on this rank: `policy_loss`, `corrections`, `kl`, `mini_batch`, `first_pass`, `centers`,
-        `undo`, `after_update` (see `install_loss`); `router_shift`, how many routers are hooked, or None; `head`,
-        whether the sampler's heads are read.
+        Returns the active settings on this rank: `policy_loss`, `corrections`, `kl`, `mini_batch`, `first_pass`,
+        `centers`, `undo`, `after_update` (see `install_loss`); `router_shift`, the number of hooked routers, or None;
+        `head`, whether the sampler's heads are read.
 
         Raises:
             ConfigError: a setting cannot work.
-            HookError: verl's loss is another than ppo_loss (distillation), or router_shift finds no router.
+            HookError: verl's loss is not ppo_loss (distillation), or router_shift finds no router.
         """
         if self.loss_fn.func is not ppo_loss:
             raise HookError(
@@ -132,9 +132,10 @@ class LossMixin:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def record_states(self, begin: bool) -> Passes:
-        """Begin to record hidden states, or end it; see `core.recorder`.
+        """Begins to record hidden states, or ends it; see `core.recorder`.
 
-        Returns, at the end, those of this rank's layers on the first rank of data parallelism, and {} on the others.
+        At the end it returns the states of this rank's layers on the first rank of data parallelism, and {} on the
+        others.
         """
         engine = self.actor.engine
         if begin:
@@ -145,7 +146,7 @@ class LossMixin:
 
 
 class RoutingTrainingWorker(SharingTrainingWorker):
-    """verl's training worker, with the routing captured in `compute_log_prob` and replayed where asked."""
+    """verl's training worker, with the routing captured in `compute_log_prob` and replayed if requested."""
 
     def __init__(self, config: TrainingWorkerConfig):
         self.routing = ENGINES[config.engine_config.strategy].load_adapter()(config)
@@ -160,7 +161,7 @@ class RoutingTrainingWorker(SharingTrainingWorker):
 
 
 class RoutingMixin(LossMixin):
-    """Adds capture and replay to an actor worker class of verl."""
+    """Adds capture and replay to one of verl's actor worker classes."""
 
     actor_worker_cls = RoutingTrainingWorker
     config: Any
@@ -173,12 +174,12 @@ class RoutingMixin(LossMixin):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def routing_hooks(self) -> tuple[str, int]:
-        """(class that chooses experts, how many are hooked) on this rank."""
+        """Returns (class that chooses experts, number of hooked modules) on this rank."""
         return self.actor.routing.hooks()
 
 
 class VersionsMixin(DetachActorWorker):
-    """Keeps weights of earlier steps in the host's memory, for rescoring: verl's own copies, by version and for longer.
+    """Keeps weights of earlier steps in the host's memory, for rescoring: verl's own copies, by version, for longer.
 
     Written for verl 0.9.1, whose `separate_async` copies the weights at the start of each step, to compute all of the
     step's l_old with them (`PPOTrainerSeparateAsync._compute_old_log_prob`).
@@ -186,8 +187,8 @@ class VersionsMixin(DetachActorWorker):
 
     @property
     def copy_handler(self) -> Callable[[Any], Any]:
-        """verl's. Of a shard that is on the CPU already, its copy would be the shard itself, which updates change
-        (`fsdp2_sharded_save_to_cpu` of verl 0.9.1)."""
+        """verl's handler of copies. If a shard is on the CPU already, verl's copy would be the shard itself, which
+        updates change (`fsdp2_sharded_save_to_cpu` of verl 0.9.1)."""
         copied = super().copy_handler
         if self.config.actor.strategy not in SHARDED:
             return copied
@@ -202,9 +203,9 @@ class VersionsMixin(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def keep_version(self, version: int, oldest: int) -> list[int]:
-        """Keep verl's copy of the step before, before it makes the next; forget what is older than `oldest`.
+        """Keeps verl's copy of the step before, before verl makes the next one; drops versions older than `oldest`.
 
-        Returns the versions kept, which `use_version` takes.
+        Returns the kept versions, which `use_version` takes.
         """
         saved = self.__dict__.setdefault("cpu_saved_models", {})
         if STEP_START in saved:
@@ -221,7 +222,7 @@ class VersionsMixin(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_version(self, version: int) -> None:
-        """Compute with these weights from now on; KeyError where they are not kept."""
+        """Computes with these weights from now on; KeyError if they are not kept."""
         if _version_key(version) not in self.cpu_saved_models:
             raise KeyError(f"the weights of version {version} are not kept")
         self.restore_model_from_cpu(_version_key(version))

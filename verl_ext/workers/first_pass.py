@@ -1,8 +1,9 @@
-"""Measures, weighs and judges a batch in the update itself, for verl's bypass mode, by the passes that it has anyway.
+"""Measures, weighs and judges a batch in the update itself, for verl's bypass mode, with the passes that the update
+needs anyway.
 
-There is no compute_log_prob in it: what the training engine thinks of a token is first known in the forward pass of the
-update, and in its first mini-batch, by the weights that compute_log_prob would have had. So that mini-batch is measured
-and judged for the whole batch, and every micro-batch is weighed as it comes.
+Bypass mode has no compute_log_prob: the training engine's log-probabilities are first known in the forward pass of the
+update. In its first mini-batch they come from the weights that compute_log_prob would have had. So that mini-batch is
+measured and judged for the whole batch, and every micro-batch is weighed as it comes.
 
 Shape legend: B trajectories of a micro-batch, T response tokens (padded).
 """
@@ -19,8 +20,8 @@ from verl_ext.core.measure import Gathered, Measured, gather, merge, put_togethe
 from verl_ext.core.tokens import Tokens
 
 Corrections = Mapping[str, Mapping[str, Any]]
-COUNTS = "first_pass/"  # begins the names of what is told besides the measured
-MEASURED = ("actor/vllm_kl/", "actor/correction/")  # verl puts what workers tell under actor/
+COUNTS = "first_pass/"  # prefix of the counts that are reported with the measurements
+MEASURED = ("actor/vllm_kl/", "actor/correction/")  # verl logs the workers' metrics under actor/
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class FirstPassSettings:
 
     Attributes:
         corrections, narrowed: name -> settings; the same with IcePop's band narrowed.
-        as_mask: the loss has the ratio already, so that what they keep weighs 1.
+        as_mask: the loss has the ratio already, so tokens that the corrections keep have weight 1.
         breakdown: measure by probability, entropy, position and turn too.
     """
 
@@ -47,11 +48,11 @@ class FirstPass:
         self.begin_update(narrowed=False, limits=())
 
     def begin_update(self, narrowed: bool, limits: Iterable[tuple[str, str, float]]) -> None:
-        """Begin a batch, with what the trainer asks of it.
+        """Begins a batch with the trainer's requests.
 
         Args:
-            narrowed: take the narrow band.
-            limits: signal, side and bound: past one of them, no step is taken.
+            narrowed: use the narrow band.
+            limits: signal, side and bound: no step is taken past one of them.
         """
         self._corrections = self._settings.narrowed if narrowed else self._settings.corrections
         self._limits = tuple(limits)
@@ -62,7 +63,8 @@ class FirstPass:
         self._parts: list[Gathered] = []
 
     def weigh(self, l_theta: Tensor, l_infer: Tensor, mask: Tensor, entropy: Tensor | None = None) -> Tensor | None:
-        """The weights of a micro-batch by k = exp(l_theta - l_infer), or None without corrections; [B, T] each."""
+        """Returns the weights of a micro-batch by k = exp(l_theta - l_infer), or None without corrections; [B, T]
+        each."""
         tokens = Tokens.from_padded(l_infer, l_theta.detach(), mask, entropy)
         breakdown = self._measures and self._settings.breakdown
         weight, part = gather(tokens, self._corrections, breakdown=breakdown, as_mask=self._settings.as_mask)
@@ -72,11 +74,11 @@ class FirstPass:
     def judge(self, *, counts: bool = True) -> tuple[bool, dict[str, float]]:
         """Judges a mini-batch once all of it has been weighed. Returns whether its step may be taken, and its metrics.
 
-        All ranks enter together, and are told the same. The first mini-batch is told of, and decides for the others; a
-        later one is refused where it has nothing to learn from, or what is not a number.
+        All ranks call it together and get the same result. The first mini-batch is reported, and decides for the
+        others; a later one is refused if it has nothing to learn from, or a value that is not a number.
 
         Args:
-            counts: false on ranks that hold the tokens of another.
+            counts: false on ranks that hold the tokens of another rank.
         """
         own = merge(self._parts) if counts else Gathered({}, 0)
         measured = put_together(gather_over_ranks(own), self._corrections)
@@ -85,26 +87,26 @@ class FirstPass:
             return not (self._refused or unusable), {}
         self._measures = False
         self._refused = unusable or any(is_past(measured.metrics, limit) for limit in self._limits)
-        told = {"tokens": measured.tokens, "kept": measured.kept, "non_finite": measured.non_finite}
-        told["refused"] = self._refused
-        return not self._refused, measured.metrics | {f"{COUNTS}{name}": float(n) for name, n in told.items()}
+        reported = {"tokens": measured.tokens, "kept": measured.kept, "non_finite": measured.non_finite}
+        reported["refused"] = self._refused
+        return not self._refused, measured.metrics | {f"{COUNTS}{name}": float(n) for name, n in reported.items()}
 
 
 def take_measured(metrics: MutableMapping[str, float]) -> tuple[Measured, bool]:
     """Returns what the first mini-batch measured, for the controller, and whether the workers refused the batch by it.
 
-    Measures of no token where no update was made.
+    Without an update, the measurements cover no token.
 
-    Takes both out of the metrics, and has the policy's entropy stand under the name that compute_log_prob's has, where
-    the update computed it: it is verl's same mean.
+    Removes both from the metrics. If the update computed the policy's entropy, it is logged under the name of
+    compute_log_prob's entropy: it is the same mean by verl.
     """
     found = {name.removeprefix("actor/"): float(metrics.pop(name)) for name in [*metrics] if name.startswith(MEASURED)}
     counts = f"actor/{COUNTS}"
-    told = {name.removeprefix(counts): int(metrics.pop(name)) for name in [*metrics] if name.startswith(counts)}
-    refused = bool(told.pop("refused", 0))
+    reported = {name.removeprefix(counts): int(metrics.pop(name)) for name in [*metrics] if name.startswith(counts)}
+    refused = bool(reported.pop("refused", 0))
     if "actor/entropy_loss" in metrics:
         metrics["actor/entropy"] = metrics["actor/entropy_loss"]
-    return Measured(None, found, **{"tokens": 0, "kept": 0, "non_finite": 0, **told}), refused
+    return Measured(None, found, **{"tokens": 0, "kept": 0, "non_finite": 0, **reported}), refused
 
 
 def is_past(signals: Mapping[str, float], limit: tuple[str, str, float]) -> bool:
@@ -117,7 +119,8 @@ def is_past(signals: Mapping[str, float], limit: tuple[str, str, float]) -> bool
 
 
 def gather_over_ranks(own: Gathered) -> list[Gathered]:
-    """The parts of all ranks, in their order: one object a rank, some kilobytes, as verl's own metrics are gathered."""
+    """Returns the parts of all ranks, in their order: one object per rank, some kilobytes, gathered as verl's own
+    metrics are."""
     if not torch.distributed.is_initialized():
         return [own]
     found: list[Any] = [None] * torch.distributed.get_world_size()

@@ -1,9 +1,9 @@
 """Controls the updates of the training workers: steps are judged before they are taken, an update is measured and
 undone after it.
 
-With several mini-batches a step, the later ones are off-policy: what the trainer saw before the update no longer holds.
-The gate stands between verl's backward pass and its optimizer step. Every rank enters it once a mini-batch, so one
-all-reduce over the engine's ranks lets all of them decide alike, and none waits for another in the optimizer.
+With several mini-batches per step, the later ones are off-policy: the trainer's measurements from before the update no
+longer hold. The gate is between verl's backward pass and its optimizer step. Every rank enters it once per mini-batch,
+so one all-reduce over the engine's ranks makes all of them decide alike, and none waits for another in the optimizer.
 
 Shape legend: B trajectories of a batch or micro-batch, T response tokens (padded).
 """
@@ -29,8 +29,8 @@ from verl_ext.features.guard import MiniBatchGate
 from verl_ext.workers.first_pass import FirstPass
 from verl_ext.workers.undo import KeptUpdate, megatron_optimizers
 
-AFTER_UPDATE = "after_update"  # begins the names of what is measured then
-# One trajectory a forward pass: so few need not fit the run's micro-batches.
+AFTER_UPDATE = "after_update"  # prefix of the metrics measured then
+# One trajectory per forward pass: these few need not fit the run's micro-batches.
 ONE_A_PASS = {
     "calculate_entropy": False,
     "compute_loss": False,
@@ -40,14 +40,14 @@ ONE_A_PASS = {
 
 
 class Gate:
-    """Stands around a training worker's `train_mini_batch`, and its engine's `train_batch` and `optimizer_step`.
+    """Wraps a training worker's `train_mini_batch`, and its engine's `train_batch` and `optimizer_step`.
 
     Attributes:
-        limits: what is refused beyond mini-batches without a token, whose gradients are 0 but whose step would still
-            move the weights by momentum and weight decay.
-        first_pass: in bypass mode, what judges the batch besides.
-        undo: keeps what the first optimizer step of an update changes, where a rule may take that back.
-        after_update: trajectories of a batch that are scored again after its update.
+        limits: the bounds for refusing a mini-batch. A mini-batch without a token is always refused: its gradients are
+            0, but its step would still move the weights by momentum and weight decay.
+        first_pass: in bypass mode, also judges the batch.
+        undo: keeps what the first optimizer step of an update changes, if a rule may take it back.
+        after_update: number of trajectories of a batch that are scored again after its update.
     """
 
     def __init__(self, worker: Any):
@@ -60,7 +60,7 @@ class Gate:
         wrap("mini_batch_gate", worker, "train_mini_batch", self.train_mini_batch, "data")
         wrap("mini_batch_gate", engine, "train_batch", self.train_batch, "data, loss_function")
         wrap("mini_batch_gate", engine, "optimizer_step", self.optimizer_step, "")
-        self._data: TensorDict | None = None  # of the mini-batch at work
+        self._data: TensorDict | None = None  # of the current mini-batch
         self._taken = True
         self._sums = torch.zeros(3, dtype=torch.float64)
         self._metrics: dict[str, list[float]] = {}
@@ -69,13 +69,13 @@ class Gate:
         """Begin a batch, with what the trainer asks of it.
 
         Args:
-            step: the run's; of its updates, the first begins what an undo takes back.
-            lr_scale: what the schedule's learning rate is multiplied by.
+            step: the run's step; an undo takes back everything from its first update on.
+            lr_scale: factor on the schedule's learning rate.
         """
         self._step, self._lr_scale = step, lr_scale
 
     def train_mini_batch(self, verls: Callable, data: TensorDict) -> Any:
-        """verl's, on one batch and all mini-batches of it."""
+        """Wraps verl's method, which trains on all mini-batches of one batch."""
         if (update := tu.pop(data, UPDATE)) is not None:
             self.begin_update(**update)
         asked = tu.pop(data, FIRST_PASS)
@@ -89,8 +89,8 @@ class Gate:
         return outputs
 
     def train_batch(self, verls: Callable, data: TensorDict, loss_function: Callable) -> Any:
-        """verl's, with gate/refused (0 or 1) and what it was decided by among the metrics, where limits are set; of the
-        first in bypass mode, with what was measured."""
+        """Wraps verl's method; adds gate/refused (0 or 1) and the signals behind it to the metrics if limits are
+        set, and for the first mini-batch in bypass mode the measurements."""
         self._data, self._taken, self._metrics = data, True, {}
         if self.first_pass is not None:
             self.first_pass.begin_mini_batch()
@@ -103,13 +103,13 @@ class Gate:
             self._data = None
         if self.engine.is_mp_src_rank_with_outputs():
             outputs["metrics"].update(self._metrics)
-            if not self._taken:  # a norm of 0 would be averaged in with those of real steps
+            if not self._taken:  # a norm of 0 would be averaged with those of real steps
                 outputs["metrics"].pop("grad_norm", None)
         return outputs
 
     @torch.no_grad()
     def observe(self, l_theta: Tensor, l_old: Tensor, l_infer: Tensor, mask: Tensor) -> None:
-        """Add a micro-batch: [B, T] log-probabilities, and the mask of the tokens that count."""
+        """Adds a micro-batch: [B, T] log-probabilities, and the mask of the tokens that count."""
         mask = mask.bool()
         current = l_theta[mask].double()
         tokens = current.new_tensor(len(current))
@@ -117,16 +117,16 @@ class Gate:
         self._sums = self._sums.to(sums.device) + sums
 
     def optimizer_step(self, verls: Callable[[], float]) -> float:
-        """verl's, which returns the gradient's norm; or none, and 0."""
-        # verl counts the tokens of the mini-batch over all ranks, those that compute no loss included.
+        """Takes verl's step, which returns the gradient's norm; or takes no step and returns 0."""
+        # verl counts the tokens of the mini-batch over all ranks, including ranks that compute no loss.
         if self._data is not None and tu.get_non_tensor_data(self._data, "batch_num_tokens", default=None) == 0:
             self._taken = False
             return 0.0
         if self._data is not None and self.limits.active:
             signals = self._agree()
             self._taken = not breaks_limits(signals, asdict(self.limits))
-            told = signals | {"refused": float(not self._taken)}
-            self._metrics = {f"gate/{name}": [value] for name, value in told.items()}
+            reported = signals | {"refused": float(not self._taken)}
+            self._metrics = {f"gate/{name}": [value] for name, value in reported.items()}
         if self._data is not None and self.first_pass is not None:
             taken, measured = self.first_pass.judge(counts=self.engine.is_mp_src_rank_with_outputs())
             self._taken &= taken
@@ -134,7 +134,7 @@ class Gate:
         if not self._taken:
             return 0.0
         if self.undo is not None and self.undo.of != self._step:
-            # Before a step that its engine leaves out as well: an undo for its NaN is not of the update before.
+            # Before a step that its engine skips, too: an undo for its NaN must not take back the update before.
             self.undo.keep(self._step)
         if self.engine.engine_config.strategy == "megatron" and not finite_gradients(self.engine):
             return math.nan
@@ -142,11 +142,11 @@ class Gate:
             return verls()
 
     def take_back(self, after: int) -> int | None:
-        """See `KeptUpdate.take_back`; nothing where nothing is kept."""
+        """Calls `KeptUpdate.take_back`; does nothing if nothing is kept."""
         return self.undo.take_back(after) if self.undo is not None else None
 
     def _agree(self) -> dict[str, float]:
-        """The mini-batch's signals, the same on every rank."""
+        """Returns the mini-batch's signals, the same on every rank."""
         norm = 0.0 if self.limits.grad_norm is None else gradient_norm(self.engine)
         # Ranks that share a mini-batch (tensor, sequence parallelism) add it equally often, so means stay means.
         sums = sum_over_ranks(torch.cat([self._sums, self._sums.new_tensor([norm, 1.0])]))
@@ -155,21 +155,22 @@ class Gate:
         if self.first_pass is not None:  # l_old is l_infer
             del signals["policy_kl"]
         if self.limits.grad_norm is not None:
-            signals["grad_norm"] = norms / ranks  # which differ in the last digit where groups of ranks reduce apart
+            signals["grad_norm"] = norms / ranks  # norms differ in the last digit if groups of ranks reduce separately
         return signals
 
 
 def score_again(worker: Any, data: TensorDict, count: int) -> dict[str, float]:
-    """`after_update/*` of the first trajectories of each rank; all ranks enter together, and are told the same.
+    """Returns `after_update/*` of the first trajectories of each rank; all ranks call it together and get the same
+    result.
 
-    What verl logs of a step is measured before its last optimizer step; of one update a step, nothing is measured after
-    it. How far has it moved the policy, and the engines apart? Accepting or rejecting each update by the policy that it
-    makes is MIPU's idea (arXiv 2606.29526).
+    verl's metrics of a step are measured before its last optimizer step; with one update per step, nothing is measured
+    after it. This measures how far the update has moved the policy, and the engines apart. Accepting or rejecting each
+    update by the policy that it makes is MIPU's idea (arXiv 2606.29526).
 
     Args:
         worker: verl's training worker, its update done.
-        data: what it was sent, [B] jagged or padded; with l_old where compute_log_prob came first.
-        count: of trajectories of a batch, which the ranks share.
+        data: the data of its update, [B] jagged or padded; with l_old if compute_log_prob came first.
+        count: the number of trajectories of a batch, which the ranks share.
     """
     engine = worker.engine
     each = -(-count // engine.get_data_parallel_size())
@@ -189,13 +190,14 @@ def score_again(worker: Any, data: TensorDict, count: int) -> dict[str, float]:
 
 
 def _passes_together(engine: Any) -> int:
-    """Micro-batches that an interleaved pipeline takes at a time: verl's Megatron engine asserts a multiple of them."""
+    """Returns how many micro-batches an interleaved pipeline takes at a time: verl's Megatron engine asserts a
+    multiple."""
     interleaved = engine.engine_config.strategy == "megatron" and len(engine.module) > 1
     return engine.tf_config.microbatch_group_size_per_vp_stage if interleaved else 1
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sums over all ranks; `values` in a process alone, such as the lab's."""
+    """Returns the sums over all ranks; `values` itself in a single process, such as the lab's."""
     if torch.distributed.is_initialized():
         values = values.to(get_device_id())
         torch.distributed.all_reduce(values)
@@ -204,7 +206,8 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 @contextmanager
 def scaled_lr(optimizer: Any, scale: float) -> Iterator[None]:
-    """The schedule's learning rates times `scale`, for one step: the schedule itself stays as it is."""
+    """Context that multiplies the schedule's learning rates by `scale`, for one step: the schedule itself does not
+    change."""
     rates = [(group, group["lr"]) for group in optimizer.param_groups]
     for group, rate in rates:
         group["lr"] = rate * scale
@@ -218,8 +221,8 @@ def scaled_lr(optimizer: Any, scale: float) -> Iterator[None]:
 def breaks_limits(signals: Mapping[str, float], limits: Mapping[str, float | None]) -> bool:
     """Returns True if a divergence is not finite, or a signal past its limit.
 
-    A gradient that is not finite is left to FSDP's engine, which leaves such a step out itself, and under fp16 has to
-    see it to lower the scale of the loss; for Megatron's see `finite_gradients`.
+    A gradient that is not finite is left to FSDP's engine, which skips such a step itself, and under fp16 has to see it
+    to lower the scale of the loss. For Megatron see `finite_gradients`.
     """
 
     def bad(name: str, value: float) -> bool:
@@ -236,8 +239,8 @@ def finite_gradients(engine: Any) -> bool:
     """Returns True if the gradient of a Megatron engine is finite on all of its ranks; if not, fp16's loss scale is
     lowered.
 
-    megatron-core 0.16.1 looks for itself only under fp16 (`MixedPrecisionOptimizer.prepare_grads`), and verl 0.9.1 then
-    raises. In bfloat16 one NaN goes through the norm that it clips by into every weight and both moments of Adam.
+    megatron-core 0.16.1 checks by itself only under fp16 (`MixedPrecisionOptimizer.prepare_grads`), and verl 0.9.1 then
+    raises. In bfloat16 one NaN spreads through the clipping norm into every weight and both moments of Adam.
     """
     parameters = [parameter for chunk in engine.module for parameter in chunk.parameters()]
     gradients = [parameter.main_grad for parameter in parameters if getattr(parameter, "main_grad", None) is not None]
@@ -253,9 +256,9 @@ def finite_gradients(engine: Any) -> bool:
 
 @torch.no_grad()
 def gradient_norm(engine: Any) -> float:
-    """The norm of an engine's gradients before clipping, without fp16's loss scale; the same on every rank.
+    """Returns the norm of an engine's gradients before clipping, without fp16's loss scale; the same on every rank.
 
-    FSDP2's and Megatron's, as the optimizer's step computes it next.
+    It is the norm that the optimizer's step computes next, for FSDP2 and Megatron.
     """
     if engine.engine_config.strategy == "megatron":
         return _megatron_norm(engine)
@@ -268,16 +271,16 @@ def gradient_norm(engine: Any) -> float:
 
 
 def _megatron_norm(engine: Any) -> float:
-    """megatron-core's own, of the gradients as they come from the backward pass.
+    """Returns megatron-core's own norm, of the gradients as they come from the backward pass.
 
-    `prepare_grads` (0.16.1) copies them to where the optimizer reads them, and under fp16 then divides them, in place
-    where they are float32, by the loss scale, which it moves. The step does that: here they are copied alone, which
-    changes nothing that the step's own copy does not write again.
+    `prepare_grads` (0.16.1) copies them to where the optimizer reads them. Under fp16 it then divides them by the loss
+    scale, in place if they are float32, and moves the scale. The step does that: here they are only copied, and the
+    step's own copy overwrites this one.
     """
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
     for optimizer in megatron_optimizers(engine):
-        if optimizer.is_stub_optimizer:  # this rank has nothing of it to train
+        if optimizer.is_stub_optimizer:  # this rank has no part of it to train
             continue
         if isinstance(optimizer, MixedPrecisionOptimizer):
             optimizer._copy_model_grads_to_main_grads()

@@ -1,10 +1,10 @@
 """Reads the sampler's head in the training engine, where its logits are.
 
 verl calls a function on the logits of a micro-batch for distillation: `logits_processor_func`, on FSDP, VeOmni and
-Megatron, packed and padded, before it gathers over the ranks of a sequence. It takes [1, n] tensors, one value a token,
-and gives them back with the log-probabilities. With truncated sampling or score centering ours gives those itself, in
-compute_log_prob and in the update alike, and verl computes none (`distillation_only`), so that logits have one
-gradient. Where the KL alone is asked for, verl's stay as they are.
+Megatron, packed and padded, before it gathers over the ranks of a sequence. It takes [1, n] tensors, one value per
+token, and returns them with the log-probabilities. With truncated sampling or score centering our function returns its
+own log-probabilities, in compute_log_prob and in the update, and verl computes none (`distillation_only`), so that
+logits have one gradient. If only the KL is needed, verl's are not changed.
 
 Shape legend: T tokens of a micro-batch (prompt and response, packed), n rows of its logits on this rank, R response
 tokens, V its part of the vocabulary, K tokens of a head.
@@ -41,9 +41,10 @@ class HeadUse:
     """The use of the heads.
 
     Attributes:
-        truncated: the sampler took from them alone: log-probabilities and entropy are of the same tokens.
+        truncated: the sampler chose only from them: log-probabilities and entropy cover the same tokens.
         centers: score centering.
-        corrections: name -> settings of those that weigh a single token: the score is centered as they weigh it.
+        corrections: name -> settings of the corrections that weigh a single token: the centered score has their
+            weights.
     """
 
     truncated: bool = False
@@ -57,10 +58,10 @@ class HeadUse:
 
 
 class HeadReader:
-    """Stands around a training engine's `forward_backward_batch`.
+    """Wraps a training engine's `forward_backward_batch`.
 
     Attributes:
-        use: of the heads, from the next batch on; nothing but their KL at first.
+        use: the use of the heads, from the next batch on; at first only their KL.
     """
 
     def __init__(self, engine: Any):
@@ -76,7 +77,7 @@ class HeadReader:
     def forward_backward_batch(
         self, verls: Callable, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> Any:
-        """verl's, with what is read of the heads that the batch brings."""
+        """Wraps verl's method; adds the values read at the heads of the batch."""
         old_policy = forward_only and tu.get_non_tensor_data(data, "calculate_entropy", default=False)
         if HEAD_IDS not in data.keys() or not (self.use.replaces or old_policy):  # noqa: SIM118 (a TensorDict)
             return verls(data, loss_function, forward_only)
@@ -87,7 +88,7 @@ class HeadReader:
     def _call(
         self, loss_function: Callable | None, *, compares: bool, centers: bool, data: TensorDict, **given: Any
     ) -> Any:
-        """Called by verl twice per micro-batch: with its logits, and with all that came of them."""
+        """Called by verl twice per micro-batch: with its logits, and with all results."""
         if "student_logits" in given:
             return self._read(given["student_logits"], data, given.get("data_format"), compares, centers)
         output = given["model_output"]
@@ -103,7 +104,7 @@ class HeadReader:
     def _read(
         self, logits: Tensor, data: TensorDict, data_format: str | None, compares: bool, centers: bool
     ) -> dict[str, Tensor]:
-        """[1, n] each."""
+        """Reads the heads; all tensors are [1, n]."""
         layout = _packed_layout if data_format is None else partial(_megatron_layout, data_format=data_format)
         sampled, head = layout(data, device=logits.device)
         group = None if data_format is None else _tensor_group()
@@ -124,13 +125,14 @@ class HeadReader:
 
 
 def _choose_known(known: Tensor, entropy: Tensor, verls: Tensor) -> Tensor:
-    """The entropy over what the sampler could take at places with a head, and verl's over the vocabulary elsewhere."""
+    """Returns the entropy over the tokens that the sampler could choose at places with a head, and verl's entropy
+    over the vocabulary elsewhere."""
     values = torch.where(known.values().bool(), entropy.values(), verls.values())
     return torch.nested.nested_tensor_from_jagged(values, verls.offsets())
 
 
 def _packed_sums(output: dict[str, Tensor], known: Tensor, data: TensorDict) -> Tensor:
-    """[B, *], from the values of each token, which stay here."""
+    """Returns the sums [B, *] of the tokens' values, which stay here."""
     mask = data[RESPONSE_MASK]
     offsets = mask.offsets()
     rows_R = packed_rows(data["input_ids"].offsets().diff(), offsets.diff())
@@ -140,7 +142,7 @@ def _packed_sums(output: dict[str, Tensor], known: Tensor, data: TensorDict) -> 
 
 
 def _token_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]:
-    """[T] of each row the token that follows it, and its head: of the response tokens alone."""
+    """Returns [T], for each row the next token and its head; only response tokens have heads."""
     input_ids, mask = data["input_ids"], data[RESPONSE_MASK]
     lengths_B = mask.offsets().diff()
     ids_RK, log_q_RK = (fill_added_rows(data[name], lengths_B, mask).to(device) for name in (HEAD_IDS, HEAD_LOG_PROBS))
@@ -148,7 +150,7 @@ def _token_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]
     rows_R = packed_rows(input_ids.offsets().diff(), lengths_B).to(device)
     if len(ids_RK) != len(rows_R) or ids_RK.shape != log_q_RK.shape:
         raise BatchError(
-            f"{HEAD_IDS} is {tuple(ids_RK.shape)} and {HEAD_LOG_PROBS} {tuple(log_q_RK.shape)} where the batch has "
+            f"{HEAD_IDS} is {tuple(ids_RK.shape)} and {HEAD_LOG_PROBS} {tuple(log_q_RK.shape)} but the batch has "
             f"{len(rows_R)} response tokens: the rollout's heads belong to other tokens"
         )
     ids_TK = ids_RK.new_zeros(len(tokens), ids_RK.shape[1], dtype=torch.long)
@@ -158,7 +160,7 @@ def _token_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]
 
 
 def _packed_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]:
-    """[n] as verl's FSDP and VeOmni engines lay them out: whole, or this rank's share under Ulysses."""
+    """Returns [n] in the layout of verl's FSDP and VeOmni engines: all tokens, or this rank's share under Ulysses."""
     sampled, head = _token_layout(data, device)
     if get_ulysses_sequence_parallel_world_size() == 1:
         return sampled, head
@@ -168,7 +170,7 @@ def _packed_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, Head
 
 
 def _megatron_layout(data: TensorDict, device: torch.device, data_format: str) -> tuple[Tensor, Head]:
-    """[n] as Megatron lays them out, by verl's own functions."""
+    """Returns [n] in Megatron's layout, by verl's own functions."""
     from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
 
     arrange = preprocess_thd_engine if data_format == "thd" else preprocess_bshd_engine
@@ -183,7 +185,7 @@ def _megatron_layout(data: TensorDict, device: torch.device, data_format: str) -
 
 
 def _tensor_group() -> Any:
-    """The ranks that share the vocabulary; None for one alone."""
+    """Returns the ranks that share the vocabulary; None for a single rank."""
     from megatron.core import parallel_state as mpu
 
     group = mpu.get_tensor_model_parallel_group()
@@ -195,5 +197,5 @@ def _check_ids(ids: Tensor, part: int, group: Any) -> None:
     if ids.numel() and int(ids.max()) >= vocabulary:
         raise BatchError(
             f"{HEAD_IDS} names token {int(ids.max())}, and the training engine's vocabulary has {vocabulary}: the "
-            "rollout runs another model"
+            "rollout runs another model; check that both engines load the same one"
         )

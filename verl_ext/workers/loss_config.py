@@ -1,4 +1,4 @@
-"""The settings of our policy losses as verl carries them: what `actor.policy_loss._target_` names."""
+"""The settings of our policy losses in verl's config, built by `actor.policy_loss._target_`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +17,18 @@ class ComposedLossConfig(PolicyLossConfig):
 
 
 def build_loss_config(**given: Any) -> PolicyLossConfig:
-    """verl's config of a policy loss, ours or not, from settings that stand flat beside each other.
+    """Builds verl's config of a policy loss, ours or not, from flat settings.
 
     Raises:
-        ConfigError: as of `chosen_loss`, or verl has no loss `base`.
+        ConfigError: as for `chosen_loss`, or verl has no loss `base`.
     """
     if given.get("loss_mode") not in LOSSES:
         return PolicyLossConfig(**given)
     chosen, base = chosen_loss(given), base_of(given)
-    if base not in BASES:  # one of the user's own: verl's registry takes seconds to import
+    if base not in BASES:  # the user's own loss: verl's registry takes seconds to import
         from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
-        # bypass_mode discards the weights that it is given.
+        # bypass_mode discards the weights.
         require_base(base, set(POLICY_LOSS_REGISTRY) - {*LOSSES, "bypass_mode"})
     verls = {name: value for name, value in given.items() if name in VERLS_SETTINGS}
     return ComposedLossConfig(**verls, base=base, settings=chosen.settings)

@@ -1,7 +1,7 @@
 """Our policy losses under verl's `register_policy_loss`, and the tensors of a micro-batch that they read.
 
-Each changes a base loss, named by `base`, as the function says that is registered with us (`core.losses`). verl's
-signature of a policy loss has seven arguments and stands here once; what a loss reads beyond it is `loss_inputs()`.
+Each changes a base loss, named by `base`, with its function in `core.losses`. verl's signature of a policy loss has
+seven arguments and is only here; a loss reads further tensors with `loss_inputs()`.
 
 Shape legend: B trajectories of a micro-batch, T response tokens (padded).
 """
@@ -35,8 +35,8 @@ BATCH_FIELDS = {
     "router_deviation": names.DEVIATION,
     "lag": names.LAG,
 }
-OPTIONAL = ("lag",)  # which a method reads where there is one
-# [B, r] too, where there are any.
+OPTIONAL = ("lag",)  # a method reads it if it is there
+# [B, r] too, if there are any.
 VERLS_FIELDS = (names.OLD_LOG_PROBS, names.REF_LOG_PROBS, names.ADVANTAGES, names.WEIGHTS)
 
 
@@ -44,8 +44,8 @@ def padded_fields(data: TensorDict) -> TensorDict:
     """Returns the fields of a micro-batch that losses read, `response_mask` with them, padded to [B, T]; 0 where the
     mask is.
 
-    verl masks by multiplying, or by torch.where on the result: a NaN that the rollout returned for a token of a tool's
-    output would be a NaN in the loss by the one, in the gradient by both.
+    verl masks by multiplying, or by torch.where on the result. A NaN that the rollout returned for a token of a tool's
+    output would be a NaN in the loss with the former, and in the gradient with both.
     """
     padded = data.select(names.RESPONSE_MASK, *VERLS_FIELDS, *BATCH_FIELDS.values(), strict=False).to_padded_tensor()
     mask = padded[names.RESPONSE_MASK].bool()
@@ -65,7 +65,7 @@ class LossInputs:
 
     @classmethod
     def from_fields(cls, padded: TensorDict) -> "LossInputs":
-        """The inputs among `padded_fields`."""
+        """Builds the inputs from `padded_fields`."""
         found = {name: padded[field] for name, field in BATCH_FIELDS.items() if field in padded.keys()}  # noqa: SIM118
         if "l_infer" in found:
             k = mismatch_ratio(found["l_infer"], padded[names.OLD_LOG_PROBS]).nan_to_num_(0.0, 0.0, 0.0)
@@ -73,22 +73,22 @@ class LossInputs:
         return cls(**found)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor | None]:
-        """Name -> tensor that a method reads; None for what is OPTIONAL and not there."""
+        """Returns name -> tensor that a method reads; None if it is OPTIONAL and absent."""
         return {name: self.lag if name in OPTIONAL else self.require(name) for name in names}
 
     def require(self, name: str) -> Tensor:
-        """The tensor `name`.
+        """Returns the tensor `name`.
 
         Raises:
-            ConfigError: the batch of update_actor does not bring it.
+            ConfigError: the batch of update_actor does not have it.
         """
         value = getattr(self, name)
         if value is None:
             present = [each for each in BATCH_FIELDS if getattr(self, each) is not None]
             field = BATCH_FIELDS["l_infer" if name == "k" else name]
             raise ConfigError(
-                f"the loss needs {name}, but the batch of update_actor has no field {field}; it brings of what losses "
-                f"read: {', '.join(present) or 'nothing'}"
+                f"the loss needs {name}, but the batch of update_actor has no field {field}; fields of losses that it "
+                f"has: {', '.join(present) or 'none'}"
             )
         return value
 
@@ -97,10 +97,10 @@ _current: ContextVar[LossInputs] = ContextVar("verl_ext_loss_inputs")
 
 
 def loss_inputs() -> LossInputs:
-    """The inputs of the loss that is being computed; for use inside a registered policy loss.
+    """Returns the inputs of the loss that is being computed; for use inside a registered policy loss.
 
     Raises:
-        ConfigError: verl's own loss function is calling, which provides none.
+        ConfigError: verl's own loss function calls it, which provides none.
     """
     try:
         return _current.get()
@@ -112,7 +112,7 @@ def loss_inputs() -> LossInputs:
 
 @contextmanager
 def provide(inputs: LossInputs) -> Iterator[None]:
-    """Make `inputs` what `loss_inputs()` returns inside."""
+    """Context in which `loss_inputs()` returns `inputs`."""
     token = _current.set(inputs)
     try:
         yield
@@ -130,18 +130,18 @@ def changed_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The base loss as the policy loss `name` changes it, and verl's metrics with its own, of this micro-batch.
+    """Returns the base loss as changed by the policy loss `name`, and verl's metrics and its own, of this micro-batch.
 
     Args:
         old_log_prob, log_prob, advantages, response_mask: [B, T].
-        config: the ActorConfig. Where its `policy_loss` is of verl's class, as plain verl has it without a `_target_`,
-            the defaults hold.
-        rollout_is_weights: [B, T] weights of the tokens, or None. Plain verl provides no `loss_inputs()`, and there a
-            loss that reads k takes them for it: with `algorithm.rollout_correction.rollout_is=token` and a
+        config: the ActorConfig. If its `policy_loss` has verl's class, as in plain verl without a `_target_`, the
+            defaults hold.
+        rollout_is_weights: [B, T] weights of the tokens, or None. Plain verl provides no `loss_inputs()`; there a loss
+            that reads k uses these weights as k: with `algorithm.rollout_correction.rollout_is=token` and a
             `rollout_is_threshold` far above any bound of the loss (verl truncates at it) they are the raw ratio.
 
     Raises:
-        ConfigError: the batch does not bring what the loss reads, or a setting without a default is missing.
+        ConfigError: the batch lacks a tensor that the loss reads, or a setting without a default is missing.
     """
     ours = config.policy_loss
     if not isinstance(ours, loss_config.ComposedLossConfig):
@@ -168,7 +168,7 @@ def changed_loss(
         loss_agg_mode=loss_agg_mode,
         config=config,
     )
-    if changed.log_factor is not None:  # of the unscaled ratio, as without the factor
+    if changed.log_factor is not None:  # from the unscaled ratio, as without the factor
         metrics["actor/ppo_kl"] += masked_mean(changed.log_factor, batch.mask).item()
     if changed.term is not None:
         info = config.global_batch_info
@@ -190,7 +190,7 @@ def _ratio_of_plain_verl(name: str, rollout_is_weights: Tensor | None) -> Tensor
 
 
 def apply_base(base: str, rollout_is_weights: Tensor | None, **arguments: Any) -> tuple[Tensor, dict[str, Any]]:
-    """The loss `base`; `geo_mean` is `geo_mean_weighted`, see there."""
+    """Computes the loss `base`; `geo_mean` is `geo_mean_weighted`, see there."""
     loss = get_policy_loss_fn("geo_mean_weighted" if base == "geo_mean" else base)
     return loss(rollout_is_weights=rollout_is_weights, **arguments)
 
@@ -202,8 +202,8 @@ def geo_mean_weighted_loss(
     """verl's `geo_mean` (GMPO, arXiv 2507.20673) with each token's gradient scaled by its weight.
 
     verl multiplies the sequence by the geometric mean of its weights, so that one token of weight 0 takes the whole
-    sequence out. Here the weights leave the loss's value alone. Where the batch brings a global_batch_size, the mean
-    is over the global batch: verl's is over the micro-batch, so that its gradient grows with their number.
+    sequence out. Here the weights do not change the loss's value. If the batch has a global_batch_size, the mean is
+    over the global batch: verl's is over the micro-batch, so that its gradient grows with their number.
     """
     if rollout_is_weights is not None:
         fixed = log_prob.detach()
@@ -218,7 +218,7 @@ def geo_mean_weighted_loss(
 
 
 def register_losses() -> None:
-    """Under verl's `register_policy_loss`, what is registered with us; again where a plugin has brought more."""
+    """Registers our losses with verl's `register_policy_loss`; called again after a plugin has added more."""
     for name in LOSSES:
         register_policy_loss(name)(partial(changed_loss, name))
 

@@ -1,10 +1,10 @@
-"""Routing is fetched from TransferQueue once for a model replica, not once for each of its ranks.
+"""Fetches routing from TransferQueue once per model replica, not once per rank.
 
 The ranks that work on one data-parallel share together (tensor x pipeline x context parallel on Megatron, Ulysses on
-FSDP) all need the whole of it, and verl's tqbridge has each of them fetch the whole. Routing is hundreds of bytes a
-token, all other fields together some fifty. So of routing each rank fetches a part of the rows, of about the same size
-as the others', and they gather the rest among themselves: on their devices in chunks, with gloo on CPU cores. The batch
-is that of the plain fetch, bit for bit, but for the order of its fields.
+FSDP) all need the whole share, and verl's tqbridge makes each of them fetch all of it. Routing has hundreds of bytes
+per token, all other fields together some fifty. So each rank fetches only a part of the routing's rows, all parts about
+equal in size, and the ranks gather the rest among themselves: on their devices in chunks, with gloo on CPU cores. The
+batch equals that of the plain fetch, bit for bit, except for the order of its fields.
 
 Shape legend: B trajectories, R ranks of a replica.
 """
@@ -29,17 +29,17 @@ from verl_ext.base.names import OLD_ROUTES, ROLLOUT_ROUTES
 from verl_ext.base.patching import wrap
 
 SHARED = (ROLLOUT_ROUTES, OLD_ROUTES)
-CHUNK = 64 << 20  # bytes that a rank holds on its device at a time, of all ranks' rows
+CHUNK = 64 << 20  # bytes of all ranks' rows that a rank holds on its device at a time
 
 Fetch = Callable[[BatchMeta | KVBatchMeta], TensorDict]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Rows that differ in their first dimension alone.
+    """Rows that differ only in their first dimension.
 
     Attributes:
-        lengths: of each row.
+        lengths: the length of each row.
         tail: the other dimensions.
     """
 
@@ -57,9 +57,10 @@ class FetchedShare:
     """A rank's report on what it has fetched, sent to the others before any of them sends rows.
 
     Attributes:
-        whole: of which trajectories and fields, and where the rows of each rank begin.
-        layouts: by field, of its rows; None where TransferQueue made no jagged tensor of them. Empty without rows.
-        failure: why there is nothing, or "".
+        whole: the trajectories and fields, and where the rows of each rank begin.
+        layouts: the layout of each field's rows; None if TransferQueue made no jagged tensor of them. Empty without
+            rows.
+        failure: the reason why there is nothing, or "".
     """
 
     whole: tuple[Sequence[Any], ...] = ()
@@ -68,36 +69,37 @@ class FetchedShare:
 
 
 def replica_group(engine: Any) -> dist.ProcessGroup | None:
-    """The ranks to which verl sends the same share of a batch, or None; to be called on all ranks.
+    """Returns the ranks to which verl sends the same share of a batch, or None; must be called on all ranks.
 
-    A group of the engine's own where it is just those: another would be one more communicator on each device.
+    It is a group of the engine if one has exactly these ranks: another group would be one more communicator on each
+    device.
     """
     share, own = engine.get_data_parallel_rank(), _model_group(engine)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (share, None if own is None else sorted(dist.get_process_group_ranks(own))))
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (share, None if own is None else sorted(dist.get_process_group_ranks(own))))
     replicas: dict[int, list[int]] = {}
-    for rank, (of, _) in enumerate(told):
+    for rank, (of, _) in enumerate(answers):
         replicas.setdefault(of, []).append(rank)
     if max(map(len, replicas.values())) == 1:
         return None
-    if all(ranks == replicas[of] for of, ranks in told):
+    if all(ranks == replicas[of] for of, ranks in answers):
         return own
     groups = {of: dist.new_group(ranks) for of, ranks in sorted(replicas.items()) if len(ranks) > 1}
     return groups.get(share)
 
 
 def _model_group(engine: Any) -> dist.ProcessGroup | None:
-    """Tensor x pipeline on Megatron, without its context parallelism; Ulysses on FSDP."""
+    """Returns tensor x pipeline on Megatron, without its context parallelism; Ulysses on FSDP."""
     if engine.engine_config.strategy == "megatron":
         return engine.get_model_parallel_group()
     return getattr(engine, "ulysses_parallel_group", None)
 
 
 class ReplicaFetch:
-    """verl's `_meta_to_realdata` in a process of a training worker.
+    """Replaces verl's `_meta_to_realdata` in a process of a training worker.
 
     Attributes:
-        group: of the ranks of a replica; None where it is one rank, which fetches as ever.
+        group: the ranks of a replica; None for a single rank, which fetches as verl does.
     """
 
     group: dist.ProcessGroup | None = None
@@ -107,10 +109,10 @@ class ReplicaFetch:
         return dist.get_world_size(self.group)
 
     def fetch(self, verls: Fetch, meta: BatchMeta | KVBatchMeta) -> TensorDict:
-        """`verls(meta)`, where all ranks of the replica make this call.
+        """Returns `verls(meta)`, if all ranks of the replica make this call.
 
         Raises:
-            BatchError: another rank could not fetch its part, and raises why.
+            BatchError: another rank could not fetch its part; it raises the reason.
         """
         names = meta.fields if isinstance(meta, KVBatchMeta) else meta.field_names
         if self.group is None or meta.size == 0 or (names is not None and not {*SHARED} & {*names}):
@@ -154,7 +156,7 @@ class ReplicaFetch:
         return FetchedShare(whole, {name: layout_of(value) for name, value in rows.items()}), data, rows
 
     def _gather(self, own: Tensor | None, of_ranks: Sequence[Layout]) -> Tensor:
-        """The jagged tensor of all rows, from this rank's own; on the host."""
+        """Returns the jagged tensor of all rows, from this rank's own; on the host."""
         sizes = [layout.nbytes for layout in of_ranks]
         sent = torch.empty(0, dtype=torch.uint8) if own is None else byte_view(own)
         all_bytes = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -179,23 +181,26 @@ FETCH = ReplicaFetch()
 
 
 def share_fetches(engine: Any) -> None:
-    """Fetch so from here on, in all ranks of the actor's engine. Nothing changes where a replica is one rank."""
+    """Shares fetches from now on, in all ranks of the actor's engine. Nothing changes if a replica is one rank."""
     FETCH.group = replica_group(engine)
     if FETCH.group is not None:
         wrap("replica_fetch", transferqueue_utils, "_meta_to_realdata", FETCH.fetch, "meta")
 
 
 def divide(sizes_B: Sequence[int], ranks: int) -> list[int]:
-    """[R + 1], where each rank's run of rows begins, and the last ends; each of about the same size.
+    """Returns [R + 1], the start of each rank's run of rows, and the end of the last; all runs have about the same
+    size.
 
-    A row goes to the rank in whose share of the sum its middle is, so that no rank has more than a row too much.
+    A row goes to the rank whose share of the sum contains the row's middle, so that no rank has more than one row too
+    many.
     """
     middles_B = [end - size / 2 for end, size in zip(accumulate(sizes_B), sizes_B, strict=True)]
     return [0, *(bisect_left(middles_B, sum(sizes_B) * rank / ranks) for rank in range(1, ranks)), len(sizes_B)]
 
 
 def layout_of(value: Any) -> Layout | None:
-    """None of what is no jagged tensor, or is ragged in another dimension than its rows' first."""
+    """Returns the layout; None if the value is not a jagged tensor, or is ragged in another dimension than its rows'
+    first."""
     if not (isinstance(value, Tensor) and value.is_nested and value.layout == torch.jagged):
         return None
     shapes = [tuple(row.shape) for row in value.unbind()]
@@ -204,9 +209,9 @@ def layout_of(value: Any) -> Layout | None:
 
 
 def shared_layouts(parts: Sequence[FetchedShare]) -> dict[str, list[Layout]] | None:
-    """The layout of each rank's rows, by field; None where the ranks have not fetched parts of one jagged tensor.
+    """Returns the layout of each rank's rows, by field; None if the ranks have not fetched parts of one jagged tensor.
 
-    They have not where they were sent different trajectories, as to a reference that is parallel in another way.
+    That happens if they got different trajectories, as for a reference with another kind of parallelism.
     """
     if any(part.whole != parts[0].whole for part in parts):
         return None
@@ -223,5 +228,5 @@ def shared_layouts(parts: Sequence[FetchedShare]) -> dict[str, list[Layout]] | N
 
 
 def byte_view(jagged: Tensor) -> Tensor:
-    """[bytes] uint8, without a copy: NCCL knows not all dtypes, int16 for one."""
+    """Returns [bytes] uint8, without a copy: NCCL does not support all dtypes, for example int16."""
     return jagged.values().reshape(-1).view(torch.uint8)

@@ -13,19 +13,20 @@ from torch.distributed.tensor import DTensor
 
 from verl_ext.base.errors import HookError
 
-PLAIN = (Tensor, nn.Parameter)  # which are copied bit for bit; a quantised tensor would be made anew of its values
+PLAIN = (Tensor, nn.Parameter)  # these are copied bit for bit; a quantised tensor would be rebuilt from its values
 
 
 @dataclass(frozen=True)
 class UpdateParts:
-    """Everything that an update changes, where one rank of an engine has it.
+    """Everything that an update changes on one rank of an engine.
 
     Attributes:
-        weights: gives name -> parameter that is trained; called where a pass is over.
-        buffers: gives name -> buffer.
-        optimizers: torch's, whose parameters, state and groups are kept: float32 copies of the weights too.
-        states: what else has a `state_dict` that `load_state_dict` sets back: schedule, scaler of the loss.
-        loaded: enters where weights and optimizer are as an update has them, after it has offloaded them.
+        weights: returns name -> trained parameter; called when a pass is over.
+        buffers: returns name -> buffer.
+        optimizers: torch's optimizers, whose parameters (also float32 copies of the weights), state and groups are
+            kept.
+        states: other objects with a `state_dict` that `load_state_dict` restores: schedule, scaler of the loss.
+        loaded: context in which weights and optimizer are loaded as in an update, after it has offloaded them.
     """
 
     weights: Callable[[], dict[str, Tensor]]
@@ -36,26 +37,26 @@ class UpdateParts:
 
 
 class KeptUpdate:
-    """One update taken back: what it changes is kept in the host's memory before its first optimizer step.
+    """Takes one update back: everything that it changes is kept in the host's memory before its first optimizer step.
 
-    Each rank keeps what it has: 12 bytes for a parameter of its shards that is trained with Adam in float32. Megatron's
+    Each rank keeps its own part: 12 bytes per parameter of its shards that is trained with Adam in float32. Megatron's
     ranks also keep their 16-bit weights, which the ranks of a data parallel group have alike.
 
     Attributes:
-        of: the step whose update can be taken back; None where there is none.
+        of: the step whose update can be taken back; None if there is none.
     """
 
     def __init__(self, parts: UpdateParts):
         self._parts = parts
         self.of: int | None = None
-        self._kept: dict[Any, Any] = {}  # by name; its memory is written anew each time
+        self._kept: dict[Any, Any] = {}  # by name; its memory is reused each time
         self._begun: int | None = None
         self._buffers: dict[str, Tensor] = {}
         self._settings: dict[str, Any] = {}
 
     @torch.no_grad()
     def begin(self, step: int) -> None:
-        """Copy the buffers before the first pass of a step's update; a second call in a step does nothing.
+        """Copies the buffers before the first pass of a step's update; a second call in a step does nothing.
 
         megatron-core moves the bias of each router where the last micro-batch's backward pass ends
         (`finalize_model_grads`, with `moe_router_bias_update_rate`), before any optimizer step.
@@ -66,7 +67,7 @@ class KeptUpdate:
 
     @torch.no_grad()
     def keep(self, step: int) -> None:
-        """Copy what this step is about to change; called before its first change of the weights.
+        """Copies what this step is about to change; called before its first change of the weights.
 
         Raises:
             HookError: a tensor is quantised.
@@ -92,11 +93,11 @@ class KeptUpdate:
 
     @torch.no_grad()
     def take_back(self, after: int) -> int | None:
-        """Make everything again what it was, bit for bit; the step that `keep` was called in.
+        """Restores everything, bit for bit; returns the step in which `keep` was called.
 
         A loss scale that an overflow lowered stays low.
 
-        Nothing where that is not after the step `after`, at whose end weights were given up already.
+        Does nothing if that step is not after the step `after`, at whose end weights were given up already.
         """
         of, self.of = self.of, None
         if of is None or of <= after:
@@ -135,7 +136,8 @@ class KeptUpdate:
                 part.load_state_dict(kept)
 
     def _tensors(self) -> Iterator[tuple[Any, Tensor]]:
-        """(name, weight), and the optimizer's own copies of weights: ((number of optimizer, of parameter), copy)."""
+        """Yields (name, weight), and the optimizer's own copies of weights: ((number of optimizer, of parameter),
+        copy)."""
         weights = self._parts.weights()
         yield from weights.items()
         had = {_memory_of(value) for value in weights.values()}
@@ -145,7 +147,8 @@ class KeptUpdate:
                     yield (number, index), parameter
 
     def _moments(self) -> Iterator[tuple[tuple[int, int, str], dict[str, Any]]]:
-        """((number of what an optimizer holds, of a parameter, name of what is held of it), where that stands)."""
+        """Yields ((number of the dict of states, number of the parameter, name of the moment), the state that has
+        it)."""
         for number, optimizer in enumerate(self._parts.optimizers):
             for kind, held in enumerate(_held_by(optimizer)):
                 for index, parameter in enumerate(_parameters(optimizer)):
@@ -172,7 +175,8 @@ class ScheduleSteps:
 
 
 def keep_updates_of(engine: Any) -> KeptUpdate:
-    """The undo of a started FSDP2 or Megatron engine of verl's, or of another whose module is whole in this process."""
+    """Builds the undo of one of verl's started FSDP2 or Megatron engines, or of an engine whose module is whole in
+    this process."""
     megatron = engine.engine_config.strategy == "megatron"
     return KeptUpdate(_megatron_parts(engine) if megatron else _module_parts(engine))
 
@@ -181,7 +185,7 @@ def _module_parts(engine: Any) -> UpdateParts:
     def weights() -> dict[str, Tensor]:
         for module in engine.module.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # what is gathered for a pass is a copy
+                module.reshard()  # the gathered weights of a pass are a copy
         return {name: value for name, value in engine.module.named_parameters() if value.requires_grad}
 
     states = [part for part in (engine.lr_scheduler, getattr(engine, "scaler", None)) if part is not None]
@@ -189,7 +193,7 @@ def _module_parts(engine: Any) -> UpdateParts:
 
 
 def _megatron_parts(engine: Any) -> UpdateParts:
-    """Those of every chunk of the model, and of each optimizer in the chain that megatron-core makes."""
+    """Returns the parts of every chunk of the model, and of each optimizer in megatron-core's chain."""
     chunks = list(enumerate(engine.module))
 
     def weights() -> dict[str, Tensor]:
@@ -201,7 +205,7 @@ def _megatron_parts(engine: Any) -> UpdateParts:
 
     chain = megatron_optimizers(engine)
     outer = [one.optimizer for one in chain if one.optimizer is not None]  # a rank may have nothing to train
-    # With optimizer_cpu_offload, each has an Adam on the CPU and one on the GPU, of copies of their own.
+    # With optimizer_cpu_offload, each has an Adam on the CPU and one on the GPU, with their own copies.
     inner = [each for one in outer for each in getattr(one, "sub_optimizers", ())]
     scalers = [one.grad_scaler for one in chain if getattr(one, "grad_scaler", None) is not None]
     states = [ScheduleSteps(engine.lr_scheduler), *scalers]
@@ -209,12 +213,13 @@ def _megatron_parts(engine: Any) -> UpdateParts:
 
 
 def megatron_optimizers(engine: Any) -> list[Any]:
-    """megatron-core's optimizers of a Megatron engine: one, or one for its experts besides."""
+    """Returns megatron-core's optimizers of a Megatron engine: one, or a second one for its experts."""
     return list(getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]))
 
 
 def _held_by(optimizer: Any) -> tuple[Any, Any]:
-    """parameter -> what an optimizer holds of it: moments, and for Transformer Engine's FusedAdam their scales."""
+    """Returns parameter -> an optimizer's tensors of it: moments, and for Transformer Engine's FusedAdam their
+    scales."""
     return optimizer.state, getattr(optimizer, "_scales", {})
 
 
@@ -232,7 +237,8 @@ def _parameters(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _memory_of(value: Tensor) -> int:
-    """The address of the memory behind a tensor, or behind this rank's part of it; views of one tensor have one."""
+    """Returns the address of the memory behind a tensor, or behind this rank's part of it; views of a tensor share
+    one."""
     return _local(value).untyped_storage().data_ptr()
 
 
@@ -242,7 +248,7 @@ def _local(value: Tensor) -> Tensor:
 
 
 def _copy_to_host(value: Any, into: Any) -> Any:
-    """A copy in the host's memory, in `into` where that fits."""
+    """Copies a value to the host's memory, into `into` if that fits."""
     if not isinstance(value, Tensor):
         return value
     value = _local(value)

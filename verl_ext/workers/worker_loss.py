@@ -1,4 +1,4 @@
-"""The loss function of the training workers: verl's `ppo_loss`, with what its signature does not pass.
+"""The loss function of the training workers: verl's `ppo_loss`, with the tensors that its signature does not pass.
 
 Written for verl 0.9.1, where `TrainingWorker.set_loss_fn` takes a function (model_output, data, dp_group) of one
 micro-batch. Everything verl computes is still computed by `ppo_loss`.
@@ -34,7 +34,7 @@ from verl_ext.workers.loss_config import ComposedLossConfig, build_loss_config
 from verl_ext.workers.losses import LossInputs, padded_fields, provide, register_losses
 from verl_ext.workers.undo import keep_updates_of
 
-VERLS_OWN = ("_target_", "rollout_correction")  # fields of a PolicyLossConfig that are no settings of the loss
+VERLS_OWN = ("_target_", "rollout_correction")  # fields of a PolicyLossConfig that are not settings of the loss
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class LossSettings:
     """The trainer's settings of the workers' loss.
 
     Attributes:
-        corrections: those that act in each update step.
+        corrections: the corrections that act in each update step.
         policy_loss: fields of the policy loss, `loss_mode` among them; None keeps actor.policy_loss.
-        kl_denominator: the policy that actor.kl_loss_type=unbiased takes the tokens to be sampled from: "infer", the
-            rollout engine, or "old", the training engine before the update.
+        kl_denominator: the policy that actor.kl_loss_type=unbiased assumes sampled the tokens: "infer", the rollout
+            engine, or "old", the training engine before the update.
         mini_batch: which optimizer steps to refuse.
-        first_pass: in bypass mode, what is measured and weighed here; None where compute_log_prob came first.
-        head: what is made of the sampler's heads; None where the rollout returns none.
+        first_pass: the measurements and weights in bypass mode; None if compute_log_prob came first.
+        head: the use of the sampler's heads; None if the rollout returns none.
         undo: keep what an update changes, so that it can be taken back.
         after_update: trajectories of a batch to score again after its update.
     """
@@ -64,7 +64,8 @@ class LossSettings:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "LossSettings":
-        """The settings as they travel to a worker: {"corrections": {"opsm": {"delta": 0.1}}, "mini_batch": {...}, ...}.
+        """Builds the settings from the form that is sent to a worker: {"corrections": {"opsm": {"delta": 0.1}},
+        "mini_batch": {...}, ...}.
 
         Raises:
             ConfigError: a key or a value is not known.
@@ -89,14 +90,14 @@ class LossSettings:
 
 
 def install_loss(gate: Gate, config: ActorConfig, settings: LossSettings) -> dict[str, Any]:
-    """Give the gate's worker the loss of the settings, and the gate itself what it judges, keeps and measures.
+    """Installs the settings' loss in the gate's worker, and the gate's own settings in the gate.
 
-    It may be called again. An error leaves what is installed.
+    It may be called again. After an error the installed loss stays.
 
     Args:
-        config: the worker's ActorConfig, which stays as it is.
+        config: the worker's ActorConfig, which is not changed.
 
-    Returns what is active: see `build_worker_loss`; `undo`, whether an update can be taken back; `after_update`,
+    Returns the active settings: see `build_worker_loss`; `undo`, whether an update can be taken back; `after_update`,
     trajectories scored again.
 
     Raises:
@@ -113,20 +114,20 @@ def install_loss(gate: Gate, config: ActorConfig, settings: LossSettings) -> dic
 def build_worker_loss(
     config: ActorConfig, settings: LossSettings, gate: Gate | None = None, first_pass: FirstPass | None = None
 ) -> tuple[partial, dict[str, Any]]:
-    """The loss function for `TrainingWorker.set_loss_fn`, and what is active in it.
+    """Builds the loss function for `TrainingWorker.set_loss_fn`.
 
     Args:
-        config: the worker's ActorConfig, which stays as it is.
-        gate: shown every micro-batch, where it has limits.
-        first_pass: of settings.first_pass; weighs every micro-batch.
+        config: the worker's ActorConfig, which is not changed.
+        gate: observes every micro-batch, if it has limits.
+        first_pass: built from settings.first_pass; weighs every micro-batch.
 
     Returns the function and {"policy_loss": its settings, "corrections": name -> settings, "kl": the estimator or None,
     "mini_batch": the limits that are set, "first_pass": whether it measures, "centers": whether it centers scores}.
 
     Raises:
-        ConfigError: a setting of the policy loss cannot work, or it discards the weights that corrections are.
+        ConfigError: a setting of the policy loss cannot work, or the loss discards the corrections' weights.
     """
-    register_losses()  # those of stability.plugins too
+    register_losses()  # including those of stability.plugins
     policy_loss = config.policy_loss if settings.policy_loss is None else build_loss_config(**settings.policy_loss)
     if settings.corrections and policy_loss.loss_mode == "bypass_mode":
         names = " and ".join(f"stability.{chosen.name}" for chosen in settings.corrections)
@@ -159,7 +160,7 @@ def build_worker_loss(
 
 
 def _flat_settings(policy_loss: PolicyLossConfig) -> dict[str, Any]:
-    """Its settings as a config has them."""
+    """Returns a policy loss's settings as a flat mapping."""
     found = {name: policy_loss[name] for name in policy_loss if name not in VERLS_OWN}
     if isinstance(policy_loss, ComposedLossConfig):
         found |= asdict(found.pop("settings"))
@@ -167,7 +168,7 @@ def _flat_settings(policy_loss: PolicyLossConfig) -> dict[str, Any]:
 
 
 def _replace_fields(config: Any, **values: Any) -> Any:
-    """A shallow copy of one of verl's frozen configs; dataclasses.replace would run its __post_init__ again."""
+    """Returns a shallow copy of one of verl's frozen configs; dataclasses.replace would run its __post_init__ again."""
     changed = copy.copy(config)
     for name, value in values.items():
         object.__setattr__(changed, name, value)
@@ -175,7 +176,7 @@ def _replace_fields(config: Any, **values: Any) -> Any:
 
 
 def _weigh_tokens(config: ActorConfig) -> ActorConfig:
-    """`config`, its policy loss one that takes weights per token and means over the global batch."""
+    """Returns `config` with a policy loss that takes weights per token and means over the global batch."""
     if config.policy_loss.loss_mode != "geo_mean":
         return config
     return _replace_fields(config, policy_loss=_replace_fields(config.policy_loss, loss_mode="geo_mean_weighted"))
@@ -193,18 +194,18 @@ def worker_loss(
     first_pass: FirstPass | None,
     centers: bool,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """verl's `ppo_loss` of one micro-batch, its policy loss with `loss_inputs()`, our weights, and our terms: the
-    unbiased KL, and what centers the score.
+    """Computes verl's `ppo_loss` of one micro-batch, with `loss_inputs()` for its policy loss, our weights, and our
+    terms: the unbiased KL, and the centering of the score.
 
     A mini-batch without a token to learn from (batch_num_tokens 0) has loss 0, zero gradients and, by the gate, no
-    optimizer step; verl divides 0 by 0. Where filters dropped whole trajectories, the configured number of them that
-    sequence means divide by is brought down to the share that is left (`filter_scale`).
-    Half-precision log-probabilities enter in float32; what the fields hold outside the response mask, not at all.
+    optimizer step; verl divides 0 by 0. If filters dropped whole trajectories, the configured number that sequence
+    means divide by is reduced to the share that is left (`filter_scale`). Half-precision log-probabilities are
+    converted to float32; values outside the response mask are not used.
 
     Args:
-        model_output: `log_probs` nested [B, prompt + response], `entropy` or none; where scores are centered, of each
-            token the term of `core.head.centering`.
-        data: the micro-batch, jagged [B, r] fields; LossInputs names those that are read besides verl's.
+        model_output: `log_probs` nested [B, prompt + response], `entropy` or none; if scores are centered, each token's
+            term of `core.head.centering`.
+        data: the micro-batch, jagged [B, r] fields; LossInputs names those that are read in addition to verl's.
 
     Returns the scalar loss, and verl's metrics with actor/<correction>/*, kl_loss, kl_coef, filter_scale and
     actor/score_centering.
@@ -213,7 +214,7 @@ def worker_loss(
         ConfigError: the batch lacks a field that a feature reads.
     """
     padded = padded_fields(data)
-    # The engine's micro-batch stays as it is. Not by `clone`, which copies the fields without numbers row by row.
+    # The engine's micro-batch is not changed. `clone` would copy the fields without numbers row by row.
     data = TensorDict(dict(data.items()) | dict(padded.items()), batch_size=data.batch_size)
     if data["batch_num_tokens"] == 0:
         tu.assign_non_tensor(data, batch_num_tokens=1)
@@ -223,7 +224,7 @@ def worker_loss(
         tu.assign_non_tensor(data, global_batch_size=data["global_batch_size"] / scale)
         metrics["filter_scale"] = scale
     model_output = {**model_output, "log_probs": model_output["log_probs"].float()}
-    # A loop over the rows, which verl goes through as well: only for what reads it.
+    # A loop over the rows, as verl has one too: only if something reads it.
     read = gate is not None or first_pass is not None or corrections or kl_denominator is not None
     l_theta = no_padding_2_padding(model_output["log_probs"], data) if read else None
     l_old, mask, inputs = padded["old_log_probs"], padded["response_mask"].bool(), LossInputs.from_fields(padded)

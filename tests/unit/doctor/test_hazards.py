@@ -330,6 +330,8 @@ CASES = [
     ("trust region", [*ASYNCHRONOUS, f"{LOSS}.loss_mode=dppo_tv"], "warning", [*OPSM]),
     ("trust region", [*ASYNCHRONOUS, "stability=icepop"], "ok", []),
     ("trust region", [*ASYNCHRONOUS, "stability=icepop_loss"], "ok", []),
+    ("trust region", [*ASYNCHRONOUS, "stability=opsm_loss"], "ok", []),
+    ("trust region", [*ASYNCHRONOUS, "stability=llds_loss"], "warning", [*OPSM]),
     ("trust region", [*ASYNCHRONOUS, "stability.filters.off_policy_negative.delta=0.1"], "ok", []),
     ("trust region", [*ASYNCHRONOUS, f"{CORRECTION}.rollout_rs=seq_mean_k1"], "ok", []),
     ("trust region", [*ASYNCHRONOUS, BYPASS], "ok", []),

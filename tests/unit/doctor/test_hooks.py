@@ -374,7 +374,7 @@ def test_nothing_but_our_own_builds_the_settings_of_a_loss_of_ours(look, mark, t
     loss = {"_target_": target, "loss_mode": "icepop", "command": f"touch {mark}"}
     (error, *_) = look({"stability.correction": "none", LOSS: loss}, "hooks")["hooks"]
     assert not mark.exists()
-    assert error["level"] == "error" and f"{LOSS}._target_={target} does not; set {LOSS}._target_=" in error["found"]
+    assert error["level"] == "error" and f"{LOSS}._target_={target} is another; set {LOSS}._target_=" in error["found"]
 
 
 PRIMARY = "hydra:\n  searchpath: [{entry}]\ndefaults: [ppo_trainer, _self_]\n"
@@ -431,7 +431,7 @@ def test_trust_remote_code_without_such_code_changes_nothing(look):
 def test_a_model_that_needs_its_own_code_and_may_not_run_it_is_an_error_of_the_run(look, mark, model):
     found = look({f"{MODEL}.path": str(model), "stability.router_agreement": True}, "hooks")
     assert not mark.exists()
-    assert "code of its own, which actor_rollout_ref.model.trust_remote_code allows" in found["hooks"][0]["found"]
+    assert "its own code, which actor_rollout_ref.model.trust_remote_code=true allows" in found["hooks"][0]["found"]
     assert found["hooks"][0]["fix"] == ()
 
 

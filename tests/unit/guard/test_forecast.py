@@ -23,9 +23,9 @@ from verl_ext.guard.forecast import (
     engines_value,
     estimate_growth,
     holds_age,
+    is_seen_enough,
     owner_clause,
     place_clause,
-    speaks,
 )
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.rules import Rule
@@ -233,7 +233,7 @@ def test_synchronous_training_has_nothing_to_say_about_it():
     ],
 )
 def test_readings_speak_until_they_have_been_missing_for_as_long_as_they_took(steps, now, speak):
-    assert speaks(list(steps), now, window=32) is speak
+    assert is_seen_enough(list(steps), now, window=32) is speak
 
 
 def test_older_rollouts_are_no_missed_weight_sync_where_the_engines_part_is_seen():

@@ -53,26 +53,31 @@ def test_the_same_command_goes_on_and_more_seeds_are_added(tmp_path, capsys):
     assert "4 of 6 runs are done already" in captured.err and "5 of 6:" in captured.err
     assert (tmp_path / ".lab/stale/none/seed0/done.json").stat().st_mtime_ns == first
     assert main([*words, "--seeds", "2", "lab.stale.lag=8"]) == 0
-    assert "none runs again: changed since are overrides" in capsys.readouterr().err
+    assert "none runs again, because these settings have changed: overrides" in capsys.readouterr().err
 
 
 def test_a_run_that_the_guard_ended_is_told_as_that(tmp_path, capsys):
     assert main(["lab", "stale", "--variants", "none,tis,guard", *SMALL]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "The guard ended runs early: guard in 2 of 2 (step 22, at a reward of 0." in said
+    assert "The guard stopped runs early: guard in 2 of 2 (step 22, at a reward of 0." in said
     assert "ended early" in said and "2/2 @22" in said and "guard (" not in said
     found = json.loads((tmp_path / ".lab/stale/results.json").read_text())["variants"]
     assert [each["name"] for each in found] == ["exact", "tis", "none", "guard"]
     assert found[-1]["ended_early"]["at"] == {"0": 22, "1": 22} and found[-1]["collapsed"]["share"] is None
     page = (tmp_path / ".lab/stale/report.html").read_text()
-    assert "The guard ended runs early: guard in 2 of 2" in page and "ended early: runs that the guard ended" in page
+    assert (
+        "The guard stopped runs early: guard in 2 of 2" in page and "ended early: runs that the guard stopped" in page
+    )
 
 
 def test_a_run_that_ended_early_by_itself_is_none_that_lived(capsys):
     main(["lab", "stale", "--variants", "none", "--add", "cut=stability=tis", *SMALL, "--no-page"])
     said = " ".join(capsys.readouterr().out.split())
     folder = Path(".lab/stale/cut/seed0")
-    assert f"cut, seed 0 failed: it ended at step 30 of 40, and not by the guard; remove {folder} to run it" in said
+    assert (
+        f"cut, seed 0 failed: it ended at step 30 of 40, but the guard did not stop it; remove {folder} to run it"
+        in said
+    )
 
 
 def test_json_alone_on_the_standard_output(capsys):
@@ -121,8 +126,8 @@ def one_line(capsys) -> str:
 
 def test_what_cannot_be_asked_is_one_line(tmp_path, capsys):
     assert main(["lab", "gone"]) == 2 and "the regime gone is not known" in one_line(capsys)
-    assert main(["lab"]) == 2 and "which REGIME?" in one_line(capsys)
-    assert main(["lab", "stale", "--add", "none=x"]) == 2 and "there is a variant of this name" in one_line(capsys)
+    assert main(["lab"]) == 2 and "REGIME is missing" in one_line(capsys)
+    assert main(["lab", "stale", "--add", "none=x"]) == 2 and "a variant has this name already" in one_line(capsys)
     assert main(["lab", "stale", "--add", "refused=x"]) == 2 and "set stability.tis.high=2" in one_line(capsys)
     assert not (tmp_path / ".lab").exists()
     (tmp_path / "file").touch()
@@ -220,7 +225,7 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path):
         if command.poll() is None:
             os.killpg(command.pid, signal.SIGKILL)
     assert command.returncode == 130 and "Traceback" not in errors
-    assert "the same command goes on" in errors and re.search(r"exact +0\.9", said)
+    assert "the same command continues" in errors and re.search(r"exact +0\.9", said)
     until(lambda: in_group(command.pid) == [])
     before = done(out)
     assert "slow/seed0" not in before and not (out / "results.json").exists()

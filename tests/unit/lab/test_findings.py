@@ -50,7 +50,7 @@ def test_an_exact_arm_that_dies_by_itself_is_told():
 
 
 def test_one_seed_says_nothing_about_noise_and_missing_ones_are_told():
-    assert "One seed says nothing" in said(variant("exact", [0.9]), variant("none", [0.2]))
+    assert "One seed shows nothing" in said(variant("exact", [0.9]), variant("none", [0.2]))
     assert "Fewer runs than the 3 of the others: tis (2)." in said(EXACT, NONE, variant("tis", [0.7, 0.8]))
     assert "tis, seed 2 failed: the experts are gone" in said(
         EXACT, NONE, variant("tis", [0.7, 0.8], {2: "the experts are gone"})
@@ -75,7 +75,7 @@ ENDED = Variant(
 
 def test_a_run_that_the_guard_ended_early_neither_lived_nor_is_better_than_none():
     text = said(EXACT, NONE, ENDED)
-    assert "The guard ended runs early: guard in 2 of 3 (steps 38 to 150, at a reward of 0.50)." in text
+    assert "The guard stopped runs early: guard in 2 of 3 (steps 38 to 150, at a reward of 0.50)." in text
     assert "guard in 1 of 2 (seed 2; step 140)" in text, "of one it is not known"
     better = [line for line in text.split("\n") if line.startswith(("Better", "Worse", "Within"))]
     assert not any("guard" in line for line in better)
@@ -92,7 +92,7 @@ def test_a_reward_then_is_of_the_runs_that_came_to_a_level():
 
 def test_nothing_collapsed_is_said_of_runs_that_the_guard_did_not_end():
     ended = Variant("guard", (), {0: summary(None, stopped=10)})
-    assert "Nothing collapsed of what the guard did not end before (the 20" in said(EXACT, ended)
+    assert "Nothing collapsed among the runs that the guard did not stop (the 20" in said(EXACT, ended)
     assert "Nothing collapsed (the 20" in said(EXACT)
 
 

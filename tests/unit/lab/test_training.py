@@ -282,7 +282,7 @@ def test_a_run_leaves_the_files_of_a_run(tmp_path):
     [
         ("stael", "none", (), "the regime stael is not known"),
         ("stale", "icepo", (), "--variants=icepo is not known.*icepop"),
-        ("stale", "dapo", (), "algorithm.filter_groups.enable=True is not in the lab"),
+        ("stale", "dapo", (), "algorithm.filter_groups.enable=True is not supported in the lab"),
         ("stale", "none", ("lab.model.top_k=9",), "lab.model.top_k=9 must be from 1 to experts=8"),
         ("stale", "none", ("lab.model.router=tanh",), "lab.model.router=tanh is not known"),
         ("stale", "none", ("lab.stale.lag=-1",), "lab.stale.lag=-1 must be at least 0"),

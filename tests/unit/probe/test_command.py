@@ -59,6 +59,15 @@ def test_it_shows_which_pair_holds_the_gap_and_what_to_try(probe, capsys, tmp_pa
     assert given.index("recipe=cpu_smoke") < given.index("actor_rollout_ref.rollout.n=1")
 
 
+def test_the_engines_are_forked_from_the_process_that_their_workers_are_forked_from(probe, monkeypatch):
+    """Ray's workers have the job of their driver; a driver of another kind would wait for them for ever."""
+    monkeypatch.delenv("PREFORK_PYTHON", raising=False)
+    probe("--no-page", "recipe=cpu_smoke")
+    monkeypatch.setenv("PREFORK_PYTHON", "/the/client")
+    probe("--no-page", "recipe=cpu_smoke")
+    assert [given[0] for given in probe.ran] == [sys.executable, "/the/client"]
+
+
 def test_its_page_holds_tables_words_and_figures(probe, tmp_path):
     stages = [{"name": "update", "before": 1e-3, "after": 2e-2, "rollout_moved": 1e-6, "train_moved": 0.1}]
     assert probe("recipe=cpu_smoke", found=FOUND | {"stages": stages}) == 0

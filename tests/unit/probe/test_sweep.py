@@ -71,7 +71,7 @@ def test_settings_are_ranked_by_the_gap_that_they_leave(sweep, capsys, tmp_path)
 def test_what_is_done_is_not_done_again_and_what_was_cut_short_is(sweep, capsys):
     arguments = ("--sweep", "fp32,one_at_a_time", *LAUNCH)
     assert sweep(*arguments, interrupted=2) == 130
-    assert "goes on" in capsys.readouterr().err
+    assert "continues" in capsys.readouterr().err
     assert sweep(*arguments) == 0
     assert len(sweep.ran) == 4  # the launch, fp32 cut short; fp32, one_at_a_time
     captured = capsys.readouterr()

@@ -123,7 +123,7 @@ def test_two_runs_of_one_file_are_compared_by_their_numbers(file, capsys):
     assert main(["report", f"{file}:1", "--no-page"]) == 0
     assert "run:1, step 3" in capsys.readouterr().out
     assert main(["report", f"{file}:1", "--run", "2", "--no-page"]) == 2
-    assert "run.jsonl:1: --run says 2" in one_line(capsys)
+    assert "run.jsonl:1: --run 2 is given too" in one_line(capsys)
     for command in ("compare", "report"):
         with pytest.raises(SystemExit):
             main([command, "--help"])

@@ -90,12 +90,12 @@ def test_trajectories_of_later_steps_are_another_runs(file, out):
     dump(file.parent, [line(step, f"key-{step}", count=30) for step in (3, 4, 5, 6)])
     assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
     shown = page(out, "trajectories.html")
-    assert "2 trajectories are of later steps than the metrics: left out" in shown
+    assert "2 trajectories have later steps than the metrics: left out" in shown
     assert [f"key-{step}" in shown for step in (3, 4, 5, 6)] == [True, True, False, False]
     dump(file.parent, [line(9, "a", count=30)])
     assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
     assert not (out / "trajectories.html").exists() and 'href="trajectories.html"' not in page(out)
-    assert "1 trajectory is of a later step than the metrics: left out; it is another run" in page(out)
+    assert "1 trajectory has a later step than the metrics: left out; it belongs to another run" in page(out)
 
 
 def test_the_dump_is_of_the_files_last_run(file, out):

@@ -279,7 +279,7 @@ def test_what_fails_in_drawing_pictures_leaves_the_page(file, out, monkeypatch, 
     assert 'data-figure="reward"' in (out / "report.html").read_text()
     refuse(ValueError("no path\nand a stack"))
     assert main(["report", str(file), "--out", str(out)]) == 2
-    assert "reward.png cannot be drawn (no path); the page stands" in one_line(capsys)
+    assert "reward.png cannot be drawn (no path); the page was written" in one_line(capsys)
 
 
 @pytest.mark.parametrize("number", [str(2**63), "9" * 5000, "10000000000", "٣", "\x1b[31m1"])

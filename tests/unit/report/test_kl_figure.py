@@ -77,7 +77,7 @@ def test_growth_is_fitted_and_its_crossing_predicted():
     assert point == [{"step": crossing, "value": 0.1, "label": "step 70"}]
     assert domain(run) == [1, crossing]
     assert growth_sentence(run) == (
-        "k3 changes by +10.5 % a step (+10.5 to +10.5) over the last 32 readings; it would pass 0.1 in about 9 steps."
+        "k3 changes by +10.5 % per step (+10.5 to +10.5) over the last 32 readings; it would pass 0.1 in about 9 steps."
     )
 
 
@@ -91,9 +91,12 @@ def test_a_far_crossing_is_pointed_at_but_not_drawn():
 @pytest.mark.parametrize(
     ("k3", "said"),
     [
-        (np.full(40, 1e-3), "No certain growth over the last 32 readings: +0.0 % a step, and the interval holds 0."),
-        (GROWING[::-1], "k3 changes by -9.5 % a step (-9.5 to -9.5) over the last 32 readings."),
-        (GROWING * 1e3, "k3 changes by +10.5 % a step (+10.5 to +10.5) over the last 32 readings, and is past 0.1."),
+        (
+            np.full(40, 1e-3),
+            "No certain growth over the last 32 readings: +0.0 % per step, and the interval includes 0.",
+        ),
+        (GROWING[::-1], "k3 changes by -9.5 % per step (-9.5 to -9.5) over the last 32 readings."),
+        (GROWING * 1e3, "k3 changes by +10.5 % per step (+10.5 to +10.5) over the last 32 readings, and is past 0.1."),
         (GROWING[:7], ""),
     ],
 )
@@ -133,7 +136,7 @@ def test_marks_stand_at_their_steps_with_their_reasons():
         33: "skip",
     }
     assert all(found[step]["reason"] == f"because of {found[step]['action']}" for step in (3, 8, 12, 20, 25))
-    assert found[33]["reason"] == "the event log does not tell why"
+    assert found[33]["reason"] == "the event log has no reason"
     assert [found[step]["said"] for step in (3, 8, 25)] == [
         "step 3: update skipped",
         "step 8: rollback",

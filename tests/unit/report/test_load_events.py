@@ -86,12 +86,14 @@ def test_decisions_of_later_steps_than_the_metrics_are_another_runs(tmp_path):
     guard(tmp_path, event(2), event(4), event(5))  # in step 4 the guard may have stopped the run
     run = read_run(file)
     assert steps(run) == [2, 4]
-    assert run.notes == ("1 decision of the guard is of a later step than the metrics: left out; it is another run's",)
+    assert run.notes == (
+        "1 decision of the guard has a later step than the metrics: left out; it belongs to another run",
+    )
     guard(tmp_path, event(5), event(9))
     run = read_run(file)
     assert steps(run) == []
     assert run.notes == (
-        "2 decisions of the guard are of later steps than the metrics: left out; they are another run's",
+        "2 decisions of the guard have later steps than the metrics: left out; they belong to another run",
     )
 
 

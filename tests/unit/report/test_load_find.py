@@ -28,7 +28,7 @@ def test_a_folder_stands_for_the_only_run_in_it(tmp_path):
 
 @pytest.mark.parametrize("ending", ["guard", "trajectories", "trajectories.1"])
 def test_a_log_beside_the_metrics_is_not_taken_for_them(tmp_path, ending):
-    with pytest.raises(ReportError, match="name the metrics file beside it"):
+    with pytest.raises(ReportError, match="name the metrics file next to it"):
         read_run(write(tmp_path / f"run.{ending}.jsonl", train(1)))
 
 

@@ -53,9 +53,9 @@ def test_a_resumed_run_is_one_and_another_start_another(store):
     assert (run.name, values(run)) == ("exp", {1: 1, 2: 2, 3: 3.5})
     what = "folder" if place.is_dir() else "file"
     assert run.notes == (
-        "step 3 was logged twice (the run was resumed); the later values stand",
+        "step 3 was logged twice (the run was resumed); the later values count",
         "step 4 was logged before the run was resumed, and not since: left out",
-        f"the {what} holds 2 runs, this is the last; --run N (or FILE:N) shows another: 1 = proj/other, 2 = proj/exp",
+        f"the {what} has 2 runs, this is the last; --run N (or FILE:N) shows another: 1 = proj/other, 2 = proj/exp",
     )
     assert (read_run(place, 1).name, values(read_run(place, 1))) == ("other:1", {1: 1.25})
     with pytest.raises(ReportError, match="there is no run 3: 2 runs are in it"):

@@ -17,7 +17,7 @@ def test_what_a_run_logged_after_the_step_it_was_resumed_at_is_abandoned(tmp_pat
     run = read_run(write(tmp_path / "run.jsonl", [*old, *train(6, 7, 8, value=0.5)]))
     assert values(run) == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6.5, 7: 7.5, 8: 8.5}
     assert values(run, "gone") == {6: 1}  # the step itself is merged
-    assert run.notes == ("steps 6 to 8 were logged twice (the run was resumed); the later values stand",)
+    assert run.notes == ("steps 6 to 8 were logged twice (the run was resumed); the later values count",)
 
 
 def test_steps_that_the_resumed_run_has_not_come_to_are_left_out(tmp_path):
@@ -25,7 +25,7 @@ def test_steps_that_the_resumed_run_has_not_come_to_are_left_out(tmp_path):
     assert values(run) == {1: 1, 2: 2, 3: 3.5, 4: 4.5}
     assert run.steps.tolist() == [1, 2, 3, 4]
     assert run.notes == (
-        "steps 3 to 4 were logged twice (the run was resumed); the later values stand",
+        "steps 3 to 4 were logged twice (the run was resumed); the later values count",
         "steps 5 to 6 were logged before the run was resumed, and not since: left out",
     )
 
@@ -64,7 +64,7 @@ def test_a_step_that_goes_back_to_the_start_begins_another_run(tmp_path, first):
     start = [0] if first else []
     assert one.steps.tolist() == [*start, 1, 2, 3]
     assert last.steps.tolist() == two.steps.tolist() == [*start, 1, 2]
-    assert last.notes == ("the file holds 2 runs, this is the last; --run 1 (or FILE:1) shows the first",)
+    assert last.notes == ("the file has 2 runs, this is the last; --run 1 (or FILE:1) shows the first",)
     assert one.notes == two.notes == ()
     for which in (0, 3):
         with pytest.raises(ReportError, match=rf"run\.jsonl: there is no run {which}: 2 runs are in it"):
@@ -75,7 +75,7 @@ def test_three_runs_the_second_resumed(tmp_path):
     rows = [*train(1, 2, 3), *train(1, 2, 3, 4), *train(3, 4, 5, value=0.5), *train(0, 1)]
     file = write(tmp_path / "run.jsonl", rows)
     assert read_run(file).notes == (
-        "the file holds 3 runs, this is the last; --run 1 to --run 2 (or FILE:1 to FILE:2) show the others",
+        "the file has 3 runs, this is the last; --run 1 to --run 2 (or FILE:1 to FILE:2) show the others",
     )
     assert values(read_run(file, which=2)) == {1: 1, 2: 2, 3: 3.5, 4: 4.5, 5: 5.5}
     assert read_run(file, which=1).steps.tolist() == [1, 2, 3]

@@ -81,7 +81,7 @@ def test_a_later_file_is_the_resumed_run(tmp_path):
     assert values(run) == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6.5, 7: 7.5}
     assert values(run, "val-core/x") == {5: 0.5}
     assert run.notes == (
-        "steps 6 to 7 were logged twice (the run was resumed); the later values stand",
+        "steps 6 to 7 were logged twice (the run was resumed); the later values count",
         "step 8 was logged before the run was resumed, and not since: left out",
     )
 
@@ -91,7 +91,7 @@ def test_a_later_file_from_the_start_is_another_run(tmp_path):
     write(tmp_path, [1, 2], time=2, value=0.5, first={0: {"val-core/x": 1}})
     assert values(read_run(tmp_path)) == {1: 1.5, 2: 2.5}
     assert values(read_run(tmp_path, which=1)) == {1: 1, 2: 2, 3: 3}
-    assert read_run(tmp_path).notes == ("the file holds 2 runs, this is the last; --run 1 (or FILE:1) shows the first",)
+    assert read_run(tmp_path).notes == ("the file has 2 runs, this is the last; --run 1 (or FILE:1) shows the first",)
 
 
 def test_a_file_written_metric_by_metric_is_one_run(tmp_path):
@@ -135,7 +135,7 @@ def test_what_follows_damage_is_left_out_and_told(tmp_path):
     file.write_bytes(whole + b"\0" * 4096)  # what a machine that lost its power leaves
     run = read_run(file)
     assert list(values(run)) == [1, 2, 3, 4, 5]
-    assert run.notes == (f"{file.name} is damaged at byte {len(whole)}; what follows is left out",)
+    assert run.notes == (f"{file.name} is damaged at byte {len(whole)}; the rest is left out",)
 
 
 def test_an_event_that_does_not_parse_is_left_out_and_told(tmp_path):

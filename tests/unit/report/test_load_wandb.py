@@ -64,7 +64,7 @@ def test_verls_step_goes_before_wandbs_own(tmp_path):
     run = read_run(wandb_run(tmp_path, rows))
     assert (values(run), values(run, "b")) == ({1: 1, 2: 2}, {3: 1})
     assert run.notes == (
-        "rows of run-abc.wandb in which W&B counted other steps than verl: 2; training/global_step stands",
+        "rows of run-abc.wandb in which W&B counted other steps than verl: 2; training/global_step is used",
     )
 
 
@@ -87,8 +87,8 @@ def test_a_resumed_run_is_one_and_another_start_another(tmp_path):
     )
     assert values(run) == {1: 1, 2: 2, 3: 3.5, 4: 4.5, 5: 5.5}
     assert run.notes == (
-        "steps 3 to 4 were logged twice (the run was resumed); the later values stand",
-        "the folder holds 2 runs, this is the last; --run N (or FILE:N) shows another: 1 = proj/other, 2 = proj/exp",
+        "steps 3 to 4 were logged twice (the run was resumed); the later values count",
+        "the folder has 2 runs, this is the last; --run N (or FILE:N) shows another: 1 = proj/other, 2 = proj/exp",
     )
     other = read_run(tmp_path.with_name(f"{tmp_path.name}:1"))
     assert (other.name, other.last, values(other)) == ("other:1", False, {1: 1.25, 2: 2.25})

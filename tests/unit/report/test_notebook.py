@@ -64,7 +64,7 @@ def test_which_run(tmp_path):
     file = write(tmp_path / "run.jsonl", [*train(1, 2, 3), *train(1, 2)])
     assert load_run(str(file)).frame.index.tolist() == [1, 2]
     assert load_run(f"{file}:1").frame.index.tolist() == load_run(file, run=1).frame.index.tolist() == [1, 2, 3]
-    assert "the file holds 2 runs" in load_run(file).frame.attrs["notes"][0]
+    assert "the file has 2 runs" in load_run(file).frame.attrs["notes"][0]
 
 
 def test_no_run_and_a_frame_beyond_memory(tmp_path, monkeypatch):
@@ -129,14 +129,16 @@ def test_a_comparison_as_a_frame_has_texts_for_every_run():
 
 def test_what_is_not_there_is_one_line(tmp_path):
     run = load_run(write(tmp_path / "run.jsonl", train(1, 2, 3)))
-    with pytest.raises(ReportError, match=r"there is no figure 'loss'; there are reward, validation, .*step_time$"):
+    with pytest.raises(ReportError, match=r"no figure 'loss'; choose one of: reward, validation, .*step_time$"):
         run.figure("loss")
     with pytest.raises(ReportError, match=r"^vllm_kl: No log-probabilities .* Add stability\.metrics=true$"):
         run.figure("vllm_kl")
     with pytest.raises(ReportError, match=r"^reward: No critic/score/mean: verl logs it"):
         compare(run, run).figure("reward")
     assert compare(run, run).frame.empty
-    with pytest.raises(ReportError, match=r"no trajectories beside this file; add stability\.trajectories\.per_step=2"):
+    with pytest.raises(
+        ReportError, match=r"no trajectories next to this file; add stability\.trajectories\.per_step=2"
+    ):
         run.tokens()
 
 
@@ -144,7 +146,7 @@ def test_trajectories_of_another_run_are_not_shown(tmp_path):
     file = write(tmp_path / "run.jsonl", [*train(1, 2, 3), *train(1, 2)])
     dump(tmp_path, [line(1, "own"), line(7, "strange")])
     assert [each.key for each in load_run(file).trajectories] == ["own"]
-    with pytest.raises(ReportError, match="holds trajectories of the file's last run: not shown"):
+    with pytest.raises(ReportError, match="has trajectories of the file's last run: not shown"):
         _ = load_run(f"{file}:1").trajectories
 
 

@@ -116,7 +116,7 @@ def test_the_verdict_its_evidence_and_what_to_try(browser, file, run):
         assert page.locator(".button").get_attribute("href") == "trajectories.html"
         assert page.locator("meta[http-equiv=refresh]").count() == page.locator("#missing").count() == 0
         facts = page.locator("#vllm_kl .facts").inner_text()
-        assert "in step 60" in facts and "% a step" in facts
+        assert "in step 60" in facts and "% per step" in facts
         links = page.locator("nav a").evaluate_all("all => all.map((one) => one.getAttribute('href'))")
         assert links == [f"#{panel.key}" for panel in PANELS]
         assert errors == []

@@ -51,7 +51,7 @@ def test_what_names_no_run_is_a_missing_file(file):
 
 def test_two_numbers_must_agree(file):
     assert read_run(numbered(file, 2), which=2).steps[-1] == 2
-    with pytest.raises(ReportError, match=r"run\.jsonl:2: --run says 1"):
+    with pytest.raises(ReportError, match=r"run\.jsonl:2: --run 1 is given too"):
         read_run(numbered(file, 2), which=1)
 
 

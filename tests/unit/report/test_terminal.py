@@ -13,7 +13,7 @@ from verl_ext.report.verdict import Override, RunVerdict
 NAN = float("nan")
 VERDICT = RunVerdict(
     state="drifting",
-    sentence="The mismatch grows by 5 % a step and would pass 0.1 in about 60 steps.",
+    sentence="The mismatch grows by 5 % per step and would pass 0.1 in about 60 steps.",
     why=("Rollouts are 2 versions behind.",),
     overrides=(
         Override("stability=icepop", "drops tokens outside the band"),

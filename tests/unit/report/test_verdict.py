@@ -103,7 +103,7 @@ def test_past_the_boundary(metrics, sentence):
     [
         (
             {"vllm_kl/k3": 1e-4 * np.exp(0.05 * np.arange(1, 41))},
-            "k3 grows by 5.1 to 5.1 % a step; at this pace it passes 0.1 in about 98 steps.",
+            "k3 grows by 5.1 to 5.1 % per step; at this pace it passes 0.1 in about 98 steps.",
         ),
         (
             {"vllm_kl/k3": [5e-5] * 30 + [4e-3] * 10},
@@ -413,8 +413,8 @@ def test_a_mask_that_drops_fewer_tokens_while_the_gap_grows_is_a_sign():
     verdict = judge_run(make(BLIND | {"guard/mask_blind": [0.0] * 20 + [1.0] * 20}))
     assert verdict.state == "drifting", "though the boundary is more than 1,000 steps away"
     assert verdict.sentence == (
-        "IcePop drops fewer and fewer tokens (-2.0 % a step) while k3 grows (+0.1 % a step): its fixed band does not "
-        "see what comes apart."
+        "IcePop drops fewer and fewer tokens (-2.0 % per step) while k3 grows (+0.1 % per step): its fixed band "
+        "does not catch the gap."
     )
     texts = tried(verdict)
     assert "stability=kpop" in texts and not any("tighten" in text for text in texts)
@@ -462,7 +462,9 @@ def test_without_k3_the_run_is_told_how_to_measure_it():
 def test_the_agreement_of_a_share_is_told_with_its_error():
     verdict = judge_run(make({"router/agreement": [0.99] * 3, "router/agreement/error": [0.0005, 0.0006, 0.0007]}))
     (said,) = verdict.evidence
-    assert said == "The engines choose 99.00 % of the experts alike (by a share of the trajectories: +- 0.12 % a step)."
+    assert (
+        said == "The engines choose 99.00 % of the experts alike (by a share of the trajectories: +- 0.12 % per step)."
+    )
 
 
 def test_what_to_try_depends_on_what_is_on_and_on_the_cause():
@@ -513,7 +515,7 @@ def test_rollouts_so_old_that_updates_do_not_follow_them_are_not_taken_for_engin
     assert verdict.state == "past the boundary"
     assert "The rollouts are so much older than the policy that updates no longer follow them." in verdict.why
     assert verdict.sentence == (
-        "k3 is 0.3, past the boundary of 0.1 since step 1; what the policy moved since the rollouts is in it."
+        "k3 is 0.3, past the boundary of 0.1 since step 1; it includes the policy's movement since the rollouts."
     )
     assert tried(verdict)[:2] == ["stability=opsm stability.batch_skip.threshold=null", "trainer.v1.trainer_mode=sync"]
 

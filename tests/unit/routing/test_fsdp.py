@@ -1,6 +1,7 @@
 """The FSDP adapter around an engine's forward_step: what it records, replays and refuses."""
 
 import base64
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,8 @@ from verl.utils import tensordict_utils as tu
 
 from tests.support.routing_families import EXPERTS, build, moe_layers
 from tests.support.routing_ranks import LENGTHS, Case, batch, rollout_routes
-from verl_ext.base.errors import HookError
+from verl_ext.base.errors import BatchError, HookError
+from verl_ext.base.names import ROUTE_SUM
 from verl_ext.core.routing import RouterSums, router_metrics
 from verl_ext.routing.fsdp import OLD_ROUTES, ROLLOUT_ROUTES, FsdpRouting, top_k_margin
 from verl_ext.upstream.agent_loop import whole_sequence
@@ -60,6 +62,20 @@ def test_only_the_pass_for_old_log_probs_compares():
     assert compute_log_prob(engine, without) == {}
 
 
+@pytest.mark.parametrize(("mode", "forward_only"), [("disabled", True), ("R3", True), ("R3", False)])
+def test_routes_that_moved_on_the_way_are_refused_where_they_are_used(mode, forward_only):
+    engine = Engine(mode=mode)
+    attached(engine)
+    data = micro_batch(Case(mode=mode), calculate_entropy=True)
+    moved = [row.roll(int(index == 2), 0) for index, row in enumerate(data[ROLLOUT_ROUTES].unbind())]
+    data[ROLLOUT_ROUTES] = torch.nested.as_nested_tensor(moved, layout=torch.jagged)
+    ids = data["input_ids"][2].tolist()
+    with pytest.raises(
+        BatchError, match=f"trajectory of {len(ids)} tokens that begins with {re.escape(str(ids))} is not"
+    ):
+        engine.forward_step(data, loss_function=None, forward_only=forward_only)
+
+
 @pytest.mark.parametrize("mode", ["disabled", "R2", "R3"])
 def test_only_replay_is_refused_with_a_router_that_gives_some_experts_no_weight(mode):
     engine = Engine(mode=mode)
@@ -78,6 +94,7 @@ def test_rollouts_that_ship_the_moe_layers_alone_are_understood_too():
     every_layer = compute_log_prob(engine, data)
     rows = [routes[:, moe_layers(case.family)] for routes in rollout_routes(case)]
     data[ROLLOUT_ROUTES] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    del data[ROUTE_SUM]  # of all layers
     moe_alone = compute_log_prob(engine, data)
     assert torch.equal(moe_alone["router_sums"], every_layer["router_sums"])
     assert every_layer["router_agreement"].values().min() == 0.75  # one of two experts in one of two layers
@@ -191,6 +208,7 @@ def refused_batch(mode, **settings):
     for (trajectory, token), ids in REFUSED.items():
         routes[trajectory][LENGTHS[trajectory][0] + token - 1, 1] = torch.tensor(ids)
     data = micro_batch(Case(mode=mode), **settings)
+    del data[ROUTE_SUM]  # as if the engine had captured what follows
     data[ROLLOUT_ROUTES] = torch.nested.as_nested_tensor([rows.to(torch.uint8) for rows in routes], layout=torch.jagged)
     return data
 

@@ -153,9 +153,9 @@ MEASURED = {*FIELDS, "rm_scores"}
 
 def test_the_step_reads_before_verls_advantages_and_after_and_writes_once(step):
     """Around verl's own read and write."""
-    verls = {"advantages"}
+    verls, routing = {"advantages"}, {"router_sums", "routed_experts_sum"}
     trainer, metrics, store = step({"correction": "icepop", "router_agreement": True}, router_sums=router_sums(1, 1))
-    assert store.read == [{"router_sums", *MEASURED}, VERLS, {"advantages"}]
+    assert store.read == [{*routing, *MEASURED}, VERLS, {"advantages"}]
     assert store.written == [verls, {"rollout_is_weights"}] and "vllm_kl/advantage_skew" in metrics
     assert "rollout_is_weights" in trainer.ran[-1][1], "the update is sent what was written last"
     _, _, store = step({"correction": "icepop", "breakdown": False})
@@ -163,7 +163,7 @@ def test_the_step_reads_before_verls_advantages_and_after_and_writes_once(step):
     _, _, store = step({"metrics": True})
     assert store.read == [MEASURED, VERLS, {"advantages"}] and store.written == [verls]
     _, metrics, store = step({"router_agreement": True}, router_sums=router_sums(1, 1))
-    assert store.read == [{"router_sums"}, VERLS] and metrics["router/tokens"] == 4
+    assert store.read == [routing, VERLS] and metrics["router/tokens"] == 4
     _, _, store = step({"filters": ["overlong"], "correction": "icepop"})
     assert store.read == [MEASURED, VERLS, set(FILTER_FIELDS)]
     assert store.written == [verls, {"rollout_is_weights", "response_mask", "loss_mask"}]

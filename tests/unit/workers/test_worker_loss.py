@@ -345,7 +345,9 @@ def test_the_inputs_reach_a_registered_loss_padded_and_are_gone_afterwards(make_
     mask = batch.padded("response_mask")
     assert torch.equal(seen[0].l_infer, batch.padded("rollout_log_probs") * mask)
     assert torch.equal(seen[0].entropy, batch.padded("entropy") * mask)
-    with pytest.raises(ConfigError, match=r"the loss needs router_agreement.*it brings of.*l_infer, entropy"):
+    with pytest.raises(
+        ConfigError, match=r"the loss needs router_agreement.*fields of losses that it has.*l_infer, entropy"
+    ):
         seen[0].require("router_agreement")
     with pytest.raises(ConfigError, match=r"launch with verl_ext\.main_ppo"):
         loss_inputs()
@@ -444,7 +446,8 @@ def columns(batch):
     ("mode", "as_mask", "corrections"), [("vanilla", True, ICEPOP), ("gpg", False, ICEPOP), ("gpg", False, IPO)]
 )
 def test_in_the_workers_loss_the_ratio_counts_once(mode, as_mask, corrections, make_batch, actor_config):
-    """On the clipped objective, unclipped: -M r A grad l_theta / N by the mask; on REINFORCE -k A / N by the weight.
+    """The clipped objective, unclipped here, has the gradient -M r A grad l_theta / N by the mask; REINFORCE has -k A /
+    N by the weight.
 
     With `ipo`, the latter is prime-rl's loss.
     """

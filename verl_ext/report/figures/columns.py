@@ -1,4 +1,4 @@
-"""Steps as columns: router agreement by layer, and where a step's time goes."""
+"""Figures with steps as columns: router agreement by layer, and the shares of a step's time."""
 
 from typing import Any
 
@@ -25,13 +25,14 @@ from verl_ext.report.figures.lines import (
 )
 from verl_ext.report.run import Run
 
-SEAM = 0.05  # of a column, that it reaches under the next: cells drawn edge to edge show hairlines
+SEAM = 0.05  # share of a column that overlaps the next: cells drawn edge to edge show hairlines
 HEAT_COLUMNS = 120  # of the heat map; a column of a longer run is the mean of its steps
 AGREEMENT = "router/agreement"
 STEP = "timing_s/step"
 TIME_COLUMNS = 100  # of the shares of a step
 LEGEND_COLUMNS = 4  # seven names in one row would be cut
-# Of verl's timing_s/*, what adds up to a step but for the rest of it, and its name here; others are parts of these.
+# Stages of verl's timing_s/* that add up to a step, except for the rest of it, and their names here; others are parts
+# of these.
 STAGES = {
     "gen": ("rollout", BLUE),
     "old_log_prob": ("old log-probs", SKY),
@@ -85,7 +86,7 @@ def agreement_chart(run: Run) -> alt.LayerChart | None:
 
 
 def stage_seconds(run: Run) -> dict[str, float]:
-    """Mean seconds of a step by stage, the rest of the step last; {} where steps were not timed."""
+    """Returns the mean seconds of a step by stage, the rest of the step last; {} if steps were not timed."""
     step = run.get(STEP)
     if step is None:
         return {}
@@ -99,7 +100,8 @@ def stage_seconds(run: Run) -> dict[str, float]:
 
 
 def share_chart(run: Run) -> alt.LayerChart | None:
-    """Stages of a step as shares of it. Stages that overlap, in the asynchronous modes, can add up to more than it."""
+    """Draws the stages of a step as shares of it. Overlapping stages, in the asynchronous modes, can add up to more
+    than a step."""
     step = run.get(STEP)
     if step is None:
         return None
@@ -109,7 +111,7 @@ def share_chart(run: Run) -> alt.LayerChart | None:
     parts = {}
     for stage, (name, _) in STAGES.items():
         if (series := run.get(f"timing_s/{stage}")) is not None:
-            parts[name] = binned(series, edges)[1]  # a step without an update counts with 0 seconds of it
+            parts[name] = binned(series, edges)[1]  # a step without an update counts as 0 seconds
             left -= parts[name]
     parts[REST[0]] = np.maximum(left, 0.0)
     colours = dict([*STAGES.values(), REST])
@@ -153,5 +155,5 @@ def share_chart(run: Run) -> alt.LayerChart | None:
 
 
 def _column_axis(edges: np.ndarray) -> alt.X:
-    """The axis of the steps, half a step wider at each end, because a column is centred on its step."""
+    """Returns the axis of the steps, half a step wider at each end, because a column is centred on its step."""
     return step_axis((float(edges[0]) - 0.5, float(edges[-1]) - 0.5))

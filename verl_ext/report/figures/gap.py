@@ -1,4 +1,4 @@
-"""The KL between the engines: thresholds, what the guard did, how it grows and where that leads."""
+"""The figure of the KL between the engines: thresholds, the guard's actions, its growth and its forecast."""
 
 import math
 from typing import Any
@@ -25,8 +25,8 @@ from verl_ext.report.run import Run, Series
 from verl_ext.report.signals import K3, boundary_of, gap_of, growth_of
 
 K1, HEAD = "vllm_kl/k1", "vllm_kl/head"
-MARKS = 150  # stretches of steps that a mark of the guard stands for
-AHEAD = 0.35  # of the run's steps, how far the figure follows the growth into the future
+MARKS = 150  # the guard's marks are drawn for this many stretches of steps
+AHEAD = 0.35  # share of the run's steps by which the figure extends the growth into the future
 CROSS = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"
 SHAPES = {
     "skip": CROSS,
@@ -72,7 +72,7 @@ def kl_chart(run: Run) -> alt.LayerChart | None:
 
 
 def growth_sentence(run: Run) -> str:
-    """Says how fast k3 grows, for the text below the figure."""
+    """Returns how fast k3 grows, for the text below the figure."""
     found = growth_of(run)
     if found is None:
         return ""
@@ -82,9 +82,9 @@ def growth_sentence(run: Run) -> str:
     )
     span = f"over the last {len(window.steps)} readings"
     if growth.low <= 0 <= growth.high:
-        return f"No certain growth {span}: {percent:+.1f} % a step, and the interval holds 0."
+        return f"No certain growth {span}: {percent:+.1f} % per step, and the interval includes 0."
     gap = gap_of(run)
-    text = f"{gap.name if gap else 'k3'} changes by {percent:+.1f} % a step ({low:+.1f} to {high:+.1f}) {span}"
+    text = f"{gap.name if gap else 'k3'} changes by {percent:+.1f} % per step ({low:+.1f} to {high:+.1f}) {span}"
     if growth.low > 0 and growth.steps == 0:
         return f"{text}, and is past {boundary_of(run):g}."
     if growth.low > 0 and growth.steps < HORIZON:
@@ -110,7 +110,7 @@ def _thresholds(run: Run, first: int, last: int) -> list[alt.Chart]:
     names = {f"{label} {value:g}": value for label, value in levels.items()}
     ends = [{"value": value, "step": step, "label": name} for name, value in names.items() for step in (first, last)]
     lines = alt.Chart(data(ends)).mark_line(color=VERMILION, strokeDash=[6, 4], strokeWidth=1.2, clip=True)
-    # Of two lines, the upper has its name above it: they may be near each other.
+    # The upper of two lines has its name above it: they may be close to each other.
     upper = max(names.values()) if len(names) > 1 else math.inf
     written = [
         alt.Chart(data([end for end in ends[::2] if (end["value"] == upper) == above]))
@@ -124,7 +124,7 @@ def _thresholds(run: Run, first: int, last: int) -> list[alt.Chart]:
 def _growth_layers(
     window: Series, growth: Growth, last: int, boundary: float, ahead: int
 ) -> tuple[Line, list[alt.Chart], int]:
-    """The fitted line; its way to the boundary, if that is certain, as far as it is near; the last step drawn."""
+    """Returns the fitted line; its extension to the boundary, if that is certain and near; the last step drawn."""
     start, now = int(window.steps[0]), int(window.steps[-1])
     fit = Line("growth fit", Series(np.array([start, now]), _heights(growth, start - now, 0)), INK, dots=False)
     if not (growth.low > 0 and 0 < growth.steps < HORIZON):
@@ -142,22 +142,23 @@ def _growth_layers(
 
 
 def _heights(growth: Growth, *steps: int) -> np.ndarray:
-    """Heights of the fitted line at these steps, counted from the last reading, where it is growth.level."""
+    """Returns the heights of the fitted line at these steps, counted from the last reading, where it is
+    growth.level."""
     return growth.level * np.exp(growth.rate * np.array(steps))
 
 
 def _marks(run: Run) -> list[alt.Chart]:
-    """The guard's actions, along the upper edge: a step may have been skipped because its KL was not a number."""
+    """Draws the guard's actions along the upper edge: a step may have been skipped because its KL was not a number."""
     first = int(run.steps[0])  # a mark far outside the axis would make the figure as wide
     happened = [
         (event.step, event.action, event.reason)
         for event in run.events
         if event.action in SHAPES and event.step >= first
     ]
-    told = {step for step, action, _ in happened if action == "skip"}
+    explained = {step for step, action, _ in happened if action == "skip"}
     if (skipped := run.get("guard/skipped")) is not None:
         steps = skipped.steps[skipped.values > 0].tolist()
-        happened += [(step, "skip", "the event log does not tell why") for step in steps if step not in told]
+        happened += [(step, "skip", "the event log has no reason") for step in steps if step not in explained]
     if not happened:
         return []
     edges = step_edges(run.steps, MARKS)
@@ -175,7 +176,7 @@ def _marks(run: Run) -> list[alt.Chart]:
     legend = alt.Legend(labelExpr=words, symbolFillColor=VERMILION, symbolStrokeColor=VERMILION, symbolSize=70)
     look = {"size": 70, "filled": True, "color": VERMILION, "stroke": PAPER, "strokeWidth": 0.5, "opacity": 1}
     tooltip = [alt.Tooltip("said:N", title="guard"), alt.Tooltip("reason:N")]
-    levels: dict[int, list[dict[str, Any]]] = {}  # several marks of one place stand below each other
+    levels: dict[int, list[dict[str, Any]]] = {}  # several marks at one place are drawn below each other
     for (place, _), mark in marks.items():
         level = sum(place == other for other, _ in list(marks)[: list(marks).index((place, mark["action"]))])
         levels.setdefault(level, []).append(mark)

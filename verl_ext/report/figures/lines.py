@@ -1,4 +1,4 @@
-"""Metrics over steps: lines with what is drawn over and under them, and the colours and axes of all figures.
+"""Metrics over steps: lines with layers over and under them, and the colours and axes of all figures.
 
 A figure of some 600 pixels shows no more than POINTS readings of a line, so a longer one is thinned.
 """
@@ -13,8 +13,8 @@ import numpy as np
 
 from verl_ext.report.run import Series
 
-# Okabe and Ito's palette, which stays apart under every common colour blindness, and greys; by role in the light page,
-# and what the page puts in their place when it is dark (lighter where the original would sink into the background).
+# Okabe and Ito's palette, which is distinguishable under every common colour blindness, and greys; by role in the light
+# page, with the dark page's replacements (lighter if the original would be hard to see on the background).
 BLUE, ORANGE, GREEN, VERMILION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
 SKY, PURPLE, INK, MUTED, GRID, PAPER = "#56b4e9", "#cc79a7", "#1c1e21", "#5f6670", "#e3e6ea", "#ffffff"
 DARK = {
@@ -29,7 +29,7 @@ DARK = {
     GRID: "#363b42",
     PAPER: "#1b1e22",
 }
-SERIES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)  # where the order of lines means nothing: runs, validation sets
+SERIES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)  # for lines without an order: runs, validation sets
 # Cividis, dark to light; made for colour-blind readers too. Five of it for buckets, low to high.
 CIVIDIS = ("#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838")
 ORDERED = ("#d55e00", "#e69f00", "#8a8678", "#56b4e9", "#0072b2")
@@ -73,9 +73,9 @@ CONFIG: dict[str, Any] = {
 
 READINGS = "readings"  # the layer that only answers the pointer
 DOTS_UP_TO = 60  # readings; a longer line is drawn without a dot at each
-LARGEST_POWER = 307  # of ten, that a double still holds with 5 before it
-POINTS = 500  # of a line: nearly one a pixel
-TREND = 120  # of the medians drawn over a line that was thinned
+LARGEST_POWER = 307  # of ten: a double can still hold 5 times it
+POINTS = 500  # of a line: nearly one per pixel
+TREND = 120  # medians that are drawn over a thinned line
 FAINT_FROM = 2 * TREND  # readings; a longer line is drawn faintly, its medians over it
 
 
@@ -102,16 +102,16 @@ def line_chart(
     over: Sequence[Any] = (),
     edge: Sequence[Any] = (),
 ) -> alt.LayerChart:
-    """Lines over steps, in a legend by label, with the readings shown on hover.
+    """Draws lines over steps, with a legend by label; hovering shows the readings.
 
     Args:
         lines: with at least one reading each; values of 0 and below are left out of a logarithmic axis.
         steps: first and last of the run, so that all figures of a page have the same axis.
         log: a logarithmic axis, unless there is nothing above 0.
         percent: values are shares, shown in percent.
-        zero: the axis begins at 0.
+        zero: the axis starts at 0.
         under, over: layers drawn below and above the lines, of data with `step` and `value`; they get the axes here.
-        edge: layers along the upper edge, of data with `step`, which know their height.
+        edge: layers along the upper edge, of data with `step`; they set their own height.
     """
     positive = np.concatenate([line.series.values[line.series.values > 0] for line in lines]) if log else np.empty(0)
     grid = decades(positive) if positive.size else None
@@ -140,7 +140,8 @@ def line_chart(
 
 
 def decades(values: np.ndarray) -> list[float]:
-    """Grid lines of a logarithmic axis: the powers of ten around positive values, and 2 and 5 where there are few."""
+    """Returns the grid lines of a logarithmic axis: the powers of ten around positive values, and 2 and 5 if there
+    are few."""
     low, high = math.floor(math.log10(values.min())), math.ceil(math.log10(values.max()))
     low, high = (min(max(power, -LARGEST_POWER), LARGEST_POWER) for power in (low, high))
     factors = (1, 2, 5) if high - low <= 2 else (1,)
@@ -156,7 +157,7 @@ def step_axis(steps: tuple[float, float]) -> alt.X:
 
 
 def value_axis(*, grid: list[float] | None = None, percent: bool = False, unit: str = "", zero: bool = False) -> alt.Y:
-    """A linear axis, or a logarithmic one with these grid lines."""
+    """Returns a linear axis, or a logarithmic one with these grid lines."""
     if grid:
         scale, axis = alt.Scale(type="log", nice=False, padding=14), alt.Axis(format="~e", values=grid)
     else:
@@ -165,13 +166,13 @@ def value_axis(*, grid: list[float] | None = None, percent: bool = False, unit: 
 
 
 def chart_rows(series: Series, **more: Any) -> list[dict[str, Any]]:
-    """The series as Vega-Lite takes data; four digits more than anyone reads off a figure."""
+    """Returns the series as Vega-Lite data, with four digits more than anyone reads off a figure."""
     values = (float(f"{value:.6g}") for value in series.values)
     return [{"step": int(step), "value": value, **more} for step, value in zip(series.steps, values, strict=True)]
 
 
 class _Rows(alt.InlineData):
-    """Neither checked nor copied by Altair, which does both to every row, many times: 8 in 10 of the seconds."""
+    """Rows that Altair neither checks nor copies: it does both to every row, many times, for 8 of 10 seconds."""
 
     _class_is_valid_at_instantiation = False
 
@@ -187,7 +188,7 @@ def thin(series: Series, most: int = POINTS) -> Series:
     """Keeps the least and the largest reading of each of most / 2 stretches of steps: no spike is lost."""
     if len(series.steps) <= most:
         return series
-    # Stretches are equal in steps, so that a validation every tenth step does not crowd out what comes between.
+    # Stretches are equal in steps, so that a validation every tenth step does not crowd out the steps in between.
     stretch = _stretches(series.steps, most // 2)
     order = np.lexsort((series.values, stretch))
     ends = np.flatnonzero(np.diff(stretch[order], prepend=-1, append=-1))
@@ -196,7 +197,7 @@ def thin(series: Series, most: int = POINTS) -> Series:
 
 
 def medians(series: Series, most: int = TREND) -> Series:
-    """The median of each of `most` stretches of steps, at the stretch's middle."""
+    """Returns the median of each of `most` stretches of steps, at the stretch's middle."""
     if len(series.steps) <= most:
         return series
     starts = np.unique(_stretches(series.steps, most), return_index=True)[1]
@@ -214,13 +215,14 @@ def binned(series: Series, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def means(series: Series, edges: np.ndarray) -> np.ndarray:
-    """The mean of the readings in each interval; NaN where there are none."""
+    """Returns the mean of the readings in each interval; NaN where there are none."""
     count, total = binned(series, edges)
     return np.divide(total, count, out=np.full(len(edges) - 1, np.nan), where=count > 0)
 
 
 def step_edges(steps: np.ndarray, most: int) -> np.ndarray:
-    """Edges of at most `most` intervals of whole steps that hold all of `steps`, equal but for the last."""
+    """Returns the edges of at most `most` intervals of whole steps that cover all of `steps`, equal except for the
+    last."""
     first, last = int(steps[0]), int(steps[-1])
     width = -(-(last - first + 1) // most)
     return np.append(np.arange(first, last + 1, width), last + 1)

@@ -1,4 +1,4 @@
-"""The figures of several runs in one: the main metric of each panel over the steps, one colour a run."""
+"""The figures of several runs in one: the main metric of each panel over the steps, one colour per run."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,14 +12,14 @@ from verl_ext.report.figures.panels import Panel, step_span
 from verl_ext.report.run import Run, Series
 from verl_ext.report.signals import K3
 
-LAST = 20  # readings whose median stands for a run's end in figures without steps
+LAST = 20  # readings whose median represents a run's end in figures without steps
 DASHES = ((), (6, 3), (2, 2), (8, 3, 2, 3))  # of the validation sets of a run
 
 Runs = Mapping[str, Run]  # by the name in the legend
 
 
 def overlay(panel: Panel, runs: Runs) -> alt.LayerChart | None:
-    """The panel's figure for all runs that have it; None where none has."""
+    """Draws the panel's figure for all runs that have it; None if none has it."""
     if panel.key in OWN:
         return OWN[panel.key](runs)
     lines = [
@@ -106,7 +106,7 @@ def _profile(
     axis_format: str,
     unit: str = "",
 ) -> alt.LayerChart | None:
-    """One line a run over places in an order, at the runs' ends; on a logarithmic scale without values of 0."""
+    """Draws one line per run over ordered places, at the runs' ends; a logarithmic scale leaves out values of 0."""
     log = getattr(scale, "type", None) == "log"
     points = [
         {"run": name, "place": place, "value": profile[place]}

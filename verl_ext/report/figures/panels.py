@@ -29,7 +29,7 @@ from verl_ext.report.run import Run
 from verl_ext.report.signals import K3, LAST, now_of
 
 HEALTHY_DROPPED = (0.001, 0.002)  # share of tokens; IcePop, "Small Leak Can Sink a Great Ship", figure 10
-NEARLY_ALL = 0.99  # a share above it is told from 1 by a fourth digit
+NEARLY_ALL = 0.99  # a share above it needs a fourth digit to differ from 1
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Panel:
     """One figure of the page.
 
     Attributes:
-        key: names its file and its place in the page.
+        key: the name of its file and of its place in the page.
         reading: how to read it and what to do, one sentence.
-        chart: of a run, None where it has nothing to draw.
-        missing: shown instead of the figure, with the `override` that would make the run log it.
-        metric: the one that a comparison of runs draws, and the text below the figure is about.
-        log, zero: of that metric's axis.
+        chart: draws the figure of a run; None if there is nothing to draw.
+        missing: the text instead of the figure, with the `override` that would make the run log it.
+        metric: the metric that a comparison of runs draws, and that the text below the figure describes.
+        log, zero: options of that metric's axis.
         compared: replaces `reading` if a comparison of runs draws another kind of figure.
     """
 
@@ -62,7 +62,7 @@ class Panel:
         return is_share(self.metric)
 
     def facts(self, run: Run) -> str:
-        """This run's numbers, in a sentence; "" where there are none."""
+        """Returns this run's numbers, in a sentence; "" if there are none."""
         series = run.get(self.metric)
         if series is None:
             return ""
@@ -91,7 +91,7 @@ def step_span(run: Run) -> tuple[int, int]:
 def _line_chart_of(
     *of: tuple[str, str, str], under: Callable[[tuple[int, int]], list[alt.Chart]] = lambda steps: [], **axis: Any
 ) -> Callable[[Run], alt.LayerChart | None]:
-    """A chart of (metric, label, colour)s of one unit; those that the run has not are left out."""
+    """Returns a chart of (metric, label, colour)s of one unit, without metrics that the run lacks."""
     percent = is_share(of[0][0])
 
     def chart(run: Run) -> alt.LayerChart | None:
@@ -113,14 +113,14 @@ def _validation_chart(run: Run) -> alt.LayerChart | None:
     return line_chart(lines, step_span(run)) if lines else None
 
 
-def _bucket_chart(axis: str, colours: Sequence[str] = ORDERED, **beside: str) -> Callable[[Run], alt.LayerChart | None]:
-    """Draws k3 of each bucket, and the metrics in `beside`, label=metric, next to them."""
+def _bucket_chart(axis: str, colours: Sequence[str] = ORDERED, **others: str) -> Callable[[Run], alt.LayerChart | None]:
+    """Draws k3 of each bucket, and the metrics in `others`, label=metric, next to them."""
 
     def chart(run: Run) -> alt.LayerChart | None:
         found = run.parts(K3, f"{axis}/")
         named = [(name, colour) for name, colour in zip(BUCKETS[axis], colours, strict=True) if name in found]
         lines = [Line(name, found[name], colour) for name, colour in named]
-        lines += [Line(label, s, INK) for label, metric in beside.items() if (s := run.get(metric)) is not None]
+        lines += [Line(label, s, INK) for label, metric in others.items() if (s := run.get(metric)) is not None]
         return line_chart(lines, step_span(run), log=True, unit="nats per token") if lines else None
 
     return chart
@@ -138,8 +138,8 @@ PANELS = (
     Panel(
         "reward",
         "Reward",
-        "Mean score of each batch; it should rise. Where it falls while the engines stay together, look at the "
-        "learning rate, the clipping and the KL to the reference rather than at the correction.",
+        "Mean score of each batch; it should rise. If it falls while the engines agree, check the learning rate, the "
+        "clipping and the KL to the reference rather than the correction.",
         _line_chart_of(("critic/score/mean", "", BLUE)),
         "No critic/score/mean: verl logs it at every training step.",
         metric="critic/score/mean",
@@ -147,8 +147,8 @@ PANELS = (
     Panel(
         "validation",
         "Validation",
-        "Scores on the validation files; believe them before the batch reward. If reward rises and they do not, the "
-        "policy has found a way around the reward.",
+        "Scores on the validation files; trust them more than the batch reward. If the reward rises and they do not, "
+        "the policy exploits the reward.",
         _validation_chart,
         "No val-core/*: this run had no validation.",
         "trainer.test_freq=10",
@@ -156,8 +156,8 @@ PANELS = (
     Panel(
         "vllm_kl",
         "KL between the engines",
-        "Flat is healthy, at any height far below the lines. A straight climb on this axis is the compounding that "
-        "ends in collapse: act while the predicted crossing is far.",
+        "A flat line is healthy, at any height far below the thresholds. A straight climb on this axis is "
+        "compounding that ends in collapse: act while the predicted crossing is far away.",
         gap.kl_chart,
         "No log-probabilities of the rollout were compared.",
         ours.GAP.override,
@@ -167,8 +167,8 @@ PANELS = (
     Panel(
         "prob_diff",
         "Probability difference of a token",
-        "|p rollout - p training| of the sampled tokens. Single tokens make the largest jump; the mean should stay "
-        "flat, and past 0.05 training was seen to fail.",
+        "|p rollout - p training| of the sampled tokens. The largest difference jumps with single tokens; the mean "
+        "should stay flat. Training was seen to fail past 0.05.",
         _line_chart_of(("vllm_kl/prob_diff_max", "max", VERMILION), ("vllm_kl/prob_diff_mean", "mean", BLUE), log=True),
         "No log-probabilities of the rollout were compared.",
         ours.GAP.override,
@@ -179,8 +179,8 @@ PANELS = (
         "dropped",
         "Tokens dropped by the correction",
         "Share of tokens whose ratio training/rollout left the band, below and above. IcePop's authors saw 0.1 to "
-        "0.2 %; more than 5 % for many steps means that the gap is the problem, not the band; fewer and fewer while k3 "
-        "grows, that the band does not see it: try stability=kpop.",
+        "0.2 %; more than 5 % for many steps means that the gap is the problem, not the band; fewer and fewer while "
+        "k3 grows means that the band does not catch the gap: try stability=kpop.",
         _line_chart_of(
             ("correction/dropped_low", METRICS["correction/dropped_low"].label, SKY),
             ("correction/dropped_high", METRICS["correction/dropped_high"].label, VERMILION),
@@ -196,8 +196,8 @@ PANELS = (
     Panel(
         "dropped_entropy",
         "Entropy of dropped and kept tokens",
-        "Dropped tokens should be the uncertain ones, well above the kept. If the two meet, confident tokens are being "
-        "dropped: the gap is no rounding any more, look for a missed weight sync or another precision.",
+        "Dropped tokens should be the uncertain ones, well above the kept. If the two lines meet, confident tokens "
+        "are dropped: the gap is more than rounding; check for a missed weight sync or another precision.",
         _line_chart_of(
             ("correction/entropy_dropped", "dropped", VERMILION),
             ("correction/entropy_kept", "kept", BLUE),
@@ -212,8 +212,8 @@ PANELS = (
     Panel(
         "by_probability",
         "Mismatch by probability of the token",
-        "k3 of tokens by the probability that the rollout gave them. Rare tokens disagree most in every run; if the "
-        "likely ones climb, the engines compute different functions.",
+        "k3 of tokens by their probability in the rollout. Rare tokens disagree most in every run; if k3 of likely "
+        "tokens climbs, the engines compute different functions.",
         _bucket_chart("prob"),
         "No log-probabilities of the rollout were compared, or stability.breakdown is off.",
         ours.GAP.override,
@@ -221,7 +221,7 @@ PANELS = (
     Panel(
         "by_position",
         "Mismatch by position in the response",
-        "k3 of tokens by how far into the response they are. Lines that fan out upwards say that the gap builds up "
+        "k3 of tokens by their position in the response. Lines that fan out upwards mean that the gap builds up "
         "along the sequence: shorter responses or a sequence mask (stability=geo_mask) help first.",
         _bucket_chart("position"),
         "All responses are in one bucket (the first ends at 256 tokens), or stability.metrics was off.",
@@ -229,29 +229,29 @@ PANELS = (
     Panel(
         "by_lag",
         "Mismatch by age of the rollout",
-        "k3 of trajectories by how many weight versions they are behind; 0 is the engines alone, as is `engines`, of "
-        "rescored ones. If only the old ones climb, the policy moves faster than the rollout follows: stability=opsm.",
+        "k3 of trajectories by how many weight versions they are behind; 0 is only the engines, and so is `engines`, "
+        "from rescored ones. If only old trajectories climb, the policy moves faster than the rollout follows: "
+        "stability=opsm.",
         _bucket_chart("lag", (*ORDERED, PURPLE, MUTED), engines="vllm_kl/engine/k3"),
-        "No rollout was older than the policy, or it was not logged: of the asynchronous modes.",
+        "No rollout was older than the policy, or its age was not logged (only the asynchronous modes have it).",
     ),
     Panel(
         "router_agreement",
         "Router agreement by layer",
         "Share of a token's experts that both engines chose; dark is worse. A stripe through all layers is one bad "
-        "step; darkness that spreads is the routing moving apart, which routing replay (stability=r3) holds "
-        "together.",
+        "step; spreading darkness means that the routing drifts apart, which routing replay (stability=r3) prevents.",
         columns.agreement_chart,
         "The experts of the two engines were not compared.",
         ours.ROUTING.override,
         metric=columns.AGREEMENT,
-        compared="Share of a token's experts that both engines chose, at the end of each run; lower is worse. Where "
-        "one run lies far below, routing replay (stability=r3) holds the engines together.",
+        compared="Share of a token's experts that both engines chose, at the end of each run; lower is worse. If one "
+        "run is far below, routing replay (stability=r3) brings its engines together.",
     ),
     Panel(
         "response_length",
         "Response length",
-        "Tokens of a response. Growth is often learning; a jump together with the KL is often not. Look at the clipped "
-        "share, too: cut responses carry no honest reward.",
+        "Tokens of a response. Growth is often learning; a jump together with the KL is often not. Check the clipped "
+        "share, too: the reward of a cut response is not reliable.",
         _line_chart_of(
             ("response_length/max", "max", MUTED), ("response_length/mean", "mean", BLUE), zero=True, unit="tokens"
         ),
@@ -262,8 +262,8 @@ PANELS = (
     Panel(
         "entropy",
         "Entropy of the policy",
-        "A slow fall is normal. Towards 0 the policy stops exploring (clip-higher: stability=dapo); a steep rise "
-        "can come before a collapse.",
+        "A slow fall is normal. Near 0 the policy stops exploring (clip-higher helps: stability=dapo); a steep rise "
+        "can precede a collapse.",
         _line_chart_of(("actor/entropy", "", BLUE), zero=True, unit="nats"),
         "No actor/entropy was logged.",
         "actor_rollout_ref.actor.calculate_entropy=true",
@@ -273,9 +273,9 @@ PANELS = (
     Panel(
         "clipping",
         "Clipping",
-        "Shares of tokens clipped in the loss, and of responses as long as the longest of their batch, which many are "
-        "only where they are all alike or cut. Clipping of some percent is at work; many cut responses ask for more "
-        "length or an overlong filter (stability.filters).",
+        "Shares of tokens clipped in the loss, and of responses as long as the longest of their batch: many are only "
+        "if all are alike or cut. Some percent of clipping is normal; if many responses are cut, allow more length "
+        "or use an overlong filter (stability.filters).",
         _line_chart_of(
             ("actor/pg_clipfrac", "tokens, ratio of the policy", BLUE),
             ("actor/pg_clipfrac_lower", "tokens, dual clip", SKY),
@@ -289,8 +289,8 @@ PANELS = (
     Panel(
         "grad_norm",
         "Gradient norm",
-        "Before clipping. Spikes that come with those of the KL come from the gap, and a batch skip takes them out; "
-        "others come from the loss or the data.",
+        "Norm before clipping. Spikes together with those of the KL come from the gap, and a batch skip removes "
+        "them; others come from the loss or the data.",
         _line_chart_of(("actor/grad_norm", "", BLUE), log=True),
         "No actor/grad_norm was logged.",
         metric="actor/grad_norm",
@@ -300,24 +300,24 @@ PANELS = (
         "step_time",
         "Where the time goes",
         "Stages as shares of a step. The rollout usually takes most of it; if weight sync or old log-probs grow, "
-        "look at memory and offloading.",
+        "check memory and offloading.",
         columns.share_chart,
         "No timing_s/step: verl logs it at every training step.",
         metric=columns.STEP,
         zero=True,
         compared="Mean seconds of a step by stage, over each whole run. The rollout usually takes most of it; if "
-        "weight sync or old log-probs stand out, look at memory and offloading.",
+        "weight sync or old log-probs are long, check memory and offloading.",
     ),
 )
 
 
 def facts(panel: Panel, run: Run) -> str:
-    """The panel's sentence about this run, with what only the figure of its kind knows."""
+    """Returns the panel's sentence about this run, with the numbers that only this kind of figure has."""
     more: Iterable[str] = ()
     if panel.key == "vllm_kl":
         more = [gap.growth_sentence(run)]
     if panel.key == "validation" and (left := run.validations()[len(SERIES) :]):
-        more = [f"Not drawn, for want of colours: {', '.join(name.removeprefix('val-core/') for name in left)}."]
+        more = [f"Not drawn, as colours are too few: {', '.join(name.removeprefix('val-core/') for name in left)}."]
     if panel.key == "step_time" and (seconds := columns.stage_seconds(run)):
         total = sum(seconds.values())
         shares = [f"{name} {100 * value / total:.0f} %" for name, value in seconds.items() if total]

@@ -1,1 +1,1 @@
-"""Readers of what a run left on disk; `verl_ext.report.load` puts them together."""
+"""Readers of the files that a run left; `verl_ext.report.load` combines them."""

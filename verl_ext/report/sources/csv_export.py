@@ -1,12 +1,12 @@
-"""CSV as Weights & Biases exports it: a run's history, or what a chart shows of one or several runs.
+"""CSV as Weights & Biases exports it: a run's history, or a chart of one or several runs.
 
 | | columns |
 |---|---|
-| history | one of STEP_COLUMNS, and one a metric |
+| history | one of STEP_COLUMNS, and one per metric |
 | chart | the x axis, and `RUN - metric`, `RUN - metric__MIN`, `RUN - metric__MAX` for every run |
 
-An empty cell was not logged. Text is left out. W&B refuses a step that goes back, so the rows are put in order.
-Python's csv reads the rows: to pandas' reader, a row that is cut looks like one whose last cells are empty.
+An empty cell was not logged. Text is left out. W&B refuses a step that goes back, so the rows are sorted. Python's csv
+reads the rows: for pandas' reader, a cut row looks like one whose last cells are empty.
 """
 
 import csv
@@ -28,7 +28,7 @@ TRUTH = {"true": 1.0, "false": 0.0}
 class CsvSource:
     """
     Args:
-        which: of several runs in a chart's export, counted from 1 in the order of their columns.
+        which: the number of the run in a chart's export, counted from 1 in the order of the columns.
     """
 
     def __init__(self, path: Path, which: int | None):
@@ -42,7 +42,7 @@ class CsvSource:
         self._notes: tuple[str, ...] = ()
 
     def refresh(self) -> bool:
-        """An export is written once; another one is read from its start."""
+        """Reads the export, which is written once; another file is read from its start."""
         seen = fingerprint(self.files)
         if seen == self._seen:
             return False
@@ -71,7 +71,7 @@ class CsvSource:
         return True
 
     def _columns(self, header: list[str]) -> tuple[int, list[tuple[int, str]]]:
-        """The step's column, and the metrics' with their names."""
+        """Returns the step's column, and the metrics' columns with their names."""
         if {"Name", "State"} <= set(header):
             raise ReportError("this is W&B's table of runs; export one run's history, or a chart")
         step = next((header.index(name) for name in STEP_COLUMNS if name in header), None)

@@ -32,7 +32,7 @@ MOST_WORDS = 1000  # characters of a reason
 class JsonlSource:
     def __init__(self, path: Path):
         self.files = (path,)
-        # --run-dir of `verl-ext submit` calls every run's file metrics.jsonl
+        # --run-dir of `verl-ext submit` names every run's file metrics.jsonl
         self.name = path.resolve().parent.name.lstrip(".") if path.stem == "metrics" else path.stem
         self._lines = JsonLines(path, self._take, self._start_over)
         self._start_over()
@@ -93,11 +93,11 @@ class EventReader:
         return self._lines.note()
 
     def of(self, part: TableRun) -> tuple[Event, ...]:
-        """The decisions of one run.
+        """Returns the decisions of one run.
 
-        No line says which run it is of. Where the log falls into as many parts of rising steps as there are runs, they
-        are taken for theirs; else all is the last run's. A decision is left out when a later line of the same run has
-        an earlier step (the run was resumed before it), and when its step's metrics were abandoned.
+        No line names its run. If the log has as many parts of rising steps as there are runs, each run gets one; else
+        the whole log is the last run's. A decision is left out when a later line of the same run has an earlier step
+        (the run was resumed before it), and when its step's metrics were abandoned.
         """
         events = self._events
         if part.runs > 1:
@@ -118,13 +118,13 @@ class EventReader:
 class JsonLines:
     """Gives every record to `take` once, over any number of refreshes.
 
-    The last line is left for the next refresh while it is cut. A line of which a part cannot be read gives the records
-    that can: a crash leaves half a line, and the logger of a resumed run may go on behind it. A line beyond MOST_LINE
-    is passed over. Time is linear in the file, memory in a line.
+    A cut last line is left for the next refresh. If a part of a line cannot be read, its readable records count: a
+    crash leaves half a line, and the logger of a resumed run may continue after it. A line beyond MOST_LINE is skipped.
+    Time is linear in the file, memory in a line.
 
     Args:
-        take: False for a record that it does not understand.
-        start_over: called when the file is another one than before.
+        take: called with each record; returns False if it does not understand it.
+        start_over: called when the file has been replaced.
 
     Attributes:
         broken: lines with something unreadable in them, except for a cut last one.
@@ -154,7 +154,7 @@ class JsonLines:
         return (f"{self.broken} lines of {self.path.name} could not be read and are left out ({first})",)
 
     def refresh(self) -> bool:
-        """Read on; whether there was anything new."""
+        """Reads on; returns whether there was anything new."""
         with open_regular(self.path) as file:
             again = self._replaced(file.fileno())
             if again:
@@ -163,7 +163,7 @@ class JsonLines:
             self._inode = os.fstat(file.fileno()).st_ino
             start = self._offset
             file.seek(start)
-            parts: list[bytes] = []  # joined at a newline only: a file without any would be copied for every block
+            parts: list[bytes] = []  # joined only at a newline: a file without one would be copied for every block
             held = 0
             while block := file.read(BLOCK):
                 end = block.rfind(b"\n") + 1
@@ -180,7 +180,7 @@ class JsonLines:
         return again or self._offset > start
 
     def _replaced(self, file: int) -> bool:
-        # A file that was emptied and has grown past the offset since is told by the bytes before the offset.
+        # The bytes before the offset reveal a file that was emptied and has grown past the offset since.
         status = os.fstat(file)
         if self._inode is None:
             return False
@@ -201,8 +201,8 @@ class JsonLines:
         self._advance(lines)
 
     def _read(self, line: bytes) -> bool:
-        """Take what is in a line; whether all of it could be read."""
-        if b"{" not in line or b"}" not in line:  # no record; raising an error takes 100 times as long as this look
+        """Reads a line; returns whether all of it could be read."""
+        if b"{" not in line or b"}" not in line:  # no record; raising an error takes 100 times as long as this check
             return not line.strip()
         try:
             if self._take(orjson.loads(line)):
@@ -217,7 +217,7 @@ class JsonLines:
         return whole and not line[end:].strip()
 
     def _read_tail(self, tail: bytes) -> None:
-        """A last line without a newline is read as far as it is complete: the braces of a record close."""
+        """Reads a last line without a newline as far as it is complete: the braces of a record close."""
         end = 0
         for value, start, stop in _json_records(tail):
             if tail[end:start].strip() or not self._take(value):
@@ -227,7 +227,8 @@ class JsonLines:
 
 
 def _json_records(text: bytes) -> Iterator[tuple[object, int, int]]:
-    """The JSON value at the beginning, and behind it every one that begins as a record does: (value, start, end).
+    """Yields (value, start, end) of the JSON value at the beginning, and of every later one that begins as a record
+    does.
 
     A record is looked for up to where the next begins: each byte is read a few times, however many records are broken.
     """
@@ -242,9 +243,9 @@ def _json_records(text: bytes) -> Iterator[tuple[object, int, int]]:
 
 
 def _first_record(text: bytes) -> tuple[object, int]:
-    """The JSON value at the beginning, and how many bytes it takes; 0 where it is cut or broken.
+    """Returns the JSON value at the beginning, and its number of bytes; 0 if it is cut or broken.
 
-    Reads more than orjson: NaN, lone surrogates, bytes that are not UTF-8, and what has something behind it.
+    It reads more than orjson: NaN, lone surrogates, bytes that are not UTF-8, and values with trailing bytes.
     """
     if b"}" not in text:
         return None, 0

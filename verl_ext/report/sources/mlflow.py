@@ -2,11 +2,11 @@
 
 verl's project is MLflow's experiment, and verl's experiment is the name of MLflow's run.
 
-Files are in `mlruns/EXPERIMENT/RUN`: `meta.yaml`, and a file a metric with a line a value.
+Files are in `mlruns/EXPERIMENT/RUN`: `meta.yaml`, and one file per metric with one line per value.
 
-    metrics/critic/score/mean       TIMESTAMP VALUE STEP (then a data set's name and digest, where there is one)
+    metrics/critic/score/mean       TIMESTAMP VALUE STEP (then a data set's name and digest, if there is one)
 
-The database is where verl logs to by default: sqlite:////tmp/mlruns.db. Three of its tables are read.
+The database is verl's default: sqlite:////tmp/mlruns.db. Three of its tables are read.
 
 | table | columns |
 |---|---|
@@ -32,7 +32,7 @@ from verl_ext.report.sources.store import Process
 from verl_ext.report.sources.table import MetricTable
 
 META, METRICS = "meta.yaml", "metrics"
-SYSTEM = "system/"  # metrics of the machine, which MLflow counts by steps of its own
+SYSTEM = "system/"  # metrics of the machine, with MLflow's own steps
 DEPTH = 10  # folders in the name of a metric
 MOST_LINE = 4096  # bytes
 MOST_META = 1 << 16
@@ -44,7 +44,7 @@ BEGINNING = b"SQLite format 3\0"
 TABLES = ("experiments", "runs", "metrics")
 FUNCTIONS = {"min", "like"}
 EVERY = 1000  # instructions of SQLite's machine
-LEAST, PER_BYTE = 1_000_000, 1  # of them; reading every row takes 0.05 a byte
+LEAST, PER_BYTE = 1_000_000, 1  # instructions; reading every row takes 0.05 per byte
 FOREIGN = f"SELECT name FROM sqlite_master WHERE name IN {TABLES} AND (type != 'table' OR rootpage = 0)"
 MADE = "SELECT name FROM pragma_table_xinfo(?) WHERE hidden != 0"
 FIRST_STEPS_OF_RUNS = f"SELECT run_uuid, min(step) FROM metrics WHERE key NOT LIKE '{SYSTEM}%' GROUP BY run_uuid"
@@ -172,7 +172,7 @@ def _add_metric_files(run: Path, table: MetricTable) -> Iterable[str]:
 
 
 def _metric_files(run: Path) -> Iterator[tuple[str, Path]]:
-    """Name and file of each metric."""
+    """Yields name and file of each metric."""
     root = run / METRICS
     for name, folders, files in os.walk(root):
         here = Path(name)
@@ -185,12 +185,12 @@ def _metric_files(run: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _verls_name(metric: str) -> str:
-    """MLflow has no `@` in a name: verl logs val-core/gsm8k/acc/mean@1 as mean_at_1 there."""
+    """Restores verl's name. MLflow allows no `@`: verl logs val-core/gsm8k/acc/mean@1 as mean_at_1 there."""
     return AT.sub("@", metric)
 
 
 def _metric_lines(file: Path, broken: list[str]) -> Iterator[tuple[int, float]]:
-    """(step, value) of each line; what cannot be read goes to `broken`, but for a last line that is cut."""
+    """Yields (step, value) of each line; unreadable lines go to `broken`, except a cut last line."""
     with open_regular(file) as opened:
         while line := opened.readline(MOST_LINE):
             whole = line.endswith(b"\n")
@@ -211,7 +211,7 @@ def _parse_metric_line(line: bytes) -> tuple[int, float] | None:
 
 
 def _meta(file: Path) -> dict[str, str]:
-    """The entries that are needed. A YAML reader would take what an enemy gives it: aliases, depth, time."""
+    """Returns the needed entries. A YAML reader would accept anything from an attacker: aliases, depth, time."""
     with open_regular(file) as opened:
         text = opened.read(MOST_META).decode("utf-8", errors="surrogateescape")
     return {key: _unquoted(value.strip()) for key, value in ENTRY.findall(text)}
@@ -224,7 +224,7 @@ def _unquoted(value: str) -> str:
 
 
 def _authorize(action: int, name: str | None, function: str | None, _: str | None, inside: str | None) -> int:
-    """Nothing but reading the three tables."""
+    """Allows only reading the three tables."""
     reading = action == sqlite3.SQLITE_READ and name in TABLES and inside is None
     calling = action == sqlite3.SQLITE_FUNCTION and function in FUNCTIONS
     return sqlite3.SQLITE_OK if reading or calling or action == sqlite3.SQLITE_SELECT else sqlite3.SQLITE_DENY

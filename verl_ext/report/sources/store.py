@@ -1,7 +1,7 @@
-"""Places that keep many runs, W&B's and MLflow's: which processes make up a run, and which run is read.
+"""Stores of many runs, W&B's and MLflow's: finds the processes of each run, and the run to read.
 
-What one process logged is a unit as of table.py. A process that begins at a later step than FIRST_STEPS goes on with
-the run that had its name last (verl was resumed); any other begins a run.
+The log of one process is a unit of table.py. A process that begins at a later step than FIRST_STEPS continues the last
+run of its name (verl was resumed); any other begins a run.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -22,12 +22,12 @@ class Process:
     """One process and its log.
 
     Attributes:
-        name: of the experiment, as verl calls it (trainer.experiment_name).
+        name: verl's name of the experiment (trainer.experiment_name).
         project: trainer.project_name.
         started: orders the processes.
-        first: the first step of which it logged anything; None where there is none yet.
-        files: to be named; the first tells where it is.
-        add_to: puts its rows into a table, and gives notes on what could not be read.
+        first: the first step that it logged; None if there is none yet.
+        files: its files, for messages; the first shows where it is.
+        add_to: puts its rows into a table, and returns notes on what could not be read.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Store(Protocol):
     what: str  # "folder" or "file", for messages
 
     def state(self) -> Hashable:
-        """Another one when anything was written to it."""
+        """Returns a value that changes when anything was written to it."""
 
     def processes(self) -> list[Process]: ...
 
@@ -50,7 +50,8 @@ class Store(Protocol):
 class StoreSource:
     """
     Args:
-        which: of the runs, counted from 1 in the order in which their last processes started; the last by default.
+        which: the number of the run, counted from 1 in the order in which the runs' last processes started; the last by
+            default.
     """
 
     def __init__(self, store: Store, path: Path, which: int | None):
@@ -88,7 +89,7 @@ class StoreSource:
         listed = ", ".join(f"{number} = {name}" for number, name in shown)
         before = f"{len(runs) - LISTED} more, " if len(runs) > LISTED else ""
         return (
-            f"the {self._store.what} holds {len(runs)} runs, this is the last; --run N (or FILE:N) shows another: "
+            f"the {self._store.what} has {len(runs)} runs, this is the last; --run N (or FILE:N) shows another: "
             f"{before}{listed}"
         )
 
@@ -103,7 +104,7 @@ class StoreSource:
 
 
 def runs_of(processes: Iterable[Process]) -> list[list[Process]]:
-    """The processes of each run by their start; the run whose last process started last is the last."""
+    """Returns the processes of each run by their start; the run whose last process started last is the last."""
     runs: dict[int, list[Process]] = {}
     of_name: dict[tuple[str, str], int] = {}
     for number, process in enumerate(sorted(processes, key=lambda process: process.started)):

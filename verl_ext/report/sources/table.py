@@ -1,13 +1,13 @@
-"""Metrics in compact columns, row by row as they were logged, and which of the rows belong to a run.
+"""Metrics in compact columns, row by row as they were logged, and the rows that belong to each run.
 
-A run may have been resumed, or started anew in the same place. A unit is what one process wrote in order: a line of a
+A run may have been resumed, or started again in the same place. A unit is what one process wrote in order: a line of a
 metrics file, or a whole event file of TensorBoard. Its run follows from the steps alone, because nothing else in these
-files tells one process from the next:
+files separates the processes:
 
 - A unit that goes back to step 0 or 1 begins another run: verl counts from there.
-- A unit that goes back to a later step s is a resumed run. What was logged before of steps after s is abandoned; step s
-  itself is merged, because a resumed run may only validate there.
-- _Units that hold nothing but validation decide neither: they may come late, or be the first of a resumed run.
+- A unit that goes back to a later step s is a resumed run. Earlier rows of steps after s are abandoned; step s itself
+is merged, because a resumed run may only validate there. - Units with only validation decide neither: they may come
+late, or be the first of a resumed run.
 """
 
 import math
@@ -24,11 +24,11 @@ from verl_ext.report.run import LARGEST, ReportError, Series
 FLUSH_AT = 1 << 18  # values
 KEPT_LAYOUTS = 256
 VALIDATION = ("val-", "val/")  # val-core/, val-aux/, and the SFT trainer's val/loss
-FIRST_STEPS = 1  # 0 where the run validates before training, else 1
+FIRST_STEPS = 1  # 0 if the run validates before training, else 1
 
 
 def chosen_run(which: int | None, runs: int) -> int:
-    """The number of the run that is read, from 1: the last by default."""
+    """Returns the number of the run to read, from 1: the last by default."""
     if which is not None and not 1 <= which <= runs:
         raise ReportError(f"there is no run {which}: {'1 run is' if runs == 1 else f'{runs} runs are'} in it")
     return which or runs
@@ -36,19 +36,19 @@ def chosen_run(which: int | None, runs: int) -> int:
 
 @dataclass(frozen=True)
 class TableRun:
-    """One run of a table. `gone`: steps that were logged and do not stand, see the module."""
+    """One run of a table. `gone`: steps that were logged and are not valid any more, see the module."""
 
     steps: np.ndarray
     metrics: dict[str, Series]
     gone: np.ndarray
     notes: tuple[str, ...]
     number: int  # of this run, from 1
-    runs: int  # how many the table holds
+    runs: int  # number of runs in the table
 
 
 @dataclass(frozen=True)
 class _Units:
-    """Each unit's lowest and highest step (of training, where it has any), and whether it only validates."""
+    """Each unit's lowest and highest step (of training, if it has any), and whether it only validates."""
 
     low: np.ndarray
     high: np.ndarray
@@ -66,9 +66,9 @@ class _Resumes:
     """The rows of a resumed run that count.
 
     Attributes:
-        keep: by row, whether it stands.
+        keep: by row, whether it is valid.
         again: steps that were trained, and then trained again.
-        gone: steps of which nothing stands: the resumed run has not come to them.
+        gone: steps without a valid row: the resumed run has not reached them.
     """
 
     keep: np.ndarray
@@ -78,17 +78,17 @@ class _Resumes:
     def notes(self, steps: np.ndarray) -> list[str]:
         notes = []
         if self.again.size:
-            notes.append(f"{_spans(self.again, steps)} logged twice (the run was resumed); the later values stand")
+            notes.append(f"{_spans(self.again, steps)} logged twice (the run was resumed); the later values count")
         if self.gone.size:
             notes.append(f"{_spans(self.gone, steps)} logged before the run was resumed, and not since: left out")
         return notes
 
 
 class MetricTable:
-    """Rows of (step, values by name); 12 bytes a value.
+    """Rows of (step, values by name); 12 bytes per value.
 
     Args:
-        rows_are_units: a row may begin another run or resume one; else only what `begin_unit` announces.
+        rows_are_units: a row may begin another run or resume one; else only a unit that `begin_unit` announces.
     """
 
     def __init__(self, *, rows_are_units: bool):
@@ -99,7 +99,7 @@ class MetricTable:
         self._values: list[array] = []  # by column
         self._rows: list[array] = []  # by column: the row of each value
         self._layouts: dict[tuple[str, ...], tuple[array, bool]] = {}
-        # What is not in its columns yet: values of several rows, one row after the other.
+        # Values that are not in their columns yet: several rows, one after the other.
         self._new_values = array("d")
         self._new_numbers = array("i")
         self._new_lengths = array("i")
@@ -112,7 +112,8 @@ class MetricTable:
         self._unit_starts.append(len(self._steps))
 
     def add(self, step: int, data: Mapping[str, object]) -> None:
-        """One row of a step (`is_step`). What is not a number is left out; None is NaN. Names become printable."""
+        """Adds one row of a step (`is_step`). Values that are not numbers are left out; None is NaN. Names become
+        printable."""
         self._steps.append(step)
         values = self._new_values
         before = len(values)
@@ -130,7 +131,7 @@ class MetricTable:
             self._flush()
 
     def _layout(self, names: tuple[str, ...]) -> tuple[array, bool]:
-        """The columns of a row's values, and whether they are all of a validation. Few layouts make up a run."""
+        """Returns the columns of a row's values, and whether all belong to a validation. A run has few layouts."""
         if (layout := self._layouts.get(names)) is None:
             numbers = array("i", (self._numbers.setdefault(printable(name), len(self._numbers)) for name in names))
             validation = bool(names) and all(name.startswith(VALIDATION) for name in names)
@@ -157,7 +158,8 @@ class MetricTable:
             del pending[:]
 
     def run(self, which: int | None) -> TableRun:
-        """One run of the table: the last, or the one with this number, counted from 1. The table must not be empty."""
+        """Returns one run of the table: the last, or the one with this number, counted from 1. The table must not be
+        empty."""
         self._flush()
         steps = np.array(self._steps)
         validation = np.frombuffer(bytes(self._validation), bool)
@@ -176,16 +178,16 @@ class MetricTable:
         if runs > 1 and which is None:
             all_others = f"--run 1 to --run {runs - 1} (or FILE:1 to FILE:{runs - 1}) show the others"
             other = "--run 1 (or FILE:1) shows the first" if runs == 2 else all_others
-            notes.insert(0, f"the file holds {runs} runs, this is the last; {other}")
+            notes.insert(0, f"the file has {runs} runs, this is the last; {other}")
         run_steps = np.unique(steps[keep])
         return TableRun(run_steps, self._series(steps, keep, run_steps), found.gone, tuple(notes), number, runs)
 
     def _units(self, steps: np.ndarray, validation: np.ndarray) -> tuple[_Units, np.ndarray]:
-        """The units, and of each row which it is in."""
+        """Returns the units, and the unit of each row."""
         if self._unit_starts is None:
             return _Units(steps, steps, validation), np.arange(steps.size)
         starts = np.unique(np.array(self._unit_starts))
-        starts = starts[starts < steps.size]  # a unit without rows is none
+        starts = starts[starts < steps.size]  # a unit without rows does not count
         only = np.logical_and.reduceat(validation, starts)
         unit_of_row: np.ndarray = np.repeat(np.arange(starts.size), np.diff(starts, append=steps.size))
         ignored = validation & ~only[unit_of_row]
@@ -220,7 +222,7 @@ class MetricTable:
 
 
 def _as_number(value: object) -> float | None:
-    """A number, NaN for None, None for what is not a metric (text, lists)."""
+    """Returns a number, NaN for None, None for values that are not metrics (text, lists)."""
     if value is None:
         return math.nan
     if not isinstance(value, (int, float)):
@@ -232,7 +234,7 @@ def _as_number(value: object) -> float | None:
 
 
 def _run_starts(units: _Units) -> list[int]:
-    """The first unit of every run."""
+    """Returns the first unit of every run."""
     training = units.training()
     low, high = units.low[training], units.high[training]
     starts = [0]
@@ -268,7 +270,7 @@ def _standing_rows(units: _Units, unit_of_row: np.ndarray, steps: np.ndarray, va
 
 
 def _spans(some: np.ndarray, steps: np.ndarray) -> str:
-    """`steps 6 to 8 were`; steps that follow each other in `steps` are one span."""
+    """Returns text such as `steps 6 to 8 were`; consecutive entries of `steps` are one span."""
     if some.size == 1:
         return f"step {some[0]} was"
     at = np.searchsorted(np.union1d(steps, some), some)

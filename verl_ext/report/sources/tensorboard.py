@@ -1,9 +1,9 @@
-"""Event files of TensorBoard, as torch.utils.tensorboard writes them: one scalar an event.
+"""Event files of TensorBoard, as torch.utils.tensorboard writes them: one scalar per event.
 
-Events and tensors are parsed by the tensorboard package. The records are taken out of the file here, because its loader
-computes the checksum of every record in Python (four times as long for 50,000 scalars), asks for as much memory as a
-damaged length names, and stops at the first damaged record without a word. Here only the checksum of the length is
-checked, which tells a damaged file, and a record by whether it parses.
+Events and tensors are parsed by the tensorboard package. The records are read here, because its loader computes the
+checksum of every record in Python (four times as long for 50,000 scalars), allocates as much memory as a damaged length
+asks for, and silently stops at the first damaged record. Here only the checksum of the length is checked, which reveals
+a damaged file; a damaged record does not parse.
 """
 
 import os
@@ -24,11 +24,12 @@ EVENT_FILE = "tfevents"
 
 
 class DamageError(Exception):
-    """No record can be read from here on."""
+    """No record can be read from this point on."""
 
 
 class TensorBoardSource:
-    """One event file, or all in a folder by time: each is of one process, a later one of a resumed or another run."""
+    """One event file, or all in a folder by time: each belongs to one process, a later one to a resumed or another
+    run."""
 
     def __init__(self, path: Path):
         try:
@@ -109,7 +110,7 @@ class TensorBoardSource:
         return new or offset > start
 
     def _event(self, record: bytes | None) -> Any | None:
-        """None where it cannot be read, or cannot be of a step."""
+        """Returns the event; None if it cannot be read, or cannot belong to a step."""
         try:
             event = None if record is None else self._parse(record)
         except self._parse_error:
@@ -127,8 +128,7 @@ class TensorBoardSource:
 
     def notes(self) -> tuple[str, ...]:
         notes = [
-            f"{file.name} is damaged at byte {offset}; what follows is left out"
-            for file, offset in self._damaged.items()
+            f"{file.name} is damaged at byte {offset}; the rest is left out" for file, offset in self._damaged.items()
         ]
         if self._unreadable:
             notes.append(f"{self._unreadable} events could not be read and are left out")
@@ -136,7 +136,8 @@ class TensorBoardSource:
 
 
 def _event_records(file, offset: int) -> Iterator[tuple[bytes | None, int]]:
-    """(record, the offset behind it) of every complete record from `offset` on; None for one beyond MOST_RECORD."""
+    """Yields (record, the offset after it) of every complete record from `offset` on; None for one beyond
+    MOST_RECORD."""
     file.seek(offset)
     buffer, at = b"", 0
     while True:
@@ -175,10 +176,10 @@ def _record_length(header: bytes) -> int:
 def _tensor_scalar(tensor) -> float | None:
     from tensorboard.util import tensor_util
 
-    if any(dimension.size != 1 for dimension in tensor.tensor_shape.dim):  # or it is made, however large
+    if any(dimension.size != 1 for dimension in tensor.tensor_shape.dim):  # else it would be built, however large
         return None
     try:
         values = tensor_util.make_ndarray(tensor)
-    except (LookupError, OverflowError, TypeError, ValueError):  # of a type it does not know, or of no value
+    except (LookupError, OverflowError, TypeError, ValueError):  # an unknown type, or no value
         return None
     return float(values.item()) if values.size == 1 and values.dtype.kind in "biuf" else None

@@ -1,9 +1,9 @@
-"""W&B's local files: `wandb/run-TIME-ID/run-ID.wandb`, `offline-run-TIME-ID` where it ran offline.
+"""W&B's local files: `wandb/run-TIME-ID/run-ID.wandb`, `offline-run-TIME-ID` if it ran offline.
 
-One process of training writes one, online and offline alike. A row of its history goes to the file when the next step
-begins. Behind seven bytes that say whose it is, the file has LevelDB's log format (chunks in blocks of 32 KiB, a record
-is one or several) with zlib's CRC-32. Each record is a message of wandb.proto. The log itself is read here, because
-wandb has no reader in Python any more (0.31).
+Each training process writes one, online and offline. A row of its history is written when the next step begins. After
+seven bytes of identification, the file has LevelDB's log format (chunks in blocks of 32 KiB, a record is one or
+several) with zlib's CRC-32. Each record is a message of wandb.proto. The log itself is read here, because wandb (0.31)
+no longer has a reader in Python.
 """
 
 import math
@@ -22,7 +22,7 @@ from verl_ext.report.sources.store import Process
 from verl_ext.report.sources.table import MetricTable
 
 FILE = ".wandb"
-# verl counts in the first; the second is W&B's own, which goes on where something else logs too.
+# verl's steps are in the first; the second is W&B's own, which also counts other logging.
 STEP, WANDB_STEP = "training/global_step", "_step"
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 MOST_NESTED = 8
@@ -58,7 +58,7 @@ class WandbFolder:
 
 
 def _wandb_process(file: Path) -> Process:
-    """Reads the beginning of the file: whose it is, and its first row."""
+    """Reads the beginning of the file: its run, and its first row."""
     name, project, started, first = file.stem.removeprefix("run-"), "", (0, 0), None
     with open_regular(file) as opened:
         for message in _wandb_records(opened):
@@ -89,16 +89,17 @@ def _add_history(file: Path, table: MetricTable) -> Iterable[str]:
     if unreadable:
         yield f"records of {file.name} that could not be read: {unreadable}; left out"
     if elsewhere:
-        yield f"rows of {file.name} in which W&B counted other steps than verl: {elsewhere}; {STEP} stands"
+        yield f"rows of {file.name} in which W&B counted other steps than verl: {elsewhere}; {STEP} is used"
 
 
 def _history_row(history: Any) -> tuple[int | None, object, dict[str, object]]:
-    """The step of a row, W&B's own, and the numbers by name; of what is nested, `outer.inner` as W&B shows it."""
-    # An empty value is no metric. It is dropped before anything is made of it: it takes two bytes, so a file may hold
-    # millions, and the error of parsing one costs more than the rest of the row.
+    """Returns the step of a row, W&B's own step, and the numbers by name; nested ones as `outer.inner`, as W&B shows
+    them."""
+    # An empty value is not a metric. It is dropped before parsing: it takes two bytes, so a file may have millions, and
+    # the error of parsing one costs more than the rest of the row.
     items = [(item, text) for item in history.item if (text := item.value_json)]
     keys = [tuple(item.nested_key) or (item.key,) for item, _ in items]
-    media = {key[:-1] for key in keys if key[-1] == "_type"}  # a table, an image: its size is no metric
+    media = {key[:-1] for key in keys if key[-1] == "_type"}  # a table, an image: its size is not a metric
     data: dict[str, object] = {}
     for key, value in zip(keys, _json_values([text for _, text in items]), strict=True):
         inside = media and any(key[:length] in media for length in range(1, len(key)))
@@ -115,7 +116,8 @@ def _history_row(history: Any) -> tuple[int | None, object, dict[str, object]]:
 
 
 def _json_values(texts: list[str]) -> list[object]:
-    """JSON values; together they are read in a fifth of the time. What JSON does not have is read one by one."""
+    """Parses JSON values; together they take a fifth of the time. Values that JSON does not have are parsed one by
+    one."""
     try:
         values = orjson.loads(f"[{','.join(texts)}]")
         if len(values) == len(texts):
@@ -126,7 +128,7 @@ def _json_values(texts: list[str]) -> list[object]:
 
 
 def _json_value(text: str) -> object:
-    """Text where it cannot be read."""
+    """Parses a JSON value; returns the text if it cannot be read."""
     if text in NOT_FINITE:
         return NOT_FINITE[text]
     try:
@@ -151,9 +153,9 @@ def _flatten(name: str, outer: dict) -> Iterator[tuple[str, object]]:
 
 
 def _wandb_records(file: BinaryIO) -> Iterator[Any]:
-    """Each `Record` of the file; None instead of one that cannot be read, or is beyond MOST_RECORD.
+    """Yields each `Record` of the file; None for one that cannot be read, or is beyond MOST_RECORD.
 
-    A last one that is cut is left out: it may still be being written.
+    A cut last record is left out: it may still be being written.
 
     Raises:
         ReportError: this is not W&B's file, or wandb is not installed.
@@ -192,7 +194,7 @@ def _log_records(file: BinaryIO) -> Iterator[bytes | None]:
                 if parts is not None:  # the one before has no end
                     yield None
                 parts, size = [], 0
-            elif parts is None:  # the rest of what could not be read
+            elif parts is None:  # the rest of a record that could not be read
                 continue
             parts.append(data)
             size += length
