@@ -105,14 +105,14 @@ def add_submit_parser(commands: Any) -> None:
     )
 
     made = verb("status", "list the runs that were submitted, or show one", _status)
-    made.add_argument("job", nargs="?")
+    made.add_argument("job", nargs="?", help="id of the job (default: list all)")
     made = verb("logs", "print a run's log", _logs)
-    made.add_argument("job")
+    made.add_argument("job", help="id of the job")
     made.add_argument("--follow", action="store_true", help="keep printing until the run ends")
     made = verb("stop", "stop a run", _stop)
-    made.add_argument("job")
+    made.add_argument("job", help="id of the job")
     made = verb("resume", "submit a run again; it continues from its last complete checkpoint", _resume)
-    made.add_argument("job")
+    made.add_argument("job", help="id of the job")
     made.add_argument("--detach", action="store_true", help="do not follow the log")
 
 

@@ -223,10 +223,10 @@ def settling_sentence(first: Cause, second: Cause | None = None) -> str:
     """
     others = second.probe if second is not None else ()
     if first.probe and not set(first.probe) & set(others):
-        told = [cause for cause in (first, second) if cause is not None and cause.probe]
-        options = {PROBE_READINGS[name].options for cause in told for name in cause.probe} - {""}
+        readable = [cause for cause in (first, second) if cause is not None and cause.probe]
+        options = {PROBE_READINGS[name].options for cause in readable for name in cause.probe} - {""}
         command = " ".join(("verl-ext probe", *sorted(options)))
-        shown = [f'if "{cause.title}", it shows {_words(cause)}' for cause in told]
+        shown = [f'if "{cause.title}", it shows {_words(cause)}' for cause in readable]
         return f"`{command}` with the overrides of the launch: {'; '.join(shown)}"
     if checks := [check for cause in (first, second) if cause is not None for check in cause.doctor]:
         named = " and ".join(f'"{check}"' for check in checks)

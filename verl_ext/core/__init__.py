@@ -1,4 +1,4 @@
-"""Mismatch, corrections, filters, losses, routing: torch only, which is imported when it is first used.
+"""Mismatch, corrections, filters, losses, routing: only torch, which is imported when it is first used.
 
 Nothing here knows verl, Ray or vLLM. A method's settings are next to its function: `verl-ext plan` and doctor read them
 without ever computing, and without the seconds that importing torch takes.
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def no_grad(function: Callable[..., Result]) -> Callable[..., Result]:
-    """`torch.no_grad()` as a decorator, which torch's own would import it for."""
+    """Works as `torch.no_grad()` as a decorator, without importing torch."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Result:

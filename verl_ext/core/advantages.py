@@ -1,6 +1,6 @@
-"""Advantages of outcome rewards: what a session's reward is worth within its group.
+"""Advantages of outcome rewards: a session's reward relative to its group.
 
-verl's trajectory ids, `{uid}_{session}_{index}`, say which rows belong together. A prompt (uid) is sampled in several
+verl's trajectory ids, `{uid}_{session}_{index}`, show which rows belong together. A prompt (uid) is sampled in several
 sessions, and an agent loop may return several outputs per session, one row each. The last output carries the session's
 reward: group statistics count every session once.
 
@@ -61,7 +61,7 @@ class Sessions:
 
 
 def group_ids(names: Sequence[object]) -> list[int]:
-    """0, 1, ... for each different name, in the order of appearance."""
+    """Returns 0, 1, ... for each different name, in the order of appearance."""
     ids: dict[object, int] = {}
     return [ids.setdefault(name, len(ids)) for name in names]
 
@@ -101,7 +101,7 @@ ESTIMATORS: Registry[Method] = Registry("estimator")
 def register_estimator(
     name: str, settings: type | None = None
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Register a function of one reward a session, which becomes `algorithm.adv_estimator=NAME`.
+    """Registers a function of one reward per session, which becomes `algorithm.adv_estimator=NAME`.
 
     Args:
         settings: the dataclass of `algorithm.NAME`, a field a keyword argument of the function; by default the
@@ -119,12 +119,13 @@ def register_estimator(
 
 
 def _group_statistics(rewards_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Size of each session's group, its reward minus the group's mean, and the group's std; [S] float64 each."""
+    """Returns the size of each session's group, its reward minus the group's mean, and the group's std; [S] float64
+    each."""
     require_finite(rewards_S)
     size, low, total = (rewards_S.new_zeros(_group_count(group_S)) for _ in range(3))
     size.index_add_(0, group_S, torch.ones_like(rewards_S))
-    # From the group's least reward upwards, so that rewards that are all equal give exactly 0: of a rounding error,
-    # the division by a standard deviation of almost 0 would make an advantage.
+    # Relative to the group's least reward, so that equal rewards give exactly 0: dividing a rounding error by a
+    # standard deviation of almost 0 would make an advantage.
     low.scatter_reduce_(0, group_S, rewards_S, "amin", include_self=False)
     above = rewards_S - low[group_S]
     centred = above - (total.index_add_(0, group_S, above) / size)[group_S]
@@ -138,7 +139,7 @@ def _group_count(group_S: Tensor) -> int:
 
 
 def require_finite(rewards: Tensor) -> None:
-    """Raise BatchError, naming the tensor, when a reward is NaN or infinite."""
+    """Raises BatchError, naming the tensor, if a reward is NaN or infinite."""
     bad = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
     if bad:
         raise BatchError(
@@ -148,7 +149,8 @@ def require_finite(rewards: Tensor) -> None:
 
 
 def quantile_baselines(rewards_S: Tensor, group_S: Tensor, k: float) -> Tensor:
-    """[S] float64: the K-quantile inf{x : F(x) >= k} of each session's group, F its empirical distribution.
+    """Returns [S] float64, the K-quantile inf{x : F(x) >= k} of each session's group, with F its empirical
+    distribution.
 
     Always one of the group's rewards. With rewards 0 and 1 and a share p of ones it is 0 where p <= 1 - k, else 1.
     """
@@ -237,8 +239,8 @@ def grpo_positive_advantages(
     """
     rewards_S = rewards_S.double()
     size, centred, std = _group_statistics(rewards_S, group_S)
-    alone = size == 1
-    advantages = torch.where(alone, rewards_S, centred)
+    single = size == 1
+    advantages = torch.where(single, rewards_S, centred)
     if norm_by_std:
-        advantages = advantages / (torch.where(alone, 1.0, std) + EPSILON)
+        advantages = advantages / (torch.where(single, 1.0, std) + EPSILON)
     return torch.where(advantages < 0, advantages * negative_scale, advantages)

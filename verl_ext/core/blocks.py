@@ -1,4 +1,4 @@
-"""A batch in blocks of whole trajectories: the tokens of each that count, memory for its temporaries, and sums of all.
+"""A batch in blocks of whole trajectories: the counted tokens of each, memory for its temporaries, and sums of all.
 
 Shape legend: N tokens of the batch, p tokens of a block, n of these that count, b trajectories of a block.
 """
@@ -14,9 +14,9 @@ from verl_ext.core.tokens import Tokens, blocks
 
 
 class Scratch:
-    """Memory for the temporaries of one block of tokens, handed out in order and used again for the next block.
+    """Memory for the temporaries of one block of tokens, allocated in order and reused for the next block.
 
-    On a CPU, fresh memory for each of them costs more than the arithmetic.
+    Fresh memory for each of them costs more than the arithmetic on a CPU.
     """
 
     def __init__(self, device: torch.device):
@@ -25,11 +25,11 @@ class Scratch:
         self.taken = 0
 
     def next_block(self) -> None:
-        """What was handed out before is overwritten from here on."""
+        """Starts a new block; earlier tensors are overwritten from now on."""
         self.taken = 0
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        """A tensor with whatever its memory held before."""
+        """Returns a tensor with undefined content."""
         size = math.prod(shape) * dtype.itemsize
         if self.taken == len(self.buffers):
             self.buffers.append(torch.empty(0, dtype=torch.uint8, device=self.device))
@@ -39,7 +39,7 @@ class Scratch:
         return self.buffers[self.taken - 1][:size].view(dtype).view(shape)
 
     def copy(self, values: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-        """A copy to compute in, in place."""
+        """Returns a copy for in-place computation."""
         return self.empty(*values.shape, dtype=dtype).copy_(values)
 
 
@@ -48,12 +48,12 @@ class Block:
     """The tokens that count of some trajectories: masked in, and both log-probabilities finite.
 
     Attributes:
-        span: where the trajectories stand in the batch, p tokens.
+        span: the trajectories' place in the batch, p tokens.
         mask: [p] bool, as in `Tokens`.
         starts: [b + 1] int64, where in `span` each trajectory begins; the last entry is p.
         lengths: [b] int64, how many tokens of each trajectory count.
-        places: [n] int64, where in `span` the tokens that count stand; None where all of them count.
-        l_infer, l_old: [n], of the dtype that they came in.
+        places: [n] int64, the places in `span` of the tokens that count; None if all of them count.
+        l_infer, l_old: [n], in their original dtype.
         entropy: [n] float64, NaN as 0; None where it was not computed.
         agreement: [n] float64, NaN where it was not compared; None where it was not for any token.
         lag_bucket: [b] int64, each trajectory's bucket of `Lag`; None where no rollout is older than the policy.
@@ -71,7 +71,7 @@ class Block:
     lag_bucket: Tensor | None
 
     def put(self, values: Tensor, into: Tensor) -> None:
-        """Write [n] values into [N], each where its token stands."""
+        """Writes [n] values into [N], each at its token's place."""
         if self.places is None:
             into[self.span] = values
         else:
@@ -79,7 +79,8 @@ class Block:
 
 
 def read_blocks(tokens: Tokens, size: int, scratch: Scratch) -> Iterator[Block]:
-    """The blocks in which any token counts, of `size` tokens or one trajectory; each is good until the next one."""
+    """Yields the blocks in which any token counts, of `size` tokens or one trajectory; each is valid until the next
+    one."""
     lag_buckets = None if tokens.lag is None else tokens.lag.buckets()
     for span, rows in blocks(tokens.offsets, size):
         scratch.next_block()
@@ -108,12 +109,12 @@ def read_blocks(tokens: Tokens, size: int, scratch: Scratch) -> Iterator[Block]:
 
 
 def lengths_between(starts: Tensor, places: Tensor | None) -> Tensor:
-    """How many of the tokens at `places` (None: of all) stand from each of `starts` to the next."""
+    """Returns how many of the tokens at `places` (None: all tokens) lie between each of `starts` and the next."""
     return (starts if places is None else torch.searchsorted(places, starts)).diff()
 
 
 def _places(mask: Tensor, l_infer: Tensor, l_old: Tensor) -> Tensor | None:
-    # If a sum is finite, so is each term: found out at a fraction of the cost of looking at them.
+    # If a sum is finite, so is each term: this check costs a fraction of checking the terms.
     if not bool((l_infer.sum() + l_old.sum()).isfinite()):
         mask = mask & l_infer.isfinite() & l_old.isfinite()
     elif int(mask.count_nonzero()) == len(mask):
@@ -131,7 +132,7 @@ LARGEST = "largest/"
 
 
 def add_up(blocks: Sequence[Sums]) -> Sums:
-    """The sums of all blocks, float64; they have the same names."""
+    """Returns the sums of all blocks, float64; all have the same names."""
 
     def over_blocks(name: str) -> Tensor:
         values = torch.stack([sums[name] for sums in blocks]).double()
@@ -141,7 +142,7 @@ def add_up(blocks: Sequence[Sums]) -> Sums:
 
 
 def copy_to_host(sums: Sums) -> Sums:
-    """A copy on the host of sums of one dtype, in one transfer, wherever they live."""
+    """Returns a copy on the host of sums of one dtype, in one transfer, from any device."""
     flat = torch.cat([values.flatten() for values in sums.values()]).cpu()
     parts = flat.split([values.numel() for values in sums.values()])
     return {name: part.view(values.shape) for (name, values), part in zip(sums.items(), parts, strict=True)}

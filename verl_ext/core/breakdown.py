@@ -16,11 +16,11 @@ from verl_ext.base.names import BUCKETS, ENTROPY_EDGES, POSITION_EDGES, PROBABIL
 from verl_ext.core.blocks import Block, Scratch, Sums, lengths_between
 from verl_ext.core.tokens import segment_sums
 
-AGREEMENT, COMPARED = "router/agreement", "compared"  # a measure, and the tokens that it is known of
+AGREEMENT, COMPARED = "router/agreement", "compared"  # a measure, and the tokens for which it is known
 
 
 def bucket_sums(block: Block, p_infer: Tensor, measures: dict[str, Tensor], scratch: Scratch) -> Sums:
-    """`AXIS:MEASURE` -> [S] sums of the measures, [n] each, of one block; `AXIS:tokens` counts the tokens."""
+    """Returns `AXIS:MEASURE` -> [S] sums of the measures, [n] each, of one block; `AXIS:tokens` counts the tokens."""
     n = len(p_infer)
     values_Mn = scratch.empty(1 + len(measures), n)
     values_Mn[0] = 1  # its sums are numbers of tokens
@@ -40,7 +40,7 @@ def bucket_sums(block: Block, p_infer: Tensor, measures: dict[str, Tensor], scra
 
 
 def lag_sums(block: Block, lag_bucket: Tensor, measures: dict[str, Tensor]) -> Sums:
-    """The same by the trajectories' buckets of their lag, [b]."""
+    """Returns the same sums by the trajectories' buckets of their lag, [b]."""
     rows = (segment_sums(row, block.lengths).double() for row in measures.values())
     sums_bM = torch.stack([block.lengths.double(), *rows], 1)
     return _name_sums("lag", measures, _sum_buckets("lag", lag_bucket, sums_bM))
@@ -55,19 +55,19 @@ def _name_sums(axis: str, measures: dict[str, Tensor], sums_SM: Tensor) -> Sums:
 
 
 def _indicate(inside_Sn: Tensor, values: Tensor, edges: Sequence[float]) -> Tensor:
-    """1 in the row of a value's bucket, else 0."""
+    """Returns 1 in the row of a value's bucket, else 0."""
     for row, upper in zip(inside_Sn, [*edges[1:], torch.inf], strict=True):
         torch.lt(values, upper, out=row)
-    # The last bucket first. Differences of sums would lose the digits of a bucket that stands next to an outlier's.
+    # The last bucket first. Differences of sums would lose the digits of a bucket next to an outlier's.
     for bucket in range(len(edges) - 1, 0, -1):
         inside_Sn[bucket].sub_(inside_Sn[bucket - 1])
     return inside_Sn
 
 
 def cut_runs(mask: Tensor, trajectory_starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut a block at trajectories, at POSITION_EDGES and at the start of each turn.
+    """Cuts a block at trajectories, at POSITION_EDGES and at the start of each turn.
 
-    A turn is what the model generated between two stretches of tool output: it starts where the mask rises.
+    A turn is the text that the model generated between two stretches of tool output: it starts where the mask rises.
 
     Returns where each run begins in the block, [C + 1] int64, whose last entry is p; and the buckets of a run's
     position and turn, [C] int64.
@@ -88,9 +88,9 @@ def cut_runs(mask: Tensor, trajectory_starts: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def bucket_metrics(sums: Sums) -> dict[str, Tensor]:
-    """`<measure>/<axis>/<bucket>` and `vllm_kl/share/<axis>/<bucket>`.
+    """Returns `<measure>/<axis>/<bucket>` and `vllm_kl/share/<axis>/<bucket>`.
 
-    An axis with one bucket in use is left out, but for the lag, whose bucket is information. The agreement's mean is
+    An axis with one bucket in use is left out, except the lag, whose bucket is information. The agreement's mean is
     over the tokens that were compared.
     """
     metrics = {}
@@ -111,7 +111,7 @@ def bucket_metrics(sums: Sums) -> dict[str, Tensor]:
 
 
 def agreement_measures(agreement: Tensor) -> dict[str, Tensor]:
-    """The agreement as a measure of buckets, [n], NaN as 0; and which tokens it is known of."""
+    """Returns the agreement as a measure of buckets, [n], NaN as 0; and the tokens for which it is known."""
     known = agreement.isfinite()
     return {AGREEMENT: torch.where(known, agreement, 0.0), COMPARED: known.double()}
 
@@ -120,19 +120,19 @@ Origin = tuple[Tensor, Tensor]  # agreement and |log k| of one token
 
 
 def origin_of(agreement: Tensor, log_k: Tensor) -> Origin | None:
-    """Those of the first token that was compared; None where there is none."""
+    """Returns both values of the first compared token; None if there is none."""
     first = agreement.isfinite().nonzero()[:1, 0].tolist()
     return (agreement[first[0]].clone(), log_k[first[0]].abs()) if first else None
 
 
 def agreement_sums(agreement: Tensor, log_k: Tensor, origin: Origin | None) -> Sums:
-    """Sums over the tokens of one block that were compared, [n] float64 each; the gap is |log k|.
+    """Returns sums over the compared tokens of one block, [n] float64 each; the gap is |log k|.
 
-    What the correlation is made of (`offset`) is relative to one token's values: 0 where a measure is constant, and in
-    squares at most n times those of differences from the mean, of which it keeps the digits.
+    The sums of the correlation (`offset`) are relative to one token's values: 0 if a measure is constant, and in
+    squares at most n times those of differences from the mean, whose digits they keep.
 
     Args:
-        origin: None where no token of this block, nor of those before, was compared.
+        origin: None if no token of this block, nor of earlier ones, was compared.
     """
     if not bool(agreement.sum().isfinite()):  # then one of them is not
         compared = agreement.isfinite()
@@ -140,7 +140,7 @@ def agreement_sums(agreement: Tensor, log_k: Tensor, origin: Origin | None) -> S
     if origin is None:
         origin = agreement.new_zeros(()), agreement.new_zeros(())
     gap, equal = log_k.abs(), (agreement == 1).double()
-    # Neither sum of the gap as a rest of the other: it would have no digits left of one that is far smaller.
+    # Neither sum of the gap is computed as the rest of the other: a far smaller one would lose all digits.
     gap_equal, gap_differs = torch.dot(equal, gap), torch.dot(1 - equal, gap)
     agreement, gap = agreement - origin[0], gap.sub_(origin[1])
     return {
@@ -157,9 +157,9 @@ def agreement_sums(agreement: Tensor, log_k: Tensor, origin: Origin | None) -> S
 
 
 def agreement_metrics(sums: Sums) -> dict[str, Tensor]:
-    """`router/gap_*` and the correlation of 1 - agreement with |log k|; {} where routing was not compared.
+    """Returns `router/gap_*` and the correlation of 1 - agreement with |log k|; {} if routing was not compared.
 
-    A mean over none is left out, and so is a correlation with what does not vary.
+    A mean over no token is left out, and so is a correlation with a constant.
     """
     if "compared" not in sums:
         return {}

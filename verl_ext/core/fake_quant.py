@@ -31,19 +31,19 @@ FORMATS: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
 
 
 def fake_quantized(weight: Tensor, format: str, group: int | str) -> Tensor:
-    """`weight` with every value at the nearest point of its group's grid, in the same shape and dtype.
+    """Returns `weight` with every value rounded to the nearest point of its group's grid, in the same shape and dtype.
 
     The grid of a group is the format's values times a scale that puts its largest magnitude at the format's largest
     value; ties go to even, in the integers too. A group of zeros stays zero; NaN or infinity makes all of its group
-    NaN. The scale keeps full precision, where MXFP4 takes a power of two and NVFP4 an e4m3 under one float32 a tensor:
-    what they lose by that is not here. The grid is computed in float32; a bfloat16 weight gets its points rounded to
+    NaN. The scale keeps full precision; MXFP4 uses a power of two and NVFP4 an e4m3 under one float32 per tensor, and
+    their further loss is not simulated. The grid is computed in float32; a bfloat16 weight gets its points rounded to
     bfloat16, as where a kernel multiplies in bfloat16.
 
     Args:
         weight: [..., out, in] floating point.
         format: `fp8` (e4m3, up to 448), `int8` (-127 to 127), `int4` (-7 to 7), `fp4` (e2m1, up to 6).
-        group: what shares a scale: `tensor` a matrix [out, in], each expert by itself; `channel` a row, an output;
-            a number so many consecutive inputs of a row (NVFP4 has 16, MXFP4 32, int4 of GPTQ and AWQ 128).
+        group: the values that share a scale: `tensor` a matrix [out, in], each expert by itself; `channel` a row, an
+            output; a number that many consecutive inputs of a row (NVFP4 has 16, MXFP4 32, int4 of GPTQ and AWQ 128).
 
     Raises:
         ValueError: the group does not divide the number of inputs. Kernels refuse that too, as vLLM's Marlin
@@ -57,14 +57,14 @@ def fake_quantized(weight: Tensor, format: str, group: int | str) -> Tensor:
     groups = _group_values(weight.to(torch.promote_types(weight.dtype, torch.float32)), group)
     largest = groups.abs().amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == 0, 1)
-    # By `largest` itself, not by a scale made of it: the largest value then comes back bit by bit, so a second
+    # Divides by `largest` itself, not by a scale made of it: the largest value then comes back bit by bit, so a second
     # rounding finds the same grid.
     points = rounded(groups / largest * largest_of_format) / largest_of_format * largest
     return points.reshape(weight.shape).to(weight.dtype)
 
 
 def _group_values(weight: Tensor, group: int | str) -> Tensor:
-    """[..., values that share a scale]"""
+    """Reshapes to [..., values that share a scale]."""
     if group == "tensor":
         return weight.flatten(-2)
     if group == "channel":

@@ -1,8 +1,9 @@
-"""Batch filters: which generated tokens and trajectories are left out of the update.
+"""Batch filters: they leave generated tokens and trajectories out of the update.
 
-A filter takes tokens out of the response mask, as if they had not been sampled: the loss is the mean over what is left,
-where a correction's weight of 0 leaves the divisor alone. Filters run one after another, each on what the former ones
-kept. One of your own is a function under `@register_batch_filter`, its settings keyword arguments:
+A filter takes tokens out of the response mask, as if they had not been sampled: the loss is the mean over the remaining
+tokens, whereas a correction's weight of 0 does not change the divisor. Filters run one after another, each on the
+tokens that the former ones kept. Your own filter is a function under `@register_batch_filter`, its settings keyword
+arguments:
 
     @register_batch_filter("long_only")
     def long_only(batch: FilterBatch, *, length: int) -> Tensor:
@@ -40,10 +41,10 @@ PROVIDED_BY = {
 
 @dataclass(frozen=True)
 class FilterBatch:
-    """What a filter may look at: a batch, or a block of a large one with all trajectories of its prompts.
+    """The input of a filter: a batch, or a block of a large one with all trajectories of its prompts.
 
     Attributes:
-        tokens: the response tokens, packed without padding: a trajectory's length is what the offsets say.
+        tokens: the response tokens, packed without padding: the offsets give a trajectory's length.
         keys: [B] trajectory ids `{uid}_{session}_{index}`.
         rewards_B: [B] float, the reward of each trajectory.
         advantages_N: [N] float.
@@ -81,11 +82,11 @@ class FilterBatch:
 
     @property
     def lag(self) -> Lag | None:
-        """How much older than the policy the weights are that sampled each trajectory."""
+        """The lag of each trajectory: how much older than the policy its weights are."""
         return self.tokens.lag
 
     def require(self, name: str, needed_by: str) -> Any:
-        """The optional field `name`; ConfigError, naming what provides it, where it is None."""
+        """Returns the optional field `name`; if it is None, a ConfigError names the setting that provides it."""
         value = getattr(self, name)
         if value is None:
             raise ConfigError(f"stability.filters.{needed_by} needs {name}, which {PROVIDED_BY[name]} provides")
@@ -94,10 +95,10 @@ class FilterBatch:
 
 @dataclass(frozen=True)
 class FilterResult:
-    """What a filter returns that has more to tell than which tokens it keeps.
+    """The result of a filter that also returns metrics.
 
     Attributes:
-        keep_N: [N] bool, true = keep; what is not a kept token already does not matter.
+        keep_N: [N] bool, true = keep; its value for tokens that are not kept already does not matter.
         metrics: logged as `filter/<name>/<metric>`. verl combines steps by words in a metric's name (max, min, sum,
             total): avoid these.
     """
@@ -134,7 +135,7 @@ BATCH_FILTERS: Registry[BatchFilter] = Registry("batch filter")
 def register_batch_filter(
     name: str, settings: type | None = None, **traits: bool
 ) -> Callable[[FilterFunction], FilterFunction]:
-    """Register a function of a FilterBatch and settings; `traits` are attributes of BatchFilter.
+    """Registers a function of a FilterBatch and settings; `traits` are attributes of BatchFilter.
 
     Args:
         settings: a dataclass, a field a keyword argument of the function; by default the function's keyword-only
@@ -152,7 +153,7 @@ def register_batch_filter(
 
 
 def get_batch_filter(name: str) -> BatchFilter:
-    """The filter registered under `name`; ConfigError, listing the known ones, if there is none."""
+    """Returns the filter registered under `name`; ConfigError, listing the known ones, if there is none."""
     if name not in BATCH_FILTERS:
         raise ConfigError(f"stability.filters.{name} is not known; choose from: {', '.join(BATCH_FILTERS)}")
     return BATCH_FILTERS[name]
@@ -160,13 +161,13 @@ def get_batch_filter(name: str) -> BatchFilter:
 
 @dataclass(frozen=True)
 class FilterTally:
-    """What all filters together did to a batch, or to a part of it; those of parts are merged by `merge_tallies`.
+    """The effect of all filters on a batch, or on a part of it; `merge_tallies` merges those of parts.
 
     Attributes:
-        tokens, trajectories: generated tokens, and trajectories that have one; `kept_*` of them, what is left.
-        dropped: filter -> tokens that it took from what the former ones kept, and trajectories that lost all they had
-            left to it.
-        own: `filter/<name>/<metric>`, what the filters tell themselves.
+        tokens, trajectories: generated tokens, and trajectories that have one; `kept_*`: how many of them remain.
+        dropped: filter -> tokens that it dropped of those that the former ones kept, and trajectories that lost their
+            last tokens to it.
+        own: `filter/<name>/<metric>`, the filters' own metrics.
         examples: filter -> id of the first trajectory that lost a token to it.
     """
 
@@ -180,7 +181,7 @@ class FilterTally:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`filter/*`: shares of the tokens and of the trajectories."""
+        """Returns `filter/*`: shares of the tokens and of the trajectories."""
         if not self.tokens:
             return {}
         metrics = dict[str, float]()
@@ -195,14 +196,14 @@ class FilterTally:
 
     @property
     def scale(self) -> float:
-        """Trajectories with tokens over trajectories kept. A loss that divides by the tokens of its mask (`token-mean`)
-        is the mean over what is left; one that divides by a configured number of trajectories (`seq-mean-*`) becomes it
-        when that number is divided by this. 1 where nothing is left."""
+        """Trajectories with tokens over trajectories kept. A loss that divides by the tokens of its mask
+        (`token-mean`) is the mean over the remaining tokens; one that divides by a configured number of trajectories
+        (`seq-mean-*`) becomes it if that number is divided by this. 1 if nothing is left."""
         return self.trajectories / self.kept_trajectories if self.kept_trajectories else 1.0
 
     @property
     def reason(self) -> str:
-        """Why there is nothing to train on; empty where there is."""
+        """The reason why there is nothing to train on; empty if there is something."""
         if not self.tokens:
             return "no trajectory has a token that the model generated"
         if self.kept_trajectories:
@@ -217,7 +218,7 @@ class FilterTally:
 
 @dataclass(frozen=True)
 class FilterOutcome(FilterTally):
-    """The tally, and what was done to each token.
+    """The tally, and the result for each token.
 
     Attributes:
         keep_N: [N] bool, the generated tokens that stay: the new mask of the loss.
@@ -227,11 +228,11 @@ class FilterOutcome(FilterTally):
 
 
 def merge_tallies(parts: Sequence[FilterTally]) -> FilterTally:
-    """The tally of a batch in parts; what a filter tells itself is the mean over them, weighted by trajectories."""
+    """Returns the tally of a batch in parts; a filter's own metric is the mean over them, weighted by trajectories."""
 
     def mean(name: str) -> float:
-        told = [(part.own[name], part.trajectories) for part in parts if name in part.own]
-        return sum(value * weight for value, weight in told) / max(sum(weight for _, weight in told), 1)
+        values = [(part.own[name], part.trajectories) for part in parts if name in part.own]
+        return sum(value * weight for value, weight in values) / max(sum(weight for _, weight in values), 1)
 
     names = dict.fromkeys(name for part in parts for name in part.dropped)
     of_filter = {name: [part.dropped[name] for part in parts if name in part.dropped] for name in names}
@@ -247,7 +248,7 @@ def merge_tallies(parts: Sequence[FilterTally]) -> FilterTally:
 
 
 def apply_filters(batch: FilterBatch, filters: Iterable[tuple[str, Mapping[str, Any]]]) -> FilterOutcome:
-    """Run filters in the order given, each on what the former ones kept.
+    """Runs filters in the order given, each on the tokens that the former ones kept.
 
     Args:
         filters: name and settings of each.
@@ -255,7 +256,7 @@ def apply_filters(batch: FilterBatch, filters: Iterable[tuple[str, Mapping[str, 
     Raises:
         ConfigError: a filter is unknown, or needs what the batch does not have.
         BatchError: a filter cannot judge the batch's numbers.
-        ValueError: a filter returned something else than a bool a token.
+        ValueError: a filter returned something other than one bool per token.
     """
     tokens, kept = batch.tokens, batch.kept_N
     has_B, left_B = tokens.row_sums(tokens.mask) > 0, tokens.row_sums(kept) > 0
@@ -269,7 +270,7 @@ def apply_filters(batch: FilterBatch, filters: Iterable[tuple[str, Mapping[str, 
         if result.keep_N.dtype != torch.bool or result.keep_N.shape != kept.shape:
             raise ValueError(
                 f"the batch filter {name} returned {result.keep_N.dtype} {tuple(result.keep_N.shape)}, where "
-                f"torch.bool {tuple(kept.shape)} is expected: one entry a token, true = keep"
+                f"torch.bool {tuple(kept.shape)} is expected: one entry per token, true = keep"
             )
         dropped_N = kept & ~result.keep_N
         kept = kept & result.keep_N
@@ -296,10 +297,10 @@ def first_drift(
     decode: Callable[[list[int]], str],
     encode: Callable[[str], list[int]],
 ) -> int | None:
-    """The place where encode(decode(ids)) first differs from the ids of a response; None where it gives them all back.
+    """Returns the place where encode(decode(ids)) first differs from the ids of a response; None if all are equal.
 
-    Each run of generated tokens is encoded by itself: what is in between was tokenised by the agent loop. Where a run
-    encodes to itself and more, the index is the run's end, which may be the response's.
+    Each run of generated tokens is encoded by itself: the agent loop tokenised the text in between. If a run encodes to
+    itself and more, the index is the run's end, which may be the response's.
 
     Args:
         ids: the response's token ids.
@@ -420,7 +421,7 @@ class OffPolicyNegative:
 
 @register_batch_filter("off_policy_negative", OffPolicyNegative, needs_l_old=True)
 def off_policy_negative(batch: FilterBatch, *, delta: float) -> Tensor:
-    """Drop tokens with A < 0 of trajectories whose mean of l_infer - l_old passes `delta` nats a token.
+    """Drop tokens with A < 0 of trajectories whose mean of l_infer - l_old passes `delta` nats per token.
 
     Off-policy sequence masking, DeepSeek-V3.2 (arXiv 2512.02556, eq. 9), before the update: l_theta is l_old, so that
     it sees the mismatch of the engines (and in asynchronous modes the age of the rollout), not the policy's movement

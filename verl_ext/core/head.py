@@ -1,8 +1,8 @@
-"""The head of the sampler's distribution, and what the training engine makes of the same tokens.
+"""The head of the sampler's distribution, and the training engine's log-probabilities of the same tokens.
 
-With a token, the rollout returns the K most likely ones of its place, and their log-probabilities log q. From the
-training engine's log-probabilities of the same tokens come: l_theta over the tokens that the sampler could take, a KL
-between the engines that no sampling disturbs, and score centering.
+With each token, the rollout returns the K most likely tokens of its place, and their log-probabilities log q. The
+training engine's log-probabilities of the same tokens give l_theta over the tokens that the sampler could take, a KL
+between the engines without sampling noise, and score centering.
 
 Shape legend: N places, K tokens of a head, V tokens of the vocabulary, or this rank's part of it.
 """
@@ -20,15 +20,16 @@ from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.tokens import LOG_RATIO_BOUND, segment_sums
 
 CHUNK = 2**22  # logits that are in float32 at once: 16 MB
-TAIL = 1e-6  # the least mass outside the head that is told from rounding (score centering's appendix A.3)
+TAIL = 1e-6  # the least mass outside the head that is distinguished from rounding (score centering's appendix A.3)
 
-# The weight of tokens by (k, p_infer, p_old), as a correction's; of the tail, which has no tokens, both are 0.
+# The weight of tokens by (k, p_infer, p_old), as in a correction; both probabilities are 0 for the tail, which has no
+# tokens.
 WeightOf = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Head:
-    """What the sampler returned.
+    """The head that the sampler returned.
 
     Attributes:
         ids: [N, K] int64.
@@ -41,7 +42,7 @@ class Head:
 
     @property
     def taken(self) -> Tensor:
-        """[N, K] bool: what the sampler could take."""
+        """[N, K] bool: tokens that the sampler could take."""
         return self.log_q > -torch.inf
 
     @property
@@ -58,7 +59,7 @@ class Reading:
         l_own: [N], of the token that was sampled.
         l_head: [N, K], of the head's tokens.
         entropy: [N], of the distribution over the tokens that the sampler could take, in nats; NaN at places without a
-            head, where it is the vocabulary's, of which a reading knows nothing. None where no place is truncated.
+            head, where it is the vocabulary's, which is not computed here. None if no place is truncated.
     """
 
     l_own: Tensor
@@ -67,7 +68,7 @@ class Reading:
 
 
 class _LogProbsAt(torch.autograd.Function):
-    """log_softmax(logits).gather(ids) by blocks of rows; kept for the backward pass are the logits themselves."""
+    """log_softmax(logits).gather(ids) by blocks of rows; the backward pass keeps only the logits themselves."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -124,13 +125,13 @@ def _blocks(logits: Tensor) -> list[slice]:
 
 
 def read(logits: Tensor, sampled: Tensor, head: Head, *, truncated: bool, group: ProcessGroup | None = None) -> Reading:
-    """What the training engine makes of the sampled tokens [N] and of the head.
+    """Reads the training engine's log-probabilities of the sampled tokens [N] and of the head.
 
     Args:
-        truncated: the sampler took from the head alone (top-k, top-p), and log q is normalised over it. Then so are the
-            log-probabilities here: without that, every ratio carries the mass of what was cut ("keep sampling mask",
-            DeepSeek-V3.2, arXiv 2512.02556, section 3.1). A sampled token that the head lacks, because it ties with its
-            last, counts to it. At places without a head it is the whole vocabulary.
+        truncated: the sampler chose only from the head (top-k, top-p), and log q is normalised over it. Then the
+            log-probabilities here are, too: otherwise every ratio would include the mass of the cut tokens ("keep
+            sampling mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1). A sampled token that the head lacks, because
+            it ties with its last, counts as part of it. Places without a head use the whole vocabulary.
     """
     l_all = log_probs_at(logits, torch.cat([sampled[:, None], head.ids], 1), group)
     l_own, l_head = l_all[:, 0], l_all[:, 1:]
@@ -149,12 +150,12 @@ def read(logits: Tensor, sampled: Tensor, head: Head, *, truncated: bool, group:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far two distributions at N places are apart, float64; 0 where there is no head.
+    """The divergence of two distributions at N places, float64; 0 where there is no head.
 
     Attributes:
         kl: KL(q || p) in nats, with all tokens outside the head as one: a lower bound of the KL over the vocabulary,
             and all of it where the head holds the mass. Without sampling noise: it does not look at the sampled token.
-        mass: what the sampler gives to the head.
+        mass: the probability that the sampler gives to the head.
         differs: 1.0 where p and q have another most likely token among the head's.
     """
 
@@ -165,7 +166,7 @@ class Divergence:
 
 @torch.no_grad()
 def divergence(reading: Reading, head: Head, *, truncated: bool) -> Divergence:
-    """How far the training engine is from the sampler."""
+    """Computes the divergence of the training engine from the sampler."""
     known, taken = head.known, head.taken
     log_q = head.log_q.double()
     log_p = reading.l_head.double()
@@ -211,7 +212,7 @@ def centering(reading: Reading, head: Head, weight_of: WeightOf, *, truncated: b
 
 
 def weights_of(corrections: Mapping[str, Mapping[str, Any]]) -> WeightOf:
-    """The product of corrections of single tokens, by name and settings; 1 without any."""
+    """Returns the product of corrections of single tokens, by name and settings; 1 without any."""
 
     def weight(k: Tensor, p_infer: Tensor, p_old: Tensor) -> Tensor:
         quantities = {"k": k, "p_infer": p_infer, "p_old": p_old}
@@ -247,11 +248,11 @@ class Call:
 
 def heads_of(calls: Iterable[Call], prompt: Sequence[int], response: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
     """ids [r, K] int32 and log q [r, K] float32 of a trajectory's response; log q is -inf where no call generated the
-    token: tool output, a template's, one that the agent loop has put in the place of another.
+    token: tool output, a template's token, one that the agent loop has replaced.
 
-    A call belongs where the trajectory begins with its prompt, so that of the trajectories of an agent loop that
-    returns several each has its own. Its heads belong to the tokens up to the first that the trajectory has not: what
-    comes behind was sampled after other tokens.
+    A call belongs to a trajectory that begins with its prompt, so that each trajectory of an agent loop that returns
+    several gets its own calls. Its heads belong to the tokens up to the first that the trajectory lacks: later tokens
+    were sampled after other ones.
     """
     sequence = [*prompt, *response]
     ids: np.ndarray = np.zeros((len(response), k), np.int32)
@@ -286,7 +287,7 @@ def head_sums(found: Divergence, known_N: Tensor, mask_N: Tensor, offsets: Tenso
 
 
 def head_metrics(sums_BC: Tensor) -> dict[str, float]:
-    """`vllm_kl/head*` of a batch; those of the divergence only where a token has a head."""
+    """Returns `vllm_kl/head*` of a batch; the divergence's metrics only if a token has a head."""
     totals = dict(zip(COLUMNS, sums_BC.double().sum(0).tolist(), strict=True))
     if not totals["tokens"]:
         return {}

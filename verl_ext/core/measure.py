@@ -32,14 +32,14 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Weighed:
-    """What the corrections make of the tokens of a block that count.
+    """The result of the corrections on the tokens of a block that count.
 
     Attributes:
         weight: [n] float32, the product of their weights.
         dropped: [n] float32, 1 where it is 0, else 0.
         low: [n] float32, 1 where a token is dropped and any of them found it, or its trajectory, below its bounds.
         high: [n] float32, 1 where a token is dropped for another reason.
-        outside: [C, 2] how many tokens, or trajectories, each correction found below and above its bounds.
+        outside: [C, 2], the number of tokens, or trajectories, that each correction found below and above its bounds.
     """
 
     weight: Tensor
@@ -52,7 +52,7 @@ class Weighed:
 def weigh(
     block: Block, mismatch: Mismatch, corrections: Mapping[str, Settings], scratch: Scratch, as_mask: bool = False
 ) -> Weighed:
-    """Apply the corrections, of which there is at least one; as a mask, what they keep weighs 1."""
+    """Applies the corrections, of which there is at least one; as a mask, tokens that they keep have weight 1."""
     quantities = _quantities(block, mismatch, corrections)
     used = block.lengths > 0
     weights, lows, outside = [], [], []
@@ -80,7 +80,7 @@ def weigh(
 
 
 def _quantities(block: Block, mismatch: Mismatch, corrections: Mapping[str, Settings]) -> dict[str, Tensor]:
-    """What `core.corrections` lets a correction read, [n] of tokens and [b] of trajectories."""
+    """Returns the quantities that a correction may read (`core.corrections`), [n] of tokens and [b] of trajectories."""
     quantities = {
         "k": mismatch.k,
         "log_rho": mismatch.log_rho,
@@ -92,7 +92,7 @@ def _quantities(block: Block, mismatch: Mismatch, corrections: Mapping[str, Sett
 
 
 def correction_sums(block: Block, weighed: Weighed) -> Sums:
-    """Sums over the tokens of one block that count, and over its trajectories that have any."""
+    """Returns sums over the tokens of one block that count, and over its trajectories that have any."""
     dropped = segment_sums(weighed.dropped, block.lengths)
     sums = {
         "weight": total(weighed.weight),
@@ -108,7 +108,7 @@ def correction_sums(block: Block, weighed: Weighed) -> Sums:
 
 
 def correction_metrics(sums: Sums, corrections: Mapping[str, Settings]) -> dict[str, Tensor]:
-    """`correction/*` of a batch; {} without corrections."""
+    """Returns `correction/*` of a batch; {} without corrections."""
     if not corrections:
         return {}
     tokens, trajectories, dropped = sums["tokens"], sums["trajectories"], sums["low"] + sums["high"]
@@ -160,7 +160,7 @@ def measure(
     breakdown: bool = True,
     block: int | None = None,
 ) -> Measured:
-    """Measure the mismatch, and weigh every token by the product of the corrections.
+    """Measures the mismatch, and weighs every token by the product of the corrections.
 
     Args:
         tokens: any device, any float dtype; a padded batch is `Tokens.from_padded`.
@@ -179,12 +179,12 @@ def measure(
 
 @dataclass(frozen=True)
 class Gathered:
-    """What remains of some tokens once they are measured, on the host.
+    """The sums of some measured tokens, on the host.
 
     Attributes:
         sums: {} where no token counts.
         tokens: masked in.
-        origin: what the sums of the routers' agreement are relative to; None where there are none.
+        origin: the reference point of the sums of the routers' agreement; None if there are none.
     """
 
     sums: Sums
@@ -207,11 +207,11 @@ def gather(
     as_mask: bool = False,
     origin: Origin | None = None,
 ) -> tuple[Tensor | None, Gathered]:
-    """The weights as in `Measured`, and what the metrics are made of; arguments as for `measure`.
+    """Returns the weights as in `Measured`, and the sums of the metrics; arguments as for `measure`.
 
     Args:
-        as_mask: what has a weight weighs 1, for a loss that has the ratio already.
-        origin: of an earlier part, where the routers' agreement was compared.
+        as_mask: tokens with a weight get weight 1, for a loss that has the ratio already.
+        origin: that of an earlier part, if the routers' agreement was compared.
     """
     device = tokens.mask.device
     size = block or (BLOCK if device.type == "cpu" else GPU_BLOCK)
@@ -232,7 +232,7 @@ def gather(
 def put_together(
     parts: Sequence[Gathered], corrections: Mapping[str, Settings], weight: Tensor | None = None
 ) -> Measured:
-    """The metrics of all parts as if they had been measured together, with the weights given.
+    """Returns the metrics of all parts as if they had been measured together, with the weights given.
 
     Parts with the routers' agreement have one `origin`.
     """
@@ -253,7 +253,7 @@ def put_together(
 
 
 def merge(parts: Sequence[Gathered]) -> Gathered:
-    """What the metrics are made of, over all parts."""
+    """Adds up the sums of the metrics over all parts."""
     sums = [part.sums for part in parts if part.sums]
     return Gathered(add_up(sums) if sums else {}, sum(part.tokens for part in parts))
 
@@ -283,11 +283,11 @@ PARTED = ("vllm_kl/k1", "vllm_kl/k3")
 
 
 def split_gap(tokens: Tokens, l_version: Sequence[Tensor]) -> dict[str, float]:
-    """`vllm_kl/engine/*` and `vllm_kl/stale/*`, which add up to the gap of these trajectories.
+    """Returns `vllm_kl/engine/*` and `vllm_kl/stale/*`, which add up to the gap of these trajectories.
 
-    With l_version, what the training engine gives the tokens under the weights that sampled them, the engines' part is
-    the gap of l_infer and l_version; the rest of that of l_infer and l_old is the policy's own movement. Of k1, that is
-    mean(l_version - l_old); of k3, by how much the movement raises the estimate, which it may lower.
+    l_version is the training engine's log-probability under the weights that sampled the tokens. The engines' part is
+    the gap of l_infer and l_version; the rest of the gap of l_infer and l_old is the policy's own movement. For k1,
+    that is mean(l_version - l_old); for k3, the change of the estimate by the movement, which may be negative.
 
     Args:
         tokens: of the rescored trajectories, in their order.

@@ -1,4 +1,4 @@
-"""How far two engines disagree about the same tokens, and how far by the sign of the advantage.
+"""The mismatch of two engines on the same tokens, also by the sign of the advantage.
 
 Shape legend: N response tokens of a batch, n tokens of a block that count, B trajectories of a batch, b of a block.
 `l_infer` and `l_old` are log-probabilities of the sampled tokens under the same weights: the rollout engine's and the
@@ -15,18 +15,18 @@ from verl_ext.core.tokens import LOG_RATIO_BOUND, Tokens, blocks, segment_sums, 
 
 
 def mismatch_ratio(l_infer: Tensor, l_old: Tensor) -> Tensor:
-    """k = exp(l_old - l_infer) in float32, the log-ratio clamped to +-20. NaN stays NaN."""
+    """Returns k = exp(l_old - l_infer) in float32, the log-ratio clamped to +-20. NaN stays NaN."""
     return (l_old.float() - l_infer.float()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
 def k3_of(log_ratio: Tensor) -> Tensor:
-    """r - log r - 1 of [n] log-ratios, clamped to +-20; NaN where one is not finite."""
+    """Returns r - log r - 1 of [n] log-ratios, clamped to +-20; NaN where one is not finite."""
     x = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return torch.where(log_ratio.isfinite(), torch.expm1(x) - x, torch.nan)
 
 
 def count_non_finite(tensor: Tensor, mask: Tensor) -> int:
-    """How many entries under `mask` are NaN or infinite."""
+    """Returns how many entries under `mask` are NaN or infinite."""
     return int((~torch.isfinite(tensor) & mask).sum())
 
 
@@ -34,8 +34,8 @@ def count_non_finite(tensor: Tensor, mask: Tensor) -> int:
 class Mismatch:
     """Both engines on the tokens of a block that count.
 
-    float64 keeps the digits of k - log k - 1 where it is log(k)^2 / 2 of a small log k; what is only compared with
-    bounds or added up is float32. k, k - 1 and k3 are of log k clamped to +-20.
+    float64 keeps the digits of k - log k - 1, which is log(k)^2 / 2 for a small log k; values that are only compared
+    with bounds or added up are float32. k, k - 1 and k3 are of log k clamped to +-20.
 
     Attributes:
         log_k: [n] float64, l_old - l_infer.
@@ -69,7 +69,7 @@ class Mismatch:
 
 
 def probabilities(block: Block) -> tuple[Tensor, Tensor]:
-    """exp(l_infer) and exp(l_old), [n] float64."""
+    """Returns exp(l_infer) and exp(l_old), [n] float64."""
     return block.l_infer.double().exp(), block.l_old.double().exp()
 
 
@@ -103,7 +103,7 @@ def mismatch_sums(block: Block, mismatch: Mismatch) -> Sums:
 
 
 def mismatch_metrics(sums: Sums) -> dict[str, Tensor]:
-    """`vllm_kl/*` of a batch.
+    """Returns `vllm_kl/*` of a batch.
 
     k3: Schulman, "Approximating KL Divergence", 2020, with x ~ pi_infer and r = pi_train / pi_infer.
     """
@@ -128,7 +128,7 @@ def mismatch_metrics(sums: Sums) -> dict[str, Tensor]:
 
 SIGNS = {"positive": 1, "negative": -1}
 BLOCK = 1 << 20
-ROW_BLOCK = 1 << 17  # tokens, in whole trajectories: what is made of them stays near a core
+ROW_BLOCK = 1 << 17  # tokens, in whole trajectories: their temporaries stay in a core's cache
 
 
 @torch.no_grad()

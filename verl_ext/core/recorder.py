@@ -1,7 +1,7 @@
-"""What a model computes on its way from tokens to logits, seen by hooks on its modules.
+"""Records a model's states on the way from tokens to logits, with hooks on its modules.
 
-transformers, vLLM and SGLang name a decoder's parts alike; what they return differs. The layers of vLLM and SGLang hand
-the residual on beside the hidden states, so that theirs is the sum of both. Megatron's parts are found in
+transformers, vLLM and SGLang name a decoder's parts alike, but their outputs differ. The layers of vLLM and SGLang
+return the residual next to the hidden states, so that their state is the sum of both. Megatron's parts are found in
 `routing.layers`.
 
 Shape legend: n tokens of a pass, d width.
@@ -20,7 +20,7 @@ from verl_ext.base.errors import HookError
 
 LAYER = r"(?:^|\.)layers\.(\d+)"
 BLOCK = r"(?:mlp|block_sparse_moe|feed_forward)"
-# Point -> what the name of its module ends in. In the order of a layer's computation.
+# Point -> the ends of its module's name. In the order of a layer's computation.
 POINTS = {
     "indexer": rf"{LAYER}\.(?:self_attn|attention)\.indexer$",
     "attention": rf"{LAYER}\.(?:self_attn|attention|linear_attn)$",
@@ -71,7 +71,7 @@ class Recorder:
         self._handles = [point.module.register_forward_hook(self._hook(point)) for point in points]
 
     def close(self) -> Passes:
-        """Take the hooks away, and return what was recorded."""
+        """Removes the hooks, and returns the recorded states."""
         for handle in self._handles:
             handle.remove()
         return self._passes
@@ -87,7 +87,7 @@ class Recorder:
 
 
 def named_points(model: nn.Module) -> list[StatePoint]:
-    """The points of a model whose parts are named as transformers names them.
+    """Returns the points of a model whose parts have the names of transformers.
 
     Raises:
         HookError: it has none.
@@ -108,10 +108,10 @@ def _read(point: str, module: nn.Module, inputs: Any, output: Any) -> Tensor:
 
 
 def joined_passes(passes: Mapping[str, Sequence[Tensor]], lengths: Sequence[int] | None = None) -> dict[str, Tensor]:
-    """Point -> the rows of all passes one after another, [tokens, d].
+    """Returns point -> the rows of all passes one after another, [tokens, d].
 
     Args:
-        lengths: of each pass, how many of its first rows are taken: what follows is padding, or another token.
+        lengths: the number of first rows to take of each pass: the rest is padding, or another token.
 
     Raises:
         HookError: there are other passes than these.
@@ -132,7 +132,7 @@ def _is_shorter(part: Tensor, length: int) -> bool:
 
 
 def point_of(name: str) -> str | None:
-    """The point of a module's name: "embedding", "norm", or with its layer's number as in "3.router"."""
+    """Returns the point of a module's name: "embedding", "norm", or with its layer's number as in "3.router"."""
     for point, pattern in POINTS.items():
         if found := re.search(pattern, name):
             return f"{found[1]}.{point}"
@@ -140,7 +140,7 @@ def point_of(name: str) -> str | None:
 
 
 def order_of(point: str) -> tuple[int, int]:
-    """The place of a point in the computation."""
+    """Returns the place of a point in the computation."""
     if point in ENDS:
         return (-1, 0) if point == "embedding" else (10**9, 0)
     layer, _, part = point.partition(".")
@@ -148,7 +148,8 @@ def order_of(point: str) -> tuple[int, int]:
 
 
 def positions(chosen: Tensor, own: Tensor) -> Tensor:
-    """What an indexer of sparse attention chose, [..., n, K]: -1 where that is nothing, or behind the token itself.
+    """Returns the positions that an indexer of sparse attention chose, [..., n, K]; -1 for none, or for one after the
+    token itself.
 
     vLLM returns its buffer, with rows for more than the n tokens, and -1 where there are fewer positions than K;
     transformers the top-k of scores that are -inf for later positions, which stand in for missing ones.
@@ -164,7 +165,8 @@ def positions(chosen: Tensor, own: Tensor) -> Tensor:
 
 
 def own_positions(inputs: tuple[Any, ...]) -> Tensor:
-    """[n] of an indexer's inputs: vLLM hands the tokens' positions on, transformers whole sequences."""
+    """Returns the positions [n] from an indexer's inputs: vLLM passes the tokens' positions, transformers whole
+    sequences."""
     hidden, *others = inputs
     for other in others:
         if isinstance(other, Tensor) and not other.is_floating_point() and other.shape == hidden.shape[:1]:
@@ -173,13 +175,13 @@ def own_positions(inputs: tuple[Any, ...]) -> Tensor:
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
-    """One after another, rows filled with -1 to the longest: an indexer chooses fewer positions of a short sequence."""
+    """Concatenates, with rows filled with -1 to the longest: an indexer chooses fewer positions of a short sequence."""
     width = max(part.shape[-1] for part in parts)
     return torch.cat([nn.functional.pad(part, (0, width - part.shape[-1]), value=-1) for part in parts])
 
 
 def state_of(point: str, output: Any) -> Tensor:
-    """The hidden states, a router's logits, or an indexer's positions in what a module returned."""
+    """Returns the hidden states, a router's logits, or an indexer's positions from a module's output."""
     if isinstance(output, Tensor):
         return output
     first = output[0]

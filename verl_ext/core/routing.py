@@ -1,4 +1,4 @@
-"""Router agreement: how many experts did training and inference have in common for the same token?
+"""Router agreement: the number of experts that training and inference have in common for the same token.
 
 Shape legend: N tokens, n tokens of a block, L MoE layers, K experts per token (top-k), B trajectories.
 """
@@ -13,14 +13,14 @@ from torch import Tensor
 from verl_ext.core.blocks import Scratch
 from verl_ext.core.tokens import blocks
 
-BLOCK = 32_768  # tokens taken at a time: 25 MB a temporary for 94 layers
+BLOCK = 32_768  # tokens taken at a time: 25 MB per temporary for 94 layers
 PAIRS = 2**20  # of a token and a layer, a block: some 10 MB of temporaries
 COMPARISONS = 2**22  # of ids at a time, a byte each
 WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))  # bytes, and a dtype of that size
 
 
 def expert_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
-    """|T and I| per token and layer, [N, L] uint8: how many of the K expert ids are in both sets.
+    """Returns |T and I| per token and layer, [N, L] uint8: how many of the K expert ids are in both sets.
 
     The order of the ids inside a set does not matter; ids within one set are distinct, as top-k's are. The two may
     differ in integer dtype. K is at most 255.
@@ -43,8 +43,8 @@ def expert_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
 def blockwise_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
     """`expert_overlap` in plain torch, on any device; its temporaries do not grow with N.
 
-    Most sets are equal, and in the same order, for both engines sort by score: they are found by comparing the bytes
-    of a whole set as one word. Only the ids of the others are compared with each other.
+    Most sets are equal, and in the same order, because both engines sort by score: comparing the bytes of a whole set
+    as one word finds them. Only the ids of the others are compared with each other.
     """
     N, L, K = train_NLK.shape
     dtype = torch.promote_types(train_NLK.dtype, infer_NLK.dtype)
@@ -94,8 +94,8 @@ def _count_common(train_PK: Tensor, infer_PK: Tensor, scratch: Scratch) -> Tenso
 class RouterSums:
     """Sums over the compared tokens of each trajectory, float64: float32 would stop counting at 2^24.
 
-    A token is compared if the model generated it and the rollout's routing of it is known, and not refused. The
-    trajectories whose routing was left out on the way have `left_out` alone, as those without generated tokens have
+    A token is compared if the model generated it and the rollout's routing of it is known, and not refused.
+    Trajectories whose routing was left out on the way have only `left_out`; those without generated tokens have
     nothing.
 
     Attributes:
@@ -123,7 +123,7 @@ class RouterSums:
     refused: Tensor
 
     def pack(self) -> Tensor:
-        """[B, 4 L + 5 + R], as it travels from the workers to the controller."""
+        """Returns [B, 4 L + 5 + R], the form that the workers send to the controller."""
         return torch.cat(list(vars(self).values()), dim=1)
 
     @classmethod
@@ -146,7 +146,7 @@ def agreement(
     own_NL: Tensor | None = None,
     block: int = BLOCK,
 ) -> tuple[Tensor, RouterSums]:
-    """Agreement of every token, and the sums that `router_metrics` reads.
+    """Computes the agreement of every token, and the sums that `router_metrics` reads.
 
     Args:
         overlap_NL: integer, |T and I| (`expert_overlap`) with T the experts that the training engine used.
@@ -218,7 +218,7 @@ def agreement(
 
 
 def router_metrics(packed_BC: Tensor) -> dict[str, float]:
-    """The `router/*` metrics from the trajectories' `RouterSums`, packed; {} when the model generated no token.
+    """Returns the `router/*` metrics from the trajectories' packed `RouterSums`; {} if the model generated no token.
 
     They are in `verl_ext.base.metrics.ours.ROUTING`; what is a mean over none is left out, and so are margins where the
     engine's adapter does not see them, and the error of a share where all trajectories were compared.
@@ -256,7 +256,8 @@ def router_metrics(packed_BC: Tensor) -> dict[str, float]:
 
 
 def _sampling_error(sums: RouterSums) -> dict[str, float]:
-    """What it means for `router/agreement` that m of M trajectories with generated tokens were compared; {} for all.
+    """Returns the error of `router/agreement` if m of M trajectories with generated tokens were compared; {} if all
+    were.
 
     The agreement is a ratio, R = sum a / sum n of the m compared: of a trajectory, a is the sum over its tokens of the
     mean over layers, n its tokens. Its standard error, where those m were drawn at random:
@@ -306,22 +307,23 @@ def route_terms(routes_TLK: Tensor, tokens_T: Tensor, places_T: Tensor) -> Tenso
 
 
 REASONS = {
-    "out_of_range": "name an expert that the model has not: the rollout counts shared or redundant experts too, runs "
+    "out_of_range": "name an expert that the model lacks: the rollout counts shared or redundant experts too, runs "
     "another model, or its ids passed through too narrow a dtype",
     "repeated": "name an expert twice in a layer, which no top-k does: zeros of a kernel that captures nothing, or ids "
     "that wrapped",
-    "stuck": "have the experts of every other token of their trajectory, in some layer: a capture that stands still",
+    "stuck": "have the experts of every other token of their trajectory, in some layer: a capture that never changes",
 }
-"""Why a row is refused, the first that holds; number i of them is i + 1 in `refused_rows`."""
+"""The reasons to refuse a row; the first that holds counts. Number i is i + 1 in `refused_rows`."""
 OUT_OF_RANGE, REPEATED, STUCK = range(1, 1 + len(REASONS))
 
-FEWEST = 32  # tokens of a trajectory that must all have the same experts before that is no accident
+FEWEST = 32  # tokens of a trajectory that must all have the same experts before it counts as an error
 WITNESSES = 4  # of these, looked at first
 PAIRS, GPU_PAIRS = 2**16, 2**20  # of a token and a layer, a block: on a CPU it stays near the core
 
 
 def known_rows(routes_TLK: Tensor) -> Tensor:
-    """[T] bool: rows whose routing the rollout returned. It leaves zeros in the others: never forwarded, or lost.
+    """Returns [T] bool: rows whose routing the rollout returned. It leaves zeros in the others: never forwarded, or
+    lost.
 
     A row of top-1 experts that are number 0 in every layer counts as unknown too.
     """
@@ -330,10 +332,10 @@ def known_rows(routes_TLK: Tensor) -> Tensor:
 
 @torch.no_grad()
 def refused_rows(routes_TLK: Tensor, experts: int, offsets: Tensor) -> Tensor:
-    """[T] uint8: why a row cannot be what a model's routers chose, the number of its reason; 0 where it can.
+    """Returns [T] uint8: the number of the reason why a row cannot come from a model's routers; 0 if it can.
 
-    Rows without routing (`known_rows`) are not refused. What is said of a row depends on its trajectory alone, so that
-    every pass over it, in whatever micro-batch, refuses the same.
+    Rows without routing (`known_rows`) are not refused. The result for a row depends only on its trajectory, so that
+    every pass over it, in any micro-batch, refuses the same rows.
 
     Args:
         routes_TLK: any integers, of the MoE layers alone: a dense layer's zeros would be refused.
@@ -363,7 +365,7 @@ def refused_rows(routes_TLK: Tensor, experts: int, offsets: Tensor) -> Tensor:
 
 
 def _repeats(ids_pK: Tensor) -> Tensor:
-    """[p] bool, whether two of the K ids are the same; each pair of them is compared, K planes apart."""
+    """Returns [p] bool, whether two of the K ids are the same; each pair of them is compared, K planes apart."""
     p, K = ids_pK.shape
     # In three dimensions: torch's copy of a transposed matrix is several times slower.
     planes_Kp = ids_pK.new_empty(K, p, 1).copy_(ids_pK.T.unsqueeze(2)).squeeze(2)

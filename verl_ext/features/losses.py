@@ -163,14 +163,14 @@ def _check_router_shift(run: RunFeatures, asked: str) -> None:
 def _check_megatron_shift(config: DictConfig, asked: str, otherwise: str) -> None:
     """Refuses a pipeline: the loss, on the last stage, would need the routers of every other stage."""
     megatron = f"{ACTOR}.megatron"
-    alone = {
+    required = {
         f"{megatron}.pipeline_model_parallel_size": (1, "cannot gather the routers' scores over"),
         f"{megatron}.context_parallel_size": (1, "cannot gather the routers' scores over"),
         f"{megatron}.dynamic_context_parallel": (False, "cannot gather the routers' scores over"),
         f"{megatron}.pad_to_length": (False, "does not find the tokens under"),
         f"{megatron}.override_transformer_config.moe_expert_capacity_factor": (None, "compares dropped experts under"),
     }
-    for setting, (usual, why) in alone.items():
+    for setting, (usual, why) in required.items():
         if (value := OmegaConf.select(config, setting)) not in (usual, None):
             fix = f"{setting}={'null' if usual is None else str(usual).lower()}"
             raise ConfigError(f"{asked} {why} {setting}={value}", fix=(fix,), otherwise=otherwise)

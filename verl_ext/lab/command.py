@@ -21,23 +21,24 @@ SOME_FAILED = 1  # exit code
 WIDTH = 100  # if the output is not a terminal
 
 LAB = """\
-Which method helps against which gap: train a mixture of experts small enough for a laptop, with a rollout that differs
-from the training engine in a way of your choice, once with each method and seed, through the plugin's own code. It ends
-in a table, a page with the curves (report.html) and all numbers (results.json); the exact rollout is always part of it.
+Test which method helps against a gap between the engines. The lab trains a mixture of experts small enough for a
+laptop, once per method and seed, through the plugin's own code. Its rollout differs from the training engine in a way
+that you choose (REGIME). The results are a table, a page with the curves (report.html) and all numbers (results.json).
+The exact rollout is always included.
 """
 EXAMPLES = """\
-Each run stays in OUT/VARIANT/seedN, of which `verl-ext report OUT/VARIANT/seedN` makes a report. After Ctrl-C, the same
-command goes on where it stopped; runs whose settings have changed run again.
+Each run is kept in OUT/VARIANT/seedN; `verl-ext report OUT/VARIANT/seedN` reports on it. After Ctrl-C, the same command
+continues where it stopped. Runs whose settings have changed run again.
 
-exit code: 0, or 1 where runs failed; 2 for wrong usage and settings that cannot work; 130 after Ctrl-C.
+exit code: 0; 1 if runs failed; 2 for wrong usage and settings that cannot work; 130 after Ctrl-C.
 
 examples:
-  verl-ext lab --list                                    the regimes, what each stands for, the variants
+  verl-ext lab --list                                    list the regimes, what each imitates, and the variants
   verl-ext lab stale --seeds 5                           old weights in the rollout; the usual methods
   verl-ext lab stale --variants none,mis --seeds 5-9 lab.stale.lag=64
                                                          other seeds, twice the lag
   verl-ext lab stale+quantized --add both='stability=r3 stability.correction=icepop'
-                                                         two gaps at once, and a composition of one's own
+                                                         two gaps at once, and a combination of your own
   verl-ext lab quantized --plugins my_correction --add mine='stability.correction=my_correction'
 """
 
@@ -55,7 +56,11 @@ def add_parser(commands: Any) -> None:
         "overrides", metavar="OVERRIDE", nargs="*", help="overrides of every run, as for verl_ext.main_ppo"
     )
     parser.add_argument(
-        "--variants", type=names, default=names(VARIANTS), metavar="NAME,...", help=f"default: {VARIANTS}"
+        "--variants",
+        type=names,
+        default=names(VARIANTS),
+        metavar="NAME,...",
+        help=f"methods to compare (default: {VARIANTS})",
     )
     parser.add_argument(
         "--seeds",
@@ -68,7 +73,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--list", action="store_true", help="print the regimes and the variants, and exit")
     parser.add_argument("--steps", type=_count_above_0, metavar="N", help="steps per run (default: 300)")
     parser.add_argument("--jobs", type=_count_above_0, metavar="N", help="runs at a time (default: one per core)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: .lab/REGIME")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the runs (default: .lab/REGIME)")
     parser.add_argument(
         "--plugins",
         type=names,
@@ -76,7 +81,7 @@ def add_parser(commands: Any) -> None:
         metavar="MODULE,...",
         help="modules to import first; they register your own methods",
     )
-    parser.add_argument("--no-page", action="store_true", help="write results.json only, no page")
+    parser.add_argument("--no-page", action="store_true", help="print the table and write results.json, but no page")
     parser.add_argument("--json", action="store_true", help="print results.json instead of the table")
     parser.set_defaults(run=run_lab)
 

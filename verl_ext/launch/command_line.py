@@ -43,7 +43,7 @@ def add_own(parser: argparse.ArgumentParser, what: str) -> None:
         action="append",
         default=[],
         metavar="NAME='OVERRIDES'",
-        help=f"add {what} of your own; may be repeated",
+        help=f"define {what} of your own; may be repeated",
     )
 
 

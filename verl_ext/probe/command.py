@@ -54,7 +54,7 @@ after Ctrl-C: the same command then continues a sweep.
 examples:
   verl-ext probe recipe=qwen3_30b_a3b ...                      the overrides of a launch
   verl-ext probe --fail-above 1e-3 --json recipe=... > p.json  in CI, after an upgrade of an engine
-  verl-ext probe --sweep all recipe=...                        which setting the gap depends on; a start for each
+  verl-ext probe --sweep all recipe=...                        find the setting that the gap depends on; one start each
   verl-ext probe --sweep fp32 --add graphs_off='actor_rollout_ref.rollout.enforce_eager=true' recipe=...
 """
 
@@ -62,7 +62,7 @@ examples:
 def add_probe_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "probe",
-        help="where rollout and training come apart, before a run",
+        help="find where rollout and training differ, before a run",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -72,7 +72,7 @@ def add_probe_parser(commands: Any) -> None:
         "--prompts",
         type=int,
         default=16,
-        help="one answer each (default: %(default)s), rounded up to the training ranks",
+        help="prompts, with one answer each (default: %(default)s), rounded up to the training ranks",
     )
     parser.add_argument(
         "--batches",
@@ -86,11 +86,13 @@ def add_probe_parser(commands: Any) -> None:
     )
     add_own(parser, "a setting to sweep")
     parser.add_argument(
-        "--fail-above", type=float, metavar="K3", help="exit with 1 where k3, in nats, is above this or NaN"
+        "--fail-above", type=float, metavar="K3", help="exit with 1 if k3, in nats, is above this or NaN"
     )
-    parser.add_argument("--out", type=Path, default=Path(".probe"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--no-page", action="store_true", help="print and write only the tables and the JSON")
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument(
+        "--out", type=Path, default=Path(".probe"), metavar="DIR", help="folder of the results (default: %(default)s)"
+    )
+    parser.add_argument("--no-page", action="store_true", help="print the tables and write the JSON, but no page")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.set_defaults(run=run_probe)
 
 

@@ -33,20 +33,20 @@ RUN_HELP = (
     "too; PATH:N is the Nth of several runs in it"
 )
 REPORT = """\
-Say what happened to a run, why, and what to do: first what the metrics say (did it collapse, at which step, and what
-warned how many steps before), then one command to start it again with, then everything else. A table follows, and a
-folder with one HTML page that needs no network, the same figures as PNG, and a page of the trajectories where the run
-wrote some. Works on any run of verl; the page names the setting that would log what is missing.
+Explain what happened to a run, why, and what to do. The verdict comes first (did it collapse, at which step, and what
+warned how many steps before), then one command to start it again, then everything else and a table. It also writes a
+folder with one HTML page that needs no network, the same figures as PNG, and a page of the trajectories if the run
+wrote some. It works on any run of verl; the page names the setting that would log a missing metric.
 """
 REPORT_EXAMPLES = """\
 examples:
   verl-ext report verl_ext/qwen3_30b_a3b.jsonl       the page goes to report/report.html
   verl-ext report tensorboard_log/verl_ext/my_run --out my_report
-  verl-ext report RUN --watch                        again every 15 s, until Ctrl-C; the page reloads itself
+  verl-ext report RUN --watch                        repeat every 15 s, until Ctrl-C; the page reloads itself
 """
 COMPARE = """\
-Put runs side by side: a table of final values that tells which differences from the first run are more than the noise
-between steps, and a page with every figure of the report for all of them.
+Compare runs: a table of final values, which marks differences from the first run that exceed the noise between steps,
+and a page with every figure of the report for all runs.
 """
 COMPARE_EXAMPLES = """\
 examples:

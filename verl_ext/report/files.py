@@ -60,12 +60,12 @@ def written_whole(file: Path) -> Iterator[BinaryIO]:
 
     An existing file is replaced; a link itself is replaced, not its target. A failed write leaves nothing.
     """
-    beside = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
     try:
         # O_EXCL does not follow a link with this name.
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as out:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as out:
             yield out
-        beside.replace(file)
+        temporary.replace(file)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

@@ -126,8 +126,8 @@ class Reader:
     def _build(self, source: RunSource) -> Run:
         part = source.run(self._which)
         log = self._events
-        told = () if log is None else log.of(part)
-        events, strange = own_steps(told, int(part.steps[-1]), "decision of the guard", "decisions of the guard")
+        decisions = () if log is None else log.of(part)
+        events, strange = own_steps(decisions, int(part.steps[-1]), "decision of the guard", "decisions of the guard")
         name = printable(source.name)
         return Run(
             # Several runs of one file may be compared.

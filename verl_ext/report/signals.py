@@ -64,13 +64,13 @@ def gap_of(run: Run) -> Gap | None:
     """Returns k3 of trajectories of lag 0, and of rescored ones, if it was logged often enough lately; else the
     whole k3."""
     whole = run.get(K3)
-    alone: dict[int, float] = {}
+    of_engines: dict[int, float] = {}
     for name in reversed(engines_names(K3)):
         if (series := run.get(name)) is not None:
-            alone |= dict(_as_readings(series))
-    steps = sorted(alone)
+            of_engines |= dict(_as_readings(series))
+    steps = sorted(of_engines)
     if is_seen_enough(steps, int(run.steps[-1]), Boundary.window):
-        series = Series(np.array(steps), np.array([alone[step] for step in steps]))
+        series = Series(np.array(steps), np.array([of_engines[step] for step in steps]))
         return Gap(series, "k3 of the engines alone", alone=True)
     return None if whole is None else Gap(whole)
 

@@ -149,12 +149,12 @@ def judge_run(run: Run) -> RunVerdict:
     stop = next((event for event in run.events if event.action == "stop" and event.step >= run.steps[-1]), None)
     if stop is None:
         return found
-    told = _act_sentence(stop)
+    act = _act_sentence(stop)
     why, evidence = (
-        tuple(sentence for sentence in sentences if sentence != told)
+        tuple(sentence for sentence in sentences if sentence != act)
         for sentences in ((found.sentence, *found.why), found.evidence)
     )
-    return replace(found, state="stopped", sentence=told, why=why, evidence=evidence)
+    return replace(found, state="stopped", sentence=act, why=why, evidence=evidence)
 
 
 def _verdict_of_metrics(run: Run) -> RunVerdict:
@@ -281,8 +281,8 @@ def _healthy_verdict(run: Run) -> RunVerdict:
     return RunVerdict("healthy", sentence, tuple(why), tuple(overrides), _evidence(run, (gap, *why)))
 
 
-def _evidence(run: Run, told: Collection[str]) -> tuple[str, ...]:
-    """Returns all sentences about the run, except those in `told`."""
+def _evidence(run: Run, used: Collection[str]) -> tuple[str, ...]:
+    """Returns all sentences about the run, except those in `used`."""
     sentences = (
         *_limit_sentences(run),
         *_movement_sentences(run),
@@ -290,7 +290,7 @@ def _evidence(run: Run, told: Collection[str]) -> tuple[str, ...]:
         *_gap_sentences(run),
         *_surroundings(run),
     )
-    return tuple(sentence for sentence in sentences if sentence not in told)
+    return tuple(sentence for sentence in sentences if sentence not in used)
 
 
 def _warning_sentence(run: Run, collapse: Collapse) -> str:

@@ -123,7 +123,7 @@ class CapturedRouting:
             kernel = f"{ROLLOUTS[name]}'s kernel"
             modular = f"{ENGINE_KWARGS}.{name}.{MODULAR[name]}"
             raise HookError(
-                f"{replay_setting(config)}=R3 has nothing to replay: {' '.join(wrong.values())}",
+                f"{replay_setting(config)}=R3 has nothing to replay: {' '.join(wrong.values()).removesuffix('.')}",
                 fix=(f"{replay_setting(config)}=disabled",),
                 otherwise=f"if {kernel} does not return its experts, choose a kernel that does, {modular}",
             )

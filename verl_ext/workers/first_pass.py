@@ -87,9 +87,9 @@ class FirstPass:
             return not (self._refused or unusable), {}
         self._measures = False
         self._refused = unusable or any(is_past(measured.metrics, limit) for limit in self._limits)
-        told = {"tokens": measured.tokens, "kept": measured.kept, "non_finite": measured.non_finite}
-        told["refused"] = self._refused
-        return not self._refused, measured.metrics | {f"{COUNTS}{name}": float(n) for name, n in told.items()}
+        reported = {"tokens": measured.tokens, "kept": measured.kept, "non_finite": measured.non_finite}
+        reported["refused"] = self._refused
+        return not self._refused, measured.metrics | {f"{COUNTS}{name}": float(n) for name, n in reported.items()}
 
 
 def take_measured(metrics: MutableMapping[str, float]) -> tuple[Measured, bool]:
@@ -102,11 +102,11 @@ def take_measured(metrics: MutableMapping[str, float]) -> tuple[Measured, bool]:
     """
     found = {name.removeprefix("actor/"): float(metrics.pop(name)) for name in [*metrics] if name.startswith(MEASURED)}
     counts = f"actor/{COUNTS}"
-    told = {name.removeprefix(counts): int(metrics.pop(name)) for name in [*metrics] if name.startswith(counts)}
-    refused = bool(told.pop("refused", 0))
+    reported = {name.removeprefix(counts): int(metrics.pop(name)) for name in [*metrics] if name.startswith(counts)}
+    refused = bool(reported.pop("refused", 0))
     if "actor/entropy_loss" in metrics:
         metrics["actor/entropy"] = metrics["actor/entropy_loss"]
-    return Measured(None, found, **{"tokens": 0, "kept": 0, "non_finite": 0, **told}), refused
+    return Measured(None, found, **{"tokens": 0, "kept": 0, "non_finite": 0, **reported}), refused
 
 
 def is_past(signals: Mapping[str, float], limit: tuple[str, str, float]) -> bool:

@@ -125,8 +125,8 @@ class Gate:
         if self._data is not None and self.limits.active:
             signals = self._agree()
             self._taken = not breaks_limits(signals, asdict(self.limits))
-            told = signals | {"refused": float(not self._taken)}
-            self._metrics = {f"gate/{name}": [value] for name, value in told.items()}
+            reported = signals | {"refused": float(not self._taken)}
+            self._metrics = {f"gate/{name}": [value] for name, value in reported.items()}
         if self._data is not None and self.first_pass is not None:
             taken, measured = self.first_pass.judge(counts=self.engine.is_mp_src_rank_with_outputs())
             self._taken &= taken

@@ -75,14 +75,14 @@ def replica_group(engine: Any) -> dist.ProcessGroup | None:
     device.
     """
     share, own = engine.get_data_parallel_rank(), _model_group(engine)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (share, None if own is None else sorted(dist.get_process_group_ranks(own))))
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (share, None if own is None else sorted(dist.get_process_group_ranks(own))))
     replicas: dict[int, list[int]] = {}
-    for rank, (of, _) in enumerate(told):
+    for rank, (of, _) in enumerate(answers):
         replicas.setdefault(of, []).append(rank)
     if max(map(len, replicas.values())) == 1:
         return None
-    if all(ranks == replicas[of] for of, ranks in told):
+    if all(ranks == replicas[of] for of, ranks in answers):
         return own
     groups = {of: dist.new_group(ranks) for of, ranks in sorted(replicas.items()) if len(ranks) > 1}
     return groups.get(share)

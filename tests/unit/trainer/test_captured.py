@@ -68,9 +68,9 @@ def test_what_becomes_of_them_depends_on_who_replays(mode, strategy, outcome):
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (counts(unknown=6), r"6 of 6 tokens came without routing\."),
+        (counts(unknown=6), r"6 of 6 tokens came without routing"),
         (counts(unknown=1, repeated=5), r"1 of 6 tokens came .* 5 of 6 tokens name an expert twice"),
-        (counts(out_of_range=6), r"6 of 6 tokens name an expert that the model has not"),
+        (counts(out_of_range=6), r"6 of 6 tokens name an expert that the model lacks"),
     ],
 )
 def test_a_replay_of_nothing_stops_the_run_with_the_remedy(strategy, found, said):

@@ -55,7 +55,7 @@ SETTINGS = {
     "geo_mask": ("stability.geo_mask.low=0.9", "stability.geo_mask.high=1.1"),
     "opsm": ("stability.opsm.delta=0.1",),
 }
-TOKEN_WEIGHTS = ("tis", "icepop", "kpop")
+TOKEN_WEIGHTS = ("tis", "icepop", "kpop", "ipo")
 REFUSED = {
     **{
         name: (f"stability.correction={name}", *SETTINGS.get(name, ()))

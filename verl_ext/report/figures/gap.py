@@ -155,10 +155,10 @@ def _marks(run: Run) -> list[alt.Chart]:
         for event in run.events
         if event.action in SHAPES and event.step >= first
     ]
-    told = {step for step, action, _ in happened if action == "skip"}
+    explained = {step for step, action, _ in happened if action == "skip"}
     if (skipped := run.get("guard/skipped")) is not None:
         steps = skipped.steps[skipped.values > 0].tolist()
-        happened += [(step, "skip", "the event log has no reason") for step in steps if step not in told]
+        happened += [(step, "skip", "the event log has no reason") for step in steps if step not in explained]
     if not happened:
         return []
     edges = step_edges(run.steps, MARKS)

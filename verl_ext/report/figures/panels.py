@@ -113,14 +113,14 @@ def _validation_chart(run: Run) -> alt.LayerChart | None:
     return line_chart(lines, step_span(run)) if lines else None
 
 
-def _bucket_chart(axis: str, colours: Sequence[str] = ORDERED, **beside: str) -> Callable[[Run], alt.LayerChart | None]:
-    """Draws k3 of each bucket, and the metrics in `beside`, label=metric, next to them."""
+def _bucket_chart(axis: str, colours: Sequence[str] = ORDERED, **others: str) -> Callable[[Run], alt.LayerChart | None]:
+    """Draws k3 of each bucket, and the metrics in `others`, label=metric, next to them."""
 
     def chart(run: Run) -> alt.LayerChart | None:
         found = run.parts(K3, f"{axis}/")
         named = [(name, colour) for name, colour in zip(BUCKETS[axis], colours, strict=True) if name in found]
         lines = [Line(name, found[name], colour) for name, colour in named]
-        lines += [Line(label, s, INK) for label, metric in beside.items() if (s := run.get(metric)) is not None]
+        lines += [Line(label, s, INK) for label, metric in others.items() if (s := run.get(metric)) is not None]
         return line_chart(lines, step_span(run), log=True, unit="nats per token") if lines else None
 
     return chart
