@@ -85,7 +85,8 @@ VERLS = (
         "VERL_EXT_AGENT_LOOP",
         "set by the launch",
         "an environment variable: how routing is sent. `narrow:0` sends it in verl's int16 instead of vLLM's dtype, "
-        "`turns:0` sends earlier turns again, `narrow:0,turns:0` does both (docs/routing.md#less-of-it).",
+        "`turns:0` sends earlier turns again, without a checksum, `narrow:0,turns:0` does both "
+        "(docs/routing.md#less-of-it).",
     ),
 )
 

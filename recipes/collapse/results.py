@@ -1,6 +1,6 @@
 """The runs of run.sh beside each other: a table by the lab's rules, and the picture.
 
-    python recipes/collapse/results.py            write the tables into README.md, draw docs/collapse.png
+    python recipes/collapse/results.py            write the tables into README.md, draw PICTURES
     python recipes/collapse/results.py --keep     first take the runs of .collapse over into recipes/collapse/runs
 
 What is kept of a run are the metrics of KEPT, to five digits, and the guard's events.
@@ -9,6 +9,7 @@ What is kept of a run are the metrics of KEPT, to five digits, and the guard's e
 import argparse
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from verl_ext.base.names import EVENTS
@@ -35,7 +36,8 @@ from verl_ext.report.run import Run
 
 HERE = Path(__file__).parent
 MADE, RUNS = Path(".collapse"), HERE / "runs"
-PICTURE = HERE.parents[1] / "docs" / "collapse.png"
+DOCS = HERE.parents[1] / "docs"
+PICTURES = {"collapse.png": None, "remedy.png": ("exact", "opsm", "none")}  # file in docs -> its arms, None for all
 README = HERE / "README.md"
 KEPT = (
     *(REWARD, K3, DROPPED, NORM, FORECAST, SKIPPED, ROLLBACKS, "guard/collapsed", "router/agreement", "actor/entropy"),
@@ -113,9 +115,9 @@ def _mean(found: Interval | None, how: str = "{:.2f}") -> str:
     return "" if found is None else how.format(found.mean)
 
 
-def draw(regime: str, folder: Path = RUNS) -> bytes:
-    """The reward and k3 of every arm, as a PNG."""
-    runs = {arm: list(each.values()) for arm, each in runs_of(regime, folder).items()}
+def draw(regime: str, folder: Path = RUNS, arms: Sequence[str] | None = None) -> bytes:
+    """Returns a PNG with the reward and k3 of these arms, or of all."""
+    runs = {arm: list(each.values()) for arm, each in runs_of(regime, folder).items() if arms is None or arm in arms}
     look = variant_looks(sorted(runs, key=lambda arm: (arm != "exact", arm != "none", arm)))
     panels = [panel for metric in PANELS for panel in LAB_PANELS if panel.metric == metric]
     charts = {panel: chart for panel in panels if (chart := seeds_chart(panel, runs, look)) is not None}
@@ -140,8 +142,9 @@ def main() -> None:
         for folder in keep(MADE, RUNS):
             print(f"kept {folder.relative_to(HERE)}")
     README.write_text(with_tables(README.read_text()))
-    PICTURE.write_bytes(draw("stale"))
-    print(f"wrote {README.name} and {PICTURE.name}")
+    for name, arms in PICTURES.items():
+        (DOCS / name).write_bytes(draw("stale", arms=arms))
+    print(f"wrote {', '.join([README.name, *PICTURES])}")
 
 
 if __name__ == "__main__":

@@ -287,8 +287,8 @@ def m2po(batch: LossBatch, *, threshold: float) -> LossChange:
     M2PO, "Prosperity before Collapse" (ICLR 2026, arXiv 2510.01161), algorithm 1, whose threshold is 0.04: of the
     tokens with A > 0 and r > 1, or A < 0 and r < 1, which are those that PPO's clip looks at. Its objective weighs the
     others by r, which is left to `tis`, or to the loss in bypass mode. The mean is of a micro-batch, as in its authors'
-    code (Infini-AI-Lab/M2PO), which clips at the bounds found so, and at 0.7 and 1.5 where they are narrower. AReaL's
-    `m2_threshold` takes all tokens, whatever the sign of A, and l_old for l_theta. NaN weighs 0.
+    code (Infini-AI-Lab/M2PO), which clips PPO's ratio at the bound found so. AReaL's `m2_threshold` takes all tokens,
+    whatever the sign of A, and l_old for l_theta. NaN weighs 0.
 
     Metrics: dropped, share of the tokens; second_moment, the mean before any is dropped.
     """

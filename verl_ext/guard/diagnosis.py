@@ -164,17 +164,20 @@ class Marks:
     def at_once(self) -> float | None:
         """The size of the gap in the first steps, as a share of what it is now, at most 1; None in a resumed run.
 
-        Steps whose rollouts are older than the policy are left out: their gap is the policy's own movement too.
+        Steps whose rollouts are older than the policy are left out: their gap is the policy's own movement too. If all
+        of them are, it is None unless even their gap was small.
         """
         names = ("vllm_kl/log_ratio_abs_mean", "training/rollout_probs_diff_mean", K3, "rollout_corr/k3_kl")
         for name in names:
             if (found := self._series.get(name)) is not None and len(found):
-                fresh = found[:FIRST][[step <= FIRST and step not in self._stale_steps for step in found[:FIRST, 0]]]
-                if not len(fresh):
+                first = found[:FIRST][found[:FIRST, 0] <= FIRST]
+                if not len(first):
                     return None
-                first, now = fresh[:, 1].mean(), np.median(found[-WINDOW:, 1])
-                share = max(float(first / now), 0.0) if first < now else 1.0
-                return share**0.5 if name.endswith(("k3", "k3_kl")) else share
+                fresh = first[[step not in self._stale_steps for step in first[:, 0]]]
+                start, now = (fresh if len(fresh) else first)[:, 1].mean(), np.median(found[-WINDOW:, 1])
+                share = max(float(start / now), 0.0) if start < now else 1.0
+                share = share**0.5 if name.endswith(("k3", "k3_kl")) else share
+                return share if len(fresh) or share < FROZEN else None
         return None
 
     @cached_property
@@ -279,6 +282,10 @@ class Marks:
     @cached_property
     def staleness(self) -> float | None:
         return self.late(STALENESS)
+
+    @cached_property
+    def always_stale(self) -> bool:
+        return self.at_once is None and bool(self._stale_steps.intersection(range(FIRST + 1)))
 
     @cached_property
     def _stale_steps(self) -> set[float]:
@@ -698,7 +705,9 @@ def _old_weights(marks: Marks) -> Iterator[Sign]:
     if marks.staleness is None:
         yield Sign(-1, "no trajectory says that it is older than the policy")
     else:
-        yield Sign(3 if marks.staleness >= 1 else -3, f"rollouts are {marks.staleness:.1f} versions behind the policy")
+        # Rollouts that were old from the first step on do not show how large the gap is without their age.
+        points = -3 if marks.staleness < 1 else 2 if marks.always_stale else 3
+        yield Sign(points, f"rollouts are {marks.staleness:.1f} versions behind the policy")
 
 
 def _unsynced(marks: Marks) -> Iterator[Sign]:

@@ -1,6 +1,8 @@
 """Packed tokens go out to a pass's rows and come back; a planted disagreement is found where it was planted."""
 
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.support.route_sum import route_sum
 from verl_ext.base.errors import BatchError, HookError
 from verl_ext.core.routing import RouterSums
 from verl_ext.routing.outputs import RowLayout, check_captured, drop_refused, packed_rows, routing_outputs
+from verl_ext.workers.actor import SharingTrainingWorker
 
 LAYERS, TOP_K = 3, 4
 LENGTHS = [(4, 3), (2, 5), (1, 1), (3, 0)]  # prompt and response length of each trajectory
@@ -232,3 +235,16 @@ def test_routes_that_were_captured_or_left_out_are_no_error():
     check_captured(captured()[0])
     check_captured(captured(lambda rows: rows[:0])[0])
     check_captured(captured(lambda rows: rows.byte().long())[0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mode", "checked"),
+    [("megatron", "R3", True), ("veomni", "R3", True), ("megatron", "R2", False), ("fsdp2", "R3", False)],
+)
+def test_a_worker_checks_the_routes_that_verl_replays(strategy, mode, checked):
+    """The field has the engine's own routes with R2; under FSDP each micro-batch is checked."""
+    worker = object.__new__(SharingTrainingWorker)
+    worker.engine_config = SimpleNamespace(strategy=strategy, router_replay=SimpleNamespace(mode=mode))
+    data, _ = captured(lambda rows: rows.roll(1, 0))
+    with pytest.raises(BatchError, match="is not what its rollout captured") if checked else nullcontext():
+        worker.check_replayed(data)
