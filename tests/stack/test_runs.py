@@ -76,7 +76,7 @@ def assert_half_is_compared(step):
 
 def assert_the_report_shows(run):
     """The trajectories' numbers are those that the metrics were made of, and the pages are there."""
-    assert re.search(r"trajectories +│ 2 a step +│ cpu_smoke\.trajectories\.jsonl", run.console)
+    assert re.search(r"trajectories +│ 2 per step +│ cpu_smoke\.trajectories\.jsonl", run.console)
     lines = load_trajectories(run.folder / "verl_ext" / "cpu_smoke.trajectories.jsonl")
     assert [(line.step, line.why) for line in lines] == [
         (step, why) for step in (1, 2, 3) for why in ("largest gap", "at random")
