@@ -86,7 +86,7 @@ def nested(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def fill(count: int) -> None:
-    """Put so many trajectories."""
+    """Puts this many trajectories."""
     for first in range(0, count, AT_A_TIME):
         rows = min(AT_A_TIME, count - first)
         offsets = torch.arange(0, (rows + 1) * LENGTH, LENGTH)

@@ -5,7 +5,7 @@ tensors.
 
 verl: `compute_rollout_correction_and_rejection_mask` on a padded batch. Ours: `measure` with `icepop` and `geo_mask`,
 on the padded batch and on the packed tokens; without the breakdown, which verl has not, and with it. Both read the
-same float32 log-probabilities and int64 mask, as they stand in verl's batch (our cast to bool is timed with the rest);
+same float32 log-probabilities and int64 mask, as in verl's batch (our cast to bool is timed with the rest);
 trajectories have 14 to 100 % of the longest one's tokens. Runs alternate, so that a machine that slows down favours
 none.
 

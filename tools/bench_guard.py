@@ -31,7 +31,7 @@ def line(event: Event) -> bytes:
 
 
 def build(rules: int) -> Guard:
-    """A guard of so many rules, its windows full."""
+    """Returns a guard of this many rules, with full windows."""
     chosen = [
         Rule(f"r{i}", f"signal/{i}", 8.0, zscore_window=64 if i % 2 else None, setting=f"rules.r{i}.above")
         for i in range(rules)

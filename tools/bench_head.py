@@ -9,7 +9,7 @@ medians, to the first. A model this small shows the most that heads can cost: a 
 longer for the rest.
 
 `read`: log-probabilities of the sampled token and of K more from logits [rows, vocabulary], forward and backward,
-against verl's `logprobs_from_logits` of the sampled token alone, and against log_softmax and gather; time, and memory
+against verl's `logprobs_from_logits` of only the sampled token, and against log_softmax and gather; time, and memory
 that is added to that of the logits.
 """
 

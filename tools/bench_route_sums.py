@@ -1,4 +1,5 @@
-"""How long the checksum of a trajectory's routes takes: python tools/bench_route_sums.py [--tokens N] [--repeats N]
+"""Measures how long the checksum of a trajectory's routes takes: python tools/bench_route_sums.py [--tokens N]
+[--repeats N]
 
 On one core, for 48 layers and top-8 of 128 experts, as vLLM returns them (uint8) and as verl carries them (int16): in
 the server and in the agent loop's process (from numpy), and in a worker (from a tensor).

@@ -3,8 +3,9 @@
     python tools/bench_routing.py [--sizes 16384x48x128x8] [--threads 2] [--repeats 7] [--devices cpu]
 
 A size is tokens x layers x experts x top-k. Ids are uint8 up to 256 experts, else int16; the second engine's sets have
-about 1 % of their ids replaced, and stand in the order of the first one's: both sort by score. "reversed" is the worst
-case of `blockwise_overlap`, which finds sets that are equal in order too: the second engine's ids stand the other way.
+about 1 % of their ids replaced, and have the order of the first one's: both sort by score. "reversed" is the worst
+case of `blockwise_overlap`, which finds sets that are equal in order too: the second engine's ids have the reverse
+order.
 
 plain: `(train.unsqueeze(-1) == infer.unsqueeze(-2)).any(-1).sum(-1)`, in blocks of tokens where its temporaries would
 not fit half of the free memory. one id at a time: K comparisons of [tokens, layers, K], what we had before. ours:

@@ -39,7 +39,7 @@ Pair = tuple[Step, Step]  # off, on
 
 
 class Run:
-    """A run of training that takes a step when it is told to, and stands still in between."""
+    """A run of training that takes a step on request, and waits in between."""
 
     def __init__(self, overrides: tuple[str, ...], steps: int, folder: Path):
         folder.mkdir()

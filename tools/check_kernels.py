@@ -99,7 +99,7 @@ def environment(asked: dict[str, str]) -> dict[str, str]:
 
 
 def kernels_in_use(asked: dict[str, str]) -> tuple[str, str, str, str]:
-    """(torch, oneDNN, MKL, threads), as they say themselves; "?" where one says nothing."""
+    """(torch, oneDNN, MKL, threads), as they report them; "?" if one reports nothing."""
     verbose = environment(asked) | {"ONEDNN_VERBOSE": "1", "MKL_VERBOSE": "1"}
     printed = subprocess.run([sys.executable, "-c", PROBE], env=verbose, capture_output=True, text=True).stdout
 
@@ -114,7 +114,7 @@ def kernels_in_use(asked: dict[str, str]) -> tuple[str, str, str, str]:
 
 
 def run(name: str, extra: list[str], examples: int, logs: Path, progress: Callable[[int], None]) -> Outcome:
-    """Run the tests under one combination; `progress` is told the share that is done, in percent."""
+    """Runs the tests under one combination; `progress` gets the finished share, in percent."""
     asked = COMBINATIONS[name]
     kernels, start = kernels_in_use(asked), time.monotonic()
     log = logs / f"{name.replace(' ', '_')}.log"

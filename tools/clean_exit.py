@@ -35,7 +35,7 @@ def main(command: list[str]) -> int:
         return 0 if command else 2
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1) != 0:
         raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER failed")
-    # A session of its own: a terminal's Ctrl-C reaches this process alone, which passes it on once, to all in there.
+    # A session of its own: a terminal's Ctrl-C reaches only this process, which passes it on once, to all in there.
     driver = subprocess.Popen(command, start_new_session=True)
 
     def interrupt(number: int, frame: FrameType | None) -> None:

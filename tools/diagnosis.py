@@ -2,7 +2,8 @@
 
     python tools/diagnosis.py run [--runs 8]     make the runs that are not there yet; 40 minutes a core
     python tools/diagnosis.py judge              judge them, and print docs/diagnosis.md's tables
-    python tools/diagnosis.py ask                how much is told once what the report asks for is measured
+    python tools/diagnosis.py ask                how much is found once the metrics that the report asks for are
+    measured
 
 Each run of a cause has a task, a model, a learning rate and a severity of its own, drawn by its number. The points of
 `verl_ext.guard.diagnosis` were chosen on the set `development` and on the runs of `held_out` before FIRST; the tables
@@ -227,7 +228,7 @@ def plain(metrics: Metrics) -> Metrics:
 
 
 def named_at(metrics: Metrics) -> tuple[list[tuple[int, str]], int]:
-    """The causes that a run tells while it runs, by step, and its number of steps."""
+    """Returns the causes that a run names while it runs, by step, and its number of steps."""
     by_step: dict[int, dict[str, float]] = defaultdict(dict)
     for name, found in metrics.items():
         for step, value in found:
@@ -245,8 +246,8 @@ class Judged:
 
     Attributes:
         found: the causes that are named at its end, the likeliest first.
-        plain: the same from verl's metrics alone.
-        told: (step, cause) as the run told them while it ran.
+        plain: the same from only verl's metrics.
+        told: (step, cause) as the run named them while it ran.
         steps: of the run.
         onset: the step from which the planted cause acts.
     """
@@ -276,7 +277,7 @@ def is_right(cause: str, found: list[str], places: int) -> bool:
 
 
 def judge(which: str, out: Path) -> None:
-    """Print the tables of docs/diagnosis.md: by planted cause, who came first, and how soon the run told it."""
+    """Print the tables of docs/diagnosis.md: by planted cause, who came first, and how soon the run named it."""
     runs = {name: [judge_run(folder) for folder in folders_of(name, which, out)] for name in PLANTED}
     columns = ("planted", "runs", "first", "first two", "otherwise", "reported after", "verl's metrics only")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")

@@ -336,7 +336,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class Source:
-    """A package as its source files tell of it, without importing it: what is defined where, with which parameters.
+    """A package as its source files define it, without importing it: what is defined where, with which parameters.
 
     Args:
         folder: of the package, and called as the package is.

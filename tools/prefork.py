@@ -3,11 +3,11 @@
     python tools/prefork.py [--rollout vllm|sglang] [--preload MODULE,...] [--log FILE] COMMAND [ARGUMENT ...]
 
 One start of verl on a CPU is a dozen processes that import the same libraries, ten seconds each: on two cores, most of
-the start. Here one server imports them beside COMMAND, once, and the others are its children. COMMAND finds in its
+the start. Here one server imports them next to COMMAND, once, and the others are its children. COMMAND finds in its
 environment PREFORK_PYTHON, the path of a program that takes Python's arguments; the recipes for CPUs give it to Ray as
 `ray_kwargs.ray_init.runtime_env.py_executable`. What Ray's workers start through multiprocessing follows by itself:
-vLLM's engine and its workers, SGLang's scheduler. All of it ends when COMMAND does. For CPU runs alone: CUDA does not
-survive a fork. prefork_client.py, the program, says what the two tell each other.
+vLLM's engine and its workers, SGLang's scheduler. All of it ends when COMMAND does. Only for CPU runs: CUDA does not
+survive a fork. prefork_client.py, the program, describes their protocol.
 """
 
 import argparse
@@ -57,7 +57,7 @@ MOST_FILES = 253  # that one message can carry (SCM_MAX_FD)
 JOB = secrets.token_hex(4)
 RECIPE = Path(__file__).parent.parent / "configs" / "recipe" / "cpu_smoke.yaml"
 
-# The server: forks a process for each client, and tells it how that process ended.
+# The server: forks a process for each client, and reports to it how that process ended.
 
 
 class Server:
@@ -112,7 +112,7 @@ class Server:
         return None
 
     def abandon(self, connection: socket.socket, process: int) -> None:
-        """The client is gone, and says nothing otherwise: its process goes as well."""
+        """The client is gone; it sends nothing otherwise: its process ends as well."""
         self.selector.unregister(connection)
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
@@ -252,7 +252,7 @@ def end_after(run_it: Callable[[], None]) -> None:
     os._exit(code & 0xFF)
 
 
-# The start of both: the server beside the command.
+# The start of both: the server next to the command.
 
 
 def preload(modules: list[str]) -> None:
@@ -293,7 +293,7 @@ def die_with(parent: int) -> None:
 
 
 def main(modules: list[str], log: str | None, command: list[str]) -> None:
-    """Become COMMAND, beside a server that lives as long; `log` gets what the imports print."""
+    """Becomes COMMAND, next to a server that lives as long; `log` gets what the imports print."""
     own = from_environment()
     path = [entry for entry in sys.path[1:] if entry not in own]
     address = f"prefork-{os.getpid()}-{secrets.token_hex(8)}"

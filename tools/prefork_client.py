@@ -20,7 +20,7 @@ LENGTH = 8  # bytes, of the number that says how long a request is
 
 
 def client(address: str, arguments: list[str]) -> int:
-    """Have the server run `python ARGUMENTS` in the place of this process; the exit code."""
+    """Has the server run `python ARGUMENTS` instead of this process; returns the exit code."""
     files = inheritable_files()
     request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd(), "umask": os.umask(0)}
     body = json.dumps(request | {"files": files}).encode()

@@ -1,4 +1,4 @@
-"""Start a worker of Ray, in the place of Ray's setup_worker.py: have the server of prefork.py run it.
+"""Starts a worker of Ray, instead of Ray's setup_worker.py: has the server of prefork.py run it.
 
     python prefork_worker.py SCRIPT [OPTION ...] --serialized-runtime-env-context=JSON --language=PYTHON
 

@@ -402,7 +402,7 @@ def write_model(folder: Path) -> None:
 
 
 def marked_tests() -> dict[tuple[str, str], list[str]]:
-    """(Name of a row, engine) -> the tests whose mark says that they show it there."""
+    """(Name of a row, engine) -> the tests that are marked to show it there."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
         text = file.read_text(encoding="utf-8")

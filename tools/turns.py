@@ -1,6 +1,6 @@
-"""A run of training that waits before each step until it is told to go on; tools/bench_step.py has it preloaded.
+"""A run of training that waits before each step for a signal; tools/bench_step.py has it preloaded.
 
-The environment names two pipes: it writes a byte to TURN_ASKED, and goes on when it has read one from TURN_GIVEN. The
+The environment names two pipes: it writes a byte to TURN_ASKED, and continues when it has read one from TURN_GIVEN. The
 wait is logged as `timing_s/turn`, and is part of `timing_s/step`.
 """
 

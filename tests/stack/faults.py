@@ -183,7 +183,7 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
 
 
 def losing(worker_class: type) -> type:
-    """`worker_class`, whose weight syncs may be made to send one tensor alone, of which nobody knows."""
+    """`worker_class`, whose weight syncs can be made to send only one tensor, silently."""
     from verl.single_controller.base.decorator import Dispatch, register
 
     class LosingWorker(worker_class):

@@ -1,4 +1,4 @@
-"""`dense_reward`, until a file says otherwise: what a reward of somebody's own does on a bad day."""
+"""`dense_reward`, until a file asks for a fault: a user's reward function that fails."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The tool of telling_tool.py, one call of which hangs until the run has told of it."""
+"""The tool of telling_tool.py, one call of which hangs until the run has reported it."""
 
 import itertools
 import time

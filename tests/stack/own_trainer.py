@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 
 def main(wrap: Callable[[type], type], wrap_worker: Callable[[type], type] = lambda worker: worker) -> None:
-    """`verl_ext.main_ppo` on sys.argv, with `wrap` of our trainer in the place of each trainer_mode's.
+    """`verl_ext.main_ppo` on sys.argv, with `wrap` of our trainer instead of each trainer_mode's.
 
     And `wrap_worker` of the worker that captures routing.
     """

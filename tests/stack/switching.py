@@ -113,7 +113,7 @@ SCHEDULES: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def compose(overrides: list[str]):
-    """The config that a launch with these overrides trains with; later ones stand for earlier ones."""
+    """The config that a launch with these overrides trains with; later ones replace earlier ones."""
     import hydra
     from omegaconf import OmegaConf, open_dict
 
@@ -133,7 +133,7 @@ def compose(overrides: list[str]):
 
 
 def told() -> Path:
-    """The file that is there once the run has told of the tool that hangs."""
+    """Returns the file that exists once the run has reported the hanging tool."""
     return Path(tempfile.gettempdir(), f"told_{os.environ[MARK]}")
 
 

@@ -45,7 +45,7 @@ def imports():
 
 @pytest.fixture(scope="module")
 def cluster(imports, tmp_path_factory):
-    """Two nodes of one logical GPU each, started as docs/cluster.md says; their processes end with the test."""
+    """Two nodes of one logical GPU each, started as in docs/cluster.md; their processes end with the test."""
     mark = uuid.uuid4().hex
     folder = tmp_path_factory.mktemp("ray")
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"

@@ -63,7 +63,7 @@ def test_clean_exit_passes_the_exit_code_on_and_ends_daemons(tmp_path):
 
 @pytest.mark.e2e
 def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(arguments, train_in, stack, assets, tmp_path):
-    """Threshold 0 skips every update: counts go on across the restart, weights and optimizer stay what they were. All
+    """Threshold 0 skips every update: counts continue across the restart, weights and optimizer do not change. All
     answers get the same reward, which the report names."""
     settings = (
         "stability=icepop",

@@ -31,7 +31,7 @@ def ranks(quick_ranks, tmp_path_factory):
     ],
 )
 def test_every_rank_takes_the_same_steps(ranks, case, steps, refused):
-    """The mismatch and the NaN stand in the second mini-batch of rank 1 alone."""
+    """Only the second mini-batch of rank 1 has the mismatch and the NaN."""
     assert [rank[case]["steps"] for rank in ranks] == [steps, steps]
     assert torch.equal(ranks[0][case]["weights"], ranks[1][case]["weights"])
     for rank in ranks:
@@ -59,7 +59,7 @@ def test_what_it_was_decided_by_is_the_same_on_every_rank(ranks):
 
 @pytest.mark.parametrize(("case", "steps"), [("bypass", 2), ("bypass, a gap", 0), ("bypass, later", 2)])
 def test_in_bypass_mode_the_first_mini_batch_of_any_rank_decides_for_all(ranks, case, steps):
-    """The gap stands in one mini-batch of rank 1 alone; 0.5 is the limit."""
+    """Only one mini-batch of rank 1 has the gap; 0.5 is the limit."""
     assert [rank[case]["steps"] for rank in ranks] == [steps, steps]
     assert torch.equal(ranks[0][case]["weights"], ranks[1][case]["weights"])
     told = [{name: values for name, values in rank[case]["metrics"].items() if "/" in name} for rank in ranks]

@@ -76,7 +76,7 @@ def assert_half_is_compared(step):
 
 def assert_the_report_shows(run):
     """The trajectories' numbers are those that the metrics were made of, and the pages are there."""
-    assert re.search(r"trajectories +│ 2 a step +│ cpu_smoke\.trajectories\.jsonl", run.console)
+    assert re.search(r"trajectories +│ 2 per step +│ cpu_smoke\.trajectories\.jsonl", run.console)
     lines = load_trajectories(run.folder / "verl_ext" / "cpu_smoke.trajectories.jsonl")
     assert [(line.step, line.why) for line in lines] == [
         (step, why) for step in (1, 2, 3) for why in ("largest gap", "at random")
@@ -108,7 +108,7 @@ def assert_near_the_policy(run):
 def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train):
     """Three batches are handed out before the first update: the third is two versions old when its turn comes.
 
-    And tokens are sampled from the likely ones alone, of which both engines know.
+    Tokens are sampled only from the likely ones, which both engines know.
     """
     run = train(
         "stability=moe",
@@ -244,7 +244,7 @@ def test_icepop_loss_under_plain_verl(plain_verl):
 
 
 def test_none_logs_what_plain_verl_logs(train, plain_verl):
-    """Tokens are sampled from the likely ones, which training is not told: the report names it by these metrics."""
+    """Tokens are sampled from the likely ones, which training does not know: the report finds it by these metrics."""
     none = train("stability=none", *VERLS_WEIGHTS, "actor_rollout_ref.rollout.top_p=0.8", steps=8)
     assert none.code == 0, none.tail
     assert "running verl unchanged" in none.console

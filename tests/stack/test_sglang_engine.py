@@ -124,7 +124,7 @@ def test_two_ranks_agree_with_transformers(found):
 
 
 def test_without_our_copy_the_overlap_schedule_returns_wrong_experts_and_right_log_probs(found):
-    """SGLang reports no error: `router/agreement` alone shows it."""
+    """SGLang reports no error: only `router/agreement` shows it."""
     readings = found("overlapped")
     assert readings["apart"] < 1e-4
     assert readings["same_experts"] < 0.9

@@ -50,7 +50,7 @@ KEPT = ("actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.top_k=
 
 
 def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
-    """Tokens are sampled from the likely ones alone, and both engines count those alone; the score is centered. Routing
+    """Tokens are sampled only from the likely ones, and both engines count only those; the score is centered. Routing
     of half of the trajectories is compared."""
     finished = train(
         "stability=zero_mismatch",
@@ -157,7 +157,7 @@ def test_a_scheduler_that_cannot_start_ends_the_run_with_its_reason(train):
 def test_a_scheduler_that_is_killed_ends_the_run_which_goes_on_from_its_checkpoint(
     assets, train, sglang_stack, tmp_path
 ):
-    """Every update is skipped: the counts go on. The training engine divides its logits by 1.2, which the report
+    """Every update is skipped: the counts continue. The training engine divides its logits by 1.2, which the report
     names, by the probabilities of a model that is surer than the recipe's."""
     model = AutoModelForCausalLM.from_pretrained(assets / "model")
     with torch.no_grad():

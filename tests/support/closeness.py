@@ -10,7 +10,7 @@ import torch
 
 
 def close(found: Any, expected: Any, rtol: float = 1e-5, *, scale: float | None = None, name: str = "") -> None:
-    """Assert max |found - expected| <= rtol * scale, in float64; NaN and infinities must stand where they stand.
+    """Assert max |found - expected| <= rtol * scale, in float64; NaN and infinities must be at the same places.
 
     Args:
         found, expected: tensors, numbers or nested lists of one shape, of any dtypes.

@@ -1,4 +1,4 @@
-"""A training step of our trainers, on a trainer and a store of our own in the place of verl's."""
+"""A training step of our trainers, on our own trainer and store instead of verl's."""
 
 from typing import ClassVar
 
@@ -62,7 +62,7 @@ def one_step(
     tags=None,
     **fields,
 ):
-    """(trainer, metrics, store) after one step on two responses; `fields` stand for the batch's own."""
+    """(trainer, metrics, store) after one step on two responses; `fields` replace the batch's own."""
     defaults = {
         "rollout_log_probs": nested([-1.0, -2.0], [-3.0]),
         "old_log_probs": nested([-1.5, -2.0], [-0.5]),

@@ -8,7 +8,7 @@ import pytest
 
 from tests import ROOT
 
-# Room -> the rooms and modules of verl_ext that it may import beside itself.
+# Room -> the rooms and modules of verl_ext that it may import in addition to itself.
 BELOW: dict[str, set[str]] = {
     "base": set(),
     "core": {"base"},

@@ -141,7 +141,7 @@ def described(tmp_path_factory):
 @pytest.mark.network
 @each_extra
 def test_every_pin_is_a_wheel_and_asks_for_nothing_else(ours, overrides, described, extra):
-    """Without what stands in verl's wheelhouse, which need not be within reach."""
+    """Leaves out the packages of verl's wheelhouse, which may be out of reach."""
     found = described(pins(extra, wheelhouse=False))
     sources = {name for name, one in found.items() if not one["download_info"]["url"].endswith(".whl")}
     assert sources <= SOURCES

@@ -191,7 +191,7 @@ def test_no_head_is_one_line_that_says_how_to_start_one(command, capsys, argumen
 
 
 class Client:
-    """The jobs of a cluster, as Ray's client tells of them."""
+    """The jobs of a cluster, as Ray's client reports them."""
 
     def __init__(self, **statuses):
         self.jobs = {

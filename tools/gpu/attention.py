@@ -1,4 +1,4 @@
-"""Attention among packed sequences of one length: in the place of flash attention, which a bare machine lacks.
+"""Attention among packed sequences of one length: instead of flash attention, which a bare machine lacks.
 
 What flash attention does for packed sequences, torch's own kernels do for rows of a matrix. Where all sequences have
 one length, the packed tokens are such rows, and no mask is needed, which would slow the model down and flatter what is

@@ -37,7 +37,7 @@ class Record:
 
     @contextmanager
     def trying(self, case: str) -> Iterator[None]:
-        """A case by itself: where it raises, that is a check that does not hold, and the next case goes on."""
+        """A case by itself: where it raises, that is a check that does not hold, and the next case runs."""
         self.case = case
         try:
             yield
@@ -45,7 +45,7 @@ class Record:
             self.check("runs to its end", False, traceback.format_exc())
 
     def check(self, name: str, passed: bool, detail: str = "") -> None:
-        """Something that must hold; a part with one that does not has failed, and goes on."""
+        """Something that must hold; a part with one that does not hold has failed, and continues."""
         self._write(kind="check", name=name, passed=bool(passed), detail=detail)
 
     def figure(

@@ -163,7 +163,7 @@ class Tokens:
 
     @property
     def count(self) -> int:
-        """How many tokens the model generated."""
+        """The number of tokens that the model generated."""
         return int(self.mask.count_nonzero())
 
     def per_token(self) -> dict[str, Tensor]:

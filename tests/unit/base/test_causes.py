@@ -28,7 +28,7 @@ def test_each_reading_is_of_a_cause_and_its_options_are_the_probes():
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(cause.name for cause in pair))
 def test_what_settles_a_pair_tells_the_two_apart(pair):
-    """The probe is named where no reading is of both; it says of each what it would show, if it would."""
+    """The probe is named where no reading is of both; it names what each would show, if it would."""
     first, second = pair
     said = settling_sentence(first, second)
     apart = bool(first.probe) and not set(first.probe) & set(second.probe)

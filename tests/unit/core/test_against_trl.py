@@ -1,6 +1,6 @@
 """Compares off-policy sequence masking with TRL's `GRPOTrainer.get_off_policy_mask`.
 
-Its importance-sampling modes (token_truncate, token_mask, sequence_truncate, sequence_mask) stand in the middle of
+Its importance-sampling modes (token_truncate, token_mask, sequence_truncate, sequence_mask) are in the middle of
 `GRPOTrainer._generate_and_score_completions` and cannot be called without a model (trl 1.14.2): not compared.
 """
 

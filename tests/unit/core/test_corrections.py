@@ -253,7 +253,7 @@ def test_a_users_own_correction_works_in_measure(own_correction, block):
     found = measure(tokens, {"icepop": {"alpha": 0.5, "beta": 5.0}, "flag_low": {"floor": -1.0}}, block=block)
     assert found.weight.tolist() == [0, 0, 1, 0, 0, 0]
     assert found.metrics["correction/flag_low/low"] == 1
-    # The two that are high for icepop stand in a sequence that is low: "below the bounds of a correction".
+    # The two that are high for icepop are in a sequence that is low: "below the bounds of a correction".
     assert found.metrics["correction/dropped_low"] == pytest.approx(5 / 6)
 
 

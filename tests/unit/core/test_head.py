@@ -188,7 +188,7 @@ def test_a_centered_score_has_no_mean_under_the_sampler(name, seed, truncated, t
 
 @pytest.mark.parametrize("name", ["none", "tis", "icepop"])
 def test_of_a_tail_in_proportion_the_head_alone_gives_the_whole_mean(name):
-    """q is 1.25 p in the tail, of which the head says nothing but the mass that is left."""
+    """q is 1.25 p in the tail; the head shows only the tail's mass."""
     logits = logits_of(5).requires_grad_()
     log_p = logits.detach().double().log_softmax(1)
     order = log_p.argsort(1, descending=True)

@@ -24,7 +24,7 @@ REL = 1e-5  # k and the weights are float32, and so are their sums
 FLOORS = {"prob_diff_std": 1e-6, "k3": 1e-15}
 FLOOR = 1e-12
 # Of a product of float32 factors. Kernels round exp otherwise in whole vectors than in the rest of a block, so that a
-# weight's last bits depend on where its token stands.
+# weight's last bits depend on its token's place.
 ROUNDING = 2e-6
 
 LOG_PROBS = st.floats(-30, 0, width=32) | st.floats(-2, 0, width=32) | st.sampled_from([-100.0, 0.0])

@@ -397,7 +397,7 @@ def test_packages_of_the_search_path_on_the_command_line(doctor, mark):
 
 @pytest.fixture
 def model(tmp_path, mark, monkeypatch):
-    """A model folder whose config is of a class of its own, in a file beside it."""
+    """A model folder whose config has its own class, in a file next to it."""
     folder = tmp_path / "model"
     LlamaConfig(vocab_size=8).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)

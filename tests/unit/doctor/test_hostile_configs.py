@@ -1,4 +1,4 @@
-"""Whatever bytes stand where a config is expected, the outcome is a config or one line."""
+"""Any bytes instead of a config lead to a config or to one line."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A planted gap on the launching machine: what it is refused with, and what vLLM is told."""
+"""A planted gap on the launching machine: the settings that it is refused with, and those that vLLM gets."""
 
 import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig

@@ -1,4 +1,4 @@
-"""The table that is printed once the engines stand."""
+"""The table that is printed once the engines run."""
 
 from dataclasses import asdict
 from types import SimpleNamespace

@@ -175,7 +175,8 @@ def correlated(dice, count, correlation):
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
 @pytest.mark.parametrize("steps", [8, 40, 200])
 def test_noise_is_no_collapse(correlation, steps):
-    """A sample of what docs/report.md tells: rewards of 0.5 to 0.87 that go up and down by 0.2, and lower flat ones."""
+    """A sample of the claims in docs/report.md: rewards of 0.5 to 0.87 that go up and down by 0.2, and lower flat
+    ones."""
     for seed in range(10):
         wander = correlated(np.random.default_rng([steps, seed]), steps, correlation)
         noisy = np.clip(np.linspace(0.5, 0.87, steps) + 0.1 * wander, 0, 1)

@@ -64,7 +64,7 @@ def alike(share, size):
 
 
 def batch(least, most, answers=64):
-    """The rewards' range, and what tells how many answers a batch has."""
+    """The rewards' range, and the metric that shows how many answers a batch has."""
     return {
         "critic/score/min": least,
         "critic/score/max": most,
@@ -122,7 +122,7 @@ def test_the_marks_of_a_cause_name_it_first(cause):
     assert found[0].reasons and "check" in found[0].advice
 
 
-# Marks by which causes that look alike are told apart: what the run shows, and who comes first; "" for nobody.
+# Marks that distinguish similar causes: what the run shows, and which comes first; "" for none.
 ALIKE = {
     "a few percent of each update arrive, further from look to look": (
         grown(k3=1.5) | arrived(0.0, 0.09) | {"sync/moved": (0.02, 1.0)},

@@ -292,7 +292,7 @@ STEP = st.tuples(
 
 
 def play(guard, series, first):
-    """The decisions on a series, with a checkpoint where it says so, and a rollback where one is decided."""
+    """The decisions on a series, with a checkpoint where it asks for one, and a rollback where one is decided."""
     told = []
     for step, (k3, reward, norm, save) in enumerate(series, start=first):
         actions = run_step(guard, step, {"vllm_kl/k3": k3, "critic/score/mean": reward}, {"actor/grad_norm": norm})

@@ -1,4 +1,4 @@
-"""The kept runs of recipes/collapse: what its page says of them is what they hold."""
+"""The kept runs of recipes/collapse support the claims of its page."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""A collapsed run is told of in the same words and order on the terminal, the page and in a comparison."""
+"""A collapsed run is described in the same words and order on the terminal, the page and in a comparison."""
 
 import html
 import io

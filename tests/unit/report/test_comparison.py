@@ -78,7 +78,7 @@ def test_a_metric_without_a_good_direction_only_differs():
 
 
 def test_the_verdicts_are_of_the_table_not_of_the_row():
-    """A difference that stands alone does not among 50 others."""
+    """A difference that counts by itself does not count among 50 others."""
     steps = 100
     extra = {f"own/{index}": noise(50 + index, steps=steps) for index in range(50)}
     a, b = noise(1, 0, 1, steps), noise(2, 0.8, 1, steps)

@@ -1,4 +1,4 @@
-"""Whatever bytes stand where a run's files are expected, a look at them ends with a page or with one line."""
+"""Any bytes instead of a run's files lead to a page or to one line."""
 
 import json
 import tempfile

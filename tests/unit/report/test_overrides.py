@@ -1,4 +1,4 @@
-"""Every override that the report tells a reader to try composes with the real config and passes our checks."""
+"""Every override that the report suggests composes with the real config and passes our checks."""
 
 import re
 import shlex

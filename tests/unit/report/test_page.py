@@ -39,7 +39,7 @@ DRAWN = """() => Object.fromEntries([...document.querySelectorAll("[data-figure]
 TEXT = """[...document.querySelectorAll("body *:not(script):not(noscript)")].filter((one) => one.checkVisibility()
   && !one.closest("svg") && [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()))"""
 
-# Where the mark of step 12 stands in the canvas of the KL.
+# The place of step 12's mark in the canvas of the KL.
 MARK = """() => {
   const { view } = drawn.get("vllm_kl");
   const [left, top] = view.origin(), padding = view.padding();

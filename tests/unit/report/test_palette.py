@@ -1,4 +1,4 @@
-"""Colours that stay apart for colour-blind readers and stand out from the page, light and dark.
+"""Colours that colour-blind readers can distinguish, with contrast to the page, light and dark.
 
 Colour blindness: the matrices of Machado, Oliveira and Fernandes (2009) for severity 1, on linear RGB.
 Distance: CIE 1976 in CIELAB under D65; 2.3 is just noticeable. Contrast: WCAG 2.

@@ -88,7 +88,7 @@ def test_a_collapse_has_the_steps_of_the_lab(folder):
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
 @pytest.mark.parametrize("steps", [40, 200])
 def test_noise_is_no_collapse(correlation, steps):
-    """A sample of what docs/report.md tells."""
+    """A sample of the claims in docs/report.md."""
     for seed in range(20):
         wander = correlated(np.random.default_rng([steps, seed]), steps, correlation)
         for reward in (np.linspace(0.5, 0.87, steps) + 0.1 * wander, 0.5 + 0.1 * wander):

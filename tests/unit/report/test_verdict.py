@@ -488,7 +488,7 @@ STALE = "training/off_policy/trajectory_staleness/mean"
 
 
 def test_what_old_rollouts_add_to_k3_is_not_the_engines():
-    """The verdict is on lag 0, and on what was rescored where there is none; the rest is said beside it."""
+    """The verdict is on lag 0, and on rescored trajectories if there is none; the rest is reported in addition."""
     old = {"vllm_kl/k3": [0.02] * 40, STALE: [2.0] * 40}
     verdict = judge_run(make(old | {"vllm_kl/k3/lag/0": QUIET}))
     assert verdict.state == "healthy"

@@ -84,7 +84,7 @@ def adapter(mode, strategy="megatron"):
 
 
 def accepted_by_transferqueue(first, second):
-    """Does what the controller does when a worker writes to a field that is there; it logs a refusal and goes on."""
+    """Does what the controller does when a worker writes to a field that is there; it logs a refusal and continues."""
     schemas = [
         {
             "dtype": field.dtype,

@@ -39,7 +39,7 @@ from verl_ext.routing.megatron import Recorders
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """torch.distributed and megatron-core's parallel state, of this process alone."""
+    """torch.distributed and megatron-core's parallel state, of only this process."""
     from megatron.core import parallel_state as mpu
 
     with pytest.MonkeyPatch.context() as patch:
@@ -107,7 +107,7 @@ def gradients(engine, data):
 
 
 def test_without_replay_the_update_routes_for_itself_whatever_the_batch_brings(engine):
-    """mode=disabled: verl's worker sends no flag, and an engine built with R2 leaves the routers alone."""
+    """mode=disabled: verl's worker sends no flag, and an engine built with R2 does not touch the routers."""
     native, used = gradients(engine, batch(use_dynamic_bsz=False, micro_batch_size_per_gpu=4))
     elsewhere = [rows.flip(-1) * 0 + torch.tensor([6, 7]) for rows in as_rollout(some_routes())]
     again, used_again = gradients(engine, batch(routed=elsewhere, use_dynamic_bsz=False, micro_batch_size_per_gpu=4))

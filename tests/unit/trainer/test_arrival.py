@@ -14,7 +14,8 @@ N = 4096
 
 
 def scores(share, moved, rounding, seed=0, count=N):
-    """Two scorings of both engines: training moves by `moved`, the rollout by `share` of it; each rounds anew."""
+    """Two scorings of both engines: training moves by `moved`, the rollout by `share` of it; each rounds
+    differently."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale):

@@ -1,4 +1,4 @@
-"""The watch on the rollout's actors, with Ray's own actors in a local Ray; and when a step is told to be slow."""
+"""The watch on the rollout's actors, with Ray's own actors in a local Ray; and the report of a slow step."""
 
 import asyncio
 import re
@@ -217,7 +217,7 @@ def test_a_look_at_a_slow_step_that_fails_leaves_the_look_at_who_lives(broken, c
 
 
 class Run:
-    """A run whose steps are looked at every second; when it was told, and of which step."""
+    """A run whose steps are looked at every second; when the report came, and for which step."""
 
     def __init__(self, after_s):
         self.number, self.now, self.told = 0, 0.0, []

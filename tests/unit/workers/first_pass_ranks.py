@@ -10,7 +10,7 @@ LIMITS = {"refused": (("vllm_kl/k3", "above", 1e-6),), "taken": (("vllm_kl/k3", 
 
 
 def judged(parts, limits, counts=True):
-    """(whether its step is taken, what is told) of each mini-batch, a list of micro-batches each."""
+    """Returns (whether its step is taken, what is reported) of each mini-batch, a list of micro-batches each."""
     one = FirstPass(FirstPassSettings({"icepop": {"alpha": 0.8, "beta": 1.25}}))
     one.begin_update(False, limits)
     found = []

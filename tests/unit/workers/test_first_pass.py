@@ -1,4 +1,4 @@
-"""Bypass mode in a worker: what is measured of a mini-batch in parts is what `measure` says of it whole."""
+"""Bypass mode in a worker: measuring a mini-batch in parts gives the result of `measure` on the whole."""
 
 import math
 

@@ -21,7 +21,7 @@ class Scaler:
 
 
 class ScaledAdam:
-    """Transformer Engine's FusedAdam with 16-bit moments: scales beside them, and the step in the group."""
+    """Transformer Engine's FusedAdam with 16-bit moments: scales next to them, and the step in the group."""
 
     def __init__(self, weight):
         self.param_groups, self.state, self._scales = [{"params": [weight], "lr": 0.1}], {}, {}

@@ -1,4 +1,4 @@
-"""Copies of earlier weights, with verl's own handlers on a real FSDP2 shard that stands on the CPU."""
+"""Copies of earlier weights, with verl's own handlers on a real FSDP2 shard on the CPU."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The page of the GPU kit: what stands on it, and how it looks."""
+"""The page of the GPU kit: its content, and its look."""
 
 import pytest
 from gpu.page import shown

@@ -9,7 +9,7 @@ __version__ = "0.0.0"
 
 
 class Absent(type):
-    """A name of Ray's: a class, so that it can stand in an annotation or be derived from."""
+    """A name of Ray's: a class, so that it can be used in an annotation or be derived from."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(f"ray.{cls.__name__} was called, and Ray is not installed here: this is a stand-in for it")
