@@ -347,7 +347,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
             yield TableLine("batch skip", f"{rule.signal} > {rule.bound:g}", at, judged)
         else:
             parts = judged | {Part.LOSS} if rule.action in IN_GATE else judged
-            yield TableLine("guard rule", f"{rule.name}: {_bound(rule)}", AFTER_RULE[rule.action], parts)
+            yield TableLine("guard rule", f"{rule.name}: {rule.action} at {_bound(rule)}", AFTER_RULE[rule.action], parts)
     if _undoes(rules):
         yield TableLine(
             *("undo", "weights and optimizer are kept", "before optimizer_step, {loss}", judged | in_gate),
@@ -363,8 +363,8 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 def _bound(rule: Rule) -> str:
     sign = ">" if rule.side == "above" else "<"
     unit = "" if rule.zscore_window is None else f" sd of {rule.zscore_window}"
-    unit = unit if rule.baseline is None else f" times its first {rule.baseline}"
-    return f"{rule.action} at {rule.signal} {sign} {rule.bound:g}{unit}"
+    unit = unit if rule.baseline is None else f" x its first {rule.baseline}"
+    return f"{rule.signal} {sign} {rule.bound:g}{unit}"
 
 
 def level_lines(run: RunFeatures) -> Iterator[TableLine]:

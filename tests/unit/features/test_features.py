@@ -110,7 +110,7 @@ def test_settings_are_said(asked):
         "2 every 10 steps",
         "refuse past, vllm_kl 0.1",
         "r: rollback at critic/score/mean < 8 sd of 64",
-        "warn at vllm_kl/k3 > 2 times its first 20",
+        "vllm_kl/k3 > 2 x its first 20",
     ]
 
 
@@ -119,7 +119,7 @@ def test_the_normal_level_turns_nothing_on_and_is_shown_where_the_gap_is_measure
         return [line.setting for line in asked(*overrides) if line.name == "normal level"]
 
     assert levels("stability.router_agreement=true") == []
-    assert levels("stability.metrics=true", "stability.guard.level=0.002") == ["warn at vllm_kl/k3 > 0.002"]
+    assert levels("stability.metrics=true", "stability.guard.level=0.002") == ["vllm_kl/k3 > 0.002"]
     assert levels("stability=icepop", "stability.guard.level=0") == []
 
 
