@@ -347,7 +347,9 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
             yield TableLine("batch skip", f"{rule.signal} > {rule.bound:g}", at, judged)
         else:
             parts = judged | {Part.LOSS} if rule.action in IN_GATE else judged
-            yield TableLine("guard rule", f"{rule.name}: {rule.action} at {_bound(rule)}", AFTER_RULE[rule.action], parts)
+            yield TableLine(
+                "guard rule", f"{rule.name}: {rule.action} at {_bound(rule)}", AFTER_RULE[rule.action], parts
+            )
     if _undoes(rules):
         yield TableLine(
             *("undo", "weights and optimizer are kept", "before optimizer_step, {loss}", judged | in_gate),
