@@ -1,6 +1,6 @@
 """The ablations of docs/lab.md: the lab's regimes with one thing changed at a time.
 
-python recipes/ablations/run.py            run what is not done, .lab/ablations, and take over docs/lab/ablations.json
+python recipes/ablations/run.py            run what is not done in .lab/ablations, add it to docs/lab/ablations.json
 python recipes/ablations/run.py stale      of these families
 python recipes/ablations/run.py --list     the commands
 """
@@ -49,7 +49,12 @@ FAMILIES = {
     "late": Family("stale", "none,opsm", steps=600),
     "stale": Family("stale", "none,opsm,tis,icepop"),
     "quantized": Family("quantized+bf16", "none,r3,tis", (R3_TIS,), (f"{LR}=3e-3",)),
-    "both": Family("stale+quantized+bf16", "none,opsm,tis_sequence,r3,moe", (R3_TIS, R3_SEQUENCE)),
+    "both": Family(
+        "stale+quantized+bf16",
+        "none,opsm,tis,tis_sequence,icepop,ipo,m2po,dppo_tv,r3,moe",
+        (R3_TIS, R3_SEQUENCE),
+        seeds="20-27",
+    ),
     # Which side of the band it is: tokens that the training engine finds less likely than the rollout, or more.
     "sides": Family("quantized+bf16", "none,icepop", (LOW, HIGH), (f"{LR}=3e-3",)),
     "others": Family("stale", "none,geo_mask,seq_mask_tis,deepseek_v32,filters,grpo_positive,icepop_loss,opsm_loss"),
@@ -143,9 +148,12 @@ def main() -> None:
         print(f"ablations: {each.family}, {each.changed}", flush=True)
         jobs = ["--jobs", given.jobs] if given.jobs else []
         subprocess.run([tool, *command(each)[1:], "--no-page", *jobs], cwd=ROOT, check=True)
-    done = [each for each in ABLATIONS if (out(each) / "results.json").exists()]
-    results = [kept(each, json.loads((out(each) / "results.json").read_text(encoding="utf-8"))) for each in done]
-    KEPT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    results = {(one["family"], one["changed"]): one for one in json.loads(KEPT.read_text(encoding="utf-8"))}
+    for each in ABLATIONS:
+        if (file := out(each) / "results.json").exists():
+            results[each.family, each.changed] = kept(each, json.loads(file.read_text(encoding="utf-8")))
+    in_order = [results[each.family, each.changed] for each in ABLATIONS if (each.family, each.changed) in results]
+    KEPT.write_text(json.dumps(in_order, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
