@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from verl_ext.base.errors import BatchError
 from verl_ext.base.methods import Method, Registry, require, settings_of
+from verl_ext.base.names import PROMPT_EFFECT
 from verl_ext.core import torch
 
 if TYPE_CHECKING:
@@ -90,6 +91,15 @@ def prompt_effect(rewards_B: Tensor, keys: Sequence[str]) -> float | None:
         return None
     between = (rewards_S - centred - rewards_S.mean()).square().sum().item()
     return (between / (groups - 1)) / (within / (total - groups))
+
+
+def reward_metrics(rewards_B: Tensor, keys: Sequence[str]) -> dict[str, float]:
+    """Returns `prompt_effect` as a metric; nothing where it is not defined or a reward is not finite.
+
+    The guard refuses a batch with such a reward, by the mean.
+    """
+    effect = prompt_effect(rewards_B, keys) if torch.isfinite(rewards_B).all() else None
+    return {} if effect is None else {PROMPT_EFFECT: effect}
 
 
 EPSILON = 1e-6  # verl's, added to the standard deviation

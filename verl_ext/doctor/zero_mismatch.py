@@ -35,8 +35,8 @@ class Switch:
     does: str
 
     def is_on(self, context: Context) -> bool:
-        value = context.get(self.setting)
-        return value not in (None, False, "none") or (self.setting == DETERMINISM and _in_environment(context, self))
+        by_environment = self.setting == DETERMINISM and context.environ.get(self.name, "0") not in ("", "0")
+        return by_environment or context.get(self.setting) not in (None, False, "none")
 
 
 SWITCHES = (
@@ -127,7 +127,3 @@ def zero_mismatch(context: Context) -> Iterable[Finding]:
         else:
             value = "fsdp" if switch.name == "rl_on_policy_target" else "true"
             yield Finding("note", f"{where} is off", f"{switch.does}; ++{switch.setting}={value}")
-
-
-def _in_environment(context: Context, switch: Switch) -> bool:
-    return context.environ.get(switch.name, "0") not in ("", "0")

@@ -1122,16 +1122,17 @@ def _noisy_reward(marks: Marks) -> Iterator[Sign]:
     yield Sign(points, f"the entropy is {entropy:.0%} of what it was: the policy does not become surer")
     if effect is not None:
         text = f"rewards differ between prompts {effect:.2g} times as much as within them (F)"
-        if effect < 1.15:
-            yield Sign(2.5, f"{text}: the prompts make no difference")
-        elif effect > 1.3:
-            yield Sign(-2.5, f"{text}: the prompts make a difference")
+        yield from _if_prompts_matter(text, effect, none=1.15, some=1.3, points=2.5)
     elif scatter is not None:
         text = f"batches differ in their mean reward {scatter:.2g} times as much as by tossing coins"
-        if scatter < 0.5:
-            yield Sign(1.5, f"{text}: the prompts make no difference")
-        elif scatter > 1.2:
-            yield Sign(-1.5, f"{text}: the prompts make a difference")
+        yield from _if_prompts_matter(text, scatter, none=0.5, some=1.2, points=1.5)
+
+
+def _if_prompts_matter(text: str, value: float, *, none: float, some: float, points: float) -> Iterator[Sign]:
+    if value < none:
+        yield Sign(points, f"{text}: the prompts make no difference")
+    elif value > some:
+        yield Sign(-points, f"{text}: the prompts make a difference")
 
 
 @judges("no_signal")

@@ -18,7 +18,7 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 from verl_ext.base import names
-from verl_ext.core.advantages import prompt_effect
+from verl_ext.core.advantages import reward_metrics
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.routing import router_metrics
@@ -139,9 +139,8 @@ class Training:
             **summary("critic/score", batch.rewards),
             **summary("response_length", lengths := batch.sampled.mask.sum(1).float()),
             "response_length/clip_ratio": (lengths == lengths.max()).float().mean().item(),
+            **reward_metrics(batch.rewards, batch.keys),
         }
-        if (effect := prompt_effect(batch.rewards, batch.keys)) is not None:
-            metrics[names.PROMPT_EFFECT] = effect
         if batch.lag is not None:
             metrics["training/off_policy/trajectory_staleness/mean"] = batch.lag.newest.float().mean().item()
         scored = self.learner.score_old(batch)

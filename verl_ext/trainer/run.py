@@ -13,7 +13,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.base import names
 from verl_ext.base.errors import BatchError, HookError
-from verl_ext.core.advantages import prompt_effect
+from verl_ext.core.advantages import reward_metrics
 from verl_ext.core.head import head_metrics
 from verl_ext.core.measure import split_gap
 from verl_ext.core.routing import router_metrics
@@ -201,9 +201,7 @@ class StabilityRun:
             return
         keys, scores = self._batch.scores()
         metrics["critic/score/mean"] = scores.mean().item()  # verl logs it after the update
-        finite = bool(scores.isfinite().all())  # otherwise the guard refuses the batch, by the mean
-        if finite and (effect := prompt_effect(scores, keys)) is not None:
-            metrics[names.PROMPT_EFFECT] = effect
+        metrics |= reward_metrics(scores, keys)
         if rescored := self._rescored:
             self._rescored = {}
             tokens, _ = self._batch.tokens_of([batch.keys.index(key) for key in rescored])
