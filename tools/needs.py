@@ -179,6 +179,10 @@ HOOKS = (
         (
             "verl.utils.megatron.router_replay_utils.iter_model_routers(model)",
             "verl.utils.megatron.router_replay_utils.get_moe_num_layers_to_build(config, vp_stage, pp_rank)",
+            "verl.utils.megatron.router_replay_patch.RouterReplay.get_replay_topk"
+            "(self, scores, topk, num_groups, group_topk, default_compute_topk)",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngineWithLMHead.forward_step: record_r2_routes, "
+            "merge_router_topk_indices, moe_router_topk",
         ),
     ),
     Hook(

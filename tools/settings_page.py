@@ -78,8 +78,8 @@ VERLS = (
     Row(
         FSDP_REPLAY,
         "disabled",
-        "routing replay under FSDP: `disabled`, `R2` or `R3`. The same setting under "
-        "`actor_rollout_ref.actor.megatron` and `actor_rollout_ref.actor.veomni` is verl's own.",
+        "the engine's own setting, which `stability.replay` sets. Under `actor_rollout_ref.actor.megatron` and "
+        "`actor_rollout_ref.actor.veomni` it is verl's.",
     ),
     Row(
         "VERL_EXT_AGENT_LOOP",

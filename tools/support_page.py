@@ -39,6 +39,7 @@ from verl_ext.features.table import check_run, read_features
 from verl_ext.features.verl_config import (
     MODE,
     MODEL,
+    REPLAY,
     ROLLOUT,
     cuts,
     replay_mode,
@@ -48,7 +49,7 @@ from verl_ext.features.verl_config import (
 from verl_ext.guard.rules import ACTIONS
 from verl_ext.launch import compose
 from verl_ext.probe.command import probe_overrides
-from verl_ext.routing.engines import ACTOR, ENGINES
+from verl_ext.routing.engines import ACTOR
 
 HEAD = """# What runs on which engines
 
@@ -143,7 +144,7 @@ def rows(pair: Pair) -> dict[str, list[Row]]:
         "Policy losses": list(_losses()),
         "Advantages and filters": [*_estimators(), *_filters()],
         "Guard": list(_guard()),
-        "Routing": list(_routing(pair)),
+        "Routing": list(_routing()),
         "The sampler's head": list(_heads()),
         "Everything else": list(_others()),
         "Presets of several features": list(_presets()),
@@ -241,7 +242,7 @@ def rule_given(run: Run, name: str) -> bool:
     return any(one.lstrip("+").startswith(settings) and name in one for one in run.given)
 
 
-def _routing(pair: Pair) -> Iterator[Row]:
+def _routing() -> Iterator[Row]:
     def replays(mode: str, *, compared: bool) -> Callable[[Run], bool]:
         return lambda run: replay_mode(run.config) == mode and (run.stability.router_agreement or not compared)
 
@@ -249,7 +250,7 @@ def _routing(pair: Pair) -> Iterator[Row]:
     yield Row("router agreement", (AGREEMENT,), lambda run: run.stability.router_agreement)
     yield Row("router agreement on a share", (AGREEMENT, share), lambda run: run.stability.router_agreement_share < 1)
     for mode in ("R2", "R3"):
-        replay = (METRICS, f"{ENGINES[pair.train].settings}.router_replay.mode={mode}")
+        replay = (METRICS, f"{REPLAY}={mode}")
         yield Row(mode, replay, replays(mode, compared=False))
         yield Row(f"{mode} with router agreement", (*replay, AGREEMENT), replays(mode, compared=True))
 

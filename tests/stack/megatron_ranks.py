@@ -18,6 +18,7 @@ from tests.support.recorded_routes import (
     as_rollout,
     batch,
     check_planted,
+    check_replayed,
     plant,
     sequences,
     worker_config,
@@ -75,11 +76,25 @@ def rank_main(rank, store):
                     close(torch.stack(list(output[HEAD_SUMS].unbind())), sums)
             if "pipeline_model_parallel_size" not in parallel:  # refused
                 check_shift(engine, old, current)
+            check_r3(parallel, weights, rank, rollout)
             if engine.is_mp_src_rank_with_outputs():
                 print(f"checked: {name}", flush=True)
             torch.distributed.barrier()
             mpu.destroy_model_parallel()
         check_vocabulary_in_parts(rank)
+
+
+def check_r3(parallel, weights, rank, rollout):
+    """With R3 the experts in use are the rollout's, and the router's own choice is compared beside them."""
+    engine = build_engine("R3", parallel)
+    load(engine, weights, rank)
+    routing = RecordedRouting(worker_config("R3", forward_only=True, **parallel))
+    routing.prepare(engine)
+    data = batch(routed=plant(rollout, 1, 2, MOE[-1]), enable_routing_replay=True)
+    output = routing.compute(infer(engine), data)
+    assert (output is not None) == engine.is_mp_src_rank_with_outputs()
+    if output is not None:
+        check_replayed(output, 1, MOE.index(MOE[-1]))
 
 
 def check_vocabulary_in_parts(rank):

@@ -93,12 +93,16 @@ FLOAT16 = (  # Transformer Engine has the optimizer that verl takes
 def test_r3_replays_the_rollouts_experts_and_a_wrong_replay_is_refused_as_fp16s_overflow_is(with_faults, model):
     """Every expert id is one too high in step 2: the gap jumps, and the batch is skipped. The gradient of step 3 is
     more than fp16 holds."""
-    replay = (f"{MEGATRON}.router_replay.mode=R3", "stability=icepop", "stability.batch_skip.threshold=1.0e-3")
+    replay = ("stability=moe", "stability.batch_skip.threshold=1.0e-3")
     settings = (*FLOAT16, *SAVES, model)
     finished = with_faults("shifted experts and an overflow", *replay, *settings, recipe=RECIPE[0], steps=4)
     assert finished.code == 0, finished.tail
     right, wrong, overflow, after = finished.steps
     assert wrong["guard/skipped"] == 1
+    assert re.search(r"routing replay +│ R3: both as the rollout +│ verl's training engine", finished.console)
+    assert all(step["router/agreement"] == 1 for step in finished.steps), "of the experts in use"
+    own = [step["router/own_agreement"] for step in finished.steps]
+    assert own.pop(1) < 0.9 < min(own), "of those that the training router would have chosen"
     assert all(step["guard/skipped"] == 0 for step in (right, overflow, after))
     assert wrong["vllm_kl/k3"] > 10 * max(step["vllm_kl/k3"] for step in (right, overflow, after))
     assert overflow["actor/grad_norm"] is None, "as the file logger writes what is not finite"

@@ -88,6 +88,16 @@ def check_planted(output, trajectory, token, moe_layer):
     assert sums.tokens.tolist() == counts.tolist() and not sums.unknown.any()
 
 
+def check_replayed(output, trajectory, moe_layer):
+    """All experts in use are the rollout's, and the router would have chosen one other in one layer."""
+    sums = RouterSums.unpack(torch.stack(list(output["router_sums"].unbind())))
+    counts = torch.tensor([[float(response)] * len(MOE) for _, response in LENGTHS])
+    own = counts.clone()
+    own[trajectory, moe_layer] -= 1 / TOP_K
+    assert sums.agree.tolist() == sums.exact.tolist() == counts.tolist()
+    assert sums.own.tolist() == own.tolist()
+
+
 def worker_config(mode, strategy="megatron", use_remove_padding=True, **settings):
     kind = {"megatron": McoreEngineConfig, "veomni": VeOmniEngineConfig}[strategy]
     replay = EngineRouterReplayConfig(mode=mode)

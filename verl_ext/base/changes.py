@@ -136,6 +136,17 @@ TABLE = (
         without="set stability.router_agreement=false and router_replay.mode=disabled",
     ),
     Change(
+        name="megatron_replay",
+        target="`forward_step` of the actor's Megatron engine; `get_replay_topk` of its routers' `RouterReplay`",
+        why="verl replays or records; with R3 the router's own choice and the experts in use are recorded as well",
+        when="router agreement with R3 on Megatron",
+        versions=VERL,
+        file="routing/megatron.py",
+        test="tests/unit/routing/test_megatron_engine.py::"
+        "test_with_r3_what_is_used_and_what_the_router_would_choose_are_both_compared",
+        without="set stability.router_agreement=false",
+    ),
+    Change(
         name="expert_choices",
         target="`forward` of the model's routers, or `route_tokens_to_experts` of its MoE blocks",
         why="records the experts of its one top-k, and replaces them if routing is replayed",

@@ -17,6 +17,8 @@ from verl_ext.features.verl_config import (
     FSDP_REPLAY,
     MODEL,
     MTP,
+    REPLAY,
+    REPLAY_MODES,
     ROLLOUT,
     ROLLOUTS,
     SGLANG_ARGUMENTS,
@@ -29,13 +31,13 @@ from verl_ext.features.verl_config import (
     rollout_name,
     strategy_of,
     trusts_code,
+    verls_replay_setting,
 )
 from verl_ext.routing.engines import ACTOR, ENGINES, HOOKED
 
 RETURNED = f"{ROLLOUT}.enable_rollout_routing_replay"
 SHARE = "stability.router_agreement_share"
 LOAD_BALANCE = f"{ROLLOUT}.moe_load_balance_metrics_interval"
-MODES = ("disabled", "R2", "R3")
 REPLAYS = {"R2": "R2: update_actor as compute_log_prob", "R3": "R3: both as the rollout"}
 
 
@@ -61,9 +63,14 @@ def check(run: RunFeatures) -> None:
     """Checks what agreement and replay need. verl checks the other needs of its own replay, on Megatron and VeOmni."""
     config, agreement = run.config, run.stability.router_agreement
     setting, mode, strategy = replay_setting(config), replay_mode(config), strategy_of(config)
-    require_choice(setting, mode, MODES)
-    if setting != FSDP_REPLAY and OmegaConf.select(config, FSDP_REPLAY):
-        raise ConfigError(f"{FSDP_REPLAY} is for FSDP, and {ACTOR}.strategy={strategy}; leave it out and set {setting}")
+    require_choice(setting, mode, REPLAY_MODES)
+    if (verls := verls_replay_setting(config)) != FSDP_REPLAY and OmegaConf.select(config, FSDP_REPLAY):
+        raise ConfigError(
+            f"{FSDP_REPLAY} is for FSDP, and {ACTOR}.strategy={strategy}; leave it out and set {REPLAY}, which is for "
+            "every engine"
+        )
+    if (named := OmegaConf.select(config, verls) or "disabled") not in ("disabled", mode):
+        raise ConfigError(f"{REPLAY}={mode} and {verls}={named} ask for different replays", fix=(f"{REPLAY}={named}",))
     if agreement:
         asked, off = "stability.router_agreement=true", "stability.router_agreement=false"
     else:
@@ -104,7 +111,7 @@ def _check_share(config: DictConfig, share: float) -> None:
 
 def _check_recording(config: DictConfig, asked: str, off: str) -> None:
     """Checks what verl's own recording needs, on Megatron and VeOmni."""
-    if replay_mode(config) == "R3":
+    if replay_mode(config) == "R3" and not ENGINES[strategy_of(config)].compares_r3:
         raise ConfigError(
             f"{asked} has nothing to measure with {replay_setting(config)}=R3: verl makes the training engine use the "
             "rollout's experts and does not report which ones it would have chosen",
@@ -215,8 +222,10 @@ def apply(run: RunFeatures) -> None:
     config = run.config
     if reads_routes(run) or replay_mode(config) == "R3":
         OmegaConf.update(config, RETURNED, True)
+    if (mode := replay_mode(config)) != "disabled":
+        OmegaConf.update(config, verls_replay_setting(config), mode, force_add=True)
     if replays_here(config):
-        node = OmegaConf.select(config, replay_setting(config).removesuffix(".mode"))
+        node = OmegaConf.select(config, verls_replay_setting(config).removesuffix(".mode"))
         with open_dict(node):
             node.setdefault("_target_", "verl.workers.config.EngineRouterReplayConfig")
 
@@ -230,20 +239,22 @@ def agent_loop(run: RunFeatures) -> dict[str, Any]:
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
-    """Yields the lines of the routers' agreement, and of the replay where it is ours.
+    """Yields the lines of the routers' agreement, and of the replay if it is ours or asked for by `stability.replay`.
 
-    R3 is always compared: its agreement is 1 if the rollout's experts are really used. Bypass mode compares nothing,
-    because there is no compute_log_prob.
+    Under FSDP R3 is always compared: its agreement is 1 if the rollout's experts are really used. Bypass mode compares
+    nothing, because there is no compute_log_prob.
     """
     at_routers = frozenset({Part.ROUTERS})
     if reads_routes(run) and not bypasses(run.config):
         share = run.stability.router_agreement_share
         setting = described("compute_log_prob", {"share": share} if share < 1 else {})
         yield TableLine("router agreement", setting, "{routers}", at_routers | {Part.ROUTER_COMPARISON})
+    mode = replay_mode(run.config)
+    setting = "R3: update_actor as the rollout" if bypasses(run.config) else REPLAYS.get(mode, mode)
     if replays_here(run.config):
-        mode = replay_mode(run.config)
-        setting = "R3: update_actor as the rollout" if bypasses(run.config) else REPLAYS.get(mode, mode)
         yield TableLine("routing replay", setting, "{routers}", at_routers)
+    elif mode != "disabled" and OmegaConf.select(run.config, REPLAY):
+        yield TableLine("routing replay", setting, "verl's training engine")
 
 
 def prove(run: RunFeatures, engines: Engines) -> None:

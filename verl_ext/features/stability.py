@@ -20,6 +20,7 @@ from verl_ext.features.losses import AGREEMENT, EVERY_AGREEMENT, KL_DENOMINATORS
 from verl_ext.features.rescoring import Rescoring
 from verl_ext.features.sync_canary import SyncCanarySettings
 from verl_ext.features.trajectories import TrajectoryDump
+from verl_ext.features.verl_config import REPLAY_MODES
 from verl_ext.guard.rules import Rule
 
 YAML_BOOLEANS = {True: "on", False: "off"}  # YAML reads a bare `on` and `off` as these
@@ -46,6 +47,8 @@ class Switches:
             `rollout.enable_rollout_routing_replay`, which turns on `enable_return_routed_experts` of vLLM or SGLang.
         router_agreement_share: compare them in this share of the trajectories, above 0. The experts of the others are
             not sent to the workers (docs/routing.md#a-share-of-the-trajectories).
+        replay: routing replay, on every training engine: `R2`, `R3` or `disabled`. null leaves the engine's own
+            `router_replay.mode` as it is.
         head: the rollout's most likely tokens at each place.
         score_centering: subtract from each token's score its mean under the sampler, weighted as the token is; needs
             one update per step.
@@ -66,6 +69,7 @@ class Switches:
     kl_denominator: str = "infer"
     router_agreement: bool = False
     router_agreement_share: float = 1.0
+    replay: str | None = None
     head: HeadSettings = field(default_factory=HeadSettings)
     score_centering: bool = False
     rescoring: Rescoring = field(default_factory=Rescoring)
@@ -78,6 +82,8 @@ class Switches:
         require_one_of(self, "denominator", ("full", "kept"))
         require_one_of(self, "kl_denominator", KL_DENOMINATORS)
         require_one_of(self, "cascade_attention", ("default", "on", "off"))
+        if self.replay is not None:
+            require_one_of(self, "replay", REPLAY_MODES)
         share = self.router_agreement_share
         require(self, "router_agreement_share", 0 < share <= 1, "must be above 0 and at most 1")
 

@@ -22,6 +22,8 @@ DISAGGREGATED = f"{ROLLOUT}.disaggregation.enabled"
 MODE = "trainer.v1.trainer_mode"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 FSDP_REPLAY = f"{ACTOR}.fsdp_config.router_replay.mode"  # verl's own name; its FSDP config leaves it out
+REPLAY = "stability.replay"  # the same for every engine
+REPLAY_MODES = ("disabled", "R2", "R3")
 MTP = f"{MODEL}.mtp"
 MERGE_LORA = f"++{MODEL}.lora.merge=true"
 
@@ -87,9 +89,14 @@ def strategy_of(config: DictConfig) -> str:
     return OmegaConf.select(config, f"{ACTOR}.strategy") or "fsdp"
 
 
-def replay_setting(config: DictConfig) -> str:
+def verls_replay_setting(config: DictConfig) -> str:
     """Returns verl's setting of the replay mode on this run's engine."""
     return f"{ENGINES.get(strategy_of(config), ENGINES['fsdp']).settings}.router_replay.mode"
+
+
+def replay_setting(config: DictConfig) -> str:
+    """Returns the setting that decides the replay mode: ours if it is set, and verl's otherwise."""
+    return REPLAY if OmegaConf.select(config, REPLAY) else verls_replay_setting(config)
 
 
 def replay_mode(config: DictConfig) -> str:

@@ -20,11 +20,11 @@ from omegaconf import OmegaConf
 from verl_ext.base.errors import ConfigError, UserError, print_error
 from verl_ext.features.losses import LOSS, LOSSES
 from verl_ext.features.stability import stability_config
-from verl_ext.features.verl_config import ROLLOUTS, replay_setting, rollout_name, strategy_of
+from verl_ext.features.verl_config import REPLAY, ROLLOUTS, rollout_name, strategy_of, verls_replay_setting
 from verl_ext.launch.command_line import INTERRUPTED, add_arguments, add_own, given_arguments, names, required_config
 from verl_ext.launch.sizes import data_parallel_size
 from verl_ext.probe.sweep import ALL, LAUNCH, NAMES, SettingChange, SweepResult, changes_of, with_change
-from verl_ext.routing.engines import ACTOR, ENGINES, HOOKED, TOP_KS, first_of
+from verl_ext.routing.engines import ACTOR, ENGINES, TOP_KS, first_of
 
 FAILED = 1
 PROGRESS = "verl_ext: probe: "  # begins a line of the process that says how far it is
@@ -229,12 +229,12 @@ def probe_overrides(config: Any, prompts: int, out: Path, batches: int = 1) -> l
         f"+{BATCHES}={batches}",
     ]
     if experts_of(config):
-        hooked, read = strategy_of(config) in HOOKED, _reads_agreement(config)
+        compares, read = ENGINES[strategy_of(config)].compares_r3, _reads_agreement(config)
         overrides += [
-            # verl's own replay, on the other engines, leaves no agreement to measure.
-            f"stability.router_agreement={str(hooked or read).lower()}",
+            f"stability.router_agreement={str(compares or read).lower()}",
             "stability.router_agreement_share=1",
-            f"{replay_setting(config)}={'R3' if hooked or not read else 'disabled'}",
+            f"{verls_replay_setting(config)}=disabled",
+            f"{REPLAY}={'R3' if compares or not read else 'disabled'}",
         ]
     return overrides
 

@@ -27,12 +27,14 @@ class Engine:
         recorder: module and function: of an engine that is built, hooks that record its model's states.
         hooked: whether it runs models of transformers, whose routers we hook and replay ourselves; verl records and
             replays on the others.
+        compares_r3: whether the agreement is measured in a pass that replays the rollout's experts.
     """
 
     settings: str
     adapter: str
     recorder: str
     hooked: bool = False
+    compares_r3: bool = True
 
     def load_adapter(self) -> type:
         return _load(self.adapter)
@@ -54,7 +56,7 @@ ENGINES = {
     "fsdp": _FSDP,
     "fsdp2": _FSDP,
     "megatron": Engine(f"{ACTOR}.megatron", _RECORDED, _LAYERS),
-    "veomni": Engine(f"{ACTOR}.veomni", _RECORDED, _NAMED),
+    "veomni": Engine(f"{ACTOR}.veomni", _RECORDED, _NAMED, compares_r3=False),
 }
 HOOKED = tuple(strategy for strategy, engine in ENGINES.items() if engine.hooked)
 

@@ -15,8 +15,10 @@ disabled  Only the engine is built with R2. verl's workers follow the setting an
 R2        verl sends the flag, and the update replays what compute_log_prob recorded. The routes stay in the output,
           and take the place of the rollout's in the batch: it is one field. verl records in int16, and the rollout's
           ids may travel in a byte (upstream/agent_loop.py); TransferQueue takes one dtype for a field.
-R3        Refused. The engine is made to use the rollout's experts and records none: agreement would be 1 because it was
-          set so, not because it was seen.
+R3        Megatron alone: the engine is built with R3, and for the pass that records it looks like one with R2, whose
+          routers have targets. Each router records what it would choose beside what it uses, in one row of [2K]
+          (`ReplayRecorder`). verl replays the rollout's routes as without us. VeOmni's controller does one or the
+          other, so there R3 is refused.
 
 Recording is not free on Megatron, whatever the mode (utils/megatron/router_replay_patch.py): the routers take verl's
 top-k instead of the fused one of `moe_router_fusion`, and the all-to-all dispatcher waits for the device at each layer.
@@ -24,6 +26,7 @@ top-k instead of the fused one of `moe_router_fusion`, and the all-to-all dispat
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,9 +38,11 @@ from verl.workers.config import EngineRouterReplayConfig, TrainingWorkerConfig
 
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import ROLLOUT_ROUTES
+from verl_ext.base.patching import wrap
 from verl_ext.core.routing import BLOCK, expert_overlap, known_rows
 from verl_ext.core.tokens import blocks, fill_gaps, left_out_rows
 from verl_ext.routing.choices import expert_counts, find_choices
+from verl_ext.routing.engines import ENGINES
 from verl_ext.routing.outputs import check_captured, drop_refused, narrow_dtype, routing_outputs
 
 ROUTES = ROLLOUT_ROUTES  # one field: jagged [B, n, l, K] from the rollout, [B, n, L, K] from the engine
@@ -77,7 +82,7 @@ class RecordedRouting:
     def __init__(self, config: TrainingWorkerConfig):
         self.mode = config.engine_config.router_replay.mode
         setting = f"actor_rollout_ref.actor.{config.engine_config.strategy}"
-        if self.mode == "R3":
+        if self.mode == "R3" and not ENGINES[config.engine_config.strategy].compares_r3:
             raise HookError(
                 f"{setting}.router_replay.mode=R3 makes the training engine use the rollout's experts, and verl "
                 "records none of its own: there is no agreement to measure",
@@ -97,8 +102,9 @@ class RecordedRouting:
                 fix=(f"{setting}.pad_to_length=false",),
                 otherwise=f"set {OFF}",
             )
-        recording = EngineRouterReplayConfig(mode="R2")
-        self.config = replace(config, engine_config=replace(config.engine_config, router_replay=recording))
+        recording = replace(config.engine_config, router_replay=EngineRouterReplayConfig(mode="R2"))
+        self.config = config if self.mode == "R3" else replace(config, engine_config=recording)
+        self.replays = ReplayRecorder(config.engine_config, recording) if self.mode == "R3" else None
         self.recorders: Recorders
 
     def prepare(self, engine: Any) -> None:
@@ -108,6 +114,8 @@ class RecordedRouting:
             HookError: nothing does, or verl would put the layers in the wrong order.
         """
         self.recorders = (_megatron if engine.engine_config.strategy == "megatron" else _veomni)(engine)
+        if self.replays is not None:
+            self.replays.prepare(engine)
 
     def hooks(self) -> tuple[str, int]:
         """(class of the routers, how many record over all pipeline stages)."""
@@ -136,16 +144,24 @@ class RecordedRouting:
         # Only the pass for old_log_probs wants the entropy in verl 0.9.1. The others, of rescoring and the canary, must
         # neither replay the rollout's routes nor write theirs over them: they are still to be compared.
         old_policy = tu.get_non_tensor_data(data, "calculate_entropy", default=False)
-        batch = data.exclude(ROUTES)
-        tu.assign_non_tensor_data(batch, "enable_routing_replay", old_policy)
-        output = infer(batch)
+        if self.replays is not None:
+            if not (old_policy and tu.get_non_tensor_data(data, "enable_routing_replay", default=False)):
+                return infer(data)
+            check_captured(data)  # before they are used
+            output = self.replays.infer(infer, data)
+        else:
+            batch = data.exclude(ROUTES)
+            tu.assign_non_tensor_data(batch, "enable_routing_replay", old_policy)
+            output = infer(batch)
         if output is None or not old_policy:
             return output
         recorded = output.get(ROUTES, None)
         if recorded is None:
             raise HookError(f"verl returned no {ROUTES} from compute_log_prob, though its engine was built to", (OFF,))
-        check_captured(data)
-        for name, value in compare_recorded(recorded, rollout, self.recorders, data).items():
+        if self.replays is None:
+            check_captured(data)
+        replayed = self.replays is not None
+        for name, value in compare_recorded(recorded, rollout, self.recorders, data, replayed=replayed).items():
             output[name] = value.cpu()
         if self.mode != "R2":
             return _without_routes(output)
@@ -159,16 +175,94 @@ class RecordedRouting:
         return output
 
 
+class ReplayRecorder:
+    """Records on Megatron, in a forward-only pass that replays, what each router would choose and what it uses.
+
+    verl records or replays. Its forward_backward_batch asks for records if the engine's mode is R2 and the batch brings
+    no routes; its forward_step sets the targets if the routers are to replay, by the rules of the engine's mode, and
+    merges what was recorded if it was asked for (workers/engine/megatron/transformer_impl.py). So the batch travels
+    without its routes under an engine of mode R2, and each micro-batch gets them back under the engine's own mode.
+
+    Args:
+        replaying: settings of the engine, of mode R3.
+        recording: the same of mode R2.
+    """
+
+    CARRIED = "replayed_experts"  # the rollout's routes, while verl must not see them
+
+    def __init__(self, replaying: Any, recording: Any):
+        self.replaying, self.recording = replaying, recording
+        self.records = False
+
+    def prepare(self, engine: Any) -> None:
+        """Hooks the engine's forward_step and its routers' choice."""
+        from verl.utils.megatron.router_replay_utils import iter_model_routers
+        from verl.utils.megatron_utils import unwrap_model
+
+        self.engine = engine
+        takes = "scores, topk, num_groups, group_topk, default_compute_topk"
+        for _, router in iter_model_routers(unwrap_model(engine.module)):
+            wrap("megatron_replay", router, "get_replay_topk", partial(self._choose, router), takes)
+        wrap("megatron_replay", engine, "forward_step", self._forward_step, "batch_iter, model, ...")
+
+    def infer(self, infer: Callable[[TensorDict], TensorDict | None], data: TensorDict) -> TensorDict | None:
+        """Returns `infer(data)`; its `routed_experts` are jagged [B, n, L, 2K]: K own choices, and the K in use."""
+        batch = data.exclude(ROUTES)
+        batch[self.CARRIED] = data[ROUTES]
+        self.engine.engine_config, self.records = self.recording, True
+        try:
+            return infer(batch)
+        finally:
+            self.engine.engine_config, self.records = self.replaying, False
+
+    def _choose(self, router: Any, verls: Callable, scores: Tensor, topk: int, *groups: Any, **more: Any) -> Any:
+        probs, used = verls(scores, topk, *groups, **more)
+        if self.records:
+            native = more.pop("default_compute_topk")
+            _, own = native(scores, topk, *groups, **more)
+            router.record_indices(torch.cat([own, used], 1))
+        return probs, used
+
+    def _forward_step(self, verls: Callable, batch_iter: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.records:
+            return verls(batch_iter, model, *args, **kwargs)
+        from verl.utils.megatron.router_replay_patch import RouterReplayAction
+        from verl.utils.megatron.router_replay_utils import iter_model_routers
+        from verl.utils.megatron_utils import unwrap_model
+
+        carrying, sizes = next(batch_iter), self.engine.tf_config
+        micro_batch = carrying.exclude(self.CARRIED)
+        micro_batch[ROUTES] = carrying[self.CARRIED]
+        routers = [router for _, router in iter_model_routers(unwrap_model(model))]
+        for router in routers:
+            router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        top_k, self.engine.engine_config = sizes.moe_router_topk, self.replaying
+        if not routers:
+            sizes.moe_router_topk = 2 * top_k  # the columns of verl's empty record of this stage
+        try:
+            return verls(iter([micro_batch]), model, *args, **kwargs)
+        finally:
+            sizes.moe_router_topk, self.engine.engine_config = top_k, self.recording
+
+
 def _without_routes(output: TensorDict | None) -> TensorDict | None:
     # What a worker returns is written to the batch: it would replace the routes that are there.
     return None if output is None else output.exclude(ROUTES)
 
 
 def compare_recorded(
-    recorded: Tensor, rollout: Tensor, recorders: Recorders, data: TensorDict, *, block: int = BLOCK
+    recorded: Tensor,
+    rollout: Tensor,
+    recorders: Recorders,
+    data: TensorDict,
+    *,
+    replayed: bool = False,
+    block: int = BLOCK,
 ) -> dict[str, Tensor]:
     """`routing_outputs` from jagged routes of both engines, [B, n, L, K] and [B, n, l, K], on any device; trajectories
     that were left out are empty in the rollout's.
+
+    If the rollout's were replayed, the recorded ones are [B, n, L, 2K], those of `ReplayRecorder.infer`.
 
     Rows of the rollout's that are refused (core/routing.py) are not compared. What verl itself replays is as it was.
 
@@ -176,7 +270,8 @@ def compare_recorded(
         HookError: they are not of the same tokens and layers.
     """
     device, offsets = get_device_id(), data["input_ids"].offsets()
-    train_TLK, infer_TlK = recorded.values(), rollout.values()
+    own_TLK, train_TLK = recorded.values().chunk(2, -1) if replayed else (None, recorded.values())
+    infer_TlK = rollout.values()
     left_out_B, starts = left_out_rows(rollout, lengths_B := offsets.diff()), rollout.offsets().tolist()
     tokens, layers = int(offsets[-1]), recorders.layers
     shipped = infer_TlK.shape[1]
@@ -194,6 +289,7 @@ def compare_recorded(
     columns = torch.tensor(layers if whole else range(shipped), device=device)
     narrow = narrow_dtype(recorders.experts)
     overlap_TL = torch.zeros(tokens, len(layers), dtype=torch.uint8, device=device)
+    own_TL = None if own_TLK is None else torch.zeros_like(overlap_TL)
     known_T = torch.zeros(tokens, dtype=torch.bool, device=device)
     refused_T = torch.zeros(tokens, dtype=torch.uint8, device=device)
     routed_l = torch.zeros(shipped, dtype=torch.bool, device=device)
@@ -206,8 +302,10 @@ def compare_recorded(
         infer_tLK = infer_tLK.to(narrow)
         known_T[part] = known_rows(infer_tLK)
         overlap_TL[part] = expert_overlap(train_TLK[part].to(device).to(narrow), infer_tLK)
+        if own_TL is not None and own_TLK is not None:
+            own_TL[part] = expert_overlap(own_TLK[part].to(device).to(narrow), infer_tLK)
     _check_layers(routed_l, columns, layers, enough=top_k > 1 and bool((known_T | (refused_T > 0)).any()))
-    return routing_outputs(overlap_TL, top_k, known_T, data, left_out_B=left_out_B, refused_T=refused_T)
+    return routing_outputs(overlap_TL, top_k, known_T, data, left_out_B=left_out_B, refused_T=refused_T, own_TL=own_TL)
 
 
 def _check_layers(routed_l: Tensor, columns: Tensor, layers: list[int], enough: bool) -> None:

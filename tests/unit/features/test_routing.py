@@ -18,7 +18,7 @@ from verl_ext.features.losses import LOSS, LOSSES
 from verl_ext.features.routing import replayed_field
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import apply_engine_settings, check_run, read_features
-from verl_ext.features.verl_config import replay_mode
+from verl_ext.features.verl_config import replay_mode, verls_replay_setting
 from verl_ext.upstream.agent_loop import VARIABLE, parse_extras
 
 FSDP = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
@@ -64,12 +64,32 @@ def test_r2_under_fsdp_asks_nothing_of_the_rollout(checked):
     assert not compares(config)
 
 
-@pytest.mark.parametrize("mode", ["R2", "R3"])
-def test_the_presets_are_these_settings_with_the_metrics(checked, mode):
-    config = checked(f"stability={mode.lower()}")
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+@pytest.mark.parametrize(("preset", "mode"), [("r2", "R2"), ("r3", "R3"), ("moe", "R3"), ("quantized", "R3")])
+def test_the_presets_replay_and_compare_on_each_engine(checked, preset, mode, engine):
+    config = checked(f"stability={preset}", f"model_engine={engine}")
     assert replay_mode(config) == mode
-    assert compares(config) and config.stability.metrics
+    assert OmegaConf.select(config, verls_replay_setting(config)) == mode
+    assert compares(config)
+    lines = {line.name: line.setting for line in read_features(config, stability_config(config.stability)).lines}
+    assert lines["routing replay"].startswith(mode)
     assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+
+
+def test_on_veomni_a_preset_asks_to_leave_the_agreement_out(checked):
+    run = partial(checked, "stability=moe", "model_engine=veomni")
+    with pytest.raises(ConfigError, match=r"nothing to measure with stability.replay=R3") as error:
+        run()
+    assert_fixed(error.value, run)
+    config = run(*error.value.fix)
+    assert config.actor_rollout_ref.actor.veomni.router_replay.mode == "R3" and not compares(config)
+
+
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+def test_a_preset_without_its_replay(checked, engine):
+    for override in ("stability.replay=null", "stability.replay=disabled"):
+        config = checked("stability=moe", f"model_engine={engine}", override)
+        assert replay_mode(config) == "disabled" and compares(config)
 
 
 def test_replay_is_off_unless_asked_for(checked):
@@ -140,7 +160,6 @@ def test_methods_that_read_the_agreement_of_every_token_do_not_go_with_a_share(c
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor_rollout_ref.actor.megatron.router_replay.mode=R3", "nothing to measure with .*megatron.*=R3"),
         ("actor_rollout_ref.model.use_remove_padding=false", "set actor_rollout_ref.model.use_remove_padding=true"),
         (
             "actor_rollout_ref.actor.megatron.pad_to_length=true",
@@ -172,7 +191,13 @@ def test_agreement_where_verl_cannot_record_names_the_remedy(checked, override, 
             ],
             "mode=R3 needs SGLang without pipeline parallelism",
         ),
-        (["stability=r3", "model_engine=megatron"], r"is for FSDP.*set actor_rollout_ref.actor.megatron.router_replay"),
+        (["stability.replay=R4"], r"stability.replay=R4 is not known; choose one of: disabled, R2, R3"),
+        (
+            ["stability=r3", "model_engine=megatron", "actor_rollout_ref.actor.megatron.router_replay.mode=R2"],
+            r"stability.replay=R3 and actor_rollout_ref.actor.megatron.router_replay.mode=R2 ask for different replays",
+        ),
+        (["stability=r3", f"{FSDP}=R2"], rf"stability.replay=R3 and {FSDP}=R2 ask for different replays"),
+        (["model_engine=megatron", f"{FSDP}=R3"], r"is for FSDP.*leave it out and set stability.replay"),
         (
             [
                 "model_engine=megatron",

@@ -178,24 +178,24 @@ def overrides_of(moe_override, *given, prompts=8):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "mode", "agreement"),
-    [("cpu_smoke", "fsdp_config.router_replay.mode", "true"), ("cpu_megatron", "megatron.router_replay.mode", "false")],
+    ("launch", "mode", "agreement"),
+    [
+        (("recipe=cpu_smoke",), "R3", "true"),
+        (("recipe=cpu_megatron", f"{MEGATRON}.router_replay.mode=R2"), "R3", "true"),
+        (("recipe=cpu_smoke", "model_engine=veomni"), "R3", "false"),
+        (("recipe=cpu_smoke", "model_engine=veomni", f"{command.LOSS}.loss_mode=mine"), "disabled", "true"),
+    ],
 )
-def test_the_rollouts_experts_are_replayed_by_either_engine(moe_override, recipe, mode, agreement):
-    """A replay of verl's own leaves no agreement to measure; all trajectories need their experts."""
+def test_the_rollouts_experts_are_replayed_and_an_update_that_reads_the_agreement_has_it(
+    moe_override, monkeypatch, launch, mode, agreement
+):
+    """verl's replay on VeOmni leaves no agreement to measure; all trajectories need their experts."""
+    monkeypatch.setitem(command.LOSSES, "mine", SimpleNamespace(reads=("router_agreement",)))
     share = ("stability.router_agreement=true", "stability.router_agreement_share=0.5")
-    overrides = overrides_of(moe_override, f"recipe={recipe}", *share)
-    assert overrides[f"actor_rollout_ref.actor.{mode}"] == "R3"
+    overrides = overrides_of(moe_override, *launch, *share)
+    assert overrides["stability.replay"] == mode
     assert overrides["stability.router_agreement"] == agreement
     assert overrides["stability.router_agreement_share"] == "1"
-
-
-def test_an_update_that_reads_the_agreement_keeps_it_and_replays_nothing(moe_override, monkeypatch):
-    monkeypatch.setitem(command.LOSSES, "mine", SimpleNamespace(reads=("router_agreement",)))
-    launch = (f"{command.LOSS}.loss_mode=mine", f"{MEGATRON}.router_replay.mode=R2")
-    overrides = overrides_of(moe_override, "recipe=cpu_megatron", *launch)
-    assert overrides["stability.router_agreement"] == "true"
-    assert overrides[f"{MEGATRON}.router_replay.mode"] == "disabled"
 
 
 @pytest.mark.parametrize(

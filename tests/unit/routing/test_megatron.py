@@ -36,7 +36,10 @@ def test_the_engine_is_built_to_record_and_the_users_setting_stays(strategy, mod
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (worker_config("R3"), r"actor.megatron.router_replay.mode=R3 makes .* the rollout's experts.*R2 or disabled"),
+        (
+            worker_config("R3", "veomni"),
+            r"actor.veomni.router_replay.mode=R3 makes .* the rollout's experts.*R2 or disabled",
+        ),
         (
             worker_config("disabled", use_remove_padding=False),
             r"use_remove_padding=false .* set .*use_remove_padding=true, or set stab",

@@ -29,6 +29,7 @@ from tests.support.recorded_routes import (
     as_rollout,
     batch,
     check_planted,
+    check_replayed,
     plant,
     some_routes,
 )
@@ -174,3 +175,20 @@ def test_an_engine_in_which_verl_installed_no_recorder_is_refused(one_rank):
 def test_stages_that_verl_would_put_in_another_order_are_refused(one_rank):
     with pytest.raises(HookError, match=r"in the wrong order.*\[\[2, 3\], \[0, 1\]\]"):
         prepared("disabled", fake_engine(chunk_of([3, 4]), chunk_of([1, 2])))
+
+
+@pytest.mark.parametrize("token", [0, 4])
+def test_with_r3_what_is_used_and_what_the_router_would_choose_are_both_compared(one_rank, token):
+    """One expert of the last layer is another in the rollout: all used experts agree, and one of the routers' own does
+    not. The log-probabilities are those of verl's own replay."""
+    engine = build_engine("R3")  # verl's registry is of the newest engine: no test after this one can use the other
+    rollout = plant(as_rollout([route_alone(engine, index) for index in range(len(LENGTHS))]), 1, token, MOE[-1])
+    data = batch(routed=rollout, enable_routing_replay=True)
+    verls = infer(engine)(data.clone())
+    native = infer(engine)(batch())
+    output = prepared("R3", engine).compute(infer(engine), data)
+    assert set(output.keys()) == {"log_probs", "entropy", "metrics", "router_agreement", "router_sums"}
+    assert torch.equal(output["log_probs"].values(), verls["log_probs"].values())
+    assert not torch.equal(output["log_probs"].values(), native["log_probs"].values())
+    check_replayed(output, 1, MOE.index(MOE[-1]))
+    assert torch.equal(infer(engine)(data.clone())["log_probs"].values(), verls["log_probs"].values())
