@@ -85,7 +85,7 @@ ALL: list[tuple[str, ...]] = [
     COMPOSED,
     ("stability=opsm", "stability.opsm.delta=0.0"),
     ("stability=glm5",),
-    ("stability=deepseek_v32",),
+    ("stability=deepseek_v32", "stability.kl_denominator=old"),
     ("stability=icepop_loss", f"{LOSS}.alpha=0.999", f"{LOSS}.beta=1.001"),
     ("stability=icepop_loss", f"{LOSS}.alpha=3", f"{LOSS}.beta=4"),  # drops every token
     ("stability=opsm_loss", f"{LOSS}.delta=0.0"),
@@ -95,6 +95,7 @@ ALL: list[tuple[str, ...]] = [
         ("stability=icepop", f"{LOSS}.loss_mode={mode}")
         for mode in ("gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
     ),
+    ("stability=icepop", f"{LOSS}.loss_mode=dro", f"{LOSS}.dro_beta=0.1"),
     ("stability=qae",),
     ("stability=grpo_positive",),
     ("stability=none", "stability.filters={low_agreement:{threshold:1.0}}"),

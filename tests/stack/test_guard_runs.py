@@ -13,12 +13,12 @@ from tests.stack.running import assert_documented
 
 pytestmark = pytest.mark.e2e
 
-REPLAY = ("actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3", "stability.router_agreement=true")
+REPLAY = ("stability=r3", "stability.correction=icepop")
 
 
 def test_every_action(with_faults):
     guard = ("after_update.trajectories=8", "lower_lr.hold=2", "rollback_cooldown=1")
-    settings = ("stability=icepop", CANARY, *REPLAY, *SAVES, rules(*RULES), *(f"stability.guard.{x}" for x in guard))
+    settings = (*REPLAY, CANARY, *SAVES, rules(*RULES), *(f"stability.guard.{x}" for x in guard))
     run = with_faults("every action", *settings, steps=14)
     assert run.code == 3, run.tail
     assert told(run.folder) == DECIDED

@@ -217,7 +217,7 @@ def test_separate_async_with_truncated_sampling_and_score_centering(assets, stac
         assert set(line.agreement) == {None} or all(0 <= share <= 1 for share in line.agreement)
 
 
-R2 = (f"{MEGATRON}.router_replay.mode=R2", "stability.router_agreement=true")
+R2 = ("stability=r2", "stability.correction=icepop")
 COLOCATE_ASYNC = ("trainer.v1.trainer_mode=colocate_async", ASYNC_BUFFER)
 WARM_UP = 5  # updates
 UPDATES = (
@@ -232,7 +232,7 @@ def test_killed_in_colocate_async_and_resumed_with_the_guards_state_and_the_sche
 ):
     """Two updates a step that replay the experts of compute_log_prob, R2; step 2 is skipped, step 4 never begins."""
     gate = "stability.guard.mini_batch={policy_kl:2.0e-3}"
-    settings = ("stability=icepop", *R2, *COLOCATE_ASYNC, *SAVES, *UPDATES, gate, model)
+    settings = (*R2, *COLOCATE_ASYNC, *SAVES, *UPDATES, gate, model)
     options = {"recipe": RECIPE[0], "steps": 6}
     logged = tmp_path / "verl_ext" / "cpu_megatron.jsonl"
     mark = uuid.uuid4().hex

@@ -56,6 +56,7 @@ def test_engines_that_compute_the_same_agree(found):
     places = found["nothing"]["places"]
     assert (places[0]["point"], places[-1]["point"], len(places)) == ("embedding", "norm", 2 + 4 * 4)
     assert all(place["error"] < 1e-5 for place in places)
+    assert {place[f"{engine}_dtype"] for place in places for engine in ("rollout", "train")} == {"float32"}
 
 
 @pytest.mark.parametrize("cause", [cause for cause in CAUSES if cause != "nothing"])

@@ -166,7 +166,7 @@ def test_a_scheduler_that_is_killed_ends_the_run_which_goes_on_from_its_checkpoi
         part.save_pretrained(tmp_path / "surer")
     settings = (
         f"actor_rollout_ref.model.path={tmp_path}/surer",
-        "stability=icepop",
+        "stability=quantized",
         "stability.batch_skip.threshold=0",
         "stability.guard.stop_after=9",
         *SAVES,

@@ -32,7 +32,7 @@ INDEXER, ROUTER = ".indexer", ".router"
 ENDS = {"embedding": r"(?:^|\.)embed_tokens$", "norm": r"^(?:.*model\.)?norm$"}
 
 
-Passes = dict[str, list[Tensor]]  # point -> [n, d] of each forward pass, float32 on the host
+Passes = dict[str, list[Tensor]]  # point -> [n, d] of each forward pass, on the host, in the dtype that it has there
 # Of a pass: whole sequences of 8k tokens would be tens of GB for a model of 30B parameters.
 MOST_ROWS = 512
 
@@ -81,7 +81,7 @@ class Recorder:
             if self._takes():
                 rows_nd = self._whole(point.read(module, inputs, output).detach().flatten(0, -2))[:MOST_ROWS]
                 # A copy: vLLM and SGLang add to these tensors in place.
-                self._passes.setdefault(point.name, []).append(rows_nd.to("cpu", torch.float32, copy=True))
+                self._passes.setdefault(point.name, []).append(rows_nd.to("cpu", copy=True))
 
         return hook
 

@@ -88,6 +88,8 @@ class Stage:
     tokens: int = 0
     rollout_not_finite: int = 0
     train_not_finite: int = 0
+    rollout_dtype: str = ""
+    train_dtype: str = ""
 
     @property
     def not_finite(self) -> bool:
@@ -107,6 +109,7 @@ class Place:
         weight_gap: total variation between the weights of the chosen experts, a mean over the tokens, at a softmax
             router; else None.
         rollout_not_finite, train_not_finite: tokens whose state is NaN or infinite somewhere, in each engine.
+        rollout_dtype, train_dtype: dtype of the state in each engine, such as `bfloat16`; of a router, of its logits.
     """
 
     point: str
@@ -115,6 +118,8 @@ class Place:
     weight_gap: float | None = None
     rollout_not_finite: int = 0
     train_not_finite: int = 0
+    rollout_dtype: str = ""
+    train_dtype: str = ""
 
     @property
     def not_finite(self) -> bool:
@@ -168,7 +173,8 @@ def compare_states(rollout: Mapping[str, Tensor], train: Mapping[str, Tensor], t
             _place_numbers(point, ours[both], theirs[both], top_k) if both.any() else (None,) * 3
         )
         not_finite = int((~finite).sum()), int((~others_finite).sum())
-        found.append(Place(point, error, differs, weight_gap, *not_finite))
+        dtypes = [str(states[point].dtype).removeprefix("torch.") for states in (rollout, train)]
+        found.append(Place(point, error, differs, weight_gap, *not_finite, *dtypes))
     return found
 
 

@@ -14,6 +14,7 @@ from verl_ext.base.printable import number_table, wide_console
 from verl_ext.probe.readings import (
     BASE,
     DECODE,
+    INDEXER,
     PACKED,
     PREFILL,
     REPLAYED,
@@ -157,6 +158,7 @@ class ProbeResult:
         start = self.conclusion.start
         where = f" They come apart at {start}." if start and self.conclusion.cause != "none" else ""
         said = [f"{self.conclusion.sentence}{where}", *([batches_sentence(self.batches)] if self.batches else [])]
+        said += dtype_sentences(self.places)
         said += map(stage_sentence, self.stages)
         if self.causes:
             titles = "; or: ".join(cause.title for cause in self.causes)
@@ -166,7 +168,11 @@ class ProbeResult:
         return said + ([f"What came then could not be measured: {self.error}"] if self.error else [])
 
     def tables(self) -> list[ProbeTable]:
-        """The tables that have a row. "NaN or inf" counts tokens of the first / the second engine or reading."""
+        """The tables that have a row.
+
+        "NaN or inf" counts tokens of the first / the second engine or reading; "dtype" is that of both engines, or of
+        the first / the second.
+        """
         every = (_readings_table(self), _bucket_table(self.pairs[0]), _states_table(self.places, self.conclusion.start))
         more = (_batches_table(self.batches), _stages_table(self.stages), _sweep_table(self.swept))
         return [table for table in (*every, *more) if table.rows]
@@ -253,6 +259,20 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
         start,
         _look_at(start, dtype),
     )
+
+
+def dtype_sentences(places: Sequence[Place]) -> list[str]:
+    """Returns a sentence for each part of a layer whose states have another dtype in each engine."""
+    differing: dict[tuple[str, str, str], int] = {}
+    for place in places:
+        if place.rollout_dtype != place.train_dtype and not place.point.endswith(INDEXER):
+            part = place.point.rpartition(".")[2]
+            found = (part, place.rollout_dtype, place.train_dtype)
+            differing[found] = differing.get(found, 0) + 1
+    return [
+        f"The output of {count} x {part} is {ours} in the rollout and {theirs} in training."
+        for (part, ours, theirs), count in differing.items()
+    ]
 
 
 def start_of(places: Sequence[Place], dtype: str = "float32") -> str:
@@ -448,10 +468,12 @@ def _states_table(places: Sequence[Place], start: str) -> ProbeTable:
             "" if place.differs is None else f"{place.differs:.2%}",
             "" if place.weight_gap is None else f"{place.weight_gap:.2%}",
             f"{place.rollout_not_finite} / {place.train_not_finite}",
+            " / ".join(dict.fromkeys((place.rollout_dtype, place.train_dtype))),
         )
         for place in places
     )
-    columns = ("at", "relative error", "tokens with other experts, or positions", "gap of their weights", "NaN or inf")
+    others = "tokens with other experts, or positions"
+    columns = ("at", "relative error", others, "gap of their weights", "NaN or inf", "dtype")
     marked = next((row for row, place in enumerate(places) if place.point == start), None)
     return ProbeTable("hidden states, rollout against training", columns, rows, marked=marked)
 

@@ -182,8 +182,8 @@ def overrides_of(moe_override, *given, prompts=8):
     [
         (("recipe=cpu_smoke",), "R3", "true"),
         (("recipe=cpu_megatron", f"{MEGATRON}.router_replay.mode=R2"), "R3", "true"),
-        (("recipe=cpu_smoke", "model_engine=veomni"), "R3", "false"),
-        (("recipe=cpu_smoke", "model_engine=veomni", f"{command.LOSS}.loss_mode=mine"), "disabled", "true"),
+        (("stability=none", "model_engine=veomni"), "R3", "false"),
+        (("stability=none", "model_engine=veomni", f"{command.LOSS}.loss_mode=mine"), "disabled", "true"),
     ],
 )
 def test_the_rollouts_experts_are_replayed_and_an_update_that_reads_the_agreement_has_it(

@@ -35,7 +35,7 @@ from verl_ext.probe.readings import (
     compare_stage,
     compare_states,
 )
-from verl_ext.probe.verdict import HEAD, batches_sentence, judge_gap, stage_sentence, start_of
+from verl_ext.probe.verdict import HEAD, batches_sentence, dtype_sentences, judge_gap, stage_sentence, start_of
 
 
 def oracle(log_q, log_p):
@@ -425,6 +425,18 @@ def test_experts_that_differ_are_told_with_the_gap_of_their_weights():
     (place,) = compare_states({"0.router": ours}, {"0.router": theirs}, top_k=2)
     share = torch.tensor([3.0, 2.0]).softmax(0)[1].item()  # what one gives to expert 1 and the other to 2
     assert place.differs == 0.5 and place.weight_gap == pytest.approx(share / 2)
+
+
+def test_a_router_of_another_dtype_is_reported():
+    train = {f"{layer}.{part}": torch.eye(3) for layer in range(2) for part in ("attention", "router")}
+    rollout = {point: state.bfloat16() if point.endswith("router") else state for point, state in train.items()}
+    places = compare_states(rollout, train, TOP_K)
+    assert [(place.rollout_dtype, place.train_dtype) for place in places[:2]] == [
+        ("float32", "float32"),
+        ("bfloat16", "float32"),
+    ]
+    assert dtype_sentences(places) == ["The output of 2 x router is bfloat16 in the rollout and float32 in training."]
+    assert dtype_sentences(compare_states(train, train, TOP_K)) == []
 
 
 def test_other_tokens_are_an_error():
