@@ -49,7 +49,12 @@ FAMILIES = {
     "late": Family("stale", "none,opsm", steps=600),
     "stale": Family("stale", "none,opsm,tis,icepop"),
     "quantized": Family("quantized+bf16", "none,r3,tis", (R3_TIS,), (f"{LR}=3e-3",)),
-    "both": Family("stale+quantized+bf16", "none,opsm,tis_sequence,r3,moe", (R3_TIS, R3_SEQUENCE)),
+    "both": Family(
+        "stale+quantized+bf16",
+        "none,opsm,tis,tis_sequence,icepop,ipo,m2po,dppo_tv,r3,moe",
+        (R3_TIS, R3_SEQUENCE),
+        seeds="20-27",
+    ),
     # Which side of the band it is: tokens that the training engine finds less likely than the rollout, or more.
     "sides": Family("quantized+bf16", "none,icepop", (LOW, HIGH), (f"{LR}=3e-3",)),
     "others": Family("stale", "none,geo_mask,seq_mask_tis,deepseek_v32,filters,grpo_positive,icepop_loss,opsm_loss"),

@@ -215,11 +215,19 @@ class ReplayRecorder:
         finally:
             self.engine.engine_config, self.records = self.replaying, False
 
-    def _choose(self, router: Any, verls: Callable, scores: Tensor, topk: int, *groups: Any, **more: Any) -> Any:
-        probs, used = verls(scores, topk, *groups, **more)
+    def _choose(
+        self,
+        router: Any,
+        verls: Callable,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Any = None,
+    ) -> Any:
+        probs, used = verls(scores, topk, num_groups, group_topk, default_compute_topk)
         if self.records:
-            native = more.pop("default_compute_topk")
-            _, own = native(scores, topk, *groups, **more)
+            _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
             router.record_indices(torch.cat([own, used], 1))
         return probs, used
 
