@@ -49,6 +49,7 @@ class Cause:
         title: what is wrong, a sentence without its dot.
         check: the one thing to look at.
         override: what to try, as an override of `python -m verl_ext.main_ppo`; "" if no setting helps.
+        moe_override: what to try in a mixture of experts; "" if that is `override` too.
         probe: names of the PROBE_READINGS that it may have; () if the probe cannot find it.
         doctor: the doctor's checks that find it in the settings of a launch.
     """
@@ -57,13 +58,22 @@ class Cause:
     title: str
     check: str
     override: str = ""
+    moe_override: str = ""
     probe: tuple[str, ...] = ()
     doctor: tuple[str, ...] = ()
 
     @property
     def advice(self) -> str:
         """The check for this cause, and the override to try."""
-        return f"check {self.check}" + (f"; try {self.override}" if self.override else "")
+        return self._advice(self.override)
+
+    @property
+    def moe_advice(self) -> str:
+        """The same for a mixture of experts."""
+        return self._advice(self.moe_override or self.override)
+
+    def _advice(self, override: str) -> str:
+        return f"check {self.check}" + (f"; try {override}" if override else "")
 
 
 CAUSES = {
@@ -75,6 +85,7 @@ CAUSES = {
             "The rollouts are made with old weights",
             "by how many versions rollouts are behind: training/off_policy/trajectory_staleness, and vllm_kl/k3/lag/*",
             "stability=opsm",
+            moe_override="stability=moe",
             probe=("agreement",),
         ),
         Cause(

@@ -52,6 +52,7 @@ READ = (  # beginnings of the names of all metrics that a mark is made of
         "filter/retokenization_drift/",
     ),
 )
+ROUTER = "router/"  # begins the name of every metric of a mixture of experts' routers
 STALENESS = "training/off_policy/trajectory_staleness/mean"
 SIGMAS = 4.0
 FAR = 0.05  # KL within a step; sound runs of the lab stay below 0.01
@@ -478,12 +479,14 @@ class Suspect:
 
     Attributes:
         harmless: whether it is rounding, of a size that sound runs were published with.
+        moe: whether the run's model is a mixture of experts, by its metrics.
         question: of the first suspect, where a metric that is not logged would tell it from the next cause.
     """
 
     cause: Cause
     signs: tuple[Sign, ...]
     harmless: bool = False
+    moe: bool = False
     question: OpenQuestion | None = None
 
     @property
@@ -511,7 +514,8 @@ class Suspect:
     @property
     def advice(self) -> str:
         """What to check, what to try, and what to measure."""
-        return self.cause.advice + (f"; {self.question.sentence}" if self.question else "")
+        advice = self.cause.moe_advice if self.moe else self.cause.advice
+        return advice + (f"; {self.question.sentence}" if self.question else "")
 
 
 JUDGES: dict[str, Judge] = {}
@@ -543,8 +547,9 @@ def find_question(series: Mapping[str, Readings | np.ndarray]) -> OpenQuestion |
 def _ranked(marks: Marks) -> list[Suspect]:
     """All causes, the one with the most points first."""
     small = marks.k3 is not None and marks.k3 < LARGE
+    moe = marks.logs(ROUTER)
     judged = [
-        Suspect(CAUSES[name], tuple(judge(marks)), harmless=small and name in ROUNDING)
+        Suspect(CAUSES[name], tuple(judge(marks)), harmless=small and name in ROUNDING, moe=moe)
         for name, judge in JUDGES.items()
     ]
     return sorted(judged, key=lambda suspect: -suspect.points)

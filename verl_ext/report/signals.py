@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from verl_ext.guard.collapse import READ, REWARD, STRETCH, Collapse, Readings, find_collapse, what_moved
+from verl_ext.guard.diagnosis import ROUTER
 from verl_ext.guard.forecast import (
     FEWEST,
     LARGEST_AUTOCORRELATION,
@@ -85,6 +86,11 @@ def age_drives(run: Run) -> bool:
     if gap is not None and gap.alone and whole is not None:
         return now_of(gap.series) <= boundary_of(run) < now_of(whole)
     return staleness(run) > STALE
+
+
+def is_moe(run: Run) -> bool:
+    """Returns True if the run logged metrics of routers, which only a mixture of experts has."""
+    return any(name.startswith(ROUTER) for name in run.metrics)
 
 
 def routing_drives(run: Run) -> bool:

@@ -28,7 +28,7 @@ from typing import Literal
 
 import numpy as np
 
-from verl_ext.base.causes import settling_sentence
+from verl_ext.base.causes import CAUSES, settling_sentence
 from verl_ext.base.metrics import is_of_the_gap
 from verl_ext.guard.collapse import GRADIENT, Collapse
 from verl_ext.guard.diagnosis import LARGE, READ, Suspect, find_question, find_suspects
@@ -53,6 +53,7 @@ from verl_ext.report.signals import (
     foretold_at,
     gap_of,
     growth_of,
+    is_moe,
     latest,
     level_of,
     now_of,
@@ -621,14 +622,20 @@ def _gap_overrides(run: Run, *, tighten: bool) -> Iterator[Override]:
 
 
 def _age_overrides(run: Run) -> Iterator[Override]:
-    """Yields OPSM, which helped most in the lab, unless it is on; then rollouts that are not old.
+    """Yields a preset with OPSM, unless OPSM is on; then rollouts that are not old. The preset is that of
+    docs/methods.md, "Which one, when".
 
     OPSM tolerates the gap without closing it: once k3 passes the boundary, the preset's batch skip would refuse
     updates.
     """
     if run.get("actor/opsm/dropped") is None:
-        text = "stability=opsm"
-        why = "leaves out bad responses that the policy has moved away from, which helped old rollouts most in the lab"
+        old, why = CAUSES["old_weights"], "leaves out bad responses that the policy has moved away from"
+        if is_moe(run):
+            text = old.moe_override
+            why += ", trains with the experts that the rollout chose and bounds weights"
+        else:
+            text = old.override
+            why += ", which helped old rollouts most in the lab"
         whole, boundary = run.get(K3), boundary_of(run)
         if whole is not None and whole.values[-Boundary.window :].max() > boundary:
             text += " stability.batch_skip.threshold=null"

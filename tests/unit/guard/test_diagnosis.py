@@ -297,6 +297,13 @@ def test_a_run_says_what_to_measure_with_the_cause():
     assert "; stability.router_agreement=true would tell whether it is " in told.reason
 
 
+@pytest.mark.parametrize(("routed", "preset"), [({}, "opsm"), (routers(0.9, 0.9), "moe")])
+def test_old_rollouts_get_the_preset_of_their_model(routed, preset):
+    """docs/methods.md: `moe` for a mixture of experts, which has metrics of routers, and `opsm` for a dense model."""
+    (first, *_) = find_suspects(series(SHOWN["old_weights"] | routed))
+    assert first.cause.name == "old_weights" and f"; try stability={preset}" in first.sentence
+
+
 def test_a_gap_that_comes_slowly_is_not_taken_for_a_lost_sync():
     """A run whose engines come apart step by step, as in IcePop's appendix."""
     steps = np.arange(STEPS)

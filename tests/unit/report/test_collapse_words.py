@@ -60,7 +60,7 @@ def test_the_terminal_on_a_recorded_run():
         "seed0, step 120: collapsed The run collapsed at step 81: the reward fell from 0.51 to 0.25",
         "The guard's forecast warned at step 9, and k3 passed 0.1 at step 14: 53 and 48 steps before",
         "The likely cause is the age of the rollouts.",
-        "Do this first: start the run again with stability=opsm stability.batch_skip.threshold=null trainer.resume_",
+        "Do this first: start the run again with stability=moe stability.batch_skip.threshold=null trainer.resume_",
         "Then: - trainer.v1.trainer_mode=sync",
         "- stability.metrics=true",
         "What else the metrics say: - k3 is 95 times",

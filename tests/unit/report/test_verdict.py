@@ -222,7 +222,7 @@ def test_a_recorded_run_that_lost_half_of_its_reward_to_old_rollouts():
         "k3 is 2.38, past the boundary of 0.1 since step 14 (median of the last 5).",
         "Also moved: the gradient norm (1.2 to 2.8, from step 46), then the response length (13 to 7.4, from step 67).",
     )
-    assert verdict.first.text == f"stability=opsm stability.batch_skip.threshold=null {RESUME}"
+    assert verdict.first.text == f"stability=moe stability.batch_skip.threshold=null {RESUME}"
     assert "CHECKPOINT is one from before step 11 (the reward of a step is that of weights 32 versions older)" in (
         verdict.first.why
     )
@@ -242,7 +242,7 @@ def test_a_recorded_run_that_lost_half_of_its_reward_to_old_rollouts():
 def test_recorded_collapses_are_told_with_what_warned(seed, step, before):
     verdict = judge_run(stale_run(seed))
     assert verdict.sentence.startswith(f"The run collapsed at step {step}: the reward fell from ")
-    assert f": {before} and " in verdict.why[0] and verdict.first.text.startswith("stability=opsm ")
+    assert f": {before} and " in verdict.why[0] and verdict.first.text.startswith("stability=moe ")
 
 
 RUNS = sorted((ROOT / "recipes" / "collapse" / "runs").glob("*/*/seed*"))
@@ -259,7 +259,7 @@ def test_every_recorded_run_has_the_state_that_its_recipe_tells(folder):
     assert [suspect.cause.name for suspect in verdict.suspects] == [cause] * bool(cause)
     assert (verdict.first is None) == (cause == "")
     if verdict.state == "past the boundary":
-        assert verdict.first.text == "stability=opsm stability.batch_skip.threshold=null"
+        assert verdict.first.text == "stability=moe stability.batch_skip.threshold=null"
 
 
 HALVED = [0.6] * 60 + [
@@ -372,11 +372,11 @@ def test_the_first_thing_to_do_about_a_collapse_is_one_command_with_its_checkpoi
         f"stability=r3 stability.correction=tis {RESUME}"
     )
     old = {STALE.replace("/", "__"): [20.0] * 120, "vllm_kl__k3": apart}
-    assert first(**old).text == f"stability=opsm stability.batch_skip.threshold=null {RESUME}"
+    assert first(**old).text == f"stability=moe stability.batch_skip.threshold=null {RESUME}"
     assert "CHECKPOINT is one from before step 26 " in first(**old).why, "46, less the 20 steps that rewards are late"
     assert first(**old, actor__opsm__dropped=[0.1] * 120).text == f"trainer.v1.trainer_mode=sync {RESUME}"
     older = first(**old | {STALE.replace("/", "__"): [46.0] * 120})
-    assert older.text == "stability=opsm stability.batch_skip.threshold=null trainer.resume_mode=disable"
+    assert older.text == "stability=moe stability.batch_skip.threshold=null trainer.resume_mode=disable"
     assert "No checkpoint is from before the fall" in older.why
 
 
@@ -481,7 +481,8 @@ def test_what_to_try_depends_on_what_is_on_and_on_the_cause():
     assert tried(judge_run(make(base | gaps))) == ["stability=r3 stability.correction=tis", "precision=fp16"], "no mask"
     stale = {"training/off_policy/trajectory_staleness/mean": [3.0] * 40}
     old = tried(judge_run(make(base | stale | {"router/agreement": [0.9] * 40})))  # the routers' move is the policy's
-    assert old == ["stability=opsm", "trainer.v1.trainer_mode=sync"]
+    assert old == ["stability=moe", "trainer.v1.trainer_mode=sync"]
+    assert tried(judge_run(make(base | stale)))[0] == "stability=opsm", "a dense model"
 
 
 STALE = "training/off_policy/trajectory_staleness/mean"
