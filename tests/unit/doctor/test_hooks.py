@@ -124,6 +124,17 @@ def test_each_check_has_a_row_in_the_docs():
     )
 
 
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+def test_each_fix_in_the_docs_can_be_pasted(compose, engine):
+    """As the checks give it: with the whole name of the setting, and ++ where no config has it."""
+    docs = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    table = docs.partition("<!-- checks -->")[2].partition("<!-- /checks -->")[0]
+    fixes = re.findall(r"`([^`]*=[^`]*)`", "".join(re.findall(r"\|([^|]*)\|$", table, re.MULTILINE)))
+    assert len(fixes) > 30
+    of_megatron = (".megatron.", "use_checkpoint_opt_param_scheduler")
+    compose(f"model_engine={engine}", *(f for f in fixes if any(map(f.__contains__, of_megatron)) == (engine != "dp")))
+
+
 @pytest.mark.filterwarnings("ignore:Disabled critic")
 def test_verls_validation_is_asked_about_the_roles_that_verl_would_start(compose):
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
