@@ -29,6 +29,7 @@ from verl_ext.workers.losses import LossInputs, provide
 
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 MODULES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, flags=re.DOTALL))
+(PRESET,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
 COMMANDS = re.findall(r"```bash\n(python -m verl_ext\.main_ppo .*?)```", PAGE, flags=re.DOTALL)
 
 # Three responses of 1, 2 and 3 tokens.
@@ -71,6 +72,27 @@ def test_the_correction(launched):
     shares = [found.metrics[f"correction/two_sided/{side}"] for side in ("low", "high")]
     assert shares == pytest.approx([1 / 6, 1 / 6])
     assert CORRECTIONS["two_sided"].function(torch.tensor([math.nan])).weight.item() == 0
+
+
+def test_the_mask(launched):
+    config = launched("my_mask")
+    corrections = stability_config(config.stability).corrections()
+    assert corrections == {"near": {"delta": 0.3}}
+    torch.testing.assert_close(measure(TOKENS, corrections).weight, torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 1.0]))
+    assert CORRECTIONS["near"].function(torch.tensor([math.nan]), delta=0.3).weight.item() == 0
+    config.stability.near.delta = 0
+    with pytest.raises(ConfigError, match=r"stability\.near\.delta=0 must be above 0"):
+        stability_config(config.stability)
+
+
+def test_the_preset_of_the_mask(launched, compose, tmp_path):
+    launched("my_mask")
+    (tmp_path / "preset").mkdir()
+    (tmp_path / "preset" / "near.yaml").write_text(PRESET)
+    (loading,) = re.findall(r"`(hydra\.searchpath=\S+ \+preset=near)`", PAGE)
+    stability = stability_config(compose(*loading.replace("/shared/presets", str(tmp_path)).split()).stability)
+    assert stability.corrections() == {"near": {"delta": 0.3}}
+    assert stability.batch_skip.threshold == 0.1 and stability.plugins == ["my_mask"]
 
 
 def test_the_filter(launched):
