@@ -126,7 +126,7 @@ def test_each_check_has_a_row_in_the_docs():
 
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
 def test_each_fix_in_the_docs_can_be_pasted(compose, engine):
-    """As the checks give it: with the whole name of the setting, and ++ where no config has it."""
+    """The table has whole names of settings, and ++ where no config has the setting, as the checks do."""
     docs = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
     table = docs.partition("<!-- checks -->")[2].partition("<!-- /checks -->")[0]
     fixes = re.findall(r"`([^`]*=[^`]*)`", "".join(re.findall(r"\|([^|]*)\|$", table, re.MULTILINE)))
