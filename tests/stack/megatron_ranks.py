@@ -85,7 +85,7 @@ def rank_main(rank, store):
 
 
 def check_r3(parallel, weights, rank, rollout):
-    """With R3 the experts in use are the rollout's, and the router's own choice is compared beside them."""
+    """Under R3, the experts in use are the rollout's; the router's own choice is compared too."""
     engine = build_engine("R3", parallel)
     load(engine, weights, rank)
     routing = RecordedRouting(worker_config("R3", forward_only=True, **parallel))

@@ -1,7 +1,9 @@
 """The table of published levels, the rule that it makes, and what the docs say of it."""
 
+import json
 import math
 
+import numpy as np
 import pytest
 
 from tests import ROOT
@@ -23,6 +25,16 @@ def steps(guard, values):
         guard.judge_late({})
         guard.close()
     return found
+
+
+@pytest.mark.parametrize("rate", ["1e-3", "1e-2"])
+def test_how_much_k3_moves_in_a_sound_run_is_what_the_docs_say(rate):
+    k3 = np.array(json.loads((ROOT / "tests" / "support" / "data" / f"stable_lr_{rate}.json").read_text())[K3])
+    doubled = sum(k3[step] > 2 * np.median(k3[step - 20 : step]) for step in range(20, 80))
+    medians = [np.median(k3[step : step + 20]) for step in range(0, 80, 20)]
+    low, high = (f"{value:.1e}".replace("e-0", "e-") for value in (min(medians), max(medians)))
+    row = f"| {rate} | {doubled} of 60 | {k3.max() / np.median(k3):.0f} | {low}, {high} |"
+    assert row in (ROOT / "docs" / "reading-metrics.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: f"{level.model} {level.format}")
