@@ -326,7 +326,7 @@ def test_a_run_names_a_cause_once_after_some_looks():
     (told,) = filter(None, events)
     assert (told.rule, told.action) == ("diagnosis", "warn")
     assert told.step <= 10 + LOOKS * LOOK_EVERY and "cuts its distribution" in told.reason
-    assert diagnosis.look().cause.name == diagnosis.told == "truncated"
+    assert diagnosis.look().cause.name == diagnosis.reported == "truncated"
 
 
 def test_harmless_rounding_is_not_told():
