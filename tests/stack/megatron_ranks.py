@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from tests.support.closeness import close
-from tests.support.head_ranks import alone as read_alone
-from tests.support.head_ranks import give, response_values, sampler_heads
-from tests.support.megatron_cpu import build_engine, infer, logits_alone, put_on_cpu, route_alone, verls_patch
-from tests.support.megatron_shift import check_shift, move_routers, scores_alone
+from tests.support.head_ranks import give, reference_reading, response_values, sampler_heads
+from tests.support.megatron_cpu import build_engine, infer, put_on_cpu, sequence_logits, sequence_routes, verls_patch
+from tests.support.megatron_shift import check_shift, move_routers, sequence_scores
 from tests.support.recorded_routes import (
     EXPERTS,
     LAYERS,
@@ -47,14 +46,15 @@ def rank_main(rank, store):
         torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
         mpu.initialize_model_parallel()
         alone = build_engine("disabled")
-        rollout = as_rollout([route_alone(alone, index) for index in range(len(LENGTHS))])
+        rollout = as_rollout([sequence_routes(alone, index) for index in range(len(LENGTHS))])
         weights = alone.module[0].state_dict()
-        heads = list(sampler_heads(logits_alone(alone), sequences(), LENGTHS))
-        read = {cut: read_alone(logits_alone(alone), heads, cut, sequences(), LENGTHS) for cut in (True, False)}
+        logits_of = sequence_logits(alone)
+        heads = list(sampler_heads(logits_of, sequences(), LENGTHS))
+        read = {cut: reference_reading(logits_of, heads, cut, sequences(), LENGTHS) for cut in (True, False)}
         weights = {name: value.clone() for name, value in weights.items() if torch.is_tensor(value)}
-        old = scores_alone(alone)
+        old = sequence_scores(alone)
         move_routers(alone)
-        current = scores_alone(alone)
+        current = sequence_scores(alone)
         mpu.destroy_model_parallel()
         for name, parallel in PARALLEL.items():
             engine = build_engine("disabled", parallel)

@@ -38,9 +38,9 @@ def put(name):
 
 def meta(name, only=None, fields=("input_ids", *ROUTING)):
     keys = [f"{name} {index}" for index in (range(len(BATCHES[name])) if only is None else only)]
-    told = {"temperature": 0.5, "dataloader_kwargs": {"shuffle": True}}
+    extra_info = {"temperature": 0.5, "dataloader_kwargs": {"shuffle": True}}
     fields = None if fields is None else list(fields)
-    return KVBatchMeta(keys=keys, tags=[{}] * len(keys), partition_id="train", fields=fields, extra_info=told)
+    return KVBatchMeta(keys=keys, tags=[{}] * len(keys), partition_id="train", fields=fields, extra_info=extra_info)
 
 
 class Rank:

@@ -113,7 +113,7 @@ def assert_documented(run: Run) -> None:
     assert undocumented(name for step in run.steps for name in step) == set()
 
 
-def suspected(run: Run) -> list[str]:
+def suspected_causes(run: Run) -> list[str]:
     """The causes that the report of this run names, the likeliest first."""
     return [suspect.cause.name for suspect in judge_run(read_run(run.folder / "verl_ext")).suspects]
 
@@ -142,7 +142,7 @@ def processes(mark: str) -> list[psutil.Process]:
     return found
 
 
-def marked(mark: str) -> list[str]:
+def process_titles(mark: str) -> list[str]:
     """Their names, as a process list shows them."""
     found = []
     for process in processes(mark):
@@ -178,7 +178,7 @@ def wait_for(condition: Callable[[], bool], started: subprocess.Popen, console: 
         time.sleep(0.2)
 
 
-def spawned(mark: str) -> list[psutil.Process]:
+def engine_processes(mark: str) -> list[psutil.Process]:
     """Returns the processes that the rollout engine of a forked run started, oldest first: vLLM's engine core, SGLang's
     scheduler.
 
@@ -188,7 +188,7 @@ def spawned(mark: str) -> list[psutil.Process]:
     return sorted(found, key=lambda process: process.create_time())
 
 
-def named(start: str, mark: str) -> list[psutil.Process]:
+def titled_processes(start: str, mark: str) -> list[psutil.Process]:
     """The run's processes whose titles start like this: marked, or forked from a server of this process."""
     found = {*processes(mark), *psutil.Process().children(recursive=True)}
     return [process for process in found if process.name().startswith(start)]

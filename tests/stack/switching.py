@@ -133,9 +133,9 @@ def compose(overrides: list[str]):
     return config, stability
 
 
-def told() -> Path:
+def hang_report() -> Path:
     """Returns the file that exists once the run has reported the hanging tool."""
-    return Path(tempfile.gettempdir(), f"told_{os.environ[MARK]}")
+    return Path(tempfile.gettempdir(), f"hang_reported_{os.environ[MARK]}")
 
 
 def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: list[str]) -> type:
@@ -152,7 +152,7 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
     def say_to_the_tool(said: str) -> None:
         say(said)
         if "hanging_double" in said:
-            told().touch()
+            hang_report().touch()
 
     watch.say = say_to_the_tool
 

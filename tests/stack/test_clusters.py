@@ -15,7 +15,7 @@ import uuid
 import psutil
 import pytest
 
-from tests.stack.left import SAVES, last_saved, saved, shards
+from tests.stack.run_files import SAVES, has_saved, last_saved, shards
 from tests.stack.running import (
     CPU,
     MARK,
@@ -23,10 +23,10 @@ from tests.stack.running import (
     SMALL,
     assert_one_error,
     kill_all,
-    marked,
-    named,
+    process_titles,
     processes,
     start,
+    titled_processes,
     wait_for,
 )
 from tests.stack.two_nodes import two_nodes
@@ -133,12 +133,12 @@ def test_a_network_that_heals_and_a_raylet_that_does_not(arguments, tmp_path):
         try:
             environment = head.environment | {"RAY_AUTH_MODE": "disabled"}
             console, started = start(nodes.inside(0, head.python, *settings), tmp_path, nodes.mark, environment)
-            wait_for(lambda: saved(tmp_path, 2), started, console)
+            wait_for(lambda: has_saved(tmp_path, 2), started, console)
             nodes.cable("down")
             before = last_saved(tmp_path)
             time.sleep(CUT_S)
             nodes.cable("up")
-            wait_for(lambda: saved(tmp_path, before + 3), started, console)
+            wait_for(lambda: has_saved(tmp_path, before + 3), started, console)
             (runner,) = (process for process in processes(nodes.mark) if process.name().startswith("ray::StabilityT"))
             nodes.raylet(1 - nodes.number_of(runner)).kill()
             assert started.wait(150) == 1
@@ -166,8 +166,8 @@ def test_a_run_whose_raylet_is_killed_leaves_nobody_and_a_checkpoint(arguments, 
     command = [sys.executable, *arguments("stability=icepop", *SAVES, steps=500)]
     console, started = start(command, tmp_path, mark)
     try:
-        wait_for(lambda: saved(tmp_path, 2), started, console)
-        (raylet,) = named("raylet", mark)
+        wait_for(lambda: has_saved(tmp_path, 2), started, console)
+        (raylet,) = titled_processes("raylet", mark)
         raylet.kill()
         assert started.wait(150) == 1
         wait_for_nobody(mark)
@@ -179,9 +179,9 @@ def test_a_run_whose_raylet_is_killed_leaves_nobody_and_a_checkpoint(arguments, 
 
 def wait_for_nobody(mark):
     deadline = time.monotonic() + 60
-    while marked(mark) and time.monotonic() < deadline:
+    while process_titles(mark) and time.monotonic() < deadline:
         time.sleep(1)
-    assert marked(mark) == []
+    assert process_titles(mark) == []
 
 
 def names(mark):

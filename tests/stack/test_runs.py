@@ -12,7 +12,7 @@ from tests.stack.running import (
     assert_heads,
     assert_k1_is_verls,
     shares_by_lag,
-    suspected,
+    suspected_causes,
 )
 from verl_ext import cli
 from verl_ext.base.metrics import OURS
@@ -211,7 +211,7 @@ def test_dapo_on_two_ranks_with_dynamic_batches_padding_rows_and_a_planted_gap(t
         assert step["critic/score/min"] < 0
         assert_k1_is_verls(step)
         assert step["actor/grad_norm"] > 0
-    assert suspected(run)[0] == "quantized"
+    assert suspected_causes(run)[0] == "quantized"
 
 
 VERLS_WEIGHTS = (
@@ -251,7 +251,7 @@ def test_none_logs_what_plain_verl_logs(train, plain_verl):
     assert keys(none)[:2] == [{name for name in names if "/icepop/" not in name} for names in keys(plain_verl)]
     assert not any(ours(names) for names in keys(none))
     assert {"actor/grad_norm", "critic/score/mean", "rollout_corr/kl"} <= keys(none)[0]
-    assert suspected(none) == ["truncated"]
+    assert suspected_causes(none) == ["truncated"]
 
 
 @pytest.mark.no_step

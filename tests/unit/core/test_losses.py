@@ -99,7 +99,7 @@ def test_opsm_of_what_is_stale_alone_leaves_the_rest(seed):
     assert found.weight[[0, 2]].eq(1).all() and torch.equal(found.weight[stale], masked[stale])
     assert masked[[0, 2]].eq(0).any() and found.metrics["dropped"] == ((found.weight == 0) & mask).sum() / mask.sum()
     without = LossBatch(l_theta, l_old, advantages, mask, l_infer=l_infer)
-    assert opsm(without, delta=-1.0, stale_only=True).weight.eq(1).all(), "nothing is told to be stale"
+    assert opsm(without, delta=-1.0, stale_only=True).weight.eq(1).all(), "no trajectory is known to be stale"
 
 
 def test_opsm_masks_a_sequence_with_nan_only_where_the_advantage_is_negative():

@@ -275,7 +275,7 @@ def test_plugins_are_imported_by_trust_alone(doctor, mark):
     assert not mark.exists()
     (note,) = found["code"]
     assert note["level"] == "note" and "stability.plugins=['evil']" in note["found"] and "--trust" in note["why"]
-    assert not {"hooks", "verl's validation"} & set(found), "told as not checked"
+    assert not {"hooks", "verl's validation"} & set(found), "reported as not checked"
     assert "truncated sampling" in found, "the other checks are made"
     assert "hooks" in doctor(*arguments, "--trust")
     assert mark.exists()

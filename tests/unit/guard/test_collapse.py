@@ -44,8 +44,8 @@ def test_a_reward_that_fell_to_a_tenth_and_stays_there_has_collapsed():
 
 def test_it_is_told_when_it_has_stayed_there():
     reward = [0.5] * 40 + [0.02] * 60
-    told = [last for last in range(1, 101) if find_collapse(until(series(reward=reward), last))]
-    assert told == list(range(40 + STAYS, 101))
+    reported = [last for last in range(1, 101) if find_collapse(until(series(reward=reward), last))]
+    assert reported == list(range(40 + STAYS, 101))
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def recorded(name):
 def test_recorded_runs_that_died_of_their_learning_rate():
     """One with equal engines, and one whose rollout rounds to fp4."""
     died = {name: recorded(name) for name in ("collapsed_lr_1e-2", "collapsed_fp4")}
-    told = {name: [last for last in range(1, 101) if find_collapse(until(run, last))] for name, run in died.items()}
-    assert all(steps == list(range(steps[0], 101)) for steps in told.values()), "and do not come back"
-    assert told["collapsed_lr_1e-2"][0] < 65 and told["collapsed_fp4"][0] < 55
+    reported = {name: [last for last in range(1, 101) if find_collapse(until(run, last))] for name, run in died.items()}
+    assert all(steps == list(range(steps[0], 101)) for steps in reported.values()), "and do not come back"
+    assert reported["collapsed_lr_1e-2"][0] < 65 and reported["collapsed_fp4"][0] < 55
     equal, rounded = (find_collapse(run) for run in died.values())
     assert str(equal) == (
         "The reward fell from 0.6 to 0.042, from step 11 on, and stays there. Nothing else that is logged moved "

@@ -292,9 +292,9 @@ def test_a_run_says_what_to_measure_with_the_cause():
     shown = without(series(SHOWN["leak"]), "stability.router_agreement=true")
     diagnosis = Diagnosis()
     for step in range(1, STEPS + 1):
-        if told := diagnosis.add(step, {name: dict(found)[step] for name, found in shown.items()}):
+        if event := diagnosis.add(step, {name: dict(found)[step] for name, found in shown.items()}):
             break
-    assert "; stability.router_agreement=true would tell whether it is " in told.reason
+    assert "; stability.router_agreement=true would tell whether it is " in event.reason
 
 
 def test_a_gap_that_comes_slowly_is_not_taken_for_a_lost_sync():
@@ -323,9 +323,9 @@ def test_a_run_names_a_cause_once_after_some_looks():
     for step in range(1, STEPS + 1):
         metrics = {name: dict(found)[step] for name, found in shown.items()}
         events.append(diagnosis.add(step, metrics | {"vllm_kl/k3/turn/00": float("nan")}))
-    (told,) = filter(None, events)
-    assert (told.rule, told.action) == ("diagnosis", "warn")
-    assert told.step <= 10 + LOOKS * LOOK_EVERY and "cuts its distribution" in told.reason
+    (event,) = filter(None, events)
+    assert (event.rule, event.action) == ("diagnosis", "warn")
+    assert event.step <= 10 + LOOKS * LOOK_EVERY and "cuts its distribution" in event.reason
     assert diagnosis.look().cause.name == diagnosis.reported == "truncated"
 
 

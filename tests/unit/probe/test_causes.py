@@ -54,10 +54,10 @@ SMALL = pairs_of(1e-14, 1e-15, 1e-14, 1e-14)
 )
 def test_the_causes_of_a_probe(found, causes):
     assert tuple(cause.name for cause in found.causes) == causes
-    told = [sentence for sentence in found.sentences() if sentence.startswith("Likely cause")]
-    assert len(told) == bool(causes)
+    sentences = [sentence for sentence in found.sentences() if sentence.startswith("Likely cause")]
+    assert len(sentences) == bool(causes)
     for name in causes:
-        assert CAUSES[name].title in told[0]
+        assert CAUSES[name].title in sentences[0]
 
 
 def test_a_replay_that_harms_is_no_agreement():

@@ -142,7 +142,7 @@ def test_a_cause_is_named_where_it_is_there_and_not_for_noise(effect, cause, lea
 
 
 def test_noise_that_looks_like_a_cause_is_told_as_noise():
-    found = next(told for seed in range(50) if (told := simulated(seed, "none")).cause == "undecided")
+    found = next(verdict for seed in range(50) if (verdict := simulated(seed, "none")).cause == "undecided")
     assert "with the rollout's experts replayed (p = " in found.sentence
     assert found.sentence.endswith("Over 200 tokens, such a difference is within noise.")
     assert "--prompts" in found.advice

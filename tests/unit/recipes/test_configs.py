@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests import ROOT
-from tests.support.examples import some
+from tests.support.examples import slow_cases
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.stability import StabilityConfig, stability_config
 from verl_ext.launch.compose import VERL_CONFIGS, prepare, stability_choices
@@ -64,7 +64,7 @@ def test_icepop_is_the_papers_band_with_the_guard(compose):
     assert (stability.batch_skip.metric, stability.batch_skip.threshold) == ("vllm_kl/k3", 0.1)
 
 
-@pytest.mark.parametrize("name", some(names("stability")))
+@pytest.mark.parametrize("name", slow_cases(names("stability")))
 def test_each_stability_option_passes_our_checks_and_verls_validation(compose, name):
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config

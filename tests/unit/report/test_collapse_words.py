@@ -85,8 +85,8 @@ def test_the_page(tmp_path):
 
 def test_a_comparison():
     healthy = recorded("noisy_lr_3e-3")
-    told = compare_runs([healthy, DEAD])
-    assert told.notes[0].startswith(f"collapsed_lr_1e-2: {WORDS} Also moved: the gradient norm (0.44 to 0.9, from")
-    assert told.notes[0] in printed(ComparisonTable(told))
-    assert not any("noisy_lr_3e-3: The run collapsed" in note for note in told.notes)
+    found = compare_runs([healthy, DEAD])
+    assert found.notes[0].startswith(f"collapsed_lr_1e-2: {WORDS} Also moved: the gradient norm (0.44 to 0.9, from")
+    assert found.notes[0] in printed(ComparisonTable(found))
+    assert not any("noisy_lr_3e-3: The run collapsed" in note for note in found.notes)
     assert f": {WORDS}" in compare_runs([make({"own": [1.0] * 20}), DEAD]).notes[0], "of the whole run"

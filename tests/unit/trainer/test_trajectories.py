@@ -282,11 +282,11 @@ def test_wrong_settings_are_named(wrong):
 
 
 def test_of_a_step_with_several_updates_the_first_is_dumped(monkeypatch):
-    told = []
+    written = []
     monkeypatch.setattr(trajectories, "choose_trajectories", lambda batch, count, step: [batch])
-    monkeypatch.setattr(trajectories, "write_step", lambda *given, **about: told.append((about["step"], given[3])))
+    monkeypatch.setattr(trajectories, "write_step", lambda *given, **about: written.append((about["step"], given[3])))
     writing = Dump(object(), TrajectoryDump(1, every=2))
     for place, step in enumerate((7, 8, 8, 9, 10)):
         writing.look_at(place, step)
         writing.write(None, None, skipped="")
-    assert told == [(8, [1]), (10, [4])]
+    assert written == [(8, [1]), (10, [4])]

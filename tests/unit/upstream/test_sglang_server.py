@@ -262,10 +262,10 @@ def test_a_distribution_that_the_head_does_not_show_is_refused(module, sampling,
 
 def test_what_is_asked_of_a_server_that_reads_prompts_goes_to_the_one_that_decodes(module):
     """verl's server calls itself, and the other one."""
-    told = []
+    requests = []
 
     async def remote(prompt_ids, sampling_params, request_id, **named):
-        told.append((sampling_params["extra_args"], named["bootstrap_room"]))
+        requests.append((sampling_params["extra_args"], named["bootstrap_room"]))
         return "decoded"
 
     made = server(module, Manager(**answered(11, 10)))
@@ -274,7 +274,7 @@ def test_what_is_asked_of_a_server_that_reads_prompts_goes_to_the_one_that_decod
     made._pd_bootstrap_host, made._disaggregation_bootstrap_port = "here", 1
     assert asyncio.run(made.generate(list(PROMPT), {"logprobs": True} | asked(), "request")) == "decoded"
     assert made.tokenizer_manager.asked.top_logprobs_num == K
-    ((extra, room),) = told
+    ((extra, room),) = requests
     assert extra == {HEAD_ASKED: K} and room == made.tokenizer_manager.asked.bootstrap_room
 
 
