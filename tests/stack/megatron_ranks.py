@@ -36,7 +36,7 @@ PARALLEL = {
 
 
 def rank_main(rank, store):
-    """Under each kind of parallelism, the routes are in order, a planted disagreement is found, and heads are read."""
+    """Checks, for each kind of parallelism, the order of routes, a planted disagreement, and the heads."""
     from megatron.core import parallel_state as mpu
 
     torch.set_num_threads(1)
@@ -85,7 +85,7 @@ def rank_main(rank, store):
 
 
 def check_r3(parallel, weights, rank, rollout):
-    """With R3 the experts in use are the rollout's, and the router's own choice is compared beside them."""
+    """Checks that with R3 the rollout's experts are used, and that the router's own choice is compared too."""
     engine = build_engine("R3", parallel)
     load(engine, weights, rank)
     routing = RecordedRouting(worker_config("R3", forward_only=True, **parallel))
@@ -98,7 +98,7 @@ def check_r3(parallel, weights, rank, rollout):
 
 
 def check_vocabulary_in_parts(rank):
-    """log_probs_at of this rank's half of the vocabulary, and its gradient, are those of all of it."""
+    """Checks that log_probs_at on a half of the vocabulary per rank gives the values and gradient of the whole."""
     generator = torch.Generator().manual_seed(1)
     whole = (5 * torch.randn(6, 10, generator=generator)).requires_grad_()
     ids = torch.randint(0, 10, (6, 4), generator=generator)
@@ -113,7 +113,7 @@ def check_vocabulary_in_parts(rank):
 
 
 def load(engine, weights, rank):
-    """The weights of the whole model into this rank's part of it."""
+    """Loads the weights of the whole model into this rank's part of it."""
     from verl.utils.megatron.router_replay_utils import get_current_rank_layer_info
 
     for stage, chunk in enumerate(engine.module):

@@ -31,8 +31,10 @@ def megatron_weights(folder, step):
 
 
 def megatron_optimizer(folder, step):
-    """Megatron's weights in float32 and the moments of Adam: buffers whose padding is whatever the memory held, or with
-    dist_ckpt_optim_fully_reshardable=true each tensor by itself."""
+    """Returns Megatron's weights in float32 and the moments of Adam.
+
+    They are buffers whose padding is not initialised, or single tensors with dist_ckpt_optim_fully_reshardable=true.
+    """
     saved = folder / "checkpoints" / f"global_step_{step}" / "actor" / "optimizer" / "dist_ckpt"
     found = {}
     _load_state_dict(found, FileSystemReader(saved), planner=_EmptyStateDictLoadPlanner(), no_dist=True)

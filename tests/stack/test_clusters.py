@@ -1,7 +1,7 @@
-"""Runs that start as on a cluster: submitted to two nodes, over a network that breaks, and one whose raylet is killed.
+"""Runs on a cluster: submitted to two nodes, over a network that breaks, and one whose raylet is killed.
 
-Ray counts the jobs of each cluster from 1, and verl names the socket of its weights after the job: one file, so that no
-two of them run at a time.
+All are in one file, so that no two run at a time: Ray counts the jobs of each cluster from 1, and verl names the socket
+of its weights after the job.
 """
 
 import contextlib
@@ -151,7 +151,7 @@ def test_a_network_that_heals_and_a_raylet_that_does_not(arguments, tmp_path):
 
 
 def wait_for_no_worker(mark):
-    """Ray's daemons of the node that lives are the cluster's, and stay."""
+    """Waits until the run has no worker; Ray's daemons on the living node belong to the cluster and stay."""
     deadline = time.monotonic() + 60
     while found := [name for name in names(mark) if name.startswith(("ray::", "VLLM"))]:
         if all(name.endswith("Agent") for name in found):
@@ -161,7 +161,7 @@ def wait_for_no_worker(mark):
 
 
 def test_a_run_whose_raylet_is_killed_leaves_nobody_and_a_checkpoint(arguments, tmp_path):
-    """Nothing is forked from prefork.py, which ends workers too."""
+    """No process is forked from prefork.py here, because that ends workers too."""
     mark = uuid.uuid4().hex
     command = [sys.executable, *arguments("stability=icepop", *SAVES, steps=500)]
     console, started = start(command, tmp_path, mark)

@@ -1,4 +1,4 @@
-"""Runs that somebody ends: nothing is lost that was written, and no process stays behind."""
+"""Runs that a user or a signal ends: no written data is lost, and no process stays behind."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A process of a run is killed, or its reward breaks down: what the run does, and what it leaves."""
+"""Runs in which a process is killed or the reward fails: how the run ends, and the files that it leaves."""
 
 import json
 import re
@@ -36,7 +36,7 @@ KILLED = {
 
 @pytest.fixture
 def file_system(tmp_path):
-    """The checkpoints' folder is a file system of its own."""
+    """Mounts a file system as the checkpoints' folder."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", str(folder)], stderr=subprocess.PIPE)
@@ -75,7 +75,7 @@ def test_it_ends_with_one_error_and_the_last_checkpoint_can_be_read(begin, tmp_p
 
 
 def read_only(folder):
-    """The checkpoints' file system, as one that has met an error."""
+    """Makes the checkpoints' file system read-only, as after an error of the disk."""
     subprocess.run(["mount", "-o", "remount,ro", str(folder / "checkpoints")], check=True)
 
 

@@ -1,5 +1,5 @@
-"""The gate and the undo on two ranks of verl's Megatron engine: both decide alike, and an update is taken back bit for
-bit in each form of megatron-core's optimizer."""
+"""The gate and the undo on two ranks of verl's Megatron engine: the ranks decide alike, and an update is taken back bit
+for bit with each kind of megatron-core's optimizer."""
 
 import json
 

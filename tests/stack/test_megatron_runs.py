@@ -48,7 +48,7 @@ TP2_EP2 = tuple(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The recipe's, with an even vocabulary, which tensor parallelism halves, and experts that matter to a token."""
+    """The recipe's model, with an even vocabulary for tensor parallelism and experts that matter to a token."""
     folder = tmp_path_factory.mktemp("megatron_model")
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<spare>"])
@@ -99,8 +99,8 @@ FLOAT16 = (  # Transformer Engine has the optimizer that verl takes
 
 
 def test_r3_replays_the_rollouts_experts_and_a_wrong_replay_is_refused_as_fp16s_overflow_is(with_faults, model):
-    """Every expert id is one too high in step 2: the gap jumps, and the batch is skipped. The gradient of step 3 is
-    more than fp16 holds."""
+    """In step 2 every expert id is one too high: the gap jumps, and the batch is skipped. In step 3 the gradient
+    overflows fp16."""
     replay = ("stability=moe", "stability.batch_skip.threshold=1.0e-3")
     settings = (*FLOAT16, *SAVES, model)
     finished = with_faults("shifted experts and an overflow", *replay, *settings, recipe=RECIPE[0], steps=4)

@@ -1,5 +1,5 @@
-"""The probe on the real stack: for each pair of engines one start and several looks, each with a cause planted in the
-training engine; one start more for a LoRA."""
+"""The probe on the real stack. Each pair of engines is started once, for several looks, each with a cause planted in
+the training engine. One more start is for a LoRA."""
 
 import json
 

@@ -67,7 +67,8 @@ def test_icepop_router_agreement_cascade_attention_and_the_report(train):
 
 
 def assert_half_is_compared(step):
-    """Exactly, of the 32 of one agent loop's process; and what was left out is not taken for unknown."""
+    """Checks that exactly half of the 32 trajectories of one agent loop's process are compared, and that the others do
+    not count as unknown."""
     assert step["router/sampled"] == 0.5
     assert 0.25 < step["router/tokens"] / (32 * step["response_length/mean"]) < 0.75
     assert step["router/unknown"] == step["router/invalid"] == 0
@@ -75,7 +76,7 @@ def assert_half_is_compared(step):
 
 
 def assert_the_report_shows(run):
-    """The trajectories' numbers are those that the metrics were made of, and the pages are there."""
+    """Checks that the trajectories' numbers agree with the metrics, and that the pages exist."""
     assert re.search(r"trajectories +│ 2 per step +│ cpu_smoke\.trajectories\.jsonl", run.console)
     lines = load_trajectories(run.folder / "verl_ext" / "cpu_smoke.trajectories.jsonl")
     assert [(line.step, line.why) for line in lines] == [
@@ -98,7 +99,7 @@ def assert_the_report_shows(run):
 
 
 def assert_near_the_policy(run):
-    """Every rollout is of weights so near that the two engines mostly agree."""
+    """Checks that the engines mostly agree, because every rollout's weights are near the policy's."""
     assert_documented(run)
     for step in run.steps:
         assert 0 < step["vllm_kl/k3"] < 0.01
@@ -222,7 +223,7 @@ VERLS_WEIGHTS = (
 
 @pytest.fixture(scope="module")
 def plain_verl(train_in, tmp_path_factory):
-    """verl's own entry point, of ours the loss alone."""
+    """A run of verl's own entry point, with only our loss."""
     return train_in(
         tmp_path_factory.mktemp("plain_verl"),
         "actor_rollout_ref.actor.policy_loss._target_=verl_ext.workers.loss_config.build_loss_config",

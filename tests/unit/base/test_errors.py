@@ -68,7 +68,7 @@ def keys(node, prefix=""):
 
 @pytest.fixture(scope="module")
 def settings(compose):
-    """Every setting of some runs, one a line."""
+    """Returns the settings of some runs, one per line."""
     runs = (["stability=r3"], ["model_engine=megatron"], ["stability=icepop_loss"], ["stability=opsm_loss"])
     verls_own = "+trainer.remove_previous_ckpt_in_save=false"  # which verl reads and its config leaves out
     return "\n".join({key for run in runs for key in keys(OmegaConf.to_container(compose(*run, verls_own)))})

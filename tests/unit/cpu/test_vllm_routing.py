@@ -10,7 +10,7 @@ from verl_ext.cpu import vllm as routing
 
 
 class Connector:
-    """Takes down what it is asked."""
+    """Records the requests that it gets."""
 
     def __init__(self):
         self.steps, self.batches = [], []

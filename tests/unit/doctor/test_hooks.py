@@ -218,7 +218,7 @@ make()
 
 @pytest.fixture
 def mark(tmp_path, monkeypatch):
-    """The file that exists once anything of the package `evil` was executed, which could be imported at any time."""
+    """The file that exists once code of the package `evil` has run; the package can be imported at any time."""
     mark = tmp_path / "executed"
     package = tmp_path / "site" / "evil"
     package.mkdir(parents=True)
@@ -436,7 +436,7 @@ def test_a_model_that_needs_its_own_code_and_may_not_run_it_is_an_error_of_the_r
 
 
 def test_a_model_whose_layers_only_its_own_code_has_asks_no_question(look, mark, model, monkeypatch):
-    """The config is one of the library's, the model is not; transformers would ask in the terminal if it may run."""
+    """The config is the library's, but the model is not: transformers would ask in the terminal if its code may run."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     config = {"model_type": "vit", "num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 8}
     config |= {"auto_map": {"AutoModelForCausalLM": "configuration_evil.EvilConfig"}}

@@ -1,4 +1,4 @@
-"""A planted gap on the launching machine: the settings that it is refused with, and those that vLLM gets."""
+"""A planted gap on the launching machine: settings that are refused, and settings that vLLM gets."""
 
 import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig

@@ -1,4 +1,4 @@
-"""A run whose rollout engine is SGLang: every preset passes, and what SGLang cannot do stops with one line."""
+"""Runs with SGLang as the rollout engine: every preset passes, and features that SGLang lacks stop with one line."""
 
 import re
 from functools import partial

@@ -96,7 +96,8 @@ def test_ranks_that_hooked_different_routers_stop_the_run(routing_of):
 
 @pytest.fixture
 def servers_of(compose, monkeypatch):
-    """servers_of(True, False, ...) starts a run with SGLang and routing, whose servers decode it or do not."""
+    """servers_of(True, False, ...) starts a run with SGLang and routing, with one server for each value; it decodes
+    routing if the value is True."""
     name = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.enable_rollout_routing_replay=true")
     config = compose("stability=r3", *name)
     workers = SimpleNamespace(routing_hooks=lambda: [("Router", 4)], configure_loss=lambda settings: [TOLD])
@@ -118,7 +119,7 @@ def test_sglang_servers_that_do_not_decode_their_routing_stop_the_run(servers_of
 
 @pytest.fixture
 def rounding_of(compose, monkeypatch):
-    """rounding_of({"linear": 24}, ...) -> the table's row, where each of vLLM's workers has rounded so many."""
+    """rounding_of({"linear": 24}, ...) -> the table's row; each argument is what one vLLM worker has rounded."""
     config = compose(
         "actor_rollout_ref.rollout.name=vllm",
         "stability.fake_quantization.format=fp4",
@@ -160,7 +161,7 @@ def test_a_worker_that_does_not_round_stops_the_run(rounding_of, rounded, settin
 
 @pytest.fixture
 def adapter_of(compose, monkeypatch):
-    """adapter_of(what a worker of vLLM tells of its LoRA, ...) -> where the sync canary acts."""
+    """adapter_of(a vLLM worker's report on its LoRA, ...) -> the place where the sync canary acts."""
     lora, canary = "actor_rollout_ref.model.lora_rank=8", "stability.sync_canary.trajectories=8"
 
     def where(*reports, overrides=(lora, canary)):

@@ -1,4 +1,4 @@
-"""Judgement of whether a run is dead, since when, and what moved first: on made-up series, recorded ones, and noise."""
+"""The rule for dead runs: verdict, first step and first move, on made-up series, recorded ones and noise."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def noise(size, length, seed=0):
 
 
 def falling(high, low, calm=40, over=10, dead=STAYS + 10):
-    """A level, a straight line to another one, and that."""
+    """Returns a level, a straight line to another level, and that level."""
     return np.concatenate([np.full(calm, high), np.linspace(high, low, over + 2)[1:-1], np.full(dead, low)])
 
 
@@ -88,7 +88,7 @@ def test_one_good_batch_in_the_ruins_changes_nothing_and_a_lucky_one_in_a_sparse
 
 
 def test_what_moved_first():
-    """The three runs that this was made for: gradient norms rose from 0.6 to 2.5 before the reward fell."""
+    """In the three runs for which the rule was written, gradient norms rose from 0.6 to 2.5 before the reward fell."""
     reward = np.abs(falling(0.55, 0.03, calm=60) + noise(0.02, 104))
     gradient = np.where(np.arange(104) < 50, 0.6, 2.5) * np.exp(noise(0.1, 104, 1))
     length = np.where(np.arange(104) < 64, 200, 400) + noise(5, 104, 2)

@@ -16,7 +16,7 @@ SKIP = Rule("batch_skip", "vllm_kl/k3", 0.1, action="skip", setting="stability.b
 
 
 def run_step(guard, step, early=None, late=None):
-    """One step as the trainer goes through it; the actions that were decided, in order."""
+    """Runs one step as the trainer does; returns the decided actions, in order."""
     guard.begin(step)
     early = {"vllm_kl/k3": 1e-4} if early is None else early
     foreseen, jump = guard.foresee(early)
@@ -292,7 +292,7 @@ STEP = st.tuples(
 
 
 def play(guard, series, first):
-    """The decisions on a series, with a checkpoint where it asks for one, and a rollback where one is decided."""
+    """Returns the decisions on a series, saving checkpoints where the series asks for it and carrying out rollbacks."""
     decisions = []
     for step, (k3, reward, norm, save) in enumerate(series, start=first):
         actions = run_step(guard, step, {"vllm_kl/k3": k3, "critic/score/mean": reward}, {"actor/grad_norm": norm})

@@ -10,7 +10,7 @@ from verl_ext.guard.rules import LowerLr, LrState, Rule, hold_rate, lower_rate, 
 
 
 def after(settings, firing):
-    """The scale at the end of each step, by a rule that fires in these steps."""
+    """Returns the scale at the end of each step, with a rule that fires in these steps."""
     state, scales, fired = LrState(), [], False
     for step, fires in enumerate(firing, start=1):
         if fires and not fired:

@@ -12,7 +12,7 @@ MOVED = Rule("moved", "actor/after_update/policy_kl", 0.1, action="undo", settin
 
 
 def step(guard, number, k3=0.01, moved=None):
-    """One step; what was decided, and carried out as the trainer would, whose workers keep the last update."""
+    """Runs one step, and carries out its decisions as the trainer does, whose workers keep the last update."""
     guard.begin(number)
     before = guard.judge({"vllm_kl/k3": k3})
     guard.count(before.refusal is not None)

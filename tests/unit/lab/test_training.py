@@ -1,4 +1,4 @@
-"""The lab's step: the plugin's own functions on the lab's batch, seen by what they do to gradients and weights."""
+"""The lab's step: the plugin's own functions on the lab's batch, tested by their effect on gradients and weights."""
 
 from dataclasses import replace
 
@@ -223,7 +223,7 @@ def test_every_variant_of_the_plugin_runs(training, name):
 
 
 def syncs_told(run, steps):
-    """The steps in which the sync canary said something, and what."""
+    """Returns the sync canary's events as (step, action)."""
     events = []
     run.actions.carry_out = lambda decision: events.extend(decision.events)
     for step in range(1, steps + 1):

@@ -17,7 +17,7 @@ def result(pairs, places=(), stages=(), dtype="float32"):
 
 
 def at(point, error, places=ROUTED):
-    """The places, with this error from the point on."""
+    """Returns the places, with this error from this point on."""
     begin = [place.point for place in places].index(point)
     return [replace(place, error=error if number >= begin else place.error) for number, place in enumerate(places)]
 

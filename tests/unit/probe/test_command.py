@@ -60,7 +60,7 @@ def test_it_shows_which_pair_holds_the_gap_and_what_to_try(probe, capsys, tmp_pa
 
 
 def test_the_engines_are_forked_from_the_process_that_their_workers_are_forked_from(probe, monkeypatch):
-    """Ray's workers have the job of their driver; a driver of another kind would wait for them for ever."""
+    """Ray's workers have the job of their driver, so a driver of another kind would wait for them forever."""
     monkeypatch.delenv("PREFORK_PYTHON", raising=False)
     probe("--no-page", "recipe=cpu_smoke")
     monkeypatch.setenv("PREFORK_PYTHON", "/the/client")

@@ -1,4 +1,4 @@
-"""The readings of a probe against oracles, what they say, and hidden states with a planted cause at its place."""
+"""The readings of a probe against oracles, its verdicts, and hidden states with a cause planted at a known place."""
 
 import copy
 import itertools
@@ -111,7 +111,8 @@ def simulated(seed, effect):
 
     Args:
         effect: "none": a replay draws the training engine's noise again. "routing": a replay leaves a tenth of the gap.
-            "sampling": only the rollout's sampling is noisy, but for a hundredth. "equal noise" in three readings.
+            "sampling": only the rollout's sampling is noisy; the others have a hundredth of the gap. "equal noise":
+            three readings have the same noise.
     """
     one, two, three = np.random.default_rng(seed).standard_t(1.5, (3, 200)) * 0.05
     exact = np.zeros(200)

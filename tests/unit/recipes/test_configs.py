@@ -98,7 +98,7 @@ def test_fp16_on_megatron_is_megatrons_own(compose):
 
 
 def test_dppo_tv_is_verls_example_of_it(compose):
-    """examples/dppo_trainer/run_qwen3_30b_a3b_megatron.sh of verl, but for its Dr. GRPO."""
+    """The settings are those of verl's examples/dppo_trainer/run_qwen3_30b_a3b_megatron.sh, except for its Dr. GRPO."""
     config = compose("stability=dppo_tv")
     actor = config.actor_rollout_ref.actor
     assert (actor.policy_loss.loss_mode, actor.clip_ratio_low, actor.clip_ratio_high) == ("dppo_tv", 0.15, 0.15)
