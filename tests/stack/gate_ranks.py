@@ -22,7 +22,7 @@ BYPASS_CASES = {"bypass": {}, "bypass, a gap": {"gap": 3.0, "first": True}, "byp
 
 
 def batch(rank, gap=0.0, first=False):
-    """Builds a batch; on rank 1, `gap` is added to l_infer of the last two trajectories (with `first`, the first two)."""
+    """Builds a batch; rank 1 adds `gap` to l_infer of its last two trajectories, or with `first` of its first two."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 

@@ -47,7 +47,7 @@ print(json.dumps([seen, printed]))
 
 @pytest.mark.slow
 def test_what_needs_no_engine_imports_none():
-    """One interpreter for all, in the order of what they need."""
+    """Runs all commands in one interpreter, those that need least first."""
     commands = {
         "doctor of the installation": ["doctor", "--json"],
         "plan": ["plan", "--json", "recipe=qwen3_30b_a3b", "stability=icepop"],

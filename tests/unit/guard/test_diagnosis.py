@@ -101,7 +101,7 @@ SHOWN = {
 
 
 def series(shown, steps=STEPS, first=1):
-    """Returns readings of each metric with noise of 2 %: constant, between two values in a third of the steps, or given."""
+    """Returns readings of each metric, with 2 % noise: one level, from one level to another, or a given series."""
     draw = np.random.default_rng(0)
     found = {}
     for name, level in (LEARNS | shown).items():

@@ -110,7 +110,7 @@ def test_all_takes_what_fits_the_launch():
 
 
 def test_all_takes_what_the_engines_of_the_launch_know():
-    """verl refuses float32 on Megatron except here; SGLang and Megatron have their own attention."""
+    """Megatron gets float32 only on CPU cores; changes of attention are for vLLM and FSDP only."""
     of_gpu, of_cpu = (
         {change.name: change.overrides for change in changes_of(compose(given)[0], ["all"], {})}
         for given in (["recipe=qwen3_30b_a3b_megatron"], ["recipe=cpu_megatron_sglang"])

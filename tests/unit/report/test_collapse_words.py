@@ -53,8 +53,7 @@ def test_the_terminal():
 
 
 def test_the_terminal_on_a_recorded_run():
-    """Order of the text: what happened, what warned, why, one thing to do; then the others, the evidence and the
-    table."""
+    """The text starts with the event, the warning, the cause and one action; other causes, evidence, table follow."""
     verdict = judge_run(STALE)
     parts = (
         "seed0, step 120: collapsed The run collapsed at step 81: the reward fell from 0.51 to 0.25",

@@ -1,7 +1,7 @@
 """The random models of these tests choose experts by margins that rounding does not reach.
 
-Their other tests hold two paths through a model to the same expert ids: a sequence by itself and in a packed or padded
-batch, one engine and another. Where a choice hung on the last bits, such a test would hang on the CPU.
+Other tests require the same expert ids on two paths through a model: a sequence by itself and in a packed or padded
+batch, or in two engines. If a choice depended on the last bits, such a test would depend on the CPU.
 """
 
 import pytest

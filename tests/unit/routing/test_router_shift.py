@@ -121,7 +121,7 @@ def deviations(engine, data):
 
 
 def response_rows(sequences):
-    """Per row, what was predicted of its response tokens."""
+    """Returns, for each sequence, its rows that predicted the response tokens."""
     return [row[-n - 1 : -1].clone() for row, (_, n) in zip(sequences.unbind(), LENGTHS, strict=True)]
 
 

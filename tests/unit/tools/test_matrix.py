@@ -1,4 +1,4 @@
-"""The rows of tools/matrix.sh, of made-up reports."""
+"""The rows of tools/matrix.sh, from made-up reports."""
 
 import json
 from importlib import metadata

@@ -1,4 +1,4 @@
-"""The training step in verl's bypass mode: judged behind the update, by what the workers measured."""
+"""The training step in verl's bypass mode, which is judged after the update, by the workers' measurements."""
 
 import pytest
 

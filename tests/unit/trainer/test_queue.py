@@ -1,4 +1,4 @@
-"""A batch in blocks is what it would be whole, and never held at once; and which fields of it a stage is sent."""
+"""A batch in blocks has the same result as whole, and is never in memory at once; the fields that a stage is sent."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CORRECTIONS = {"icepop": {"alpha": 0.5, "beta": 2.0}, "geo_mask": {"low": 0.5, "
 
 
 def made(lengths, group, seed):
-    """A made batch in blocks, and all its tokens one after another."""
+    """Returns a made-up batch in blocks, and all its tokens one after another."""
     batch, store = made_batch(lengths, group, seed, added={1})
     first = next(iter(store.rows.values()))
     whole = {name: torch.cat([one[name] for one in store.rows.values()]) for name in first}

@@ -1,4 +1,4 @@
-"""Routing and heads in the training step: what becomes of them, and which stage is sent them."""
+"""Routing and heads in the training step: how they are used, and which stage gets them."""
 
 import pytest
 import torch

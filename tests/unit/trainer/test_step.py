@@ -22,7 +22,7 @@ SIGNALS = {"critic/score/mean": 1.0}
 
 
 class Whole:
-    """A batch of one response at hand; `put` is what the step has put into it, in order."""
+    """A batch of one response in memory; `put` has the fields that the step has written, in order."""
 
     def __init__(self, tokens):
         self.tokens, self.put_fields = tokens, []
@@ -45,7 +45,7 @@ class Whole:
 
 @pytest.fixture
 def decided():
-    """decided(settings, log_k, due=...) -> what becomes in step 7 of a response whose tokens have these log k."""
+    """decided(settings, log_k, due=...) -> the decision in step 7 on a response whose tokens have these log k."""
 
     def run(settings, log_k, *, due=None, bypass=False, lag=None, our_loss=True):
         stability = stability_config(settings)

@@ -56,7 +56,7 @@ def test_the_first_sync_that_one_engine_misses_is_told_once_and_so_is_its_recove
 
 
 def test_updates_too_small_to_see_add_up():
-    """Each moves a quarter of the gap's rounding; the engines' scores differ by it from the start."""
+    """Each update moves a quarter of the gap's rounding, by which the engines' scores differ from the start."""
     lost = [(step, engine) for step in range(1, 200) for engine in (0, 1)]
     run = Run(lost, moved=2.5e-4)
     run.engines = [engine + normal(1e-3, 7) for engine in run.engines]

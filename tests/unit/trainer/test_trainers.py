@@ -26,7 +26,7 @@ def test_icepop_weights_go_into_the_batch(step):
 
 
 def test_a_dump_that_fails_does_not_end_the_run(step, monkeypatch, capsys, tmp_path):
-    """Each step also passes on what was decided, so that the report can show a batch that was skipped too."""
+    """Each step also passes its decision to the dump, so that the report can show a skipped batch too."""
     written = []
 
     def write_step(log, settings, batch, chosen, tokenizer, **about):
@@ -152,7 +152,7 @@ MEASURED = {*FIELDS, "rm_scores"}
 
 
 def test_the_step_reads_before_verls_advantages_and_after_and_writes_once(step):
-    """Around verl's own read and write."""
+    """verl's own read and write are between ours."""
     verls, routing = {"advantages"}, {"router_sums", "routed_experts_sum"}
     trainer, metrics, store = step({"correction": "icepop", "router_agreement": True}, router_sums=router_sums(1, 1))
     assert store.read == [{*routing, *MEASURED}, VERLS, {"advantages"}]

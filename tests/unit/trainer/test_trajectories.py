@@ -97,7 +97,7 @@ def test_tokens_that_are_no_text_are_decoded_without_an_error(ids):
 
 
 def test_garbage_costs_no_more_than_text():
-    """Bytes that begin no character: the library's stream waits for one, and looks at all of them each time."""
+    """Bytes that never begin a character: the library's stream waits for one, and reads all of them each time."""
     tokenizer = byte_level([])
     continuation = tokenizer.encode("é")[1]
     pieces = decode_pieces([continuation] * 20, tokenizer)

@@ -217,7 +217,7 @@ def test_a_look_at_a_slow_step_that_fails_leaves_the_look_at_who_lives(broken, c
 
 
 class Run:
-    """A run whose steps are looked at every second; when the report came, and for which step."""
+    """A run whose steps are watched every second; records when a report came, and for which step."""
 
     def __init__(self, after_s):
         self.number, self.now, self.reports = 0, 0.0, []

@@ -1,4 +1,4 @@
-"""The kit itself: dry on a CPU, so that nothing of it is tried for the first time on a GPU; and on a GPU, tiny."""
+"""The kit itself: a dry run on a CPU, so that no part runs for the first time on a GPU; and a tiny one on a GPU."""
 
 import json
 import os
